@@ -1,0 +1,38 @@
+# Needs python3 (with venv and pip) and, for the native kernels, a C++ compiler. Everything else goes into .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+TORCH := $(shell grep '^torch==' constraints.txt)
+ARGS ?=
+PIP_ARGS ?=
+
+.PHONY: setup demo test lint types tests bench clean
+
+setup: .venv/setup.stamp
+
+# torch is named here too: resolved in the same command as the rest, the pin keeps other builds of torch away.
+.venv/setup.stamp: pyproject.toml CMakeLists.txt constraints.txt $(wildcard csrc/*)
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --disable-pip-version-check --quiet $(PIP_ARGS) -c constraints.txt '$(TORCH)' -e '.[dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/gradsync demo $(ARGS)
+
+test: lint types tests
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy
+
+tests: setup
+	$(BIN)/pytest $(ARGS)
+
+bench: setup
+	$(BIN)/gradsync bench $(ARGS)
+
+clean:
+	rm -rf build dist demo-out .mypy_cache .pytest_cache .ruff_cache .hypothesis .venv src/gradsync/kernels/*.so
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
