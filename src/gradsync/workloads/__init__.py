@@ -1,0 +1,50 @@
+"""Real models on real data, small enough for one CPU core: what the demo, the benchmarks and the tests train.
+
+One file a workload; adding one is that file and a line in `_WORKLOADS`.
+
+Example:
+    >>> workload = load("dense160", batch_size=8)
+    >>> model = workload.model(sparse=False, seed=0)
+    >>> batch = next(workload.batches(rank=0, world_size=1, seed=0))
+    >>> workload.loss(model, batch).ndim
+    0
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from gradsync.workloads.base import Batch as Batch
+from gradsync.workloads.base import Workload as Workload
+from gradsync.workloads.data import DataUnavailableError as DataUnavailableError
+from gradsync.workloads.deepfm import DeepFMWorkload as DeepFMWorkload
+from gradsync.workloads.dense import Dense20 as Dense20
+from gradsync.workloads.dense import Dense160 as Dense160
+
+_WORKLOADS: dict[str, type[Workload]] = {workload.name: workload for workload in (DeepFMWorkload, Dense20, Dense160)}
+
+
+def names() -> tuple[str, ...]:
+    """The workloads `load` knows, the demo's default first."""
+    return tuple(_WORKLOADS)
+
+
+def load(name: str, **options: Any) -> Workload:
+    """The workload called `name`, its data fetched, counted and open.
+
+    Where ranks have no network (namespaces), call this once before they start: they then find the data in the cache.
+
+    Raises:
+        ValueError: for an unknown name, an unknown option or a value out of range.
+        DataUnavailableError: when the data are neither cached nor to be had from the package index.
+    """
+    if name not in _WORKLOADS:
+        raise ValueError(f"unknown workload {name!r}; expected one of {', '.join(names())}")
+    kind = _WORKLOADS[name]
+    known = [field.name for field in fields(kind)]
+    if unknown := sorted(options.keys() - set(known)):
+        raise ValueError(f"workload {name!r} has no option {', '.join(unknown)}; its options are {', '.join(known)}")
+    workload = kind(**options)
+    workload.prepare()
+    return workload

