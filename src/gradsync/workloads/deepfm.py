@@ -116,7 +116,7 @@ class DeepFMWorkload(Workload):
     def optimizer(self, model: nn.Module) -> Optimizer:
         """Adagrad: a row without gradient keeps its weights and its sum, so sparse and dense updates agree.
 
-        It learns far faster here than SGD: AUC 0.78 against at best 0.72 after 150 steps. Adagrad builds sparse tensors,
+        It learns far faster than SGD: AUC 0.78 against at best 0.72 after 150 steps. Adagrad builds sparse tensors,
         and torch warns whoever does so without deciding about checking them; this decides against, for the process.
         """
         torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]
