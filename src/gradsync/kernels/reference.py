@@ -58,5 +58,6 @@ def sum_rows(parts: Sequence[RowsPart], num_rows: int, *, scale: float = 1.0) ->
     dtype, dim = parts[0][1].dtype, parts[0][1].shape[1]
     total = torch.zeros(len(union), dim, dtype=accumulation_dtype(dtype), device=union.device)
     for indices, values in parts:
-        total.index_add_(0, torch.searchsorted(union, indices.long()), values.to(total.dtype))
+        places = torch.searchsorted(union, indices.long().contiguous())
+        total.index_add_(0, places, values.to(total.dtype))
     return union, total.mul_(scale).to(dtype)

@@ -1,0 +1,73 @@
+"""Which implementation runs: an explicit request is met or refused, the automatic choice may fall back and says so."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+import torch
+
+from gradsync import kernels
+from gradsync.kernels import cpu
+
+PARTS = [(torch.tensor([2, 0, 2]), torch.ones(3, 4))]
+
+
+@pytest.fixture
+def not_built(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process in which the native modules cannot be imported."""
+
+    def import_module(name: str) -> ModuleType:
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr(importlib, "import_module", import_module)
+    monkeypatch.setattr(kernels, "_fallback_logged", False)
+    cpu.load.cache_clear()
+    yield
+    cpu.load.cache_clear()
+
+
+def test_auto_is_native_where_it_is_built() -> None:
+    assert kernels.active() == "native"
+
+
+def test_use_lasts_until_the_end_of_its_block() -> None:
+    with kernels.use("reference"):
+        assert kernels.active() == "reference"
+    assert kernels.active() == "native"
+
+
+def test_use_without_a_block_stays() -> None:
+    restore = kernels.use("reference")
+    assert kernels.active() == "reference"
+    restore.close()
+
+
+def test_explicit_native_that_is_not_built_raises_with_the_reason(not_built: None) -> None:
+    with pytest.raises(ImportError, match=r"No module named 'gradsync\.kernels\._kernels_base'.*install a C\+\+17"):
+        kernels.use("native")
+
+
+def test_auto_falls_back_and_says_so_once(not_built: None, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="gradsync.kernels"):
+        rows, values = kernels.sum_rows(PARTS, 3)
+        kernels.sum_rows(PARTS, 3)
+    assert (rows.tolist(), values[:, 0].tolist()) == ([0, 2], [1.0, 2.0])
+    assert kernels.active() == "reference"
+    assert len(caplog.records) == 1
+    assert "torch reference implementation" in caplog.records[0].getMessage()
+
+
+def test_auto_takes_the_reference_for_a_dtype_native_lacks() -> None:
+    _, values = kernels.sum_rows([(PARTS[0][0], PARTS[0][1].half())], 3)
+    assert values.dtype == torch.float16
+    with kernels.use("native"), pytest.raises(TypeError, match="got torch.float16"):
+        kernels.sum_rows([(PARTS[0][0], PARTS[0][1].half())], 3)
+
+
+def test_an_unknown_implementation_is_named() -> None:
+    with pytest.raises(ValueError, match="got 'cuda'"):
+        kernels.use("cuda")
