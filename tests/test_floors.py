@@ -15,10 +15,11 @@ FLOORS: list[set[str]] = [
     {"cluster", "steps", "timeline"},
     {"costs", "kernels", "comm", "sparse"},
     {"bucket"},
-    {"density", "compressors"},
+    {"density", "compressors", "gradients"},
     {"schemes"},
     {"plan"},
     {"engine", "planner", "simulator"},
+    {"agreement", "hooks"},
     {"ddp", "optim", "lab", "report", "workloads"},
     {"adapters"},
     {"attach"},
@@ -31,7 +32,7 @@ _TENSORS = {"torch", "numpy", "jaxtyping"}
 OUTSIDE: list[set[str]] = [  # third-party libraries that a module may load when it is imported, by floor
     set(),
     *[_TENSORS] * 4,
-    *[_TENSORS | {"pydantic"}] * 5,
+    *[_TENSORS | {"pydantic"}] * 6,
     _TENSORS,
     {"typer", "rich"},
 ]
