@@ -1,3 +1,12 @@
-"""gradsync: gradient synchronisation for distributed PyTorch training, the right scheme for each gradient."""
+"""gradsync: the cheapest way to synchronise every gradient tensor of a distributed PyTorch training job."""
+
+from .attach import Attachment as Attachment
+from .attach import attach as attach
+from .cluster import Cluster as Cluster
+from .cluster import Link as Link
+from .comm import GroupError as GroupError
+from .ddp import DDPState as DDPState
+from .ddp import ddp_hook as ddp_hook
+from .plan import Plan as Plan
 
 __version__ = "0.1.0"

@@ -1,0 +1,131 @@
+"""`attach`: looks at a model, makes all ranks agree, and puts the right front-end on it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from .agreement import DEFAULT_TIMEOUT_S, agreed_engine, forget, matches
+from .ddp import DDPState, ddp_hook
+from .engine import BucketStatistics, Engine, Planner
+from .hooks import AutogradHooks, broadcast_tensors
+from .plan import Plan
+from .timeline import Task
+
+
+class Attachment:
+    """What `attach` returns: the synchronisation of one model's gradients, until `detach`."""
+
+    def __init__(
+        self, engine: Engine, no_sync: Callable[[], Any], remove: Callable[[], None], modules: list[nn.Module]
+    ) -> None:
+        self._engine = engine
+        self._no_sync = no_sync
+        self._remove = remove
+        self._modules = [weakref.ref(module) for module in modules]
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force; with `plan=None` it may change once, after the first step."""
+        return self._engine.plan
+
+    def explain(self) -> list[str]:
+        """The plan in words, a line a bucket."""
+        return self._engine.words()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, gradients accumulate locally; forward *and* backward belong inside, as with DDP."""
+        with self._no_sync():
+            yield
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plan, step and scheme state by parameter; belongs into a checkpoint of this rank."""
+        return self._engine.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over what `state_dict` gave; state follows parameters, whatever plan is in force now.
+
+        Raises:
+            ValueError: for state of another version or of unknown parameters.
+        """
+        self._engine.load_state_dict(state)
+
+    def statistics(self) -> list[BucketStatistics]:
+        """Bytes, time and overlap of each bucket since attach."""
+        return self._engine.statistics()
+
+    def timeline(self) -> list[Task]:
+        """What happened when in the last step."""
+        return self._engine.timeline()
+
+    def join(self, *args: Any, **kwargs: Any) -> None:
+        """Not supported.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "uneven inputs (join) are not supported: give every rank the same number of steps, for example with "
+            "DistributedSampler(drop_last=True)"
+        )
+
+    def detach(self) -> None:
+        """Takes gradsync off the model on this rank; gradients and parameters stay as they are."""
+        self._remove()
+        self._engine.close()
+        forget(self._modules)
+
+
+def attach(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    plan: Plan | Planner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: timedelta | float = DEFAULT_TIMEOUT_S,
+    exclude: Sequence[str] = (),
+    broadcast_buffers: bool = True,
+) -> Attachment:
+    """Makes `loss.backward()` return with gradients averaged over the ranks; nothing else of a training loop changes.
+
+    Works in place, on every rank alike. Parameters and buffers are broadcast from rank 0. A model wrapped in
+    DistributedDataParallel gets gradsync as its communication hook.
+
+    Args:
+        optimizer: the optimiser of the parameters, if it is known already.
+        plan: what to synchronise how. None: all-reduce for dense and a sparse scheme for sparse gradients, decided from
+            what all ranks see in the first step, and logged.
+        process_group: the ranks that share the model; None: all.
+        timeout: seconds (or a timedelta) after which a rank that waits for the others raises.
+        exclude: names or shell patterns (`"encoder.*"`) of parameters that are left alone.
+        broadcast_buffers: rank 0's buffers go to all before each training forward, as DDP does.
+
+    Raises:
+        RuntimeError: without a process group, when attached already, inside a backward, for FSDP, or when another rank
+            failed to attach.
+        ValueError: for a plan that does not fit, complex parameters, or models or plans that differ between the ranks;
+            on every rank, naming both digests and the first difference.
+
+    Example:
+        >>> handle = gradsync.attach(model)  # doctest: +SKIP
+        >>> loss.backward()                  # doctest: +SKIP
+    """
+    timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    if isinstance(model, DistributedDataParallel):
+        state = DDPState(model, plan=plan, timeout_s=timeout_s, exclude=exclude)
+        model.register_comm_hook(state, ddp_hook)
+        return Attachment(state.engine, model.no_sync, state.detach, list(model.modules()))
+    engine, parameters = agreed_engine(model, plan, process_group, timeout_s, exclude)
+    initial = [p for name, p in model.named_parameters() if not matches(name, exclude)]
+    states = [*initial, *model.buffers()]
+    engine.call(lambda group: broadcast_tensors(group, states, timeout_s))
+    hooks = AutogradHooks(model, parameters, engine, optimizer=optimizer, broadcast_buffers=broadcast_buffers)
+    return Attachment(engine, hooks.no_sync, hooks.remove, list(model.modules()))

@@ -1,0 +1,150 @@
+"""Buckets: segments of named parameters, seen as one flat tensor or as row-sparse tables.
+
+Pure data: the memory of a bucket is `gradients.py`'s. A flat bucket ends with flags that ride along in the sum and
+tell, for each segment, whether anybody used the parameter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor, nn
+
+
+class Layout(StrEnum):
+    """How a scheme wants to see its bucket."""
+
+    FLAT = "flat"
+    ROWS = "rows"
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and element type of one tensor; no memory."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+    @property
+    def numel(self) -> int:
+        return int(torch.Size(self.shape).numel())
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.itemsize
+
+    @property
+    def num_rows(self) -> int:
+        """First dimension: the rows of a table."""
+        return self.shape[0]
+
+    @property
+    def dim(self) -> int:
+        """Elements of one row of a table."""
+        return int(torch.Size(self.shape[1:]).numel())
+
+    def __str__(self) -> str:
+        return f"{'x'.join(map(str, self.shape)) or 'scalar'} {str(self.dtype).removeprefix('torch.')}"
+
+
+def model_digest(specs: Mapping[str, TensorSpec]) -> str:
+    """SHA-256 over names, shapes and dtypes in order: equal on two ranks exactly if their parameters correspond."""
+    return hashlib.sha256("\n".join(describe_specs(specs)).encode()).hexdigest()
+
+
+def describe_specs(specs: Mapping[str, TensorSpec]) -> list[str]:
+    """One line a parameter, `name: shape dtype`."""
+    return [f"{name}: {spec}" for name, spec in specs.items()]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Elements [start, stop) of the parameter `name`, flattened."""
+
+    name: str
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Segments that travel together; `tensors` holds the spec of each segment's parameter. One dtype for all."""
+
+    id: str
+    segments: tuple[Segment, ...]
+    tensors: tuple[TensorSpec, ...]
+    layout: Layout
+    flags_ride: bool = True  # the scheme sums every element exactly, so the flags may travel in the flat tensor
+
+    def __post_init__(self) -> None:
+        if not self.segments or len(self.segments) != len(self.tensors):
+            raise ValueError(f"bucket {self.id!r} needs segments and one tensor spec for each")
+        dtypes = {spec.dtype for spec in self.tensors}
+        if len(dtypes) > 1:
+            raise ValueError(f"bucket {self.id!r} mixes dtypes {sorted(map(str, dtypes))}; give each its own bucket")
+        if self.layout is Layout.ROWS:
+            for segment, spec in zip(self.segments, self.tensors, strict=True):
+                if segment.numel != spec.numel or not spec.shape:
+                    raise ValueError(f"bucket {self.id!r}: a row-sparse table is not cut, but {segment} cuts {spec}")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensors[0].dtype
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameters in it."""
+        return sum(segment.numel for segment in self.segments)
+
+    @property
+    def names(self) -> list[str]:
+        return [segment.name for segment in self.segments]
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """What its scheme sees: the tables, or one flat tensor, the flags at its end if they ride."""
+        if self.layout is Layout.ROWS:
+            return self.tensors
+        return (TensorSpec((self.numel + (self.num_flags if self.flags_ride else 0),), self.dtype),)
+
+    @property
+    def num_flags(self) -> int:
+        """One flag a segment (who used it), and one for a step that must not be kept (non-finite values)."""
+        return len(self.segments) + 1
+
+
+def cut_by_bytes(sizes: Iterable[tuple[str, int]], first_bytes: int, most_bytes: int) -> list[list[str]]:
+    """Consecutive names in groups of at most `most_bytes` (the first group: `first_bytes`); none is left empty.
+
+    The small first group is DDP's habit: its transfer starts early, while most of backward is still to come.
+    """
+    groups: list[list[str]] = [[]]
+    filled, limit = 0, first_bytes
+    for name, nbytes in sizes:
+        if groups[-1] and filled + nbytes > limit:
+            groups.append([])
+            filled, limit = 0, most_bytes
+        groups[-1].append(name)
+        filled += nbytes
+    return [group for group in groups if group]
+
+
+def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that require gradients by name; tied ones once, under their first name."""
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}

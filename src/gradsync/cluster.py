@@ -1,0 +1,164 @@
+"""The network as numbers: links, clusters, and which rank sits on which node.
+
+Read from TOML or built in code; nothing here knows torch. Rates and times are parsed from the spelling people use
+("1gbit", "25Gbps", "10ms") at the edge and kept in bytes per second and seconds.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+_BITS_PER_UNIT = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_SECONDS_PER_UNIT = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+
+
+def parse_rate_bytes_per_s(text: str) -> float:
+    """A link rate such as `200mbit`, `1gbit`, `25Gbps` or `2.5 Gbit/s` in bytes per second (decimal prefixes).
+
+    Raises:
+        ValueError: when `text` is not a positive number with such a unit.
+    """
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?)(?:bit(?:/s)?|bps)\s*", text, re.IGNORECASE)
+    if match is None or float(match[1]) <= 0:
+        raise ValueError(f"a link rate must look like 200mbit, 1gbit or 25Gbps and be positive, got {text!r}")
+    return float(match[1]) * _BITS_PER_UNIT[match[2].lower()] / 8
+
+
+def parse_duration_s(text: str) -> float:
+    """A duration such as `10ms`, `50us` or `1.5s` in seconds.
+
+    Raises:
+        ValueError: when `text` is not a number with such a unit.
+    """
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(s|ms|us|ns)\s*", text)
+    if match is None:
+        raise ValueError(f"a duration must look like 10ms, 50us or 1.5s, got {text!r}")
+    return float(match[1]) * _SECONDS_PER_UNIT[match[2]]
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """The rate in the spelling `parse_rate_bytes_per_s` reads, for people: 125e6 -> `1gbit`."""
+    bits = bytes_per_s * 8
+    for prefix in "tgmk":
+        if bits >= _BITS_PER_UNIT[prefix]:
+            return f"{bits / _BITS_PER_UNIT[prefix]:.4g}{prefix}bit"
+    return f"{bits:.4g}bit"
+
+
+@dataclass(frozen=True)
+class Link:
+    """One full-duplex link: `latency_s` per message, `bandwidth_bytes_per_s` in each direction."""
+
+    bandwidth_bytes_per_s: float
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.bandwidth_bytes_per_s > 0:
+            raise ValueError(f"Link.bandwidth_bytes_per_s must be positive, got {self.bandwidth_bytes_per_s}")
+        if self.latency_s < 0:
+            raise ValueError(f"Link.latency_s must not be negative, got {self.latency_s}")
+
+    @classmethod
+    def parse(cls, text: str, latency: str = "0s") -> Link:
+        """`Link.parse("1gbit", "50us")`."""
+        return cls(parse_rate_bytes_per_s(text), parse_duration_s(latency))
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the members of one group sit: `nodes[i]` is the node of the group's i-th member."""
+
+    nodes: tuple[int, ...]
+
+    @classmethod
+    def one_per_node(cls, size: int) -> Placement:
+        return cls(tuple(range(size)))
+
+    @property
+    def size(self) -> int:
+        return len(self.nodes)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes with `ranks_per_node` ranks each, joined by `link`; ranks of one node are joined by `intra`.
+
+    `slow` overrides the link of single nodes (node -> Link). With `rack_size`, every so many nodes share a rack whose
+    uplink is `trunk`.
+    """
+
+    nodes: int
+    link: Link
+    ranks_per_node: int = 1
+    intra: Link = Link(bandwidth_bytes_per_s=10e9, latency_s=5e-6)
+    slow: dict[int, Link] = field(default_factory=dict)
+    rack_size: int | None = None
+    trunk: Link | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "ranks_per_node"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"Cluster.{name} must be at least 1, got {getattr(self, name)}")
+        for node in self.slow:
+            if not 0 <= node < self.nodes:
+                raise ValueError(f"Cluster.slow names node {node}, but the nodes are 0..{self.nodes - 1}")
+        if (self.rack_size is None) != (self.trunk is None):
+            raise ValueError("Cluster.rack_size and Cluster.trunk go together: give both or neither")
+        if self.rack_size is not None and self.rack_size < 1:
+            raise ValueError(f"Cluster.rack_size must be at least 1, got {self.rack_size}")
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    def placement(self) -> Placement:
+        """The whole job: ranks are numbered node by node, as torchrun does."""
+        return Placement(tuple(rank // self.ranks_per_node for rank in range(self.world_size)))
+
+    def link_of(self, node: int) -> Link:
+        """The link that joins `node` to the network."""
+        return self.slow.get(node, self.link)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Cluster:
+        """Reads a cluster from TOML.
+
+        Raises:
+            ValueError: naming the key and what was expected, for unknown keys, missing keys or illegal values.
+
+        Example:
+            nodes = 4
+            ranks_per_node = 2
+            link = { rate = "10gbit", latency = "30us" }
+            intra = { rate = "200gbit" }
+            slow = { 3 = { rate = "1gbit" } }
+        """
+        raw = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(raw) - known)
+        if unknown:
+            raise ValueError(f"{path}: unknown key {unknown[0]!r}; a cluster has {', '.join(sorted(known))}")
+        for name in ("nodes", "link"):
+            if name not in raw:
+                raise ValueError(f"{path}: the key {name!r} is missing")
+        for name in ("link", "intra", "trunk"):
+            if name in raw:
+                raw[name] = _link_from_table(raw[name], f"{path}: {name}")
+        slow = raw.get("slow", {})
+        raw["slow"] = {int(node): _link_from_table(table, f"{path}: slow.{node}") for node, table in slow.items()}
+        return cls(**raw)
+
+
+def _link_from_table(table: Any, where: str) -> Link:
+    if isinstance(table, str):
+        return Link.parse(table)
+    if not isinstance(table, dict) or "rate" not in table or set(table) - {"rate", "latency"}:
+        raise ValueError(f'{where} must look like {{ rate = "1gbit", latency = "50us" }}, got {table!r}')
+    try:
+        return Link.parse(table["rate"], table.get("latency", "0s"))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None

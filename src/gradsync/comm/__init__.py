@@ -1,0 +1,15 @@
+"""The only door to `torch.distributed`: groups of ranks, the ledger of bytes, and the thread that issues everything."""
+
+from .group import Group as Group
+from .group import GroupError as GroupError
+from .group import Pending as Pending
+from .group import TorchGroup as TorchGroup
+from .group import completed as completed
+from .group import split as split
+from .issue import Exchange as Exchange
+from .issue import IssueThread as IssueThread
+from .issue import drive as drive
+from .local import LocalGroup as LocalGroup
+from .local import run_local as run_local
+from .record import Ledger as Ledger
+from .record import RecordingGroup as RecordingGroup

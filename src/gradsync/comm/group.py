@@ -1,0 +1,179 @@
+"""`Group`: the ranks to talk to. Every operation starts at the call and returns a `Pending` to await.
+
+Buffers are one-dimensional and contiguous. `TorchGroup` is the real one, on a communicator of its own: the user's code
+may use its process group from another thread meanwhile, and two threads on one communicator read each other's messages.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Sequence
+from datetime import timedelta
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+FAILURE_POLL_S = 1.0  # how often a waiting rank asks whether another one has announced a failure
+
+
+class GroupError(RuntimeError):
+    """A collective that did not complete: a rank died, stopped answering, or announced a failure."""
+
+
+class Pending(Generic[T]):
+    """An operation under way. `await` it inside a scheme, or `wait` for it outside of one."""
+
+    def __init__(self, wait: Callable[[float], T]) -> None:
+        self._wait = wait
+
+    def wait(self, timeout_s: float) -> T:
+        """Blocks until the result is there; call it once.
+
+        Raises:
+            GroupError: after `timeout_s`, or when the operation failed.
+        """
+        return self._wait(timeout_s)
+
+    def __await__(self) -> Generator[Pending[T], T, T]:
+        return (yield self)
+
+
+def completed(value: T) -> Pending[T]:
+    """A `Pending` whose result is already there."""
+    return Pending(lambda _: value)
+
+
+class Group(ABC):
+    """Members are global ranks in order; `rank` is this process' place among them."""
+
+    rank: int
+    members: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+    @abstractmethod
+    def all_reduce(self, buffer: Tensor) -> Pending[Tensor]:
+        """The sum over the members, in place: overwrites and returns `buffer`."""
+
+    @abstractmethod
+    def all_gather(self, buffer: Tensor, sizes: Sequence[int] | None = None) -> Pending[list[Tensor]]:
+        """Every member's buffer, in order. `sizes`: their lengths in elements where they differ."""
+
+    @abstractmethod
+    def all_to_all(self, buffer: Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending[list[Tensor]]:
+        """Hands consecutive parts of `buffer` (`sent[j]` elements to member j), returns what each member sent here."""
+
+    @abstractmethod
+    def broadcast(self, buffer: Tensor) -> Pending[Tensor]:
+        """Member 0's buffer, in place on all others."""
+
+    @abstractmethod
+    def announce_failure(self, text: str) -> None:
+        """Tells the other members, without a collective, that this one cannot go on."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Releases the communicator; the group is not used afterwards."""
+
+
+class TorchGroup(Group):
+    """The members of a `torch.distributed` process group, over a new communicator with the same backend.
+
+    Creating one is collective over the members. Operations are issued by one thread at a time (the caller's duty).
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None, *, timeout_s: float) -> None:
+        members = dist.get_process_group_ranks(process_group)
+        whole_world = len(members) == dist.get_world_size()
+        self.members = tuple(members)
+        self.rank = dist.get_rank(process_group)
+        self.backend = dist.get_backend(process_group)
+        self._own = dist.new_group(
+            members,
+            timeout=timedelta(seconds=timeout_s),
+            backend=self.backend,
+            use_local_synchronization=not whole_world,
+        )
+        # The store outlives a broken connection between two ranks, so failures are told through it.
+        store = distributed_c10d._get_default_store()
+        self._store = distributed_c10d.PrefixStore(f"gradsync/{self._own.group_name}", store)
+
+    def all_reduce(self, buffer: Tensor) -> Pending[Tensor]:
+        return self._pending(dist.all_reduce(buffer, group=self._own, async_op=True), lambda: buffer)
+
+    def all_gather(self, buffer: Tensor, sizes: Sequence[int] | None = None) -> Pending[list[Tensor]]:
+        if sizes is None or len(set(sizes)) == 1:
+            gathered = buffer.new_empty(self.size * buffer.numel())
+            work = _all_gather_single(gathered, buffer, self._own)
+            return self._pending(work, lambda: split(gathered, [buffer.numel()] * self.size))
+        # gloo gathers equal lengths only; sending the buffer to each member moves exactly the bytes needed.
+        return self.all_to_all(buffer.repeat(self.size), [buffer.numel()] * self.size, sizes)
+
+    def all_to_all(self, buffer: Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending[list[Tensor]]:
+        output = buffer.new_empty(sum(received))
+        work = dist.all_to_all_single(output, buffer, list(received), list(sent), group=self._own, async_op=True)
+        # The input must live until the work is done: the closure keeps it.
+        return self._pending(work, lambda: split(output, received, keep=buffer))
+
+    def broadcast(self, buffer: Tensor) -> Pending[Tensor]:
+        work = dist.broadcast(buffer, src=self.members[0], group=self._own, async_op=True)
+        return self._pending(work, lambda: buffer)
+
+    def announce_failure(self, text: str) -> None:
+        try:
+            self._store.set("failure", f"rank {self.members[self.rank]}: {text}")
+        except RuntimeError as error:  # the store's host is gone: the others notice by themselves
+            logger.warning("could not announce a failure to the other ranks: %s", error)
+
+    def close(self) -> None:
+        dist.destroy_process_group(self._own)
+
+    def _announced(self) -> str | None:
+        try:
+            return self._store.get("failure").decode() if self._store.check(["failure"]) else None
+        except RuntimeError:
+            return None
+
+    def _pending(self, work: Any, result: Callable[[], T]) -> Pending[T]:
+        def wait(timeout_s: float) -> T:
+            deadline = time.monotonic() + timeout_s
+            while True:
+                patience_s = min(FAILURE_POLL_S, max(deadline - time.monotonic(), 0.001))
+                try:
+                    work.wait(timedelta(seconds=patience_s))
+                    return result()
+                except RuntimeError as error:
+                    if announced := self._announced():
+                        raise GroupError(announced) from None
+                    if work.is_completed():  # it failed, and not by our patience
+                        raise GroupError(f"a connection broke ({_first_line(error)})") from None
+                    if time.monotonic() >= deadline:
+                        raise GroupError(f"no answer from at least one rank within {timeout_s:.0f} s") from None
+
+        return Pending(wait)
+
+
+def split(buffer: Tensor, sizes: Sequence[int], keep: Tensor | None = None) -> list[Tensor]:
+    """Consecutive views of `sizes` elements. `keep` is held alive by whoever will call this."""
+    return list(torch.split(buffer, list(sizes)))
+
+
+def _all_gather_single(output: Tensor, buffer: Tensor, group: dist.ProcessGroup) -> Any:
+    # torch 2.13 renamed all_gather_into_tensor and warns about the old name.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(output, buffer, group=group, async_op=True)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

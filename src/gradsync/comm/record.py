@@ -1,0 +1,70 @@
+"""The ledger: what a scheme hands to the transport, counted where it is handed over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from torch import Tensor
+
+from ..steps import Pattern, Transfer
+from .group import Group, Pending
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One operation of one rank; for `all_reduce`, where the transport chooses, the bytes are the ring's."""
+
+    pattern: Pattern
+    sent_bytes: float
+
+
+@dataclass
+class Ledger:
+    """The operations of one rank in the order in which it issued them."""
+
+    entries: list[Entry] = field(default_factory=list)
+
+    @property
+    def sent_bytes(self) -> float:
+        return sum(entry.sent_bytes for entry in self.entries)
+
+
+class RecordingGroup(Group):
+    """The same group, writing each operation into `ledger`."""
+
+    def __init__(self, inner: Group, ledger: Ledger) -> None:
+        self.inner = inner
+        self.ledger = ledger
+        self.rank = inner.rank
+        self.members = inner.members
+
+    def all_reduce(self, buffer: Tensor) -> Pending[Tensor]:
+        nbytes = buffer.numel() * buffer.element_size()
+        self._write(Pattern.ALL_REDUCE, Transfer("", Pattern.ALL_REDUCE, (nbytes,) * self.size).sent_bytes(self.rank))
+        return self.inner.all_reduce(buffer)
+
+    def all_gather(self, buffer: Tensor, sizes: Sequence[int] | None = None) -> Pending[list[Tensor]]:
+        self._write(Pattern.ALL_GATHER, (self.size - 1) * buffer.numel() * buffer.element_size())
+        return self.inner.all_gather(buffer, sizes)
+
+    def all_to_all(self, buffer: Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending[list[Tensor]]:
+        self._write(Pattern.ALL_TO_ALL, (sum(sent) - sent[self.rank]) * buffer.element_size())
+        return self.inner.all_to_all(buffer, sent, received)
+
+    def broadcast(self, buffer: Tensor) -> Pending[Tensor]:
+        nbytes = buffer.numel() * buffer.element_size()
+        self._write(Pattern.BROADCAST, (self.size - 1) * nbytes if self.rank == 0 else 0)
+        return self.inner.broadcast(buffer)
+
+    def announce_failure(self, text: str) -> None:
+        self.inner.announce_failure(text)
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def _write(self, pattern: Pattern, sent_bytes: float) -> None:
+        self.ledger.entries.append(Entry(pattern, float(sent_bytes)))

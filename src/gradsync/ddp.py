@@ -1,0 +1,97 @@
+"""The same engine behind DDP's communication hook: DDP's buckets are readiness events, nothing more.
+
+DDP hands over a bucket when its gradients are ready. They are loaded into the plan's buckets, which may cut across
+DDP's; the future given back completes when all of its parameters are synchronised, however late. State is keyed by
+parameter name, so DDP may re-bucket after its first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from .agreement import DEFAULT_TIMEOUT_S, agreed_engine
+from .engine import Planner
+from .plan import Plan
+
+
+class DDPState:
+    """State for `ddp_model.register_comm_hook(gradsync.DDPState(ddp_model), gradsync.ddp_hook)`.
+
+    `gradsync.attach(ddp_model)` does both. Arguments and errors are those of `attach`; a parameter that `exclude` names
+    stays unsynchronised, as DDP does not average behind a hook.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        *,
+        plan: Plan | Planner | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        exclude: Sequence[str] = (),
+    ) -> None:
+        self.engine, parameters = agreed_engine(model, plan, model.process_group, timeout_s, exclude)
+        self._process_group = model.process_group
+        self.detached = False
+        self._names = {id(p): name for name, p in parameters.items()}
+        self._given: list[tuple[GradBucket, Future[Tensor]]] = []
+
+    def detach(self) -> None:
+        """From now on the hook is DDP's own all-reduce: torch cannot take a hook off."""
+        self.detached = True
+
+    def fallback(self, bucket: GradBucket) -> Future[Tensor]:
+        """What DDP does without a hook."""
+        return allreduce_hook(self._process_group, bucket)
+
+    def load(self, bucket: GradBucket) -> Future[Tensor]:
+        if not self.engine.in_step:
+            self._given.clear()
+            self.engine.begin()
+        for name, gradient in self._named(bucket):
+            self.engine.load(name, gradient)
+        future: Future[Tensor] = Future()
+        self._given.append((bucket, future))
+        return future
+
+    def finish(self) -> None:
+        """All buckets were given: waits, and completes their futures."""
+        for name in self.engine.missing():
+            self.engine.load(name, None, used=False)
+        self.engine.finish()
+        for bucket, future in self._given:
+            future.set_result(self._result(bucket))
+        self._given.clear()
+
+    def _result(self, bucket: GradBucket) -> Tensor:
+        buffer = bucket.buffer()
+        for name, gradient in self._named(bucket):
+            if buffer.layout is torch.sparse_coo:
+                return self.engine.unload(name, None, sparse=True)
+            gradient.copy_(self.engine.unload(name, None, sparse=False))
+        return buffer
+
+    def _named(self, bucket: GradBucket) -> Iterator[tuple[str, Tensor]]:
+        """(name, gradient) of the parameters to synchronise; DDP gives a sparse gradient a bucket of its own."""
+        buffer: Any = bucket.buffer()
+        gradients = [buffer] if buffer.layout is torch.sparse_coo else bucket.gradients()
+        for parameter, gradient in zip(bucket.parameters(), gradients, strict=True):
+            if id(parameter) in self._names:
+                yield self._names[id(parameter)], gradient
+
+
+def ddp_hook(state: DDPState, bucket: GradBucket) -> Future[Tensor]:
+    """gradsync as a DDP communication hook: `ddp_model.register_comm_hook(state, gradsync.ddp_hook)`."""
+    if state.detached:
+        return state.fallback(bucket)
+    future = state.load(bucket)
+    if bucket.is_last():
+        state.finish()
+    return future

@@ -1,0 +1,174 @@
+"""The memory of a bucket: gradients in, the synchronised ones out. Two kinds, one interface.
+
+`FlatGradients` keeps dense gradients in one tensor, so that a parameter's gradient can *live* there as a view and
+nothing is copied. `RowGradients` holds sparse ones. Neither touches `param.grad`: that is the front-end's business.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .bucket import Bucket, Layout, Segment
+from .sparse import SparseRows
+
+
+class FlatGradients:
+    """A flat bucket's memory: `flat` = the segments' elements one after the other, then the flags."""
+
+    def __init__(self, bucket: Bucket, parameters: dict[str, Tensor]) -> None:
+        self.bucket = bucket
+        device = parameters[bucket.segments[0].name].device
+        self.flat = torch.zeros(bucket.numel + bucket.num_flags, dtype=bucket.dtype, device=device)
+        self.flags = self.flat[bucket.numel :]
+        self._parts: dict[Segment, Tensor] = {}
+        self._homes: dict[str, Tensor] = {}
+        self._loaded: set[str] = set()
+        offset = 0
+        for segment in bucket.segments:
+            part = self.flat[offset : offset + segment.numel]
+            self._parts[segment] = part
+            parameter = parameters[segment.name]
+            if segment.numel == parameter.numel():
+                # The parameter's own strides (channels-last, say), as optimisers expect of a gradient.
+                self._homes[segment.name] = part.as_strided(
+                    parameter.shape, torch.empty_like(parameter, device="meta").stride(), part.storage_offset()
+                )
+            offset += segment.numel
+
+    def home(self, name: str) -> Tensor | None:
+        """The view in which the parameter's gradient may live; None if the plan cut the parameter."""
+        return self._homes.get(name)
+
+    def begin(self) -> None:
+        """A new step: nobody has used anything yet."""
+        self._loaded.clear()
+
+    def clear(self) -> None:
+        """All elements zero."""
+        self.flat.zero_()
+
+    def load(self, name: str, gradient: Tensor | None, *, used: bool = True) -> None:
+        """Takes a parameter's gradient (None: zero). `used`: it was produced in this step."""
+        if used:
+            self._loaded.add(name)
+        for segment, part in self._parts.items():
+            if segment.name != name or (gradient is not None and gradient is self._homes.get(name)):
+                continue
+            if gradient is None:
+                part.zero_()
+            elif name in self._homes:
+                self._homes[name].copy_(gradient.to_dense() if gradient.layout is torch.sparse_coo else gradient)
+            else:
+                dense = gradient.to_dense() if gradient.layout is torch.sparse_coo else gradient
+                part.copy_(dense.reshape(-1)[segment.start : segment.stop])
+
+    def take(self, *, check_finite: bool) -> Tensor:
+        """What the scheme gets; the flags are set to who used what, and whether something is not finite."""
+        loaded = [segment.name in self._loaded for segment in self.bucket.segments]
+        if all(loaded):
+            self.flags.fill_(1)
+        else:
+            self.flags[:-1] = torch.tensor(loaded, dtype=self.flat.dtype)
+        values = self.flat[: self.bucket.numel]
+        self.flags[-1] = float(check_finite and not bool(torch.isfinite(values).all()))
+        return self.flat if self.bucket.flags_ride else values
+
+    def accept(self, result: Tensor) -> None:
+        """Takes the synchronised values; the flags are synchronised already if they do not ride."""
+        target = self.flat if self.bucket.flags_ride else self.flat[: self.bucket.numel]
+        if result.data_ptr() != target.data_ptr():
+            target.copy_(result)
+
+    def used(self, name: str) -> bool:
+        """Whether some rank used the parameter in the accepted step."""
+        if name in self._loaded:
+            return True
+        positions = [i for i, segment in enumerate(self.bucket.segments) if segment.name == name]
+        return bool(self.flags[positions[0]] > 0)  # read only where this rank did not use it: rare
+
+    @property
+    def troubled(self) -> bool:
+        """Whether some rank's values were not finite in the accepted step (if the check was asked for)."""
+        return bool(self.flags[-1] > 0)
+
+    def unload(self, name: str, out: Tensor | None, *, sparse: bool, shape: torch.Size) -> Tensor:
+        """The synchronised gradient: the home itself, or for a cut parameter `out` with this bucket's elements set."""
+        home = self._homes.get(name)
+        if home is not None:
+            return SparseRows.from_dense(home).to_torch(home.shape) if sparse else home
+        if out is None or out.layout is not torch.strided:
+            out = torch.zeros(shape, dtype=self.flat.dtype, device=self.flat.device)
+        flat = out.view(-1) if out.is_contiguous() else out.reshape(-1)
+        for segment, part in self._parts.items():
+            if segment.name == name:
+                flat[segment.start : segment.stop] = part
+        return out if flat.data_ptr() == out.data_ptr() else flat.view(out.shape)
+
+
+class RowGradients:
+    """A bucket of row-sparse tables: each gradient is kept as it came until the scheme takes it."""
+
+    def __init__(self, bucket: Bucket, parameters: dict[str, Tensor]) -> None:
+        self.bucket = bucket
+        self._shapes = {name: parameters[name].shape for name in bucket.names}
+        self._device = parameters[bucket.names[0]].device
+        self._brought: dict[str, tuple[Tensor, bool]] = {}
+        self._result: dict[str, SparseRows] = {}
+
+    def home(self, name: str) -> Tensor | None:
+        return None
+
+    def begin(self) -> None:
+        self._brought.clear()
+
+    def clear(self) -> None:
+        """Nothing to clear: tables hold only what was brought."""
+
+    def load(self, name: str, gradient: Tensor | None, *, used: bool = True) -> None:
+        if gradient is not None:
+            self._brought[name] = (gradient, used)
+
+    def take(self, *, check_finite: bool) -> tuple[SparseRows, ...]:
+        return tuple(self._table(name) for name in self.bucket.names)
+
+    def accept(self, result: tuple[SparseRows, ...]) -> None:
+        self._result = dict(zip(self.bucket.names, result, strict=True))
+
+    def used(self, name: str) -> bool:
+        return self._result[name].present
+
+    @property
+    def troubled(self) -> bool:
+        return False
+
+    def unload(self, name: str, out: Tensor | None, *, sparse: bool, shape: torch.Size) -> Tensor:
+        rows = self._result[name]
+        return rows.to_torch(shape) if sparse else rows.add_to(rows.values.new_zeros(shape))
+
+    def rows(self, name: str) -> int:
+        """Distinct rows this rank brought."""
+        return int(torch.unique(self._table(name).indices).numel())
+
+    def union_rows(self, name: str) -> int:
+        """Distinct rows of the sum."""
+        return self._result[name].nnz
+
+    def _table(self, name: str) -> SparseRows:
+        if name not in self._brought:
+            return SparseRows.absent(self._shapes[name], self.bucket.dtype, self._device)
+        gradient, used = self._brought[name]
+        is_rows = gradient.layout is torch.sparse_coo and gradient.sparse_dim() == 1
+        dense = gradient.to_dense() if gradient.layout is torch.sparse_coo and not is_rows else gradient
+        rows = SparseRows.from_torch(gradient) if is_rows else SparseRows.from_dense(dense)
+        return rows if used else SparseRows(rows.indices, rows.values, rows.num_rows, present=False)
+
+
+Gradients = FlatGradients | RowGradients
+
+
+def gradients_of(bucket: Bucket, parameters: dict[str, Any]) -> Gradients:
+    """The memory for a bucket over these parameters."""
+    return (FlatGradients if bucket.layout is Layout.FLAT else RowGradients)(bucket, parameters)

@@ -1,0 +1,260 @@
+"""Our own autograd front-end: `loss.backward()` returns with synchronised gradients.
+
+Every parameter's gradient-accumulation hook tells the engine that the gradient is ready; a callback that autograd runs
+at the end of backward waits for the rest and puts the results into `param.grad`. Semantics are DDP's with
+`find_unused_parameters=True`: a gradient that no rank produced is left as it is, one that only this rank lacks counts
+as zero here.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils import _pytree as pytree
+
+from .comm import Group
+from .engine import Engine
+
+REENTRANT = (
+    "gradients became ready inside a nested backward (re-entrant activation checkpointing?), whose end cannot be told "
+    "from the end of the outer one; use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+)
+
+
+class AutogradHooks:
+    """Ties an engine to the parameters of one model, until `remove`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        engine: Engine,
+        *,
+        optimizer: Optimizer | None = None,
+        broadcast_buffers: bool = True,
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._parameters = dict(parameters)
+        self._engine = engine
+        self._buffers = list(model.buffers()) if broadcast_buffers and engine.group.size > 1 else []
+        self._sync = True
+        self._armed: bool | None = None  # the last forward's wish to synchronise; None once it was fulfilled
+        self._task = -1  # autograd's number of the backward under way
+        self._lent: set[str] = set()  # parameters whose grad was None before the step
+        self._handles = [
+            p.register_post_accumulate_grad_hook(_Hook(self, lambda hooks, p, name=name: hooks._on_gradient(name, p)))
+            for name, p in self._parameters.items()
+        ]
+        before = torch.compiler.disable(_ModelHook(self, AutogradHooks._before_forward))
+        after = torch.compiler.disable(_ModelHook(self, AutogradHooks._after_forward))
+        self._handles.append(model.register_forward_pre_hook(before))
+        self._handles.append(model.register_forward_hook(after))
+        on_step = _Hook(self, lambda hooks, optimizer, *_: hooks._before_optimizer_step(optimizer))
+        if optimizer is not None:
+            self._handles.append(optimizer.register_step_pre_hook(on_step))
+        else:
+            self._handles.append(register_optimizer_step_pre_hook(on_step))
+
+    def remove(self) -> None:
+        """Takes the hooks off; gradients stay where they are."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients of forwards inside accumulate locally, as with DDP; the next one outside synchronises the sum."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync, self._armed = before, None
+
+    # What autograd and the model call.
+
+    def _before_forward(self, model: nn.Module) -> None:
+        if not torch.is_grad_enabled():
+            return
+        self._armed = self._sync
+        if self._sync and model.training and self._buffers:
+            buffers = self._buffers
+            self._engine.call(lambda group: broadcast_tensors(group, buffers, self._engine.timeout_s))
+
+    def _after_forward(self, model: nn.Module, output: Any) -> None:
+        # A rank whose loss reaches no parameter fires no parameter hook; the outputs tell it that backward began.
+        if self._armed and torch.is_grad_enabled():
+            for leaf in pytree.tree_leaves(output):
+                if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.is_floating_point():
+                    leaf.register_hook(_Hook(self, lambda hooks, gradient: hooks._ensure_begun()))
+
+    def _on_gradient(self, name: str, parameter: nn.Parameter) -> None:
+        if not self._syncing:
+            return
+        self._ensure_begun()
+        assert parameter.grad is not None
+        self._engine.load(name, parameter.grad)
+        home = self._engine.home(name)
+        if home is not None and parameter.grad.layout is torch.strided:
+            parameter.grad = home
+
+    def _before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """The other ranks may wait for a rank whose loss needed neither a parameter nor an output of the model."""
+        model = self._model()
+        if not self._armed or self._engine.in_step or model is None or not model.training:
+            return
+        ours = {id(p) for p in self._parameters.values()}
+        if any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
+            self._begin()
+            self._end()
+
+    @property
+    def _syncing(self) -> bool:
+        return self._sync if self._armed is None else self._armed
+
+    def _ensure_begun(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if self._engine.in_step and task == self._task:
+            return
+        if not self._syncing:
+            return
+        if _is_nested_backward():
+            raise RuntimeError(REENTRANT)
+        self._task = task
+        self._begin()
+        _at_end_of_backward(self._end)
+
+    def _begin(self) -> None:
+        engine = self._engine
+        engine.begin()
+        self._lent.clear()
+        for lane in engine.lanes():
+            lend = [name for name in lane.bucket.names if self._may_lend(name)]
+            if len(lend) == len(lane.bucket.names):
+                lane.gradients.clear()
+            for name in lend:
+                home = lane.gradients.home(name)
+                if len(lend) < len(lane.bucket.names) and home is not None:
+                    home.zero_()
+                self._parameters[name].grad = home
+                self._lent.add(name)
+        for name, parameter in self._parameters.items():
+            if not parameter.requires_grad:  # frozen since attach: nothing will come
+                engine.load(name, parameter.grad, used=False)
+
+    def _may_lend(self, name: str) -> bool:
+        """Autograd shall add into the bucket's memory; it would make a sparse gradient dense there."""
+        parameter = self._parameters[name]
+        return (
+            parameter.grad is None
+            and parameter.requires_grad
+            and self._engine.home(name) is not None
+            and not self._engine.profiles[name].sparse
+        )
+
+    def _end(self) -> None:
+        engine = self._engine
+        self._armed = None
+        stale: dict[str, Tensor] = {}
+        for name in engine.missing():
+            gradient = self._parameters[name].grad
+            if gradient is not None and gradient is engine.home(name) and name not in self._lent:
+                stale[name] = gradient.clone()
+            engine.load(name, gradient, used=False)
+        engine.finish()
+        for name, parameter in self._parameters.items():
+            self._deliver(name, parameter, stale)
+
+    def _deliver(self, name: str, parameter: nn.Parameter, stale: dict[str, Tensor]) -> None:
+        engine = self._engine
+        home = engine.home(name)
+        if not engine.used(name):
+            if name in self._lent:
+                parameter.grad = None
+            elif name in stale and home is not None:
+                home.copy_(stale[name])
+            return
+        sparse = engine.layout_is_sparse(name)
+        if parameter.grad is None or sparse or parameter.grad is not home:
+            parameter.grad = engine.unload(name, parameter.grad, sparse=sparse)
+
+
+def broadcast_tensors(group: Group, tensors: list[Tensor], timeout_s: float) -> None:
+    """Overwrites the tensors with member 0's, in one message; same shapes everywhere."""
+    if group.size == 1 or not tensors:
+        return
+    with torch.no_grad():
+        # Bytes, so that all element types share the message.
+        message = torch.cat([t.detach().contiguous().view(-1).view(torch.uint8) for t in tensors])
+        group.broadcast(message).wait(timeout_s)
+        if group.rank == 0:
+            return
+        offset = 0
+        for tensor in tensors:
+            nbytes = tensor.numel() * tensor.element_size()
+            # clone: a view of another element type must start at a multiple of its size
+            tensor.copy_(message[offset : offset + nbytes].clone().view(tensor.dtype).view(tensor.shape))
+            offset += nbytes
+
+
+class _Hook:
+    """A hook that knows its owner weakly, does nothing in copies of the model, and never enters a pickle."""
+
+    def __init__(self, owner: AutogradHooks, function: Callable[..., Any]) -> None:
+        self._owner = weakref.ref(owner)
+        self._function = function
+
+    def __call__(self, *args: Any) -> None:
+        owner = self._owner()
+        if owner is not None:
+            self._function(owner, *args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _nothing
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _get_nothing, ()
+
+
+class _ModelHook(_Hook):
+    """A forward hook of the attached model itself."""
+
+    def __call__(self, model: nn.Module, *args: Any) -> None:
+        owner = self._owner()
+        if owner is not None and owner._model() is model:
+            self._function(owner, model, *args[1:])
+
+
+def _nothing(*args: Any) -> None:
+    """The hook in a copy of an attached model."""
+
+
+def _get_nothing() -> Callable[..., None]:
+    return _nothing
+
+
+def _at_end_of_backward(function: Callable[[], None]) -> None:
+    # Private, but the only way to run code when backward ends; FSDP2 uses it too.
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def _is_nested_backward() -> bool:
+    """Whether this thread is inside a backward that was started by a backward."""
+    from torch.utils.checkpoint import CheckpointFunction
+
+    run, checkpoint = torch.autograd.graph._engine_run_backward.__code__, CheckpointFunction.backward.__code__
+    frame: FrameType | None = sys._getframe()
+    depth = 0
+    while frame is not None:
+        if frame.f_code is checkpoint:
+            return True
+        depth += frame.f_code is run
+        frame = frame.f_back
+    return depth > 1

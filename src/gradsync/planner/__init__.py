@@ -1,0 +1,3 @@
+"""From measurements to a plan."""
+
+from .default import default_plan as default_plan

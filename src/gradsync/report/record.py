@@ -1,0 +1,137 @@
+"""What a measurement leaves behind: the record schema of `benchmarks/results/`, and the result of a training run.
+
+Figures of a subject and its baseline always come from one run, in which the two took turns.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter
+
+Metric = Literal["step_s", "sync_s", "kernel_s", "plan_s", "time_to_loss_s"]
+
+
+class Spread(BaseModel):
+    """Median with the 5th and 95th percentile of repeated measurements."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    median: float
+    p5: float
+    p95: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Raises ValueError for no values."""
+        import numpy as np
+
+        if not values:
+            raise ValueError("a spread needs at least one value")
+        p5, median, p95 = np.percentile(np.asarray(values, dtype=np.float64), [5, 50, 95])
+        return cls(median=float(median), p5=float(p5), p95=float(p95))
+
+
+class WireBytes(BaseModel):
+    """Bytes a step at the busiest node's network interface, protocol overhead included."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    subject: float | None = None
+    baseline: float | None = None
+
+
+class Record(BaseModel):
+    """One comparison. `ratio` = subject / baseline of pairs measured side by side: below 1, the subject is faster."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    case: Literal["sync", "train", "compress", "kernels", "plan", "simulate"]
+    metric: Metric
+    subject: str
+    baseline: str
+    params: dict[str, Any]
+    repeats: int
+    subject_s: Spread | None
+    baseline_s: Spread | None
+    ratio: Spread | None
+    aa: Spread | None  # the baseline against itself in the same run
+    predicted_s: float | None = None
+    bound_s: float | None = None
+    loss: dict[str, float] | None = None
+    seeds: list[int] = []
+    wire_bytes: WireBytes | None = None
+    payload_bytes: WireBytes | None = None  # what the schemes handed to the transport
+    versions: dict[str, str] = {}
+    environment: dict[str, Any] = {}
+    commit: str | None = None
+    failed: str | None = None
+
+
+class TimelineTask(BaseModel):
+    """`gradsync.timeline.Task` as data: seconds since the step began."""
+
+    name: str
+    stream: str
+    start_s: float
+    end_s: float
+    nbytes: float = 0.0
+
+
+class BucketRow(BaseModel):
+    """One bucket of a method's plan: who is in it, how it travels, what it cost a step."""
+
+    names: list[str]
+    scheme: str
+    density: float | None = None
+    sent_bytes: float  # payload, a step and rank
+    predicted_bytes: float | None = None
+    communication_s: float
+    exposed_s: float
+
+
+class MethodRun(BaseModel):
+    """One method of a training run. Step times exclude warm-up; losses are the mean over the ranks, step by step."""
+
+    name: str
+    failed: str | None = None
+    step_s: list[float] = []
+    losses: list[float] = []
+    samples_per_step: int = 0
+    interface_bytes_per_step: float | None = None  # busiest node, sent
+    final: dict[str, float] = {}  # held-out loss, auc, ...
+    backward_s: float | None = None  # medians of one step's parts, where the method can tell
+    exposed_s: float | None = None
+    plan: list[str] = []  # in words
+    buckets: list[BucketRow] = []
+    timeline: list[TimelineTask] = []
+
+
+class TrainingRun(BaseModel):
+    """All methods of one run, with what it ran on."""
+
+    workload: str
+    description: str
+    source: str  # where the data came from
+    nodes: int
+    link: str  # "1gbit", or "loopback (not shaped)"
+    methods: list[MethodRun]
+    records: list[Record]
+    environment: dict[str, Any] = {}
+    versions: dict[str, str] = {}
+    commit: str | None = None
+    notes: list[str] = []
+
+
+def save_records(records: Sequence[Record], path: str | Path) -> None:
+    """Writes records as a JSON list."""
+    data = [record.model_dump(mode="json") for record in records]
+    Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+def load_records(path: str | Path) -> list[Record]:
+    """Reads what `save_records` wrote."""
+    return TypeAdapter(list[Record]).validate_json(Path(path).read_text(encoding="utf-8"))

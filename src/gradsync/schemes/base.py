@@ -1,0 +1,131 @@
+"""The scheme protocol, its two halves, and the expressions by which a plan names schemes."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+from torch import Tensor
+
+from ..bucket import Bucket, Layout, TensorSpec
+from ..cluster import Placement
+from ..comm import Group
+from ..density import DensityProfile
+from ..steps import Step
+
+State = Mapping[str, Tensor]  # compress point -> one element for each element of the bucket
+
+X = TypeVar("X")  # Tensor for flat buckets, tuple[SparseRows, ...] for tables
+S = TypeVar("S")  # what a rank owns between push and pull
+
+
+class Scheme(ABC, Generic[X]):
+    """How one bucket becomes `scale` times its sum over the group, the same bits on every rank.
+
+    A frozen dataclass of settings. State is passed in and the next state comes back: nothing is kept here, and nothing
+    passed in as state is overwritten, so that a step can be taken back.
+    """
+
+    name: ClassVar[str]
+    layout: ClassVar[Layout]
+    exact: ClassVar[bool] = True  # the result is the sum up to rounding: flags may ride in the same message
+
+    @property
+    @abstractmethod
+    def stages(self) -> tuple[str, ...]:
+        """One name for each await of `synchronize`, in order: the turns a plan's order is made of."""
+
+    def init(self, bucket: Bucket, group: Group) -> State:
+        """The state before the first step; most schemes have none."""
+        return {}
+
+    @abstractmethod
+    async def synchronize(self, x: X, state: State, group: Group, scale: float) -> tuple[X, State]:
+        """`scale` times the sum of `x` over the group, and the next state. May overwrite `x`."""
+
+    @abstractmethod
+    def steps(
+        self,
+        specs: tuple[TensorSpec, ...],
+        profiles: tuple[DensityProfile, ...],
+        placement: Placement,
+        round: int = 0,
+    ) -> tuple[Step, ...]:
+        """What `synchronize` does to a bucket of `specs` whose data looks like `profiles`, in order."""
+
+
+class Partitioned(Scheme[X], Generic[X, S]):
+    """A scheme of two halves: after `push` each rank holds the sum of what it owns, `pull` hands the parts to all."""
+
+    @abstractmethod
+    async def push(self, x: X, state: State, group: Group, scale: float) -> tuple[S, State]: ...
+
+    @abstractmethod
+    async def pull(self, shard: S, state: State, group: Group) -> X: ...
+
+    async def synchronize(self, x: X, state: State, group: Group, scale: float) -> tuple[X, State]:
+        shard, next_state = await self.push(x, state, group, scale)
+        return await self.pull(shard, state, group), next_state
+
+
+_registry: dict[str, type[Scheme[Any]]] = {}
+
+C = TypeVar("C", bound=type[Scheme[Any]])
+
+
+def register(scheme: C) -> C:
+    """Class decorator: makes a scheme nameable in plans, as its class name in snake case unless it has a `name`.
+
+    Raises:
+        ValueError: when the name is taken by another class.
+    """
+    if "name" not in vars(scheme):
+        scheme.name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", scheme.__name__).lower()
+    if not is_dataclass(scheme):
+        raise ValueError(f"a scheme must be a (frozen) dataclass, {scheme.__name__} is not")
+    taken = _registry.setdefault(scheme.name, scheme)
+    if taken is not scheme:
+        raise ValueError(f"the scheme name {scheme.name!r} is taken by {taken.__module__}.{taken.__qualname__}")
+    return scheme
+
+
+def registered() -> dict[str, type[Scheme[Any]]]:
+    """All schemes a plan can name."""
+    return dict(_registry)
+
+
+def to_expression(scheme: Scheme[Any]) -> dict[str, Any]:
+    """The scheme as a tree of registered names and numbers, `{"name": {"field": value}}`."""
+    settings = {f.name: getattr(scheme, f.name) for f in fields(scheme)}  # type: ignore[arg-type]  # dataclass by register
+    return {scheme.name: {k: to_expression(v) if isinstance(v, Scheme) else v for k, v in settings.items()}}
+
+
+def from_expression(expression: Any) -> Scheme[Any]:
+    """The scheme that an expression names.
+
+    Raises:
+        ValueError: naming what is unknown or illegal, and what there is.
+    """
+    if not isinstance(expression, dict) or len(expression) != 1:
+        raise ValueError(f'a scheme is written {{"name": {{settings}}}}, got {expression!r}')
+    ((name, settings),) = expression.items()
+    if name not in _registry:
+        raise ValueError(f"unknown scheme {name!r}; there are {', '.join(sorted(_registry))}")
+    if not isinstance(settings, dict):
+        raise ValueError(f"the settings of scheme {name!r} must be an object, got {settings!r}")
+    scheme = _registry[name]
+    known = {f.name: f for f in fields(scheme)}  # type: ignore[arg-type]  # dataclass by register
+    if unknown := sorted(set(settings) - set(known)):
+        raise ValueError(f"scheme {name!r} has no setting {unknown[0]!r}; it has {', '.join(known) or 'none'}")
+    arguments = {k: from_expression(v) if _is_scheme_field(known[k]) else v for k, v in settings.items()}
+    try:
+        return scheme(**arguments)
+    except TypeError as error:
+        raise ValueError(f"scheme {name!r}: {error}") from None
+
+
+def _is_scheme_field(field: Any) -> bool:
+    return "Scheme" in str(field.type)

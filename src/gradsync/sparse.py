@@ -1,0 +1,92 @@
+"""Row-sparse tensors: some rows of a table, as the gradient of `nn.Embedding(sparse=True)` has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SparseRows:
+    """`values[k]` is added to row `indices[k]` of a table of `num_rows` rows; indices may repeat, in any order.
+
+    `present` is False on a rank that has no gradient for the table at all, not even an empty one: rows that nobody has
+    are not the same as a gradient of zero (a parameter nobody used keeps `grad = None`).
+    """
+
+    indices: Tensor  # (nnz,) int64
+    values: Tensor  # (nnz, dim)
+    num_rows: int
+    present: bool = True
+
+    def __post_init__(self) -> None:
+        if self.indices.dim() != 1 or self.values.dim() != 2 or self.indices.numel() != self.values.shape[0]:
+            raise ValueError(
+                "SparseRows needs indices of shape (nnz,) and values of shape (nnz, dim), got "
+                f"{tuple(self.indices.shape)} and {tuple(self.values.shape)}"
+            )
+
+    @property
+    def nnz(self) -> int:
+        """Stored rows, repeated ones counted each time."""
+        return int(self.indices.numel())
+
+    @property
+    def dim(self) -> int:
+        """Elements of a row."""
+        return int(self.values.shape[1])
+
+    @classmethod
+    def absent(cls, shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> SparseRows:
+        """What a rank brings that has no gradient for a table of this shape."""
+        dim = int(torch.Size(shape[1:]).numel())
+        return cls(
+            torch.empty(0, dtype=torch.int64, device=device),
+            torch.empty(0, dim, dtype=dtype, device=device),
+            int(shape[0]),
+            present=False,
+        )
+
+    @classmethod
+    def from_torch(cls, grad: Tensor) -> SparseRows:
+        """Rows of a sparse COO tensor with one sparse dimension; shares its memory. Not coalesced here.
+
+        Raises:
+            ValueError: for another layout, or more than one sparse dimension.
+        """
+        if grad.layout is not torch.sparse_coo or grad.sparse_dim() != 1:
+            raise ValueError(
+                f"expected a sparse COO gradient with one sparse dimension (rows), got layout {grad.layout}"
+                + (f" with {grad.sparse_dim()} sparse dimensions" if grad.layout is torch.sparse_coo else "")
+            )
+        # _indices and _values read an uncoalesced tensor without sorting it; the public accessors refuse to.
+        values = grad._values()
+        dim = int(torch.Size(grad.shape[1:]).numel())
+        return cls(grad._indices()[0], values.reshape(values.shape[0], dim), int(grad.shape[0]))
+
+    @classmethod
+    def from_dense(cls, grad: Tensor) -> SparseRows:
+        """The rows of a dense tensor that are not zero everywhere; NaN counts as non-zero."""
+        rows = grad.reshape(grad.shape[0], -1)
+        indices = (rows != 0).any(dim=1).nonzero().flatten()
+        return cls(indices, rows.index_select(0, indices), int(grad.shape[0]))
+
+    def to_torch(self, shape: torch.Size | tuple[int, ...]) -> Tensor:
+        """A coalesced sparse COO tensor of this shape; the rows must be sorted and unique."""
+        return torch.sparse_coo_tensor(
+            self.indices.unsqueeze(0),
+            self.values.reshape(self.nnz, *shape[1:]),
+            torch.Size(shape),
+            is_coalesced=True,
+            check_invariants=False,
+        )
+
+    def add_to(self, dense: Tensor) -> Tensor:
+        """Adds the rows to `dense` (num_rows, ...), which is overwritten and returned."""
+        dense.view(self.num_rows, -1).index_add_(0, self.indices, self.values)
+        return dense
+
+    def with_rows(self, indices: Tensor, values: Tensor) -> SparseRows:
+        return replace(self, indices=indices, values=values)

@@ -1,0 +1,105 @@
+"""What a scheme does, as data: the second interpreter beside `Scheme.synchronize`.
+
+A scheme lists its `Compute` and `Transfer` steps in order; cost model, planner, simulator, documentation and the byte
+contract read the same list. Bytes are payload bytes handed to the transport, without its headers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Pattern(StrEnum):
+    """Who sends what to whom in one collective."""
+
+    ALL_REDUCE = "all_reduce"  # ring: each member sends 2(n-1)/n of the buffer to its successor
+    ALL_GATHER = "all_gather"  # member i's part reaches every other member
+    ALL_TO_ALL = "all_to_all"  # every other member sends part j to member j
+    BROADCAST = "broadcast"  # the part of member 0 reaches every other member
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Local work: `nbytes` are the bytes the algorithm must read plus those it must write."""
+
+    kernel: str
+    nbytes: float
+    device: str = "compute"
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One collective of a stage. `part_bytes` has one entry a member:
+
+    - `ALL_REDUCE`: the size of the whole buffer, the same for every member;
+    - `ALL_GATHER`: what each member contributes; `BROADCAST`: entry 0 is the buffer;
+    - `ALL_TO_ALL`: what each member receives from each of the others.
+    """
+
+    stage: str
+    pattern: Pattern
+    part_bytes: tuple[float, ...]
+
+    @property
+    def size(self) -> int:
+        """Members of the group."""
+        return len(self.part_bytes)
+
+    @property
+    def rounds(self) -> int:
+        """Messages that follow one another on a member's link: the factor of the latency."""
+        if self.size == 1:
+            return 0
+        return 2 * (self.size - 1) if self.pattern is Pattern.ALL_REDUCE else self.size - 1
+
+    def peers(self, member: int) -> Iterator[tuple[int, float]]:
+        """(peer, bytes) of every message `member` sends. The forwarding of a ring counts as its successor's."""
+        n = self.size
+        if n == 1:
+            return
+        match self.pattern:
+            case Pattern.ALL_REDUCE:
+                yield (member + 1) % n, 2 * (n - 1) / n * self.part_bytes[member]
+            case Pattern.ALL_GATHER:
+                yield from ((peer, self.part_bytes[member]) for peer in range(n) if peer != member)
+            case Pattern.ALL_TO_ALL:
+                yield from ((peer, self.part_bytes[peer]) for peer in range(n) if peer != member)
+            case Pattern.BROADCAST:
+                if member == 0:
+                    yield from ((peer, self.part_bytes[0]) for peer in range(1, n))
+
+    def sent_bytes(self, member: int) -> float:
+        return sum(nbytes for _, nbytes in self.peers(member))
+
+    def received_bytes(self, member: int) -> float:
+        n = self.size
+        match self.pattern:
+            case Pattern.ALL_REDUCE:
+                return 2 * (n - 1) / n * self.part_bytes[member]
+            case Pattern.ALL_GATHER:
+                return sum(self.part_bytes) - self.part_bytes[member]
+            case Pattern.ALL_TO_ALL:
+                return (n - 1) * self.part_bytes[member]
+            case Pattern.BROADCAST:
+                return 0.0 if member == 0 else self.part_bytes[0]
+
+    @property
+    def total_bytes(self) -> float:
+        """Bytes that all members send together."""
+        return sum(self.sent_bytes(member) for member in range(self.size))
+
+    @property
+    def busiest_bytes(self) -> float:
+        """Bytes on the busiest link direction, if every member has a link of its own."""
+        members = range(self.size)
+        return max(max(self.sent_bytes(m), self.received_bytes(m)) for m in members)
+
+
+Step = Compute | Transfer
+
+
+def transfers(steps: Iterable[Step]) -> list[Transfer]:
+    """The transfers of a list of steps, in order."""
+    return [step for step in steps if isinstance(step, Transfer)]
