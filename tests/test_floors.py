@@ -33,7 +33,7 @@ OUTSIDE: list[set[str]] = [  # third-party libraries that a module may load when
     set(),
     *[_TENSORS] * 4,
     *[_TENSORS | {"pydantic"}] * 6,
-    _TENSORS,
+    _TENSORS | {"pydantic"},
     {"typer", "rich"},
 ]
 

@@ -5,7 +5,7 @@ DDP's; the future given back completes when all of its parameters are synchronis
 parameter name, so DDP may re-bucket after its first step.
 """
 
-from __future__ import annotations
+# No `from __future__ import annotations`: DDP compares the annotations of a hook with the types themselves.
 
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,0 +1,127 @@
+"""Starts the ranks of a run: in the lab's namespaces where they can be had, else on loopback, and says which."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..lab import Lab, LabUnavailable, Scenario
+
+END_GRACE_S = 10.0  # after one rank failed, the others get this long to notice and say why
+
+
+class Cluster(Protocol):
+    """Where ranks can be started."""
+
+    def spawn(self, rank: int, argv: Sequence[str], env: Mapping[str, str], **popen: Any) -> subprocess.Popen[Any]: ...
+
+    def describe(self) -> dict[str, Any]: ...
+
+
+class Loopback:
+    """All ranks on this machine's loopback interface, not shaped."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port = probe.getsockname()[1]
+
+    def spawn(self, rank: int, argv: Sequence[str], env: Mapping[str, str], **popen: Any) -> subprocess.Popen[Any]:
+        torchrun = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "GROUP_RANK": "0",
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._port),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        return subprocess.Popen(list(argv), env={**os.environ, **torchrun, **env}, **popen)
+
+    def describe(self) -> dict[str, Any]:
+        return {"links": "loopback (not shaped)"}
+
+
+@contextmanager
+def cluster(scenario: Scenario, notes: list[str], *, loopback: bool = False) -> Iterator[Cluster]:
+    """The lab for a scenario, or loopback if asked for or if there can be no lab, which is added to `notes`."""
+    world_size = scenario.nodes * scenario.ranks_per_node
+    if loopback:
+        notes.append("ran on loopback, as asked for: links are not shaped and bytes cost nothing")
+        yield Loopback(world_size)
+        return
+    try:
+        lab = Lab(scenario)
+        entered = lab.__enter__()
+    except LabUnavailable as error:
+        notes.append(f"ran on loopback, not on shaped links: {error}")
+        yield Loopback(world_size)
+        return
+    try:
+        yield entered
+    finally:
+        lab.__exit__(None, None, None)
+
+
+def run_ranks(
+    where: Cluster,
+    world_size: int,
+    module: str,
+    spec: str,
+    on_event: Callable[[dict[str, Any]], None],
+) -> list[dict[str, Any]]:
+    """Runs `python -m module SPEC OUT` as every rank; returns what each wrote to OUT, by rank.
+
+    Rank 0 prints events, one JSON object a line.
+
+    Raises:
+        RuntimeError: with the last lines of the rank that failed first.
+    """
+    with tempfile.TemporaryDirectory(prefix="gradsync-run-") as folder:
+        place = Path(folder)
+        (place / "spec.json").write_text(spec, encoding="utf-8")
+        ranks = []
+        for rank in range(world_size):
+            argv = [sys.executable, "-m", module, str(place / "spec.json"), str(place / f"{rank}.json")]
+            with (place / f"{rank}.err").open("wb") as errors:
+                output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+                ranks.append(where.spawn(rank, argv, {}, stdout=output, stderr=errors))
+        try:
+            assert ranks[0].stdout is not None
+            for line in ranks[0].stdout:
+                on_event(json.loads(line))
+            _await_all(ranks, place)
+        finally:
+            for process in ranks:
+                if process.poll() is None:
+                    process.kill()
+                process.wait()
+            assert ranks[0].stdout is not None
+            ranks[0].stdout.close()
+        return [json.loads((place / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(world_size)]
+
+
+def _await_all(ranks: list[subprocess.Popen[Any]], place: Path) -> None:
+    failed = None
+    for rank, process in enumerate(ranks):
+        try:
+            code = process.wait(END_GRACE_S if failed is not None else None)
+        except subprocess.TimeoutExpired:
+            continue
+        if code != 0 and failed is None:
+            failed = rank
+    if failed is not None:
+        errors = (place / f"{failed}.err").read_text(encoding="utf-8", errors="replace")
+        tail = "\n".join(errors.strip().splitlines()[-15:])
+        raise RuntimeError(f"rank {failed} ended with code {ranks[failed].returncode}:\n{tail}")

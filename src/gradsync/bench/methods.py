@@ -1,0 +1,124 @@
+"""The methods a training run compares: gradsync, its schemes by name, and the baselines, each tuned as its users would.
+
+A method wraps a model so that `loss.backward()` leaves synchronised gradients. Names are those of the records.
+"""
+
+# No `from __future__ import annotations`: DDP compares the annotations of a hook with the types themselves.
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from ..attach import Attachment, attach
+from ..density import ParameterProfile
+from ..plan import Plan
+from ..planner import default_plan
+from ..schemes import AGSparse, BalancedParallelism, Scheme
+
+ONE_BUCKET_MB = 1 << 20  # larger than any model here: DDP then puts everything into one bucket
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a model is wrapped. `sparse`: embeddings give sparse gradients. `exact`: equal to the fp32 mean."""
+
+    name: str
+    sparse: bool
+    exact: bool
+    wrap: Callable[[nn.Module], tuple[nn.Module, Attachment | None]]
+
+
+def bf16_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
+    """DDP hook: dense buckets travel as bf16, sparse ones as they are.
+
+    torch's own bf16 hook refuses gloo although gloo sums bf16, and its 16-bit hooks refuse sparse gradients.
+    """
+    buffer = bucket.buffer()
+    world_size = dist.get_world_size(process_group)
+    if buffer.layout is torch.sparse_coo:
+        work = dist.all_reduce(buffer.div_(world_size), group=process_group, async_op=True)
+        sparse: Future[Tensor] = work.get_future().then(lambda _: buffer)
+        return sparse
+    half = buffer.to(torch.bfloat16).div_(world_size)
+
+    def widen(_: Any) -> Tensor:
+        return buffer.copy_(half)
+
+    widened: Future[Tensor] = dist.all_reduce(half, group=process_group, async_op=True).get_future().then(widen)
+    return widened
+
+
+def _ddp(model: nn.Module, *, bucket_mb: float = 25, hook: Any = None, state: Any = None) -> tuple[nn.Module, None]:
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=bucket_mb)
+    if hook is not None:
+        wrapped.register_comm_hook(state() if callable(state) else state, hook)
+    return wrapped, None
+
+
+def _gradsync(model: nn.Module, *, plan: Any = None) -> tuple[nn.Module, Attachment]:
+    return model, attach(model, plan=plan)
+
+
+def planned(scheme: Scheme[Any], profiles: Sequence[ParameterProfile], world_size: int) -> Plan:
+    """The default plan with `scheme` for the sparse tables, whatever their densities."""
+    plan = default_plan(profiles, world_size)
+    specs = {p.name: p.tensor for p in profiles}
+    sparse = {p.name for p in profiles if p.sparse}
+    buckets: list[tuple[list[str], Scheme[Any]]] = [
+        (b.names, scheme if set(b.names) <= sparse else b.make_scheme()) for b in plan.buckets
+    ]
+    return Plan.make(specs, world_size, buckets)
+
+
+def _powersgd(rank: int) -> Callable[[], powerSGD_hook.PowerSGDState]:
+    return lambda: powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+
+
+_SCHEMES: dict[str, Scheme[Any]] = {"balanced_parallelism": BalancedParallelism(), "agsparse": AGSparse()}
+
+METHODS: dict[str, Method] = {
+    m.name: m
+    for m in (
+        Method("gradsync", True, True, _gradsync),
+        Method("ddp_default", False, True, _ddp),
+        Method("ddp_1mb", False, True, partial(_ddp, bucket_mb=1)),
+        Method("ddp_100mb", False, True, partial(_ddp, bucket_mb=100)),
+        Method("ddp_one_bucket", False, True, partial(_ddp, bucket_mb=ONE_BUCKET_MB)),
+        Method("ddp_sparse", True, True, _ddp),
+        Method("ddp_bf16", False, False, partial(_ddp, hook=bf16_hook)),
+        Method("ddp_fp16", False, False, partial(_ddp, hook=default_hooks.fp16_compress_hook)),
+        Method("ddp_sparse_bf16", True, False, partial(_ddp, hook=bf16_hook)),
+        *(
+            Method(
+                f"ddp_powersgd{r}", False, False, partial(_ddp, hook=powerSGD_hook.powerSGD_hook, state=_powersgd(r))
+            )
+            for r in (1, 2, 4)
+        ),
+        Method("all_reduce", False, True, _gradsync),
+        *(Method(n, True, True, partial(_gradsync, plan=partial(planned, s))) for n, s in _SCHEMES.items()),
+    )
+}
+
+DDP_SWEEP = ("ddp_default", "ddp_1mb", "ddp_100mb", "ddp_one_bucket")  # `ddp` in records is the best of these
+
+
+def method(name: str) -> Method:
+    """The method of this name.
+
+    Raises:
+        ValueError: listing the names there are.
+    """
+    if name not in METHODS:
+        raise ValueError(
+            f"unknown method {name!r}; there are {', '.join(METHODS)} and ddp (the best of the bucket sweep)"
+        )
+    return METHODS[name]

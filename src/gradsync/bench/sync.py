@@ -1,0 +1,111 @@
+"""The exchange alone: schemes on real gradients and on plain sizes, beside what DDP would issue for the same tensor.
+
+Latency and bandwidth are fitted in the same run from the transport's own all-reduce; `bound_s` is what they allow for
+the rounds and bytes of a scheme's `steps`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pydantic import BaseModel
+
+from .. import workloads
+from ..costs import CostModel
+from ..lab import Scenario
+from ..report.record import Record, Spread, WireBytes
+from .launch import cluster, run_ranks
+from .train import commit, machine, versions
+
+DENSE_SIZES_BYTES = (4 << 10, 256 << 10, 4 << 20)
+FIT_SIZES_BYTES = (8, 64 << 10, 512 << 10, 4 << 20)
+
+
+class SyncSpec(BaseModel):
+    """One run of exchanges."""
+
+    workloads: tuple[str, ...] = ("deepfm",)
+    nodes: int = 4
+    ranks_per_node: int = 1
+    link: str = "1gbit"
+    scenario: dict[str, Any] = {}
+    loopback: bool = False
+    repeats: int = 15
+    warmup: int = 3
+    seed: int = 0
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+
+def run_sync(spec: SyncSpec, on_event: Callable[[dict[str, Any]], None]) -> tuple[list[Record], list[str]]:
+    """The records of a run, and notes on what it ran on.
+
+    Raises:
+        ValueError: for an unknown workload.
+        RuntimeError: when a rank failed.
+    """
+    for name in spec.workloads:
+        workloads.load(name)  # fetched here: ranks in a lab reach no registry
+    scenario = Scenario(nodes=spec.nodes, link=spec.link, ranks_per_node=spec.ranks_per_node, **spec.scenario)
+    notes: list[str] = []
+    with cluster(scenario, notes, loopback=spec.loopback) as where:
+        environment = {**machine(), **where.describe()}
+        ranks = run_ranks(where, spec.world_size, "gradsync.bench.sync_rank", spec.model_dump_json(), on_event)
+    # A collective is over when its slowest rank is done.
+    fit = [
+        (rounds, nbytes, max(r["fit"][i][2] for r in ranks)) for i, (rounds, nbytes, _) in enumerate(ranks[0]["fit"])
+    ]
+    cost = CostModel.fit(fit)
+    environment |= {"alpha_s": cost.alpha_s, "bandwidth_bytes_per_s": cost.bandwidth_bytes_per_s}
+    on_loopback = str(environment.get("links", "")).startswith("loopback")
+    params = {"nodes": spec.nodes, "link": "loopback (not shaped)" if on_loopback else spec.link}
+    params |= {"ranks_per_node": spec.ranks_per_node, **spec.scenario}
+    records = []
+    for index, case in enumerate(ranks[0]["cases"]):
+        rows = [rank["cases"][index] for rank in ranks]
+        records += [_record(spec, name, rows, params, cost, environment) for name in case["times"] if name != "again"]
+    return records, notes
+
+
+def _record(
+    spec: SyncSpec,
+    subject: str,
+    ranks: list[dict[str, Any]],
+    params: dict[str, Any],
+    cost: CostModel,
+    environment: dict[str, Any],
+) -> Record:
+    case = ranks[0]
+
+    def slowest(name: str) -> list[float]:
+        return [max(times) for times in zip(*(r["times"][name] for r in ranks), strict=True)]
+
+    baseline = case["baseline"]
+    mine, base = slowest(subject), slowest(baseline)
+    transfers = case["transfers"].get(subject, [])
+    bound_s = sum(rounds * cost.alpha_s + nbytes / cost.bandwidth_bytes_per_s for rounds, nbytes in transfers)
+    extra = {"bound_ratio": Spread.of(mine).median / bound_s} if transfers else {}
+    return Record(
+        case="sync",
+        metric="sync_s",
+        subject=subject,
+        baseline=baseline,
+        params={**params, **case["params"], **extra},
+        repeats=len(mine),
+        subject_s=Spread.of(mine),
+        baseline_s=Spread.of(base),
+        ratio=Spread.of([a / b for a, b in zip(mine, base, strict=True)]),
+        aa=Spread.of([a / b for a, b in zip(slowest("again"), base, strict=True)]),
+        bound_s=bound_s if transfers else None,
+        seeds=[spec.seed],
+        wire_bytes=WireBytes(
+            subject=max(r["wire_bytes"][subject] for r in ranks), baseline=max(r["wire_bytes"][baseline] for r in ranks)
+        ),
+        payload_bytes=WireBytes(subject=case["payload_bytes"].get(subject)),
+        versions=versions(),
+        environment=environment,
+        commit=commit(),
+    )

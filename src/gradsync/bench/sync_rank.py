@@ -1,0 +1,181 @@
+"""One rank of an exchange run (`python -m gradsync.bench.sync_rank SPEC OUT`); see `sync.py`."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .. import workloads
+from ..bucket import TensorSpec
+from ..cluster import Placement
+from ..comm import Ledger, RecordingGroup, TorchGroup, drive
+from ..density import DensityProfile, profile_rows
+from ..lab.counters import interface_bytes
+from ..schemes import AGSparse, AllReduce, BalancedParallelism, Scheme
+from ..sparse import SparseRows
+from ..steps import Pattern, Transfer, transfers
+from .sync import DENSE_SIZES_BYTES, FIT_SIZES_BYTES, SyncSpec
+from .train_rank import event
+
+TIMEOUT_S = 120.0
+SPARSE_SCHEMES: tuple[Scheme[Any], ...] = (BalancedParallelism(), AGSparse())
+
+Exchange = Callable[[], object]
+
+
+def timed(exchange: Exchange) -> float:
+    dist.barrier()
+    began_s = time.perf_counter()
+    exchange()
+    return time.perf_counter() - began_s
+
+
+def take_turns(exchanges: dict[str, Exchange], spec: SyncSpec) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Seconds of every repeat, and interface bytes of one, by name; the order turns round."""
+    names = list(exchanges)
+    for name in names:
+        for _ in range(spec.warmup):
+            timed(exchanges[name])
+    sent_bytes = dict.fromkeys(names, 0)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for repeat in range(spec.repeats):
+        for name in names if repeat % 2 == 0 else names[::-1]:
+            before = interface_bytes()[0]
+            times[name].append(timed(exchanges[name]))
+            sent_bytes[name] += interface_bytes()[0] - before
+    return times, {name: total / spec.repeats for name, total in sent_bytes.items()}
+
+
+def fit_samples(spec: SyncSpec) -> list[tuple[int, float, float]]:
+    """(rounds, busiest bytes, median seconds) of the transport's all-reduce."""
+    samples = []
+    for nbytes in FIT_SIZES_BYTES:
+        buffer = torch.zeros(nbytes // 4)
+        reduce = partial(dist.all_reduce, buffer)
+        seconds = [timed(reduce) for _ in range(spec.warmup + spec.repeats)][spec.warmup :]
+        step = Transfer("", Pattern.ALL_REDUCE, (float(nbytes),) * spec.world_size)
+        samples.append((step.rounds, step.busiest_bytes, statistics.median(seconds)))
+    return samples
+
+
+def scheme_exchange(scheme: Scheme[Any], group: TorchGroup, x: Callable[[], Any]) -> tuple[Exchange, Ledger]:
+    """Runs the scheme on `x()`; the ledger fills at each run."""
+    ledger = Ledger()
+    recording = RecordingGroup(group, ledger)
+    scale = 1.0 / group.size
+    return lambda: drive(scheme.synchronize(x(), {}, recording, scale), timeout_s=TIMEOUT_S), ledger
+
+
+def step_costs(scheme: Scheme[Any], specs: tuple[TensorSpec, ...], profiles: Any, size: int) -> list[tuple[int, float]]:
+    """(rounds, busiest bytes) of each transfer."""
+    steps = scheme.steps(specs, profiles, Placement.one_per_node(size))
+    return [(t.rounds, t.busiest_bytes) for t in transfers(steps)]
+
+
+def measure(
+    params: dict[str, Any],
+    baselines: dict[str, Exchange],
+    schemes: dict[str, tuple[Exchange, Ledger]],
+    costs: dict[str, list[tuple[int, float]]],
+    spec: SyncSpec,
+) -> dict[str, Any]:
+    """One case: its baselines (the first one twice, for A/A) and schemes in turns."""
+    first = next(iter(baselines))
+    exchanges = {**baselines, **{name: run for name, (run, _) in schemes.items()}, "again": baselines[first]}
+    times, wire_bytes = take_turns(exchanges, spec)
+    runs = spec.warmup + spec.repeats
+    payload = {name: ledger.sent_bytes / runs for name, (_, ledger) in schemes.items()}
+    event(kind="case", **{k: v for k, v in params.items() if isinstance(v, str | int)})
+    return {
+        "params": params,
+        "baseline": first,
+        "times": times,
+        "wire_bytes": wire_bytes,
+        "payload_bytes": payload,
+        "transfers": costs,
+    }
+
+
+def dense_case(nbytes: int, group: TorchGroup, spec: SyncSpec) -> dict[str, Any]:
+    """A plain tensor of this size: our all-reduce beside torch's."""
+    x = torch.zeros(nbytes // 4)
+    scheme = AllReduce()
+    return measure(
+        {"size_bytes": nbytes, "dtype": "float32"},
+        {"ddp": lambda: dist.all_reduce(x)},
+        {scheme.name: scheme_exchange(scheme, group, lambda: x)},
+        {scheme.name: step_costs(scheme, (TensorSpec.of(x),), (), group.size)},
+        spec,
+    )
+
+
+def workload_case(name: str, group: TorchGroup, spec: SyncSpec) -> dict[str, Any]:
+    """The sparse gradients of one real step: sparse schemes beside DDP's sparse and dense ways."""
+    workload = workloads.load(name)
+    model = workload.model(sparse=True, seed=spec.seed)
+    workload.loss(model, next(workload.batches(group.rank, group.size, spec.seed))).backward()
+    gradients = sparse_gradients(model)
+    tables = tuple(SparseRows.from_torch(g) for g in gradients)
+    dense = [g.to_dense() for g in gradients]
+    profiles = tuple(measured_profile(t, group) for t in tables)
+    specs = tuple(TensorSpec.of(g) for g in gradients)
+    schemes = {s.name: scheme_exchange(s, group, lambda: tables) for s in SPARSE_SCHEMES}
+    costs = {s.name: step_costs(s, specs, profiles, group.size) for s in SPARSE_SCHEMES}
+    params = {
+        "workload": name,
+        "density": [p.density for p in profiles],
+        "union_rows": union_rows(profiles, group.size),
+    }
+    return measure(
+        params,
+        {
+            "ddp_sparse": lambda: [dist.all_reduce(g.clone()) for g in gradients],
+            "ddp": lambda: [dist.all_reduce(g) for g in dense],
+        },
+        schemes,
+        costs,
+        spec,
+    )
+
+
+def sparse_gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None and p.grad.layout is torch.sparse_coo]
+
+
+def measured_profile(table: SparseRows, group: TorchGroup) -> DensityProfile:
+    """The exact profile of this step, from the indices of all ranks."""
+    mine = torch.unique(table.indices)
+    sizes = group.all_gather(torch.tensor([mine.numel()])).wait(TIMEOUT_S)
+    everyone = group.all_gather(mine, [int(size) for size in sizes]).wait(TIMEOUT_S)
+    return profile_rows(everyone, table.num_rows)
+
+
+def union_rows(profiles: tuple[DensityProfile, ...], size: int) -> list[float]:
+    return [p.union_rows(size) for p in profiles]
+
+
+def main(spec_path: str, out_path: str) -> None:
+    spec = SyncSpec.model_validate_json(Path(spec_path).read_text(encoding="utf-8"))
+    dist.init_process_group("gloo")
+    group = TorchGroup(timeout_s=TIMEOUT_S)
+    result: dict[str, Any] = {"fit": fit_samples(spec)}
+    event(kind="fit")
+    result["cases"] = [dense_case(nbytes, group, spec) for nbytes in DENSE_SIZES_BYTES]
+    result["cases"] += [workload_case(name, group, spec) for name in spec.workloads]
+    Path(out_path).write_text(json.dumps(result), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

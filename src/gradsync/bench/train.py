@@ -1,0 +1,202 @@
+"""Training runs: methods train the same model on the same data in turns, block by block.
+
+Turn-taking makes the ratio of two methods hold when the machine's speed drifts. The first method runs twice, as two
+copies: their ratio (A/A) is the noise of the run.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import subprocess
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from .. import workloads
+from ..lab import Scenario
+from ..report.record import BucketRow, MethodRun, Record, Spread, TimelineTask, TrainingRun, WireBytes
+from .launch import cluster, run_ranks
+from .methods import DDP_SWEEP, method
+
+AGAIN = "again"  # suffix of the baseline's second copy
+
+
+class TrainSpec(BaseModel):
+    """One training run."""
+
+    workload: str = "deepfm"
+    options: dict[str, Any] = {}
+    methods: tuple[str, ...] = ("ddp_default", "ddp_sparse", "ddp_sparse_bf16", "gradsync")
+    nodes: int = 4
+    ranks_per_node: int = 1
+    link: str = "1gbit"
+    scenario: dict[str, Any] = {}  # further settings of the lab's scenario
+    loopback: bool = False
+    repeats: int = 5  # counted blocks of each method
+    block_steps: int = 8
+    warmup_steps: int = 6  # passes DDP's re-bucketing, our plan from the first step, PowerSGD's start
+    seed: int = 0
+    evaluate: bool = True
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    def expanded_methods(self) -> tuple[str, ...]:
+        """`ddp` stands for the whole bucket sweep, of which the best is taken."""
+        names: list[str] = []
+        for name in self.methods:
+            names += DDP_SWEEP if name == "ddp" else (name,)
+        return tuple(dict.fromkeys(names))
+
+
+def run_training(spec: TrainSpec, on_event: Callable[[dict[str, Any]], None]) -> TrainingRun:
+    """Runs it and puts the ranks' figures together.
+
+    Raises:
+        ValueError: for an unknown workload, method or option.
+        RuntimeError: when a rank failed.
+    """
+    for name in spec.expanded_methods():
+        method(name)
+    workload = workloads.load(spec.workload, **spec.options)  # fetched here: ranks in a lab reach no registry
+    scenario = Scenario(nodes=spec.nodes, link=spec.link, ranks_per_node=spec.ranks_per_node, **spec.scenario)
+    notes: list[str] = []
+    with cluster(scenario, notes, loopback=spec.loopback) as where:
+        environment = {**machine(), **where.describe()}
+        ranks = run_ranks(where, spec.world_size, "gradsync.bench.train_rank", spec.model_dump_json(), on_event)
+    runs = {name: _merge(name, [rank[name] for rank in ranks], spec) for name in ranks[0]}
+    on_loopback = str(environment.get("links", "")).startswith("loopback")
+    run = TrainingRun(
+        workload=spec.workload,
+        description=workload.describe(),
+        source=workload.source,
+        nodes=spec.nodes,
+        link="loopback (not shaped)" if on_loopback else spec.link,
+        methods=[runs[name] for name in spec.expanded_methods()],
+        records=[],
+        environment=environment,
+        versions=versions(),
+        commit=commit(),
+        notes=notes,
+    )
+    run.records = training_records(spec, run, {name: [rank[name] for rank in ranks] for name in ranks[0]})
+    return run
+
+
+def training_records(spec: TrainSpec, run: TrainingRun, ranks: dict[str, list[dict[str, Any]]]) -> list[Record]:
+    """Every method against the baseline: the first method, or the best of DDP's sweep if it was asked for."""
+    first = spec.expanded_methods()[0]
+    baseline, name = first, first
+    if "ddp" in spec.methods:
+        good = [m for m in DDP_SWEEP if not ranks[m][0]["failed"]]
+        # The best is picked on even blocks and judged on odd ones, so that picking does not flatter it.
+        baseline = min(good, key=lambda m: statistics.median(block_medians(ranks[m])[::2]))
+        name = "ddp"
+    judged = slice(1, None, 2) if name == "ddp" else slice(None)
+    again = block_medians(ranks[f"{first}:{AGAIN}"])
+    aa = Spread.of([a / b for a, b in zip(again, block_medians(ranks[first]), strict=True)])
+    base = block_medians(ranks[baseline])[judged]
+    return [_record(spec, run, m, name, ranks[m.name], base, judged, aa) for m in run.methods if m.name != baseline]
+
+
+def _record(
+    spec: TrainSpec,
+    run: TrainingRun,
+    subject: MethodRun,
+    baseline: str,
+    ranks: list[dict[str, Any]],
+    base: list[float],
+    judged: slice,
+    aa: Spread,
+) -> Record:
+    """One record; a failed method has no figures but its error."""
+    params = {"nodes": spec.nodes, "link": run.link, "workload": spec.workload, "block_steps": spec.block_steps}
+    params |= {"ranks_per_node": spec.ranks_per_node, **spec.scenario, **spec.options}
+    mine = block_medians(ranks)[judged] if not subject.failed else []
+    base_name = spec.expanded_methods()[0] if baseline != "ddp" else baseline
+    base_run = next((m for m in run.methods if m.name == base_name), None)
+    return Record(
+        case="train",
+        metric="step_s",
+        subject=subject.name,
+        baseline=baseline,
+        params=params,
+        repeats=len(mine),
+        subject_s=Spread.of(mine) if mine else None,
+        baseline_s=Spread.of(base),
+        ratio=Spread.of([a / b for a, b in zip(mine, base, strict=True)]) if mine else None,
+        aa=aa,
+        loss=subject.final or None,
+        seeds=[spec.seed],
+        wire_bytes=WireBytes(
+            subject=subject.interface_bytes_per_step,
+            baseline=base_run.interface_bytes_per_step if base_run else None,
+        ),
+        versions=run.versions,
+        environment=run.environment,
+        commit=run.commit,
+        failed=subject.failed,
+    )
+
+
+def block_medians(ranks: list[dict[str, Any]]) -> list[float]:
+    """Median step time of each counted block: of the slowest rank, which is the one everybody waits for."""
+    return [
+        max(statistics.median(block) for block in blocks) for blocks in zip(*(r["blocks"] for r in ranks), strict=True)
+    ]
+
+
+def _merge(name: str, ranks: list[dict[str, Any]], spec: TrainSpec) -> MethodRun:
+    failed = next((r["failed"] for r in ranks if r["failed"]), None)
+    if failed:
+        return MethodRun(name=name, failed=failed)
+    steps = spec.repeats * spec.block_steps
+    return MethodRun(
+        name=name,
+        step_s=[max(times) for times in zip(*(sum(r["blocks"], []) for r in ranks), strict=True)],
+        losses=[statistics.fmean(losses) for losses in zip(*(r["losses"] for r in ranks), strict=True)],
+        samples_per_step=sum(r["samples_per_step"] for r in ranks),
+        interface_bytes_per_step=max(r["sent_bytes"] for r in ranks) / steps,
+        final=ranks[0]["final"],
+        backward_s=ranks[0]["backward_s"],
+        exposed_s=ranks[0]["exposed_s"],
+        plan=ranks[0]["plan"],
+        buckets=[BucketRow(**row) for row in ranks[0]["buckets"]],
+        timeline=[TimelineTask(**task) for task in ranks[0]["timeline"]],
+    )
+
+
+def versions() -> dict[str, str]:
+    return {"python": platform.python_version()} | {name: version(name) for name in ("gradsync", "torch", "numpy")}
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on; no names or paths of the machine."""
+    import os
+
+    model = "unknown"
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        lines = [line for line in info.read_text(encoding="utf-8").splitlines() if line.startswith("model name")]
+        model = lines[0].partition(":")[2].strip() if lines else model
+    return {"cores": os.cpu_count(), "cpu": model, "kernel": platform.release()}
+
+
+def commit() -> str | None:
+    """The commit of the checkout this runs from; None outside of one."""
+    try:
+        command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def summary(values: Sequence[float]) -> str:
+    """`median [p5-p95]` in milliseconds."""
+    spread = Spread.of(values)
+    return f"{spread.median * 1e3:.1f} [{spread.p5 * 1e3:.1f}-{spread.p95 * 1e3:.1f}] ms"

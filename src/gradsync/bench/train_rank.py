@@ -1,0 +1,195 @@
+"""One rank of a training run (`python -m gradsync.bench.train_rank SPEC OUT`); see `train.py`."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from .. import workloads
+from ..attach import Attachment
+from ..lab.counters import interface_bytes
+from ..workloads import Batch, Workload
+from .methods import method
+from .train import AGAIN, TrainSpec
+
+CALIBRATION_STEPS = 3  # steps without synchronisation, from which the length of backward alone is known
+
+
+@dataclass
+class Contestant:
+    """One method at run time on this rank."""
+
+    name: str
+    model: nn.Module
+    attachment: Attachment | None
+    optimizer: Optimizer
+    batches: Iterator[Batch]
+    failed: str | None = None
+    blocks: list[list[float]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    backward_s: list[float] = field(default_factory=list)
+    alone_s: list[float] = field(default_factory=list)
+    sent_bytes: int = 0
+
+    @property
+    def inner(self) -> nn.Module:
+        return self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
+
+
+def enter(workload: Workload, name: str, spec: TrainSpec) -> Contestant:
+    """A fresh copy of the model under the named method."""
+    way = method(name.partition(":")[0])
+    model = workload.model(sparse=way.sparse, seed=spec.seed)
+    batches = workload.batches(dist.get_rank(), dist.get_world_size(), spec.seed)
+    optimizer = workload.optimizer(model)
+    try:
+        wrapped, attachment = way.wrap(model)
+    except Exception as error:  # a baseline that fails stays in the table as failed
+        return Contestant(name, model, None, optimizer, batches, failed=f"{type(error).__name__}: {error}")
+    return Contestant(name, wrapped, attachment, optimizer, batches)
+
+
+def train_step(workload: Workload, who: Contestant, *, sync: bool = True) -> tuple[float, float, float]:
+    """One optimiser step; (step, backward) seconds and the loss. Without `sync` nothing is communicated or updated."""
+    began_s = time.perf_counter()
+    batch = next(who.batches)
+    no_sync = who.attachment.no_sync if who.attachment else getattr(who.model, "no_sync", nullcontext)
+    with nullcontext() if sync else no_sync():
+        loss = workload.loss(who.model, batch)
+        who.optimizer.zero_grad()
+        backward_s = time.perf_counter()
+        loss.backward()
+        backward_s = time.perf_counter() - backward_s
+    if sync:
+        who.optimizer.step()
+    return time.perf_counter() - began_s, backward_s, float(loss.detach())
+
+
+def run_block(workload: Workload, who: Contestant, steps: int, *, counted: bool) -> None:
+    """A block of steps; a failure marks the method on this rank (all ranks learn of it after the block)."""
+    if who.failed:
+        return
+    dist.barrier()
+    sent_before = interface_bytes()[0]
+    times = []
+    try:
+        for _ in range(steps):
+            step_s, backward_s, loss = train_step(workload, who)
+            times.append(step_s)
+            who.losses.append(loss)
+            if counted:
+                who.backward_s.append(backward_s)
+    except Exception as error:  # the method is out, the others go on
+        who.failed = f"{type(error).__name__}: {error}"
+    if counted:
+        who.blocks.append(times)
+        who.sent_bytes += interface_bytes()[0] - sent_before
+
+
+def calibrate(workload: Workload, who: Contestant) -> None:
+    """Measures backward alone, on batches of the run's end, so that training sees the data in order."""
+    if who.failed:
+        return
+    training, who.batches = who.batches, workload.batches(dist.get_rank(), dist.get_world_size(), seed=1)
+    for _ in range(CALIBRATION_STEPS):
+        who.alone_s.append(train_step(workload, who, sync=False)[1])
+    who.optimizer.zero_grad()
+    who.batches = training
+
+
+def agree_on_failures(contestants: list[Contestant]) -> None:
+    """A method that failed on one rank is out on all."""
+    flags = torch.tensor([int(who.failed is not None) for who in contestants])
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    for who, flag in zip(contestants, flags.tolist(), strict=True):
+        if flag and who.failed is None:
+            who.failed = "failed on another rank"
+
+
+def compete(workload: Workload, spec: TrainSpec) -> list[Contestant]:
+    """All methods, block by block in turn; the order turns round from block to block."""
+    names = list(spec.expanded_methods())
+    contestants = [enter(workload, name, spec) for name in [*names, f"{names[0]}:{AGAIN}"]]
+    agree_on_failures(contestants)
+    for who in contestants:
+        run_block(workload, who, spec.warmup_steps, counted=False)
+        calibrate(workload, who)
+        event(kind="warmup", method=who.name)
+    agree_on_failures(contestants)
+    for repeat in range(spec.repeats):
+        for who in contestants if repeat % 2 == 0 else contestants[::-1]:
+            run_block(workload, who, spec.block_steps, counted=True)
+            event(kind="block", method=who.name, repeat=repeat, loss=who.losses[-1] if who.losses else None)
+        agree_on_failures(contestants)
+    return contestants
+
+
+def result_of(workload: Workload, who: Contestant, spec: TrainSpec) -> dict[str, Any]:
+    """This rank's figures of one method as plain data."""
+    if who.failed:
+        return {"failed": who.failed}
+    evaluate = spec.evaluate and dist.get_rank() == 0 and not who.name.endswith(f":{AGAIN}")
+    alone_s, backward_s = statistics.median(who.alone_s), statistics.median(who.backward_s)
+    rows, plan, timeline = [], [], []
+    if who.attachment:
+        plan = who.attachment.explain()
+        timeline = [asdict(task) for task in who.attachment.timeline()]
+        rows = [
+            {
+                "names": list(s.names),
+                "scheme": s.scheme,
+                "sent_bytes": s.sent_bytes / s.steps,
+                "predicted_bytes": None if s.predicted_bytes is None else s.predicted_bytes / s.steps,
+                "communication_s": s.communication_s / s.steps,
+                "exposed_s": s.exposed_s / s.steps,
+            }
+            for s in who.attachment.statistics()
+        ]
+    return {
+        "failed": None,
+        "blocks": who.blocks,
+        "losses": who.losses,
+        "samples_per_step": workload.batch_size,
+        "sent_bytes": who.sent_bytes,
+        "final": workload.evaluate(who.inner) if evaluate else {},
+        "backward_s": min(alone_s, backward_s),
+        "exposed_s": max(backward_s - alone_s, 0.0),
+        "plan": plan,
+        "buckets": rows,
+        "timeline": timeline,
+    }
+
+
+def event(**data: Any) -> None:
+    """Tells the parent how far the run is."""
+    if dist.get_rank() == 0:
+        sys.stdout.write(json.dumps(data) + "\n")
+        sys.stdout.flush()
+
+
+def main(spec_path: str, out_path: str) -> None:
+    spec = TrainSpec.model_validate_json(Path(spec_path).read_text(encoding="utf-8"))
+    workload = workloads.load(spec.workload, **spec.options)
+    dist.init_process_group("gloo")
+    contestants = compete(workload, spec)
+    results = {who.name: result_of(workload, who, spec) for who in contestants}
+    Path(out_path).write_text(json.dumps(results), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

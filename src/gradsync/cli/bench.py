@@ -1,0 +1,98 @@
+"""`gradsync bench`: measurements with records."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ..bench.sync import DENSE_SIZES_BYTES, SyncSpec, run_sync
+from ..bench.train import TrainSpec, run_training
+from ..report.record import Record, save_records
+from ..report.tables import records_table
+from .progress import console, event_bar
+
+app = typer.Typer(help="Measure methods beside each other and keep the records.", no_args_is_help=True)
+
+QUICK_REPEATS = 5
+
+Nodes = Annotated[int, typer.Option(min=2, help="Nodes of the emulated cluster.")]
+RanksPerNode = Annotated[int, typer.Option(min=1, help="Ranks on each node.")]
+Rate = Annotated[str, typer.Option(help="Rate of every node's link, e.g. 200mbit, 1gbit, unshaped.")]
+Json = Annotated[str | None, typer.Option("--json", help="File for the records; - prints them.")]
+Quick = Annotated[bool, typer.Option(help="A short run, under a minute.")]
+Loopback = Annotated[bool, typer.Option(help="No namespaces: plain loopback, not shaped.")]
+
+
+@app.command()
+def sync(  # noqa: PLR0917 (the command's options)
+    workload: Annotated[str, typer.Option(help="Workloads whose gradients travel, comma-separated.")] = "deepfm",
+    nodes: Nodes = 4,
+    ranks_per_node: RanksPerNode = 1,
+    link: Rate = "1gbit",
+    repeats: Annotated[int, typer.Option(min=5, help="Measurements of each exchange.")] = 15,
+    json: Json = None,
+    quick: Quick = False,
+    loopback: Loopback = False,
+) -> None:
+    """The exchange of gradients alone: every scheme beside what DDP issues for the same tensors."""
+    spec = SyncSpec(
+        workloads=tuple(workload.split(",")),
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
+        link=link,
+        repeats=QUICK_REPEATS if quick else repeats,
+        loopback=loopback,
+    )
+    with event_bar(f"exchanges on {nodes} nodes, {link}", 1 + len(DENSE_SIZES_BYTES) + len(spec.workloads)) as on_event:
+        records, notes = run_sync(spec, on_event)
+    finish(records, notes, json)
+
+
+@app.command()
+def train(  # noqa: PLR0917 (the command's options)
+    workload: Annotated[str, typer.Option(help="What to train.")] = "deepfm",
+    methods: Annotated[
+        str, typer.Option(help="Comma-separated; the first is the baseline. ddp: the best of DDP's bucket sizes.")
+    ] = "ddp,ddp_sparse,ddp_sparse_bf16,gradsync",
+    nodes: Nodes = 4,
+    ranks_per_node: RanksPerNode = 1,
+    link: Rate = "1gbit",
+    repeats: Annotated[int, typer.Option(min=5, help="Blocks of each method.")] = 10,
+    block_steps: Annotated[int, typer.Option(min=1, help="Steps of a block.")] = 8,
+    row_length: Annotated[int | None, typer.Option(help="Elements of an embedding row (deepfm).")] = None,
+    json: Json = None,
+    quick: Quick = False,
+    loopback: Loopback = False,
+) -> None:
+    """Training steps: methods in turns on the same model, data and cluster."""
+    spec = TrainSpec(
+        workload=workload,
+        options={"dim": row_length} if row_length is not None else {},
+        methods=tuple(methods.split(",")),
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
+        link=link,
+        repeats=QUICK_REPEATS if quick else repeats,
+        block_steps=3 if quick else block_steps,
+        loopback=loopback,
+    )
+    copies = len(spec.expanded_methods()) + 1
+    with event_bar(f"{workload} on {nodes} nodes, {link}", copies * (spec.repeats + 1)) as on_event:
+        run = run_training(spec, on_event)
+    finish(run.records, run.notes, json)
+
+
+def finish(records: list[Record], notes: list[str], json: str | None) -> None:
+    """Prints the records as a table, and writes them if asked to."""
+    import json as encoder
+
+    for note in notes:
+        console.print(f"Note: {note}", style="yellow")
+    if json == "-":
+        typer.echo(encoder.dumps([record.model_dump(mode="json") for record in records], indent=1))
+        return
+    console.print(records_table(records))
+    if json is not None:
+        save_records(records, json)
+        console.print(f"Records: {json}")
