@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from ..lab import Lab, LabUnavailable, Scenario
 
+RANK_ENVIRONMENT = {"THP_MEM_ALLOC_ENABLE": "1"}  # huge pages for large tensors: fresh memory is touched 4-5x faster
 END_GRACE_S = 10.0  # after one rank failed, the others get this long to notice and say why
 
 
@@ -96,7 +97,7 @@ def run_ranks(
             argv = [sys.executable, "-m", module, str(place / "spec.json"), str(place / f"{rank}.json")]
             with (place / f"{rank}.err").open("wb") as errors:
                 output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
-                ranks.append(where.spawn(rank, argv, {}, stdout=output, stderr=errors))
+                ranks.append(where.spawn(rank, argv, RANK_ENVIRONMENT, stdout=output, stderr=errors))
         try:
             assert ranks[0].stdout is not None
             for line in ranks[0].stdout:

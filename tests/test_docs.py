@@ -1,0 +1,38 @@
+"""The Python snippets of README and docs run, and what they name exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+README_MOST_LINES = 110
+
+
+def snippets() -> list[tuple[str, str]]:
+    found = []
+    for page in PAGES:
+        blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+        found += [(f"{page.name}-{number}", block) for number, block in enumerate(blocks)]
+    return found
+
+
+@pytest.mark.parametrize(("name", "code"), snippets(), ids=[name for name, _ in snippets()])
+def test_snippet_runs(name: str, code: str) -> None:
+    exec(compile(code, name, "exec"), {"__name__": name.replace("-", "_").replace(".", "_")})
+
+
+def test_links_inside_the_repository_lead_somewhere() -> None:
+    dead = []
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
+            if "://" not in target and not (page.parent / target).exists():
+                dead.append(f"{page.name}: {target}")
+    assert not dead
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= README_MOST_LINES
