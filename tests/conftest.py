@@ -3,5 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.world import Ranks
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch starts; ranks as processes share the cores
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[Callable[[int], Ranks]]:
+    """`world(n).run(function, *arguments)`: calls a module-level function on n <= 4 ranks that stand ready."""
+    from tests.world import Ranks, World
+
+    standing = World(4)
+    yield lambda size: Ranks(standing, size)
+    standing.close()

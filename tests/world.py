@@ -1,0 +1,207 @@
+"""`World`: ranks as processes, for tests of what needs real process groups.
+
+Processes are forked from a server that has torch loaded, wait for work, and are kept between tests: a call costs
+milliseconds. A test sends a module-level function and plain arguments; what it returns comes back by rank, as does the
+traceback of a rank that raised. A rank that does not answer is named, shows where it hangs, and is killed. Warnings are
+errors in the ranks, as in the tests.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+GRACE_S = 15.0  # for the other ranks, once one has failed
+COLLECTIVE_TIMEOUT_S = 20.0  # of the default process group
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a function on one rank: it returned, it raised, or its process is gone or hung."""
+
+    value: Any = None
+    error: str | None = None
+    died: bool = False
+
+
+class World:
+    """`size` processes; `start` and `outcomes` are `run` in two halves, for ranks that are meant to fail.
+
+    `store_on_rank_0`: the ranks meet at rank 0's store, as without torchrun, else at one in this process.
+    """
+
+    def __init__(self, size: int, *, store_on_rank_0: bool = False) -> None:
+        self.size = size
+        self._store_on_rank_0 = store_on_rank_0
+        self._store: dist.TCPStore | None = None
+        self._processes: list[Any] = []
+        self._connections: list[Connection] = []
+        self._traces: list[Path] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="gradsync-world-")
+        self._groups = 0
+        self._initialised = 0  # size of the default process group the ranks have; 0: none
+        self._busy = 0
+
+    def run(self, function: Callable[..., Any], *arguments: Any, size: int | None = None, limit_s: float = 60.0) -> Any:
+        """Calls `function(*arguments)` on `size` ranks within a process group of just them; the results by rank."""
+        self.start(function, *arguments, size=size)
+        outcomes = self.outcomes(limit_s)
+        if failed := [f"--- rank {r}: {o.error}" for r, o in enumerate(outcomes) if o.error is not None]:
+            raise AssertionError(f"{len(failed)} of {len(outcomes)} ranks failed\n" + "\n".join(failed))
+        return [outcome.value for outcome in outcomes]
+
+    def start(self, function: Callable[..., Any], *arguments: Any, size: int | None = None) -> None:
+        """Sends the function to the ranks and returns."""
+        self._ensure_processes()
+        size = size or self.size
+        assert 1 <= size <= self.size and not self._busy
+        join = None
+        if size != self._initialised:
+            self._groups += 1
+            join = f"group{self._groups}"
+        work = pickle.dumps((function.__module__, function.__qualname__, arguments, join, size))
+        for connection in self._connections if join else self._connections[:size]:
+            connection.send_bytes(work)
+        self._initialised, self._busy = size, size
+
+    def outcomes(self, limit_s: float) -> list[Outcome]:
+        """Waits for all ranks; what is not there in time is killed, and the processes are made anew next time."""
+        size, self._busy = self._busy, 0
+        found: dict[int, Outcome] = {}
+        deadline = time.monotonic() + limit_s
+        while len(found) < size and time.monotonic() < deadline:
+            waiting = {self._connections[rank]: rank for rank in range(size) if rank not in found}
+            for connection in wait(list(waiting), max(deadline - time.monotonic(), 0)):
+                found[waiting[connection]] = self._receive(waiting[connection])
+            if any(outcome.error for outcome in found.values()):
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+        hung = [rank for rank in range(size) if rank not in found]
+        for rank in hung:
+            found[rank] = Outcome(error=f"hung, and was killed, at\n{self._where(rank)}", died=True)
+        if any(outcome.error for outcome in found.values()):
+            self._end_processes()
+        return [found[rank] for rank in range(size)]
+
+    def close(self) -> None:
+        """Ends the processes for good."""
+        self._end_processes()
+        self._folder.cleanup()
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _end_processes(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for connection in self._connections:
+            connection.close()
+        self._processes, self._connections, self._traces = [], [], []
+        self._initialised, self._store = 0, None
+
+    def _ensure_processes(self) -> None:
+        if self._processes:
+            return
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "gradsync", "torch.testing"])
+        port = 0
+        if not self._store_on_rank_0:
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            port = self._store.port
+        for rank in range(self.size):
+            mine, theirs = context.Pipe()
+            trace = Path(self._folder.name) / f"rank{rank}.trace"
+            process = context.Process(
+                target=_rank_main, args=(rank, theirs, port, str(trace), os.getcwd()), daemon=True
+            )
+            process.start()
+            theirs.close()
+            if self._store_on_rank_0 and rank == 0:
+                port = mine.recv()
+            self._processes.append(process)
+            self._connections.append(mine)
+            self._traces.append(trace)
+
+    def _receive(self, rank: int) -> Outcome:
+        try:
+            return Outcome(*pickle.loads(self._connections[rank].recv_bytes()))
+        except (EOFError, ConnectionError):
+            self._processes[rank].join()
+            return Outcome(error=f"the process ended with exit code {self._processes[rank].exitcode}", died=True)
+
+    def _where(self, rank: int) -> str:
+        os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        time.sleep(0.2)
+        return self._traces[rank].read_text() or "(it did not say where)"
+
+
+def _rank_main(rank: int, connection: Connection, port: int, trace: str, folder: str) -> None:
+    """A rank's process: waits for functions, calls them, sends what came of them."""
+    sys.path.insert(0, folder)
+    warnings.simplefilter("error")
+    with Path(trace).open("w") as trace_file:
+        faulthandler.register(signal.SIGUSR1, trace_file)
+        if port:
+            store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        else:
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            connection.send(store.port)
+        while True:
+            try:
+                module, name, arguments, join, size = pickle.loads(connection.recv_bytes())
+            except EOFError:
+                return
+            if join:
+                _join_group(store, join, rank, size)
+            if rank < size:
+                connection.send_bytes(_call(module, name, arguments))
+
+
+def _join_group(store: dist.Store, prefix: str, rank: int, size: int) -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if rank < size:
+        timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+        own = dist.PrefixStore(prefix, store)
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=timeout)
+
+
+def _call(module: str, name: str, arguments: tuple[Any, ...]) -> bytes:
+    try:
+        function = getattr(importlib.import_module(module), name)
+        return pickle.dumps((function(*arguments), None))
+    except BaseException:  # shown by the test
+        return pickle.dumps((None, traceback.format_exc()))
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The first `size` ranks of a standing world."""
+
+    world: World
+    size: int
+
+    def run(self, function: Callable[..., Any], *arguments: Any, limit_s: float = 60.0) -> Any:
+        """See `World.run`."""
+        return self.world.run(function, *arguments, size=self.size, limit_s=limit_s)
