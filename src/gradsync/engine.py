@@ -138,10 +138,6 @@ class Engine:
         """The buckets at run time, in plan order."""
         return list(self._lanes.values())
 
-    def home(self, name: str) -> Tensor | None:
-        """The view in which the parameter's gradient may live, so that loading it copies nothing."""
-        return self._lanes_of[name][0].gradients.home(name)
-
     def load(self, name: str, gradient: Tensor | None, *, used: bool = True) -> None:
         """A parameter's gradient is ready (None or not `used`: this rank did not use it in this step).
 
@@ -164,6 +160,8 @@ class Engine:
 
     def missing(self) -> list[str]:
         """Parameters that were not loaded in this step yet, in model order."""
+        if not any(lane.waiting for lane in self._lanes.values()):
+            return []
         return [name for name in self.parameters if any(name in lane.waiting for lane in self._lanes_of[name])]
 
     def finish(self) -> None:

@@ -23,13 +23,13 @@ class FlatGradients:
         device = parameters[bucket.segments[0].name].device
         self.flat = torch.zeros(bucket.numel + bucket.num_flags, dtype=bucket.dtype, device=device)
         self.flags = self.flat[bucket.numel :]
-        self._parts: dict[Segment, Tensor] = {}
+        self._parts: dict[str, list[tuple[Segment, Tensor]]] = {}
         self._homes: dict[str, Tensor] = {}
         self._loaded: set[str] = set()
         offset = 0
         for segment in bucket.segments:
             part = self.flat[offset : offset + segment.numel]
-            self._parts[segment] = part
+            self._parts.setdefault(segment.name, []).append((segment, part))
             parameter = parameters[segment.name]
             if segment.numel == parameter.numel():
                 # The parameter's own strides (channels-last, say), as optimisers expect of a gradient.
@@ -54,23 +54,24 @@ class FlatGradients:
         """Takes a parameter's gradient (None: zero). `used`: it was produced in this step."""
         if used:
             self._loaded.add(name)
-        for segment, part in self._parts.items():
-            if segment.name != name or (gradient is not None and gradient is self._homes.get(name)):
-                continue
-            if gradient is None:
+        home = self._homes.get(name)
+        if gradient is None:
+            for _, part in self._parts[name]:
                 part.zero_()
-            elif name in self._homes:
-                self._homes[name].copy_(gradient.to_dense() if gradient.layout is torch.sparse_coo else gradient)
-            else:
-                dense = gradient.to_dense() if gradient.layout is torch.sparse_coo else gradient
+        elif gradient is not home:
+            dense = gradient.to_dense() if gradient.layout is torch.sparse_coo else gradient
+            if home is not None:
+                home.copy_(dense)
+                return
+            for segment, part in self._parts[name]:
                 part.copy_(dense.reshape(-1)[segment.start : segment.stop])
 
     def take(self, *, check_finite: bool) -> Tensor:
         """What the scheme gets; the flags are set to who used what, and whether something is not finite."""
-        loaded = [segment.name in self._loaded for segment in self.bucket.segments]
-        if all(loaded):
+        if len(self._loaded) == len(self._parts):
             self.flags.fill_(1)
         else:
+            loaded = [segment.name in self._loaded for segment in self.bucket.segments]
             self.flags[:-1] = torch.tensor(loaded, dtype=self.flat.dtype)
         values = self.flat[: self.bucket.numel]
         self.flags[-1] = float(check_finite and not bool(torch.isfinite(values).all()))
@@ -102,9 +103,8 @@ class FlatGradients:
         if out is None or out.layout is not torch.strided:
             out = torch.zeros(shape, dtype=self.flat.dtype, device=self.flat.device)
         flat = out.view(-1) if out.is_contiguous() else out.reshape(-1)
-        for segment, part in self._parts.items():
-            if segment.name == name:
-                flat[segment.start : segment.stop] = part
+        for segment, part in self._parts[name]:
+            flat[segment.start : segment.stop] = part
         return out if flat.data_ptr() == out.data_ptr() else flat.view(out.shape)
 
 

@@ -21,7 +21,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 from .comm import Group
-from .engine import Engine
+from .engine import Engine, Lane
+from .plan import Plan
 
 REENTRANT = (
     "gradients became ready inside a nested backward (re-entrant activation checkpointing?), whose end cannot be told "
@@ -49,6 +50,10 @@ class AutogradHooks:
         self._armed: bool | None = None  # the last forward's wish to synchronise; None once it was fulfilled
         self._task = -1  # autograd's number of the backward under way
         self._lent: set[str] = set()  # parameters whose grad was None before the step
+        self._settled: set[str] = set()  # parameters whose grad is their home already
+        self._plan: Plan | None = None  # the plan by which gradients live where they do
+        self._homes: dict[str, Tensor] = {}
+        self._tenants: list[tuple[Lane, list[tuple[str, nn.Parameter, Tensor]]]] = []
         self._handles = [
             p.register_post_accumulate_grad_hook(_Hook(self, lambda hooks, p, name=name: hooks._on_gradient(name, p)))
             for name, p in self._parameters.items()
@@ -96,14 +101,18 @@ class AutogradHooks:
                     leaf.register_hook(_Hook(self, lambda hooks, gradient: hooks._ensure_begun()))
 
     def _on_gradient(self, name: str, parameter: nn.Parameter) -> None:
-        if not self._syncing:
-            return
-        self._ensure_begun()
-        assert parameter.grad is not None
-        self._engine.load(name, parameter.grad)
-        home = self._engine.home(name)
-        if home is not None and parameter.grad.layout is torch.strided:
-            parameter.grad = home
+        if torch._C._current_graph_task_id() != self._task or not self._engine.in_step:
+            if not self._syncing:
+                return
+            self._ensure_begun()
+        gradient = parameter.grad
+        assert gradient is not None
+        self._engine.load(name, gradient)
+        home = self._homes.get(name)
+        if gradient is not home and gradient.layout is torch.strided:
+            parameter.grad = gradient = home
+        if gradient is home and home is not None:
+            self._settled.add(name)
 
     def _before_optimizer_step(self, optimizer: Optimizer) -> None:
         """The other ranks may wait for a rank whose loss needed neither a parameter nor an output of the model."""
@@ -134,30 +143,35 @@ class AutogradHooks:
     def _begin(self) -> None:
         engine = self._engine
         engine.begin()
+        if self._plan is not engine.plan:
+            self._move_in()
         self._lent.clear()
-        for lane in engine.lanes():
-            lend = [name for name in lane.bucket.names if self._may_lend(name)]
-            if len(lend) == len(lane.bucket.names):
+        self._settled.clear()
+        for lane, tenants in self._tenants:
+            lend = [(name, p, home) for name, p, home in tenants if p.grad is None and p.requires_grad]
+            if len(lend) == len(tenants) == len(lane.bucket.segments):
                 lane.gradients.clear()
-            for name in lend:
-                home = lane.gradients.home(name)
-                if len(lend) < len(lane.bucket.names) and home is not None:
-                    home.zero_()
-                self._parameters[name].grad = home
+            elif lend:
+                torch._foreach_zero_([home for _, _, home in lend])
+            for name, parameter, home in lend:
+                parameter.grad = home
                 self._lent.add(name)
         for name, parameter in self._parameters.items():
             if not parameter.requires_grad:  # frozen since attach: nothing will come
                 engine.load(name, parameter.grad, used=False)
 
-    def _may_lend(self, name: str) -> bool:
-        """Autograd shall add into the bucket's memory; it would make a sparse gradient dense there."""
-        parameter = self._parameters[name]
-        return (
-            parameter.grad is None
-            and parameter.requires_grad
-            and self._engine.home(name) is not None
-            and not self._engine.profiles[name].sparse
-        )
+    def _move_in(self) -> None:
+        """Under a new plan: which gradients live in which bucket's memory."""
+        engine = self._engine
+        self._plan = engine.plan
+        self._homes = {}
+        self._tenants = []
+        for lane in engine.lanes():
+            homes = ((name, self._parameters[name], lane.gradients.home(name)) for name in lane.bucket.names)
+            tenants = [(name, parameter, home) for name, parameter, home in homes if home is not None]
+            self._homes |= {name: home for name, _, home in tenants}
+            # Autograd adds into lent memory, which would make a sparse gradient dense.
+            self._tenants.append((lane, [t for t in tenants if not engine.profiles[t[0]].sparse]))
 
     def _end(self) -> None:
         engine = self._engine
@@ -165,16 +179,18 @@ class AutogradHooks:
         stale: dict[str, Tensor] = {}
         for name in engine.missing():
             gradient = self._parameters[name].grad
-            if gradient is not None and gradient is engine.home(name) and name not in self._lent:
+            if gradient is not None and gradient is self._homes.get(name) and name not in self._lent:
                 stale[name] = gradient.clone()
             engine.load(name, gradient, used=False)
         engine.finish()
-        for name, parameter in self._parameters.items():
-            self._deliver(name, parameter, stale)
+        if len(self._settled) < len(self._parameters):
+            for name, parameter in self._parameters.items():
+                if name not in self._settled:
+                    self._deliver(name, parameter, stale)
 
     def _deliver(self, name: str, parameter: nn.Parameter, stale: dict[str, Tensor]) -> None:
         engine = self._engine
-        home = engine.home(name)
+        home = self._homes.get(name)
         if not engine.used(name):
             if name in self._lent:
                 parameter.grad = None

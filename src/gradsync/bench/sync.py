@@ -15,7 +15,7 @@ from .. import workloads
 from ..costs import CostModel
 from ..lab import Scenario
 from ..report.record import Record, Spread, WireBytes
-from .launch import cluster, run_ranks
+from .launch import Loopback, cluster, run_ranks
 from .train import commit, machine, versions
 
 DENSE_SIZES_BYTES = (4 << 10, 256 << 10, 4 << 20)
@@ -60,13 +60,18 @@ def run_sync(spec: SyncSpec, on_event: Callable[[dict[str, Any]], None]) -> tupl
     ]
     cost = CostModel.fit(fit)
     environment |= {"alpha_s": cost.alpha_s, "bandwidth_bytes_per_s": cost.bandwidth_bytes_per_s}
-    on_loopback = str(environment.get("links", "")).startswith("loopback")
+    on_loopback = isinstance(where, Loopback)
     params = {"nodes": spec.nodes, "link": "loopback (not shaped)" if on_loopback else spec.link}
+    if on_loopback:  # all ranks share one interface, which counts what all of them send
+        for rank in ranks:
+            for case in rank["cases"]:
+                case["wire_bytes"] = {name: n / spec.world_size for name, n in case["wire_bytes"].items()}
     params |= {"ranks_per_node": spec.ranks_per_node, **spec.scenario}
     records = []
     for index, case in enumerate(ranks[0]["cases"]):
         rows = [rank["cases"][index] for rank in ranks]
-        records += [_record(spec, name, rows, params, cost, environment) for name in case["times"] if name != "again"]
+        subjects = [name for name in case["times"] if name not in ("again", case["baseline"])]
+        records += [_record(spec, name, rows, params, cost, environment) for name in subjects]
     return records, notes
 
 

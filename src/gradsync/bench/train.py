@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from .. import workloads
 from ..lab import Scenario
 from ..report.record import BucketRow, MethodRun, Record, Spread, TimelineTask, TrainingRun, WireBytes
-from .launch import cluster, run_ranks
+from .launch import Loopback, cluster, run_ranks
 from .methods import DDP_SWEEP, method
 
 AGAIN = "again"  # suffix of the baseline's second copy
@@ -69,8 +69,10 @@ def run_training(spec: TrainSpec, on_event: Callable[[dict[str, Any]], None]) ->
     with cluster(scenario, notes, loopback=spec.loopback) as where:
         environment = {**machine(), **where.describe()}
         ranks = run_ranks(where, spec.world_size, "gradsync.bench.train_rank", spec.model_dump_json(), on_event)
-    runs = {name: _merge(name, [rank[name] for rank in ranks], spec) for name in ranks[0]}
-    on_loopback = str(environment.get("links", "")).startswith("loopback")
+    # On loopback all ranks share one interface, which counts what all of them send.
+    on_loopback = isinstance(where, Loopback)
+    sharing = spec.world_size if on_loopback else spec.ranks_per_node
+    runs = {name: _merge(name, [rank[name] for rank in ranks], spec, sharing) for name in ranks[0]}
     run = TrainingRun(
         workload=spec.workload,
         description=workload.describe(),
@@ -151,7 +153,8 @@ def block_medians(ranks: list[dict[str, Any]]) -> list[float]:
     ]
 
 
-def _merge(name: str, ranks: list[dict[str, Any]], spec: TrainSpec) -> MethodRun:
+def _merge(name: str, ranks: list[dict[str, Any]], spec: TrainSpec, sharing: int) -> MethodRun:
+    """One method's figures over the ranks; `sharing` ranks count on the same interface."""
     failed = next((r["failed"] for r in ranks if r["failed"]), None)
     if failed:
         return MethodRun(name=name, failed=failed)
@@ -161,7 +164,7 @@ def _merge(name: str, ranks: list[dict[str, Any]], spec: TrainSpec) -> MethodRun
         step_s=[max(times) for times in zip(*(sum(r["blocks"], []) for r in ranks), strict=True)],
         losses=[statistics.fmean(losses) for losses in zip(*(r["losses"] for r in ranks), strict=True)],
         samples_per_step=sum(r["samples_per_step"] for r in ranks),
-        interface_bytes_per_step=max(r["sent_bytes"] for r in ranks) / steps,
+        interface_bytes_per_step=max(r["sent_bytes"] for r in ranks) / sharing * spec.ranks_per_node / steps,
         final=ranks[0]["final"],
         backward_s=ranks[0]["backward_s"],
         exposed_s=ranks[0]["exposed_s"],
