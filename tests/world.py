@@ -133,7 +133,7 @@ class World:
             mine, theirs = context.Pipe()
             trace = Path(self._folder.name) / f"rank{rank}.trace"
             process = context.Process(
-                target=_rank_main, args=(rank, theirs, port, str(trace), os.getcwd()), daemon=True
+                target=_rank_main, args=(rank, theirs, port, str(trace), str(Path.cwd())), daemon=True
             )
             process.start()
             theirs.close()
