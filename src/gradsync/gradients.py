@@ -163,7 +163,8 @@ class RowGradients:
         is_rows = gradient.layout is torch.sparse_coo and gradient.sparse_dim() == 1
         dense = gradient.to_dense() if gradient.layout is torch.sparse_coo and not is_rows else gradient
         rows = SparseRows.from_torch(gradient) if is_rows else SparseRows.from_dense(dense)
-        return rows if used else SparseRows(rows.indices, rows.values, rows.num_rows, present=False)
+        # Rows kept from an earlier backward count as brought: absent means that no rows are sent.
+        return rows if used or rows.nnz else SparseRows.absent(self._shapes[name], self.bucket.dtype, self._device)
 
 
 Gradients = FlatGradients | RowGradients

@@ -50,6 +50,8 @@ class AutogradHooks:
         self._armed: bool | None = None  # the last forward's wish to synchronise; None once it was fulfilled
         self._task = -1  # autograd's number of the backward under way
         self._lent: set[str] = set()  # parameters whose grad was None before the step
+        self._stale: dict[str, Tensor] = {}  # gradients in their homes that must survive if nobody renews them
+        self._accumulated: set[str] = set()  # parameters that local backwards used since the last synchronised one
         self._settled: set[str] = set()  # parameters whose grad is their home already
         self._plan: Plan | None = None  # the plan by which gradients live where they do
         self._homes: dict[str, Tensor] = {}
@@ -86,7 +88,7 @@ class AutogradHooks:
     # What autograd and the model call.
 
     def _before_forward(self, model: nn.Module) -> None:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or _is_backward():  # inside backward, checkpointing repeats a forward
             return
         self._armed = self._sync
         if self._sync and model.training and self._buffers:
@@ -95,7 +97,7 @@ class AutogradHooks:
 
     def _after_forward(self, model: nn.Module, output: Any) -> None:
         # A rank whose loss reaches no parameter fires no parameter hook; the outputs tell it that backward began.
-        if self._armed and torch.is_grad_enabled():
+        if self._armed and torch.is_grad_enabled() and not _is_backward():
             for leaf in pytree.tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.is_floating_point():
                     leaf.register_hook(_Hook(self, lambda hooks, gradient: hooks._ensure_begun()))
@@ -103,11 +105,13 @@ class AutogradHooks:
     def _on_gradient(self, name: str, parameter: nn.Parameter) -> None:
         if torch._C._current_graph_task_id() != self._task or not self._engine.in_step:
             if not self._syncing:
+                self._accumulated.add(name)
                 return
             self._ensure_begun()
         gradient = parameter.grad
         assert gradient is not None
-        self._engine.load(name, gradient)
+        # create_graph=True: the values are averaged, their graph is not (as with DDP)
+        self._engine.load(name, gradient.detach() if gradient.requires_grad else gradient)
         home = self._homes.get(name)
         if gradient is not home and gradient.layout is torch.strided:
             parameter.grad = gradient = home
@@ -140,12 +144,14 @@ class AutogradHooks:
         self._begin()
         _at_end_of_backward(self._end)
 
+    @torch.no_grad()
     def _begin(self) -> None:
         engine = self._engine
         engine.begin()
         if self._plan is not engine.plan:
             self._move_in()
         self._lent.clear()
+        self._stale.clear()
         self._settled.clear()
         for lane, tenants in self._tenants:
             lend = [(name, p, home) for name, p, home in tenants if p.grad is None and p.requires_grad]
@@ -158,7 +164,7 @@ class AutogradHooks:
                 self._lent.add(name)
         for name, parameter in self._parameters.items():
             if not parameter.requires_grad:  # frozen since attach: nothing will come
-                engine.load(name, parameter.grad, used=False)
+                self._load_leftover(name)
 
     def _move_in(self) -> None:
         """Under a new plan: which gradients live in which bucket's memory."""
@@ -173,29 +179,35 @@ class AutogradHooks:
             # Autograd adds into lent memory, which would make a sparse gradient dense.
             self._tenants.append((lane, [t for t in tenants if not engine.profiles[t[0]].sparse]))
 
+    def _load_leftover(self, name: str) -> None:
+        """This backward brings the parameter no gradient; what local ones accumulated counts nevertheless."""
+        gradient = self._parameters[name].grad
+        used = gradient is not None and name in self._accumulated
+        if not used and gradient is not None and gradient is self._homes.get(name) and name not in self._lent:
+            self._stale[name] = gradient.clone()
+        self._engine.load(name, gradient, used=used)
+
+    @torch.no_grad()
     def _end(self) -> None:
         engine = self._engine
         self._armed = None
-        stale: dict[str, Tensor] = {}
         for name in engine.missing():
-            gradient = self._parameters[name].grad
-            if gradient is not None and gradient is self._homes.get(name) and name not in self._lent:
-                stale[name] = gradient.clone()
-            engine.load(name, gradient, used=False)
+            self._load_leftover(name)
         engine.finish()
+        self._accumulated.clear()
         if len(self._settled) < len(self._parameters):
             for name, parameter in self._parameters.items():
                 if name not in self._settled:
-                    self._deliver(name, parameter, stale)
+                    self._deliver(name, parameter)
 
-    def _deliver(self, name: str, parameter: nn.Parameter, stale: dict[str, Tensor]) -> None:
+    def _deliver(self, name: str, parameter: nn.Parameter) -> None:
         engine = self._engine
         home = self._homes.get(name)
         if not engine.used(name):
             if name in self._lent:
                 parameter.grad = None
-            elif name in stale and home is not None:
-                home.copy_(stale[name])
+            elif name in self._stale and home is not None:
+                home.copy_(self._stale[name])
             return
         sparse = engine.layout_is_sparse(name)
         if parameter.grad is None or sparse or parameter.grad is not home:
@@ -259,6 +271,10 @@ def _get_nothing() -> Callable[..., None]:
 def _at_end_of_backward(function: Callable[[], None]) -> None:
     # Private, but the only way to run code when backward ends; FSDP2 uses it too.
     torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def _is_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def _is_nested_backward() -> bool:
