@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..lab import Lab, LabUnavailable, Scenario
+from ..lab import Lab, LabUnavailableError, Scenario
+from ..lab.cluster import free_port
 
 RANK_ENVIRONMENT = {"THP_MEM_ALLOC_ENABLE": "1"}  # huge pages for large tensors: fresh memory is touched 4-5x faster
 END_GRACE_S = 10.0  # after one rank failed, the others get this long to notice and say why
@@ -32,9 +32,7 @@ class Loopback:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port = probe.getsockname()[1]
+        self._port = free_port()
 
     def spawn(self, rank: int, argv: Sequence[str], env: Mapping[str, str], **popen: Any) -> subprocess.Popen[Any]:
         torchrun = {
@@ -62,17 +60,13 @@ def cluster(scenario: Scenario, notes: list[str], *, loopback: bool = False) -> 
         notes.append("ran on loopback, as asked for: links are not shaped and bytes cost nothing")
         yield Loopback(world_size)
         return
-    try:
-        lab = Lab(scenario)
-        entered = lab.__enter__()
-    except LabUnavailable as error:
-        notes.append(f"ran on loopback, not on shaped links: {error}")
-        yield Loopback(world_size)
-        return
-    try:
-        yield entered
-    finally:
-        lab.__exit__(None, None, None)
+    with ExitStack() as stack:
+        try:
+            where: Cluster = stack.enter_context(Lab(scenario))
+        except LabUnavailableError as error:
+            notes.append(f"ran on loopback, not on shaped links: {error}")
+            where = Loopback(world_size)
+        yield where
 
 
 def run_ranks(

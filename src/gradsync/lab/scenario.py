@@ -1,0 +1,92 @@
+"""What a lab looks like: nodes, link rates, racks, slow nodes, background traffic."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..cluster import parse_rate_bytes_per_s
+
+UNSHAPED = "unshaped"
+MOST_NODES = 200  # addresses in one /24
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Rates as people write them (`1gbit`, `200mbit`) or `unshaped`.
+
+    `slow`: node -> its own rate. With `rack_size`, every so many nodes share a rack joined to the others by `trunk`.
+    `background`: (from node, to node, rate) of traffic that runs all the time.
+    """
+
+    nodes: int
+    link: str = "1gbit"
+    ranks_per_node: int = 1
+    rack_size: int | None = None
+    trunk: str | None = None
+    slow: dict[int, str] = field(default_factory=dict)
+    background: tuple[tuple[int, int, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.nodes <= MOST_NODES:
+            raise ValueError(f"a lab has 1 to {MOST_NODES} nodes, got {self.nodes}")
+        if self.ranks_per_node < 1:
+            raise ValueError(f"ranks_per_node must be at least 1, got {self.ranks_per_node}")
+        if (self.rack_size is None) != (self.trunk is None):
+            raise ValueError("rack_size and trunk go together: give both or neither")
+        if self.rack_size is not None and self.rack_size < 1:
+            raise ValueError(f"rack_size must be at least 1, got {self.rack_size}")
+        named = [*self.slow, *(node for source, target, _ in self.background for node in (source, target))]
+        for node in named:
+            if not 0 <= node < self.nodes:
+                raise ValueError(f"there is no node {node}: the nodes are 0..{self.nodes - 1}")
+        for source, target, _ in self.background:
+            if source == target:
+                raise ValueError(f"background traffic needs two nodes, got {source}->{target}")
+        for rate in (self.link, self.trunk or UNSHAPED, *self.slow.values()):
+            rate_bytes_per_s(rate)
+        for _, _, rate in self.background:
+            parse_rate_bytes_per_s(rate)
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    def rate_of(self, node: int) -> float | None:
+        """Bytes per second of the node's link in each direction; None when it is not shaped."""
+        return rate_bytes_per_s(self.slow.get(node, self.link))
+
+    def rack_of(self, node: int) -> int:
+        return node // self.rack_size if self.rack_size else 0
+
+    @property
+    def racks(self) -> int:
+        return self.rack_of(self.nodes - 1) + 1
+
+
+def rate_bytes_per_s(text: str) -> float | None:
+    """Bytes per second; None for `unshaped`. Raises ValueError for anything that is no rate."""
+    return None if text == UNSHAPED else parse_rate_bytes_per_s(text)
+
+
+def parse_slow(texts: Sequence[str]) -> dict[int, str]:
+    """`["3=100mbit"]` -> {3: "100mbit"}; raises ValueError."""
+    slow = {}
+    for text in texts:
+        match = re.fullmatch(r"(\d+)=(\S+)", text)
+        if match is None:
+            raise ValueError(f"a slow node is written NODE=RATE, like 3=100mbit; got {text!r}")
+        slow[int(match[1])] = match[2]
+    return slow
+
+
+def parse_background(texts: Sequence[str]) -> tuple[tuple[int, int, str], ...]:
+    """`["0->2=300mbit"]` -> ((0, 2, "300mbit"),); raises ValueError."""
+    flows = []
+    for text in texts:
+        match = re.fullmatch(r"(\d+)->(\d+)=(\S+)", text)
+        if match is None:
+            raise ValueError(f"background traffic is written FROM->TO=RATE, like 0->2=300mbit; got {text!r}")
+        flows.append((int(match[1]), int(match[2]), match[3]))
+    return tuple(flows)
