@@ -27,6 +27,8 @@ class SparseRows:
                 "SparseRows needs indices of shape (nnz,) and values of shape (nnz, dim), got "
                 f"{tuple(self.indices.shape)} and {tuple(self.values.shape)}"
             )
+        if self.indices.numel() and not self.present:
+            raise ValueError(f"SparseRows with present=False has no rows, got {self.indices.numel()}")
 
     @property
     def nnz(self) -> int:
@@ -69,7 +71,7 @@ class SparseRows:
     @classmethod
     def from_dense(cls, grad: Tensor) -> SparseRows:
         """The rows of a dense tensor that are not zero everywhere; NaN counts as non-zero."""
-        rows = grad.reshape(grad.shape[0], -1)
+        rows = grad.reshape(grad.shape[0], torch.Size(grad.shape[1:]).numel())
         indices = (rows != 0).any(dim=1).nonzero().flatten()
         return cls(indices, rows.index_select(0, indices), int(grad.shape[0]))
 
@@ -85,7 +87,7 @@ class SparseRows:
 
     def add_to(self, dense: Tensor) -> Tensor:
         """Adds the rows to `dense` (num_rows, ...), which is overwritten and returned."""
-        dense.view(self.num_rows, -1).index_add_(0, self.indices, self.values)
+        dense.view(self.num_rows, self.dim).index_add_(0, self.indices, self.values)
         return dense
 
     def with_rows(self, indices: Tensor, values: Tensor) -> SparseRows:
