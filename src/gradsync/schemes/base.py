@@ -98,7 +98,13 @@ def registered() -> dict[str, type[Scheme[Any]]]:
 
 
 def to_expression(scheme: Scheme[Any]) -> dict[str, Any]:
-    """The scheme as a tree of registered names and numbers, `{"name": {"field": value}}`."""
+    """The scheme as a tree of registered names and numbers, `{"name": {"field": value}}`.
+
+    Raises:
+        ValueError: for a scheme that is not registered, which no plan could name (a subclass counts for itself).
+    """
+    if _registry.get(getattr(scheme, "name", "")) is not type(scheme):
+        raise ValueError(f"the scheme {type(scheme).__name__} is not registered; decorate its class with @register")
     settings = {f.name: getattr(scheme, f.name) for f in fields(scheme)}  # type: ignore[arg-type]  # dataclass by register
     return {scheme.name: {k: to_expression(v) if isinstance(v, Scheme) else v for k, v in settings.items()}}
 
