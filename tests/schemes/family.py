@@ -1,0 +1,218 @@
+"""The scheme family under test: one row a scheme, the data they meet, and how a scheme is run on ranks as threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradsync.bucket import Layout, TensorSpec
+from gradsync.comm import Ledger, LocalGroup, RecordingGroup, drive, run_local
+from gradsync.schemes import AGSparse, AllReduce, BalancedParallelism, Scheme
+from gradsync.sparse import SparseRows
+
+Tables = tuple[SparseRows, ...]
+
+
+@dataclass(frozen=True)
+class Member:
+    """`roundings(n)`: how often a value is rounded to the bucket's dtype on its way through n ranks."""
+
+    scheme: Scheme[Any]
+    roundings: Callable[[int], int]
+
+
+MEMBERS = [
+    Member(AllReduce(), roundings=lambda n: n + 1),  # scaled, then the transport's own sum in the bucket's dtype
+    Member(AGSparse(), roundings=lambda n: 2),  # repeated rows merged before they are sent, then the sum
+    Member(BalancedParallelism(), roundings=lambda n: 2),
+]
+ROW_MEMBERS = [member for member in MEMBERS if member.scheme.layout is Layout.ROWS]
+FLOAT32_ADDITIONS = 256  # more than any case adds up for one element
+
+
+def table(
+    generator: torch.Generator, indices: Tensor, num_rows: int, dim: int, dtype: torch.dtype, *, present: bool = True
+) -> SparseRows:
+    values = torch.randn(len(indices), dim, generator=generator, dtype=torch.float64).to(dtype)
+    return SparseRows(indices, values, num_rows, present)
+
+
+def draw(generator: torch.Generator, count: int, num_rows: int) -> Tensor:
+    """Row indices, unsorted and with repetitions."""
+    return torch.randint(num_rows, (count,), generator=generator)
+
+
+def embedding_gradient(generator: torch.Generator, dtype: torch.dtype) -> SparseRows:
+    """What autograd leaves in `nn.Embedding(sparse=True)`: COO, not coalesced."""
+    embedding = nn.Embedding(40, 6, sparse=True, dtype=dtype)
+    (embedding(draw(generator, 25, 40)) * torch.randn(25, 6, generator=generator).to(dtype)).sum().backward()
+    gradient = embedding.weight.grad
+    assert gradient is not None and not gradient.is_coalesced()
+    return SparseRows.from_torch(gradient)
+
+
+def row_case(case: str, rank: int, dtype: torch.dtype) -> Tables:
+    """One rank's tables."""
+    g = torch.Generator().manual_seed(100 + rank)
+    nothing = torch.empty(0, dtype=torch.int64)
+    match case:
+        case "uniform":
+            return (table(g, torch.randperm(64, generator=g)[: 10 + rank], 64, 8, dtype),)
+        case "skewed":
+            return (table(g, (64 * torch.rand(40, generator=g) ** 6).long(), 64, 8, dtype),)
+        case "repeated and unsorted":
+            return (table(g, draw(g, 30, 5), 64, 8, dtype),)
+        case "embedding gradient":
+            return (embedding_gradient(g, dtype),)
+        case "every other rank without rows":
+            return (table(g, draw(g, 12, 64) if rank % 2 == 0 else nothing, 64, 8, dtype),)
+        case "rank 1 absent":
+            if rank == 1:
+                return (SparseRows.absent((64, 8), dtype, torch.device("cpu")),)
+            return (table(g, draw(g, 12, 64), 64, 8, dtype),)
+        case "absent everywhere":
+            return (SparseRows.absent((64, 8), dtype, torch.device("cpu")),)
+        case "no rows anywhere":
+            return (table(g, nothing, 64, 8, dtype),)
+        case "one table absent":
+            absent = SparseRows.absent((64, 8), dtype, torch.device("cpu"))
+            return (absent, table(g, draw(g, 12, 30), 30, 4, dtype))
+        case "two tables":
+            return (table(g, draw(g, 12, 64), 64, 8, dtype), table(g, draw(g, 7, 9), 9, 3, dtype))
+        case "three tables":
+            dims = ((64, 1), (17, 5), (100, 16))
+            return tuple(table(g, draw(g, 3 + rank + rows // 8, rows), rows, dim, dtype) for rows, dim in dims)
+        case "one column":
+            return (table(g, draw(g, 12, 64), 64, 1, dtype),)
+        case "fewer columns than ranks":
+            return (table(g, draw(g, 12, 64), 64, 3, dtype),)
+        case "odd columns and rows":
+            return (table(g, draw(g, 21, 61), 61, 13, dtype),)
+        case "table without rows":
+            return (table(g, nothing, 0, 8, dtype),)
+        case "aligned":  # 8 rows each: a section of any width is a multiple of 8 bytes
+            return (table(g, torch.randperm(64, generator=g)[:8], 64, 16, dtype),)
+    raise ValueError(case)
+
+
+ROW_CASES = [
+    "uniform",
+    "skewed",
+    "repeated and unsorted",
+    "embedding gradient",
+    "every other rank without rows",
+    "rank 1 absent",
+    "absent everywhere",
+    "no rows anywhere",
+    "one table absent",
+    "two tables",
+    "three tables",
+    "one column",
+    "fewer columns than ranks",
+    "odd columns and rows",
+    "table without rows",
+    "aligned",
+]
+FLAT_SIZES = {"no elements": 0, "one element": 1, "prime": 17, "even": 1024}
+CASES = {Layout.FLAT: list(FLAT_SIZES), Layout.ROWS: ROW_CASES}
+
+
+def make_inputs(scheme: Scheme[Any], case: str, size: int, dtype: torch.dtype) -> list[Any]:
+    """What each rank brings."""
+    if scheme.layout is Layout.ROWS:
+        return [row_case(case, rank, dtype) for rank in range(size)]
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(FLAT_SIZES[case], generator=generator, dtype=torch.float64).to(dtype) for _ in range(size)]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run left behind, by rank."""
+
+    results: list[Any]
+    states: list[Any]
+    ledgers: list[Ledger]
+    awaits: list[int]
+
+
+class Counted:
+    """A coroutine that counts what it awaits."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        self.coroutine = coroutine
+        self.awaits = 0
+
+    def send(self, value: Any) -> Any:
+        pending = self.coroutine.send(value)
+        self.awaits += 1
+        return pending
+
+
+def run(scheme: Scheme[Any], inputs: Sequence[Any], scale: float, states: Sequence[Any] | None = None) -> Outcome:
+    """`synchronize` on one thread a rank, over a recording group. The inputs stay as they are."""
+    ledgers = [Ledger() for _ in inputs]
+
+    def rank_main(group: LocalGroup) -> tuple[Any, Any, int]:
+        recording = RecordingGroup(group, ledgers[group.rank])
+        state = states[group.rank] if states is not None else {}
+        coroutine = Counted(scheme.synchronize(mine(inputs[group.rank]), state, recording, scale))
+        result, next_state = drive(coroutine, timeout_s=20)  # type: ignore[arg-type]  # only send() is used
+        return result, next_state, coroutine.awaits
+
+    everything = run_local(len(inputs), rank_main)
+    return Outcome(
+        [result for result, _, _ in everything],
+        [state for _, state, _ in everything],
+        ledgers,
+        [awaits for _, _, awaits in everything],
+    )
+
+
+def mine(x: Any) -> Any:
+    """Flat buckets may be overwritten: a copy. Tables may not: themselves."""
+    return x.clone() if isinstance(x, Tensor) else x
+
+
+def copy_of(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return x.clone()
+    return tuple(replace(t, indices=t.indices.clone(), values=t.values.clone()) for t in x)
+
+
+def to_dense(x: Any) -> list[Tensor]:
+    """In float64, a tensor for each tensor of the bucket."""
+    if isinstance(x, Tensor):
+        return [x.double()]
+    return [torch.zeros(t.num_rows, t.dim, dtype=torch.float64).index_add_(0, t.indices, t.values.double()) for t in x]
+
+
+def specs_of(x: Any) -> tuple[TensorSpec, ...]:
+    if isinstance(x, Tensor):
+        return (TensorSpec.of(x),)
+    return tuple(TensorSpec((t.num_rows, t.dim), t.values.dtype) for t in x)
+
+
+def bits(x: Any) -> list[bytes]:
+    tensors = [x] if isinstance(x, Tensor) else [part for t in x for part in (t.indices, t.values)]
+    flags = b"" if isinstance(x, Tensor) else bytes(t.present for t in x)
+    return [flags, *(t.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for t in tensors)]
+
+
+def assert_is_scaled_sum(member: Member, results: Sequence[Any], inputs: Sequence[Any], scale: float) -> None:
+    """Every element within the rounding that the member states, of the float64 sum."""
+    dtype = specs_of(inputs[0])[0].dtype
+    single = torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32)
+    info, roundings = torch.finfo(dtype), member.roundings(len(inputs))
+    relative = roundings * info.eps / 2 + FLOAT32_ADDITIONS * single.eps
+    for position in range(len(specs_of(inputs[0]))):
+        brought = [to_dense(x)[position] for x in inputs]
+        expected = scale * sum(brought)
+        magnitude = abs(scale) * sum(b.abs() for b in brought)
+        allowed = relative * magnitude + roundings * info.smallest_normal * info.eps
+        for rank, result in enumerate(results):
+            error = (to_dense(result)[position] - expected).abs()
+            assert bool((error <= allowed).all()), f"rank {rank}: off by {float((error - allowed).max())} too much"

@@ -1,0 +1,303 @@
+"""What every scheme promises, tested on ranks as threads. A new scheme is one row in `family.MEMBERS`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from gradsync.bucket import Bucket, Layout, Segment, TensorSpec
+from gradsync.cluster import Placement
+from gradsync.comm import GroupError, LocalGroup, drive, run_local
+from gradsync.density import DensityProfile, profile_rows
+from gradsync.schemes import registered
+from gradsync.schemes.formats import ALIGNMENT_BYTES
+from gradsync.sparse import SparseRows
+from gradsync.steps import transfers
+from tests.schemes.family import (
+    CASES,
+    MEMBERS,
+    ROW_MEMBERS,
+    Member,
+    Outcome,
+    Tables,
+    assert_is_scaled_sum,
+    bits,
+    copy_of,
+    make_inputs,
+    run,
+    specs_of,
+)
+
+SIZES = [1, 2, 3, 4, 8]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+name_of = lambda member: member.scheme.name  # noqa: E731
+every_member = pytest.mark.parametrize("member", MEMBERS, ids=name_of)
+every_row_member = pytest.mark.parametrize("member", ROW_MEMBERS, ids=name_of)
+every_case = pytest.mark.parametrize(
+    ("member", "case"),
+    [pytest.param(m, case, id=f"{name_of(m)}-{case}") for m in MEMBERS for case in CASES[m.scheme.layout]],
+)
+every_row_case = pytest.mark.parametrize(
+    ("member", "case"),
+    [pytest.param(m, case, id=f"{name_of(m)}-{case}") for m in ROW_MEMBERS for case in CASES[Layout.ROWS]],
+)
+every_size = pytest.mark.parametrize("size", SIZES)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+def profiles_of(inputs: list[Any]) -> tuple[DensityProfile, ...]:
+    """The exact profile of the ranks' tables; none for a flat bucket."""
+    if isinstance(inputs[0], torch.Tensor):
+        return ()
+    return tuple(profile_rows([t.indices for t in column], column[0].num_rows) for column in zip(*inputs, strict=True))
+
+
+def predicted(member: Member, inputs: list[Any]) -> list[Any]:
+    placement = Placement.one_per_node(len(inputs))
+    return transfers(member.scheme.steps(specs_of(inputs[0]), profiles_of(inputs), placement))
+
+
+def test_every_registered_scheme_is_a_row_of_the_table() -> None:
+    builtin = {name for name, scheme in registered().items() if scheme.__module__.startswith("gradsync.")}
+    assert {name_of(member) for member in MEMBERS} == builtin
+
+
+@every_dtype
+@every_size
+@every_case
+def test_every_rank_gets_the_same_bits_of_the_scaled_sum(
+    member: Member, case: str, size: int, dtype: torch.dtype
+) -> None:
+    inputs = make_inputs(member.scheme, case, size, dtype)
+    outcome = run(member.scheme, inputs, 1 / size)
+    assert_is_scaled_sum(member, outcome.results, inputs, 1 / size)
+    assert all(bits(result) == bits(outcome.results[0]) for result in outcome.results)
+    assert all(specs_of(result) == specs_of(inputs[0]) for result in outcome.results)
+
+
+@every_size
+@every_case
+def test_runs_repeat_to_the_bit(member: Member, case: str, size: int) -> None:
+    inputs = make_inputs(member.scheme, case, size, torch.float32)
+    first, second = (run(member.scheme, inputs, 1 / size) for _ in range(2))
+    assert [bits(x) for x in first.results] == [bits(x) for x in second.results]
+
+
+@every_size
+@every_case
+def test_scheme_awaits_once_a_stage_and_issues_what_its_steps_say(member: Member, case: str, size: int) -> None:
+    inputs = make_inputs(member.scheme, case, size, torch.float32)
+    outcome = run(member.scheme, inputs, 1.0)
+    expected = predicted(member, inputs)
+    assert outcome.awaits == [len(member.scheme.stages)] * size
+    assert [transfer.stage for transfer in expected] == list(member.scheme.stages)
+    for ledger in outcome.ledgers:
+        assert [entry.pattern for entry in ledger.entries] == [transfer.pattern for transfer in expected]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+@every_size
+@every_case
+def test_recorded_bytes_are_those_of_the_steps(member: Member, case: str, size: int, dtype: torch.dtype) -> None:
+    """Dense: to the byte on every rank. Rows: in total over the ranks, up to the padding of each section.
+
+    A rank sends at most size - 1 messages in the stage that carries rows, each with two sections a table.
+    """
+    inputs = make_inputs(member.scheme, case, size, dtype)
+    outcome = run(member.scheme, inputs, 1.0)
+    expected = predicted(member, inputs)
+    for rank, ledger in enumerate(outcome.ledgers):
+        if member.scheme.layout is Layout.FLAT:
+            assert ledger.sent_bytes == sum(transfer.sent_bytes(rank) for transfer in expected)
+    sections = 2 * len(specs_of(inputs[0])) * size * (size - 1)
+    difference = sum(ledger.sent_bytes for ledger in outcome.ledgers) - sum(t.total_bytes for t in expected)
+    assert abs(difference) <= (ALIGNMENT_BYTES * sections if member.scheme.layout is Layout.ROWS else 0)
+
+
+@every_dtype
+@every_size
+@every_row_member
+def test_recorded_bytes_are_exact_where_nothing_is_padded(member: Member, size: int, dtype: torch.dtype) -> None:
+    inputs = make_inputs(member.scheme, "aligned", size, dtype)
+    outcome = run(member.scheme, inputs, 1.0)
+    for rank, ledger in enumerate(outcome.ledgers):
+        expected = [transfer.sent_bytes(rank) for transfer in predicted(member, inputs)]
+        assert [entry.sent_bytes for entry in ledger.entries] == pytest.approx(expected, rel=1e-12)
+
+
+@every_size
+@every_case
+def test_what_a_step_starts_from_is_left_as_it_was(member: Member, case: str, size: int) -> None:
+    inputs = make_inputs(member.scheme, case, size, torch.float32)
+    segments = tuple(Segment(f"p{i}", 0, spec.numel) for i, spec in enumerate(specs_of(inputs[0])))
+    bucket = Bucket("0", segments, specs_of(inputs[0]), member.scheme.layout)
+    first = [{"kept": torch.arange(3.0), **member.scheme.init(bucket, group)} for group in LocalGroup.world(size)]
+    before = [({k: v.clone() for k, v in state.items()}, copy_of(x)) for state, x in zip(first, inputs, strict=True)]
+    run(member.scheme, inputs, 1 / size, first)
+    for state, x, (state_before, x_before) in zip(first, inputs, before, strict=True):
+        assert state.keys() == state_before.keys()
+        assert all(torch.equal(state[k], state_before[k]) for k in state)
+        assert bits(x) == bits(x_before)
+
+
+@every_member
+def test_a_float16_sum_may_pass_the_range_that_its_mean_is_in(member: Member) -> None:
+    value = torch.full((4, 8), torch.finfo(torch.float16).max / 2, dtype=torch.float16)
+    assert torch.isinf(8 * value).all()
+    flat = member.scheme.layout is Layout.FLAT
+    inputs = [value.flatten() if flat else (SparseRows(torch.arange(4), value, 4),) for _ in range(8)]
+    for result in run(member.scheme, inputs, 1 / 8).results:
+        assert torch.equal((result if flat else result[0].values).flatten(), value.flatten())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "large", "rounded"),
+    [(torch.bfloat16, 256.0, 264.0), (torch.float16, 2048.0, 2056.0)],
+    ids=["bfloat16", "float16"],
+)
+@every_row_member
+def test_rows_are_summed_in_float32(member: Member, dtype: torch.dtype, large: float, rounded: float) -> None:
+    def brought(rank: int) -> Tables:
+        value = torch.full((1, 2), large if rank == 0 else 1.0, dtype=dtype)
+        return (SparseRows(torch.tensor([3]), value, 5),)
+
+    naive = torch.tensor(large, dtype=dtype)
+    for _ in range(7):
+        naive += torch.tensor(1.0, dtype=dtype)
+    assert naive == large, "the case must tell the two sums apart"
+    for (result,) in run(member.scheme, [brought(rank) for rank in range(8)], 1.0).results:
+        assert result.values.tolist() == [[rounded, rounded]]
+
+
+@every_row_case
+def test_rows_come_back_sorted_and_unique(member: Member, case: str) -> None:
+    inputs = make_inputs(member.scheme, case, 3, torch.float32)
+    for result in run(member.scheme, inputs, 1.0).results:
+        for position, table in enumerate(result):
+            union = torch.unique(torch.cat([x[position].indices for x in inputs]))
+            assert torch.equal(table.indices, union)
+
+
+@every_size
+@every_row_member
+def test_a_table_is_present_if_any_rank_has_it(member: Member, size: int) -> None:
+    def present(case: str) -> list[list[bool]]:
+        inputs = make_inputs(member.scheme, case, size, torch.float32)
+        return [[table.present for table in x] for x in run(member.scheme, inputs, 1.0).results]
+
+    assert present("absent everywhere") == [[False]] * size
+    assert present("no rows anywhere") == [[True]] * size
+    assert present("rank 1 absent") == [[True]] * size
+    assert present("one table absent") == [[False, True]] * size
+
+
+@every_size
+@every_member
+def test_values_that_are_not_finite_travel(member: Member, size: int) -> None:
+    inputs = make_inputs(member.scheme, CASES[member.scheme.layout][-1], size, torch.float32)
+    last = inputs[-1] if member.scheme.layout is Layout.FLAT else inputs[-1][0].values.view(-1)
+    last[0], last[1] = float("nan"), float("inf")
+    place = 0 if member.scheme.layout is Layout.FLAT else int(inputs[-1][0].indices[0])
+    for result in run(member.scheme, inputs, 1 / size).results:
+        if member.scheme.layout is Layout.FLAT:
+            got = result
+        else:
+            got = result[0].values[result[0].indices.tolist().index(place)]
+        assert torch.isnan(got[0])
+        assert torch.isposinf(got[1])
+        assert torch.isfinite(got[2:]).all()
+
+
+@pytest.mark.parametrize("bad", [-1, 8])
+@every_row_member
+def test_an_index_outside_of_the_table_fails_on_every_rank(member: Member, bad: int) -> None:
+    errors: dict[int, Exception] = {}
+
+    def rank_main(group: LocalGroup) -> None:
+        indices = torch.tensor([1, bad if group.rank == 1 else 2])
+        rows = (SparseRows(indices, torch.ones(2, 4), 8),)
+        try:
+            drive(member.scheme.synchronize(rows, {}, group, 1.0), timeout_s=20)
+        except Exception as error:
+            errors[group.rank] = error
+            raise
+
+    with pytest.raises(ValueError, match=rf"index {bad} .*outside \[0, num_rows=8\)"):
+        run_local(3, rank_main)
+    assert sorted(errors) == [0, 1, 2]
+    assert isinstance(errors[1], ValueError)
+    assert all(isinstance(errors[r], GroupError) and f"index {bad}" in str(errors[r]) for r in (0, 2))
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_balanced_parallelism_gives_all_owners_equal_volumes_however_skewed_the_rows(size: int) -> None:
+    (member,) = [m for m in MEMBERS if name_of(m) == "balanced_parallelism"]
+    outcome: Outcome = run(member.scheme, make_inputs(member.scheme, "skewed", size, torch.float32), 1.0)
+    pulled = [ledger.entries[-1].sent_bytes for ledger in outcome.ledgers]
+    assert len(set(pulled)) == 1
+    assert pulled[0] > 0
+    push = predicted(member, make_inputs(member.scheme, "skewed", size, torch.float32))[1]
+    assert len({push.received_bytes(owner) for owner in range(size)}) == 1
+
+
+@st.composite
+def row_inputs(draw: st.DrawFn) -> list[Tables]:
+    """Up to four ranks with up to three tables, any repetition and order of rows, tables absent here and there."""
+    size, dtype = draw(st.integers(1, 4)), draw(st.sampled_from(DTYPES))
+    shapes = draw(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 9)), min_size=1, max_size=3))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+
+    def one_table(num_rows: int, dim: int) -> SparseRows:
+        if draw(st.booleans()) and draw(st.booleans()):
+            return SparseRows.absent((num_rows, dim), dtype, torch.device("cpu"))
+        indices = torch.tensor(draw(st.lists(st.integers(0, num_rows - 1), max_size=15)), dtype=torch.int64)
+        return SparseRows(indices, torch.randn(len(indices), dim, generator=generator).to(dtype), num_rows)
+
+    return [tuple(one_table(*shape) for shape in shapes) for _ in range(size)]
+
+
+@every_row_member
+@given(inputs=row_inputs(), scale=st.sampled_from([1.0, 0.25, 1 / 3, -2.0, 0.0]))
+@settings(max_examples=60, deadline=None)
+def test_any_rows_give_the_scaled_sum(member: Member, inputs: list[Tables], scale: float) -> None:
+    outcome = run(member.scheme, inputs, scale)
+    assert_is_scaled_sum(member, outcome.results, inputs, scale)
+    assert all(bits(result) == bits(outcome.results[0]) for result in outcome.results)
+    present = [any(x[i].present for x in inputs) for i in range(len(inputs[0]))]
+    assert [table.present for table in outcome.results[0]] == present
+
+
+@pytest.mark.parametrize("member", [m for m in MEMBERS if m.scheme.layout is Layout.FLAT], ids=name_of)
+@given(
+    size=st.integers(1, 4),
+    numel=st.integers(0, 40),
+    dtype=st.sampled_from(DTYPES),
+    scale=st.sampled_from([1.0, 0.25, 1 / 3, -2.0, 0.0]),
+    seed=st.integers(0, 2**32),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_flat_bucket_gives_the_scaled_sum(
+    member: Member, size: int, numel: int, dtype: torch.dtype, scale: float, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = [torch.randn(numel, generator=generator).to(dtype) for _ in range(size)]
+    outcome = run(member.scheme, inputs, scale)
+    assert_is_scaled_sum(member, outcome.results, inputs, scale)
+    assert all(bits(result) == bits(outcome.results[0]) for result in outcome.results)
+
+
+def test_steps_take_any_table_shape() -> None:
+    """Tables with more than two dimensions, or one, have the elements of a row as their columns."""
+    for member in ROW_MEMBERS:
+        flat = member.scheme.steps(
+            (TensorSpec((30, 12), torch.float32),), (DensityProfile(30, 5.0),), Placement.one_per_node(4)
+        )
+        shaped = member.scheme.steps(
+            (TensorSpec((30, 3, 4), torch.float32),), (DensityProfile(30, 5.0),), Placement.one_per_node(4)
+        )
+        assert flat == shaped

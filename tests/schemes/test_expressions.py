@@ -1,0 +1,133 @@
+"""Plans name schemes by expressions: trees of registered names and numbers, never import paths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from gradsync.bucket import Layout, TensorSpec
+from gradsync.cluster import Placement
+from gradsync.comm import Group
+from gradsync.density import DensityProfile
+from gradsync.schemes import AllReduce, Scheme, State, base, from_expression, register, registered, to_expression
+from gradsync.steps import Step
+
+
+@dataclass(frozen=True)
+class EveryOther(Scheme[Tensor]):
+    """A user's own scheme around another one: sends in every `period`-th round only."""
+
+    inner: Scheme[Tensor]
+    period: int = 2
+    layout = Layout.FLAT
+
+    def __post_init__(self) -> None:
+        if self.period < 1:
+            raise ValueError(f"EveryOther.period must be at least 1, got {self.period}")
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        return self.inner.stages
+
+    async def synchronize(self, x: Tensor, state: State, group: Group, scale: float) -> tuple[Tensor, State]:
+        return await self.inner.synchronize(x, state, group, scale)
+
+    def steps(
+        self,
+        specs: tuple[TensorSpec, ...],
+        profiles: tuple[DensityProfile, ...],
+        placement: Placement,
+        round: int = 0,
+    ) -> tuple[Step, ...]:
+        return () if round % self.period else self.inner.steps(specs, profiles, placement, round)
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Schemes registered by a test are forgotten after it."""
+    monkeypatch.setattr(base, "_registry", dict(base._registry))
+    yield
+
+
+@pytest.mark.parametrize("scheme", [scheme() for scheme in registered().values()], ids=lambda s: s.name)
+def test_expressions_return_to_the_scheme_they_came_from(scheme: Scheme[Any]) -> None:
+    assert from_expression(to_expression(scheme)) == scheme
+
+
+def test_names_are_those_that_plans_on_disk_use() -> None:
+    assert {"all_reduce", "agsparse", "balanced_parallelism"} <= set(registered())
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_registered_scheme_of_the_user_is_named_in_snake_case_with_its_settings() -> None:
+    register(EveryOther)
+    scheme = EveryOther(AllReduce(), period=3)
+    expression = to_expression(scheme)
+    assert expression == {"every_other": {"inner": {"all_reduce": {}}, "period": 3}}
+    assert from_expression(expression) == scheme
+    assert from_expression({"every_other": {"inner": {"all_reduce": {}}}}).period == 2  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("registry")
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("all_reduce", r'a scheme is written \{"name": \{settings\}\}, got \'all_reduce\''),
+        (None, "a scheme is written"),
+        ({}, "a scheme is written"),
+        ({"all_reduce": {}, "agsparse": {}}, "a scheme is written"),
+        ({"gossip": {}}, "unknown scheme 'gossip'; there are agsparse, all_reduce, balanced_parallelism, every_other"),
+        ({"all_reduce": {"chunks": 2}}, "scheme 'all_reduce' has no setting 'chunks'; it has none"),
+        ({"every_other": {"inner": {"all_reduce": {}}, "rounds": 2}}, "no setting 'rounds'; it has inner, period"),
+        ({"all_reduce": []}, "settings of scheme 'all_reduce' must be an object, got \\[\\]"),
+        ({"all_reduce": None}, "must be an object, got None"),
+        ({"every_other": {}}, "scheme 'every_other': .*missing .* 'inner'"),
+        ({"every_other": {"inner": {"gossip": {}}}}, "unknown scheme 'gossip'"),
+        ({"every_other": {"inner": 3}}, "a scheme is written .* got 3"),
+        ({"every_other": {"inner": {"all_reduce": {}}, "period": 0}}, "period must be at least 1, got 0"),
+    ],
+)
+def test_expressions_that_name_nothing_are_refused_with_what_there_is(expression: Any, message: str) -> None:
+    register(EveryOther)
+    with pytest.raises(ValueError, match=message):
+        from_expression(expression)
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_taken_name_is_refused() -> None:
+    class Impostor(AllReduce):
+        name = "all_reduce"
+
+    with pytest.raises(ValueError, match=r"'all_reduce' is taken by gradsync\.schemes\.dense\.AllReduce"):
+        register(Impostor)
+    assert registered()["all_reduce"] is AllReduce
+    assert register(AllReduce) is AllReduce, "the same class may register again"
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_scheme_must_be_a_dataclass() -> None:
+    class Plain(Scheme[Tensor]):
+        pass
+
+    with pytest.raises(ValueError, match=r"must be a \(frozen\) dataclass, Plain is not"):
+        register(Plain)
+    assert "plain" not in registered()
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_scheme_that_is_not_registered_has_no_expression() -> None:
+    @dataclass(frozen=True)
+    class Louder(AllReduce):
+        factor: float = 2.0
+
+    with pytest.raises(ValueError, match="Louder is not registered"):
+        to_expression(Louder())
+    with pytest.raises(ValueError, match="EveryOther is not registered"):
+        to_expression(EveryOther(AllReduce()))
+    register(EveryOther)
+    with pytest.raises(ValueError, match="Louder is not registered"):
+        to_expression(EveryOther(Louder()))
