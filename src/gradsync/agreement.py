@@ -11,17 +11,21 @@ import hashlib
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import zip_longest
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .bucket import TensorSpec, describe_specs, model_digest, trainable_parameters
+from .bucket import TensorSpec, describe_specs, trainable_parameters
 from .comm import Group, LocalGroup, TorchGroup
 from .engine import Engine, Planner
 from .plan import Plan
 from .planner import default_plan
+
+T = TypeVar("T")
 
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -45,17 +49,29 @@ def agreed_engine(
             "torch.distributed is not initialised; call torch.distributed.init_process_group() first "
             "(torchrun sets the environment it needs)"
         )
+    if dist.get_rank(process_group) < 0:
+        raise RuntimeError("this rank is not a member of process_group; call attach() on its members only")
     group: Group
     if dist.get_world_size(process_group) == 1:
         group = LocalGroup.world(1)[0]
     else:
         group = TorchGroup(process_group, timeout_s=timeout_s)
-    try:
-        parameters = _agree(group, partial(_examine, model, plan, exclude, group.size), plan, timeout_s)
+    engines: list[Engine] = []
+
+    def build() -> Engine:
         sparse_names = _sparse_tables(unwrapped(model))
-        engine = Engine(parameters, group, plan or default_plan, timeout_s=timeout_s, sparse_names=sparse_names)
+        engines.append(Engine(parameters, group, plan or default_plan, timeout_s=timeout_s, sparse_names=sparse_names))
+        return engines[0]
+
+    try:
+        examine = partial(_examine, model, plan, exclude, group.size)
+        parameters = _agree(group, examine, partial(_texts, model, plan, exclude), timeout_s)
+        engine = _agree(group, build, lambda engine: {"plans": engine.plan.to_json()}, timeout_s)
     except BaseException:
-        group.close()
+        if engines:
+            engines[0].close()
+        else:
+            group.close()
         raise
     _attached.update(model.modules())
     return engine, parameters
@@ -101,33 +117,39 @@ def _examine(
     return parameters
 
 
-def _agree(
-    group: Group,
-    examine: Callable[[], dict[str, nn.Parameter]],
-    plan: Plan | Planner | None,
-    timeout_s: float,
-) -> dict[str, nn.Parameter]:
-    """Examines the model on every rank; returns if all succeeded and agree, else raises on every rank."""
-    problem: Exception | None = None
-    parameters: dict[str, nn.Parameter] = {}
-    try:
-        parameters = examine()
-    except (ValueError, RuntimeError) as error:
-        problem = error
-    specs = {name: TensorSpec.of(p) for name, p in parameters.items()}
+def _texts(
+    model: nn.Module, plan: Plan | Planner | None, exclude: Sequence[str], parameters: dict[str, nn.Parameter]
+) -> dict[str, str]:
+    """What the ranks compare before anything is built, in words."""
+    inner = unwrapped(model)
+    others = {n: p for n, p in inner.named_parameters() if n not in parameters and not matches(n, exclude)}
+    lines = describe_specs({name: TensorSpec.of(p) for name, p in parameters.items()})
+    lines += [f"{line} (frozen)" for line in describe_specs({n: TensorSpec.of(p) for n, p in others.items()})]
+    lines += [f"{line} (buffer)" for line in describe_specs({n: TensorSpec.of(b) for n, b in inner.named_buffers()})]
     plan_text = plan.to_json() if isinstance(plan, Plan) else f"made by {getattr(plan, '__qualname__', plan)}"
-    digests = f"{model_digest(specs)} {hashlib.sha256(plan_text.encode()).hexdigest()}"
-    texts = exchange_texts(group, f"error {problem}" if problem else f"ready {digests}", timeout_s)
+    return {"models": "\n".join(lines), "plans": plan_text}
+
+
+def _agree(group: Group, make: Callable[[], T], describe: Callable[[T], dict[str, str]], timeout_s: float) -> T:
+    """`make()` on every rank; returns it if all succeeded and describe it alike, else raises on every rank."""
+    problem: Exception | None = None
+    words: dict[str, str] = {}
+    try:
+        made = make()
+        words = describe(made)
+    except Exception as error:  # told to all, then raised
+        problem = error
+    digests = [hashlib.sha256(text.encode()).hexdigest() for text in words.values()]
+    texts = exchange_texts(group, f"error {problem}" if problem else " ".join(["ready", *digests]), timeout_s)
     if problem is not None:
         raise problem
     for rank, text in enumerate(texts):
         if text.startswith("error "):
             raise RuntimeError(f"rank {rank} could not attach: {text.removeprefix('error ')}")
     if len(set(texts)) > 1:
-        model_lines = exchange_texts(group, "\n".join(describe_specs(specs)), timeout_s)
-        plan_lines = exchange_texts(group, plan_text, timeout_s)
-        raise ValueError(_first_difference(texts, model_lines, plan_lines))
-    return parameters
+        everyone = {what: exchange_texts(group, mine, timeout_s) for what, mine in words.items()}
+        raise ValueError(_first_difference(everyone))
+    return made
 
 
 def exchange_texts(group: Group, text: str, timeout_s: float) -> list[str]:
@@ -143,21 +165,17 @@ def _needs_cuda(group: Group) -> bool:
     return isinstance(group, TorchGroup) and group.backend == "nccl"
 
 
-def _first_difference(digests: list[str], models: list[str], plans: list[str]) -> str:
+def _first_difference(everyone: dict[str, list[str]]) -> str:
     """Which two ranks differ first, in what: the same text on every rank."""
-    rank = next(r for r, text in enumerate(digests) if text != digests[0])
-    (_, mine, my_plan), (_, other, other_plan) = digests[0].split(), digests[rank].split()
-    if mine != other:
-        what, texts, pair = "models", models, (mine, other)
-    else:
-        what, texts, pair = "plans", plans, (my_plan, other_plan)
-    lines = [texts[0].splitlines(), texts[rank].splitlines()]
-    longest = max(len(lines[0]), len(lines[1]))
-    first, second = (part + ["(nothing)"] * (longest - len(part)) for part in lines)
-    at = next(i for i in range(longest) if first[i] != second[i])
+    what = next(what for what, texts in everyone.items() if len(set(texts)) > 1)
+    texts = everyone[what]
+    rank = next(rank for rank, text in enumerate(texts) if text != texts[0])
+    pair = [hashlib.sha256(texts[r].encode()).hexdigest()[:12] for r in (0, rank)]
+    lines = zip_longest(texts[0].splitlines(), texts[rank].splitlines(), fillvalue="(nothing)")
+    at, first, second = next((i, a.strip(), b.strip()) for i, (a, b) in enumerate(lines) if a != b)
     return (
-        f"the {what} differ between the ranks: rank 0 has {pair[0][:12]}, rank {rank} has {pair[1][:12]}; first "
-        f"difference, line {at + 1}: rank 0 has {first[at].strip()!r}, rank {rank} has {second[at].strip()!r}"
+        f"the {what} differ between the ranks: rank 0 has {pair[0]}, rank {rank} has {pair[1]}; first "
+        f"difference, line {at + 1}: rank 0 has {first!r}, rank {rank} has {second!r}"
     )
 
 

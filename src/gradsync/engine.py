@@ -134,6 +134,11 @@ class Engine:
         """Between `begin` and `finish`."""
         return self._exchange is not None
 
+    @property
+    def observing(self) -> bool:
+        """Whether this step shows the planner what the model's gradients are: their layouts must be autograd's own."""
+        return self._planner is not None and self.step == 0
+
     def lanes(self) -> list[Lane]:
         """The buckets at run time, in plan order."""
         return list(self._lanes.values())
@@ -186,7 +191,7 @@ class Engine:
             lane.steps += 1
         self._steps_good = not (self._has_state() and any(lane.gradients.troubled for lane in self.lanes()))
         self._record(exchange, backward_ended_s)
-        if self._planner is not None and self.step == 0:
+        if self.observing:
             self._observe()
         self.step += 1
 

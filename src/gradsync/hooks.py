@@ -24,6 +24,8 @@ from .comm import Group
 from .engine import Engine, Lane
 from .plan import Plan
 
+BROADCAST_BYTES = 25 << 20  # a message of initial parameters: large enough for line rate, small beside the model
+
 REENTRANT = (
     "gradients became ready inside a nested backward (re-entrant activation checkpointing?), whose end cannot be told "
     "from the end of the outer one; use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
@@ -153,7 +155,7 @@ class AutogradHooks:
         self._lent.clear()
         self._stale.clear()
         self._settled.clear()
-        for lane, tenants in self._tenants:
+        for lane, tenants in self._tenants if not engine.observing else ():
             lend = [(name, p, home) for name, p, home in tenants if p.grad is None and p.requires_grad]
             if len(lend) == len(tenants) == len(lane.bucket.segments):
                 lane.gradients.clear()
@@ -215,9 +217,22 @@ class AutogradHooks:
 
 
 def broadcast_tensors(group: Group, tensors: list[Tensor], timeout_s: float) -> None:
-    """Overwrites the tensors with member 0's, in one message; same shapes everywhere."""
-    if group.size == 1 or not tensors:
+    """Overwrites the tensors with member 0's, in few messages; same shapes everywhere."""
+    if group.size == 1:
         return
+    piece: list[Tensor] = []
+    filled_bytes = 0
+    for tensor in tensors:
+        piece.append(tensor)
+        filled_bytes += tensor.numel() * tensor.element_size()
+        if filled_bytes >= BROADCAST_BYTES:
+            _broadcast_piece(group, piece, timeout_s)
+            piece, filled_bytes = [], 0
+    if piece:
+        _broadcast_piece(group, piece, timeout_s)
+
+
+def _broadcast_piece(group: Group, tensors: list[Tensor], timeout_s: float) -> None:
     with torch.no_grad():
         # Bytes, so that all element types share the message.
         message = torch.cat([t.detach().contiguous().view(-1).view(torch.uint8) for t in tensors])

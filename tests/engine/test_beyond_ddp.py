@@ -214,3 +214,22 @@ def test_gradients_are_the_mean_over_the_ranks(world: World, case: Callable[[], 
 @pytest.mark.parametrize("case", [loss_ignores_the_output_on_one_rank, table_that_no_module_announces])
 def test_gradients_are_the_mean_over_four_ranks(world: World, case: Callable[[], None]) -> None:
     world(4).run(case)
+
+
+def layouts_and_plan_of_a_hidden_table() -> tuple[list[str], list[str]]:
+    model = HiddenTable()
+    handle = gradsync.attach(model, timeout=15)
+    layouts = []
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.randint(25, (4, 3))).square().mean().backward()
+        layouts.append(str(model.table.grad.layout))
+    words = handle.explain()
+    handle.detach()
+    return layouts, words
+
+
+def test_the_first_step_shows_that_a_table_is_sparse(world: World) -> None:
+    for layouts, words in world(2).run(layouts_and_plan_of_a_hidden_table):
+        assert layouts == ["torch.sparse_coo"] * 3
+        assert any(line.startswith("table (") and "balanced parallelism" in line for line in words), words
