@@ -1,0 +1,257 @@
+"""The communication thread issues every stage in the planned order, whatever the timing, and says what failed where."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from gradsync.comm import Exchange, Group, GroupError, IssueThread, LocalGroup, Pending, completed, drive, run_local
+from gradsync.comm.issue import CancelledStepError
+from gradsync.timeline import covered_s
+
+WAIT_S = 20.0
+ORDER = [("0", "push"), ("1", "push"), ("0", "pull"), ("2", "push"), ("1", "pull"), ("2", "pull")]
+
+Start = Callable[[str], Coroutine[Any, Any, Any]]
+
+
+@contextmanager
+def issue_thread() -> Iterator[IssueThread]:
+    thread = IssueThread("gradsync-test")
+    yield thread
+    thread.stop()
+
+
+def exchange_of(start: Start, order: list[tuple[str, str]], timeout_s: float = WAIT_S) -> Exchange:
+    return Exchange(order, start, where=lambda bucket, stage: f"bucket {bucket}, stage {stage}", timeout_s=timeout_s)
+
+
+def finish(exchange: Exchange, *ready: str) -> dict[str, Any]:
+    """Runs the exchange on a thread of its own with these buckets ready."""
+    with issue_thread() as thread:
+        for bucket in ready:
+            exchange.mark_ready(bucket)
+        thread.submit(exchange.run)
+        exchange.wait()
+        return exchange.results
+
+
+def two_rounds(group: Group, issued: list[tuple[str, str]]) -> Start:
+    """Coroutines of two stages that sum the bucket's number, then what came of it."""
+
+    async def synchronize(bucket: str) -> float:
+        issued.append((bucket, "push"))
+        first = await group.all_reduce(torch.tensor([float(bucket) + 1]))
+        issued.append((bucket, "pull"))
+        return float(await group.all_reduce(first * 10))
+
+    return synchronize
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_all_ranks_issue_in_the_planned_order_whatever_gets_ready_first(seed: int) -> None:
+    size = 3
+
+    def rank_main(group: LocalGroup) -> tuple[list[tuple[str, str]], dict[str, Any]]:
+        dice = random.Random(1000 * seed + group.rank)
+        issued: list[tuple[str, str]] = []
+        exchange = exchange_of(two_rounds(group, issued), ORDER)
+        with issue_thread() as thread:
+            thread.submit(exchange.run)
+            for bucket in dice.sample(["0", "1", "2"], 3):
+                time.sleep(dice.uniform(0, 0.003))
+                exchange.mark_ready(bucket)
+            exchange.wait()
+        return issued, exchange.results
+
+    for issued, results in run_local(size, rank_main):
+        assert issued == ORDER
+        assert results == {bucket: size * 10 * size * (float(bucket) + 1) for bucket in "012"}
+
+
+def test_a_bucket_is_issued_while_the_one_before_is_still_on_its_way() -> None:
+    issued = threading.Event()
+
+    def until_issued(timeout_s: float) -> bool:
+        if not issued.wait(timeout_s):
+            raise GroupError("bucket 1 was not issued meanwhile")
+        return True
+
+    async def synchronize(bucket: str) -> bool:
+        if bucket == "0":
+            return await Pending(until_issued)
+        issued.set()
+        return await completed(False)
+
+    exchange = exchange_of(synchronize, [("0", "push"), ("1", "push")], timeout_s=10)
+    assert finish(exchange, "0", "1") == {"0": True, "1": False}
+
+
+def test_nothing_is_issued_before_its_turn_though_it_is_ready() -> None:
+    started: list[str] = []
+
+    async def synchronize(bucket: str) -> None:
+        started.append(bucket)
+
+    exchange = exchange_of(synchronize, [("0", "push"), ("1", "push")])
+    with issue_thread() as thread:
+        thread.submit(exchange.run)
+        exchange.mark_ready("1")
+        assert not exchange.finished
+        assert started == []
+        exchange.mark_ready("0")
+        exchange.wait()
+    assert started == ["0", "1"]
+
+
+def test_schemes_may_await_less_or_more_often_than_planned() -> None:
+    issued: list[str] = []
+
+    async def synchronize(bucket: str) -> int:
+        rounds = {"none": 0, "planned": 2, "more": 4}[bucket]
+        for number in range(rounds):
+            issued.append(f"{bucket} {number}")
+            await completed(None)
+        return rounds
+
+    order = [(bucket, stage) for stage in ("push", "pull") for bucket in ("none", "more", "planned")]
+    assert finish(exchange_of(synchronize, order), "none", "more", "planned") == {"none": 0, "more": 4, "planned": 2}
+    assert issued == ["more 0", "planned 0", "more 1", "planned 1", "more 2", "more 3"]
+
+
+def test_a_failed_operation_names_bucket_and_the_stage_that_failed() -> None:
+    def broken(_: float) -> None:
+        raise GroupError("no answer from rank 2 within 5 s")
+
+    async def synchronize(bucket: str) -> None:
+        await completed(None)
+        await (Pending(broken) if bucket == "1" else completed(None))
+
+    order = [("0", "push"), ("1", "push"), ("0", "pull"), ("1", "pull")]
+    with pytest.raises(GroupError, match=r"^bucket 1, stage pull: no answer from rank 2 within 5 s$"):
+        finish(exchange_of(synchronize, order), "0", "1")
+
+
+def test_an_error_in_a_scheme_keeps_its_type_and_carries_bucket_and_stage() -> None:
+    async def synchronize(bucket: str) -> None:
+        await completed(None)
+        if bucket == "1":
+            raise ValueError("index 9 is outside")
+
+    order = [("0", "push"), ("1", "push"), ("0", "pull"), ("1", "pull")]
+    with pytest.raises(ValueError, match="index 9 is outside") as caught:
+        finish(exchange_of(synchronize, order), "0", "1")
+    assert caught.value.__notes__ == ["while synchronising bucket 1, stage pull"]
+
+
+def test_a_cancelled_step_issues_nothing_more_and_says_what_it_waited_for() -> None:
+    started: list[str] = []
+
+    async def synchronize(bucket: str) -> None:
+        started.append(bucket)
+
+    exchange = exchange_of(synchronize, [("0", "push"), ("1", "push")])
+    with issue_thread() as thread:
+        thread.submit(exchange.run)
+        exchange.mark_ready("0")
+        exchange.cancel()
+        with pytest.raises(CancelledStepError, match="before bucket [01], stage start was ready"):
+            exchange.wait()
+        assert exchange.finished
+        assert thread.call(lambda: "alive") == "alive"
+    assert "1" not in started
+
+
+def test_an_operation_that_times_out_gets_the_exchange_s_timeout() -> None:
+    patience: list[float] = []
+
+    async def synchronize(bucket: str) -> None:
+        await Pending(patience.append)
+
+    finish(exchange_of(synchronize, [("0", "push")], timeout_s=7.5), "0")
+    assert patience == [7.5]
+
+
+def test_tasks_tell_link_and_kernel_times_in_order() -> None:
+    async def synchronize(bucket: str) -> None:
+        await completed(None)
+        await completed(None)
+
+    exchange = exchange_of(synchronize, [("0", "push"), ("0", "pull")])
+    finish(exchange, "0")
+    assert [(task.name, task.stream) for task in exchange.tasks] == [
+        ("0:push", "kernel"),
+        ("0:push", "link"),
+        ("0:pull", "kernel"),
+        ("0:pull", "link"),
+        ("0:finish", "kernel"),
+    ]
+    assert all(0 <= task.start_s <= task.end_s for task in exchange.tasks)
+    assert 0 <= covered_s(exchange.tasks, 0.0, exchange.tasks[-1].end_s) <= exchange.tasks[-1].end_s
+
+
+def test_gradients_are_off_on_the_communication_thread() -> None:
+    weight = torch.ones(2, requires_grad=True)
+
+    async def synchronize(bucket: str) -> bool:
+        await completed(None)
+        return (weight * 2).requires_grad
+
+    assert finish(exchange_of(synchronize, [("0", "push")]), "0") == {"0": False}
+
+
+def test_the_thread_runs_jobs_in_order_and_returns_or_raises() -> None:
+    seen: list[int] = []
+    with issue_thread() as thread:
+        for number in range(5):
+            thread.submit(lambda number=number: seen.append(number))  # type: ignore[misc]
+        assert thread.call(lambda: list(seen)) == [0, 1, 2, 3, 4]
+        assert thread.call(threading.current_thread) is not threading.current_thread()
+        with pytest.raises(ZeroDivisionError):
+            thread.call(lambda: 1 // 0)
+        assert thread.call(lambda: 3) == 3, "an error must not end the thread"
+
+
+def test_a_stopped_thread_ends_after_what_was_queued() -> None:
+    seen: list[str] = []
+    thread = IssueThread("gradsync-test-stop")
+    thread.submit(lambda: seen.append("done"))
+    thread.stop()
+    assert seen == ["done"]
+    assert "gradsync-test-stop" not in [alive.name for alive in threading.enumerate()]
+
+
+def test_drive_runs_a_coroutine_to_its_end() -> None:
+    patience: list[float] = []
+
+    def give(value: int) -> Pending[int]:
+        def wait(timeout_s: float) -> int:
+            patience.append(timeout_s)
+            return value
+
+        return Pending(wait)
+
+    async def scheme() -> int:
+        return await give(3) + await give(4)
+
+    async def silent() -> str:
+        return "no await"
+
+    assert drive(scheme(), timeout_s=2.0) == 7
+    assert patience == [2.0, 2.0]
+    assert drive(silent(), timeout_s=2.0) == "no await"
+
+
+def test_drive_raises_what_an_operation_raises() -> None:
+    async def scheme() -> None:
+        await Pending(lambda _: (_ for _ in ()).throw(GroupError("gone")))
+
+    with pytest.raises(GroupError, match="gone"):
+        drive(scheme(), timeout_s=1.0)

@@ -1,0 +1,156 @@
+"""Ranks as threads: each collective gives what its definition says, and no mistake ends in a hang."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradsync.comm import GroupError, LocalGroup, run_local
+
+every_size = pytest.mark.parametrize("size", [1, 2, 3, 4])
+WAIT_S = 20.0
+
+
+def numbers(rank: int, count: int) -> Tensor:
+    """Distinct on every rank."""
+    return torch.arange(count, dtype=torch.float32) + 100 * rank
+
+
+@every_size
+def test_all_reduce_sums_in_place(size: int) -> None:
+    def rank_main(group: LocalGroup) -> tuple[Tensor, bool]:
+        buffer = numbers(group.rank, 3)
+        result = group.all_reduce(buffer).wait(WAIT_S)
+        return result, result.data_ptr() == buffer.data_ptr()
+
+    expected = sum(numbers(rank, 3) for rank in range(size))
+    for result, in_place in run_local(size, rank_main):
+        assert torch.equal(result, expected)
+        assert in_place
+
+
+@every_size
+def test_all_gather_returns_every_buffer_in_rank_order(size: int) -> None:
+    gathered = run_local(size, lambda group: group.all_gather(numbers(group.rank, 2)).wait(WAIT_S))
+    for parts in gathered:
+        assert [part.tolist() for part in parts] == [numbers(rank, 2).tolist() for rank in range(size)]
+
+
+@every_size
+def test_all_gather_takes_different_lengths(size: int) -> None:
+    lengths = list(range(size))  # rank 0 brings nothing
+    gathered = run_local(size, lambda group: group.all_gather(numbers(group.rank, group.rank), lengths).wait(WAIT_S))
+    for parts in gathered:
+        assert [part.tolist() for part in parts] == [numbers(rank, rank).tolist() for rank in range(size)]
+
+
+@every_size
+def test_all_to_all_hands_part_j_to_rank_j(size: int) -> None:
+    def rank_main(group: LocalGroup) -> list[list[float]]:
+        sent = [group.rank + peer for peer in range(size)]
+        buffer = torch.cat([torch.full((n,), float(10 * group.rank + peer)) for peer, n in enumerate(sent)])
+        return [part.tolist() for part in group.all_to_all(buffer, sent, sent).wait(WAIT_S)]
+
+    for rank, received in enumerate(run_local(size, rank_main)):
+        assert received == [[float(10 * peer + rank)] * (peer + rank) for peer in range(size)]
+
+
+@every_size
+def test_broadcast_copies_rank_zero_in_place(size: int) -> None:
+    def rank_main(group: LocalGroup) -> Tensor:
+        buffer = numbers(group.rank, 3)
+        group.broadcast(buffer).wait(WAIT_S)
+        return buffer
+
+    assert all(torch.equal(buffer, numbers(0, 3)) for buffer in run_local(size, rank_main))
+
+
+def test_operations_in_flight_may_be_awaited_in_another_order() -> None:
+    def rank_main(group: LocalGroup) -> tuple[float, float]:
+        first = group.all_reduce(torch.tensor([1.0]))
+        second = group.all_reduce(torch.tensor([10.0]))
+        pair = (first, second) if group.rank == 0 else (second, first)
+        results = [float(pending.wait(WAIT_S)) for pending in pair]
+        return min(results), max(results)
+
+    assert run_local(3, rank_main) == [(3.0, 30.0)] * 3
+
+
+def test_a_result_is_not_changed_by_what_others_do_with_theirs() -> None:
+    def rank_main(group: LocalGroup) -> list[float]:
+        parts = group.all_gather(numbers(group.rank, 1)).wait(WAIT_S)
+        group.all_reduce(torch.zeros(1)).wait(WAIT_S)  # everybody has its parts
+        if group.rank == 0:
+            parts[1].fill_(-1)
+        group.all_reduce(torch.zeros(1)).wait(WAIT_S)
+        return [float(part) for part in parts]
+
+    assert run_local(2, rank_main) == [[0.0, -1.0], [0.0, 100.0]]
+
+
+def test_different_operations_fail_on_every_rank() -> None:
+    errors: dict[int, str] = {}
+
+    def rank_main(group: LocalGroup) -> None:
+        buffer = torch.zeros(2)
+        pending = group.broadcast(buffer) if group.rank == 1 else group.all_reduce(buffer)
+        try:
+            pending.wait(WAIT_S)
+        except GroupError as error:
+            errors[group.rank] = str(error)
+
+    run_local(3, rank_main)
+    assert errors == dict.fromkeys(range(3), "the ranks issued different operations: all_reduce, broadcast")
+
+
+def test_lengths_that_do_not_agree_are_named() -> None:
+    with pytest.raises(GroupError, match=r"all_gather expected \[2, 2\] elements, got \[2, 3\]"):
+        run_local(2, lambda group: group.all_gather(torch.zeros(2 + group.rank), [2, 2]).wait(WAIT_S))
+
+    def exchange(group: LocalGroup) -> None:
+        group.all_to_all(torch.zeros(4), [2, 2], [2, 1]).wait(WAIT_S)
+
+    with pytest.raises(GroupError, match=r"all_to_all expected \[2, 1\] elements, got \[2, 2\]"):
+        run_local(2, exchange)
+
+
+def test_a_missing_rank_is_named_after_the_timeout() -> None:
+    groups = LocalGroup.world(3)
+    groups[1].all_reduce(torch.zeros(1))
+    pending = groups[0].all_reduce(torch.zeros(1))
+    with pytest.raises(GroupError, match="no answer from rank 2 within 0 s"):
+        pending.wait(0.01)
+
+
+def test_an_announced_failure_wakes_those_who_wait() -> None:
+    groups = LocalGroup.world(2)
+    pending = groups[0].all_reduce(torch.zeros(1))
+    threading.Timer(0.01, groups[1].announce_failure, ["out of memory"]).start()
+    with pytest.raises(GroupError, match="rank 1: out of memory"):
+        pending.wait(WAIT_S)
+
+
+def test_run_local_raises_the_cause_and_not_its_echo() -> None:
+    def rank_main(group: LocalGroup) -> None:
+        if group.rank == 2:
+            raise KeyError("the cause")
+        group.all_reduce(torch.zeros(1)).wait(WAIT_S)
+
+    with pytest.raises(KeyError, match="the cause"):
+        run_local(3, rank_main)
+
+
+def test_run_local_names_the_ranks_that_hang() -> None:
+    release = threading.Event()
+    try:
+        with pytest.raises(GroupError, match=r"ranks \[1\] did not finish"):
+            run_local(2, lambda group: release.wait(WAIT_S) if group.rank == 1 else True, timeout_s=0.02)
+    finally:
+        release.set()
+
+
+def test_run_local_returns_results_by_rank() -> None:
+    assert run_local(4, lambda group: (group.rank, group.size)) == [(rank, 4) for rank in range(4)]

@@ -1,0 +1,57 @@
+"""The ledger counts payload bytes where they are handed to the transport."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gradsync.comm import GroupError, Ledger, LocalGroup, RecordingGroup, run_local
+from gradsync.comm.record import Entry
+from gradsync.steps import Pattern
+
+WAIT_S = 20.0
+SIZE = 4
+
+
+def issue_all(group: RecordingGroup) -> None:
+    """One operation of each kind: 40, 2 * (rank + 1), 3 elements a peer, and 24 bytes."""
+    rank, size = group.rank, group.size
+    group.all_reduce(torch.zeros(10)).wait(WAIT_S)
+    group.all_gather(torch.zeros(rank + 1, dtype=torch.float16), [r + 1 for r in range(size)]).wait(WAIT_S)
+    group.all_to_all(torch.zeros(3 * size, dtype=torch.uint8), [3] * size, [3] * size).wait(WAIT_S)
+    group.broadcast(torch.zeros(3, dtype=torch.float64)).wait(WAIT_S)
+
+
+def test_entries_are_what_each_rank_sends_in_order_of_issue() -> None:
+    def rank_main(group: LocalGroup) -> Ledger:
+        ledger = Ledger()
+        issue_all(RecordingGroup(group, ledger))
+        return ledger
+
+    for rank, ledger in enumerate(run_local(SIZE, rank_main)):
+        assert ledger.entries == [
+            Entry(Pattern.ALL_REDUCE, 2 * 3 / 4 * 40),  # the ring's
+            Entry(Pattern.ALL_GATHER, 3 * 2 * (rank + 1)),
+            Entry(Pattern.ALL_TO_ALL, 9),  # what a rank keeps is not sent
+            Entry(Pattern.BROADCAST, 3 * 24 if rank == 0 else 0),
+        ]
+        assert ledger.sent_bytes == sum(entry.sent_bytes for entry in ledger.entries)
+
+
+def test_a_group_of_one_sends_nothing() -> None:
+    ledger = Ledger()
+    issue_all(RecordingGroup(LocalGroup.world(1)[0], ledger))
+    assert [entry.sent_bytes for entry in ledger.entries] == [0, 0, 0, 0]
+
+
+def test_results_rank_and_failures_are_those_of_the_group_inside() -> None:
+    def rank_main(group: LocalGroup) -> tuple[int, tuple[int, ...], float]:
+        recording = RecordingGroup(group, Ledger())
+        return recording.rank, recording.members, float(recording.all_reduce(torch.ones(1)).wait(WAIT_S))
+
+    assert run_local(2, rank_main) == [(0, (0, 1), 2.0), (1, (0, 1), 2.0)]
+    first, second = (RecordingGroup(group, Ledger()) for group in LocalGroup.world(2))
+    pending = first.all_reduce(torch.ones(1))
+    second.announce_failure("no memory")
+    with pytest.raises(GroupError, match="rank 1: no memory"):
+        pending.wait(WAIT_S)
