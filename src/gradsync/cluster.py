@@ -20,9 +20,9 @@ def parse_rate_bytes_per_s(text: str) -> float:
     """A link rate such as `200mbit`, `1gbit`, `25Gbps` or `2.5 Gbit/s` in bytes per second (decimal prefixes).
 
     Raises:
-        ValueError: when `text` is not a positive number with such a unit.
+        ValueError: when `text` is not a positive number with such a unit. Bytes (`GB/s`, `GBps`) are none.
     """
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?)(?:bit(?:/s)?|bps)\s*", text, re.IGNORECASE)
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgtKMGT]?)(?:[bB]it(?:/s)?|bps)\s*", text)
     if match is None or float(match[1]) <= 0:
         raise ValueError(f"a link rate must look like 200mbit, 1gbit or 25Gbps and be positive, got {text!r}")
     return float(match[1]) * _BITS_PER_UNIT[match[2].lower()] / 8
@@ -145,18 +145,23 @@ class Cluster:
         for name in ("nodes", "link"):
             if name not in raw:
                 raise ValueError(f"{path}: the key {name!r} is missing")
+        for name in ("nodes", "ranks_per_node", "rack_size"):
+            if type(raw.get(name, 1)) is not int:
+                raise ValueError(f"{path}: {name} must be a whole number, got {raw[name]!r}")
         for name in ("link", "intra", "trunk"):
             if name in raw:
                 raw[name] = _link_from_table(raw[name], f"{path}: {name}")
         slow = raw.get("slow", {})
+        if not isinstance(slow, dict) or not all(node.isdecimal() for node in slow):
+            raise ValueError(f'{path}: slow must look like {{ 3 = {{ rate = "1gbit" }} }}, got {slow!r}')
         raw["slow"] = {int(node): _link_from_table(table, f"{path}: slow.{node}") for node, table in slow.items()}
         return cls(**raw)
 
 
 def _link_from_table(table: Any, where: str) -> Link:
-    if isinstance(table, str):
-        return Link.parse(table)
-    if not isinstance(table, dict) or "rate" not in table or set(table) - {"rate", "latency"}:
+    table = {"rate": table} if isinstance(table, str) else table
+    legal = isinstance(table, dict) and "rate" in table and not set(table) - {"rate", "latency"}
+    if not legal or not all(isinstance(text, str) for text in table.values()):
         raise ValueError(f'{where} must look like {{ rate = "1gbit", latency = "50us" }}, got {table!r}')
     try:
         return Link.parse(table["rate"], table.get("latency", "0s"))
