@@ -1,0 +1,60 @@
+"""The latency-bandwidth model gives back what made the measurements."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from gradsync.costs import CostModel
+from gradsync.steps import Compute, Pattern, Transfer
+
+TRUTH = CostModel(alpha_s=40e-6, bandwidth_bytes_per_s=125e6, memory_bytes_per_s=5e9)
+
+
+def samples(model: CostModel, noise: float = 0.0) -> list[tuple[int, float, float]]:
+    dice = random.Random(3)
+    grid = [(rounds, float(nbytes)) for rounds in (1, 3, 6) for nbytes in (100, 10_000, 1_000_000, 100_000_000)]
+    return [
+        (r, b, (r * model.alpha_s + b / model.bandwidth_bytes_per_s) * (1 + dice.uniform(-noise, noise)))
+        for r, b in grid
+    ]
+
+
+def test_fit_recovers_latency_and_bandwidth() -> None:
+    fitted = CostModel.fit(samples(TRUTH), memory_bytes_per_s=5e9)
+    assert fitted.alpha_s == pytest.approx(TRUTH.alpha_s, rel=1e-6)
+    assert fitted.bandwidth_bytes_per_s == pytest.approx(TRUTH.bandwidth_bytes_per_s, rel=1e-6)
+    assert fitted.memory_bytes_per_s == 5e9
+
+
+def test_fit_keeps_small_and_large_messages_equally_in_mind_under_noise() -> None:
+    fitted = CostModel.fit(samples(TRUTH, noise=0.05))
+    assert fitted.alpha_s == pytest.approx(TRUTH.alpha_s, rel=0.05)
+    assert fitted.bandwidth_bytes_per_s == pytest.approx(TRUTH.bandwidth_bytes_per_s, rel=0.05)
+
+
+def test_fit_never_gives_a_negative_latency() -> None:
+    fitted = CostModel.fit([(1, 1000.0, 1.0e-3), (1, 2000.0, 2.1e-3), (1, 4000.0, 4.3e-3)])
+    assert fitted.alpha_s == 0.0
+
+
+@pytest.mark.parametrize(
+    ("measured", "message"),
+    [
+        ([], "at least 2 samples of different size, got 0"),
+        ([(1, 10.0, 1.0)], "at least 2 samples of different size, got 1"),
+        ([(1, 10.0, 1.0), (2, 20.0, 2.0)], "do not separate latency from bandwidth"),
+        ([(1, 10.0, 2.0), (1, 20.0, 1.0)], "do not separate latency from bandwidth"),
+    ],
+)
+def test_samples_that_tell_nothing_are_refused(measured: list[tuple[int, float, float]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CostModel.fit(measured)
+
+
+def test_seconds_are_rounds_times_latency_plus_the_busiest_link_or_memory_traffic() -> None:
+    gather = Transfer("gather", Pattern.ALL_GATHER, (1e6, 2e6, 0.0))
+    assert TRUTH.seconds(gather) == pytest.approx(2 * 40e-6 + 4e6 / 125e6)
+    assert TRUTH.seconds(Compute("pack", 1e7)) == pytest.approx(2e-3)
+    assert TRUTH.total_s([gather, Compute("pack", 1e7)]) == pytest.approx(2 * 40e-6 + 4e6 / 125e6 + 2e-3)

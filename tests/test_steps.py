@@ -1,0 +1,69 @@
+"""What a scheme does, as data: whatever one member sends another receives."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from gradsync.steps import Compute, Pattern, Transfer, transfers
+from gradsync.timeline import Task, covered_s
+
+EQUAL_PARTS = {Pattern.ALL_REDUCE}  # one buffer length for all
+
+part_bytes = st.lists(st.integers(0, 10_000).map(float), min_size=1, max_size=9)
+
+
+def transfer(pattern: Pattern, parts: list[float]) -> Transfer:
+    return Transfer("stage", pattern, tuple(parts[:1] * len(parts) if pattern in EQUAL_PARTS else parts))
+
+
+@pytest.mark.parametrize("pattern", list(Pattern))
+@given(parts=part_bytes)
+def test_sent_and_received_bytes_are_the_same_messages(pattern: Pattern, parts: list[float]) -> None:
+    step = transfer(pattern, parts)
+    received = [0.0] * step.size
+    for member in range(step.size):
+        for peer, nbytes in step.peers(member):
+            assert peer != member
+            received[peer] += nbytes
+    assert received == pytest.approx([step.received_bytes(member) for member in range(step.size)])
+    assert step.total_bytes == pytest.approx(sum(received))
+    assert step.busiest_bytes >= max(received)
+
+
+@pytest.mark.parametrize("pattern", list(Pattern))
+def test_a_group_of_one_moves_nothing(pattern: Pattern) -> None:
+    step = transfer(pattern, [100.0])
+    assert (step.rounds, step.total_bytes, step.busiest_bytes) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "parts", "total", "busiest", "rounds"),
+    [
+        (Pattern.ALL_REDUCE, [12.0] * 4, 4 * 18, 18, 6),  # 2 (n-1)/n
+        (Pattern.ALL_GATHER, [1.0, 2.0, 3.0, 4.0], 3 * 10, 12, 3),  # member 3 sends 3 x 4
+        (Pattern.ALL_TO_ALL, [1.0, 2.0, 3.0, 4.0], 3 * 10, 12, 3),  # member 3 receives 3 x 4
+        (Pattern.BROADCAST, [5.0, 0.0, 0.0, 0.0], 15, 15, 3),
+    ],
+)
+def test_bytes_and_rounds_of_each_pattern(
+    pattern: Pattern, parts: list[float], total: float, busiest: float, rounds: int
+) -> None:
+    step = transfer(pattern, parts)
+    assert (step.total_bytes, step.busiest_bytes, step.rounds) == (total, busiest, rounds)
+
+
+def test_transfers_keeps_the_order_and_leaves_computations_out() -> None:
+    push, pull = transfer(Pattern.ALL_TO_ALL, [1.0, 1.0]), transfer(Pattern.ALL_GATHER, [1.0, 1.0])
+    assert transfers([Compute("pack", 8), push, Compute("sum_rows", 8), pull]) == [push, pull]
+
+
+def test_time_covered_counts_overlapping_tasks_once_and_only_inside_the_window() -> None:
+    tasks = [Task("b", "link", 2.0, 5.0), Task("a", "link", 0.0, 3.0), Task("c", "link", 3.0, 4.0)]
+    assert covered_s(tasks, 0.0, 10.0) == 5.0
+    assert covered_s(tasks, 1.0, 2.5) == 1.5
+    assert covered_s([*tasks, Task("d", "link", 7.0, 8.0)], 0.0, 7.5) == 5.5
+    assert covered_s(tasks, 6.0, 7.0) == 0.0
+    assert covered_s([], 0.0, 1.0) == 0.0
+    assert tasks[0].duration_s == 3.0
