@@ -161,7 +161,7 @@ class Plan(BaseModel):
             raise ValueError(f"plan, field {where}: {first['msg']} (got {str(first['input'])[:80]})") from None
         if digest is not None and digest != plan.digest:
             raise ValueError(
-                f"the plan was changed after it was written: its digest says {digest[:12]}, its content is "
+                f"the plan was changed after it was written: its digest says {str(digest)[:12]}, its content is "
                 f"{plan.digest[:12]}; delete the digest line if the change was intended"
             )
         return plan
