@@ -19,7 +19,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -81,13 +81,15 @@ class World:
             connection.send_bytes(work)
         self._initialised, self._busy = size, size
 
-    def outcomes(self, limit_s: float) -> list[Outcome]:
-        """Waits for all ranks; what is not there in time is killed, and the processes are made anew next time."""
+    def outcomes(self, limit_s: float, *, lost: Collection[int] = ()) -> list[Outcome]:
+        """Waits for all ranks but those `lost`; who has not answered is killed, and the processes are made anew."""
         size, self._busy = self._busy, 0
         found: dict[int, Outcome] = {}
         deadline = time.monotonic() + limit_s
-        while len(found) < size and time.monotonic() < deadline:
-            waiting = {self._connections[rank]: rank for rank in range(size) if rank not in found}
+        while time.monotonic() < deadline:
+            waiting = {self._connections[rank]: rank for rank in range(size) if rank not in {*found, *lost}}
+            if not waiting:
+                break
             for connection in wait(list(waiting), max(deadline - time.monotonic(), 0)):
                 found[waiting[connection]] = self._receive(waiting[connection])
             if any(outcome.error for outcome in found.values()):

@@ -20,6 +20,9 @@ from .hooks import AutogradHooks, broadcast_tensors
 from .plan import Plan
 from .timeline import Task
 
+# A caller need not keep what `attach` returns: it lives as long as the model.
+_attachments: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
+
 
 class Attachment:
     """What `attach` returns: the synchronisation of one model's gradients, until `detach`."""
@@ -83,6 +86,9 @@ class Attachment:
         self._remove()
         self._engine.close()
         forget(self._modules)
+        for module in filter(None, (reference() for reference in self._modules)):
+            if _attachments.get(module) is self:
+                del _attachments[module]
 
 
 def attach(
@@ -128,4 +134,5 @@ def attach(
     states = [*initial, *model.buffers()]
     engine.call(lambda group: broadcast_tensors(group, states, timeout_s))
     hooks = AutogradHooks(model, parameters, engine, optimizer=optimizer, broadcast_buffers=broadcast_buffers)
-    return Attachment(engine, hooks.no_sync, hooks.remove, list(model.modules()))
+    _attachments[model] = Attachment(engine, hooks.no_sync, hooks.remove, list(model.modules()))
+    return _attachments[model]

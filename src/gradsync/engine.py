@@ -109,9 +109,8 @@ class Engine:
         Raises:
             RuntimeError: when an earlier step failed or was left unfinished on this rank.
         """
+        self.abandon("the previous backward did not finish on this rank (an error in it?)")
         self._require_working()
-        if self._exchange is not None:
-            self._give_up("the previous backward did not finish on this rank (an error in it?)")
         self._commit()
         if self._next_plan is not None:
             self._adopt(self._next_plan, self._export_state())
@@ -195,6 +194,15 @@ class Engine:
             self._observe()
         self.step += 1
 
+    def abandon(self, why: str) -> None:
+        """Gives the step under way up, if there is one, and tells the other ranks, who may wait for this one."""
+        if self._exchange is None:
+            return
+        self._exchange.cancel()
+        self._exchange = None
+        self._failure = why
+        self.group.announce_failure(why)
+
     def used(self, name: str) -> bool:
         """Whether some rank used the parameter in the finished step."""
         return self._lanes_of[name][0].gradients.used(name)
@@ -248,8 +256,7 @@ class Engine:
 
     def close(self) -> None:
         """Ends the communication thread and its communicator."""
-        if self._exchange is not None:
-            self._exchange.cancel()
+        self.abandon("gradsync was detached in the middle of a step")
         self._thread.stop()
         self.group.close()
 
@@ -275,14 +282,6 @@ class Engine:
             raise RuntimeError(
                 f"gradient synchronisation stopped earlier: {self._failure}; detach() and attach again on every rank"
             )
-
-    def _give_up(self, why: str) -> None:
-        assert self._exchange is not None
-        self._exchange.cancel()
-        self._exchange = None
-        self._failure = why
-        self.group.announce_failure(why)
-        self._require_working()
 
     def _has_state(self) -> bool:
         return any(lane.state for lane in self._lanes.values())

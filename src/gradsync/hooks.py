@@ -144,7 +144,7 @@ class AutogradHooks:
             raise RuntimeError(REENTRANT)
         self._task = task
         self._begin()
-        _at_end_of_backward(self._end)
+        at_end_of_backward(self._end, self._engine)
 
     @torch.no_grad()
     def _begin(self) -> None:
@@ -283,9 +283,26 @@ def _get_nothing() -> Callable[..., None]:
     return _nothing
 
 
-def _at_end_of_backward(function: Callable[[], None]) -> None:
+class _EndOfBackward:
+    """Calls `finish` when backward ends. Autograd drops it uncalled when backward raises: then the step is given up."""
+
+    def __init__(self, finish: Callable[[], None], engine: Engine) -> None:
+        self._finish = finish
+        self._engine: Engine | None = engine
+
+    def __call__(self) -> None:
+        self._engine = None
+        self._finish()
+
+    def __del__(self) -> None:
+        if self._engine is not None:
+            self._engine.abandon("backward ended with an error on this rank")
+
+
+def at_end_of_backward(finish: Callable[[], None], engine: Engine) -> None:
+    """Inside backward: runs `finish` at its end; if it ends with an error, abandons the engine's step."""
     # Private, but the only way to run code when backward ends; FSDP2 uses it too.
-    torch.autograd.Variable._execution_engine.queue_callback(function)
+    torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(finish, engine))
 
 
 def _is_backward() -> bool:

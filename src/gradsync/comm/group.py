@@ -7,9 +7,11 @@ may use its process group from another thread meanwhile, and two threads on one 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
@@ -105,9 +107,11 @@ class TorchGroup(Group):
             backend=self.backend,
             use_local_synchronization=not whole_world,
         )
-        # The store outlives a broken connection between two ranks, so failures are told through it.
-        store = distributed_c10d._get_default_store()
+        # The store outlives a broken connection between two ranks, so failures are told through it; a connection of
+        # our own, as asking may block for long.
+        store = distributed_c10d._get_default_store().clone()
         self._store = distributed_c10d.PrefixStore(f"gradsync/{self._own.group_name}", store)
+        self._asking: threading.Thread | None = None
 
     def all_reduce(self, buffer: Tensor) -> Pending[Tensor]:
         return self._pending(dist.all_reduce(buffer, group=self._own, async_op=True), lambda: buffer)
@@ -131,22 +135,38 @@ class TorchGroup(Group):
         return self._pending(work, lambda: buffer)
 
     def announce_failure(self, text: str) -> None:
-        try:
-            self._store.set("failure", f"rank {self.members[self.rank]}: {text}")
-        except RuntimeError as error:  # the store's host is gone: the others notice by themselves
-            logger.warning("could not announce a failure to the other ranks: %s", error)
+        # The first announcement stays: later ones are its consequences.
+        mine = f"rank {self.members[self.rank]}: {text}"
+        if self._ask(lambda: self._store.compare_set("failure", "", mine)) is None:
+            logger.warning("could not tell the other ranks of a failure here, the store does not answer: %s", text)
 
     def close(self) -> None:
         dist.destroy_process_group(self._own)
 
     def _announced(self) -> str | None:
-        try:
-            return self._store.get("failure").decode() if self._store.check(["failure"]) else None
-        except RuntimeError:
+        text = self._ask(lambda: self._store.get("failure") if self._store.check(["failure"]) else None)
+        return text.decode() if text is not None else None
+
+    def _ask(self, question: Callable[[], bytes | None]) -> bytes | None:
+        """The store's answer; None without one within a poll: its host may be the process that stopped or died."""
+        if self._asking is not None and self._asking.is_alive():
             return None
+        answers: list[bytes | None] = []
+
+        def ask() -> None:
+            with suppress(RuntimeError):
+                answers.append(question())
+
+        self._asking = threading.Thread(target=ask, name="gradsync store", daemon=True)
+        self._asking.start()
+        self._asking.join(FAILURE_POLL_S)
+        return answers[0] if answers else None
 
     def _pending(self, work: Any, result: Callable[[], T]) -> Pending[T]:
         def wait(timeout_s: float) -> T:
+            if self.backend == "nccl":  # orders the stream; its own watchdog ends a job that hangs
+                work.wait()
+                return result()
             deadline = time.monotonic() + timeout_s
             while True:
                 patience_s = min(FAILURE_POLL_S, max(deadline - time.monotonic(), 0.001))

@@ -1,0 +1,121 @@
+"""A rank that dies, stops or raises inside of a step: the others raise in time and say where."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import gradsync
+from tests.engine.models import Perceptron
+from tests.engine.twins import assert_same_on_all_ranks
+from tests.world import Outcome, Ranks, World
+
+TIMEOUT_S = 3.0
+PLACE = re.compile(r"bucket '0' \(.* and 7 more\), stage 'all_reduce', step 1: ")
+
+
+@pytest.fixture(params=[False, True], ids=["store apart", "store on rank 0"])
+def short_lived(request: pytest.FixtureRequest) -> Iterator[World]:
+    with World(3, store_on_rank_0=request.param) as world:
+        yield world
+
+
+def fall(victim: int, number: int) -> tuple[str, str]:
+    """The victim gets a signal in its second step, before its bucket is ready; what the others raise, then and next."""
+    torch.manual_seed(0)
+    model = Perceptron()
+    gradsync.attach(model, timeout=TIMEOUT_S)
+
+    def strike(gradient: Tensor) -> None:
+        os.kill(os.getpid(), number)
+
+    model(torch.randn(4, 6)).mean().backward()
+    output = model(torch.randn(4, 6))
+    if dist.get_rank() == victim:
+        output.register_hook(strike)
+    try:
+        output.mean().backward()
+    except gradsync.GroupError as error:
+        first = str(error)
+    try:
+        model(torch.randn(4, 6)).mean().backward()
+    except RuntimeError as error:
+        return first, str(error)
+    raise AssertionError("the engine went on")
+
+
+def survivors(outcomes: list[Outcome], victim: int) -> list[tuple[str, str]]:
+    for rank, outcome in enumerate(outcomes):
+        assert rank == victim or outcome.error is None, f"rank {rank}: {outcome.error}"
+    return [outcome.value for rank, outcome in enumerate(outcomes) if rank != victim]
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_killed_rank_is_noticed_naming_bucket_stage_and_step(short_lived: World, victim: int) -> None:
+    short_lived.start(fall, victim, signal.SIGKILL)
+    outcomes = short_lived.outcomes(limit_s=30)
+    assert outcomes[victim].died
+    for first, after in survivors(outcomes, victim):
+        assert PLACE.match(first), first
+        assert after.startswith(f"gradient synchronisation stopped earlier: {first}; detach() and attach again"), after
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_stopped_rank_is_noticed_at_the_timeout(short_lived: World, victim: int) -> None:
+    short_lived.start(fall, victim, signal.SIGSTOP)
+    outcomes = short_lived.outcomes(limit_s=4 * TIMEOUT_S, lost={victim})
+    texts = [first for first, _ in survivors(outcomes, victim)]
+    assert all(PLACE.match(text) for text in texts), texts
+    assert any("no answer from at least one rank within 3 s" in text for text in texts), texts
+
+
+def raise_in_backward() -> tuple[str, str]:
+    """Rank 1 raises in its second backward and does not call gradsync again until all have given up."""
+    torch.manual_seed(0)
+    model = Perceptron()
+    handle = gradsync.attach(model, timeout=60)
+
+    def fail(gradient: Tensor) -> None:
+        raise ValueError("a bad sample")
+
+    def step() -> None:
+        model(torch.randn(4, 6)).mean().backward()
+
+    step()
+    failing = model.layers[0].weight.register_hook(fail) if dist.get_rank() == 1 else None
+    try:
+        step()
+    except (ValueError, gradsync.GroupError) as error:
+        first = str(error)
+    dist.barrier()
+    try:
+        step()
+    except RuntimeError as error:
+        second = str(error)
+    if failing is not None:
+        failing.remove()
+    handle.detach()
+    model.zero_grad()
+    handle = gradsync.attach(model, timeout=10)
+    step()
+    handle.detach()
+    assert_same_on_all_ranks({name: p.grad for name, p in model.named_parameters()})
+    return first, second
+
+
+def test_a_rank_that_raises_in_backward_tells_the_others_at_once(world: Callable[[int], Ranks]) -> None:
+    outcomes = world(3).run(raise_in_backward, limit_s=30)
+    for rank, (first, second) in enumerate(outcomes):
+        if rank == 1:
+            assert first == "a bad sample"
+        else:
+            assert re.match(PLACE.pattern + "rank 1: backward ended with an error on this rank", first), first
+        assert second.startswith("gradient synchronisation stopped earlier: "), second
+        assert "detach() and attach again on every rank" in second
