@@ -103,30 +103,33 @@ def training_records(spec: TrainSpec, run: TrainingRun, ranks: dict[str, list[di
     again = block_medians(ranks[f"{first}:{AGAIN}"])
     aa = Spread.of([a / b for a, b in zip(again, block_medians(ranks[first]), strict=True)])
     base = block_medians(ranks[baseline])[judged]
-    return [_record(spec, run, m, name, ranks[m.name], base, judged, aa) for m in run.methods if m.name != baseline]
+    base_run = next(m for m in run.methods if m.name == baseline)
+    records = []
+    for subject in run.methods:
+        if subject.name != baseline:
+            mine = block_medians(ranks[subject.name])[judged] if not subject.failed else []
+            records.append(_record(spec, run, subject, mine, base_run, base, aa).model_copy(update={"baseline": name}))
+    return records
 
 
 def _record(
     spec: TrainSpec,
     run: TrainingRun,
     subject: MethodRun,
-    baseline: str,
-    ranks: list[dict[str, Any]],
+    mine: list[float],
+    baseline: MethodRun,
     base: list[float],
-    judged: slice,
     aa: Spread,
 ) -> Record:
-    """One record; a failed method has no figures but its error."""
+    """One record from the block medians of both; a failed method has no figures but its error."""
     params = {"nodes": spec.nodes, "link": run.link, "workload": spec.workload, "block_steps": spec.block_steps}
-    params |= {"ranks_per_node": spec.ranks_per_node, **spec.scenario, **spec.options}
-    mine = block_medians(ranks)[judged] if not subject.failed else []
-    base_name = spec.expanded_methods()[0] if baseline != "ddp" else baseline
-    base_run = next((m for m in run.methods if m.name == base_name), None)
+    params |= {"ranks_per_node": spec.ranks_per_node, "baseline_method": baseline.name, **spec.scenario, **spec.options}
+    payload = sum(row.sent_bytes for row in subject.buckets) if subject.buckets else None
     return Record(
         case="train",
         metric="step_s",
         subject=subject.name,
-        baseline=baseline,
+        baseline=baseline.name,
         params=params,
         repeats=len(mine),
         subject_s=Spread.of(mine) if mine else None,
@@ -135,10 +138,8 @@ def _record(
         aa=aa,
         loss=subject.final or None,
         seeds=[spec.seed],
-        wire_bytes=WireBytes(
-            subject=subject.interface_bytes_per_step,
-            baseline=base_run.interface_bytes_per_step if base_run else None,
-        ),
+        wire_bytes=WireBytes(subject=subject.interface_bytes_per_step, baseline=baseline.interface_bytes_per_step),
+        payload_bytes=WireBytes(subject=payload),
         versions=run.versions,
         environment=run.environment,
         commit=run.commit,

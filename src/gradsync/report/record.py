@@ -70,6 +70,12 @@ class Record(BaseModel):
     commit: str | None = None
     failed: str | None = None
 
+    def within(self, bound: float) -> bool:
+        """Whether "ratio <= bound" holds by the noise rule: the lower end of the ratio's interval is compared with the
+        bound times the upper end of what the baseline shows against itself.
+        """
+        return self.ratio is not None and self.aa is not None and self.ratio.p5 <= bound * self.aa.p95
+
 
 class TimelineTask(BaseModel):
     """`gradsync.timeline.Task` as data: seconds since the step began."""
