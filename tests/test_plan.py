@@ -188,7 +188,7 @@ def segments(number: int, *parts: tuple[str, int, int]) -> dict[str, Any]:
         (segments(3, ("half", 3, 1)), r"segment \[3, 1\) is outside of 'half'"),
         (segments(2, ("w", 4, 12), ("empty", 0, 0)), r"segments of 'w' overlap: \[4, 12\) begins before 5"),
         (segments(3, ("half", 0, 4), ("half", 0, 4)), r"segments of 'half' overlap: \[0, 4\) begins before 4"),
-        (segments(2, ("w", 7, 12), ("empty", 0, 0)), r"leaves elements \[5, 7\) of 'w' out"),
+        (segments(2, ("w", 6, 12), ("empty", 0, 0)), r"leaves elements \[5, 6\) of 'w' out"),
         (segments(2, ("w", 5, 11), ("empty", 0, 0)), r"leaves elements \[11, 12\) of 'w' out; every parameter needs"),
         (segments(2, ("w", 5, 12)), r"leaves elements \[0, 0\) of 'empty' out; every parameter needs a bucket"),
         (edited(buckets=edited()["buckets"][:3], order=[]), r"leaves elements \[0, 4\) of 'half' out"),
