@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from .agreement import DEFAULT_TIMEOUT_S, agreed_engine, forget, matches
-from .ddp import DDPState, ddp_hook
+from .ddp import UNEVEN_INPUTS, DDPState, ddp_hook
 from .engine import BucketStatistics, Engine, Planner
 from .hooks import AutogradHooks, broadcast_tensors
 from .plan import Plan
@@ -22,6 +22,8 @@ from .timeline import Task
 
 # A caller need not keep what `attach` returns: it lives as long as the model.
 _attachments: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
+# DDP takes one hook for life: who attaches again follows the state that was registered first.
+_registered: weakref.WeakKeyDictionary[nn.Module, DDPState] = weakref.WeakKeyDictionary()
 
 
 class Attachment:
@@ -76,18 +78,15 @@ class Attachment:
         Raises:
             RuntimeError: always.
         """
-        raise RuntimeError(
-            "uneven inputs (join) are not supported: give every rank the same number of steps, for example with "
-            "DistributedSampler(drop_last=True)"
-        )
+        raise RuntimeError(UNEVEN_INPUTS)
 
     def detach(self) -> None:
         """Takes gradsync off the model on this rank; gradients and parameters stay as they are."""
         self._remove()
         self._engine.close()
         forget(self._modules)
-        for module in filter(None, (reference() for reference in self._modules)):
-            if _attachments.get(module) is self:
+        for module in (reference() for reference in self._modules):
+            if module is not None and _attachments.get(module) is self:
                 del _attachments[module]
 
 
@@ -127,7 +126,11 @@ def attach(
     timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     if isinstance(model, DistributedDataParallel):
         state = DDPState(model, plan=plan, timeout_s=timeout_s, exclude=exclude)
-        model.register_comm_hook(state, ddp_hook)
+        registered = _registered.setdefault(model, state)
+        if registered is state:
+            model.register_comm_hook(state, ddp_hook)
+        else:
+            registered.successor = state
         return Attachment(state.engine, model.no_sync, state.detach, list(model.modules()))
     engine, parameters = agreed_engine(model, plan, process_group, timeout_s, exclude)
     initial = [p for name, p in model.named_parameters() if not matches(name, exclude)]

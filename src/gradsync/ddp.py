@@ -7,6 +7,7 @@ parameter name, so DDP may re-bucket after its first step.
 
 # No `from __future__ import annotations`: DDP compares the annotations of a hook with the types themselves.
 
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,7 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .agreement import DEFAULT_TIMEOUT_S, agreed_engine
 from .engine import Planner
+from .hooks import at_end_of_backward
 from .plan import Plan
+
+UNEVEN_INPUTS = (
+    "uneven inputs (join) are not supported: give every rank the same number of steps, for example with "
+    "DistributedSampler(drop_last=True)"
+)
 
 
 class DDPState:
@@ -38,8 +45,10 @@ class DDPState:
         exclude: Sequence[str] = (),
     ) -> None:
         self.engine, parameters = agreed_engine(model, plan, model.process_group, timeout_s, exclude)
+        self._model = weakref.ref(model)
         self._process_group = model.process_group
         self.detached = False
+        self.successor: DDPState | None = None  # attached after this one was detached: a hook is registered only once
         self._names = {id(p): name for name, p in parameters.items()}
         self._given: list[tuple[GradBucket, Future[Tensor]]] = []
 
@@ -53,8 +62,10 @@ class DDPState:
 
     def load(self, bucket: GradBucket) -> Future[Tensor]:
         if not self.engine.in_step:
+            self._require_even_inputs()
             self._given.clear()
             self.engine.begin()
+            at_end_of_backward(_nothing, self.engine)
         for name, gradient in self._named(bucket):
             self.engine.load(name, gradient)
         future: Future[Tensor] = Future()
@@ -69,6 +80,11 @@ class DDPState:
         for bucket, future in self._given:
             future.set_result(self._result(bucket))
         self._given.clear()
+
+    def _require_even_inputs(self) -> None:
+        model = self._model()
+        if model is not None and model._join_config.enable:
+            raise RuntimeError(UNEVEN_INPUTS)
 
     def _result(self, bucket: GradBucket) -> Tensor:
         buffer = bucket.buffer()
@@ -87,8 +103,13 @@ class DDPState:
                 yield self._names[id(parameter)], gradient
 
 
+def _nothing() -> None:
+    """DDP's own callback ends its backward; ours is there to be dropped when backward raises."""
+
+
 def ddp_hook(state: DDPState, bucket: GradBucket) -> Future[Tensor]:
     """gradsync as a DDP communication hook: `ddp_model.register_comm_hook(state, gradsync.ddp_hook)`."""
+    state = state.successor or state
     if state.detached:
         return state.fallback(bucket)
     future = state.load(bucket)

@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -62,10 +63,9 @@ class AutogradHooks:
             p.register_post_accumulate_grad_hook(_Hook(self, lambda hooks, p, name=name: hooks._on_gradient(name, p)))
             for name, p in self._parameters.items()
         ]
-        before = torch.compiler.disable(_ModelHook(self, AutogradHooks._before_forward))
-        after = torch.compiler.disable(_ModelHook(self, AutogradHooks._after_forward))
-        self._handles.append(model.register_forward_pre_hook(before))
-        self._handles.append(model.register_forward_hook(after))
+        model_hook = _uncompiled_model_hook()
+        self._handles.append(model.register_forward_pre_hook(model_hook(self, AutogradHooks._before_forward)))
+        self._handles.append(model.register_forward_hook(model_hook(self, AutogradHooks._after_forward)))
         on_step = _Hook(self, lambda hooks, optimizer, *_: hooks._before_optimizer_step(optimizer))
         if optimizer is not None:
             self._handles.append(optimizer.register_step_pre_hook(on_step))
@@ -273,6 +273,12 @@ class _ModelHook(_Hook):
         owner = self._owner()
         if owner is not None and owner._model() is model:
             self._function(owner, model, *args[1:])
+
+
+@cache
+def _uncompiled_model_hook() -> type[_ModelHook]:
+    """`_ModelHook` as `torch.compile` does not look into it; made late, because it imports the compiler."""
+    return type("_UncompiledModelHook", (_ModelHook,), {"__call__": torch.compiler.disable(_ModelHook.__call__)})
 
 
 def _nothing(*args: Any) -> None:

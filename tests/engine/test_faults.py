@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -106,6 +107,7 @@ def raise_in_backward() -> tuple[str, str]:
     handle = gradsync.attach(model, timeout=10)
     step()
     handle.detach()
+    gc.collect()  # would wait for the operation that never ended, which has 60 s
     assert_same_on_all_ranks({name: p.grad for name, p in model.named_parameters()})
     return first, second
 

@@ -6,6 +6,7 @@ may use its process group from another thread meanwhile, and two threads on one 
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 import time
@@ -109,9 +110,10 @@ class TorchGroup(Group):
         )
         # The store outlives a broken connection between two ranks, so failures are told through it; a connection of
         # our own, as asking may block for long.
-        store = distributed_c10d._get_default_store().clone()
+        store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]  # torch does not declare it
         self._store = distributed_c10d.PrefixStore(f"gradsync/{self._own.group_name}", store)
         self._asking: threading.Thread | None = None
+        self._in_flight: dict[int, Any] = {}
 
     def all_reduce(self, buffer: Tensor) -> Pending[Tensor]:
         return self._pending(dist.all_reduce(buffer, group=self._own, async_op=True), lambda: buffer)
@@ -142,6 +144,11 @@ class TorchGroup(Group):
 
     def close(self) -> None:
         dist.destroy_process_group(self._own)
+        if any(not work.is_completed() for work in self._in_flight.values()):
+            # gloo cannot cancel them: the destructor would wait until they time out, in whatever line collects garbage
+            # or at exit. So it never runs; the process' end releases what is left.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._own))
+        self._in_flight.clear()
 
     def _announced(self) -> str | None:
         text = self._ask(lambda: self._store.get("failure") if self._store.check(["failure"]) else None)
@@ -163,15 +170,19 @@ class TorchGroup(Group):
         return answers[0] if answers else None
 
     def _pending(self, work: Any, result: Callable[[], T]) -> Pending[T]:
+        self._in_flight[id(work)] = work
+
         def wait(timeout_s: float) -> T:
             if self.backend == "nccl":  # orders the stream; its own watchdog ends a job that hangs
                 work.wait()
+                del self._in_flight[id(work)]
                 return result()
             deadline = time.monotonic() + timeout_s
             while True:
                 patience_s = min(FAILURE_POLL_S, max(deadline - time.monotonic(), 0.001))
                 try:
                     work.wait(timedelta(seconds=patience_s))
+                    del self._in_flight[id(work)]
                     return result()
                 except RuntimeError as error:
                     if announced := self._announced():

@@ -1,0 +1,197 @@
+"""gradsync as DDP's communication hook gives what DDP gives without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradsync
+from gradsync import Plan
+from gradsync.bucket import TensorSpec, trainable_parameters
+from gradsync.schemes import AllReduce
+from tests.engine.models import Branches, Perceptron, Tables
+from tests.engine.twins import Twin, assert_same_gradients, assert_same_on_all_ranks, assert_same_weights, plain
+from tests.world import Ranks
+
+World = Callable[[int], Ranks]
+
+SMALL_BUCKETS = {"bucket_cap_mb": 0.0001}  # a bucket for nearly every parameter, laid out anew after the first step
+
+
+def twins(make: Callable[[], nn.Module], plan: Plan | None = None, **options: Any) -> tuple[Twin, Twin]:
+    """(DDP as it is, DDP with gradsync attached)."""
+    made = []
+    for _ in range(2):
+        torch.manual_seed(dist.get_rank())
+        module = make()
+        ddp = DistributedDataParallel(module, **options)
+        made.append(Twin(module, ddp, plain(list(module.parameters())), ddp.no_sync))
+    made[1].handle = gradsync.attach(made[1].model, plan=plan, timeout=10)
+    return made[0], made[1]
+
+
+def compare(pair: tuple[Twin, Twin], step: Callable[[Twin, int], None], steps: int = 4) -> None:
+    for number in range(steps):
+        for twin in pair:
+            torch.manual_seed(100 * number + dist.get_rank())
+            twin.optimizer.zero_grad()
+            step(twin, number)
+            twin.optimizer.step()
+        assert_same_gradients(pair[0].gradients(), pair[1].gradients(), f"after step {number}")
+    assert_same_weights(*pair)
+
+
+def dense_step(twin: Twin, number: int) -> None:
+    twin.model(torch.randn(4, 6)).square().mean().backward()
+
+
+def branch_step(twin: Twin, number: int) -> None:
+    taken = ((number + dist.get_rank()) % 2,)
+    twin.model(torch.randn(4, 6), taken).square().mean().backward()
+
+
+def sparse_step(twin: Twin, number: int) -> None:
+    twin.model(torch.randint(30, (4, 5))).square().mean().backward()
+
+
+def accumulating_step(twin: Twin, number: int) -> None:
+    for micro in range(3):
+        with nullcontext() if micro == 2 else twin.no_sync():
+            twin.model(torch.randn(4, 6)).square().mean().backward()
+
+
+STEPS = {"dense": dense_step, "branch": branch_step, "sparse": sparse_step, "accumulating": accumulating_step}
+
+
+def run(make: Callable[[], nn.Module], step: str, options: dict[str, Any]) -> None:
+    pair = twins(make, **options)
+    compare(pair, STEPS[step])
+    pair[1].handle.detach()
+    compare(pair, STEPS[step])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("make", "step", "options"),
+    [
+        (Perceptron, "dense", {}),
+        (Perceptron, "dense", SMALL_BUCKETS),
+        (Perceptron, "dense", {"gradient_as_bucket_view": True, **SMALL_BUCKETS}),
+        (Perceptron, "dense", {"static_graph": True, **SMALL_BUCKETS}),
+        (Perceptron, "accumulating", SMALL_BUCKETS),
+        (Branches, "branch", {"find_unused_parameters": True, **SMALL_BUCKETS}),
+        (Tables, "sparse", SMALL_BUCKETS),
+        (Tables, "sparse", {"find_unused_parameters": True}),
+    ],
+)
+def test_gradients_are_ddps_attached_and_after_detach(
+    world: World, make: Callable[[], nn.Module], step: str, options: dict[str, Any], size: int
+) -> None:
+    world(size).run(run, make, step, options)
+
+
+def cut_across() -> None:
+    specs = {name: TensorSpec.of(p) for name, p in trainable_parameters(Perceptron()).items()}
+    cut = "layers.2.weight"
+    others = [(name, 0, spec.numel) for name, spec in specs.items() if name != cut]
+    parts = [[*others[::2], (cut, 0, 20)], [*others[1::2], (cut, 20, 50)], [(cut, 50, 64)]]
+    plan = Plan.make(specs, dist.get_world_size(), [(part, AllReduce()) for part in parts])
+    pair = twins(Perceptron, plan, **SMALL_BUCKETS)
+    compare(pair, dense_step)
+    assert pair[1].handle.plan == plan
+    pair[1].handle.detach()
+
+
+def test_buckets_of_a_plan_may_cut_across_ddps(world: World) -> None:
+    world(2).run(cut_across)
+
+
+def registered_by_hand() -> None:
+    torch.manual_seed(dist.get_rank())
+    ddp = DistributedDataParallel(Perceptron())
+    ddp.register_comm_hook(gradsync.DDPState(ddp, timeout_s=10), gradsync.ddp_hook)
+    torch.manual_seed(dist.get_rank())
+    plain_ddp = DistributedDataParallel(Perceptron())
+    for number in range(3):
+        gradients = []
+        for model in (plain_ddp, ddp):
+            torch.manual_seed(number * 10 + dist.get_rank())
+            model.zero_grad()
+            model(torch.randn(4, 6)).square().mean().backward()
+            gradients.append({name: p.grad for name, p in model.module.named_parameters()})
+        assert_same_gradients(*gradients, f"after step {number}")
+
+
+def test_the_hook_is_registered_as_any_other(world: World) -> None:
+    world(2).run(registered_by_hand)
+
+
+def join() -> str:
+    ddp = DistributedDataParallel(Perceptron())
+    handle = gradsync.attach(ddp, timeout=10)
+    try:
+        with ddp.join():
+            for _ in range(1 + dist.get_rank()):
+                ddp(torch.randn(4, 6)).mean().backward()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        handle.detach()
+    return "joined"
+
+
+def test_join_of_ddp_is_refused(world: World) -> None:
+    for text in world(2).run(join, limit_s=30):
+        assert "uneven inputs (join) are not supported" in text
+
+
+def attach_again() -> None:
+    ddp = DistributedDataParallel(Perceptron())
+    handle = gradsync.attach(ddp, timeout=10)
+    for model in (ddp, ddp.module):
+        with pytest.raises(RuntimeError, match="gradsync is attached to this model, or to a part of it, already"):
+            gradsync.attach(model, timeout=10)
+    handle.detach()
+    handle = gradsync.attach(ddp, timeout=10)
+    ddp(torch.randn(4, 6)).mean().backward()
+    assert [bucket.steps for bucket in handle.statistics()] == [1]
+    assert_same_on_all_ranks({name: p.grad for name, p in ddp.named_parameters()})
+    handle.detach()
+
+
+def test_attaching_again_takes_a_detach(world: World) -> None:
+    world(2).run(attach_again)
+
+
+def raise_in_backward() -> str:
+    """Late in backward: DDP tells of nothing before its first bucket is ready."""
+    ddp = DistributedDataParallel(Perceptron(), **SMALL_BUCKETS)
+    handle = gradsync.attach(ddp, timeout=60)
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise ValueError("a bad sample")
+
+    ddp(torch.randn(4, 6)).mean().backward()
+    if dist.get_rank() == 1:
+        ddp.module.layers[0].weight.register_hook(fail)
+    try:
+        ddp(torch.randn(4, 6)).mean().backward()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    finally:
+        handle.detach()
+    return "nothing raised"
+
+
+def test_a_rank_that_raises_in_backward_tells_the_others(world: World) -> None:
+    failed, told = reversed(world(2).run(raise_in_backward, limit_s=30))
+    assert failed == "a bad sample"
+    assert "rank 1: " in told
+    assert "step 1" in told
