@@ -20,6 +20,8 @@ app = typer.Typer(help="An emulated cluster on this machine: namespaces joined b
 # TCP payload is 94-97 % of the line rate; the rest of the tolerance is for a machine that others use too.
 LOWEST_SHARE, HIGHEST_SHARE = 0.85, 1.02
 
+TIME_WAS_UP, SIGNALLED = 124, 128  # exit codes, as of timeout(1) and of shells
+
 Nodes = Annotated[int, typer.Option(min=1, help="Nodes of the cluster.")]
 Rate = Annotated[str, typer.Option(help="Rate of every node's link: 200mbit, 1gbit, unshaped.")]
 RackSize = Annotated[int | None, typer.Option(help="Nodes of a rack.")]
@@ -74,7 +76,15 @@ def run(
     except LabUnavailableError as error:
         console.print(f"No lab: {error}", style="red")
         raise typer.Exit(2) from None
-    raise typer.Exit(next((abs(code) for code in codes if code != 0), 0))
+    raise typer.Exit(exit_code(codes, lab.first_failed))
+
+
+def exit_code(codes: list[int], first_failed: int | None) -> int:
+    """That of the rank that failed first, as a shell says it; of the others, some only ended because of it."""
+    if first_failed is not None:
+        code = codes[first_failed]
+        return code if code > 0 else SIGNALLED - code
+    return TIME_WAS_UP if any(codes) else 0
 
 
 @app.command()
@@ -84,12 +94,11 @@ def check(
     rack_size: RackSize = None,
     trunk: Trunk = None,
     slow: Slow = None,
-    background: Background = None,
     seconds: Annotated[float, typer.Option(min=1, help="How long the links are loaded.")] = 4.0,
     json: Annotated[Path | None, typer.Option("--json", help="File for the figures.")] = None,
 ) -> None:
     """Loads all links at once and compares what arrives with what was configured; exit code 1 if a link is off."""
-    scenario = scenario_of(nodes, link, rack_size, trunk, slow, background)
+    scenario = scenario_of(nodes, link, rack_size, trunk, slow, background=None)
     try:
         with Lab(scenario) as lab:
             rates, description = lab.check(seconds), lab.describe()

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -28,10 +31,18 @@ BACKGROUND_PORT = 29700
 PINGS = 50
 FOREVER_S = 1e7
 GRACE_S = 10.0  # after one rank failed, the others get this long to end by themselves
+ECHO_PATIENCE_S = 2.0  # for output after a rank's end; what it left running may hold its pipe open
+CAP_NET_ADMIN, CAP_SYS_ADMIN = 12, 21
 
 
 class LabUnavailableError(RuntimeError):
     """This machine, or this user, cannot make network namespaces; the text says what is missing."""
+
+
+DEFAULT_ENVIRONMENT = {  # of a rank, unless set
+    "OMP_NUM_THREADS": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # torch warns that a node's address has no host name
+}
 
 
 @dataclass(frozen=True)
@@ -48,8 +59,9 @@ class LinkRate:
 class Lab:
     """An emulated cluster, as a context manager: built on entry, gone on exit, also when this process is killed.
 
-    Works as root, and as an ordinary user where user namespaces are allowed; `user_namespace=True` takes that way as
-    root too. Any number of labs can exist at once.
+    Works as root, and as an ordinary user where user namespaces are allowed (there the ranks see themselves as root);
+    `user_namespace=True` takes that way as root too. Any number of labs can exist at once. On exit everything that
+    still runs in the nodes is killed.
 
     Raises:
         LabUnavailableError: on entry, saying what is missing and how to get it.
@@ -63,14 +75,19 @@ class Lab:
         self.scenario = scenario
         self.addresses = [f"10.77.0.{node + 1}" for node in range(scenario.nodes)]
         self.ranks: dict[int, subprocess.Popen[Any]] = {}
-        self._root = os.geteuid() == 0 if user_namespace is None else not user_namespace
+        self.first_failed: int | None = None  # rank that failed first in the latest `run`
+        self._user_namespace = user_namespace
         self._keeper: subprocess.Popen[str] | None = None
+        self._talk = threading.Lock()
         self._pids: list[int] = []
-        self._congestion_control = "unknown"
+        self._observed: dict[str, Any] = {}
         self._flows: dict[tuple[int, int], list[subprocess.Popen[Any]]] = {}
+        self._flow_ports = count(BACKGROUND_PORT)
 
     def __enter__(self) -> Lab:
         self._require_linux()
+        if self._user_namespace is None:
+            self._user_namespace = not _may_make_networks()
         keep = [sys.executable, str(HERE / "keeper.py"), "keep"]
         self._keeper = subprocess.Popen(keep, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         try:
@@ -78,7 +95,7 @@ class Lab:
         except RuntimeError as error:
             self._close()
             raise LabUnavailableError(_advice(str(error))) from None
-        self._pids, self._congestion_control = built["pids"], built["congestion_control"]
+        self._pids, self._observed = built["pids"], built["observed"]
         for source, target, rate in self.scenario.background:
             self.start_background(source, target, rate)
         return self
@@ -99,8 +116,10 @@ class Lab:
 
         `popen`: further arguments of `subprocess.Popen`. The process dies with the thread that started it.
         """
+        if not 0 <= rank < self.scenario.world_size:
+            raise ValueError(f"there is no rank {rank}: the ranks are 0..{self.scenario.world_size - 1}")
         node = rank // self.scenario.ranks_per_node
-        environment = {"OMP_NUM_THREADS": "1", **os.environ, **self._torchrun(rank), **(env or {})}
+        environment = {**DEFAULT_ENVIRONMENT, **os.environ, **self._torchrun(rank), **(env or {})}
         process = self._start(node, argv, env=environment, **popen)
         self.ranks[rank] = process
         return process
@@ -110,7 +129,8 @@ class Lab:
     ) -> list[int]:
         """Runs a command as every rank, prints what they print behind `[rank]`, returns their exit codes.
 
-        When a rank fails, or the time is up, the others are ended.
+        When a rank fails the others get a moment to end by themselves; they are killed after it, and when the time is
+        up. `first_failed` then names the rank that began it; it is None when all went well or the time was up.
         """
         ranks = [
             self.spawn(rank, argv, env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -119,11 +139,13 @@ class Lab:
         echoes = [threading.Thread(target=_echo, args=(rank, p.stdout), daemon=True) for rank, p in enumerate(ranks)]
         for thread in echoes:
             thread.start()
-        failed = _wait_for_first_failure(ranks, timeout_s)
+        self.first_failed = _first_failure(ranks, timeout_s)
+        deadline = time.monotonic() + (0.0 if self.first_failed is None else GRACE_S)
         for process in ranks:
-            _end(process, patience_s=GRACE_S if failed else 0.0)
+            _end(process, patience_s=_until(deadline))
+        deadline = time.monotonic() + ECHO_PATIENCE_S
         for thread in echoes:
-            thread.join(GRACE_S)
+            thread.join(_until(deadline))
         return [process.returncode for process in ranks]
 
     # Measurement.
@@ -146,7 +168,7 @@ class Lab:
         ]
 
     def describe(self) -> dict[str, Any]:
-        """What the links are, for a record."""
+        """What the links are, for a record; congestion control and off-loads as read in node 0 when it was built."""
         shapers = {
             rate: tbf(value)
             for rate in {self.scenario.link, *self.scenario.slow.values(), self.scenario.trunk or UNSHAPED}
@@ -155,9 +177,9 @@ class Lab:
         return {
             "links": {k: v for k, v in asdict(self.scenario).items() if v not in (None, {}, ())},
             "shaping": {"kind": "tbf, both directions", **{rate: shapers[rate] for rate in sorted(shapers)}},
-            "congestion_control": self._congestion_control,
-            "segmentation_offload": "on (veth's default)",
-            "lab": "root" if self._root else "user namespace",
+            "congestion_control": self._observed.get("congestion_control"),
+            "segmentation_offload": self._observed.get("segmentation_offload"),
+            "lab": "user namespace" if self._user_namespace else "root",
             "kernel": platform.release(),
         }
 
@@ -165,24 +187,29 @@ class Lab:
 
     def link_down(self, node: int) -> None:
         """Takes the node off the network."""
-        self._tell({"do": "down", "node": node})
+        self._tell({"do": "down", "node": self._known(node)})
 
     def link_up(self, node: int) -> None:
-        self._tell({"do": "up", "node": node})
+        """Puts it back; connections that did not give up meanwhile go on after TCP's next retransmission."""
+        self._tell({"do": "up", "node": self._known(node)})
 
     def set_rate(self, node: int, rate: str) -> None:
         """Changes the node's link, both directions; `unshaped` takes the limit off."""
-        self._tell({"do": "rate", "node": node, "rate": rate_bytes_per_s(rate)})
+        self._tell({"do": "rate", "node": self._known(node), "rate": rate_bytes_per_s(rate)})
 
     def start_background(self, source: int, target: int, rate: str) -> None:
-        """A flow of this rate until `stop_background` or the lab's end."""
-        port = BACKGROUND_PORT + len(self._flows)
+        """A TCP flow of this rate (`unshaped`: as fast as it gets) until `stop_background` or the lab's end."""
+        if (self._known(source), self._known(target)) in self._flows:
+            raise ValueError(f"background traffic {source}->{target} runs already: stop it first")
+        port = next(self._flow_ports)
         pace = rate_bytes_per_s(rate) or 0
         receiver = self._start(target, self._probe_argv("receive", port, FOREVER_S), stdout=subprocess.DEVNULL)
         sender = self._start(source, self._probe_argv("send", self.addresses[target], port, FOREVER_S, pace))
         self._flows[source, target] = [sender, receiver]
 
     def stop_background(self, source: int, target: int) -> None:
+        if (source, target) not in self._flows:
+            raise ValueError(f"there is no background traffic {source}->{target} to stop")
         for process in self._flows.pop((source, target)):
             _end(process)
 
@@ -207,10 +234,15 @@ class Lab:
         except ImportError:
             raise LabUnavailableError("the lab needs pyroute2: pip install 'gradsync[lab]'") from None
 
+    def _known(self, node: int) -> int:
+        if not 0 <= node < self.scenario.nodes:
+            raise ValueError(f"there is no node {node}: the nodes are 0..{self.scenario.nodes - 1}")
+        return node
+
     def _specification(self) -> dict[str, Any]:
         nodes = range(self.scenario.nodes)
         return {
-            "root": self._root,
+            "root": not self._user_namespace,
             "nodes": self.scenario.nodes,
             "racks": self.scenario.racks,
             "rack_of": [self.scenario.rack_of(node) for node in nodes],
@@ -225,9 +257,10 @@ class Lab:
         if keeper is None or keeper.stdin is None or keeper.stdout is None:
             raise RuntimeError("the lab is not entered: use it in a with statement")
         try:
-            keeper.stdin.write(json.dumps(what) + "\n")
-            keeper.stdin.flush()
-            line = keeper.stdout.readline()
+            with self._talk:  # faults may come from other threads than the one that runs the job
+                keeper.stdin.write(json.dumps(what) + "\n")
+                keeper.stdin.flush()
+                line = keeper.stdout.readline()
         except BrokenPipeError:
             line = ""
         answer: dict[str, Any] = json.loads(line) if line else {"error": "the lab's keeper has ended"}
@@ -238,7 +271,8 @@ class Lab:
     def _close(self) -> None:
         if self._keeper is not None:
             assert self._keeper.stdin is not None and self._keeper.stdout is not None
-            self._keeper.stdin.close()
+            with suppress(BrokenPipeError):
+                self._keeper.stdin.close()
             _end(self._keeper, patience_s=5.0)
             self._keeper.stdout.close()
             self._keeper = None
@@ -246,7 +280,7 @@ class Lab:
     def _start(self, node: int, argv: Sequence[str], **popen: Any) -> subprocess.Popen[Any]:
         if self._keeper is None:
             raise RuntimeError("the lab is not entered: use it in a with statement")
-        keeper_pid = 0 if self._root else self._keeper.pid
+        keeper_pid = self._keeper.pid if self._user_namespace else 0
         enter = [sys.executable, str(HERE / "keeper.py"), "enter", str(keeper_pid), str(self._pids[node])]
         return subprocess.Popen([*enter, *argv], **popen)
 
@@ -262,7 +296,6 @@ class Lab:
             "MASTER_PORT": str(MASTER_PORT),
             "GLOO_SOCKET_IFNAME": NODE_INTERFACE,
             "TP_SOCKET_IFNAME": NODE_INTERFACE,
-            "TORCH_CPP_LOG_LEVEL": "ERROR",  # torch warns that a node's address has no host name
         }
 
     @staticmethod
@@ -276,6 +309,8 @@ class Lab:
             yield process
         finally:
             _end(process)
+            if process.stdout is not None:
+                process.stdout.close()
 
     def _round_trip_s(self, source: int, target: int) -> float:
         with (
@@ -317,8 +352,12 @@ def _end(process: subprocess.Popen[Any], patience_s: float = 0.0) -> None:
         process.wait()
 
 
-def _wait_for_first_failure(ranks: list[subprocess.Popen[Any]], timeout_s: float | None) -> bool:
-    """Returns when all have ended well (False), or at the first failure or the end of the time (True)."""
+def _until(deadline: float) -> float:
+    return max(deadline - time.monotonic(), 0.0)
+
+
+def _first_failure(ranks: list[subprocess.Popen[Any]], timeout_s: float | None) -> int | None:
+    """Waits for the first rank to fail, and returns it; None when all have ended well or the time is up."""
     ended = threading.Condition()
     open_ranks = set(range(len(ranks)))
     bad: list[int] = []
@@ -334,18 +373,33 @@ def _wait_for_first_failure(ranks: list[subprocess.Popen[Any]], timeout_s: float
     for rank in range(len(ranks)):
         threading.Thread(target=watch, args=(rank,), daemon=True).start()
     with ended:
-        in_time = ended.wait_for(lambda: bool(bad) or not open_ranks, timeout_s)
-        return bool(bad) or not in_time
+        ended.wait_for(lambda: bool(bad) or not open_ranks, timeout_s)
+        return bad[0] if bad else None
 
 
 def _echo(rank: int, stream: IO[bytes]) -> None:
-    for line in stream:
-        sys.stdout.buffer.write(f"[{rank}] ".encode() + line)
-        sys.stdout.buffer.flush()
+    with stream:
+        for line in stream:
+            sys.stdout.buffer.write(f"[{rank}] ".encode() + line)
+            sys.stdout.buffer.flush()
+
+
+def _may_make_networks() -> bool:
+    """Whether this process has root's rights over networks; root of a container often has not."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    held = re.search(r"^CapEff:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    capabilities = int(held[1], 16) if held else 0
+    return all(capabilities >> needed & 1 for needed in (CAP_NET_ADMIN, CAP_SYS_ADMIN))
 
 
 def _advice(problem: str) -> str:
+    if "PermissionError" in problem or "unshare" in problem:
+        return (
+            f"network namespaces cannot be made here ({problem}); run as root, or allow user namespaces: "
+            "user.max_user_namespaces above 0 and, where the system has them, kernel.unprivileged_userns_clone=1 and "
+            "kernel.apparmor_restrict_unprivileged_userns=0 (sysctl)"
+        )
     return (
-        f"network namespaces cannot be made here ({problem}); run as root, or allow user namespaces "
-        "(sysctl kernel.unprivileged_userns_clone=1 and user.max_user_namespaces > 0)"
+        f"the lab's network cannot be built here ({problem}); it needs the kernel modules bridge, veth and sch_tbf "
+        "(modprobe as root)"
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+NODE_INTERFACE = "eth-lab"  # the name of a node's link inside its namespace
+
 # /sys/class/net shows the namespace in which /sys was mounted; this file shows the reader's own.
 COUNTERS = Path("/proc/self/net/dev")
 
@@ -20,6 +22,3 @@ def interface_bytes() -> tuple[int, int]:
         totals[name.strip()] = (int(values[8]), int(values[0]))
     links = [counts for name, counts in totals.items() if name == NODE_INTERFACE]
     return links[0] if links else totals.get("lo", (0, 0))
-
-
-NODE_INTERFACE = "eth-lab"  # the name of a node's link inside its namespace

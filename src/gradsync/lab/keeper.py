@@ -4,20 +4,24 @@
     keeper.py enter KEEPER_PID NODE_PID CMD ... runs a command inside a node; KEEPER_PID 0 for root's lab
 
 The keeper lives in a network namespace of its own (the switch; for an ordinary user also in a user namespace), with a
-forked process for each node that does nothing but hold the node's namespace. No namespace has a name, so nothing can be
-left behind: when the keeper ends, because its input was closed or because it was killed, the kernel removes everything.
+forked process for each node that does nothing but hold the node's namespace. When its input is closed or its parent
+dies, it ends what still runs in the nodes and itself. No namespace has a name: with the last process in it, the kernel
+removes it and its links, also when the keeper itself was killed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import signal
 import socket
+import struct
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 CLONE_NEWUSER = 0x10000000
 CLONE_NEWNET = 0x40000000
@@ -30,6 +34,11 @@ MIN_BURST_BYTES = 96 << 10  # holds a segmentation-offload packet of 64 KiB with
 BURST_S = 0.001  # tokens kept, in time at full rate: below a timer tick the rate is not reached
 QUEUE_S = 0.020  # how long a packet may wait in the shaper before it is dropped
 
+SIOCETHTOOL = 0x8946
+ETHTOOL_GET = {"tso": 0x1E, "gso": 0x23, "gro": 0x2B}  # linux/ethtool.h
+
+KILL_ROUNDS = 10  # a process may fork while its siblings are killed
+COMMAND_NOT_FOUND = 127  # as shells say it
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -54,10 +63,10 @@ def join(pid: int, kind: str, flag: int) -> None:
         os.close(fd)
 
 
-def die_with_parent() -> None:
-    """The kernel kills this process when its parent dies, however that happens."""
+def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
+    """The kernel sends this process a signal when its parent (the thread that started it) dies, however it does."""
     parent = os.getppid()
-    check(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL), "prctl")
+    check(libc.prctl(PR_SET_PDEATHSIG, by), "prctl")
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -75,6 +84,26 @@ def become_root_of_own_namespace() -> None:
     Path("/proc/self/setgroups").write_text("deny", encoding="ascii")
     Path("/proc/self/uid_map").write_text(f"0 {uid} 1", encoding="ascii")
     Path("/proc/self/gid_map").write_text(f"0 {gid} 1", encoding="ascii")
+
+
+def offload(interface: str) -> dict[str, bool]:
+    """Which segmentation off-loads the interface has switched on, of the namespace this process is in."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for name, command in ETHTOOL_GET.items():
+            value = ctypes.create_string_buffer(struct.pack("II", command, 0))  # struct ethtool_value
+            request = struct.pack("16sP16x", interface.encode(), ctypes.addressof(value))  # struct ifreq
+            fcntl.ioctl(any_socket, SIOCETHTOOL, request)
+            found[name] = bool(struct.unpack_from("II", value)[1])
+    return found
+
+
+def congestion_control() -> str:
+    """What a connection to another node really uses, from the namespace this process is in."""
+    with socket.socket() as stream:
+        stream.setblocking(False)
+        stream.connect_ex(NOBODY)
+        return stream.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
 
 
 def hold_namespace() -> int:
@@ -143,6 +172,8 @@ class Network:
             self.shape(self.switch, index, rate)
 
     def _add_node(self, node: int, pid: int, bridge: int, spec: dict[str, Any]) -> None:
+        from pyroute2.netlink.exceptions import NetlinkError
+
         inside, interface = self.nodes[node], spec["interface"]
         self.switch.link("add", ifname=f"port{node}", kind="veth", peer=f"node{node}")
         far = self.index(self.switch, f"node{node}")
@@ -156,7 +187,8 @@ class Network:
         # By route: a namespace may not choose a congestion control that the machine does not allow to everybody.
         # It replaces the route that came with the address, and so must look like it (protocol kernel, scope link).
         route = {"dst": NETWORK, "oif": index, "proto": 2, "scope": 253, "prefsrc": spec["addresses"][node]}
-        inside.route("replace", **route, metrics={"cc_algo": CONGESTION_CONTROL})
+        with contextlib.suppress(NetlinkError):  # the kernel lacks it: `observe` says what is used instead
+            inside.route("replace", **route, metrics={"cc_algo": CONGESTION_CONTROL})
         self.set_rate(node, spec["rates"][node], spec["interface"])
 
     @staticmethod
@@ -185,21 +217,47 @@ class Network:
     def set_link(self, node: int, state: str) -> None:
         self.switch.link("set", index=self.index(self.switch, f"port{node}"), state=state)
 
-    def congestion_control(self) -> str:
-        """What a connection between nodes really uses."""
+    def observe(self, interface: str) -> dict[str, Any]:
+        """What the first node really has, for the record."""
         join(self.pids[0], "net", CLONE_NEWNET)
         try:
-            with socket.socket() as stream:
-                stream.setblocking(False)
-                stream.connect_ex(NOBODY)
-                return stream.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
+            return {"congestion_control": congestion_control(), "segmentation_offload": offload(interface)}
         finally:
             self._go_home()
+
+    def leave(self, *_signal: Any) -> NoReturn:
+        """Ends what runs in the nodes, whoever started it, and this process."""
+        spaces = {network_namespace(pid) for pid in self.pids}
+        for _ in range(KILL_ROUNDS):
+            inside = [pid for pid in processes_inside(spaces) if pid not in self.pids]
+            if not inside:
+                break
+            for pid in inside:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        os._exit(0)
+
+
+def network_namespace(pid: int | str) -> str:
+    """Its name in /proc, like `net:[4026531840]`."""
+    return str(Path(f"/proc/{pid}/ns/net").readlink())
+
+
+def processes_inside(spaces: set[str]) -> list[int]:
+    """Those in one of these network namespaces."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError):  # it has ended, or belongs to somebody else
+                if network_namespace(entry.name) in spaces:
+                    found.append(int(entry.name))
+    return found
 
 
 def keep() -> None:
     """Builds, tells, obeys, until its input ends."""
-    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ranks and for who started them
+    die_with_parent(signal.SIGTERM)
     spec = json.loads(sys.stdin.readline())
     try:
         import pyroute2  # noqa: F401 (before the namespaces change and with them what files may be read)
@@ -211,7 +269,8 @@ def keep() -> None:
     except Exception as error:  # told to the caller, who raises it
         answer(error=f"{type(error).__name__}: {error}")
         return
-    answer(pids=network.pids, congestion_control=network.congestion_control())
+    signal.signal(signal.SIGTERM, network.leave)
+    answer(pids=network.pids, observed=network.observe(spec["interface"]))
     for line in sys.stdin:
         command = json.loads(line)
         try:
@@ -222,6 +281,7 @@ def keep() -> None:
             answer()
         except Exception as error:  # told to the caller, who raises it
             answer(error=f"{type(error).__name__}: {error}")
+    network.leave()
 
 
 def answer(**what: Any) -> None:
@@ -235,7 +295,11 @@ def enter(keeper_pid: int, node_pid: int, command: list[str]) -> None:
     if keeper_pid:
         join(keeper_pid, "user", CLONE_NEWUSER)
     join(node_pid, "net", CLONE_NEWNET)
-    os.execvp(command[0], command)
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        sys.stderr.write(f"{command[0]}: {error.strerror}\n")
+        sys.exit(COMMAND_NOT_FOUND)
 
 
 if __name__ == "__main__":

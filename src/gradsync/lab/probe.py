@@ -21,7 +21,9 @@ def connect(host: str, port: int) -> socket.socket:
     deadline = time.monotonic() + CONNECT_PATIENCE_S
     while True:
         try:
-            return socket.create_connection((host, port), timeout=CONNECT_PATIENCE_S)
+            stream = socket.create_connection((host, port), timeout=CONNECT_PATIENCE_S)
+            stream.settimeout(None)  # a link may be down for long and come back
+            return stream
         except ConnectionRefusedError:
             if time.monotonic() > deadline:
                 raise

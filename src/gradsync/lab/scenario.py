@@ -6,10 +6,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..cluster import parse_rate_bytes_per_s
+from ..cluster import format_rate, parse_rate_bytes_per_s
 
 UNSHAPED = "unshaped"
 MOST_NODES = 200  # addresses in one /24
+SHAPEABLE_BYTES_PER_S = (1e3, 2**32 - 1)  # the kernel's token bucket is told its rate as a 32-bit number
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,16 @@ class Scenario:
 
 
 def rate_bytes_per_s(text: str) -> float | None:
-    """Bytes per second; None for `unshaped`. Raises ValueError for anything that is no rate."""
-    return None if text == UNSHAPED else parse_rate_bytes_per_s(text)
+    """Bytes per second; None for `unshaped`. Raises ValueError for anything that is no rate or cannot be shaped."""
+    if text == UNSHAPED:
+        return None
+    rate, (least, most) = parse_rate_bytes_per_s(text), SHAPEABLE_BYTES_PER_S
+    if not least <= rate <= most:
+        raise ValueError(
+            f"the lab can shape links to {format_rate(least)} .. {format_rate(most)}, got {text}; "
+            f"`{UNSHAPED}` sets no limit"
+        )
+    return rate
 
 
 def parse_slow(texts: Sequence[str]) -> dict[int, str]:
