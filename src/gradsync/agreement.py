@@ -124,6 +124,8 @@ def _texts(
     inner = unwrapped(model)
     others = {n: p for n, p in inner.named_parameters() if n not in parameters and not matches(n, exclude)}
     lines = describe_specs({name: TensorSpec.of(p) for name, p in parameters.items()})
+    # Gradients are summed as they lie in memory, so channels-last on one rank only would add up the wrong elements.
+    lines += [f"{name}: strides {p.stride()}" for name, p in parameters.items() if not p.is_contiguous()]
     lines += [f"{line} (frozen)" for line in describe_specs({n: TensorSpec.of(p) for n, p in others.items()})]
     lines += [f"{line} (buffer)" for line in describe_specs({n: TensorSpec.of(b) for n, b in inner.named_buffers()})]
     plan_text = plan.to_json() if isinstance(plan, Plan) else f"made by {getattr(plan, '__qualname__', plan)}"

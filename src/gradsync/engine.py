@@ -138,6 +138,11 @@ class Engine:
         """Whether this step shows the planner what the model's gradients are: their layouts must be autograd's own."""
         return self._planner is not None and self.step == 0
 
+    @property
+    def replanning(self) -> bool:
+        """Whether the next `begin` changes the plan: who holds views into the buckets' memory lets go of them."""
+        return self._next_plan is not None
+
     def lanes(self) -> list[Lane]:
         """The buckets at run time, in plan order."""
         return list(self._lanes.values())
@@ -297,6 +302,7 @@ class Engine:
         if any(bucket.what is not What.GRADIENT for bucket in plan.buckets):
             raise ValueError("this version synchronises gradients only; the plan has buckets of parameters")
         self.plan = plan
+        self._lanes, self._lanes_of = {}, {}  # the old buckets' memory is free before the new ones take theirs
         self._lanes = {b.id: self._make_lane(b.bucket(self.specs), b.make_scheme()) for b in plan.buckets}
         self._lanes_of = {name: [] for name in self.parameters}
         for lane in self._lanes.values():

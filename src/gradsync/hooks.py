@@ -149,6 +149,8 @@ class AutogradHooks:
     @torch.no_grad()
     def _begin(self) -> None:
         engine = self._engine
+        if engine.replanning:
+            self._homes, self._tenants = {}, []
         engine.begin()
         if self._plan is not engine.plan:
             self._move_in()
