@@ -6,12 +6,14 @@ import json
 import re
 import shutil
 import subprocess
+from html import unescape
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from gradsync.report.page import verdict, write_page
+from gradsync.report.page import figures, repeat_command, verdict, write_page
 from gradsync.report.record import (
     BucketRow,
     MethodRun,
@@ -23,8 +25,8 @@ from gradsync.report.record import (
     load_records,
     save_records,
 )
-from gradsync.report.tables import records_table, training_table
-from gradsync.report.trace import write_trace
+from gradsync.report.tables import records_table, training_rows, training_table
+from gradsync.report.trace import lanes, trace_events, write_trace
 
 BROWSER = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
@@ -132,9 +134,35 @@ def test_training_table_has_a_row_for_every_method_failed_ones_too() -> None:
     assert "failed: TypeError: BF16 [needs] CUDA" in text
 
 
+def test_compact_table_keeps_times_ratios_and_errors() -> None:
+    text = printed(training_table(training_run(), compact=True))
+    for expected in ("gradsync", "0.400 [0.360-0.440]", "failed: TypeError: BF16 [needs] CUDA"):
+        assert expected in text
+    assert "payload" not in text
+
+
+def test_a_baseline_picked_from_a_sweep_is_marked_at_its_method() -> None:
+    run = training_run()
+    swept = [r.model_copy(update={"baseline": "ddp", "params": {"baseline_method": "ddp_sparse"}}) for r in run.records]
+    rows = {row[0]: row for row in training_rows(run.model_copy(update={"records": swept}))}
+    assert [rows[name][-1] for name in ("ddp_default", "ddp_sparse")] == ["-", "1"]
+
+
 def test_records_table_shows_ratio_noise_and_failures() -> None:
     text = printed(records_table(training_run().records))
     assert "0.400 [0.360-0.440]" in text and "1.000 [0.970-1.030]" in text and "failed: TypeError" in text
+
+
+def test_records_table_tells_records_apart_and_holds_them_to_their_bound() -> None:
+    record = training_run().records[0]
+    small, large = (
+        record.model_copy(update={"params": {"nodes": 4, "size_bytes": size}, "bound_s": bound_s})
+        for size, bound_s in ((4_000, 0.02), (64_000, None))
+    )
+    text = printed(records_table([small, large]))
+    assert text.count("nodes 4") == 1, "what all records share is said once"
+    assert "size 4 kB" in text and "size 64 kB" in text
+    assert " 20.0 " in text and " 2.00 " in text, "40 ms over a bound of 20 ms"
 
 
 def test_verdict_comes_from_the_figures() -> None:
@@ -142,6 +170,29 @@ def test_verdict_comes_from_the_figures() -> None:
     assert "0.20 of its bytes" in verdict(training_run())
     assert verdict(training_run(130.0)).startswith("gradsync is slower than ddp_default: 1.300")
     assert "loopback" in verdict(training_run(link="loopback (not shaped)"))
+    assert "loopback" not in verdict(training_run())
+    assert verdict(training_run(101.0)).startswith("gradsync is within this run's noise of ddp_default: 1.010")
+    assert "ddp_broken failed: TypeError" in verdict(training_run())
+
+
+def test_verdict_names_a_method_that_beats_gradsync() -> None:
+    run = training_run(40.0)
+    for other, sentence in ((0.3, "Faster than gradsync here: ddp_sparse, 0.300."), (0.6, "The best other method: ")):
+        ratio = Spread(median=other, p5=other, p95=other)
+        record = run.records[0].model_copy(update={"subject": "ddp_sparse", "ratio": ratio})
+        assert sentence in verdict(run.model_copy(update={"records": [*run.records, record]}))
+
+
+def test_verdict_says_that_gradsync_failed() -> None:
+    run = training_run()
+    failed = MethodRun(name="gradsync", failed="RuntimeError: rank 2 is gone")
+    broken = run.model_copy(update={"methods": [*run.methods[:-1], failed], "records": run.records[1:]})
+    assert verdict(broken).startswith("gradsync failed: RuntimeError: rank 2 is gone.")
+
+
+def test_command_to_repeat_names_the_link_or_loopback() -> None:
+    assert repeat_command(training_run()) == "gradsync demo --workload deepfm --nodes 4 --link 1gbit --steps 12"
+    assert "--loopback" in repeat_command(training_run(link="loopback (not shaped)"))
 
 
 def test_page_escapes_names_and_loads_nothing(tmp_path: Path) -> None:
@@ -149,15 +200,58 @@ def test_page_escapes_names_and_loads_nothing(tmp_path: Path) -> None:
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     outside_of_scripts = re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
     assert "a &lt;b&gt; &amp; c" in outside_of_scripts and "DeepFM &lt;small&gt;" in outside_of_scripts
-    assert not re.findall(r'(?:src|href)="(?!data:)[^"]*"', outside_of_scripts)
+    assert not re.findall(r"<script[^>]*\ssrc", text) and "@import" not in outside_of_scripts
+    assert not re.findall(r"""(?:src|href)\s*=\s*["']?(?!["']?data:)""", outside_of_scripts)
+
+
+def test_page_has_the_verdict_the_figures_the_plan_and_the_errors(tmp_path: Path) -> None:
+    run = training_run()
+    write_page(run, tmp_path / "report.html")
+    text = unescape((tmp_path / "report.html").read_text(encoding="utf-8"))
+    gradsync = next(method for method in run.methods if method.name == "gradsync")
+    for expected in (verdict(run), *gradsync.plan, *run.notes, repeat_command(run), run.source, "2.13.0"):
+        assert expected in text
+    for cell in sum(training_rows(run), []):
+        assert f">{cell}</td>" in text
+    assert '<html lang="en">' in text and '<meta charset="utf-8">' in text and 'name="viewport"' in text
+
+
+HOSTILE = "</script><script>throw new Error('in')</script><b onmouseover=\"x\"> & {{ 7 }}"
+
+
+def hostile_run() -> TrainingRun:
+    """A run whose every free text tries to become markup."""
+    run = training_run()
+    methods = [m.model_copy(update={"name": f"{m.name} {HOSTILE}", "plan": [HOSTILE]}) for m in run.methods]
+    row = methods[-1].buckets[0].model_copy(update={"names": [HOSTILE], "scheme": HOSTILE})
+    task = TimelineTask(name=HOSTILE, stream=HOSTILE, start_s=0.0, end_s=0.01)
+    methods[-1] = methods[-1].model_copy(update={"buckets": [row], "timeline": [task]})
+    texts = dict.fromkeys(("workload", "description", "source", "link", "commit"), HOSTILE)
+    pairs = {HOSTILE: HOSTILE}
+    return run.model_copy(
+        update={**texts, "methods": methods, "notes": [HOSTILE], "environment": pairs, "versions": pairs}
+    )
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome is installed: the page was not opened")
 def test_page_renders_in_a_browser_without_console_messages(tmp_path: Path) -> None:
-    write_page(training_run(), tmp_path / "report.html")
+    run = training_run()
+    write_page(run, tmp_path / "report.html")
     rendered, messages = open_in_browser(tmp_path / "report.html", tmp_path / "profile")
     assert not messages
-    assert rendered.count('class="main-svg"') >= 6, "every plot was drawn"
+    drawn = [part for part in re.split(r'<div id="plot-\d+"', rendered)[1:] if 'class="main-svg"' in part]
+    assert len(drawn) == len(figures(run)) == 6, "every plot was drawn"
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome is installed: the page was not opened")
+def test_names_with_markup_stay_text_in_a_browser(tmp_path: Path) -> None:
+    run = hostile_run()
+    write_page(run, tmp_path / "report.html")
+    rendered, messages = open_in_browser(tmp_path / "report.html", tmp_path / "profile")
+    assert not messages
+    outside_of_scripts = re.sub(r"<script.*?</script>", "", rendered, flags=re.DOTALL)
+    assert not re.findall(r"<b\b", outside_of_scripts)
+    assert outside_of_scripts.count("&lt;b onmouseover") > len(run.methods)
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome is installed: the page was not opened")
@@ -172,6 +266,56 @@ def test_page_without_timeline_buckets_or_baseline(tmp_path: Path) -> None:
     bare = run.model_copy(update={"methods": run.methods[:2], "records": []})
     write_page(bare, tmp_path / "report.html")
     assert "did not include gradsync" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_page_of_a_run_in_which_everything_failed(tmp_path: Path) -> None:
+    run = training_run()
+    methods = [MethodRun(name="ddp_default", failed="OSError: no route"), MethodRun(name="gradsync")]
+    write_page(run.model_copy(update={"methods": methods, "records": []}), tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "failed: OSError: no route" in text and "gradsync failed: no step was counted." in text
+
+
+def test_plots_show_names_with_markup_as_they_are() -> None:
+    for title, _, plot in figures(hostile_run()):
+        text = json.dumps(plot.to_dict()["data"])  # the template has no names
+        assert "<b " not in text and "<script" not in text, title
+        if title != "Where a step goes":
+            assert "&lt;b onmouseover" in text, title
+
+
+def test_a_method_has_one_colour_in_every_plot() -> None:
+    seen: dict[str, set[str]] = {}
+    for title, _, plot in figures(training_run()):
+        for trace in plot.data if title in {"Loss over time", "Loss over steps", "Step times"} else ():
+            seen.setdefault(trace.name, set()).add(trace.line.color if trace.type == "scatter" else trace.marker.color)
+    assert set(seen) == {"ddp_default", "ddp_sparse", "gradsync"}
+    assert {len(colours) for colours in seen.values()} == {1} and len(set.union(*seen.values())) == len(seen)
+
+
+def test_parts_of_a_step_add_up_to_its_median() -> None:
+    plot = next(plot for title, _, plot in figures(training_run()) if title == "Where a step goes")
+    totals = [sum(parts) for parts in zip(*(bar.x for bar in plot.data), strict=True)]
+    assert totals == pytest.approx([101.0, 60.6, 40.4])
+
+
+def test_tasks_of_one_lane_never_overlap() -> None:
+    spans = [(0.0, 0.03), (0.01, 0.02), (0.02, 0.05), (0.025, 0.026), (0.03, 0.04)]
+    tasks = [TimelineTask(name=str(i), stream="link", start_s=s, end_s=e) for i, (s, e) in enumerate(spans)]
+    found = lanes(tasks[::-1])
+    assert [label for label, _ in found] == ["link", "link 2", "link 3"]
+    assert sorted(task.name for _, row in found for task in row) == ["0", "1", "2", "3", "4"]
+    for _, row in found:
+        assert all(a.end_s <= b.start_s for a, b in pairwise(row))
+
+
+def test_every_trace_event_belongs_to_a_named_thread() -> None:
+    run = training_run()
+    named = {(e["pid"], e["tid"]) for e in trace_events(run) if e["name"] == "thread_name"}
+    complete = [e for e in trace_events(run) if e["ph"] == "X"]
+    assert len(complete) == sum(len(method.timeline) for method in run.methods)
+    assert {(e["pid"], e["tid"]) for e in complete} == named
+    assert all(e["dur"] >= 0 and isinstance(e["args"]["bytes"], float) for e in complete)
 
 
 def test_trace_has_a_process_a_method_and_a_thread_a_stream(tmp_path: Path) -> None:

@@ -1,19 +1,26 @@
-"""The plots of a training run, as plotly figures."""
+"""The plots of a training run, as plotly figures. Names from the run are escaped: plotly reads labels as HTML."""
 
 from __future__ import annotations
 
+from html import escape
 from itertools import accumulate
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from .record import MethodRun, TrainingRun
+from .record import MethodRun, TimelineTask, TrainingRun
+from .tables import failure
+from .trace import lanes
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-# Okabe and Ito's colours, which most colour-blind people can tell apart.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
-STREAM_COLOURS = {"compute": "#0072B2", "link": "#D55E00", "kernel": "#009E73", "wait": "#BBBBBB"}
-HEIGHT = 420
+# Methods: Okabe and Ito's colours, which most colour-blind people can tell apart. The parts of a step have others.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
+BACKWARD, EXPOSED, REST = "#5B6C8F", "#B23A48", "#CFCFCF"
+STREAM_COLOURS = {"compute": BACKWARD, "link": EXPOSED, "kernel": "#6A9F58", "wait": REST}
+DASHES = ("solid", "dash", "dot", "dashdot")
+LABEL_SHARE = 0.08  # a bar shorter than this share of the step has its name in the hover text only
+MOST_SHOWN_BUCKETS = 40
 
 
 def colour_of(run: TrainingRun, name: str) -> str:
@@ -22,101 +29,157 @@ def colour_of(run: TrainingRun, name: str) -> str:
     return COLOURS[names.index(name) % len(COLOURS)]
 
 
-def figure(x: str, y: str, **layout: Any) -> go.Figure:
-    """An empty figure with axis titles in the report's style."""
+def figure(x: str, y: str, height: int = 400, **layout: Any) -> go.Figure:
+    """An empty figure with axis titles in the report's style.
+
+    Raises:
+        ImportError: without plotly, naming what to install.
+    """
     try:
         import plotly.graph_objects as go
     except ImportError:
         raise ImportError("the report needs plotly: pip install 'gradsync[plot]'") from None
-    settings = {"template": "plotly_white", "height": HEIGHT, "margin": {"l": 60, "r": 20, "t": 30, "b": 50}}
-    legend = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0}
-    return go.Figure(layout={**settings, "legend": legend, "xaxis_title": x, "yaxis_title": y, **layout})
+    plot = go.Figure()
+    plot.update_layout(
+        template="plotly_white",
+        height=height,
+        margin={"l": 60, "r": 20, "t": 40, "b": 50},
+        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
+        xaxis={"title": x, "automargin": True},
+        yaxis={"title": y, "automargin": True},
+        font={"family": "system-ui, sans-serif", "size": 13},
+    )
+    return plot.update_layout(**layout)
 
 
 def shown(run: TrainingRun) -> list[MethodRun]:
-    return [method for method in run.methods if not method.failed]
+    """The methods that have step times."""
+    return [method for method in run.methods if not failure(method)]
 
 
 def loss_over_time(run: TrainingRun) -> go.Figure:
-    """Training loss over the seconds spent in steps: what the user waits for."""
-    plot = figure("seconds of training", "training loss, mean over the ranks")
+    """Training loss of the counted steps over the seconds spent in them: what the user waits for."""
+    plot = figure("time in counted steps, s", "training loss, mean over the ranks")
     for method in shown(run):
-        counted = method.losses[-len(method.step_s) :]
-        elapsed = list(accumulate(method.step_s))
-        plot.add_scatter(x=elapsed, y=counted, name=method.name, line_color=colour_of(run, method.name), mode="lines")
+        losses, elapsed_s = method.losses[-len(method.step_s) :], list(accumulate(method.step_s))
+        line = {"color": colour_of(run, method.name)}
+        plot.add_scatter(x=elapsed_s, y=losses, name=escape(method.name), line=line, mode="lines")
     return plot
 
 
 def loss_over_steps(run: TrainingRun) -> go.Figure:
-    """Training loss step by step: exact methods lie on one line."""
-    plot = figure("step", "training loss, mean over the ranks")
+    """Training loss step by step, warm-up included: exact methods lie on one line."""
+    plot = figure("step, warm-up included", "training loss, mean over the ranks")
     for number, method in enumerate(shown(run)):
-        dash = ("solid", "dash", "dot", "dashdot")[number % 4]
-        line = {"color": colour_of(run, method.name), "dash": dash}
-        plot.add_scatter(y=method.losses, name=method.name, line=line, mode="lines")
+        # Lines that coincide stay visible: the first is the widest, the later ones are dashed.
+        line = {"color": colour_of(run, method.name), "dash": DASHES[number % 4], "width": 5 if number == 0 else 2}
+        plot.add_scatter(y=method.losses, name=escape(method.name), line=line, mode="lines")
     return plot
 
 
 def step_breakdown(run: TrainingRun) -> go.Figure:
     """Where a step's time goes: backward alone, communication that backward does not hide, everything else."""
-    from statistics import median
-
     methods = shown(run)
-    names = [method.name for method in methods]
+    names = [escape(method.name) for method in methods]
     steps_ms = [median(method.step_s) * 1e3 for method in methods]
     backward_ms = [(method.backward_s or 0.0) * 1e3 for method in methods]
     exposed_ms = [(method.exposed_s or 0.0) * 1e3 for method in methods]
     rest_ms = [max(s - b - e, 0.0) for s, b, e in zip(steps_ms, backward_ms, exposed_ms, strict=True)]
-    plot = figure("milliseconds", "", barmode="stack", yaxis={"autorange": "reversed"})
+    plot = figure("median step, ms", "", height=150 + 55 * len(methods), barmode="stack")
     parts = (
-        ("backward alone", backward_ms, "#0072B2"),
-        ("exposed communication", exposed_ms, "#D55E00"),
-        ("forward, optimiser, data", rest_ms, "#BBBBBB"),
+        ("backward alone", backward_ms, BACKWARD),
+        ("exposed communication", exposed_ms, EXPOSED),
+        ("rest: forward, optimiser, data", rest_ms, REST),
     )
     for label, values, colour in parts:
-        plot.add_bar(y=names, x=values, name=label, orientation="h", marker_color=colour)
-    return plot
+        text = f"{label}: %{{x:.1f}} ms<extra>%{{y}}</extra>"
+        plot.add_bar(y=names, x=values, name=label, orientation="h", marker_color=colour, hovertemplate=text)
+    return _rows_from_the_top(plot, names)
 
 
 def step_distribution(run: TrainingRun) -> go.Figure:
     """How step times scatter."""
-    plot = figure("", "step, milliseconds", showlegend=False)
-    for method in shown(run):
-        times_ms = [seconds * 1e3 for seconds in method.step_s]
-        plot.add_box(y=times_ms, name=method.name, marker_color=colour_of(run, method.name), boxpoints="outliers")
-    return plot
+    methods = shown(run)
+    plot = figure("step, ms", "", height=110 + 55 * len(methods), showlegend=False)
+    for method in methods:
+        times_ms, colour = [seconds * 1e3 for seconds in method.step_s], colour_of(run, method.name)
+        plot.add_box(
+            x=times_ms, name=escape(method.name), orientation="h", marker_color=colour, boxpoints="all", jitter=0.4
+        )
+    plot.update_xaxes(rangemode="tozero")
+    return _rows_from_the_top(plot, [escape(method.name) for method in methods])
 
 
-def bytes_by_bucket(method: MethodRun) -> go.Figure:
-    """What each bucket of a method handed to the transport, recorded beside predicted."""
-    labels = [f"{bucket_name(row.names)}<br>{row.scheme.replace('_', ' ')}" for row in method.buckets]
-    plot = figure("kilobytes a step from one rank", "", barmode="group", yaxis={"autorange": "reversed"})
-    recorded = [row.sent_bytes / 1e3 for row in method.buckets]
-    predicted = [None if row.predicted_bytes is None else row.predicted_bytes / 1e3 for row in method.buckets]
-    plot.add_bar(y=labels, x=recorded, name="recorded", orientation="h", marker_color="#0072B2")
-    plot.add_bar(y=labels, x=predicted, name="predicted", orientation="h", marker_color="#56B4E9")
-    plot.update_yaxes(automargin=True)
-    return plot
+def bytes_by_bucket(run: TrainingRun, method: MethodRun) -> go.Figure:
+    """What each bucket of a method handed to the transport, recorded beside predicted; the largest buckets only."""
+    rows = sorted(method.buckets, key=lambda row: -row.sent_bytes)[:MOST_SHOWN_BUCKETS]
+    # Numbered, as two buckets may have the same label.
+    labels = [
+        f"{escape(bucket_name(row.names))}<br>{number}: {escape(row.scheme)}"
+        for number, row in enumerate(rows, start=1)
+    ]
+    plot = figure("payload sent by rank 0, kB a step", "", height=130 + 60 * len(rows), barmode="group")
+    colour = colour_of(run, method.name)
+    figures = (
+        ("recorded", [row.sent_bytes for row in rows], 1.0),
+        ("predicted", [row.predicted_bytes for row in rows], 0.4),
+    )
+    for name, sent, opacity in figures:
+        plot.add_bar(
+            y=labels,
+            x=[None if nbytes is None else nbytes / 1e3 for nbytes in sent],
+            text=[None if nbytes is None else f"{nbytes / 1e3:,.1f}" for nbytes in sent],
+            textposition="outside",
+            cliponaxis=False,
+            name=name,
+            orientation="h",
+            marker={"color": colour, "opacity": opacity},
+            hovertemplate=f"{name}: %{{x:,.3f}} kB<extra></extra>",
+        )
+    plot.update_layout(margin={"r": 70})  # the longest bar's figure stands beside it
+    return _rows_from_the_top(plot, labels)
 
 
 def step_timeline(method: MethodRun) -> go.Figure:
     """One step: what ran when on which stream."""
-    plot = figure("milliseconds since backward began", "", barmode="overlay", showlegend=False, height=300)
-    for task in method.timeline:
-        length_ms = (task.end_s - task.start_s) * 1e3
+    rows = lanes(method.timeline)
+    step_s = max(task.end_s for task in method.timeline)
+    known = list(STREAM_COLOURS)
+    rows.sort(key=lambda row: known.index(row[1][0].stream) if row[1][0].stream in known else len(known))
+    plot = figure("time since the step's backward began, ms", "", height=110 + 45 * len(rows), showlegend=False)
+    plot.update_layout(barmode="overlay", bargap=0.25)
+    for label, tasks in rows:
         plot.add_bar(
-            y=[task.stream],
-            x=[length_ms],
-            base=[task.start_s * 1e3],
+            y=[escape(label)] * len(tasks),
+            x=[(task.end_s - task.start_s) * 1e3 for task in tasks],
+            base=[task.start_s * 1e3 for task in tasks],
+            text=[escape(t.name) if t.end_s - t.start_s > LABEL_SHARE * step_s else "" for t in tasks],
+            textposition="inside",
+            insidetextanchor="middle",
+            textangle=0,
+            constraintext="none",
             orientation="h",
-            marker={"color": STREAM_COLOURS.get(task.stream, "#000000"), "line": {"color": "white", "width": 1}},
-            opacity=0.75,
-            hovertemplate=f"{task.name}<br>{length_ms:.2f} ms<extra></extra>",
+            marker={"color": STREAM_COLOURS.get(tasks[0].stream, "#000000"), "line": {"color": "white", "width": 1}},
+            hovertext=[_task_in_words(task) for task in tasks],
+            hoverinfo="text",
         )
-    plot.update_yaxes(categoryorder="array", categoryarray=list(reversed(STREAM_COLOURS)))
-    return plot
+    return _rows_from_the_top(plot, [escape(label) for label, _ in rows])
 
 
 def bucket_name(names: list[str]) -> str:
     """A bucket by its parameters, short."""
+    if not names:
+        return "no parameter"
     return names[0] if len(names) == 1 else f"{names[0]} + {len(names) - 1} more"
+
+
+def _task_in_words(task: TimelineTask) -> str:
+    times = f"{(task.end_s - task.start_s) * 1e3:.2f} ms, from {task.start_s * 1e3:.2f} ms"
+    sent = f"<br>{task.nbytes / 1e3:,.1f} kB" if task.nbytes else ""
+    return f"{escape(task.name)}<br>{times}{sent}"
+
+
+def _rows_from_the_top(plot: go.Figure, labels: list[str]) -> go.Figure:
+    """Categories in the order given, the first on top, also those without a value."""
+    order = {"categoryorder": "array", "categoryarray": labels}
+    return plot.update_yaxes(type="category", range=[len(labels) - 0.5, -0.5], ticksuffix=" ", **order)

@@ -1,4 +1,4 @@
-"""Tables for the terminal."""
+"""Tables for the terminal; the page shows the same cells."""
 
 from __future__ import annotations
 
@@ -10,21 +10,45 @@ from .record import MethodRun, Record, Spread, TrainingRun
 if TYPE_CHECKING:
     from rich.table import Table
 
+TRAINING_COLUMNS = (
+    "method",
+    "step, ms",
+    "samples/s",
+    "sent MB a step and node",
+    "payload MB",
+    "test loss",
+    "AUC",
+    "ratio",
+)
+RECORD_COLUMNS = (
+    "case",
+    "subject",
+    "baseline",
+    "subject, ms",
+    "baseline, ms",
+    "subject / baseline",
+    "A/A",
+    "wire MB",
+    "bound, ms",
+    "subject / bound",
+)
+NOTHING = "-"
+
 
 def milliseconds(spread: Spread | None) -> str:
     """`median [p5-p95]`."""
     if spread is None:
-        return "-"
+        return NOTHING
     return f"{spread.median * 1e3:.1f} [{spread.p5 * 1e3:.1f}-{spread.p95 * 1e3:.1f}]"
 
 
 def factor(spread: Spread | None) -> str:
     """A ratio with its spread."""
-    return "-" if spread is None else f"{spread.median:.3f} [{spread.p5:.3f}-{spread.p95:.3f}]"
+    return NOTHING if spread is None else f"{spread.median:.3f} [{spread.p5:.3f}-{spread.p95:.3f}]"
 
 
 def megabytes(nbytes: float | None) -> str:
-    return "-" if nbytes is None else f"{nbytes / 1e6:.2f}"
+    return NOTHING if nbytes is None else f"{nbytes / 1e6:.2f}"
 
 
 def payload_bytes(method: MethodRun) -> float | None:
@@ -32,90 +56,119 @@ def payload_bytes(method: MethodRun) -> float | None:
     return sum(row.sent_bytes for row in method.buckets) if method.buckets else None
 
 
-def ratios(run: TrainingRun) -> dict[str, Spread]:
-    """Method -> step time over the baseline's, where measured."""
-    return {record.subject: record.ratio for record in run.records if record.ratio is not None}
+def failure(method: MethodRun) -> str | None:
+    """Why a method has no figures; None for one that has."""
+    if method.failed:
+        return f"failed: {method.failed}"
+    return None if method.step_s else "failed: no step was counted"
+
+
+def against_baseline(run: TrainingRun) -> dict[str, Record]:
+    """Method -> its record against the run's first baseline, where that was measured."""
+    first = run.records[0].baseline if run.records else None
+    return {r.subject: r for r in run.records if r.baseline == first and r.ratio is not None}
 
 
 def training_rows(run: TrainingRun) -> list[list[str]]:
-    """The cells of the training table, one row a method; a failed method keeps its row."""
-    ratio = ratios(run)
-    baselines = {record.baseline for record in run.records}
-    rows = []
-    for method in run.methods:
-        if method.failed:
-            rows.append([method.name, f"failed: {method.failed}"] + [""] * (len(TRAINING_COLUMNS) - 2))
-            continue
-        spread = Spread.of(method.step_s)
-        rows.append(
-            [
-                method.name,
-                milliseconds(spread),
-                f"{method.samples_per_step / spread.median:,.0f}",
-                megabytes(method.interface_bytes_per_step),
-                megabytes(payload_bytes(method)),
-                f"{method.final['loss']:.5f}" if "loss" in method.final else "-",
-                f"{method.final['auc']:.4f}" if "auc" in method.final else "-",
-                factor(ratio[method.name]) if method.name in ratio else ("1" if method.name in baselines else "-"),
-            ]
-        )
-    return rows
+    """The cells of the training table, one row a method; the row of a failed method has two: its name and its error."""
+    records = against_baseline(run)
+    return [
+        [method.name, error] if (error := failure(method)) else _figures(method, records, run) for method in run.methods
+    ]
 
 
-TRAINING_COLUMNS = (
-    "method",
-    "step, ms",
-    "samples/s",
-    "MB a step and node",
-    "payload MB",
-    "held-out loss",
-    "AUC",
-    "step / baseline",
-)
+def _figures(method: MethodRun, records: dict[str, Record], run: TrainingRun) -> list[str]:
+    spread = Spread.of(method.step_s)
+    first = run.records[0] if run.records else None
+    # A baseline picked from a sweep goes by the sweep's name; its method is among the parameters.
+    is_baseline = first and method.name == first.params.get("baseline_method", first.baseline)
+    ratio = "1" if is_baseline else NOTHING
+    return [
+        method.name,
+        milliseconds(spread),
+        f"{method.samples_per_step / spread.median:,.0f}" if spread.median else NOTHING,
+        megabytes(method.interface_bytes_per_step),
+        megabytes(payload_bytes(method)),
+        f"{method.final['loss']:.5f}" if "loss" in method.final else NOTHING,
+        f"{method.final['auc']:.4f}" if "auc" in method.final else NOTHING,
+        factor(records[method.name].ratio) if method.name in records else ratio,
+    ]
 
 
-def training_table(run: TrainingRun) -> Table:
+COMPACT_COLUMNS = (0, 1, 3, 5, 6, 7)  # what matters most, for narrow terminals
+
+
+def training_table(run: TrainingRun, *, compact: bool = False) -> Table:
     """Every method of a run: median step time [p5-p95], bytes at the interface, what it learned, ratio."""
     from rich.table import Table
     from rich.text import Text
 
     aa = next((record.aa for record in run.records if record.aa), None)
     noise = f"; the baseline against itself: {factor(aa)}" if aa else ""
-    table = Table(title=f"{run.workload} on {run.nodes} nodes, {run.link}", caption=Text(f"median [p5-p95]{noise}"))
-    for number, column in enumerate(TRAINING_COLUMNS):
-        table.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
+    title, caption = f"{run.workload} on {run.nodes} nodes, {run.link}", f"median [p5-p95]{noise}"
+    table = Table(title=Text(title), caption=Text(caption))
+    chosen = COMPACT_COLUMNS if compact else range(len(TRAINING_COLUMNS))
+    for number in chosen:
+        table.add_column(TRAINING_COLUMNS[number], justify="left" if number == 0 else "right", no_wrap=number == 0)
     for row in training_rows(run):
-        table.add_row(*map(Text, row))
+        cells = row + [""] * (len(TRAINING_COLUMNS) - len(row))  # the row of a failed method is short
+        table.add_row(*(Text(cells[number]) for number in chosen))
     return table
 
 
 def records_table(records: Sequence[Record]) -> Table:
-    """Records as rows: subject, baseline, both times, their ratio, noise, bytes and bound."""
+    """Records as rows: subject, baseline, both times, their ratio, noise, bytes and bound.
+
+    What all records share (nodes, link, ...) is the title, what tells them apart stands beside the case.
+    """
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(caption=Text("times in ms, median [p5-p95]; A/A: the baseline against itself in the same run"))
-    columns = ("case", "subject", "baseline", "subject ms", "baseline ms", "ratio", "A/A", "wire MB", "bound ms")
-    for number, column in enumerate(columns):
+    shared = _shared(records)
+    caption = "times: median [p5-p95]; A/A: the baseline against itself; wire: subject / baseline, a step and node"
+    table = Table(title=Text(_in_words(shared)), caption=Text(caption))
+    for number, column in enumerate(RECORD_COLUMNS):
         table.add_column(column, justify="left" if number < 3 else "right", overflow="fold")
     for record in records:
-        wire = record.wire_bytes
-        cells = (
-            f"{record.case} {_what(record.params)}",
-            record.subject,
-            record.baseline,
-            milliseconds(record.subject_s) if not record.failed else f"failed: {record.failed}",
-            milliseconds(record.baseline_s),
-            factor(record.ratio),
-            factor(record.aa),
-            f"{megabytes(wire.subject)} / {megabytes(wire.baseline)}" if wire else "-",
-            "-" if record.bound_s is None else f"{record.bound_s * 1e3:.1f}",
-        )
-        table.add_row(*map(Text, cells))
+        table.add_row(*map(Text, _record_row(record, shared)))
     return table
 
 
-def _what(params: dict[str, Any]) -> str:
-    if "size_bytes" in params:
-        return f"{params['size_bytes'] / 1024:.0f} KiB"
-    return str(params.get("workload", ""))
+def _record_row(record: Record, shared: dict[str, Any]) -> list[str]:
+    wire, bound_s = record.wire_bytes, record.bound_s
+    own = {key: value for key, value in record.params.items() if key not in shared}
+    over_bound = record.subject_s.median / bound_s if record.subject_s and bound_s else None
+    return [
+        f"{record.case} {_in_words(own)}".rstrip(),
+        record.subject,
+        record.baseline,
+        f"failed: {record.failed}" if record.failed else milliseconds(record.subject_s),
+        milliseconds(record.baseline_s),
+        factor(record.ratio),
+        factor(record.aa),
+        f"{megabytes(wire.subject)} / {megabytes(wire.baseline)}" if wire else NOTHING,
+        NOTHING if bound_s is None else f"{bound_s * 1e3:.1f}",
+        NOTHING if over_bound is None else f"{over_bound:.2f}",
+    ]
+
+
+def _shared(records: Sequence[Record]) -> dict[str, Any]:
+    """The parameters that have the same value in every record."""
+    if not records:
+        return {}
+    first, *others = (record.params for record in records)
+    missing = object()
+    return {key: value for key, value in first.items() if all(o.get(key, missing) == value for o in others)}
+
+
+def _in_words(params: dict[str, Any]) -> str:
+    """`nodes 4, link 1gbit, size 4096 kB`; what has a column of its own is left out."""
+    words = []
+    for key, value in params.items():
+        if key == "bound_ratio":
+            continue
+        if key == "size_bytes":
+            words.append(f"size {value / 1e3:,.0f} kB")
+        else:
+            words.append(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}")
+    return ", ".join(words)

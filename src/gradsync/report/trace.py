@@ -1,35 +1,58 @@
-"""The last step of each method as a Chrome trace, which ui.perfetto.dev opens."""
+"""One step of each method as a Chrome trace, which ui.perfetto.dev and chrome://tracing open."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .record import TrainingRun
+from .record import TimelineTask, TrainingRun
+
+
+def lanes(tasks: Sequence[TimelineTask]) -> list[tuple[str, list[TimelineTask]]]:
+    """(label, tasks) in the order of their streams' first task; no two tasks of a lane overlap.
+
+    Operations in flight share the stream `link`. Viewers take overlapping events of one thread for nested calls and
+    draw them wrongly, so a stream gets as many lanes as it has tasks at once: `link`, `link 2`, ...
+    """
+    streams: dict[str, list[list[TimelineTask]]] = {}
+    for task in sorted(tasks, key=lambda t: (t.start_s, t.end_s)):
+        rows = streams.setdefault(task.stream, [])
+        free = next((row for row in rows if row[-1].end_s <= task.start_s), None)
+        if free is None:
+            rows.append([task])
+        else:
+            free.append(task)
+    return [
+        (stream if number == 0 else f"{stream} {number + 1}", row)
+        for stream, rows in streams.items()
+        for number, row in enumerate(rows)
+    ]
 
 
 def trace_events(run: TrainingRun) -> list[dict[str, Any]]:
-    """A process a method, a thread a stream, a complete event ("X", microseconds) a task."""
+    """A process a method, a thread a lane of a stream, a complete event ("X", microseconds) a task."""
     events: list[dict[str, Any]] = []
     for pid, method in enumerate((m for m in run.methods if m.timeline), start=1):
-        events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": method.name}})
-        streams = list(dict.fromkeys(task.stream for task in method.timeline))
-        for tid, stream in enumerate(streams, start=1):
-            events.append({"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": stream}})
-        for task in method.timeline:
-            events.append(
-                {
-                    "ph": "X",
-                    "pid": pid,
-                    "tid": streams.index(task.stream) + 1,
-                    "name": task.name,
-                    "ts": task.start_s * 1e6,
-                    "dur": max(task.end_s - task.start_s, 0.0) * 1e6,
-                    "args": {"nbytes": task.nbytes},
-                }
-            )
+        events.append({"ph": "M", "pid": pid, "tid": 0, "name": "process_name", "args": {"name": method.name}})
+        for tid, (label, tasks) in enumerate(lanes(method.timeline), start=1):
+            events.append({"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": label}})
+            events.extend(_event(task, pid, tid) for task in tasks)
     return events
+
+
+def _event(task: TimelineTask, pid: int, tid: int) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "pid": pid,
+        "tid": tid,
+        "name": task.name,
+        "cat": task.stream,
+        "ts": task.start_s * 1e6,
+        "dur": max(task.end_s - task.start_s, 0.0) * 1e6,
+        "args": {"bytes": task.nbytes},
+    }
 
 
 def write_trace(run: TrainingRun, path: str | Path) -> None:
