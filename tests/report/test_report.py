@@ -112,8 +112,8 @@ def training_run(gradsync_ms: float = 40.0, link: str = "1gbit") -> TrainingRun:
     )
 
 
-def printed(table: object) -> str:
-    console = Console(width=220, record=True, file=None, quiet=False)
+def printed(table: object, width: int = 220) -> str:
+    console = Console(width=width, record=True, file=None, quiet=False)
     with console.capture() as capture:
         console.print(table)
     return capture.get()
@@ -139,6 +139,12 @@ def test_compact_table_keeps_times_ratios_and_errors() -> None:
     for expected in ("gradsync", "0.400 [0.360-0.440]", "failed: TypeError: BF16 [needs] CUDA"):
         assert expected in text
     assert "payload" not in text
+
+
+@pytest.mark.parametrize("compact", [True, False])
+def test_narrow_terminals_wrap_figures_but_never_cut_them(compact: bool) -> None:
+    text = printed(training_table(training_run(), compact=compact), width=80)
+    assert "BF16" in text and "\N{HORIZONTAL ELLIPSIS}" not in text
 
 
 def test_a_baseline_picked_from_a_sweep_is_marked_at_its_method() -> None:

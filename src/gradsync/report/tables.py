@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from .record import MethodRun, Record, Spread, TrainingRun
 
@@ -109,7 +109,8 @@ def training_table(run: TrainingRun, *, compact: bool = False) -> Table:
     table = Table(title=Text(title), caption=Text(caption))
     chosen = COMPACT_COLUMNS if compact else range(len(TRAINING_COLUMNS))
     for number in chosen:
-        table.add_column(TRAINING_COLUMNS[number], justify="left" if number == 0 else "right", no_wrap=number == 0)
+        justify: Literal["left", "right"] = "left" if number == 0 else "right"
+        table.add_column(TRAINING_COLUMNS[number], justify=justify, no_wrap=number == 0, overflow="fold")
     for row in training_rows(run):
         cells = row + [""] * (len(TRAINING_COLUMNS) - len(row))  # the row of a failed method is short
         table.add_row(*(Text(cells[number]) for number in chosen))
