@@ -97,21 +97,14 @@ class TorchGroup(Group):
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, *, timeout_s: float) -> None:
-        members = dist.get_process_group_ranks(process_group)
-        whole_world = len(members) == dist.get_world_size()
-        self.members = tuple(members)
+        self.members = tuple(dist.get_process_group_ranks(process_group))
         self.rank = dist.get_rank(process_group)
         self.backend = dist.get_backend(process_group)
-        self._own = dist.new_group(
-            members,
-            timeout=timedelta(seconds=timeout_s),
-            backend=self.backend,
-            use_local_synchronization=not whole_world,
-        )
-        # The store outlives a broken connection between two ranks, so failures are told through it; a connection of
-        # our own, as asking may block for long.
-        store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]  # torch does not declare it
-        self._store = distributed_c10d.PrefixStore(f"gradsync/{self._own.group_name}", store)
+        self._own = _new_communicator(process_group, self.members, self.rank, timedelta(seconds=timeout_s))
+        # The store outlives a broken connection between two ranks, so failures are told through it.
+        self._store = distributed_c10d._get_default_store()
+        self._board_name = f"gradsync/{self._own.group_name}"
+        self._board: distributed_c10d.Store | None = None
         self._asking: threading.Thread | None = None
         self._in_flight: dict[int, Any] = {}
 
@@ -139,7 +132,7 @@ class TorchGroup(Group):
     def announce_failure(self, text: str) -> None:
         # The first announcement stays: later ones are its consequences.
         mine = f"rank {self.members[self.rank]}: {text}"
-        if self._ask(lambda: self._store.compare_set("failure", "", mine)) is None:
+        if self._ask(lambda board: board.compare_set("failure", "", mine)) is None:
             logger.warning("could not tell the other ranks of a failure here, the store does not answer: %s", text)
 
     def close(self) -> None:
@@ -151,18 +144,24 @@ class TorchGroup(Group):
         self._in_flight.clear()
 
     def _announced(self) -> str | None:
-        text = self._ask(lambda: self._store.get("failure") if self._store.check(["failure"]) else None)
+        text = self._ask(lambda board: board.get("failure") if board.check(["failure"]) else None)
         return text.decode() if text is not None else None
 
-    def _ask(self, question: Callable[[], bytes | None]) -> bytes | None:
+    def _ask(self, question: Callable[[distributed_c10d.Store], bytes | None]) -> bytes | None:
         """The store's answer; None without one within a poll: its host may be the process that stopped or died."""
-        if self._asking is not None and self._asking.is_alive():
-            return None
+        if self._asking is not None:
+            self._asking.join(FAILURE_POLL_S)
+            if self._asking.is_alive():
+                return None
         answers: list[bytes | None] = []
 
         def ask() -> None:
             with suppress(RuntimeError):
-                answers.append(question())
+                if self._board is None:
+                    # A connection of its own, as both may block: the user's is for others.
+                    store = self._store.clone()  # type: ignore[attr-defined]  # torch does not declare it
+                    self._board = distributed_c10d.PrefixStore(self._board_name, store)
+                answers.append(question(self._board))
 
         self._asking = threading.Thread(target=ask, name="gradsync store", daemon=True)
         self._asking.start()
@@ -187,12 +186,40 @@ class TorchGroup(Group):
                 except RuntimeError as error:
                     if announced := self._announced():
                         raise GroupError(announced) from None
-                    if work.is_completed():  # it failed, and not by our patience
-                        raise GroupError(f"a connection broke ({_first_line(error)})") from None
                     if time.monotonic() >= deadline:
                         raise GroupError(f"no answer from at least one rank within {timeout_s:.0f} s") from None
+                    if work.is_completed():  # it failed, and not by our patience
+                        raise GroupError(f"a connection broke ({_first_line(error)})") from None
 
         return Pending(wait)
+
+
+def _new_communicator(
+    process_group: dist.ProcessGroup | None, members: tuple[int, ...], rank: int, timeout: timedelta
+) -> dist.ProcessGroup:
+    """A process group of the same members and backend, which only they need to call for."""
+    backend = dist.get_backend(process_group)
+    if len(members) == dist.get_world_size():
+        whole: dist.ProcessGroup = dist.new_group(members, timeout=timeout, backend=backend)
+        return whole
+    # new_group(use_local_synchronization=True) names the group by how many groups a rank is in: members of different
+    # numbers of groups would wait for each other. So this is its end, with a name that the members share.
+    assert process_group is not None
+    store = distributed_c10d._get_default_store()
+    parent = process_group.group_name
+    name = f"gradsync {parent} {store.add(f'gradsync {parent} of {rank}', 1)}"
+    made: dist.ProcessGroup
+    made, _ = distributed_c10d._new_process_group_helper(
+        len(members),
+        rank,
+        list(members),
+        backend,
+        store,
+        name,  # type: ignore[arg-type]  # a NewType of str in some versions
+        timeout=timeout,
+    )
+    distributed_c10d._world.pg_group_ranks[made] = {member: place for place, member in enumerate(members)}
+    return made
 
 
 def split(buffer: Tensor, sizes: Sequence[int], keep: Tensor | None = None) -> list[Tensor]:

@@ -1,0 +1,106 @@
+"""`TorchGroup` on gloo: operations as `Group` says, bounded waits, failures that are told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradsync.comm import GroupError, LocalGroup, TorchGroup, run_local
+from gradsync.comm.group import Group
+from tests.world import Ranks
+
+World = Callable[[int], Ranks]
+
+
+def operations(group: Group) -> dict[str, list[list[float]]]:
+    """Every operation once, with lengths that differ between the ranks, some of them zero; what came back."""
+    rank, size = group.rank, group.size
+    mine = torch.arange(3.0) + 10 * rank
+    lengths = [(2 * r) % 3 for r in range(size)]
+    sent = [(rank + peer) % 3 for peer in range(size)]
+    received = [(peer + rank) % 3 for peer in range(size)]
+    outgoing = torch.arange(float(sum(sent))) + 100 * rank
+    return {
+        "all_reduce": [group.all_reduce(mine.clone()).wait(10).tolist()],
+        "all_gather": [part.tolist() for part in group.all_gather(mine).wait(10)],
+        "all_gather of lengths": [p.tolist() for p in group.all_gather(torch.ones(lengths[rank]), lengths).wait(10)],
+        "all_to_all": [part.tolist() for part in group.all_to_all(outgoing, sent, received).wait(10)],
+        "broadcast": [group.broadcast(mine.clone()).wait(10).tolist()],
+    }
+
+
+def operations_on_gloo(members: list[int] | None) -> dict[str, list[list[float]]] | None:
+    process_group = None if members is None else dist.new_group(members)
+    if members is not None and dist.get_rank() not in members:
+        return None
+    group = TorchGroup(process_group, timeout_s=10)
+    assert group.members == tuple(members or range(dist.get_world_size()))
+    found = operations(group)
+    group.close()
+    return found
+
+
+@pytest.mark.parametrize(("size", "members"), [(2, None), (3, None), (4, None), (4, [1, 3]), (4, [0, 2, 3])])
+def test_processes_get_what_threads_get(world: World, size: int, members: list[int] | None) -> None:
+    """The last case has ranks that were in different numbers of groups before."""
+    got = [found for found in world(size).run(operations_on_gloo, members) if found is not None]
+    assert got == run_local(len(members or range(size)), operations)
+
+
+def wait_for_an_absent_rank() -> str:
+    group = TorchGroup(timeout_s=10)
+    text = ""
+    if group.rank == 0:
+        with pytest.raises(GroupError) as caught:
+            group.all_reduce(torch.ones(2)).wait(1.0)
+        text = str(caught.value)
+    dist.barrier()
+    group.close()
+    return text
+
+
+def test_a_wait_ends_at_its_timeout(world: World) -> None:
+    assert world(2).run(wait_for_an_absent_rank)[0] == "no answer from at least one rank within 1 s"
+
+
+def hear_of_a_failure() -> str:
+    group = TorchGroup(timeout_s=60)
+    text = ""
+    if group.rank == 0:
+        with pytest.raises(GroupError) as caught:
+            group.all_reduce(torch.ones(2)).wait(60.0)
+        text = str(caught.value)
+    elif group.rank == 1:
+        group.announce_failure("out of coffee")
+        group.announce_failure("a consequence")
+    dist.barrier()
+    group.close()
+    return text
+
+
+def test_the_first_failure_announced_reaches_who_waits(world: World) -> None:
+    assert world(3).run(hear_of_a_failure, limit_s=20)[0] == "rank 1: out of coffee"
+
+
+def failures_do_not_outlive_the_group() -> None:
+    first = TorchGroup(timeout_s=10)
+    first.announce_failure("long ago")
+    first.close()
+    second = TorchGroup(timeout_s=10)
+    if second.rank == 0:
+        time.sleep(1.5)  # longer than a poll, so that the other rank asks
+    assert second.all_reduce(torch.ones(1)).wait(10).item() == 2
+    second.close()
+
+
+def test_a_new_group_does_not_hear_of_old_failures(world: World) -> None:
+    world(2).run(failures_do_not_outlive_the_group)
+
+
+def test_a_group_of_one_needs_no_process_group() -> None:
+    (group,) = LocalGroup.world(1)
+    assert operations(group)["all_reduce"] == [[0.0, 1.0, 2.0]]
