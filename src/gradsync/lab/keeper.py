@@ -20,6 +20,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,7 +38,7 @@ QUEUE_S = 0.020  # how long a packet may wait in the shaper before it is dropped
 SIOCETHTOOL = 0x8946
 ETHTOOL_GET = {"tso": 0x1E, "gso": 0x23, "gro": 0x2B}  # linux/ethtool.h
 
-KILL_ROUNDS = 10  # a process may fork while its siblings are killed
+KILL_PATIENCE_S = 3.0  # for processes to be gone after they were killed
 COMMAND_NOT_FOUND = 127  # as shells say it
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -228,13 +229,18 @@ class Network:
     def leave(self, *_signal: Any) -> NoReturn:
         """Ends what runs in the nodes, whoever started it, and this process."""
         spaces = {network_namespace(pid) for pid in self.pids}
-        for _ in range(KILL_ROUNDS):
+        deadline = time.monotonic() + KILL_PATIENCE_S
+        while time.monotonic() < deadline:  # more than once: a process may fork while its siblings are killed
             inside = [pid for pid in processes_inside(spaces) if pid not in self.pids]
             if not inside:
                 break
             for pid in inside:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+            time.sleep(0.005)
+        for pid in self.pids:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
         os._exit(0)
 
 

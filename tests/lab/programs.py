@@ -1,0 +1,114 @@
+"""What ranks run in the lab's tests: small scripts that import torch only where they need it."""
+
+from __future__ import annotations
+
+import sys
+
+from gradsync.lab import counters
+
+# The module alone: the package would load torch.
+COUNTERS = f"""
+import importlib.util
+spec = importlib.util.spec_from_file_location("counters", {counters.__file__!r})
+counters = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(counters)
+interface_bytes = counters.interface_bytes
+"""
+
+ENVIRONMENT = """
+import os
+names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT OMP_NUM_THREADS".split()
+print(*(os.environ[name] for name in names))
+"""
+
+ALL_REDUCE = """
+import torch, torch.distributed as dist
+from gradsync.lab.counters import interface_bytes
+dist.init_process_group("gloo")
+values = torch.full((1 << 20,), float(dist.get_rank() + 1))
+dist.barrier()
+before = interface_bytes()[0]
+dist.all_reduce(values)
+dist.barrier()  # what a rank sent may still queue in its shaper when it has all it needs
+sent = interface_bytes()[0] - before
+print(values.min().item(), values.max().item(), sent, flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+# Rank 1 answers every byte. Rank 0 sends one, says `lost` for each 0.2 s without an answer, `ok` when it comes.
+PING = """
+import os, socket, time
+if os.environ["RANK"] == "1":
+    with socket.create_server(("", 6000)) as server, server.accept()[0] as stream:
+        while data := stream.recv(1):
+            stream.sendall(data)
+while True:
+    try:
+        stream = socket.create_connection(("10.77.0.2", 6000))
+        break
+    except ConnectionRefusedError:
+        time.sleep(0.02)
+stream.settimeout(0.2)
+while True:
+    stream.sendall(b"!")
+    while True:
+        try:
+            stream.recv(1)
+            break
+        except TimeoutError:
+            print("lost", flush=True)
+    print("ok", flush=True)
+    time.sleep(0.01)
+"""
+
+# Sends PAYLOAD bytes from rank 0 to rank 1; both print (sent, received) of their interface.
+TRANSFER = f"""
+{COUNTERS}
+import os, socket, time
+size, sent = int(os.environ["PAYLOAD"]), interface_bytes()
+if os.environ["RANK"] == "1":
+    with socket.create_server(("", 6000)) as server, server.accept()[0] as stream:
+        while data := stream.recv(1 << 20):
+            pass
+else:
+    while True:
+        try:
+            stream = socket.create_connection(("10.77.0.2", 6000))
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.02)
+    stream.sendall(bytes(size))
+    stream.shutdown(socket.SHUT_WR)
+    stream.recv(1)
+now = interface_bytes()
+print(now[0] - sent[0], now[1] - sent[1])
+"""
+
+# Waits for traffic to come in over its link, says so, waits until none came for half a second, says so.
+LISTEN = f"""
+{COUNTERS}
+import time
+base = interface_bytes()[1]
+while interface_bytes()[1] < base + 200_000:
+    time.sleep(0.01)
+print("traffic", flush=True)
+before = -1
+while (now := interface_bytes()[1]) > before + 2000:
+    before = now
+    time.sleep(0.5)
+print("quiet", flush=True)
+"""
+
+CONGESTION_CONTROL = """
+import os, socket
+other = "10.77.0.2" if os.environ["RANK"] == "0" else "10.77.0.1"
+with socket.socket() as stream:
+    stream.setblocking(False)
+    stream.connect_ex((other, 9))
+    print(stream.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(bytes(1)).decode())
+"""
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
