@@ -96,6 +96,7 @@ class Engine:
         self._arrivals: dict[str, bool] = {}  # parameters in the order they became ready -> sparse layout
         self._timeline: list[Task] = []
         self._steps_good = True
+        self._observed = False
         self.plan = plan if isinstance(plan, Plan) else plan(list(self.profiles.values()), group.size)
         self._lanes: dict[str, Lane] = {}
         self._lanes_of: dict[str, list[Lane]] = {}
@@ -136,7 +137,7 @@ class Engine:
     @property
     def observing(self) -> bool:
         """Whether this step shows the planner what the model's gradients are: their layouts must be autograd's own."""
-        return self._planner is not None and self.step == 0
+        return self._planner is not None and not self._observed
 
     @property
     def replanning(self) -> bool:
@@ -372,7 +373,7 @@ class Engine:
         return lane.steps * sum(t.sent_bytes(self.group.rank) for t in transfers(steps))
 
     def _observe(self) -> None:
-        """Reduces what the first step showed over the ranks, and makes the plan that all of them now make."""
+        """Reduces what a first step showed over the ranks, and makes the plan that all of them now make."""
         assert self._planner is not None
         mine = torch.tensor([self._observation(name) for name in self.parameters], dtype=torch.int64)
         if self.parameters:
@@ -381,12 +382,28 @@ class Engine:
             table = torch.stack([row.view(len(self.parameters), 4).cpu() for row in everyone])
             for index, name in enumerate(self.parameters):
                 self.profiles[name] = self._profile(name, table[:, index])
+        # A table that no module announced travelled dense: what its rows are, the next step shows.
+        self._observed = all(p.density is not None for p in self.profiles.values() if p.sparse)
         plan = self._planner(list(self.profiles.values()), self.group.size)
+        self._require_same(plan.digest)
         if plan.digest != self.plan.digest:
             self._next_plan = plan
         else:
             for line in self.words():
                 logger.info("%s", line)
+
+    def _require_same(self, digest: str) -> None:
+        """A planner that is not deterministic would make the ranks wait for each other: raises on all of them."""
+        mine = torch.tensor(list(bytes.fromhex(digest)), dtype=torch.uint8, device=self._device)
+        everyone = self.call(lambda group: group.all_gather(mine).wait(self.timeout_s))
+        digests = [bytes(part.tolist()).hex() for part in everyone]
+        other = next((rank for rank, theirs in enumerate(digests) if theirs != digests[0]), None)
+        if other is not None:
+            self._failure = (
+                f"the plans made after the first step differ: rank 0 has {digests[0][:12]}, rank {other} has "
+                f"{digests[other][:12]}; a planner must depend on nothing but its arguments"
+            )
+            raise RuntimeError(self._failure)
 
     def _observation(self, name: str) -> tuple[int, int, int, int]:
         """(place in ready order, sparse layout, rows of mine, rows of the sum) of one parameter; -1: not known."""

@@ -59,7 +59,7 @@ class FlatGradients:
             for _, part in self._parts[name]:
                 part.zero_()
         elif gradient is not home:
-            dense = gradient.to_dense() if gradient.layout is torch.sparse_coo else gradient
+            dense = dense_of(gradient)
             if home is not None:
                 home.copy_(dense)
                 return
@@ -161,10 +161,21 @@ class RowGradients:
             return SparseRows.absent(self._shapes[name], self.bucket.dtype, self._device)
         gradient, used = self._brought[name]
         is_rows = gradient.layout is torch.sparse_coo and gradient.sparse_dim() == 1
-        dense = gradient.to_dense() if gradient.layout is torch.sparse_coo and not is_rows else gradient
-        rows = SparseRows.from_torch(gradient) if is_rows else SparseRows.from_dense(dense)
+        rows = SparseRows.from_torch(gradient) if is_rows else SparseRows.from_dense(dense_of(gradient))
         # Rows kept from an earlier backward count as brought: absent means that no rows are sent.
         return rows if used or rows.nnz else SparseRows.absent(self._shapes[name], self.bucket.dtype, self._device)
+
+
+def dense_of(gradient: Tensor) -> Tensor:
+    """The gradient as a dense tensor. Indices of a sparse one are checked: `to_dense` would write wherever they point.
+
+    Raises:
+        RuntimeError: for indices outside of the tensor.
+    """
+    if gradient.layout is not torch.sparse_coo:
+        return gradient
+    torch._validate_sparse_coo_tensor_args(gradient._indices(), gradient._values(), gradient.shape)
+    return gradient.to_dense()
 
 
 Gradients = FlatGradients | RowGradients

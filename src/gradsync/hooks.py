@@ -60,8 +60,8 @@ class AutogradHooks:
         self._homes: dict[str, Tensor] = {}
         self._tenants: list[tuple[Lane, list[tuple[str, nn.Parameter, Tensor]]]] = []
         self._handles = [
-            p.register_post_accumulate_grad_hook(_Hook(self, lambda hooks, p, name=name: hooks._on_gradient(name, p)))
-            for name, p in self._parameters.items()
+            parameter.register_post_accumulate_grad_hook(_GradientHook(self, name))
+            for name, parameter in self._parameters.items()
         ]
         model_hook = _uncompiled_model_hook()
         self._handles.append(model.register_forward_pre_hook(model_hook(self, AutogradHooks._before_forward)))
@@ -266,6 +266,19 @@ class _Hook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _get_nothing, ()
+
+
+class _GradientHook(_Hook):
+    """The hook of one parameter; runs for every gradient, so nothing lies between it and its owner."""
+
+    def __init__(self, owner: AutogradHooks, name: str) -> None:
+        super().__init__(owner, AutogradHooks._on_gradient)
+        self._name = name
+
+    def __call__(self, parameter: nn.Parameter) -> None:
+        owner = self._owner()
+        if owner is not None:
+            owner._on_gradient(self._name, parameter)
 
 
 class _ModelHook(_Hook):

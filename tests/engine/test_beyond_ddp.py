@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradsync
+from gradsync.density import ParameterProfile
+from gradsync.planner import default_plan
 from tests.engine.models import Branches, Convolutions, HiddenTable, Perceptron, TiedTable
 from tests.engine.twins import assert_same_on_all_ranks, averaged, plain
 from tests.world import Ranks
@@ -216,6 +218,32 @@ def test_gradients_are_the_mean_over_four_ranks(world: World, case: Callable[[],
     world(4).run(case)
 
 
+def plans_of_a_planner_that_asks_its_rank() -> str:
+    rank = dist.get_rank()
+
+    def fickle(profiles: Sequence[ParameterProfile], world_size: int) -> gradsync.Plan:
+        plan = default_plan(profiles, world_size)
+        measured = any(profile.position for profile in profiles)
+        segments = [(bucket.names[::-1], bucket.make_scheme()) for bucket in plan.buckets]
+        specs = {profile.name: profile.tensor for profile in profiles}
+        return gradsync.Plan.make(specs, world_size, segments) if measured and rank else plan
+
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    handle = gradsync.attach(model, plan=fickle, timeout=15)
+    try:
+        model(torch.ones(2, 3)).sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        handle.detach()
+    return "no error"
+
+
+def test_plans_that_differ_after_the_first_step_raise_on_every_rank(world: World) -> None:
+    for message in world(2).run(plans_of_a_planner_that_asks_its_rank):
+        assert "the plans made after the first step differ: rank 0 has" in message
+
+
 def layouts_and_plan_of_a_hidden_table() -> tuple[list[str], list[str]]:
     model = HiddenTable()
     handle = gradsync.attach(model, timeout=15)
@@ -229,7 +257,7 @@ def layouts_and_plan_of_a_hidden_table() -> tuple[list[str], list[str]]:
     return layouts, words
 
 
-def test_the_first_step_shows_that_a_table_is_sparse(world: World) -> None:
+def test_the_first_steps_show_that_a_table_is_sparse_and_how(world: World) -> None:
     for layouts, words in world(2).run(layouts_and_plan_of_a_hidden_table):
         assert layouts == ["torch.sparse_coo"] * 3
-        assert "table -> balanced parallelism" in words
+        assert any(word.startswith("table (") and "dense) ->" in word for word in words)

@@ -17,6 +17,7 @@ from .progress import console, event_bar
 
 BLOCK_STEPS = 8
 QUICK_STEPS = 16
+WIDE = 130  # columns of a terminal that shows the whole table
 DEMO_ROW_LENGTH = 32  # elements of an embedding row
 
 
@@ -62,7 +63,7 @@ def show(run: TrainingRun) -> None:
     """Prints the table, and the plan in words."""
     console.print()
     console.print(f"{run.description}; data: {run.source}")
-    console.print(training_table(run))
+    console.print(training_table(run, compact=console.width < WIDE))
     for method in run.methods:
         if method.plan:
             console.print(f"What {method.name} did with each gradient:", style="bold")
