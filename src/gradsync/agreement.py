@@ -128,7 +128,7 @@ def _texts(
     lines += [f"{name}: strides {p.stride()}" for name, p in parameters.items() if not p.is_contiguous()]
     lines += [f"{line} (frozen)" for line in describe_specs({n: TensorSpec.of(p) for n, p in others.items()})]
     lines += [f"{line} (buffer)" for line in describe_specs({n: TensorSpec.of(b) for n, b in inner.named_buffers()})]
-    plan_text = plan.to_json() if isinstance(plan, Plan) else f"made by {getattr(plan, '__qualname__', plan)}"
+    plan_text = plan.to_json() if isinstance(plan, Plan) else f"made by {_planner_name(plan)}"
     return {"models": "\n".join(lines), "plans": plan_text}
 
 
@@ -179,6 +179,12 @@ def _first_difference(everyone: dict[str, list[str]]) -> str:
         f"the {what} differ between the ranks: rank 0 has {pair[0]}, rank {rank} has {pair[1]}; first "
         f"difference, line {at + 1}: rank 0 has {first!r}, rank {rank} has {second!r}"
     )
+
+
+def _planner_name(planner: Planner | None) -> str:
+    """The same on every rank, unlike a `repr` with an address."""
+    function = planner.func if isinstance(planner, partial) else planner
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
 def _classes(model: nn.Module) -> set[type]:

@@ -96,6 +96,7 @@ def run_block(workload: Workload, who: Contestant, steps: int, *, counted: bool)
         who.failed = f"{type(error).__name__}: {error}"
     if counted:
         who.blocks.append(times)
+        dist.barrier()  # a shaped link counts a packet when it leaves, which is after the collective returned
         who.sent_bytes += interface_bytes()[0] - sent_before
 
 

@@ -10,7 +10,7 @@ from ..bench.sync import DENSE_SIZES_BYTES, SyncSpec, run_sync
 from ..bench.train import TrainSpec, run_training
 from ..report.record import Record, save_records
 from ..report.tables import records_table
-from .progress import console, event_bar
+from .progress import WIDE, beside, console, event_bar, plain_errors
 
 app = typer.Typer(help="Measure methods beside each other and keep the records.", no_args_is_help=True)
 
@@ -44,7 +44,10 @@ def sync(  # noqa: PLR0917 (the command's options)
         repeats=QUICK_REPEATS if quick else repeats,
         loopback=loopback,
     )
-    with event_bar(f"exchanges on {nodes} nodes, {link}", 1 + len(DENSE_SIZES_BYTES) + len(spec.workloads)) as on_event:
+    with (
+        plain_errors(),
+        event_bar(f"exchanges on {nodes} nodes, {link}", 1 + len(DENSE_SIZES_BYTES) + len(spec.workloads)) as on_event,
+    ):
         records, notes = run_sync(spec, on_event)
     finish(records, notes, json)
 
@@ -78,7 +81,7 @@ def train(  # noqa: PLR0917 (the command's options)
         loopback=loopback,
     )
     copies = len(spec.expanded_methods()) + 1
-    with event_bar(f"{workload} on {nodes} nodes, {link}", copies * (spec.repeats + 1)) as on_event:
+    with plain_errors(), event_bar(f"{workload} on {nodes} nodes, {link}", copies * (spec.repeats + 1)) as on_event:
         run = run_training(spec, on_event)
     finish(run.records, run.notes, json)
 
@@ -88,11 +91,11 @@ def finish(records: list[Record], notes: list[str], json: str | None) -> None:
     import json as encoder
 
     for note in notes:
-        console.print(f"Note: {note}", style="yellow")
+        beside.print(f"Note: {note}", style="yellow")
     if json == "-":
         typer.echo(encoder.dumps([record.model_dump(mode="json") for record in records], indent=1))
         return
-    console.print(records_table(records))
+    console.print(records_table(records, compact=console.width < WIDE))
     if json is not None:
         save_records(records, json)
         console.print(f"Records: {json}")

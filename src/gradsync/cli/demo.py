@@ -8,16 +8,14 @@ from typing import Annotated
 import typer
 
 from ..bench.train import TrainSpec, run_training
-from ..cluster import parse_rate_bytes_per_s
 from ..report.page import write_page
 from ..report.record import TrainingRun
 from ..report.tables import training_table
 from ..report.trace import write_trace
-from .progress import console, event_bar
+from .progress import WIDE, console, event_bar, plain_errors
 
 BLOCK_STEPS = 8
 QUICK_STEPS = 16
-WIDE = 130  # columns of a terminal that shows the whole table
 DEMO_ROW_LENGTH = 32  # elements of an embedding row
 
 
@@ -32,11 +30,6 @@ def demo(  # noqa: PLR0917 (the command's options)
     quick: Annotated[bool, typer.Option(help="A short run, to see that everything works.")] = False,
 ) -> None:
     """Trains with DDP and with gradsync in turns, and shows what each gradient cost on the wire."""
-    if link != "unshaped":
-        try:
-            parse_rate_bytes_per_s(link)
-        except ValueError as error:
-            raise typer.BadParameter(str(error), param_hint="--link") from None
     spec = TrainSpec(
         workload=workload,
         options={"dim": row_length} if workload == "deepfm" else {},
@@ -47,7 +40,7 @@ def demo(  # noqa: PLR0917 (the command's options)
         repeats=(QUICK_STEPS if quick else steps) // BLOCK_STEPS,
     )
     copies = len(spec.expanded_methods()) + 1
-    with event_bar(f"{workload} on {nodes} nodes, {link}", copies * (spec.repeats + 1)) as on_event:
+    with plain_errors(), event_bar(f"{workload} on {nodes} nodes, {link}", copies * (spec.repeats + 1)) as on_event:
         run = run_training(spec, on_event)
     out.mkdir(parents=True, exist_ok=True)
     (out / "results.json").write_text(run.model_dump_json(indent=1) + "\n", encoding="utf-8")

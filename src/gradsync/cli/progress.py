@@ -6,10 +6,26 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+WIDE = 130  # columns of a terminal that shows whole tables
+
 console = Console()
+beside = Console(stderr=True)  # what is not the result, so that a result can be piped
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """What a user can mend is a message, not a traceback: wrong settings end with code 2, a failed run with 1."""
+    try:
+        yield
+    except (ValueError, ImportError) as error:
+        raise typer.BadParameter(str(error)) from None
+    except RuntimeError as error:
+        beside.print(f"The run failed: {error}", style="red", markup=False)
+        raise typer.Exit(1) from None
 
 
 @contextmanager
@@ -23,7 +39,7 @@ def event_bar(title: str, total: int) -> Iterator[Callable[[dict[str, Any]], Non
         TimeElapsedColumn(),
         TextColumn("{task.fields[now]}"),
     )
-    with Progress(*columns, console=console) as progress:
+    with Progress(*columns, console=beside) as progress:
         task = progress.add_task(title, total=total, now="starting the ranks")
 
         def on_event(event: dict[str, Any]) -> None:

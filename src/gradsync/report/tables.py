@@ -95,6 +95,7 @@ def _figures(method: MethodRun, records: dict[str, Record], run: TrainingRun) ->
     ]
 
 
+COMPACT_RECORD_COLUMNS = (0, 1, 2, 3, 5, 6)
 COMPACT_COLUMNS = (0, 1, 3, 5, 6, 7)  # what matters most, for narrow terminals
 
 
@@ -117,7 +118,7 @@ def training_table(run: TrainingRun, *, compact: bool = False) -> Table:
     return table
 
 
-def records_table(records: Sequence[Record]) -> Table:
+def records_table(records: Sequence[Record], *, compact: bool = False) -> Table:
     """Records as rows: subject, baseline, both times, their ratio, noise, bytes and bound.
 
     What all records share (nodes, link, ...) is the title, what tells them apart stands beside the case.
@@ -128,10 +129,12 @@ def records_table(records: Sequence[Record]) -> Table:
     shared = _shared(records)
     caption = "times: median [p5-p95]; A/A: the baseline against itself; wire: subject / baseline, a step and node"
     table = Table(title=Text(_in_words(shared)), caption=Text(caption))
-    for number, column in enumerate(RECORD_COLUMNS):
-        table.add_column(column, justify="left" if number < 3 else "right", overflow="fold")
+    chosen = COMPACT_RECORD_COLUMNS if compact else range(len(RECORD_COLUMNS))
+    for number in chosen:
+        table.add_column(RECORD_COLUMNS[number], justify="left" if number < 3 else "right", overflow="fold")
     for record in records:
-        table.add_row(*map(Text, _record_row(record, shared)))
+        cells = _record_row(record, shared)
+        table.add_row(*(Text(cells[number]) for number in chosen))
     return table
 
 
