@@ -169,7 +169,7 @@ def _in_words(params: dict[str, Any]) -> str:
     """`nodes 4, link 1gbit, size 4096 kB`; what has a column of its own is left out."""
     words = []
     for key, value in params.items():
-        if key == "bound_ratio":
+        if key == "bound_ratio" or isinstance(value, list | dict):  # figures of a record, not what it is about
             continue
         if key == "size_bytes":
             words.append(f"size {value / 1e3:,.0f} kB")
