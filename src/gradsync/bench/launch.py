@@ -7,13 +7,15 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 from ..lab import Lab, LabUnavailableError, Scenario
-from ..lab.cluster import free_port
+from ..lab.cluster import end, first_failure, free_port
 
 RANK_ENVIRONMENT = {"THP_MEM_ALLOC_ENABLE": "1"}  # huge pages for large tensors: fresh memory is touched 4-5x faster
 END_GRACE_S = 10.0  # after one rank failed, the others get this long to notice and say why
@@ -81,7 +83,7 @@ def run_ranks(
     Rank 0 prints events, one JSON object a line.
 
     Raises:
-        RuntimeError: with the last lines of the rank that failed first.
+        RuntimeError: with the last lines of the rank that failed first, and the last line of each that failed after it.
     """
     with tempfile.TemporaryDirectory(prefix="gradsync-run-") as folder:
         place = Path(folder)
@@ -93,30 +95,48 @@ def run_ranks(
                 output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
                 ranks.append(where.spawn(rank, argv, RANK_ENVIRONMENT, stdout=output, stderr=errors))
         try:
-            assert ranks[0].stdout is not None
-            for line in ranks[0].stdout:
-                on_event(json.loads(line))
-            _await_all(ranks, place)
+            failed = _follow(ranks, on_event)
         finally:
             for process in ranks:
-                if process.poll() is None:
-                    process.kill()
-                process.wait()
+                end(process)
             assert ranks[0].stdout is not None
             ranks[0].stdout.close()
+        if failed is not None:
+            raise RuntimeError(_report(failed, ranks, place))
         return [json.loads((place / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(world_size)]
 
 
-def _await_all(ranks: list[subprocess.Popen[Any]], place: Path) -> None:
-    failed = None
-    for rank, process in enumerate(ranks):
-        try:
-            code = process.wait(END_GRACE_S if failed is not None else None)
-        except subprocess.TimeoutExpired:
-            continue
-        if code != 0 and failed is None:
-            failed = rank
-    if failed is not None:
-        errors = (place / f"{failed}.err").read_text(encoding="utf-8", errors="replace")
-        tail = "\n".join(errors.strip().splitlines()[-15:])
-        raise RuntimeError(f"rank {failed} ended with code {ranks[failed].returncode}:\n{tail}")
+def _follow(ranks: list[subprocess.Popen[Any]], on_event: Callable[[dict[str, Any]], None]) -> int | None:
+    """Passes rank 0's events on until all ranks have ended; the rank that failed first, if one did.
+
+    Once one has failed, the others are ended after a moment: they may wait for it for as long as their group allows.
+    """
+    failures: list[int | None] = []
+
+    def watch() -> None:
+        failures.append(first_failure(ranks))
+        if failures[0] is not None:
+            deadline = time.monotonic() + END_GRACE_S
+            for process in ranks:
+                end(process, patience_s=max(deadline - time.monotonic(), 0.0))
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    assert ranks[0].stdout is not None
+    for line in ranks[0].stdout:
+        on_event(json.loads(line))
+    watcher.join()
+    return failures[0]
+
+
+def _report(failed: int, ranks: list[subprocess.Popen[Any]], place: Path) -> str:
+    """How the first rank failed, and in a line each what the others said: mostly that they lost it."""
+
+    def said(rank: int) -> list[str]:
+        text = (place / f"{rank}.err").read_text(encoding="utf-8", errors="replace").strip()
+        return text.splitlines() or ["(it said nothing)"]
+
+    lines = [f"rank {failed} ended with code {ranks[failed].returncode}:", *said(failed)[-15:]]
+    others = (rank for rank, process in enumerate(ranks) if rank != failed and process.returncode != 0)
+    lines += [f"rank {rank} then ended with code {ranks[rank].returncode}: {said(rank)[-1]}" for rank in others]
+    return "\n".join(lines)

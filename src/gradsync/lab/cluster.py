@@ -104,7 +104,7 @@ class Lab:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         for process in [*self.ranks.values(), *(p for flow in self._flows.values() for p in flow)]:
-            _end(process)
+            end(process)
         self._close()
 
     # Processes.
@@ -139,10 +139,10 @@ class Lab:
         echoes = [threading.Thread(target=_echo, args=(rank, p.stdout), daemon=True) for rank, p in enumerate(ranks)]
         for thread in echoes:
             thread.start()
-        self.first_failed = _first_failure(ranks, timeout_s)
+        self.first_failed = first_failure(ranks, timeout_s)
         deadline = time.monotonic() + (0.0 if self.first_failed is None else GRACE_S)
         for process in ranks:
-            _end(process, patience_s=_until(deadline))
+            end(process, patience_s=_until(deadline))
         deadline = time.monotonic() + ECHO_PATIENCE_S
         for thread in echoes:
             thread.join(_until(deadline))
@@ -211,7 +211,7 @@ class Lab:
         if (source, target) not in self._flows:
             raise ValueError(f"there is no background traffic {source}->{target} to stop")
         for process in self._flows.pop((source, target)):
-            _end(process)
+            end(process)
 
     def pause(self, rank: int) -> None:
         """Stops a rank as a swapping or debugged process would (SIGSTOP)."""
@@ -273,7 +273,7 @@ class Lab:
             assert self._keeper.stdin is not None and self._keeper.stdout is not None
             with suppress(BrokenPipeError):
                 self._keeper.stdin.close()
-            _end(self._keeper, patience_s=5.0)
+            end(self._keeper, patience_s=5.0)
             self._keeper.stdout.close()
             self._keeper = None
 
@@ -308,7 +308,7 @@ class Lab:
         try:
             yield process
         finally:
-            _end(process)
+            end(process)
             if process.stdout is not None:
                 process.stdout.close()
 
@@ -343,7 +343,7 @@ def _figure(process: subprocess.Popen[Any]) -> float:
     return float(output)
 
 
-def _end(process: subprocess.Popen[Any], patience_s: float = 0.0) -> None:
+def end(process: subprocess.Popen[Any], patience_s: float = 0.0) -> None:
     """Waits so long for the process to end by itself, then kills it."""
     try:
         process.wait(patience_s)
@@ -356,7 +356,7 @@ def _until(deadline: float) -> float:
     return max(deadline - time.monotonic(), 0.0)
 
 
-def _first_failure(ranks: list[subprocess.Popen[Any]], timeout_s: float | None) -> int | None:
+def first_failure(ranks: list[subprocess.Popen[Any]], timeout_s: float | None = None) -> int | None:
     """Waits for the first rank to fail, and returns it; None when all have ended well or the time is up."""
     ended = threading.Condition()
     open_ranks = set(range(len(ranks)))

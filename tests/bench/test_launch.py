@@ -1,0 +1,120 @@
+"""Ranks of a run: what they write comes back, and a failure is told by its cause, soon."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradsync.bench import launch
+from gradsync.bench.launch import Loopback, cluster, run_ranks
+from gradsync.lab import Lab, LabUnavailableError, Scenario
+
+REPORTS = """
+import json, os, sys
+spec = json.load(open(sys.argv[1]))
+print(json.dumps({"rank": os.environ["RANK"]}), flush=True)
+json.dump([spec["name"], os.environ["RANK"], os.environ["WORLD_SIZE"]], open(sys.argv[2], "w"))
+"""
+
+# Rank 0 waits for a rank that will never come, as a rendezvous does.
+ONE_NEVER_COMES = """
+import os, time
+if os.environ["RANK"] == "1":
+    raise RuntimeError("the cause")
+print("{}", flush=True)
+time.sleep(1000)
+"""
+
+ONE_FAILS_IN_A_STEP = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+if os.environ["RANK"] == "1":
+    raise RuntimeError("the cause")
+dist.all_reduce(torch.ones(1 << 20))
+dist.barrier()
+"""
+
+# The second rank fails because of the first, and well after it.
+ONE_AFTER_THE_OTHER = """
+import os, sys, time
+if os.environ["RANK"] == "0":
+    time.sleep(1.5)
+    sys.exit("lost rank 1")
+sys.exit("the cause")
+"""
+
+
+@pytest.fixture
+def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs this code as two ranks on loopback; what they wrote, and the events."""
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)
+
+    def run(code: str) -> tuple[list[Any], list[Any]]:
+        (tmp_path / "program_of_ranks.py").write_text(code, encoding="utf-8")
+        events: list[Any] = []
+        return run_ranks(Loopback(2), 2, "program_of_ranks", '{"name": "x"}', events.append), events
+
+    return run
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[Any]]:
+    """The processes of the ranks."""
+    processes: list[subprocess.Popen[Any]] = []
+    spawn = Loopback.spawn
+
+    def noting(self: Loopback, *arguments: Any, **popen: Any) -> subprocess.Popen[Any]:
+        processes.append(spawn(self, *arguments, **popen))
+        return processes[-1]
+
+    monkeypatch.setattr(Loopback, "spawn", noting)
+    return processes
+
+
+def test_results_come_back_by_rank_and_events_from_rank_0(ranks: Any) -> None:
+    results, events = ranks(REPORTS)
+    assert results == [["x", "0", "2"], ["x", "1", "2"]]
+    assert events == [{"rank": "0"}]
+
+
+def test_a_rank_that_waits_for_a_failed_one_is_ended(
+    ranks: Any, started: list[subprocess.Popen[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "END_GRACE_S", 0.5)
+    with pytest.raises(RuntimeError, match=r"rank 1 ended with code 1:[\s\S]*the cause[\s\S]*rank 0 then .* code -9"):
+        ranks(ONE_NEVER_COMES)
+    assert [process.returncode for process in started] == [-9, 1]
+
+
+def test_the_rank_that_failed_first_is_blamed_not_the_lowest(ranks: Any) -> None:
+    with pytest.raises(RuntimeError, match=r"^rank 1 .* 1:\nthe cause\nrank 0 then ended with code 1: lost rank 1$"):
+        ranks(ONE_AFTER_THE_OTHER)
+
+
+def test_a_rank_that_fails_in_a_collective_is_reported_with_its_cause(ranks: Any) -> None:
+    with pytest.raises(RuntimeError, match="RuntimeError: the cause"):
+        ranks(ONE_FAILS_IN_A_STEP)
+
+
+def test_an_interrupted_run_leaves_no_rank(ranks: Any, started: list[subprocess.Popen[Any]]) -> None:
+    with pytest.raises(ValueError, match="Expecting value"):
+        ranks("import time\nprint('no json', flush=True)\ntime.sleep(1000)")
+    assert [process.returncode for process in started] == [-9, -9]
+
+
+def test_a_run_without_a_lab_says_that_it_was_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Lab) -> Lab:
+        raise LabUnavailableError("no namespaces here")
+
+    monkeypatch.setattr(Lab, "__enter__", refuse)
+    notes: list[str] = []
+    with cluster(Scenario(nodes=2), notes) as where:
+        assert isinstance(where, Loopback)
+        assert where.describe() == {"links": "loopback (not shaped)"}
+    assert notes == ["ran on loopback, not on shaped links: no namespaces here"]
