@@ -9,6 +9,7 @@ import pytest
 from gradsync.bench import train
 from gradsync.bench.methods import DDP_SWEEP, METHODS, method
 from gradsync.bench.train import AGAIN, TrainSpec, block_medians, run_training, training_records
+from gradsync.lab import Lab
 from gradsync.report.record import MethodRun, TrainingRun
 
 
@@ -77,6 +78,56 @@ def test_a_failed_method_keeps_its_row_with_the_error() -> None:
     run = run_of(["ddp_default", "ddp_bf16"], failed={"ddp_bf16": "TypeError: no"})
     (record,) = training_records(spec, run, ranks)
     assert record.failed == "TypeError: no" and record.ratio is None and record.subject_s is None
+
+
+def test_a_failed_baseline_leaves_the_others_their_times_and_its_error() -> None:
+    spec = TrainSpec(methods=("ddp_fp16", "gradsync"), repeats=2)
+    ranks = {
+        "ddp_fp16": [{"failed": "TypeError: no"}],
+        "gradsync": [rank_result(blocks_of(1.0, 2.0))],
+        f"ddp_fp16:{AGAIN}": [{"failed": "TypeError: no"}],
+    }
+    run = run_of(["ddp_fp16", "gradsync"], failed={"ddp_fp16": "TypeError: no"})
+    (record,) = training_records(spec, run, ranks)
+    assert record.failed == "the baseline ddp_fp16 failed: TypeError: no"
+    assert record.subject_s is not None and record.subject_s.median == 1.5
+    assert (record.baseline_s, record.ratio, record.aa) == (None, None, None)
+
+
+def test_the_best_of_the_sweep_is_never_one_that_failed() -> None:
+    spec = TrainSpec(methods=("ddp", "gradsync"), repeats=2)
+    figures = {name: [{"failed": "no"}] for name in (*DDP_SWEEP, f"{DDP_SWEEP[0]}:{AGAIN}")}
+    ours = {"gradsync": [rank_result(blocks_of(1.0, 1.0))]}
+    left = {"ddp_100mb": [rank_result(blocks_of(2.0, 2.0))]}
+    names = [*DDP_SWEEP, "gradsync"]
+    run = run_of(names, failed={name: "no" for name in DDP_SWEEP if name != "ddp_100mb"})
+    records = {r.subject: r for r in training_records(spec, run, {**figures, **left, **ours})}
+    assert records["gradsync"].params["baseline_method"] == "ddp_100mb"
+    assert records["gradsync"].ratio is not None and records["gradsync"].ratio.median == 0.5
+    assert records["ddp_1mb"].failed == "no"
+    run = run_of(names, failed=dict.fromkeys(DDP_SWEEP, "no"))
+    records = {r.subject: r for r in training_records(spec, run, {**figures, **ours})}
+    assert records["gradsync"].failed == f"the baseline {DDP_SWEEP[0]} failed: no"
+
+
+@pytest.mark.parametrize(("loopback", "counted"), [(True, 8000), (False, 4000)], ids=["one interface", "one a node"])
+def test_bytes_of_a_step_are_those_of_one_node(loopback: bool, counted: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two nodes of two ranks, each node sends 4000 bytes in 4 steps."""
+    figures = rank_result([[0.1, 0.1], [0.1, 0.1]]) | {
+        "losses": [1.0] * 4, "samples_per_step": 8, "sent_bytes": counted, "final": {}, "backward_s": 0.1,
+        "exposed_s": 0.0, "plan": [], "buckets": [], "timeline": [],
+    }  # fmt: skip
+    rank = {name: figures for name in ("ddp_default", f"ddp_default:{AGAIN}")}
+    monkeypatch.setattr(train, "run_ranks", lambda *arguments: [rank] * 4)
+    monkeypatch.setattr(Lab, "__enter__", lambda self: self)
+    monkeypatch.setattr(Lab, "__exit__", lambda *arguments: None)
+    spec = TrainSpec(
+        workload="dense160", methods=("ddp_default",), nodes=2, ranks_per_node=2, repeats=2, block_steps=2,
+        loopback=loopback,
+    )  # fmt: skip
+    (method_run,) = run_training(spec, lambda event: None).methods
+    assert method_run.interface_bytes_per_step == 1000.0
+    assert method_run.samples_per_step == 4 * 8
 
 
 def test_an_unknown_method_is_refused_with_the_names_there_are() -> None:

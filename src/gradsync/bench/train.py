@@ -93,23 +93,26 @@ def run_training(spec: TrainSpec, on_event: Callable[[dict[str, Any]], None]) ->
 def training_records(spec: TrainSpec, run: TrainingRun, ranks: dict[str, list[dict[str, Any]]]) -> list[Record]:
     """Every method against the baseline: the first method, or the best of DDP's sweep if it was asked for."""
     first = spec.expanded_methods()[0]
-    baseline, name = first, first
+    blocks = {name: [] if figures[0]["failed"] else block_medians(figures) for name, figures in ranks.items()}
+    baseline, name, judged = first, first, slice(None)
     if "ddp" in spec.methods:
-        good = [m for m in DDP_SWEEP if not ranks[m][0]["failed"]]
         # The best is picked on even blocks and judged on odd ones, so that picking does not flatter it.
-        baseline = min(good, key=lambda m: statistics.median(block_medians(ranks[m])[::2]))
-        name = "ddp"
-    judged = slice(1, None, 2) if name == "ddp" else slice(None)
-    again = block_medians(ranks[f"{first}:{AGAIN}"])
-    aa = Spread.of([a / b for a, b in zip(again, block_medians(ranks[first]), strict=True)])
-    base = block_medians(ranks[baseline])[judged]
+        good = [m for m in DDP_SWEEP if blocks[m]]
+        baseline = min(good, key=lambda m: statistics.median(blocks[m][::2]), default=first)
+        name, judged = "ddp", slice(1, None, 2)
+    aa = _ratio(blocks[f"{first}:{AGAIN}"], blocks[first])
     base_run = next(m for m in run.methods if m.name == baseline)
     records = []
     for subject in run.methods:
         if subject.name != baseline:
-            mine = block_medians(ranks[subject.name])[judged] if not subject.failed else []
+            mine, base = blocks[subject.name][judged], blocks[baseline][judged]
             records.append(_record(spec, run, subject, mine, base_run, base, aa).model_copy(update={"baseline": name}))
     return records
+
+
+def _ratio(mine: list[float], base: list[float]) -> Spread | None:
+    """Pair by pair; None when one of the two failed."""
+    return Spread.of([a / b for a, b in zip(mine, base, strict=True)]) if mine and base else None
 
 
 def _record(
@@ -119,9 +122,10 @@ def _record(
     mine: list[float],
     baseline: MethodRun,
     base: list[float],
-    aa: Spread,
+    aa: Spread | None,
 ) -> Record:
-    """One record from the block medians of both; a failed method has no figures but its error."""
+    """One record from the block medians of both; what failed has no figures, and the record has its error."""
+    lost = f"the baseline {baseline.name} failed: {baseline.failed}" if baseline.failed else None
     params = {"nodes": spec.nodes, "link": run.link, "workload": spec.workload, "block_steps": spec.block_steps}
     params |= {"ranks_per_node": spec.ranks_per_node, "baseline_method": baseline.name, **spec.scenario, **spec.options}
     payload = sum(row.sent_bytes for row in subject.buckets) if subject.buckets else None
@@ -133,8 +137,8 @@ def _record(
         params=params,
         repeats=len(mine),
         subject_s=Spread.of(mine) if mine else None,
-        baseline_s=Spread.of(base),
-        ratio=Spread.of([a / b for a, b in zip(mine, base, strict=True)]) if mine else None,
+        baseline_s=Spread.of(base) if base else None,
+        ratio=_ratio(mine, base),
         aa=aa,
         loss=subject.final or None,
         seeds=[spec.seed],
@@ -143,7 +147,7 @@ def _record(
         versions=run.versions,
         environment=run.environment,
         commit=run.commit,
-        failed=subject.failed,
+        failed=subject.failed or lost,
     )
 
 
