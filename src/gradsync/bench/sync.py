@@ -54,25 +54,29 @@ def run_sync(spec: SyncSpec, on_event: Callable[[dict[str, Any]], None]) -> tupl
     with cluster(scenario, notes, loopback=spec.loopback) as where:
         environment = {**machine(), **where.describe()}
         ranks = run_ranks(where, spec.world_size, "gradsync.bench.sync_rank", spec.model_dump_json(), on_event)
+    return sync_records(spec, ranks, environment, on_loopback=isinstance(where, Loopback)), notes
+
+
+def sync_records(
+    spec: SyncSpec, ranks: list[dict[str, Any]], environment: dict[str, Any], *, on_loopback: bool
+) -> list[Record]:
+    """Every exchange against its case's baseline, from what the ranks measured."""
     # A collective is over when its slowest rank is done.
     fit = [
         (rounds, nbytes, max(r["fit"][i][2] for r in ranks)) for i, (rounds, nbytes, _) in enumerate(ranks[0]["fit"])
     ]
     cost = CostModel.fit(fit)
-    environment |= {"alpha_s": cost.alpha_s, "bandwidth_bytes_per_s": cost.bandwidth_bytes_per_s}
-    on_loopback = isinstance(where, Loopback)
+    environment = {**environment, "alpha_s": cost.alpha_s, "bandwidth_bytes_per_s": cost.bandwidth_bytes_per_s}
     params = {"nodes": spec.nodes, "link": "loopback (not shaped)" if on_loopback else spec.link}
-    if on_loopback:  # all ranks share one interface, which counts what all of them send
-        for rank in ranks:
-            for case in rank["cases"]:
-                case["wire_bytes"] = {name: n / spec.world_size for name, n in case["wire_bytes"].items()}
     params |= {"ranks_per_node": spec.ranks_per_node, **spec.scenario}
+    # On loopback all ranks share one interface, which counts what all nodes send.
+    node_share = 1 / spec.nodes if on_loopback else 1.0
     records = []
     for index, case in enumerate(ranks[0]["cases"]):
         rows = [rank["cases"][index] for rank in ranks]
         subjects = [name for name in case["times"] if name not in ("again", case["baseline"])]
-        records += [_record(spec, name, rows, params, cost, environment) for name in subjects]
-    return records, notes
+        records += [_record(spec, name, rows, params, cost, environment, node_share) for name in subjects]
+    return records
 
 
 def _record(
@@ -82,11 +86,15 @@ def _record(
     params: dict[str, Any],
     cost: CostModel,
     environment: dict[str, Any],
+    node_share: float,
 ) -> Record:
     case = ranks[0]
 
     def slowest(name: str) -> list[float]:
         return [max(times) for times in zip(*(r["times"][name] for r in ranks), strict=True)]
+
+    def node_bytes(name: str) -> float:
+        return float(max(r["wire_bytes"][name] for r in ranks) * node_share)
 
     baseline = case["baseline"]
     mine, base = slowest(subject), slowest(baseline)
@@ -106,9 +114,7 @@ def _record(
         aa=Spread.of([a / b for a, b in zip(slowest("again"), base, strict=True)]),
         bound_s=bound_s if transfers else None,
         seeds=[spec.seed],
-        wire_bytes=WireBytes(
-            subject=max(r["wire_bytes"][subject] for r in ranks), baseline=max(r["wire_bytes"][baseline] for r in ranks)
-        ),
+        wire_bytes=WireBytes(subject=node_bytes(subject), baseline=node_bytes(baseline)),
         payload_bytes=WireBytes(subject=case["payload_bytes"].get(subject)),
         versions=versions(),
         environment=environment,

@@ -1,0 +1,65 @@
+"""An exchange run's figures become what the records say they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gradsync.bench.sync import SyncSpec, sync_records
+
+ALPHA_S, BYTES_PER_S = 1e-3, 1e8
+FIT = [(rounds, nbytes, rounds * ALPHA_S + nbytes / BYTES_PER_S) for rounds, nbytes in ((2, 0.0), (2, 1e6), (2, 4e6))]
+TRANSFERS = [(1, 2e6), (3, 1e6)]
+
+
+def rank_result(subject_s: list[float], baseline_s: list[float], wire_bytes: float) -> dict[str, Any]:
+    case = {
+        "params": {"workload": "w"},
+        "baseline": "ddp_sparse",
+        "times": {"ddp_sparse": baseline_s, "agsparse": subject_s, "again": [1.1 * t for t in baseline_s]},
+        "wire_bytes": {"ddp_sparse": 2 * wire_bytes, "agsparse": wire_bytes, "again": 2 * wire_bytes},
+        "payload_bytes": {"agsparse": 700.0},
+        "transfers": {"agsparse": TRANSFERS},
+    }
+    return {"fit": FIT, "cases": [case]}
+
+
+RANKS = [rank_result([1.0, 4.0], [4.0, 2.0], 1000.0), rank_result([2.0, 3.0], [3.0, 8.0], 3000.0)]
+
+
+def records(**options: Any) -> Any:
+    spec = SyncSpec(nodes=2, link="200mbit", **options)
+    (record,) = sync_records(spec, RANKS, {"cores": 2}, on_loopback=spec.loopback)
+    return record
+
+
+def test_an_exchange_is_over_when_its_slowest_rank_is_done() -> None:
+    record = records()
+    assert (record.subject, record.baseline, record.repeats) == ("agsparse", "ddp_sparse", 2)
+    assert record.subject_s.median == pytest.approx((2.0 + 4.0) / 2)
+    assert record.baseline_s.median == pytest.approx((4.0 + 8.0) / 2)
+    assert record.ratio.p5 == record.ratio.p95 == 0.5  # 2 / 4 and 4 / 8, pair by pair
+    assert record.aa.median == pytest.approx(1.1)
+
+
+def test_the_bound_is_what_the_fitted_network_allows_for_the_transfers() -> None:
+    record = records()
+    assert record.environment["alpha_s"] == pytest.approx(ALPHA_S)
+    assert record.environment["bandwidth_bytes_per_s"] == pytest.approx(BYTES_PER_S)
+    assert record.bound_s == pytest.approx(4 * ALPHA_S + 3e6 / BYTES_PER_S)
+    assert record.params["bound_ratio"] == pytest.approx(record.subject_s.median / record.bound_s)
+
+
+def test_bytes_are_the_busiest_nodes() -> None:
+    record = records()
+    assert (record.wire_bytes.subject, record.wire_bytes.baseline) == (3000.0, 6000.0)
+    assert record.payload_bytes.subject == 700.0
+    assert record.params["link"] == "200mbit"
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_on_loopback_a_node_has_its_share_of_the_one_interface(ranks_per_node: int) -> None:
+    record = records(loopback=True, ranks_per_node=ranks_per_node)
+    assert record.wire_bytes.subject == 3000.0 / 2
+    assert record.params["link"] == "loopback (not shaped)"
