@@ -1,0 +1,75 @@
+"""Every method leaves synchronised gradients: the exact ones DDP's, the lossy ones close to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradsync.bench.methods import METHODS
+from tests.world import Ranks
+
+ROWS, WIDTH, STEPS = 40, 8, 4  # PowerSGD compresses from its third step on
+
+# Largest difference from DDP's gradients as a share of the largest gradient: half an ulp of 8 and of 11 bits for the
+# rank's value and again for the sum; PowerSGD keeps a rank and feeds the rest back.
+LOSSY = {"ddp_bf16": 2**-7, "ddp_sparse_bf16": 2**-7, "ddp_fp16": 2**-9}
+
+
+class Tiny(nn.Module):
+    """A table, a layer and a bias."""
+
+    def __init__(self, *, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(ROWS, WIDTH, sparse=sparse)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        out: Tensor = self.layer(self.table(rows)).pow(2).sum()
+        return out
+
+
+def gradients(model: nn.Module, inner: nn.Module) -> dict[str, Tensor]:
+    """Dense gradients after the last of a few steps, each rank with rows of its own."""
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        model.zero_grad()
+        model(torch.randint(ROWS, (6,), generator=generator)).backward()
+    return {name: p.grad.to_dense() for name, p in inner.named_parameters() if p.grad is not None}
+
+
+def differences(name: str) -> tuple[float, list[bool], bool]:
+    """Largest relative difference from DDP, which gradients are sparse, whether all ranks have the same."""
+    expected = gradients(DistributedDataParallel(reference := Tiny(sparse=False)), reference)
+    inner = Tiny(sparse=METHODS[name].sparse)
+    wrapped, attachment = METHODS[name].wrap(inner)
+    found = gradients(wrapped, inner)
+    assert found.keys() == expected.keys()
+    layouts = [p.grad is not None and p.grad.layout is torch.sparse_coo for p in inner.parameters()]
+    if attachment is not None:
+        attachment.detach()
+    alike = True
+    for gradient in found.values():
+        first = gradient.clone()
+        dist.broadcast(first, 0)
+        alike &= torch.equal(first, gradient)
+    worst = max(float((found[n] - g).abs().max() / g.abs().max()) for n, g in expected.items())
+    return worst, layouts, alike
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_method_synchronises(name: str, world: Callable[[int], Ranks]) -> None:
+    for worst, layouts, alike in world(2).run(differences, name):
+        assert alike
+        assert layouts == [METHODS[name].sparse, False, False]
+        if METHODS[name].exact:
+            assert worst < 1e-6
+        elif name in LOSSY:
+            assert 0 < worst < LOSSY[name]
+        else:
+            assert name.startswith("ddp_powersgd") and 0 < worst < 1
