@@ -21,18 +21,35 @@ names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MAST
 print(*(os.environ[name] for name in names))
 """
 
-ALL_REDUCE = """
+# Each line: a collective, what this rank's ledger says it sends, what its link counted, how right the result is.
+COLLECTIVES = """
 import torch, torch.distributed as dist
+from gradsync.comm import Ledger, RecordingGroup, TorchGroup
 from gradsync.lab.counters import interface_bytes
 dist.init_process_group("gloo")
-values = torch.full((1 << 20,), float(dist.get_rank() + 1))
+ledger = Ledger()
+group = RecordingGroup(TorchGroup(timeout_s=60.0), ledger)
+n, rank = group.size, group.rank
+x = torch.full((1 << 20,), float(rank + 1))
+sizes = [(r + 1) << 18 for r in range(n)]
+even = [x.numel() // n] * n
+collectives = {
+    "all_reduce": lambda: [group.all_reduce(x.clone()).wait(60.0)],
+    "all_gather": lambda: group.all_gather(x[: sizes[rank]], sizes).wait(60.0),
+    "all_to_all": lambda: group.all_to_all(x, even, even).wait(60.0),
+}
+for name, collective in collectives.items():
+    collective()  # connects
+    dist.barrier()
+    sent, said = interface_bytes()[0], ledger.sent_bytes
+    parts = collective()
+    dist.barrier()  # what a rank sent may still queue in its shaper when it has all it needs
+    sent, said = interface_bytes()[0] - sent, ledger.sent_bytes - said
+    expected = [n * (n + 1) / 2] if name == "all_reduce" else [float(r + 1) for r in range(n)]
+    right = all(bool((part == value).all()) for part, value in zip(parts, expected, strict=True))
+    print(name, int(said), sent, right, flush=True)
 dist.barrier()
-before = interface_bytes()[0]
-dist.all_reduce(values)
-dist.barrier()  # what a rank sent may still queue in its shaper when it has all it needs
-sent = interface_bytes()[0] - before
-print(values.min().item(), values.max().item(), sent, flush=True)
-dist.barrier()
+group.close()
 dist.destroy_process_group()
 """
 

@@ -53,7 +53,9 @@ def await_line(process: subprocess.Popen[str], wanted: str) -> None:
 
 
 def spaces_of(lab: Lab) -> set[str]:
-    return {keeper.network_namespace(pid) for pid in lab._pids}
+    """The network namespaces of the nodes and of the keeper."""
+    assert lab._keeper is not None
+    return {keeper.network_namespace(pid) for pid in (*lab._pids, lab._keeper.pid)}
 
 
 def becomes(count: int, spaces: set[str]) -> bool:
@@ -81,8 +83,10 @@ def test_exit_leaves_no_process_and_no_interface(user_namespace: bool | None, re
             lab.spawn(rank, SLEEPS_WITH_CHILD)
         lab.start_background(0, 1, "1mbit")
         spaces = spaces_of(lab)
-        assert len(spaces) == 2
-        assert becomes(2 + 2 * 3 + 2, spaces)  # holders; a shell and its two children each; two ends of the flow
+        assert len(spaces) == 2 + 1
+        assert becomes(
+            1 + 2 + 2 * 3 + 2, spaces
+        )  # keeper; holders; a shell and its two children each; two ends of the flow
         assert interfaces() == before
     assert keeper.processes_inside(spaces) == []
     assert interfaces() == before
@@ -98,14 +102,14 @@ from gradsync.lab import Lab, Scenario, keeper
 with Lab(Scenario(nodes=2), user_namespace={user_namespace}) as lab:
     for rank in range(2):
         lab.spawn(rank, {SLEEPS_WITH_CHILD})
-    print(*(keeper.network_namespace(pid) for pid in lab._pids), flush=True)
+    print(*(keeper.network_namespace(pid) for pid in (*lab._pids, lab._keeper.pid)), flush=True)
     time.sleep(1000)
 """
     with subprocess.Popen(python(code), stdout=subprocess.PIPE, text=True) as starter:
         assert starter.stdout is not None
         spaces = set(starter.stdout.readline().split())
-        assert len(spaces) == 2
-        assert becomes(2 + 2 * 3, spaces)  # holders; a shell and its two children each
+        assert len(spaces) == 2 + 1
+        assert becomes(1 + 2 + 2 * 3, spaces)  # keeper; holders; a shell and its two children each
         starter.kill()
     assert becomes(0, spaces)
 
@@ -178,13 +182,24 @@ def test_ranks_get_torchruns_environment(monkeypatch: pytest.MonkeyPatch) -> Non
     ]
 
 
-def test_gloo_reduces_over_the_links_and_their_counters_show_it() -> None:
-    with Lab(Scenario(nodes=4)) as lab:
-        words = printed(lab, programs.ALL_REDUCE)
-    ring_bytes = 2 * 3 / 4 * 4 * (1 << 20)  # each node sends 2 (n - 1) / n of the 4 MiB
-    for smallest, largest, sent in words:
-        assert (float(smallest), float(largest)) == (10.0, 10.0)
-        assert ring_bytes <= int(sent) <= 1.08 * ring_bytes
+@pytest.mark.parametrize(("user_namespace", "nodes"), [(None, 4), (True, 2)], ids=["default", "user_namespace"])
+def test_links_count_what_the_ledger_says(
+    user_namespace: bool | None, nodes: int, request: pytest.FixtureRequest
+) -> None:
+    if user_namespace:
+        request.getfixturevalue("user_namespaces")
+    with Lab(Scenario(nodes=nodes), user_namespace=user_namespace) as lab:
+        words = printed(lab, programs.COLLECTIVES)
+    for rank, said in enumerate(words):
+        names, ledger, link, right = said[::4], [*map(int, said[1::4])], [*map(int, said[2::4])], said[3::4]
+        assert names == ["all_reduce", "all_gather", "all_to_all"]
+        assert right == ["True"] * 3
+        assert ledger == [  # of 4 MiB: ring; its own part to all others; all parts but its own
+            int(2 * (nodes - 1) / nodes * 4 * (1 << 20)),
+            (nodes - 1) * (rank + 1) * (1 << 20),
+            int((nodes - 1) / nodes * 4 * (1 << 20)),
+        ]
+        assert all(said <= counted <= 1.06 * said for said, counted in zip(ledger, link, strict=True))
 
 
 def test_counters_match_what_was_sent(lab: Lab) -> None:
@@ -244,6 +259,17 @@ def test_links_and_trunks_carry_no_more_than_configured() -> None:
         assert 0 < rate.measured_bytes_per_s <= SHAPER_SLACK * limit
         assert rate.round_trip_s > 0
     assert rates[2].measured_bytes_per_s > rates[1].measured_bytes_per_s  # within a rack, across racks
+
+
+def test_background_traffic_takes_its_share_of_the_link() -> None:
+    """All traffic from node 0 to node 1 passes one shaper: what the background takes, the measured flow has not."""
+    with Lab(Scenario(nodes=2, link="40mbit", background=((0, 1, "20mbit"),))) as lab:
+        listener = start(lab, 1, python(programs.LISTEN))
+        await_line(listener, "traffic")
+        shared, free = (rate.measured_bytes_per_s for rate in lab.check(2.0))
+        listener.kill()
+        listener.communicate()
+    assert shared < 0.8 * 5e6 < free <= SHAPER_SLACK * 5e6
 
 
 def test_changed_rate_holds_in_both_directions(lab: Lab) -> None:
