@@ -9,15 +9,16 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .bucket import TensorSpec, describe_specs, trainable_parameters
 from .comm import Group, LocalGroup, TorchGroup
@@ -30,6 +31,7 @@ T = TypeVar("T")
 DEFAULT_TIMEOUT_S = 600.0
 
 _attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_attached_parameters = WeakIdKeyDictionary()  # two engines that write one gradient would race
 
 
 def agreed_engine(
@@ -74,15 +76,16 @@ def agreed_engine(
             group.close()
         raise
     _attached.update(model.modules())
+    _attached_parameters.update({p: True for p in parameters.values()})
     return engine, parameters
 
 
-def forget(modules: Sequence[weakref.ref[nn.Module]]) -> None:
-    """The modules may be attached again."""
-    for reference in modules:
-        module = reference()
-        if module is not None:
-            _attached.discard(module)
+def forget(modules: Iterable[nn.Module], parameters: Iterable[Tensor]) -> None:
+    """The model may be attached again."""
+    for module in modules:
+        _attached.discard(module)
+    for parameter in parameters:
+        _attached_parameters.pop(parameter, None)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -105,6 +108,8 @@ def _examine(
         if not any(fnmatch.fnmatchcase(name, pattern) for name, _ in unwrapped(model).named_parameters()):
             raise ValueError(f"exclude names {pattern!r}, which no parameter of the model matches")
     for name, parameter in parameters.items():
+        if parameter in _attached_parameters:
+            raise RuntimeError(f"{name!r} is shared with a model that gradsync is attached to already; exclude it here")
         if parameter.is_complex():
             raise ValueError(f"{name!r} is complex ({parameter.dtype}), which is not supported; exclude it")
         if type(parameter.data).__name__ == "DTensor":

@@ -30,12 +30,14 @@ class Attachment:
     """What `attach` returns: the synchronisation of one model's gradients, until `detach`."""
 
     def __init__(
-        self, engine: Engine, no_sync: Callable[[], Any], remove: Callable[[], None], modules: list[nn.Module]
+        self, engine: Engine, no_sync: Callable[[], Any], remove: Callable[[], None], model: nn.Module
     ) -> None:
         self._engine = engine
         self._no_sync = no_sync
         self._remove = remove
-        self._modules = [weakref.ref(module) for module in modules]
+        self._model = weakref.ref(model)
+        # A model that is dropped takes its thread and communicator along; at exit the process' end does.
+        weakref.finalize(model, _release, remove, engine).atexit = False
 
     @property
     def plan(self) -> Plan:
@@ -81,13 +83,18 @@ class Attachment:
         raise RuntimeError(UNEVEN_INPUTS)
 
     def detach(self) -> None:
-        """Takes gradsync off the model on this rank; gradients and parameters stay as they are."""
-        self._remove()
-        self._engine.close()
-        forget(self._modules)
-        for module in (reference() for reference in self._modules):
-            if module is not None and _attachments.get(module) is self:
-                del _attachments[module]
+        """Takes gradsync off the model on this rank; gradients and parameters stay. A second call does nothing."""
+        model = self._model()
+        if model is not None:
+            forget(model.modules(), self._engine.parameters.values())
+            if _attachments.get(model) is self:
+                del _attachments[model]
+        _release(self._remove, self._engine)
+
+
+def _release(remove: Callable[[], None], engine: Engine) -> None:
+    remove()
+    engine.close()
 
 
 def attach(
@@ -126,16 +133,30 @@ def attach(
     timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     if isinstance(model, DistributedDataParallel):
         state = DDPState(model, plan=plan, timeout_s=timeout_s, exclude=exclude)
-        registered = _registered.setdefault(model, state)
-        if registered is state:
-            model.register_comm_hook(state, ddp_hook)
-        else:
-            registered.successor = state
-        return Attachment(state.engine, model.no_sync, state.detach, list(model.modules()))
+        _register(model, state)
+        return Attachment(state.engine, model.no_sync, state.detach, model)
     engine, parameters = agreed_engine(model, plan, process_group, timeout_s, exclude)
     initial = [p for name, p in model.named_parameters() if not matches(name, exclude)]
     states = [*initial, *model.buffers()]
-    engine.call(lambda group: broadcast_tensors(group, states, timeout_s))
-    hooks = AutogradHooks(model, parameters, engine, optimizer=optimizer, broadcast_buffers=broadcast_buffers)
-    _attachments[model] = Attachment(engine, hooks.no_sync, hooks.remove, list(model.modules()))
+    try:
+        engine.call("broadcast of the model", lambda group: broadcast_tensors(group, states, timeout_s))
+        hooks = AutogradHooks(model, parameters, engine, optimizer=optimizer, broadcast_buffers=broadcast_buffers)
+    except BaseException:
+        forget(model.modules(), parameters.values())
+        engine.close()
+        raise
+    _attachments[model] = Attachment(engine, hooks.no_sync, hooks.remove, model)
     return _attachments[model]
+
+
+def _register(model: DistributedDataParallel, state: DDPState) -> None:
+    """Makes `state` the one that DDP's hook follows; raises, and takes it back, where DDP has a hook of its own."""
+    if model in _registered:
+        _registered[model].successor = state
+        return
+    try:
+        model.register_comm_hook(state, ddp_hook)
+    except BaseException:
+        state.detach()
+        raise
+    _registered[model] = state

@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from .agreement import DEFAULT_TIMEOUT_S, agreed_engine
+from .agreement import DEFAULT_TIMEOUT_S, agreed_engine, forget
 from .engine import Planner
 from .hooks import at_end_of_backward
 from .plan import Plan
@@ -55,6 +55,9 @@ class DDPState:
     def detach(self) -> None:
         """From now on the hook is DDP's own all-reduce: torch cannot take a hook off."""
         self.detached = True
+        self.engine.close()
+        model = self._model()
+        forget(model.modules() if model is not None else (), self.engine.parameters.values())
 
     def fallback(self, bucket: GradBucket) -> Future[Tensor]:
         """What DDP does without a hook."""

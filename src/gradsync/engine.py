@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .bucket import Bucket, Layout, TensorSpec
 from .cluster import Placement
-from .comm import Exchange, Group, IssueThread, Ledger, RecordingGroup, split
+from .comm import Exchange, Group, GroupError, IssueThread, Ledger, RecordingGroup, split
 from .density import DensityProfile, ParameterProfile
 from .gradients import FlatGradients, Gradients, RowGradients, gradients_of
 from .plan import Plan, What, describe
@@ -59,6 +59,7 @@ class Lane:
     next_state: State | None = None
     waiting: set[str] = field(default_factory=set)
     steps: int = 0
+    sent_bytes: float = 0.0
     communication_s: float = 0.0
     exposed_s: float = 0.0
 
@@ -89,7 +90,6 @@ class Engine:
         self._planner = None if isinstance(plan, Plan) else plan
         self.timeout_s = timeout_s
         self._device = next(iter(self.parameters.values())).device if self.parameters else torch.device("cpu")
-        self._thread = IssueThread("gradsync", self._device)
         self._exchange: Exchange | None = None
         self._next_plan: Plan | None = None
         self._failure: str | None = None
@@ -97,7 +97,9 @@ class Engine:
         self._timeline: list[Task] = []
         self._steps_good = True
         self._observed = False
+        self._closed = False
         self.plan = plan if isinstance(plan, Plan) else plan(list(self.profiles.values()), group.size)
+        self._thread = IssueThread("gradsync", self._device)
         self._lanes: dict[str, Lane] = {}
         self._lanes_of: dict[str, list[Lane]] = {}
         self._adopt(self.plan, {})
@@ -117,6 +119,7 @@ class Engine:
             self._adopt(self._next_plan, self._export_state())
             self._next_plan = None
         self._arrivals.clear()
+        self._steps_good = False  # until it has ended well
         for lane in self._lanes.values():
             lane.gradients.begin()
             lane.waiting = set(lane.bucket.names)
@@ -133,11 +136,6 @@ class Engine:
     def in_step(self) -> bool:
         """Between `begin` and `finish`."""
         return self._exchange is not None
-
-    @property
-    def observing(self) -> bool:
-        """Whether this step shows the planner what the model's gradients are: their layouts must be autograd's own."""
-        return self._planner is not None and not self._observed
 
     @property
     def replanning(self) -> bool:
@@ -181,13 +179,15 @@ class Engine:
             GroupError: when another rank died, stopped answering or failed, naming bucket, stage and step.
         """
         exchange = self._exchange
-        assert exchange is not None and not self.missing()
+        if exchange is None:
+            self._require_working()
+            raise RuntimeError("gradsync was detached during this backward; detach between steps")
+        assert not self.missing()
         backward_ended_s = time.perf_counter() - exchange.began_s
         try:
             exchange.wait()
         except BaseException as error:
-            self._failure = str(error)
-            self.group.announce_failure(self._failure)
+            self._fail(str(error))
             raise
         finally:
             self._exchange = None
@@ -196,8 +196,12 @@ class Engine:
             lane.steps += 1
         self._steps_good = not (self._has_state() and any(lane.gradients.troubled for lane in self.lanes()))
         self._record(exchange, backward_ended_s)
-        if self.observing:
-            self._observe()
+        if self._planner is not None and not self._observed:
+            try:
+                self._observe()
+            except Exception as error:
+                self._fail(f"the plan after step {self.step}: {error}")
+                raise
         self.step += 1
 
     def abandon(self, why: str) -> None:
@@ -206,8 +210,7 @@ class Engine:
             return
         self._exchange.cancel()
         self._exchange = None
-        self._failure = why
-        self.group.announce_failure(why)
+        self._fail(why)
 
     def used(self, name: str) -> bool:
         """Whether some rank used the parameter in the finished step."""
@@ -224,15 +227,25 @@ class Engine:
         assert out is not None
         return out
 
-    def call(self, function: Callable[[Group], Any]) -> Any:
-        """Runs `function(group)` on the communication thread, the only one that may use the group."""
-        return self._thread.call(lambda: function(self.group))
+    def call(self, what: str, function: Callable[[Group], Any]) -> Any:
+        """Runs `function(group)` on the communication thread, the only one that may use the group.
+
+        Raises:
+            GroupError: when another rank died, stopped answering or failed, naming `what` and the step.
+        """
+        self._require_working()
+        try:
+            return self._thread.call(lambda: function(self.group))
+        except GroupError as error:
+            self._fail(f"{what}, step {self.step}: {error}")
+            raise GroupError(f"{what}, step {self.step}: {error}") from None
 
     # What is kept and told.
 
     def state_dict(self) -> dict[str, Any]:
         """The plan and all scheme state by (parameter, slice, compress point); of tensors, numbers and text only."""
-        self._commit()
+        if not self.in_step:
+            self._commit()
         return {"version": 1, "step": self.step, "plan": self.plan.to_json(), "state": self._export_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -246,6 +259,9 @@ class Engine:
         if unknown := sorted({key.rpartition("[")[0] for key in state["state"]} - set(self.parameters)):
             raise ValueError(f"the state holds {unknown[0]!r}, which is no parameter to synchronise here")
         self.step = int(state["step"])
+        for lane in self._lanes.values():
+            lane.next_state = None
+            lane.state = lane.scheme.init(lane.bucket, lane.group)
         self._import_state(state["state"])
 
     def statistics(self) -> list[BucketStatistics]:
@@ -261,7 +277,10 @@ class Engine:
         return describe(self.plan, self.specs, known)
 
     def close(self) -> None:
-        """Ends the communication thread and its communicator."""
+        """Ends the communication thread and its communicator; a second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
         self.abandon("gradsync was detached in the middle of a step")
         self._thread.stop()
         self.group.close()
@@ -269,7 +288,7 @@ class Engine:
     # Below here: how.
 
     async def _synchronize_lane(self, lane: Lane) -> Any:
-        x = lane.gradients.take(check_finite=bool(lane.state))
+        x = lane.gradients.take(check_finite=self._has_state())
         result, lane.next_state = await lane.scheme.synchronize(x, lane.state, lane.group, 1.0 / self.group.size)
         if isinstance(lane.gradients, FlatGradients) and not lane.bucket.flags_ride:
             await lane.group.all_reduce(lane.gradients.flags)
@@ -282,6 +301,12 @@ class Engine:
         names = self._lanes[bucket_id].bucket.names
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         return f"bucket {bucket_id!r} ({names[0]}{others}), stage {stage!r}, step {self.step}"
+
+    def _fail(self, why: str) -> None:
+        """From now on nothing is synchronised any more; the other ranks are told."""
+        if self._failure is None:
+            self._failure = why
+            self.group.announce_failure(why)
 
     def _require_working(self) -> None:
         if self._failure is not None:
@@ -345,6 +370,7 @@ class Engine:
         self._timeline.append(Task("wait", "wait", backward_ended_s, ended_s))
         for lane in self._lanes.values():
             flights = [t for t in exchange.tasks if t.stream == "link" and t.name.startswith(f"{lane.bucket.id}:")]
+            lane.sent_bytes += lane.group.ledger.take_sent_bytes()
             lane.communication_s += covered_s(flights, 0.0, ended_s)
             lane.exposed_s += covered_s(flights, backward_ended_s, ended_s)
 
@@ -354,7 +380,7 @@ class Engine:
             names=tuple(lane.bucket.names),
             scheme=lane.scheme.name,
             steps=lane.steps,
-            sent_bytes=lane.group.ledger.sent_bytes,
+            sent_bytes=lane.sent_bytes,
             predicted_bytes=self._predicted_bytes(lane),
             communication_s=lane.communication_s,
             exposed_s=lane.exposed_s,
@@ -378,7 +404,7 @@ class Engine:
         mine = torch.tensor([self._observation(name) for name in self.parameters], dtype=torch.int64)
         if self.parameters:
             buffer = mine.flatten().to(self._device)
-            everyone = self.call(lambda group: group.all_gather(buffer).wait(self.timeout_s))
+            everyone = self.call("first observations", lambda group: group.all_gather(buffer).wait(self.timeout_s))
             table = torch.stack([row.view(len(self.parameters), 4).cpu() for row in everyone])
             for index, name in enumerate(self.parameters):
                 self.profiles[name] = self._profile(name, table[:, index])
@@ -395,15 +421,14 @@ class Engine:
     def _require_same(self, digest: str) -> None:
         """A planner that is not deterministic would make the ranks wait for each other: raises on all of them."""
         mine = torch.tensor(list(bytes.fromhex(digest)), dtype=torch.uint8, device=self._device)
-        everyone = self.call(lambda group: group.all_gather(mine).wait(self.timeout_s))
+        everyone = self.call("digest of the new plan", lambda group: group.all_gather(mine).wait(self.timeout_s))
         digests = [bytes(part.tolist()).hex() for part in everyone]
         other = next((rank for rank, theirs in enumerate(digests) if theirs != digests[0]), None)
         if other is not None:
-            self._failure = (
+            raise RuntimeError(
                 f"the plans made after the first step differ: rank 0 has {digests[0][:12]}, rank {other} has "
                 f"{digests[other][:12]}; a planner must depend on nothing but its arguments"
             )
-            raise RuntimeError(self._failure)
 
     def _observation(self, name: str) -> tuple[int, int, int, int]:
         """(place in ready order, sparse layout, rows of mine, rows of the sum) of one parameter; -1: not known."""

@@ -117,6 +117,7 @@ class RowGradients:
         self._device = parameters[bucket.names[0]].device
         self._brought: dict[str, tuple[Tensor, bool]] = {}
         self._result: dict[str, SparseRows] = {}
+        self._check_finite = False
 
     def home(self, name: str) -> Tensor | None:
         return None
@@ -132,6 +133,7 @@ class RowGradients:
             self._brought[name] = (gradient, used)
 
     def take(self, *, check_finite: bool) -> tuple[SparseRows, ...]:
+        self._check_finite = check_finite
         return tuple(self._table(name) for name in self.bucket.names)
 
     def accept(self, result: tuple[SparseRows, ...]) -> None:
@@ -142,7 +144,8 @@ class RowGradients:
 
     @property
     def troubled(self) -> bool:
-        return False
+        """Whether the sum is not finite, the same bits and so the same answer on every rank (if it was asked for)."""
+        return self._check_finite and not all(bool(r.values.isfinite().all()) for r in self._result.values())
 
     def unload(self, name: str, out: Tensor | None, *, sparse: bool, shape: torch.Size) -> Tensor:
         rows = self._result[name]

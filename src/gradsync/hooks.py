@@ -48,9 +48,12 @@ class AutogradHooks:
         self._model = weakref.ref(model)
         self._parameters = dict(parameters)
         self._engine = engine
-        self._buffers = list(model.buffers()) if broadcast_buffers and engine.group.size > 1 else []
+        self._broadcast_buffers = broadcast_buffers and engine.group.size > 1
         self._sync = True
         self._armed: bool | None = None  # the last forward's wish to synchronise; None once it was fulfilled
+        self._synchronised = False  # a backward has synchronised since the optimiser's last step
+        self._stepped = False  # the optimiser has stepped since the last forward
+        self._dense: set[str] = set()  # parameters whose gradients autograd makes dense: it may add into lent memory
         self._task = -1  # autograd's number of the backward under way
         self._lent: set[str] = set()  # parameters whose grad was None before the step
         self._stale: dict[str, Tensor] = {}  # gradients in their homes that must survive if nobody renews them
@@ -93,9 +96,12 @@ class AutogradHooks:
         if not torch.is_grad_enabled() or _is_backward():  # inside backward, checkpointing repeats a forward
             return
         self._armed = self._sync
-        if self._sync and model.training and self._buffers:
-            buffers = self._buffers
-            self._engine.call(lambda group: broadcast_tensors(group, buffers, self._engine.timeout_s))
+        if self._stepped:
+            self._synchronised = self._stepped = False
+        if self._sync and model.training and self._broadcast_buffers:
+            buffers = list(model.buffers())  # asked each time, as a model may replace them
+            timeout_s = self._engine.timeout_s
+            self._engine.call("broadcast of buffers", lambda group: broadcast_tensors(group, buffers, timeout_s))
 
     def _after_forward(self, model: nn.Module, output: Any) -> None:
         # A rank whose loss reaches no parameter fires no parameter hook; the outputs tell it that backward began.
@@ -116,6 +122,7 @@ class AutogradHooks:
         self._engine.load(name, gradient.detach() if gradient.requires_grad else gradient)
         home = self._homes.get(name)
         if gradient is not home and gradient.layout is torch.strided:
+            self._dense.add(name)
             parameter.grad = gradient = home
         if gradient is home and home is not None:
             self._settled.add(name)
@@ -123,12 +130,14 @@ class AutogradHooks:
     def _before_optimizer_step(self, optimizer: Optimizer) -> None:
         """The other ranks may wait for a rank whose loss needed neither a parameter nor an output of the model."""
         model = self._model()
-        if not self._armed or self._engine.in_step or model is None or not model.training:
+        ours = {id(p) for p in self._parameters.values()} if model is not None and model.training else set()
+        if not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
             return
-        ours = {id(p) for p in self._parameters.values()}
-        if any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
+        # A forward after the step's backward (for a metric, say) owes nothing.
+        if self._armed and not self._synchronised and not self._engine.in_step:
             self._begin()
             self._end()
+        self._stepped = True
 
     @property
     def _syncing(self) -> bool:
@@ -157,8 +166,8 @@ class AutogradHooks:
         self._lent.clear()
         self._stale.clear()
         self._settled.clear()
-        for lane, tenants in self._tenants if not engine.observing else ():
-            lend = [(name, p, home) for name, p, home in tenants if p.grad is None and p.requires_grad]
+        for lane, tenants in self._tenants:
+            lend = [t for t in tenants if t[0] in self._dense and t[1].grad is None and t[1].requires_grad]
             if len(lend) == len(tenants) == len(lane.bucket.segments):
                 lane.gradients.clear()
             elif lend:
@@ -180,8 +189,7 @@ class AutogradHooks:
             homes = ((name, self._parameters[name], lane.gradients.home(name)) for name in lane.bucket.names)
             tenants = [(name, parameter, home) for name, parameter, home in homes if home is not None]
             self._homes |= {name: home for name, _, home in tenants}
-            # Autograd adds into lent memory, which would make a sparse gradient dense.
-            self._tenants.append((lane, [t for t in tenants if not engine.profiles[t[0]].sparse]))
+            self._tenants.append((lane, tenants))
 
     def _load_leftover(self, name: str) -> None:
         """This backward brings the parameter no gradient; what local ones accumulated counts nevertheless."""
@@ -195,6 +203,7 @@ class AutogradHooks:
     def _end(self) -> None:
         engine = self._engine
         self._armed = None
+        self._synchronised = True
         for name in engine.missing():
             self._load_leftover(name)
         engine.finish()

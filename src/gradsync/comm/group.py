@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import secrets
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -107,6 +108,10 @@ class TorchGroup(Group):
         self._board: distributed_c10d.Store | None = None
         self._asking: threading.Thread | None = None
         self._in_flight: dict[int, Any] = {}
+        # The store may outlive the job, and group names start anew with the next one: its failures are not ours.
+        device = torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else torch.device("cpu")
+        nonce = torch.tensor([secrets.randbits(62)], device=device)
+        self._board_name += f"/{int(self.broadcast(nonce).wait(timeout_s))}"
 
     def all_reduce(self, buffer: Tensor) -> Pending[Tensor]:
         return self._pending(dist.all_reduce(buffer, group=self._own, async_op=True), lambda: buffer)
@@ -136,6 +141,8 @@ class TorchGroup(Group):
             logger.warning("could not tell the other ranks of a failure here, the store does not answer: %s", text)
 
     def close(self) -> None:
+        if not dist.is_initialized():
+            return  # the user's destroy_process_group() has ended all communicators
         dist.destroy_process_group(self._own)
         if any(not work.is_completed() for work in self._in_flight.values()):
             # gloo cannot cancel them: the destructor would wait until they time out, in whatever line collects garbage
@@ -168,6 +175,20 @@ class TorchGroup(Group):
         self._asking.join(FAILURE_POLL_S)
         return answers[0] if answers else None
 
+    def _completes(self, work: Any, patience_s: float) -> bool:
+        """Waits so long for the work; whether it is done. Raises GroupError when it failed."""
+        try:
+            work.wait(timedelta(seconds=patience_s))
+            return True
+        except RuntimeError:
+            if not work.is_completed():
+                return False
+        try:
+            work.wait()  # completed, perhaps well and just after our patience ended: now it tells
+            return True
+        except RuntimeError as error:
+            raise GroupError(self._announced() or f"a connection broke ({_first_line(error)})") from None
+
     def _pending(self, work: Any, result: Callable[[], T]) -> Pending[T]:
         self._in_flight[id(work)] = work
 
@@ -177,19 +198,13 @@ class TorchGroup(Group):
                 del self._in_flight[id(work)]
                 return result()
             deadline = time.monotonic() + timeout_s
-            while True:
-                patience_s = min(FAILURE_POLL_S, max(deadline - time.monotonic(), 0.001))
-                try:
-                    work.wait(timedelta(seconds=patience_s))
-                    del self._in_flight[id(work)]
-                    return result()
-                except RuntimeError as error:
-                    if announced := self._announced():
-                        raise GroupError(announced) from None
-                    if time.monotonic() >= deadline:
-                        raise GroupError(f"no answer from at least one rank within {timeout_s:.0f} s") from None
-                    if work.is_completed():  # it failed, and not by our patience
-                        raise GroupError(f"a connection broke ({_first_line(error)})") from None
+            while not self._completes(work, min(FAILURE_POLL_S, max(deadline - time.monotonic(), 0.001))):
+                if announced := self._announced():
+                    raise GroupError(announced)
+                if time.monotonic() >= deadline:
+                    raise GroupError(f"no answer from at least one rank within {timeout_s:.0f} s")
+            del self._in_flight[id(work)]
+            return result()
 
         return Pending(wait)
 

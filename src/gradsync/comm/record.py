@@ -32,6 +32,12 @@ class Ledger:
     def sent_bytes(self) -> float:
         return sum(entry.sent_bytes for entry in self.entries)
 
+    def take_sent_bytes(self) -> float:
+        """The bytes so far; forgets the entries, so that a long run keeps none."""
+        total = self.sent_bytes
+        self.entries.clear()
+        return total
+
 
 class RecordingGroup(Group):
     """The same group, writing each operation into `ledger`."""
