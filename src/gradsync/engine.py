@@ -152,7 +152,7 @@ class Engine:
         Raises:
             RuntimeError: when the parameter became ready twice in one step.
         """
-        assert self._exchange is not None
+        exchange = self._require_step()
         if used and gradient is not None:
             self._arrivals[name] = gradient.layout is torch.sparse_coo
         for lane in self._lanes_of[name]:
@@ -164,7 +164,7 @@ class Engine:
             lane.gradients.load(name, gradient, used=used)
             lane.waiting.discard(name)
             if not lane.waiting:
-                self._exchange.mark_ready(lane.bucket.id)
+                exchange.mark_ready(lane.bucket.id)
 
     def missing(self) -> list[str]:
         """Parameters that were not loaded in this step yet, in model order."""
@@ -178,10 +178,7 @@ class Engine:
         Raises:
             GroupError: when another rank died, stopped answering or failed, naming bucket, stage and step.
         """
-        exchange = self._exchange
-        if exchange is None:
-            self._require_working()
-            raise RuntimeError("gradsync was detached during this backward; detach between steps")
+        exchange = self._require_step()
         assert not self.missing()
         backward_ended_s = time.perf_counter() - exchange.began_s
         try:
@@ -307,6 +304,12 @@ class Engine:
         if self._failure is None:
             self._failure = why
             self.group.announce_failure(why)
+
+    def _require_step(self) -> Exchange:
+        if self._exchange is None:
+            self._require_working()
+            raise RuntimeError("gradsync was detached during this backward; detach between steps")
+        return self._exchange
 
     def _require_working(self) -> None:
         if self._failure is not None:
