@@ -87,7 +87,7 @@ def test_json_has_the_documented_form() -> None:
         "what": "gradient",
         "scheme": {"all_reduce": {}},
     }
-    assert data["buckets"][1]["scheme"] == {"balanced_parallelism": {}}
+    assert data["buckets"][1]["scheme"] == {"balanced_parallelism": {"owners": "column_stripe"}}
     assert data["digest"] == make().digest
 
 
@@ -268,7 +268,7 @@ def test_a_plan_is_described_in_words_a_line_a_bucket() -> None:
     )
     assert describe(plan, big, {"table": 0.0263}) == [
         "w ... empty (3 tensors), 2.00 MB -> all reduce",
-        "table (2.63% dense) -> balanced parallelism",
+        "table (2.63% dense) -> balanced parallelism, column stripe",
         "half, 0.00 MB -> all reduce",
     ]
     assert describe(plan, big)[1] == "table -> balanced parallelism"

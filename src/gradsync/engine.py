@@ -40,6 +40,7 @@ class BucketStatistics:
     id: str
     names: tuple[str, ...]
     scheme: str
+    density: float | None  # of its tables, mean over the ranks; None for dense buckets, and before it was measured
     steps: int
     sent_bytes: float  # payload bytes this rank handed to the transport
     predicted_bytes: float | None  # the same from `Scheme.steps`; None while the density is not known
@@ -382,12 +383,18 @@ class Engine:
             id=lane.bucket.id,
             names=tuple(lane.bucket.names),
             scheme=lane.scheme.name,
+            density=self._density_of(lane),
             steps=lane.steps,
             sent_bytes=lane.sent_bytes,
             predicted_bytes=self._predicted_bytes(lane),
             communication_s=lane.communication_s,
             exposed_s=lane.exposed_s,
         )
+
+    def _density_of(self, lane: Lane) -> float | None:
+        known = [d for name in lane.bucket.names if (d := self.profiles[name].density) is not None]
+        rows = sum(d.num_rows for d in known)
+        return sum(d.rows for d in known) / rows if rows else None
 
     def _predicted_bytes(self, lane: Lane) -> float | None:
         densities: list[DensityProfile] = []

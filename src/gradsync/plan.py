@@ -202,7 +202,10 @@ def _words(expression: Mapping[str, Any]) -> list[str]:
     ((name, settings),) = expression.items()
     words = [name.replace("_", " ")]
     for key, value in settings.items():
-        words += _words(value) if isinstance(value, dict) else [f"{key.replace('_', ' ')} {value}"]
+        if isinstance(value, dict):
+            words += _words(value)
+        else:
+            words.append(value.replace("_", " ") if isinstance(value, str) else f"{key.replace('_', ' ')} {value}")
     return words
 
 

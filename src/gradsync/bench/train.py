@@ -9,7 +9,7 @@ from __future__ import annotations
 import platform
 import statistics
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ class TrainSpec(BaseModel):
     link: str = "1gbit"
     scenario: dict[str, Any] = {}  # further settings of the lab's scenario
     loopback: bool = False
-    repeats: int = 5  # counted blocks of each method
+    repeats: int = 5  # pairs of blocks that are judged
     block_steps: int = 8
     warmup_steps: int = 6  # passes DDP's re-bucketing, our plan from the first step, PowerSGD's start
     seed: int = 0
@@ -45,6 +45,11 @@ class TrainSpec(BaseModel):
     @property
     def world_size(self) -> int:
         return self.nodes * self.ranks_per_node
+
+    @property
+    def blocks(self) -> int:
+        """Counted blocks of each method; of a sweep half of them only serve to pick the best."""
+        return self.repeats * (2 if "ddp" in self.methods else 1)
 
     def expanded_methods(self) -> tuple[str, ...]:
         """`ddp` stands for the whole bucket sweep, of which the best is taken."""
@@ -163,7 +168,7 @@ def _merge(name: str, ranks: list[dict[str, Any]], spec: TrainSpec, sharing: int
     failed = next((r["failed"] for r in ranks if r["failed"]), None)
     if failed:
         return MethodRun(name=name, failed=failed)
-    steps = spec.repeats * spec.block_steps
+    steps = spec.blocks * spec.block_steps
     return MethodRun(
         name=name,
         step_s=[max(times) for times in zip(*(sum(r["blocks"], []) for r in ranks), strict=True)],
@@ -202,9 +207,3 @@ def commit() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-def summary(values: Sequence[float]) -> str:
-    """`median [p5-p95]` in milliseconds."""
-    spread = Spread.of(values)
-    return f"{spread.median * 1e3:.1f} [{spread.p5 * 1e3:.1f}-{spread.p95 * 1e3:.1f}] ms"

@@ -130,7 +130,7 @@ def compete(workload: Workload, spec: TrainSpec) -> list[Contestant]:
         calibrate(workload, who)
         event(kind="warmup", method=who.name)
     agree_on_failures(contestants)
-    for repeat in range(spec.repeats):
+    for repeat in range(spec.blocks):
         for who in contestants if repeat % 2 == 0 else contestants[::-1]:
             run_block(workload, who, spec.block_steps, counted=True)
             event(kind="block", method=who.name, repeat=repeat, loss=who.losses[-1] if who.losses else None)
@@ -152,6 +152,7 @@ def result_of(workload: Workload, who: Contestant, spec: TrainSpec) -> dict[str,
             {
                 "names": list(s.names),
                 "scheme": s.scheme,
+                "density": s.density,
                 "sent_bytes": s.sent_bytes / s.steps,
                 "predicted_bytes": None if s.predicted_bytes is None else s.predicted_bytes / s.steps,
                 "communication_s": s.communication_s / s.steps,

@@ -61,7 +61,7 @@ def train(  # noqa: PLR0917 (the command's options)
     nodes: Nodes = 4,
     ranks_per_node: RanksPerNode = 1,
     link: Rate = "1gbit",
-    repeats: Annotated[int, typer.Option(min=5, help="Blocks of each method.")] = 10,
+    repeats: Annotated[int, typer.Option(min=5, help="Pairs of blocks that are judged.")] = 10,
     block_steps: Annotated[int, typer.Option(min=1, help="Steps of a block.")] = 8,
     row_length: Annotated[int | None, typer.Option(help="Elements of an embedding row (deepfm).")] = None,
     json: Json = None,
@@ -81,7 +81,7 @@ def train(  # noqa: PLR0917 (the command's options)
         loopback=loopback,
     )
     copies = len(spec.expanded_methods()) + 1
-    with plain_errors(), event_bar(f"{workload} on {nodes} nodes, {link}", copies * (spec.repeats + 1)) as on_event:
+    with plain_errors(), event_bar(f"{workload} on {nodes} nodes, {link}", copies * (spec.blocks + 1)) as on_event:
         run = run_training(spec, on_event)
     finish(run.records, run.notes, json)
 

@@ -47,7 +47,13 @@ class BalancedParallelism(Partitioned[Tables, tuple[OwnedColumns, ...]]):
     Wire per rank: push (n-1) * indices + (n-1)/n * values; pull (n-1)/n * values of the union.
     """
 
+    owners: str = "column_stripe"  # who sums what; the only map for row-sparse tables so far
+
     layout = Layout.ROWS
+
+    def __post_init__(self) -> None:
+        if self.owners != "column_stripe":
+            raise ValueError(f"BalancedParallelism.owners must be 'column_stripe', got {self.owners!r}")
 
     @property
     def stages(self) -> tuple[str, ...]:
