@@ -271,4 +271,4 @@ def test_a_plan_is_described_in_words_a_line_a_bucket() -> None:
         "table (2.63% dense) -> balanced parallelism, column stripe",
         "half, 0.00 MB -> all reduce",
     ]
-    assert describe(plan, big)[1] == "table -> balanced parallelism"
+    assert describe(plan, big)[1] == "table -> balanced parallelism, column stripe"
