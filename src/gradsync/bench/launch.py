@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ from ..lab import Lab, LabUnavailableError, Scenario
 from ..lab.cluster import end, first_failure, free_port
 
 RANK_ENVIRONMENT = {"THP_MEM_ALLOC_ENABLE": "1"}  # huge pages for large tensors: fresh memory is touched 4-5x faster
+COLLECTIVE_TIMEOUT = timedelta(minutes=3)  # a method that failed on one rank leaves the others waiting in a collective
 END_GRACE_S = 10.0  # after one rank failed, the others get this long to notice and say why
 
 

@@ -24,6 +24,7 @@ from ..lab.counters import interface_bytes
 from ..schemes import AGSparse, AllReduce, BalancedParallelism, Scheme
 from ..sparse import SparseRows
 from ..steps import Pattern, Transfer, transfers
+from .launch import COLLECTIVE_TIMEOUT
 from .sync import DENSE_SIZES_BYTES, FIT_SIZES_BYTES, SyncSpec
 from .train_rank import event
 
@@ -167,7 +168,7 @@ def union_rows(profiles: tuple[DensityProfile, ...], size: int) -> list[float]:
 
 def main(spec_path: str, out_path: str) -> None:
     spec = SyncSpec.model_validate_json(Path(spec_path).read_text(encoding="utf-8"))
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
     group = TorchGroup(timeout_s=TIMEOUT_S)
     result: dict[str, Any] = {"fit": fit_samples(spec)}
     event(kind="fit")

@@ -22,6 +22,7 @@ from .. import workloads
 from ..attach import Attachment
 from ..lab.counters import interface_bytes
 from ..workloads import Batch, Workload
+from .launch import COLLECTIVE_TIMEOUT
 from .methods import method
 from .train import AGAIN, TrainSpec
 
@@ -185,7 +186,7 @@ def event(**data: Any) -> None:
 def main(spec_path: str, out_path: str) -> None:
     spec = TrainSpec.model_validate_json(Path(spec_path).read_text(encoding="utf-8"))
     workload = workloads.load(spec.workload, **spec.options)
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
     contestants = compete(workload, spec)
     results = {who.name: result_of(workload, who, spec) for who in contestants}
     Path(out_path).write_text(json.dumps(results), encoding="utf-8")
