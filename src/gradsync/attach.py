@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 
 from .agreement import DEFAULT_TIMEOUT_S, agreed_engine, forget, matches
 from .ddp import UNEVEN_INPUTS, DDPState, ddp_hook
-from .engine import BucketStatistics, Engine, Planner
+from .engine import Engine, Planner
 from .hooks import AutogradHooks, broadcast_tensors
+from .lane import BucketStatistics
 from .plan import Plan
 from .timeline import Task
 

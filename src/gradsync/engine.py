@@ -9,67 +9,31 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .bucket import Bucket, Layout, TensorSpec
-from .cluster import Placement
-from .comm import Exchange, Group, GroupError, IssueThread, Ledger, RecordingGroup, split
-from .density import DensityProfile, ParameterProfile
-from .gradients import FlatGradients, Gradients, RowGradients, gradients_of
+from .bucket import TensorSpec
+from .comm import Exchange, Group, GroupError, IssueThread
+from .density import ParameterProfile
+from .lane import BucketStatistics, Lane, StateSlice
+from .observation import Observer
 from .plan import Plan, What, describe
-from .schemes import Scheme, State
-from .steps import transfers
-from .timeline import Task, covered_s
+from .timeline import Task
 
 logger = logging.getLogger(__name__)
 
 Planner = Callable[[Sequence[ParameterProfile], int], Plan]
 
-NEVER_READY = 1 << 40  # position of a parameter that rank 0 did not use in the observed step
-UNKNOWN = -1
-
-
-@dataclass(frozen=True)
-class BucketStatistics:
-    """Totals of one bucket since attach, or since the plan changed."""
-
-    id: str
-    names: tuple[str, ...]
-    scheme: str
-    density: float | None  # of its tables, mean over the ranks; None for dense buckets, and before it was measured
-    steps: int
-    sent_bytes: float  # payload bytes this rank handed to the transport
-    predicted_bytes: float | None  # the same from `Scheme.steps`; None while the density is not known
-    communication_s: float  # time in which the bucket had an operation in flight
-    exposed_s: float  # the part of it after the end of backward
-
-
-@dataclass
-class Lane:
-    """One bucket at run time."""
-
-    bucket: Bucket
-    scheme: Scheme[Any]
-    gradients: Gradients
-    group: RecordingGroup
-    state: State
-    next_state: State | None = None
-    waiting: set[str] = field(default_factory=set)
-    steps: int = 0
-    sent_bytes: float = 0.0
-    communication_s: float = 0.0
-    exposed_s: float = 0.0
+MAX_OBSERVATIONS = 2  # a table that no module announced travels dense at first: its rows show in the second step
 
 
 class Engine:
     """Runs a plan for `parameters` over `group`, on one communication thread of its own.
 
     `plan` is a `Plan`, or a function that makes one: it is asked at once with what is known of the model, and again
-    after the first step with what that step showed, reduced over the ranks: readiness order, layouts, densities.
+    after the first step, at times the second, with what it showed on all ranks: readiness order, layouts, densities.
     """
 
     def __init__(
@@ -85,25 +49,22 @@ class Engine:
         self.specs = {name: TensorSpec.of(p) for name, p in self.parameters.items()}
         self.group = group
         self.step = 0
-        self.profiles = {
-            name: ParameterProfile(name, spec, sparse=name in sparse_names) for name, spec in self.specs.items()
-        }
         self._planner = None if isinstance(plan, Plan) else plan
         self.timeout_s = timeout_s
         self._device = next(iter(self.parameters.values())).device if self.parameters else torch.device("cpu")
         self._exchange: Exchange | None = None
         self._next_plan: Plan | None = None
         self._failure: str | None = None
-        self._arrivals: dict[str, bool] = {}  # parameters in the order they became ready -> sparse layout
+        self._observer = Observer(self.specs, sparse_names)
         self._timeline: list[Task] = []
         self._steps_good = True
-        self._observed = False
+        self._observations_left = 0 if isinstance(plan, Plan) else MAX_OBSERVATIONS
         self._closed = False
-        self.plan = plan if isinstance(plan, Plan) else plan(list(self.profiles.values()), group.size)
+        self.plan = plan if isinstance(plan, Plan) else plan(list(self._observer.profiles.values()), group.size)
         self._thread = IssueThread("gradsync", self._device)
         self._lanes: dict[str, Lane] = {}
         self._lanes_of: dict[str, list[Lane]] = {}
-        self._adopt(self.plan, {})
+        self._adopt(self.plan, [])
 
     # The step, in the order in which a front-end calls.
 
@@ -117,13 +78,12 @@ class Engine:
         self._require_working()
         self._commit()
         if self._next_plan is not None:
-            self._adopt(self._next_plan, self._export_state())
+            self._adopt(self._next_plan, self._state_slices())
             self._next_plan = None
-        self._arrivals.clear()
+        self._observer.begin()
         self._steps_good = False  # until it has ended well
         for lane in self._lanes.values():
-            lane.gradients.begin()
-            lane.waiting = set(lane.bucket.names)
+            lane.begin()
         self._exchange = Exchange(
             self.plan.order,
             self._synchronize,
@@ -155,7 +115,7 @@ class Engine:
         """
         exchange = self._require_step()
         if used and gradient is not None:
-            self._arrivals[name] = gradient.layout is torch.sparse_coo
+            self._observer.arrived(name, sparse=gradient.layout is torch.sparse_coo)
         for lane in self._lanes_of[name]:
             if name not in lane.waiting:
                 raise RuntimeError(
@@ -190,11 +150,10 @@ class Engine:
         finally:
             self._exchange = None
         for lane in self._lanes.values():
-            lane.gradients.accept(exchange.results[lane.bucket.id])
-            lane.steps += 1
+            lane.accept(exchange.results[lane.bucket.id])
         self._steps_good = not (self._has_state() and any(lane.gradients.troubled for lane in self.lanes()))
         self._record(exchange, backward_ended_s)
-        if self._planner is not None and not self._observed:
+        if self._observations_left:
             try:
                 self._observe()
             except Exception as error:
@@ -216,7 +175,7 @@ class Engine:
 
     def layout_is_sparse(self, name: str) -> bool:
         """The layout in which the gradient is given back: as it came, else as the ranks agreed."""
-        return self._arrivals.get(name, self.profiles[name].sparse)
+        return self._observer.layout_is_sparse(name)
 
     def unload(self, name: str, out: Tensor | None, *, sparse: bool) -> Tensor:
         """The synchronised gradient, in the layout asked for; `out` is reused for parameters that the plan cut."""
@@ -244,7 +203,12 @@ class Engine:
         """The plan and all scheme state by (parameter, slice, compress point); of tensors, numbers and text only."""
         if not self.in_step:
             self._commit()
-        return {"version": 1, "step": self.step, "plan": self.plan.to_json(), "state": self._export_state()}
+        return {
+            "version": 1,
+            "step": self.step,
+            "plan": self.plan.to_json(),
+            "state": {s.key: s.values for s in self._state_slices()},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over what `state_dict` gave, under this engine's own plan.
@@ -257,13 +221,13 @@ class Engine:
         if unknown := sorted({key.rpartition("[")[0] for key in state["state"]} - set(self.parameters)):
             raise ValueError(f"the state holds {unknown[0]!r}, which is no parameter to synchronise here")
         self.step = int(state["step"])
+        slices = [StateSlice.from_key(key, values) for key, values in state["state"].items()]
         for lane in self._lanes.values():
-            lane.next_state = None
-            lane.state = lane.scheme.init(lane.bucket, lane.group)
-        self._import_state(state["state"])
+            lane.reset_state()
+            lane.take_over(slices)
 
     def statistics(self) -> list[BucketStatistics]:
-        return [self._statistics_of(lane) for lane in self._lanes.values()]
+        return [lane.statistics(self._observer.profiles) for lane in self._lanes.values()]
 
     def timeline(self) -> list[Task]:
         """The last step: "compute" (backward), "link" (operations in flight), "kernel" (schemes' own work), "wait"."""
@@ -271,7 +235,7 @@ class Engine:
 
     def words(self) -> list[str]:
         """The plan in words."""
-        known = {p.name: p.density.density for p in self.profiles.values() if p.density is not None}
+        known = {p.name: p.density.density for p in self._observer.profiles.values() if p.density}
         return describe(self.plan, self.specs, known)
 
     def close(self) -> None:
@@ -285,15 +249,8 @@ class Engine:
 
     # Below here: how.
 
-    async def _synchronize_lane(self, lane: Lane) -> Any:
-        x = lane.gradients.take(check_finite=self._has_state())
-        result, lane.next_state = await lane.scheme.synchronize(x, lane.state, lane.group, 1.0 / self.group.size)
-        if isinstance(lane.gradients, FlatGradients) and not lane.bucket.flags_ride:
-            await lane.group.all_reduce(lane.gradients.flags)
-        return result
-
     def _synchronize(self, bucket_id: str) -> Any:
-        return self._synchronize_lane(self._lanes[bucket_id])
+        return self._lanes[bucket_id].synchronize(check_finite=self._has_state())
 
     def _where(self, bucket_id: str, stage: str) -> str:
         names = self._lanes[bucket_id].bucket.names
@@ -323,104 +280,40 @@ class Engine:
 
     def _commit(self) -> None:
         for lane in self._lanes.values():
-            if lane.next_state is not None and self._steps_good:
-                lane.state = lane.next_state
-            lane.next_state = None
+            lane.commit(keep=self._steps_good)
 
-    def _adopt(self, plan: Plan, state: Mapping[str, Tensor]) -> None:
+    def _state_slices(self) -> list[StateSlice]:
+        return [part for lane in self._lanes.values() for part in lane.state_slices()]
+
+    def _adopt(self, plan: Plan, state: Sequence[StateSlice]) -> None:
         plan.check(self.specs, self.group.size)
         if any(bucket.what is not What.GRADIENT for bucket in plan.buckets):
             raise ValueError("this version synchronises gradients only; the plan has buckets of parameters")
         self.plan = plan
         self._lanes, self._lanes_of = {}, {}  # the old buckets' memory is free before the new ones take theirs
-        self._lanes = {b.id: self._make_lane(b.bucket(self.specs), b.make_scheme()) for b in plan.buckets}
+        for b in plan.buckets:
+            self._lanes[b.id] = Lane.make(b.bucket(self.specs), b.make_scheme(), self.parameters, self.group)
+            self._lanes[b.id].take_over(state)
         self._lanes_of = {name: [] for name in self.parameters}
         for lane in self._lanes.values():
             for name in dict.fromkeys(lane.bucket.names):
                 self._lanes_of[name].append(lane)
-        self._import_state(state)
         for line in self.words():
             logger.info("%s", line)
-
-    def _make_lane(self, bucket: Bucket, scheme: Scheme[Any]) -> Lane:
-        group = RecordingGroup(self.group, Ledger())
-        return Lane(bucket, scheme, gradients_of(bucket, self.parameters), group, scheme.init(bucket, group))
-
-    def _export_state(self) -> dict[str, Tensor]:
-        exported = {}
-        for lane in self._lanes.values():
-            for point, flat in lane.state.items():
-                parts = split(flat, [segment.numel for segment in lane.bucket.segments])
-                for segment, part in zip(lane.bucket.segments, parts, strict=True):
-                    exported[f"{segment.name}[{segment.start}:{segment.stop}]/{point}"] = part.clone()
-        return exported
-
-    def _import_state(self, exported: Mapping[str, Tensor]) -> None:
-        """Lays the slices into the lanes' states, wherever the present plan cuts; what no lane keeps is dropped."""
-        slices = [(*_parse_state_key(key), part) for key, part in exported.items()]
-        for lane in self._lanes.values():
-            offset = 0
-            for segment in lane.bucket.segments:
-                for name, start, point, part in slices:
-                    low, high = max(start, segment.start), min(start + part.numel(), segment.stop)
-                    if name == segment.name and low < high and point in lane.state:
-                        target = lane.state[point][offset + low - segment.start : offset + high - segment.start]
-                        target.copy_(part[low - start : high - start])
-                offset += segment.numel
 
     def _record(self, exchange: Exchange, backward_ended_s: float) -> None:
         ended_s = time.perf_counter() - exchange.began_s
         self._timeline = [Task("backward", "compute", 0.0, backward_ended_s), *exchange.tasks]
         self._timeline.append(Task("wait", "wait", backward_ended_s, ended_s))
         for lane in self._lanes.values():
-            flights = [t for t in exchange.tasks if t.stream == "link" and t.name.startswith(f"{lane.bucket.id}:")]
-            lane.sent_bytes += lane.group.ledger.take_sent_bytes()
-            lane.communication_s += covered_s(flights, 0.0, ended_s)
-            lane.exposed_s += covered_s(flights, backward_ended_s, ended_s)
-
-    def _statistics_of(self, lane: Lane) -> BucketStatistics:
-        return BucketStatistics(
-            id=lane.bucket.id,
-            names=tuple(lane.bucket.names),
-            scheme=lane.scheme.name,
-            density=self._density_of(lane),
-            steps=lane.steps,
-            sent_bytes=lane.sent_bytes,
-            predicted_bytes=self._predicted_bytes(lane),
-            communication_s=lane.communication_s,
-            exposed_s=lane.exposed_s,
-        )
-
-    def _density_of(self, lane: Lane) -> float | None:
-        known = [d for name in lane.bucket.names if (d := self.profiles[name].density) is not None]
-        rows = sum(d.num_rows for d in known)
-        return sum(d.rows for d in known) / rows if rows else None
-
-    def _predicted_bytes(self, lane: Lane) -> float | None:
-        densities: list[DensityProfile] = []
-        if lane.bucket.layout is Layout.ROWS:
-            for name in lane.bucket.names:
-                density = self.profiles[name].density
-                if density is None:
-                    return None
-                densities.append(density)
-        placement = Placement.one_per_node(self.group.size)
-        steps = lane.scheme.steps(lane.bucket.specs, tuple(densities), placement)
-        return lane.steps * sum(t.sent_bytes(self.group.rank) for t in transfers(steps))
+            lane.record(exchange.tasks, backward_ended_s, ended_s)
 
     def _observe(self) -> None:
         """Reduces what a first step showed over the ranks, and makes the plan that all of them now make."""
         assert self._planner is not None
-        mine = torch.tensor([self._observation(name) for name in self.parameters], dtype=torch.int64)
-        if self.parameters:
-            buffer = mine.flatten().to(self._device)
-            everyone = self.call("first observations", lambda group: group.all_gather(buffer).wait(self.timeout_s))
-            table = torch.stack([row.view(len(self.parameters), 4).cpu() for row in everyone])
-            for index, name in enumerate(self.parameters):
-                self.profiles[name] = self._profile(name, table[:, index])
-        # A table that no module announced travelled dense: what its rows are, the next step shows.
-        self._observed = all(p.density is not None for p in self.profiles.values() if p.sparse)
-        plan = self._planner(list(self.profiles.values()), self.group.size)
+        self._observer.share(lambda name: self._lanes_of[name][0].gradients, self._gather("first observations"))
+        self._observations_left = 0 if self._observer.complete else self._observations_left - 1
+        plan = self._planner(list(self._observer.profiles.values()), self.group.size)
         self._require_same(plan.digest)
         if plan.digest != self.plan.digest:
             self._next_plan = plan
@@ -430,8 +323,8 @@ class Engine:
 
     def _require_same(self, digest: str) -> None:
         """A planner that is not deterministic would make the ranks wait for each other: raises on all of them."""
-        mine = torch.tensor(list(bytes.fromhex(digest)), dtype=torch.uint8, device=self._device)
-        everyone = self.call("digest of the new plan", lambda group: group.all_gather(mine).wait(self.timeout_s))
+        mine = torch.tensor(list(bytes.fromhex(digest)), dtype=torch.uint8)
+        everyone = self._gather("digest of the new plan")(mine)
         digests = [bytes(part.tolist()).hex() for part in everyone]
         other = next((rank for rank, theirs in enumerate(digests) if theirs != digests[0]), None)
         if other is not None:
@@ -440,31 +333,12 @@ class Engine:
                 f"{digests[other][:12]}; a planner must depend on nothing but its arguments"
             )
 
-    def _observation(self, name: str) -> tuple[int, int, int, int]:
-        """(place in ready order, sparse layout, rows of mine, rows of the sum) of one parameter; -1: not known."""
-        gradients = self._lanes_of[name][0].gradients
-        seen = name in self._arrivals
-        position = list(self._arrivals).index(name) if seen else NEVER_READY
-        rows, union = UNKNOWN, UNKNOWN
-        if isinstance(gradients, RowGradients):
-            rows, union = gradients.rows(name), gradients.union_rows(name)
-        return position, int(self._arrivals[name]) if seen else UNKNOWN, rows, union
+    def _gather(self, what: str) -> Callable[[Tensor], list[Tensor]]:
+        """Hands a small tensor to all ranks; returns everybody's, by rank."""
 
-    def _profile(self, name: str, rows_of_ranks: Tensor) -> ParameterProfile:
-        spec = self.specs[name]
-        layouts = set(rows_of_ranks[:, 1].tolist()) - {UNKNOWN}
-        sparse = 1 in layouts if layouts else self.profiles[name].sparse
-        density = None
-        if sparse and int(rows_of_ranks[0, 2]) != UNKNOWN:
-            rows = float(rows_of_ranks[:, 2].double().mean())
-            union = float(rows_of_ranks[0, 3])
-            ratios = {self.group.size: union / rows} if rows > 0 and self.group.size > 1 else {}
-            density = DensityProfile(spec.num_rows, rows, ratios)
-        return ParameterProfile(name, spec, sparse, density, int(rows_of_ranks[0, 0]))
+        def gather(mine: Tensor) -> list[Tensor]:
+            buffer = mine.to(self._device)
+            parts: list[Tensor] = self.call(what, lambda group: group.all_gather(buffer).wait(self.timeout_s))
+            return parts
 
-
-def _parse_state_key(key: str) -> tuple[str, int, str]:
-    """(parameter, start, compress point) of a key `name[start:stop]/point`."""
-    head, _, point = key.rpartition("/")
-    name, _, span = head.rpartition("[")
-    return name, int(span.partition(":")[0]), point
+        return gather

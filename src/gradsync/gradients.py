@@ -6,7 +6,7 @@ nothing is copied. `RowGradients` holds sparse ones. Neither touches `param.grad
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from .sparse import SparseRows
 class FlatGradients:
     """A flat bucket's memory: `flat` = the segments' elements one after the other, then the flags."""
 
-    def __init__(self, bucket: Bucket, parameters: dict[str, Tensor]) -> None:
+    def __init__(self, bucket: Bucket, parameters: Mapping[str, Tensor]) -> None:
         self.bucket = bucket
         device = parameters[bucket.segments[0].name].device
         self.flat = torch.zeros(bucket.numel + bucket.num_flags, dtype=bucket.dtype, device=device)
@@ -111,7 +111,7 @@ class FlatGradients:
 class RowGradients:
     """A bucket of row-sparse tables: each gradient is kept as it came until the scheme takes it."""
 
-    def __init__(self, bucket: Bucket, parameters: dict[str, Tensor]) -> None:
+    def __init__(self, bucket: Bucket, parameters: Mapping[str, Tensor]) -> None:
         self.bucket = bucket
         self._shapes = {name: parameters[name].shape for name in bucket.names}
         self._device = parameters[bucket.names[0]].device
@@ -184,6 +184,6 @@ def dense_of(gradient: Tensor) -> Tensor:
 Gradients = FlatGradients | RowGradients
 
 
-def gradients_of(bucket: Bucket, parameters: dict[str, Any]) -> Gradients:
+def gradients_of(bucket: Bucket, parameters: Mapping[str, Tensor]) -> Gradients:
     """The memory for a bucket over these parameters."""
     return (FlatGradients if bucket.layout is Layout.FLAT else RowGradients)(bucket, parameters)

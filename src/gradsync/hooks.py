@@ -22,7 +22,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 from .comm import Group
-from .engine import Engine, Lane
+from .engine import Engine
+from .lane import Lane
 from .plan import Plan
 
 BROADCAST_BYTES = 25 << 20  # a message of initial parameters: large enough for line rate, small beside the model
@@ -48,7 +49,9 @@ class AutogradHooks:
         self._model = weakref.ref(model)
         self._parameters = dict(parameters)
         self._engine = engine
-        self._broadcast_buffers = broadcast_buffers and engine.group.size > 1
+        # The dicts, not the buffers: a module may replace those. Walking the modules would cost more than a small step.
+        synchronised = model.modules() if broadcast_buffers and engine.group.size > 1 else ()
+        self._buffers = [module._buffers for module in synchronised]
         self._sync = True
         self._armed: bool | None = None  # the last forward's wish to synchronise; None once it was fulfilled
         self._synchronised = False  # a backward has synchronised since the optimiser's last step
@@ -98,10 +101,15 @@ class AutogradHooks:
         self._armed = self._sync
         if self._stepped:
             self._synchronised = self._stepped = False
-        if self._sync and model.training and self._broadcast_buffers:
-            buffers = list(model.buffers())  # asked each time, as a model may replace them
+        if self._sync and model.training:
+            self._broadcast_buffers()
+
+    def _broadcast_buffers(self) -> None:
+        found = (b for buffers in self._buffers if buffers for b in buffers.values() if b is not None)
+        unique = list({id(b): b for b in found}.values())
+        if unique:
             timeout_s = self._engine.timeout_s
-            self._engine.call("broadcast of buffers", lambda group: broadcast_tensors(group, buffers, timeout_s))
+            self._engine.call("broadcast of buffers", lambda group: broadcast_tensors(group, unique, timeout_s))
 
     def _after_forward(self, model: nn.Module, output: Any) -> None:
         # A rank whose loss reaches no parameter fires no parameter hook; the outputs tell it that backward began.

@@ -1,0 +1,155 @@
+"""A lane: one bucket at run time, with its scheme, its memory, its state and what it has cost so far."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from .bucket import Bucket, Layout
+from .cluster import Placement
+from .comm import Group, Ledger, RecordingGroup
+from .density import DensityProfile, ParameterProfile
+from .gradients import FlatGradients, Gradients, gradients_of
+from .schemes import Scheme, State
+from .steps import transfers
+from .timeline import Task, covered_s
+
+
+@dataclass(frozen=True)
+class BucketStatistics:
+    """Totals of one bucket since attach, or since the plan changed."""
+
+    id: str
+    names: tuple[str, ...]
+    scheme: str
+    density: float | None  # of its tables, mean over the ranks; None for dense buckets, and before it was measured
+    steps: int
+    sent_bytes: float  # payload bytes this rank handed to the transport
+    predicted_bytes: float | None  # the same from `Scheme.steps`; None while the density is not known
+    communication_s: float  # time in which the bucket had an operation in flight
+    exposed_s: float  # the part of it after the end of backward
+
+
+@dataclass(frozen=True)
+class StateSlice:
+    """State of elements [start, start + numel) of one parameter at one compress point."""
+
+    name: str
+    start: int
+    point: str
+    values: Tensor
+
+    @property
+    def key(self) -> str:
+        """Its name in a `state_dict`."""
+        return f"{self.name}[{self.start}:{self.start + self.values.numel()}]/{self.point}"
+
+    @classmethod
+    def from_key(cls, key: str, values: Tensor) -> StateSlice:
+        head, _, point = key.rpartition("/")
+        name, _, span = head.rpartition("[")
+        return cls(name, int(span.partition(":")[0]), point, values)
+
+
+@dataclass
+class Lane:
+    """One bucket at run time on this rank."""
+
+    bucket: Bucket
+    scheme: Scheme[Any]
+    gradients: Gradients
+    group: RecordingGroup
+    state: State
+    next_state: State | None = None
+    waiting: set[str] = field(default_factory=set)  # parameters that were not loaded in this step yet
+    steps: int = 0
+    sent_bytes: float = 0.0
+    communication_s: float = 0.0
+    exposed_s: float = 0.0
+
+    @classmethod
+    def make(cls, bucket: Bucket, scheme: Scheme[Any], parameters: Mapping[str, Tensor], group: Group) -> Lane:
+        recording = RecordingGroup(group, Ledger())
+        return cls(bucket, scheme, gradients_of(bucket, parameters), recording, scheme.init(bucket, recording))
+
+    def begin(self) -> None:
+        """A new step: nothing is loaded."""
+        self.gradients.begin()
+        self.waiting = set(self.bucket.names)
+
+    async def synchronize(self, *, check_finite: bool) -> Any:
+        """What the communication thread runs; the next state is kept beside the present one."""
+        x = self.gradients.take(check_finite=check_finite)
+        result, self.next_state = await self.scheme.synchronize(x, self.state, self.group, 1.0 / self.group.size)
+        if isinstance(self.gradients, FlatGradients) and not self.bucket.flags_ride:
+            await self.group.all_reduce(self.gradients.flags)
+        return result
+
+    def accept(self, result: Any) -> None:
+        """The step's synchronised gradients."""
+        self.gradients.accept(result)
+        self.steps += 1
+
+    def commit(self, *, keep: bool) -> None:
+        """The next state becomes the state, if the step is to be kept."""
+        if self.next_state is not None and keep:
+            self.state = self.next_state
+        self.next_state = None
+
+    def reset_state(self) -> None:
+        self.next_state = None
+        self.state = self.scheme.init(self.bucket, self.group)
+
+    def state_slices(self) -> Iterator[StateSlice]:
+        """Copies of the state, one for each segment and compress point."""
+        for point, flat in self.state.items():
+            offset = 0
+            for segment in self.bucket.segments:
+                part = flat[offset : offset + segment.numel]
+                yield StateSlice(segment.name, segment.start, point, part.clone())
+                offset += segment.numel
+
+    def take_over(self, slices: Iterable[StateSlice]) -> None:
+        """Lays those elements of the slices that this bucket holds into its state; other plans cut elsewhere."""
+        for saved in slices:
+            offset = 0
+            for segment in self.bucket.segments:
+                low = max(saved.start, segment.start)
+                high = min(saved.start + saved.values.numel(), segment.stop)
+                if saved.name == segment.name and low < high and saved.point in self.state:
+                    target = self.state[saved.point][offset + low - segment.start : offset + high - segment.start]
+                    target.copy_(saved.values[low - saved.start : high - saved.start])
+                offset += segment.numel
+
+    def record(self, tasks: list[Task], backward_ended_s: float, ended_s: float) -> None:
+        """Adds a finished step's bytes and times to the totals."""
+        flights = [t for t in tasks if t.stream == "link" and t.name.startswith(f"{self.bucket.id}:")]
+        self.sent_bytes += self.group.ledger.take_sent_bytes()
+        self.communication_s += covered_s(flights, 0.0, ended_s)
+        self.exposed_s += covered_s(flights, backward_ended_s, ended_s)
+
+    def statistics(self, profiles: Mapping[str, ParameterProfile]) -> BucketStatistics:
+        """The totals; `profiles` are what is known of the parameters."""
+        densities = [d for name in self.bucket.names if (d := profiles[name].density) is not None]
+        rows = sum(d.num_rows for d in densities)
+        return BucketStatistics(
+            id=self.bucket.id,
+            names=tuple(self.bucket.names),
+            scheme=self.scheme.name,
+            density=sum(d.rows for d in densities) / rows if rows else None,
+            steps=self.steps,
+            sent_bytes=self.sent_bytes,
+            predicted_bytes=self._predicted_bytes(tuple(densities)),
+            communication_s=self.communication_s,
+            exposed_s=self.exposed_s,
+        )
+
+    def _predicted_bytes(self, densities: tuple[DensityProfile, ...]) -> float | None:
+        if self.bucket.layout is Layout.ROWS and len(densities) < len(self.bucket.names):
+            return None
+        profiles = densities if self.bucket.layout is Layout.ROWS else ()
+        steps = self.scheme.steps(self.bucket.specs, profiles, Placement.one_per_node(self.group.size))
+        return self.steps * sum(t.sent_bytes(self.group.rank) for t in transfers(steps))
