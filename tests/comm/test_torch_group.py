@@ -51,20 +51,43 @@ def test_processes_get_what_threads_get(world: World, size: int, members: list[i
     assert got == run_local(len(members or range(size)), operations)
 
 
-def wait_for_an_absent_rank() -> str:
+def wait_for_an_absent_rank(absent: int) -> str:
     group = TorchGroup(timeout_s=10)
     text = ""
-    if group.rank == 0:
+    if group.rank != absent:
         with pytest.raises(GroupError) as caught:
-            group.all_reduce(torch.ones(2)).wait(1.0)
+            group.all_reduce(torch.ones(2)).wait(3.0)
         text = str(caught.value)
     dist.barrier()
     group.close()
     return text
 
 
-def test_a_wait_ends_at_its_timeout(world: World) -> None:
-    assert world(2).run(wait_for_an_absent_rank)[0] == "no answer from at least one rank within 1 s"
+@pytest.mark.parametrize("absent", [0, 2])
+def test_a_wait_ends_at_its_timeout_and_names_who_is_missing(world: World, absent: int) -> None:
+    texts = world(3).run(wait_for_an_absent_rank, absent)
+    expected = f"no answer within 3 s: rank {absent} did not come this far: still at work, stopped, or a loop of fewer "
+    assert all(text.startswith(expected) for rank, text in enumerate(texts) if rank != absent), texts
+
+
+def wait_for_a_rank_that_left() -> str:
+    group = TorchGroup(timeout_s=60)
+    group.all_reduce(torch.ones(2)).wait(10)
+    text = ""
+    if group.rank == 1:
+        group.close()
+    else:
+        with pytest.raises(GroupError) as caught:
+            group.all_reduce(torch.ones(2)).wait(60.0)
+        text = str(caught.value)
+    dist.barrier()
+    return text
+
+
+def test_a_rank_that_left_earlier_is_named_at_once(world: World) -> None:
+    texts = world(3).run(wait_for_a_rank_that_left, limit_s=20)
+    for text in (texts[0], texts[2]):
+        assert text.startswith("rank 1 detached before this step") or "a connection broke" in text, texts
 
 
 def hear_of_a_failure() -> str:

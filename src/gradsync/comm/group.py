@@ -9,11 +9,9 @@ from __future__ import annotations
 import ctypes
 import logging
 import secrets
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
@@ -22,11 +20,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from .board import Board
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-FAILURE_POLL_S = 1.0  # how often a waiting rank asks whether another one has announced a failure
+POLL_S = 1.0  # how often a rank that waits looks at the board
+NOTICE_S = 5.0  # who waits longer notes it on the board, so that the others can tell who is missing
+WARNING_S = 30.0  # who waits longer says for whom, once
 
 
 class GroupError(RuntimeError):
@@ -101,17 +103,16 @@ class TorchGroup(Group):
         self.members = tuple(dist.get_process_group_ranks(process_group))
         self.rank = dist.get_rank(process_group)
         self.backend = dist.get_backend(process_group)
-        self._own = _new_communicator(process_group, self.members, self.rank, timedelta(seconds=timeout_s))
-        # The store outlives a broken connection between two ranks, so failures are told through it.
-        self._store = distributed_c10d._get_default_store()
-        self._board_name = f"gradsync/{self._own.group_name}"
-        self._board: distributed_c10d.Store | None = None
-        self._asking: threading.Thread | None = None
-        self._in_flight: dict[int, Any] = {}
-        # The store may outlive the job, and group names start anew with the next one: its failures are not ours.
+        # gloo's own timeout only says that there was one; ours, which comes first, says who is missing.
+        patience_s = timeout_s if self.backend == "nccl" else 1.5 * timeout_s + NOTICE_S
+        self._own = _new_communicator(process_group, self.members, self.rank, timedelta(seconds=patience_s))
+        self._in_flight: dict[int, tuple[Any, Tensor | None]] = {}  # works, and inputs that must live until they end
+        self._issued = 0
+        # The store may outlive the job, and group names start anew with the next one: its notices are not ours.
         device = torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else torch.device("cpu")
         nonce = torch.tensor([secrets.randbits(62)], device=device)
-        self._board_name += f"/{int(self.broadcast(nonce).wait(timeout_s))}"
+        dist.broadcast(nonce, src=self.members[0], group=self._own)
+        self._board = Board(distributed_c10d._get_default_store(), f"gradsync/{self._own.group_name}/{int(nonce)}")
 
     def all_reduce(self, buffer: Tensor) -> Pending[Tensor]:
         return self._pending(dist.all_reduce(buffer, group=self._own, async_op=True), lambda: buffer)
@@ -127,53 +128,26 @@ class TorchGroup(Group):
     def all_to_all(self, buffer: Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending[list[Tensor]]:
         output = buffer.new_empty(sum(received))
         work = dist.all_to_all_single(output, buffer, list(received), list(sent), group=self._own, async_op=True)
-        # The input must live until the work is done: the closure keeps it.
-        return self._pending(work, lambda: split(output, received, keep=buffer))
+        return self._pending(work, lambda: split(output, received), keep=buffer)
 
     def broadcast(self, buffer: Tensor) -> Pending[Tensor]:
         work = dist.broadcast(buffer, src=self.members[0], group=self._own, async_op=True)
         return self._pending(work, lambda: buffer)
 
     def announce_failure(self, text: str) -> None:
-        # The first announcement stays: later ones are its consequences.
-        mine = f"rank {self.members[self.rank]}: {text}"
-        if self._ask(lambda board: board.compare_set("failure", "", mine)) is None:
+        if not self._board.announce_failure(f"rank {self.members[self.rank]}: {text}"):
             logger.warning("could not tell the other ranks of a failure here, the store does not answer: %s", text)
 
     def close(self) -> None:
         if not dist.is_initialized():
             return  # the user's destroy_process_group() has ended all communicators
+        self._board.note_left(self.members[self.rank], self._issued)
         dist.destroy_process_group(self._own)
-        if any(not work.is_completed() for work in self._in_flight.values()):
+        if any(not work.is_completed() for work, _ in self._in_flight.values()):
             # gloo cannot cancel them: the destructor would wait until they time out, in whatever line collects garbage
             # or at exit. So it never runs; the process' end releases what is left.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._own))
         self._in_flight.clear()
-
-    def _announced(self) -> str | None:
-        text = self._ask(lambda board: board.get("failure") if board.check(["failure"]) else None)
-        return text.decode() if text is not None else None
-
-    def _ask(self, question: Callable[[distributed_c10d.Store], bytes | None]) -> bytes | None:
-        """The store's answer; None without one within a poll: its host may be the process that stopped or died."""
-        if self._asking is not None:
-            self._asking.join(FAILURE_POLL_S)
-            if self._asking.is_alive():
-                return None
-        answers: list[bytes | None] = []
-
-        def ask() -> None:
-            with suppress(RuntimeError):
-                if self._board is None:
-                    # A connection of its own, as both may block: the user's is for others.
-                    store = self._store.clone()  # type: ignore[attr-defined]  # torch does not declare it
-                    self._board = distributed_c10d.PrefixStore(self._board_name, store)
-                answers.append(question(self._board))
-
-        self._asking = threading.Thread(target=ask, name="gradsync store", daemon=True)
-        self._asking.start()
-        self._asking.join(FAILURE_POLL_S)
-        return answers[0] if answers else None
 
     def _completes(self, work: Any, patience_s: float) -> bool:
         """Waits so long for the work; whether it is done. Raises GroupError when it failed."""
@@ -187,26 +161,54 @@ class TorchGroup(Group):
             work.wait()  # completed, perhaps well and just after our patience ended: now it tells
             return True
         except RuntimeError as error:
-            raise GroupError(self._announced() or f"a connection broke ({_first_line(error)})") from None
+            why = self._board.failure() or f"a connection broke, as when a rank ends or dies ({_first_line(error)})"
+            raise GroupError(why) from None
 
-    def _pending(self, work: Any, result: Callable[[], T]) -> Pending[T]:
-        self._in_flight[id(work)] = work
+    def _pending(self, work: Any, result: Callable[[], T], keep: Tensor | None = None) -> Pending[T]:
+        number = self._issued
+        self._issued += 1
+        self._in_flight[number] = (work, keep)
 
         def wait(timeout_s: float) -> T:
             if self.backend == "nccl":  # orders the stream; its own watchdog ends a job that hangs
                 work.wait()
-                del self._in_flight[id(work)]
-                return result()
-            deadline = time.monotonic() + timeout_s
-            while not self._completes(work, min(FAILURE_POLL_S, max(deadline - time.monotonic(), 0.001))):
-                if announced := self._announced():
-                    raise GroupError(announced)
-                if time.monotonic() >= deadline:
-                    raise GroupError(f"no answer from at least one rank within {timeout_s:.0f} s")
-            del self._in_flight[id(work)]
+            else:
+                self._wait(work, number, timeout_s)
+            del self._in_flight[number]
             return result()
 
         return Pending(wait)
+
+    def _wait(self, work: Any, number: int, timeout_s: float) -> None:
+        """Blocks until the operation is done; looks at the board meanwhile."""
+        began_s = time.monotonic()
+        poll_s = min(POLL_S, timeout_s / 4)
+        noted, warned = False, False
+        while not self._completes(work, poll_s):
+            if failure := self._board.failure():
+                raise GroupError(failure)
+            if gone := self._board.left_before(number):
+                raise GroupError(
+                    f"{_ranks(gone)} detached before this step; every rank must make the same number of steps "
+                    "(DistributedSampler(drop_last=True) does)"
+                )
+            waited_s = time.monotonic() - began_s
+            if not noted and waited_s >= min(NOTICE_S, timeout_s / 2):
+                self._board.note_waiting(self.members[self.rank], number)
+                noted = True
+            if waited_s >= timeout_s:
+                raise GroupError(f"no answer within {timeout_s:.0f} s: {self._who_is_missing(number)}")
+            if not warned and waited_s >= WARNING_S:
+                logger.warning("waiting for %.0f s by now: %s", waited_s, self._who_is_missing(number))
+                warned = True
+
+    def _who_is_missing(self, number: int) -> str:
+        behind = self._board.behind(self.members, number)
+        if not behind:
+            return "every rank waits, so a connection between two of them is stuck"
+        if len(behind) == self.size:
+            return "at least one rank has not come this far, and the store does not say which"
+        return f"{_ranks(behind)} did not come this far: still at work, stopped, or a loop of fewer steps there"
 
 
 def _new_communicator(
@@ -237,8 +239,8 @@ def _new_communicator(
     return made
 
 
-def split(buffer: Tensor, sizes: Sequence[int], keep: Tensor | None = None) -> list[Tensor]:
-    """Consecutive views of `sizes` elements. `keep` is held alive by whoever will call this."""
+def split(buffer: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Consecutive views of `sizes` elements."""
     return list(torch.split(buffer, list(sizes)))
 
 
@@ -246,6 +248,11 @@ def _all_gather_single(output: Tensor, buffer: Tensor, group: dist.ProcessGroup)
     # torch 2.13 renamed all_gather_into_tensor and warns about the old name.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(output, buffer, group=group, async_op=True)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """`rank 3`, or `ranks 0, 3`."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _first_line(error: Exception) -> str:

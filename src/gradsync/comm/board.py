@@ -1,0 +1,83 @@
+"""The notice board: what ranks tell each other beside the collectives, through the store of `torch.distributed`.
+
+The store outlives a broken connection between two ranks, and can be asked while a collective hangs. Numbers count the
+operations of a group: all members issue the same ones in the same order, so they tell who is behind.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from torch.distributed import distributed_c10d
+
+ANSWER_S = 1.0  # the store's host may be the process that stopped or died: nobody waits longer for an answer
+
+
+class Board:
+    """Notices of one group's members, under a `name` that they share."""
+
+    def __init__(self, store: distributed_c10d.Store, name: str) -> None:
+        self._store = store
+        self._name = name
+        self._own: distributed_c10d.Store | None = None
+        self._asking: threading.Thread | None = None
+
+    def announce_failure(self, text: str) -> bool:
+        """Notes why a member cannot go on; the first notice stays, later ones are its consequences. False: no store."""
+        return self._ask(lambda store: store.compare_set("failure", "", text)) is not None
+
+    def failure(self) -> str | None:
+        """The failure announced, if any."""
+        return self._read("failure")
+
+    def note_waiting(self, rank: int, operation: int) -> None:
+        """Notes that a member waits for the others in this operation."""
+        self._append("waiting", rank, operation)
+
+    def note_left(self, rank: int, operations: int) -> None:
+        """Notes that a member has left after so many operations."""
+        self._append("left", rank, operations)
+
+    def behind(self, ranks: Sequence[int], operation: int) -> list[int]:
+        """Those of `ranks` that nobody has seen waiting in this operation or a later one."""
+        here = {rank for rank, number in self._numbers("waiting") if number >= operation}
+        return [rank for rank in ranks if rank not in here]
+
+    def left_before(self, operation: int) -> list[int]:
+        """Members that left without issuing this operation."""
+        return sorted(rank for rank, operations in self._numbers("left") if operations <= operation)
+
+    def _append(self, key: str, rank: int, number: int) -> None:
+        # One key for all members: a reader asks once, however many there are.
+        self._ask(lambda store: store.append(key, f"{rank}:{number} "))  # type: ignore[attr-defined]  # as above
+
+    def _numbers(self, key: str) -> list[tuple[int, int]]:
+        entries = (entry.split(":") for entry in (self._read(key) or "").split())
+        return [(int(rank), int(number)) for rank, number in entries]
+
+    def _read(self, key: str) -> str | None:
+        text = self._ask(lambda store: store.get(key) if store.check([key]) else None)
+        return text.decode() if text is not None else None
+
+    def _ask(self, question: Callable[[distributed_c10d.Store], bytes | None]) -> bytes | None:
+        """The store's answer; None without one in time."""
+        if self._asking is not None:
+            self._asking.join(ANSWER_S)
+            if self._asking.is_alive():
+                return None
+        answers: list[bytes | None] = []
+
+        def ask() -> None:
+            with suppress(RuntimeError):
+                if self._own is None:
+                    # A connection of its own, as both may block: the user's is for others.
+                    store = self._store.clone()  # type: ignore[attr-defined]  # torch does not declare it
+                    self._own = distributed_c10d.PrefixStore(self._name, store)
+                answers.append(question(self._own))
+
+        self._asking = threading.Thread(target=ask, name="gradsync board", daemon=True)
+        self._asking.start()
+        self._asking.join(ANSWER_S)
+        return answers[0] if answers else None
