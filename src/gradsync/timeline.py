@@ -13,7 +13,7 @@ class Task:
     stream: str  # "compute", "link", "wait", ...
     start_s: float
     end_s: float
-    nbytes: float = 0.0
+    nbytes: float = 0.0  # sent by this rank, for tasks on a link
 
     @property
     def duration_s(self) -> float:

@@ -12,7 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from gradsync.comm import Exchange, Group, GroupError, IssueThread, LocalGroup, Pending, completed, drive, run_local
+from gradsync.comm import (
+    Exchange,
+    Group,
+    GroupError,
+    IssueThread,
+    Ledger,
+    LocalGroup,
+    Pending,
+    RecordingGroup,
+    drive,
+    run_local,
+)
 from gradsync.comm.issue import CancelledStepError
 from gradsync.timeline import covered_s
 
@@ -27,6 +38,11 @@ def issue_thread() -> Iterator[IssueThread]:
     thread = IssueThread("gradsync-test")
     yield thread
     thread.stop()
+
+
+def completed(value: Any) -> Pending[Any]:
+    """An operation whose result is already there."""
+    return Pending(lambda _: value)
 
 
 def exchange_of(start: Start, order: list[tuple[str, str]], timeout_s: float = WAIT_S) -> Exchange:
@@ -104,7 +120,6 @@ def test_nothing_is_issued_before_its_turn_though_it_is_ready() -> None:
     with issue_thread() as thread:
         thread.submit(exchange.run)
         exchange.mark_ready("1")
-        assert not exchange.finished
         assert started == []
         exchange.mark_ready("0")
         exchange.wait()
@@ -164,7 +179,6 @@ def test_a_cancelled_step_issues_nothing_more_and_says_what_it_waited_for() -> N
         exchange.cancel()
         with pytest.raises(CancelledStepError, match="before bucket [01], stage start was ready"):
             exchange.wait()
-        assert exchange.finished
         assert thread.call(lambda: "alive") == "alive"
     assert "1" not in started
 
@@ -255,3 +269,18 @@ def test_drive_raises_what_an_operation_raises() -> None:
 
     with pytest.raises(GroupError, match="gone"):
         drive(scheme(), timeout_s=1.0)
+
+
+def test_operations_in_flight_carry_the_bytes_that_the_ledger_counts() -> None:
+    recording = [RecordingGroup(member, Ledger()) for member in LocalGroup.world(2)]
+
+    async def gather(bucket: str) -> None:
+        await recording[0].all_gather(torch.zeros(int(bucket)))
+
+    recording[1].all_gather(torch.zeros(3))
+    recording[1].all_gather(torch.zeros(5))
+    exchange = exchange_of(gather, [("3", "gather"), ("5", "gather")])
+    finish(exchange, "3", "5")
+    links = {task.name: task.nbytes for task in exchange.tasks if task.stream == "link"}
+    assert links == {"3:gather": 12.0, "5:gather": 20.0}
+    assert sum(links.values()) == recording[0].ledger.sent_bytes

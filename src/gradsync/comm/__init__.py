@@ -4,7 +4,6 @@ from .group import Group as Group
 from .group import GroupError as GroupError
 from .group import Pending as Pending
 from .group import TorchGroup as TorchGroup
-from .group import completed as completed
 from .group import split as split
 from .issue import Exchange as Exchange
 from .issue import IssueThread as IssueThread

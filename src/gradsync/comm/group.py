@@ -38,6 +38,8 @@ class GroupError(RuntimeError):
 class Pending(Generic[T]):
     """An operation under way. `await` it inside a scheme, or `wait` for it outside of one."""
 
+    sent_bytes = 0.0  # payload that this rank sends in it, where a ledger counts
+
     def __init__(self, wait: Callable[[float], T]) -> None:
         self._wait = wait
 
@@ -51,11 +53,6 @@ class Pending(Generic[T]):
 
     def __await__(self) -> Generator[Pending[T], T, T]:
         return (yield self)
-
-
-def completed(value: T) -> Pending[T]:
-    """A `Pending` whose result is already there."""
-    return Pending(lambda _: value)
 
 
 class Group(ABC):

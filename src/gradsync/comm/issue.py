@@ -87,10 +87,6 @@ class Exchange:
         for event in self._ready.values():
             event.set()
 
-    @property
-    def finished(self) -> bool:
-        return self._done.is_set()
-
     def wait(self) -> None:
         """Blocks until every bucket is synchronised; raises what went wrong."""
         self._done.wait()
@@ -147,7 +143,7 @@ class Exchange:
             if bucket in pending:
                 operation, current, issued_s = pending.pop(bucket)
                 value = operation.wait(self._timeout_s)
-                self._record(f"{bucket}:{current}", "link", issued_s)
+                self._record(f"{bucket}:{current}", "link", issued_s, operation.sent_bytes)
                 current = stage
             resumed_s = time.perf_counter()
             try:
@@ -164,9 +160,9 @@ class Exchange:
             error.add_note(f"while synchronising {self._where(bucket, current)}")
             raise
 
-    def _record(self, name: str, stream: str, start_s: float) -> None:
+    def _record(self, name: str, stream: str, start_s: float, nbytes: float = 0.0) -> None:
         now_s = time.perf_counter()
-        self.tasks.append(Task(name, stream, start_s - self.began_s, now_s - self.began_s))
+        self.tasks.append(Task(name, stream, start_s - self.began_s, now_s - self.began_s, nbytes))
 
 
 class IssueThread:

@@ -50,21 +50,20 @@ class RecordingGroup(Group):
 
     def all_reduce(self, buffer: Tensor) -> Pending[Tensor]:
         nbytes = buffer.numel() * buffer.element_size()
-        self._write(Pattern.ALL_REDUCE, Transfer("", Pattern.ALL_REDUCE, (nbytes,) * self.size).sent_bytes(self.rank))
-        return self.inner.all_reduce(buffer)
+        sent_bytes = Transfer("", Pattern.ALL_REDUCE, (nbytes,) * self.size).sent_bytes(self.rank)
+        return self._written(Pattern.ALL_REDUCE, sent_bytes, self.inner.all_reduce(buffer))
 
     def all_gather(self, buffer: Tensor, sizes: Sequence[int] | None = None) -> Pending[list[Tensor]]:
-        self._write(Pattern.ALL_GATHER, (self.size - 1) * buffer.numel() * buffer.element_size())
-        return self.inner.all_gather(buffer, sizes)
+        sent_bytes = (self.size - 1) * buffer.numel() * buffer.element_size()
+        return self._written(Pattern.ALL_GATHER, sent_bytes, self.inner.all_gather(buffer, sizes))
 
     def all_to_all(self, buffer: Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending[list[Tensor]]:
-        self._write(Pattern.ALL_TO_ALL, (sum(sent) - sent[self.rank]) * buffer.element_size())
-        return self.inner.all_to_all(buffer, sent, received)
+        sent_bytes = (sum(sent) - sent[self.rank]) * buffer.element_size()
+        return self._written(Pattern.ALL_TO_ALL, sent_bytes, self.inner.all_to_all(buffer, sent, received))
 
     def broadcast(self, buffer: Tensor) -> Pending[Tensor]:
-        nbytes = buffer.numel() * buffer.element_size()
-        self._write(Pattern.BROADCAST, (self.size - 1) * nbytes if self.rank == 0 else 0)
-        return self.inner.broadcast(buffer)
+        sent_bytes = (self.size - 1) * buffer.numel() * buffer.element_size() if self.rank == 0 else 0
+        return self._written(Pattern.BROADCAST, sent_bytes, self.inner.broadcast(buffer))
 
     def announce_failure(self, text: str) -> None:
         self.inner.announce_failure(text)
@@ -72,5 +71,7 @@ class RecordingGroup(Group):
     def close(self) -> None:
         self.inner.close()
 
-    def _write(self, pattern: Pattern, sent_bytes: float) -> None:
-        self.ledger.entries.append(Entry(pattern, float(sent_bytes)))
+    def _written(self, pattern: Pattern, sent_bytes: float, pending: Pending[T]) -> Pending[T]:
+        pending.sent_bytes = float(sent_bytes)
+        self.ledger.entries.append(Entry(pattern, pending.sent_bytes))
+        return pending
