@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gradsync.bench import launch
+from gradsync.bench import launch, rank
 from gradsync.bench.launch import Loopback, cluster, run_ranks
 from gradsync.lab import Lab, LabUnavailableError, Scenario
 
@@ -46,6 +49,23 @@ if os.environ["RANK"] == "0":
     time.sleep(1.5)
     sys.exit("lost rank 1")
 sys.exit("the cause")
+"""
+
+LEAVES_ITS_PID = """
+import os, time
+from pathlib import Path
+from gradsync.bench.rank import run_rank
+def measure(folder):
+    (Path(folder) / f"{os.environ['RANK']}.part").write_text(str(os.getpid()))
+    (Path(folder) / f"{os.environ['RANK']}.part").rename(Path(folder) / f"{os.environ['RANK']}.pid")
+    time.sleep(1000)
+run_rank(measure)
+"""
+
+STARTER = """
+import sys
+from gradsync.bench.launch import Loopback, run_ranks
+run_ranks(Loopback(2), 2, "program_of_ranks", sys.argv[1], print)
 """
 
 
@@ -106,6 +126,43 @@ def test_an_interrupted_run_leaves_no_rank(ranks: Any, started: list[subprocess.
     with pytest.raises(ValueError, match="Expecting value"):
         ranks("import time\nprint('no json', flush=True)\ntime.sleep(1000)")
     assert [process.returncode for process in started] == [-9, -9]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems cannot tie a process to its parent")
+def test_ranks_die_with_a_run_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "program_of_ranks.py").write_text(LEAVES_ITS_PID, encoding="utf-8")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    starter = subprocess.Popen([sys.executable, "-c", STARTER, str(tmp_path)], env={**os.environ, "PYTHONPATH": path})
+    try:
+        wait_until(lambda: len(list(tmp_path.glob("*.pid"))) == 2)
+    finally:
+        starter.kill()
+        starter.wait()
+    pids = [int(file.read_text(encoding="utf-8")) for file in tmp_path.glob("*.pid")]
+    wait_until(lambda: not any(map(runs, pids)))
+
+
+def test_a_rank_whose_run_is_gone_already_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank, "die_with_parent", lambda: None)
+    rank.end_with(os.getppid())
+    with pytest.raises(SystemExit, match="which started this rank, is gone"):
+        rank.end_with(os.getppid() + 1)
+
+
+def wait_until(condition: Callable[[], bool], patience_s: float = 30.0) -> None:
+    deadline = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def runs(pid: int) -> bool:
+    """Whether the process is there and no zombie, which nobody may collect here."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] not in {"Z", "X"}
 
 
 def test_a_run_without_a_lab_says_that_it_was_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:

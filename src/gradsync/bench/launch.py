@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +18,6 @@ from ..lab import Lab, LabUnavailableError, Scenario
 from ..lab.cluster import end, first_failure, free_port
 
 RANK_ENVIRONMENT = {"THP_MEM_ALLOC_ENABLE": "1"}  # huge pages for large tensors: fresh memory is touched 4-5x faster
-COLLECTIVE_TIMEOUT = timedelta(minutes=3)  # a method that failed on one rank leaves the others waiting in a collective
 END_GRACE_S = 10.0  # after one rank failed, the others get this long to notice and say why
 
 
@@ -80,9 +78,9 @@ def run_ranks(
     spec: str,
     on_event: Callable[[dict[str, Any]], None],
 ) -> list[dict[str, Any]]:
-    """Runs `python -m module SPEC OUT` as every rank; returns what each wrote to OUT, by rank.
+    """Runs `python -m module SPEC OUT PARENT` as every rank; returns what each wrote to OUT, by rank.
 
-    Rank 0 prints events, one JSON object a line.
+    Rank 0 prints events, one JSON object a line. PARENT is this process, which ranks are not to outlive.
 
     Raises:
         RuntimeError: with the last lines of the rank that failed first, and the last line of each that failed after it.
@@ -92,7 +90,8 @@ def run_ranks(
         (place / "spec.json").write_text(spec, encoding="utf-8")
         ranks = []
         for rank in range(world_size):
-            argv = [sys.executable, "-m", module, str(place / "spec.json"), str(place / f"{rank}.json")]
+            paths = (str(place / "spec.json"), str(place / f"{rank}.json"))
+            argv = [sys.executable, "-m", module, *paths, str(os.getpid())]
             with (place / f"{rank}.err").open("wb") as errors:
                 output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
                 ranks.append(where.spawn(rank, argv, RANK_ENVIRONMENT, stdout=output, stderr=errors))

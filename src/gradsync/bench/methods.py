@@ -83,7 +83,8 @@ def _powersgd(rank: int) -> Callable[[], powerSGD_hook.PowerSGDState]:
     return lambda: powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
 
 
-_SCHEMES: dict[str, Scheme[Any]] = {"balanced_parallelism": BalancedParallelism(), "agsparse": AGSparse()}
+# Measured beside the planner's choice, by the names of plans.
+SPARSE_SCHEMES: dict[str, Scheme[Any]] = {s.name: s for s in (BalancedParallelism(), AGSparse())}
 
 METHODS: dict[str, Method] = {
     m.name: m
@@ -103,8 +104,8 @@ METHODS: dict[str, Method] = {
             )
             for r in (1, 2, 4)
         ),
-        Method("all_reduce", False, True, _gradsync),
-        *(Method(n, True, True, partial(_gradsync, plan=partial(planned, s))) for n, s in _SCHEMES.items()),
+        Method("gradsync_dense", False, True, _gradsync),
+        *(Method(n, True, True, partial(_gradsync, plan=partial(planned, s))) for n, s in SPARSE_SCHEMES.items()),
     )
 }
 

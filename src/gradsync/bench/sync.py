@@ -16,7 +16,7 @@ from ..costs import CostModel
 from ..lab import Scenario
 from ..report.record import Record, Spread, WireBytes
 from .launch import Loopback, cluster, run_ranks
-from .train import commit, machine, versions
+from .provenance import commit, machine, versions
 
 DENSE_SIZES_BYTES = (4 << 10, 256 << 10, 4 << 20)
 FIT_SIZES_BYTES = (8, 64 << 10, 512 << 10, 4 << 20)

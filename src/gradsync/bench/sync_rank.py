@@ -1,14 +1,11 @@
-"""One rank of an exchange run (`python -m gradsync.bench.sync_rank SPEC OUT`); see `sync.py`."""
+"""One rank of an exchange run; see `sync.py`."""
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,15 +18,14 @@ from ..cluster import Placement
 from ..comm import Ledger, RecordingGroup, TorchGroup, drive
 from ..density import DensityProfile, profile_rows
 from ..lab.counters import interface_bytes
-from ..schemes import AGSparse, AllReduce, BalancedParallelism, Scheme
+from ..schemes import AllReduce, Scheme
 from ..sparse import SparseRows
 from ..steps import Pattern, Transfer, transfers
-from .launch import COLLECTIVE_TIMEOUT
+from .methods import SPARSE_SCHEMES
+from .rank import event, run_rank
 from .sync import DENSE_SIZES_BYTES, FIT_SIZES_BYTES, SyncSpec
-from .train_rank import event
 
 TIMEOUT_S = 120.0
-SPARSE_SCHEMES: tuple[Scheme[Any], ...] = (BalancedParallelism(), AGSparse())
 
 Exchange = Callable[[], object]
 
@@ -131,8 +127,8 @@ def workload_case(name: str, group: TorchGroup, spec: SyncSpec) -> dict[str, Any
     dense = [g.to_dense() for g in gradients]
     profiles = tuple(measured_profile(t, group) for t in tables)
     specs = tuple(TensorSpec.of(g) for g in gradients)
-    schemes = {s.name: scheme_exchange(s, group, lambda: tables) for s in SPARSE_SCHEMES}
-    costs = {s.name: step_costs(s, specs, profiles, group.size) for s in SPARSE_SCHEMES}
+    schemes = {name: scheme_exchange(s, group, lambda: tables) for name, s in SPARSE_SCHEMES.items()}
+    costs = {name: step_costs(s, specs, profiles, group.size) for name, s in SPARSE_SCHEMES.items()}
     params = {
         "workload": name,
         "density": [p.density for p in profiles],
@@ -166,18 +162,16 @@ def union_rows(profiles: tuple[DensityProfile, ...], size: int) -> list[float]:
     return [p.union_rows(size) for p in profiles]
 
 
-def main(spec_path: str, out_path: str) -> None:
-    spec = SyncSpec.model_validate_json(Path(spec_path).read_text(encoding="utf-8"))
-    dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
+def exchange(text: str) -> dict[str, Any]:
+    """This rank's figures of every case."""
+    spec = SyncSpec.model_validate_json(text)
     group = TorchGroup(timeout_s=TIMEOUT_S)
-    result: dict[str, Any] = {"fit": fit_samples(spec)}
+    fit = fit_samples(spec)
     event(kind="fit")
-    result["cases"] = [dense_case(nbytes, group, spec) for nbytes in DENSE_SIZES_BYTES]
-    result["cases"] += [workload_case(name, group, spec) for name in spec.workloads]
-    Path(out_path).write_text(json.dumps(result), encoding="utf-8")
-    dist.barrier()
-    dist.destroy_process_group()
+    cases = [dense_case(nbytes, group, spec) for nbytes in DENSE_SIZES_BYTES]
+    cases += [workload_case(name, group, spec) for name in spec.workloads]
+    return {"fit": fit, "cases": cases}
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_rank(exchange)

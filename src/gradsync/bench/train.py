@@ -6,12 +6,8 @@ copies: their ratio (A/A) is the noise of the run.
 
 from __future__ import annotations
 
-import platform
 import statistics
-import subprocess
 from collections.abc import Callable
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -21,6 +17,7 @@ from ..lab import Scenario
 from ..report.record import BucketRow, MethodRun, Record, Spread, TimelineTask, TrainingRun, WireBytes
 from .launch import Loopback, cluster, run_ranks
 from .methods import DDP_SWEEP, method
+from .provenance import commit, machine, versions
 
 AGAIN = "again"  # suffix of the baseline's second copy
 
@@ -182,28 +179,3 @@ def _merge(name: str, ranks: list[dict[str, Any]], spec: TrainSpec, sharing: int
         buckets=[BucketRow(**row) for row in ranks[0]["buckets"]],
         timeline=[TimelineTask(**task) for task in ranks[0]["timeline"]],
     )
-
-
-def versions() -> dict[str, str]:
-    return {"python": platform.python_version()} | {name: version(name) for name in ("gradsync", "torch", "numpy")}
-
-
-def machine() -> dict[str, Any]:
-    """What the figures were measured on; no names or paths of the machine."""
-    import os
-
-    model = "unknown"
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        lines = [line for line in info.read_text(encoding="utf-8").splitlines() if line.startswith("model name")]
-        model = lines[0].partition(":")[2].strip() if lines else model
-    return {"cores": os.cpu_count(), "cpu": model, "kernel": platform.release()}
-
-
-def commit() -> str | None:
-    """The commit of the checkout this runs from; None outside of one."""
-    try:
-        command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD"]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None

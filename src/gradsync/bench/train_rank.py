@@ -1,15 +1,12 @@
-"""One rank of a training run (`python -m gradsync.bench.train_rank SPEC OUT`); see `train.py`."""
+"""One rank of a training run; see `train.py`."""
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,8 +19,8 @@ from .. import workloads
 from ..attach import Attachment
 from ..lab.counters import interface_bytes
 from ..workloads import Batch, Workload
-from .launch import COLLECTIVE_TIMEOUT
 from .methods import method
+from .rank import event, run_rank
 from .train import AGAIN, TrainSpec
 
 CALIBRATION_STEPS = 3  # steps without synchronisation, from which the length of backward alone is known
@@ -176,23 +173,12 @@ def result_of(workload: Workload, who: Contestant, spec: TrainSpec) -> dict[str,
     }
 
 
-def event(**data: Any) -> None:
-    """Tells the parent how far the run is."""
-    if dist.get_rank() == 0:
-        sys.stdout.write(json.dumps(data) + "\n")
-        sys.stdout.flush()
-
-
-def main(spec_path: str, out_path: str) -> None:
-    spec = TrainSpec.model_validate_json(Path(spec_path).read_text(encoding="utf-8"))
+def measure(text: str) -> dict[str, Any]:
+    """This rank's figures of every method."""
+    spec = TrainSpec.model_validate_json(text)
     workload = workloads.load(spec.workload, **spec.options)
-    dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
-    contestants = compete(workload, spec)
-    results = {who.name: result_of(workload, who, spec) for who in contestants}
-    Path(out_path).write_text(json.dumps(results), encoding="utf-8")
-    dist.barrier()
-    dist.destroy_process_group()
+    return {who.name: result_of(workload, who, spec) for who in compete(workload, spec)}
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_rank(measure)

@@ -1,0 +1,33 @@
+"""What figures were measured with: the machine, the libraries, the commit."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on; no names or paths of the machine."""
+    model = "unknown"
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        lines = [line for line in info.read_text(encoding="utf-8").splitlines() if line.startswith("model name")]
+        model = lines[0].partition(":")[2].strip() if lines else model
+    return {"cores": os.cpu_count(), "cpu": model, "kernel": platform.release()}
+
+
+def versions() -> dict[str, str]:
+    return {"python": platform.python_version()} | {name: version(name) for name in ("gradsync", "torch", "numpy")}
+
+
+def commit() -> str | None:
+    """The commit of the checkout this runs from; None outside of one."""
+    try:
+        command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
