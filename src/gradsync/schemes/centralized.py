@@ -15,8 +15,7 @@ from ..sparse import SparseRows
 from ..steps import Compute, Pattern, Step, Transfer
 from .base import Scheme, State, register
 from .formats import read_rows, row_counts, rows_message_nbytes, write_rows
-
-Tables = tuple[SparseRows, ...]
+from .tables import Tables, coalesce, spec_of
 
 
 @register
@@ -59,15 +58,6 @@ class AGSparse(Scheme[Tables]):
             Transfer("gather", Pattern.ALL_GATHER, (message,) * n),
             Compute("sum_rows", n * message + summed),
         )
-
-
-def coalesce(tables: Tables) -> Tables:
-    """The same tables with sorted, unique rows."""
-    return tuple(t.with_rows(*kernels.sum_rows([(t.indices, t.values)], t.num_rows)) for t in tables)
-
-
-def spec_of(table: SparseRows) -> TensorSpec:
-    return TensorSpec((table.num_rows, table.dim), table.values.dtype)
 
 
 def message_sections(tables: Tables, rows: list[int]) -> list[int]:

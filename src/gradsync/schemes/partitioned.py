@@ -15,9 +15,9 @@ from ..density import DensityProfile
 from ..sparse import SparseRows
 from ..steps import Compute, Pattern, Step, Transfer
 from .base import Partitioned, State, register
-from .centralized import Tables, coalesce, spec_of
 from .formats import read_rows, row_counts, rows_message_nbytes, write_rows
 from .owners import column_stripes
+from .tables import Tables, coalesce, spec_of
 
 
 @dataclass(frozen=True)
