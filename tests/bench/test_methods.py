@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def differences(name: str) -> tuple[float, list[bool], bool]:
     """Largest relative difference from DDP, which gradients are sparse, whether all ranks have the same."""
     expected = gradients(DistributedDataParallel(reference := Tiny(sparse=False)), reference)
     inner = Tiny(sparse=METHODS[name].sparse)
-    wrapped, attachment = METHODS[name].wrap(inner)
+    wrapped, attachment = METHODS[name].wrap(inner, timedelta(seconds=20))
     found = gradients(wrapped, inner)
     assert found.keys() == expected.keys()
     layouts = [p.grad is not None and p.grad.layout is torch.sparse_coo for p in inner.parameters()]

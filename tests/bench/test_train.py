@@ -2,122 +2,168 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from math import inf
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from torch import nn
 
-from gradsync.bench import train
+from gradsync.bench import launch, train
 from gradsync.bench.methods import DDP_SWEEP, METHODS, method
-from gradsync.bench.train import AGAIN, TrainSpec, block_medians, run_training, training_records
+from gradsync.bench.train import AGAIN, TrainSpec, block_medians, run_training
+from gradsync.bench.train_rank import Contestant, pick
 from gradsync.lab import Lab
-from gradsync.report.record import MethodRun, TrainingRun
+from gradsync.report.record import TrainingRun
+from tests.world import Ranks
 
 
-def rank_result(blocks: list[list[float]], failed: str | None = None) -> dict[str, Any]:
-    return {"failed": failed, "blocks": blocks}
+def rank_result(blocks: list[list[float]]) -> dict[str, Any]:
+    """What a rank says of a method."""
+    steps = sum(map(len, blocks))
+    return {
+        "failed": None, "blocks": blocks, "losses": [1.0] * steps, "samples_per_step": 8, "sent_bytes": 100 * steps,
+        "final": {}, "backward_s": 0.1, "exposed_s": 0.0, "plan": [], "buckets": [], "timeline": [],
+    }  # fmt: skip
 
 
-def blocks_of(*medians: float) -> list[list[float]]:
-    return [[m, m, 9.0] if m < 9 else [m] for m in medians]
+def lost(text: str, failed_s: float = 1.0) -> dict[str, Any]:
+    return {"failed": text, "failed_s": failed_s}
 
 
-def run_of(names: list[str], failed: dict[str, str] | None = None) -> TrainingRun:
-    methods = [
-        MethodRun(name=n, failed=(failed or {}).get(n), step_s=[0.1], interface_bytes_per_step=10.0 * len(n))
-        for n in names
-    ]
-    return TrainingRun(
-        workload="w", description="d", source="s", nodes=2, link="1gbit", methods=methods, records=[], commit="abc"
-    )
+def blocks_of(*medians: float) -> dict[str, Any]:
+    return rank_result([[m, m, 9.0] for m in medians])
+
+
+@pytest.fixture
+def run_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., TrainingRun]:
+    """A run whose ranks, one a node of a lab, measured this."""
+    monkeypatch.setattr(Lab, "__enter__", lambda self: self)
+    monkeypatch.setattr(Lab, "__exit__", lambda *arguments: None)
+
+    def run(
+        spec: TrainSpec,
+        judged: list[dict[str, Any]],
+        sweep: list[dict[str, Any]] | None = None,
+        picked: str | None = None,
+    ) -> TrainingRun:
+        sweep = sweep or [{} for _ in judged]
+        ranks = [{"picked": picked, "sweep": s, "judged": j} for s, j in zip(sweep, judged, strict=True)]
+        monkeypatch.setattr(train, "run_ranks", lambda *arguments: ranks)
+        return run_training(spec.model_copy(update={"workload": "dense160", "nodes": len(judged)}), lambda event: None)
+
+    return run
 
 
 def test_a_block_is_as_slow_as_its_slowest_rank() -> None:
-    ranks = [rank_result(blocks_of(1.0, 2.0)), rank_result(blocks_of(3.0, 1.0))]
-    assert block_medians(ranks) == [3.0, 2.0]
+    assert block_medians([blocks_of(1.0, 2.0), blocks_of(3.0, 1.0)]) == [3.0, 2.0]
 
 
-def test_ratios_are_taken_block_by_block_and_the_baseline_is_held_against_itself() -> None:
+def test_ratios_are_taken_block_by_block_and_the_baseline_is_held_against_itself(run_with: Any) -> None:
     spec = TrainSpec(methods=("ddp_default", "gradsync"), repeats=3)
-    ranks = {
-        "ddp_default": [rank_result(blocks_of(1.0, 2.0, 4.0))],
-        "gradsync": [rank_result(blocks_of(0.5, 1.0, 2.0))],
-        f"ddp_default:{AGAIN}": [rank_result(blocks_of(1.1, 2.2, 4.4))],
+    figures = {
+        "ddp_default": blocks_of(1.0, 2.0, 4.0),
+        "gradsync": blocks_of(0.5, 1.0, 2.0),
+        f"ddp_default:{AGAIN}": blocks_of(1.1, 2.2, 4.4),
     }
-    (record,) = training_records(spec, run_of(["ddp_default", "gradsync"]), ranks)
+    run = run_with(spec, [figures] * 2)
+    (record,) = run.records
+    assert [m.name for m in run.methods] == ["ddp_default", "gradsync"]
     assert (record.subject, record.baseline, record.repeats) == ("gradsync", "ddp_default", 3)
-    assert record.ratio is not None and record.ratio.p5 == record.ratio.p95 == 0.5
-    assert record.aa is not None and record.aa.median == pytest.approx(1.1)
+    assert record.params["baseline_method"] == "ddp_default" and "subject_method" not in record.params
+    assert record.ratio.p5 == record.ratio.p95 == 0.5
+    assert record.aa.median == pytest.approx(1.1)
     assert record.within(0.46) and not record.within(0.45)
 
 
-def test_the_best_of_the_sweep_is_picked_on_one_half_and_judged_on_the_other() -> None:
-    spec = TrainSpec(methods=("ddp", "gradsync"), repeats=4)
-    steady = {name: [rank_result(blocks_of(2.0, 2.0, 2.0, 2.0))] for name in DDP_SWEEP}
-    # Fast where it is picked, slow where it is judged: luck must not make the baseline look better than it is.
-    lucky = {"ddp_1mb": [rank_result(blocks_of(1.0, 3.0, 1.0, 3.0))]}
-    others = {
-        "gradsync": [rank_result(blocks_of(1.5, 1.5, 1.5, 1.5))],
-        f"{DDP_SWEEP[0]}:{AGAIN}": [rank_result(blocks_of(2.0, 2.0, 2.0, 2.0))],
-    }
-    run = run_of([*DDP_SWEEP, "gradsync"])
-    records = {r.subject: r for r in training_records(spec, run, {**steady, **lucky, **others})}
-    ours = records["gradsync"]
-    assert ours.baseline == "ddp" and ours.params["baseline_method"] == "ddp_1mb"
-    assert ours.ratio is not None and ours.ratio.median == 0.5
-    assert ours.wire_bytes is not None and ours.wire_bytes.baseline == 10.0 * len("ddp_1mb")
-    assert set(records) == {*DDP_SWEEP, "gradsync"} - {"ddp_1mb"}
+SWEEP = {name: blocks_of(2.0, 2.0) for name in DDP_SWEEP} | {"ddp_1mb": blocks_of(1.0, 1.0)}
 
 
-def test_a_failed_method_keeps_its_row_with_the_error() -> None:
+def test_ddp_is_the_picked_one_judged_anew_and_the_sweep_stays_in_the_run(run_with: Any) -> None:
+    spec = TrainSpec(methods=("ddp", "gradsync"), repeats=2)
+    # Fast where it was picked, slow where it is judged: luck must not make the baseline look better than it is.
+    figures = {"ddp": blocks_of(3.0, 3.0), "gradsync": blocks_of(1.5, 1.5), f"ddp:{AGAIN}": blocks_of(3.3, 3.0)}
+    run = run_with(spec, [figures] * 2, [SWEEP] * 2, "ddp_1mb")
+    records = {r.subject: r for r in run.records}
+    assert [m.name for m in run.methods] == ["ddp", "gradsync", *DDP_SWEEP]
+    ours = records.pop("gradsync")
+    assert ours.baseline == "ddp" and ours.params["baseline_method"] == "ddp_1mb" and "phase" not in ours.params
+    assert ours.ratio.median == 0.5 and ours.aa.median == pytest.approx(1.05)
+    assert set(records) == set(DDP_SWEEP) - {"ddp_1mb"}
+    for record in records.values():
+        assert (record.baseline, record.params["phase"], record.ratio.median) == ("ddp", "pick", 2.0)
+        assert record.aa is None
+    assert "ddp is ddp_1mb" in run.notes[0] and "ddp_100mb 2000.0 ms" in run.notes[0]
+
+
+def test_ddp_that_is_not_first_is_a_subject(run_with: Any) -> None:
+    spec = TrainSpec(methods=("ddp_default", "ddp"), repeats=2)
+    figures = {name: blocks_of(2.0, 2.0) for name in ("ddp_default", f"ddp_default:{AGAIN}")}
+    run = run_with(spec, [{**figures, "ddp": blocks_of(1.0, 1.0)}], [SWEEP], "ddp_1mb")
+    first, *others = run.records
+    assert (first.subject, first.baseline, first.ratio.median) == ("ddp", "ddp_default", 0.5)
+    assert (first.params["subject_method"], first.params["baseline_method"]) == ("ddp_1mb", "ddp_default")
+    # The default was judged: its figures from the pick would stand beside those under the same name.
+    assert [m.name for m in run.methods] == ["ddp_default", "ddp", "ddp_1mb", "ddp_100mb", "ddp_one_bucket"]
+    assert [r.subject for r in others] == ["ddp_100mb", "ddp_one_bucket"]
+
+
+def test_a_sweep_keeps_its_members_that_failed(run_with: Any) -> None:
+    spec = TrainSpec(methods=("ddp", "gradsync"), repeats=2)
+    judged = {name: blocks_of(1.0, 1.0) for name in ("ddp", "gradsync", f"ddp:{AGAIN}")}
+    run = run_with(spec, [judged], [{**SWEEP, "ddp_100mb": lost("no")}], "ddp_1mb")
+    assert {r.subject: r.failed for r in run.records}["ddp_100mb"] == "no"
+    assert {m.name: m.failed for m in run.methods}["ddp_100mb"] == "no"
+
+
+def test_a_failed_method_keeps_its_row_with_the_error_that_came_first(run_with: Any) -> None:
     spec = TrainSpec(methods=("ddp_default", "ddp_bf16"), repeats=2)
-    ranks = {
-        "ddp_default": [rank_result(blocks_of(1.0, 1.0))],
-        "ddp_bf16": [rank_result([], failed="TypeError: no")],
-        f"ddp_default:{AGAIN}": [rank_result(blocks_of(1.0, 1.0))],
-    }
-    run = run_of(["ddp_default", "ddp_bf16"], failed={"ddp_bf16": "TypeError: no"})
-    (record,) = training_records(spec, run, ranks)
-    assert record.failed == "TypeError: no" and record.ratio is None and record.subject_s is None
+    good = {name: blocks_of(1.0, 1.0) for name in ("ddp_default", f"ddp_default:{AGAIN}")}
+    errors = [lost("RuntimeError: timed out", 9.0), lost("TypeError: no", 2.0), lost("failed on another rank", inf)]
+    run = run_with(spec, [{**good, "ddp_bf16": error} for error in errors])
+    (record,) = run.records
+    assert record.failed == run.methods[1].failed == "TypeError: no"
+    assert record.ratio is None and record.subject_s is None
 
 
-def test_a_failed_baseline_leaves_the_others_their_times_and_its_error() -> None:
+def test_a_failed_baseline_leaves_the_others_their_times_and_its_error(run_with: Any) -> None:
     spec = TrainSpec(methods=("ddp_fp16", "gradsync"), repeats=2)
-    ranks = {
-        "ddp_fp16": [{"failed": "TypeError: no"}],
-        "gradsync": [rank_result(blocks_of(1.0, 2.0))],
-        f"ddp_fp16:{AGAIN}": [{"failed": "TypeError: no"}],
-    }
-    run = run_of(["ddp_fp16", "gradsync"], failed={"ddp_fp16": "TypeError: no"})
-    (record,) = training_records(spec, run, ranks)
+    figures = {name: lost("TypeError: no") for name in ("ddp_fp16", f"ddp_fp16:{AGAIN}")}
+    (record,) = run_with(spec, [{**figures, "gradsync": blocks_of(1.0, 2.0)}]).records
     assert record.failed == "the baseline ddp_fp16 failed: TypeError: no"
-    assert record.subject_s is not None and record.subject_s.median == 1.5
+    assert record.subject_s.median == 1.5
     assert (record.baseline_s, record.ratio, record.aa) == (None, None, None)
 
 
-def test_the_best_of_the_sweep_is_never_one_that_failed() -> None:
-    spec = TrainSpec(methods=("ddp", "gradsync"), repeats=2)
-    figures = {name: [{"failed": "no"}] for name in (*DDP_SWEEP, f"{DDP_SWEEP[0]}:{AGAIN}")}
-    ours = {"gradsync": [rank_result(blocks_of(1.0, 1.0))]}
-    left = {"ddp_100mb": [rank_result(blocks_of(2.0, 2.0))]}
-    names = [*DDP_SWEEP, "gradsync"]
-    run = run_of(names, failed={name: "no" for name in DDP_SWEEP if name != "ddp_100mb"})
-    records = {r.subject: r for r in training_records(spec, run, {**figures, **left, **ours})}
-    assert records["gradsync"].params["baseline_method"] == "ddp_100mb"
-    assert records["gradsync"].ratio is not None and records["gradsync"].ratio.median == 0.5
-    assert records["ddp_1mb"].failed == "no"
-    run = run_of(names, failed=dict.fromkeys(DDP_SWEEP, "no"))
-    records = {r.subject: r for r in training_records(spec, run, {**figures, **ours})}
-    assert records["gradsync"].failed == f"the baseline {DDP_SWEEP[0]} failed: no"
+def pick_of(blocks: dict[str, list[float]], failed: str) -> str:
+    """What this rank picks. The ranks see the same blocks, but rank 1 sees those of `slow` three times as long."""
+    spec = TrainSpec(repeats=3)
+    sweep = []
+    for name, medians in blocks.items():
+        factor = 3.0 if name == "slow" and dist.get_rank() == 1 else 1.0
+        who = Contestant(name, nn.Module(), None, None, iter(()))  # type: ignore[arg-type]
+        who.blocks = [[factor * m] for m in medians]
+        if name == failed:
+            who.failed = "no"
+        sweep.append(who)
+    return pick(sweep, spec)
+
+
+def test_all_ranks_pick_the_best_by_the_slowest_rank(world: Callable[[int], Ranks]) -> None:
+    blocks = {"slow": [1.0, 1.0, 1.0], "steady": [2.0, 2.0, 2.0], "jumpy": [9.0, 1.9, 1.9], "gone": [0.1, 0.1, 0.1]}
+    assert world(2).run(pick_of, blocks, "gone") == ["jumpy", "jumpy"]
+    only = {"gone": [0.1] * 3, "steady": [2.0] * 3}
+    assert world(2).run(pick_of, only, "gone") == ["steady", "steady"]
 
 
 @pytest.mark.parametrize(("loopback", "counted"), [(True, 8000), (False, 4000)], ids=["one interface", "one a node"])
 def test_bytes_of_a_step_are_those_of_one_node(loopback: bool, counted: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two nodes of two ranks, each node sends 4000 bytes in 4 steps."""
-    figures = rank_result([[0.1, 0.1], [0.1, 0.1]]) | {
-        "losses": [1.0] * 4, "samples_per_step": 8, "sent_bytes": counted, "final": {}, "backward_s": 0.1,
-        "exposed_s": 0.0, "plan": [], "buckets": [], "timeline": [],
-    }  # fmt: skip
-    rank = {name: figures for name in ("ddp_default", f"ddp_default:{AGAIN}")}
+    figures = rank_result([[0.1, 0.1], [0.1, 0.1]]) | {"sent_bytes": counted}
+    rank = {"picked": None, "sweep": {}, "judged": {name: figures for name in ("ddp_default", f"ddp_default:{AGAIN}")}}
     monkeypatch.setattr(train, "run_ranks", lambda *arguments: [rank] * 4)
     monkeypatch.setattr(Lab, "__enter__", lambda self: self)
     monkeypatch.setattr(Lab, "__exit__", lambda *arguments: None)
@@ -159,13 +205,64 @@ def test_methods_train_alike_in_one_run_on_loopback() -> None:
     for name in names:
         tolerance = 1e-5 if METHODS[name].exact else 5e-2
         assert losses[name] == pytest.approx(losses["ddp_default"], abs=tolerance), name
-    assert len(events) == (len(names) + 1) * (1 + spec.repeats)
+    assert len(events) == spec.turns == (len(names) + 1) * (1 + spec.repeats)
     assert {r.subject for r in run.records} == set(names[1:])
     ours = next(m for m in run.methods if m.name == "gradsync")
     assert ours.plan and ours.timeline and {row.scheme for row in ours.buckets} >= {"all_reduce"}
     dense_rows = [row for row in ours.buckets if row.scheme == "all_reduce"]
     assert all(row.sent_bytes == row.predicted_bytes for row in dense_rows)
     assert run.link == "loopback (not shaped)" and "loopback" in run.notes[0]
+
+
+# Methods in which rank 1 fails alone in a backward: of warm-up, of calibration, of a counted block.
+BREAKING = """
+import itertools
+from dataclasses import replace
+import torch.distributed as dist
+from gradsync.bench import methods, train_rank
+from gradsync.bench.rank import run_rank
+
+def breaking(way, step):
+    def wrap(model, timeout):
+        steps = itertools.count(1)
+        def hook(gradient):
+            if next(steps) == step:
+                raise ValueError("the cause")
+        if dist.get_rank() == 1:
+            list(model.parameters())[2].register_hook(hook)
+        return way.wrap(model, timeout)
+    return replace(way, wrap=wrap)
+
+for name, step in {"gradsync": 3, "ddp_1mb": 5, "ddp_default": 9}.items():
+    methods.METHODS[f"{name}_breaks"] = breaking(methods.METHODS[name], step)
+run_rank(train_rank.measure)
+"""
+
+
+@pytest.mark.timeout(100)
+def test_a_method_that_fails_on_one_rank_drops_out_on_all_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "program_of_ranks.py").write_text(BREAKING, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+
+    def run_program(where: Any, size: int, module: str, spec: str, on_event: Any) -> list[dict[str, Any]]:
+        return launch.run_ranks(where, size, "program_of_ranks", spec, on_event)
+
+    monkeypatch.setattr(train, "run_ranks", run_program)
+    names = ("gradsync_breaks", "ddp_1mb_breaks", "ddp_default_breaks", "ddp_default", "gradsync")
+    for name in names[:3]:
+        monkeypatch.setitem(METHODS, name, METHODS["gradsync"])
+    spec = TrainSpec(
+        workload="dense160", methods=names, nodes=3, repeats=2, block_steps=2, warmup_steps=4, method_timeout_s=2.0,
+        loopback=True,
+    )  # fmt: skip
+    run = run_training(spec, lambda event: None)
+    assert {m.name: m.failed for m in run.methods} == {
+        **dict.fromkeys(names[:3], "ValueError: the cause"),
+        **dict.fromkeys(names[3:]),
+    }
+    assert [len(m.losses) for m in run.methods[3:]] == [4 + 4, 4 + 4]
 
 
 def test_a_rank_that_fails_is_reported_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,11 +147,15 @@ def test_narrow_terminals_wrap_figures_but_never_cut_them(compact: bool) -> None
     assert "BF16" in text and "\N{HORIZONTAL ELLIPSIS}" not in text
 
 
-def test_a_baseline_picked_from_a_sweep_is_marked_at_its_method() -> None:
+def test_a_baseline_picked_from_a_sweep_has_a_row_beside_the_sweep() -> None:
     run = training_run()
-    swept = [r.model_copy(update={"baseline": "ddp", "params": {"baseline_method": "ddp_sparse"}}) for r in run.records]
-    rows = {row[0]: row for row in training_rows(run.model_copy(update={"records": swept}))}
-    assert [rows[name][-1] for name in ("ddp_default", "ddp_sparse")] == ["-", "1"]
+    ours = run.records[0].model_copy(update={"baseline": "ddp", "params": {"baseline_method": "ddp_default"}})
+    swept = ours.model_copy(update={"subject": "ddp_sparse", "params": {**ours.params, "phase": "pick"}})
+    methods = [run.methods[0].model_copy(update={"name": "ddp"}), *run.methods]
+    run = run.model_copy(update={"records": [ours, swept], "methods": methods})
+    rows = {row[0]: row[-1] for row in training_rows(run)}
+    assert [rows[name] for name in ("ddp", "ddp_default", "ddp_sparse")] == ["1", "-", "-"]
+    assert rows["gradsync"] == "0.400 [0.360-0.440]"
 
 
 def test_records_table_shows_ratio_noise_and_failures() -> None:

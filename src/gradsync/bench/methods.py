@@ -1,12 +1,14 @@
 """The methods a training run compares: gradsync, its schemes by name, and the baselines, each tuned as its users would.
 
-A method wraps a model so that `loss.backward()` leaves synchronised gradients. Names are those of the records.
+A method wraps a model so that `loss.backward()` leaves synchronised gradients, over a communicator of its own: one that
+broke takes no other method along. Names are those of the records.
 """
 
 # No `from __future__ import annotations`: DDP compares the annotations of a hook with the types themselves.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -29,12 +31,15 @@ ONE_BUCKET_MB = 1 << 20  # larger than any model here: DDP then puts everything 
 
 @dataclass(frozen=True)
 class Method:
-    """How a model is wrapped. `sparse`: embeddings give sparse gradients. `exact`: equal to the fp32 mean."""
+    """How a model is wrapped; a rank that waits for the others longer than the timeout raises.
+
+    `sparse`: embeddings give sparse gradients. `exact`: equal to the fp32 mean.
+    """
 
     name: str
     sparse: bool
     exact: bool
-    wrap: Callable[[nn.Module], tuple[nn.Module, Attachment | None]]
+    wrap: Callable[[nn.Module, timedelta], tuple[nn.Module, Attachment | None]]
 
 
 def bf16_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
@@ -57,15 +62,27 @@ def bf16_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> Fu
     return widened
 
 
-def _ddp(model: nn.Module, *, bucket_mb: float = 25, hook: Any = None, state: Any = None) -> tuple[nn.Module, None]:
-    wrapped = DistributedDataParallel(model, bucket_cap_mb=bucket_mb)
+def _itself(group: dist.ProcessGroup) -> object:
+    return group
+
+
+def _ddp(
+    model: nn.Module,
+    timeout: timedelta,
+    *,
+    bucket_mb: float = 25,
+    hook: Any = None,
+    state: Callable[[dist.ProcessGroup], object] = _itself,
+) -> tuple[nn.Module, None]:
+    group = dist.new_group(timeout=timeout)
+    wrapped = DistributedDataParallel(model, process_group=group, bucket_cap_mb=bucket_mb)
     if hook is not None:
-        wrapped.register_comm_hook(state() if callable(state) else state, hook)
+        wrapped.register_comm_hook(state(group), hook)
     return wrapped, None
 
 
-def _gradsync(model: nn.Module, *, plan: Any = None) -> tuple[nn.Module, Attachment]:
-    return model, attach(model, plan=plan)
+def _gradsync(model: nn.Module, timeout: timedelta, *, plan: Any = None) -> tuple[nn.Module, Attachment]:
+    return model, attach(model, plan=plan, timeout=timeout)
 
 
 def planned(scheme: Scheme[Any], profiles: Sequence[ParameterProfile], world_size: int) -> Plan:
@@ -79,8 +96,8 @@ def planned(scheme: Scheme[Any], profiles: Sequence[ParameterProfile], world_siz
     return Plan.make(specs, world_size, buckets)
 
 
-def _powersgd(rank: int) -> Callable[[], powerSGD_hook.PowerSGDState]:
-    return lambda: powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+def _powersgd(rank: int) -> Callable[[dist.ProcessGroup], powerSGD_hook.PowerSGDState]:
+    return partial(powerSGD_hook.PowerSGDState, matrix_approximation_rank=rank, start_powerSGD_iter=2)
 
 
 # Measured beside the planner's choice, by the names of plans.
@@ -109,7 +126,8 @@ METHODS: dict[str, Method] = {
     )
 }
 
-DDP_SWEEP = ("ddp_default", "ddp_1mb", "ddp_100mb", "ddp_one_bucket")  # `ddp` in records is the best of these
+DDP = "ddp"  # the best of the bucket sweep, picked before the methods are judged
+DDP_SWEEP = ("ddp_default", "ddp_1mb", "ddp_100mb", "ddp_one_bucket")
 
 
 def method(name: str) -> Method:
@@ -120,6 +138,6 @@ def method(name: str) -> Method:
     """
     if name not in METHODS:
         raise ValueError(
-            f"unknown method {name!r}; there are {', '.join(METHODS)} and ddp (the best of the bucket sweep)"
+            f"unknown method {name!r}; there are {', '.join(METHODS)} and {DDP} (the best of the bucket sweep)"
         )
     return METHODS[name]

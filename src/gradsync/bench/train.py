@@ -1,7 +1,8 @@
 """Training runs: methods train the same model on the same data in turns, block by block.
 
-Turn-taking makes the ratio of two methods hold when the machine's speed drifts. The first method runs twice, as two
-copies: their ratio (A/A) is the noise of the run.
+Turn-taking makes the ratio of two methods hold when the machine's speed drifts. The first method is the baseline and
+runs twice, as two copies: their ratio (A/A) is the noise of the run. `ddp` is the best of DDP's bucket sizes, which run
+in turns before the others do: what it was picked by is not what it is judged by.
 """
 
 from __future__ import annotations
@@ -10,20 +11,22 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, field_validator
 
 from .. import workloads
 from ..lab import Scenario
 from ..report.record import BucketRow, MethodRun, Record, Spread, TimelineTask, TrainingRun, WireBytes
 from .launch import Loopback, cluster, run_ranks
-from .methods import DDP_SWEEP, method
+from .methods import DDP, DDP_SWEEP, method
 from .provenance import commit, machine, versions
 
 AGAIN = "again"  # suffix of the baseline's second copy
 
+Figures = dict[str, list[dict[str, Any]]]  # what the ranks measured, by method and rank
+
 
 class TrainSpec(BaseModel):
-    """One training run."""
+    """One training run. The first method is the baseline of the others."""
 
     workload: str = "deepfm"
     options: dict[str, Any] = {}
@@ -33,27 +36,31 @@ class TrainSpec(BaseModel):
     link: str = "1gbit"
     scenario: dict[str, Any] = {}  # further settings of the lab's scenario
     loopback: bool = False
-    repeats: int = 5  # pairs of blocks that are judged
+    repeats: int = 5  # pairs of blocks that are judged, and blocks by which the best of a sweep is picked
     block_steps: int = 8
     warmup_steps: int = 6  # passes DDP's re-bucketing, our plan from the first step, PowerSGD's start
+    method_timeout_s: float = 20.0  # a method in which a rank waits longer for the others is out
     seed: int = 0
     evaluate: bool = True
+
+    @field_validator("methods")
+    @classmethod
+    def _distinct(cls, methods: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(methods))
 
     @property
     def world_size(self) -> int:
         return self.nodes * self.ranks_per_node
 
     @property
-    def blocks(self) -> int:
-        """Counted blocks of each method; of a sweep half of them only serve to pick the best."""
-        return self.repeats * (2 if "ddp" in self.methods else 1)
+    def sweep(self) -> tuple[str, ...]:
+        """The methods of which `ddp` is the best, if it is asked for."""
+        return DDP_SWEEP if DDP in self.methods else ()
 
-    def expanded_methods(self) -> tuple[str, ...]:
-        """`ddp` stands for the whole bucket sweep, of which the best is taken."""
-        names: list[str] = []
-        for name in self.methods:
-            names += DDP_SWEEP if name == "ddp" else (name,)
-        return tuple(dict.fromkeys(names))
+    @property
+    def turns(self) -> int:
+        """Events of a run: a warm-up and the blocks of every copy, the baseline's second one included."""
+        return (len(self.sweep) + len(self.methods) + 1) * (1 + self.repeats)
 
 
 def run_training(spec: TrainSpec, on_event: Callable[[dict[str, Any]], None]) -> TrainingRun:
@@ -63,53 +70,73 @@ def run_training(spec: TrainSpec, on_event: Callable[[dict[str, Any]], None]) ->
         ValueError: for an unknown workload, method or option.
         RuntimeError: when a rank failed.
     """
-    for name in spec.expanded_methods():
-        method(name)
+    for name in spec.methods:
+        if name != DDP:
+            method(name)
     workload = workloads.load(spec.workload, **spec.options)  # fetched here: ranks in a lab reach no registry
     scenario = Scenario(nodes=spec.nodes, link=spec.link, ranks_per_node=spec.ranks_per_node, **spec.scenario)
     notes: list[str] = []
     with cluster(scenario, notes, loopback=spec.loopback) as where:
         environment = {**machine(), **where.describe()}
         ranks = run_ranks(where, spec.world_size, "gradsync.bench.train_rank", spec.model_dump_json(), on_event)
-    # On loopback all ranks share one interface, which counts what all of them send.
     on_loopback = isinstance(where, Loopback)
-    sharing = spec.world_size if on_loopback else spec.ranks_per_node
-    runs = {name: _merge(name, [rank[name] for rank in ranks], spec, sharing) for name in ranks[0]}
     run = TrainingRun(
         workload=spec.workload,
         description=workload.describe(),
         source=workload.source,
         nodes=spec.nodes,
         link="loopback (not shaped)" if on_loopback else spec.link,
-        methods=[runs[name] for name in spec.expanded_methods()],
+        methods=[],
         records=[],
         environment=environment,
         versions=versions(),
         commit=commit(),
         notes=notes,
     )
-    run.records = training_records(spec, run, {name: [rank[name] for rank in ranks] for name in ranks[0]})
+    # On loopback all ranks share one interface, which counts what all of them send.
+    _fill(run, spec, ranks, sharing=spec.world_size if on_loopback else spec.ranks_per_node)
     return run
 
 
-def training_records(spec: TrainSpec, run: TrainingRun, ranks: dict[str, list[dict[str, Any]]]) -> list[Record]:
-    """Every method against the baseline: the first method, or the best of DDP's sweep if it was asked for."""
-    first = spec.expanded_methods()[0]
-    blocks = {name: [] if figures[0]["failed"] else block_medians(figures) for name, figures in ranks.items()}
-    baseline, name, judged = first, first, slice(None)
-    if "ddp" in spec.methods:
-        # The best is picked on even blocks and judged on odd ones, so that picking does not flatter it.
-        good = [m for m in DDP_SWEEP if blocks[m]]
-        baseline = min(good, key=lambda m: statistics.median(blocks[m][::2]), default=first)
-        name, judged = "ddp", slice(1, None, 2)
-    aa = _ratio(blocks[f"{first}:{AGAIN}"], blocks[first])
-    base_run = next(m for m in run.methods if m.name == baseline)
-    records = []
-    for subject in run.methods:
-        if subject.name != baseline:
-            mine, base = blocks[subject.name][judged], blocks[baseline][judged]
-            records.append(_record(spec, run, subject, mine, base_run, base, aa).model_copy(update={"baseline": name}))
-    return records
+def _fill(run: TrainingRun, spec: TrainSpec, ranks: list[dict[str, Any]], sharing: int) -> None:
+    """Methods, records and the pick, from what the ranks returned."""
+    picked: str | None = ranks[0]["picked"]
+    judged: Figures = {name: [rank["judged"][name] for rank in ranks] for name in ranks[0]["judged"]}
+    sweep: Figures = {name: [rank["sweep"][name] for rank in ranks] for name in ranks[0]["sweep"]}
+    methods = [_merge(name, judged[name], spec, sharing) for name in spec.methods]
+    run.methods = list(methods)
+    run.records = training_records(spec, run, methods, judged, picked)
+    if picked is not None:
+        members = [_merge(name, figures, spec, sharing) for name, figures in sweep.items()]
+        run.methods += [m for m in members if m.name not in spec.methods]
+        run.records += [r for r in sweep_records(spec, run, members, sweep, picked) if r.subject not in spec.methods]
+        run.notes.append(_pick_in_words(picked, sweep))
+
+
+def training_records(
+    spec: TrainSpec, run: TrainingRun, methods: list[MethodRun], figures: Figures, picked: str | None
+) -> list[Record]:
+    """Every method against the first one."""
+    baseline, *subjects = methods
+    aa = _ratio(_blocks(figures[f"{baseline.name}:{AGAIN}"]), _blocks(figures[baseline.name]))
+    return [_record(spec, run, subject, baseline, figures, aa, picked) for subject in subjects]
+
+
+def sweep_records(
+    spec: TrainSpec, run: TrainingRun, members: list[MethodRun], figures: Figures, picked: str
+) -> list[Record]:
+    """The members of the sweep against the best of them, over the blocks it was picked by."""
+    best = next(member for member in members if member.name == picked)
+    records = [_record(spec, run, member, best, figures, None, picked) for member in members if member is not best]
+    return [r.model_copy(update={"baseline": DDP, "params": {**r.params, "phase": "pick"}}) for r in records]
+
+
+def _pick_in_words(picked: str, sweep: Figures) -> str:
+    medians = {name: statistics.median(blocks) for name, ranks in sweep.items() if (blocks := _blocks(ranks))}
+    if not medians:
+        return f"{DDP} is {picked}: all of DDP's bucket sizes failed"
+    said = ", ".join(f"{name} {median_s * 1e3:.1f} ms" for name, median_s in medians.items())
+    return f"{DDP} is {picked}, picked before the methods were judged; the steps then: {said}"
 
 
 def _ratio(mine: list[float], base: list[float]) -> Spread | None:
@@ -121,15 +148,19 @@ def _record(
     spec: TrainSpec,
     run: TrainingRun,
     subject: MethodRun,
-    mine: list[float],
     baseline: MethodRun,
-    base: list[float],
+    figures: Figures,
     aa: Spread | None,
+    picked: str | None,
 ) -> Record:
     """One record from the block medians of both; what failed has no figures, and the record has its error."""
+    mine, base = _blocks(figures[subject.name]), _blocks(figures[baseline.name])
     lost = f"the baseline {baseline.name} failed: {baseline.failed}" if baseline.failed else None
     params = {"nodes": spec.nodes, "link": run.link, "workload": spec.workload, "block_steps": spec.block_steps}
-    params |= {"ranks_per_node": spec.ranks_per_node, "baseline_method": baseline.name, **spec.scenario, **spec.options}
+    params |= {"ranks_per_node": spec.ranks_per_node, **spec.scenario, **spec.options}
+    params["baseline_method"] = picked if baseline.name == DDP else baseline.name
+    if subject.name == DDP:
+        params["subject_method"] = picked
     payload = sum(row.sent_bytes for row in subject.buckets) if subject.buckets else None
     return Record(
         case="train",
@@ -153,6 +184,11 @@ def _record(
     )
 
 
+def _blocks(ranks: list[dict[str, Any]]) -> list[float]:
+    """`block_medians`; none of a method that failed."""
+    return [] if ranks[0]["failed"] else block_medians(ranks)
+
+
 def block_medians(ranks: list[dict[str, Any]]) -> list[float]:
     """Median step time of each counted block: of the slowest rank, which is the one everybody waits for."""
     return [
@@ -162,10 +198,10 @@ def block_medians(ranks: list[dict[str, Any]]) -> list[float]:
 
 def _merge(name: str, ranks: list[dict[str, Any]], spec: TrainSpec, sharing: int) -> MethodRun:
     """One method's figures over the ranks; `sharing` ranks count on the same interface."""
-    failed = next((r["failed"] for r in ranks if r["failed"]), None)
-    if failed:
-        return MethodRun(name=name, failed=failed)
-    steps = spec.blocks * spec.block_steps
+    if failures := [r for r in ranks if r["failed"]]:
+        # The first one is the cause: the other ranks only lost this one.
+        return MethodRun(name=name, failed=min(failures, key=lambda r: float(r["failed_s"]))["failed"])
+    steps = spec.repeats * spec.block_steps
     return MethodRun(
         name=name,
         step_s=[max(times) for times in zip(*(sum(r["blocks"], []) for r in ranks), strict=True)],

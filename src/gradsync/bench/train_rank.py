@@ -5,8 +5,10 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from math import inf
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from .. import workloads
 from ..attach import Attachment
 from ..lab.counters import interface_bytes
 from ..workloads import Batch, Workload
-from .methods import method
+from .methods import DDP, Method, method
 from .rank import event, run_rank
 from .train import AGAIN, TrainSpec
 
@@ -36,6 +38,7 @@ class Contestant:
     optimizer: Optimizer
     batches: Iterator[Batch]
     failed: str | None = None
+    failed_s: float = inf  # when it failed on this rank, on the clock that the ranks of one machine share
     blocks: list[list[float]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     backward_s: list[float] = field(default_factory=list)
@@ -47,17 +50,31 @@ class Contestant:
         return self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
 
 
-def enter(workload: Workload, name: str, spec: TrainSpec) -> Contestant:
-    """A fresh copy of the model under the named method."""
-    way = method(name.partition(":")[0])
+@contextmanager
+def attempt(who: Contestant) -> Iterator[None]:
+    """A method that fails in it, on whichever rank, is out on all ranks after it; the other methods go on.
+
+    Ranks that wait in a collective of the method wait until its own timeout. The harness' collectives stay whole.
+    """
+    try:
+        yield
+    except Exception as error:  # stays in the table
+        who.failed, who.failed_s = f"{type(error).__name__}: {error}", time.monotonic()
+    first_s = torch.tensor([who.failed_s], dtype=torch.float64)
+    dist.all_reduce(first_s, op=dist.ReduceOp.MIN)
+    if who.failed is None and first_s.item() < inf:
+        who.failed = "failed on another rank"
+
+
+def enter(workload: Workload, name: str, way: Method, spec: TrainSpec) -> Contestant:
+    """A fresh copy of the model under a method."""
     model = workload.model(sparse=way.sparse, seed=spec.seed)
     batches = workload.batches(dist.get_rank(), dist.get_world_size(), spec.seed)
     optimizer = workload.optimizer(model)
-    try:
-        wrapped, attachment = way.wrap(model)
-    except Exception as error:  # a baseline that fails stays in the table as failed
-        return Contestant(name, model, None, optimizer, batches, failed=f"{type(error).__name__}: {error}")
-    return Contestant(name, wrapped, attachment, optimizer, batches)
+    who = Contestant(name, model, None, optimizer, batches)
+    with attempt(who):
+        who.model, who.attachment = way.wrap(model, timedelta(seconds=spec.method_timeout_s))
+    return who
 
 
 def train_step(workload: Workload, who: Contestant, *, sync: bool = True) -> tuple[float, float, float]:
@@ -77,24 +94,23 @@ def train_step(workload: Workload, who: Contestant, *, sync: bool = True) -> tup
 
 
 def run_block(workload: Workload, who: Contestant, steps: int, *, counted: bool) -> None:
-    """A block of steps; a failure marks the method on this rank (all ranks learn of it after the block)."""
+    """A block of steps."""
     if who.failed:
         return
     dist.barrier()
     sent_before = interface_bytes()[0]
     times = []
-    try:
+    with attempt(
+        who
+    ):  # ends like a barrier: a shaped link counts a packet when it leaves, after the collective returned
         for _ in range(steps):
             step_s, backward_s, loss = train_step(workload, who)
             times.append(step_s)
             who.losses.append(loss)
             if counted:
                 who.backward_s.append(backward_s)
-    except Exception as error:  # the method is out, the others go on
-        who.failed = f"{type(error).__name__}: {error}"
     if counted:
         who.blocks.append(times)
-        dist.barrier()  # a shaped link counts a packet when it leaves, which is after the collective returned
         who.sent_bytes += interface_bytes()[0] - sent_before
 
 
@@ -103,43 +119,40 @@ def calibrate(workload: Workload, who: Contestant) -> None:
     if who.failed:
         return
     training, who.batches = who.batches, workload.batches(dist.get_rank(), dist.get_world_size(), seed=1)
-    for _ in range(CALIBRATION_STEPS):
-        who.alone_s.append(train_step(workload, who, sync=False)[1])
+    with attempt(who):
+        for _ in range(CALIBRATION_STEPS):
+            who.alone_s.append(train_step(workload, who, sync=False)[1])
     who.optimizer.zero_grad()
     who.batches = training
 
 
-def agree_on_failures(contestants: list[Contestant]) -> None:
-    """A method that failed on one rank is out on all."""
-    flags = torch.tensor([int(who.failed is not None) for who in contestants])
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-    for who, flag in zip(contestants, flags.tolist(), strict=True):
-        if flag and who.failed is None:
-            who.failed = "failed on another rank"
-
-
-def compete(workload: Workload, spec: TrainSpec) -> list[Contestant]:
+def compete(workload: Workload, ways: dict[str, Method], spec: TrainSpec) -> list[Contestant]:
     """All methods, block by block in turn; the order turns round from block to block."""
-    names = list(spec.expanded_methods())
-    contestants = [enter(workload, name, spec) for name in [*names, f"{names[0]}:{AGAIN}"]]
-    agree_on_failures(contestants)
+    contestants = [enter(workload, name, way, spec) for name, way in ways.items()]
     for who in contestants:
         run_block(workload, who, spec.warmup_steps, counted=False)
         calibrate(workload, who)
         event(kind="warmup", method=who.name)
-    agree_on_failures(contestants)
-    for repeat in range(spec.blocks):
+    for repeat in range(spec.repeats):
         for who in contestants if repeat % 2 == 0 else contestants[::-1]:
             run_block(workload, who, spec.block_steps, counted=True)
             event(kind="block", method=who.name, repeat=repeat, loss=who.losses[-1] if who.losses else None)
-        agree_on_failures(contestants)
     return contestants
+
+
+def pick(sweep: list[Contestant], spec: TrainSpec) -> str:
+    """The best by median block, each as long as on its slowest rank: the same on all ranks."""
+    rows = [[inf] * spec.repeats if who.failed else [statistics.median(block) for block in who.blocks] for who in sweep]
+    medians_s = torch.tensor(rows, dtype=torch.float64)
+    dist.all_reduce(medians_s, op=dist.ReduceOp.MAX)
+    overall_s = [statistics.median(row) for row in medians_s.tolist()]
+    return sweep[overall_s.index(min(overall_s))].name
 
 
 def result_of(workload: Workload, who: Contestant, spec: TrainSpec) -> dict[str, Any]:
     """This rank's figures of one method as plain data."""
     if who.failed:
-        return {"failed": who.failed}
+        return {"failed": who.failed, "failed_s": who.failed_s}
     evaluate = spec.evaluate and dist.get_rank() == 0 and not who.name.endswith(f":{AGAIN}")
     alone_s, backward_s = statistics.median(who.alone_s), statistics.median(who.backward_s)
     rows, plan, timeline = [], [], []
@@ -174,10 +187,19 @@ def result_of(workload: Workload, who: Contestant, spec: TrainSpec) -> dict[str,
 
 
 def measure(text: str) -> dict[str, Any]:
-    """This rank's figures of every method."""
+    """This rank's figures: of DDP's sweep, if one of the methods is the best of it, and of the methods themselves."""
     spec = TrainSpec.model_validate_json(text)
     workload = workloads.load(spec.workload, **spec.options)
-    return {who.name: result_of(workload, who, spec) for who in compete(workload, spec)}
+    sweep, picked = {}, None
+    if spec.sweep:
+        contestants = compete(workload, {name: method(name) for name in spec.sweep}, spec)
+        picked = pick(contestants, spec)
+        sweep = {who.name: result_of(workload, who, spec) for who in contestants}
+        del contestants  # their models
+    ways = {name: method(picked if picked and name == DDP else name) for name in spec.methods}
+    ways[f"{spec.methods[0]}:{AGAIN}"] = ways[spec.methods[0]]
+    judged = {who.name: result_of(workload, who, spec) for who in compete(workload, ways, spec)}
+    return {"picked": picked, "sweep": sweep, "judged": judged}
 
 
 if __name__ == "__main__":

@@ -39,8 +39,7 @@ def demo(  # noqa: PLR0917 (the command's options)
         block_steps=BLOCK_STEPS,
         repeats=(QUICK_STEPS if quick else steps) // BLOCK_STEPS,
     )
-    copies = len(spec.expanded_methods()) + 1
-    with plain_errors(), event_bar(f"{workload} on {nodes} nodes, {link}", copies * (spec.blocks + 1)) as on_event:
+    with plain_errors(), event_bar(f"{workload} on {nodes} nodes, {link}", spec.turns) as on_event:
         run = run_training(spec, on_event)
     out.mkdir(parents=True, exist_ok=True)
     (out / "results.json").write_text(run.model_dump_json(indent=1) + "\n", encoding="utf-8")

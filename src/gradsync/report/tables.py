@@ -64,9 +64,13 @@ def failure(method: MethodRun) -> str | None:
 
 
 def against_baseline(run: TrainingRun) -> dict[str, Record]:
-    """Method -> its record against the run's first baseline, where that was measured."""
+    """Method -> its record against the run's first baseline, where that was measured.
+
+    Records of a phase of their own, which the baseline was picked from, are of other blocks.
+    """
     first = run.records[0].baseline if run.records else None
-    return {r.subject: r for r in run.records if r.baseline == first and r.ratio is not None}
+    judged = (r for r in run.records if r.baseline == first and "phase" not in r.params)
+    return {r.subject: r for r in judged if r.ratio is not None}
 
 
 def training_rows(run: TrainingRun) -> list[list[str]]:
@@ -79,10 +83,7 @@ def training_rows(run: TrainingRun) -> list[list[str]]:
 
 def _figures(method: MethodRun, records: dict[str, Record], run: TrainingRun) -> list[str]:
     spread = Spread.of(method.step_s)
-    first = run.records[0] if run.records else None
-    # A baseline picked from a sweep goes by the sweep's name; its method is among the parameters.
-    is_baseline = first and method.name == first.params.get("baseline_method", first.baseline)
-    ratio = "1" if is_baseline else NOTHING
+    ratio = "1" if run.records and method.name == run.records[0].baseline else NOTHING
     return [
         method.name,
         milliseconds(spread),
