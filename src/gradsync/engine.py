@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .bucket import TensorSpec
-from .comm import Exchange, Group, GroupError, IssueThread
+from .comm import Exchange, Group, GroupError, JobThread
 from .density import ParameterProfile
 from .lane import BucketStatistics, Lane, StateSlice
 from .observation import Observer
@@ -61,7 +61,7 @@ class Engine:
         self._observations_left = 0 if isinstance(plan, Plan) else MAX_OBSERVATIONS
         self._closed = False
         self.plan = plan if isinstance(plan, Plan) else plan(list(self._observer.profiles.values()), group.size)
-        self._thread = IssueThread("gradsync", self._device)
+        self._thread = JobThread("gradsync", self._device)
         self._lanes: dict[str, Lane] = {}
         self._lanes_of: dict[str, list[Lane]] = {}
         self._adopt(self.plan, [])

@@ -16,7 +16,7 @@ from gradsync.comm import (
     Exchange,
     Group,
     GroupError,
-    IssueThread,
+    JobThread,
     Ledger,
     LocalGroup,
     Pending,
@@ -34,8 +34,8 @@ Start = Callable[[str], Coroutine[Any, Any, Any]]
 
 
 @contextmanager
-def issue_thread() -> Iterator[IssueThread]:
-    thread = IssueThread("gradsync-test")
+def issue_thread() -> Iterator[JobThread]:
+    thread = JobThread("gradsync-test")
     yield thread
     thread.stop()
 
@@ -235,7 +235,7 @@ def test_the_thread_runs_jobs_in_order_and_returns_or_raises() -> None:
 
 def test_a_stopped_thread_ends_after_what_was_queued() -> None:
     seen: list[str] = []
-    thread = IssueThread("gradsync-test-stop")
+    thread = JobThread("gradsync-test-stop")
     thread.submit(lambda: seen.append("done"))
     thread.stop()
     assert seen == ["done"]

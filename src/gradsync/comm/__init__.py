@@ -6,9 +6,10 @@ from .group import Pending as Pending
 from .group import TorchGroup as TorchGroup
 from .group import split as split
 from .issue import Exchange as Exchange
-from .issue import IssueThread as IssueThread
+
 from .issue import drive as drive
 from .local import LocalGroup as LocalGroup
 from .local import run_local as run_local
 from .record import Ledger as Ledger
 from .record import RecordingGroup as RecordingGroup
+from .threads import JobThread as JobThread

@@ -21,11 +21,13 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from .board import Board
+from .rounds import Rounds
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+TINY_BYTES = 4 << 10  # of an all-gather with equal parts: there gloo's own has the lower latency
 POLL_S = 1.0  # how often a rank that waits looks at the board
 NOTICE_S = 5.0  # who waits longer notes it on the board, so that the others can tell who is missing
 WARNING_S = 30.0  # who waits longer says for whom, once
@@ -102,7 +104,13 @@ class TorchGroup(Group):
         self.backend = dist.get_backend(process_group)
         # gloo's own timeout only says that there was one; ours, which comes first, says who is missing.
         patience_s = timeout_s if self.backend == "nccl" else 1.5 * timeout_s + NOTICE_S
-        self._own = _new_communicator(process_group, self.members, self.rank, timedelta(seconds=patience_s))
+        patience = timedelta(seconds=patience_s)
+        self._own = _new_communicator(process_group, self.members, self.rank, patience)
+        self._apart: dist.ProcessGroup | None = None  # for exchanges in rounds; NCCL has its own ways
+        self._rounds: Rounds | None = None
+        if self.backend != "nccl":
+            self._apart = _new_communicator(process_group, self.members, self.rank, patience)
+            self._rounds = Rounds(self._apart, self.rank, self.size)
         self._in_flight: dict[int, tuple[Any, Tensor | None]] = {}  # works, and inputs that must live until they end
         self._issued = 0
         # The store may outlive the job, and group names start anew with the next one: its notices are not ours.
@@ -115,17 +123,31 @@ class TorchGroup(Group):
         return self._pending(dist.all_reduce(buffer, group=self._own, async_op=True), lambda: buffer)
 
     def all_gather(self, buffer: Tensor, sizes: Sequence[int] | None = None) -> Pending[list[Tensor]]:
-        if sizes is None or len(set(sizes)) == 1:
-            gathered = buffer.new_empty(self.size * buffer.numel())
-            work = _all_gather_single(gathered, buffer, self._own)
-            return self._pending(work, lambda: split(gathered, [buffer.numel()] * self.size))
-        # gloo gathers equal lengths only; sending the buffer to each member moves exactly the bytes needed.
-        return self.all_to_all(buffer.repeat(self.size), [buffer.numel()] * self.size, sizes)
+        lengths = list(sizes) if sizes is not None else [buffer.numel()] * self.size
+        output = buffer.new_empty(sum(lengths))
+        if len(set(lengths)) == 1 and (self._rounds is None or lengths[0] * buffer.element_size() <= TINY_BYTES):
+            work = _all_gather_single(output, buffer, self._own)
+            return self._pending(work, lambda: split(output, lengths), keep=buffer)
+        if self._rounds is None:
+            # NCCL gathers equal lengths only; sending the buffer to each member moves exactly the bytes needed.
+            return self.all_to_all(buffer.repeat(self.size), [buffer.numel()] * self.size, lengths)
+        parts = split(output, lengths)
+        parts[self.rank].copy_(buffer)
+        return self._exchange([buffer] * self.size, parts)
 
     def all_to_all(self, buffer: Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending[list[Tensor]]:
         output = buffer.new_empty(sum(received))
-        work = dist.all_to_all_single(output, buffer, list(received), list(sent), group=self._own, async_op=True)
-        return self._pending(work, lambda: split(output, received), keep=buffer)
+        if self._rounds is None:
+            work = dist.all_to_all_single(output, buffer, list(received), list(sent), group=self._own, async_op=True)
+            return self._pending(work, lambda: split(output, received), keep=buffer)
+        parts, outgoing = split(output, received), split(buffer, sent)
+        parts[self.rank].copy_(outgoing[self.rank])
+        return self._exchange(outgoing, parts)
+
+    def _exchange(self, outgoing: Sequence[Tensor], incoming: list[Tensor]) -> Pending[list[Tensor]]:
+        assert self._rounds is not None
+        work = self._rounds.exchange([t.view(torch.uint8) for t in outgoing], [t.view(torch.uint8) for t in incoming])
+        return self._pending(work, lambda: incoming)
 
     def broadcast(self, buffer: Tensor) -> Pending[Tensor]:
         work = dist.broadcast(buffer, src=self.members[0], group=self._own, async_op=True)
@@ -139,11 +161,16 @@ class TorchGroup(Group):
         if not dist.is_initialized():
             return  # the user's destroy_process_group() has ended all communicators
         self._board.note_left(self.members[self.rank], self._issued)
-        dist.destroy_process_group(self._own)
-        if any(not work.is_completed() for work, _ in self._in_flight.values()):
-            # gloo cannot cancel them: the destructor would wait until they time out, in whatever line collects garbage
-            # or at exit. So it never runs; the process' end releases what is left.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._own))
+        hanging = any(not work.is_completed() for work, _ in self._in_flight.values())
+        for communicator in (self._own, self._apart):
+            if communicator is not None:
+                dist.destroy_process_group(communicator)
+                if hanging:
+                    # gloo cannot cancel them: the destructor would wait until they time out, in whatever line collects
+                    # garbage or at exit. So it never runs; the process' end releases what is left.
+                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))
+        if self._rounds is not None:
+            self._rounds.stop(patience_s=0.0 if hanging else 5.0)
         self._in_flight.clear()
 
     def _completes(self, work: Any, patience_s: float) -> bool:

@@ -11,7 +11,6 @@ communicator, or an order decided by timing, would make ranks read each other's 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -163,48 +162,3 @@ class Exchange:
     def _record(self, name: str, stream: str, start_s: float, nbytes: float = 0.0) -> None:
         now_s = time.perf_counter()
         self.tasks.append(Task(name, stream, start_s - self.began_s, now_s - self.began_s, nbytes))
-
-
-class IssueThread:
-    """A daemon thread that runs jobs one after the other: the only one that touches its group."""
-
-    def __init__(self, name: str, device: torch.device | None = None) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._device = device
-        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
-        self._thread.start()
-
-    def submit(self, job: Callable[[], None]) -> None:
-        """Queues a job; a job keeps its own errors for whoever waits for it."""
-        self._jobs.put(job)
-
-    def call(self, function: Callable[[], T]) -> T:
-        """Runs `function` on the thread, waits, and returns its result or raises its error."""
-        box: list[T] = []
-        errors: list[BaseException] = []
-        done = threading.Event()
-
-        def job() -> None:
-            try:
-                box.append(function())
-            except BaseException as error:  # raised again below, on the caller's thread
-                errors.append(error)
-            finally:
-                done.set()
-
-        self.submit(job)
-        done.wait()
-        if errors:
-            raise errors[0]
-        return box[0]
-
-    def stop(self, patience_s: float = 5.0) -> None:
-        """Ends the thread after the queued jobs; a job that hangs is left behind as a daemon."""
-        self._jobs.put(None)
-        self._thread.join(patience_s)
-
-    def _loop(self) -> None:
-        if self._device is not None and self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-        while (job := self._jobs.get()) is not None:
-            job()
