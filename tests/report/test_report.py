@@ -166,13 +166,16 @@ def test_records_table_shows_ratio_noise_and_failures() -> None:
 def test_records_table_tells_records_apart_and_holds_them_to_their_bound() -> None:
     record = training_run().records[0]
     small, large = (
-        record.model_copy(update={"params": {"nodes": 4, "size_bytes": size}, "bound_s": bound_s})
-        for size, bound_s in ((4_000, 0.02), (64_000, None))
+        record.model_copy(
+            update={"params": {"nodes": 4, "size_bytes": size}, "bound_s": bound_s, "predicted_s": predicted_s}
+        )
+        for size, bound_s, predicted_s in ((4_000, 0.02, 0.0251), (64_000, None, None))
     )
     text = printed(records_table([small, large]))
     assert text.count("nodes 4") == 1, "what all records share is said once"
     assert "size 4 kB" in text and "size 64 kB" in text
     assert " 20.0 " in text and " 2.00 " in text, "40 ms over a bound of 20 ms"
+    assert text.count(" 25.1 ") == 1, "predicted"
 
 
 def test_verdict_comes_from_the_figures() -> None:

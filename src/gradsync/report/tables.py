@@ -29,6 +29,7 @@ RECORD_COLUMNS = (
     "subject / baseline",
     "A/A",
     "wire MB",
+    "predicted, ms",
     "bound, ms",
     "subject / bound",
 )
@@ -120,7 +121,7 @@ def training_table(run: TrainingRun, *, compact: bool = False) -> Table:
 
 
 def records_table(records: Sequence[Record], *, compact: bool = False) -> Table:
-    """Records as rows: subject, baseline, both times, their ratio, noise, bytes and bound.
+    """Records as rows: subject, baseline, both times, their ratio, noise, bytes, prediction and bound.
 
     What all records share (nodes, link, ...) is the title, what tells them apart stands beside the case.
     """
@@ -152,6 +153,7 @@ def _record_row(record: Record, shared: dict[str, Any]) -> list[str]:
         factor(record.ratio),
         factor(record.aa),
         f"{megabytes(wire.subject)} / {megabytes(wire.baseline)}" if wire else NOTHING,
+        NOTHING if record.predicted_s is None else f"{record.predicted_s * 1e3:.1f}",
         NOTHING if bound_s is None else f"{bound_s * 1e3:.1f}",
         NOTHING if over_bound is None else f"{over_bound:.2f}",
     ]
