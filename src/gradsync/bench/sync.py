@@ -17,10 +17,13 @@ from .. import workloads
 from ..costs import CostModel
 from ..lab import Scenario
 from ..report.record import Record, Spread, WireBytes
+from ..schemes import AllReduce
 from .launch import Loopback, cluster, run_ranks
+from .methods import SPARSE_SCHEMES
 from .provenance import commit, machine, versions
 
 DENSE_SIZES_BYTES = (4 << 10, 256 << 10, 4 << 20)
+SUBJECTS = (AllReduce.name, *SPARSE_SCHEMES, "ddp")  # ddp: all elements, beside DDP's sparse way
 FIT_SIZES_BYTES = (8, 64 << 10, 512 << 10, 4 << 20)
 
 

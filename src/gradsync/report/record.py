@@ -133,6 +133,7 @@ class TrainingRun(BaseModel):
     environment: dict[str, Any] = {}
     versions: dict[str, str] = {}
     commit: str | None = None
+    command: str = ""  # makes a run like this one
     notes: list[str] = []
 
 

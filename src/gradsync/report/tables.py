@@ -159,6 +159,28 @@ def _record_row(record: Record, shared: dict[str, Any]) -> list[str]:
     ]
 
 
+def judgements(records: Sequence[Record], bounds: Sequence[tuple[str, float]]) -> list[tuple[bool, str]]:
+    """For each record of each bound's subject: whether it holds by the noise rule, and the rule's figures in words."""
+    shared = _shared(records)
+    return [
+        (record.within(bound), _judgement(record, bound, shared))
+        for subject, bound in bounds
+        for record in records
+        if record.subject == subject
+    ]
+
+
+def _judgement(record: Record, bound: float, shared: dict[str, Any]) -> str:
+    own = _in_words({key: value for key, value in record.params.items() if key not in shared})
+    holds = record.within(bound)
+    words = f"{record.subject} <= {bound:g} x {record.baseline}{f', {own}' if own else ''}"
+    if record.ratio is None or record.aa is None:
+        return f"does not hold: {words}: {record.failed or 'the baseline was not measured against itself'}"
+    compared = f"{record.ratio.p5:.3f} {'<=' if holds else '>'} {bound:g} x {record.aa.p95:.3f}"
+    figures = f"ratio {factor(record.ratio)}, A/A {factor(record.aa)}"
+    return f"{'holds' if holds else 'does not hold'}: {words}: {compared} = {bound * record.aa.p95:.3f} ({figures})"
+
+
 def _shared(records: Sequence[Record]) -> dict[str, Any]:
     """The parameters that have the same value in every record."""
     if not records:
