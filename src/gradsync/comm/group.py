@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 POLL_S = 1.0  # how often a rank that waits looks at the board
-NOTICE_S = 5.0  # who waits longer notes it on the board, so that the others can tell who is missing
+NOTICE_S = 20.0  # who waits longer notes it on the board, so that the others can tell who is missing
 WARNING_S = 30.0  # who waits longer says for whom, once
 
 
@@ -101,7 +101,7 @@ class TorchGroup(Group):
         self.rank = dist.get_rank(process_group)
         self.backend = dist.get_backend(process_group)
         # gloo's own timeout only says that there was one; ours, which comes first, says who is missing.
-        patience_s = timeout_s if self.backend == "nccl" else 1.5 * timeout_s + NOTICE_S
+        patience_s = timeout_s if self.backend == "nccl" else 1.5 * timeout_s + 5.0
         self._own = _new_communicator(process_group, self.members, self.rank, timedelta(seconds=patience_s))
         self._in_flight: dict[int, tuple[Any, Tensor | None]] = {}  # works, and inputs that must live until they end
         self._issued = 0
@@ -138,6 +138,8 @@ class TorchGroup(Group):
     def close(self) -> None:
         if not dist.is_initialized():
             return  # the user's destroy_process_group() has ended all communicators
+        if self._own not in distributed_c10d._world.pg_map:
+            return  # ended and initialised anew
         self._board.note_left(self.members[self.rank], self._issued)
         dist.destroy_process_group(self._own)
         if any(not work.is_completed() for work, _ in self._in_flight.values()):
