@@ -21,12 +21,12 @@ def test_a_spec_counts_elements_bytes_rows_and_columns() -> None:
     assert TensorSpec((), torch.float32).numel == 1
 
 
-def test_a_flat_bucket_is_one_tensor_with_a_flag_a_segment_and_one_more() -> None:
+def test_a_flat_bucket_is_one_tensor_with_its_flags() -> None:
     segments = (Segment("w", 6, 24), Segment("b", 0, 3))
     tensors = (WEIGHT, TensorSpec((3,), torch.float16))
     bucket = Bucket("0", segments, tensors, Layout.FLAT)
-    assert (bucket.numel, bucket.num_flags, bucket.names, bucket.dtype) == (21, 3, ["w", "b"], torch.float16)
-    assert bucket.specs == (TensorSpec((24,), torch.float16),)
+    assert (bucket.numel, bucket.num_flags, bucket.names, bucket.dtype) == (21, 7, ["w", "b"], torch.float16)
+    assert bucket.specs == (TensorSpec((28,), torch.float16),)
     assert Bucket("0", segments, tensors, Layout.FLAT, flags_ride=False).specs == (TensorSpec((21,), torch.float16),)
 
 

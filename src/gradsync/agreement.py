@@ -40,8 +40,11 @@ def agreed_engine(
     process_group: dist.ProcessGroup | None,
     timeout_s: float,
     exclude: Sequence[str] = (),
+    settings: str = "",
 ) -> tuple[Engine, dict[str, nn.Parameter]]:
     """An engine for the model's parameters, on all ranks or on none; and these parameters by name.
+
+    `settings` are the caller's, in words; they must be the same on all ranks.
 
     Raises:
         RuntimeError, ValueError: as `gradsync.attach` says.
@@ -67,7 +70,7 @@ def agreed_engine(
 
     try:
         examine = partial(_examine, model, plan, exclude, group.size)
-        parameters = _agree(group, examine, partial(_texts, model, plan, exclude), timeout_s)
+        parameters = _agree(group, examine, partial(_texts, model, plan, exclude, settings), timeout_s)
         engine = _agree(group, build, lambda engine: {"plans": engine.plan.to_json()}, timeout_s)
     except BaseException:
         if engines:
@@ -78,6 +81,17 @@ def agreed_engine(
     _attached.update(model.modules())
     _attached_parameters.update({p: True for p in parameters.values()})
     return engine, parameters
+
+
+def agree_that_all_did(engine: Engine, what: str, problem: Exception | None) -> None:
+    """Raises on every rank if some rank has a problem: this rank's own, else that of the first rank that has one."""
+    text = "" if problem is None else str(problem)
+    texts = engine.call(what, lambda group: exchange_texts(group, text, engine.timeout_s))
+    if problem is not None:
+        raise problem
+    for rank, theirs in enumerate(texts):
+        if theirs.strip():
+            raise RuntimeError(f"rank {rank} could not attach, {what}: {theirs}")
 
 
 def forget(modules: Iterable[nn.Module], parameters: Iterable[Tensor]) -> None:
@@ -99,6 +113,8 @@ def _examine(
     """The parameters to synchronise; raises for whatever is wrong on this rank."""
     if any(module in _attached for module in model.modules()):
         raise RuntimeError("gradsync is attached to this model, or to a part of it, already; call detach() on it first")
+    if plan is not None and not isinstance(plan, Plan) and not callable(plan):
+        raise TypeError(f"plan must be a Plan (see Plan.load), a function that makes one, or None; got {plan!r}")
     if torch._C._current_graph_task_id() != -1:
         raise RuntimeError("attach() was called during backward; call it before the forward of a step")
     if any("FullyShardedDataParallel" in c.__name__ or c.__name__ == "FSDPModule" for c in _classes(model)):
@@ -114,6 +130,11 @@ def _examine(
             raise ValueError(f"{name!r} is complex ({parameter.dtype}), which is not supported; exclude it")
         if type(parameter.data).__name__ == "DTensor":
             raise RuntimeError(f"{name!r} is a DTensor (FSDP2 or tensor parallel), which is not supported yet")
+    for name, buffer in model.named_buffers():
+        if torch._debug_has_internal_overlap(buffer):
+            raise ValueError(
+                f"the buffer {name!r} has elements that share memory (expand?), so rank 0's cannot be taken"
+            )
     devices = {str(p.device) for p in parameters.values()}
     if len(devices) > 1:
         raise ValueError(f"the parameters sit on several devices, {', '.join(sorted(devices))}; one is supported")
@@ -123,7 +144,11 @@ def _examine(
 
 
 def _texts(
-    model: nn.Module, plan: Plan | Planner | None, exclude: Sequence[str], parameters: dict[str, nn.Parameter]
+    model: nn.Module,
+    plan: Plan | Planner | None,
+    exclude: Sequence[str],
+    settings: str,
+    parameters: dict[str, nn.Parameter],
 ) -> dict[str, str]:
     """What the ranks compare before anything is built, in words."""
     inner = unwrapped(model)
@@ -134,7 +159,7 @@ def _texts(
     lines += [f"{line} (frozen)" for line in describe_specs({n: TensorSpec.of(p) for n, p in others.items()})]
     lines += [f"{line} (buffer)" for line in describe_specs({n: TensorSpec.of(b) for n, b in inner.named_buffers()})]
     plan_text = plan.to_json() if isinstance(plan, Plan) else f"made by {_planner_name(plan)}"
-    return {"models": "\n".join(lines), "plans": plan_text}
+    return {"models": "\n".join(lines), "plans": plan_text, "settings of attach": settings}
 
 
 def _agree(group: Group, make: Callable[[], T], describe: Callable[[T], dict[str, str]], timeout_s: float) -> T:

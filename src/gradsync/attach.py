@@ -9,11 +9,12 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from .agreement import DEFAULT_TIMEOUT_S, agreed_engine, forget, matches
+from .agreement import DEFAULT_TIMEOUT_S, agree_that_all_did, agreed_engine, forget, matches
+from .comm import Group, GroupError
 from .ddp import UNEVEN_INPUTS, DDPState, ddp_hook
 from .engine import Engine, Planner
 from .hooks import AutogradHooks, broadcast_tensors
@@ -21,7 +22,8 @@ from .lane import BucketStatistics
 from .plan import Plan
 from .timeline import Task
 
-# A caller need not keep what `attach` returns: it lives as long as the model.
+# A caller need not keep what `attach` returns: it lives as long as any module of the model, as a wrapper (of
+# torch.compile, say) may be dropped while the model inside goes on.
 _attachments: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
 # DDP takes one hook for life: who attaches again follows the state that was registered first.
 _registered: weakref.WeakKeyDictionary[nn.Module, DDPState] = weakref.WeakKeyDictionary()
@@ -35,10 +37,13 @@ class Attachment:
     ) -> None:
         self._engine = engine
         self._no_sync = no_sync
-        self._remove = remove
-        self._model = weakref.ref(model)
+        modules = weakref.WeakSet(model.modules())
+        for module in modules:
+            _attachments[module] = self
         # A model that is dropped takes its thread and communicator along; at exit the process' end does.
-        weakref.finalize(model, _release, remove, engine).atexit = False
+        self._release = weakref.finalize(self, _release, modules, engine, remove)
+        self._release.atexit = False
+        self._modules = modules
 
     @property
     def plan(self) -> Plan:
@@ -85,15 +90,14 @@ class Attachment:
 
     def detach(self) -> None:
         """Takes gradsync off the model on this rank; gradients and parameters stay. A second call does nothing."""
-        model = self._model()
-        if model is not None:
-            forget(model.modules(), self._engine.parameters.values())
-            if _attachments.get(model) is self:
-                del _attachments[model]
-        _release(self._remove, self._engine)
+        for module in self._modules:
+            if _attachments.get(module) is self:
+                del _attachments[module]
+        self._release()
 
 
-def _release(remove: Callable[[], None], engine: Engine) -> None:
+def _release(modules: weakref.WeakSet[nn.Module], engine: Engine, remove: Callable[[], None]) -> None:
+    forget(modules, engine.parameters.values())
     remove()
     engine.close()
 
@@ -136,18 +140,34 @@ def attach(
         state = DDPState(model, plan=plan, timeout_s=timeout_s, exclude=exclude)
         _register(model, state)
         return Attachment(state.engine, model.no_sync, state.detach, model)
-    engine, parameters = agreed_engine(model, plan, process_group, timeout_s, exclude)
+    settings = f"broadcast_buffers={broadcast_buffers}"
+    engine, parameters = agreed_engine(model, plan, process_group, timeout_s, exclude, settings)
     initial = [p for name, p in model.named_parameters() if not matches(name, exclude)]
-    states = [*initial, *model.buffers()]
     try:
-        engine.call("broadcast of the model", lambda group: broadcast_tensors(group, states, timeout_s))
+        _level(engine, [*initial, *model.buffers()])
         hooks = AutogradHooks(model, parameters, engine, optimizer=optimizer, broadcast_buffers=broadcast_buffers)
     except BaseException:
         forget(model.modules(), parameters.values())
         engine.close()
         raise
-    _attachments[model] = Attachment(engine, hooks.no_sync, hooks.remove, model)
-    return _attachments[model]
+    return Attachment(engine, hooks.no_sync, hooks.remove, model)
+
+
+def _level(engine: Engine, tensors: list[Tensor]) -> None:
+    """Gives rank 0's tensors to all, or raises on all."""
+    what = "broadcast of the model"
+
+    def broadcast(group: Group) -> Exception | None:
+        try:
+            broadcast_tensors(group, tensors, engine.timeout_s)
+        except GroupError:
+            raise
+        except Exception as error:  # of this rank alone: the others learn of it below
+            return error
+        return None
+
+    problem = engine.call(what, broadcast)
+    agree_that_all_did(engine, what, problem)
 
 
 def _register(model: DistributedDataParallel, state: DDPState) -> None:

@@ -1,7 +1,7 @@
 """Buckets: segments of named parameters, seen as one flat tensor or as row-sparse tables.
 
 Pure data: the memory of a bucket is `gradients.py`'s. A flat bucket ends with flags that ride along in the sum and
-tell, for each segment, whether anybody used the parameter.
+tell, for each segment, whether anybody used the parameter, and what the ranks must know of each other's step.
 """
 
 from __future__ import annotations
@@ -69,6 +69,24 @@ def describe_specs(specs: Mapping[str, TensorSpec]) -> list[str]:
     return [f"{name}: {spec}" for name, spec in specs.items()]
 
 
+PHASES = 3  # steps are told apart modulo this: ranks are out of step by one, hardly ever by three
+
+
+@dataclass(frozen=True)
+class StepMarks:
+    """What a rank tells the others of its step, beside the gradients."""
+
+    late: bool = False  # takes part at the optimiser's step only: its backward reached no parameter
+    phase: int = 0  # optimiser steps made before, modulo PHASES
+
+    def flags(self) -> list[float]:
+        """As summed over the ranks: what matters is whether any rank has set a flag."""
+        return [float(self.late), *(float(self.phase == phase) for phase in range(PHASES))]
+
+
+NUM_MARKS = 1 + PHASES
+
+
 @dataclass(frozen=True)
 class Segment:
     """Elements [start, stop) of the parameter `name`, flattened."""
@@ -125,8 +143,8 @@ class Bucket:
 
     @property
     def num_flags(self) -> int:
-        """One flag a segment (who used it), and one for a step that must not be kept (non-finite values)."""
-        return len(self.segments) + 1
+        """One flag a segment (who used it), one for a step not to be kept (non-finite values), and the step's marks."""
+        return len(self.segments) + 1 + NUM_MARKS
 
 
 def cut_by_bytes(sizes: Iterable[tuple[str, int]], first_bytes: int, most_bytes: int) -> list[list[str]]:

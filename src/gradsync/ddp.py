@@ -51,13 +51,16 @@ class DDPState:
         self.successor: DDPState | None = None  # attached after this one was detached: a hook is registered only once
         self._names = {id(p): name for name, p in parameters.items()}
         self._given: list[tuple[GradBucket, Future[Tensor]]] = []
+        self._modules = weakref.WeakSet(model.modules())
+        # DDP holds its state: a model that is dropped takes thread and communicator along.
+        weakref.finalize(self, self.engine.close).atexit = False
 
     def detach(self) -> None:
         """From now on the hook is DDP's own all-reduce: torch cannot take a hook off."""
         self.detached = True
+        self._given.clear()
         self.engine.close()
-        model = self._model()
-        forget(model.modules() if model is not None else (), self.engine.parameters.values())
+        forget(self._modules, self.engine.parameters.values())
 
     def fallback(self, bucket: GradBucket) -> Future[Tensor]:
         """What DDP does without a hook."""

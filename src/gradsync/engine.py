@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .bucket import TensorSpec
+from .bucket import PHASES, Layout, StepMarks, TensorSpec
 from .comm import Exchange, Group, GroupError, JobThread
 from .density import ParameterProfile
+from .gradients import marks_of_ranks
 from .lane import BucketStatistics, Lane, StateSlice
 from .observation import Observer
 from .plan import Plan, What, describe
@@ -55,6 +56,10 @@ class Engine:
         self._exchange: Exchange | None = None
         self._next_plan: Plan | None = None
         self._failure: str | None = None
+        self._marks = StepMarks()
+        self._marks_checked = True
+        self.late = False  # some rank took part in the last step at its optimiser's step only
+        self._final_statistics: list[BucketStatistics] = []
         self._observer = Observer(self.specs, sparse_names)
         self._timeline: list[Task] = []
         self._steps_good = True
@@ -68,14 +73,16 @@ class Engine:
 
     # The step, in the order in which a front-end calls.
 
-    def begin(self) -> None:
-        """Starts a step.
+    def begin(self, *, late: bool = False, optimizer_steps: int = 0) -> None:
+        """Starts a step. `late`: this rank brings nothing but joins the others; `optimizer_steps` it made so far.
 
         Raises:
             RuntimeError: when an earlier step failed or was left unfinished on this rank.
         """
         self.abandon("the previous backward did not finish on this rank (an error in it?)")
         self._require_working()
+        self._check_marks()
+        self._marks = StepMarks(late, optimizer_steps % PHASES)
         self._commit()
         if self._next_plan is not None:
             self._adopt(self._next_plan, self._state_slices())
@@ -117,6 +124,11 @@ class Engine:
         if used and gradient is not None:
             self._observer.arrived(name, sparse=gradient.layout is torch.sparse_coo)
         for lane in self._lanes_of[name]:
+            if gradient is not None and gradient.dtype is not lane.bucket.dtype:
+                raise RuntimeError(
+                    f"the gradient of {name!r} is {gradient.dtype}, it was {lane.bucket.dtype} when gradsync was "
+                    "attached; change a model's element type before attach()"
+                )
             if name not in lane.waiting:
                 raise RuntimeError(
                     f"the gradient of {name!r} became ready twice in one backward; re-entrant activation checkpointing "
@@ -145,7 +157,7 @@ class Engine:
         try:
             exchange.wait()
         except BaseException as error:
-            self._fail(str(error))
+            self.fail(str(error))
             raise
         finally:
             self._exchange = None
@@ -153,13 +165,22 @@ class Engine:
             lane.accept(exchange.results[lane.bucket.id])
         self._steps_good = not (self._has_state() and any(lane.gradients.troubled for lane in self.lanes()))
         self._record(exchange, backward_ended_s)
+        self._marks_checked = False
+        if self._device.type == "cpu":
+            self._check_marks()  # elsewhere the host would wait for the device: there the next step looks
         if self._observations_left:
             try:
                 self._observe()
             except Exception as error:
-                self._fail(f"the plan after step {self.step}: {error}")
+                self.fail(f"the plan after step {self.step}: {error}")
                 raise
         self.step += 1
+
+    def fail(self, why: str) -> None:
+        """From now on nothing is synchronised any more; the other ranks are told."""
+        if self._failure is None:
+            self._failure = why
+            self.group.announce_failure(why)
 
     def abandon(self, why: str) -> None:
         """Gives the step under way up, if there is one, and tells the other ranks, who may wait for this one."""
@@ -167,7 +188,7 @@ class Engine:
             return
         self._exchange.cancel()
         self._exchange = None
-        self._fail(why)
+        self.fail(why)
 
     def used(self, name: str) -> bool:
         """Whether some rank used the parameter in the finished step."""
@@ -194,8 +215,11 @@ class Engine:
         try:
             return self._thread.call(lambda: function(self.group))
         except GroupError as error:
-            self._fail(f"{what}, step {self.step}: {error}")
+            self.fail(f"{what}, step {self.step}: {error}")
             raise GroupError(f"{what}, step {self.step}: {error}") from None
+        except Exception as error:
+            self.fail(f"{what}, step {self.step}: {error}")
+            raise
 
     # What is kept and told.
 
@@ -218,15 +242,26 @@ class Engine:
         """
         if state.get("version") != 1:
             raise ValueError(f"expected a gradsync state of version 1, got version {state.get('version')!r}")
-        if unknown := sorted({key.rpartition("[")[0] for key in state["state"]} - set(self.parameters)):
-            raise ValueError(f"the state holds {unknown[0]!r}, which is no parameter to synchronise here")
-        self.step = int(state["step"])
+        if missing := sorted({"step", "state"} - set(state)):
+            raise ValueError(f"the state has no {missing[0]!r}: it is not what state_dict() gave")
         slices = [StateSlice.from_key(key, values) for key, values in state["state"].items()]
+        for part in slices:
+            if part.name not in self.parameters:
+                raise ValueError(f"the state holds {part.name!r}, which is no parameter to synchronise here")
+            if part.start + part.values.numel() > self.specs[part.name].numel:
+                raise ValueError(
+                    f"the state of {part.name!r} reaches to element {part.start + part.values.numel()}, the parameter "
+                    f"has {self.specs[part.name].numel}"
+                )
+        self.step = int(state["step"])
         for lane in self._lanes.values():
             lane.reset_state()
             lane.take_over(slices)
 
     def statistics(self) -> list[BucketStatistics]:
+        """Totals by bucket; of a closed engine those at its end."""
+        if self._closed:
+            return self._final_statistics
         return [lane.statistics(self._observer.profiles) for lane in self._lanes.values()]
 
     def timeline(self) -> list[Task]:
@@ -242,26 +277,22 @@ class Engine:
         """Ends the communication thread and its communicator; a second call does nothing."""
         if self._closed:
             return
-        self._closed = True
         self.abandon("gradsync was detached in the middle of a step")
+        self._final_statistics = self.statistics()
+        self._closed = True
         self._thread.stop()
         self.group.close()
+        self._lanes, self._lanes_of = {}, {}  # and their memory; gradients keep what they live in
 
     # Below here: how.
 
     def _synchronize(self, bucket_id: str) -> Any:
-        return self._lanes[bucket_id].synchronize(check_finite=self._has_state())
+        return self._lanes[bucket_id].synchronize(check_finite=self._has_state(), marks=self._marks)
 
     def _where(self, bucket_id: str, stage: str) -> str:
         names = self._lanes[bucket_id].bucket.names
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         return f"bucket {bucket_id!r} ({names[0]}{others}), stage {stage!r}, step {self.step}"
-
-    def _fail(self, why: str) -> None:
-        """From now on nothing is synchronised any more; the other ranks are told."""
-        if self._failure is None:
-            self._failure = why
-            self.group.announce_failure(why)
 
     def _require_step(self) -> Exchange:
         if self._exchange is None:
@@ -269,7 +300,26 @@ class Engine:
             raise RuntimeError("gradsync was detached during this backward; detach between steps")
         return self._exchange
 
+    def _check_marks(self) -> None:
+        """Raises when the finished step averaged gradients of different steps."""
+        if self._marks_checked or not self._lanes:
+            return
+        self._marks_checked = True
+        self.late, apart = marks_of_ranks(next(lane for lane in self.lanes() if self._carries_marks(lane)).gradients)
+        if apart:
+            why = (
+                "the ranks are out of step: some have made more optimiser steps than others before this exchange, so "
+                "a backward or a whole step happened on some ranks only"
+            )
+            self.fail(why)
+            raise RuntimeError(why)
+
+    def _carries_marks(self, lane: Lane) -> bool:
+        return lane.bucket.layout is Layout.FLAT or lane.flags_apart
+
     def _require_working(self) -> None:
+        if self._closed:
+            raise RuntimeError("gradsync was detached from this model; attach again on every rank")
         if self._failure is not None:
             raise RuntimeError(
                 f"gradient synchronisation stopped earlier: {self._failure}; detach() and attach again on every rank"
@@ -294,6 +344,8 @@ class Engine:
         for b in plan.buckets:
             self._lanes[b.id] = Lane.make(b.bucket(self.specs), b.make_scheme(), self.parameters, self.group)
             self._lanes[b.id].take_over(state)
+        if self._lanes and not any(self._carries_marks(lane) for lane in self._lanes.values()):
+            next(iter(self._lanes.values())).flags_apart = True  # only tables: nothing the marks could ride in
         self._lanes_of = {name: [] for name in self.parameters}
         for lane in self._lanes.values():
             for name in dict.fromkeys(lane.bucket.names):

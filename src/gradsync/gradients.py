@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from .bucket import Bucket, Layout, Segment
+from .bucket import NUM_MARKS, Bucket, Layout, Segment, StepMarks
 from .sparse import SparseRows
 
 
@@ -66,15 +66,12 @@ class FlatGradients:
             for segment, part in self._parts[name]:
                 part.copy_(dense.reshape(-1)[segment.start : segment.stop])
 
-    def take(self, *, check_finite: bool) -> Tensor:
-        """What the scheme gets; the flags are set to who used what, and whether something is not finite."""
-        if len(self._loaded) == len(self._parts):
-            self.flags.fill_(1)
-        else:
-            loaded = [segment.name in self._loaded for segment in self.bucket.segments]
-            self.flags[:-1] = torch.tensor(loaded, dtype=self.flat.dtype)
+    def take(self, *, check_finite: bool, marks: StepMarks = StepMarks()) -> Tensor:  # noqa: B008  # it is frozen
+        """What the scheme gets; the flags are set to who used what, whether something is not finite, and the marks."""
         values = self.flat[: self.bucket.numel]
-        self.flags[-1] = float(check_finite and not bool(torch.isfinite(values).all()))
+        loaded = [float(segment.name in self._loaded) for segment in self.bucket.segments]
+        troubled = float(check_finite and not bool(torch.isfinite(values).all()))
+        self.flags.copy_(torch.tensor([*loaded, troubled, *marks.flags()], dtype=self.flat.dtype))
         return self.flat if self.bucket.flags_ride else values
 
     def accept(self, result: Tensor) -> None:
@@ -93,7 +90,7 @@ class FlatGradients:
     @property
     def troubled(self) -> bool:
         """Whether some rank's values were not finite in the accepted step (if the check was asked for)."""
-        return bool(self.flags[-1] > 0)
+        return bool(self.flags[-1 - NUM_MARKS] > 0)
 
     def unload(self, name: str, out: Tensor | None, *, sparse: bool, shape: torch.Size) -> Tensor:
         """The synchronised gradient: the home itself, or for a cut parameter `out` with this bucket's elements set."""
@@ -118,6 +115,8 @@ class RowGradients:
         self._brought: dict[str, tuple[Tensor, bool]] = {}
         self._result: dict[str, SparseRows] = {}
         self._check_finite = False
+        # They ride in no message; a plan without flat buckets sums them apart.
+        self.flags = torch.zeros(NUM_MARKS, device=self._device)
 
     def home(self, name: str) -> Tensor | None:
         return None
@@ -132,8 +131,9 @@ class RowGradients:
         if gradient is not None:
             self._brought[name] = (gradient, used)
 
-    def take(self, *, check_finite: bool) -> tuple[SparseRows, ...]:
+    def take(self, *, check_finite: bool, marks: StepMarks = StepMarks()) -> tuple[SparseRows, ...]:  # noqa: B008
         self._check_finite = check_finite
+        self.flags.copy_(torch.tensor(marks.flags()))
         return tuple(self._table(name) for name in self.bucket.names)
 
     def accept(self, result: tuple[SparseRows, ...]) -> None:
@@ -182,6 +182,12 @@ def dense_of(gradient: Tensor) -> Tensor:
 
 
 Gradients = FlatGradients | RowGradients
+
+
+def marks_of_ranks(gradients: Gradients) -> tuple[bool, bool]:
+    """(some rank is late, the ranks are in different phases), from the accepted step's flags."""
+    late, *phases = (gradients.flags[-NUM_MARKS:] > 0).tolist()
+    return late, sum(phases) > 1
 
 
 def gradients_of(bucket: Bucket, parameters: Mapping[str, Tensor]) -> Gradients:

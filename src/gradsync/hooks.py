@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
-from torch.utils import _pytree as pytree
 
+from .bucket import TensorSpec
 from .comm import Group
 from .engine import Engine
 from .lane import Lane
@@ -50,12 +50,22 @@ class AutogradHooks:
         self._parameters = dict(parameters)
         self._engine = engine
         # The dicts, not the buffers: a module may replace those. Walking the modules would cost more than a small step.
-        synchronised = model.modules() if broadcast_buffers and engine.group.size > 1 else ()
-        self._buffers = [module._buffers for module in synchronised]
+        synchronised = model.named_modules() if broadcast_buffers and engine.group.size > 1 else ()
+        self._buffers = [(name, module._buffers) for name, module in synchronised]
+        self._buffer_specs = {name: TensorSpec.of(buffer) for name, buffer in self._present_buffers().items()}
+        ours = {id(p): name for name, p in self._parameters.items()}
+        self._places = [
+            (module._parameters, key, p)
+            for module in model.modules()
+            for key, p in module._parameters.items()
+            if p is not None and id(p) in ours
+        ]
         self._sync = True
         self._armed: bool | None = None  # the last forward's wish to synchronise; None once it was fulfilled
         self._synchronised = False  # a backward has synchronised since the optimiser's last step
         self._stepped = False  # the optimiser has stepped since the last forward
+        self._optimizer_steps = 0  # since attach; ranks that count differently must not average
+        self._versions: dict[str, int] | None = None  # of the gradients, when they must not be changed before the step
         self._dense: set[str] = set()  # parameters whose gradients autograd makes dense: it may add into lent memory
         self._task = -1  # autograd's number of the backward under way
         self._lent: set[str] = set()  # parameters whose grad was None before the step
@@ -71,7 +81,6 @@ class AutogradHooks:
         ]
         model_hook = _uncompiled_model_hook()
         self._handles.append(model.register_forward_pre_hook(model_hook(self, AutogradHooks._before_forward)))
-        self._handles.append(model.register_forward_hook(model_hook(self, AutogradHooks._after_forward)))
         on_step = _Hook(self, lambda hooks, optimizer, *_: hooks._before_optimizer_step(optimizer))
         if optimizer is not None:
             self._handles.append(optimizer.register_step_pre_hook(on_step))
@@ -98,34 +107,55 @@ class AutogradHooks:
     def _before_forward(self, model: nn.Module) -> None:
         if not torch.is_grad_enabled() or _is_backward():  # inside backward, checkpointing repeats a forward
             return
+        if any(parameters.get(key) is not p for parameters, key, p in self._places):
+            why = "a parameter of the model was replaced after gradsync was attached; detach() first, then attach again"
+            self._engine.fail(why)
+            raise RuntimeError(why)
         self._armed = self._sync
         if self._stepped:
             self._synchronised = self._stepped = False
         if self._sync and model.training:
             self._broadcast_buffers()
 
-    def _broadcast_buffers(self) -> None:
-        found = (b for buffers in self._buffers if buffers for b in buffers.values() if b is not None)
-        unique = list({id(b): b for b in found}.values())
-        if unique:
-            timeout_s = self._engine.timeout_s
-            self._engine.call("broadcast of buffers", lambda group: broadcast_tensors(group, unique, timeout_s))
+    def _present_buffers(self) -> dict[str, Tensor]:
+        """By name, each once."""
+        found = {
+            id(buffer): (f"{module}.{key}" if module else key, buffer)
+            for module, buffers in self._buffers
+            if buffers
+            for key, buffer in buffers.items()
+            if buffer is not None
+        }
+        return dict(found.values())
 
-    def _after_forward(self, model: nn.Module, output: Any) -> None:
-        # A rank whose loss reaches no parameter fires no parameter hook; the outputs tell it that backward began.
-        if self._armed and torch.is_grad_enabled() and not _is_backward():
-            for leaf in pytree.tree_leaves(output):
-                if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.is_floating_point():
-                    leaf.register_hook(_Hook(self, lambda hooks, gradient: hooks._ensure_begun()))
+    def _broadcast_buffers(self) -> None:
+        buffers = self._present_buffers()
+        if not buffers:
+            return
+        for name, buffer in buffers.items():
+            now, before = TensorSpec.of(buffer), self._buffer_specs.get(name, "not there")
+            if now != before:
+                why = (
+                    f"the buffer {name!r} is {now}, it was {before} when gradsync was attached, so rank 0's cannot be "
+                    "given to all; use broadcast_buffers=False"
+                )
+                self._engine.fail(why)
+                raise ValueError(why)
+        timeout_s, tensors = self._engine.timeout_s, list(buffers.values())
+        self._engine.call("broadcast of buffers", lambda group: broadcast_tensors(group, tensors, timeout_s))
 
     def _on_gradient(self, name: str, parameter: nn.Parameter) -> None:
         if torch._C._current_graph_task_id() != self._task or not self._engine.in_step:
             if not self._syncing:
                 self._accumulated.add(name)
                 return
-            self._ensure_begun()
+            self._begin_in_backward()
         gradient = parameter.grad
-        assert gradient is not None
+        if gradient is None:
+            raise RuntimeError(
+                f"the gradient of {name!r} was taken away by a hook that ran before gradsync's (an optimiser step "
+                "inside backward?); attach gradsync first"
+            )
         # create_graph=True: the values are averaged, their graph is not (as with DDP)
         self._engine.load(name, gradient.detach() if gradient.requires_grad else gradient)
         home = self._homes.get(name)
@@ -136,39 +166,49 @@ class AutogradHooks:
             self._settled.add(name)
 
     def _before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """The other ranks may wait for a rank whose loss needed neither a parameter nor an output of the model."""
-        model = self._model()
-        ours = {id(p) for p in self._parameters.values()} if model is not None and model.training else set()
+        """The other ranks may wait for a rank whose backward reached no parameter."""
+        ours = {id(p) for p in self._parameters.values()}
         if not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
             return
         # A forward after the step's backward (for a metric, say) owes nothing.
         if self._armed and not self._synchronised and not self._engine.in_step:
-            self._begin()
+            self._begin(late=True)
             self._end()
+        elif self._versions is not None:
+            self._require_untouched(self._versions)
+        self._versions = None
         self._stepped = True
+        self._optimizer_steps += 1
+
+    def _require_untouched(self, versions: Mapping[str, int]) -> None:
+        """A rank that came late has not clipped or unscaled, so no rank may have."""
+        changed = [n for n, p in self._parameters.items() if p.grad is not None and p.grad._version != versions.get(n)]
+        if changed:
+            why = (
+                "on some rank backward reached no parameter of the model, so that it took part at optimizer.step() "
+                f"only; but gradients were changed before the step (clipping, unscale_), as that of {changed[0]!r}, "
+                "which that rank cannot have done: let every rank's loss use the output, for example + 0 * output.sum()"
+            )
+            self._engine.fail(why)
+            raise RuntimeError(why)
 
     @property
     def _syncing(self) -> bool:
         return self._sync if self._armed is None else self._armed
 
-    def _ensure_begun(self) -> None:
-        task = torch._C._current_graph_task_id()
-        if self._engine.in_step and task == self._task:
-            return
-        if not self._syncing:
-            return
+    def _begin_in_backward(self) -> None:
         if _is_nested_backward():
             raise RuntimeError(REENTRANT)
-        self._task = task
+        self._task = torch._C._current_graph_task_id()
         self._begin()
         at_end_of_backward(self._end, self._engine)
 
     @torch.no_grad()
-    def _begin(self) -> None:
+    def _begin(self, *, late: bool = False) -> None:
         engine = self._engine
         if engine.replanning:
             self._homes, self._tenants = {}, []
-        engine.begin()
+        engine.begin(late=late, optimizer_steps=self._optimizer_steps)
         if self._plan is not engine.plan:
             self._move_in()
         self._lent.clear()
@@ -220,6 +260,8 @@ class AutogradHooks:
             for name, parameter in self._parameters.items():
                 if name not in self._settled:
                     self._deliver(name, parameter)
+        if engine.late:
+            self._versions = {n: p.grad._version for n, p in self._parameters.items() if p.grad is not None}
 
     def _deliver(self, name: str, parameter: nn.Parameter) -> None:
         engine = self._engine

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from .bucket import Bucket, Layout
+from .bucket import Bucket, Layout, StepMarks
 from .cluster import Placement
 from .comm import Group, Ledger, RecordingGroup
 from .density import DensityProfile, ParameterProfile
-from .gradients import FlatGradients, Gradients, gradients_of
+from .gradients import Gradients, gradients_of
 from .schemes import Scheme, State
-from .steps import transfers
+from .steps import Pattern, Transfer, transfers
 from .timeline import Task, covered_s
 
 
@@ -49,9 +50,17 @@ class StateSlice:
 
     @classmethod
     def from_key(cls, key: str, values: Tensor) -> StateSlice:
-        head, _, point = key.rpartition("/")
-        name, _, span = head.rpartition("[")
-        return cls(name, int(span.partition(":")[0]), point, values)
+        """
+        Raises:
+            ValueError: when the key is none, or does not fit the values.
+        """
+        form = re.fullmatch(r"(?P<name>.*)\[(?P<start>\d+):(?P<stop>\d+)\]/(?P<point>[^/]+)", key)
+        if form is None:
+            raise ValueError(f"expected a state's key to read name[start:stop]/point, got {key!r}")
+        part = cls(form["name"], int(form["start"]), form["point"], values)
+        if part.key != key or values.dim() != 1:
+            raise ValueError(f"the state {key!r} has values of shape {tuple(values.shape)}")
+        return part
 
 
 @dataclass
@@ -63,6 +72,7 @@ class Lane:
     gradients: Gradients
     group: RecordingGroup
     state: State
+    flags_apart: bool = False  # the flags do not ride with the gradients but are summed after them
     next_state: State | None = None
     waiting: set[str] = field(default_factory=set)  # parameters that were not loaded in this step yet
     steps: int = 0
@@ -73,18 +83,20 @@ class Lane:
     @classmethod
     def make(cls, bucket: Bucket, scheme: Scheme[Any], parameters: Mapping[str, Tensor], group: Group) -> Lane:
         recording = RecordingGroup(group, Ledger())
-        return cls(bucket, scheme, gradients_of(bucket, parameters), recording, scheme.init(bucket, recording))
+        lane = cls(bucket, scheme, gradients_of(bucket, parameters), recording, scheme.init(bucket, recording))
+        lane.flags_apart = bucket.layout is Layout.FLAT and not bucket.flags_ride
+        return lane
 
     def begin(self) -> None:
         """A new step: nothing is loaded."""
         self.gradients.begin()
         self.waiting = set(self.bucket.names)
 
-    async def synchronize(self, *, check_finite: bool) -> Any:
+    async def synchronize(self, *, check_finite: bool, marks: StepMarks) -> Any:
         """What the communication thread runs; the next state is kept beside the present one."""
-        x = self.gradients.take(check_finite=check_finite)
+        x = self.gradients.take(check_finite=check_finite, marks=marks)
         result, self.next_state = await self.scheme.synchronize(x, self.state, self.group, 1.0 / self.group.size)
-        if isinstance(self.gradients, FlatGradients) and not self.bucket.flags_ride:
+        if self.flags_apart:
             await self.group.all_reduce(self.gradients.flags)
         return result
 
@@ -126,7 +138,7 @@ class Lane:
 
     def record(self, tasks: list[Task], backward_ended_s: float, ended_s: float) -> None:
         """Adds a finished step's bytes and times to the totals."""
-        flights = [t for t in tasks if t.stream == "link" and t.name.startswith(f"{self.bucket.id}:")]
+        flights = [t for t in tasks if t.stream == "link" and t.name.rpartition(":")[0] == self.bucket.id]
         self.sent_bytes += self.group.ledger.take_sent_bytes()
         self.communication_s += covered_s(flights, 0.0, ended_s)
         self.exposed_s += covered_s(flights, backward_ended_s, ended_s)
@@ -152,4 +164,8 @@ class Lane:
             return None
         profiles = densities if self.bucket.layout is Layout.ROWS else ()
         steps = self.scheme.steps(self.bucket.specs, profiles, Placement.one_per_node(self.group.size))
-        return self.steps * sum(t.sent_bytes(self.group.rank) for t in transfers(steps))
+        moved = transfers(steps)
+        if self.flags_apart:
+            flags_bytes = self.gradients.flags.numel() * self.gradients.flags.element_size()
+            moved.append(Transfer("flags", Pattern.ALL_REDUCE, (float(flags_bytes),) * self.group.size))
+        return self.steps * sum(t.sent_bytes(self.group.rank) for t in moved)

@@ -20,9 +20,9 @@ def rank_result(subject_s: list[float], baseline_s: list[float], wire_bytes: flo
         "times": {"ddp_sparse": baseline_s, "agsparse": subject_s, "again": [1.1 * t for t in baseline_s]},
         "wire_bytes": {"ddp_sparse": 2 * wire_bytes, "agsparse": wire_bytes, "again": 2 * wire_bytes},
         "payload_bytes": {"agsparse": 700.0},
-        "transfers": {"agsparse": TRANSFERS},
+        "costs": {"agsparse": {"transfers": TRANSFERS, "compute_bytes": 6e6}},
     }
-    return {"fit": FIT, "cases": [case]}
+    return {"fit": FIT, "memory_bytes_per_s": 1e12 / wire_bytes, "cases": [case]}
 
 
 RANKS = [rank_result([1.0, 4.0], [4.0, 2.0], 1000.0), rank_result([2.0, 3.0], [3.0, 8.0], 3000.0)]
@@ -49,6 +49,12 @@ def test_the_bound_is_what_the_fitted_network_allows_for_the_transfers() -> None
     assert record.environment["bandwidth_bytes_per_s"] == pytest.approx(BYTES_PER_S)
     assert record.bound_s == pytest.approx(4 * ALPHA_S + 3e6 / BYTES_PER_S)
     assert record.params["bound_ratio"] == pytest.approx(record.subject_s.median / record.bound_s)
+
+
+def test_the_prediction_adds_the_computations_at_the_slowest_ranks_memory_rate() -> None:
+    record = records()
+    assert record.environment["memory_bytes_per_s"] == pytest.approx(1e12 / 3000)
+    assert record.predicted_s == pytest.approx(record.bound_s + 6e6 / (1e12 / 3000))
 
 
 def test_bytes_are_the_busiest_nodes() -> None:

@@ -1,12 +1,14 @@
 """The exchange alone: schemes on real gradients and on plain sizes, beside what DDP would issue for the same tensor.
 
-Latency and bandwidth are fitted in the same run from the transport's own all-reduce; `bound_s` is what they allow for
-the rounds and bytes of a scheme's `steps`.
+Latency and bandwidth are fitted in the same run from the transport's own all-reduce, the memory's rate from a copy.
+`bound_s` is what the network allows for the rounds and bytes of a scheme's `steps`; `predicted_s` adds what the steps
+compute.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from pydantic import BaseModel
@@ -15,10 +17,13 @@ from .. import workloads
 from ..costs import CostModel
 from ..lab import Scenario
 from ..report.record import Record, Spread, WireBytes
+from ..schemes import AllReduce
 from .launch import Loopback, cluster, run_ranks
+from .methods import SPARSE_SCHEMES
 from .provenance import commit, machine, versions
 
 DENSE_SIZES_BYTES = (4 << 10, 256 << 10, 4 << 20)
+SUBJECTS = (AllReduce.name, *SPARSE_SCHEMES, "ddp")  # ddp: all elements, beside DDP's sparse way
 FIT_SIZES_BYTES = (8, 64 << 10, 512 << 10, 4 << 20)
 
 
@@ -65,8 +70,8 @@ def sync_records(
     fit = [
         (rounds, nbytes, max(r["fit"][i][2] for r in ranks)) for i, (rounds, nbytes, _) in enumerate(ranks[0]["fit"])
     ]
-    cost = CostModel.fit(fit)
-    environment = {**environment, "alpha_s": cost.alpha_s, "bandwidth_bytes_per_s": cost.bandwidth_bytes_per_s}
+    cost = CostModel.fit(fit, memory_bytes_per_s=min(r["memory_bytes_per_s"] for r in ranks))
+    environment = {**environment, **asdict(cost)}
     params = {"nodes": spec.nodes, "link": "loopback (not shaped)" if on_loopback else spec.link}
     params |= {"ranks_per_node": spec.ranks_per_node, **spec.scenario}
     # On loopback all ranks share one interface, which counts what all nodes send.
@@ -98,9 +103,8 @@ def _record(
 
     baseline = case["baseline"]
     mine, base = slowest(subject), slowest(baseline)
-    transfers = case["transfers"].get(subject, [])
-    bound_s = sum(rounds * cost.alpha_s + nbytes / cost.bandwidth_bytes_per_s for rounds, nbytes in transfers)
-    extra = {"bound_ratio": Spread.of(mine).median / bound_s} if transfers else {}
+    bound_s, predicted_s = _expected_s(case["costs"][subject], cost) if subject in case["costs"] else (None, None)
+    extra = {"bound_ratio": Spread.of(mine).median / bound_s} if bound_s else {}
     return Record(
         case="sync",
         metric="sync_s",
@@ -112,7 +116,8 @@ def _record(
         baseline_s=Spread.of(base),
         ratio=Spread.of([a / b for a, b in zip(mine, base, strict=True)]),
         aa=Spread.of([a / b for a, b in zip(slowest("again"), base, strict=True)]),
-        bound_s=bound_s if transfers else None,
+        predicted_s=predicted_s,
+        bound_s=bound_s,
         seeds=[spec.seed],
         wire_bytes=WireBytes(subject=node_bytes(subject), baseline=node_bytes(baseline)),
         payload_bytes=WireBytes(subject=case["payload_bytes"].get(subject)),
@@ -120,3 +125,9 @@ def _record(
         environment=environment,
         commit=commit(),
     )
+
+
+def _expected_s(costs: dict[str, Any], cost: CostModel) -> tuple[float, float]:
+    """Seconds of a scheme's transfers alone, and of its computations too, one after the other."""
+    bound_s = sum(rounds * cost.alpha_s + nbytes / cost.bandwidth_bytes_per_s for rounds, nbytes in costs["transfers"])
+    return bound_s, bound_s + costs["compute_bytes"] / cost.memory_bytes_per_s

@@ -20,12 +20,13 @@ from ..density import DensityProfile, profile_rows
 from ..lab.counters import interface_bytes
 from ..schemes import AllReduce, Scheme
 from ..sparse import SparseRows
-from ..steps import Pattern, Transfer, transfers
+from ..steps import Compute, Pattern, Transfer, transfers
 from .methods import SPARSE_SCHEMES
 from .rank import event, run_rank
 from .sync import DENSE_SIZES_BYTES, FIT_SIZES_BYTES, SyncSpec
 
 TIMEOUT_S = 120.0
+COPY_BYTES = 128 << 20
 
 Exchange = Callable[[], object]
 
@@ -66,6 +67,14 @@ def fit_samples(spec: SyncSpec) -> list[tuple[int, float, float]]:
     return samples
 
 
+def memory_bytes_per_s(spec: SyncSpec) -> float:
+    """Bytes read and written by a copy of more than any cache holds, while the other ranks copy too."""
+    source = torch.ones(COPY_BYTES // 4)
+    copy = partial(torch.empty_like(source).copy_, source)
+    seconds = [timed(copy) for _ in range(spec.warmup + spec.repeats)][spec.warmup :]
+    return 2 * COPY_BYTES / statistics.median(seconds)
+
+
 def scheme_exchange(scheme: Scheme[Any], group: TorchGroup, x: Callable[[], Any]) -> tuple[Exchange, Ledger]:
     """Runs the scheme on `x()`; the ledger fills at each run."""
     ledger = Ledger()
@@ -74,17 +83,20 @@ def scheme_exchange(scheme: Scheme[Any], group: TorchGroup, x: Callable[[], Any]
     return lambda: drive(scheme.synchronize(x(), {}, recording, scale), timeout_s=TIMEOUT_S), ledger
 
 
-def step_costs(scheme: Scheme[Any], specs: tuple[TensorSpec, ...], profiles: Any, size: int) -> list[tuple[int, float]]:
-    """(rounds, busiest bytes) of each transfer."""
+def step_costs(scheme: Scheme[Any], specs: tuple[TensorSpec, ...], profiles: Any, size: int) -> dict[str, Any]:
+    """(rounds, busiest bytes) of each transfer, and the bytes that all computations read and write."""
     steps = scheme.steps(specs, profiles, Placement.one_per_node(size))
-    return [(t.rounds, t.busiest_bytes) for t in transfers(steps)]
+    return {
+        "transfers": [(t.rounds, t.busiest_bytes) for t in transfers(steps)],
+        "compute_bytes": sum(step.nbytes for step in steps if isinstance(step, Compute)),
+    }
 
 
 def measure(
     params: dict[str, Any],
     baselines: dict[str, Exchange],
     schemes: dict[str, tuple[Exchange, Ledger]],
-    costs: dict[str, list[tuple[int, float]]],
+    costs: dict[str, dict[str, Any]],
     spec: SyncSpec,
 ) -> dict[str, Any]:
     """One case: its baselines (the first one twice, for A/A) and schemes in turns."""
@@ -100,7 +112,7 @@ def measure(
         "times": times,
         "wire_bytes": wire_bytes,
         "payload_bytes": payload,
-        "transfers": costs,
+        "costs": costs,
     }
 
 
@@ -166,11 +178,11 @@ def exchange(text: str) -> dict[str, Any]:
     """This rank's figures of every case."""
     spec = SyncSpec.model_validate_json(text)
     group = TorchGroup(timeout_s=TIMEOUT_S)
-    fit = fit_samples(spec)
+    fit, memory = fit_samples(spec), memory_bytes_per_s(spec)
     event(kind="fit")
     cases = [dense_case(nbytes, group, spec) for nbytes in DENSE_SIZES_BYTES]
     cases += [workload_case(name, group, spec) for name in spec.workloads]
-    return {"fit": fit, "cases": cases}
+    return {"fit": fit, "memory_bytes_per_s": memory, "cases": cases}
 
 
 if __name__ == "__main__":

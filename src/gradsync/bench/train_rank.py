@@ -100,9 +100,8 @@ def run_block(workload: Workload, who: Contestant, steps: int, *, counted: bool)
     dist.barrier()
     sent_before = interface_bytes()[0]
     times = []
-    with attempt(
-        who
-    ):  # ends like a barrier: a shaped link counts a packet when it leaves, after the collective returned
+    # Its end is a barrier: a shaped link counts a packet when it leaves, which is after the collective returned.
+    with attempt(who):
         for _ in range(steps):
             step_s, backward_s, loss = train_step(workload, who)
             times.append(step_s)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
-from ..bench.sync import DENSE_SIZES_BYTES, SyncSpec, run_sync
+from ..bench.sync import DENSE_SIZES_BYTES, SUBJECTS, SyncSpec, run_sync
 from ..bench.train import TrainSpec, run_training
 from ..report.record import Record, save_records
-from ..report.tables import records_table
+from ..report.tables import judgements, records_table
 from .progress import WIDE, beside, console, event_bar, plain_errors
 
 app = typer.Typer(help="Measure methods beside each other and keep the records.", no_args_is_help=True)
@@ -21,6 +23,13 @@ RanksPerNode = Annotated[int, typer.Option(min=1, help="Ranks on each node.")]
 Rate = Annotated[str, typer.Option(help="Rate of every node's link, e.g. 200mbit, 1gbit, unshaped.")]
 Json = Annotated[str | None, typer.Option("--json", help="File for the records; - prints them.")]
 Quick = Annotated[bool, typer.Option(help="A short run, under a minute.")]
+Require = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="SUBJECT<=BOUND",
+        help="Exit with 1 unless the subject's ratio holds the bound, by the noise rule; repeatable.",
+    ),
+]
 Loopback = Annotated[bool, typer.Option(help="No namespaces: plain loopback, not shaped.")]
 
 
@@ -34,6 +43,7 @@ def sync(  # noqa: PLR0917 (the command's options)
     json: Json = None,
     quick: Quick = False,
     loopback: Loopback = False,
+    require: Require = None,
 ) -> None:
     """The exchange of gradients alone: every scheme beside what DDP issues for the same tensors."""
     spec = SyncSpec(
@@ -44,12 +54,13 @@ def sync(  # noqa: PLR0917 (the command's options)
         repeats=QUICK_REPEATS if quick else repeats,
         loopback=loopback,
     )
+    bounds = bounds_of(require, SUBJECTS)
     with (
         plain_errors(),
         event_bar(f"exchanges on {nodes} nodes, {link}", 1 + len(DENSE_SIZES_BYTES) + len(spec.workloads)) as on_event,
     ):
         records, notes = run_sync(spec, on_event)
-    finish(records, notes, json)
+    finish(records, notes, json, bounds)
 
 
 @app.command()
@@ -70,6 +81,7 @@ def train(  # noqa: PLR0917 (the command's options)
     json: Json = None,
     quick: Quick = False,
     loopback: Loopback = False,
+    require: Require = None,
 ) -> None:
     """Training steps: methods in turns on the same model, data and cluster."""
     spec = TrainSpec(
@@ -83,21 +95,42 @@ def train(  # noqa: PLR0917 (the command's options)
         block_steps=3 if quick else block_steps,
         loopback=loopback,
     )
+    bounds = bounds_of(require, spec.methods[1:])
     with plain_errors(), event_bar(f"{workload} on {nodes} nodes, {link}", spec.turns) as on_event:
         run = run_training(spec, on_event)
-    finish(run.records, run.notes, json)
+    finish(run.records, run.notes, json, bounds)
 
 
-def finish(records: list[Record], notes: list[str], json: str | None) -> None:
-    """Prints the records as a table, and writes them if asked to."""
+def bounds_of(requirements: Sequence[str] | None, subjects: Sequence[str]) -> list[tuple[str, float]]:
+    """(subject, bound) of each requirement; a wrong one ends the command before anything runs."""
+    bounds = []
+    for text in requirements or ():
+        match = re.fullmatch(r"\s*([^\s<=]+)\s*<=\s*([0-9]*\.?[0-9]+)\s*", text)
+        if match is None or float(match[2]) == 0:
+            raise typer.BadParameter(f"--require must look like 'gradsync<=0.35', with a positive bound, got {text!r}")
+        if match[1] not in subjects:
+            raise typer.BadParameter(
+                f"--require {text!r}: this run compares no {match[1]!r} with a baseline, only {', '.join(subjects)}"
+            )
+        bounds.append((match[1], float(match[2])))
+    return bounds
+
+
+def finish(records: list[Record], notes: list[str], json: str | None, bounds: list[tuple[str, float]]) -> None:
+    """Prints the records as a table and how they stand to the bounds, and writes them if asked to."""
     import json as encoder
 
     for note in notes:
         beside.print(f"Note: {note}", style="yellow")
     if json == "-":
         typer.echo(encoder.dumps([record.model_dump(mode="json") for record in records], indent=1))
-        return
-    console.print(records_table(records, compact=console.width < WIDE))
-    if json is not None:
+    else:
+        console.print(records_table(records, compact=console.width < WIDE))
+    if json is not None and json != "-":
         save_records(records, json)
         console.print(f"Records: {json}")
+    judged = judgements(records, bounds)
+    for holds, text in judged:
+        (beside if json == "-" else console).print(text, style="green" if holds else "red", markup=False)
+    if not all(holds for holds, _ in judged):
+        raise typer.Exit(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -41,6 +42,7 @@ def demo(  # noqa: PLR0917 (the command's options)
     )
     with plain_errors(), event_bar(f"{workload} on {nodes} nodes, {link}", spec.turns) as on_event:
         run = run_training(spec, on_event)
+    run.command = repeat_command(spec)
     out.mkdir(parents=True, exist_ok=True)
     (out / "results.json").write_text(run.model_dump_json(indent=1) + "\n", encoding="utf-8")
     write_page(run, out / "report.html")
@@ -49,6 +51,15 @@ def demo(  # noqa: PLR0917 (the command's options)
     console.print(
         f"\nReport: {out / 'report.html'}   trace (ui.perfetto.dev): {out / 'trace.json'}   {out / 'results.json'}"
     )
+
+
+def repeat_command(spec: TrainSpec) -> str:
+    """The command with which `demo` makes this specification."""
+    words = ["gradsync", "demo", "--workload", spec.workload, "--nodes", str(spec.nodes), "--link", spec.link]
+    words += ["--steps", str(spec.repeats * spec.block_steps)]
+    if "dim" in spec.options:
+        words += ["--row-length", str(spec.options["dim"])]
+    return shlex.join(words + ["--loopback"] * spec.loopback)
 
 
 def show(run: TrainingRun) -> None:

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 TINY_BYTES = 4 << 10  # of an all-gather with equal parts: there gloo's own has the lower latency
 POLL_S = 1.0  # how often a rank that waits looks at the board
-NOTICE_S = 5.0  # who waits longer notes it on the board, so that the others can tell who is missing
+NOTICE_S = 20.0  # who waits longer notes it on the board, so that the others can tell who is missing
 WARNING_S = 30.0  # who waits longer says for whom, once
 
 
@@ -103,7 +103,7 @@ class TorchGroup(Group):
         self.rank = dist.get_rank(process_group)
         self.backend = dist.get_backend(process_group)
         # gloo's own timeout only says that there was one; ours, which comes first, says who is missing.
-        patience_s = timeout_s if self.backend == "nccl" else 1.5 * timeout_s + NOTICE_S
+        patience_s = timeout_s if self.backend == "nccl" else 1.5 * timeout_s + 5.0
         patience = timedelta(seconds=patience_s)
         self._own = _new_communicator(process_group, self.members, self.rank, patience)
         self._apart: dist.ProcessGroup | None = None  # for exchanges in rounds; NCCL has its own ways
@@ -160,17 +160,18 @@ class TorchGroup(Group):
     def close(self) -> None:
         if not dist.is_initialized():
             return  # the user's destroy_process_group() has ended all communicators
+        if self._own not in distributed_c10d._world.pg_map:
+            return  # ended and initialised anew
         self._board.note_left(self.members[self.rank], self._issued)
         hanging = any(not work.is_completed() for work, _ in self._in_flight.values())
-        for communicator in (self._own, self._apart):
-            if communicator is not None:
-                dist.destroy_process_group(communicator)
-                if hanging:
-                    # gloo cannot cancel them: the destructor would wait until they time out, in whatever line collects
-                    # garbage or at exit. So it never runs; the process' end releases what is left.
-                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))
         if self._rounds is not None:
             self._rounds.stop(patience_s=0.0 if hanging else 5.0)
+        for communicator in filter(None, (self._own, self._apart)):
+            dist.destroy_process_group(communicator)
+            if hanging:
+                # gloo cannot cancel them: the destructor would wait until they time out, in whatever line collects
+                # garbage or at exit. So it never runs; the process' end releases what is left.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))
         self._in_flight.clear()
 
     def _completes(self, work: Any, patience_s: float) -> bool:

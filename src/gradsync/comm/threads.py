@@ -18,11 +18,18 @@ class JobThread:
     def __init__(self, name: str, device: torch.device | None = None) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._device = device
+        self._stopped = False
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Queues a job; a job keeps its own errors for whoever waits for it."""
+        """Queues a job; a job keeps its own errors for whoever waits for it.
+
+        Raises:
+            RuntimeError: after `stop`: nobody would run it.
+        """
+        if self._stopped:
+            raise RuntimeError(f"the thread {self._thread.name!r} was stopped")
         self._jobs.put(job)
 
     def call(self, function: Callable[[], T]) -> T:
@@ -47,8 +54,10 @@ class JobThread:
 
     def stop(self, patience_s: float = 5.0) -> None:
         """Ends the thread after the queued jobs; a job that hangs is left behind as a daemon."""
+        self._stopped = True
         self._jobs.put(None)
-        self._thread.join(patience_s)
+        if self._thread is not threading.current_thread():  # garbage may be collected on any thread
+            self._thread.join(patience_s)
 
     def _loop(self) -> None:
         if self._device is not None and self._device.type == "cuda":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -89,14 +88,6 @@ def figures(run: TrainingRun) -> list[tuple[str, str, go.Figure]]:
     return result
 
 
-def repeat_command(run: TrainingRun) -> str:
-    """The command that makes a run like this one."""
-    steps = max((len(method.step_s) for method in run.methods), default=0)
-    words = ["gradsync", "demo", "--workload", run.workload, "--nodes", str(run.nodes)]
-    words += ["--loopback"] if run.link.startswith(LOOPBACK) else ["--link", run.link]
-    return shlex.join([*words, *(["--steps", str(steps)] if steps else [])])
-
-
 def write_page(run: TrainingRun, path: str | Path) -> None:
     """Writes the page.
 
@@ -121,7 +112,6 @@ def write_page(run: TrainingRun, path: str | Path) -> None:
         columns=TRAINING_COLUMNS,
         rows=training_rows(run),
         figures=drawn,
-        command=repeat_command(run),
         aa=next((factor(record.aa) for record in run.records if record.aa), None),
         plotly=Markup(get_plotlyjs()),
     )

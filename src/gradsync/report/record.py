@@ -45,7 +45,11 @@ class WireBytes(BaseModel):
 
 
 class Record(BaseModel):
-    """One comparison. `ratio` = subject / baseline of pairs measured side by side: below 1, the subject is faster."""
+    """One comparison. `ratio` = subject / baseline of pairs measured side by side: below 1, the subject is faster.
+
+    `bound_s` is what the network allows for the subject's transfers. `predicted_s` is the cost model's word for the
+    whole subject, with costs fitted in the same run; None where nothing predicts it, as for training steps.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -129,6 +133,7 @@ class TrainingRun(BaseModel):
     environment: dict[str, Any] = {}
     versions: dict[str, str] = {}
     commit: str | None = None
+    command: str = ""  # makes a run like this one
     notes: list[str] = []
 
 

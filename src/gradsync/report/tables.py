@@ -29,6 +29,7 @@ RECORD_COLUMNS = (
     "subject / baseline",
     "A/A",
     "wire MB",
+    "predicted, ms",
     "bound, ms",
     "subject / bound",
 )
@@ -120,7 +121,7 @@ def training_table(run: TrainingRun, *, compact: bool = False) -> Table:
 
 
 def records_table(records: Sequence[Record], *, compact: bool = False) -> Table:
-    """Records as rows: subject, baseline, both times, their ratio, noise, bytes and bound.
+    """Records as rows: subject, baseline, both times, their ratio, noise, bytes, prediction and bound.
 
     What all records share (nodes, link, ...) is the title, what tells them apart stands beside the case.
     """
@@ -152,9 +153,32 @@ def _record_row(record: Record, shared: dict[str, Any]) -> list[str]:
         factor(record.ratio),
         factor(record.aa),
         f"{megabytes(wire.subject)} / {megabytes(wire.baseline)}" if wire else NOTHING,
+        NOTHING if record.predicted_s is None else f"{record.predicted_s * 1e3:.1f}",
         NOTHING if bound_s is None else f"{bound_s * 1e3:.1f}",
         NOTHING if over_bound is None else f"{over_bound:.2f}",
     ]
+
+
+def judgements(records: Sequence[Record], bounds: Sequence[tuple[str, float]]) -> list[tuple[bool, str]]:
+    """For each record of each bound's subject: whether it holds by the noise rule, and the rule's figures in words."""
+    shared = _shared(records)
+    return [
+        (record.within(bound), _judgement(record, bound, shared))
+        for subject, bound in bounds
+        for record in records
+        if record.subject == subject
+    ]
+
+
+def _judgement(record: Record, bound: float, shared: dict[str, Any]) -> str:
+    own = _in_words({key: value for key, value in record.params.items() if key not in shared})
+    holds = record.within(bound)
+    words = f"{record.subject} <= {bound:g} x {record.baseline}{f', {own}' if own else ''}"
+    if record.ratio is None or record.aa is None:
+        return f"does not hold: {words}: {record.failed or 'the baseline was not measured against itself'}"
+    compared = f"{record.ratio.p5:.3f} {'<=' if holds else '>'} {bound:g} x {record.aa.p95:.3f}"
+    figures = f"ratio {factor(record.ratio)}, A/A {factor(record.aa)}"
+    return f"{'holds' if holds else 'does not hold'}: {words}: {compared} = {bound * record.aa.p95:.3f} ({figures})"
 
 
 def _shared(records: Sequence[Record]) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def _event(task: TimelineTask, pid: int, tid: int) -> dict[str, Any]:
         "cat": task.stream,
         "ts": task.start_s * 1e6,
         "dur": max(task.end_s - task.start_s, 0.0) * 1e6,
-        "args": {"bytes": task.nbytes},
+        "args": {"bytes": task.nbytes} if task.nbytes else {},
     }
 
 
