@@ -116,12 +116,25 @@ def scatter_rows(indices: Tensor, values: Tensor, dense: Tensor, *, accumulate: 
     check_shape("values", values, len(indices), dense.shape[1])
     check_range("scatter_rows", indices, len(dense), "num_rows")
     if accumulate:
-        dense.index_add_(0, indices.long(), values)
+        _add_rows(indices.long(), values, dense)
         return
     rows, places = torch.unique(indices.long(), return_inverse=True)
     items = torch.arange(len(indices), device=indices.device)
     last = torch.zeros_like(rows).scatter_reduce_(0, places, items, "amax")
     dense.index_copy_(0, rows, values[last])
+
+
+def _add_rows(indices: Tensor, values: Tensor, dense: Tensor) -> None:
+    if dense.dtype == accumulation_dtype(dense.dtype):
+        dense.index_add_(0, indices, values)
+        return
+    # index_add_ may round narrow types only once. Here each addition is: first all first occurrences, then all second.
+    rows, order = torch.sort(indices, stable=True)
+    occurrence = torch.arange(len(rows), device=rows.device) - torch.searchsorted(rows, rows)
+    while len(order) > 0:
+        now = occurrence == 0
+        dense.index_copy_(0, rows[now], dense[rows[now]] + values[order[now]])
+        rows, order, occurrence = rows[~now], order[~now], occurrence[~now] - 1
 
 
 def _check_matrix(name: str, tensor: Tensor) -> None:
