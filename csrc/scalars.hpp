@@ -61,8 +61,13 @@ template <> inline Float16 narrow<Float16>(float value) {
     return {static_cast<uint16_t>(sign | half)};
 }
 
+// Whole vectors first, in a loop whose inner length the compiler knows.
 template <typename In> inline void add_row(Accumulator<In> *__restrict to, const In *__restrict from, size_t dim) {
-    for (size_t d = 0; d < dim; ++d) to[d] += widen(from[d]);
+    constexpr size_t kStep = 16;
+    size_t d = 0;
+    for (; d + kStep <= dim; d += kStep)
+        for (size_t i = 0; i < kStep; ++i) to[d + i] += widen(from[d + i]);
+    for (; d < dim; ++d) to[d] += widen(from[d]);
 }
 
 template <typename Out>

@@ -13,6 +13,7 @@ constexpr size_t kMinBlockedDim = 16;      // narrower rows do not pay for walki
 constexpr size_t kMinOrderedDim = 8;       // narrower rows do not pay for ordering unsorted items by row
 constexpr size_t kAhead = 12;              // items to prefetch ahead, where rows lie anywhere in memory
 constexpr size_t kAheadBytes = 512;        // of each; the hardware fetches the rest of a long row
+constexpr size_t kAheadInPart = 16 << 10;  // bytes to prefetch ahead in a sorted part, across pages and blocks
 
 template <typename Index>
 void mark(const Indices &part, const Index *index, WordRange range, uint64_t *words) {
@@ -27,7 +28,7 @@ void mark(const Indices &part, const Index *index, WordRange range, uint64_t *wo
 template <typename T> inline void prefetch_row(const T *row, size_t dim) {
     const char *const bytes = reinterpret_cast<const char *>(row);
     const size_t n = std::min(dim * sizeof(T), kAheadBytes);
-    for (size_t i = 0; i < n; i += 64) __builtin_prefetch(bytes + i);
+    for (size_t i = 0; i < n; i += 64) __builtin_prefetch(bytes + i, 0, 2);
 }
 
 }  // namespace
@@ -142,13 +143,26 @@ private:
     template <typename Index>
     size_t add_part(const Indices &part, const Index *index, size_t item, WordRange range, Rows<const T> values,
                     Acc *out) const {
+        if (dim_ == 1)  // no inner loop
+            return add_items(part, index, item, range, values, [&](size_t rank, const T *row) { out[rank] += widen(*row); });
+        if (dim_ < kMinBlockedDim)
+            return add_items(part, index, item, range, values,
+                             [&](size_t rank, const T *row) { add_row(out + rank * dim_, row, dim_); });
+        const size_t ahead = std::max<size_t>(1, kAheadInPart / (dim_ * sizeof(T))) * values.stride;
+        return add_items(part, index, item, range, values, [&](size_t rank, const T *row) {
+            prefetch_row(row + ahead, dim_);
+            add_row(out + rank * dim_, row, dim_);
+        });
+    }
+
+    template <typename Index, typename Add>
+    size_t add_items(const Indices &part, const Index *index, size_t item, WordRange range, Rows<const T> values,
+                     Add add) const {
         const uint64_t first_row = range.begin * kWordBits, num_rows = (range.end - range.begin) * kWordBits;
         for (; item < part.count; ++item) {
             const uint64_t row = index[item];
-            if (row - first_row < num_rows) {
-                prefetch_row(values[item] + kAhead * values.stride, dim_);
-                add_row(out + bitmap_.rank(row) * dim_, values[item], dim_);
-            } else if (part.sorted) return item;
+            if (row - first_row < num_rows) add(bitmap_.rank(row), values[item]);
+            else if (part.sorted) return item;
         }
         return part.sorted ? item : 0;
     }
