@@ -5,6 +5,9 @@
 #include <cstring>
 #include <limits>
 #include <string>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
 
 namespace MODULE_NAME {
 namespace {
@@ -32,11 +35,22 @@ template <typename Index> inline Index *decode_bits(uint64_t word, uint64_t base
     return out;
 }
 
+template <typename Index> inline void write_lanes(const uint8_t *positions, Index base, Index *out) {
+    for (size_t lane = 0; lane < kLanes; ++lane) out[lane] = base + positions[lane];
+}
+
+#if defined(__AVX2__)
+inline void write_lanes(const uint8_t *positions, int32_t base, int32_t *out) {
+    const __m256i wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(positions)));
+    _mm256_storeu_si256(reinterpret_cast<__m256i *>(out), _mm256_add_epi32(wide, _mm256_set1_epi32(base)));
+}
+#endif
+
 // Always writes kLanes entries for each byte and goes on behind the valid ones.
 template <typename Index> inline Index *decode_bytes(uint64_t word, uint64_t base, Index *out) {
     for (size_t byte = 0; byte < kWordBits / 8; ++byte, word >>= 8, base += 8) {
         const auto &positions = kExpansion.positions[word & 0xff];
-        for (size_t lane = 0; lane < kLanes; ++lane) out[lane] = static_cast<Index>(base) + positions[lane];
+        write_lanes(positions.data(), static_cast<Index>(base), out);
         out += kExpansion.counts[word & 0xff];
     }
     return out;
