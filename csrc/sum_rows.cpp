@@ -1,180 +1,265 @@
 #include "sum_rows.hpp"
 
 #include <algorithm>
-#include <cstring>
 #include <limits>
 #include <stdexcept>
+#include <type_traits>
 
 namespace MODULE_NAME {
 namespace {
 
-constexpr size_t kBlockBytes = 128 << 10;  // output rows of a block: stay in the second-level cache for all parts
+constexpr size_t kBlockBytes = 128 << 10;  // sums of a block of rows: stay in the second-level cache for all parts
 constexpr size_t kMinBlockedDim = 16;      // narrower rows do not pay for walking the parts block by block
+constexpr size_t kMinOrderedDim = 8;       // narrower rows do not pay for ordering unsorted items by row
+constexpr size_t kAhead = 12;              // items to prefetch ahead, where rows lie anywhere in memory
+constexpr size_t kAheadBytes = 512;        // of each; the hardware fetches the rest of a long row
+constexpr size_t kAheadInPart = 16 << 10;  // bytes to prefetch ahead in a sorted part, across pages and blocks
 
-inline int popcount(uint64_t word) { return __builtin_popcountll(word); }
-inline int lowest_bit(uint64_t word) { return __builtin_ctzll(word); }
-
-inline float widen(float value) { return value; }
-inline double widen(double value) { return value; }
-inline float widen(Bfloat16 value) {
-    const uint32_t bits = uint32_t{value.bits} << 16;
-    float result;
-    std::memcpy(&result, &bits, sizeof result);
-    return result;
+template <typename Index>
+void mark(const Indices &part, const Index *index, WordRange range, uint64_t *words) {
+    const uint64_t first_row = range.begin * kWordBits, num_rows = (range.end - range.begin) * kWordBits;
+    for (size_t item = seek(index, part, first_row); item < part.count; ++item) {
+        const uint64_t row = index[item];
+        if (row - first_row < num_rows) words[row / kWordBits] |= uint64_t{1} << (row % kWordBits);
+        else if (part.sorted) break;
+    }
 }
 
-struct Scan {
-    bool in_range = true;
-    bool sorted = true;
-};
-
-template <typename Index> Scan scan(const Index *index, size_t count, uint64_t num_rows) {
-    bool outside = false, descends = false;
-    for (size_t i = 0; i < count; ++i) outside |= static_cast<uint64_t>(index[i]) >= num_rows;
-    for (size_t i = 1; i < count; ++i) descends |= index[i] < index[i - 1];
-    return {!outside, !descends};
-}
-
-template <typename Index> int64_t first_outside(const Index *index, uint64_t num_rows) {
-    while (static_cast<uint64_t>(*index) < num_rows) ++index;
-    return *index;
-}
-
-// Calls body(const Index *) with the part's indices in their own type.
-template <typename Body> auto with_indices(const Indices &part, Body body) {
-    return part.wide ? body(static_cast<const int64_t *>(part.data)) : body(static_cast<const int32_t *>(part.data));
-}
-
-// The first item of a sorted part at or after `row`; of an unsorted part, the first item.
-template <typename Index> size_t seek(const Index *index, const Indices &part, uint64_t row) {
-    if (!part.sorted) return 0;
-    const auto before = [](Index i, uint64_t row) { return static_cast<uint64_t>(i) < row; };
-    return std::lower_bound(index, index + part.count, row, before) - index;
-}
-
-template <typename In, typename Acc> inline void add_row(Acc *__restrict to, const In *__restrict from, size_t dim) {
-    for (size_t d = 0; d < dim; ++d) to[d] += widen(from[d]);
+template <typename T> inline void prefetch_row(const T *row, size_t dim) {
+    const char *const bytes = reinterpret_cast<const char *>(row);
+    const size_t n = std::min(dim * sizeof(T), kAheadBytes);
+    for (size_t i = 0; i < n; i += 64) __builtin_prefetch(bytes + i, 0, 2);
 }
 
 }  // namespace
 
 RowUnion::RowUnion(std::vector<Indices> parts, uint64_t num_rows, int threads) : parts_(std::move(parts)) {
-    size_t total = 0;
+    for (const Indices &part : parts_) total_ += part.count;
+    if (total_ > std::numeric_limits<uint32_t>::max())
+        throw std::length_error("sum_rows: the parts have more than 2^32 - 1 rows in all: sum them in several calls");
     for (size_t p = 0; p < parts_.size(); ++p) {
-        Indices &part = parts_[p];
-        const Scan found = with_indices(part, [&](auto *index) { return scan(index, part.count, num_rows); });
-        if (!found.in_range)
-            throw BadIndex{p, with_indices(part, [&](auto *index) { return first_outside(index, num_rows); })};
-        part.sorted = found.sorted;
-        total += part.count;
+        check_indices(parts_[p], p, num_rows);
+        sorted_ = sorted_ && parts_[p].sorted;
     }
-    if (total > std::numeric_limits<uint32_t>::max()) throw std::length_error("sum_rows: more than 2^32 - 1 rows");
-    if (total == 0) num_rows = 0;
 
-    words_.assign((num_rows + 63) / 64, 0);
+    bitmap_ = RankBitmap(total_ == 0 ? 0 : num_rows, threads);
     // By range of rows, not of items: each word has one writer.
-#pragma omp parallel for num_threads(threads) schedule(static)
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
     for (int t = 0; t < threads; ++t) {
-        const WordRange words{words_.size() * t / threads, words_.size() * (t + 1) / threads};
-        for (const Indices &part : parts_) with_indices(part, [&](auto *index) { mark(part, index, words); });
+        const WordRange range{share_begin(bitmap_.num_words(), t, threads), share_begin(bitmap_.num_words(), t + 1, threads)};
+        for (const Indices &part : parts_)
+            with_indices(part, [&](auto *index) { mark(part, index, range, bitmap_.words()); });
+    }
+    bitmap_.rank_bits();
+}
+
+// One call of sum().
+template <typename T> class RowUnion::Sum {
+public:
+    using Acc = Accumulator<T>;
+
+    Sum(const RowUnion &rows, const std::vector<Rows<const T>> &values, size_t dim, double scale,
+        const std::vector<Stripe<T>> &outs, int threads)
+        : parts_(rows.parts_), bitmap_(rows.bitmap_), total_(rows.total_), values_(values), dim_(dim),
+          scale_(static_cast<Acc>(scale)), outs_(outs), threads_(threads) {
+        // Sums can grow in the output itself if it is one array of the accumulator's type.
+        stream_ = bitmap_.count() * dim * sizeof(T) >= kStreamedBytes && dim >= kMinBlockedDim;
+        direct_ = std::is_same_v<T, Acc> && outs.size() == 1 && outs[0].width == dim && outs[0].rows.stride == dim &&
+                  !stream_;
+        const bool ordered = !rows.sorted_ && (!direct_ || dim >= kMinOrderedDim);
+        const bool one_block = !ordered && direct_ && (!rows.sorted_ || dim < kMinBlockedDim);
+        max_rows_ = one_block ? bitmap_.count() : std::max<size_t>(kWordBits, kBlockBytes / (dim * sizeof(Acc)));
+        if (ordered) run_ordered();
+        else run_blocked();
     }
 
-    ranks_.resize(words_.size() + 1);
-    uint32_t before = 0;
-    for (size_t w = 0; w < words_.size(); ++w) {
-        ranks_[w] = before;
-        before += popcount(words_[w]);
+private:
+    // A thread's block of sums, on the way to the outputs.
+    struct Block {
+        Scratch<Acc> sums;
+        Scratch<T> rounded;
+    };
+
+    Block new_block() const {
+        if (direct_) return {};
+        const size_t size = std::min(max_rows_, bitmap_.count()) * dim_;
+        return {Scratch<Acc>(size), Scratch<T>(std::is_same_v<T, Acc> ? 0 : size)};
     }
-    ranks_.back() = before;
-    count_ = before;
-}
 
-template <typename Index> void RowUnion::mark(const Indices &part, const Index *index, WordRange words) {
-    const uint64_t first_row = words.first * 64, num_rows = (words.second - words.first) * 64;
-    for (size_t item = seek(index, part, first_row); item < part.count; ++item) {
-        const uint64_t row = index[item];
-        if (row - first_row < num_rows) words_[row / 64] |= uint64_t{1} << (row % 64);
-        else if (part.sorted) break;
+    // Where the sums of the rows from rank `first` on grow, set to zero.
+    Acc *begin_block(const Block &block, size_t first, size_t count) const {
+        Acc *sums = block.sums.begin();
+        if constexpr (std::is_same_v<T, Acc>)
+            if (direct_) sums = outs_[0].rows[first];
+        std::fill(sums, sums + count * dim_, Acc{0});
+        return sums;
     }
-}
 
-inline size_t RowUnion::rank(uint64_t row) const {
-    const uint64_t below = (uint64_t{1} << (row % 64)) - 1;
-    return ranks_[row / 64] + popcount(words_[row / 64] & below);
-}
+    // Scales, rounds, and spreads the block over the stripes while it is in cache.
+    void end_block(const Block &block, Acc *sums, size_t first, size_t count) const {
+        if (scale_ != Acc{1})
+            for (size_t i = 0; i < count * dim_; ++i) sums[i] *= scale_;
+        if (direct_) return;
+        const T *rounded;
+        if constexpr (std::is_same_v<T, Acc>) {
+            rounded = sums;
+        } else {
+            narrow_row(block.rounded.begin(), sums, count * dim_);
+            rounded = block.rounded.begin();
+        }
+        for (const Stripe<T> &out : outs_)
+            copy_rows({reinterpret_cast<char *>(out.rows[first]), out.rows.stride * sizeof(T)},
+                      {reinterpret_cast<const char *>(rounded + out.begin), dim_ * sizeof(T)}, out.width * sizeof(T),
+                      count, stream_);
+    }
 
-// Past the last word of a block that starts at first_word and holds at most max_rows rows, or one word.
-size_t RowUnion::block_end(size_t first_word, size_t end_word, size_t max_rows) const {
-    const auto begin = ranks_.begin() + first_word + 1;
-    const auto after = std::upper_bound(begin, ranks_.begin() + end_word + 1, ranks_[first_word] + max_rows);
-    return std::max<size_t>(first_word + 1, after - ranks_.begin() - 1);
-}
+    void run_blocked() const {
+        std::vector<Block> blocks(threads_);
+        for (Block &block : blocks) block = new_block();
+#pragma omp parallel for num_threads(threads_) schedule(static) if (threads_ > 1)
+        for (int t = 0; t < threads_; ++t) sum_words(bitmap_.share(t, threads_), blocks[t]);
+    }
 
-// Cuts the words so that each share has about the same number of distinct rows.
-size_t RowUnion::word_at_share(int share, int shares) const {
-    if (share == shares) return words_.size();
-    const auto rows = static_cast<uint32_t>(count_ * share / shares);
-    return share == 0 ? 0 : std::lower_bound(ranks_.begin(), ranks_.end() - 1, rows) - ranks_.begin();
-}
+    void sum_words(WordRange range, const Block &block) const {
+        std::vector<size_t> next(parts_.size());  // per part: the first item not yet added
+        for (size_t p = 0; p < parts_.size(); ++p)
+            next[p] = with_indices(parts_[p], [&](auto *index) { return seek(index, parts_[p], range.begin * kWordBits); });
 
-void RowUnion::write_indices(int64_t *out, int threads) const {
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int t = 0; t < threads; ++t) {
-        const size_t end = word_at_share(t + 1, threads);
-        for (size_t w = word_at_share(t, threads); w < end; ++w) {
-            int64_t *next = out + ranks_[w];
-            for (uint64_t word = words_[w]; word != 0; word &= word - 1) *next++ = w * 64 + lowest_bit(word);
+        for (size_t word = range.begin, stop; word < range.end; word = stop) {
+            stop = bitmap_.block_end(word, range.end, max_rows_);
+            const size_t first = bitmap_.rank_of_word(word), count = bitmap_.rank_of_word(stop) - first;
+            if (count == 0) continue;
+            Acc *const sums = begin_block(block, first, count);
+            for (size_t p = 0; p < parts_.size(); ++p) {
+                next[p] = with_indices(parts_[p], [&](auto *index) {
+                    return add_part(parts_[p], index, next[p], {word, stop}, values_[p], sums - first * dim_);
+                });
+            }
+            end_block(block, sums, first, count);
         }
     }
-}
 
-// Adds the items of one part whose rows are in [words.first, words.second) * 64; returns where a sorted part goes on.
-template <typename Index, typename In, typename Acc>
-size_t RowUnion::add_part(const Indices &part, const Index *index, size_t item, WordRange words, const In *values,
-                          size_t dim, Acc *out) const {
-    const uint64_t first_row = words.first * 64, num_rows = (words.second - words.first) * 64;
-    for (; item < part.count; ++item) {
-        const uint64_t row = index[item];
-        if (row - first_row < num_rows) add_row(out + rank(row) * dim, values + item * dim, dim);
-        else if (part.sorted) return item;
+    // Adds the items of one part whose rows are in the range; returns where a sorted part goes on.
+    template <typename Index>
+    size_t add_part(const Indices &part, const Index *index, size_t item, WordRange range, Rows<const T> values,
+                    Acc *out) const {
+        if (dim_ == 1)  // no inner loop
+            return add_items(part, index, item, range, values, [&](size_t rank, const T *row) { out[rank] += widen(*row); });
+        if (dim_ < kMinBlockedDim)
+            return add_items(part, index, item, range, values,
+                             [&](size_t rank, const T *row) { add_row(out + rank * dim_, row, dim_); });
+        const size_t ahead = std::max<size_t>(1, kAheadInPart / (dim_ * sizeof(T))) * values.stride;
+        return add_items(part, index, item, range, values, [&](size_t rank, const T *row) {
+            prefetch_row(row + ahead, dim_);
+            add_row(out + rank * dim_, row, dim_);
+        });
     }
-    return part.sorted ? item : 0;
-}
 
-template <typename In, typename Acc>
-void RowUnion::sum_words(WordRange words, size_t max_rows, const std::vector<const In *> &values, size_t dim, Acc scale,
-                         Acc *out) const {
-    std::vector<size_t> next(parts_.size());  // per part: the first item not yet added
-    for (size_t p = 0; p < parts_.size(); ++p)
-        next[p] = with_indices(parts_[p], [&](auto *index) { return seek(index, parts_[p], words.first * 64); });
+    template <typename Index, typename Add>
+    size_t add_items(const Indices &part, const Index *index, size_t item, WordRange range, Rows<const T> values,
+                     Add add) const {
+        const uint64_t first_row = range.begin * kWordBits, num_rows = (range.end - range.begin) * kWordBits;
+        for (; item < part.count; ++item) {
+            const uint64_t row = index[item];
+            if (row - first_row < num_rows) add(bitmap_.rank(row), values[item]);
+            else if (part.sorted) return item;
+        }
+        return part.sorted ? item : 0;
+    }
 
-    for (size_t word = words.first, stop; word < words.second; word = stop) {
-        stop = block_end(word, words.second, max_rows);
-        Acc *const block = out + ranks_[word] * dim, *const block_stop = out + ranks_[stop] * dim;
-        std::fill(block, block_stop, Acc{0});
-        for (size_t p = 0; p < parts_.size(); ++p) {
-            next[p] = with_indices(parts_[p], [&](auto *index) {
-                return add_part(parts_[p], index, next[p], {word, stop}, values[p], dim, out);
+    // Unsorted items are put in the order of their rows first (stable counting sort of pointers); then each row's
+    // items are fetched from wherever they are, and sums are written from front to back.
+    void run_ordered() const {
+        const Scratch<const T *> order(total_);
+        const Scratch<uint32_t> ends(bitmap_.count());  // per row: past its last item in `order`
+        order_items(order, ends);
+
+        std::vector<Block> blocks(threads_);
+        for (Block &block : blocks) block = new_block();
+#pragma omp parallel for num_threads(threads_) schedule(static) if (threads_ > 1)
+        for (int t = 0; t < threads_; ++t) {
+            const size_t stop = row_at_share(ends, t + 1);
+            for (size_t first = row_at_share(ends, t); first < stop; first += max_rows_)
+                sum_ordered(order, ends, first, std::min(max_rows_, stop - first), blocks[t]);
+        }
+    }
+
+    void order_items(const Scratch<const T *> &order, const Scratch<uint32_t> &ends) const {
+        const Scratch<uint32_t> ranks(total_);
+        size_t first_item = 0;
+        for (const Indices &part : parts_) {
+            with_indices(part, [&](auto *index) {
+#pragma omp parallel for num_threads(threads_) schedule(static) if (threads_ > 1)
+                for (size_t i = 0; i < part.count; ++i) ranks[first_item + i] = bitmap_.rank(index[i]);
             });
+            first_item += part.count;
         }
-        if (scale != Acc{1})
-            for (Acc *value = block; value < block_stop; ++value) *value *= scale;
+
+        std::fill(ends.begin(), ends.end(), 0);
+        for_own_ranks(ranks, [&](size_t, size_t, uint32_t rank) { ++ends[rank]; });
+        uint32_t begin = 0;
+        for (uint32_t &end : ends) {
+            const uint32_t count = end;
+            end = begin;  // advances to the end while the items are placed
+            begin += count;
+        }
+        for_own_ranks(ranks, [&](size_t part, size_t item, uint32_t rank) { order[ends[rank]++] = values_[part][item]; });
     }
+
+    // Calls body(part, item, rank) for all items in order; each rank is one thread's.
+    template <typename Body> void for_own_ranks(const Scratch<uint32_t> &ranks, Body body) const {
+#pragma omp parallel for num_threads(threads_) schedule(static) if (threads_ > 1)
+        for (int t = 0; t < threads_; ++t) {
+            const size_t begin = share_begin(bitmap_.count(), t, threads_);
+            const size_t count = share_begin(bitmap_.count(), t + 1, threads_) - begin;
+            const uint32_t *rank = ranks.begin();
+            for (size_t p = 0; p < parts_.size(); ++p)
+                for (size_t item = 0; item < parts_[p].count; ++item, ++rank)
+                    if (*rank - begin < count) body(p, item, *rank);
+        }
+    }
+
+    // Cuts the rows so that each share has about the same number of items.
+    size_t row_at_share(const Scratch<uint32_t> &ends, int t) const {
+        if (t == 0) return 0;
+        if (t == threads_) return ends.size();
+        return std::lower_bound(ends.begin(), ends.end(), share_begin(total_, t, threads_)) - ends.begin();
+    }
+
+    void sum_ordered(const Scratch<const T *> &order, const Scratch<uint32_t> &ends, size_t first, size_t count,
+                     const Block &block) const {
+        Acc *const sums = begin_block(block, first, count);
+        size_t item = first == 0 ? 0 : ends[first - 1];
+        for (size_t r = 0; r < count; ++r) {
+            for (; item < ends[first + r]; ++item) {
+                if (item + kAhead < total_) prefetch_row(order[item + kAhead], dim_);
+                add_row(sums + r * dim_, order[item], dim_);
+            }
+        }
+        end_block(block, sums, first, count);
+    }
+
+    const std::vector<Indices> &parts_;
+    const RankBitmap &bitmap_;
+    const size_t total_;
+    const std::vector<Rows<const T>> &values_;
+    const size_t dim_;
+    const Acc scale_;
+    const std::vector<Stripe<T>> &outs_;
+    const int threads_;
+    bool stream_, direct_;
+    size_t max_rows_;
+};
+
+template <typename T>
+void RowUnion::sum(const std::vector<Rows<const T>> &values, size_t dim, double scale,
+                   const std::vector<Stripe<T>> &outs, int threads) const {
+    if (dim > 0 && bitmap_.count() > 0) Sum<T>(*this, values, dim, scale, outs, threads);
 }
 
-template <typename In, typename Acc>
-void RowUnion::sum(const std::vector<const In *> &values, size_t dim, Acc scale, Acc *out, int threads) const {
-    const bool sorted = std::all_of(parts_.begin(), parts_.end(), [](const Indices &part) { return part.sorted; });
-    const bool blocked = sorted && dim >= kMinBlockedDim;  // blocks would scan an unsorted part again and again
-    const size_t max_rows = blocked ? std::max<size_t>(1, kBlockBytes / (dim * sizeof(Acc))) : count_;
-
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int t = 0; t < threads; ++t)
-        sum_words({word_at_share(t, threads), word_at_share(t + 1, threads)}, max_rows, values, dim, scale, out);
-}
-
-template void RowUnion::sum(const std::vector<const float *> &, size_t, float, float *, int) const;
-template void RowUnion::sum(const std::vector<const double *> &, size_t, double, double *, int) const;
-template void RowUnion::sum(const std::vector<const Bfloat16 *> &, size_t, float, float *, int) const;
+template void RowUnion::sum(const std::vector<Rows<const float>> &, size_t, double, const std::vector<Stripe<float>> &, int) const;
+template void RowUnion::sum(const std::vector<Rows<const double>> &, size_t, double, const std::vector<Stripe<double>> &, int) const;
+template void RowUnion::sum(const std::vector<Rows<const Bfloat16>> &, size_t, double, const std::vector<Stripe<Bfloat16>> &, int) const;
+template void RowUnion::sum(const std::vector<Rows<const Float16>> &, size_t, double, const std::vector<Stripe<Float16>> &, int) const;
 
 }  // namespace MODULE_NAME

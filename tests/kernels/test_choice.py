@@ -62,10 +62,11 @@ def test_auto_falls_back_and_says_so_once(not_built: None, caplog: pytest.LogCap
 
 
 def test_auto_takes_the_reference_for_a_dtype_native_lacks() -> None:
-    _, values = kernels.sum_rows([(PARTS[0][0], PARTS[0][1].half())], 3)
-    assert values.dtype == torch.float16
-    with kernels.use("native"), pytest.raises(TypeError, match="got torch.float16"):
-        kernels.sum_rows([(PARTS[0][0], PARTS[0][1].half())], 3)
+    parts = [(PARTS[0][0], PARTS[0][1].to(torch.float8_e5m2))]
+    _, values = kernels.sum_rows(parts, 3)
+    assert values.dtype == torch.float8_e5m2
+    with kernels.use("native"), pytest.raises(TypeError, match="got torch.float8_e5m2"):
+        kernels.sum_rows(parts, 3)
 
 
 def test_an_unknown_implementation_is_named() -> None:

@@ -1,8 +1,7 @@
-"""Every implementation of a kernel gives the bits of its definition, for any size, dtype and number of threads."""
+"""The sum of row-sparse parts: the bits of its definition, for any size, dtype and number of threads."""
 
 from __future__ import annotations
 
-import importlib
 from types import ModuleType
 
 import hypothesis.strategies as st
@@ -11,15 +10,13 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
+from gradsync import kernels
 from gradsync.kernels import RowsPart, cpu, reference
+from tests.kernels.native import BASE, DTYPES, native, special_values
+from tests.kernels.native import assert_same_bits as assert_same_tensor
 
-BASE = importlib.import_module("gradsync.kernels._kernels_base")
-MODULES = [BASE, *([importlib.import_module("gradsync.kernels._kernels_avx2")] if BASE.has_avx2() else [])]
 SIZES = [0, 1, 63, 64, 65, 1000]
 DIMS = [0, 1, 3, 16, 33]
-DTYPES = [torch.float32, torch.float64, torch.bfloat16]
-
-native = pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__.rpartition("_")[2])
 
 
 def make_parts(num_rows: int, dim: int, dtype: torch.dtype, *, sort: bool, seed: int = 0) -> list[RowsPart]:
@@ -49,12 +46,11 @@ def loop_sum(parts: list[RowsPart], scale: float) -> RowsPart:
 
 
 def assert_same_bits(got: RowsPart, expected: RowsPart) -> None:
-    assert torch.equal(got[0], expected[0])
-    assert (got[0].dtype, got[1].dtype, got[1].shape) == (torch.int64, expected[1].dtype, expected[1].shape)
-    assert torch.equal(got[1].view(torch.uint8), expected[1].view(torch.uint8)) or got[1].numel() == 0
+    assert_same_tensor(got[0], expected[0])
+    assert_same_tensor(got[1], expected[1])
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sort", [True, False], ids=["sorted", "unsorted"])
 def test_reference_sum_rows_is_the_written_out_loop(dtype: torch.dtype, sort: bool) -> None:
     parts = make_parts(65, 3, dtype, sort=sort)
@@ -147,26 +143,187 @@ def test_tensors_that_are_not_contiguous_give_the_same_sum(module: ModuleType) -
     assert_same_bits(cpu.sum_rows(parts, 4, module=module), reference.sum_rows(parts, 4))
 
 
+def stripes_of(dim: int, n: int) -> list[tuple[int, int]]:
+    return [(owner * dim // n, (owner + 1) * dim // n) for owner in range(n)]
+
+
+@native
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("sort", [True, False], ids=["sorted", "unsorted"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dim", "n"), [(1, 1), (3, 4), (16, 4), (33, 7), (64, 8), (128, 1)])
+def test_a_striped_sum_is_the_sum_cut_by_columns(
+    dim: int, n: int, dtype: torch.dtype, sort: bool, threads: int, module: ModuleType
+) -> None:
+    parts = make_parts(2000, dim, dtype, sort=sort)
+    rows, expected = reference.sum_rows(parts, 2000, scale=0.3)
+    union = cpu.unite_rows([indices for indices, _ in parts], 2000, threads=threads, module=module)
+    indices = torch.empty(union.count, dtype=torch.int32)
+    stripes = stripes_of(dim, n)
+    # Every other column of stripes into its own buffer, the others into columns of a wider tensor.
+    wide = torch.empty(union.count, dim + 2, dtype=dtype)
+    outs = [
+        wide[:, start:stop] if number % 2 else torch.empty(union.count, stop - start, dtype=dtype)
+        for number, (start, stop) in enumerate(stripes)
+    ]
+    union.write_indices(indices)
+    union.sum([values for _, values in parts], outs, stripes, scale=0.3)
+    assert torch.equal(indices.long(), rows)
+    for out, (start, stop) in zip(outs, stripes, strict=True):
+        assert_same_tensor(out, expected[:, start:stop])
+
+
+@native
+@pytest.mark.parametrize("sort", [True, False], ids=["sorted", "unsorted"])
+def test_values_may_be_columns_of_a_wider_tensor(sort: bool, module: ModuleType) -> None:
+    parts = [(i, v[:, 2:7]) for i, v in make_parts(300, 9, torch.float32, sort=sort)]
+    assert_same_bits(cpu.sum_rows(parts, 300, module=module), reference.sum_rows(parts, 300))
+
+
+@native
+def test_sums_go_into_views_of_one_message(module: ModuleType) -> None:
+    parts = make_parts(100, 8, torch.float32, sort=False)
+    rows, expected = reference.sum_rows(parts, 100)
+    union = cpu.unite_rows([i for i, _ in parts], 100, module=module)
+    message = torch.full((union.count * 4 + 2 * union.count * 16 + 8,), 0xAB, dtype=torch.uint8)
+    views = message[:-8].split([union.count * 4, union.count * 16, union.count * 16])
+    union.write_indices(views[0].view(torch.int32))
+    outs = [view.view(torch.float32).view(union.count, 4) for view in views[1:]]
+    union.sum([v for _, v in parts], outs, [(0, 4), (4, 8)])
+    assert torch.equal(views[0].view(torch.int32).long(), rows)
+    assert_same_tensor(torch.cat(outs, dim=1), expected)
+    assert message[-8:].tolist() == [0xAB] * 8
+
+
+@native
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
+def test_sum_rows_fills_buffers_of_the_caller(index_dtype: torch.dtype, module: ModuleType) -> None:
+    parts = make_parts(100, 5, torch.bfloat16, sort=False)
+    expected = reference.sum_rows(parts, 100)
+    for sum_rows in (reference.sum_rows, lambda *a, **k: cpu.sum_rows(*a, module=module, **k)):
+        out = torch.zeros(100, dtype=index_dtype), torch.zeros(100, 5, dtype=torch.bfloat16)
+        rows, values = sum_rows(parts, 100, out=out)
+        assert (rows.data_ptr(), values.data_ptr()) == (out[0].data_ptr(), out[1].data_ptr())
+        assert_same_bits((rows.long(), values), expected)
+        with pytest.raises(ValueError, match="room for"):
+            sum_rows(parts, 100, out=(out[0][:3], out[1]))
+
+
+@native
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [1, 8, 11])
+def test_special_values_are_summed_as_defined(width: int, dtype: torch.dtype, module: ModuleType) -> None:
+    values = special_values(dtype)[:, None].expand(-1, width)
+    pairs = torch.cat([values.repeat(7, 1), values.repeat_interleave(7, dim=0)])
+    indices = torch.arange(49).repeat(2)
+    for parts in ([(indices, pairs)], [(indices[:49], pairs[:49]), (indices[49:], pairs[49:])]):
+        assert_same_bits(cpu.sum_rows(parts, 49, module=module), reference.sum_rows(parts, 49))
+
+
+@native
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("offset", [0, 3])
+def test_every_16_bit_number_is_widened_and_rounded_as_torch_does(
+    offset: int, dtype: torch.dtype, module: ModuleType
+) -> None:
+    values = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)[offset:].view(-1, 1)
+    values = torch.cat([values, values.flip(0)], dim=1)  # rows of two: the scalar path beside the vectors
+    for scale in (1.0, 1 / 3, 2.0**-12, 2.0**9):
+        for parts in ([(torch.arange(len(values)), values)], [(torch.zeros(1).long(), values.view(1, -1))]):
+            expected = reference.sum_rows(parts, len(values), scale=scale)
+            assert_same_bits(cpu.sum_rows(parts, len(values), scale=scale, module=module), expected)
+
+
+@native
+def test_sums_larger_than_the_caches_are_the_same(module: ModuleType) -> None:
+    indices = torch.randperm(300_000, generator=torch.Generator().manual_seed(0))
+    values = torch.randn(300_000, 32, generator=torch.Generator().manual_seed(1))
+    union = cpu.unite_rows([indices, indices[:5]], 300_000, module=module)
+    message = torch.empty(300_000 * 32 + 3)[3:]  # not at a multiple of a vector
+    outs = [part.view(300_000, -1) for part in message.split([300_000 * 20, 300_000 * 12])]
+    union.sum([values, values[:5]], outs, [(0, 20), (20, 32)], scale=0.5)
+    _, expected = reference.sum_rows([(indices, values), (indices[:5], values[:5])], 300_000, scale=0.5)
+    assert_same_tensor(torch.cat(outs, dim=1), expected)
+
+
 @native
 def test_the_native_boundary_refuses_what_it_would_have_to_convert(module: ModuleType) -> None:
-    union = module.unite([torch.tensor([1, 0])], 2, 1)
     ones = torch.ones(2, 4)
-    with pytest.raises(TypeError):
-        module.unite([torch.tensor([0, 1, 2])[::2]], 3, 1)
-    with pytest.raises(TypeError):
-        module.unite([torch.tensor([0.0])], 3, 1)
-    with pytest.raises(TypeError):
-        union.sum([ones], 1.0, torch.empty(4, 2).T, 1)
-    with pytest.raises(TypeError):
-        union.sum([ones], 1.0, torch.empty(2, 4, dtype=torch.float64), 1)
-    with pytest.raises(ValueError, match="rows of the union"):
-        union.sum([ones], 1.0, torch.empty(3, 4), 1)
-    with pytest.raises(ValueError, match="its number of indices"):
-        union.sum([ones[:1]], 1.0, torch.empty(2, 4), 1)
-    with pytest.raises(ValueError, match="one entry per row"):
+    union = module.RowUnion([torch.tensor([1, 0])], 2, 1)
+    one = [(0, 4)]
+    with pytest.raises(ValueError, match=r"contiguous and 1-D, got int64 of shape \(2\), strides \(2\)"):
+        module.RowUnion([torch.tensor([0, 1, 2])[::2]], 3, 1)
+    with pytest.raises(TypeError, match="int64 or int32, got float32"):
+        module.RowUnion([torch.tensor([0.0])], 3, 1)
+    with pytest.raises(ValueError, match="adjacent elements in a row"):
+        union.sum([ones], [torch.empty(4, 2).T], one, 1.0, 1)
+    with pytest.raises(TypeError, match="outs must be float32, got float64"):
+        union.sum([ones], [torch.empty(2, 4, dtype=torch.float64)], one, 1.0, 1)
+    with pytest.raises(TypeError, match="values must be float32, float64, bfloat16 or float16, got int64"):
+        union.sum([ones.long()], [ones.long()], one, 1.0, 1)
+    with pytest.raises(ValueError, match=r"outs must be \(2, 4\)"):
+        union.sum([ones], [torch.empty(3, 4)], one, 1.0, 1)
+    with pytest.raises(ValueError, match=r"values must be \(2, 4\)"):
+        union.sum([ones[:1]], [torch.empty(2, 4)], one, 1.0, 1)
+    with pytest.raises(ValueError, match="one values array per part"):
+        union.sum([ones, ones], [torch.empty(2, 4)], one, 1.0, 1)
+    with pytest.raises(ValueError, match=r"stripe \[2, 6\) is not within the 4 columns"):
+        union.sum([ones], [torch.empty(2, 4)], [(2, 6)], 1.0, 1)
+    with pytest.raises(ValueError, match="2 stripes and 1 arrays"):
+        union.sum([ones], [torch.empty(2, 4)], [(0, 2), (2, 4)], 1.0, 1)
+    with pytest.raises(ValueError, match=r"contiguous of shape \(2,\)"):
         union.write_indices(torch.empty(3, dtype=torch.int64), 1)
-    with pytest.raises(ValueError, match="threads"):
-        module.unite([torch.tensor([1])], 2, 0)
+    with pytest.raises(ValueError, match="multiple of the item size"):
+        union.sum([torch.empty(33, dtype=torch.uint8).numpy()[1:].view("f4").reshape(2, 4)], [ones], one, 1.0, 1)
+    with pytest.raises(ValueError, match="threads must be at least 1, got 0"):
+        module.RowUnion([torch.tensor([1])], 2, 0)
+
+
+@native
+def test_tables_beyond_the_limits_are_refused_or_summed(module: ModuleType) -> None:
+    row = torch.tensor([2**33])
+    with pytest.raises(ValueError, match="more than the native kernels take"):
+        cpu.unite_rows([row], 2**34 + 1, module=module)
+    rows, values = kernels.sum_rows([(row, torch.ones(1, 2))], 2**34 + 1)  # auto falls back
+    assert (rows.tolist(), values.tolist()) == ([2**33], [[1.0, 1.0]])
+    many = torch.zeros(2**20, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"more than 2\^32 - 1 rows"):
+        cpu.unite_rows([many] * 2**12, 5, module=module)
+
+
+@native
+def test_indices_up_to_2_31_fit_int32_and_no_further(module: ModuleType) -> None:
+    for unite in (reference.unite_rows, lambda *a: cpu.unite_rows(*a, module=module)):
+        out = torch.zeros(1, dtype=torch.int32)
+        unite([torch.tensor([2**31 - 1], dtype=torch.int32)], 2**31).write_indices(out)
+        assert out.tolist() == [2**31 - 1]
+        with pytest.raises(ValueError, match="use int64"):
+            unite([torch.tensor([0])], 2**31 + 1).write_indices(out)
+
+
+@pytest.mark.parametrize("unite", [cpu.unite_rows, reference.unite_rows], ids=["native", "reference"])
+def test_a_sum_that_does_not_fit_the_union_is_refused(unite) -> None:
+    union = unite([torch.tensor([1, 0, 1])], 2)
+    ones, out = torch.ones(3, 4), torch.zeros(2, 4)
+    with pytest.raises(ValueError, match="one values array"):
+        union.sum([ones, ones], [out])
+    with pytest.raises(ValueError, match="values must be"):
+        union.sum([ones[:2]], [out])
+    with pytest.raises(ValueError, match="outs must be"):
+        union.sum([ones], [ones])
+    with pytest.raises(ValueError, match="not within the 4 columns"):
+        union.sum([ones], [out], [(1, 5)])
+    with pytest.raises(TypeError, match="outs must be"):
+        union.sum([ones], [out.double()])
+    with pytest.raises(TypeError, match="int64 or int32"):
+        union.write_indices(torch.zeros(2))
+    assert not out.any()
+
+
+def test_native_says_where_tensors_of_other_devices_go() -> None:
+    with pytest.raises(ValueError, match=r"on meta: use the reference"):
+        cpu.unite_rows([torch.empty(3, dtype=torch.int64, device="meta")], 5)
+    assert BASE.MAX_BITS == 2**34
 
 
 @pytest.mark.parametrize("sum_rows", [cpu.sum_rows, reference.sum_rows], ids=["native", "reference"])

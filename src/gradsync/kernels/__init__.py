@@ -1,7 +1,13 @@
 """The inner loops: one function a kernel, one table of implementations, chosen once for the process.
 
 `reference` (plain torch) defines what a kernel does; `native` (C++, CPU) gives the same bits faster. `auto`, the
-default, takes native where it is built and knows the dtype and device, and says in one log line that it is not built.
+default, takes native where it is built and knows the dtypes and device, and says in one log line that it is not built.
+
+The caller owns every output. Where its size is known only after a look at the input, a kernel has two phases: the
+function counts and returns an object with `count`; its methods then write into buffers of that size. The object keeps
+its inputs alive; they must not change between the phases. Tensors are rows of adjacent elements: a row stride that is
+larger, as in a slice of columns, is fine, anything else is a ValueError of the native kernels, which never copy.
+A NaN stays a NaN in every conversion, but not which one.
 """
 
 from __future__ import annotations
@@ -9,19 +15,51 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Literal
+from typing import Any, Literal, Protocol
+
+from torch import Tensor
 
 from gradsync.kernels import cpu, reference
-from gradsync.kernels.reference import RowsPart
+from gradsync.kernels.checks import RowsPart, Stripes
 
-__all__ = ["Implementation", "RowsPart", "active", "sum_rows", "use"]
+__all__ = [
+    "Implementation",
+    "NonzeroElements",
+    "NonzeroRows",
+    "RotatedPartition",
+    "RowUnion",
+    "RowsPart",
+    "Stripes",
+    "active",
+    "count_bits",
+    "decode_bitmap",
+    "encode_bitmap",
+    "join_columns",
+    "nonzero_elements",
+    "nonzero_rows",
+    "partition_rotated",
+    "rotated_index",
+    "scatter_rows",
+    "sum_rows",
+    "unite_rows",
+    "use",
+]
 
 Implementation = Literal["native", "reference", "auto"]
 
 _logger = logging.getLogger(__name__)
-_TABLE: dict[str, dict[str, Callable[..., RowsPart]]] = {
-    "reference": {"sum_rows": reference.sum_rows},
-    "native": {"sum_rows": cpu.sum_rows},
+_TABLE: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {  # kernel: (reference, native)
+    "sum_rows": (reference.sum_rows, cpu.sum_rows),
+    "unite_rows": (reference.unite_rows, cpu.unite_rows),
+    "join_columns": (reference.join_columns, cpu.join_columns),
+    "scatter_rows": (reference.scatter_rows, cpu.scatter_rows),
+    "nonzero_rows": (reference.nonzero_rows, cpu.nonzero_rows),
+    "nonzero_elements": (reference.nonzero_elements, cpu.nonzero_elements),
+    "encode_bitmap": (reference.encode_bitmap, cpu.encode_bitmap),
+    "decode_bitmap": (reference.decode_bitmap, cpu.decode_bitmap),
+    "count_bits": (reference.count_bits, cpu.count_bits),
+    "partition_rotated": (reference.partition_rotated, cpu.partition_rotated),
+    "rotated_index": (reference.rotated_index, cpu.rotated_index),
 }
 _requested: Implementation = "auto"
 _fallback_logged = False
@@ -45,7 +83,7 @@ def use(implementation: Implementation) -> ExitStack:
 
 
 def active() -> str:
-    """The implementation in use: `native` or `reference` (a kernel may still run as reference, see `sum_rows`)."""
+    """The implementation in use: `native` or `reference` (a kernel may still run as reference, see `auto`)."""
     if _requested != "auto":
         return _requested
     try:
@@ -56,28 +94,216 @@ def active() -> str:
     return "native"
 
 
-def sum_rows(parts: Sequence[RowsPart], num_rows: int, *, scale: float = 1.0) -> RowsPart:
+class RowUnion(Protocol):
+    """Which rows occur in any of several parts of one table; made by `unite_rows`."""
+
+    count: int  # distinct rows, u
+
+    def write_indices(self, out: Tensor) -> None:
+        """Writes the sorted distinct indices into `out`, (u,) int64, or int32 for tables of up to 2^31 rows."""
+
+    def sum(
+        self, values: Sequence[Tensor], outs: Sequence[Tensor], stripes: Stripes | None = None, *, scale: float = 1.0
+    ) -> None:
+        """Sums the parts' rows as `sum_rows` does, and spreads the result over `outs` by columns, in the same pass.
+
+        With the stripes of the owners and views into their messages as `outs`, this is the owner partition of
+        row-sparse gradients (Zen, OSDI 2025, with the column stripe as the owner map).
+
+        Args:
+            values: per part (its number of indices, dim) floating, all of one dtype.
+            outs: per stripe (u, stop - start), in that dtype; overwritten.
+            stripes: [start, stop) of the columns of each output; by default one output of all columns.
+
+        Raises:
+            ValueError: shapes that do not fit, stripes outside the columns.
+            TypeError: different dtypes.
+        """
+
+
+class NonzeroRows(Protocol):
+    """The rows of a dense tensor that are not zero; made by `nonzero_rows`."""
+
+    count: int
+
+    def write_indices(self, out: Tensor) -> None:
+        """Writes their ascending indices into `out`, (count,) int64, or int32 for tables of up to 2^31 rows."""
+
+    def gather(self, outs: Sequence[Tensor], stripes: Stripes | None = None) -> None:
+        """Copies the rows into `outs`, per stripe of columns (count, stop - start); by default all columns into one."""
+
+
+class NonzeroElements(Protocol):
+    """The elements of a dense tensor that are not zero; made by `nonzero_elements`."""
+
+    count: int
+
+    def write(self, indices: Tensor, values: Tensor) -> None:
+        """Writes ascending indices, (count,) int64 or (up to 2^31 elements) int32, and values, (count,) as x."""
+
+
+class RotatedPartition(Protocol):
+    """Sorted element indices by owner; made by `partition_rotated`."""
+
+    counts: list[int]  # elements of each owner
+
+    def write(self, values: Tensor, positions: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        """Splits the elements: per owner their local positions, (count,) int32 ascending, and values, (count,).
+
+        Args:
+            values: (nnz,) floating, one for each index.
+            positions, outs: one for each owner; `outs` in the dtype of `values`.
+        """
+
+
+def sum_rows(parts: Sequence[RowsPart], num_rows: int, *, scale: float = 1.0, out: RowsPart | None = None) -> RowsPart:
     """The sum of row-sparse parts of one (num_rows, dim) table, times `scale`; of one part, its coalesced form.
 
     Sums run in the order of the parts, then of occurrence within a part, in float32 (float64 for float64), and are
     rounded once: on the CPU the bits depend neither on the implementation nor on the number of threads. Under `auto`,
-    float16 and tensors on other devices go to the reference.
+    tensors on other devices go to the reference. Parts that are strided within a row are copied first. `unite_rows` is
+    the same in two phases.
 
     Args:
         parts: each indices (nnz,) int64 or int32, in any order, duplicates allowed; values (nnz, dim) floating.
         num_rows: all indices are in [0, num_rows).
+        out: indices and values buffers with room for at least u rows; what is returned are views of their first u.
 
     Returns:
-        indices (u,) int64: the sorted union of all indices; values (u, dim) in the dtype of the parts.
+        indices (u,) int64, or as in `out`: the sorted union of all indices; values (u, dim) in the dtype of the parts.
 
     Raises:
         ValueError: an index out of range, no part, or shapes and devices that do not fit together.
         TypeError: dtypes other than said above.
     """
-    implementation = active()
-    if _requested == "auto" and not cpu.supports(parts):
-        implementation = "reference"
-    return _TABLE[implementation]["sum_rows"](parts, num_rows, scale=scale)
+    tensors = [tensor for part in parts for tensor in part]
+    return _pick("sum_rows", tensors, num_rows)(parts, num_rows, scale=scale, out=out)  # type: ignore[no-any-return]
+
+
+def unite_rows(indices: Sequence[Tensor], num_rows: int) -> RowUnion:
+    """First phase of the sum of row-sparse parts of one table: which rows occur, by a bitmap that ranks them.
+
+    Args:
+        indices: per part (nnz,) int64 or int32, in any order, duplicates allowed.
+        num_rows: all indices are in [0, num_rows).
+
+    Raises:
+        ValueError: an index out of range; native: more than 2^34 rows or 2^32 - 1 indices.
+        TypeError: other dtypes.
+    """
+    return _pick("unite_rows", indices, num_rows)(indices, num_rows)  # type: ignore[no-any-return]
+
+
+def join_columns(parts: Sequence[Tensor], stripes: Stripes, out: Tensor) -> None:
+    """Puts stripes of columns back together to whole rows: out[:, start:stop] = part.
+
+    Args:
+        parts: per stripe (u, stop - start), floating.
+        stripes: [start, stop) of the columns of each part; columns of no stripe stay as they are.
+        out: (u, dim) in the dtype of the parts.
+
+    Raises:
+        ValueError: shapes that do not fit, stripes outside the columns.
+        TypeError: different dtypes.
+    """
+    _pick("join_columns", [*parts, out])(parts, stripes, out)
+
+
+def scatter_rows(indices: Tensor, values: Tensor, dense: Tensor, *, accumulate: bool) -> None:
+    """Writes rows into `dense`, or adds them to it, in order: of equal indices the last is kept, or all are added.
+
+    Args:
+        indices: (nnz,) int64 or int32, in any order.
+        values: (nnz, dim) floating.
+        dense: (num_rows, dim) in the dtype of the values; each addition is rounded to it.
+
+    Raises:
+        ValueError: an index outside [0, num_rows), before anything is written; shapes that do not fit.
+        TypeError: other or different dtypes.
+    """
+    _pick("scatter_rows", [indices, values, dense])(indices, values, dense, accumulate=accumulate)
+
+
+def nonzero_rows(dense: Tensor) -> NonzeroRows:
+    """Finds the rows of `dense`, (num_rows, dim) floating, that are not zero, by their bits.
+
+    -0.0 is zero; NaN, infinity and subnormals are not.
+    """
+    return _pick("nonzero_rows", [dense], len(dense))(dense)  # type: ignore[no-any-return]
+
+
+def nonzero_elements(x: Tensor) -> NonzeroElements:
+    """Finds the elements of `x`, (numel,) floating, that are not zero; tested as in `nonzero_rows`."""
+    return _pick("nonzero_elements", [x], x.numel())(x)  # type: ignore[no-any-return]
+
+
+def encode_bitmap(indices: Tensor, size: int, out: Tensor) -> None:
+    """Sets bit i % 64 of word i // 64 of `out`, (ceil(size / 64),) int64, for each index, and clears all others.
+
+    Raises:
+        ValueError: an index outside [0, size), before anything is written; another shape of `out`.
+        TypeError: indices not int64 or int32; `out` not int64.
+    """
+    _pick("encode_bitmap", [indices, out])(indices, size, out)
+
+
+def decode_bitmap(words: Tensor, out: Tensor) -> None:
+    """Writes the ascending positions of the set bits of `words` into `out`.
+
+    Args:
+        words: (n,) int64.
+        out: (count_bits(words),) int64, or int32 for up to 2^31 bits.
+
+    Raises:
+        ValueError: another size of `out`, or positions beyond int32.
+        TypeError: other dtypes.
+    """
+    _pick("decode_bitmap", [words, out])(words, out)
+
+
+def count_bits(words: Tensor) -> int:
+    """The number of set bits of `words`, (n,) int64."""
+    return _pick("count_bits", [words])(words)  # type: ignore[no-any-return]
+
+
+def partition_rotated(indices: Tensor, size: int, n: int, seed: int) -> RotatedPartition:
+    """Splits sorted element indices among n owners by rotated stripe: i = n q + r is owner (r + rho(q)) mod n's q-th.
+
+    Each run of n neighbours goes to n different owners in a rotation that the seed decides, so neither dense regions
+    nor hot columns load one owner, and an owner's positions q stay in order. All ranks compute the same map.
+
+    Args:
+        indices: (nnz,) int64 or int32, ascending.
+        size: all indices are in [0, size), size <= n * 2^31.
+        n: owners, at most 2^16.
+
+    Raises:
+        ValueError: an index out of range or order, another n, a size whose positions int32 cannot hold.
+        TypeError: other dtypes.
+    """
+    return _pick("partition_rotated", [indices])(indices, size, n, seed)  # type: ignore[no-any-return]
+
+
+def rotated_index(owner: int, positions: Tensor, n: int, seed: int, out: Tensor) -> None:
+    """The inverse of `partition_rotated`: n q + (owner - rho(q)) mod n for each local position q of `owner`.
+
+    Args:
+        positions: (count,) int32.
+        out: (count,) int64, or int32 where all results fit.
+
+    Raises:
+        ValueError: an owner or position out of range, another size of `out`.
+        TypeError: other dtypes.
+    """
+    _pick("rotated_index", [positions, out])(owner, positions, n, seed, out)
+
+
+def _pick(kernel: str, tensors: Sequence[Tensor], entries: int = 0) -> Callable[..., Any]:
+    """The implementation of a kernel for these tensors, of a table with so many rows or elements."""
+    fallback, native = _TABLE[kernel]
+    if active() == "reference" or (_requested == "auto" and not cpu.supports(tensors, entries)):
+        return fallback
+    return native
 
 
 def _request(implementation: Implementation) -> None:

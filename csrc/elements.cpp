@@ -1,0 +1,150 @@
+#include "elements.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "nonzero.hpp"
+
+namespace MODULE_NAME {
+
+void encode_bitmap(Indices indices, uint64_t size, uint64_t *words) {
+    check_indices(indices, 0, size);
+    std::fill(words, words + words_for(size), 0);
+    with_indices(indices, [&](auto *index) {
+        for (size_t i = 0; i < indices.count; ++i) {
+            const auto bit = static_cast<uint64_t>(index[i]);
+            words[bit / kWordBits] |= uint64_t{1} << (bit % kWordBits);
+        }
+    });
+}
+
+uint64_t count_bits(const uint64_t *words, size_t num_words, int threads) {
+    uint64_t count = 0;
+#pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : count) if (threads > 1)
+    for (size_t w = 0; w < num_words; ++w) count += popcount(words[w]);
+    return count;
+}
+
+template <typename Index>
+void decode_bitmap(const uint64_t *words, size_t num_words, Index *out, size_t count, int threads) {
+    std::vector<size_t> begins(threads + 1, 0);
+    begins[threads] = count;
+    for (int t = 1; t < threads; ++t) {
+        const size_t first = share_begin(num_words, t - 1, threads), stop = share_begin(num_words, t, threads);
+        begins[t] = begins[t - 1] + count_bits(words + first, stop - first, threads);
+    }
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int t = 0; t < threads; ++t) {
+        const size_t first = share_begin(num_words, t, threads), stop = share_begin(num_words, t + 1, threads);
+        decode_words(words + first, stop - first, first * kWordBits, out + begins[t], begins[t + 1] - begins[t]);
+    }
+}
+
+template void decode_bitmap(const uint64_t *, size_t, int32_t *, size_t, int);
+template void decode_bitmap(const uint64_t *, size_t, int64_t *, size_t, int);
+
+NonzeroElements::NonzeroElements(const void *x, size_t numel, size_t itemsize, int threads)
+    : x_(x), numel_(numel), itemsize_(itemsize), bitmap_(numel, threads) {
+    if (itemsize == 2) mark<uint16_t>(threads);
+    else if (itemsize == 4) mark<uint32_t>(threads);
+    else mark<uint64_t>(threads);
+    bitmap_.rank_bits();
+}
+
+template <typename Unsigned> void NonzeroElements::mark(int threads) {
+    const auto *x = static_cast<const Unsigned *>(x_);
+    const size_t whole = numel_ / kWordBits;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (size_t w = 0; w < whole; ++w) bitmap_.words()[w] = nonzero_mask(x + w * kWordBits);
+    if (whole < bitmap_.num_words()) bitmap_.words()[whole] = nonzero_mask(x + whole * kWordBits, numel_ % kWordBits);
+}
+
+template <typename Index> void NonzeroElements::write(Index *indices, void *values, int threads) const {
+    if (itemsize_ == 2) write_as(indices, static_cast<uint16_t *>(values), threads);
+    else if (itemsize_ == 4) write_as(indices, static_cast<uint32_t *>(values), threads);
+    else write_as(indices, static_cast<uint64_t *>(values), threads);
+}
+
+template void NonzeroElements::write(int32_t *, void *, int) const;
+template void NonzeroElements::write(int64_t *, void *, int) const;
+
+template <typename Unsigned, typename Index>
+void NonzeroElements::write_as(Index *indices, Unsigned *values, int threads) const {
+    constexpr size_t kBlockWords = 256;  // values are taken while their indices are in the first-level cache
+    const auto *x = static_cast<const Unsigned *>(x_);
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int t = 0; t < threads; ++t) {
+        const size_t end = share_begin(bitmap_.num_words(), t + 1, threads);
+        for (size_t first = share_begin(bitmap_.num_words(), t, threads); first < end; first += kBlockWords) {
+            const size_t stop = std::min(end, first + kBlockWords);
+            const size_t begin = bitmap_.rank_of_word(first), count = bitmap_.rank_of_word(stop) - begin;
+            decode_words(bitmap_.words() + first, stop - first, first * kWordBits, indices + begin, count);
+            for (size_t i = begin; i < begin + count; ++i) values[i] = x[indices[i]];
+        }
+    }
+}
+
+RotatedPartition::RotatedPartition(Indices indices, uint64_t size, RotatedStripe stripe, int threads)
+    : indices_(indices), stripe_(stripe), threads_(threads), counts_(stripe.owners(), 0) {
+    check_indices(indices_, 0, size);
+    if (!indices_.sorted)
+        with_indices(indices_, [](auto *index) {
+            while (index[0] <= index[1]) ++index;
+            throw NotSorted{index[0], index[1]};
+        });
+    owners_ = Scratch<uint16_t>(indices_.count);
+    begins_.assign(threads, std::vector<size_t>(stripe.owners(), 0));
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int t = 0; t < threads; ++t) {
+        with_indices(indices_, [&](auto *index) {
+            size_t *const counts = begins_[t].data();
+            const size_t end = begin_of(t + 1);
+            for (size_t i = begin_of(t); i < end; ++i) {
+                const uint64_t element = index[i];
+                const uint32_t owner = stripe_.owner(element, stripe_.local(element));
+                owners_[i] = static_cast<uint16_t>(owner);
+                ++counts[owner];
+            }
+        });
+    }
+    for (std::vector<size_t> &begins : begins_)
+        for (size_t owner = 0; owner < counts_.size(); ++owner)
+            counts_[owner] += std::exchange(begins[owner], counts_[owner]);
+}
+
+void RotatedPartition::write(const void *values, size_t itemsize, const std::vector<int32_t *> &positions,
+                             const std::vector<void *> &outs) const {
+    if (itemsize == 2) write_as(static_cast<const uint16_t *>(values), positions, outs);
+    else if (itemsize == 4) write_as(static_cast<const uint32_t *>(values), positions, outs);
+    else write_as(static_cast<const uint64_t *>(values), positions, outs);
+}
+
+template <typename Value>
+void RotatedPartition::write_as(const Value *values, const std::vector<int32_t *> &positions,
+                                const std::vector<void *> &outs) const {
+#pragma omp parallel for num_threads(threads_) schedule(static) if (threads_ > 1)
+    for (int t = 0; t < threads_; ++t) {
+        std::vector<size_t> next = begins_[t];
+        with_indices(indices_, [&](auto *index) {
+            const size_t end = begin_of(t + 1);
+            for (size_t i = begin_of(t); i < end; ++i) {
+                const uint32_t owner = owners_[i];
+                const size_t to = next[owner]++;
+                positions[owner][to] = static_cast<int32_t>(stripe_.local(index[i]));
+                static_cast<Value *>(outs[owner])[to] = values[i];
+            }
+        });
+    }
+}
+
+template <typename Index>
+void rotated_indices(RotatedStripe stripe, uint32_t owner, const int32_t *positions, size_t count, Index *out,
+                     int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (size_t i = 0; i < count; ++i) out[i] = static_cast<Index>(stripe.index(owner, positions[i]));
+}
+
+template void rotated_indices(RotatedStripe, uint32_t, const int32_t *, size_t, int32_t *, int);
+template void rotated_indices(RotatedStripe, uint32_t, const int32_t *, size_t, int64_t *, int);
+
+}  // namespace MODULE_NAME

@@ -1,0 +1,109 @@
+// Kernels on single elements: bitmaps of indices, the non-zeros of a dense tensor, and the owner partition of sorted
+// element indices by rotated stripe: element i = n * q + r belongs to owner (r + rho(q)) mod n, as its q-th element.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "rank_bitmap.hpp"
+#include "rows.hpp"
+
+namespace MODULE_NAME {
+
+// Sets bit i % 64 of word i / 64 for each index, and clears all other bits. Throws BadIndex before it writes.
+void encode_bitmap(Indices indices, uint64_t size, uint64_t *words);
+
+uint64_t count_bits(const uint64_t *words, size_t num_words, int threads);
+
+// The positions of the set bits, ascending, `count` of them.
+template <typename Index>
+void decode_bitmap(const uint64_t *words, size_t num_words, Index *out, size_t count, int threads);
+
+// Which elements are not zero; see NonzeroRows.
+class NonzeroElements {
+public:
+    NonzeroElements(const void *x, size_t numel, size_t itemsize, int threads);
+
+    const RankBitmap &bitmap() const { return bitmap_; }
+    template <typename Index> void write(Index *indices, void *values, int threads) const;
+
+private:
+    template <typename Unsigned> void mark(int threads);
+    template <typename Unsigned, typename Index> void write_as(Index *indices, Unsigned *values, int threads) const;
+
+    const void *x_;
+    size_t numel_, itemsize_;
+    RankBitmap bitmap_;
+};
+
+constexpr uint32_t kMaxOwners = 1 << 16;
+
+class RotatedStripe {
+public:
+    RotatedStripe(uint32_t owners, uint32_t key)
+        : owners_(owners), key_(key), inverse_(owners == 1 ? 0 : ~uint64_t{0} / owners + 1) {}
+
+    uint32_t owners() const { return owners_; }
+
+    // i / owners, exact for i < 2^31 * owners.
+    uint64_t local(uint64_t i) const {
+        return owners_ == 1 ? i : static_cast<uint64_t>(static_cast<unsigned __int128>(i) * inverse_ >> 64);
+    }
+    uint32_t owner(uint64_t i, uint64_t q) const {
+        const uint32_t p = static_cast<uint32_t>(i - q * owners_) + rotation(static_cast<uint32_t>(q));
+        return p < owners_ ? p : p - owners_;
+    }
+    uint64_t index(uint32_t owner, uint32_t q) const {
+        const uint32_t turn = rotation(q);
+        return uint64_t{q} * owners_ + (owner >= turn ? owner - turn : owner + owners_ - turn);
+    }
+
+private:
+    // A multiply-xorshift mix of the key and q (murmur3's finaliser), scaled to [0, owners).
+    uint32_t rotation(uint32_t q) const {
+        uint32_t h = q ^ key_;
+        h = (h ^ h >> 16) * 0x85ebca6bu;
+        h = (h ^ h >> 13) * 0xc2b2ae35u;
+        h ^= h >> 16;
+        return static_cast<uint32_t>(uint64_t{h} * owners_ >> 32);
+    }
+
+    uint32_t owners_, key_;
+    uint64_t inverse_;
+};
+
+// The first pair of neighbours that is out of order.
+struct NotSorted {
+    int64_t before, after;
+};
+
+class RotatedPartition {
+public:
+    // Throws BadIndex if an index is not in [0, size), NotSorted if they do not ascend.
+    RotatedPartition(Indices indices, uint64_t size, RotatedStripe stripe, int threads);
+
+    size_t num_items() const { return indices_.count; }
+    const std::vector<size_t> &counts() const { return counts_; }
+    // Per owner: its elements' local positions, ascending, and their values (itemsize 2, 4 or 8).
+    void write(const void *values, size_t itemsize, const std::vector<int32_t *> &positions,
+               const std::vector<void *> &outs) const;
+
+private:
+    template <typename Value>
+    void write_as(const Value *values, const std::vector<int32_t *> &positions, const std::vector<void *> &outs) const;
+    size_t begin_of(int t) const { return share_begin(indices_.count, t, threads_); }
+
+    Indices indices_;
+    RotatedStripe stripe_;
+    int threads_;
+    Scratch<uint16_t> owners_;            // of each item
+    std::vector<std::vector<size_t>> begins_;  // per thread and owner: where its items go
+    std::vector<size_t> counts_;
+};
+
+template <typename Index>
+void rotated_indices(RotatedStripe stripe, uint32_t owner, const int32_t *positions, size_t count, Index *out,
+                     int threads);
+
+}  // namespace MODULE_NAME

@@ -1,0 +1,67 @@
+// A bitmap whose set bits know their rank: the popcount prefix over its words gives each set bit its place among all,
+// so that what belongs to it is written straight to where it goes. No sort, no hash.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+
+#include "scratch.hpp"
+
+// Both modules live in one process in the tests; each gets its own namespace, or their functions would be merged.
+namespace MODULE_NAME {
+
+constexpr size_t kWordBits = 64;
+constexpr uint64_t kMaxBits = uint64_t{1} << 34;  // 3 GiB of words and ranks
+
+inline int popcount(uint64_t word) { return __builtin_popcountll(word); }
+inline int lowest_bit(uint64_t word) { return __builtin_ctzll(word); }
+inline size_t words_for(uint64_t bits) { return (bits + kWordBits - 1) / kWordBits; }
+
+// Share t of `threads` shares of [0, count) begins here; share `threads` begins at its end.
+inline size_t share_begin(size_t count, int t, int threads) {
+    return count / threads * t + count % threads * t / threads;
+}
+
+struct WordRange {
+    size_t begin, end;
+};
+
+class RankBitmap {
+public:
+    // All bits clear. Set bits through words(), then call rank_bits().
+    explicit RankBitmap(uint64_t bits, int threads);
+    RankBitmap() = default;
+
+    uint64_t *words() const { return words_.begin(); }
+    size_t num_words() const { return words_.size(); }
+    void rank_bits();
+
+    size_t count() const { return count_; }
+    size_t rank_of_word(size_t word) const { return ranks_[word]; }  // set bits before it; num_words(): all
+    size_t rank(uint64_t bit) const {
+        const uint64_t below = (uint64_t{1} << (bit % kWordBits)) - 1;
+        return ranks_[bit / kWordBits] + popcount(words_[bit / kWordBits] & below);
+    }
+
+    // The words of share t of `threads` shares with about the same number of set bits.
+    WordRange share(int t, int threads) const { return {word_at_share(t, threads), word_at_share(t + 1, threads)}; }
+    // Past the last word of a block that starts at `word` and holds at most max_bits set bits, or one word.
+    size_t block_end(size_t word, size_t end, size_t max_bits) const;
+
+    // The positions of the set bits, ascending.
+    template <typename Index> void write_indices(Index *out, int threads) const;
+
+private:
+    size_t word_at_share(int t, int threads) const;
+
+    Scratch<uint64_t> words_;
+    Scratch<uint32_t> ranks_;
+    size_t count_ = 0;
+};
+
+// Writes base + position of each set bit of words[0, num_words); `out` has room for exactly `count`, their number.
+template <typename Index>
+void decode_words(const uint64_t *words, size_t num_words, uint64_t base, Index *out, size_t count);
+
+}  // namespace MODULE_NAME

@@ -1,0 +1,197 @@
+#include "rows.hpp"
+
+#include <algorithm>
+
+#include "nonzero.hpp"
+#include "scalars.hpp"
+
+namespace MODULE_NAME {
+namespace {
+
+constexpr size_t kBlockBytes = 8 << 10;  // of rows being put together: stay in the first-level cache
+
+template <typename Index> void scan(const Index *index, Indices &part, size_t part_number, uint64_t num_rows) {
+    bool outside = false, descends = false;
+    for (size_t i = 0; i < part.count; ++i) outside |= static_cast<uint64_t>(index[i]) >= num_rows;
+    for (size_t i = 1; i < part.count; ++i) descends |= index[i] < index[i - 1];
+    part.sorted = !descends;
+    if (!outside) return;
+    while (static_cast<uint64_t>(*index) < num_rows) ++index;
+    throw BadIndex{part_number, *index};
+}
+
+// Calls body(item, row) for the items of the part whose rows are in [begin, end), in order.
+template <typename Body> void for_rows_in(const Indices &part, uint64_t begin, uint64_t end, Body body) {
+    with_indices(part, [&](auto *index) {
+        for (size_t item = seek(index, part, begin); item < part.count; ++item) {
+            const uint64_t row = index[item];
+            if (row - begin < end - begin) body(item, row);
+            else if (part.sorted) break;
+        }
+    });
+}
+
+// Calls body(begin, end) with a range of rows for each thread; sorted parts are cut into equal numbers of items.
+template <typename Body> void by_row_ranges(const Indices &part, uint64_t num_rows, int threads, Body body) {
+    const auto cut = [&](int t) -> uint64_t {
+        if (t == 0) return 0;
+        if (t == threads || part.count == 0) return num_rows;
+        const size_t item = share_begin(part.count, t, threads);
+        return part.sorted ? with_indices(part, [&](auto *index) { return static_cast<uint64_t>(index[item]); })
+                           : share_begin(num_rows, t, threads);
+    };
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int t = 0; t < threads; ++t)
+        if (cut(t) < cut(t + 1)) body(cut(t), cut(t + 1));
+}
+
+template <typename Unsigned> void mark_nonzero_rows(Rows<const char> dense, size_t num_rows, size_t dim, RankBitmap &bitmap, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int t = 0; t < threads; ++t) {
+        const size_t end = share_begin(bitmap.num_words(), t + 1, threads);
+        for (size_t w = share_begin(bitmap.num_words(), t, threads); w < end; ++w) {
+            const size_t rows = std::min(kWordBits, num_rows - w * kWordBits);
+            uint64_t word = 0;
+            for (size_t bit = 0; bit < rows; ++bit) {
+                const auto *row = reinterpret_cast<const Unsigned *>(dense[w * kWordBits + bit]);
+                word |= uint64_t{any_nonzero(row, dim)} << bit;
+            }
+            bitmap.words()[w] = word;
+        }
+    }
+}
+
+template <size_t width> void copy_fixed(Rows<char> to, Rows<const char> from, size_t num_rows) {
+    for (size_t r = 0; r < num_rows; ++r) std::memcpy(to[r], from[r], width);
+}
+
+// A width that the compiler knows costs one load and one store.
+void copy_cached(Rows<char> to, Rows<const char> from, size_t width, size_t num_rows) {
+    switch (width) {
+    case 4: return copy_fixed<4>(to, from, num_rows);
+    case 8: return copy_fixed<8>(to, from, num_rows);
+    case 16: return copy_fixed<16>(to, from, num_rows);
+    case 32: return copy_fixed<32>(to, from, num_rows);
+    case 64: return copy_fixed<64>(to, from, num_rows);
+    case 128: return copy_fixed<128>(to, from, num_rows);
+    }
+    for (size_t r = 0; r < num_rows; ++r) copy_bytes(to[r], from[r], width);
+}
+
+// The hardware follows few streams at once, and none across a page: fetch a part's
+// block after next while this one is joined, into the second level (parts may all map to the same lines of the first).
+void prefetch_block(const Stripe<const char> &part, size_t first, size_t count, size_t num_rows) {
+    if (first >= num_rows || part.rows.stride != part.width) return;
+    const size_t stop = std::min(num_rows, first + count) * part.width;
+    for (size_t i = first * part.width; i < stop; i += 64) __builtin_prefetch(part.rows.data + i, 0, 2);
+}
+
+}  // namespace
+
+void stream_bytes(char *to, const char *from, size_t n) {
+#if defined(__AVX2__)
+    const size_t head = std::min(n, -reinterpret_cast<uintptr_t>(to) % sizeof(__m256i));
+    copy_bytes(to, from, head);
+    size_t i = head;
+    for (; i + sizeof(__m256i) <= n; i += sizeof(__m256i))
+        _mm256_stream_si256(reinterpret_cast<__m256i *>(to + i), load256(from + i));
+    copy_bytes(to + i, from + i, n - i);
+    _mm_sfence();
+#else
+    copy_bytes(to, from, n);
+#endif
+}
+
+void copy_rows(Rows<char> to, Rows<const char> from, size_t width, size_t num_rows, bool stream) {
+    if (!stream || to.stride != width || width >= kBlockBytes) return copy_cached(to, from, width, num_rows);
+    if (from.stride == width) return stream_bytes(to.data, from.data, width * num_rows);
+    char packed[kBlockBytes];
+    const size_t block = kBlockBytes / width;
+    for (size_t first = 0; first < num_rows; first += block) {
+        const size_t count = std::min(block, num_rows - first);
+        copy_cached({packed, width}, {from[first], from.stride}, width, count);
+        stream_bytes(to[first], packed, count * width);
+    }
+}
+
+template <typename Index> size_t seek(const Index *index, const Indices &part, uint64_t row) {
+    if (!part.sorted || row == 0) return 0;
+    const auto before = [](Index i, uint64_t row) { return static_cast<uint64_t>(i) < row; };
+    return std::lower_bound(index, index + part.count, row, before) - index;
+}
+
+template size_t seek(const int32_t *, const Indices &, uint64_t);
+template size_t seek(const int64_t *, const Indices &, uint64_t);
+
+void check_indices(Indices &part, size_t part_number, uint64_t num_rows) {
+    with_indices(part, [&](auto *index) { scan(index, part, part_number, num_rows); });
+}
+
+NonzeroRows::NonzeroRows(Rows<const char> dense, size_t num_rows, size_t dim, size_t itemsize, int threads)
+    : dense_(dense), bitmap_(num_rows, threads) {
+    if (itemsize == 2) mark_nonzero_rows<uint16_t>(dense, num_rows, dim, bitmap_, threads);
+    else if (itemsize == 4) mark_nonzero_rows<uint32_t>(dense, num_rows, dim, bitmap_, threads);
+    else mark_nonzero_rows<uint64_t>(dense, num_rows, dim, bitmap_, threads);
+    bitmap_.rank_bits();
+}
+
+void NonzeroRows::gather(const std::vector<Stripe<char>> &outs, int threads) const {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int t = 0; t < threads; ++t) {
+        const WordRange range = bitmap_.share(t, threads);
+        size_t to = bitmap_.rank_of_word(range.begin);
+        for (size_t w = range.begin; w < range.end; ++w) {
+            for (uint64_t word = bitmap_.words()[w]; word != 0; word &= word - 1, ++to) {
+                const char *row = dense_[w * kWordBits + lowest_bit(word)];
+                for (const Stripe<char> &out : outs) copy_bytes(out.rows[to], row + out.begin, out.width);
+            }
+        }
+    }
+}
+
+void join_columns(const std::vector<Stripe<const char>> &parts, size_t num_rows, Rows<char> out, size_t row_bytes,
+                  int threads) {
+    if (row_bytes == 0) return;
+    size_t joined = 0;  // columns; where some of out's stay as they are, rows cannot be written as a whole
+    for (const Stripe<const char> &part : parts) joined += part.width;
+    const bool stream = num_rows * row_bytes >= kStreamedBytes && joined == row_bytes && out.stride == row_bytes;
+    const size_t block = std::max<size_t>(1, kBlockBytes / row_bytes);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        const Scratch<char> packed(stream ? block * row_bytes : 0);
+#pragma omp for schedule(static)
+        for (size_t first = 0; first < num_rows; first += block) {
+            const size_t count = std::min(block, num_rows - first);
+            for (const Stripe<const char> &part : parts) prefetch_block(part, first + 2 * count, count, num_rows);
+            const Rows<char> to = stream ? Rows<char>{packed.begin(), row_bytes} : Rows<char>{out[first], out.stride};
+            for (const Stripe<const char> &part : parts)
+                copy_cached({to.data + part.begin, to.stride}, {part.rows[first], part.rows.stride}, part.width, count);
+            if (stream) stream_bytes(out[first], packed.begin(), count * row_bytes);
+        }
+    }
+}
+
+void set_rows(const Indices &indices, Rows<const char> values, Rows<char> dense, size_t num_rows, size_t row_bytes,
+              int threads) {
+    by_row_ranges(indices, num_rows, threads, [&](uint64_t begin, uint64_t end) {
+        for_rows_in(indices, begin, end, [&](size_t item, uint64_t row) { copy_bytes(dense[row], values[item], row_bytes); });
+    });
+}
+
+template <typename T>
+void add_rows(const Indices &indices, Rows<const T> values, Rows<T> dense, size_t num_rows, size_t dim, int threads) {
+    by_row_ranges(indices, num_rows, threads, [&](uint64_t begin, uint64_t end) {
+        for_rows_in(indices, begin, end, [&](size_t item, uint64_t row) {
+            T *__restrict to = dense[row];
+            const T *__restrict from = values[item];
+            for (size_t d = 0; d < dim; ++d) to[d] = narrow<T>(widen(to[d]) + widen(from[d]));
+        });
+    });
+}
+
+template void add_rows(const Indices &, Rows<const float>, Rows<float>, size_t, size_t, int);
+template void add_rows(const Indices &, Rows<const double>, Rows<double>, size_t, size_t, int);
+template void add_rows(const Indices &, Rows<const Bfloat16>, Rows<Bfloat16>, size_t, size_t, int);
+template void add_rows(const Indices &, Rows<const Float16>, Rows<Float16>, size_t, size_t, int);
+
+}  // namespace MODULE_NAME

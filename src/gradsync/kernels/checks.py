@@ -1,0 +1,117 @@
+"""Checks of the arguments of kernels: a ValueError or TypeError says what was got and what was expected."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+RowsPart = tuple[Int[Tensor, "nnz"], Float[Tensor, "nnz dim"]]
+Stripes = Sequence[tuple[int, int]]  # [start, stop) of columns
+
+INT32_INDICES = 2**31  # tables up to this size have indices that fit int32
+MAX_OWNERS = 2**16
+
+
+def describe(tensor: Tensor) -> str:
+    """What was got, for the message of an error."""
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"
+
+
+def check_indices(name: str, indices: Tensor) -> None:
+    """Refuses what is not a 1-D int64 or int32 tensor."""
+    if indices.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{name} must be int64 or int32, got {describe(indices)}")
+    if indices.ndim != 1:
+        raise ValueError(f"{name} must be 1-D, got {describe(indices)}")
+
+
+def check_range(kernel: str, indices: Tensor, bound: int, bound_name: str, part: int = 0) -> None:
+    """Names the first index outside [0, bound). Reads the result back to the host."""
+    outside = indices[(indices < 0) | (indices.long() >= bound)]  # int32 cannot be compared with a larger bound
+    if len(outside) > 0:
+        raise ValueError(f"{kernel}: index {outside[0]} of part {part} is outside [0, {bound_name}={bound})")
+
+
+def check_size(name: str, size: int) -> None:
+    """Refuses a negative number of rows or elements."""
+    if size < 0:
+        raise ValueError(f"{name} must not be negative, got {size}")
+
+
+def check_floating(name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> None:
+    """Refuses integers and, where a dtype is given, any other."""
+    if not tensor.is_floating_point():
+        raise TypeError(f"{name} must be floating point, got {describe(tensor)}")
+    if dtype is not None and tensor.dtype != dtype:
+        raise TypeError(f"{name} must be {dtype}, got {describe(tensor)}")
+
+
+def check_shape(name: str, tensor: Tensor, *shape: int) -> None:
+    """Refuses any other shape."""
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} must be of shape {shape}, got {describe(tensor)}")
+
+
+def check_index_out(name: str, out: Tensor, count: int, bound: int) -> None:
+    """Refuses an output that cannot hold `count` indices below `bound`."""
+    check_indices(name, out)
+    check_shape(name, out, count)
+    if out.dtype == torch.int32 and bound > INT32_INDICES:
+        raise ValueError(f"{name} of int32 cannot hold indices up to {bound - 1}: use int64")
+
+
+def check_stripes(name: str, tensors: Sequence[Tensor], stripes: Stripes, rows: int, dim: int) -> None:
+    """Refuses stripes outside the columns, and tensors that are not (rows, columns of their stripe)."""
+    if len(tensors) != len(stripes):
+        raise ValueError(f"one stripe per array is needed, got {len(stripes)} stripes and {len(tensors)} arrays")
+    for tensor, (start, stop) in zip(tensors, stripes, strict=True):
+        if not 0 <= start <= stop <= dim:
+            raise ValueError(f"stripe [{start}, {stop}) is not within the {dim} columns")
+        check_shape(name, tensor, rows, stop - start)
+
+
+def check_owners(n: int) -> None:
+    """Refuses a number of owners that the rotated stripe does not know."""
+    if not 1 <= n <= MAX_OWNERS:
+        raise ValueError(f"the number of owners must be in [1, {MAX_OWNERS}], got {n}")
+
+
+def check_parts(parts: Sequence[RowsPart], num_rows: int) -> None:
+    """Checks what `sum_rows` needs of its arguments, except the range of the indices.
+
+    Raises:
+        ValueError: no part at all, shapes that do not fit together, more than one device, a negative `num_rows`.
+        TypeError: indices that are not int64 or int32, values that are not floating point or of different dtypes.
+    """
+    if not parts:
+        raise ValueError("sum_rows needs at least one part (it may be empty): dim and dtype come from the parts")
+    check_size("num_rows", num_rows)
+    first = parts[0][1]
+    for number, (indices, values) in enumerate(parts):
+        if indices.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"indices of part {number} must be int64 or int32, got {indices.dtype}")
+        if not values.is_floating_point() or values.dtype != first.dtype:
+            raise TypeError(f"values of part {number} must be {first.dtype}, floating as all parts, got {values.dtype}")
+        if indices.ndim != 1 or values.ndim != 2 or len(indices) != len(values) or values.shape[1] != first.shape[-1]:
+            raise ValueError(
+                f"part {number} must be indices (nnz,) and values (nnz, {first.shape[-1] if first.ndim else 'dim'}), "
+                f"got {tuple(indices.shape)} and {tuple(values.shape)}"
+            )
+        if indices.device != first.device or values.device != first.device:
+            raise ValueError(f"part {number} must be on {first.device}, got {indices.device} and {values.device}")
+
+
+def rows_buffers(out: RowsPart | None, count: int, first: Tensor) -> RowsPart:
+    """Indices (count,) and values (count, dim) like `first`: the first rows of the caller's buffers, or new ones."""
+    if out is None:
+        indices = torch.empty(count, dtype=torch.int64, device=first.device)
+        return indices, first.new_empty(count, first.shape[1])
+    indices, values = out
+    if indices.ndim != 1 or len(indices) < count or values.ndim != 2 or len(values) < count:
+        raise ValueError(
+            f"out must have room for {count} rows, got indices {tuple(indices.shape)} and values {tuple(values.shape)}"
+        )
+    return indices[:count], values[:count]

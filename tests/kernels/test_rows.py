@@ -1,0 +1,202 @@
+"""Kernels on whole rows: joined, scattered, and found in a dense table; native gives the bits of the definition."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from gradsync.kernels import cpu, reference
+from tests.kernels.native import DTYPES, assert_same_bits, native, special_values
+
+both = pytest.mark.parametrize("kernels", [cpu, reference], ids=["native", "reference"])
+
+
+def random_rows(rows: int, dim: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(rows, dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def stripes_of(dim: int, n: int) -> list[tuple[int, int]]:
+    return [(owner * dim // n, (owner + 1) * dim // n) for owner in range(n)]
+
+
+@native
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dim", "n"), [(0, 2), (1, 3), (16, 1), (16, 4), (33, 7), (64, 8), (300, 2)])
+@pytest.mark.parametrize("rows", [0, 1, 700])
+def test_joined_columns_are_the_rows_that_were_cut(
+    rows: int, dim: int, n: int, dtype: torch.dtype, threads: int, module: ModuleType
+) -> None:
+    whole = random_rows(rows, dim, dtype)
+    stripes = stripes_of(dim, n)
+    parts = [whole[:, a:b] if number % 2 else whole[:, a:b].contiguous() for number, (a, b) in enumerate(stripes)]
+    out = torch.empty_like(whole)
+    cpu.join_columns(parts, stripes, out, threads=threads, module=module)
+    assert_same_bits(out, whole)
+    out = torch.empty_like(whole)
+    reference.join_columns(parts, stripes, out)
+    assert_same_bits(out, whole)
+
+
+@native
+@pytest.mark.parametrize("threads", [1, 2])
+def test_rows_larger_than_the_caches_are_joined_at_any_address(threads: int, module: ModuleType) -> None:
+    whole = random_rows(300_000, 30)
+    stripes = stripes_of(30, 4)
+    out = torch.empty(300_000 * 30 + 3)[3:].view(300_000, 30)
+    cpu.join_columns([whole[:, a:b] for a, b in stripes], stripes, out, threads=threads, module=module)
+    assert torch.equal(out, whole)
+
+
+@native
+def test_columns_of_no_stripe_stay(module: ModuleType) -> None:
+    for join in (reference.join_columns, lambda *a: cpu.join_columns(*a, module=module)):
+        out = torch.zeros(3, 8)
+        join([torch.ones(3, 2)], [(5, 7)], out[:, :7])
+        assert out.tolist() == [[0, 0, 0, 0, 0, 1, 1, 0]] * 3
+
+
+@both
+def test_columns_that_do_not_fit_are_refused(kernels) -> None:
+    out = torch.zeros(3, 4)
+    for parts, stripes, error, message in [
+        ([torch.ones(3, 2)], [(3, 5)], ValueError, "not within the 4 columns"),
+        ([torch.ones(2, 2)], [(0, 2)], ValueError, "parts must be"),
+        ([torch.ones(3, 2)], [], ValueError, "0 stripes and 1 arrays"),
+        ([torch.ones(3, 2).double()], [(0, 2)], TypeError, "parts must be"),
+    ]:
+        with pytest.raises(error, match=message):
+            kernels.join_columns(parts, stripes, out)
+    with pytest.raises(TypeError, match="out must be float"):
+        kernels.join_columns([out.int()], [(0, 4)], out.int())
+    assert not out.any()
+
+
+@native
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), threads=st.integers(1, 4), accumulate=st.booleans(), sort=st.booleans())
+def test_scattered_rows_equal_one_assignment_after_the_other(
+    module: ModuleType, data: st.DataObject, threads: int, accumulate: bool, sort: bool
+) -> None:
+    dim, dtype = data.draw(st.sampled_from([1, 3, 16, 33])), data.draw(st.sampled_from(DTYPES))
+    listed = data.draw(st.lists(st.integers(0, 19), max_size=60))
+    indices = torch.tensor(
+        sorted(listed) if sort else listed, dtype=data.draw(st.sampled_from([torch.int32, torch.int64]))
+    )
+    values = random_rows(len(indices), 2 * dim, dtype)[:, :dim]
+    dense = random_rows(20, dim, dtype, seed=1)
+    expected, defined, got = dense.clone(), dense.clone(), torch.cat([dense, dense], dim=1)
+    for row, value in zip(indices.tolist(), values, strict=True):
+        expected[row] = expected[row] + value if accumulate else value
+    reference.scatter_rows(indices, values, defined, accumulate=accumulate)
+    cpu.scatter_rows(indices, values, got[:, :dim], accumulate=accumulate, threads=threads, module=module)
+    assert_same_bits(defined, expected)
+    assert_same_bits(got[:, :dim], expected)
+    assert_same_bits(got[:, dim:], dense)
+
+
+@native
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_special_values_are_scattered_as_defined(dtype: torch.dtype, module: ModuleType) -> None:
+    values = special_values(dtype)[:, None].expand(-1, 9).contiguous()
+    for accumulate in (False, True):
+        for special in special_values(dtype):
+            expected, got = (torch.full((7, 9), special.item(), dtype=dtype) for _ in range(2))
+            reference.scatter_rows(torch.arange(7), values, expected, accumulate=accumulate)
+            cpu.scatter_rows(torch.arange(7), values, got, accumulate=accumulate, module=module)
+            assert_same_bits(got, expected)
+
+
+@both
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("bad", [-1, 5, 2**31 - 1])
+def test_a_bad_row_is_named_before_anything_is_written(bad: int, accumulate: bool, kernels) -> None:
+    dense = torch.zeros(5, 2)
+    indices = torch.tensor([0, bad], dtype=torch.int32)
+    with pytest.raises(ValueError, match=rf"scatter_rows: index {bad} of part 0 is outside \[0, num_rows=5\)"):
+        kernels.scatter_rows(indices, torch.ones(2, 2), dense, accumulate=accumulate)
+    assert not dense.any()
+
+
+@both
+def test_rows_that_do_not_fit_the_table_are_refused(kernels) -> None:
+    dense, indices = torch.zeros(5, 2), torch.tensor([0, 1])
+    with pytest.raises(ValueError, match="values must be"):
+        kernels.scatter_rows(indices, torch.ones(2, 3), dense, accumulate=True)
+    with pytest.raises(TypeError, match="values must be"):
+        kernels.scatter_rows(indices, torch.ones(2, 2).half(), dense, accumulate=False)
+    with pytest.raises(TypeError, match="int64 or int32"):
+        kernels.scatter_rows(indices.float(), torch.ones(2, 2), dense, accumulate=False)
+    assert not dense.any()
+
+
+def sparse_table(rows: int, dim: int, dtype: torch.dtype, every: int) -> Tensor:
+    """Each `every`-th row has one special value, in a different column; other rows are zeros of both signs."""
+    table = torch.zeros(rows, dim, dtype=dtype)
+    table[:, ::2] = -0.0
+    if dim:
+        specials = special_values(dtype)
+        for number, row in enumerate(range(0, rows, every)):
+            table[row, number % dim] = specials[number % len(specials)]
+    return table
+
+
+@native
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [0, 1, 7, 32, 33, 100])
+@pytest.mark.parametrize(("rows", "every"), [(0, 1), (1, 1), (63, 1), (64, 2), (65, 64), (1000, 3)])
+def test_nonzero_rows_equal_the_definition(
+    rows: int, every: int, dim: int, dtype: torch.dtype, threads: int, module: ModuleType
+) -> None:
+    wide = torch.cat([sparse_table(rows, dim, dtype, every), torch.ones(rows, 3, dtype=dtype)], dim=1)
+    for dense in (wide[:, :dim], wide[:, :dim].contiguous()):
+        expected = [row for row in range(rows) if any(float(x) != 0 for x in dense[row])]  # NaN != 0
+        defined, found = reference.nonzero_rows(dense), cpu.nonzero_rows(dense, threads=threads, module=module)
+        assert defined.count == found.count == len(expected)
+        stripes = stripes_of(dim, 3)
+        for rows_found, index_dtype in ((defined, torch.int64), (found, torch.int32), (found, torch.int64)):
+            indices = torch.empty(len(expected), dtype=index_dtype)
+            whole = torch.empty(len(expected), dim, dtype=dtype)
+            parts = [torch.empty(len(expected), stop - start, dtype=dtype) for start, stop in stripes]
+            rows_found.write_indices(indices)
+            rows_found.gather([whole])
+            rows_found.gather(parts, stripes)
+            assert indices.tolist() == expected
+            assert_same_bits(whole, dense[expected])
+            assert_same_bits(torch.cat(parts, dim=1), dense[expected])
+
+
+@both
+def test_what_is_no_table_has_no_nonzero_rows(kernels) -> None:
+    with pytest.raises(ValueError, match="2-D"):
+        kernels.nonzero_rows(torch.ones(3))
+    with pytest.raises(TypeError, match="must be float"):
+        kernels.nonzero_rows(torch.ones(3, 2).long())
+    found = kernels.nonzero_rows(torch.ones(3, 2))
+    with pytest.raises(ValueError, match="outs must be"):
+        found.gather([torch.ones(2, 2)])
+    with pytest.raises(TypeError, match="outs must be"):
+        found.gather([torch.ones(3, 2).double()])
+    with pytest.raises(ValueError, match="out must be"):
+        found.write_indices(torch.zeros(2).long())
+
+
+@native
+def test_rows_with_gaps_between_elements_are_refused_not_copied(module: ModuleType) -> None:
+    apart, fine = torch.zeros(4, 6)[:, ::2], torch.zeros(4, 3)
+    for call in (
+        lambda: cpu.nonzero_rows(apart, module=module),
+        lambda: cpu.join_columns([apart], [(0, 3)], fine, module=module),
+        lambda: cpu.join_columns([fine], [(0, 3)], apart, module=module),
+        lambda: cpu.scatter_rows(torch.arange(4), apart, fine, accumulate=False, module=module),
+        lambda: cpu.scatter_rows(torch.arange(4), fine, apart, accumulate=True, module=module),
+        lambda: cpu.unite_rows([torch.arange(4)], 4, module=module).sum([apart], [fine]),
+    ):
+        with pytest.raises(ValueError, match=r"adjacent elements in a row, got float32 of shape \(4, 3\), strides"):
+            call()
