@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ class DensityProfile:
     num_rows: int
     rows: float  # distinct rows one rank touches, mean over the ranks
     densification: Mapping[int, float] = field(default_factory=dict)
+    pattern: str = ""  # tables of equal pattern have the same rows on every rank; empty: nothing is known
 
     @property
     def density(self) -> float:
@@ -66,3 +67,22 @@ def profile_rows(index_lists: Sequence[Tensor], num_rows: int) -> DensityProfile
         if k > 1 and rows > 0:
             densification[k] = torch.unique(torch.cat(unique[:k])).numel() / rows
     return DensityProfile(num_rows, rows, densification)
+
+
+def profile_tables(tables: Sequence[tuple[int, Sequence[Tensor]]]) -> tuple[DensityProfile, ...]:
+    """The exact profiles of several tables in one step, from (num_rows, row indices that each rank touches).
+
+    Tables whose ranks all touch the same rows in the same order get the same pattern.
+    """
+    profiles: list[DensityProfile] = []
+    for position, (num_rows, lists) in enumerate(tables):
+        first = next(
+            (
+                p
+                for p, (other_rows, others) in enumerate(tables[:position])
+                if other_rows == num_rows and all(map(torch.equal, lists, others))
+            ),
+            position,
+        )
+        profiles.append(replace(profile_rows(lists, num_rows), pattern=str(first)))
+    return tuple(profiles)

@@ -159,6 +159,10 @@ class RowGradients:
         """Distinct rows of the sum."""
         return self._result[name].nnz
 
+    def first_with_rows_of(self, name: str) -> str:
+        """The first table of the bucket whose rows the ranks found to be this table's, perhaps itself."""
+        return next(first for first, rows in self._result.items() if rows.indices is self._result[name].indices)
+
     def _table(self, name: str) -> SparseRows:
         if name not in self._brought:
             return SparseRows.absent(self._shapes[name], self.bucket.dtype, self._device)

@@ -52,23 +52,30 @@ class Observer:
         if not self.profiles:
             return
         positions = {name: position for position, name in enumerate(self._arrivals)}
-        mine = torch.tensor([self._seen(name, positions, gradients(name)) for name in self.profiles])
+        numbers = {name: number for number, name in enumerate(self.profiles)}
+        mine = torch.tensor([self._seen(name, positions, numbers, gradients(name)) for name in self.profiles])
         table = torch.stack([part.cpu().view(mine.shape) for part in gather(mine.flatten())])
         self.profiles = {
             name: _reduced(profile, table[:, index]) for index, (name, profile) in enumerate(self.profiles.items())
         }
 
-    def _seen(self, name: str, positions: Mapping[str, int], gradients: Gradients) -> tuple[int, int, int, int]:
-        """(place in ready order, sparse layout, rows of mine, rows of the sum) of one parameter; -1: not known."""
+    def _seen(
+        self, name: str, positions: Mapping[str, int], numbers: Mapping[str, int], gradients: Gradients
+    ) -> tuple[int, ...]:
+        """(place in ready order, sparse layout, rows of mine, rows of the sum, first parameter with the same rows).
+
+        Of one parameter; -1: not known.
+        """
         layout = int(self._arrivals[name]) if name in positions else UNKNOWN
-        rows, union = UNKNOWN, UNKNOWN
+        rows, union, first = UNKNOWN, UNKNOWN, UNKNOWN
         if isinstance(gradients, RowGradients):
             rows, union = gradients.rows(name), gradients.union_rows(name)
-        return positions.get(name, NEVER_READY), layout, rows, union
+            first = numbers[gradients.first_with_rows_of(name)]
+        return positions.get(name, NEVER_READY), layout, rows, union, first
 
 
 def _reduced(before: ParameterProfile, seen: Tensor) -> ParameterProfile:
-    """One parameter's profile from what each rank saw; (ranks, 4) int64, columns as `Observer._seen` says."""
+    """One parameter's profile from what each rank saw; (ranks, 5) int64, columns as `Observer._seen` says."""
     layouts = set(seen[:, 1].tolist()) - {UNKNOWN}
     sparse = 1 in layouts if layouts else before.sparse
     density = None
@@ -76,5 +83,5 @@ def _reduced(before: ParameterProfile, seen: Tensor) -> ParameterProfile:
         size = len(seen)
         rows, union = float(seen[:, 2].double().mean()), float(seen[0, 3])
         growth = {size: union / rows} if rows > 0 and size > 1 else {}
-        density = DensityProfile(before.tensor.num_rows, rows, growth)
+        density = DensityProfile(before.tensor.num_rows, rows, growth, pattern=str(int(seen[0, 4])))
     return ParameterProfile(before.name, before.tensor, sparse, density, position=int(seen[0, 0]))

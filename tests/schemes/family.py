@@ -94,6 +94,13 @@ def row_case(case: str, rank: int, dtype: torch.dtype) -> Tables:
             return (table(g, draw(g, 21, 61), 61, 13, dtype),)
         case "table without rows":
             return (table(g, nothing, 0, 8, dtype),)
+        case "two tables with the same rows":
+            ids = draw(g, 20, 64)
+            return tuple(table(g, ids.clone(), 64, dim, dtype) for dim in (5, 1))
+        case "the same rows on some ranks":
+            ids = draw(g, 20, 64)
+            other = draw(g, 20, 64) if rank == 1 else ids
+            return (table(g, ids, 64, 4, dtype), table(g, other, 64, 1, dtype), table(g, ids, 64, 2, dtype))
         case "aligned":  # 8 rows each: a section of any width is a multiple of 8 bytes
             return (table(g, torch.randperm(64, generator=g)[:8], 64, 16, dtype),)
     raise ValueError(case)
@@ -115,6 +122,8 @@ ROW_CASES = [
     "fewer columns than ranks",
     "odd columns and rows",
     "table without rows",
+    "two tables with the same rows",
+    "the same rows on some ranks",
     "aligned",
 ]
 FLAT_SIZES = {"no elements": 0, "one element": 1, "prime": 17, "even": 1024}

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from gradsync.bucket import Bucket, Layout, Segment, TensorSpec
 from gradsync.cluster import Placement
 from gradsync.comm import GroupError, LocalGroup, drive, run_local
-from gradsync.density import DensityProfile, profile_rows
+from gradsync.density import DensityProfile, profile_tables
 from gradsync.schemes import registered
 from gradsync.schemes.formats import ALIGNMENT_BYTES
 from gradsync.sparse import SparseRows
@@ -54,7 +54,7 @@ def profiles_of(inputs: list[Any]) -> tuple[DensityProfile, ...]:
     """The exact profile of the ranks' tables; none for a flat bucket."""
     if isinstance(inputs[0], torch.Tensor):
         return ()
-    return tuple(profile_rows([t.indices for t in column], column[0].num_rows) for column in zip(*inputs, strict=True))
+    return profile_tables([(c[0].num_rows, [t.indices for t in c]) for c in zip(*inputs, strict=True)])
 
 
 def predicted(member: Member, inputs: list[Any]) -> list[Any]:

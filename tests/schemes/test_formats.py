@@ -8,51 +8,49 @@ import torch
 from hypothesis import given, settings
 
 from gradsync.bucket import TensorSpec
-from gradsync.schemes.formats import (
-    ABSENT,
-    INT32_ROWS,
-    aligned,
-    index_dtype,
-    read_rows,
-    row_counts,
-    rows_message_nbytes,
-    write_rows,
-)
+from gradsync.schemes.formats import INT32_ROWS, aligned, index_dtype, message_nbytes, sections
 from gradsync.schemes.owners import column_stripes
+from gradsync.schemes.tables import ABSENT, SAME_AS, Agreement, RowGroup, Survey
 from gradsync.sparse import SparseRows
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
 @given(
-    tables=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 7), st.integers(0, 7)), min_size=1, max_size=4),
+    groups=st.lists(
+        st.tuples(st.integers(0, 9), st.lists(st.integers(1, 7), min_size=1, max_size=3), st.integers(0, 9)),
+        min_size=1,
+        max_size=4,
+    ),
     dtype=st.sampled_from(DTYPES),
     wide=st.booleans(),
 )
 @settings(max_examples=100, deadline=None)
-def test_messages_hold_what_was_written(tables: list[tuple[int, int, int]], dtype: torch.dtype, wide: bool) -> None:
+def test_messages_hold_what_was_written(
+    groups: list[tuple[int, list[int], int]], dtype: torch.dtype, wide: bool
+) -> None:
     num_rows = INT32_ROWS + 5 if wide else 50
+    row_groups, position = [], 0
+    for _, dims, _ in groups:
+        specs = tuple(TensorSpec((num_rows, dim), dtype) for dim in dims)
+        row_groups.append(RowGroup(tuple(range(position, position + len(dims))), specs))
+        position += len(dims)
+    rows = [count for count, _, _ in groups]
+    columns = [(min(start, g.dim), g.dim) for (_, _, start), g in zip(groups, row_groups, strict=True)]
+    message = torch.full((int(message_nbytes(row_groups, rows, columns)),), 255, dtype=torch.uint8)
     written = []
-    for rows, dim, start in tables:
-        indices = num_rows - 1 - torch.arange(rows)
-        written.append((SparseRows(indices, torch.randn(rows, dim).to(dtype), num_rows), (min(start, dim), dim)))
-    sizes = [
-        rows_message_nbytes(TensorSpec((t.num_rows, t.dim), dtype), t.nnz, stop - start) for t, (start, stop) in written
-    ]
-    message = torch.empty(int(sum(sizes)), dtype=torch.uint8)
-    offset = 0
-    for table, columns in written:
-        offset = write_rows(message, offset, table, columns)
-    assert offset == message.numel()
-
-    offset = 0
-    for (table, (start, stop)), size in zip(written, sizes, strict=True):
-        spec = TensorSpec((table.num_rows, table.dim), dtype)
-        before = offset
-        indices, values, offset = read_rows(message, offset, table.nnz, stop - start, spec)
-        assert torch.equal(indices.long(), table.indices)
-        assert torch.equal(values, table.values[:, start:stop])
-        assert offset - before == size
+    for count, section in zip(rows, sections(message, row_groups, rows, columns), strict=True):
+        section.indices.copy_(num_rows - 1 - torch.arange(count))
+        for _, values in section.values.values():
+            values.copy_(torch.randn(values.shape))
+        written.append((section.indices.clone(), {p: v.clone() for p, (_, v) in section.values.items()}))
+    again = list(sections(message, row_groups, rows, columns))
+    for (indices, values), section, group, span in zip(written, again, row_groups, columns, strict=True):
+        assert torch.equal(section.indices, indices)
+        assert section.indices.tolist() == [num_rows - 1 - i for i in range(len(indices))]
+        assert all(torch.equal(section.values[p][1], v) for p, v in values.items())
+        assert sum(high - low for (low, high), _ in section.values.values()) == span[1] - span[0]
+        assert list(section.values) == list(group.positions)
 
 
 def test_indices_take_four_bytes_as_long_as_they_fit() -> None:
@@ -65,11 +63,36 @@ def test_sections_start_at_multiples_of_eight_and_expected_sizes_at_the_mean(nby
     assert aligned(nbytes) == expected
 
 
-def test_counts_tell_an_absent_table_from_one_without_rows() -> None:
-    empty = SparseRows(torch.empty(0, dtype=torch.int64), torch.empty(0, 2), 4)
+def table(indices: list[int], dim: int = 2, num_rows: int = 4) -> SparseRows:
+    return SparseRows(torch.tensor(indices, dtype=torch.int64), torch.ones(len(indices), dim), num_rows)
+
+
+def test_a_header_tells_distinct_rows_absent_tables_and_rows_seen_before() -> None:
     absent = SparseRows.absent((4, 2), torch.float32, torch.device("cpu"))
-    full = SparseRows(torch.tensor([1, 1, 0]), torch.ones(3, 2), 4)
-    assert row_counts((empty, absent, full)).tolist() == [0, ABSENT, 3]
+    survey = Survey.of((table([]), absent, table([1, 1, 0]), table([1, 1, 0], dim=5), table([1, 1, 0], num_rows=9)))
+    assert survey.header.tolist() == [0, ABSENT, 2, SAME_AS - 2, 2]
+    assert survey.unions[3] is survey.unions[2]
+
+
+def test_ranks_agree_on_groups_only_where_all_have_the_same_rows() -> None:
+    specs = tuple(TensorSpec((4, dim), torch.float32) for dim in (2, 3, 1))
+    everywhere, here = [5, SAME_AS, SAME_AS], [6, SAME_AS, 7]
+    agreed = Agreement.of([torch.tensor(everywhere), torch.tensor(here)], specs)
+    assert [group.positions for group in agreed.groups] == [(0, 1), (2,)]
+    assert agreed.rows == ((5, 5), (6, 7))
+    assert agreed.present == (True, True, True)
+    absent = Agreement.of([torch.tensor([ABSENT] * 3), torch.tensor([ABSENT, 2, ABSENT])], specs)
+    assert absent.present == (False, True, False)
+    assert absent.rows == ((0, 0, 0), (0, 2, 0))
+
+
+def test_a_groups_columns_lie_side_by_side() -> None:
+    group = RowGroup((0, 3), (TensorSpec((4, 5), torch.float32), TensorSpec((4, 2), torch.float32)))
+    assert [group.columns(*stripe) for stripe in column_stripes(group.dim, 3)] == [
+        [(0, 2), (0, 0)],
+        [(2, 4), (0, 0)],
+        [(4, 5), (0, 2)],
+    ]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 13])

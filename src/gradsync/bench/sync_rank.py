@@ -16,7 +16,7 @@ from .. import workloads
 from ..bucket import TensorSpec
 from ..cluster import Placement
 from ..comm import Ledger, RecordingGroup, TorchGroup, drive
-from ..density import DensityProfile, profile_rows
+from ..density import DensityProfile, profile_tables
 from ..lab.counters import interface_bytes
 from ..schemes import AllReduce, Scheme
 from ..sparse import SparseRows
@@ -137,7 +137,7 @@ def workload_case(name: str, group: TorchGroup, spec: SyncSpec) -> dict[str, Any
     gradients = sparse_gradients(model)
     tables = tuple(SparseRows.from_torch(g) for g in gradients)
     dense = [g.to_dense() for g in gradients]
-    profiles = tuple(measured_profile(t, group) for t in tables)
+    profiles = measured_profiles(tables, group)
     specs = tuple(TensorSpec.of(g) for g in gradients)
     schemes = {name: scheme_exchange(s, group, lambda: tables) for name, s in SPARSE_SCHEMES.items()}
     costs = {name: step_costs(s, specs, profiles, group.size) for name, s in SPARSE_SCHEMES.items()}
@@ -162,12 +162,14 @@ def sparse_gradients(model: nn.Module) -> list[Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None and p.grad.layout is torch.sparse_coo]
 
 
-def measured_profile(table: SparseRows, group: TorchGroup) -> DensityProfile:
-    """The exact profile of this step, from the indices of all ranks."""
-    mine = torch.unique(table.indices)
-    sizes = group.all_gather(torch.tensor([mine.numel()])).wait(TIMEOUT_S)
-    everyone = group.all_gather(mine, [int(size) for size in sizes]).wait(TIMEOUT_S)
-    return profile_rows(everyone, table.num_rows)
+def measured_profiles(tables: tuple[SparseRows, ...], group: TorchGroup) -> tuple[DensityProfile, ...]:
+    """The exact profiles of this step, from the indices of all ranks."""
+
+    def everyone(table: SparseRows) -> list[Tensor]:
+        sizes = group.all_gather(torch.tensor([table.nnz])).wait(TIMEOUT_S)
+        return group.all_gather(table.indices.contiguous(), [int(size) for size in sizes]).wait(TIMEOUT_S)
+
+    return profile_tables([(table.num_rows, everyone(table)) for table in tables])
 
 
 def union_rows(profiles: tuple[DensityProfile, ...], size: int) -> list[float]:

@@ -6,7 +6,6 @@ from .group import Pending as Pending
 from .group import TorchGroup as TorchGroup
 from .group import split as split
 from .issue import Exchange as Exchange
-
 from .issue import drive as drive
 from .local import LocalGroup as LocalGroup
 from .local import run_local as run_local

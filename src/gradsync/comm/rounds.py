@@ -1,4 +1,4 @@
-"""Exchanges by point-to-point messages in rounds: in round k a rank sends to the k-th after it, receives from the k-th before.
+"""Exchanges in rounds of messages: in round k a rank sends to the k-th rank after it, receives from the k-th before.
 
 gloo's own all-to-all starts all messages at once. They share the senders' links and meet on the receivers', in an order
 that leaves links idle: 60-75 % of the line rate on shaped links, where rounds reach 95 %.

@@ -14,8 +14,8 @@ from ..density import DensityProfile
 from ..sparse import SparseRows
 from ..steps import Compute, Pattern, Step, Transfer
 from .base import Scheme, State, register
-from .formats import read_rows, row_counts, rows_message_nbytes, write_rows
-from .tables import Tables, coalesce, spec_of
+from .formats import message_nbytes, sections
+from .tables import Agreement, Columns, Survey, Tables, expected_groups, specs_of
 
 
 @register
@@ -23,7 +23,8 @@ from .tables import Tables, coalesce, spec_of
 class AGSparse(Scheme[Tables]):
     """All-gather of rows, summed on every rank: what DDP does with sparse gradients (Zen, section 3). Exact.
 
-    Unlike DDP's, it merges repeated rows first and sends 4-byte indices and values in one message.
+    Unlike DDP's, it merges repeated rows first and sends 4-byte indices and values in one message, and the indices of
+    tables with the same rows once.
     Wire: each rank sends its rows, indices and values, to n-1 others; volume grows with n.
     """
 
@@ -35,12 +36,13 @@ class AGSparse(Scheme[Tables]):
         return ("sizes", "gather")
 
     async def synchronize(self, x: Tables, state: State, group: Group, scale: float) -> tuple[Tables, State]:
-        tables = coalesce(x)
-        counts = [c.tolist() for c in await group.all_gather(row_counts(tables))]  # the host sizes the messages
-        message = pack(tables)
-        sizes = [sum(message_sections(tables, rows)) for rows in counts]
+        survey = Survey.of(x)
+        agreed = Agreement.of(await group.all_gather(survey.header), specs_of(x))
+        columns = [(0, g.dim) for g in agreed.groups]
+        message = _pack(x, survey, agreed, columns, group.rank)
+        sizes = [int(message_nbytes(agreed.groups, rows, columns)) for rows in agreed.rows]
         messages = await group.all_gather(message, sizes)
-        return sum_messages(messages, counts, tables, scale), state
+        return _sum_messages(messages, agreed, columns, scale), state
 
     def steps(
         self,
@@ -50,7 +52,9 @@ class AGSparse(Scheme[Tables]):
         round: int = 0,
     ) -> tuple[Step, ...]:
         n = placement.size
-        message = sum(rows_message_nbytes(s, p.rows, s.dim) for s, p in zip(specs, profiles, strict=True))
+        expected = expected_groups(specs, profiles)
+        groups, rows = [g for g, _ in expected], [profiles[first].rows for _, first in expected]
+        message = message_nbytes(groups, rows, [(0, g.dim) for g in groups])
         summed = sum(s.dim * s.itemsize * p.union_rows(n) for s, p in zip(specs, profiles, strict=True))
         return (
             Compute("sum_rows", 2 * message),
@@ -60,34 +64,33 @@ class AGSparse(Scheme[Tables]):
         )
 
 
-def message_sections(tables: Tables, rows: list[int]) -> list[int]:
-    """Bytes of each table in a message that holds whole rows; `rows` as `row_counts` gives them."""
-    return [int(rows_message_nbytes(spec_of(t), max(r, 0), t.dim)) for t, r in zip(tables, rows, strict=True)]
-
-
-def pack(tables: Tables) -> torch.Tensor:
-    """One message with whole rows of all tables."""
-    nbytes = sum(message_sections(tables, [t.nnz for t in tables]))
+def _pack(tables: Tables, survey: Survey, agreed: Agreement, columns: list[Columns], rank: int) -> torch.Tensor:
+    """One message with the whole rows of all groups."""
+    rows = agreed.rows[rank]
+    nbytes = int(message_nbytes(agreed.groups, rows, columns))
     message = torch.empty(nbytes, dtype=torch.uint8, device=tables[0].values.device)
-    offset = 0
-    for table in tables:
-        offset = write_rows(message, offset, table, (0, table.dim))
+    for group, section in zip(agreed.groups, sections(message, agreed.groups, rows, columns), strict=True):
+        survey.unions[group.positions[0]].write_indices(section.indices)
+        for position in group.positions:
+            survey.unions[position].sum([tables[position].values], [section.values[position][1]])
     return message
 
 
-def sum_messages(messages: list[torch.Tensor], counts: list[list[int]], tables: Tables, scale: float) -> Tables:
+def _sum_messages(messages: list[torch.Tensor], agreed: Agreement, columns: list[Columns], scale: float) -> Tables:
     """`scale` times the sum of all ranks' messages, in rank order."""
-    parts: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in tables]
-    for message, rows in zip(messages, counts, strict=True):
-        offset = 0
-        for position, table in enumerate(tables):
-            indices, values, offset = read_rows(message, offset, max(rows[position], 0), table.dim, spec_of(table))
-            parts[position].append((indices, values))
-    return tuple(
-        SparseRows(
-            *kernels.sum_rows(parts[position], table.num_rows, scale=scale),
-            table.num_rows,
-            present=any(rows[position] >= 0 for rows in counts),
-        )
-        for position, table in enumerate(tables)
-    )
+    received = [
+        list(sections(message, agreed.groups, rows, columns))
+        for message, rows in zip(messages, agreed.rows, strict=True)
+    ]
+    result: dict[int, SparseRows] = {}
+    for number, group in enumerate(agreed.groups):
+        parts = [rank[number] for rank in received]
+        union = kernels.unite_rows([part.indices for part in parts], group.num_rows)
+        indices = parts[0].indices.new_empty(union.count, dtype=torch.int64)
+        union.write_indices(indices)
+        for position, spec in zip(group.positions, group.specs, strict=True):
+            values = [part.values[position][1] for part in parts]
+            total = values[0].new_empty(union.count, spec.dim)
+            union.sum(values, [total], scale=scale)
+            result[position] = SparseRows(indices, total, group.num_rows, agreed.present[position])
+    return tuple(result[position] for position in range(len(result)))

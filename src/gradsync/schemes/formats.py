@@ -1,23 +1,21 @@
-"""Bits on the wire: how row-sparse parts are packed into one message for each peer.
+"""Bits on the wire: how the rows of all groups of tables are laid into one message for a peer.
 
-A message holds, table by table, the row indices and then the values of the peer's columns; each section starts at a
-multiple of 8 bytes, so that any element type can be viewed in place.
+A message holds, group by group, the row indices and then, table by table, the values of the peer's columns; each
+section starts at a multiple of 8 bytes, so that any element type can be viewed in place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..bucket import TensorSpec
-from ..sparse import SparseRows
+from .tables import Columns, RowGroup
 
 ALIGNMENT_BYTES = 8
 INT32_ROWS = 2**31  # tables up to this many rows send indices of 4 bytes, larger ones of 8
-
-ABSENT = -1  # row count of a rank that has no gradient for the table
 
 
 def aligned(nbytes: float) -> float:
@@ -31,36 +29,43 @@ def index_dtype(num_rows: int) -> torch.dtype:
     return torch.int32 if num_rows <= INT32_ROWS else torch.int64
 
 
-def rows_message_nbytes(spec: TensorSpec, rows: float, columns: int) -> float:
-    """Size of one table's sections for `rows` rows and `columns` columns of each."""
-    return aligned(rows * index_dtype(spec.num_rows).itemsize) + aligned(rows * columns * spec.itemsize)
+def rows_nbytes(group: RowGroup, rows: float, start: int, stop: int) -> float:
+    """Size of one group's sections for `rows` rows and columns [start, stop) of the group."""
+    owned = zip(group.specs, group.columns(start, stop), strict=True)
+    values = sum(aligned(rows * (high - low) * spec.itemsize) for spec, (low, high) in owned)
+    return aligned(rows * index_dtype(group.num_rows).itemsize) + values
 
 
-def row_counts(tables: Sequence[SparseRows]) -> Tensor:
-    """(tables,) int64: stored rows of each table, ABSENT where this rank has no gradient."""
-    return torch.tensor([t.nnz if t.present else ABSENT for t in tables], device=tables[0].values.device)
+@dataclass(frozen=True)
+class Section:
+    """One group in a message: its indices, and of each of its tables (position) the columns that travel."""
+
+    indices: Tensor  # (rows,) int32 or int64
+    values: dict[int, tuple[Columns, Tensor]]  # position -> columns, (rows, columns)
 
 
-def write_rows(out: Tensor, offset: int, table: SparseRows, columns: tuple[int, int]) -> int:
-    """Writes one table's sections into the uint8 message `out` at `offset`; returns the offset behind them."""
-    indices_dtype = index_dtype(table.num_rows)
-    nbytes = table.nnz * indices_dtype.itemsize
-    out[offset : offset + nbytes].view(indices_dtype).copy_(table.indices)
-    offset += int(aligned(nbytes))
-    start, stop = columns
-    nbytes = table.nnz * (stop - start) * table.values.element_size()
-    if nbytes:
-        target = out[offset : offset + nbytes].view(table.values.dtype).view(table.nnz, stop - start)
-        target.copy_(table.values[:, start:stop])
-    return offset + int(aligned(nbytes))
+def sections(
+    message: Tensor, groups: Sequence[RowGroup], rows: Sequence[int], columns: Sequence[Columns]
+) -> Iterator[Section]:
+    """Views of a uint8 message, group by group, to be written or read; `rows` and `columns` are of each group."""
+    offset = 0
+
+    def take(nbytes: int) -> Tensor:
+        nonlocal offset
+        part = message[offset : offset + nbytes]
+        offset += int(aligned(nbytes))
+        return part
+
+    for group, count, (start, stop) in zip(groups, rows, columns, strict=True):
+        kind = index_dtype(group.num_rows)
+        indices = take(count * kind.itemsize).view(kind)
+        values = {}
+        for position, spec, (low, high) in zip(group.positions, group.specs, group.columns(start, stop), strict=True):
+            part = take(count * (high - low) * spec.itemsize)
+            values[position] = ((low, high), part.view(spec.dtype).view(count, high - low))
+        yield Section(indices, values)
 
 
-def read_rows(message: Tensor, offset: int, rows: int, columns: int, spec: TensorSpec) -> tuple[Tensor, Tensor, int]:
-    """(indices (rows,), values (rows, columns), offset behind them), as views into the message."""
-    indices_dtype = index_dtype(spec.num_rows)
-    nbytes = rows * indices_dtype.itemsize
-    indices = message[offset : offset + nbytes].view(indices_dtype)
-    offset += int(aligned(nbytes))
-    nbytes = rows * columns * spec.itemsize
-    values = message[offset : offset + nbytes].view(spec.dtype).view(rows, columns)
-    return indices, values, offset + int(aligned(nbytes))
+def message_nbytes(groups: Sequence[RowGroup], rows: Sequence[float], columns: Sequence[Columns]) -> float:
+    """Size of a message; exact for whole numbers of rows, the mean for expected ones."""
+    return sum(rows_nbytes(g, count, *span) for g, count, span in zip(groups, rows, columns, strict=True))

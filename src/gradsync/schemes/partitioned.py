@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,35 +16,34 @@ from ..density import DensityProfile
 from ..sparse import SparseRows
 from ..steps import Compute, Pattern, Step, Transfer
 from .base import Partitioned, State, register
-from .formats import read_rows, row_counts, rows_message_nbytes, write_rows
+from .formats import Section, message_nbytes, sections
 from .owners import column_stripes
-from .tables import Tables, coalesce, spec_of
+from .tables import Agreement, Columns, RowGroup, Survey, Tables, expected_groups, specs_of
 
 
 @dataclass(frozen=True)
 class OwnedColumns:
     """What a rank holds after push: the sum of its columns for every row that any rank touched."""
 
-    indices: Tensor  # (union,) int64, sorted; the same on every rank
-    values: Tensor  # (union, columns owned)
-    num_rows: int
-    dim: int
-    present: bool
+    agreed: Agreement
+    indices: tuple[Tensor, ...]  # per group (union,) int64, sorted; the same on every rank
+    values: Tensor  # flat: group by group, table by table, (union, columns owned)
 
     def numel_of(self, owner: int, size: int) -> int:
         """Elements that `owner` of `size` ranks holds of the same sum."""
-        start, stop = column_stripes(self.dim, size)[owner]
-        return self.indices.numel() * (stop - start)
+        stripes = [column_stripes(group.dim, size)[owner] for group in self.agreed.groups]
+        return sum(len(indices) * (stop - start) for indices, (start, stop) in zip(self.indices, stripes, strict=True))
 
 
 @register
 @dataclass(frozen=True)
-class BalancedParallelism(Partitioned[Tables, tuple[OwnedColumns, ...]]):
+class BalancedParallelism(Partitioned[Tables, OwnedColumns]):
     """Zen's Balanced Parallelism (OSDI 2025, section 3) for row-sparse tables, owned by column stripes. Exact.
 
     Every rank owns the same columns of every row, so all owners receive equal volumes however skewed the rows are.
     Beyond the paper: an owner sees the row indices of all ranks, so all ranks know the union after push, and pull
-    carries values only, in equal parts, with no indices and no size exchange.
+    carries values only, in equal parts, with no indices and no size exchange; tables with the same rows send their
+    indices once and are striped as one table.
     Wire per rank: push (n-1) * indices + (n-1)/n * values; pull (n-1)/n * values of the union.
     """
 
@@ -59,22 +59,22 @@ class BalancedParallelism(Partitioned[Tables, tuple[OwnedColumns, ...]]):
     def stages(self) -> tuple[str, ...]:
         return ("sizes", "push", "pull")
 
-    async def push(self, x: Tables, state: State, group: Group, scale: float) -> tuple[tuple[OwnedColumns, ...], State]:
+    async def push(self, x: Tables, state: State, group: Group, scale: float) -> tuple[OwnedColumns, State]:
         # Push: to each owner its columns of my rows.
-        tables = coalesce(x)
-        counts = [c.tolist() for c in await group.all_gather(row_counts(tables))]  # the host sizes the messages
-        message, sent = _pack_stripes(tables, group)
-        received = [_stripe_nbytes(tables, rows, group.size, group.rank) for rows in counts]
+        survey = Survey.of(x)
+        agreed = Agreement.of(await group.all_gather(survey.header), specs_of(x))
+        message, own, sent = _pack_stripes(x, survey, agreed, group)
+        mine = _stripes(agreed.groups, group.size, group.rank)
+        received = [int(message_nbytes(agreed.groups, rows, mine)) for rows in agreed.rows]
         received[group.rank] = 0
         messages = await group.all_to_all(message, sent, received)
-        return _sum_stripes(messages, counts, tables, group, scale), state
+        messages[group.rank] = own
+        return _sum_stripes(messages, agreed, mine, scale), state
 
-    async def pull(self, shard: tuple[OwnedColumns, ...], state: State, group: Group) -> Tables:
+    async def pull(self, shard: OwnedColumns, state: State, group: Group) -> Tables:
         # Pull: from each owner its columns of the sum; everybody knows the rows already.
-        mine = torch.cat([owned.values.flatten() for owned in shard])
-        sizes = [sum(owned.numel_of(owner, group.size) for owned in shard) for owner in range(group.size)]
-        parts = await group.all_gather(mine, sizes)
-        return _join_stripes(parts, shard)
+        sizes = [shard.numel_of(owner, group.size) for owner in range(group.size)]
+        return _join_stripes(await group.all_gather(shard.values, sizes), shard)
 
     def steps(
         self,
@@ -84,14 +84,15 @@ class BalancedParallelism(Partitioned[Tables, tuple[OwnedColumns, ...]]):
         round: int = 0,
     ) -> tuple[Step, ...]:
         n = placement.size
-        widths = [[stop - start for start, stop in column_stripes(s.dim, n)] for s in specs]
-        tables = list(zip(specs, profiles, widths, strict=True))
-        push = tuple(sum(rows_message_nbytes(s, p.rows, w[owner]) for s, p, w in tables) for owner in range(n))
-        pull = tuple(sum(p.union_rows(n) * w[owner] * s.itemsize for s, p, w in tables) for owner in range(n))
+        expected = expected_groups(specs, profiles)
+        groups, rows = [g for g, _ in expected], [profiles[first].rows for _, first in expected]
+        unions = [profiles[first].union_rows(n) for _, first in expected]
+        stripes = [_stripes(groups, n, owner) for owner in range(n)]
+        push = tuple(message_nbytes(groups, rows, stripe) for stripe in stripes)
+        pull = tuple(_values_nbytes(groups, unions, stripe) for stripe in stripes)
         return (
-            Compute("sum_rows", 2 * sum(rows_message_nbytes(s, p.rows, s.dim) for s, p, _ in tables)),
+            Compute("sum_rows", message_nbytes(groups, rows, [(0, g.dim) for g in groups]) + sum(push)),
             Transfer("sizes", Pattern.ALL_GATHER, (8.0 * len(specs),) * n),
-            Compute("pack", 2 * sum(push)),
             Transfer("push", Pattern.ALL_TO_ALL, push),
             Compute("sum_rows", n * max(push) + max(pull)),
             Transfer("pull", Pattern.ALL_GATHER, pull),
@@ -99,66 +100,87 @@ class BalancedParallelism(Partitioned[Tables, tuple[OwnedColumns, ...]]):
         )
 
 
-def _stripe_nbytes(tables: Tables, rows: list[int], size: int, owner: int) -> int:
-    """Bytes of the message to `owner` from a rank with these row counts."""
-    total = 0
-    for table, count in zip(tables, rows, strict=True):
-        start, stop = column_stripes(table.dim, size)[owner]
-        total += int(rows_message_nbytes(spec_of(table), max(count, 0), stop - start))
-    return total
+def _stripes(groups: Sequence[RowGroup], size: int, owner: int) -> list[Columns]:
+    """The columns that `owner` of `size` ranks owns of each group."""
+    return [column_stripes(group.dim, size)[owner] for group in groups]
 
 
-def _pack_stripes(tables: Tables, group: Group) -> tuple[Tensor, list[int]]:
-    """One message for each owner, one after the other, none for this rank; and their sizes in bytes."""
-    rows = [table.nnz for table in tables]
-    sent = [_stripe_nbytes(tables, rows, group.size, owner) for owner in range(group.size)]
-    sent[group.rank] = 0
-    message = torch.empty(sum(sent), dtype=torch.uint8, device=tables[0].values.device)
-    offset = 0
-    for owner in range(group.size):
-        if owner != group.rank:
-            for table in tables:
-                offset = write_rows(message, offset, table, column_stripes(table.dim, group.size)[owner])
-    return message, sent
+def _values_nbytes(groups: Sequence[RowGroup], rows: Sequence[float], columns: Sequence[Columns]) -> float:
+    itemsize = groups[0].specs[0].itemsize
+    return sum(count * (stop - start) * itemsize for count, (start, stop) in zip(rows, columns, strict=True))
 
 
-def _sum_stripes(
-    messages: list[Tensor], counts: list[list[int]], tables: Tables, group: Group, scale: float
-) -> tuple[OwnedColumns, ...]:
-    """`scale` times the sum of my columns over all ranks, in rank order."""
-    parts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in tables]
-    for rank, (message, rows) in enumerate(zip(messages, counts, strict=True)):
-        offset = 0
-        for position, table in enumerate(tables):
-            start, stop = column_stripes(table.dim, group.size)[group.rank]
-            if rank == group.rank:
-                parts[position].append((table.indices, table.values[:, start:stop].contiguous()))
-                continue
-            count = max(rows[position], 0)
-            indices, values, offset = read_rows(message, offset, count, stop - start, spec_of(table))
-            parts[position].append((indices, values))
-    return tuple(
-        OwnedColumns(
-            *kernels.sum_rows(parts[position], table.num_rows, scale=scale),
-            table.num_rows,
-            table.dim,
-            present=any(rows[position] >= 0 for rows in counts),
+def _pack_stripes(tables: Tables, survey: Survey, agreed: Agreement, group: Group) -> tuple[Tensor, Tensor, list[int]]:
+    """One message for each other owner, one after the other; this rank's own part; the sizes in bytes (own: 0)."""
+    stripes = [_stripes(agreed.groups, group.size, owner) for owner in range(group.size)]
+    rows = agreed.rows[group.rank]
+    nbytes = [int(message_nbytes(agreed.groups, rows, stripe)) for stripe in stripes]
+    own = torch.empty(nbytes[group.rank], dtype=torch.uint8, device=tables[0].values.device)
+    nbytes[group.rank] = 0
+    message = own.new_empty(sum(nbytes))
+    parts = list(torch.split(message, nbytes))
+    parts[group.rank] = own
+    written = [list(sections(part, agreed.groups, rows, stripe)) for part, stripe in zip(parts, stripes, strict=True)]
+    for number, row_group in enumerate(agreed.groups):
+        _write_group(tables, survey, row_group, [owner[number] for owner in written])
+    return message, own, nbytes
+
+
+def _write_group(tables: Tables, survey: Survey, group: RowGroup, owners: list[Section]) -> None:
+    """Merges repeated rows and spreads them over the owners' messages, in one pass a table."""
+    union = survey.unions[group.positions[0]]
+    union.write_indices(owners[0].indices)
+    for other in owners[1:]:
+        other.indices.copy_(owners[0].indices)
+    for position in group.positions:
+        shares = [(columns, out) for columns, out in (owner.values[position] for owner in owners) if out.shape[1]]
+        survey.unions[position].sum(
+            [tables[position].values], [out for _, out in shares], [columns for columns, _ in shares]
         )
-        for position, table in enumerate(tables)
-    )
 
 
-def _join_stripes(parts: list[Tensor], shard: tuple[OwnedColumns, ...]) -> Tables:
+def _sum_stripes(messages: list[Tensor], agreed: Agreement, mine: list[Columns], scale: float) -> OwnedColumns:
+    """`scale` times the sum of my columns over all ranks, in rank order."""
+    received = [
+        list(sections(message, agreed.groups, rows, mine)) for message, rows in zip(messages, agreed.rows, strict=True)
+    ]
+    unions = [
+        kernels.unite_rows([rank[number].indices for rank in received], group.num_rows)
+        for number, group in enumerate(agreed.groups)
+    ]
+    widths = [stop - start for start, stop in mine]
+    dtype = agreed.groups[0].specs[0].dtype
+    total = sum(union.count * width for union, width in zip(unions, widths, strict=True))
+    flat = messages[0].new_empty(total, dtype=dtype)
+    indices, offset = [], 0
+    for number, (group, union) in enumerate(zip(agreed.groups, unions, strict=True)):
+        indices.append(flat.new_empty(union.count, dtype=torch.int64))
+        union.write_indices(indices[-1])
+        for position in group.positions:
+            values = [rank[number].values[position][1] for rank in received]
+            numel = union.count * values[0].shape[1]
+            if numel:
+                union.sum(values, [flat[offset : offset + numel].view(union.count, -1)], scale=scale)
+            offset += numel
+    return OwnedColumns(agreed, tuple(indices), flat)
+
+
+def _join_stripes(parts: list[Tensor], shard: OwnedColumns) -> Tables:
     """Whole rows from the owners' columns; `parts[owner]` holds its columns of all tables."""
     size = len(parts)
     offsets = [0] * size
-    result = []
-    for owned in shard:
-        union = owned.indices.numel()
-        values = owned.values.new_empty(union, owned.dim)
-        for owner, (start, stop) in enumerate(column_stripes(owned.dim, size)):
-            taken = union * (stop - start)
-            values[:, start:stop] = parts[owner][offsets[owner] : offsets[owner] + taken].view(union, stop - start)
-            offsets[owner] += taken
-        result.append(SparseRows(owned.indices, values, owned.num_rows, owned.present))
-    return tuple(result)
+    result: dict[int, SparseRows] = {}
+    for group, indices in zip(shard.agreed.groups, shard.indices, strict=True):
+        owned = [group.columns(*stripe) for stripe in column_stripes(group.dim, size)]
+        for number, (position, spec) in enumerate(zip(group.positions, group.specs, strict=True)):
+            columns, pieces = [], []
+            for owner, (start, stop) in enumerate(tables[number] for tables in owned):
+                if start < stop:
+                    taken = len(indices) * (stop - start)
+                    pieces.append(parts[owner][offsets[owner] : offsets[owner] + taken].view(-1, stop - start))
+                    columns.append((start, stop))
+                    offsets[owner] += taken
+            values = parts[0].new_empty(len(indices), spec.dim)
+            kernels.join_columns(pieces, columns, values)
+            result[position] = SparseRows(indices, values, group.num_rows, shard.agreed.present[position])
+    return tuple(result[position] for position in range(len(result)))

@@ -1,19 +1,121 @@
-"""What schemes of row-sparse buckets see: a tuple of tables, one for each parameter of the bucket."""
+"""What schemes of row-sparse buckets see: a tuple of tables, one for each parameter of the bucket.
+
+Tables looked up with the same ids have the same rows (factors and first-order weights of a factorization machine).
+Such tables form one `RowGroup`: their indices are found once and travel once, and their columns lie side by side.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
 from .. import kernels
 from ..bucket import TensorSpec
+from ..density import DensityProfile
 from ..sparse import SparseRows
 
 Tables = tuple[SparseRows, ...]
+Columns = tuple[int, int]  # [start, stop)
+
+ABSENT = -1  # in a header: this rank has no gradient for the table
+SAME_AS = -2  # in a header: SAME_AS - t says that the rows are those of the earlier table t
 
 
-def coalesce(tables: Tables) -> Tables:
-    """The same tables with sorted, unique rows."""
-    return tuple(t.with_rows(*kernels.sum_rows([(t.indices, t.values)], t.num_rows)) for t in tables)
+@dataclass(frozen=True)
+class RowGroup:
+    """Tables of a bucket that have the same rows on every rank."""
+
+    positions: tuple[int, ...]  # of the tables in the bucket
+    specs: tuple[TensorSpec, ...]  # of these tables
+
+    @property
+    def num_rows(self) -> int:
+        return self.specs[0].num_rows
+
+    @property
+    def dim(self) -> int:
+        """Columns of all tables, side by side."""
+        return sum(spec.dim for spec in self.specs)
+
+    def columns(self, start: int, stop: int) -> list[Columns]:
+        """What [start, stop) of all columns is of each table's own; empty ranges where it is nothing."""
+        found, offset = [], 0
+        for spec in self.specs:
+            low, high = max(start - offset, 0), min(stop - offset, spec.dim)
+            found.append((low, high) if low < high else (0, 0))
+            offset += spec.dim
+        return found
 
 
-def spec_of(table: SparseRows) -> TensorSpec:
-    """The whole table's shape and element type."""
-    return TensorSpec((table.num_rows, table.dim), table.values.dtype)
+@dataclass(frozen=True)
+class Survey:
+    """Which rows this rank has of each table, sorted and unique; the same object for tables with the same rows."""
+
+    unions: tuple[kernels.RowUnion, ...]
+    header: Tensor  # (tables,) int64: distinct rows, ABSENT, or SAME_AS - t; what the ranks tell each other
+
+    @classmethod
+    def of(cls, tables: Tables) -> Survey:
+        """
+        Raises:
+            ValueError: for an index outside of its table.
+        """
+        unions: list[kernels.RowUnion] = []
+        header: list[int] = []
+        for position, table in enumerate(tables):
+            first = next((p for p in range(position) if _same_rows(tables[p], table)), None)
+            if first is not None:
+                unions.append(unions[first])
+                header.append(SAME_AS - first)
+            else:
+                unions.append(kernels.unite_rows([table.indices], table.num_rows))
+                header.append(unions[-1].count if table.present else ABSENT)
+        return cls(tuple(unions), torch.tensor(header, dtype=torch.int64, device=tables[0].values.device))
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What the headers of all ranks say: the same on every rank."""
+
+    groups: tuple[RowGroup, ...]
+    rows: tuple[tuple[int, ...], ...]  # per rank: its rows of each group
+    present: tuple[bool, ...]  # per table: whether any rank has a gradient for it
+
+    @classmethod
+    def of(cls, headers: Sequence[Tensor], specs: tuple[TensorSpec, ...]) -> Agreement:
+        ranks = [header.tolist() for header in headers]  # the host sizes the messages
+        members: dict[int, list[int]] = {}
+        for position in range(len(specs)):
+            said = {header[position] for header in ranks}
+            first = SAME_AS - said.pop() if len(said) == 1 else ABSENT
+            # Rows that only some ranks have in common travel twice: all must cut messages alike.
+            members.setdefault(first if first in members else position, []).append(position)
+        groups = tuple(RowGroup(tuple(p), tuple(specs[i] for i in p)) for p in members.values())
+        own = [[header[SAME_AS - h] if h <= SAME_AS else h for h in header] for header in ranks]
+        return cls(
+            groups,
+            tuple(tuple(max(counts[group.positions[0]], 0) for group in groups) for counts in own),
+            tuple(any(counts[position] != ABSENT for counts in own) for position in range(len(specs))),
+        )
+
+
+def specs_of(tables: Tables) -> tuple[TensorSpec, ...]:
+    """The whole tables' shapes and element types."""
+    return tuple(TensorSpec((t.num_rows, t.dim), t.values.dtype) for t in tables)
+
+
+def expected_groups(specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfile, ...]) -> list[tuple[RowGroup, int]]:
+    """The groups that tables of these profiles will form, each with the position of its first table."""
+    members: dict[object, list[int]] = {}
+    for position, profile in enumerate(profiles):
+        members.setdefault(profile.pattern or position, []).append(position)
+    return [(RowGroup(tuple(p), tuple(specs[i] for i in p)), p[0]) for p in members.values()]
+
+
+def _same_rows(a: SparseRows, b: SparseRows) -> bool:
+    if not (a.present and b.present) or a.num_rows != b.num_rows or a.nnz != b.nnz:
+        return False
+    return a.indices.data_ptr() == b.indices.data_ptr() or torch.equal(a.indices, b.indices)
