@@ -26,6 +26,7 @@ from .engine import Engine
 from .lane import Lane
 from .plan import Plan
 
+MOST_LENT_BYTES = 64 << 10  # autograd adding into zeroed memory saves a call; for more, copying passes over less memory
 BROADCAST_BYTES = 25 << 20  # a message of initial parameters: large enough for line rate, small beside the model
 
 REENTRANT = (
@@ -66,7 +67,7 @@ class AutogradHooks:
         self._stepped = False  # the optimiser has stepped since the last forward
         self._optimizer_steps = 0  # since attach; ranks that count differently must not average
         self._versions: dict[str, int] | None = None  # of the gradients, when they must not be changed before the step
-        self._dense: set[str] = set()  # parameters whose gradients autograd makes dense: it may add into lent memory
+        self._lendable: set[str] = set()  # whose gradients autograd makes dense, and small: it may add into their homes
         self._task = -1  # autograd's number of the backward under way
         self._lent: set[str] = set()  # parameters whose grad was None before the step
         self._stale: dict[str, Tensor] = {}  # gradients in their homes that must survive if nobody renews them
@@ -160,7 +161,8 @@ class AutogradHooks:
         self._engine.load(name, gradient.detach() if gradient.requires_grad else gradient)
         home = self._homes.get(name)
         if gradient is not home and gradient.layout is torch.strided:
-            self._dense.add(name)
+            if gradient.nbytes <= MOST_LENT_BYTES:
+                self._lendable.add(name)
             parameter.grad = gradient = home
         if gradient is home and home is not None:
             self._settled.add(name)
@@ -215,7 +217,7 @@ class AutogradHooks:
         self._stale.clear()
         self._settled.clear()
         for lane, tenants in self._tenants:
-            lend = [t for t in tenants if t[0] in self._dense and t[1].grad is None and t[1].requires_grad]
+            lend = [t for t in tenants if t[0] in self._lendable and t[1].grad is None and t[1].requires_grad]
             if len(lend) == len(tenants) == len(lane.bucket.segments):
                 lane.gradients.clear()
             elif lend:
