@@ -75,8 +75,8 @@ class Engine:
 
     # The step, in the order in which a front-end calls.
 
-    def begin(self, *, late: bool = False, optimizer_steps: int = 0) -> None:
-        """Starts a step. `late`: this rank brings nothing but joins the others; `optimizer_steps` it made so far.
+    def begin(self, *, late: bool = False, rounds: int = 0) -> None:
+        """Starts a step. `late`: this rank brings nothing but joins the others; `rounds` its optimiser has made so far.
 
         Raises:
             RuntimeError: when an earlier step failed or was left unfinished on this rank.
@@ -84,7 +84,7 @@ class Engine:
         self.abandon("the previous backward did not finish on this rank (an error in it?)")
         self._require_working()
         self._check_marks()
-        self._marks = StepMarks(late, optimizer_steps % PHASES)
+        self._marks = StepMarks(late, rounds % PHASES if rounds else None)
         self._commit()
         if self._next_plan is not None:
             self._adopt(self._next_plan, self._state_slices())

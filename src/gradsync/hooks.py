@@ -65,7 +65,8 @@ class AutogradHooks:
         self._armed: bool | None = None  # the last forward's wish to synchronise; None once it was fulfilled
         self._synchronised = False  # a backward has synchronised since the optimiser's last step
         self._stepped = False  # the optimiser has stepped since the last forward
-        self._optimizer_steps = 0  # since attach; ranks that count differently must not average
+        self._rounds = 0  # of backward and optimiser step since attach; ranks that count differently must not average
+        self._round_counted = False
         self._versions: dict[str, int] | None = None  # of the gradients, when they must not be changed before the step
         self._lendable: set[str] = set()  # whose gradients autograd makes dense, and small: it may add into their homes
         self._task = -1  # autograd's number of the backward under way
@@ -180,7 +181,9 @@ class AutogradHooks:
             self._require_untouched(self._versions)
         self._versions = None
         self._stepped = True
-        self._optimizer_steps += 1
+        if not self._round_counted:  # several optimisers may step, and a sharded one in an outer and an inner step
+            self._rounds += 1
+            self._round_counted = True
 
     def _require_untouched(self, versions: Mapping[str, int]) -> None:
         """A rank that came late has not clipped or unscaled, so no rank may have."""
@@ -210,7 +213,7 @@ class AutogradHooks:
         engine = self._engine
         if engine.replanning:
             self._homes, self._tenants = {}, []
-        engine.begin(late=late, optimizer_steps=self._optimizer_steps)
+        engine.begin(late=late, rounds=self._rounds)
         if self._plan is not engine.plan:
             self._move_in()
         self._lent.clear()
@@ -254,6 +257,7 @@ class AutogradHooks:
         engine = self._engine
         self._armed = None
         self._synchronised = True
+        self._round_counted = False
         for name in engine.missing():
             self._load_leftover(name)
         engine.finish()
