@@ -14,10 +14,12 @@ end does the rest itself. Handing over costs two changes of threads, which many 
 
 from __future__ import annotations
 
+import atexit
 import logging
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -174,6 +176,16 @@ class Exchange:
         self.tasks.append(Task(name, stream, start_s - self.began_s, now_s - self.began_s, nbytes))
 
 
+_running: weakref.WeakSet[IssueThread] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """A daemon thread that the interpreter ends while it is inside of C++ code would take the process down."""
+    for thread in list(_running):
+        thread.stop(patience_s=1.0)
+
+
 class IssueThread:
     """A daemon thread that runs jobs one after the other."""
 
@@ -183,6 +195,7 @@ class IssueThread:
         self._stopped = False
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
+        _running.add(self)
 
     def submit(self, job: Callable[[], None]) -> None:
         """Queues a job; a job keeps its own errors for whoever waits for it.
@@ -197,6 +210,7 @@ class IssueThread:
     def stop(self, patience_s: float = 5.0) -> None:
         """Ends the thread after the queued jobs; a job that hangs is left behind as a daemon."""
         self._stopped = True
+        _running.discard(self)
         self._jobs.put(None)
         if self._thread is not threading.current_thread():  # garbage may be collected on any thread
             self._thread.join(patience_s)
