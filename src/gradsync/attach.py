@@ -36,7 +36,7 @@ class Attachment:
         self, engine: Engine, no_sync: Callable[[], Any], remove: Callable[[], None], model: nn.Module
     ) -> None:
         self._engine = engine
-        self._no_sync = no_sync
+        self._no_sync = no_sync  # refers to the model weakly, as everything here: the model's modules keep this alive
         modules = weakref.WeakSet(model.modules())
         for module in modules:
             _attachments[module] = self
@@ -139,7 +139,7 @@ def attach(
     if isinstance(model, DistributedDataParallel):
         state = DDPState(model, plan=plan, timeout_s=timeout_s, exclude=exclude)
         _register(model, state)
-        return Attachment(state.engine, model.no_sync, state.detach, model)
+        return Attachment(state.engine, state.no_sync, state.detach, model)
     settings = f"broadcast_buffers={broadcast_buffers}"
     engine, parameters = agreed_engine(model, plan, process_group, timeout_s, exclude, settings)
     initial = [p for name, p in model.named_parameters() if not matches(name, exclude)]

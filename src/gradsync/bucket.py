@@ -77,7 +77,7 @@ class StepMarks:
     """What a rank tells the others of its step, beside the gradients."""
 
     late: bool = False  # takes part at the optimiser's step only: its backward reached no parameter
-    phase: int = 0  # optimiser steps made before, modulo PHASES
+    phase: int | None = None  # rounds of its optimiser modulo PHASES; None where none was seen (its step is elsewhere)
 
     def flags(self) -> list[float]:
         """As summed over the ranks: what matters is whether any rank has set a flag."""

@@ -9,6 +9,7 @@ parameter name, so DDP may re-bucket after its first step.
 
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -61,6 +62,11 @@ class DDPState:
         self._given.clear()
         self.engine.close()
         forget(self._modules, self.engine.parameters.values())
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """The model's own."""
+        model = self._model()
+        return nullcontext() if model is None else model.no_sync()
 
     def fallback(self, bucket: GradBucket) -> Future[Tensor]:
         """What DDP does without a hook."""

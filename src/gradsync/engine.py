@@ -7,6 +7,7 @@ schemes is committed at the next `begin`: a step that failed, or in which some r
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -66,6 +67,7 @@ class Engine:
         self._observations_left = 0 if isinstance(plan, Plan) else MAX_OBSERVATIONS
         self._closed = False
         self.plan = plan if isinstance(plan, Plan) else plan(list(self._observer.profiles.values()), group.size)
+        self._turn = threading.Lock()  # held by whoever uses the group
         self._thread = JobThread("gradsync", self._device)
         self._lanes: dict[str, Lane] = {}
         self._lanes_of: dict[str, list[Lane]] = {}
@@ -73,8 +75,8 @@ class Engine:
 
     # The step, in the order in which a front-end calls.
 
-    def begin(self, *, late: bool = False, optimizer_steps: int = 0) -> None:
-        """Starts a step. `late`: this rank brings nothing but joins the others; `optimizer_steps` it made so far.
+    def begin(self, *, late: bool = False, rounds: int = 0) -> None:
+        """Starts a step. `late`: this rank brings nothing but joins the others; `rounds` its optimiser has made so far.
 
         Raises:
             RuntimeError: when an earlier step failed or was left unfinished on this rank.
@@ -82,7 +84,7 @@ class Engine:
         self.abandon("the previous backward did not finish on this rank (an error in it?)")
         self._require_working()
         self._check_marks()
-        self._marks = StepMarks(late, optimizer_steps % PHASES)
+        self._marks = StepMarks(late, rounds % PHASES if rounds else None)
         self._commit()
         if self._next_plan is not None:
             self._adopt(self._next_plan, self._state_slices())
@@ -96,9 +98,10 @@ class Engine:
             self._synchronize,
             where=self._where,
             timeout_s=self.timeout_s,
+            turn=self._turn,
+            thread=self._thread,
             device=self._device,
         )
-        self._thread.submit(self._exchange.run)
 
     @property
     def in_step(self) -> bool:
@@ -206,14 +209,15 @@ class Engine:
         return out
 
     def call(self, what: str, function: Callable[[Group], Any]) -> Any:
-        """Runs `function(group)` on the communication thread, the only one that may use the group.
+        """`function(group)`, while nobody else uses the group.
 
         Raises:
             GroupError: when another rank died, stopped answering or failed, naming `what` and the step.
         """
         self._require_working()
         try:
-            return self._thread.call(lambda: function(self.group))
+            with self._turn:
+                return function(self.group)
         except GroupError as error:
             self.fail(f"{what}, step {self.step}: {error}")
             raise GroupError(f"{what}, step {self.step}: {error}") from None

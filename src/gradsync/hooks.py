@@ -26,6 +26,7 @@ from .engine import Engine
 from .lane import Lane
 from .plan import Plan
 
+MOST_LENT_BYTES = 64 << 10  # autograd adding into zeroed memory saves a call; for more, copying passes over less memory
 BROADCAST_BYTES = 25 << 20  # a message of initial parameters: large enough for line rate, small beside the model
 
 REENTRANT = (
@@ -64,9 +65,10 @@ class AutogradHooks:
         self._armed: bool | None = None  # the last forward's wish to synchronise; None once it was fulfilled
         self._synchronised = False  # a backward has synchronised since the optimiser's last step
         self._stepped = False  # the optimiser has stepped since the last forward
-        self._optimizer_steps = 0  # since attach; ranks that count differently must not average
+        self._rounds = 0  # of backward and optimiser step since attach; ranks that count differently must not average
+        self._round_counted = False
         self._versions: dict[str, int] | None = None  # of the gradients, when they must not be changed before the step
-        self._dense: set[str] = set()  # parameters whose gradients autograd makes dense: it may add into lent memory
+        self._lendable: set[str] = set()  # whose gradients autograd makes dense, and small: it may add into their homes
         self._task = -1  # autograd's number of the backward under way
         self._lent: set[str] = set()  # parameters whose grad was None before the step
         self._stale: dict[str, Tensor] = {}  # gradients in their homes that must survive if nobody renews them
@@ -160,7 +162,8 @@ class AutogradHooks:
         self._engine.load(name, gradient.detach() if gradient.requires_grad else gradient)
         home = self._homes.get(name)
         if gradient is not home and gradient.layout is torch.strided:
-            self._dense.add(name)
+            if gradient.nbytes <= MOST_LENT_BYTES:
+                self._lendable.add(name)
             parameter.grad = gradient = home
         if gradient is home and home is not None:
             self._settled.add(name)
@@ -178,7 +181,9 @@ class AutogradHooks:
             self._require_untouched(self._versions)
         self._versions = None
         self._stepped = True
-        self._optimizer_steps += 1
+        if not self._round_counted:  # several optimisers may step, and a sharded one in an outer and an inner step
+            self._rounds += 1
+            self._round_counted = True
 
     def _require_untouched(self, versions: Mapping[str, int]) -> None:
         """A rank that came late has not clipped or unscaled, so no rank may have."""
@@ -208,14 +213,14 @@ class AutogradHooks:
         engine = self._engine
         if engine.replanning:
             self._homes, self._tenants = {}, []
-        engine.begin(late=late, optimizer_steps=self._optimizer_steps)
+        engine.begin(late=late, rounds=self._rounds)
         if self._plan is not engine.plan:
             self._move_in()
         self._lent.clear()
         self._stale.clear()
         self._settled.clear()
         for lane, tenants in self._tenants:
-            lend = [t for t in tenants if t[0] in self._dense and t[1].grad is None and t[1].requires_grad]
+            lend = [t for t in tenants if t[0] in self._lendable and t[1].grad is None and t[1].requires_grad]
             if len(lend) == len(tenants) == len(lane.bucket.segments):
                 lane.gradients.clear()
             elif lend:
@@ -252,6 +257,7 @@ class AutogradHooks:
         engine = self._engine
         self._armed = None
         self._synchronised = True
+        self._round_counted = False
         for name in engine.missing():
             self._load_leftover(name)
         engine.finish()

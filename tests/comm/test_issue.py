@@ -1,4 +1,4 @@
-"""The communication thread issues every stage in the planned order, whatever the timing, and says what failed where."""
+"""Every stage is issued in the planned order, whatever the timing, and what failed says where."""
 
 from __future__ import annotations
 
@@ -45,18 +45,25 @@ def completed(value: Any) -> Pending[Any]:
     return Pending(lambda _: value)
 
 
-def exchange_of(start: Start, order: list[tuple[str, str]], timeout_s: float = WAIT_S) -> Exchange:
-    return Exchange(order, start, where=lambda bucket, stage: f"bucket {bucket}, stage {stage}", timeout_s=timeout_s)
+def exchange_of(start: Start, order: list[tuple[str, str]], thread: JobThread, timeout_s: float = WAIT_S) -> Exchange:
+    return Exchange(
+        order,
+        start,
+        where=lambda bucket, stage: f"bucket {bucket}, stage {stage}",
+        timeout_s=timeout_s,
+        turn=threading.Lock(),
+        thread=thread,
+    )
 
 
-def finish(exchange: Exchange, *ready: str) -> dict[str, Any]:
-    """Runs the exchange on a thread of its own with these buckets ready."""
+def finish(start: Start, order: list[tuple[str, str]], timeout_s: float = WAIT_S) -> Exchange:
+    """Runs an exchange whose buckets get ready in order."""
     with issue_thread() as thread:
-        for bucket in ready:
+        exchange = exchange_of(start, order, thread, timeout_s)
+        for bucket in dict.fromkeys(bucket for bucket, _ in order):
             exchange.mark_ready(bucket)
-        thread.submit(exchange.run)
         exchange.wait()
-        return exchange.results
+        return exchange
 
 
 def two_rounds(group: Group, issued: list[tuple[str, str]]) -> Start:
@@ -78,9 +85,8 @@ def test_all_ranks_issue_in_the_planned_order_whatever_gets_ready_first(seed: in
     def rank_main(group: LocalGroup) -> tuple[list[tuple[str, str]], dict[str, Any]]:
         dice = random.Random(1000 * seed + group.rank)
         issued: list[tuple[str, str]] = []
-        exchange = exchange_of(two_rounds(group, issued), ORDER)
         with issue_thread() as thread:
-            thread.submit(exchange.run)
+            exchange = exchange_of(two_rounds(group, issued), ORDER, thread)
             for bucket in dice.sample(["0", "1", "2"], 3):
                 time.sleep(dice.uniform(0, 0.003))
                 exchange.mark_ready(bucket)
@@ -106,8 +112,8 @@ def test_a_bucket_is_issued_while_the_one_before_is_still_on_its_way() -> None:
         issued.set()
         return await completed(False)
 
-    exchange = exchange_of(synchronize, [("0", "push"), ("1", "push")], timeout_s=10)
-    assert finish(exchange, "0", "1") == {"0": True, "1": False}
+    exchange = finish(synchronize, [("0", "push"), ("1", "push")], timeout_s=10)
+    assert exchange.results == {"0": True, "1": False}
 
 
 def test_nothing_is_issued_before_its_turn_though_it_is_ready() -> None:
@@ -116,9 +122,8 @@ def test_nothing_is_issued_before_its_turn_though_it_is_ready() -> None:
     async def synchronize(bucket: str) -> None:
         started.append(bucket)
 
-    exchange = exchange_of(synchronize, [("0", "push"), ("1", "push")])
     with issue_thread() as thread:
-        thread.submit(exchange.run)
+        exchange = exchange_of(synchronize, [("0", "push"), ("1", "push")], thread)
         exchange.mark_ready("1")
         assert started == []
         exchange.mark_ready("0")
@@ -137,7 +142,7 @@ def test_schemes_may_await_less_or_more_often_than_planned() -> None:
         return rounds
 
     order = [(bucket, stage) for stage in ("push", "pull") for bucket in ("none", "more", "planned")]
-    assert finish(exchange_of(synchronize, order), "none", "more", "planned") == {"none": 0, "more": 4, "planned": 2}
+    assert finish(synchronize, order).results == {"none": 0, "more": 4, "planned": 2}
     assert issued == ["more 0", "planned 0", "more 1", "planned 1", "more 2", "more 3"]
 
 
@@ -151,7 +156,7 @@ def test_a_failed_operation_names_bucket_and_the_stage_that_failed() -> None:
 
     order = [("0", "push"), ("1", "push"), ("0", "pull"), ("1", "pull")]
     with pytest.raises(GroupError, match=r"^bucket 1, stage pull: no answer from rank 2 within 5 s$"):
-        finish(exchange_of(synchronize, order), "0", "1")
+        finish(synchronize, order)
 
 
 def test_an_error_in_a_scheme_keeps_its_type_and_carries_bucket_and_stage() -> None:
@@ -162,7 +167,7 @@ def test_an_error_in_a_scheme_keeps_its_type_and_carries_bucket_and_stage() -> N
 
     order = [("0", "push"), ("1", "push"), ("0", "pull"), ("1", "pull")]
     with pytest.raises(ValueError, match="index 9 is outside") as caught:
-        finish(exchange_of(synchronize, order), "0", "1")
+        finish(synchronize, order)
     assert caught.value.__notes__ == ["while synchronising bucket 1, stage pull"]
 
 
@@ -172,14 +177,13 @@ def test_a_cancelled_step_issues_nothing_more_and_says_what_it_waited_for() -> N
     async def synchronize(bucket: str) -> None:
         started.append(bucket)
 
-    exchange = exchange_of(synchronize, [("0", "push"), ("1", "push")])
     with issue_thread() as thread:
-        thread.submit(exchange.run)
+        exchange = exchange_of(synchronize, [("0", "push"), ("1", "push")], thread)
         exchange.mark_ready("0")
         exchange.cancel()
-        with pytest.raises(CancelledStepError, match="before bucket [01], stage start was ready"):
+        exchange.mark_ready("1")
+        with pytest.raises(CancelledStepError, match="the step was given up"):
             exchange.wait()
-        assert thread.call(lambda: "alive") == "alive"
     assert "1" not in started
 
 
@@ -189,7 +193,7 @@ def test_an_operation_that_times_out_gets_the_exchange_s_timeout() -> None:
     async def synchronize(bucket: str) -> None:
         await Pending(patience.append)
 
-    finish(exchange_of(synchronize, [("0", "push")], timeout_s=7.5), "0")
+    finish(synchronize, [("0", "push")], timeout_s=7.5)
     assert patience == [7.5]
 
 
@@ -198,8 +202,7 @@ def test_tasks_tell_link_and_kernel_times_in_order() -> None:
         await completed(None)
         await completed(None)
 
-    exchange = exchange_of(synchronize, [("0", "push"), ("0", "pull")])
-    finish(exchange, "0")
+    exchange = finish(synchronize, [("0", "push"), ("0", "pull")])
     assert [(task.name, task.stream) for task in exchange.tasks] == [
         ("0:push", "kernel"),
         ("0:push", "link"),
@@ -211,26 +214,31 @@ def test_tasks_tell_link_and_kernel_times_in_order() -> None:
     assert 0 <= covered_s(exchange.tasks, 0.0, exchange.tasks[-1].end_s) <= exchange.tasks[-1].end_s
 
 
-def test_gradients_are_off_on_the_communication_thread() -> None:
+def test_gradients_are_off_whoever_issues() -> None:
     weight = torch.ones(2, requires_grad=True)
 
     async def synchronize(bucket: str) -> bool:
         await completed(None)
         return (weight * 2).requires_grad
 
-    assert finish(exchange_of(synchronize, [("0", "push")]), "0") == {"0": False}
+    assert finish(synchronize, [("0", "push"), ("1", "push")]).results == {"0": False, "1": False}
 
 
-def test_the_thread_runs_jobs_in_order_and_returns_or_raises() -> None:
-    seen: list[int] = []
+def test_early_buckets_are_issued_by_the_thread_and_the_last_one_by_whoever_waits() -> None:
+    issuers: dict[str, str] = {}
+    early = threading.Event()
+
+    async def synchronize(bucket: str) -> None:
+        issuers[bucket] = threading.current_thread().name
+        early.set()
+
     with issue_thread() as thread:
-        for number in range(5):
-            thread.submit(lambda number=number: seen.append(number))  # type: ignore[misc]
-        assert thread.call(lambda: list(seen)) == [0, 1, 2, 3, 4]
-        assert thread.call(threading.current_thread) is not threading.current_thread()
-        with pytest.raises(ZeroDivisionError):
-            thread.call(lambda: 1 // 0)
-        assert thread.call(lambda: 3) == 3, "an error must not end the thread"
+        exchange = exchange_of(synchronize, [("0", "push"), ("1", "push")], thread)
+        exchange.mark_ready("0")
+        assert early.wait(10)
+        exchange.mark_ready("1")
+        exchange.wait()
+    assert issuers == {"0": "gradsync-test", "1": threading.current_thread().name}
 
 
 def test_a_stopped_thread_ends_after_what_was_queued() -> None:
@@ -239,6 +247,8 @@ def test_a_stopped_thread_ends_after_what_was_queued() -> None:
     thread.submit(lambda: seen.append("done"))
     thread.stop()
     assert seen == ["done"]
+    with pytest.raises(RuntimeError, match="'gradsync-test-stop' was stopped"):
+        thread.submit(lambda: None)
     assert "gradsync-test-stop" not in [alive.name for alive in threading.enumerate()]
 
 
@@ -279,8 +289,7 @@ def test_operations_in_flight_carry_the_bytes_that_the_ledger_counts() -> None:
 
     recording[1].all_gather(torch.zeros(3))
     recording[1].all_gather(torch.zeros(5))
-    exchange = exchange_of(gather, [("3", "gather"), ("5", "gather")])
-    finish(exchange, "3", "5")
+    exchange = finish(gather, [("3", "gather"), ("5", "gather")])
     links = {task.name: task.nbytes for task in exchange.tasks if task.stream == "link"}
     assert links == {"3:gather": 12.0, "5:gather": 20.0}
     assert sum(links.values()) == recording[0].ledger.sent_bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable
 
@@ -121,6 +122,9 @@ def only_tables_out_of_step() -> str:
     model = nn.Embedding(10, 4, sparse=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handle = gradsync.attach(model, timeout=MILD)
+    for _ in range(2):
+        model(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
     model(torch.tensor([1, 2])).sum().backward()
     (bucket,) = handle.statistics()
     assert bucket.sent_bytes == bucket.predicted_bytes or bucket.predicted_bytes is None
@@ -167,6 +171,34 @@ def a_dropped_model_can_be_rebuilt_around_its_parameters() -> None:
     gradsync.attach(second, timeout=MILD).detach()
 
 
+def a_sharded_optimizer_steps_on_some_ranks_only() -> None:
+    """One parameter: rank 1's inner optimiser has nothing."""
+    with warnings.catch_warnings(action="ignore"):  # torch's, about its own torch.jit.script
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = nn.Linear(3, 1, bias=False)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    handle = gradsync.attach(model, timeout=MILD)
+    for number in range(5):
+        optimizer.zero_grad()
+        model(inputs(number)).mean().backward()
+        torch.testing.assert_close(model.weight.grad, expected(number))
+        optimizer.step()
+    assert_same_on_all_ranks({"weight": model.weight})
+    handle.detach()
+
+
+def a_dropped_ddp_model_takes_its_thread_along() -> None:
+    model = DistributedDataParallel(nn.Linear(3, 3))
+    gradsync.attach(model, timeout=MILD)
+    model(torch.ones(1, 3)).sum().backward()
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert "gradsync" not in [thread.name for thread in threading.enumerate()]
+
+
 def engines_and_their_memory_go_with_detach() -> None:
     def threads() -> int:
         return sum(thread.name == "gradsync" for thread in threading.enumerate())
@@ -199,6 +231,8 @@ def engines_and_their_memory_go_with_detach() -> None:
         detach_between_forward_and_backward,
         a_dropped_wrapper_leaves_the_model_inside_attached,
         a_dropped_model_can_be_rebuilt_around_its_parameters,
+        a_sharded_optimizer_steps_on_some_ranks_only,
+        a_dropped_ddp_model_takes_its_thread_along,
         engines_and_their_memory_go_with_detach,
     ],
     ids=lambda case: case.__name__,

@@ -11,7 +11,10 @@ import torch
 
 from gradsync.workloads import Workload, load, names
 
-OPTIONS: dict[str, dict[str, Any]] = {"deepfm": {"data": "zipf", "batch_size": 64}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "deepfm": {"data": "zipf", "batch_size": 64},
+    "lstm": {"data": "zipf", "batch_size": 16, "vocabulary": 2000, "num_negatives": 128},
+}
 
 
 @pytest.fixture(params=names())

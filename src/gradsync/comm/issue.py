@@ -1,11 +1,15 @@
-"""The communication thread: one thread issues everything, in the total order the plan fixes.
+"""Issuing: everything a step sends goes out in the total order the plan fixes, by one thread at a time.
 
 Where is the event loop? There is none. A scheme is a coroutine whose every `await` is on a `Pending`; the wait for one
 `Pending` is one *stage* of the scheme. An `Exchange` holds the order of (bucket, stage) turns of a step. At a bucket's
-turn the thread waits for what the bucket awaits (or, at its first turn, until the bucket is ready), resumes the
-coroutine up to its next `await`, and goes on to the next turn while that operation is in flight. So operations of
-several buckets overlap, yet every rank issues them in the same order whatever the timing: two threads on one
-communicator, or an order decided by timing, would make ranks read each other's messages.
+turn whoever issues waits for what the bucket awaits, resumes the coroutine up to its next `await`, and goes on to the
+next turn while that operation is in flight. So operations of several buckets overlap, yet every rank issues them in the
+same order whatever the timing: two threads on one communicator, or an order decided by timing, would make ranks read
+each other's messages.
+
+Who issues? The communication thread, as far as buckets are ready while backward goes on; the thread that waits for the
+end does the rest itself. Handing over costs two changes of threads, which many small steps would feel. A lock, the
+`turn`, makes it one at a time.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import torch
 
 from ..timeline import Task
 from .group import GroupError, Pending
+from .threads import JobThread
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +49,7 @@ class CancelledStepError(RuntimeError):
 class Exchange:
     """What one step synchronises: coroutines by bucket, their readiness, their results.
 
-    `start(bucket)` makes the bucket's coroutine; it runs on the communication thread, at the bucket's first turn.
+    `start(bucket)` makes the bucket's coroutine, at the bucket's first turn. `turn` is held by whoever uses the group.
     `where(bucket, stage)` names both for error messages.
     """
 
@@ -55,104 +60,109 @@ class Exchange:
         *,
         where: Callable[[str, str], str],
         timeout_s: float,
+        turn: threading.Lock,
+        thread: JobThread,
         device: torch.device | None = None,
     ) -> None:
         self._order = order
         self._start = start
         self._where = where
         self._timeout_s = timeout_s
-        self._device = device
-        self._ready = {bucket: threading.Event() for bucket, _ in order}
+        self._turn = turn
+        self._thread = thread
+        self._on_cuda = device is not None and device.type == "cuda"
+        self._buckets = {bucket for bucket, _ in order}
+        self._ready: set[str] = set()
+        self._position = 0  # in the order
+        self._coroutines: dict[str, Coroutine[Any, Any, Any]] = {}
+        self._pending: dict[str, tuple[Pending[Any], str, float]] = {}
         self._events: dict[str, torch.cuda.Event] = {}
+        self._issued: torch.cuda.Event | None = None  # what was issued so far, perhaps on another thread's stream
         self._cancelled = False
-        self._done = threading.Event()
+        self._ended = False
         self._error: BaseException | None = None
         self.results: dict[str, Any] = {}
         self.began_s = time.perf_counter()
         self.tasks: list[Task] = []
-        self._stream_event: torch.cuda.Event | None = None
 
     def mark_ready(self, bucket: str) -> None:
         """The bucket's data is complete; called on the thread that produced it."""
-        if self._device is not None and self._device.type == "cuda":
+        if self._on_cuda:
             event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self._device))
+            event.record()
             self._events[bucket] = event
-        self._ready[bucket].set()
+        self._ready.add(bucket)
+        if len(self._ready) == len(self._buckets):
+            return  # all are: `wait` is about to be called
+        position = self._position
+        if position < len(self._order) and self._order[position][0] in self._ready:
+            self._thread.submit(self.advance)
 
     def cancel(self) -> None:
         """Gives the step up: what was not issued yet never is."""
         self._cancelled = True
-        for event in self._ready.values():
-            event.set()
 
     def wait(self) -> None:
-        """Blocks until every bucket is synchronised; raises what went wrong."""
-        self._done.wait()
+        """Issues what is left, blocks until every bucket is synchronised, raises what went wrong."""
+        self.advance()
+        if not self._ended:
+            raise CancelledStepError("the step was given up before all of its buckets were ready")
         if self._error is not None:
             raise self._error
-        if self._stream_event is not None:
-            self._stream_event.wait(torch.cuda.current_stream(self._device))
 
-    def run(self) -> None:
-        """The communication thread's part."""
-        try:
-            with torch.no_grad():
-                self._run_turns()
-            if self._device is not None and self._device.type == "cuda":
-                self._stream_event = torch.cuda.Event()
-                self._stream_event.record(torch.cuda.current_stream(self._device))
-        except BaseException as error:  # handed to the thread that waits
-            self._error = error
-        finally:
-            self._done.set()
+    def advance(self) -> None:
+        """Issues the turns of all buckets that are ready, up to the first that is not; to the end if all are."""
+        with self._turn, torch.no_grad():
+            if self._ended or self._cancelled:
+                return
+            if self._issued is not None:
+                self._issued.wait(torch.cuda.current_stream())
+            try:
+                self._ended = self._run_turns()
+            except BaseException as error:  # handed to the thread that waits
+                self._error, self._ended = error, True
+            if self._on_cuda:
+                self._issued = torch.cuda.Event()
+                self._issued.record()
 
-    def _run_turns(self) -> None:
-        coroutines: dict[str, Coroutine[Any, Any, Any]] = {}
-        pending: dict[str, tuple[Pending[Any], str, float]] = {}
-        for bucket, stage in self._order:
-            if bucket not in coroutines:
-                self._await_readiness(bucket)
-                coroutines[bucket] = self._start(bucket)
-            elif bucket not in pending:
-                continue  # fewer stages than planned, as in a group of one
-            self._resume(bucket, stage, coroutines[bucket], pending)
+    def _run_turns(self) -> bool:
+        """Whether all turns are over."""
+        while self._position < len(self._order):
+            bucket, stage = self._order[self._position]
+            if bucket not in self._ready or self._cancelled:
+                return False
+            if bucket not in self._coroutines:
+                if bucket in self._events:
+                    self._events[bucket].wait(torch.cuda.current_stream())
+                self._coroutines[bucket] = self._start(bucket)
+                self._resume(bucket, stage)
+            elif bucket in self._pending:  # else it had fewer stages than planned, as in a group of one
+                self._resume(bucket, stage)
+            self._position += 1
         # Whatever is still in flight, and rounds beyond the planned stages, end in bucket order on every rank.
-        for bucket, coroutine in coroutines.items():
-            while bucket in pending:
-                self._resume(bucket, "finish", coroutine, pending)
+        for bucket in self._coroutines:
+            while bucket in self._pending:
+                self._resume(bucket, "finish")
+        return True
 
-    def _await_readiness(self, bucket: str) -> None:
-        self._ready[bucket].wait()
-        if self._cancelled:
-            raise CancelledStepError(f"the step ended before {self._where(bucket, 'start')} was ready")
-        if bucket in self._events:
-            self._events[bucket].wait(torch.cuda.current_stream(self._device))
-
-    def _resume(
-        self,
-        bucket: str,
-        stage: str,
-        coroutine: Coroutine[Any, Any, Any],
-        pending: dict[str, tuple[Pending[Any], str, float]],
-    ) -> None:
+    def _resume(self, bucket: str, stage: str) -> None:
         value = None
         current = stage
         try:
-            if bucket in pending:
-                operation, current, issued_s = pending.pop(bucket)
+            if bucket in self._pending:
+                operation, current, issued_s = self._pending.pop(bucket)
                 value = operation.wait(self._timeout_s)
                 self._record(f"{bucket}:{current}", "link", issued_s, operation.sent_bytes)
                 current = stage
             resumed_s = time.perf_counter()
             try:
-                operation = coroutine.send(value)
+                operation = self._coroutines[bucket].send(value)
             except StopIteration as done:
                 self.results[bucket] = done.value
                 self._record(f"{bucket}:finish", "kernel", resumed_s)
                 return
             self._record(f"{bucket}:{stage}", "kernel", resumed_s)
-            pending[bucket] = (operation, stage, time.perf_counter())
+            self._pending[bucket] = (operation, stage, time.perf_counter())
         except GroupError as error:
             raise GroupError(f"{self._where(bucket, current)}: {error}") from None
         except Exception as error:

@@ -1,19 +1,27 @@
-"""Threads of our own: two threads on one communicator would read each other's messages, so each has exactly one."""
+"""Threads of our own, which run jobs in the order in which they were given."""
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
+import weakref
 from collections.abc import Callable
-from typing import TypeVar
 
 import torch
 
-T = TypeVar("T")
+_running: weakref.WeakSet[JobThread] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """A daemon thread that the interpreter ends while it is inside of C++ code would take the process down."""
+    for thread in list(_running):
+        thread.stop(patience_s=1.0)
 
 
 class JobThread:
-    """A daemon thread that runs jobs one after the other: the only one that touches its communicator."""
+    """A daemon thread that runs jobs one after the other."""
 
     def __init__(self, name: str, device: torch.device | None = None) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -21,6 +29,7 @@ class JobThread:
         self._stopped = False
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
+        _running.add(self)
 
     def submit(self, job: Callable[[], None]) -> None:
         """Queues a job; a job keeps its own errors for whoever waits for it.
@@ -32,29 +41,10 @@ class JobThread:
             raise RuntimeError(f"the thread {self._thread.name!r} was stopped")
         self._jobs.put(job)
 
-    def call(self, function: Callable[[], T]) -> T:
-        """Runs `function` on the thread, waits, and returns its result or raises its error."""
-        box: list[T] = []
-        errors: list[BaseException] = []
-        done = threading.Event()
-
-        def job() -> None:
-            try:
-                box.append(function())
-            except BaseException as error:  # raised again below, on the caller's thread
-                errors.append(error)
-            finally:
-                done.set()
-
-        self.submit(job)
-        done.wait()
-        if errors:
-            raise errors[0]
-        return box[0]
-
     def stop(self, patience_s: float = 5.0) -> None:
         """Ends the thread after the queued jobs; a job that hangs is left behind as a daemon."""
         self._stopped = True
+        _running.discard(self)
         self._jobs.put(None)
         if self._thread is not threading.current_thread():  # garbage may be collected on any thread
             self._thread.join(patience_s)

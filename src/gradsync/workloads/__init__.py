@@ -21,8 +21,10 @@ from gradsync.workloads.data import DataUnavailableError as DataUnavailableError
 from gradsync.workloads.deepfm import DeepFMWorkload as DeepFMWorkload
 from gradsync.workloads.dense import Dense20 as Dense20
 from gradsync.workloads.dense import Dense160 as Dense160
+from gradsync.workloads.lstm import LSTMWorkload as LSTMWorkload
 
-_WORKLOADS: dict[str, type[Workload]] = {workload.name: workload for workload in (DeepFMWorkload, Dense20, Dense160)}
+_KINDS: tuple[type[Workload], ...] = (DeepFMWorkload, LSTMWorkload, Dense20, Dense160)
+_WORKLOADS = {kind.name: kind for kind in _KINDS}
 
 
 def names() -> tuple[str, ...]:
@@ -37,7 +39,7 @@ def load(name: str, **options: Any) -> Workload:
 
     Raises:
         ValueError: for an unknown name, an unknown option or a value out of range.
-        DataUnavailableError: when the data are neither cached nor to be had from the package index.
+        DataUnavailableError: when the data are neither cached nor to be had from their package index.
     """
     if name not in _WORKLOADS:
         raise ValueError(f"unknown workload {name!r}; expected one of {', '.join(names())}")

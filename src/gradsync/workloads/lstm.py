@@ -1,0 +1,234 @@
+"""Word-level language model with sampled softmax (Jozefowicz et al., 2016) on dictionary prose.
+
+Nearly all of the model are two tables with one row a word: one that is read and one that scores the next word. A step
+touches the rows of the words it reads in the first, of its targets and of the sampled negatives in the second: two
+sparse gradients with different rows.
+
+Every window starts from a zero state: the loss depends on weights and batch alone, so that a step can be repeated,
+resumed or taken beside the training (calibration) without disturbing it.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Adagrad, Optimizer
+
+from gradsync.workloads.base import Batch, Workload
+from gradsync.workloads.data import Array, cache_directory
+from gradsync.workloads.gcide import open_words
+
+HELD_OUT_RATIO = 0.02
+EVALUATION_WINDOWS = 128  # a full softmax over 100,000 words costs about 0.5 ms a word
+EVALUATION_BATCH = 8
+INITIAL_STD = 0.1
+INITIAL_ACCUMULATOR = 1e-6
+# Adagrad's first steps are about as long as the rate: at the tables' rate the projection alone would shift a state by
+# 256 times that. With one rate of 0.1 for all, the loss is 40 over the first ten steps, with this 10.8.
+LSTM_RATE_RATIO = 0.1
+
+
+class LSTMLanguageModel(nn.Module):
+    """Loss of the next word: table of words read, LSTM with projection (Sak et al., 2014), table of words scored."""
+
+    def __init__(self, vocabulary: int, dim: int, hidden: int, *, sparse: bool) -> None:
+        super().__init__()
+        self.words = nn.Embedding(vocabulary, dim, sparse=sparse)
+        self.lstm = nn.LSTM(dim, hidden, proj_size=dim, batch_first=True)
+        self.scores = nn.Embedding(vocabulary, dim, sparse=sparse)
+        self.bias = nn.Embedding(vocabulary, 1, sparse=sparse)
+        nn.init.normal_(self.words.weight, std=INITIAL_STD)
+        nn.init.normal_(self.scores.weight, std=INITIAL_STD)
+        nn.init.zeros_(self.bias.weight)
+        with warnings.catch_warnings():
+            # Once a process, torch warns that oneDNN has no LSTM with projection; its own is faster than oneDNN's
+            # without (4.7 against 5.6 ms forward), so there is nothing to act upon.
+            warnings.filterwarnings("ignore", "LSTM with projections is not supported with oneDNN", UserWarning)
+            self.lstm(torch.zeros(1, 1, dim))
+
+    def forward(self, inputs: Tensor, targets: Tensor, negatives: Tensor | None = None) -> Tensor:
+        """Mean loss of `targets` after `inputs`, both (batch, unroll) int64: a scalar.
+
+        With `negatives` (n,) int64 by sampled softmax, for training; without, over the whole vocabulary.
+        """
+        states = self.lstm(self.words(inputs))[0].flatten(0, 1)
+        targets = targets.flatten()
+        if negatives is None:
+            logits = torch.addmm(self.bias.weight.squeeze(1), states, self.scores.weight.T)
+            return functional.cross_entropy(logits, targets)
+        ids = torch.cat([targets, negatives])  # one look-up of each table: one sparse gradient
+        return sampled_softmax_loss(
+            states, self.scores(ids), self.bias(ids).squeeze(1), targets, negatives, self.words.num_embeddings
+        )
+
+
+def sampled_softmax_loss(
+    states: Tensor, rows: Tensor, biases: Tensor, targets: Tensor, negatives: Tensor, vocabulary: int
+) -> Tensor:
+    """Cross entropy of each target among itself and the negatives: a scalar, the mean.
+
+    Each negative's score is lowered by the log of the number of times its word is expected among the draws, so that
+    their sum of exponentials estimates that of all words but the target without bias (Bengio & Senecal, 2008). The
+    target is there exactly once, so its score stays as it is, and draws of the target itself do not count.
+
+    Args:
+        states: (n, dim).
+        rows: (n + k, dim), the table's rows of the targets, then of the negatives.
+        biases: (n + k,), alike.
+        targets: (n,) int64.
+        negatives: (k,) int64, drawn by `log_uniform`, with repetitions.
+        vocabulary: words that can be drawn.
+    """
+    split = len(targets)
+    true = (states * rows[:split]).sum(dim=1) + biases[:split]
+    expected = len(negatives) * log_uniform_probability(negatives, vocabulary)
+    drawn = torch.addmm(biases[split:] - torch.log(expected), states, rows[split:].T)
+    drawn = drawn.masked_fill(targets[:, None] == negatives, -math.inf)
+    logits = torch.cat([true[:, None], drawn], dim=1)
+    return functional.cross_entropy(logits, torch.zeros_like(targets))
+
+
+def log_uniform_probability(ids: Tensor, vocabulary: int) -> Tensor:
+    """How likely `log_uniform` is to draw each of `ids` (int64): log((id + 2) / (id + 1)) / log(vocabulary + 1)."""
+    return torch.log1p(1 / (ids + 1)) / math.log(vocabulary + 1)
+
+
+def log_uniform(rng: np.random.Generator, size: int, vocabulary: int) -> Array:
+    """`size` ids below `vocabulary`, int64, repetitions included, about as frequent as words are by Zipf's law."""
+    ids = np.exp(rng.random(size) * math.log(vocabulary + 1)).astype(np.int64) - 1
+    return np.asarray(np.minimum(ids, vocabulary - 1))  # rounding may reach the end of the last word's share
+
+
+@dataclass(frozen=True, kw_only=True)
+class LSTMWorkload(Workload):
+    """What is the next word? 13 million parameters, 99 % of them in tables of words."""
+
+    name: ClassVar[str] = "lstm"
+
+    batch_size: int = 32  # windows a rank and step
+    learning_rate: float = 0.1  # of the tables
+    unroll: int = 20  # words a window
+    vocabulary: int = 100_000  # the most frequent words; all others are word 0
+    dim: int = 64  # row length of the tables, and width of the LSTM's projection
+    hidden: int = 256  # cells of the LSTM
+    num_negatives: int = 2048
+    negatives: str = "own"  # each rank draws its own, or "shared": in a step all ranks draw the same
+    data: str = "gcide"  # or "zipf" (generated, for tests), or "any" (zipf, with a warning, without the dictionary)
+    cache_dir: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for option, least in {"unroll": 1, "vocabulary": 2, "dim": 1, "num_negatives": 1}.items():
+            if (value := getattr(self, option)) < least:
+                raise ValueError(f"{option} must be at least {least}, got {value}")
+        if self.hidden <= self.dim:
+            raise ValueError(
+                f"hidden must be more than dim (it is projected down to it), got {self.hidden}, {self.dim}"
+            )
+        if self.negatives not in ("own", "shared"):
+            raise ValueError(f"negatives must be own or shared, got {self.negatives!r}")
+        if self.data not in ("gcide", "zipf", "any"):
+            raise ValueError(f"data must be gcide, zipf or any, got {self.data!r}")
+
+    @cached_property
+    def _opened(self) -> tuple[Array, str]:
+        return open_words(self.data, cache_directory(self.cache_dir))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        kept = {name: value for name, value in super().options.items() if name not in ("cache_dir", "data")}
+        return {**kept, "source": self.source}
+
+    @property
+    def source(self) -> str:
+        """`gcide`, or `zipf` for the generated stand-in, which is not real data."""
+        return self._opened[1]
+
+    @property
+    def _num_windows(self) -> int:
+        return (len(self._opened[0]) - 1) // self.unroll  # 1: the last window's last target
+
+    @property
+    def num_train(self) -> int:
+        return self._num_windows - round(self._num_windows * HELD_OUT_RATIO)
+
+    def prepare(self) -> None:
+        _ = self._opened
+
+    def batch(self, rows: Array) -> Batch:
+        """Words read and words to come next, both (windows, unroll) int64, of the windows `rows`; no negatives."""
+        positions = rows[:, None] * self.unroll + np.arange(self.unroll + 1)
+        words = self._opened[0][positions].astype(np.int64)
+        words[words >= self.vocabulary] = 0
+        window = torch.from_numpy(words)
+        return window[:, :-1], window[:, 1:]
+
+    def batches(self, rank: int, world_size: int, seed: int, start_step: int = 0) -> Iterator[Batch]:
+        """Windows in the order of `Workload.batches`, each step's with its negatives."""
+        windows = super().batches(rank, world_size, seed, start_step)
+        return ((*window, self._draw(seed, step, rank)) for step, window in enumerate(windows, start_step))
+
+    def _draw(self, seed: int, step: int, rank: int) -> Tensor:
+        """The negatives of a step, (num_negatives,) int64."""
+        stream = 1 if self.negatives == "shared" else 2 + rank  # 0 would be the seed of an epoch's order
+        rng = np.random.default_rng([seed, step, stream])
+        return torch.from_numpy(log_uniform(rng, self.num_negatives, self.vocabulary))
+
+    def model(self, *, sparse: bool, seed: int = 0) -> LSTMLanguageModel:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return LSTMLanguageModel(self.vocabulary, self.dim, self.hidden, sparse=sparse)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        loss: Tensor = model(*batch)
+        return loss
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        """Adagrad, for the reasons of `DeepFMWorkload.optimizer`; the LSTM learns at a tenth of the tables' rate.
+
+        It too decides, for the process, against checking sparse tensors.
+        """
+        torch.sparse.check_sparse_tensor_invariants.disable()
+        named = list(model.named_parameters())
+        tables = [parameter for name, parameter in named if "lstm." not in name]
+        lstm = [parameter for name, parameter in named if "lstm." in name]
+        groups: list[dict[str, Any]] = [
+            {"params": tables},
+            {"params": lstm, "lr": self.learning_rate * LSTM_RATE_RATIO},
+        ]
+        return Adagrad(groups, lr=self.learning_rate, initial_accumulator_value=INITIAL_ACCUMULATOR)
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Loss and perplexity, over the whole vocabulary, of the first 128 held-out windows."""
+        device = next(model.parameters()).device
+        held_out = np.arange(self.num_train, self._num_windows)[:EVALUATION_WINDOWS]
+        was_training = model.training
+        model.eval()
+        with torch.no_grad():
+            parts = [held_out[first : first + EVALUATION_BATCH] for first in range(0, len(held_out), EVALUATION_BATCH)]
+            total = sum(len(part) * float(model(*(ids.to(device) for ids in self.batch(part)))) for part in parts)
+        model.train(was_training)
+        loss = total / len(held_out)
+        return {"loss": loss, "perplexity": math.exp(loss)}
+
+    def describe(self) -> str:
+        in_tables = self.vocabulary * (2 * self.dim + 1)
+        num_parameters = in_tables + self.hidden * (9 * self.dim + 8)  # the LSTM's matrices and two biases
+        data = f"{len(self._opened[0]):,} words of a dictionary of English (GCIDE), in random order of entries"
+        if self.source == "zipf":
+            data = f"{len(self._opened[0]):,} GENERATED words (Zipf law; not real data)"
+        return (
+            f"LSTM {self.dim} -> {self.hidden} -> {self.dim}, {num_parameters / 1e6:.2f} M parameters ("
+            f"{in_tables / num_parameters:.1%} in tables of {self.vocabulary:,} words), {self.num_negatives} "
+            f"{self.negatives} negatives, batch {self.batch_size} windows of {self.unroll} words a rank; {data}"
+        )

@@ -1,0 +1,238 @@
+"""The language model: measured densities of two tables, negatives, sampled softmax by its definition, learning."""
+
+from __future__ import annotations
+
+import math
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gradsync.workloads import DataUnavailableError, LSTMWorkload, load
+from gradsync.workloads.data import cache_directory
+from gradsync.workloads.lstm import LSTMLanguageModel, log_uniform, log_uniform_probability, sampled_softmax_loss
+
+SMALL: dict[str, Any] = {"data": "zipf", "vocabulary": 1000, "num_negatives": 64, "batch_size": 8, "dim": 16}
+
+
+def opened(**options: Any) -> LSTMWorkload:
+    workload = load("lstm", **options)
+    assert isinstance(workload, LSTMWorkload)
+    return workload
+
+
+@pytest.fixture(scope="module")
+def gcide() -> LSTMWorkload:
+    try:
+        return opened()
+    except DataUnavailableError as error:
+        pytest.skip(f"needs the real dictionary: {error}")
+
+
+def train(workload: LSTMWorkload, steps: int, *, sparse: bool) -> tuple[LSTMLanguageModel, list[float]]:
+    model = workload.model(sparse=sparse)
+    optimizer = workload.optimizer(model)
+    losses = []
+    for batch in islice(workload.batches(0, 1, seed=0), steps):
+        optimizer.zero_grad()
+        loss = workload.loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return model, losses
+
+
+def test_the_words_are_counted_and_ranked_by_frequency(gcide: LSTMWorkload) -> None:
+    words = gcide._opened[0]
+    counts = np.bincount(words)
+    assert gcide.source == gcide.options["source"] == "gcide"
+    assert len(words) == 6_294_698
+    assert len(counts) == 216_493 + 1
+    assert counts[0] == 0
+    assert (np.diff(counts[1:]) <= 0).all()
+    assert gcide.num_train == 308_439
+
+
+def test_words_outside_the_vocabulary_are_word_0(gcide: LSTMWorkload) -> None:
+    rows = np.arange(2000)
+    read, coming = gcide.batch(rows)
+    small = opened(vocabulary=500)
+    ours, _ = small.batch(rows)
+    assert torch.equal(ours, torch.where(read < 500, read, 0))
+    assert (read == 0).double().mean() == pytest.approx(0.019, abs=0.01)
+    assert torch.equal(read[:, 1:], coming[:, :-1])
+    assert torch.equal(read[1:, 0], coming[:-1, -1])  # windows follow each other in the text
+
+
+def test_a_second_load_maps_the_cache_and_needs_neither_network_nor_package(
+    gcide: LSTMWorkload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr("gradsync.workloads.gcide.fetch_debian", None)
+    again = opened(cache_dir=cache_directory())
+    assert isinstance(again._opened[0], np.memmap)
+    assert np.array_equal(again._opened[0], gcide._opened[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "world_size", "read", "scored"),
+    [
+        ({}, 1, 0.0029, 0.0138),
+        ({}, 8, 0.0162, 0.0746),
+        ({"batch_size": 64}, 1, 0.0052, 0.0156),
+        ({"negatives": "shared"}, 8, 0.0166, 0.0255),
+        ({"vocabulary": 50_000, "num_negatives": 1024}, 1, 0.0056, 0.0166),
+    ],
+)
+def test_row_densities_are_those_of_the_design(
+    gcide: LSTMWorkload, options: dict[str, Any], world_size: int, read: float, scored: float
+) -> None:
+    workload = opened(**options)
+    ranks = [workload.batches(rank, world_size, seed=0) for rank in range(world_size)]
+    rows = np.zeros((12, 2))
+    for step in rows:
+        parts = [next(rank) for rank in ranks]
+        step[0] = torch.cat([inputs.flatten() for inputs, _, _ in parts]).unique().numel()
+        step[1] = torch.cat([ids.flatten() for _, *scoring in parts for ids in scoring]).unique().numel()
+    assert rows.mean(axis=0) / workload.vocabulary == pytest.approx([read, scored], rel=0.05)
+
+
+def test_tables_have_sparse_gradients_with_the_rows_of_the_batch() -> None:
+    workload = opened(**SMALL)
+    model = workload.model(sparse=True)
+    inputs, targets, negatives = batch = next(workload.batches(0, 1, seed=0))
+    workload.loss(model, batch).backward()
+    scored = torch.cat([targets.flatten(), negatives]).unique()
+    for table, rows in ((model.words, inputs.unique()), (model.scores, scored), (model.bias, scored)):
+        assert table.weight.grad is not None
+        assert table.weight.grad.is_sparse
+        assert torch.equal(table.weight.grad.coalesce().indices()[0], rows)
+    assert all(p.grad is not None and not p.grad.is_sparse for p in model.lstm.parameters())
+
+
+def test_own_negatives_differ_between_ranks_and_shared_ones_between_steps_only() -> None:
+    def drawn(negatives: str, rank: int) -> list[torch.Tensor]:
+        workload = opened(**SMALL, negatives=negatives)
+        return [batch[2] for batch in islice(workload.batches(rank, 2, seed=3), 3)]
+
+    own, other_own = drawn("own", 0), drawn("own", 1)
+    shared, other_shared = drawn("shared", 0), drawn("shared", 1)
+    assert not any(torch.equal(a, b) for a, b in zip(own, other_own, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(shared, other_shared, strict=True))
+    assert not torch.equal(shared[0], shared[1])
+    assert not torch.equal(own[0], own[1])
+
+
+def test_a_late_start_has_the_windows_and_the_negatives_of_its_step() -> None:
+    workload = opened(**SMALL)
+    from_the_start = list(islice(workload.batches(1, 2, seed=0), 6))
+    for one, other in zip(from_the_start[4:], workload.batches(1, 2, seed=0, start_step=4), strict=False):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_words_are_drawn_as_often_as_the_correction_expects() -> None:
+    vocabulary, draws = 50, 200_000
+    counts = np.bincount(log_uniform(np.random.default_rng(0), draws, vocabulary), minlength=vocabulary)
+    expected = draws * log_uniform_probability(torch.arange(vocabulary), vocabulary).double().numpy()
+    assert len(counts) == vocabulary
+    assert expected.sum() == pytest.approx(draws, rel=1e-6)
+    assert (np.abs(counts - expected) < 5 * np.sqrt(expected)).all()
+
+
+def test_sampled_softmax_is_the_formula() -> None:
+    generator = torch.Generator().manual_seed(0)
+    vocabulary, targets, negatives = 10, torch.tensor([3, 0]), torch.tensor([0, 7, 3, 7])
+    states, table, bias = (torch.randn(*shape, generator=generator) for shape in ((2, 4), (10, 4), (10,)))
+    ids = torch.cat([targets, negatives])
+
+    def corrected(position: int, word: int) -> float:
+        probability = (math.log(word + 2) - math.log(word + 1)) / math.log(vocabulary + 1)
+        expected_count = 1 if word == targets[position] else len(negatives) * probability
+        return float(states[position] @ table[word] + bias[word]) - math.log(expected_count)
+
+    expected = 0.0
+    for position, target in enumerate(targets.tolist()):
+        among = [target] + [word for word in negatives.tolist() if word != target]
+        expected += math.log(sum(math.exp(corrected(position, word)) for word in among)) - corrected(position, target)
+    loss = sampled_softmax_loss(states, table[ids], bias[ids], targets, negatives, vocabulary)
+    assert float(loss) == pytest.approx(expected / 2, rel=1e-5)
+
+
+def test_sampled_softmax_has_the_optimum_of_the_full_one() -> None:
+    """Biases trained on draws from a known law end at its logarithm; without the correction they would not."""
+    law = torch.tensor([0.05, 0.15, 0.3, 0.5], dtype=torch.float64)  # against the sampler's order
+    bias = torch.zeros(4, requires_grad=True)
+    rng, states, rows = np.random.default_rng(0), torch.zeros(512, 1), torch.zeros(544, 1)
+    optimizer = torch.optim.Adam([bias], lr=0.02)
+    path = []
+    for _ in range(500):
+        targets = torch.from_numpy(rng.choice(4, size=512, p=law.numpy()))
+        negatives = torch.from_numpy(log_uniform(rng, 32, 4))
+        optimizer.zero_grad()
+        sampled_softmax_loss(states, rows, bias[torch.cat([targets, negatives])], targets, negatives, 4).backward()
+        optimizer.step()
+        path.append(bias.detach().double().softmax(dim=0))
+    torch.testing.assert_close(torch.stack(path[250:]).mean(dim=0), law, rtol=0, atol=0.02)
+
+
+def test_evaluation_is_the_full_softmax_and_leaves_the_model_as_it_was() -> None:
+    workload = opened(**SMALL)
+    model = workload.model(sparse=True)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    result = workload.evaluate(model)
+    inputs, targets = workload.batch(np.arange(workload.num_train, workload.num_train + 128))
+    with torch.no_grad():
+        states = model.lstm(model.words(inputs))[0]
+        logits = states @ model.scores.weight.T + model.bias.weight.squeeze(1)
+        expected = -logits.log_softmax(dim=-1).gather(2, targets[..., None]).mean()
+    assert result["loss"] == pytest.approx(float(expected), rel=1e-5)
+    assert result["perplexity"] == pytest.approx(math.exp(result["loss"]))
+    assert model.training
+    assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+
+
+def test_sparse_and_dense_gradients_train_alike() -> None:
+    workload = opened(**SMALL)
+    sparse_model, sparse_losses = train(workload, 20, sparse=True)
+    dense_model, dense_losses = train(workload, 20, sparse=False)
+    assert sparse_losses == pytest.approx(dense_losses, abs=1e-4)
+    for (name, one), (_, other) in zip(sparse_model.named_parameters(), dense_model.named_parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_the_model_learns_english(gcide: LSTMWorkload) -> None:
+    workload = opened(vocabulary=10_000, num_negatives=512)
+    before = workload.evaluate(workload.model(sparse=True))["loss"]
+    model, losses = train(workload, 80, sparse=True)
+    assert before == pytest.approx(math.log(10_000), abs=0.05)
+    assert max(losses) < before + 1  # no blow-up of the first steps
+    assert np.mean(losses[-10:]) < np.mean(losses[:10]) - 2
+    assert workload.evaluate(model)["loss"] < 5.35  # the words' frequencies alone give 5.40
+
+
+def test_the_description_counts_the_parameters() -> None:
+    for options in (SMALL, {"data": "zipf"}):
+        workload = opened(**options)
+        model = workload.model(sparse=True)
+        assert f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M" in workload.describe()
+        assert "not real data" in workload.describe()
+        assert workload.options["source"] == "zipf"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vocabulary": 1}, "vocabulary must be at least 2, got 1"),
+        ({"unroll": 0}, "unroll must be at least 1, got 0"),
+        ({"num_negatives": 0}, "num_negatives must be at least 1, got 0"),
+        ({"dim": 0}, "dim must be at least 1, got 0"),
+        ({"dim": 256}, "hidden must be more than dim .* got 256, 256"),
+        ({"negatives": "mine"}, "negatives must be own or shared, got 'mine'"),
+        ({"data": "wikipedia"}, "data must be gcide, zipf or any, got 'wikipedia'"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load("lstm", **options)
