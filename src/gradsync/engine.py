@@ -32,7 +32,7 @@ MAX_OBSERVATIONS = 2  # a table that no module announced travels dense at first:
 
 
 class Engine:
-    """Runs a plan for `parameters` over `group`, on one communication thread of its own.
+    """Runs a plan for `parameters` over `group`, with a communication thread of its own for what is ready early.
 
     `plan` is a `Plan`, or a function that makes one: it is asked at once with what is known of the model, and again
     after the first step, at times the second, with what it showed on all ranks: readiness order, layouts, densities.
@@ -312,8 +312,8 @@ class Engine:
         self.late, apart = marks_of_ranks(next(lane for lane in self.lanes() if self._carries_marks(lane)).gradients)
         if apart:
             why = (
-                "the ranks are out of step: some have made more optimiser steps than others before this exchange, so "
-                "a backward or a whole step happened on some ranks only"
+                "the ranks are out of step: some have made more rounds of backward and optimiser step than others "
+                "before this exchange, so a backward or a whole step happened on some ranks only"
             )
             self.fail(why)
             raise RuntimeError(why)
