@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "gradsync"
 
 FLOORS: list[set[str]] = [
-    {"cluster", "steps", "timeline"},
+    {"cluster", "steps", "timeline", "trial"},
     {"costs", "kernels", "comm", "sparse"},
     {"bucket"},
     {"density", "compressors", "gradients"},

@@ -24,7 +24,7 @@ from .bucket import TensorSpec, describe_specs, trainable_parameters
 from .comm import Group, LocalGroup, TorchGroup
 from .engine import Engine, Planner
 from .plan import Plan
-from .planner import default_plan
+from .planner import default_plan, default_plans
 
 T = TypeVar("T")
 
@@ -62,10 +62,13 @@ def agreed_engine(
     else:
         group = TorchGroup(process_group, timeout_s=timeout_s)
     engines: list[Engine] = []
+    if plan is None:
+        # A trial lets timing decide on the order of sums.
+        plan = default_plan if torch.are_deterministic_algorithms_enabled() else default_plans
 
     def build() -> Engine:
         sparse_names = _sparse_tables(unwrapped(model))
-        engines.append(Engine(parameters, group, plan or default_plan, timeout_s=timeout_s, sparse_names=sparse_names))
+        engines.append(Engine(parameters, group, plan, timeout_s=timeout_s, sparse_names=sparse_names))
         return engines[0]
 
     try:
@@ -108,12 +111,12 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _examine(
-    model: nn.Module, plan: Plan | Planner | None, exclude: Sequence[str], world_size: int
+    model: nn.Module, plan: Plan | Planner, exclude: Sequence[str], world_size: int
 ) -> dict[str, nn.Parameter]:
     """The parameters to synchronise; raises for whatever is wrong on this rank."""
     if any(module in _attached for module in model.modules()):
         raise RuntimeError("gradsync is attached to this model, or to a part of it, already; call detach() on it first")
-    if plan is not None and not isinstance(plan, Plan) and not callable(plan):
+    if not isinstance(plan, Plan) and not callable(plan):
         raise TypeError(f"plan must be a Plan (see Plan.load), a function that makes one, or None; got {plan!r}")
     if torch._C._current_graph_task_id() != -1:
         raise RuntimeError("attach() was called during backward; call it before the forward of a step")
@@ -145,7 +148,7 @@ def _examine(
 
 def _texts(
     model: nn.Module,
-    plan: Plan | Planner | None,
+    plan: Plan | Planner,
     exclude: Sequence[str],
     settings: str,
     parameters: dict[str, nn.Parameter],
@@ -211,7 +214,7 @@ def _first_difference(everyone: dict[str, list[str]]) -> str:
     )
 
 
-def _planner_name(planner: Planner | None) -> str:
+def _planner_name(planner: Planner) -> str:
     """The same on every rank, unlike a `repr` with an address."""
     function = planner.func if isinstance(planner, partial) else planner
     return str(getattr(function, "__qualname__", type(function).__qualname__))

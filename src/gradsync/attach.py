@@ -47,8 +47,13 @@ class Attachment:
 
     @property
     def plan(self) -> Plan:
-        """The plan in force; with `plan=None` it may change once, after the first step."""
+        """The plan in force; with `plan=None` it may change until `settled`."""
         return self._engine.plan
+
+    @property
+    def settled(self) -> bool:
+        """Whether the plan in force stays: what the first steps show was seen, and what they should try was tried."""
+        return self._engine.settled
 
     def explain(self) -> list[str]:
         """The plan in words, a line a bucket."""
@@ -119,7 +124,8 @@ def attach(
     Args:
         optimizer: the optimiser of the parameters, if it is known already.
         plan: what to synchronise how. None: all-reduce for dense and a sparse scheme for sparse gradients, decided from
-            what all ranks see in the first step, and logged.
+            what all ranks see in the first step, and logged; large dense models try bucket sizes in the first 31 steps
+            (not under `torch.use_deterministic_algorithms`: timing decides, and bucket sizes change rounding).
         process_group: the ranks that share the model; None: all.
         timeout: seconds (or a timedelta) after which a rank that waits for the others raises.
         exclude: names or shell patterns (`"encoder.*"`) of parameters that are left alone.

@@ -6,6 +6,7 @@ schemes is committed at the next `begin`: a step that failed, or in which some r
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 import time
@@ -23,19 +24,21 @@ from .lane import BucketStatistics, Lane, StateSlice
 from .observation import Observer
 from .plan import Plan, What, describe
 from .timeline import Task
+from .trial import Trial, fastest
 
 logger = logging.getLogger(__name__)
 
-Planner = Callable[[Sequence[ParameterProfile], int], Plan]
+Planner = Callable[[Sequence[ParameterProfile], int], Plan | Sequence[Plan]]
 
 MAX_OBSERVATIONS = 2  # a table that no module announced travels dense at first: its rows show in the second step
 
 
 class Engine:
-    """Runs a plan for `parameters` over `group`, on one communication thread of its own.
+    """Runs a plan for `parameters` over `group`, with a communication thread of its own for what is ready early.
 
     `plan` is a `Plan`, or a function that makes one: it is asked at once with what is known of the model, and again
     after the first step, at times the second, with what it showed on all ranks: readiness order, layouts, densities.
+    If it then returns several plans, the best guess first, each runs for some steps and the fastest stays.
     """
 
     def __init__(
@@ -65,13 +68,16 @@ class Engine:
         self._timeline: list[Task] = []
         self._steps_good = True
         self._observations_left = 0 if isinstance(plan, Plan) else MAX_OBSERVATIONS
+        self._candidates: list[Plan] = []
+        self._trial: Trial | None = None
         self._closed = False
-        self.plan = plan if isinstance(plan, Plan) else plan(list(self._observer.profiles.values()), group.size)
+        self.plan = plan if isinstance(plan, Plan) else self._planned()[0]
         self._turn = threading.Lock()  # held by whoever uses the group
         self._thread = JobThread("gradsync", self._device)
         self._lanes: dict[str, Lane] = {}
         self._lanes_of: dict[str, list[Lane]] = {}
         self._adopt(self.plan, [])
+        self._announce()
 
     # The step, in the order in which a front-end calls.
 
@@ -89,6 +95,8 @@ class Engine:
         if self._next_plan is not None:
             self._adopt(self._next_plan, self._state_slices())
             self._next_plan = None
+            if self.settled:
+                self._announce()
         self._observer.begin()
         self._steps_good = False  # until it has ended well
         for lane in self._lanes.values():
@@ -112,6 +120,11 @@ class Engine:
     def replanning(self) -> bool:
         """Whether the next `begin` changes the plan: who holds views into the buckets' memory lets go of them."""
         return self._next_plan is not None
+
+    @property
+    def settled(self) -> bool:
+        """Whether the plan in force stays."""
+        return self._next_plan is None and self._trial is None and not self._observations_left
 
     def lanes(self) -> list[Lane]:
         """The buckets at run time, in plan order."""
@@ -171,12 +184,14 @@ class Engine:
         self._marks_checked = False
         if self._device.type == "cpu":
             self._check_marks()  # elsewhere the host would wait for the device: there the next step looks
-        if self._observations_left:
-            try:
+        try:
+            if self._observations_left:
                 self._observe()
-            except Exception as error:
-                self.fail(f"the plan after step {self.step}: {error}")
-                raise
+            elif self._trial is not None:
+                self._try(self._trial)
+        except Exception as error:
+            self.fail(f"the plan after step {self.step}: {error}")
+            raise
         self.step += 1
 
     def fail(self, why: str) -> None:
@@ -312,8 +327,8 @@ class Engine:
         self.late, apart = marks_of_ranks(next(lane for lane in self.lanes() if self._carries_marks(lane)).gradients)
         if apart:
             why = (
-                "the ranks are out of step: some have made more optimiser steps than others before this exchange, so "
-                "a backward or a whole step happened on some ranks only"
+                "the ranks are out of step: some have made more rounds of backward and optimiser step than others "
+                "before this exchange, so a backward or a whole step happened on some ranks only"
             )
             self.fail(why)
             raise RuntimeError(why)
@@ -354,8 +369,6 @@ class Engine:
         for lane in self._lanes.values():
             for name in dict.fromkeys(lane.bucket.names):
                 self._lanes_of[name].append(lane)
-        for line in self.words():
-            logger.info("%s", line)
 
     def _record(self, exchange: Exchange, backward_ended_s: float) -> None:
         ended_s = time.perf_counter() - exchange.began_s
@@ -364,18 +377,48 @@ class Engine:
         for lane in self._lanes.values():
             lane.record(exchange.tasks, backward_ended_s, ended_s)
 
-    def _observe(self) -> None:
-        """Reduces what a first step showed over the ranks, and makes the plan that all of them now make."""
+    def _announce(self) -> None:
+        for line in self.words():
+            logger.info("%s", line)
+
+    def _planned(self) -> list[Plan]:
+        """What the planner makes of what is known now: the plans worth trying, the best guess first."""
         assert self._planner is not None
+        made = self._planner(list(self._observer.profiles.values()), self.group.size)
+        plans = [made] if isinstance(made, Plan) else list(made)
+        if not plans:
+            raise ValueError("the planner made no plan; it must return a Plan, or a list of at least one")
+        return plans
+
+    def _observe(self) -> None:
+        """Reduces what a first step showed over the ranks, and makes the plans that all of them now make."""
         self._observer.share(lambda name: self._lanes_of[name][0].gradients, self._gather("first observations"))
         self._observations_left = 0 if self._observer.complete else self._observations_left - 1
-        plan = self._planner(list(self._observer.profiles.values()), self.group.size)
-        self._require_same(plan.digest)
-        if plan.digest != self.plan.digest:
-            self._next_plan = plan
-        else:
-            for line in self.words():
-                logger.info("%s", line)
+        self._candidates = self._planned()
+        self._require_same(hashlib.sha256("".join(plan.digest for plan in self._candidates).encode()).hexdigest())
+        if self._observations_left == 0 and len(self._candidates) > 1:
+            self._trial = Trial(len(self._candidates))
+        self._switch_to(self._candidates[0])
+
+    def _try(self, trial: Trial) -> None:
+        """Counts a step of a trial; at its end the ranks agree on the fastest plan."""
+        trial.step_ended(time.perf_counter())
+        if not trial.done:
+            self._switch_to(self._candidates[trial.current])
+            return
+        self._trial = None
+        medians_s = self._gather("times of a trial")(torch.tensor(trial.medians_s, dtype=torch.float64))
+        best, times_s = fastest([part.tolist() for part in medians_s])
+        for number, (plan, time_s) in enumerate(zip(self._candidates, times_s, strict=True)):
+            verdict = "kept" if number == best else "left"
+            logger.info("tried a plan of %d buckets: %.1f ms a step, %s", len(plan.buckets), time_s * 1e3, verdict)
+        self._switch_to(self._candidates[best])
+
+    def _switch_to(self, plan: Plan) -> None:
+        """`plan` is in force from the next step on."""
+        self._next_plan = plan if plan.digest != self.plan.digest else None
+        if self.settled:
+            self._announce()
 
     def _require_same(self, digest: str) -> None:
         """A planner that is not deterministic would make the ranks wait for each other: raises on all of them."""

@@ -63,10 +63,10 @@ class AutogradHooks:
         ]
         self._sync = True
         self._armed: bool | None = None  # the last forward's wish to synchronise; None once it was fulfilled
-        self._synchronised = False  # a backward has synchronised since the optimiser's last step
-        self._stepped = False  # the optimiser has stepped since the last forward
+        self._exchanges = 0  # synchronised since attach
+        self._used: dict[int, int] = {}  # optimiser -> exchanges when it stepped last
         self._rounds = 0  # of backward and optimiser step since attach; ranks that count differently must not average
-        self._round_counted = False
+        self._round_counted = True  # a round is an exchange and a step after it
         self._versions: dict[str, int] | None = None  # of the gradients, when they must not be changed before the step
         self._lendable: set[str] = set()  # whose gradients autograd makes dense, and small: it may add into their homes
         self._task = -1  # autograd's number of the backward under way
@@ -81,9 +81,9 @@ class AutogradHooks:
             parameter.register_post_accumulate_grad_hook(_GradientHook(self, name))
             for name, parameter in self._parameters.items()
         ]
-        model_hook = _uncompiled_model_hook()
+        model_hook, step_hook = _uncompiled(_ModelHook), _uncompiled(_Hook)
         self._handles.append(model.register_forward_pre_hook(model_hook(self, AutogradHooks._before_forward)))
-        on_step = _Hook(self, lambda hooks, optimizer, *_: hooks._before_optimizer_step(optimizer))
+        on_step = step_hook(self, lambda hooks, optimizer, *_: hooks._before_optimizer_step(optimizer))
         if optimizer is not None:
             self._handles.append(optimizer.register_step_pre_hook(on_step))
         else:
@@ -114,8 +114,6 @@ class AutogradHooks:
             self._engine.fail(why)
             raise RuntimeError(why)
         self._armed = self._sync
-        if self._stepped:
-            self._synchronised = self._stepped = False
         if self._sync and model.training:
             self._broadcast_buffers()
 
@@ -173,14 +171,15 @@ class AutogradHooks:
         ours = {id(p) for p in self._parameters.values()}
         if not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
             return
-        # A forward after the step's backward (for a metric, say) owes nothing.
-        if self._armed and not self._synchronised and not self._engine.in_step:
+        # An optimiser whose gradients are newer than its last step owes nothing, whatever forwards came after them.
+        nothing_new = self._used.get(id(optimizer), 0) == self._exchanges
+        if self._armed and nothing_new and not self._engine.in_step:
             self._begin(late=True)
             self._end()
         elif self._versions is not None:
             self._require_untouched(self._versions)
         self._versions = None
-        self._stepped = True
+        self._used[id(optimizer)] = self._exchanges
         if not self._round_counted:  # several optimisers may step, and a sharded one in an outer and an inner step
             self._rounds += 1
             self._round_counted = True
@@ -256,7 +255,7 @@ class AutogradHooks:
     def _end(self) -> None:
         engine = self._engine
         self._armed = None
-        self._synchronised = True
+        self._exchanges += 1
         self._round_counted = False
         for name in engine.missing():
             self._load_leftover(name)
@@ -356,9 +355,9 @@ class _ModelHook(_Hook):
 
 
 @cache
-def _uncompiled_model_hook() -> type[_ModelHook]:
-    """`_ModelHook` as `torch.compile` does not look into it; made late, because it imports the compiler."""
-    return type("_UncompiledModelHook", (_ModelHook,), {"__call__": torch.compiler.disable(_ModelHook.__call__)})
+def _uncompiled(hook: type[_Hook]) -> type[_Hook]:
+    """The kind of hook as `torch.compile` does not look into it; made late, because it imports the compiler."""
+    return type(f"{hook.__name__}Uncompiled", (hook,), {"__call__": torch.compiler.disable(hook.__call__)})
 
 
 def _nothing(*args: Any) -> None:

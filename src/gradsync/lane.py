@@ -93,7 +93,7 @@ class Lane:
         self.waiting = set(self.bucket.names)
 
     async def synchronize(self, *, check_finite: bool, marks: StepMarks) -> Any:
-        """What the communication thread runs; the next state is kept beside the present one."""
+        """The bucket's turns in an exchange; the next state is kept beside the present one."""
         x = self.gradients.take(check_finite=check_finite, marks=marks)
         result, self.next_state = await self.scheme.synchronize(x, self.state, self.group, 1.0 / self.group.size)
         if self.flags_apart:

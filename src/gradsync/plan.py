@@ -56,7 +56,7 @@ class BucketPlan(BaseModel):
 
 
 class Plan(BaseModel):
-    """Buckets, and the total order of (bucket, stage) in which the communication thread issues them."""
+    """Buckets, and the total order of (bucket, stage) in which they are issued."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

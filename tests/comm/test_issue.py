@@ -293,3 +293,45 @@ def test_operations_in_flight_carry_the_bytes_that_the_ledger_counts() -> None:
     links = {task.name: task.nbytes for task in exchange.tasks if task.stream == "link"}
     assert links == {"3:gather": 12.0, "5:gather": 20.0}
     assert sum(links.values()) == recording[0].ledger.sent_bytes
+
+
+def test_whoever_waits_is_ordered_behind_what_the_thread_issued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA faked by events that note who records and who waits: the last turns may have run on the thread."""
+    log: list[tuple[str, str]] = []
+
+    class Event:
+        def record(self) -> None:
+            self.by = threading.current_thread().name
+
+        def wait(self, stream: object) -> None:
+            log.append((threading.current_thread().name, self.by))
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: None)
+    reached, go_on = threading.Event(), threading.Event()
+
+    def hold(timeout_s: float) -> None:
+        reached.set()
+        assert go_on.wait(timeout_s)
+
+    async def synchronize(bucket: str) -> None:
+        await (Pending(hold) if bucket == "0" else completed(None))
+
+    with issue_thread() as thread:
+        exchange = Exchange(
+            [("0", "push"), ("0", "pull"), ("1", "push")],
+            synchronize,
+            where=lambda bucket, stage: bucket,
+            timeout_s=WAIT_S,
+            turn=threading.Lock(),
+            thread=thread,
+            device=torch.device("cuda"),
+        )
+        exchange.mark_ready("0")
+        assert reached.wait(WAIT_S)
+        exchange.mark_ready("1")  # while the thread is at work: it goes on to the end
+        go_on.set()
+        while not exchange.results.keys() >= {"0", "1"}:
+            time.sleep(0.001)
+        exchange.wait()
+    assert log[-1] == (threading.current_thread().name, "gradsync-test")

@@ -188,6 +188,39 @@ def a_sharded_optimizer_steps_on_some_ranks_only() -> None:
     handle.detach()
 
 
+def a_forward_between_two_optimizers_owes_nothing() -> None:
+    """A metric on rank 0, gradients on, after one optimiser has stepped and before the other."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    first, second = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model)
+    handle = gradsync.attach(model, timeout=MILD)
+    for number in range(4):
+        model.zero_grad()
+        model(inputs(number)).mean().backward()
+        first.step()
+        if dist.get_rank() == 0:
+            model(inputs(9))
+        second.step()
+        assert_same_on_all_ranks(dict(model.named_parameters()))
+    assert sum(bucket.steps for bucket in handle.statistics()) == 4
+    handle.detach()
+
+
+def a_step_before_the_first_backward_is_no_round() -> None:
+    """As torch takes one when an optimiser's initial state is saved."""
+    model = nn.Linear(3, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = gradsync.attach(model, timeout=MILD)
+    if dist.get_rank() == 0:
+        optimizer.step()
+    for number in range(4):
+        optimizer.zero_grad()
+        model(inputs(number)).mean().backward()
+        torch.testing.assert_close(model.weight.grad, expected(number))
+        optimizer.step()
+    handle.detach()
+
+
 def a_dropped_ddp_model_takes_its_thread_along() -> None:
     model = DistributedDataParallel(nn.Linear(3, 3))
     gradsync.attach(model, timeout=MILD)
@@ -232,6 +265,8 @@ def engines_and_their_memory_go_with_detach() -> None:
         a_dropped_wrapper_leaves_the_model_inside_attached,
         a_dropped_model_can_be_rebuilt_around_its_parameters,
         a_sharded_optimizer_steps_on_some_ranks_only,
+        a_forward_between_two_optimizers_owes_nothing,
+        a_step_before_the_first_backward_is_no_round,
         a_dropped_ddp_model_takes_its_thread_along,
         engines_and_their_memory_go_with_detach,
     ],

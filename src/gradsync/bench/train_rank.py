@@ -49,6 +49,11 @@ class Contestant:
     def inner(self) -> nn.Module:
         return self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
 
+    @property
+    def settled(self) -> bool:
+        """Whether it goes on as it does now; the same on all ranks."""
+        return self.attachment is None or self.attachment.settled
+
 
 @contextmanager
 def attempt(who: Contestant) -> Iterator[None]:
@@ -132,6 +137,9 @@ def compete(workload: Workload, ways: dict[str, Method], spec: TrainSpec) -> lis
         run_block(workload, who, spec.warmup_steps, counted=False)
         calibrate(workload, who)
         event(kind="warmup", method=who.name)
+    while not all(who.failed or who.settled for who in contestants):  # all make the same number of steps
+        for who in contestants:
+            run_block(workload, who, spec.warmup_steps, counted=False)
     for repeat in range(spec.repeats):
         for who in contestants if repeat % 2 == 0 else contestants[::-1]:
             run_block(workload, who, spec.block_steps, counted=True)

@@ -8,10 +8,12 @@ from typing import Annotated
 
 import typer
 
+from ..bench.methods import METHODS
 from ..bench.sync import DENSE_SIZES_BYTES, SUBJECTS, SyncSpec, run_sync
 from ..bench.train import TrainSpec, run_training
 from ..report.record import Record, save_records
 from ..report.tables import judgements, records_table
+from ..workloads import names
 from .progress import WIDE, beside, console, event_bar, plain_errors
 
 app = typer.Typer(help="Measure methods beside each other and keep the records.", no_args_is_help=True)
@@ -65,11 +67,12 @@ def sync(  # noqa: PLR0917 (the command's options)
 
 @app.command()
 def train(  # noqa: PLR0917 (the command's options)
-    workload: Annotated[str, typer.Option(help="What to train.")] = "deepfm",
+    workload: Annotated[str, typer.Option(help=f"What to train: {', '.join(names())}.")] = "deepfm",
     methods: Annotated[
         str,
         typer.Option(
-            help="Comma-separated; the first is the baseline. ddp, wherever it stands: the best of DDP's bucket sizes."
+            help="Comma-separated; the first is the baseline. ddp, wherever it stands: the best of DDP's bucket sizes. "
+            f"There are ddp, {', '.join(METHODS)}."
         ),
     ] = "ddp,ddp_sparse,ddp_sparse_bf16,gradsync",
     nodes: Nodes = 4,

@@ -13,6 +13,7 @@ from ..report.page import write_page
 from ..report.record import TrainingRun
 from ..report.tables import training_table
 from ..report.trace import write_trace
+from ..workloads import names
 from .progress import WIDE, console, event_bar, plain_errors
 
 BLOCK_STEPS = 8
@@ -21,7 +22,7 @@ DEMO_ROW_LENGTH = 32  # elements of an embedding row
 
 
 def demo(  # noqa: PLR0917 (the command's options)
-    workload: Annotated[str, typer.Option(help="What to train.")] = "deepfm",
+    workload: Annotated[str, typer.Option(help=f"What to train: {', '.join(names())}.")] = "deepfm",
     nodes: Annotated[int, typer.Option(min=2, help="Nodes of the emulated cluster, one rank each.")] = 4,
     link: Annotated[str, typer.Option(help="Rate of every node's link, e.g. 200mbit, 1gbit, unshaped.")] = "1gbit",
     steps: Annotated[int, typer.Option(min=BLOCK_STEPS, help="Counted steps of each method.")] = 64,

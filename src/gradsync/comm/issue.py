@@ -107,6 +107,8 @@ class Exchange:
         self.advance()
         if not self._ended:
             raise CancelledStepError("the step was given up before all of its buckets were ready")
+        if self._issued is not None:  # perhaps on the other thread's stream
+            self._issued.wait(torch.cuda.current_stream())
         if self._error is not None:
             raise self._error
 

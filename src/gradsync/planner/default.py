@@ -15,11 +15,25 @@ from ..steps import transfers
 
 FIRST_BUCKET_BYTES = 1 << 20  # DDP's first bucket: an early start of communication
 BUCKET_BYTES = 25 << 20  # DDP's default, so that dense models run as they do there
+FEWEST_BUCKET_BYTES = 1 << 20  # below, latency is all there is
+BUCKETS_TO_OVERLAP = 4  # so many buckets of a size hide most of what backward can hide
 
 SPARSE_SCHEMES: tuple[Scheme[Any], ...] = (BalancedParallelism(), AGSparse())
 
 
-def default_plan(profiles: Sequence[ParameterProfile], world_size: int) -> Plan:
+def default_plans(profiles: Sequence[ParameterProfile], world_size: int) -> list[Plan]:
+    """The default plan, and those with other sizes of dense buckets, where they differ.
+
+    Small buckets hide more of their way behind backward and cost more calls; on a fast network they also take cores
+    from backward. Which size wins follows from none of the figures known here, so the engine tries.
+    """
+    dense_bytes = sum(p.tensor.nbytes for p in profiles if not p.sparse)
+    sizes = (BUCKET_BYTES, max(dense_bytes // BUCKETS_TO_OVERLAP, FEWEST_BUCKET_BYTES), FEWEST_BUCKET_BYTES)
+    plans = [default_plan(profiles, world_size, bucket_bytes=size) for size in dict.fromkeys(sizes)]
+    return list({plan.digest: plan for plan in plans}.values())
+
+
+def default_plan(profiles: Sequence[ParameterProfile], world_size: int, *, bucket_bytes: int = BUCKET_BYTES) -> Plan:
     """Dense parameters in DDP-sized buckets in ready order, then all sparse tables of a dtype in one bucket.
 
     Deterministic in its arguments, which are the same on every rank. Parameters come in model order; before readiness
@@ -32,7 +46,7 @@ def default_plan(profiles: Sequence[ParameterProfile], world_size: int) -> Plan:
     # A dtype's buckets are cut on their own; within it ready order stays.
     for _, same in groupby(sorted(dense, key=lambda p: str(p.tensor.dtype)), key=lambda p: str(p.tensor.dtype)):
         sizes = [(p.name, p.tensor.nbytes) for p in same]
-        buckets += [(names, AllReduce()) for names in cut_by_bytes(sizes, FIRST_BUCKET_BYTES, BUCKET_BYTES)]
+        buckets += [(names, AllReduce()) for names in cut_by_bytes(sizes, FIRST_BUCKET_BYTES, bucket_bytes)]
     sparse = sorted((p for p in ready if p.sparse), key=lambda p: str(p.tensor.dtype))
     for _, same in groupby(sparse, key=lambda p: str(p.tensor.dtype)):
         tables = list(same)

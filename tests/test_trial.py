@@ -1,0 +1,51 @@
+"""Candidates of a trial take turns, their first steps do not count, and only a clear winner replaces the first one."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradsync.trial import MOST_OF_FIRST, ROUNDS, TURN_STEPS, Trial, fastest
+
+
+def run(trial: Trial, step_s: list[float], *, first_s: float = 100.0) -> list[int]:
+    """Runs it with steps of these times, the first of a turn longer; returns the candidate of each step."""
+    now_s, ran = 0.0, []
+    while not trial.done:
+        first = not ran or len(ran) % TURN_STEPS == 0
+        ran.append(trial.current)
+        now_s += first_s if first else step_s[trial.current]
+        trial.step_ended(now_s)
+    return ran
+
+
+def test_candidates_run_there_and_back() -> None:
+    ran = run(Trial(3), [1.0, 1.0, 1.0])
+    assert ran[::TURN_STEPS] == [0, 1, 2, 2, 1, 0]
+    assert len(ran) == 3 * ROUNDS * TURN_STEPS
+
+
+def test_the_first_step_of_a_turn_is_not_counted() -> None:
+    trial = Trial(3)
+    run(trial, [3.0, 1.0, 2.0], first_s=1000.0)
+    assert trial.medians_s == [3.0, 1.0, 2.0]
+
+
+def test_one_long_pause_of_the_training_loop_changes_nothing() -> None:
+    trial = Trial(2)
+    now_s = 0.0
+    for step in range(2 * ROUNDS * TURN_STEPS):
+        now_s += 1000.0 if step == TURN_STEPS + 2 else 1.0
+        trial.step_ended(now_s)
+    assert trial.medians_s == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("medians_s", "kept"),
+    [
+        ([[1.0, 0.5, 0.6]], 1),
+        ([[1.0, MOST_OF_FIRST + 0.01, 1.0]], 0),
+        ([[1.0, 0.5, 0.8], [1.0, 1.5, 0.8]], 2),  # the slowest rank is what everybody waits for
+    ],
+)
+def test_the_fastest_is_kept_if_clearly_faster_than_the_first(medians_s: list[list[float]], kept: int) -> None:
+    assert fastest(medians_s)[0] == kept
