@@ -6,12 +6,12 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from gradsync.steps import Compute, Pattern, Transfer, transfers
+from gradsync.steps import DIRECT_BYTES, Compute, Pattern, Transfer, transfers
 from gradsync.timeline import Task, covered_s
 
 EQUAL_PARTS = {Pattern.ALL_REDUCE}  # one buffer length for all
 
-part_bytes = st.lists(st.integers(0, 10_000).map(float), min_size=1, max_size=9)
+part_bytes = st.lists(st.integers(0, 4 * DIRECT_BYTES).map(float), min_size=1, max_size=9)
 
 
 def transfer(pattern: Pattern, parts: list[float]) -> Transfer:
@@ -41,7 +41,8 @@ def test_a_group_of_one_moves_nothing(pattern: Pattern) -> None:
 @pytest.mark.parametrize(
     ("pattern", "parts", "total", "busiest", "rounds"),
     [
-        (Pattern.ALL_REDUCE, [12.0] * 4, 4 * 18, 18, 6),  # 2 (n-1)/n
+        (Pattern.ALL_REDUCE, [12.0] * 4, 12 * 12, 36, 3),  # small: to every other member
+        (Pattern.ALL_REDUCE, [4.0 * DIRECT_BYTES] * 4, 24 * DIRECT_BYTES, 6 * DIRECT_BYTES, 6),  # ring: 2 (n-1)/n
         (Pattern.ALL_GATHER, [1.0, 2.0, 3.0, 4.0], 3 * 10, 12, 3),  # member 3 sends 3 x 4
         (Pattern.ALL_TO_ALL, [1.0, 2.0, 3.0, 4.0], 3 * 10, 12, 3),  # member 3 receives 3 x 4
         (Pattern.BROADCAST, [5.0, 0.0, 0.0, 0.0], 15, 15, 3),

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .bucket import TensorSpec, describe_specs, trainable_parameters
-from .comm import Group, LocalGroup, TorchGroup
+from .comm import Group, LocalGroup, TorchGroup, torch_group
 from .engine import Engine, Planner
 from .plan import Plan
 from .planner import default_plan, default_plans
@@ -60,7 +60,7 @@ def agreed_engine(
     if dist.get_world_size(process_group) == 1:
         group = LocalGroup.world(1)[0]
     else:
-        group = TorchGroup(process_group, timeout_s=timeout_s)
+        group = torch_group(process_group, timeout_s=timeout_s)
     engines: list[Engine] = []
     if plan is None:
         # A trial lets timing decide on the order of sums.

@@ -10,11 +10,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
+DIRECT_BYTES = 256 << 10  # a collective in which a member sends no more goes straight to every other member
+
 
 class Pattern(StrEnum):
     """Who sends what to whom in one collective."""
 
-    ALL_REDUCE = "all_reduce"  # ring: each member sends 2(n-1)/n of the buffer to its successor
+    ALL_REDUCE = "all_reduce"  # small: the buffer to every other member; else a ring, 2(n-1)/n of it to the successor
     ALL_GATHER = "all_gather"  # member i's part reaches every other member
     ALL_TO_ALL = "all_to_all"  # every other member sends part j to member j
     BROADCAST = "broadcast"  # the part of member 0 reaches every other member
@@ -48,11 +50,17 @@ class Transfer:
         return len(self.part_bytes)
 
     @property
+    def direct(self) -> bool:
+        """Whether it is small enough for messages that all start at once: there latency counts, not the order."""
+        if self.pattern is Pattern.ALL_REDUCE:
+            return (self.size - 1) * self.part_bytes[0] <= DIRECT_BYTES
+        return self.busiest_bytes <= DIRECT_BYTES
+
+    @property
     def rounds(self) -> int:
         """Messages that follow one another on a member's link: the factor of the latency."""
-        if self.size == 1:
-            return 0
-        return 2 * (self.size - 1) if self.pattern is Pattern.ALL_REDUCE else self.size - 1
+        rings = self.pattern is Pattern.ALL_REDUCE and not self.direct
+        return (2 if rings else 1) * (self.size - 1)
 
     def peers(self, member: int) -> Iterator[tuple[int, float]]:
         """(peer, bytes) of every message `member` sends. The forwarding of a ring counts as its successor's."""
@@ -60,9 +68,9 @@ class Transfer:
         if n == 1:
             return
         match self.pattern:
-            case Pattern.ALL_REDUCE:
+            case Pattern.ALL_REDUCE if not self.direct:
                 yield (member + 1) % n, 2 * (n - 1) / n * self.part_bytes[member]
-            case Pattern.ALL_GATHER:
+            case Pattern.ALL_REDUCE | Pattern.ALL_GATHER:
                 yield from ((peer, self.part_bytes[member]) for peer in range(n) if peer != member)
             case Pattern.ALL_TO_ALL:
                 yield from ((peer, self.part_bytes[peer]) for peer in range(n) if peer != member)
@@ -76,9 +84,9 @@ class Transfer:
     def received_bytes(self, member: int) -> float:
         n = self.size
         match self.pattern:
-            case Pattern.ALL_REDUCE:
+            case Pattern.ALL_REDUCE if not self.direct:
                 return 2 * (n - 1) / n * self.part_bytes[member]
-            case Pattern.ALL_GATHER:
+            case Pattern.ALL_REDUCE | Pattern.ALL_GATHER:
                 return sum(self.part_bytes) - self.part_bytes[member]
             case Pattern.ALL_TO_ALL:
                 return (n - 1) * self.part_bytes[member]

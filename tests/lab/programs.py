@@ -24,11 +24,11 @@ print(*(os.environ[name] for name in names))
 # Each line: a collective, what this rank's ledger says it sends, what its link counted, how right the result is.
 COLLECTIVES = """
 import torch, torch.distributed as dist
-from gradsync.comm import Ledger, RecordingGroup, TorchGroup
+from gradsync.comm import Ledger, RecordingGroup, torch_group
 from gradsync.lab.counters import interface_bytes
 dist.init_process_group("gloo")
 ledger = Ledger()
-group = RecordingGroup(TorchGroup(timeout_s=60.0), ledger)
+group = RecordingGroup(torch_group(timeout_s=60.0), ledger)
 n, rank = group.size, group.rank
 x = torch.full((1 << 20,), float(rank + 1))
 sizes = [(r + 1) << 18 for r in range(n)]

@@ -1,6 +1,6 @@
 """The exchange alone: schemes on real gradients and on plain sizes, beside what DDP would issue for the same tensor.
 
-Latency and bandwidth are fitted in the same run from the transport's own all-reduce, the memory's rate from a copy.
+Latency and bandwidth are fitted in the same run from plain all-reduces, the memory's rate from a copy.
 `bound_s` is what the network allows for the rounds and bytes of a scheme's `steps`; `predicted_s` adds what the steps
 compute.
 """
@@ -24,7 +24,7 @@ from .provenance import commit, machine, versions
 
 DENSE_SIZES_BYTES = (4 << 10, 256 << 10, 4 << 20)
 SUBJECTS = (AllReduce.name, *SPARSE_SCHEMES, "ddp")  # ddp: all elements, beside DDP's sparse way
-FIT_SIZES_BYTES = (8, 64 << 10, 512 << 10, 4 << 20)
+FIT_SIZES_BYTES = (8, 4 << 10, 512 << 10, 4 << 20)
 
 
 class SyncSpec(BaseModel):

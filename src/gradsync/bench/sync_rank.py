@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .. import workloads
 from ..bucket import TensorSpec
 from ..cluster import Placement
-from ..comm import Ledger, RecordingGroup, TorchGroup, drive
+from ..comm import Ledger, RecordingGroup, TorchGroup, drive, torch_group
 from ..density import DensityProfile, profile_tables
 from ..lab.counters import interface_bytes
 from ..schemes import AllReduce, Scheme
@@ -55,15 +55,16 @@ def take_turns(exchanges: dict[str, Exchange], spec: SyncSpec) -> tuple[dict[str
     return times, {name: total / spec.repeats for name, total in sent_bytes.items()}
 
 
-def fit_samples(spec: SyncSpec) -> list[tuple[int, float, float]]:
-    """(rounds, busiest bytes, median seconds) of the transport's all-reduce."""
+def fit_samples(group: TorchGroup, spec: SyncSpec) -> list[tuple[int, float, float]]:
+    """(rounds, busiest bytes, median seconds) of all-reduces, small ones by direct messages, large ones by a ring."""
     samples = []
     for nbytes in FIT_SIZES_BYTES:
         buffer = torch.zeros(nbytes // 4)
-        reduce = partial(dist.all_reduce, buffer)
-        seconds = [timed(reduce) for _ in range(spec.warmup + spec.repeats)][spec.warmup :]
+        seconds = [
+            timed(lambda b=buffer: group.all_reduce(b).wait(TIMEOUT_S)) for _ in range(spec.warmup + spec.repeats)
+        ]
         step = Transfer("", Pattern.ALL_REDUCE, (float(nbytes),) * spec.world_size)
-        samples.append((step.rounds, step.busiest_bytes, statistics.median(seconds)))
+        samples.append((step.rounds, step.busiest_bytes, statistics.median(seconds[spec.warmup :])))
     return samples
 
 
@@ -179,8 +180,8 @@ def union_rows(profiles: tuple[DensityProfile, ...], size: int) -> list[float]:
 def exchange(text: str) -> dict[str, Any]:
     """This rank's figures of every case."""
     spec = SyncSpec.model_validate_json(text)
-    group = TorchGroup(timeout_s=TIMEOUT_S)
-    fit, memory = fit_samples(spec), memory_bytes_per_s(spec)
+    group = torch_group(timeout_s=TIMEOUT_S)
+    fit, memory = fit_samples(group, spec), memory_bytes_per_s(spec)
     event(kind="fit")
     cases = [dense_case(nbytes, group, spec) for nbytes in DENSE_SIZES_BYTES]
     cases += [workload_case(name, group, spec) for name in spec.workloads]

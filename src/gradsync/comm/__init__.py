@@ -1,5 +1,7 @@
 """The only door to `torch.distributed`: groups of ranks, the ledger of bytes, and the thread that issues everything."""
 
+from .gloo import GlooGroup as GlooGroup
+from .gloo import torch_group as torch_group
 from .group import Group as Group
 from .group import GroupError as GroupError
 from .group import Pending as Pending

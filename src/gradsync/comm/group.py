@@ -2,6 +2,7 @@
 
 Buffers are one-dimensional and contiguous. `TorchGroup` is the real one, on a communicator of its own: the user's code
 may use its process group from another thread meanwhile, and two threads on one communicator read each other's messages.
+Operations are the backend's own; where these are slow, `gloo.py` has better ways.
 """
 
 from __future__ import annotations
@@ -21,13 +22,11 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from .board import Board
-from .rounds import Rounds
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-TINY_BYTES = 4 << 10  # of an all-gather with equal parts: there gloo's own has the lower latency
 POLL_S = 1.0  # how often a rank that waits looks at the board
 NOTICE_S = 20.0  # who waits longer notes it on the board, so that the others can tell who is missing
 WARNING_S = 30.0  # who waits longer says for whom, once
@@ -76,8 +75,14 @@ class Group(ABC):
         """Every member's buffer, in order. `sizes`: their lengths in elements where they differ."""
 
     @abstractmethod
-    def all_to_all(self, buffer: Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending[list[Tensor]]:
-        """Hands consecutive parts of `buffer` (`sent[j]` elements to member j), returns what each member sent here."""
+    def all_to_all(
+        self, buffer: Tensor, sent: Sequence[int], received: Sequence[int], *, largest: int | None = None
+    ) -> Pending[list[Tensor]]:
+        """Hands consecutive parts of `buffer` (`sent[j]` elements to member j), returns what each member sent here.
+
+        `largest`: no part on any member has more elements. Where all members know such a bound (the same one), small
+        exchanges go a quicker way.
+        """
 
     @abstractmethod
     def broadcast(self, buffer: Tensor) -> Pending[Tensor]:
@@ -104,13 +109,8 @@ class TorchGroup(Group):
         self.backend = dist.get_backend(process_group)
         # gloo's own timeout only says that there was one; ours, which comes first, says who is missing.
         patience_s = timeout_s if self.backend == "nccl" else 1.5 * timeout_s + 5.0
-        patience = timedelta(seconds=patience_s)
-        self._own = _new_communicator(process_group, self.members, self.rank, patience)
-        self._apart: dist.ProcessGroup | None = None  # for exchanges in rounds; NCCL has its own ways
-        self._rounds: Rounds | None = None
-        if self.backend != "nccl":
-            self._apart = _new_communicator(process_group, self.members, self.rank, patience)
-            self._rounds = Rounds(self._apart, self.rank, self.size)
+        self._patience = timedelta(seconds=patience_s)
+        self._own = self._communicator(process_group)
         self._in_flight: dict[int, tuple[Any, Tensor | None]] = {}  # works, and inputs that must live until they end
         self._issued = 0
         # The store may outlive the job, and group names start anew with the next one: its notices are not ours.
@@ -124,30 +124,22 @@ class TorchGroup(Group):
 
     def all_gather(self, buffer: Tensor, sizes: Sequence[int] | None = None) -> Pending[list[Tensor]]:
         lengths = list(sizes) if sizes is not None else [buffer.numel()] * self.size
+        if len(set(lengths)) > 1:
+            # Backends gather equal lengths only; sending the buffer to each member moves exactly the bytes needed.
+            return self._all_to_all(buffer.repeat(self.size), [buffer.numel()] * self.size, lengths)
         output = buffer.new_empty(sum(lengths))
-        if len(set(lengths)) == 1 and (self._rounds is None or lengths[0] * buffer.element_size() <= TINY_BYTES):
-            work = _all_gather_single(output, buffer, self._own)
-            return self._pending(work, lambda: split(output, lengths), keep=buffer)
-        if self._rounds is None:
-            # NCCL gathers equal lengths only; sending the buffer to each member moves exactly the bytes needed.
-            return self.all_to_all(buffer.repeat(self.size), [buffer.numel()] * self.size, lengths)
-        parts = split(output, lengths)
-        parts[self.rank].copy_(buffer)
-        return self._exchange([buffer] * self.size, parts)
+        work = _all_gather_single(output, buffer, self._own)
+        return self._pending(work, lambda: split(output, lengths), keep=buffer)
 
-    def all_to_all(self, buffer: Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending[list[Tensor]]:
+    def all_to_all(
+        self, buffer: Tensor, sent: Sequence[int], received: Sequence[int], *, largest: int | None = None
+    ) -> Pending[list[Tensor]]:
+        return self._all_to_all(buffer, sent, received)
+
+    def _all_to_all(self, buffer: Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending[list[Tensor]]:
         output = buffer.new_empty(sum(received))
-        if self._rounds is None:
-            work = dist.all_to_all_single(output, buffer, list(received), list(sent), group=self._own, async_op=True)
-            return self._pending(work, lambda: split(output, received), keep=buffer)
-        parts, outgoing = split(output, received), split(buffer, sent)
-        parts[self.rank].copy_(outgoing[self.rank])
-        return self._exchange(outgoing, parts)
-
-    def _exchange(self, outgoing: Sequence[Tensor], incoming: list[Tensor]) -> Pending[list[Tensor]]:
-        assert self._rounds is not None
-        work = self._rounds.exchange([t.view(torch.uint8) for t in outgoing], [t.view(torch.uint8) for t in incoming])
-        return self._pending(work, lambda: incoming)
+        work = dist.all_to_all_single(output, buffer, list(received), list(sent), group=self._own, async_op=True)
+        return self._pending(work, lambda: split(output, received), keep=buffer)
 
     def broadcast(self, buffer: Tensor) -> Pending[Tensor]:
         work = dist.broadcast(buffer, src=self.members[0], group=self._own, async_op=True)
@@ -163,16 +155,22 @@ class TorchGroup(Group):
         if self._own not in distributed_c10d._world.pg_map:
             return  # ended and initialised anew
         self._board.note_left(self.members[self.rank], self._issued)
-        hanging = any(not work.is_completed() for work, _ in self._in_flight.values())
-        if self._rounds is not None:
-            self._rounds.stop(patience_s=0.0 if hanging else 5.0)
-        for communicator in filter(None, (self._own, self._apart)):
-            dist.destroy_process_group(communicator)
-            if hanging:
-                # gloo cannot cancel them: the destructor would wait until they time out, in whatever line collects
-                # garbage or at exit. So it never runs; the process' end releases what is left.
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))
+        self._release(hanging=any(not work.is_completed() for work, _ in self._in_flight.values()))
         self._in_flight.clear()
+
+    def _release(self, *, hanging: bool) -> None:
+        """Ends what the group has; some operation may never complete."""
+        self._destroy(self._own, hanging=hanging)
+
+    def _communicator(self, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+        return _new_communicator(process_group, self.members, self.rank, self._patience)
+
+    def _destroy(self, communicator: dist.ProcessGroup, *, hanging: bool) -> None:
+        dist.destroy_process_group(communicator)
+        if hanging:
+            # gloo cannot cancel them: the destructor would wait until they time out, in whatever line collects garbage
+            # or at exit. So it never runs; the process' end releases what is left.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))
 
     def _completes(self, work: Any, patience_s: float) -> bool:
         """Waits so long for the work; whether it is done. Raises GroupError when it failed."""

@@ -78,7 +78,9 @@ class LocalGroup(Group):
 
         return self._operation("all_gather", buffer.clone(), gathered)
 
-    def all_to_all(self, buffer: Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending[list[Tensor]]:
+    def all_to_all(
+        self, buffer: Tensor, sent: Sequence[int], received: Sequence[int], *, largest: int | None = None
+    ) -> Pending[list[Tensor]]:
         def taken(brought: list[Any]) -> list[Tensor]:
             parts = [parts[self.rank] for parts in brought]
             if [part.numel() for part in parts] != list(received):

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Entry:
-    """One operation of one rank; for `all_reduce`, where the transport chooses, the bytes are the ring's."""
+    """One operation of one rank; for `all_reduce`, where the transport chooses, the bytes are those of `Transfer`."""
 
     pattern: Pattern
     sent_bytes: float
@@ -57,9 +57,13 @@ class RecordingGroup(Group):
         sent_bytes = (self.size - 1) * buffer.numel() * buffer.element_size()
         return self._written(Pattern.ALL_GATHER, sent_bytes, self.inner.all_gather(buffer, sizes))
 
-    def all_to_all(self, buffer: Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending[list[Tensor]]:
+    def all_to_all(
+        self, buffer: Tensor, sent: Sequence[int], received: Sequence[int], *, largest: int | None = None
+    ) -> Pending[list[Tensor]]:
         sent_bytes = (sum(sent) - sent[self.rank]) * buffer.element_size()
-        return self._written(Pattern.ALL_TO_ALL, sent_bytes, self.inner.all_to_all(buffer, sent, received))
+        return self._written(
+            Pattern.ALL_TO_ALL, sent_bytes, self.inner.all_to_all(buffer, sent, received, largest=largest)
+        )
 
     def broadcast(self, buffer: Tensor) -> Pending[Tensor]:
         sent_bytes = (self.size - 1) * buffer.numel() * buffer.element_size() if self.rank == 0 else 0

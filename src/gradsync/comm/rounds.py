@@ -17,7 +17,6 @@ from torch import Tensor
 from .threads import JobThread
 
 CHUNK_BYTES = 256 << 10  # of each message in a turn of rounds: ranks that drift apart meet again at the next turn
-TOGETHER_BYTES = 32 << 10  # messages up to this size all start at once: there the latency counts, not the order
 MAX_TAG = 1 << 30
 
 
@@ -62,16 +61,17 @@ class Rounds:
         self._tags = count()
         self._thread = JobThread("gradsync rounds")
 
-    def exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> RoundsWork:
+    def exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], together: bool = False) -> RoundsWork:
         """Sends `outgoing[j]` to member j, fills `incoming[j]` with what j sends here; own and empty ones are skipped.
 
-        Contiguous tensors of bytes, alive and untouched until the work has ended.
+        Contiguous tensors of bytes, alive and untouched until the work has ended. `together`: all messages start at
+        once, without rounds.
         """
         work, tag = RoundsWork(), next(self._tags) % MAX_TAG
 
         def run() -> None:
             try:
-                for turn in self._turns(outgoing, incoming, tag):
+                for turn in self._turns(outgoing, incoming, together, tag):
                     for message in turn:
                         message.wait()
                 work.end(None)
@@ -85,11 +85,13 @@ class Rounds:
         """Ends the thread; an exchange that hangs is left behind."""
         self._thread.stop(patience_s)
 
-    def _turns(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> Iterator[list[dist.Work]]:
+    def _turns(
+        self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], together: bool, tag: int
+    ) -> Iterator[list[dist.Work]]:
         """Starts the messages that may be in flight together; once they have ended it is asked for the next."""
         largest = max(t.numel() for t in [*outgoing, *incoming])
         distances = range(1, self._size)
-        if largest <= TOGETHER_BYTES:
+        if together:
             yield [m for k in distances for m in self._start(k, outgoing, incoming, slice(largest), tag)]
             return
         # Ranks may count different turns: a pair always meets in the turn and round of its next chunk.

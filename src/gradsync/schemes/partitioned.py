@@ -67,7 +67,10 @@ class BalancedParallelism(Partitioned[Tables, OwnedColumns]):
         mine = _stripes(agreed.groups, group.size, group.rank)
         received = [int(message_nbytes(agreed.groups, rows, mine)) for rows in agreed.rows]
         received[group.rank] = 0
-        messages = await group.all_to_all(message, sent, received)
+        most_rows = [max(counts) for counts in zip(*agreed.rows, strict=True)]
+        # The last stripe is the widest one.
+        largest = int(message_nbytes(agreed.groups, most_rows, _stripes(agreed.groups, group.size, group.size - 1)))
+        messages = await group.all_to_all(message, sent, received, largest=largest)
         messages[group.rank] = own
         return _sum_stripes(messages, agreed, mine, scale), state
 

@@ -1,0 +1,143 @@
+"""`GlooGroup`: better ways through gloo than its own, chosen by size and by the measured rate of the links.
+
+Measured on nodes with links of 200 Mbit to 1 Gbit (docs/collectives.md): gloo's rings pay a hop of latency for every
+member, where messages that all start at once pay one; and its all-to-all, which starts all messages at once, reaches
+60-75 % of the line rate for large ones, where rounds reach 95 %. On links faster than the cores that drive them rounds
+only cost. All members choose alike: by sizes that all of them know, and by a rate they agreed on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..steps import DIRECT_BYTES, Pattern, Transfer
+from .group import Pending, TorchGroup, split
+from .rounds import Rounds
+
+FAST_BYTES_PER_S = 250e6  # from here on the latency of rounds costs more than their order saves
+SAMPLE_BYTES = (4 << 10, 1 << 20)  # of the exchanges that the rate is measured by
+SAMPLES = 3
+
+
+class GlooGroup(TorchGroup):
+    """The members of a process group on gloo.
+
+    `bytes_per_s`: what a member's link carries each way; None: measured now, which takes the time of 3 MiB.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        timeout_s: float,
+        bytes_per_s: float | None = None,
+    ) -> None:
+        super().__init__(process_group, timeout_s=timeout_s)
+        self._apart = self._communicator(process_group)  # torch waits for messages one by one: a thread does it there
+        self._rounds = Rounds(self._apart, self.rank, self.size)
+        self.bytes_per_s = self._measured_rate(timeout_s) if bytes_per_s is None else bytes_per_s
+
+    def all_reduce(self, buffer: Tensor) -> Pending[Tensor]:
+        nbytes = buffer.numel() * buffer.element_size()
+        if Transfer("", Pattern.ALL_REDUCE, (float(nbytes),) * self.size).direct:
+            return self._gather_and_sum(buffer)
+        if nbytes <= DIRECT_BYTES:
+            return self._sum_by_owners(buffer)
+        return super().all_reduce(buffer)
+
+    def all_gather(self, buffer: Tensor, sizes: Sequence[int] | None = None) -> Pending[list[Tensor]]:
+        lengths = list(sizes) if sizes is not None else [buffer.numel()] * self.size
+        largest = max(lengths) * buffer.element_size()
+        if (self.size - 1) * largest <= DIRECT_BYTES:
+            return self._all_to_all(buffer.repeat(self.size), [buffer.numel()] * self.size, lengths)
+        if len(set(lengths)) == 1:
+            return super().all_gather(buffer)  # its ring is near the line rate
+        parts = split(buffer.new_empty(sum(lengths)), lengths)
+        return self._exchange([buffer] * self.size, parts, together=self._fast)
+
+    def all_to_all(
+        self, buffer: Tensor, sent: Sequence[int], received: Sequence[int], *, largest: int | None = None
+    ) -> Pending[list[Tensor]]:
+        small = largest is not None and (self.size - 1) * largest * buffer.element_size() <= DIRECT_BYTES
+        if small or self._fast:
+            return self._all_to_all(buffer, sent, received)
+        return self._exchange(split(buffer, sent), split(buffer.new_empty(sum(received)), received), together=False)
+
+    @property
+    def _fast(self) -> bool:
+        return self.bytes_per_s >= FAST_BYTES_PER_S
+
+    def _exchange(self, outgoing: list[Tensor], incoming: list[Tensor], *, together: bool) -> Pending[list[Tensor]]:
+        incoming[self.rank].copy_(outgoing[self.rank])
+        work = self._rounds.exchange(
+            [part.view(torch.uint8) for part in outgoing], [part.view(torch.uint8) for part in incoming], together
+        )
+        return self._pending(work, lambda: incoming)
+
+    def _gather_and_sum(self, buffer: Tensor) -> Pending[Tensor]:
+        """An all-reduce in which everybody sums everything, in rank order."""
+        gathered = self._all_to_all(buffer.repeat(self.size), *[[buffer.numel()] * self.size] * 2)
+        return _then(gathered, lambda parts, _: _sum_into(buffer, parts))
+
+    def _sum_by_owners(self, buffer: Tensor) -> Pending[Tensor]:
+        """An all-reduce in which each member sums a part, in rank order, and hands it to all."""
+        lengths = [len(part) for part in buffer.tensor_split(self.size)]
+        mine = lengths[self.rank]
+
+        def hand_out(parts: list[Tensor], timeout_s: float) -> Tensor:
+            total = _sum_into(parts[self.rank], parts)
+            output = self._all_to_all(total.repeat(self.size), [mine] * self.size, lengths).wait(timeout_s)
+            return torch.cat(output, out=buffer)
+
+        return _then(self._all_to_all(buffer, lengths, [mine] * self.size), hand_out)
+
+    def _measured_rate(self, timeout_s: float) -> float:
+        """Bytes a second, of the member that saw the slowest; without the latency, which a small exchange shows."""
+        if self.size == 1:
+            return FAST_BYTES_PER_S
+        seconds = []
+        for nbytes in SAMPLE_BYTES:
+            lengths = [nbytes // self.size] * self.size
+            buffer = torch.zeros(sum(lengths), dtype=torch.uint8)
+            seconds.append(min(self._timed(buffer, lengths, timeout_s) for _ in range(SAMPLES)))
+        moved = (SAMPLE_BYTES[1] - SAMPLE_BYTES[0]) * (self.size - 1) / self.size
+        rate = torch.tensor([moved / max(seconds[1] - seconds[0], 1e-6)], dtype=torch.float64)
+        dist.all_reduce(rate, op=dist.ReduceOp.MIN, group=self._own)
+        return float(rate)
+
+    def _timed(self, buffer: Tensor, lengths: Sequence[int], timeout_s: float) -> float:
+        self._all_to_all(buffer[: self.size], [1] * self.size, [1] * self.size).wait(timeout_s)  # all are here
+        began_s = time.perf_counter()
+        self._all_to_all(buffer, lengths, lengths).wait(timeout_s)
+        return time.perf_counter() - began_s
+
+    def _release(self, *, hanging: bool) -> None:
+        self._rounds.stop(patience_s=0.0 if hanging else 5.0)
+        super()._release(hanging=hanging)
+        self._destroy(self._apart, hanging=hanging)
+
+
+def _then(pending: Pending[list[Tensor]], finish: Callable[[list[Tensor], float], Tensor]) -> Pending[Tensor]:
+    """What `finish(parts, timeout_s)` makes of an operation's result."""
+    return Pending(lambda timeout_s: finish(pending.wait(timeout_s), timeout_s))
+
+
+def _sum_into(buffer: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    """The sum in rank order, one addition after the other: the same bits on every processor. 16-bit floats in fp32."""
+    first, *others = parts
+    half = buffer.dtype in (torch.float16, torch.bfloat16)
+    total = first.float() if half else first.clone()
+    for part in others:
+        total += part
+    return buffer.copy_(total)
+
+
+def torch_group(process_group: dist.ProcessGroup | None = None, *, timeout_s: float) -> TorchGroup:
+    """The group of a process group, by its backend."""
+    gloo = dist.get_backend(process_group) == "gloo"
+    return (GlooGroup if gloo else TorchGroup)(process_group, timeout_s=timeout_s)
