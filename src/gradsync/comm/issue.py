@@ -222,3 +222,4 @@ class IssueThread:
             torch.cuda.set_device(self._device)
         while (job := self._jobs.get()) is not None:
             job()
+            del job  # a job that is over keeps nothing alive while the thread waits
