@@ -7,7 +7,7 @@ import pytest
 from gradsync.trial import MOST_OF_FIRST, ROUNDS, TURN_STEPS, Trial, fastest
 
 
-def run(trial: Trial, step_s: list[float], *, first_s: float = 100.0) -> list[int]:
+def run(trial: Trial[int], step_s: list[float], *, first_s: float = 100.0) -> list[int]:
     """Runs it with steps of these times, the first of a turn longer; returns the candidate of each step."""
     now_s, ran = 0.0, []
     while not trial.done:
@@ -19,19 +19,19 @@ def run(trial: Trial, step_s: list[float], *, first_s: float = 100.0) -> list[in
 
 
 def test_candidates_run_there_and_back() -> None:
-    ran = run(Trial(3), [1.0, 1.0, 1.0])
+    ran = run(Trial([0, 1, 2]), [1.0, 1.0, 1.0])
     assert ran[::TURN_STEPS] == [0, 1, 2, 2, 1, 0]
     assert len(ran) == 3 * ROUNDS * TURN_STEPS
 
 
 def test_the_first_step_of_a_turn_is_not_counted() -> None:
-    trial = Trial(3)
+    trial = Trial([0, 1, 2])
     run(trial, [3.0, 1.0, 2.0], first_s=1000.0)
     assert trial.medians_s == [3.0, 1.0, 2.0]
 
 
 def test_one_long_pause_of_the_training_loop_changes_nothing() -> None:
-    trial = Trial(2)
+    trial = Trial([0, 1])
     now_s = 0.0
     for step in range(2 * ROUNDS * TURN_STEPS):
         now_s += 1000.0 if step == TURN_STEPS + 2 else 1.0

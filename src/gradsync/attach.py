@@ -47,7 +47,7 @@ class Attachment:
 
     @property
     def plan(self) -> Plan:
-        """The plan in force; with `plan=None` it may change until `settled`."""
+        """The plan in force; unless one was given to `attach`, it may change until `settled`."""
         return self._engine.plan
 
     @property
@@ -78,7 +78,7 @@ class Attachment:
         self._engine.load_state_dict(state)
 
     def statistics(self) -> list[BucketStatistics]:
-        """Bytes, time and overlap of each bucket since attach."""
+        """Bytes, time and overlap of each bucket since attach, or since the plan changed."""
         return self._engine.statistics()
 
     def timeline(self) -> list[Task]:
@@ -124,8 +124,9 @@ def attach(
     Args:
         optimizer: the optimiser of the parameters, if it is known already.
         plan: what to synchronise how. None: all-reduce for dense and a sparse scheme for sparse gradients, decided from
-            what all ranks see in the first step, and logged; large dense models try bucket sizes in the first 31 steps
-            (not under `torch.use_deterministic_algorithms`: timing decides, and bucket sizes change rounding).
+            what all ranks see in the first step, and logged; models with some MiB of dense gradients then try bucket
+            sizes for 20 to 30 steps (not if `torch.use_deterministic_algorithms` is on now: timing decides, and bucket
+            sizes change rounding). A function of (profiles, world size) that returns a plan, or several to be tried.
         process_group: the ranks that share the model; None: all.
         timeout: seconds (or a timedelta) after which a rank that waits for the others raises.
         exclude: names or shell patterns (`"encoder.*"`) of parameters that are left alone.

@@ -68,10 +68,10 @@ class Engine:
         self._timeline: list[Task] = []
         self._steps_good = True
         self._observations_left = 0 if isinstance(plan, Plan) else MAX_OBSERVATIONS
-        self._candidates: list[Plan] = []
-        self._trial: Trial | None = None
+        self._trial: Trial[Plan] | None = None
         self._closed = False
         self.plan = plan if isinstance(plan, Plan) else self._planned()[0]
+        self._check(self.plan)
         self._turn = threading.Lock()  # held by whoever uses the group
         self._thread = JobThread("gradsync", self._device)
         self._lanes: dict[str, Lane] = {}
@@ -93,10 +93,7 @@ class Engine:
         self._marks = StepMarks(late, rounds % PHASES if rounds else None)
         self._commit()
         if self._next_plan is not None:
-            self._adopt(self._next_plan, self._state_slices())
-            self._next_plan = None
-            if self.settled:
-                self._announce()
+            self._change_plan(self._next_plan)
         self._observer.begin()
         self._steps_good = False  # until it has ended well
         for lane in self._lanes.values():
@@ -124,7 +121,8 @@ class Engine:
     @property
     def settled(self) -> bool:
         """Whether the plan in force stays."""
-        return self._next_plan is None and self._trial is None and not self._observations_left
+        open_questions = self._next_plan is not None or self._trial is not None or self._observations_left
+        return self._closed or not self.parameters or not open_questions
 
     def lanes(self) -> list[Lane]:
         """The buckets at run time, in plan order."""
@@ -246,10 +244,11 @@ class Engine:
         """The plan and all scheme state by (parameter, slice, compress point); of tensors, numbers and text only."""
         if not self.in_step:
             self._commit()
+        plan = self._trial.candidates[0] if self._trial is not None else self.plan  # a trial is not for keeping
         return {
             "version": 1,
             "step": self.step,
-            "plan": self.plan.to_json(),
+            "plan": plan.to_json(),
             "state": {s.key: s.values for s in self._state_slices()},
         }
 
@@ -354,10 +353,35 @@ class Engine:
     def _state_slices(self) -> list[StateSlice]:
         return [part for lane in self._lanes.values() for part in lane.state_slices()]
 
-    def _adopt(self, plan: Plan, state: Sequence[StateSlice]) -> None:
+    def _check(self, plan: Plan) -> None:
         plan.check(self.specs, self.group.size)
         if any(bucket.what is not What.GRADIENT for bucket in plan.buckets):
             raise ValueError("this version synchronises gradients only; the plan has buckets of parameters")
+
+    def _change_plan(self, plan: Plan) -> None:
+        """The plan of the coming steps; what schemes kept goes over to it, or the engine fails."""
+        self._next_plan = None
+        state = self._state_slices()
+        try:
+            self._adopt(plan, state)
+            places = {
+                (segment.name, point)
+                for lane in self.lanes()
+                for segment in lane.bucket.segments
+                for point in lane.state
+            }
+            if lost := [part.key for part in state if (part.name, part.point) not in places]:
+                raise ValueError(
+                    f"the new plan has no place for the state {lost[0]!r}: plans that follow each other, or are tried "
+                    "in turns, must have schemes with the same state for the same parameters"
+                )
+        except Exception as error:
+            self.fail(f"the change of plans before step {self.step}: {error}")
+            raise
+        if self.settled:
+            self._announce()
+
+    def _adopt(self, plan: Plan, state: Sequence[StateSlice]) -> None:
         self.plan = plan
         self._lanes, self._lanes_of = {}, {}  # the old buckets' memory is free before the new ones take theirs
         for b in plan.buckets:
@@ -388,31 +412,34 @@ class Engine:
         plans = [made] if isinstance(made, Plan) else list(made)
         if not plans:
             raise ValueError("the planner made no plan; it must return a Plan, or a list of at least one")
+        for plan in plans:
+            self._check(plan)
         return plans
 
     def _observe(self) -> None:
         """Reduces what a first step showed over the ranks, and makes the plans that all of them now make."""
         self._observer.share(lambda name: self._lanes_of[name][0].gradients, self._gather("first observations"))
         self._observations_left = 0 if self._observer.complete else self._observations_left - 1
-        self._candidates = self._planned()
-        self._require_same(hashlib.sha256("".join(plan.digest for plan in self._candidates).encode()).hexdigest())
-        if self._observations_left == 0 and len(self._candidates) > 1:
-            self._trial = Trial(len(self._candidates))
-        self._switch_to(self._candidates[0])
+        plans = self._planned()
+        self._require_same([plan.digest for plan in plans])
+        if self._observations_left == 0 and len(plans) > 1:
+            self._trial = Trial(plans)
+        self._switch_to(plans[0])
 
-    def _try(self, trial: Trial) -> None:
+    def _try(self, trial: Trial[Plan]) -> None:
         """Counts a step of a trial; at its end the ranks agree on the fastest plan."""
-        trial.step_ended(time.perf_counter())
+        if not trial.step_ended(time.perf_counter()):
+            return
         if not trial.done:
-            self._switch_to(self._candidates[trial.current])
+            self._switch_to(trial.current)
             return
         self._trial = None
         medians_s = self._gather("times of a trial")(torch.tensor(trial.medians_s, dtype=torch.float64))
         best, times_s = fastest([part.tolist() for part in medians_s])
-        for number, (plan, time_s) in enumerate(zip(self._candidates, times_s, strict=True)):
+        for number, (plan, time_s) in enumerate(zip(trial.candidates, times_s, strict=True)):
             verdict = "kept" if number == best else "left"
             logger.info("tried a plan of %d buckets: %.1f ms a step, %s", len(plan.buckets), time_s * 1e3, verdict)
-        self._switch_to(self._candidates[best])
+        self._switch_to(trial.candidates[best])
 
     def _switch_to(self, plan: Plan) -> None:
         """`plan` is in force from the next step on."""
@@ -420,16 +447,15 @@ class Engine:
         if self.settled:
             self._announce()
 
-    def _require_same(self, digest: str) -> None:
+    def _require_same(self, digests: Sequence[str]) -> None:
         """A planner that is not deterministic would make the ranks wait for each other: raises on all of them."""
-        mine = torch.tensor(list(bytes.fromhex(digest)), dtype=torch.uint8)
-        everyone = self._gather("digest of the new plan")(mine)
-        digests = [bytes(part.tolist()).hex() for part in everyone]
-        other = next((rank for rank, theirs in enumerate(digests) if theirs != digests[0]), None)
+        mine = torch.tensor(list(hashlib.sha256(" ".join(digests).encode()).digest()), dtype=torch.uint8)
+        everyone = [part.tolist() for part in self._gather("digest of the new plans")(mine)]
+        other = next((rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]), None)
         if other is not None:
             raise RuntimeError(
-                f"the plans made after the first step differ: rank 0 has {digests[0][:12]}, rank {other} has "
-                f"{digests[other][:12]}; a planner must depend on nothing but its arguments"
+                f"the plans made after the first step differ: rank {other} has made others than rank 0 (here: "
+                f"{', '.join(digest[:12] for digest in digests)}); a planner must depend on nothing but its arguments"
             )
 
     def _gather(self, what: str) -> Callable[[Tensor], list[Tensor]]:

@@ -9,25 +9,29 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
 
 TURN_STEPS = 5  # the first of them is not counted: it takes new memory
 ROUNDS = 2  # turns of each candidate
-MOST_OF_FIRST = 0.97  # another candidate must be this much faster than the first one, the best guess
+MOST_OF_FIRST = 0.97  # of the first one's time; medians of eight steps of one plan differ by 1-2 % on shared cores
 
 
-class Trial:
-    """`candidates` in turns; `current` is the one to run, until `done`."""
+class Trial(Generic[T]):
+    """`candidates`, the best guess first, in turns; `current` is the one to run, until `done`."""
 
-    def __init__(self, candidates: int) -> None:
-        there = list(range(candidates))
+    def __init__(self, candidates: Sequence[T]) -> None:
+        self.candidates = list(candidates)
+        there = list(range(len(self.candidates)))
         self._turns = [number for turn in range(ROUNDS) for number in (there if turn % 2 == 0 else there[::-1])]
         self._ends_s: list[float] = []
         self._times_s: list[list[float]] = [[] for _ in there]
 
     @property
-    def current(self) -> int:
+    def current(self) -> T:
         """The candidate whose turn it is."""
-        return self._turns[0]
+        return self.candidates[self._turns[0]]
 
     @property
     def done(self) -> bool:
@@ -39,14 +43,14 @@ class Trial:
         """This rank's median step time of each candidate."""
         return [statistics.median(times) for times in self._times_s]
 
-    def step_ended(self, now_s: float) -> None:
-        """A step of the current candidate is over; a step's time is what lies between two ends."""
+    def step_ended(self, now_s: float) -> bool:
+        """A step of the current candidate is over, and whether its turn is; a step's time lies between two ends."""
         self._ends_s.append(now_s)
         if len(self._ends_s) < TURN_STEPS:
-            return
-        self._times_s[self.current] += [after - before for before, after in pairwise(self._ends_s)]
+            return False
+        self._times_s[self._turns.pop(0)] += [after - before for before, after in pairwise(self._ends_s)]
         self._ends_s.clear()
-        self._turns.pop(0)
+        return True
 
 
 def fastest(medians_s: Sequence[Sequence[float]]) -> tuple[int, list[float]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsync
-from gradsync.bucket import TensorSpec
+from gradsync.bucket import Bucket, TensorSpec
 from gradsync.comm import Group
 from gradsync.density import ParameterProfile
+from gradsync.engine import Planner
 from gradsync.planner import default_plan, default_plans
 from gradsync.schemes import AllReduce, State
 from gradsync.schemes.base import register
@@ -60,8 +62,11 @@ def kept_plan(wrap: bool) -> tuple[list[bool], list[int], list[list[str]]]:
         torch.manual_seed(10 * number + dist.get_rank())
         x = torch.randn(4, 6)
         for each in (local, model):
-            each.zero_grad()
-            each(x).square().mean().backward()
+            each.zero_grad(set_to_none=number % 2 == 0)
+            with nullcontext() if each is local or number % 3 else handle.no_sync():
+                each(x).square().mean().backward()
+            if number % 3 == 0:
+                each(x + 1).square().mean().backward()
         for got, own in zip(model.parameters(), local.parameters(), strict=True):
             assert got.grad is not None and own.grad is not None
             torch.testing.assert_close(got.grad, averaged(own.grad), rtol=1e-5, atol=1e-6)
@@ -96,6 +101,55 @@ def test_a_planner_without_plans_is_refused(world: World) -> None:
     assert all("the planner made no plan" in message for message in world(2).run(planner_without_plans))
 
 
+def one_fits_not(profiles: Sequence[ParameterProfile], world_size: int) -> list[gradsync.Plan]:
+    """The second of two plans, which would come to its turn later, is for another world."""
+    plans = default_plan(profiles, world_size), default_plan(profiles, world_size + 1)
+    return list(plans[: 1 + any(p.position for p in profiles)])
+
+
+def state_has_no_place(profiles: Sequence[ParameterProfile], world_size: int) -> list[gradsync.Plan]:
+    """The second plan has no place for the residual of the first."""
+    specs, names = {p.name: p.tensor for p in profiles}, [p.name for p in profiles]
+    return [gradsync.Plan.make(specs, world_size, [(names, scheme)]) for scheme in (Residual(), AllReduce())]
+
+
+@register
+@dataclass(frozen=True)
+class Residual(AllReduce):
+    """All-reduce with state."""
+
+    def init(self, bucket: Bucket, group: Group) -> State:
+        return {"residual": torch.zeros(bucket.numel)}
+
+
+def fails_with(planner: Planner) -> tuple[list[str], int]:
+    """What every step from the first that fails says, and how many went well."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    handle = gradsync.attach(model, plan=planner, timeout=15)
+    errors, good = [], 0
+    for _ in range(2 + TURN_STEPS):
+        try:
+            model(torch.ones(2, 3)).sum().backward()
+            good += 1
+        except (RuntimeError, ValueError) as error:
+            errors.append(str(error))
+    handle.detach()
+    return errors, good
+
+
+@pytest.mark.parametrize(
+    ("planner", "message", "steps"),
+    [
+        (one_fits_not, "the plan is for 3 ranks, this job has 2", 0),
+        (state_has_no_place, "has no place for the state", 1 + TURN_STEPS),
+    ],
+)
+def test_plans_that_do_not_fit_stop_every_rank(world: World, planner: Planner, message: str, steps: int) -> None:
+    for errors, good in world(2).run(fails_with, planner):
+        assert message in errors[0] and good == steps
+        assert all("gradient synchronisation stopped earlier" in error for error in errors[1:])
+
+
 class Wide(nn.Module):
     """Five MiB in twenty tensors: enough for buckets of several sizes."""
 
@@ -110,15 +164,18 @@ class Wide(nn.Module):
 
 def settles_when_timing_must_not_decide() -> list[bool]:
     settled = []
-    for deterministic in (False, True):
-        torch.use_deterministic_algorithms(deterministic)
-        model = Wide()
-        handle = gradsync.attach(model, timeout=15)
-        for _ in range(2):
-            model(torch.ones(1, 256)).sum().backward()
-        settled.append(handle.settled)
-        handle.detach()
-    torch.use_deterministic_algorithms(False)
+    try:
+        for deterministic in (False, True):
+            torch.use_deterministic_algorithms(deterministic)
+            model = Wide()
+            handle = gradsync.attach(model, timeout=15)
+            for _ in range(2):
+                model(torch.ones(1, 256)).sum().backward()
+            settled.append(handle.settled)
+            handle.detach()
+            assert handle.settled
+    finally:
+        torch.use_deterministic_algorithms(False)
     return settled
 
 
@@ -133,4 +190,7 @@ def test_bucket_sizes_are_tried_only_where_they_differ() -> None:
 
     assert len(default_plans(profiles(Perceptron()), 4)) == 1
     wide = default_plans(profiles(Wide()), 4)
-    assert [len(plan.buckets) for plan in wide] == [2, 5, 5] and wide[0] == default_plan(profiles(Wide()), 4)
+    assert [len(plan.buckets) for plan in wide] == [2, 5] and wide[0] == default_plan(profiles(Wide()), 4)
+    assert len(default_plans(profiles(Wide()), 1)) == 1  # nothing travels
+    large = [replace(p, tensor=TensorSpec((1 << 20,), torch.float32)) for p in profiles(Wide())]
+    assert [len(plan.buckets) for plan in default_plans(large, 4)] == [5, 20]

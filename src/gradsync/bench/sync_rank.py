@@ -56,16 +56,24 @@ def take_turns(exchanges: dict[str, Exchange], spec: SyncSpec) -> tuple[dict[str
 
 
 def fit_samples(group: TorchGroup, spec: SyncSpec) -> list[tuple[int, float, float]]:
-    """(rounds, busiest bytes, median seconds) of all-reduces, small ones by direct messages, large ones by a ring."""
-    samples = []
-    for nbytes in FIT_SIZES_BYTES:
-        buffer = torch.zeros(nbytes // 4)
-        seconds = [
-            timed(lambda b=buffer: group.all_reduce(b).wait(TIMEOUT_S)) for _ in range(spec.warmup + spec.repeats)
-        ]
-        step = Transfer("", Pattern.ALL_REDUCE, (float(nbytes),) * spec.world_size)
-        samples.append((step.rounds, step.busiest_bytes, statistics.median(seconds[spec.warmup :])))
-    return samples
+    """(rounds, busiest bytes, seconds) of all-reduces: small ones, and what a large one takes longer than another.
+
+    A large transfer hides the latency of its rounds behind its bytes, so that only the difference tells the rate.
+    """
+    steps = [Transfer("", Pattern.ALL_REDUCE, (float(nbytes),) * spec.world_size) for nbytes in FIT_SIZES_BYTES]
+    samples = [(s.rounds, s.busiest_bytes, median_s(group, int(s.part_bytes[0]), spec)) for s in steps]
+    *small, (_, less, sooner_s), (_, more, later_s) = samples
+    return [*small, (0, more - less, later_s - sooner_s)]
+
+
+def median_s(group: TorchGroup, nbytes: int, spec: SyncSpec) -> float:
+    """An all-reduce of so many bytes."""
+    buffer = torch.zeros(nbytes // 4)
+
+    def reduce() -> None:
+        group.all_reduce(buffer).wait(TIMEOUT_S)
+
+    return statistics.median([timed(reduce) for _ in range(spec.warmup + spec.repeats)][spec.warmup :])
 
 
 def memory_bytes_per_s(spec: SyncSpec) -> float:

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from pydantic import BaseModel, field_validator
+from pydantic import BaseModel, Field, field_validator
 
 from .. import workloads
 from ..lab import Scenario
@@ -38,7 +38,7 @@ class TrainSpec(BaseModel):
     loopback: bool = False
     repeats: int = 5  # pairs of blocks that are judged, and blocks by which the best of a sweep is picked
     block_steps: int = 8
-    warmup_steps: int = 6  # passes DDP's re-bucketing, PowerSGD's start; more of them while gradsync tries plans
+    warmup_steps: int = Field(default=6, ge=1)  # pass DDP's re-bucketing, PowerSGD's start; more while plans are tried
     method_timeout_s: float = 60.0  # a method in which a rank waits longer for the others is out
     seed: int = 0
     evaluate: bool = True

@@ -54,3 +54,4 @@ class JobThread:
             torch.cuda.set_device(self._device)
         while (job := self._jobs.get()) is not None:
             job()
+            del job  # a job that is over keeps nothing alive while the thread waits
