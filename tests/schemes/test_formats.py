@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from gradsync.bucket import TensorSpec
 from gradsync.schemes.formats import INT32_ROWS, aligned, index_dtype, message_nbytes, sections
-from gradsync.schemes.owners import column_stripes
+from gradsync.schemes.owners import MOST_SHARED, column_owners
 from gradsync.schemes.tables import ABSENT, SAME_AS, Agreement, RowGroup, Survey
 from gradsync.sparse import SparseRows
 
@@ -36,21 +36,20 @@ def test_messages_hold_what_was_written(
         row_groups.append(RowGroup(tuple(range(position, position + len(dims))), specs))
         position += len(dims)
     rows = [count for count, _, _ in groups]
-    columns = [(min(start, g.dim), g.dim) for (_, _, start), g in zip(groups, row_groups, strict=True)]
+    columns = [[(min(start, g.dim), g.dim), (0, 1)] for (_, _, start), g in zip(groups, row_groups, strict=True)]
     message = torch.full((int(message_nbytes(row_groups, rows, columns)),), 255, dtype=torch.uint8)
     written = []
     for count, section in zip(rows, sections(message, row_groups, rows, columns), strict=True):
         section.indices.copy_(num_rows - 1 - torch.arange(count))
-        for _, values in section.values.values():
+        for _, values in section.pieces:
             values.copy_(torch.randn(values.shape))
-        written.append((section.indices.clone(), {p: v.clone() for p, (_, v) in section.values.items()}))
+        written.append((section.indices.clone(), [v.clone() for _, v in section.pieces]))
     again = list(sections(message, row_groups, rows, columns))
-    for (indices, values), section, group, span in zip(written, again, row_groups, columns, strict=True):
+    for (indices, values), section, spans in zip(written, again, columns, strict=True):
         assert torch.equal(section.indices, indices)
         assert section.indices.tolist() == [num_rows - 1 - i for i in range(len(indices))]
-        assert all(torch.equal(section.values[p][1], v) for p, v in values.items())
-        assert sum(high - low for (low, high), _ in section.values.values()) == span[1] - span[0]
-        assert list(section.values) == list(group.positions)
+        assert all(torch.equal(got, v) for (_, got), v in zip(section.pieces, values, strict=True))
+        assert sum(piece.width for piece, _ in section.pieces) == sum(stop - start for start, stop in spans)
 
 
 def test_indices_take_four_bytes_as_long_as_they_fit() -> None:
@@ -88,18 +87,19 @@ def test_ranks_agree_on_groups_only_where_all_have_the_same_rows() -> None:
 
 def test_a_groups_columns_lie_side_by_side() -> None:
     group = RowGroup((0, 3), (TensorSpec((4, 5), torch.float32), TensorSpec((4, 2), torch.float32)))
-    assert [group.columns(*stripe) for stripe in column_stripes(group.dim, 3)] == [
-        [(0, 2), (0, 0)],
-        [(2, 4), (0, 0)],
-        [(4, 5), (0, 2)],
-    ]
+    found = [[(piece.position, piece.columns) for piece in group.pieces([span])] for span in [(0, 2), (4, 6), (5, 5)]]
+    assert found == [[(0, (0, 2))], [(0, (4, 5)), (3, (0, 1))], []]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 13])
-@pytest.mark.parametrize("dim", [0, 1, 2, 7, 8, 64, 100])
-def test_stripes_cover_every_column_once_and_differ_by_one_at_most(dim: int, size: int) -> None:
-    stripes = column_stripes(dim, size)
-    assert [column for start, stop in stripes for column in range(start, stop)] == list(range(dim))
-    widths = [stop - start for start, stop in stripes]
+@pytest.mark.parametrize("dim", [0, 1, 2, 7, 8, 17, 64, 100])
+def test_every_column_has_one_owner_or_is_shared(dim: int, size: int) -> None:
+    owners = column_owners(dim, size)
+    spans = [*owners.stripes, owners.shared]
+    assert [column for start, stop in spans for column in range(start, stop)] == list(range(dim))
+    widths = [stop - start for start, stop in owners.stripes]
     assert len(widths) == size
-    assert max(widths) - min(widths) <= 1
+    shared = owners.shared[1] - owners.shared[0]
+    assert max(widths) - min(widths) == (0 if dim % size <= MOST_SHARED else 1)
+    assert shared == (dim % size if dim % size <= MOST_SHARED else 0)
+    assert widths[-1] == max(widths)  # the bound on a message's size relies on it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +15,8 @@ from ..density import DensityProfile
 from ..sparse import SparseRows
 from ..steps import Compute, Pattern, Step, Transfer
 from .base import Scheme, State, register
-from .formats import message_nbytes, sections
-from .tables import Agreement, Columns, Survey, Tables, expected_groups, specs_of
+from .formats import Spans, message_nbytes, sections
+from .tables import Agreement, Survey, Tables, expected_groups, specs_of
 
 
 @register
@@ -38,11 +39,11 @@ class AGSparse(Scheme[Tables]):
     async def synchronize(self, x: Tables, state: State, group: Group, scale: float) -> tuple[Tables, State]:
         survey = Survey.of(x)
         agreed = Agreement.of(await group.all_gather(survey.header), specs_of(x))
-        columns = [(0, g.dim) for g in agreed.groups]
-        message = _pack(x, survey, agreed, columns, group.rank)
-        sizes = [int(message_nbytes(agreed.groups, rows, columns)) for rows in agreed.rows]
+        whole = [[(0, g.dim)] for g in agreed.groups]
+        message = _pack(x, survey, agreed, whole, group.rank)
+        sizes = [int(message_nbytes(agreed.groups, rows, whole)) for rows in agreed.rows]
         messages = await group.all_gather(message, sizes)
-        return _sum_messages(messages, agreed, columns, scale), state
+        return _sum_messages(messages, agreed, whole, scale), state
 
     def steps(
         self,
@@ -54,7 +55,7 @@ class AGSparse(Scheme[Tables]):
         n = placement.size
         expected = expected_groups(specs, profiles)
         groups, rows = [g for g, _ in expected], [profiles[first].rows for _, first in expected]
-        message = message_nbytes(groups, rows, [(0, g.dim) for g in groups])
+        message = message_nbytes(groups, rows, [[(0, g.dim)] for g in groups])
         summed = sum(s.dim * s.itemsize * p.union_rows(n) for s, p in zip(specs, profiles, strict=True))
         return (
             Compute("sum_rows", 2 * message),
@@ -64,23 +65,22 @@ class AGSparse(Scheme[Tables]):
         )
 
 
-def _pack(tables: Tables, survey: Survey, agreed: Agreement, columns: list[Columns], rank: int) -> torch.Tensor:
+def _pack(tables: Tables, survey: Survey, agreed: Agreement, whole: Sequence[Spans], rank: int) -> torch.Tensor:
     """One message with the whole rows of all groups."""
     rows = agreed.rows[rank]
-    nbytes = int(message_nbytes(agreed.groups, rows, columns))
+    nbytes = int(message_nbytes(agreed.groups, rows, whole))
     message = torch.empty(nbytes, dtype=torch.uint8, device=tables[0].values.device)
-    for group, section in zip(agreed.groups, sections(message, agreed.groups, rows, columns), strict=True):
+    for group, section in zip(agreed.groups, sections(message, agreed.groups, rows, whole), strict=True):
         survey.unions[group.positions[0]].write_indices(section.indices)
-        for position in group.positions:
-            survey.unions[position].sum([tables[position].values], [section.values[position][1]])
+        for piece, values in section.pieces:
+            survey.unions[piece.position].sum([tables[piece.position].values], [values])
     return message
 
 
-def _sum_messages(messages: list[torch.Tensor], agreed: Agreement, columns: list[Columns], scale: float) -> Tables:
+def _sum_messages(messages: list[torch.Tensor], agreed: Agreement, whole: Sequence[Spans], scale: float) -> Tables:
     """`scale` times the sum of all ranks' messages, in rank order."""
     received = [
-        list(sections(message, agreed.groups, rows, columns))
-        for message, rows in zip(messages, agreed.rows, strict=True)
+        list(sections(message, agreed.groups, rows, whole)) for message, rows in zip(messages, agreed.rows, strict=True)
     ]
     result: dict[int, SparseRows] = {}
     for number, group in enumerate(agreed.groups):
@@ -88,8 +88,8 @@ def _sum_messages(messages: list[torch.Tensor], agreed: Agreement, columns: list
         union = kernels.unite_rows([part.indices for part in parts], group.num_rows)
         indices = parts[0].indices.new_empty(union.count, dtype=torch.int64)
         union.write_indices(indices)
-        for position, spec in zip(group.positions, group.specs, strict=True):
-            values = [part.values[position][1] for part in parts]
+        for place, (position, spec) in enumerate(zip(group.positions, group.specs, strict=True)):
+            values = [part.pieces[place][1] for part in parts]
             total = values[0].new_empty(union.count, spec.dim)
             union.sum(values, [total], scale=scale)
             result[position] = SparseRows(indices, total, group.num_rows, agreed.present[position])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .tables import Columns, RowGroup
+from .tables import Columns, Piece, RowGroup
 
 ALIGNMENT_BYTES = 8
 INT32_ROWS = 2**31  # tables up to this many rows send indices of 4 bytes, larger ones of 8
@@ -29,25 +29,27 @@ def index_dtype(num_rows: int) -> torch.dtype:
     return torch.int32 if num_rows <= INT32_ROWS else torch.int64
 
 
-def rows_nbytes(group: RowGroup, rows: float, start: int, stop: int) -> float:
-    """Size of one group's sections for `rows` rows and columns [start, stop) of the group."""
-    owned = zip(group.specs, group.columns(start, stop), strict=True)
-    values = sum(aligned(rows * (high - low) * spec.itemsize) for spec, (low, high) in owned)
+Spans = Sequence[Columns]  # of the columns of a group, side by side
+
+
+def rows_nbytes(group: RowGroup, rows: float, spans: Spans) -> float:
+    """Size of one group's sections for `rows` rows and these columns of the group."""
+    values = sum(aligned(rows * piece.width * piece.itemsize) for piece in group.pieces(spans))
     return aligned(rows * index_dtype(group.num_rows).itemsize) + values
 
 
 @dataclass(frozen=True)
 class Section:
-    """One group in a message: its indices, and of each of its tables (position) the columns that travel."""
+    """One group in a message: its indices, and the values of each piece that travels."""
 
     indices: Tensor  # (rows,) int32 or int64
-    values: dict[int, tuple[Columns, Tensor]]  # position -> columns, (rows, columns)
+    pieces: tuple[tuple[Piece, Tensor], ...]  # each with its values (rows, width)
 
 
 def sections(
-    message: Tensor, groups: Sequence[RowGroup], rows: Sequence[int], columns: Sequence[Columns]
+    message: Tensor, groups: Sequence[RowGroup], rows: Sequence[int], spans: Sequence[Spans]
 ) -> Iterator[Section]:
-    """Views of a uint8 message, group by group, to be written or read; `rows` and `columns` are of each group."""
+    """Views of a uint8 message, group by group, to be written or read; `rows` and `spans` are of each group."""
     offset = 0
 
     def take(nbytes: int) -> Tensor:
@@ -56,16 +58,16 @@ def sections(
         offset += int(aligned(nbytes))
         return part
 
-    for group, count, (start, stop) in zip(groups, rows, columns, strict=True):
-        kind = index_dtype(group.num_rows)
+    for group, count, columns in zip(groups, rows, spans, strict=True):
+        kind, dtype = index_dtype(group.num_rows), group.specs[0].dtype
         indices = take(count * kind.itemsize).view(kind)
-        values = {}
-        for position, spec, (low, high) in zip(group.positions, group.specs, group.columns(start, stop), strict=True):
-            part = take(count * (high - low) * spec.itemsize)
-            values[position] = ((low, high), part.view(spec.dtype).view(count, high - low))
-        yield Section(indices, values)
+        pieces = []
+        for piece in group.pieces(columns):
+            values = take(count * piece.width * piece.itemsize).view(dtype).view(count, piece.width)
+            pieces.append((piece, values))
+        yield Section(indices, tuple(pieces))
 
 
-def message_nbytes(groups: Sequence[RowGroup], rows: Sequence[float], columns: Sequence[Columns]) -> float:
+def message_nbytes(groups: Sequence[RowGroup], rows: Sequence[float], spans: Sequence[Spans]) -> float:
     """Size of a message; exact for whole numbers of rows, the mean for expected ones."""
-    return sum(rows_nbytes(g, count, *span) for g, count, span in zip(groups, rows, columns, strict=True))
+    return sum(rows_nbytes(g, count, columns) for g, count, columns in zip(groups, rows, spans, strict=True))

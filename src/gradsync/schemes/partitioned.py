@@ -16,8 +16,8 @@ from ..density import DensityProfile
 from ..sparse import SparseRows
 from ..steps import Compute, Pattern, Step, Transfer
 from .base import Partitioned, State, register
-from .formats import Section, message_nbytes, sections
-from .owners import column_stripes
+from .formats import Section, Spans, message_nbytes, sections
+from .owners import column_owners
 from .tables import Agreement, Columns, RowGroup, Survey, Tables, expected_groups, specs_of
 
 
@@ -28,10 +28,11 @@ class OwnedColumns:
     agreed: Agreement
     indices: tuple[Tensor, ...]  # per group (union,) int64, sorted; the same on every rank
     values: Tensor  # flat: group by group, table by table, (union, columns owned)
+    shared: tuple[tuple[Tensor, ...], ...]  # per group the pieces that every rank sums, (union, width)
 
     def numel_of(self, owner: int, size: int) -> int:
-        """Elements that `owner` of `size` ranks holds of the same sum."""
-        stripes = [column_stripes(group.dim, size)[owner] for group in self.agreed.groups]
+        """Elements that `owner` of `size` ranks holds for the others."""
+        stripes = [column_owners(group.dim, size).stripes[owner] for group in self.agreed.groups]
         return sum(len(indices) * (stop - start) for indices, (start, stop) in zip(self.indices, stripes, strict=True))
 
 
@@ -43,7 +44,7 @@ class BalancedParallelism(Partitioned[Tables, OwnedColumns]):
     Every rank owns the same columns of every row, so all owners receive equal volumes however skewed the rows are.
     Beyond the paper: an owner sees the row indices of all ranks, so all ranks know the union after push, and pull
     carries values only, in equal parts, with no indices and no size exchange; tables with the same rows send their
-    indices once and are striped as one table.
+    indices once and are striped as one table; a column or two that equal stripes leave over are summed by every rank.
     Wire per rank: push (n-1) * indices + (n-1)/n * values; pull (n-1)/n * values of the union.
     """
 
@@ -64,15 +65,15 @@ class BalancedParallelism(Partitioned[Tables, OwnedColumns]):
         survey = Survey.of(x)
         agreed = Agreement.of(await group.all_gather(survey.header), specs_of(x))
         message, own, sent = _pack_stripes(x, survey, agreed, group)
-        mine = _stripes(agreed.groups, group.size, group.rank)
+        mine = _spans(agreed.groups, group.size, group.rank)
         received = [int(message_nbytes(agreed.groups, rows, mine)) for rows in agreed.rows]
         received[group.rank] = 0
         most_rows = [max(counts) for counts in zip(*agreed.rows, strict=True)]
         # The last stripe is the widest one.
-        largest = int(message_nbytes(agreed.groups, most_rows, _stripes(agreed.groups, group.size, group.size - 1)))
+        largest = int(message_nbytes(agreed.groups, most_rows, _spans(agreed.groups, group.size, group.size - 1)))
         messages = await group.all_to_all(message, sent, received, largest=largest)
         messages[group.rank] = own
-        return _sum_stripes(messages, agreed, mine, scale), state
+        return _sum_columns(messages, agreed, group, scale), state
 
     async def pull(self, shard: OwnedColumns, state: State, group: Group) -> Tables:
         # Pull: from each owner its columns of the sum; everybody knows the rows already.
@@ -90,11 +91,10 @@ class BalancedParallelism(Partitioned[Tables, OwnedColumns]):
         expected = expected_groups(specs, profiles)
         groups, rows = [g for g, _ in expected], [profiles[first].rows for _, first in expected]
         unions = [profiles[first].union_rows(n) for _, first in expected]
-        stripes = [_stripes(groups, n, owner) for owner in range(n)]
-        push = tuple(message_nbytes(groups, rows, stripe) for stripe in stripes)
-        pull = tuple(_values_nbytes(groups, unions, stripe) for stripe in stripes)
+        push = tuple(message_nbytes(groups, rows, _spans(groups, n, owner)) for owner in range(n))
+        pull = tuple(_values_nbytes(groups, unions, _stripes(groups, n, owner)) for owner in range(n))
         return (
-            Compute("sum_rows", message_nbytes(groups, rows, [(0, g.dim) for g in groups]) + sum(push)),
+            Compute("sum_rows", message_nbytes(groups, rows, [[(0, g.dim)] for g in groups]) + sum(push)),
             Transfer("sizes", Pattern.ALL_GATHER, (8.0 * len(specs),) * n),
             Transfer("push", Pattern.ALL_TO_ALL, push),
             Compute("sum_rows", n * max(push) + max(pull)),
@@ -103,9 +103,14 @@ class BalancedParallelism(Partitioned[Tables, OwnedColumns]):
         )
 
 
+def _spans(groups: Sequence[RowGroup], size: int, owner: int) -> list[Spans]:
+    """The columns that `owner` of `size` ranks sums of each group."""
+    return [column_owners(group.dim, size).spans(owner) for group in groups]
+
+
 def _stripes(groups: Sequence[RowGroup], size: int, owner: int) -> list[Columns]:
-    """The columns that `owner` of `size` ranks owns of each group."""
-    return [column_stripes(group.dim, size)[owner] for group in groups]
+    """The columns of each group that the others get from `owner` of `size` ranks."""
+    return [column_owners(group.dim, size).stripes[owner] for group in groups]
 
 
 def _values_nbytes(groups: Sequence[RowGroup], rows: Sequence[float], columns: Sequence[Columns]) -> float:
@@ -115,15 +120,15 @@ def _values_nbytes(groups: Sequence[RowGroup], rows: Sequence[float], columns: S
 
 def _pack_stripes(tables: Tables, survey: Survey, agreed: Agreement, group: Group) -> tuple[Tensor, Tensor, list[int]]:
     """One message for each other owner, one after the other; this rank's own part; the sizes in bytes (own: 0)."""
-    stripes = [_stripes(agreed.groups, group.size, owner) for owner in range(group.size)]
+    spans = [_spans(agreed.groups, group.size, owner) for owner in range(group.size)]
     rows = agreed.rows[group.rank]
-    nbytes = [int(message_nbytes(agreed.groups, rows, stripe)) for stripe in stripes]
+    nbytes = [int(message_nbytes(agreed.groups, rows, columns)) for columns in spans]
     own = torch.empty(nbytes[group.rank], dtype=torch.uint8, device=tables[0].values.device)
     nbytes[group.rank] = 0
     message = own.new_empty(sum(nbytes))
     parts = list(torch.split(message, nbytes))
     parts[group.rank] = own
-    written = [list(sections(part, agreed.groups, rows, stripe)) for part, stripe in zip(parts, stripes, strict=True)]
+    written = [list(sections(part, agreed.groups, rows, columns)) for part, columns in zip(parts, spans, strict=True)]
     for number, row_group in enumerate(agreed.groups):
         _write_group(tables, survey, row_group, [owner[number] for owner in written])
     return message, own, nbytes
@@ -131,59 +136,73 @@ def _pack_stripes(tables: Tables, survey: Survey, agreed: Agreement, group: Grou
 
 def _write_group(tables: Tables, survey: Survey, group: RowGroup, owners: list[Section]) -> None:
     """Merges repeated rows and spreads them over the owners' messages, in one pass a table."""
-    union = survey.unions[group.positions[0]]
-    union.write_indices(owners[0].indices)
-    for other in owners[1:]:
-        other.indices.copy_(owners[0].indices)
+    survey.unions[group.positions[0]].write_indices(owners[0].indices)
+    copies: dict[tuple[int, Columns], list[Tensor]] = {}  # shared columns go to every owner
+    for owner in owners:
+        for piece, out in owner.pieces:
+            copies.setdefault((piece.position, piece.columns), []).append(out)
     for position in group.positions:
-        shares = [(columns, out) for columns, out in (owner.values[position] for owner in owners) if out.shape[1]]
-        survey.unions[position].sum(
-            [tables[position].values], [out for _, out in shares], [columns for columns, _ in shares]
-        )
+        firsts = {columns: outs[0] for (table, columns), outs in copies.items() if table == position}
+        survey.unions[position].sum([tables[position].values], list(firsts.values()), list(firsts))
+    for first, *others in [[owner.indices for owner in owners], *copies.values()]:
+        for other in others:
+            other.copy_(first)
 
 
-def _sum_stripes(messages: list[Tensor], agreed: Agreement, mine: list[Columns], scale: float) -> OwnedColumns:
+def _sum_columns(messages: list[Tensor], agreed: Agreement, group: Group, scale: float) -> OwnedColumns:
     """`scale` times the sum of my columns over all ranks, in rank order."""
+    mine = _spans(agreed.groups, group.size, group.rank)
     received = [
         list(sections(message, agreed.groups, rows, mine)) for message, rows in zip(messages, agreed.rows, strict=True)
     ]
     unions = [
-        kernels.unite_rows([rank[number].indices for rank in received], group.num_rows)
-        for number, group in enumerate(agreed.groups)
+        kernels.unite_rows([rank[number].indices for rank in received], row_group.num_rows)
+        for number, row_group in enumerate(agreed.groups)
     ]
-    widths = [stop - start for start, stop in mine]
+    widths = [stop - start for start, stop in _stripes(agreed.groups, group.size, group.rank)]
     dtype = agreed.groups[0].specs[0].dtype
     total = sum(union.count * width for union, width in zip(unions, widths, strict=True))
     flat = messages[0].new_empty(total, dtype=dtype)
-    indices, offset = [], 0
-    for number, (group, union) in enumerate(zip(agreed.groups, unions, strict=True)):
+    indices, shared, offset = [], [], 0
+    for number, (row_group, union) in enumerate(zip(agreed.groups, unions, strict=True)):
         indices.append(flat.new_empty(union.count, dtype=torch.int64))
         union.write_indices(indices[-1])
-        for position in group.positions:
-            values = [rank[number].values[position][1] for rank in received]
-            numel = union.count * values[0].shape[1]
-            if numel:
-                union.sum(values, [flat[offset : offset + numel].view(union.count, -1)], scale=scale)
-            offset += numel
-    return OwnedColumns(agreed, tuple(indices), flat)
+        owned = len(row_group.pieces(mine[number][:1]))  # the shared pieces come after them
+        apart = []
+        for place, (piece, _) in enumerate(received[0][number].pieces):
+            numel = union.count * piece.width
+            out = (flat[offset : offset + numel] if place < owned else flat.new_empty(numel)).view(-1, piece.width)
+            union.sum([rank[number].pieces[place][1] for rank in received], [out], scale=scale)
+            if place < owned:
+                offset += numel
+            else:
+                apart.append(out)
+        shared.append(tuple(apart))
+    return OwnedColumns(agreed, tuple(indices), flat, tuple(shared))
 
 
 def _join_stripes(parts: list[Tensor], shard: OwnedColumns) -> Tables:
-    """Whole rows from the owners' columns; `parts[owner]` holds its columns of all tables."""
+    """Whole rows from the owners' columns and the shared ones; `parts[owner]` holds its columns of all tables."""
     size = len(parts)
     offsets = [0] * size
     result: dict[int, SparseRows] = {}
-    for group, indices in zip(shard.agreed.groups, shard.indices, strict=True):
-        owned = [group.columns(*stripe) for stripe in column_stripes(group.dim, size)]
-        for number, (position, spec) in enumerate(zip(group.positions, group.specs, strict=True)):
-            columns, pieces = [], []
-            for owner, (start, stop) in enumerate(tables[number] for tables in owned):
-                if start < stop:
-                    taken = len(indices) * (stop - start)
-                    pieces.append(parts[owner][offsets[owner] : offsets[owner] + taken].view(-1, stop - start))
-                    columns.append((start, stop))
-                    offsets[owner] += taken
-            values = parts[0].new_empty(len(indices), spec.dim)
-            kernels.join_columns(pieces, columns, values)
-            result[position] = SparseRows(indices, values, group.num_rows, shard.agreed.present[position])
+    for group, indices, shared in zip(shard.agreed.groups, shard.indices, shard.shared, strict=True):
+        owners = column_owners(group.dim, size)
+        columns: dict[int, list[Columns]] = {position: [] for position in group.positions}
+        values: dict[int, list[Tensor]] = {position: [] for position in group.positions}
+        for owner, stripe in enumerate(owners.stripes):
+            for piece in group.pieces([stripe]):
+                numel = len(indices) * piece.width
+                columns[piece.position].append(piece.columns)
+                values[piece.position].append(
+                    parts[owner][offsets[owner] : offsets[owner] + numel].view(-1, piece.width)
+                )
+                offsets[owner] += numel
+        for piece, total in zip(group.pieces([owners.shared]), shared, strict=True):
+            columns[piece.position].append(piece.columns)
+            values[piece.position].append(total)
+        for position, spec in zip(group.positions, group.specs, strict=True):
+            whole = parts[0].new_empty(len(indices), spec.dim)
+            kernels.join_columns(values[position], columns[position], whole)
+            result[position] = SparseRows(indices, whole, group.num_rows, shard.agreed.present[position])
     return tuple(result[position] for position in range(len(result)))

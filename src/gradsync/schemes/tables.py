@@ -25,6 +25,19 @@ SAME_AS = -2  # in a header: SAME_AS - t says that the rows are those of the ear
 
 
 @dataclass(frozen=True)
+class Piece:
+    """Columns of one table."""
+
+    position: int  # of the table in the bucket
+    columns: Columns
+    itemsize: int
+
+    @property
+    def width(self) -> int:
+        return self.columns[1] - self.columns[0]
+
+
+@dataclass(frozen=True)
 class RowGroup:
     """Tables of a bucket that have the same rows on every rank."""
 
@@ -40,13 +53,16 @@ class RowGroup:
         """Columns of all tables, side by side."""
         return sum(spec.dim for spec in self.specs)
 
-    def columns(self, start: int, stop: int) -> list[Columns]:
-        """What [start, stop) of all columns is of each table's own; empty ranges where it is nothing."""
-        found, offset = [], 0
-        for spec in self.specs:
-            low, high = max(start - offset, 0), min(stop - offset, spec.dim)
-            found.append((low, high) if low < high else (0, 0))
-            offset += spec.dim
+    def pieces(self, spans: Sequence[Columns]) -> list[Piece]:
+        """What `spans` of all columns, side by side, are of each table's own; span by span, without empty ones."""
+        found = []
+        for start, stop in spans:
+            offset = 0
+            for position, spec in zip(self.positions, self.specs, strict=True):
+                low, high = max(start - offset, 0), min(stop - offset, spec.dim)
+                if low < high:
+                    found.append(Piece(position, (low, high), spec.itemsize))
+                offset += spec.dim
         return found
 
 
