@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "gradsync"
 FLOORS: list[set[str]] = [
     {"cluster", "steps", "timeline", "trial"},
     {"costs", "kernels", "comm", "sparse"},
-    {"bucket"},
+    {"bucket", "forecast"},
     {"density", "compressors", "gradients"},
     {"schemes", "observation"},
     {"plan", "lane"},

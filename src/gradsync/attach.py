@@ -85,6 +85,10 @@ class Attachment:
         """What happened when in the last step."""
         return self._engine.timeline()
 
+    def predicted_timeline(self) -> list[Task]:
+        """The last step as predicted from the plan and the measured network; empty where that is not known."""
+        return self._engine.predicted_timeline()
+
     def join(self, *args: Any, **kwargs: Any) -> None:
         """Not supported.
 

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from .bucket import PHASES, Layout, StepMarks, TensorSpec
 from .comm import Exchange, Group, GroupError, JobThread
+from .costs import CostModel
 from .density import ParameterProfile
+from .forecast import forecast
 from .gradients import marks_of_ranks
 from .lane import BucketStatistics, Lane, StateSlice
 from .observation import Observer
@@ -66,6 +68,7 @@ class Engine:
         self._final_statistics: list[BucketStatistics] = []
         self._observer = Observer(self.specs, sparse_names)
         self._timeline: list[Task] = []
+        self._ready_s: dict[str, float] = {}  # when each bucket was ready in the last step
         self._steps_good = True
         self._observations_left = 0 if isinstance(plan, Plan) else MAX_OBSERVATIONS
         self._trial: Trial[Plan] | None = None
@@ -286,6 +289,17 @@ class Engine:
         """The last step: "compute" (backward), "link" (operations in flight), "kernel" (schemes' own work), "wait"."""
         return list(self._timeline)
 
+    def predicted_timeline(self) -> list[Task]:
+        """The last step as forecast from the plan, when gradients were ready, and what the network was measured to be.
+
+        Empty before a step, while densities are not known, and where the network was not measured.
+        """
+        steps = {lane.bucket.id: lane.expected_steps(self._observer.profiles) for lane in self.lanes()}
+        known = {bucket: expected for bucket, expected in steps.items() if expected is not None}
+        if self._ready_s.keys() != known.keys() or self.group.alpha_s is None or self.group.bytes_per_s is None:
+            return []
+        return forecast(self.plan.order, known, self._ready_s, CostModel(self.group.alpha_s, self.group.bytes_per_s))
+
     def words(self) -> list[str]:
         """The plan in words."""
         known = {p.name: p.density.density for p in self._observer.profiles.values() if p.density}
@@ -398,6 +412,7 @@ class Engine:
         ended_s = time.perf_counter() - exchange.began_s
         self._timeline = [Task("backward", "compute", 0.0, backward_ended_s), *exchange.tasks]
         self._timeline.append(Task("wait", "wait", backward_ended_s, ended_s))
+        self._ready_s = dict(exchange.ready_s)
         for lane in self._lanes.values():
             lane.record(exchange.tasks, backward_ended_s, ended_s)
 

@@ -15,7 +15,7 @@ from .comm import Group, Ledger, RecordingGroup
 from .density import DensityProfile, ParameterProfile
 from .gradients import Gradients, gradients_of
 from .schemes import Scheme, State
-from .steps import Pattern, Transfer, transfers
+from .steps import Pattern, Step, Transfer, transfers
 from .timeline import Task, covered_s
 
 
@@ -145,7 +145,7 @@ class Lane:
 
     def statistics(self, profiles: Mapping[str, ParameterProfile]) -> BucketStatistics:
         """The totals; `profiles` are what is known of the parameters."""
-        densities = [d for name in self.bucket.names if (d := profiles[name].density) is not None]
+        densities = self._densities(profiles)
         rows = sum(d.num_rows for d in densities)
         return BucketStatistics(
             id=self.bucket.id,
@@ -154,18 +154,27 @@ class Lane:
             density=sum(d.rows for d in densities) / rows if rows else None,
             steps=self.steps,
             sent_bytes=self.sent_bytes,
-            predicted_bytes=self._predicted_bytes(tuple(densities)),
+            predicted_bytes=self._predicted_bytes(profiles),
             communication_s=self.communication_s,
             exposed_s=self.exposed_s,
         )
 
-    def _predicted_bytes(self, densities: tuple[DensityProfile, ...]) -> float | None:
+    def _densities(self, profiles: Mapping[str, ParameterProfile]) -> tuple[DensityProfile, ...]:
+        return tuple(d for name in self.bucket.names if (d := profiles[name].density) is not None)
+
+    def _predicted_bytes(self, profiles: Mapping[str, ParameterProfile]) -> float | None:
+        expected = self.expected_steps(profiles)
+        if expected is None:
+            return None
+        return self.steps * sum(t.sent_bytes(self.group.rank) for t in transfers(expected))
+
+    def expected_steps(self, profiles: Mapping[str, ParameterProfile]) -> list[Step] | None:
+        """What a training step does with the bucket; None while the densities of its tables are not known."""
+        densities = self._densities(profiles) if self.bucket.layout is Layout.ROWS else ()
         if self.bucket.layout is Layout.ROWS and len(densities) < len(self.bucket.names):
             return None
-        profiles = densities if self.bucket.layout is Layout.ROWS else ()
-        steps = self.scheme.steps(self.bucket.specs, profiles, Placement.one_per_node(self.group.size))
-        moved = transfers(steps)
+        steps = list(self.scheme.steps(self.bucket.specs, densities, Placement.one_per_node(self.group.size)))
         if self.flags_apart:
             flags_bytes = self.gradients.flags.numel() * self.gradients.flags.element_size()
-            moved.append(Transfer("flags", Pattern.ALL_REDUCE, (float(flags_bytes),) * self.group.size))
-        return self.steps * sum(t.sent_bytes(self.group.rank) for t in moved)
+            steps.append(Transfer("flags", Pattern.ALL_REDUCE, (float(flags_bytes),) * self.group.size))
+        return steps

@@ -27,6 +27,7 @@ def rank_result(blocks: list[list[float]]) -> dict[str, Any]:
     return {
         "failed": None, "blocks": blocks, "losses": [1.0] * steps, "samples_per_step": 8, "sent_bytes": 100 * steps,
         "final": {}, "backward_s": 0.1, "exposed_s": 0.0, "plan": [], "buckets": [], "timeline": [],
+        "predicted_timeline": [],
     }  # fmt: skip
 
 

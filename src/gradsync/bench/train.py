@@ -214,4 +214,5 @@ def _merge(name: str, ranks: list[dict[str, Any]], spec: TrainSpec, sharing: int
         plan=ranks[0]["plan"],
         buckets=[BucketRow(**row) for row in ranks[0]["buckets"]],
         timeline=[TimelineTask(**task) for task in ranks[0]["timeline"]],
+        predicted_timeline=[TimelineTask(**task) for task in ranks[0]["predicted_timeline"]],
     )

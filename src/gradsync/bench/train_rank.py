@@ -162,10 +162,11 @@ def result_of(workload: Workload, who: Contestant, spec: TrainSpec) -> dict[str,
         return {"failed": who.failed, "failed_s": who.failed_s}
     evaluate = spec.evaluate and dist.get_rank() == 0 and not who.name.endswith(f":{AGAIN}")
     alone_s, backward_s = statistics.median(who.alone_s), statistics.median(who.backward_s)
-    rows, plan, timeline = [], [], []
+    rows, plan, timeline, predicted = [], [], [], []
     if who.attachment:
         plan = who.attachment.explain()
         timeline = [asdict(task) for task in who.attachment.timeline()]
+        predicted = [asdict(task) for task in who.attachment.predicted_timeline()]
         rows = [
             {
                 "names": list(s.names),
@@ -190,6 +191,7 @@ def result_of(workload: Workload, who: Contestant, spec: TrainSpec) -> dict[str,
         "plan": plan,
         "buckets": rows,
         "timeline": timeline,
+        "predicted_timeline": predicted,
     }
 
 

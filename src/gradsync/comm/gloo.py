@@ -40,7 +40,9 @@ class GlooGroup(TorchGroup):
         super().__init__(process_group, timeout_s=timeout_s)
         self._apart = self._communicator(process_group)  # torch waits for messages one by one: a thread does it there
         self._rounds = Rounds(self._apart, self.rank, self.size)
-        self.bytes_per_s = self._measured_rate(timeout_s) if bytes_per_s is None else bytes_per_s
+        self.bytes_per_s = bytes_per_s
+        if bytes_per_s is None and self.size > 1:
+            self.alpha_s, self.bytes_per_s = self._measured(timeout_s)
 
     def all_reduce(self, buffer: Tensor) -> Pending[Tensor]:
         nbytes = buffer.numel() * buffer.element_size()
@@ -70,7 +72,7 @@ class GlooGroup(TorchGroup):
 
     @property
     def _fast(self) -> bool:
-        return self.bytes_per_s >= FAST_BYTES_PER_S
+        return self.bytes_per_s is not None and self.bytes_per_s >= FAST_BYTES_PER_S
 
     def _exchange(self, outgoing: list[Tensor], incoming: list[Tensor], *, together: bool) -> Pending[list[Tensor]]:
         incoming[self.rank].copy_(outgoing[self.rank])
@@ -96,19 +98,18 @@ class GlooGroup(TorchGroup):
 
         return _then(self._all_to_all(buffer, lengths, [mine] * self.size), hand_out)
 
-    def _measured_rate(self, timeout_s: float) -> float:
-        """Bytes a second, of the member that saw the slowest; without the latency, which a small exchange shows."""
-        if self.size == 1:
-            return FAST_BYTES_PER_S
+    def _measured(self, timeout_s: float) -> tuple[float, float]:
+        """Seconds a message and bytes a second, as the member sees them that has the slowest link: alike on all."""
         seconds = []
         for nbytes in SAMPLE_BYTES:
             lengths = [nbytes // self.size] * self.size
             buffer = torch.zeros(sum(lengths), dtype=torch.uint8)
             seconds.append(min(self._timed(buffer, lengths, timeout_s) for _ in range(SAMPLES)))
         moved = (SAMPLE_BYTES[1] - SAMPLE_BYTES[0]) * (self.size - 1) / self.size
-        rate = torch.tensor([moved / max(seconds[1] - seconds[0], 1e-6)], dtype=torch.float64)
-        dist.all_reduce(rate, op=dist.ReduceOp.MIN, group=self._own)
-        return float(rate)
+        # A large exchange hides the latency behind its bytes, so that only the difference tells the rate.
+        costs = torch.tensor([seconds[0] / (self.size - 1), max(seconds[1] - seconds[0], 1e-6) / moved])
+        dist.all_reduce(costs, op=dist.ReduceOp.MAX, group=self._own)
+        return float(costs[0]), 1.0 / float(costs[1])
 
     def _timed(self, buffer: Tensor, lengths: Sequence[int], timeout_s: float) -> float:
         self._all_to_all(buffer[: self.size], [1] * self.size, [1] * self.size).wait(timeout_s)  # all are here

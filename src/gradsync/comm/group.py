@@ -61,6 +61,8 @@ class Group(ABC):
 
     rank: int
     members: tuple[int, ...]
+    alpha_s: float | None = None  # latency of a message, where it was measured
+    bytes_per_s: float | None = None  # what a member's link carries each way, where it was measured
 
     @property
     def size(self) -> int:

@@ -72,7 +72,7 @@ class Exchange:
         self._thread = thread
         self._on_cuda = device is not None and device.type == "cuda"
         self._buckets = {bucket for bucket, _ in order}
-        self._ready: set[str] = set()
+        self.ready_s: dict[str, float] = {}  # when each bucket's data was complete
         self._position = 0  # in the order
         self._coroutines: dict[str, Coroutine[Any, Any, Any]] = {}
         self._pending: dict[str, tuple[Pending[Any], str, float]] = {}
@@ -91,11 +91,11 @@ class Exchange:
             event = torch.cuda.Event()
             event.record()
             self._events[bucket] = event
-        self._ready.add(bucket)
-        if len(self._ready) == len(self._buckets):
+        self.ready_s[bucket] = time.perf_counter() - self.began_s
+        if len(self.ready_s) == len(self._buckets):
             return  # all are: `wait` is about to be called
         position = self._position
-        if position < len(self._order) and self._order[position][0] in self._ready:
+        if position < len(self._order) and self._order[position][0] in self.ready_s:
             self._thread.submit(self.advance)
 
     def cancel(self) -> None:
@@ -131,7 +131,7 @@ class Exchange:
         """Whether all turns are over."""
         while self._position < len(self._order):
             bucket, stage = self._order[self._position]
-            if bucket not in self._ready or self._cancelled:
+            if bucket not in self.ready_s or self._cancelled:
                 return False
             if bucket not in self._coroutines:
                 if bucket in self._events:

@@ -47,6 +47,7 @@ class RecordingGroup(Group):
         self.ledger = ledger
         self.rank = inner.rank
         self.members = inner.members
+        self.alpha_s, self.bytes_per_s = inner.alpha_s, inner.bytes_per_s
 
     def all_reduce(self, buffer: Tensor) -> Pending[Tensor]:
         nbytes = buffer.numel() * buffer.element_size()

@@ -84,6 +84,8 @@ def figures(run: TrainingRun) -> list[tuple[str, str, go.Figure]]:
             result.append((title, hint, plots.bytes_by_bucket(run, method)))
         if method.timeline:
             hint = "Operations in flight overlap backward and each other; wait is what the training loop waits for."
+            if method.predicted_timeline:
+                hint += " Pale: what the plan and the measured network predict for it."
             result.append((f"One step of {method.name}", hint, plots.step_timeline(method)))
     return result
 

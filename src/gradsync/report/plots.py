@@ -141,15 +141,19 @@ def bytes_by_bucket(run: TrainingRun, method: MethodRun) -> go.Figure:
 
 
 def step_timeline(method: MethodRun) -> go.Figure:
-    """One step: what ran when on which stream."""
-    rows = lanes(method.timeline)
-    step_s = max(task.end_s for task in method.timeline)
+    """One step: what ran when on which stream, and below it what was predicted."""
     known = list(STREAM_COLOURS)
-    rows.sort(key=lambda row: known.index(row[1][0].stream) if row[1][0].stream in known else len(known))
+    rows = []
+    for what, tasks in (("", method.timeline), (", predicted", method.predicted_timeline)):
+        found = lanes(tasks)
+        found.sort(key=lambda row: known.index(row[1][0].stream) if row[1][0].stream in known else len(known))
+        rows += [(f"{label}{what}", row, 0.5 if what else 1.0) for label, row in found]
+    step_s = max(task.end_s for _, row, _ in rows for task in row)
     plot = figure("time since the step's backward began, ms", "", height=110 + 45 * len(rows), showlegend=False)
     plot.update_layout(barmode="overlay", bargap=0.25)
-    for label, tasks in rows:
+    for label, tasks, opacity in rows:
         plot.add_bar(
+            opacity=opacity,
             y=[escape(label)] * len(tasks),
             x=[(task.end_s - task.start_s) * 1e3 for task in tasks],
             base=[task.start_s * 1e3 for task in tasks],
@@ -163,7 +167,7 @@ def step_timeline(method: MethodRun) -> go.Figure:
             hovertext=[_task_in_words(task) for task in tasks],
             hoverinfo="text",
         )
-    return _rows_from_the_top(plot, [escape(label) for label, _ in rows])
+    return _rows_from_the_top(plot, [escape(label) for label, _, _ in rows])
 
 
 def bucket_name(names: list[str]) -> str:

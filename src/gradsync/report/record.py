@@ -118,6 +118,7 @@ class MethodRun(BaseModel):
     plan: list[str] = []  # in words
     buckets: list[BucketRow] = []
     timeline: list[TimelineTask] = []
+    predicted_timeline: list[TimelineTask] = []  # of the same step
 
 
 class TrainingRun(BaseModel):

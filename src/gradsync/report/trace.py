@@ -34,9 +34,11 @@ def lanes(tasks: Sequence[TimelineTask]) -> list[tuple[str, list[TimelineTask]]]
 def trace_events(run: TrainingRun) -> list[dict[str, Any]]:
     """A process a method, a thread a lane of a stream, a complete event ("X", microseconds) a task."""
     events: list[dict[str, Any]] = []
-    for pid, method in enumerate((m for m in run.methods if m.timeline), start=1):
-        events.append({"ph": "M", "pid": pid, "tid": 0, "name": "process_name", "args": {"name": method.name}})
-        for tid, (label, tasks) in enumerate(lanes(method.timeline), start=1):
+    processes = [(m.name, m.timeline) for m in run.methods if m.timeline]
+    processes += [(f"{m.name}, predicted", m.predicted_timeline) for m in run.methods if m.predicted_timeline]
+    for pid, (name, timeline) in enumerate(processes, start=1):
+        events.append({"ph": "M", "pid": pid, "tid": 0, "name": "process_name", "args": {"name": name}})
+        for tid, (label, tasks) in enumerate(lanes(timeline), start=1):
             events.append({"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": label}})
             events.extend(_event(task, pid, tid) for task in tasks)
     return events

@@ -1,0 +1,59 @@
+"""A step's timeline as predicted: the plan's order played on one issuing thread and one link.
+
+It mirrors `comm/issue.py`: at a bucket's turn the thread waits for what the bucket awaits, computes up to its next
+transfer, hands that over and goes on; transfers follow one another on the link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from .costs import CostModel
+from .steps import Compute, Step
+from .timeline import Task
+
+
+def forecast(
+    order: Sequence[tuple[str, str]],
+    steps: Mapping[str, Sequence[Step]],
+    ready_s: Mapping[str, float],
+    cost: CostModel,
+) -> list[Task]:
+    """What runs when: tasks "kernel" and "link", named `bucket:stage` as the engine's.
+
+    `order` are the turns; `steps` of each bucket; `ready_s` says when its gradients are there.
+    """
+    return _Player(steps, ready_s, cost).play(order)
+
+
+class _Player:
+    def __init__(self, steps: Mapping[str, Sequence[Step]], ready_s: Mapping[str, float], cost: CostModel) -> None:
+        self._left = {bucket: list(todo) for bucket, todo in steps.items()}
+        self._ready_s = ready_s
+        self._cost = cost
+        self._thread_s = 0.0  # until when the thread is busy
+        self._link_s = 0.0
+        self._in_flight: dict[str, float] = {}  # bucket -> when its transfer ends
+        self._tasks: list[Task] = []
+
+    def play(self, order: Sequence[tuple[str, str]]) -> list[Task]:
+        for bucket, stage in order:
+            self._turn(bucket, stage)
+        for bucket, left in self._left.items():
+            while left or bucket in self._in_flight:
+                self._turn(bucket, "finish")
+        return self._tasks
+
+    def _turn(self, bucket: str, stage: str) -> None:
+        self._thread_s = max(self._thread_s, self._ready_s[bucket], self._in_flight.pop(bucket, 0.0))
+        began_s, left = self._thread_s, self._left[bucket]
+        while left and isinstance(left[0], Compute):
+            self._thread_s += self._cost.seconds(left.pop(0))
+        if self._thread_s > began_s:
+            self._tasks.append(Task(f"{bucket}:{stage}", "kernel", began_s, self._thread_s))
+        if left:
+            transfer = left.pop(0)
+            began_s = max(self._thread_s, self._link_s)
+            self._link_s = began_s + self._cost.seconds(transfer)
+            self._in_flight[bucket] = self._link_s
+            self._tasks.append(Task(f"{bucket}:{stage}", "link", began_s, self._link_s))

@@ -1,0 +1,49 @@
+"""The forecast of a step: who waits for whom is the engine's order, one thread and one link."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradsync.costs import CostModel
+from gradsync.forecast import forecast
+from gradsync.steps import DIRECT_BYTES, Compute, Pattern, Transfer
+from gradsync.timeline import Task
+
+COST = CostModel(alpha_s=0.0, bandwidth_bytes_per_s=float(DIRECT_BYTES), memory_bytes_per_s=10.0)
+
+
+def transfer(stage: str, seconds: float) -> Transfer:
+    """An all-gather of two members that keeps the link busy for so long."""
+    return Transfer(stage, Pattern.ALL_GATHER, (seconds * DIRECT_BYTES,) * 2)
+
+
+def spans(tasks: list[Task]) -> dict[tuple[str, str], tuple[float, float]]:
+    return {(t.stream, t.name): (pytest.approx(t.start_s), pytest.approx(t.end_s)) for t in tasks}
+
+
+def test_transfers_follow_one_another_on_the_link_while_the_thread_goes_on() -> None:
+    steps = {"a": [Compute("pack", 10), transfer("push", 5.0)], "b": [Compute("pack", 10), transfer("push", 2.0)]}
+    tasks = forecast([("a", "push"), ("b", "push")], steps, {"a": 0.0, "b": 0.0}, COST)
+    assert spans(tasks) == {
+        ("kernel", "a:push"): (0.0, 1.0),
+        ("link", "a:push"): (1.0, 6.0),
+        ("kernel", "b:push"): (1.0, 2.0),
+        ("link", "b:push"): (6.0, 8.0),
+    }
+
+
+def test_a_stage_waits_for_the_bucket_and_for_its_last_transfer() -> None:
+    steps = {"a": [transfer("push", 1.0), Compute("sum", 20), transfer("pull", 1.0), Compute("join", 30)]}
+    tasks = forecast([("a", "push"), ("a", "pull")], steps, {"a": 4.0}, COST)
+    assert spans(tasks) == {
+        ("link", "a:push"): (4.0, 5.0),
+        ("kernel", "a:pull"): (5.0, 7.0),
+        ("link", "a:pull"): (7.0, 8.0),
+        ("kernel", "a:finish"): (8.0, 11.0),
+    }
+
+
+def test_a_bucket_that_is_late_holds_those_after_it_in_the_order() -> None:
+    steps = {"a": [transfer("push", 1.0)], "b": [transfer("push", 1.0)]}
+    tasks = forecast([("a", "push"), ("b", "push")], steps, {"a": 3.0, "b": 0.0}, COST)
+    assert spans(tasks) == {("link", "a:push"): (3.0, 4.0), ("link", "b:push"): (4.0, 5.0)}
