@@ -26,7 +26,7 @@ class Board:
 
     def announce_failure(self, text: str) -> bool:
         """Notes why a member cannot go on; the first notice stays, later ones are its consequences. False: no store."""
-        return self._ask(lambda store: store.compare_set("failure", "", text)) is not None
+        return self._ask(lambda store: store.compare_set("failure", "", text), urgent=True) is not None
 
     def failure(self) -> str | None:
         """The failure announced, if any."""
@@ -61,10 +61,10 @@ class Board:
         text = self._ask(lambda store: store.get(key) if store.check([key]) else None)
         return text.decode() if text is not None else None
 
-    def _ask(self, question: Callable[[distributed_c10d.Store], bytes | None]) -> bytes | None:
-        """The store's answer; None without one in time."""
+    def _ask(self, question: Callable[[distributed_c10d.Store], bytes | None], *, urgent: bool = False) -> bytes | None:
+        """The store's answer; None without one in time, and at once while an earlier question has none, if not urgent."""
         if self._asking is not None:
-            self._asking.join(ANSWER_S)
+            self._asking.join(ANSWER_S if urgent else 0.0)
             if self._asking.is_alive():
                 return None
         answers: list[bytes | None] = []
