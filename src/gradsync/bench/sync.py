@@ -24,7 +24,7 @@ from .provenance import commit, machine, versions
 
 DENSE_SIZES_BYTES = (4 << 10, 256 << 10, 4 << 20)
 SUBJECTS = (AllReduce.name, *SPARSE_SCHEMES, "ddp")  # ddp: all elements, beside DDP's sparse way
-FIT_SIZES_BYTES = (8, 4 << 10, 1 << 20, 4 << 20)  # two small ones, two large ones
+FIT_SIZES_BYTES = (8, 4 << 10, 1 << 20, 4 << 20)
 
 
 class SyncSpec(BaseModel):

@@ -56,14 +56,13 @@ def take_turns(exchanges: dict[str, Exchange], spec: SyncSpec) -> tuple[dict[str
 
 
 def fit_samples(group: TorchGroup, spec: SyncSpec) -> list[tuple[int, float, float]]:
-    """(rounds, busiest bytes, seconds) of all-reduces: small ones, and what a large one takes longer than another.
+    """(rounds, busiest bytes, median seconds) of all-reduces.
 
-    A large transfer hides the latency of its rounds behind its bytes, so that only the difference tells the rate.
+    A large one hides the latency of its rounds behind its bytes: it counts as one round, or the rate would come out too
+    high.
     """
     steps = [Transfer("", Pattern.ALL_REDUCE, (float(nbytes),) * spec.world_size) for nbytes in FIT_SIZES_BYTES]
-    samples = [(s.rounds, s.busiest_bytes, median_s(group, int(s.part_bytes[0]), spec)) for s in steps]
-    *small, (_, less, sooner_s), (_, more, later_s) = samples
-    return [*small, (0, more - less, later_s - sooner_s)]
+    return [(s.rounds if s.direct else 1, s.busiest_bytes, median_s(group, int(s.part_bytes[0]), spec)) for s in steps]
 
 
 def median_s(group: TorchGroup, nbytes: int, spec: SyncSpec) -> float:
