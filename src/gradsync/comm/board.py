@@ -62,7 +62,7 @@ class Board:
         return text.decode() if text is not None else None
 
     def _ask(self, question: Callable[[distributed_c10d.Store], bytes | None], *, urgent: bool = False) -> bytes | None:
-        """The store's answer; None without one in time, and at once while an earlier question has none, if not urgent."""
+        """The store's answer; None without one in time, or if it still owes one and this is not urgent."""
         if self._asking is not None:
             self._asking.join(ANSWER_S if urgent else 0.0)
             if self._asking.is_alive():
