@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import hypothesis.strategies as st
 import pytest
@@ -13,7 +14,7 @@ from gradsync.bucket import Layout, TensorSpec
 from gradsync.comm import Ledger, LocalGroup, RecordingGroup, drive, run_local
 from gradsync.density import DensityProfile, ParameterProfile, profile_rows
 from gradsync.plan import Plan
-from gradsync.planner import default_plan
+from gradsync.planner import default_plan, default_plans
 from gradsync.planner.default import SPARSE_SCHEMES, cheapest_sparse_scheme
 from gradsync.schemes import AGSparse, BalancedParallelism
 from gradsync.sparse import SparseRows
@@ -82,6 +83,27 @@ def test_tables_of_a_dtype_share_a_bucket_behind_the_dense_ones() -> None:
     plan = default_plan(parameters, 4)
     assert names(plan) == [["b", "w"], ["h"], ["u", "t"]]
     assert [next(iter(bucket.scheme)) for bucket in plan.buckets] == ["all_reduce", *["balanced_parallelism"] * 2]
+
+
+def placed(profile: ParameterProfile, position: int, pattern: str = "") -> ParameterProfile:
+    density = DensityProfile(1000, 50.0, pattern=pattern) if profile.sparse else None
+    return replace(profile, position=position, density=density)
+
+
+def test_tables_ready_before_dense_parameters_are_exchanged_at_once() -> None:
+    """A language model: the table of scores is ready first, the table of words last."""
+    parameters = [placed(sparse("words"), 3), placed(dense("lstm", 8), 2), placed(sparse("scores"), 0)]
+    plan, at_the_end = default_plans(parameters, 4)
+    assert names(plan) == [["scores"], ["lstm"], ["words"]]
+    turns = [(plan.buckets[int(bucket)].names[0], stage) for bucket, stage in plan.order]
+    stages = BalancedParallelism().stages
+    assert turns == [*(("scores", s) for s in stages), ("lstm", "all_reduce"), *(("words", s) for s in stages)]
+    assert names(at_the_end) == [["lstm"], ["scores", "words"]]
+
+
+def test_tables_with_the_same_rows_stay_together_where_the_last_of_them_is_ready() -> None:
+    early, late = placed(sparse("early"), 0, "a"), placed(sparse("late"), 2, "a")
+    assert names(default_plan([late, placed(dense("w", 8), 1), early], 4)) == [["w"], ["early", "late"]]
 
 
 def test_without_measurements_the_first_sparse_scheme_is_taken() -> None:

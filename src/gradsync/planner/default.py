@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from ..bucket import TensorSpec, cut_by_bytes
+from ..bucket import Layout, TensorSpec, cut_by_bytes
 from ..cluster import Placement
 from ..density import DensityProfile, ParameterProfile
-from ..plan import Plan
+from ..plan import BucketPlan, Plan, default_order
 from ..schemes import AGSparse, AllReduce, BalancedParallelism, Scheme
 from ..steps import transfers
 
@@ -22,10 +22,10 @@ SPARSE_SCHEMES: tuple[Scheme[Any], ...] = (BalancedParallelism(), AGSparse())
 
 
 def default_plans(profiles: Sequence[ParameterProfile], world_size: int) -> list[Plan]:
-    """The default plan, and those with other sizes of dense buckets, where they differ.
+    """The plans worth a try, the best guess first: sizes of dense buckets, and when tables travel that are ready early.
 
     Small buckets hide more of their way behind backward and cost more calls; on a fast network they also take cores
-    from backward. Which size wins follows from none of the figures known here, so the engine tries.
+    from backward. What wins follows from none of the figures known here, so the engine tries.
     """
     if world_size == 1:
         return [default_plan(profiles, world_size)]
@@ -34,28 +34,82 @@ def default_plans(profiles: Sequence[ParameterProfile], world_size: int) -> list
     if between >= 2 * FEWEST_BUCKET_BYTES and not BUCKET_BYTES / 2 < between < 2 * BUCKET_BYTES:
         sizes.insert(1, between)
     plans = [default_plan(profiles, world_size, bucket_bytes=size) for size in sizes]
+    plans.append(default_plan(profiles, world_size, tables_at_the_end=True))
     return list({plan.digest: plan for plan in plans}.values())
 
 
-def default_plan(profiles: Sequence[ParameterProfile], world_size: int, *, bucket_bytes: int = BUCKET_BYTES) -> Plan:
-    """Dense parameters in DDP-sized buckets in ready order, then all sparse tables of a dtype in one bucket.
+def default_plan(
+    profiles: Sequence[ParameterProfile],
+    world_size: int,
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+    tables_at_the_end: bool = False,
+) -> Plan:
+    """Dense parameters in DDP-sized buckets in ready order, sparse tables of a dtype that are ready together in one.
 
+    Tables with the same rows stay together. One that is ready before dense parameters are is exchanged at once, with
+    all its stages, unless `tables_at_the_end`: then all tables of a dtype share a bucket behind the dense ones.
     Deterministic in its arguments, which are the same on every rank. Parameters come in model order; before readiness
     was measured (`position` all equal) the reverse of that order is taken, as backward runs.
     """
     specs = {p.name: p.tensor for p in profiles}
     ready = sorted(reversed(profiles), key=lambda p: p.position)
-    buckets: list[tuple[list[str], Scheme[Any]]] = []
-    dense = [p for p in ready if not p.sparse]
-    # A dtype's buckets are cut on their own; within it ready order stays.
-    for _, same in groupby(sorted(dense, key=lambda p: str(p.tensor.dtype)), key=lambda p: str(p.tensor.dtype)):
-        sizes = [(p.name, p.tensor.nbytes) for p in same]
-        buckets += [(names, AllReduce()) for names in cut_by_bytes(sizes, FIRST_BUCKET_BYTES, bucket_bytes)]
-    sparse = sorted((p for p in ready if p.sparse), key=lambda p: str(p.tensor.dtype))
-    for _, same in groupby(sparse, key=lambda p: str(p.tensor.dtype)):
-        tables = list(same)
-        buckets.append(([p.name for p in tables], cheapest_sparse_scheme(tables, world_size)))
-    return Plan.make(specs, world_size, buckets)
+    buckets = _dense_buckets([p for p in ready if not p.sparse], bucket_bytes)
+    at_the_end = tables_at_the_end or len({p.position for p in profiles}) <= 1
+    runs = [[p for p in ready if p.sparse]] if at_the_end else _table_runs(ready)
+    for run in runs:
+        for _, tables in _by_dtype(run):
+            buckets.append((tables, cheapest_sparse_scheme(tables, world_size)))
+    if not at_the_end:
+        buckets.sort(key=lambda bucket: max(p.position for p in bucket[0]))
+    named = [([p.name for p in members], scheme) for members, scheme in buckets]
+    plan = Plan.make(specs, world_size, named)
+    return plan.model_copy(update={"order": tuple(_order(plan))})
+
+
+PlannedBucket = tuple[list[ParameterProfile], Scheme[Any]]
+
+
+def _by_dtype(profiles: Sequence[ParameterProfile]) -> list[tuple[str, list[ParameterProfile]]]:
+    ordered = sorted(profiles, key=lambda p: str(p.tensor.dtype))
+    return [(dtype, list(same)) for dtype, same in groupby(ordered, key=lambda p: str(p.tensor.dtype))]
+
+
+def _dense_buckets(ready: Sequence[ParameterProfile], bucket_bytes: int) -> list[PlannedBucket]:
+    """A dtype's buckets are cut on their own; within it ready order stays."""
+    known = {p.name: p for p in ready}
+    buckets: list[PlannedBucket] = []
+    for _, same in _by_dtype(ready):
+        for names in cut_by_bytes([(p.name, p.tensor.nbytes) for p in same], FIRST_BUCKET_BYTES, bucket_bytes):
+            buckets.append(([known[name] for name in names], AllReduce()))
+    return buckets
+
+
+def _table_runs(ready: Sequence[ParameterProfile]) -> list[list[ParameterProfile]]:
+    """Tables that become ready one after the other, without a dense parameter between them."""
+    last = {_rows_of(p): p.position for p in ready if p.sparse}  # tables with the same rows wait for the last of them
+    placed = sorted(ready, key=lambda p: last[_rows_of(p)] if p.sparse else p.position)
+    return [list(run) for sparse, run in groupby(placed, key=lambda p: p.sparse) if sparse]
+
+
+def _rows_of(table: ParameterProfile) -> tuple[str, str]:
+    """Equal for tables that are known to have the same rows."""
+    pattern = table.density.pattern if table.density is not None else ""
+    return str(table.tensor.dtype), pattern or table.name
+
+
+def _order(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Stage by stage, but tables before the last dense bucket take all their turns at once: the others come later."""
+    layouts = [bucket.make_scheme().layout for bucket in plan.buckets]
+    last_dense = max((i for i, layout in enumerate(layouts) if layout is Layout.FLAT), default=-1)
+    waiting: list[BucketPlan] = []
+    for number, (bucket, layout) in enumerate(zip(plan.buckets, layouts, strict=True)):
+        if layout is Layout.ROWS and number < last_dense:
+            yield from default_order([*waiting, bucket])
+            waiting = []
+        else:
+            waiting.append(bucket)
+    yield from default_order(waiting)
 
 
 def cheapest_sparse_scheme(tables: Sequence[ParameterProfile], world_size: int) -> Scheme[Any]:
