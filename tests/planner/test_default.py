@@ -96,7 +96,7 @@ def test_tables_ready_before_dense_parameters_are_exchanged_at_once() -> None:
     plan, at_the_end = default_plans(parameters, 4)
     assert names(plan) == [["scores"], ["lstm"], ["words"]]
     turns = [(plan.buckets[int(bucket)].names[0], stage) for bucket, stage in plan.order]
-    stages = BalancedParallelism().stages
+    stages = plan.buckets[0].make_scheme().stages
     assert turns == [*(("scores", s) for s in stages), ("lstm", "all_reduce"), *(("words", s) for s in stages)]
     assert names(at_the_end) == [["lstm"], ["scores", "words"]]
 
