@@ -93,12 +93,15 @@ def placed(profile: ParameterProfile, position: int, pattern: str = "") -> Param
 def test_tables_ready_before_dense_parameters_are_exchanged_at_once() -> None:
     """A language model: the table of scores is ready first, the table of words last."""
     parameters = [placed(sparse("words"), 3), placed(dense("lstm", 8), 2), placed(sparse("scores"), 0)]
-    plan, at_the_end = default_plans(parameters, 4)
+    plan, between, at_the_end = default_plans(parameters, 4)
     assert names(plan) == [["scores"], ["lstm"], ["words"]]
     turns = [(plan.buckets[int(bucket)].names[0], stage) for bucket, stage in plan.order]
     stages = plan.buckets[0].make_scheme().stages
     assert turns == [*(("scores", s) for s in stages), ("lstm", "all_reduce"), *(("words", s) for s in stages)]
     assert names(at_the_end) == [["lstm"], ["scores", "words"]]
+    assert between.buckets == plan.buckets
+    ends = [turn for turn in between.order if turn[0] != "0"]
+    assert ends == [*(("2", s) for s in stages[:-1]), ("1", "all_reduce"), ("2", stages[-1])]
 
 
 def test_tables_with_the_same_rows_stay_together_where_the_last_of_them_is_ready() -> None:

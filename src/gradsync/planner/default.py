@@ -22,10 +22,11 @@ SPARSE_SCHEMES: tuple[Scheme[Any], ...] = (BalancedParallelism(), AGSparse())
 
 
 def default_plans(profiles: Sequence[ParameterProfile], world_size: int) -> list[Plan]:
-    """The plans worth a try, the best guess first: sizes of dense buckets, and when tables travel that are ready early.
+    """The plans worth a try, the best guess first; the engine tries them, as no figure known here tells which wins.
 
-    Small buckets hide more of their way behind backward and cost more calls; on a fast network they also take cores
-    from backward. What wins follows from none of the figures known here, so the engine tries.
+    Small dense buckets hide more of their way behind backward and cost more calls; on a fast network they also take
+    cores from backward. Tables that are ready early may travel at once or with the others. The last dense bucket may
+    go first, as it is ready first, or fill the link between a table's stages, which wait for one another.
     """
     if world_size == 1:
         return [default_plan(profiles, world_size)]
@@ -34,6 +35,7 @@ def default_plans(profiles: Sequence[ParameterProfile], world_size: int) -> list
     if between >= 2 * FEWEST_BUCKET_BYTES and not BUCKET_BYTES / 2 < between < 2 * BUCKET_BYTES:
         sizes.insert(1, between)
     plans = [default_plan(profiles, world_size, bucket_bytes=size) for size in sizes]
+    plans.append(default_plan(profiles, world_size, dense_between=True))
     plans.append(default_plan(profiles, world_size, tables_at_the_end=True))
     return list({plan.digest: plan for plan in plans}.values())
 
@@ -44,11 +46,13 @@ def default_plan(
     *,
     bucket_bytes: int = BUCKET_BYTES,
     tables_at_the_end: bool = False,
+    dense_between: bool = False,
 ) -> Plan:
     """Dense parameters in DDP-sized buckets in ready order, sparse tables of a dtype that are ready together in one.
 
     Tables with the same rows stay together. One that is ready before dense parameters are is exchanged at once, with
     all its stages, unless `tables_at_the_end`: then all tables of a dtype share a bucket behind the dense ones.
+    `dense_between`: the last dense bucket has its turn before the last stage of the tables behind it, not before all.
     Deterministic in its arguments, which are the same on every rank. Parameters come in model order; before readiness
     was measured (`position` all equal) the reverse of that order is taken, as backward runs.
     """
@@ -64,7 +68,7 @@ def default_plan(
         buckets.sort(key=lambda bucket: max(p.position for p in bucket[0]))
     named = [([p.name for p in members], scheme) for members, scheme in buckets]
     plan = Plan.make(specs, world_size, named)
-    return plan.model_copy(update={"order": tuple(_order(plan))})
+    return plan.model_copy(update={"order": tuple(_order(plan, dense_between=dense_between))})
 
 
 PlannedBucket = tuple[list[ParameterProfile], Scheme[Any]]
@@ -98,18 +102,23 @@ def _rows_of(table: ParameterProfile) -> tuple[str, str]:
     return str(table.tensor.dtype), pattern or table.name
 
 
-def _order(plan: Plan) -> Iterator[tuple[str, str]]:
+def _order(plan: Plan, *, dense_between: bool) -> Iterator[tuple[str, str]]:
     """Stage by stage, but tables before the last dense bucket take all their turns at once: the others come later."""
     layouts = [bucket.make_scheme().layout for bucket in plan.buckets]
-    last_dense = max((i for i, layout in enumerate(layouts) if layout is Layout.FLAT), default=-1)
-    waiting: list[BucketPlan] = []
-    for number, (bucket, layout) in enumerate(zip(plan.buckets, layouts, strict=True)):
-        if layout is Layout.ROWS and number < last_dense:
-            yield from default_order([*waiting, bucket])
-            waiting = []
-        else:
-            waiting.append(bucket)
-    yield from default_order(waiting)
+    tail = max((i for i, layout in enumerate(layouts) if layout is Layout.FLAT), default=-1) + 1
+    dense: list[BucketPlan] = []
+    for bucket, layout in zip(plan.buckets[:tail], layouts, strict=False):
+        dense.append(bucket)
+        if layout is Layout.ROWS:
+            yield from default_order(dense)
+            dense = []
+    tables = default_order(plan.buckets[tail:])
+    if not (dense_between and tables and dense):
+        yield from default_order([*dense, *plan.buckets[tail:]])
+        return
+    last_turns = {(bucket.id, bucket.make_scheme().stages[-1]) for bucket in plan.buckets[tail:]}
+    place = next(i for i, turn in enumerate(tables) if turn in last_turns)
+    yield from [*default_order(dense[:-1]), *tables[:place], *default_order(dense[-1:]), *tables[place:]]
 
 
 def cheapest_sparse_scheme(tables: Sequence[ParameterProfile], world_size: int) -> Scheme[Any]:
