@@ -9,6 +9,7 @@ namespace MODULE_NAME {
 namespace {
 
 constexpr size_t kBlockBytes = 8 << 10;  // of rows being put together: stay in the first-level cache
+constexpr size_t kAhead = 16;            // items to prefetch ahead, where rows lie anywhere in memory
 
 template <typename Index> void scan(const Index *index, Indices &part, size_t part_number, uint64_t num_rows) {
     bool outside = false, descends = false;
@@ -20,11 +21,14 @@ template <typename Index> void scan(const Index *index, Indices &part, size_t pa
     throw BadIndex{part_number, *index};
 }
 
-// Calls body(item, row) for the items of the part whose rows are in [begin, end), in order.
-template <typename Body> void for_rows_in(const Indices &part, uint64_t begin, uint64_t end, Body body) {
+// Calls body(item, row) for the items of the part whose rows are in [begin, end), in order; `table` has these rows, of
+// row_bytes, and has them fetched before.
+template <typename Body>
+void for_rows_in(const Indices &part, uint64_t begin, uint64_t end, Rows<const char> table, size_t row_bytes, Body body) {
     with_indices(part, [&](auto *index) {
         for (size_t item = seek(index, part, begin); item < part.count; ++item) {
-            const uint64_t row = index[item];
+            const uint64_t row = index[item], later = index[std::min(item + kAhead, part.count - 1)];
+            if (later - begin < end - begin) prefetch_row(table[later], row_bytes);
             if (row - begin < end - begin) body(item, row);
             else if (part.sorted) break;
         }
@@ -174,17 +178,20 @@ void join_columns(const std::vector<Stripe<const char>> &parts, size_t num_rows,
 void set_rows(const Indices &indices, Rows<const char> values, Rows<char> dense, size_t num_rows, size_t row_bytes,
               int threads) {
     by_row_ranges(indices, num_rows, threads, [&](uint64_t begin, uint64_t end) {
-        for_rows_in(indices, begin, end, [&](size_t item, uint64_t row) { copy_bytes(dense[row], values[item], row_bytes); });
+        for_rows_in(indices, begin, end, {dense.data, dense.stride}, row_bytes,
+                    [&](size_t item, uint64_t row) { copy_bytes(dense[row], values[item], row_bytes); });
     });
 }
 
 template <typename T>
 void add_rows(const Indices &indices, Rows<const T> values, Rows<T> dense, size_t num_rows, size_t dim, int threads) {
     by_row_ranges(indices, num_rows, threads, [&](uint64_t begin, uint64_t end) {
-        for_rows_in(indices, begin, end, [&](size_t item, uint64_t row) {
+        const Rows<const char> table{reinterpret_cast<const char *>(dense.data), dense.stride * sizeof(T)};
+        for_rows_in(indices, begin, end, table, dim * sizeof(T), [&](size_t item, uint64_t row) {
             T *__restrict to = dense[row];
             const T *__restrict from = values[item];
-            for (size_t d = 0; d < dim; ++d) to[d] = narrow<T>(widen(to[d]) + widen(from[d]));
+            if constexpr (std::is_same_v<T, Accumulator<T>>) add_row(to, from, dim);
+            else for (size_t d = 0; d < dim; ++d) to[d] = narrow<T>(widen(to[d]) + widen(from[d]));
         });
     });
 }

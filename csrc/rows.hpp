@@ -2,6 +2,7 @@
 // any distance apart, so that columns of a wider tensor or of a message need no copy.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -69,6 +70,13 @@ inline void copy_bytes(char *__restrict to, const char *__restrict from, size_t 
     else if (n >= 8) both_ends(std::integral_constant<size_t, 8>{});
     else if (n >= 4) both_ends(std::integral_constant<size_t, 4>{});
     else for (size_t i = 0; i < n; ++i) to[i] = from[i];
+}
+
+// Fetches the beginning of a row that lies anywhere; the hardware fetches the rest of a long one.
+inline void prefetch_row(const void *row, size_t nbytes) {
+    constexpr size_t kMaxBytes = 512;
+    const char *const bytes = static_cast<const char *>(row);
+    for (size_t i = 0; i < std::min(nbytes, kMaxBytes); i += 64) __builtin_prefetch(bytes + i, 0, 2);
 }
 
 // Outputs from here on are larger than the caches: reading their lines before writing them would be a third of the

@@ -12,7 +12,6 @@ constexpr size_t kBlockBytes = 128 << 10;  // sums of a block of rows: stay in t
 constexpr size_t kMinBlockedDim = 16;      // narrower rows do not pay for walking the parts block by block
 constexpr size_t kMinOrderedDim = 8;       // narrower rows do not pay for ordering unsorted items by row
 constexpr size_t kAhead = 12;              // items to prefetch ahead, where rows lie anywhere in memory
-constexpr size_t kAheadBytes = 512;        // of each; the hardware fetches the rest of a long row
 constexpr size_t kAheadInPart = 16 << 10;  // bytes to prefetch ahead in a sorted part, across pages and blocks
 
 template <typename Index>
@@ -23,12 +22,6 @@ void mark(const Indices &part, const Index *index, WordRange range, uint64_t *wo
         if (row - first_row < num_rows) words[row / kWordBits] |= uint64_t{1} << (row % kWordBits);
         else if (part.sorted) break;
     }
-}
-
-template <typename T> inline void prefetch_row(const T *row, size_t dim) {
-    const char *const bytes = reinterpret_cast<const char *>(row);
-    const size_t n = std::min(dim * sizeof(T), kAheadBytes);
-    for (size_t i = 0; i < n; i += 64) __builtin_prefetch(bytes + i, 0, 2);
 }
 
 }  // namespace
@@ -150,7 +143,7 @@ private:
                              [&](size_t rank, const T *row) { add_row(out + rank * dim_, row, dim_); });
         const size_t ahead = std::max<size_t>(1, kAheadInPart / (dim_ * sizeof(T))) * values.stride;
         return add_items(part, index, item, range, values, [&](size_t rank, const T *row) {
-            prefetch_row(row + ahead, dim_);
+            prefetch_row(row + ahead, dim_ * sizeof(T));
             add_row(out + rank * dim_, row, dim_);
         });
     }
@@ -232,7 +225,7 @@ private:
         size_t item = first == 0 ? 0 : ends[first - 1];
         for (size_t r = 0; r < count; ++r) {
             for (; item < ends[first + r]; ++item) {
-                if (item + kAhead < total_) prefetch_row(order[item + kAhead], dim_);
+                if (item + kAhead < total_) prefetch_row(order[item + kAhead], dim_ * sizeof(T));
                 add_row(sums + r * dim_, order[item], dim_);
             }
         }
