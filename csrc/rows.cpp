@@ -12,11 +12,17 @@ constexpr size_t kBlockBytes = 8 << 10;  // of rows being put together: stay in 
 constexpr size_t kAhead = 16;            // items to prefetch ahead, where rows lie anywhere in memory
 
 template <typename Index> void scan(const Index *index, Indices &part, size_t part_number, uint64_t num_rows) {
-    bool outside = false, descends = false;
-    for (size_t i = 0; i < part.count; ++i) outside |= static_cast<uint64_t>(index[i]) >= num_rows;
+    if (part.count == 0) return;
+    Index descends = 0;
     for (size_t i = 1; i < part.count; ++i) descends |= index[i] < index[i - 1];
-    part.sorted = !descends;
-    if (!outside) return;
+    part.sorted = descends == 0;
+    Index least = index[0], greatest = index[part.count - 1];
+    if (!part.sorted)
+        for (size_t i = 0; i < part.count; ++i) {
+            least = std::min(least, index[i]);
+            greatest = std::max(greatest, index[i]);
+        }
+    if (least >= 0 && static_cast<uint64_t>(greatest) < num_rows) return;
     while (static_cast<uint64_t>(*index) < num_rows) ++index;
     throw BadIndex{part_number, *index};
 }

@@ -16,11 +16,15 @@ constexpr size_t kAheadInPart = 16 << 10;  // bytes to prefetch ahead in a sorte
 
 template <typename Index>
 void mark(const Indices &part, const Index *index, WordRange range, uint64_t *words) {
-    const uint64_t first_row = range.begin * kWordBits, num_rows = (range.end - range.begin) * kWordBits;
-    for (size_t item = seek(index, part, first_row); item < part.count; ++item) {
+    const uint64_t first_row = range.begin * kWordBits, stop_row = range.end * kWordBits;
+    if (part.sorted) {
+        const size_t stop = seek(index, part, stop_row);
+        for (size_t item = seek(index, part, first_row); item < stop; ++item) set_bit(words, index[item]);
+        return;
+    }
+    for (size_t item = 0; item < part.count; ++item) {
         const uint64_t row = index[item];
-        if (row - first_row < num_rows) words[row / kWordBits] |= uint64_t{1} << (row % kWordBits);
-        else if (part.sorted) break;
+        if (row - first_row < stop_row - first_row) set_bit(words, row);
     }
 }
 
@@ -136,25 +140,29 @@ private:
     template <typename Index>
     size_t add_part(const Indices &part, const Index *index, size_t item, WordRange range, Rows<const T> values,
                     Acc *out) const {
-        if (dim_ == 1)  // no inner loop
-            return add_items(part, index, item, range, values, [&](size_t rank, const T *row) { out[rank] += widen(*row); });
-        if (dim_ < kMinBlockedDim)
+        const size_t dim = dim_;
+        if (dim == 1)  // no inner loop
+            return add_items(part, index, item, range, values, [out](size_t rank, const T *row) { out[rank] += widen(*row); });
+        if (dim < kMinBlockedDim)
             return add_items(part, index, item, range, values,
-                             [&](size_t rank, const T *row) { add_row(out + rank * dim_, row, dim_); });
-        const size_t ahead = std::max<size_t>(1, kAheadInPart / (dim_ * sizeof(T))) * values.stride;
-        return add_items(part, index, item, range, values, [&](size_t rank, const T *row) {
-            prefetch_row(row + ahead, dim_ * sizeof(T));
-            add_row(out + rank * dim_, row, dim_);
+                             [out, dim](size_t rank, const T *row) { add_row(out + rank * dim, row, dim); });
+        const size_t ahead = std::max<size_t>(1, kAheadInPart / (dim * sizeof(T))) * values.stride;
+        return add_items(part, index, item, range, values, [out, dim, ahead](size_t rank, const T *row) {
+            prefetch_row(row + ahead, dim * sizeof(T));
+            add_row(out + rank * dim, row, dim);
         });
     }
 
+    // Not inlined, and with values of its own: the loop needs all registers.
     template <typename Index, typename Add>
-    size_t add_items(const Indices &part, const Index *index, size_t item, WordRange range, Rows<const T> values,
-                     Add add) const {
+    [[gnu::noinline]] size_t add_items(const Indices &part, const Index *index, size_t item, WordRange range,
+                                       Rows<const T> values, Add add) const {
         const uint64_t first_row = range.begin * kWordBits, num_rows = (range.end - range.begin) * kWordBits;
-        for (; item < part.count; ++item) {
+        const BitRanks ranks = bitmap_.ranks();
+        const size_t count = part.count;
+        for (; item < count; ++item) {
             const uint64_t row = index[item];
-            if (row - first_row < num_rows) add(bitmap_.rank(row), values[item]);
+            if (row - first_row < num_rows) add(ranks[row], values[item]);
             else if (part.sorted) return item;
         }
         return part.sorted ? item : 0;
@@ -178,12 +186,13 @@ private:
     }
 
     void order_items(const Scratch<const T *> &order, const Scratch<uint32_t> &ends) const {
+        const BitRanks bit_ranks = bitmap_.ranks();
         const Scratch<uint32_t> ranks(total_);
         size_t first_item = 0;
         for (const Indices &part : parts_) {
             with_indices(part, [&](auto *index) {
 #pragma omp parallel for num_threads(threads_) schedule(static) if (threads_ > 1)
-                for (size_t i = 0; i < part.count; ++i) ranks[first_item + i] = bitmap_.rank(index[i]);
+                for (size_t i = 0; i < part.count; ++i) ranks[first_item + i] = bit_ranks[index[i]];
             });
             first_item += part.count;
         }
