@@ -140,16 +140,12 @@ private:
     template <typename Index>
     size_t add_part(const Indices &part, const Index *index, size_t item, WordRange range, Rows<const T> values,
                     Acc *out) const {
-        const size_t dim = dim_;
-        if (dim == 1)  // no inner loop
-            return add_items(part, index, item, range, values, [out](size_t rank, const T *row) { out[rank] += widen(*row); });
-        if (dim < kMinBlockedDim)
-            return add_items(part, index, item, range, values,
-                             [out, dim](size_t rank, const T *row) { add_row(out + rank * dim, row, dim); });
-        const size_t ahead = std::max<size_t>(1, kAheadInPart / (dim * sizeof(T))) * values.stride;
-        return add_items(part, index, item, range, values, [out, dim, ahead](size_t rank, const T *row) {
-            prefetch_row(row + ahead, dim * sizeof(T));
-            add_row(out + rank * dim, row, dim);
+        return with_known_dim(dim_, [&](auto dim) {
+            const size_t ahead = std::max<size_t>(1, kAheadInPart / (dim * sizeof(T))) * values.stride;
+            return add_items(part, index, item, range, values, [out, dim, ahead](size_t rank, const T *row) {
+                if (dim >= kMinBlockedDim) prefetch_row(row + ahead, dim * sizeof(T));
+                add_row(out + rank * dim, row, dim);
+            });
         });
     }
 
