@@ -9,6 +9,7 @@ namespace MODULE_NAME {
 namespace {
 
 constexpr size_t kBlockBytes = 8 << 10;  // of rows being put together: stay in the first-level cache
+constexpr size_t kLineBytes = 64;
 constexpr size_t kAhead = 16;            // items to prefetch ahead, where rows lie anywhere in memory
 
 template <typename Index> void scan(const Index *index, Indices &part, size_t part_number, uint64_t num_rows) {
@@ -96,25 +97,39 @@ void prefetch_block(const Stripe<const char> &part, size_t first, size_t count, 
     for (size_t i = first * part.width; i < stop; i += 64) __builtin_prefetch(part.rows.data + i, 0, 2);
 }
 
-}  // namespace
-
-void stream_bytes(char *to, const char *from, size_t n) {
+void store_past_caches(char *to, const char *from, size_t n) {
 #if defined(__AVX2__)
-    const size_t head = std::min(n, -reinterpret_cast<uintptr_t>(to) % sizeof(__m256i));
-    copy_bytes(to, from, head);
-    size_t i = head;
+    size_t i = std::min(n, -reinterpret_cast<uintptr_t>(to) % sizeof(__m256i));
+    copy_bytes(to, from, i);
     for (; i + sizeof(__m256i) <= n; i += sizeof(__m256i))
         _mm256_stream_si256(reinterpret_cast<__m256i *>(to + i), load256(from + i));
     copy_bytes(to + i, from + i, n - i);
-    _mm_sfence();
 #else
     copy_bytes(to, from, n);
 #endif
 }
 
+// Before another thread is told that the bytes are there.
+void order_stores() {
+#if defined(__AVX2__)
+    _mm_sfence();
+#endif
+}
+
+}  // namespace
+
+void stream_bytes(char *to, const char *from, size_t n) {
+    store_past_caches(to, from, n);
+    order_stores();
+}
+
 void copy_rows(Rows<char> to, Rows<const char> from, size_t width, size_t num_rows, bool stream) {
     if (!stream || to.stride != width || width >= kBlockBytes) return copy_cached(to, from, width, num_rows);
     if (from.stride == width) return stream_bytes(to.data, from.data, width * num_rows);
+    if (width % kLineBytes == 0 && reinterpret_cast<uintptr_t>(to.data) % kLineBytes == 0) {
+        for (size_t r = 0; r < num_rows; ++r) store_past_caches(to[r], from[r], width);
+        return order_stores();
+    }
     char packed[kBlockBytes];
     const size_t block = kBlockBytes / width;
     for (size_t first = 0; first < num_rows; first += block) {

@@ -74,7 +74,7 @@ inline void copy_bytes(char *__restrict to, const char *__restrict from, size_t 
 
 // Fetches the beginning of a row that lies anywhere; the hardware fetches the rest of a long one.
 inline void prefetch_row(const void *row, size_t nbytes) {
-    constexpr size_t kMaxBytes = 512;
+    constexpr size_t kMaxBytes = 2048;
     const char *const bytes = static_cast<const char *>(row);
     for (size_t i = 0; i < std::min(nbytes, kMaxBytes); i += 64) __builtin_prefetch(bytes + i, 0, 2);
 }
