@@ -180,14 +180,23 @@ void join_columns(const std::vector<Stripe<const char>> &parts, size_t num_rows,
     size_t joined = 0;  // columns; where some of out's stay as they are, rows cannot be written as a whole
     for (const Stripe<const char> &part : parts) joined += part.width;
     const bool stream = num_rows * row_bytes >= kStreamedBytes && joined == row_bytes && out.stride == row_bytes;
+    bool lines = stream && reinterpret_cast<uintptr_t>(out.data) % kLineBytes == 0;  // need not be put together before
+    for (const Stripe<const char> &part : parts) lines = lines && part.width % kLineBytes == 0;
     const size_t block = std::max<size_t>(1, kBlockBytes / row_bytes);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        const Scratch<char> packed(stream ? block * row_bytes : 0);
+        const Scratch<char> packed(stream && !lines ? block * row_bytes : 0);
 #pragma omp for schedule(static)
         for (size_t first = 0; first < num_rows; first += block) {
             const size_t count = std::min(block, num_rows - first);
             for (const Stripe<const char> &part : parts) prefetch_block(part, first + 2 * count, count, num_rows);
+            if (lines) {
+                for (size_t r = first; r < first + count; ++r)
+                    for (const Stripe<const char> &part : parts)
+                        store_past_caches(out[r] + part.begin, part.rows[r], part.width);
+                order_stores();
+                continue;
+            }
             const Rows<char> to = stream ? Rows<char>{packed.begin(), row_bytes} : Rows<char>{out[first], out.stride};
             for (const Stripe<const char> &part : parts)
                 copy_cached({to.data + part.begin, to.stride}, {part.rows[first], part.rows.stride}, part.width, count);
