@@ -59,16 +59,18 @@ template <typename Body> void by_row_ranges(const Indices &part, uint64_t num_ro
 template <typename Unsigned> void mark_nonzero_rows(Rows<const char> dense, size_t num_rows, size_t dim, RankBitmap &bitmap, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
     for (int t = 0; t < threads; ++t) {
-        const size_t end = share_begin(bitmap.num_words(), t + 1, threads);
-        for (size_t w = share_begin(bitmap.num_words(), t, threads); w < end; ++w) {
-            const size_t rows = std::min(kWordBits, num_rows - w * kWordBits);
-            uint64_t word = 0;
-            for (size_t bit = 0; bit < rows; ++bit) {
-                const auto *row = reinterpret_cast<const Unsigned *>(dense[w * kWordBits + bit]);
-                word |= uint64_t{any_nonzero(row, dim)} << bit;
+        with_known_dim(dim, [&](auto dim) {
+            const size_t end = share_begin(bitmap.num_words(), t + 1, threads);
+            for (size_t w = share_begin(bitmap.num_words(), t, threads); w < end; ++w) {
+                const size_t rows = std::min(kWordBits, num_rows - w * kWordBits);
+                uint64_t word = 0;
+                for (size_t bit = 0; bit < rows; ++bit) {
+                    const auto *row = reinterpret_cast<const Unsigned *>(dense[w * kWordBits + bit]);
+                    word |= uint64_t{any_nonzero(row, dim)} << bit;
+                }
+                bitmap.words()[w] = word;
             }
-            bitmap.words()[w] = word;
-        }
+        });
     }
 }
 
@@ -153,7 +155,7 @@ void check_indices(Indices &part, size_t part_number, uint64_t num_rows) {
 }
 
 NonzeroRows::NonzeroRows(Rows<const char> dense, size_t num_rows, size_t dim, size_t itemsize, int threads)
-    : dense_(dense), bitmap_(num_rows, threads) {
+    : dense_(dense), row_bytes_(dim * itemsize), bitmap_(num_rows, threads) {
     if (itemsize == 2) mark_nonzero_rows<uint16_t>(dense, num_rows, dim, bitmap_, threads);
     else if (itemsize == 4) mark_nonzero_rows<uint32_t>(dense, num_rows, dim, bitmap_, threads);
     else mark_nonzero_rows<uint64_t>(dense, num_rows, dim, bitmap_, threads);
@@ -161,14 +163,20 @@ NonzeroRows::NonzeroRows(Rows<const char> dense, size_t num_rows, size_t dim, si
 }
 
 void NonzeroRows::gather(const std::vector<Stripe<char>> &outs, int threads) const {
+    constexpr size_t kBlockWords = 64;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
     for (int t = 0; t < threads; ++t) {
         const WordRange range = bitmap_.share(t, threads);
-        size_t to = bitmap_.rank_of_word(range.begin);
-        for (size_t w = range.begin; w < range.end; ++w) {
-            for (uint64_t word = bitmap_.words()[w]; word != 0; word &= word - 1, ++to) {
-                const char *row = dense_[w * kWordBits + lowest_bit(word)];
-                for (const Stripe<char> &out : outs) copy_bytes(out.rows[to], row + out.begin, out.width);
+        int32_t rows[kBlockWords * kWordBits];  // of a block, from its first one on; a list can be looked ahead in
+        for (size_t word = range.begin, stop; word < range.end; word = stop) {
+            stop = std::min(word + kBlockWords, range.end);
+            const size_t first = bitmap_.rank_of_word(word), count = bitmap_.rank_of_word(stop) - first;
+            const char *const block = dense_[word * kWordBits];
+            decode_words(bitmap_.words() + word, stop - word, 0, rows, count);
+            for (size_t i = 0; i < count; ++i) {
+                prefetch_row(block + rows[std::min(i + kAhead, count - 1)] * dense_.stride, row_bytes_);
+                const char *row = block + rows[i] * dense_.stride;
+                for (const Stripe<char> &out : outs) copy_bytes(out.rows[first + i], row + out.begin, out.width);
             }
         }
     }

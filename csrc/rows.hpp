@@ -101,6 +101,7 @@ public:
 
 private:
     Rows<const char> dense_;
+    size_t row_bytes_;
     RankBitmap bitmap_;
 };
 
