@@ -13,10 +13,10 @@ constexpr size_t kLineBytes = 64;
 constexpr size_t kAhead = 16;            // items to prefetch ahead, where rows lie anywhere in memory
 
 template <typename Index> void scan(const Index *index, Indices &part, size_t part_number, uint64_t num_rows) {
-    if (part.count == 0) return;
     Index descends = 0;
     for (size_t i = 1; i < part.count; ++i) descends |= index[i] < index[i - 1];
     part.sorted = descends == 0;
+    if (part.count == 0) return;
     Index least = index[0], greatest = index[part.count - 1];
     if (!part.sorted)
         for (size_t i = 0; i < part.count; ++i) {
@@ -31,7 +31,8 @@ template <typename Index> void scan(const Index *index, Indices &part, size_t pa
 // Calls body(item, row) for the items of the part whose rows are in [begin, end), in order; `table` has these rows, of
 // row_bytes, and has them fetched before.
 template <typename Body>
-void for_rows_in(const Indices &part, uint64_t begin, uint64_t end, Rows<const char> table, size_t row_bytes, Body body) {
+void for_rows_in(const Indices &part, uint64_t begin, uint64_t end, Rows<const char> table, size_t row_bytes,
+                 Body body) {
     with_indices(part, [&](auto *index) {
         for (size_t item = seek(index, part, begin); item < part.count; ++item) {
             const uint64_t row = index[item], later = index[std::min(item + kAhead, part.count - 1)];
@@ -99,6 +100,15 @@ void prefetch_block(const Stripe<const char> &part, size_t first, size_t count, 
     for (size_t i = first * part.width; i < stop; i += 64) __builtin_prefetch(part.rows.data + i, 0, 2);
 }
 
+// Whether pieces of these sizes, or'ed, from `data` on can be streamed one by one: whole cache lines can.
+bool can_stream(const void *data, size_t sizes) {
+#if defined(__AVX2__)
+    return (reinterpret_cast<uintptr_t>(data) | sizes) % kLineBytes == 0;
+#else
+    return (void)data, (void)sizes, false;
+#endif
+}
+
 void store_past_caches(char *to, const char *from, size_t n) {
 #if defined(__AVX2__)
     size_t i = std::min(n, -reinterpret_cast<uintptr_t>(to) % sizeof(__m256i));
@@ -128,7 +138,7 @@ void stream_bytes(char *to, const char *from, size_t n) {
 void copy_rows(Rows<char> to, Rows<const char> from, size_t width, size_t num_rows, bool stream) {
     if (!stream || to.stride != width || width >= kBlockBytes) return copy_cached(to, from, width, num_rows);
     if (from.stride == width) return stream_bytes(to.data, from.data, width * num_rows);
-    if (width % kLineBytes == 0 && reinterpret_cast<uintptr_t>(to.data) % kLineBytes == 0) {
+    if (can_stream(to.data, width)) {
         for (size_t r = 0; r < num_rows; ++r) store_past_caches(to[r], from[r], width);
         return order_stores();
     }
@@ -188,8 +198,9 @@ void join_columns(const std::vector<Stripe<const char>> &parts, size_t num_rows,
     size_t joined = 0;  // columns; where some of out's stay as they are, rows cannot be written as a whole
     for (const Stripe<const char> &part : parts) joined += part.width;
     const bool stream = num_rows * row_bytes >= kStreamedBytes && joined == row_bytes && out.stride == row_bytes;
-    bool lines = stream && reinterpret_cast<uintptr_t>(out.data) % kLineBytes == 0;  // need not be put together before
-    for (const Stripe<const char> &part : parts) lines = lines && part.width % kLineBytes == 0;
+    size_t widths = 0;
+    for (const Stripe<const char> &part : parts) widths |= part.width;
+    const bool lines = stream && can_stream(out.data, widths);  // need not be put together before
     const size_t block = std::max<size_t>(1, kBlockBytes / row_bytes);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
@@ -215,9 +226,14 @@ void join_columns(const std::vector<Stripe<const char>> &parts, size_t num_rows,
 
 void set_rows(const Indices &indices, Rows<const char> values, Rows<char> dense, size_t num_rows, size_t row_bytes,
               int threads) {
+    const bool stream = num_rows * row_bytes >= kStreamedBytes && can_stream(dense.data, dense.stride | row_bytes);
     by_row_ranges(indices, num_rows, threads, [&](uint64_t begin, uint64_t end) {
-        for_rows_in(indices, begin, end, {dense.data, dense.stride}, row_bytes,
-                    [&](size_t item, uint64_t row) { copy_bytes(dense[row], values[item], row_bytes); });
+        const size_t fetched_bytes = stream ? 0 : row_bytes;
+        for_rows_in(indices, begin, end, {dense.data, dense.stride}, fetched_bytes, [&](size_t item, uint64_t row) {
+            if (stream) store_past_caches(dense[row], values[item], row_bytes);
+            else copy_bytes(dense[row], values[item], row_bytes);
+        });
+        if (stream) order_stores();
     });
 }
 

@@ -72,7 +72,8 @@ inline void copy_bytes(char *__restrict to, const char *__restrict from, size_t 
     else for (size_t i = 0; i < n; ++i) to[i] = from[i];
 }
 
-// Fetches the beginning of a row that lies anywhere; the hardware fetches the rest of a long one.
+// Fetches a row that lies anywhere, but of a long one only the beginning: the hardware fetches the rest. Into the
+// second level, which was measured to be faster than into the first.
 inline void prefetch_row(const void *row, size_t nbytes) {
     constexpr size_t kMaxBytes = 2048;
     const char *const bytes = static_cast<const char *>(row);

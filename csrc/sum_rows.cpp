@@ -11,7 +11,7 @@ namespace {
 
 constexpr size_t kBlockBytes = 128 << 10;  // sums of a block of rows: stay in the second-level cache for all parts
 constexpr size_t kMinBlockedDim = 16;      // narrower rows do not pay for walking the parts block by block
-constexpr size_t kMinOrderedDim = 8;       // narrower rows do not pay for ordering unsorted items by row
+constexpr size_t kMinOrderedDim = 8;       // narrower rows do not pay for ordering unsorted items by block
 constexpr size_t kAhead = 48;              // items to prefetch ahead, where rows lie anywhere in memory
 constexpr size_t kAheadBytes = 8 << 10;    // but no more than these
 constexpr size_t kAheadInPart = 16 << 10;  // bytes to prefetch ahead in a sorted part, across pages and blocks
