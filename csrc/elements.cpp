@@ -11,10 +11,7 @@ void encode_bitmap(Indices indices, uint64_t size, uint64_t *words) {
     check_indices(indices, 0, size);
     std::fill(words, words + words_for(size), 0);
     with_indices(indices, [&](auto *index) {
-        for (size_t i = 0; i < indices.count; ++i) {
-            const auto bit = static_cast<uint64_t>(index[i]);
-            words[bit / kWordBits] |= uint64_t{1} << (bit % kWordBits);
-        }
+        for (size_t i = 0; i < indices.count; ++i) set_bit(words, index[i]);
     });
 }
 

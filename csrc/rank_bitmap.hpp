@@ -23,8 +23,24 @@ inline size_t share_begin(size_t count, int t, int threads) {
     return count / threads * t + count % threads * t / threads;
 }
 
+// Byte by byte: ascending bits come to the same byte seldom enough not to wait for the store before.
+inline void set_bit(uint64_t *words, uint64_t bit) {
+    constexpr uint64_t kSwap = __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__ ? sizeof(uint64_t) - 1 : 0;
+    reinterpret_cast<unsigned char *>(words)[(bit / 8) ^ kSwap] |= static_cast<unsigned char>(1u << (bit % 8));
+}
+
 struct WordRange {
     size_t begin, end;
+};
+
+// How many set bits stand before a bit. By value, for loops to keep it in registers.
+struct BitRanks {
+    const uint64_t *words;
+    const uint32_t *before;  // each word
+    size_t operator[](uint64_t bit) const {
+        const uint64_t below = (uint64_t{1} << (bit % kWordBits)) - 1;
+        return before[bit / kWordBits] + popcount(words[bit / kWordBits] & below);
+    }
 };
 
 class RankBitmap {
@@ -39,10 +55,7 @@ public:
 
     size_t count() const { return count_; }
     size_t rank_of_word(size_t word) const { return ranks_[word]; }  // set bits before it; num_words(): all
-    size_t rank(uint64_t bit) const {
-        const uint64_t below = (uint64_t{1} << (bit % kWordBits)) - 1;
-        return ranks_[bit / kWordBits] + popcount(words_[bit / kWordBits] & below);
-    }
+    BitRanks ranks() const { return {words_.begin(), ranks_.begin()}; }
 
     // The words of share t of `threads` shares with about the same number of set bits.
     WordRange share(int t, int threads) const { return {word_at_share(t, threads), word_at_share(t + 1, threads)}; }

@@ -9,22 +9,34 @@ namespace MODULE_NAME {
 namespace {
 
 constexpr size_t kBlockBytes = 8 << 10;  // of rows being put together: stay in the first-level cache
+constexpr size_t kLineBytes = 64;
+constexpr size_t kAhead = 16;            // items to prefetch ahead, where rows lie anywhere in memory
 
 template <typename Index> void scan(const Index *index, Indices &part, size_t part_number, uint64_t num_rows) {
-    bool outside = false, descends = false;
-    for (size_t i = 0; i < part.count; ++i) outside |= static_cast<uint64_t>(index[i]) >= num_rows;
+    Index descends = 0;
     for (size_t i = 1; i < part.count; ++i) descends |= index[i] < index[i - 1];
-    part.sorted = !descends;
-    if (!outside) return;
+    part.sorted = descends == 0;
+    if (part.count == 0) return;
+    Index least = index[0], greatest = index[part.count - 1];
+    if (!part.sorted)
+        for (size_t i = 0; i < part.count; ++i) {
+            least = std::min(least, index[i]);
+            greatest = std::max(greatest, index[i]);
+        }
+    if (least >= 0 && static_cast<uint64_t>(greatest) < num_rows) return;
     while (static_cast<uint64_t>(*index) < num_rows) ++index;
     throw BadIndex{part_number, *index};
 }
 
-// Calls body(item, row) for the items of the part whose rows are in [begin, end), in order.
-template <typename Body> void for_rows_in(const Indices &part, uint64_t begin, uint64_t end, Body body) {
+// Calls body(item, row) for the items of the part whose rows are in [begin, end), in order; `table` has these rows, of
+// row_bytes, and has them fetched before.
+template <typename Body>
+void for_rows_in(const Indices &part, uint64_t begin, uint64_t end, Rows<const char> table, size_t row_bytes,
+                 Body body) {
     with_indices(part, [&](auto *index) {
         for (size_t item = seek(index, part, begin); item < part.count; ++item) {
-            const uint64_t row = index[item];
+            const uint64_t row = index[item], later = index[std::min(item + kAhead, part.count - 1)];
+            if (later - begin < end - begin) prefetch_row(table[later], row_bytes);
             if (row - begin < end - begin) body(item, row);
             else if (part.sorted) break;
         }
@@ -48,16 +60,18 @@ template <typename Body> void by_row_ranges(const Indices &part, uint64_t num_ro
 template <typename Unsigned> void mark_nonzero_rows(Rows<const char> dense, size_t num_rows, size_t dim, RankBitmap &bitmap, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
     for (int t = 0; t < threads; ++t) {
-        const size_t end = share_begin(bitmap.num_words(), t + 1, threads);
-        for (size_t w = share_begin(bitmap.num_words(), t, threads); w < end; ++w) {
-            const size_t rows = std::min(kWordBits, num_rows - w * kWordBits);
-            uint64_t word = 0;
-            for (size_t bit = 0; bit < rows; ++bit) {
-                const auto *row = reinterpret_cast<const Unsigned *>(dense[w * kWordBits + bit]);
-                word |= uint64_t{any_nonzero(row, dim)} << bit;
+        with_known_dim(dim, [&](auto dim) {
+            const size_t end = share_begin(bitmap.num_words(), t + 1, threads);
+            for (size_t w = share_begin(bitmap.num_words(), t, threads); w < end; ++w) {
+                const size_t rows = std::min(kWordBits, num_rows - w * kWordBits);
+                uint64_t word = 0;
+                for (size_t bit = 0; bit < rows; ++bit) {
+                    const auto *row = reinterpret_cast<const Unsigned *>(dense[w * kWordBits + bit]);
+                    word |= uint64_t{any_nonzero(row, dim)} << bit;
+                }
+                bitmap.words()[w] = word;
             }
-            bitmap.words()[w] = word;
-        }
+        });
     }
 }
 
@@ -86,25 +100,48 @@ void prefetch_block(const Stripe<const char> &part, size_t first, size_t count, 
     for (size_t i = first * part.width; i < stop; i += 64) __builtin_prefetch(part.rows.data + i, 0, 2);
 }
 
-}  // namespace
-
-void stream_bytes(char *to, const char *from, size_t n) {
+// Whether pieces of these sizes, or'ed, from `data` on can be streamed one by one: whole cache lines can.
+bool can_stream(const void *data, size_t sizes) {
 #if defined(__AVX2__)
-    const size_t head = std::min(n, -reinterpret_cast<uintptr_t>(to) % sizeof(__m256i));
-    copy_bytes(to, from, head);
-    size_t i = head;
+    return (reinterpret_cast<uintptr_t>(data) | sizes) % kLineBytes == 0;
+#else
+    return (void)data, (void)sizes, false;
+#endif
+}
+
+void store_past_caches(char *to, const char *from, size_t n) {
+#if defined(__AVX2__)
+    size_t i = std::min(n, -reinterpret_cast<uintptr_t>(to) % sizeof(__m256i));
+    copy_bytes(to, from, i);
     for (; i + sizeof(__m256i) <= n; i += sizeof(__m256i))
         _mm256_stream_si256(reinterpret_cast<__m256i *>(to + i), load256(from + i));
     copy_bytes(to + i, from + i, n - i);
-    _mm_sfence();
 #else
     copy_bytes(to, from, n);
 #endif
 }
 
+// Before another thread is told that the bytes are there.
+void order_stores() {
+#if defined(__AVX2__)
+    _mm_sfence();
+#endif
+}
+
+}  // namespace
+
+void stream_bytes(char *to, const char *from, size_t n) {
+    store_past_caches(to, from, n);
+    order_stores();
+}
+
 void copy_rows(Rows<char> to, Rows<const char> from, size_t width, size_t num_rows, bool stream) {
     if (!stream || to.stride != width || width >= kBlockBytes) return copy_cached(to, from, width, num_rows);
     if (from.stride == width) return stream_bytes(to.data, from.data, width * num_rows);
+    if (can_stream(to.data, width)) {
+        for (size_t r = 0; r < num_rows; ++r) store_past_caches(to[r], from[r], width);
+        return order_stores();
+    }
     char packed[kBlockBytes];
     const size_t block = kBlockBytes / width;
     for (size_t first = 0; first < num_rows; first += block) {
@@ -128,7 +165,7 @@ void check_indices(Indices &part, size_t part_number, uint64_t num_rows) {
 }
 
 NonzeroRows::NonzeroRows(Rows<const char> dense, size_t num_rows, size_t dim, size_t itemsize, int threads)
-    : dense_(dense), bitmap_(num_rows, threads) {
+    : dense_(dense), row_bytes_(dim * itemsize), bitmap_(num_rows, threads) {
     if (itemsize == 2) mark_nonzero_rows<uint16_t>(dense, num_rows, dim, bitmap_, threads);
     else if (itemsize == 4) mark_nonzero_rows<uint32_t>(dense, num_rows, dim, bitmap_, threads);
     else mark_nonzero_rows<uint64_t>(dense, num_rows, dim, bitmap_, threads);
@@ -136,14 +173,20 @@ NonzeroRows::NonzeroRows(Rows<const char> dense, size_t num_rows, size_t dim, si
 }
 
 void NonzeroRows::gather(const std::vector<Stripe<char>> &outs, int threads) const {
+    constexpr size_t kBlockWords = 64;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
     for (int t = 0; t < threads; ++t) {
         const WordRange range = bitmap_.share(t, threads);
-        size_t to = bitmap_.rank_of_word(range.begin);
-        for (size_t w = range.begin; w < range.end; ++w) {
-            for (uint64_t word = bitmap_.words()[w]; word != 0; word &= word - 1, ++to) {
-                const char *row = dense_[w * kWordBits + lowest_bit(word)];
-                for (const Stripe<char> &out : outs) copy_bytes(out.rows[to], row + out.begin, out.width);
+        int32_t rows[kBlockWords * kWordBits];  // of a block, from its first one on; a list can be looked ahead in
+        for (size_t word = range.begin, stop; word < range.end; word = stop) {
+            stop = std::min(word + kBlockWords, range.end);
+            const size_t first = bitmap_.rank_of_word(word), count = bitmap_.rank_of_word(stop) - first;
+            const char *const block = dense_[word * kWordBits];
+            decode_words(bitmap_.words() + word, stop - word, 0, rows, count);
+            for (size_t i = 0; i < count; ++i) {
+                prefetch_row(block + rows[std::min(i + kAhead, count - 1)] * dense_.stride, row_bytes_);
+                const char *row = block + rows[i] * dense_.stride;
+                for (const Stripe<char> &out : outs) copy_bytes(out.rows[first + i], row + out.begin, out.width);
             }
         }
     }
@@ -155,14 +198,24 @@ void join_columns(const std::vector<Stripe<const char>> &parts, size_t num_rows,
     size_t joined = 0;  // columns; where some of out's stay as they are, rows cannot be written as a whole
     for (const Stripe<const char> &part : parts) joined += part.width;
     const bool stream = num_rows * row_bytes >= kStreamedBytes && joined == row_bytes && out.stride == row_bytes;
+    size_t widths = 0;
+    for (const Stripe<const char> &part : parts) widths |= part.width;
+    const bool lines = stream && can_stream(out.data, widths);  // need not be put together before
     const size_t block = std::max<size_t>(1, kBlockBytes / row_bytes);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        const Scratch<char> packed(stream ? block * row_bytes : 0);
+        const Scratch<char> packed(stream && !lines ? block * row_bytes : 0);
 #pragma omp for schedule(static)
         for (size_t first = 0; first < num_rows; first += block) {
             const size_t count = std::min(block, num_rows - first);
             for (const Stripe<const char> &part : parts) prefetch_block(part, first + 2 * count, count, num_rows);
+            if (lines) {
+                for (size_t r = first; r < first + count; ++r)
+                    for (const Stripe<const char> &part : parts)
+                        store_past_caches(out[r] + part.begin, part.rows[r], part.width);
+                order_stores();
+                continue;
+            }
             const Rows<char> to = stream ? Rows<char>{packed.begin(), row_bytes} : Rows<char>{out[first], out.stride};
             for (const Stripe<const char> &part : parts)
                 copy_cached({to.data + part.begin, to.stride}, {part.rows[first], part.rows.stride}, part.width, count);
@@ -173,18 +226,26 @@ void join_columns(const std::vector<Stripe<const char>> &parts, size_t num_rows,
 
 void set_rows(const Indices &indices, Rows<const char> values, Rows<char> dense, size_t num_rows, size_t row_bytes,
               int threads) {
+    const bool stream = num_rows * row_bytes >= kStreamedBytes && can_stream(dense.data, dense.stride | row_bytes);
     by_row_ranges(indices, num_rows, threads, [&](uint64_t begin, uint64_t end) {
-        for_rows_in(indices, begin, end, [&](size_t item, uint64_t row) { copy_bytes(dense[row], values[item], row_bytes); });
+        const size_t fetched_bytes = stream ? 0 : row_bytes;
+        for_rows_in(indices, begin, end, {dense.data, dense.stride}, fetched_bytes, [&](size_t item, uint64_t row) {
+            if (stream) store_past_caches(dense[row], values[item], row_bytes);
+            else copy_bytes(dense[row], values[item], row_bytes);
+        });
+        if (stream) order_stores();
     });
 }
 
 template <typename T>
 void add_rows(const Indices &indices, Rows<const T> values, Rows<T> dense, size_t num_rows, size_t dim, int threads) {
     by_row_ranges(indices, num_rows, threads, [&](uint64_t begin, uint64_t end) {
-        for_rows_in(indices, begin, end, [&](size_t item, uint64_t row) {
+        const Rows<const char> table{reinterpret_cast<const char *>(dense.data), dense.stride * sizeof(T)};
+        for_rows_in(indices, begin, end, table, dim * sizeof(T), [&](size_t item, uint64_t row) {
             T *__restrict to = dense[row];
             const T *__restrict from = values[item];
-            for (size_t d = 0; d < dim; ++d) to[d] = narrow<T>(widen(to[d]) + widen(from[d]));
+            if constexpr (std::is_same_v<T, Accumulator<T>>) add_row(to, from, dim);
+            else for (size_t d = 0; d < dim; ++d) to[d] = narrow<T>(widen(to[d]) + widen(from[d]));
         });
     });
 }

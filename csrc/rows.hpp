@@ -2,6 +2,7 @@
 // any distance apart, so that columns of a wider tensor or of a message need no copy.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -71,6 +72,14 @@ inline void copy_bytes(char *__restrict to, const char *__restrict from, size_t 
     else for (size_t i = 0; i < n; ++i) to[i] = from[i];
 }
 
+// Fetches a row that lies anywhere, but of a long one only the beginning: the hardware fetches the rest. Into the
+// second level, which was measured to be faster than into the first.
+inline void prefetch_row(const void *row, size_t nbytes) {
+    constexpr size_t kMaxBytes = 2048;
+    const char *const bytes = static_cast<const char *>(row);
+    for (size_t i = 0; i < std::min(nbytes, kMaxBytes); i += 64) __builtin_prefetch(bytes + i, 0, 2);
+}
+
 // Outputs from here on are larger than the caches: reading their lines before writing them would be a third of the
 // traffic, so they are written past the caches.
 constexpr size_t kStreamedBytes = size_t{32} << 20;
@@ -93,6 +102,7 @@ public:
 
 private:
     Rows<const char> dense_;
+    size_t row_bytes_;
     RankBitmap bitmap_;
 };
 

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #if defined(__F16C__)
 #include <immintrin.h>
 #endif
@@ -59,6 +60,13 @@ template <> inline Float16 narrow<Float16>(float value) {
     else if (magnitude < 0x38800000) half = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000;  // a float's ulp at 0.5
     else half = (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13;                // is 2^-24
     return {static_cast<uint16_t>(sign | half)};
+}
+
+// Calls body(dim); for the usual lengths of rows, with a constant, which leaves no loop.
+template <typename Body> inline auto with_known_dim(size_t dim, Body body) {
+    if (dim == 1) return body(std::integral_constant<size_t, 1>{});
+    if (dim == 16) return body(std::integral_constant<size_t, 16>{});
+    return body(dim);
 }
 
 // Whole vectors first, in a loop whose inner length the compiler knows.

@@ -4,31 +4,30 @@
 #include <limits>
 #include <stdexcept>
 #include <type_traits>
+#include <utility>
 
 namespace MODULE_NAME {
 namespace {
 
 constexpr size_t kBlockBytes = 128 << 10;  // sums of a block of rows: stay in the second-level cache for all parts
 constexpr size_t kMinBlockedDim = 16;      // narrower rows do not pay for walking the parts block by block
-constexpr size_t kMinOrderedDim = 8;       // narrower rows do not pay for ordering unsorted items by row
-constexpr size_t kAhead = 12;              // items to prefetch ahead, where rows lie anywhere in memory
-constexpr size_t kAheadBytes = 512;        // of each; the hardware fetches the rest of a long row
+constexpr size_t kMinOrderedDim = 8;       // narrower rows do not pay for ordering unsorted items by block
+constexpr size_t kAhead = 48;              // items to prefetch ahead, where rows lie anywhere in memory
+constexpr size_t kAheadBytes = 8 << 10;    // but no more than these
 constexpr size_t kAheadInPart = 16 << 10;  // bytes to prefetch ahead in a sorted part, across pages and blocks
 
 template <typename Index>
 void mark(const Indices &part, const Index *index, WordRange range, uint64_t *words) {
-    const uint64_t first_row = range.begin * kWordBits, num_rows = (range.end - range.begin) * kWordBits;
-    for (size_t item = seek(index, part, first_row); item < part.count; ++item) {
-        const uint64_t row = index[item];
-        if (row - first_row < num_rows) words[row / kWordBits] |= uint64_t{1} << (row % kWordBits);
-        else if (part.sorted) break;
+    const uint64_t first_row = range.begin * kWordBits, stop_row = range.end * kWordBits;
+    if (part.sorted) {
+        const size_t stop = seek(index, part, stop_row);
+        for (size_t item = seek(index, part, first_row); item < stop; ++item) set_bit(words, index[item]);
+        return;
     }
-}
-
-template <typename T> inline void prefetch_row(const T *row, size_t dim) {
-    const char *const bytes = reinterpret_cast<const char *>(row);
-    const size_t n = std::min(dim * sizeof(T), kAheadBytes);
-    for (size_t i = 0; i < n; i += 64) __builtin_prefetch(bytes + i, 0, 2);
+    for (size_t item = 0; item < part.count; ++item) {
+        const uint64_t row = index[item];
+        if (row - first_row < stop_row - first_row) set_bit(words, row);
+    }
 }
 
 }  // namespace
@@ -69,8 +68,12 @@ public:
         const bool ordered = !rows.sorted_ && (!direct_ || dim >= kMinOrderedDim);
         const bool one_block = !ordered && direct_ && (!rows.sorted_ || dim < kMinBlockedDim);
         max_rows_ = one_block ? bitmap_.count() : std::max<size_t>(kWordBits, kBlockBytes / (dim * sizeof(Acc)));
-        if (ordered) run_ordered();
-        else run_blocked();
+        if (ordered) {
+            while (max_rows_ & (max_rows_ - 1)) max_rows_ &= max_rows_ - 1;  // a power of two
+            run_ordered();
+        } else {
+            run_blocked();
+        }
     }
 
 private:
@@ -143,75 +146,79 @@ private:
     template <typename Index>
     size_t add_part(const Indices &part, const Index *index, size_t item, WordRange range, Rows<const T> values,
                     Acc *out) const {
-        if (dim_ == 1)  // no inner loop
-            return add_items(part, index, item, range, values, [&](size_t rank, const T *row) { out[rank] += widen(*row); });
-        if (dim_ < kMinBlockedDim)
-            return add_items(part, index, item, range, values,
-                             [&](size_t rank, const T *row) { add_row(out + rank * dim_, row, dim_); });
-        const size_t ahead = std::max<size_t>(1, kAheadInPart / (dim_ * sizeof(T))) * values.stride;
-        return add_items(part, index, item, range, values, [&](size_t rank, const T *row) {
-            prefetch_row(row + ahead, dim_);
-            add_row(out + rank * dim_, row, dim_);
+        return with_known_dim(dim_, [&](auto dim) {
+            const size_t ahead = std::max<size_t>(1, kAheadInPart / (dim * sizeof(T))) * values.stride;
+            return add_items(part, index, item, range, values, [out, dim, ahead](size_t rank, const T *row) {
+                if (dim >= kMinBlockedDim) prefetch_row(row + ahead, dim * sizeof(T));
+                add_row(out + rank * dim, row, dim);
+            });
         });
     }
 
+    // Not inlined, and with values of its own: the loop needs all registers.
     template <typename Index, typename Add>
-    size_t add_items(const Indices &part, const Index *index, size_t item, WordRange range, Rows<const T> values,
-                     Add add) const {
+    [[gnu::noinline]] size_t add_items(const Indices &part, const Index *index, size_t item, WordRange range,
+                                       Rows<const T> values, Add add) const {
         const uint64_t first_row = range.begin * kWordBits, num_rows = (range.end - range.begin) * kWordBits;
-        for (; item < part.count; ++item) {
+        const BitRanks ranks = bitmap_.ranks();
+        const size_t count = part.count;
+        for (; item < count; ++item) {
             const uint64_t row = index[item];
-            if (row - first_row < num_rows) add(bitmap_.rank(row), values[item]);
+            if (row - first_row < num_rows) add(ranks[row], values[item]);
             else if (part.sorted) return item;
         }
         return part.sorted ? item : 0;
     }
 
-    // Unsorted items are put in the order of their rows first (stable counting sort of pointers); then each row's
-    // items are fetched from wherever they are, and sums are written from front to back.
+    // Unsorted items are put in the order of their blocks first (stable counting sort); then each block's items are
+    // fetched from wherever they are.
+    struct Item {
+        const T *row;
+        uint32_t rank;
+    };
+
     void run_ordered() const {
-        const Scratch<const T *> order(total_);
-        const Scratch<uint32_t> ends(bitmap_.count());  // per row: past its last item in `order`
-        order_items(order, ends);
+        const Scratch<Item> items(total_);
+        const size_t num_blocks = (bitmap_.count() + max_rows_ - 1) / max_rows_;
+        std::vector<size_t> ends(num_blocks, 0);  // past each block's last item
+        order_items(items, ends);
 
         std::vector<Block> blocks(threads_);
         for (Block &block : blocks) block = new_block();
 #pragma omp parallel for num_threads(threads_) schedule(static) if (threads_ > 1)
-        for (int t = 0; t < threads_; ++t) {
-            const size_t stop = row_at_share(ends, t + 1);
-            for (size_t first = row_at_share(ends, t); first < stop; first += max_rows_)
-                sum_ordered(order, ends, first, std::min(max_rows_, stop - first), blocks[t]);
-        }
+        for (int t = 0; t < threads_; ++t)
+            for (size_t b = block_at_share(ends, t); b < block_at_share(ends, t + 1); ++b)
+                sum_ordered(items, b == 0 ? 0 : ends[b - 1], ends[b], b * max_rows_, blocks[t]);
     }
 
-    void order_items(const Scratch<const T *> &order, const Scratch<uint32_t> &ends) const {
+    void order_items(const Scratch<Item> &items, std::vector<size_t> &ends) const {
+        const BitRanks bit_ranks = bitmap_.ranks();
         const Scratch<uint32_t> ranks(total_);
         size_t first_item = 0;
         for (const Indices &part : parts_) {
             with_indices(part, [&](auto *index) {
 #pragma omp parallel for num_threads(threads_) schedule(static) if (threads_ > 1)
-                for (size_t i = 0; i < part.count; ++i) ranks[first_item + i] = bitmap_.rank(index[i]);
+                for (size_t i = 0; i < part.count; ++i) ranks[first_item + i] = bit_ranks[index[i]];
             });
             first_item += part.count;
         }
 
-        std::fill(ends.begin(), ends.end(), 0);
-        for_own_ranks(ranks, [&](size_t, size_t, uint32_t rank) { ++ends[rank]; });
-        uint32_t begin = 0;
-        for (uint32_t &end : ends) {
-            const uint32_t count = end;
-            end = begin;  // advances to the end while the items are placed
-            begin += count;
-        }
-        for_own_ranks(ranks, [&](size_t part, size_t item, uint32_t rank) { order[ends[rank]++] = values_[part][item]; });
+        const int shift = lowest_bit(max_rows_);
+        for_own_ranks(ranks, [&](size_t, size_t, uint32_t rank) { ++ends[rank >> shift]; });
+        size_t begin = 0;
+        for (size_t &end : ends) begin += std::exchange(end, begin);  // advances to the end while the items are placed
+        for_own_ranks(ranks, [&](size_t part, size_t item, uint32_t rank) {
+            items[ends[rank >> shift]++] = {values_[part][item], rank};
+        });
     }
 
-    // Calls body(part, item, rank) for all items in order; each rank is one thread's.
+    // Calls body(part, item, rank) for all items in order; each block is one thread's.
     template <typename Body> void for_own_ranks(const Scratch<uint32_t> &ranks, Body body) const {
+        const size_t num_blocks = (bitmap_.count() + max_rows_ - 1) / max_rows_;
 #pragma omp parallel for num_threads(threads_) schedule(static) if (threads_ > 1)
         for (int t = 0; t < threads_; ++t) {
-            const size_t begin = share_begin(bitmap_.count(), t, threads_);
-            const size_t count = share_begin(bitmap_.count(), t + 1, threads_) - begin;
+            const size_t begin = share_begin(num_blocks, t, threads_) * max_rows_;
+            const size_t count = share_begin(num_blocks, t + 1, threads_) * max_rows_ - begin;
             const uint32_t *rank = ranks.begin();
             for (size_t p = 0; p < parts_.size(); ++p)
                 for (size_t item = 0; item < parts_[p].count; ++item, ++rank)
@@ -219,23 +226,22 @@ private:
         }
     }
 
-    // Cuts the rows so that each share has about the same number of items.
-    size_t row_at_share(const Scratch<uint32_t> &ends, int t) const {
-        if (t == 0) return 0;
+    // Cuts the blocks so that each share has about the same number of items.
+    size_t block_at_share(const std::vector<size_t> &ends, int t) const {
         if (t == threads_) return ends.size();
-        return std::lower_bound(ends.begin(), ends.end(), share_begin(total_, t, threads_)) - ends.begin();
+        return std::upper_bound(ends.begin(), ends.end(), share_begin(total_, t, threads_)) - ends.begin();
     }
 
-    void sum_ordered(const Scratch<const T *> &order, const Scratch<uint32_t> &ends, size_t first, size_t count,
-                     const Block &block) const {
+    void sum_ordered(const Scratch<Item> &items, size_t item, size_t stop, size_t first, const Block &block) const {
+        const size_t count = std::min(max_rows_, bitmap_.count() - first);
         Acc *const sums = begin_block(block, first, count);
-        size_t item = first == 0 ? 0 : ends[first - 1];
-        for (size_t r = 0; r < count; ++r) {
-            for (; item < ends[first + r]; ++item) {
-                if (item + kAhead < total_) prefetch_row(order[item + kAhead], dim_);
-                add_row(sums + r * dim_, order[item], dim_);
+        with_known_dim(dim_, [&](auto dim) {
+            const size_t ahead = std::clamp<size_t>(kAheadBytes / (dim * sizeof(T)), 2, kAhead);
+            for (; item < stop; ++item) {
+                prefetch_row(items[std::min(item + ahead, total_ - 1)].row, dim * sizeof(T));
+                add_row(sums + (items[item].rank - first) * dim, items[item].row, dim);
             }
-        }
+        });
         end_block(block, sums, first, count);
     }
 

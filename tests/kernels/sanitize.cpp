@@ -175,6 +175,14 @@ static void check_streams() {
     std::vector<char> part(rows * 40 + 3);
     copy_rows({part.data() + 3, 40}, {out.data() + 1, 64}, 40, rows, true);
     for (size_t i = 0; i < rows * 40; ++i) CHECK(part[i + 3] == 1);
+
+    // Whole lines: every other row.
+    std::vector<char> table(2 * rows * 64 + 64);
+    char *const lines = table.data() + (-reinterpret_cast<uintptr_t>(table.data()) & 63);
+    std::vector<int32_t> indices(rows);
+    for (size_t r = 0; r < rows; ++r) indices[r] = static_cast<int32_t>(2 * r);
+    set_rows({indices.data(), false, rows, true}, {out.data() + 1, 64}, {lines, 64}, 2 * rows, 64, 2);
+    for (size_t i = 0; i < 2 * rows * 64; ++i) CHECK(lines[i] == (i / 64 % 2 ? 0 : i % 64 < 40 ? 1 : 2));
 }
 
 int main() {

@@ -73,9 +73,12 @@ def test_native_sum_rows_equals_reference(
 
 @native
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])
-@pytest.mark.parametrize("dim", [1, 16, 64])
-def test_native_sum_rows_equals_reference_over_many_blocks(dim: int, threads: int, module: ModuleType) -> None:
-    parts = make_parts(20_011, dim, torch.float32, sort=True)
+@pytest.mark.parametrize("sort", [True, False], ids=["sorted", "unsorted"])
+@pytest.mark.parametrize("dim", [1, 16, 33, 64])
+def test_native_sum_rows_equals_reference_over_many_blocks(
+    dim: int, sort: bool, threads: int, module: ModuleType
+) -> None:
+    parts = make_parts(20_011, dim, torch.float32, sort=sort)
     parts.append((torch.arange(500, 520), torch.ones(20, dim)))  # a part that ends before most blocks begin
     got = cpu.sum_rows(parts, 20_011, threads=threads, module=module)
     assert_same_bits(got, reference.sum_rows(parts, 20_011))
@@ -171,6 +174,20 @@ def test_a_striped_sum_is_the_sum_cut_by_columns(
     assert torch.equal(indices.long(), rows)
     for out, (start, stop) in zip(outs, stripes, strict=True):
         assert_same_tensor(out, expected[:, start:stop])
+
+
+@native
+@pytest.mark.parametrize("sort", [True, False], ids=["sorted", "unsorted"])
+def test_stripes_larger_than_the_caches_are_the_sum_cut_by_columns(sort: bool, module: ModuleType) -> None:
+    indices = torch.randint(400_000, (300_000,), generator=torch.Generator().manual_seed(0))
+    indices = indices.sort().values if sort else indices
+    values = torch.randn(len(indices), 48, generator=torch.Generator().manual_seed(1))
+    rows, expected = reference.sum_rows([(indices, values)], 400_000)
+    outs = [torch.empty(len(rows), 32), torch.empty(len(rows), 16), torch.empty(len(rows) * 3 + 1)[1:].view(-1, 3)]
+    stripes = [(0, 32), (32, 48), (40, 43)]  # whole cache lines, and not
+    cpu.unite_rows([indices], 400_000, module=module).sum([values], outs, stripes)
+    for out, (start, stop) in zip(outs, stripes, strict=True):
+        assert torch.equal(out, expected[:, start:stop])
 
 
 @native

@@ -45,12 +45,32 @@ def test_joined_columns_are_the_rows_that_were_cut(
 
 @native
 @pytest.mark.parametrize("threads", [1, 2])
-def test_rows_larger_than_the_caches_are_joined_at_any_address(threads: int, module: ModuleType) -> None:
-    whole = random_rows(300_000, 30)
-    stripes = stripes_of(30, 4)
-    out = torch.empty(300_000 * 30 + 3)[3:].view(300_000, 30)
+@pytest.mark.parametrize("offset", [0, 3])
+@pytest.mark.parametrize(("dim", "n"), [(30, 4), (32, 2)])
+def test_rows_larger_than_the_caches_are_joined_at_any_address(
+    dim: int, n: int, offset: int, threads: int, module: ModuleType
+) -> None:
+    whole = random_rows(300_000, dim)
+    stripes = stripes_of(dim, n)
+    out = torch.empty(300_000 * dim + offset)[offset:].view(300_000, dim)
     cpu.join_columns([whole[:, a:b] for a, b in stripes], stripes, out, threads=threads, module=module)
     assert torch.equal(out, whole)
+
+
+@native
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("offset", [0, 3])
+@pytest.mark.parametrize("sort", [True, False], ids=["sorted", "unsorted"])
+def test_rows_are_scattered_into_a_table_larger_than_the_caches(
+    sort: bool, offset: int, threads: int, module: ModuleType
+) -> None:
+    indices = torch.randint(600_000, (50_000,), generator=torch.Generator().manual_seed(0))
+    indices = indices.sort().values if sort else indices  # some occur twice
+    values = random_rows(50_000, 16)
+    got, expected = (torch.zeros(600_000 * 16 + offset)[offset:].view(-1, 16) for _ in range(2))
+    cpu.scatter_rows(indices, values, got, accumulate=False, threads=threads, module=module)
+    reference.scatter_rows(indices, values, expected, accumulate=False)
+    assert torch.equal(got, expected)
 
 
 @native

@@ -179,6 +179,14 @@ def test_records_table_tells_records_apart_and_holds_them_to_their_bound() -> No
     assert text.count(" 25.1 ") == 1, "predicted"
 
 
+def test_microseconds_keep_their_digits() -> None:
+    record = training_run().records[0]
+    kernel = {"params": {"kernel": "count_bits", "copy_bytes_per_s": 2e10}, "bound_s": 7.5e-6}
+    text = printed(records_table([record.model_copy(update={**kernel, "subject_s": Spread.of([1.25e-5])})]))
+    assert "0.0125" in text and " 0.0075 " in text
+    assert "copy_bytes_per_s" not in text, "a figure, not what the record is about"
+
+
 def test_a_bound_is_judged_by_the_noise_rule_with_its_figures() -> None:
     records = training_run().records[:1]  # ratio 0.4 [0.36-0.44], A/A up to 1.03
     judged = judgements(records, [("gradsync", 0.35), ("gradsync", 0.34), ("ddp_sparse", 1.0)])

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from ..bench.kernels import WORK, KernelsSpec, run_kernels
 from ..bench.methods import METHODS
 from ..bench.sync import DENSE_SIZES_BYTES, SUBJECTS, SyncSpec, run_sync
 from ..bench.train import TrainSpec, run_training
@@ -102,6 +103,29 @@ def train(  # noqa: PLR0917 (the command's options)
     with plain_errors(), event_bar(f"{workload} on {nodes} nodes, {link}", spec.turns) as on_event:
         run = run_training(spec, on_event)
     finish(run.records, run.notes, json, bounds)
+
+
+@app.command()
+def kernels(
+    names: Annotated[
+        str | None, typer.Option("--kernels", help=f"Comma-separated; by default all: {', '.join(WORK)}.")
+    ] = None,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of both sides.")] = 1,
+    repeats: Annotated[int, typer.Option(min=5, help="Measurements of each kernel.")] = 25,
+    json: Json = None,
+    quick: Quick = False,
+    require: Require = None,
+) -> None:
+    """The native kernels beside their definitions in torch, and beside what memory allows."""
+    spec = KernelsSpec(
+        kernels=tuple(names.split(",")) if names else (), threads=threads, repeats=QUICK_REPEATS if quick else repeats
+    )
+    with plain_errors():
+        cases = spec.cases
+        bounds = bounds_of(require, tuple(dict.fromkeys(kernel for kernel, _ in cases)))
+        with event_bar(f"kernels, threads {threads}", len(cases), "making inputs") as on_event:
+            records = run_kernels(spec, on_event)
+    finish(records, [], json, bounds)
 
 
 def bounds_of(requirements: Sequence[str] | None, subjects: Sequence[str]) -> list[tuple[str, float]]:

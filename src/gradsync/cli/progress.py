@@ -29,8 +29,8 @@ def plain_errors() -> Iterator[None]:
 
 
 @contextmanager
-def event_bar(title: str, total: int) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A bar that moves by one with every event and shows what the event says."""
+def event_bar(title: str, total: int, first: str = "starting the ranks") -> Iterator[Callable[[dict[str, Any]], None]]:
+    """A bar that moves by one with every event and shows what the event says, before the first one `first`."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -40,7 +40,7 @@ def event_bar(title: str, total: int) -> Iterator[Callable[[dict[str, Any]], Non
         TextColumn("{task.fields[now]}"),
     )
     with Progress(*columns, console=beside) as progress:
-        task = progress.add_task(title, total=total, now="starting the ranks")
+        task = progress.add_task(title, total=total, now=first)
 
         def on_event(event: dict[str, Any]) -> None:
             now = " ".join(f"{v:.4f}" if isinstance(v, float) else str(v) for v in event.values() if v is not None)

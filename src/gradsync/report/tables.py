@@ -40,7 +40,13 @@ def milliseconds(spread: Spread | None) -> str:
     """`median [p5-p95]`."""
     if spread is None:
         return NOTHING
-    return f"{spread.median * 1e3:.1f} [{spread.p5 * 1e3:.1f}-{spread.p95 * 1e3:.1f}]"
+    digits = _digits(spread.median)
+    return f"{spread.median * 1e3:.{digits}f} [{spread.p5 * 1e3:.{digits}f}-{spread.p95 * 1e3:.{digits}f}]"
+
+
+def _digits(seconds: float) -> int:
+    """Of milliseconds, after the point: kernels take microseconds."""
+    return 1 if seconds >= 1e-3 or seconds == 0 else 4
 
 
 def factor(spread: Spread | None) -> str:
@@ -154,7 +160,7 @@ def _record_row(record: Record, shared: dict[str, Any]) -> list[str]:
         factor(record.aa),
         f"{megabytes(wire.subject)} / {megabytes(wire.baseline)}" if wire else NOTHING,
         NOTHING if record.predicted_s is None else f"{record.predicted_s * 1e3:.1f}",
-        NOTHING if bound_s is None else f"{bound_s * 1e3:.1f}",
+        NOTHING if bound_s is None else f"{bound_s * 1e3:.{_digits(bound_s)}f}",
         NOTHING if over_bound is None else f"{over_bound:.2f}",
     ]
 
@@ -194,7 +200,8 @@ def _in_words(params: dict[str, Any]) -> str:
     """`nodes 4, link 1gbit, size 4096 kB`; what has a column of its own is left out."""
     words = []
     for key, value in params.items():
-        if key == "bound_ratio" or isinstance(value, list | dict):  # figures of a record, not what it is about
+        # Figures of a record, not what it is about; `kernel` is the subject.
+        if key in {"bound_ratio", "copy_bytes_per_s", "kernel"} or isinstance(value, list | dict):
             continue
         if key == "size_bytes":
             words.append(f"size {value / 1e3:,.0f} kB")

@@ -1,0 +1,337 @@
+"""The native CPU kernels beside their definitions in torch operations, one process, no network.
+
+`bound_s` is the bytes that a kernel must read and write at least, each input and output once, over the rate of a copy
+that no cache holds, measured around the same turns.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from pydantic import BaseModel
+from torch import Tensor
+
+from ..kernels import cpu, reference
+from ..report.record import Record, Spread
+from .provenance import commit, machine, versions
+
+COPY_BYTES = 256 << 20  # of the array that is copied: more than any cache holds
+COPIES = 3  # before and after the turns of a case
+MIN_SAMPLE_S = 2e-3  # short calls are timed several at once
+STRIPES = 8  # owners that rows are spread over by columns
+
+
+@dataclass(frozen=True)
+class Work:
+    """One kernel on one input."""
+
+    run: Callable[[ModuleType], object]  # with gradsync.kernels.cpu or gradsync.kernels.reference
+    outs: Sequence[Tensor]
+    nbytes: int  # every input read once, every output written once
+
+
+def tensor_bytes(*tensors: Tensor) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def some_of(size: int, density: float, generator: torch.Generator) -> Tensor:
+    """(nnz,) int32: ascending, each index below `size` with this probability."""
+    return (torch.rand(size, generator=generator) < density).nonzero().flatten().int()
+
+
+def column_stripes(dim: int, n: int) -> list[tuple[int, int]]:
+    return [(owner * dim // n, (owner + 1) * dim // n) for owner in range(n)]
+
+
+def sum_rows(g: torch.Generator, *, ranks: int, size: int, density: float, dim: int, dtype: str) -> Work:
+    """Lists of rows of as many ranks, as an owner sums them."""
+    lists = [some_of(size, density, g) for _ in range(ranks)]
+    parts = [(indices, torch.randn(len(indices), dim, generator=g).to(getattr(torch, dtype))) for indices in lists]
+    union = cpu.unite_rows(lists, size).count
+    out = torch.zeros(union, dtype=torch.int32), torch.zeros(union, dim, dtype=parts[0][1].dtype)
+    inputs = [tensor for part in parts for tensor in part]
+    return Work(lambda module: module.sum_rows(parts, size, out=out), out, tensor_bytes(*inputs, *out))
+
+
+def unite_rows(g: torch.Generator, *, nnz: int, size: int, dim: int, owners: int) -> Work:
+    """One rank's unsorted rows with duplicates, coalesced and spread over its owners' stripes of columns."""
+    indices, values = torch.randint(size, (nnz,), generator=g), torch.randn(nnz, dim, generator=g)
+    stripes = column_stripes(dim, owners)
+    union = cpu.unite_rows([indices], size).count
+    rows = torch.zeros(union, dtype=torch.int32)
+    outs = [torch.zeros(union, stop - start) for start, stop in stripes]
+
+    def run(module: ModuleType) -> None:
+        distinct = module.unite_rows([indices], size)
+        distinct.write_indices(rows)
+        distinct.sum([values], outs, stripes)
+
+    return Work(run, [rows, *outs], tensor_bytes(indices, values, rows, *outs))
+
+
+def join_columns(g: torch.Generator, *, nnz: int, dim: int, owners: int) -> Work:
+    """The owners' stripes, back together as rows."""
+    stripes = column_stripes(dim, owners)
+    parts = [torch.randn(nnz, stop - start, generator=g) for start, stop in stripes]
+    out = torch.zeros(nnz, dim)
+    return Work(lambda module: module.join_columns(parts, stripes, out), [out], 2 * tensor_bytes(out))
+
+
+def scatter_rows(g: torch.Generator, *, size: int, density: float, dim: int, accumulate: bool) -> Work:
+    """Sorted rows into a table, set or added."""
+    indices = some_of(size, density, g)
+    values, dense = torch.randn(len(indices), dim, generator=g), torch.zeros(size, dim)
+    touched = tensor_bytes(indices) + tensor_bytes(values) * (3 if accumulate else 2)
+    return Work(lambda module: module.scatter_rows(indices, values, dense, accumulate=accumulate), [dense], touched)
+
+
+def nonzero_rows(g: torch.Generator, *, size: int, density: float, dim: int) -> Work:
+    """A dense table to its rows that are not zero."""
+    chosen, dense = some_of(size, density, g), torch.zeros(size, dim)
+    dense[chosen] = torch.randn(len(chosen), dim, generator=g)
+    rows, values = torch.zeros(len(chosen), dtype=torch.int32), torch.zeros(len(chosen), dim)
+
+    def run(module: ModuleType) -> None:
+        found = module.nonzero_rows(dense)
+        found.write_indices(rows)
+        found.gather([values])
+
+    return Work(run, [rows, values], tensor_bytes(dense, rows, values))
+
+
+def nonzero_elements(g: torch.Generator, *, size: int, density: float) -> Work:
+    """A dense tensor to its elements that are not zero."""
+    chosen, x = some_of(size, density, g), torch.zeros(size)
+    x[chosen] = 1.0
+    indices, values = torch.zeros(len(chosen), dtype=torch.int32), torch.zeros(len(chosen))
+    return Work(
+        lambda module: module.nonzero_elements(x).write(indices, values),
+        [indices, values],
+        tensor_bytes(x, indices, values),
+    )
+
+
+def _bitmap(g: torch.Generator, size: int, density: float) -> tuple[Tensor, Tensor]:
+    indices, words = some_of(size, density, g), torch.zeros(-(-size // 64), dtype=torch.int64)
+    cpu.encode_bitmap(indices, size, words)
+    return indices, words
+
+
+def encode_bitmap(g: torch.Generator, *, size: int, density: float) -> Work:
+    """Indices to bits."""
+    indices, words = _bitmap(g, size, density)
+    return Work(lambda module: module.encode_bitmap(indices, size, words), [words], tensor_bytes(indices, words))
+
+
+def decode_bitmap(g: torch.Generator, *, size: int, density: float) -> Work:
+    """Bits to indices."""
+    indices, words = _bitmap(g, size, density)
+    return Work(lambda module: module.decode_bitmap(words, indices), [indices], tensor_bytes(indices, words))
+
+
+def count_bits(g: torch.Generator, *, size: int, density: float) -> Work:
+    """How many indices a bitmap holds."""
+    _, words = _bitmap(g, size, density)
+    count = torch.zeros(1, dtype=torch.int64)
+    return Work(lambda module: count.fill_(module.count_bits(words)), [count], tensor_bytes(words))
+
+
+def _elements(g: torch.Generator, size: int, nnz: int) -> Tensor:
+    """Ascending, about nnz."""
+    elements: Tensor = torch.unique(torch.randint(size, (nnz,), generator=g))
+    return elements.int()
+
+
+def partition_rotated(g: torch.Generator, *, nnz: int, size: int, owners: int) -> Work:
+    """Sorted elements, spread over their owners."""
+    indices = _elements(g, size, nnz)
+    values = torch.randn(len(indices), generator=g)
+    counts = cpu.partition_rotated(indices, size, owners, 1).counts
+    positions = [torch.zeros(count, dtype=torch.int32) for count in counts]
+    outs = [torch.zeros(count) for count in counts]
+    return Work(
+        lambda module: module.partition_rotated(indices, size, owners, 1).write(values, positions, outs),
+        [*positions, *outs],
+        2 * tensor_bytes(indices, values),
+    )
+
+
+def rotated_index(g: torch.Generator, *, nnz: int, size: int, owners: int) -> Work:
+    """An owner's positions, back to indices."""
+    indices = _elements(g, size, nnz)
+    partition = cpu.partition_rotated(indices, size, owners, 1)
+    positions = [torch.zeros(count, dtype=torch.int32) for count in partition.counts]
+    partition.write(torch.zeros(len(indices)), positions, [torch.zeros(count) for count in partition.counts])
+    out = torch.zeros_like(positions[0])
+    return Work(
+        lambda module: module.rotated_index(0, positions[0], owners, 1, out), [out], tensor_bytes(positions[0], out)
+    )
+
+
+WORK: dict[str, Callable[..., Work]] = {
+    work.__name__: work
+    for work in (
+        sum_rows, unite_rows, join_columns, scatter_rows, nonzero_rows, nonzero_elements, encode_bitmap, decode_bitmap,
+        count_bits, partition_rotated, rotated_index,
+    )
+}  # fmt: skip
+_TABLE = {"ranks": 8, "size": 1_250_000, "dtype": "float32"}  # an eighth of ten million rows: one of 8 owners' share
+_BITS = 1_250_000
+_DENSE = 32 << 20  # elements
+_ELEMENTS = 1 << 28
+CASES: tuple[tuple[str, dict[str, Any]], ...] = (  # kernel, parameters of its work
+    ("sum_rows", {**_TABLE, "density": 0.01, "dim": 1}),
+    ("sum_rows", {**_TABLE, "density": 0.1, "dim": 1}),
+    ("sum_rows", {**_TABLE, "density": 0.01, "dim": 16}),
+    ("sum_rows", {**_TABLE, "density": 0.1, "dim": 16}),
+    ("sum_rows", {**_TABLE, "density": 0.01, "dim": 64}),
+    ("sum_rows", {**_TABLE, "density": 0.1, "dim": 64}),
+    ("sum_rows", {**_TABLE, "density": 0.1, "dim": 64, "dtype": "bfloat16"}),
+    ("unite_rows", {"nnz": 1_000_000, "size": 4_000_000, "dim": 16, "owners": STRIPES}),
+    ("unite_rows", {"nnz": 500_000, "size": 2_000_000, "dim": 64, "owners": STRIPES}),
+    ("unite_rows", {"nnz": 100_000, "size": 400_000, "dim": 512, "owners": STRIPES}),
+    ("join_columns", {"nnz": 1_000_000, "dim": 16, "owners": STRIPES}),
+    ("join_columns", {"nnz": 500_000, "dim": 64, "owners": STRIPES}),
+    ("join_columns", {"nnz": 60_000, "dim": 512, "owners": STRIPES}),
+    ("scatter_rows", {"size": _DENSE // 16, "density": 0.1, "dim": 16, "accumulate": False}),
+    ("scatter_rows", {"size": _DENSE // 16, "density": 0.1, "dim": 16, "accumulate": True}),
+    ("scatter_rows", {"size": _DENSE // 64, "density": 0.1, "dim": 64, "accumulate": False}),
+    ("scatter_rows", {"size": _DENSE // 64, "density": 0.1, "dim": 64, "accumulate": True}),
+    ("nonzero_rows", {"size": _DENSE // 16, "density": 0.01, "dim": 16}),
+    ("nonzero_rows", {"size": _DENSE // 64, "density": 0.1, "dim": 64}),
+    ("nonzero_elements", {"size": _DENSE, "density": 0.001}),
+    ("nonzero_elements", {"size": _DENSE, "density": 0.05}),
+    ("encode_bitmap", {"size": _BITS, "density": 0.01}),
+    ("encode_bitmap", {"size": _BITS, "density": 0.1}),
+    ("decode_bitmap", {"size": _BITS, "density": 0.01}),
+    ("decode_bitmap", {"size": _BITS, "density": 0.1}),
+    ("count_bits", {"size": _BITS, "density": 0.1}),
+    ("partition_rotated", {"nnz": 1_000_000, "size": _ELEMENTS, "owners": 8}),
+    ("partition_rotated", {"nnz": 1_000_000, "size": _ELEMENTS, "owners": 64}),
+    ("rotated_index", {"nnz": 1_000_000, "size": _ELEMENTS, "owners": 8}),
+)
+
+
+class KernelsSpec(BaseModel):
+    """One run over the kernels; none named: all."""
+
+    kernels: tuple[str, ...] = ()
+    threads: int = 1
+    repeats: int = 25
+    seed: int = 0
+
+    @property
+    def cases(self) -> list[tuple[str, dict[str, Any]]]:
+        """Raises ValueError for an unknown kernel."""
+        unknown = set(self.kernels) - set(WORK)
+        if unknown:
+            raise ValueError(f"unknown kernel {min(unknown)!r}: there are {', '.join(WORK)}")
+        return [(kernel, params) for kernel, params in CASES if not self.kernels or kernel in self.kernels]
+
+
+def run_kernels(spec: KernelsSpec, on_event: Callable[[dict[str, Any]], None]) -> list[Record]:
+    """The records of a run.
+
+    Raises:
+        ValueError: for an unknown kernel.
+        ImportError: where the native kernels are not built.
+    """
+    environment = {**machine(), "native": cpu.load().__name__.rpartition(".")[2]}
+    records = []
+    with torch_threads(spec.threads):
+        copy = partial(torch.zeros(COPY_BYTES // 4).copy_, torch.ones(COPY_BYTES // 4))
+        sample_s(copy, 1)  # touches the pages
+        for kernel, params in spec.cases:
+            work = WORK[kernel](torch.Generator().manual_seed(spec.seed), **params)
+            records.append(measured(kernel, params, work, copy, spec, environment))
+            on_event({"kernel": kernel, **params})
+    return records
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def measured(
+    kernel: str,
+    params: dict[str, Any],
+    work: Work,
+    copy: Callable[[], object],
+    spec: KernelsSpec,
+    environment: dict[str, Any],
+) -> Record:
+    """Native and torch in turns; of different results, no times but the failure."""
+    params = {"kernel": kernel, **params, "threads": spec.threads}
+    record = Record(
+        case="kernels", metric="kernel_s", subject=kernel, baseline="torch", params=params, repeats=spec.repeats,
+        subject_s=None, baseline_s=None, ratio=None, aa=None, seeds=[spec.seed], versions=versions(),
+        environment=environment, commit=commit(),
+    )  # fmt: skip
+    if not agree(work):
+        return record.model_copy(update={"failed": "the native kernel and its definition in torch differ"})
+    copies = [sample_s(copy, 1) for _ in range(COPIES)]
+    subject, baseline, again = take_turns(work, spec.repeats)
+    copies += [sample_s(copy, 1) for _ in range(COPIES)]
+    bytes_per_s = 2 * COPY_BYTES / statistics.median(copies)
+    bound_s = work.nbytes / bytes_per_s
+    figures = {
+        "subject_s": Spread.of(subject),
+        "baseline_s": Spread.of(baseline),
+        "ratio": Spread.of([a / b for a, b in zip(subject, baseline, strict=True)]),
+        "aa": Spread.of([a / b for a, b in zip(again, baseline, strict=True)]),
+        "bound_s": bound_s,
+        "params": {
+            **params, "bound_ratio": Spread.of(subject).median / bound_s, "copy_bytes_per_s": bytes_per_s,
+        },
+    }  # fmt: skip
+    return record.model_copy(update=figures)
+
+
+def agree(work: Work) -> bool:
+    """Whether both implementations write the same; also warms both up."""
+    results = []
+    for module in (reference, cpu):
+        for out in work.outs:
+            out.zero_()
+        work.run(module)
+        results.append([out.clone() for out in work.outs])
+    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def take_turns(work: Work, repeats: int) -> tuple[list[float], list[float], list[float]]:
+    """Seconds a call: native, torch, and torch again."""
+    native, torch_ops = partial(work.run, cpu), partial(work.run, reference)
+    native_calls, torch_calls = calls_a_sample(native), calls_a_sample(torch_ops)
+    samples = [
+        (sample_s(native, native_calls), sample_s(torch_ops, torch_calls), sample_s(torch_ops, torch_calls))
+        for _ in range(repeats)
+    ]
+    subject, baseline, again = zip(*samples, strict=True)
+    return list(subject), list(baseline), list(again)
+
+
+def calls_a_sample(run: Callable[[], object]) -> int:
+    return math.ceil(MIN_SAMPLE_S / sample_s(run, 1))
+
+
+def sample_s(run: Callable[[], object], calls: int) -> float:
+    """Seconds a call, of so many one after the other."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        run()
+    return (time.perf_counter() - start) / calls

@@ -1,0 +1,90 @@
+"""Kernels beside their definitions: what the records say, and that they say nothing of results that differ."""
+
+from __future__ import annotations
+
+import json
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from gradsync.bench import kernels
+from gradsync.bench.kernels import CASES, WORK, KernelsSpec, Work, measured, run_kernels
+from gradsync.cli import app
+from gradsync.kernels import cpu, reference
+from gradsync.report.record import Record
+
+SMALL = {"size": 3_000, "nnz": 500, "density": 0.05}
+BYTES = {  # what must be read and written at the least: indices, values, both outputs, ...
+    "join_columns": 2 * 500 * 512 * 4,
+    "count_bits": -(-3_000 // 64) * 8,
+}
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every kernel once, with little to do."""
+    once = dict(CASES)
+    cases = tuple((kernel, {k: SMALL.get(k, v) for k, v in params.items()}) for kernel, params in once.items())
+    monkeypatch.setattr(kernels, "CASES", cases)
+    monkeypatch.setattr(kernels, "COPY_BYTES", 1 << 16)
+    monkeypatch.setattr(kernels, "MIN_SAMPLE_S", 1e-6)
+
+
+def test_every_kernel_is_measured_and_no_other() -> None:
+    assert {kernel for kernel, _ in CASES} == set(WORK)
+    assert all(hasattr(cpu, kernel) and hasattr(reference, kernel) for kernel in WORK)
+
+
+@pytest.mark.usefixtures("tiny")
+def test_quick_run_leaves_a_record_of_every_kernel() -> None:
+    done = CliRunner().invoke(app, ["bench", "kernels", "--quick", "--json", "-", "--require", "count_bits<=1e"])
+    assert done.exit_code == 2, "a requirement that cannot be read is refused first"
+    done = CliRunner().invoke(app, ["bench", "kernels", "--quick", "--json", "-"])
+    assert done.exit_code == 0, done.output
+    records = [Record.model_validate(row) for row in json.loads(done.stdout)]
+    assert [r.subject for r in records] == [kernel for kernel, _ in kernels.CASES]
+    for record in records:
+        assert (record.case, record.metric, record.baseline, record.failed) == ("kernels", "kernel_s", "torch", None)
+        assert record.repeats == 5 and record.ratio is not None and record.aa is not None
+        assert record.subject_s is not None and record.bound_s is not None
+        assert record.params["bound_ratio"] == pytest.approx(record.subject_s.median / record.bound_s)
+        assert record.params["kernel"] == record.subject and record.params["threads"] == 1
+        if record.subject in BYTES:
+            assert record.bound_s * record.params["copy_bytes_per_s"] == pytest.approx(BYTES[record.subject])
+
+
+@pytest.mark.usefixtures("tiny")
+def test_only_the_named_kernels_run_and_torch_keeps_its_threads() -> None:
+    events: list[dict[str, Any]] = []
+    before = torch.get_num_threads()
+    records = run_kernels(KernelsSpec(kernels=("count_bits", "sum_rows"), threads=2, repeats=5), events.append)
+    assert [r.subject for r in records] == [e["kernel"] for e in events] == ["sum_rows", "count_bits"]
+    assert torch.get_num_threads() == before
+
+
+def test_an_unknown_kernel_is_refused() -> None:
+    done = CliRunner().invoke(app, ["bench", "kernels", "--kernels", "sum_rows,sort_rows"])
+    assert done.exit_code == 2
+    assert "unknown kernel 'sort_rows'" in done.output
+
+
+def test_a_kernel_that_differs_from_its_definition_has_no_times() -> None:
+    out = torch.zeros(3)
+
+    def run(module: ModuleType) -> None:
+        out.fill_(1.0 if module is cpu else 2.0)
+
+    record = measured("count_bits", {}, Work(run, [out], 12), lambda: None, KernelsSpec(repeats=5), {})
+    assert record.failed is not None and "differ" in record.failed
+    assert record.subject_s is None and record.ratio is None
+
+
+@pytest.mark.parametrize(("bound", "code"), [("1000", 0), ("0.000001", 1)])
+@pytest.mark.usefixtures("tiny")
+def test_a_bound_on_a_kernel_is_judged(bound: str, code: int) -> None:
+    arguments = ["--kernels", "decode_bitmap", "--quick", "--require", f"decode_bitmap<={bound}"]
+    done = CliRunner().invoke(app, ["bench", "kernels", *arguments])
+    assert done.exit_code == code, done.output
