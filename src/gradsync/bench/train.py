@@ -36,9 +36,10 @@ class TrainSpec(BaseModel):
     link: str = "1gbit"
     scenario: dict[str, Any] = {}  # further settings of the lab's scenario
     loopback: bool = False
-    repeats: int = 5  # pairs of blocks that are judged, and blocks by which the best of a sweep is picked
+    repeats: int = 5  # pairs of blocks that are judged
     block_steps: int = 8
-    warmup_steps: int = Field(default=6, ge=1)  # pass DDP's re-bucketing, PowerSGD's start; more while plans are tried
+    most_block_s: float = 8.0  # a block has fewer steps where the slowest method would take longer for it
+    warmup_steps: int = Field(default=6, ge=1)  # pass DDP's re-bucketing, PowerSGD's start
     method_timeout_s: float = 60.0  # a method in which a rank waits longer for the others is out
     seed: int = 0
     evaluate: bool = True
@@ -58,9 +59,14 @@ class TrainSpec(BaseModel):
         return DDP_SWEEP if DDP in self.methods else ()
 
     @property
+    def sweep_repeats(self) -> int:
+        """Blocks by which the best of the sweep is picked: half as many as it is judged by."""
+        return max(3, self.repeats // 2)
+
+    @property
     def turns(self) -> int:
         """Events of a run: a warm-up and the blocks of every copy, the baseline's second one included."""
-        return (len(self.sweep) + len(self.methods) + 1) * (1 + self.repeats)
+        return len(self.sweep) * (1 + self.sweep_repeats) + (len(self.methods) + 1) * (1 + self.repeats)
 
 
 def run_training(spec: TrainSpec, on_event: Callable[[dict[str, Any]], None]) -> TrainingRun:
@@ -156,7 +162,8 @@ def _record(
     """One record from the block medians of both; what failed has no figures, and the record has its error."""
     mine, base = _blocks(figures[subject.name]), _blocks(figures[baseline.name])
     lost = f"the baseline {baseline.name} failed: {baseline.failed}" if baseline.failed else None
-    params = {"nodes": spec.nodes, "link": run.link, "workload": spec.workload, "block_steps": spec.block_steps}
+    params = {"nodes": spec.nodes, "link": run.link, "workload": spec.workload}
+    params["block_steps"] = steps_of(figures[baseline.name]) // max(len(base), 1) if base else spec.block_steps
     params |= {"ranks_per_node": spec.ranks_per_node, **spec.scenario, **spec.options}
     params["baseline_method"] = picked if baseline.name == DDP else baseline.name
     if subject.name == DDP:
@@ -196,12 +203,17 @@ def block_medians(ranks: list[dict[str, Any]]) -> list[float]:
     ]
 
 
+def steps_of(ranks: list[dict[str, Any]]) -> int:
+    """Counted steps."""
+    return sum(len(block) for block in ranks[0]["blocks"])
+
+
 def _merge(name: str, ranks: list[dict[str, Any]], spec: TrainSpec, sharing: int) -> MethodRun:
     """One method's figures over the ranks; `sharing` ranks count on the same interface."""
     if failures := [r for r in ranks if r["failed"]]:
         # The first one is the cause: the other ranks only lost this one.
         return MethodRun(name=name, failed=min(failures, key=lambda r: float(r["failed_s"]))["failed"])
-    steps = spec.repeats * spec.block_steps
+    steps = steps_of(ranks)
     return MethodRun(
         name=name,
         step_s=[max(times) for times in zip(*(sum(r["blocks"], []) for r in ranks), strict=True)],

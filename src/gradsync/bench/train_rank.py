@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
 from collections.abc import Iterator
@@ -39,6 +40,7 @@ class Contestant:
     batches: Iterator[Batch]
     failed: str | None = None
     failed_s: float = inf  # when it failed on this rank, on the clock that the ranks of one machine share
+    step_s: list[float] = field(default_factory=list)  # of the warm-up
     blocks: list[list[float]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     backward_s: list[float] = field(default_factory=list)
@@ -113,7 +115,9 @@ def run_block(workload: Workload, who: Contestant, steps: int, *, counted: bool)
             who.losses.append(loss)
             if counted:
                 who.backward_s.append(backward_s)
-    if counted:
+    if not counted:
+        who.step_s = times
+    else:
         who.blocks.append(times)
         who.sent_bytes += interface_bytes()[0] - sent_before
 
@@ -130,26 +134,52 @@ def calibrate(workload: Workload, who: Contestant) -> None:
     who.batches = training
 
 
-def compete(workload: Workload, ways: dict[str, Method], spec: TrainSpec) -> list[Contestant]:
+def settle(workload: Workload, who: Contestant) -> None:
+    """Lets gradsync try its plans, then puts the model back: all methods train from the same start on the same data."""
+    if who.failed or who.settled:
+        return
+    saved = copy.deepcopy((who.inner.state_dict(), who.optimizer.state_dict()))
+    training, who.batches = who.batches, workload.batches(dist.get_rank(), dist.get_world_size(), seed=1)
+    with attempt(who):
+        while not who.settled:
+            train_step(workload, who)
+    who.inner.load_state_dict(saved[0])
+    who.optimizer.load_state_dict(saved[1])
+    who.optimizer.zero_grad()
+    who.batches = training
+
+
+def affordable_steps(contestants: list[Contestant], spec: TrainSpec) -> int:
+    """Steps of a block, the same for all methods: fewer than asked for where the slowest one would take too long."""
+    step_s = torch.tensor([statistics.median(who.step_s) for who in contestants if who.step_s and not who.failed])
+    if len(step_s) == 0:
+        return spec.block_steps
+    dist.all_reduce(step_s, op=dist.ReduceOp.MAX)
+    return max(1, min(spec.block_steps, int(spec.most_block_s / step_s.max())))
+
+
+def compete(workload: Workload, ways: dict[str, Method], spec: TrainSpec, repeats: int) -> list[Contestant]:
     """All methods, block by block in turn; the order turns round from block to block."""
     contestants = [enter(workload, name, way, spec) for name, way in ways.items()]
     for who in contestants:
+        settle(workload, who)
         run_block(workload, who, spec.warmup_steps, counted=False)
         calibrate(workload, who)
         event(kind="warmup", method=who.name)
-    while not all(who.failed or who.settled for who in contestants):  # all make the same number of steps
-        for who in contestants:
-            run_block(workload, who, spec.warmup_steps, counted=False)
-    for repeat in range(spec.repeats):
+    block_steps = affordable_steps(contestants, spec)
+    for repeat in range(repeats):
         for who in contestants if repeat % 2 == 0 else contestants[::-1]:
-            run_block(workload, who, spec.block_steps, counted=True)
+            run_block(workload, who, block_steps, counted=True)
             event(kind="block", method=who.name, repeat=repeat, loss=who.losses[-1] if who.losses else None)
     return contestants
 
 
 def pick(sweep: list[Contestant], spec: TrainSpec) -> str:
     """The best by median block, each as long as on its slowest rank: the same on all ranks."""
-    rows = [[inf] * spec.repeats if who.failed else [statistics.median(block) for block in who.blocks] for who in sweep]
+    rows = [
+        [inf] * spec.sweep_repeats if who.failed else [statistics.median(block) for block in who.blocks]
+        for who in sweep
+    ]
     medians_s = torch.tensor(rows, dtype=torch.float64)
     dist.all_reduce(medians_s, op=dist.ReduceOp.MAX)
     overall_s = [statistics.median(row) for row in medians_s.tolist()]
@@ -201,13 +231,13 @@ def measure(text: str) -> dict[str, Any]:
     workload = workloads.load(spec.workload, **spec.options)
     sweep, picked = {}, None
     if spec.sweep:
-        contestants = compete(workload, {name: method(name) for name in spec.sweep}, spec)
+        contestants = compete(workload, {name: method(name) for name in spec.sweep}, spec, spec.sweep_repeats)
         picked = pick(contestants, spec)
         sweep = {who.name: result_of(workload, who, spec) for who in contestants}
         del contestants  # their models
     ways = {name: method(picked if picked and name == DDP else name) for name in spec.methods}
     ways[f"{spec.methods[0]}:{AGAIN}"] = ways[spec.methods[0]]
-    judged = {who.name: result_of(workload, who, spec) for who in compete(workload, ways, spec)}
+    judged = {who.name: result_of(workload, who, spec) for who in compete(workload, ways, spec, spec.repeats)}
     return {"picked": picked, "sweep": sweep, "judged": judged}
 
 
