@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradsync.comm import GlooGroup, GroupError, LocalGroup, run_local
+from gradsync.comm import GlooGroup, GroupError, LocalGroup, run_local, torch_group
 from gradsync.comm.gloo import FAST_BYTES_PER_S
 from gradsync.comm.group import Group
 from gradsync.comm.rounds import CHUNK_BYTES
@@ -61,6 +61,20 @@ def test_every_way_gives_what_threads_get(world: World, size: int, bytes_per_s: 
         for mine, theirs in zip(got, expected, strict=True):
             for a, b in zip(mine, theirs, strict=True):
                 torch.testing.assert_close(a, b.double(), rtol=0, atol=0)
+
+
+def kinds_of_groups() -> list[str]:
+    found = []
+    for backend in ("gloo", "cpu:gloo", None):
+        group = torch_group(dist.new_group(backend=backend), timeout_s=20)
+        found.append(type(group).__name__)
+        group.close()
+    return found
+
+
+def test_gloo_is_known_however_it_was_asked_for(world: World) -> None:
+    for kinds in world(2).run(kinds_of_groups):
+        assert kinds == ["GlooGroup"] * 3
 
 
 def half_sums(length: int) -> torch.Tensor:

@@ -139,6 +139,6 @@ def _sum_into(buffer: Tensor, parts: Sequence[Tensor]) -> Tensor:
 
 
 def torch_group(process_group: dist.ProcessGroup | None = None, *, timeout_s: float) -> TorchGroup:
-    """The group of a process group, by its backend."""
-    gloo = dist.get_backend(process_group) == "gloo"
-    return (GlooGroup if gloo else TorchGroup)(process_group, timeout_s=timeout_s)
+    """The group of a process group: a `GlooGroup` where every device has gloo as its backend."""
+    backends = {entry.rpartition(":")[2] for entry in dist.get_backend_config(process_group).split(",")}
+    return (GlooGroup if backends == {"gloo"} else TorchGroup)(process_group, timeout_s=timeout_s)
