@@ -144,3 +144,30 @@ def test_the_scheme_that_is_chosen_is_the_one_that_sends_fewest_bytes(
     counted = {scheme: counted_bytes(scheme, [[r] for r in rows], 16) for scheme in SPARSE_SCHEMES}
     assert chosen == min(counted, key=lambda scheme: counted[scheme])
     assert chosen == expected
+
+
+def found(name: str, rows: float, *, num_rows: int = 1000, dim: int = 64) -> ParameterProfile:
+    """A table with dense gradients, of which a rank was seen to fill `rows` rows."""
+    density = DensityProfile(num_rows, rows, {4: 1.5})
+    return ParameterProfile(name, TensorSpec((num_rows, dim), torch.float32), sparse=False, density=density)
+
+
+@pytest.mark.parametrize(("rows", "layout"), [(20.0, Layout.ROWS), (250.0, Layout.ROWS), (450.0, Layout.FLAT)])
+def test_a_dense_gradient_is_exchanged_by_rows_if_that_saves_half_of_the_bytes(rows: float, layout: Layout) -> None:
+    plan = default_plan([found("words", rows), dense("w", 4000)], 4)
+    layouts = {name: bucket.make_scheme().layout for bucket in plan.buckets for name in bucket.names}
+    assert layouts == {"words": layout, "w": Layout.FLAT}
+    by_layout = default_plan([found("words", rows), dense("w", 4000)], 4, by_layout=True)
+    assert {bucket.make_scheme().layout for bucket in by_layout.buckets} == {Layout.FLAT}
+
+
+def test_a_plan_by_layout_is_tried_where_sparsity_was_found_and_only_there() -> None:
+    by_layout = default_plan([found("words", 20.0)], 4, by_layout=True).digest
+    assert by_layout in [plan.digest for plan in default_plans([found("words", 20.0)], 4)]
+    assert default_plans([found("words", 20.0)], 4)[0].digest != by_layout
+    assert len(default_plans([found("words", 900.0)], 4)) == len(default_plans([dense("words", 256_000)], 4))
+
+
+def test_one_rank_searches_for_nothing() -> None:
+    (plan,) = default_plans([found("words", 20.0)], 1)
+    assert plan.buckets[0].make_scheme().layout is Layout.FLAT
