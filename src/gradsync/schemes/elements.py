@@ -31,7 +31,7 @@ class BalancedElements(Scheme[Tensor]):
     onto equal parts: no tables, no collisions, and positions within a part stay in order. They travel as a list or a
     bitmap, whichever is smaller. Bits decide what is zero: NaN and infinity travel, -0.0 is zero and comes out as 0.0.
     Wire per rank: push (n-1)/n * (positions + values); pull (n-1)/n * (positions + values) of the union; where that
-    might be no less than a ring all-reduce moves, an all-reduce; and 8(n-1)(n+1) bytes of numbers.
+    might be no less than a ring all-reduce moves, an all-reduce; and 8(n-1)(n+1) bytes of counts.
     """
 
     owners: str = "rotated_stripe"  # who sums what; the only map for single elements so far
@@ -51,21 +51,22 @@ class BalancedElements(Scheme[Tensor]):
         return ("sizes", "push", "counts", "pull")
 
     async def synchronize(self, x: Tensor, state: State, group: Group, scale: float) -> tuple[Tensor, State]:
-        form = _format_of(TensorSpec.of(x), group.size)
+        flat = TensorSpec.of(x)
         mine = _NonZeros.of(x, group.size, self.seed)
         counts = torch.stack(await group.all_gather(mine.counts)).tolist()  # the host lays out messages by them
-        most = max(max(row) for row in counts)
-        if not _sparse_pays(form, most, max(sum(column) for column in zip(*counts, strict=True)), group.size):
+        most, most_summed = max(map(max, counts)), max(map(sum, zip(*counts, strict=True)))
+        if not _sparse_pays(flat, group.size, most, most_summed):
             return await AllReduce().synchronize(x, state, group, scale)
         # Push: to each owner its elements.
+        form = _format_of(flat, group.size)
         message, own, sent = mine.pack(form, group.rank)
         owned = [row[group.rank] for row in counts]
         received = [int(form.nbytes(count)) for count in owned]
         received[group.rank] = 0
         messages = await group.all_to_all(message, sent, received, largest=int(form.nbytes(most)))
         parts = [form.elements(part, count) for part, count in zip(messages, owned, strict=True)]
-        # Pull: from each owner its sums.
         parts[group.rank] = own
+        # Pull: from each owner its sums.
         message, count = _sum_elements(parts, group.rank, form, scale)
         unions = [int(union) for union in await group.all_gather(count)]
         messages = await group.all_gather(message, [int(form.nbytes(union)) for union in unions])
@@ -83,14 +84,14 @@ class BalancedElements(Scheme[Tensor]):
         (flat,) = specs
         n = placement.size
         profile = profiles[0] if profiles else DensityProfile(flat.numel, float(flat.numel))
-        form = _format_of(flat, n)
         found = profile.rows * (index_dtype(flat.numel).itemsize + flat.itemsize)
         sizes = (
             Compute("find_elements", flat.nbytes + 3 * found),
             Transfer("sizes", Pattern.ALL_GATHER, (float(COUNT_BYTES * n),) * n),
         )
-        if not _sparse_pays(form, profile.rows / n, profile.rows, n):
+        if not _sparse_pays(flat, n, profile.rows / n, profile.rows):
             return (*sizes, *AllReduce().steps(specs, profiles, placement, round))
+        form = _format_of(flat, n)
         push, pull = float(form.nbytes(profile.rows / n)), float(form.nbytes(profile.union_rows(n) / n))
         return (
             *sizes,
@@ -108,16 +109,17 @@ def _format_of(flat: TensorSpec, size: int) -> ElementFormat:
     return ElementFormat(-(-flat.numel // size), flat.dtype)
 
 
-def _sparse_pays(form: ElementFormat, pushed: float, summed: float, size: int) -> bool:
+def _sparse_pays(flat: TensorSpec, size: int, pushed: float, summed: float) -> bool:
     """Whether push, counts and pull surely move fewer bytes on every rank than a ring all-reduce of the flat tensor.
 
     `pushed`: the most elements that a rank has for an owner; `summed`: the most that an owner gets from all ranks, own
     ones included. Its sums are no more, nor more than its part; this bound stands for their number, which only the
-    owner will know. In the sparse way a rank exchanges at most one push and one pull message with each other rank, in a
-    ring it sends and receives (size-1)/size of the tensor twice: as if it were two whole parts with each.
+    owner will know. In the sparse way a rank exchanges at most one push and one pull message with each of the others;
+    a ring sends and receives (size-1)/size of the tensor twice, as if it were two parts with each.
     """
-    message = form.nbytes(pushed) + COUNT_BYTES + form.nbytes(min(summed, form.capacity))
-    return size > 1 and message < 2 * form.capacity * form.dtype.itemsize
+    form = _format_of(flat, size)
+    per_peer = form.nbytes(pushed) + COUNT_BYTES + form.nbytes(min(summed, form.capacity))
+    return size > 1 and per_peer * size < 2 * flat.nbytes
 
 
 @dataclass(frozen=True)
