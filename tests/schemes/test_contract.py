@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import hypothesis.strategies as st
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from gradsync.bucket import Bucket, Layout, Segment, TensorSpec
 from gradsync.cluster import Placement
 from gradsync.comm import GroupError, LocalGroup, drive, run_local
-from gradsync.density import DensityProfile, profile_tables
+from gradsync.density import DensityProfile, profile_rows, profile_tables
 from gradsync.schemes import registered
 from gradsync.schemes.formats import ALIGNMENT_BYTES
 from gradsync.sparse import SparseRows
@@ -51,15 +52,29 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dty
 
 
 def profiles_of(inputs: list[Any]) -> tuple[DensityProfile, ...]:
-    """The exact profile of the ranks' tables; none for a flat bucket."""
+    """The exact profile of the ranks' tables, or of the elements of their flat tensors."""
     if isinstance(inputs[0], torch.Tensor):
-        return ()
+        return (profile_rows([x.nonzero().flatten() for x in inputs], inputs[0].numel()),)
     return profile_tables([(c[0].num_rows, [t.indices for t in c]) for c in zip(*inputs, strict=True)])
 
 
 def predicted(member: Member, inputs: list[Any]) -> list[Any]:
     placement = Placement.one_per_node(len(inputs))
     return transfers(member.scheme.steps(specs_of(inputs[0]), profiles_of(inputs), placement))
+
+
+def slack_bytes(member: Member, inputs: list[Any]) -> float:
+    """What recorded and predicted bytes of all ranks may differ by: the padding of sections, and the dealing.
+
+    A rank sends size - 1 messages in a stage, each with as many sections a tensor as the member says. Of elements that
+    are dealt to owners 1/size stay where they are, within four standard deviations; the others send value and position.
+    """
+    size, specs = len(inputs), specs_of(inputs[0])
+    padding = ALIGNMENT_BYTES * member.sections * len(specs) * size * (size - 1)
+    if not member.dealt:
+        return padding
+    deviation = math.sqrt(sum(int(x.count_nonzero()) for x in inputs) * (size - 1)) / size
+    return padding + 4 * deviation * (specs[0].itemsize + torch.int32.itemsize)
 
 
 def test_every_registered_scheme_is_a_row_of_the_table() -> None:
@@ -94,8 +109,8 @@ def test_scheme_awaits_once_a_stage_and_issues_what_its_steps_say(member: Member
     inputs = make_inputs(member.scheme, case, size, torch.float32)
     outcome = run(member.scheme, inputs, 1.0)
     expected = predicted(member, inputs)
-    assert outcome.awaits == [len(member.scheme.stages)] * size
-    assert [transfer.stage for transfer in expected] == list(member.scheme.stages)
+    assert outcome.awaits == [len(expected)] * size
+    assert tuple(transfer.stage for transfer in expected) in {member.scheme.stages, member.instead or None}
     for ledger in outcome.ledgers:
         assert [entry.pattern for entry in ledger.entries] == [transfer.pattern for transfer in expected]
 
@@ -104,19 +119,14 @@ def test_scheme_awaits_once_a_stage_and_issues_what_its_steps_say(member: Member
 @every_size
 @every_case
 def test_recorded_bytes_are_those_of_the_steps(member: Member, case: str, size: int, dtype: torch.dtype) -> None:
-    """Dense: to the byte on every rank. Rows: in total over the ranks, up to the padding of each section.
-
-    A rank sends at most size - 1 messages in the stage that carries rows, each with two sections a table.
-    """
+    """To the byte on every rank where the data does not matter; else in total over the ranks, within `slack_bytes`."""
     inputs = make_inputs(member.scheme, case, size, dtype)
     outcome = run(member.scheme, inputs, 1.0)
     expected = predicted(member, inputs)
-    for rank, ledger in enumerate(outcome.ledgers):
-        if member.scheme.layout is Layout.FLAT:
-            assert ledger.sent_bytes == sum(transfer.sent_bytes(rank) for transfer in expected)
-    sections = 2 * len(specs_of(inputs[0])) * size * (size - 1)
-    difference = sum(ledger.sent_bytes for ledger in outcome.ledgers) - sum(t.total_bytes for t in expected)
-    assert abs(difference) <= (ALIGNMENT_BYTES * sections if member.scheme.layout is Layout.ROWS else 0)
+    sent = [ledger.sent_bytes for ledger in outcome.ledgers]
+    if member.sections == 0 or tuple(transfer.stage for transfer in expected) == member.instead:
+        assert sent == [sum(transfer.sent_bytes(rank) for transfer in expected) for rank in range(size)]
+    assert abs(sum(sent) - sum(t.total_bytes for t in expected)) <= slack_bytes(member, inputs)
 
 
 @every_dtype
@@ -275,17 +285,19 @@ def test_any_rows_give_the_scaled_sum(member: Member, inputs: list[Tables], scal
 @pytest.mark.parametrize("member", [m for m in MEMBERS if m.scheme.layout is Layout.FLAT], ids=name_of)
 @given(
     size=st.integers(1, 4),
-    numel=st.integers(0, 40),
+    numel=st.integers(0, 300),
+    density=st.sampled_from([0.0, 0.02, 0.2, 1.0]),
     dtype=st.sampled_from(DTYPES),
     scale=st.sampled_from([1.0, 0.25, 1 / 3, -2.0, 0.0]),
     seed=st.integers(0, 2**32),
 )
 @settings(max_examples=60, deadline=None)
 def test_any_flat_bucket_gives_the_scaled_sum(
-    member: Member, size: int, numel: int, dtype: torch.dtype, scale: float, seed: int
+    member: Member, size: int, numel: int, density: float, dtype: torch.dtype, scale: float, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    inputs = [torch.randn(numel, generator=generator).to(dtype) for _ in range(size)]
+    dense, chosen = (draw(size, numel, generator=generator) for draw in (torch.randn, torch.rand))
+    inputs = list(dense.to(dtype) * (chosen < density))  # the others are zeros of both signs
     outcome = run(member.scheme, inputs, scale)
     assert_is_scaled_sum(member, outcome.results, inputs, scale)
     assert all(bits(result) == bits(outcome.results[0]) for result in outcome.results)

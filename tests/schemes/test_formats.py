@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 
 from gradsync.bucket import TensorSpec
-from gradsync.schemes.formats import INT32_ROWS, aligned, index_dtype, message_nbytes, sections
+from gradsync.schemes.formats import INT32_ROWS, ElementFormat, aligned, index_dtype, message_nbytes, sections
 from gradsync.schemes.owners import MOST_SHARED, column_owners
 from gradsync.schemes.tables import ABSENT, SAME_AS, Agreement, RowGroup, Survey
 from gradsync.sparse import SparseRows
@@ -60,6 +60,33 @@ def test_indices_take_four_bytes_as_long_as_they_fit() -> None:
 @pytest.mark.parametrize(("nbytes", "expected"), [(0, 0), (1, 8), (8, 8), (9, 16), (16.0, 16), (10.5, 14.5)])
 def test_sections_start_at_multiples_of_eight_and_expected_sizes_at_the_mean(nbytes: float, expected: float) -> None:
     assert aligned(nbytes) == expected
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("capacity", [1, 63, 64, 65, 6400])
+def test_elements_travel_as_the_smaller_of_list_and_bitmap(capacity: int, dtype: torch.dtype) -> None:
+    form = ElementFormat(capacity, dtype)
+    for count in {0, 1, capacity // 32 - 1, capacity // 32, capacity // 32 + 1, capacity} & set(range(capacity + 1)):
+        list_nbytes, bitmap_nbytes = aligned(4 * count), -(-capacity // 64) * 8
+        assert form.has_bitmap(count) == (bitmap_nbytes < list_nbytes)
+        assert form.nbytes(count) == min(list_nbytes, bitmap_nbytes) + aligned(count * dtype.itemsize)
+        chosen = torch.randperm(capacity, generator=torch.Generator().manual_seed(count))[:count].sort().values.int()
+        message = torch.full((int(form.nbytes(count)),), 255, dtype=torch.uint8)
+        written = form.elements(message, count)
+        written.positions.copy_(chosen)
+        written.values.copy_(torch.arange(count))
+        written.encode()
+        read = form.elements(message.clone(), count)
+        read.decode()
+        assert torch.equal(read.positions, chosen)
+        assert torch.equal(read.values, torch.arange(count).to(dtype))
+
+
+def test_positions_become_a_bitmap_above_one_in_thirty_two() -> None:
+    form = ElementFormat(6400, torch.float32)
+    assert [form.has_bitmap(count) for count in (199, 200, 201, 6400)] == [False, False, True, True]
+    assert [form.nbytes(count) for count in (200, 202)] == [800 + 800, 800 + 808]
+    assert form.nbytes(100.25 + 1 / 8) == 2 * (401.5 + 4), "expected sizes include half of the alignment"
 
 
 def table(indices: list[int], dim: int = 2, num_rows: int = 4) -> SparseRows:
