@@ -135,6 +135,48 @@ def test_training_table_has_a_row_for_every_method_failed_ones_too() -> None:
     assert "failed: TypeError: BF16 [needs] CUDA" in text
 
 
+def with_final(final: dict[str, float]) -> TrainingRun:
+    """A run whose methods ended with these measures."""
+    run = training_run()
+    return run.model_copy(update={"methods": [m.model_copy(update={"final": final}) for m in run.methods]})
+
+
+def test_a_measure_stands_under_its_name_and_only_where_there_is_one() -> None:
+    text = printed(training_table(with_final({"loss": 0.31, "auc": 0.78})))
+    assert "AUC" in text and "0.7800" in text
+    text = printed(training_table(with_final({"loss": 6.1, "perplexity": 445.86}), compact=True))
+    assert "perplexity" in text and "445.9" in text and "AUC" not in text
+    text = printed(training_table(with_final({"loss": 0.5})))
+    assert "0.50000" in text and "AUC" not in text and "perplexity" not in text
+
+
+def test_the_page_names_the_measure_and_the_options(tmp_path: Path) -> None:
+    run = with_final({"loss": 6.1, "perplexity": 445.86})
+    write_page(run.model_copy(update={"options": {"negatives": "shared"}}), tmp_path / "report.html")
+    text = unescape((tmp_path / "report.html").read_text(encoding="utf-8"))
+    for expected in (">perplexity</th>", ">445.9</td>", "<dt>workload's negatives</dt><dd>shared</dd>"):
+        assert expected in text
+
+
+def test_records_table_has_what_was_learned_of_both_if_anything_was() -> None:
+    record = training_run().records[0]
+    finals = {"loss": {"loss": 6.1, "perplexity": 445.86}, "baseline_loss": {"loss": 6.11, "perplexity": 450.3}}
+    for compact in (False, True):
+        text = printed(records_table([record.model_copy(update=finals), record], compact=compact))
+        assert "held-out" in text and "perplexity 445.9 / 450.3" in text
+        without = printed(records_table([record.model_copy(update={"loss": {"loss": 6.1}})], compact=compact))
+        assert "held-out" not in without
+    failed = record.model_copy(update={"baseline_loss": {"auc": 0.7841}, "failed": "TypeError"})
+    assert "AUC - / 0.7841" in printed(records_table([failed, record.model_copy(update={"loss": {"auc": 0.7}})]))
+
+
+def test_options_of_the_workload_are_in_the_table() -> None:
+    record = training_run().records[0]
+    params = [{**record.params, "negatives": negatives, "dim": 8} for negatives in ("own", "shared")]
+    text = printed(records_table([record.model_copy(update={"params": p}) for p in params]))
+    assert text.count("dim 8") == 1 and "negatives own" in text and "negatives shared" in text
+
+
 def test_compact_table_keeps_times_ratios_and_errors() -> None:
     text = printed(training_table(training_run(), compact=True))
     for expected in ("gradsync", "0.400 [0.360-0.440]", "failed: TypeError: BF16 [needs] CUDA"):
