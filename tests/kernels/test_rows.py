@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import ModuleType
 
 import hypothesis.strategies as st
@@ -154,6 +155,21 @@ def test_rows_that_do_not_fit_the_table_are_refused(kernels) -> None:
     with pytest.raises(TypeError, match="int64 or int32"):
         kernels.scatter_rows(indices.float(), torch.ones(2, 2), dense, accumulate=False)
     assert not dense.any()
+
+
+@native
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_rows_are_scattered_beyond_element_2_31(accumulate: bool, module: ModuleType, tmp_path: Path) -> None:
+    """The table lies in a file with holes: nothing but the rows written takes memory."""
+    num_rows, dim = 2**29 + 5, 4
+    dense = torch.from_file(str(tmp_path / "table"), shared=True, size=num_rows * dim).view(num_rows, dim)
+    indices = torch.tensor([num_rows - 1, 0, 2**29, num_rows - 1])
+    values = random_rows(4, dim)
+    cpu.scatter_rows(indices, values, dense, accumulate=accumulate, module=module)
+    last = values[0] + values[3] if accumulate else values[3]
+    assert torch.equal(dense[indices], torch.stack([last, values[1], values[2], last]))
+    with pytest.raises(ValueError, match=rf"index {num_rows} of part 0 is outside"):
+        cpu.scatter_rows(indices + 1, values, dense, accumulate=accumulate, module=module)
 
 
 def sparse_table(rows: int, dim: int, dtype: torch.dtype, every: int) -> Tensor:
