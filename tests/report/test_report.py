@@ -407,6 +407,52 @@ def test_every_trace_event_belongs_to_a_named_thread() -> None:
     assert [e["args"] for e in complete] == [{}, {"bytes": 3e5}], "what is not known is not shown as none"
 
 
+def forecast_run() -> TrainingRun:
+    """A run whose last method has its measured step, in which two operations were in flight at once, and a forecast."""
+    run = training_run()
+    ours = run.methods[-1]
+    late = TimelineTask(name="1:push", stream="link", start_s=0.02, end_s=0.05, nbytes=9e5)
+    predicted = [
+        TimelineTask(name="0:all_reduce", stream="link", start_s=0.01, end_s=0.025, nbytes=3e5),
+        TimelineTask(name="1:push", stream="link", start_s=0.025, end_s=0.04, nbytes=9e5),
+    ]
+    update = {"timeline": [*ours.timeline, late], "predicted_timeline": predicted}
+    return run.model_copy(update={"methods": [*run.methods[:-1], ours.model_copy(update=update)]})
+
+
+def test_the_measured_step_stands_beside_the_predicted_one_on_one_axis() -> None:
+    run = forecast_run()
+    ((hint, plot),) = [(hint, plot) for title, hint, plot in figures(run) if title == "One step of gradsync"]
+    assert "Pale: what the plan and the measured network predict" in hint
+    drawn = {bar.y[0]: [(b, b + x, bar.opacity) for b, x in zip(bar.base, bar.x, strict=True)] for bar in plot.data}
+    assert drawn == {
+        "compute": [(0.0, pytest.approx(20.0), 1.0)],
+        "link": [(pytest.approx(10.0), pytest.approx(30.0), 1.0)],
+        "link 2": [(pytest.approx(20.0), pytest.approx(50.0), 1.0)],
+        "link, predicted": [
+            (pytest.approx(10.0), pytest.approx(25.0), 0.5),
+            (pytest.approx(25.0), pytest.approx(40.0), 0.5),
+        ],
+    }
+    (without,) = [hint for title, hint, _ in figures(training_run()) if title == "One step of gradsync"]
+    assert "Pale" not in without
+
+
+def test_the_trace_has_the_predicted_step_as_a_process_of_its_own(tmp_path: Path) -> None:
+    write_trace(forecast_run(), tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    processes = {event["args"]["name"]: event["pid"] for event in events if event["name"] == "process_name"}
+    assert set(processes) == {"gradsync", "gradsync, predicted"}
+    spans = {(e["pid"], e["ts"], round(e["dur"])) for e in events if e["name"] == "1:push"}
+    assert spans == {(processes["gradsync"], 20_000.0, 30_000), (processes["gradsync, predicted"], 25_000.0, 15_000)}
+
+
+def test_the_page_draws_the_predicted_step(tmp_path: Path) -> None:
+    write_page(forecast_run(), tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "link, predicted" in text and "Pale: what the plan and the measured network predict" in text
+
+
 def test_trace_has_a_process_a_method_and_a_thread_a_stream(tmp_path: Path) -> None:
     write_trace(training_run(), tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
