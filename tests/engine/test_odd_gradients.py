@@ -84,7 +84,7 @@ class Table(nn.Module):
 
 
 def attached(model: Table, plan: str) -> gradsync.Attachment:
-    scheme = PLANS[plan]
+    scheme = AllReduce() if plan == "all_reduce" else PLANS[plan]
     if scheme is None:
         return attach(model, timeout=10)
     specs = {name: TensorSpec.of(p) for name, p in model.named_parameters()}
@@ -177,6 +177,19 @@ def test_rows_outside_of_the_table_raise_on_every_rank(
 ) -> None:
     for bad, after in world(3).run(refused, kind, plan, good_steps):
         assert re.search(rf"index {index} .* is outside \[0, num_rows={ROWS}\)", bad), bad
+        assert "stopped earlier" in after
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("too large on one rank", f"size is {ROWS} but found index {ROWS}"),
+        ("negative on one rank", "negative index -1"),
+    ],
+)
+def test_rows_outside_of_a_table_that_travels_dense_raise_on_every_rank(world: World, kind: str, reason: str) -> None:
+    for rank, (bad, after) in enumerate(world(3).run(refused, kind, "all_reduce", 1)):
+        assert (reason if rank == 1 else "rank 1: backward ended with an error") in bad
         assert "stopped earlier" in after
 
 
