@@ -1,5 +1,5 @@
 // Arrays from Python as the kernels want them. Whatever does not fit is refused with what was got and expected: a
-// TypeError for the dtype, a ValueError for shape and strides.
+// TypeError for the kind of buffer (dtype, strides, alignment), a ValueError for the shape.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -41,7 +41,7 @@ template <typename A> std::string describe(const A &array) {
     return name_of(array.dtype()) + " of shape (" + shape + "), strides (" + strides + ")";
 }
 
-template <typename A> [[noreturn]] void refuse_dtype(const char *what, const char *expected, const A &got) {
+template <typename A> [[noreturn]] void refuse_kind(const char *what, const char *expected, const A &got) {
     throw nb::type_error((std::string(what) + " must be " + expected + ", got " + describe(got)).c_str());
 }
 
@@ -55,11 +55,11 @@ inline bool is_floating(nb::dlpack::dtype dtype) {
 }
 
 template <typename A> void check_floating(const char *what, const A &array) {
-    if (!is_floating(array.dtype())) refuse_dtype(what, "float32, float64, bfloat16 or float16", array);
+    if (!is_floating(array.dtype())) refuse_kind(what, "float32, float64, bfloat16 or float16", array);
 }
 
 template <typename A, typename B> void check_same_dtype(const char *what, const A &array, const B &first) {
-    if (array.dtype() != first.dtype()) refuse_dtype(what, name_of(first.dtype()).c_str(), array);
+    if (array.dtype() != first.dtype()) refuse_kind(what, name_of(first.dtype()).c_str(), array);
 }
 
 // Calls body(T{}) with the element type of a floating dtype.
@@ -77,13 +77,21 @@ template <typename A> bool is_contiguous(const A &array) {
     return true;
 }
 
+template <typename A> void check_aligned(const char *what, const A &array) {
+    if (reinterpret_cast<uintptr_t>(array.data()) % array.itemsize() != 0)
+        refuse_kind(what, "at an address that is a multiple of the item size", array);
+}
+
 template <typename A> void check_flat(const char *what, const A &array) {
-    if (array.ndim() != 1 || !is_contiguous(array)) refuse_shape(what, "contiguous and 1-D", array);
+    if (array.ndim() != 1) refuse_shape(what, "1-D", array);
+    if (!is_contiguous(array)) refuse_kind(what, "contiguous", array);
+    check_aligned(what, array);
 }
 
 template <typename A> void check_flat(const char *what, const A &array, size_t count) {
-    if (array.ndim() != 1 || array.shape(0) != count || !is_contiguous(array))
-        refuse_shape(what, "contiguous of shape (" + std::to_string(count) + ",)", array);
+    if (array.ndim() != 1 || array.shape(0) != count)
+        refuse_shape(what, "of shape (" + std::to_string(count) + ",)", array);
+    check_flat(what, array);
 }
 
 template <typename A> bool is_index(const A &array) {
@@ -91,7 +99,7 @@ template <typename A> bool is_index(const A &array) {
 }
 
 template <typename A> void check_index(const char *what, const A &array) {
-    if (!is_index(array)) refuse_dtype(what, "int64 or int32", array);
+    if (!is_index(array)) refuse_kind(what, "int64 or int32", array);
 }
 
 // Calls body(Index *) with an output of indices below `bound`; count entries.
@@ -113,15 +121,16 @@ inline Indices indices_of(const ReadOnlyArray &array) {
 
 // The (rows, dim) array as rows of T, or, for char, of bytes.
 template <typename T, typename A> Rows<T> rows_of(const char *what, const A &array, size_t rows, size_t dim) {
-    const bool fits = array.ndim() == 2 && array.shape(0) == rows && array.shape(1) == dim;
-    if (!fits || (dim > 1 && array.stride(1) != 1) || (rows > 1 && array.stride(0) < 0))
-        refuse_shape(what, "(" + std::to_string(rows) + ", " + std::to_string(dim) + ") with adjacent elements in a row", array);
-    const size_t itemsize = array.itemsize();
-    if (reinterpret_cast<uintptr_t>(array.data()) % itemsize != 0)
-        refuse_shape(what, "at an address that is a multiple of the item size", array);
+    if (array.ndim() != 2 || array.shape(0) != rows || array.shape(1) != dim)
+        refuse_shape(what, "of shape (" + std::to_string(rows) + ", " + std::to_string(dim) + ")", array);
+    // Rows to be read may be one and the same; rows to be written have places of their own.
+    const int64_t least = std::is_same_v<A, Array> ? static_cast<int64_t>(dim) : 0;
+    if ((dim > 1 && array.stride(1) != 1) || (rows > 1 && array.stride(0) < least))
+        refuse_kind(what, "rows of adjacent elements, one after the other", array);
+    check_aligned(what, array);
     constexpr bool bytes = std::is_same_v<std::remove_const_t<T>, char>;
     const size_t stride = rows > 1 ? static_cast<size_t>(array.stride(0)) : dim;
-    return {static_cast<T *>(array.data()), bytes ? stride * itemsize : stride};
+    return {static_cast<T *>(array.data()), bytes ? stride * array.itemsize() : stride};
 }
 
 using StripeList = std::vector<std::pair<int64_t, int64_t>>;

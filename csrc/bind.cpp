@@ -161,7 +161,7 @@ struct BoundRotatedPartition {
         std::vector<int32_t *> to_positions;
         std::vector<void *> to_values;
         for (size_t owner = 0; owner < counts.size(); ++owner) {
-            if (positions[owner].dtype() != nb::dtype<int32_t>()) refuse_dtype("positions", "int32", positions[owner]);
+            if (positions[owner].dtype() != nb::dtype<int32_t>()) refuse_kind("positions", "int32", positions[owner]);
             check_flat("positions", positions[owner], counts[owner]);
             check_same_dtype("outs", outs[owner], values);
             check_flat("outs", outs[owner], counts[owner]);
@@ -210,7 +210,7 @@ void scatter(const ReadOnlyArray &indices, const ReadOnlyArray &values, const Ar
 }
 
 template <typename A> void check_words(const char *what, const A &words) {
-    if (words.dtype() != nb::dtype<int64_t>()) refuse_dtype(what, "int64", words);
+    if (words.dtype() != nb::dtype<int64_t>()) refuse_kind(what, "int64", words);
     check_flat(what, words);
 }
 
@@ -241,7 +241,7 @@ void write_rotated(uint32_t owner, const ReadOnlyArray &positions, uint32_t owne
     check_threads(threads);
     const RotatedStripe stripe = stripe_of(owners, key);
     if (owner >= owners) refuse("owner must be below " + std::to_string(owners) + ", got " + std::to_string(owner));
-    if (positions.dtype() != nb::dtype<int32_t>()) refuse_dtype("positions", "int32", positions);
+    if (positions.dtype() != nb::dtype<int32_t>()) refuse_kind("positions", "int32", positions);
     check_flat("positions", positions);
     Indices items = indices_of(positions);
     run("rotated_index", "positions", uint64_t{1} << 31, [&] { check_indices(items, 0, uint64_t{1} << 31); });

@@ -55,7 +55,10 @@ class SparseRows:
 
     @classmethod
     def from_torch(cls, grad: Tensor) -> SparseRows:
-        """Rows of a sparse COO tensor with one sparse dimension; shares its memory. Not coalesced here.
+        """Rows of a sparse COO tensor with one sparse dimension; not coalesced here.
+
+        Shares its memory, but for indices or values that do not lie one after the other (an embedding whose output was
+        transposed leaves such a gradient): kernels take adjacent elements only, so these are copied here.
 
         Raises:
             ValueError: for another layout, or more than one sparse dimension.
@@ -66,9 +69,9 @@ class SparseRows:
                 + (f" with {grad.sparse_dim()} sparse dimensions" if grad.layout is torch.sparse_coo else "")
             )
         # _indices and _values read an uncoalesced tensor without sorting it; the public accessors refuse to.
-        values = grad._values()
+        values = grad._values().contiguous()
         dim = int(torch.Size(grad.shape[1:]).numel())
-        return cls(grad._indices()[0], values.reshape(values.shape[0], dim), int(grad.shape[0]))
+        return cls(grad._indices()[0].contiguous(), values.reshape(values.shape[0], dim), int(grad.shape[0]))
 
     @classmethod
     def from_dense(cls, grad: Tensor) -> SparseRows:

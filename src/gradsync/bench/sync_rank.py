@@ -139,7 +139,7 @@ def dense_case(nbytes: int, group: TorchGroup, spec: SyncSpec) -> dict[str, Any]
 
 def workload_case(name: str, group: TorchGroup, spec: SyncSpec) -> dict[str, Any]:
     """The sparse gradients of one real step: sparse schemes beside DDP's sparse and dense ways."""
-    workload = workloads.load(name)
+    workload = workloads.load(name, **spec.options)
     model = workload.model(sparse=True, seed=spec.seed)
     workload.loss(model, next(workload.batches(group.rank, group.size, spec.seed))).backward()
     gradients = sparse_gradients(model)
@@ -151,10 +151,11 @@ def workload_case(name: str, group: TorchGroup, spec: SyncSpec) -> dict[str, Any
     costs = {name: step_costs(s, specs, profiles, group.size) for name, s in SPARSE_SCHEMES.items()}
     params = {
         "workload": name,
+        **spec.options,
         "density": [p.density for p in profiles],
         "union_rows": union_rows(profiles, group.size),
     }
-    return measure(
+    case = measure(
         params,
         {
             "ddp_sparse": lambda: [dist.all_reduce(g.clone()) for g in gradients],
@@ -164,6 +165,7 @@ def workload_case(name: str, group: TorchGroup, spec: SyncSpec) -> dict[str, Any
         costs,
         spec,
     )
+    return {**case, "options": workload.options}
 
 
 def sparse_gradients(model: nn.Module) -> list[Tensor]:

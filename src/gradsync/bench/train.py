@@ -88,6 +88,7 @@ def run_training(spec: TrainSpec, on_event: Callable[[dict[str, Any]], None]) ->
     on_loopback = isinstance(where, Loopback)
     run = TrainingRun(
         workload=spec.workload,
+        options=workload.options,
         description=workload.describe(),
         source=workload.source,
         nodes=spec.nodes,
@@ -175,12 +176,14 @@ def _record(
         subject=subject.name,
         baseline=baseline.name,
         params=params,
+        options=run.options,
         repeats=len(mine),
         subject_s=Spread.of(mine) if mine else None,
         baseline_s=Spread.of(base) if base else None,
         ratio=_ratio(mine, base),
         aa=aa,
         loss=subject.final or None,
+        baseline_loss=baseline.final or None,
         seeds=[spec.seed],
         wire_bytes=WireBytes(subject=subject.interface_bytes_per_step, baseline=baseline.interface_bytes_per_step),
         payload_bytes=WireBytes(subject=payload),

@@ -10,11 +10,12 @@ import typer
 
 from ..bench.kernels import WORK, KernelsSpec, run_kernels
 from ..bench.methods import METHODS
+from ..bench.options import parse_options
 from ..bench.sync import DENSE_SIZES_BYTES, SUBJECTS, SyncSpec, run_sync
 from ..bench.train import TrainSpec, run_training
 from ..report.record import Record, save_records
 from ..report.tables import judgements, records_table
-from ..workloads import names
+from ..workloads import declared_options, kind_of, names
 from .progress import WIDE, beside, console, event_bar, plain_errors
 
 app = typer.Typer(help="Measure methods beside each other and keep the records.", no_args_is_help=True)
@@ -33,12 +34,22 @@ Require = Annotated[
         help="Exit with 1 unless the subject's ratio holds the bound, by the noise rule; repeatable.",
     ),
 ]
+Options = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option",
+        metavar="NAME=VALUE",
+        help="Option of every workload of the run; repeatable. "
+        + " ".join(f"{name}: {', '.join(declared_options(kind_of(name)))}." for name in names()),
+    ),
+]
 Loopback = Annotated[bool, typer.Option(help="No namespaces: plain loopback, not shaped.")]
 
 
 @app.command()
 def sync(  # noqa: PLR0917 (the command's options)
     workload: Annotated[str, typer.Option(help="Workloads whose gradients travel, comma-separated.")] = "deepfm",
+    option: Options = None,
     nodes: Nodes = 4,
     ranks_per_node: RanksPerNode = 1,
     link: Rate = "1gbit",
@@ -49,8 +60,12 @@ def sync(  # noqa: PLR0917 (the command's options)
     require: Require = None,
 ) -> None:
     """The exchange of gradients alone: every scheme beside what DDP issues for the same tensors."""
+    chosen = tuple(workload.split(","))
+    with plain_errors():
+        options = parse_options(chosen, option or ())
     spec = SyncSpec(
-        workloads=tuple(workload.split(",")),
+        workloads=chosen,
+        options=options,
         nodes=nodes,
         ranks_per_node=ranks_per_node,
         link=link,
@@ -69,6 +84,7 @@ def sync(  # noqa: PLR0917 (the command's options)
 @app.command()
 def train(  # noqa: PLR0917 (the command's options)
     workload: Annotated[str, typer.Option(help=f"What to train: {', '.join(names())}.")] = "deepfm",
+    option: Options = None,
     methods: Annotated[
         str,
         typer.Option(
@@ -81,16 +97,19 @@ def train(  # noqa: PLR0917 (the command's options)
     link: Rate = "1gbit",
     repeats: Annotated[int, typer.Option(min=5, help="Pairs of blocks that are judged.")] = 10,
     block_steps: Annotated[int, typer.Option(min=1, help="Steps of a block.")] = 8,
-    row_length: Annotated[int | None, typer.Option(help="Elements of an embedding row (deepfm).")] = None,
+    row_length: Annotated[int | None, typer.Option(help="Short for --option dim=N.")] = None,
     json: Json = None,
     quick: Quick = False,
     loopback: Loopback = False,
     require: Require = None,
 ) -> None:
     """Training steps: methods in turns on the same model, data and cluster."""
+    texts = [*(option or ()), *([] if row_length is None else [f"dim={row_length}"])]
+    with plain_errors():
+        options = parse_options([workload], texts)
     spec = TrainSpec(
         workload=workload,
-        options={"dim": row_length} if row_length is not None else {},
+        options=options,
         methods=tuple(methods.split(",")),
         nodes=nodes,
         ranks_per_node=ranks_per_node,

@@ -43,8 +43,12 @@ def load() -> ModuleType:
 
 def supports(tensors: Iterable[Tensor], entries: int = 0) -> bool:
     """Whether the native module knows the dtypes and device, and takes tables of so many rows or elements."""
-    known = all(t.dtype in _DTYPES and t.device.type == "cpu" and t.layout == torch.strided for t in tensors)
-    return known and entries <= load().MAX_BITS
+    return all(t.dtype in _DTYPES and _is_plain(t) for t in tensors) and entries <= load().MAX_BITS
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether memory holds its elements as they are: not on a device, not sparse, not negated by a mere mark."""
+    return tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_neg()
 
 
 def _threads(requested: int | None, elements: int) -> int:
@@ -55,10 +59,11 @@ def _threads(requested: int | None, elements: int) -> int:
 
 def _plain(name: str, tensor: Tensor) -> Tensor:
     """The tensor without autograd; the C++ side checks dtype, shape and strides."""
-    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-        raise ValueError(
+    if not _is_plain(tensor):
+        negated = ", a negative view" if tensor.is_neg() else ""
+        raise TypeError(
             f"the native kernels take dense tensors on the CPU, got {name} {tensor.dtype} {tensor.layout} on "
-            f"{tensor.device}: use the reference implementation"
+            f"{tensor.device}{negated}: use the reference implementation"
         )
     if tensor.dtype not in _DTYPES:
         raise TypeError(f"the native kernels do not know the dtype of {name}, got {tensor.dtype}: use the reference")

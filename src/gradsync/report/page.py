@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from . import plots
 from .record import Record, Spread, TrainingRun
-from .tables import TRAINING_COLUMNS, against_baseline, factor, failure, training_rows
+from .tables import against_baseline, factor, failure, training_columns, training_rows
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -111,7 +111,7 @@ def write_page(run: TrainingRun, path: str | Path) -> None:
     html = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         run=run,
         verdict=verdict(run),
-        columns=TRAINING_COLUMNS,
+        columns=training_columns(run),
         rows=training_rows(run),
         figures=drawn,
         aa=next((factor(record.aa) for record in run.records if record.aa), None),

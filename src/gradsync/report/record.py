@@ -58,6 +58,7 @@ class Record(BaseModel):
     subject: str
     baseline: str
     params: dict[str, Any]
+    options: dict[str, Any] = {}  # of the workload: all of them, those asked for (also in params) and the defaults
     repeats: int
     subject_s: Spread | None
     baseline_s: Spread | None
@@ -65,7 +66,8 @@ class Record(BaseModel):
     aa: Spread | None  # the baseline against itself in the same run
     predicted_s: float | None = None
     bound_s: float | None = None
-    loss: dict[str, float] | None = None
+    loss: dict[str, float] | None = None  # the subject's measures on held-out samples after the run: loss, auc, ...
+    baseline_loss: dict[str, float] | None = None
     seeds: list[int] = []
     wire_bytes: WireBytes | None = None
     payload_bytes: WireBytes | None = None  # what the schemes handed to the transport
@@ -112,7 +114,7 @@ class MethodRun(BaseModel):
     losses: list[float] = []
     samples_per_step: int = 0
     interface_bytes_per_step: float | None = None  # busiest node, sent
-    final: dict[str, float] = {}  # held-out loss, auc, ...
+    final: dict[str, float] = {}  # held-out loss, auc, perplexity, ...
     backward_s: float | None = None  # medians of one step's parts, where the method can tell
     exposed_s: float | None = None
     plan: list[str] = []  # in words
@@ -125,6 +127,7 @@ class TrainingRun(BaseModel):
     """All methods of one run, with what it ran on."""
 
     workload: str
+    options: dict[str, Any] = {}  # of the workload, defaults included
     description: str
     source: str  # where the data came from
     nodes: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from .record import MethodRun, Record, Spread, TrainingRun
@@ -10,14 +10,14 @@ from .record import MethodRun, Record, Spread, TrainingRun
 if TYPE_CHECKING:
     from rich.table import Table
 
-TRAINING_COLUMNS = (
+_TRAINING_COLUMNS = (
     "method",
     "step, ms",
     "samples/s",
     "sent MB a step and node",
     "payload MB",
     "test loss",
-    "AUC",
+    "measure",  # of what the workload learns, if it has one: named by `training_columns`
     "ratio",
 )
 RECORD_COLUMNS = (
@@ -32,7 +32,11 @@ RECORD_COLUMNS = (
     "predicted, ms",
     "bound, ms",
     "subject / bound",
+    "held-out",
 )
+# Measures of held-out samples after the run, by the names that `Workload.evaluate` gives them: in words, and digits.
+# Perplexity is that of the softmax over the whole vocabulary, whatever the training samples.
+MEASURES = {"auc": ("AUC", 4), "perplexity": ("perplexity", 1)}
 NOTHING = "-"
 
 
@@ -80,6 +84,20 @@ def against_baseline(run: TrainingRun) -> dict[str, Record]:
     return {r.subject: r for r in judged if r.ratio is not None}
 
 
+def measure_of(final: Mapping[str, float] | None) -> tuple[str, str] | None:
+    """What was learned, in words, and how well; None where nothing was measured, or the loss only."""
+    for name, (words, digits) in MEASURES.items():
+        if final and name in final:
+            return words, f"{final[name]:.{digits}f}"
+    return None
+
+
+def training_columns(run: TrainingRun) -> tuple[str, ...]:
+    """The headings of `training_rows`."""
+    found = next((measure for method in run.methods if (measure := measure_of(method.final))), None)
+    return tuple(found[0] if found and heading == "measure" else heading for heading in _TRAINING_COLUMNS)
+
+
 def training_rows(run: TrainingRun) -> list[list[str]]:
     """The cells of the training table, one row a method; the row of a failed method has two: its name and its error."""
     records = against_baseline(run)
@@ -98,12 +116,13 @@ def _figures(method: MethodRun, records: dict[str, Record], run: TrainingRun) ->
         megabytes(method.interface_bytes_per_step),
         megabytes(payload_bytes(method)),
         f"{method.final['loss']:.5f}" if "loss" in method.final else NOTHING,
-        f"{method.final['auc']:.4f}" if "auc" in method.final else NOTHING,
+        measure[1] if (measure := measure_of(method.final)) else NOTHING,
         factor(records[method.name].ratio) if method.name in records else ratio,
     ]
 
 
-COMPACT_RECORD_COLUMNS = (0, 1, 2, 3, 5, 6)
+LEARNED = RECORD_COLUMNS.index("held-out")
+COMPACT_RECORD_COLUMNS = (0, 1, 2, 3, 5, 6, LEARNED)
 COMPACT_COLUMNS = (0, 1, 3, 5, 6, 7)  # what matters most, for narrow terminals
 
 
@@ -116,18 +135,19 @@ def training_table(run: TrainingRun, *, compact: bool = False) -> Table:
     noise = f"; the baseline against itself: {factor(aa)}" if aa else ""
     title, caption = f"{run.workload} on {run.nodes} nodes, {run.link}", f"median [p5-p95]{noise}"
     table = Table(title=Text(title), caption=Text(caption))
-    chosen = COMPACT_COLUMNS if compact else range(len(TRAINING_COLUMNS))
+    columns = training_columns(run)
+    chosen = COMPACT_COLUMNS if compact else range(len(columns))
     for number in chosen:
         justify: Literal["left", "right"] = "left" if number == 0 else "right"
-        table.add_column(TRAINING_COLUMNS[number], justify=justify, no_wrap=number == 0, overflow="fold")
+        table.add_column(columns[number], justify=justify, no_wrap=number == 0, overflow="fold")
     for row in training_rows(run):
-        cells = row + [""] * (len(TRAINING_COLUMNS) - len(row))  # the row of a failed method is short
+        cells = row + [""] * (len(columns) - len(row))  # the row of a failed method is short
         table.add_row(*(Text(cells[number]) for number in chosen))
     return table
 
 
 def records_table(records: Sequence[Record], *, compact: bool = False) -> Table:
-    """Records as rows: subject, baseline, both times, their ratio, noise, bytes, prediction and bound.
+    """Records as rows: subject, baseline, both times, their ratio, noise, bytes, prediction, bound; what was learned.
 
     What all records share (nodes, link, ...) is the title, what tells them apart stands beside the case.
     """
@@ -136,8 +156,11 @@ def records_table(records: Sequence[Record], *, compact: bool = False) -> Table:
 
     shared = _shared(records)
     caption = "times: median [p5-p95]; A/A: the baseline against itself; wire: subject / baseline, a step and node"
+    learned = any(measure_of(record.loss) for record in records)
+    if learned:
+        caption += "; held-out: subject / baseline, after the run"
     table = Table(title=Text(_in_words(shared)), caption=Text(caption))
-    chosen = COMPACT_RECORD_COLUMNS if compact else range(len(RECORD_COLUMNS))
+    chosen = [n for n in (COMPACT_RECORD_COLUMNS if compact else range(len(RECORD_COLUMNS))) if learned or n != LEARNED]
     for number in chosen:
         table.add_column(RECORD_COLUMNS[number], justify="left" if number < 3 else "right", overflow="fold")
     for record in records:
@@ -162,7 +185,15 @@ def _record_row(record: Record, shared: dict[str, Any]) -> list[str]:
         NOTHING if record.predicted_s is None else f"{record.predicted_s * 1e3:.1f}",
         NOTHING if bound_s is None else f"{bound_s * 1e3:.{_digits(bound_s)}f}",
         NOTHING if over_bound is None else f"{over_bound:.2f}",
+        _learned(record),
     ]
+
+
+def _learned(record: Record) -> str:
+    """`AUC 0.7841 / 0.7840`."""
+    measures = [measure_of(record.loss), measure_of(record.baseline_loss)]
+    name = next((measure[0] for measure in measures if measure), None)
+    return f"{name} {' / '.join(measure[1] if measure else NOTHING for measure in measures)}" if name else NOTHING
 
 
 def judgements(records: Sequence[Record], bounds: Sequence[tuple[str, float]]) -> list[tuple[bool, str]]:

