@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -16,6 +18,7 @@ from ..steps import transfers
 FIRST_BUCKET_BYTES = 1 << 20  # DDP's first bucket: an early start of communication
 BUCKET_BYTES = 25 << 20  # DDP's default, so that dense models run as they do there
 FEWEST_BUCKET_BYTES = 1 << 20  # the smallest size worth a trial: at 1 Gbit a ring of it takes 13 ms, 5 of them latency
+MARGIN, MARGIN_ROWS = 1.5, 16  # room for rows beyond those measured: batches differ; costs memory, no bytes
 BUCKETS_TO_OVERLAP = 4  # the size between: a guess, of which the trial says whether it was a good one
 
 SPARSE_SCHEMES: tuple[Scheme[Any], ...] = (BalancedParallelism(), AGSparse())
@@ -122,7 +125,10 @@ def _order(plan: Plan, *, dense_between: bool) -> Iterator[tuple[str, str]]:
 
 
 def cheapest_sparse_scheme(tables: Sequence[ParameterProfile], world_size: int) -> Scheme[Any]:
-    """The sparse scheme whose busiest rank moves the fewest bytes for the measured densities; the first without any."""
+    """The sparse scheme whose busiest rank moves the fewest bytes for the measured densities; the first without any.
+
+    What the densities fix beforehand is in it, see `with_capacity`.
+    """
     densities = [p.density for p in tables]
     if any(d is None for d in densities):
         return SPARSE_SCHEMES[0]
@@ -133,4 +139,13 @@ def cheapest_sparse_scheme(tables: Sequence[ParameterProfile], world_size: int) 
     def busiest_bytes(scheme: Scheme[Any]) -> float:
         return sum(t.busiest_bytes for t in transfers(scheme.steps(specs, known, placement)))
 
-    return min(SPARSE_SCHEMES, key=busiest_bytes)
+    return min((with_capacity(scheme, known) for scheme in SPARSE_SCHEMES), key=busiest_bytes)
+
+
+def with_capacity(scheme: Scheme[Any], densities: Sequence[DensityProfile]) -> Scheme[Any]:
+    """The scheme for tables like these, with room for their rows, so that no sizes need to be exchanged."""
+    if not isinstance(scheme, BalancedParallelism):
+        return scheme
+    capacity = [min(math.ceil(MARGIN * d.rows) + MARGIN_ROWS, d.num_rows) for d in densities]
+    rows = [(d.pattern, d.num_rows) if d.pattern else position for position, d in enumerate(densities)]
+    return replace(scheme, capacity=tuple(capacity), same_rows=tuple(rows.index(known) for known in rows))
