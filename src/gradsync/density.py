@@ -39,6 +39,11 @@ class DensityProfile:
         """Share of the rows one rank touches, in [0, 1]."""
         return self.rows / self.num_rows if self.num_rows else 0.0
 
+    def may_have_rows_of(self, other: DensityProfile) -> bool:
+        """Whether nothing that is known contradicts that two tables have the same rows."""
+        unknown = not (self.pattern and other.pattern)
+        return self.rows == other.rows and (unknown or self.pattern == other.pattern or self.rows == 0)
+
     def union_rows(self, ranks: int) -> float:
         """Rows of the sum over `ranks` ranks: as measured, else interpolated as a power of the number of ranks.
 

@@ -323,7 +323,9 @@ def tied_dense() -> None:
 
 
 def sparse_under_each_scheme() -> None:
-    for scheme in (AGSparse(), BalancedParallelism()):
+    """The last two: room for every row, and for those of some ranks in some steps."""
+    planned = [BalancedParallelism(capacity=(rows,), same_rows=(0,)) for rows in (30, 18)]
+    for scheme in (AGSparse(), BalancedParallelism(), *planned):
         specs = {name: TensorSpec.of(p) for name, p in trainable_parameters(Tables()).items()}
         dense = [name for name in specs if name.startswith("out")]
         buckets = [(["words.weight"], scheme), (dense, AllReduce()), (["bags.weight"], scheme)]

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from gradsync.bucket import Layout, TensorSpec
 from gradsync.comm import Ledger, LocalGroup, RecordingGroup, drive, run_local
+from gradsync.density import DensityProfile, profile_rows, profile_tables
+from gradsync.planner import with_capacity
 from gradsync.schemes import AGSparse, AllReduce, BalancedElements, BalancedParallelism, Scheme
 from gradsync.sparse import SparseRows
 
@@ -24,6 +26,7 @@ class Member:
     `sections`: of each tensor in a message, aligned one by one; none where bytes do not depend on the data.
     `dealt`: elements go to owners by a seeded map, whose shares are equal only on average.
     `instead`: the stages of its other way, if it takes one where the data is not sparse.
+    `plan` makes the scheme for what the ranks bring, where its settings depend on that; `title` tells such rows apart.
     """
 
     scheme: Scheme[Any]
@@ -31,12 +34,49 @@ class Member:
     sections: int = 0
     dealt: bool = False
     instead: tuple[str, ...] = ()
+    title: str = ""
+    plan: Callable[[Sequence[Tables]], Scheme[Any]] | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.scheme.name} {self.title}".strip()
+
+    def planned(self, inputs: Sequence[Any]) -> Scheme[Any]:
+        """The scheme for these ranks' tables."""
+        return self.plan(inputs) if self.plan is not None else self.scheme
+
+
+def profiles_of(inputs: Sequence[Any]) -> tuple[DensityProfile, ...]:
+    """The exact profile of the ranks' tables, or of the elements of their flat tensors."""
+    if isinstance(inputs[0], torch.Tensor):
+        return (profile_rows([x.nonzero().flatten() for x in inputs], inputs[0].numel()),)
+    return profile_tables([(c[0].num_rows, [t.indices for t in c]) for c in zip(*inputs, strict=True)])
+
+
+def measured(inputs: Sequence[Tables]) -> Scheme[Any]:
+    """What the planner makes of the ranks' tables: every rank's rows fit."""
+    return with_capacity(BalancedParallelism(), profiles_of(inputs))
+
+
+def generous(inputs: Sequence[Tables]) -> BalancedParallelism:
+    """Room for every row there is; nothing is known of common rows."""
+    rows = tuple(table.num_rows for table in inputs[0])
+    return BalancedParallelism(capacity=rows, same_rows=tuple(range(len(rows))))
+
+
+def without_room(inputs: Sequence[Tables]) -> BalancedParallelism:
+    """No row fits, on any rank."""
+    tables = len(inputs[0])
+    return BalancedParallelism(capacity=(0,) * tables, same_rows=tuple(range(tables)))
 
 
 MEMBERS = [
     Member(AllReduce(), roundings=lambda n: n + 1),  # scaled, then the transport's own sum in the bucket's dtype
     Member(AGSparse(), roundings=lambda n: 2, sections=2),  # repeated rows merged before they are sent, then the sum
     Member(BalancedParallelism(), roundings=lambda n: 2, sections=2),
+    Member(BalancedParallelism(), roundings=lambda n: 2, sections=2, title="as measured", plan=measured),
+    Member(BalancedParallelism(), roundings=lambda n: 2, sections=2, title="with room", plan=generous),
+    Member(BalancedParallelism(), roundings=lambda n: 2, sections=2, title="without room", plan=without_room),
     Member(BalancedElements(), roundings=lambda n: n + 1, sections=4, dealt=True, instead=("sizes", "all_reduce")),
 ]
 ROW_MEMBERS = [member for member in MEMBERS if member.scheme.layout is Layout.ROWS]
@@ -204,9 +244,9 @@ class Counted:
         return pending
 
 
-def run(scheme: Scheme[Any], inputs: Sequence[Any], scale: float, states: Sequence[Any] | None = None) -> Outcome:
+def run(member: Member, inputs: Sequence[Any], scale: float, states: Sequence[Any] | None = None) -> Outcome:
     """`synchronize` on one thread a rank, over a recording group. The inputs stay as they are."""
-    ledgers = [Ledger() for _ in inputs]
+    ledgers, scheme = [Ledger() for _ in inputs], member.planned(inputs)
 
     def rank_main(group: LocalGroup) -> tuple[Any, Any, int]:
         recording = RecordingGroup(group, ledgers[group.rank])

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from gradsync.bucket import TensorSpec
 from gradsync.schemes.formats import INT32_ROWS, ElementFormat, aligned, index_dtype, message_nbytes, sections
 from gradsync.schemes.owners import MOST_SHARED, column_owners
-from gradsync.schemes.tables import ABSENT, SAME_AS, Agreement, RowGroup, Survey
+from gradsync.schemes.tables import ABSENT, SAME_AS, Agreement, RowGroup, Survey, common_groups, fits, planned_groups
 from gradsync.sparse import SparseRows
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -102,14 +102,46 @@ def test_a_header_tells_distinct_rows_absent_tables_and_rows_seen_before() -> No
 
 def test_ranks_agree_on_groups_only_where_all_have_the_same_rows() -> None:
     specs = tuple(TensorSpec((4, dim), torch.float32) for dim in (2, 3, 1))
-    everywhere, here = [5, SAME_AS, SAME_AS], [6, SAME_AS, 7]
-    agreed = Agreement.of([torch.tensor(everywhere), torch.tensor(here)], specs)
+    headers = [[5, SAME_AS, SAME_AS], [6, SAME_AS, 7]]
+    agreed = Agreement.of(headers, common_groups(headers, specs))
     assert [group.positions for group in agreed.groups] == [(0, 1), (2,)]
     assert agreed.rows == ((5, 5), (6, 7))
     assert agreed.present == (True, True, True)
-    absent = Agreement.of([torch.tensor([ABSENT] * 3), torch.tensor([ABSENT, 2, ABSENT])], specs)
+    headers = [[ABSENT] * 3, [ABSENT, 2, ABSENT]]
+    absent = Agreement.of(headers, common_groups(headers, specs))
     assert absent.present == (False, True, False)
     assert absent.rows == ((0, 0, 0), (0, 2, 0))
+
+
+@pytest.mark.parametrize(
+    ("header", "expected"),
+    [
+        ([5, SAME_AS, 3], True),
+        ([5, SAME_AS, SAME_AS], True),  # more in common than planned
+        ([0, ABSENT, 0], True),
+        ([ABSENT, ABSENT, ABSENT], True),
+        ([6, SAME_AS, 3], False),  # one row too many
+        ([5, SAME_AS, 6], False),
+        ([5, 5, 3], False),  # as many rows, but others
+        ([5, ABSENT, 3], False),
+        ([ABSENT, 5, 3], False),
+    ],
+)
+def test_rows_fit_a_plan_that_has_room_for_them_and_tells_which_are_the_same(header: list[int], expected: bool) -> None:
+    assert fits(header, capacity=(5, 5, 5), same_rows=(0, 0, 2)) is expected
+
+
+def test_tables_are_the_same_through_an_earlier_one_that_the_plan_does_not_name() -> None:
+    assert fits([4, SAME_AS, SAME_AS], capacity=(4, 4, 4), same_rows=(0, 1, 1))
+
+
+def test_a_plan_for_other_tables_is_refused() -> None:
+    specs = (TensorSpec((4, 2), torch.float32), TensorSpec((5, 2), torch.float32))
+    with pytest.raises(ValueError, match="planned for 3 tables, the bucket has 2"):
+        planned_groups(specs, (0, 1, 2))
+    with pytest.raises(ValueError, match="tables 0 and 1 of the bucket cannot have the same rows: they have 4 and 5"):
+        planned_groups(specs, (0, 0))
+    assert [group.positions for group in planned_groups((specs[0],) * 3, (0, 1, 0))] == [(0, 2), (1,)]
 
 
 def test_a_groups_columns_lie_side_by_side() -> None:

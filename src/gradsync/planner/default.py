@@ -5,6 +5,7 @@ Sparse are those of sparse layout, and dense ones that were found to be mostly z
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -21,6 +22,7 @@ FIRST_BUCKET_BYTES = 1 << 20  # DDP's first bucket: an early start of communicat
 BUCKET_BYTES = 25 << 20  # DDP's default, so that dense models run as they do there
 FEWEST_BUCKET_BYTES = 1 << 20  # the smallest size worth a trial: at 1 Gbit a ring of it takes 13 ms, 5 of them latency
 MOST_OF_DENSE = 0.5  # bytes: a dense gradient found to be sparse must save so much, as it must also be searched
+MARGIN, MARGIN_ROWS = 1.5, 16  # room for rows beyond those measured: batches differ; costs memory, no bytes
 BUCKETS_TO_OVERLAP = 4  # the size between: a guess, of which the trial says whether it was a good one
 
 SPARSE_SCHEMES: tuple[Scheme[Any], ...] = (BalancedParallelism(), AGSparse())
@@ -154,11 +156,24 @@ def busiest_bytes(steps: Sequence[Step]) -> float:
 
 
 def cheapest_sparse_scheme(tables: Sequence[ParameterProfile], world_size: int) -> Scheme[Any]:
-    """The sparse scheme whose busiest rank moves the fewest bytes for the measured densities; the first without any."""
+    """The sparse scheme whose busiest rank moves the fewest bytes for the measured densities; the first without any.
+
+    What the densities fix beforehand is in it, see `with_capacity`.
+    """
     densities = [p.density for p in tables]
     if any(d is None for d in densities):
         return SPARSE_SCHEMES[0]
     known: tuple[DensityProfile, ...] = tuple(d for d in densities if d is not None)
     specs: tuple[TensorSpec, ...] = tuple(p.tensor for p in tables)
     placement = Placement.one_per_node(world_size)
-    return min(SPARSE_SCHEMES, key=lambda scheme: busiest_bytes(scheme.steps(specs, known, placement)))
+    fixed = [with_capacity(scheme, known) for scheme in SPARSE_SCHEMES]
+    return min(fixed, key=lambda scheme: busiest_bytes(scheme.steps(specs, known, placement)))
+
+
+def with_capacity(scheme: Scheme[Any], densities: Sequence[DensityProfile]) -> Scheme[Any]:
+    """The scheme for tables like these, with room for their rows, so that no sizes need to be exchanged."""
+    if not isinstance(scheme, BalancedParallelism):
+        return scheme
+    capacity = [min(math.ceil(MARGIN * d.rows) + MARGIN_ROWS, d.num_rows) for d in densities]
+    rows = [(d.pattern, d.num_rows) if d.pattern else position for position, d in enumerate(densities)]
+    return replace(scheme, capacity=tuple(capacity), same_rows=tuple(rows.index(known) for known in rows))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..comm import LENGTH_BYTES
 from .tables import Columns, Piece, RowGroup
 
 ALIGNMENT_BYTES = 8
@@ -68,6 +69,11 @@ def sections(
             values = take(count * piece.width * piece.itemsize).view(dtype).view(count, piece.width)
             pieces.append((piece, values))
         yield Section(indices, tuple(pieces))
+
+
+def head_nbytes(tables: int) -> int:
+    """Size of what comes before the sections where sizes are not exchanged: the message's length, the rank's header."""
+    return LENGTH_BYTES + 8 * tables
 
 
 def message_nbytes(groups: Sequence[RowGroup], rows: Sequence[float], spans: Sequence[Spans]) -> float:
