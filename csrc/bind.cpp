@@ -266,7 +266,7 @@ void join_elements(const std::vector<ReadOnlyArray> &positions, const std::vecto
     std::vector<Indices> parts;
     std::vector<const void *> from;
     for (size_t owner = 0; owner < positions.size(); ++owner) {
-        if (positions[owner].dtype() != nb::dtype<int32_t>()) refuse_dtype("positions", "int32", positions[owner]);
+        if (positions[owner].dtype() != nb::dtype<int32_t>()) refuse_kind("positions", "int32", positions[owner]);
         parts.push_back(indices_of(positions[owner]));
         check_same_dtype("values", values[owner], out);
         check_flat("values", values[owner], parts.back().count);
