@@ -55,3 +55,18 @@ def test_the_nearest_measurement_counts_and_the_table_bounds_the_union() -> None
 def test_equal_and_disjoint_rows_are_the_limits(ratio: float) -> None:
     profile = DensityProfile(10_000, 100.0, {2: ratio})
     assert profile.union_rows(8) == pytest.approx(100 * ratio**3)
+
+
+@pytest.mark.parametrize(
+    ("rows", "pattern", "expected"),
+    [(5.0, "a", True), (5.0, "", True), (5.0, "b", False), (6.0, "a", False), (6.0, "", False)],
+)
+def test_tables_may_have_the_same_rows_unless_something_known_speaks_against_it(
+    rows: float, pattern: str, expected: bool
+) -> None:
+    known, other = DensityProfile(10, 5.0, pattern="a"), DensityProfile(10, rows, pattern=pattern)
+    assert known.may_have_rows_of(other) is other.may_have_rows_of(known) is expected
+
+
+def test_tables_without_rows_have_the_same_rows_whatever_their_patterns() -> None:
+    assert DensityProfile(10, 0.0, pattern="a").may_have_rows_of(DensityProfile(10, 0.0, pattern="b"))
