@@ -106,3 +106,18 @@ def test_of_two_looks_the_denser_one_counts() -> None:
     assert denser(None, thin) is thin
     assert denser(thin, None) is thin
     assert denser(None, None) is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "pattern", "expected"),
+    [(5.0, "a", True), (5.0, "", True), (5.0, "b", False), (6.0, "a", False), (6.0, "", False)],
+)
+def test_tables_may_have_the_same_rows_unless_something_known_speaks_against_it(
+    rows: float, pattern: str, expected: bool
+) -> None:
+    known, other = DensityProfile(10, 5.0, pattern="a"), DensityProfile(10, rows, pattern=pattern)
+    assert known.may_have_rows_of(other) is other.may_have_rows_of(known) is expected
+
+
+def test_tables_without_rows_have_the_same_rows_whatever_their_patterns() -> None:
+    assert DensityProfile(10, 0.0, pattern="a").may_have_rows_of(DensityProfile(10, 0.0, pattern="b"))

@@ -306,6 +306,10 @@ static bool overrun(const std::string &kernel) {
             .write(values.data(), sizeof(float), {local.data()}, {tight.data() + 9});
     } else if (kernel == "rotated_index") {
         rotated_indices(RotatedStripe(2, 0), 0, positions.data(), 3, found.data(), 1);
+    } else if (kernel == "join_rotated") {
+        const std::vector<int32_t> first(1);
+        join_rotated(RotatedStripe(1, 0), {{first.data(), false, 1}}, {values.data()}, tight.data() + 9, 3,
+                     sizeof(float), 1);
     } else {
         return false;
     }

@@ -343,7 +343,9 @@ def test_only_ranks_whose_rows_do_not_fit_keep_them_back(plan: Any) -> None:
     (asking, *_) = BALANCED
     case = "uniform" if plan is tight else "the same rows on some ranks"
     inputs = make_inputs(asking.scheme, case, 3, torch.float32)
-    outcome = run(replace(asking, plan=plan), inputs, 1.0)
+    member = replace(asking, plan=plan)
+    outcome = run(member, inputs, 1.0)
+    assert [transfer.stage for transfer in predicted(member, inputs)] == ["push", REPEAT, "pull"]
     header_alone = [ledger.entries[0].sent_bytes == 2 * (8 + 8 * len(inputs[0])) for ledger in outcome.ledgers]
     assert header_alone == ([False, True, True] if plan is tight else [False, True, False])
     assert outcome.awaits == [3] * 3

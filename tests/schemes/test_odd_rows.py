@@ -12,7 +12,7 @@ from gradsync.schemes.formats import index_dtype
 from gradsync.sparse import SparseRows
 from tests.schemes.family import ROW_MEMBERS, Member, bits, run
 
-every_row_member = pytest.mark.parametrize("member", ROW_MEMBERS, ids=lambda member: member.scheme.name)
+every_row_member = pytest.mark.parametrize("member", ROW_MEMBERS, ids=lambda member: member.name)
 
 BIG = {  # rows, elements of a row: nothing of such a table is stored but the rows touched
     "2^31 elements": (2**26, 32),
@@ -39,7 +39,7 @@ def test_tables_of_2_31_elements_and_more_are_summed(member: Member, shape: str)
     for (table,) in inputs:
         for row, value in zip(table.indices.tolist(), table.values, strict=True):
             expected[row] = expected.get(row, torch.zeros(dim)) + value
-    for (result,) in run(member.scheme, inputs, 0.5).results:
+    for (result,) in run(member, inputs, 0.5).results:
         assert result.indices.tolist() == sorted(expected)
         assert torch.equal(result.values, torch.stack([expected[row] for row in sorted(expected)]) / 2)
         assert result.num_rows == num_rows
@@ -53,7 +53,7 @@ def test_zeros_of_both_signs_are_rows_and_sum_to_zero_with_one_sign_on_all_ranks
         values[1] = 0.0 if rank % 2 else -0.0
         return (SparseRows(torch.tensor([6, 2, 4]), values, 8),)
 
-    results = run(member.scheme, [brought(rank) for rank in range(size)], 1 / size).results
+    results = run(member, [brought(rank) for rank in range(size)], 1 / size).results
     assert all(bits(result) == bits(results[0]) for result in results)
     assert results[0][0].indices.tolist() == [2, 4, 6], "a row of zeros was brought: it is not absent"
     assert (results[0][0].values == 0).all()
@@ -71,11 +71,13 @@ def test_zeros_of_both_signs_are_rows_and_sum_to_zero_with_one_sign_on_all_ranks
 )
 def test_values_of_another_kind_are_a_type_error_on_every_rank(member: Member, values: Tensor, error: str) -> None:
     said: dict[int, str] = {}
+    indices = torch.tensor([1, 2])
+    scheme = member.planned([(SparseRows(indices, torch.ones(2, 4), 8),)] * 3)
 
     def rank_main(group: LocalGroup) -> None:
-        rows = (SparseRows(torch.tensor([1, 2]), values if group.rank == 1 else torch.ones(2, 4), 8),)
+        rows = (SparseRows(indices, values if group.rank == 1 else torch.ones(2, 4), 8),)
         try:
-            drive(member.scheme.synchronize(rows, {}, group, 1.0), timeout_s=20)
+            drive(scheme.synchronize(rows, {}, group, 1.0), timeout_s=20)
         except Exception as caught:
             said[group.rank] = f"{type(caught).__name__}: {caught}"
             raise
