@@ -126,6 +126,18 @@ RotatedStripe stripe_of(uint32_t owners, uint32_t key) {
     return {owners, key};
 }
 
+// As `run`; says also which of `what` are out of order.
+template <typename Body> void run_sorted(const char *kernel, const char *what, uint64_t size, Body body) {
+    std::string message;
+    try {
+        return run(kernel, "size", size, body);
+    } catch (const NotSorted &pair) {
+        message = std::string(kernel) + ": " + what + " must ascend, got " + std::to_string(pair.before) + " before " +
+                  std::to_string(pair.after);
+    }
+    refuse(message);
+}
+
 struct BoundRotatedPartition {
     ReadOnlyArray indices;
     std::optional<RotatedPartition> partition;
@@ -135,14 +147,7 @@ struct BoundRotatedPartition {
         check_threads(threads);
         const Indices items = indices_of(indices);
         const RotatedStripe stripe = stripe_of(owners, key);
-        std::string message;
-        try {
-            run("partition_rotated", "size", size, [&] { partition.emplace(items, size, stripe, threads); });
-        } catch (const NotSorted &pair) {
-            message = "partition_rotated: indices must ascend, got " + std::to_string(pair.before) + " before " +
-                      std::to_string(pair.after);
-        }
-        if (!message.empty()) refuse(message);
+        run_sorted("partition_rotated", "indices", size, [&] { partition.emplace(items, size, stripe, threads); });
     }
 
     void write(const ReadOnlyArray &values, const std::vector<Array> &positions, const std::vector<Array> &outs) const {
@@ -249,6 +254,29 @@ void write_rotated(uint32_t owner, const ReadOnlyArray &positions, uint32_t owne
     });
 }
 
+void join_elements(const std::vector<ReadOnlyArray> &positions, const std::vector<ReadOnlyArray> &values, uint32_t key,
+                   const Array &out, int threads) {
+    check_threads(threads);
+    const RotatedStripe stripe = stripe_of(positions.size(), key);
+    if (values.size() != positions.size())
+        refuse("one array of values per array of positions is needed, got " + std::to_string(values.size()) + " for " +
+               std::to_string(positions.size()));
+    check_floating("out", out);
+    check_flat("out", out);
+    std::vector<Indices> parts;
+    std::vector<const void *> from;
+    for (size_t owner = 0; owner < positions.size(); ++owner) {
+        if (positions[owner].dtype() != nb::dtype<int32_t>()) refuse_kind("positions", "int32", positions[owner]);
+        parts.push_back(indices_of(positions[owner]));
+        check_same_dtype("values", values[owner], out);
+        check_flat("values", values[owner], parts.back().count);
+        from.push_back(values[owner].data());
+    }
+    const uint64_t size = out.shape(0);
+    run_sorted("join_rotated", "positions", size,
+               [&] { join_rotated(stripe, parts, from, out.data(), size, out.itemsize(), threads); });
+}
+
 bool has_avx2() {
 #if defined(__x86_64__) && defined(__GNUC__)
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") &&
@@ -293,6 +321,8 @@ NB_MODULE(MODULE_NAME, m) {
     m.def("encode_bitmap", &encode, "indices"_a.noconvert(), "size"_a, "out"_a.noconvert());
     m.def("count_bits", &count_of, "words"_a.noconvert(), "threads"_a);
     m.def("decode_bitmap", &decode, "words"_a.noconvert(), "out"_a.noconvert(), "threads"_a);
+    m.def("join_rotated", &join_elements, "positions"_a.noconvert(), "values"_a.noconvert(), "key"_a,
+          "out"_a.noconvert(), "threads"_a);
     m.def("rotated_index", &write_rotated, "owner"_a, "positions"_a.noconvert(), "owners"_a, "key"_a,
           "out"_a.noconvert(), "threads"_a);
 }

@@ -81,14 +81,18 @@ void NonzeroElements::write_as(Index *indices, Unsigned *values, int threads) co
     }
 }
 
+static void require_sorted(const Indices &indices) {
+    if (indices.sorted) return;
+    with_indices(indices, [](auto *index) {
+        while (index[0] <= index[1]) ++index;
+        throw NotSorted{index[0], index[1]};
+    });
+}
+
 RotatedPartition::RotatedPartition(Indices indices, uint64_t size, RotatedStripe stripe, int threads)
     : indices_(indices), stripe_(stripe), threads_(threads), counts_(stripe.owners(), 0) {
     check_indices(indices_, 0, size);
-    if (!indices_.sorted)
-        with_indices(indices_, [](auto *index) {
-            while (index[0] <= index[1]) ++index;
-            throw NotSorted{index[0], index[1]};
-        });
+    require_sorted(indices_);
     owners_ = Scratch<uint16_t>(indices_.count);
     begins_.assign(threads, std::vector<size_t>(stripe.owners(), 0));
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
@@ -132,6 +136,70 @@ void RotatedPartition::write_as(const Value *values, const std::vector<int32_t *
             }
         });
     }
+}
+
+// The first item from `item` on that is at or after `position`, near as a rule: steps grow until they pass it.
+static size_t seek_from(size_t item, const int32_t *position, const Indices &part, uint64_t end) {
+    const auto before = [end](int32_t q) { return static_cast<uint64_t>(q) < end; };
+    size_t step = 16;
+    while (item + step < part.count && before(position[item + step])) item += step, step *= 2;
+    const int32_t *const stop = position + std::min(part.count, item + step);
+    return std::partition_point(position + item, stop, before) - position;
+}
+
+// A place is computed before it is written to: a loop without stores to memory that might alias is vectorised.
+template <typename Value>
+static void set_elements(RotatedStripe stripe, uint32_t owner, const int32_t *positions, size_t count,
+                         const Value *values, Value *out) {
+    constexpr size_t kChunk = 128;
+    uint64_t places[kChunk];
+    for (size_t first = 0; first < count; first += kChunk) {
+        const size_t chunk = std::min(kChunk, count - first);
+        for (size_t i = 0; i < chunk; ++i) places[i] = stripe.index(owner, positions[first + i]);
+        for (size_t i = 0; i < chunk; ++i) out[places[i]] = values[first + i];
+    }
+}
+
+// Block by block, so that the lines that the owners write by turns stay in the first-level cache.
+template <typename Value>
+static void join_as(RotatedStripe stripe, const std::vector<Indices> &positions,
+                    const std::vector<const void *> &values, Value *out, uint64_t size, int threads) {
+    constexpr size_t kBlockBytes = 32 << 10;
+    const uint64_t owners = stripe.owners(), runs = (size + owners - 1) / owners;
+    const uint64_t block = std::max<uint64_t>(1, kBlockBytes / (owners * sizeof(Value)));
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int t = 0; t < threads; ++t) {
+        const uint64_t begin = share_begin(runs, t, threads), end = share_begin(runs, t + 1, threads);
+        std::vector<size_t> next(owners);
+        for (uint64_t owner = 0; owner < owners; ++owner)
+            next[owner] = seek(static_cast<const int32_t *>(positions[owner].data), positions[owner], begin);
+        for (uint64_t first = begin, stop; first < end; first = stop) {
+            stop = std::min(first + block, end);
+            std::fill(out + first * owners, out + std::min(stop * owners, size), Value{0});
+            for (uint64_t owner = 0; owner < owners; ++owner) {
+                const auto *position = static_cast<const int32_t *>(positions[owner].data);
+                const size_t stopped = seek_from(next[owner], position, positions[owner], stop);
+                set_elements(stripe, owner, position + next[owner], stopped - next[owner],
+                             static_cast<const Value *>(values[owner]) + next[owner], out);
+                next[owner] = stopped;
+            }
+        }
+    }
+}
+
+void join_rotated(RotatedStripe stripe, std::vector<Indices> positions, const std::vector<const void *> &values,
+                  void *out, uint64_t size, size_t itemsize, int threads) {
+    for (size_t owner = 0; owner < positions.size(); ++owner) {
+        Indices &part = positions[owner];
+        check_indices(part, owner, uint64_t{1} << 31);
+        require_sorted(part);
+        if (part.count == 0) continue;
+        const uint64_t last = stripe.index(owner, static_cast<const int32_t *>(part.data)[part.count - 1]);
+        if (last >= size) throw BadIndex{owner, static_cast<int64_t>(last)};
+    }
+    if (itemsize == 2) join_as(stripe, positions, values, static_cast<uint16_t *>(out), size, threads);
+    else if (itemsize == 4) join_as(stripe, positions, values, static_cast<uint32_t *>(out), size, threads);
+    else join_as(stripe, positions, values, static_cast<uint64_t *>(out), size, threads);
 }
 
 template <typename Index>

@@ -51,15 +51,15 @@ public:
         return owners_ == 1 ? i : static_cast<uint64_t>(static_cast<unsigned __int128>(i) * inverse_ >> 64);
     }
     uint32_t owner(uint64_t i, uint64_t q) const {
-        const uint32_t p = static_cast<uint32_t>(i - q * owners_) + rotation(static_cast<uint32_t>(q));
-        return p < owners_ ? p : p - owners_;
+        return wrapped(static_cast<uint32_t>(i - q * owners_) + rotation(static_cast<uint32_t>(q)) - owners_);
     }
     uint64_t index(uint32_t owner, uint32_t q) const {
-        const uint32_t turn = rotation(q);
-        return uint64_t{q} * owners_ + (owner >= turn ? owner - turn : owner + owners_ - turn);
+        return uint64_t{q} * owners_ + wrapped(owner - rotation(q));
     }
 
 private:
+    // p in [-owners, owners) as a place in [0, owners), without a branch that nobody could predict.
+    uint32_t wrapped(uint32_t p) const { return p + (owners_ & -(p >> 31)); }
     // A multiply-xorshift mix of the key and q (murmur3's finaliser), scaled to [0, owners).
     uint32_t rotation(uint32_t q) const {
         uint32_t h = q ^ key_;
@@ -101,6 +101,12 @@ private:
     std::vector<std::vector<size_t>> begins_;  // per thread and owner: where its items go
     std::vector<size_t> counts_;
 };
+
+// The inverse of the partition: the elements of all owners where they belong in out[0, size), zero everywhere else.
+// Throws BadIndex with an element that is not in [0, size), NotSorted if an owner's positions (int32) do not ascend;
+// both before it writes.
+void join_rotated(RotatedStripe stripe, std::vector<Indices> positions, const std::vector<const void *> &values,
+                  void *out, uint64_t size, size_t itemsize, int threads);
 
 template <typename Index>
 void rotated_indices(RotatedStripe stripe, uint32_t owner, const int32_t *positions, size_t count, Index *out,

@@ -7,7 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from gradsync.density import DensityProfile, profile_rows
+from gradsync.bucket import TensorSpec
+from gradsync.density import DensityProfile, ParameterProfile, ZeroSample, denser, joined, profile_rows, profile_sample
 
 NUM_ROWS = 30
 
@@ -55,3 +56,53 @@ def test_the_nearest_measurement_counts_and_the_table_bounds_the_union() -> None
 def test_equal_and_disjoint_rows_are_the_limits(ratio: float) -> None:
     profile = DensityProfile(10_000, 100.0, {2: ratio})
     assert profile.union_rows(8) == pytest.approx(100 * ratio**3)
+
+
+def test_a_joined_profile_counts_all_tensors() -> None:
+    whole = joined([DensityProfile(100, 10.0, {2: 1.5}), DensityProfile(300, 30.0, {2: 1.1, 4: 1.2})])
+    assert (whole.num_rows, whole.rows) == (400, 40.0)
+    assert whole.union_rows(2) == pytest.approx(15 + 33)
+    assert whole.union_rows(4) == pytest.approx(10 * 1.5**2 + 36)
+
+
+def seen(gradients: list[torch.Tensor]) -> tuple[DensityProfile | None, DensityProfile | None]:
+    samples = [ZeroSample.of(gradient) for gradient in gradients]
+    rows, elements = torch.stack([s.rows for s in samples]), torch.stack([s.elements for s in samples])
+    return profile_sample(rows, len(gradients[0])), profile_sample(elements, gradients[0].numel())
+
+
+def test_a_sample_tells_how_many_rows_and_elements_are_not_zero_and_how_they_overlap() -> None:
+    gradients = [torch.zeros(200_000, 4) for _ in range(2)]
+    gradients[0][: 200_000 // 20] = 1.0
+    gradients[1][200_000 // 40 : 200_000 // 40 * 3, :2] = 1.0  # as many rows, half of them the same, half as dense
+    rows, elements = seen(gradients)
+    assert rows is not None and elements is not None
+    assert rows.density == pytest.approx(0.05, rel=0.15)
+    assert rows.union_rows(2) / rows.rows == pytest.approx(1.5, rel=0.1)
+    assert elements.density == pytest.approx(0.0375, rel=0.2)
+
+
+def test_a_small_tensor_is_sampled_whole() -> None:
+    gradient = torch.zeros(300, 7)
+    gradient[5], gradient[7, 3], gradient[9, 0] = 1.0, float("nan"), -0.0
+    rows, elements = seen([gradient, gradient])
+    assert rows is not None and elements is not None
+    assert (rows.rows, rows.union_rows(2), elements.rows) == (2, 2, 8)
+
+
+def test_full_strided_and_zero_gradients_are_not_found_to_be_sparse() -> None:
+    spec = TensorSpec((300, 7), torch.float32)
+    for gradient in (torch.ones(300, 7), torch.zeros(7, 300).t()):
+        rows, elements = seen([gradient])
+        assert rows is not None and elements is not None
+        assert not ParameterProfile("p", spec, sparse=False, density=rows, elements=elements).found
+    assert seen([torch.zeros(300, 7)]) == (None, None)
+
+
+def test_of_two_looks_the_denser_one_counts() -> None:
+    thin, full = DensityProfile(100, 1.0), DensityProfile(100, 100.0)
+    assert denser(thin, full) is full
+    assert denser(full, thin) is full
+    assert denser(None, thin) is thin
+    assert denser(thin, None) is thin
+    assert denser(None, None) is None

@@ -47,3 +47,9 @@ def test_a_bucket_that_is_late_holds_those_after_it_in_the_order() -> None:
     steps = {"a": [transfer("push", 1.0)], "b": [transfer("push", 1.0)]}
     tasks = forecast([("a", "push"), ("b", "push")], steps, {"a": 3.0, "b": 0.0}, COST)
     assert spans(tasks) == {("link", "a:push"): (3.0, 4.0), ("link", "b:push"): (4.0, 5.0)}
+
+
+def test_what_is_in_flight_at_the_end_is_waited_for_in_the_order_of_first_turns() -> None:
+    steps = {name: [transfer("push", 1.0), Compute("sum", 10)] for name in "ab"}
+    tasks = forecast([("b", "push"), ("a", "push")], steps, {"a": 0.0, "b": 0.0}, COST)
+    assert [t.name for t in tasks if t.stream == "kernel"] == ["b:finish", "a:finish"]

@@ -69,6 +69,18 @@ def test_json_round_trip_keeps_everything(tmp_path: Path) -> None:
     assert Plan.load(str(tmp_path / "plan.json")).digest == plan.digest
 
 
+def test_a_capacity_is_part_of_the_plan() -> None:
+    specs = {"table": SPECS["table"]}
+    plans = [
+        Plan.make(specs, 4, [(["table"], BalancedParallelism(capacity=(rows,), same_rows=(0,)))]) for rows in (40, 41)
+    ]
+    assert len({plan.digest for plan in plans}) == 2
+    for plan, rows in zip(plans, (40, 41), strict=True):
+        assert Plan.from_json(plan.to_json()) == plan
+        assert plan.order == (("0", "push"), ("0", "pull"))
+        assert plan.buckets[0].make_scheme() == BalancedParallelism(capacity=(rows,), same_rows=(0,))
+
+
 def test_json_has_the_documented_form() -> None:
     data = json.loads(make().to_json())
     assert list(data) == ["version", "world", "model", "order", "buckets", "digest"]
@@ -87,7 +99,8 @@ def test_json_has_the_documented_form() -> None:
         "what": "gradient",
         "scheme": {"all_reduce": {}},
     }
-    assert data["buckets"][1]["scheme"] == {"balanced_parallelism": {"owners": "column_stripe"}}
+    settings = {"owners": "column_stripe", "capacity": [], "same_rows": []}
+    assert data["buckets"][1]["scheme"] == {"balanced_parallelism": settings}
     assert data["digest"] == make().digest
 
 
@@ -272,3 +285,5 @@ def test_a_plan_is_described_in_words_a_line_a_bucket() -> None:
         "half, 0.00 MB -> all reduce",
     ]
     assert describe(plan, big)[1] == "table -> balanced parallelism, column stripe"
+    with_room = Plan.make(big, 4, [(["table"], BalancedParallelism(capacity=(40,), same_rows=(0,)))])
+    assert describe(with_room, big) == ["table -> balanced parallelism, column stripe, capacity 40, same rows 0"]

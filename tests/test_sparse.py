@@ -17,7 +17,7 @@ def test_rows_of_an_embedding_gradient_share_its_memory_and_stay_uncoalesced() -
     rows = SparseRows.from_torch(gradient)
     assert (rows.indices.tolist(), rows.num_rows, rows.dim, rows.nnz, rows.present) == ([7, 2, 7], 10, 4, 3, True)
     assert rows.values.data_ptr() == gradient._values().data_ptr()
-    assert torch.equal(rows.add_to(torch.zeros(10, 4)), gradient.to_dense())
+    assert torch.equal(torch.zeros(10, 4).index_add_(0, rows.indices, rows.values), gradient.to_dense())
 
 
 @pytest.mark.parametrize("shape", [(5,), (5, 3), (5, 2, 3), (0, 3), (5, 0)])
@@ -25,7 +25,7 @@ def test_dense_and_sparse_tensors_of_any_shape_return(shape: tuple[int, ...]) ->
     dense = torch.arange(float(torch.Size(shape).numel())).reshape(shape)  # row 0 of (5,) is zero
     rows = SparseRows.from_dense(dense)
     assert rows.num_rows == shape[0]
-    assert torch.equal(rows.add_to(torch.zeros(shape)), dense)
+    assert torch.equal(rows.write_to(torch.zeros(shape)), dense)
     sparse = rows.to_torch(shape)
     assert sparse.is_coalesced()
     assert torch.equal(sparse.to_dense(), dense)
@@ -40,11 +40,11 @@ def test_from_dense_takes_the_rows_that_are_not_zero_everywhere() -> None:
     assert SparseRows.from_dense(dense).indices.tolist() == [1, 3]
 
 
-def test_add_to_sums_repeated_rows_and_overwrites() -> None:
+def test_write_to_overwrites_the_rows_it_has() -> None:
     dense = torch.ones(3, 2)
-    result = SparseRows(torch.tensor([2, 2]), torch.full((2, 2), 5.0), 3).add_to(dense)
+    result = SparseRows(torch.tensor([2, 0]), torch.tensor([[5.0, 6.0], [7.0, 8.0]]), 3).write_to(dense)
     assert result is dense
-    assert dense.tolist() == [[1, 1], [1, 1], [11, 11]]
+    assert dense.tolist() == [[7, 8], [1, 1], [5, 6]]
 
 
 def test_an_absent_table_has_the_row_length_but_no_rows() -> None:

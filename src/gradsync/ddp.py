@@ -103,7 +103,9 @@ class DDPState:
         for name, gradient in self._named(bucket):
             if buffer.layout is torch.sparse_coo:
                 return self.engine.unload(name, None, sparse=True)
-            gradient.copy_(self.engine.unload(name, None, sparse=False))
+            result = self.engine.unload(name, gradient, sparse=False)
+            if result.data_ptr() != gradient.data_ptr():
+                gradient.copy_(result)
         return buffer
 
     def _named(self, bucket: GradBucket) -> Iterator[tuple[str, Tensor]]:

@@ -1,4 +1,8 @@
-"""How sparse gradients are, alone and summed over ranks, in the terms of Zen (Wang et al., OSDI 2025, section 2)."""
+"""How sparse gradients are, alone and summed over ranks, in the terms of Zen (Wang et al., OSDI 2025, section 2).
+
+Sparse gradients are counted exactly. Dense ones are sampled: an embedding with dense gradients, tied or not, has rows
+of zeros, dead units have columns of zeros, and nobody announces them.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,16 @@ from torch import Tensor
 
 from .bucket import TensorSpec
 
+SAMPLES = 8192  # rows and elements looked at in a dense gradient; a density of 1 % is told to within a tenth of it
+FEWEST_SAMPLED = 1 << 16  # elements; what is smaller gains nothing from being sparse
+MOST_FOUND = 0.5  # density up to which a dense gradient may be worth a sparse exchange
+
 
 @dataclass(frozen=True)
 class DensityProfile:
     """Rows that one rank touches in a step, and the growth of their union over several ranks.
+
+    Of a tensor seen element by element the elements are the rows.
 
     `densification[k]` is the densification ratio gamma^k: the density of the sum over k ranks over that of one rank.
     """
@@ -28,6 +38,11 @@ class DensityProfile:
     def density(self) -> float:
         """Share of the rows one rank touches, in [0, 1]."""
         return self.rows / self.num_rows if self.num_rows else 0.0
+
+    def may_have_rows_of(self, other: DensityProfile) -> bool:
+        """Whether nothing that is known contradicts that two tables have the same rows."""
+        unknown = not (self.pattern and other.pattern)
+        return self.rows == other.rows and (unknown or self.pattern == other.pattern or self.rows == 0)
 
     def union_rows(self, ranks: int) -> float:
         """Rows of the sum over `ranks` ranks: as measured, else interpolated as a power of the number of ranks.
@@ -54,8 +69,14 @@ class ParameterProfile:
     name: str
     tensor: TensorSpec
     sparse: bool  # some rank's gradient has the sparse layout
-    density: DensityProfile | None = None  # None before it was measured, or for dense gradients
+    density: DensityProfile | None = None  # of its rows; None before it was measured, and if it is not worth a look
     position: int = 0  # place in the order in which gradients become ready; equal before it was measured
+    elements: DensityProfile | None = None  # of its elements, where a dense gradient was sampled
+
+    @property
+    def found(self) -> bool:
+        """Whether a gradient of dense layout was found to be sparse."""
+        return not self.sparse and any(d is not None and d.density <= MOST_FOUND for d in (self.density, self.elements))
 
 
 def profile_rows(index_lists: Sequence[Tensor], num_rows: int) -> DensityProfile:
@@ -86,3 +107,72 @@ def profile_tables(tables: Sequence[tuple[int, Sequence[Tensor]]]) -> tuple[Dens
         )
         profiles.append(replace(profile_rows(lists, num_rows), pattern=str(first)))
     return tuple(profiles)
+
+
+def joined(profiles: Sequence[DensityProfile]) -> DensityProfile:
+    """The profile of several tensors laid one after the other."""
+    rows = sum(p.rows for p in profiles)
+    ranks = {k for p in profiles for k in p.densification}
+    growth = {k: sum(p.union_rows(k) for p in profiles) / rows for k in sorted(ranks) if rows > 0}
+    return DensityProfile(sum(p.num_rows for p in profiles), rows, growth)
+
+
+@dataclass(frozen=True)
+class ZeroSample:
+    """Which of some rows and elements of one dense gradient are not zero; every rank looks at the same ones."""
+
+    rows: Tensor  # bool (rows_sampled(spec),)
+    elements: Tensor  # bool (min(SAMPLES, numel),)
+
+    @classmethod
+    def of(cls, gradient: Tensor) -> ZeroSample:
+        """A look at a dense gradient; of one that is mostly not zero the rows are not looked at, but taken as full."""
+        spec = TensorSpec.of(gradient)
+        if not gradient.is_contiguous():  # as of channels-last convolutions: full, and not worth a copy
+            return cls(torch.ones(rows_sampled(spec)).bool(), torch.ones(min(SAMPLES, spec.numel)).bool())
+        places = sample_places(spec.numel, gradient.device)
+        elements = gradient.view(-1)[places] != 0
+        rows = elements.new_ones(rows_sampled(spec))
+        if len(rows) and float(elements.float().mean()) <= MOST_FOUND:
+            table = gradient.view(spec.num_rows, spec.dim)
+            rows = (table[sample_places(spec.num_rows, gradient.device)] != 0).any(dim=1)
+        return cls(rows.cpu(), elements.cpu())
+
+    @classmethod
+    def unused(cls, spec: TensorSpec) -> ZeroSample:
+        """What a rank saw that has no gradient."""
+        return cls(torch.zeros(rows_sampled(spec), dtype=torch.bool), torch.zeros(min(SAMPLES, spec.numel)).bool())
+
+
+def rows_sampled(spec: TensorSpec) -> int:
+    """Rows that are looked at; none where a row is an element."""
+    return min(SAMPLES, spec.num_rows) if spec.dim > 1 and len(spec.shape) > 1 else 0
+
+
+def sample_places(size: int, device: torch.device) -> Tensor:
+    """Where to look among `size` rows or elements, ascending: everywhere if they are few; for each size the same."""
+    if size <= SAMPLES:
+        return torch.arange(size, device=device)
+    generator = torch.Generator().manual_seed(size)
+    return torch.randint(size, (SAMPLES,), generator=generator).sort().values.to(device)
+
+
+def profile_sample(hits: Tensor, size: int) -> DensityProfile | None:
+    """The estimated profile of `size` rows from what each rank saw at the same places, bool (ranks, samples).
+
+    None if nothing was seen: a gradient of zeros, as a zero-initialised layer behind it gives in a first step, says
+    nothing of the next one.
+    """
+    scale = size / max(hits.shape[1], 1)
+    rows = float(hits.sum()) / len(hits) * scale
+    if rows == 0:
+        return None
+    counts = sorted({2**j for j in range(1, 32) if 2**j <= len(hits)} | ({len(hits)} - {1}))
+    return DensityProfile(size, rows, {k: float(hits[:k].any(dim=0).sum()) * scale / rows for k in counts})
+
+
+def denser(a: DensityProfile | None, b: DensityProfile | None) -> DensityProfile | None:
+    """Of two looks at the same tensor the one to go by: what was once found full must be expected to be full again."""
+    if a is None or b is None:
+        return a or b
+    return a if a.rows >= b.rows else b

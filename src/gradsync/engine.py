@@ -32,7 +32,9 @@ logger = logging.getLogger(__name__)
 
 Planner = Callable[[Sequence[ParameterProfile], int], Plan | Sequence[Plan]]
 
-MAX_OBSERVATIONS = 2  # a table that no module announced travels dense at first: its rows show in the second step
+# A table that no module announced travels dense at first, and so do dense gradients with many zeros: their rows show in
+# the second step.
+MAX_OBSERVATIONS = 2
 
 
 class Engine:
@@ -140,6 +142,8 @@ class Engine:
         exchange = self._require_step()
         if used and gradient is not None:
             self._observer.arrived(name, sparse=gradient.layout is torch.sparse_coo)
+            if self._observations_left:
+                self._observer.look(name, gradient)
         for lane in self._lanes_of[name]:
             if gradient is not None and gradient.dtype is not lane.bucket.dtype:
                 raise RuntimeError(

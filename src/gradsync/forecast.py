@@ -39,8 +39,8 @@ class _Player:
     def play(self, order: Sequence[tuple[str, str]]) -> list[Task]:
         for bucket, stage in order:
             self._turn(bucket, stage)
-        for bucket, left in self._left.items():
-            while left or bucket in self._in_flight:
+        for bucket in dict.fromkeys(bucket for bucket, _ in order):
+            while self._left[bucket] or bucket in self._in_flight:
                 self._turn(bucket, "finish")
         return self._tasks
 

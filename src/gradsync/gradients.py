@@ -149,7 +149,12 @@ class RowGradients:
 
     def unload(self, name: str, out: Tensor | None, *, sparse: bool, shape: torch.Size) -> Tensor:
         rows = self._result[name]
-        return rows.to_torch(shape) if sparse else rows.add_to(rows.values.new_zeros(shape))
+        if sparse:
+            return rows.to_torch(shape)
+        brought, _ = self._brought.get(name, (None, False))
+        if out is None or brought is None or out.data_ptr() != brought.data_ptr() or not out.is_contiguous():
+            return rows.write_to(rows.values.new_zeros(shape))
+        return rows.write_to(out)  # the rows of the sum are all that this rank brought, and more
 
     def rows(self, name: str) -> int:
         """Distinct rows this rank brought."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from .bucket import TensorSpec
+from .bucket import Layout, TensorSpec
 from .comm import Group
 from .engine import Engine
 from .lane import Lane
@@ -76,6 +76,9 @@ class AutogradHooks:
         self._settled: set[str] = set()  # parameters whose grad is their home already
         self._plan: Plan | None = None  # the plan by which gradients live where they do
         self._homes: dict[str, Tensor] = {}
+        self._staying: set[str] = (
+            set()
+        )  # parameters in buckets of tables: a dense gradient stays where autograd made it
         self._tenants: list[tuple[Lane, list[tuple[str, nn.Parameter, Tensor]]]] = []
         self._handles = [
             parameter.register_post_accumulate_grad_hook(_GradientHook(self, name))
@@ -156,10 +159,12 @@ class AutogradHooks:
                 f"the gradient of {name!r} was taken away by a hook that ran before gradsync's (an optimiser step "
                 "inside backward?); attach gradsync first"
             )
+        if name in self._staying and gradient.layout is torch.strided and _is_part(gradient):
+            parameter.grad = gradient = gradient.detach().clone()  # of an earlier plan's bucket, which can go now
         # create_graph=True: the values are averaged, their graph is not (as with DDP)
         self._engine.load(name, gradient.detach() if gradient.requires_grad else gradient)
         home = self._homes.get(name)
-        if gradient is not home and gradient.layout is torch.strided:
+        if gradient is not home and gradient.layout is torch.strided and name not in self._staying:
             if gradient.nbytes <= MOST_LENT_BYTES:
                 self._lendable.add(name)
             parameter.grad = gradient = home
@@ -236,11 +241,14 @@ class AutogradHooks:
         engine = self._engine
         self._plan = engine.plan
         self._homes = {}
+        self._staying = set()
         self._tenants = []
         for lane in engine.lanes():
             homes = ((name, self._parameters[name], lane.gradients.home(name)) for name in lane.bucket.names)
             tenants = [(name, parameter, home) for name, parameter, home in homes if home is not None]
             self._homes |= {name: home for name, _, home in tenants}
+            if lane.bucket.layout is Layout.ROWS:
+                self._staying.update(lane.bucket.names)
             self._tenants.append((lane, tenants))
 
     def _load_leftover(self, name: str) -> None:
@@ -358,6 +366,11 @@ class _ModelHook(_Hook):
 def _uncompiled(hook: type[_Hook]) -> type[_Hook]:
     """The kind of hook as `torch.compile` does not look into it; made late, because it imports the compiler."""
     return type(f"{hook.__name__}Uncompiled", (hook,), {"__call__": torch.compiler.disable(hook.__call__)})
+
+
+def _is_part(tensor: Tensor) -> bool:
+    """Whether it keeps more memory than its own."""
+    return tensor.untyped_storage().nbytes() > tensor.nbytes
 
 
 def _nothing(*args: Any) -> None:

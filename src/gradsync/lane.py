@@ -12,7 +12,7 @@ from torch import Tensor
 from .bucket import Bucket, Layout, StepMarks
 from .cluster import Placement
 from .comm import Group, Ledger, RecordingGroup
-from .density import DensityProfile, ParameterProfile
+from .density import DensityProfile, ParameterProfile, joined
 from .gradients import Gradients, gradients_of
 from .schemes import Scheme, State
 from .steps import Pattern, Step, Transfer, transfers
@@ -26,7 +26,7 @@ class BucketStatistics:
     id: str
     names: tuple[str, ...]
     scheme: str
-    density: float | None  # of its tables, mean over the ranks; None for dense buckets, and before it was measured
+    density: float | None  # mean over the ranks, of tables' rows, else of elements; None where it was not measured
     steps: int
     sent_bytes: float  # payload bytes this rank handed to the transport
     predicted_bytes: float | None  # the same from `Scheme.steps`; None while the density is not known
@@ -145,7 +145,7 @@ class Lane:
 
     def statistics(self, profiles: Mapping[str, ParameterProfile]) -> BucketStatistics:
         """The totals; `profiles` are what is known of the parameters."""
-        densities = self._densities(profiles)
+        densities = self._densities(profiles) or ()
         rows = sum(d.num_rows for d in densities)
         return BucketStatistics(
             id=self.bucket.id,
@@ -159,8 +159,14 @@ class Lane:
             exposed_s=self.exposed_s,
         )
 
-    def _densities(self, profiles: Mapping[str, ParameterProfile]) -> tuple[DensityProfile, ...]:
-        return tuple(d for name in self.bucket.names if (d := profiles[name].density) is not None)
+    def _densities(self, profiles: Mapping[str, ParameterProfile]) -> tuple[DensityProfile, ...] | None:
+        """As `Scheme.steps` takes them, one for each tensor it sees; None while not all are known."""
+        of_rows = self.bucket.layout is Layout.ROWS
+        known = [profiles[n].density if of_rows else profiles[n].elements for n in self.bucket.names]
+        found = [density for density in known if density is not None]
+        if len(found) < len(known):
+            return None
+        return tuple(found) if of_rows else (joined(found),)
 
     def _predicted_bytes(self, profiles: Mapping[str, ParameterProfile]) -> float | None:
         expected = self.expected_steps(profiles)
@@ -170,10 +176,10 @@ class Lane:
 
     def expected_steps(self, profiles: Mapping[str, ParameterProfile]) -> list[Step] | None:
         """What a training step does with the bucket; None while the densities of its tables are not known."""
-        densities = self._densities(profiles) if self.bucket.layout is Layout.ROWS else ()
-        if self.bucket.layout is Layout.ROWS and len(densities) < len(self.bucket.names):
+        densities = self._densities(profiles)
+        if densities is None and self.bucket.layout is Layout.ROWS:
             return None
-        steps = list(self.scheme.steps(self.bucket.specs, densities, Placement.one_per_node(self.group.size)))
+        steps = list(self.scheme.steps(self.bucket.specs, densities or (), Placement.one_per_node(self.group.size)))
         if self.flags_apart:
             flags_bytes = self.gradients.flags.numel() * self.gradients.flags.element_size()
             steps.append(Transfer("flags", Pattern.ALL_REDUCE, (float(flags_bytes),) * self.group.size))

@@ -1,4 +1,4 @@
-"""What a step shows of the gradients: the order in which they become ready, their layouts, their rows.
+"""What a step shows of the gradients: the order in which they become ready, their layouts, their rows, their zeros.
 
 Every rank sees its own; `Observer.share` reduces it, so that all ranks know the same and plan alike.
 """
@@ -6,16 +6,19 @@ Every rank sees its own; `Observer.share` reduces it, so that all ranks know the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .bucket import TensorSpec
-from .density import DensityProfile, ParameterProfile
+from .density import FEWEST_SAMPLED, DensityProfile, ParameterProfile, ZeroSample, denser, profile_sample, rows_sampled
 from .gradients import Gradients, RowGradients
 
 NEVER_READY = 1 << 40  # position of a parameter that rank 0 did not use in the observed step
 UNKNOWN = -1
+LOOKS = 2  # at a dense gradient before it is taken for sparse: the first step's zeros may be those of initial weights
 
 
 class Observer:
@@ -25,14 +28,22 @@ class Observer:
         announced = set(sparse_names)
         self.profiles = {n: ParameterProfile(n, spec, sparse=n in announced) for n, spec in specs.items()}
         self._arrivals: dict[str, bool] = {}  # parameters in the order they became ready -> sparse layout
+        self._samples: dict[str, ZeroSample] = {}
+        self._looks = 0
 
     def begin(self) -> None:
         """A new step: nothing is ready."""
         self._arrivals.clear()
+        self._samples.clear()
 
     def arrived(self, name: str, *, sparse: bool) -> None:
         """The parameter's gradient is ready, in this layout."""
         self._arrivals[name] = sparse
+
+    def look(self, name: str, gradient: Tensor) -> None:
+        """Samples a gradient that is ready, before it is exchanged."""
+        if gradient.layout is torch.strided and name in self._sampled_names():
+            self._samples[name] = ZeroSample.of(gradient)
 
     def layout_is_sparse(self, name: str) -> bool:
         """The layout in which the gradient came in this step here, else as the ranks agreed."""
@@ -41,6 +52,9 @@ class Observer:
     @property
     def complete(self) -> bool:
         """Whether the rows of every sparse table are known. One that no module announced travels dense at first."""
+        sampled = [self.profiles[name] for name in self._sampled_names()]
+        if self._looks < LOOKS and any(p.found or p.elements is None for p in sampled):
+            return False
         return all(p.density is not None for p in self.profiles.values() if p.sparse)
 
     def share(self, gradients: Callable[[str], Gradients], gather: Callable[[Tensor], list[Tensor]]) -> None:
@@ -55,9 +69,46 @@ class Observer:
         numbers = {name: number for number, name in enumerate(self.profiles)}
         mine = torch.tensor([self._seen(name, positions, numbers, gradients(name)) for name in self.profiles])
         table = torch.stack([part.cpu().view(mine.shape) for part in gather(mine.flatten())])
+        sampled = self._share_samples(gather)
+        before = self.profiles
         self.profiles = {
-            name: _reduced(profile, table[:, index]) for index, (name, profile) in enumerate(self.profiles.items())
+            name: _reduced(profile, table[:, index]) for index, (name, profile) in enumerate(before.items())
         }
+        self._looks += 1
+        for name, (rows, elements) in sampled.items():
+            profile = self.profiles[name]
+            if not profile.sparse:
+                exact = profile.density  # of one that travelled as a table already
+                density = exact if exact is not None else denser(rows, before[name].density)
+                denser_elements = denser(elements, before[name].elements)
+                self.profiles[name] = replace(profile, density=density, elements=denser_elements)
+
+    def _sampled_names(self) -> list[str]:
+        """Parameters whose dense gradients are worth a look; the same on every rank."""
+        return [n for n, p in self.profiles.items() if not p.sparse and p.tensor.numel >= FEWEST_SAMPLED]
+
+    def _share_samples(
+        self, gather: Callable[[Tensor], list[Tensor]]
+    ) -> dict[str, tuple[DensityProfile | None, DensityProfile | None]]:
+        """What all ranks' samples say of each sampled parameter's rows and elements; a bit a sample travels."""
+        names = self._sampled_names()
+        if not names:
+            return {}
+        specs = [self.profiles[name].tensor for name in names]
+        mine = [self._samples.get(name) or ZeroSample.unused(spec) for name, spec in zip(names, specs, strict=True)]
+        bits = torch.cat([part for sample in mine for part in (sample.rows, sample.elements)])
+        packed = gather(torch.from_numpy(np.packbits(bits.numpy())))
+        ranks = torch.stack([torch.from_numpy(np.unpackbits(p.cpu().numpy(), count=len(bits))).bool() for p in packed])
+        parts = ranks.split([len(part) for sample in mine for part in (sample.rows, sample.elements)], dim=1)
+        result = {}
+        seen = list(zip(names, specs, parts[::2], parts[1::2], strict=True))
+        for name, spec, rows, elements in seen:
+            by_row = profile_sample(rows, spec.num_rows) if rows_sampled(spec) else None
+            if by_row is not None:
+                first = next(n for n, s, r, _ in seen if s.num_rows == spec.num_rows and torch.equal(r, rows))
+                by_row = replace(by_row, pattern=f"as sampled in {first}")
+            result[name] = by_row, profile_sample(elements, spec.numel)
+        return result
 
     def _seen(
         self, name: str, positions: Mapping[str, int], numbers: Mapping[str, int], gradients: Gradients
@@ -79,7 +130,7 @@ def _reduced(before: ParameterProfile, seen: Tensor) -> ParameterProfile:
     layouts = set(seen[:, 1].tolist()) - {UNKNOWN}
     sparse = 1 in layouts if layouts else before.sparse
     density = None
-    if sparse and int(seen[0, 2]) != UNKNOWN:
+    if int(seen[0, 2]) != UNKNOWN:
         size = len(seen)
         rows, union = float(seen[:, 2].double().mean()), float(seen[0, 3])
         growth = {size: union / rows} if rows > 0 and size > 1 else {}

@@ -204,8 +204,11 @@ def _words(expression: Mapping[str, Any]) -> list[str]:
     for key, value in settings.items():
         if isinstance(value, dict):
             words += _words(value)
-        else:
-            words.append(value.replace("_", " ") if isinstance(value, str) else f"{key.replace('_', ' ')} {value}")
+        elif isinstance(value, str):
+            words.append(value.replace("_", " "))
+        elif value != []:
+            numbers = value if isinstance(value, list) else [value]
+            words.append(" ".join([key.replace("_", " "), *map(str, numbers)]))
     return words
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from . import kernels
+
 
 @dataclass(frozen=True)
 class SparseRows:
@@ -73,10 +75,14 @@ class SparseRows:
 
     @classmethod
     def from_dense(cls, grad: Tensor) -> SparseRows:
-        """The rows of a dense tensor that are not zero everywhere; NaN counts as non-zero."""
+        """The rows of a dense tensor that are not zero everywhere, ascending; NaN counts as non-zero, -0.0 as zero."""
         rows = grad.reshape(grad.shape[0], torch.Size(grad.shape[1:]).numel())
-        indices = (rows != 0).any(dim=1).nonzero().flatten()
-        return cls(indices, rows.index_select(0, indices), int(grad.shape[0]))
+        found = kernels.nonzero_rows(rows)
+        indices = torch.empty(found.count, dtype=torch.int64, device=grad.device)
+        values = rows.new_empty(found.count, rows.shape[1])
+        found.write_indices(indices)
+        found.gather([values])
+        return cls(indices, values, int(grad.shape[0]))
 
     def to_torch(self, shape: torch.Size | tuple[int, ...]) -> Tensor:
         """A coalesced sparse COO tensor of this shape; the rows must be sorted and unique."""
@@ -88,9 +94,9 @@ class SparseRows:
             check_invariants=False,
         )
 
-    def add_to(self, dense: Tensor) -> Tensor:
-        """Adds the rows to `dense` (num_rows, ...), which is overwritten and returned."""
-        dense.view(self.num_rows, self.dim).index_add_(0, self.indices, self.values)
+    def write_to(self, dense: Tensor) -> Tensor:
+        """Overwrites rows of `dense` (num_rows, ...), contiguous, by these; returns it. The indices are unique."""
+        kernels.scatter_rows(self.indices, self.values, dense.view(self.num_rows, self.dim), accumulate=False)
         return dense
 
     def with_rows(self, indices: Tensor, values: Tensor) -> SparseRows:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from gradsync.comm import GlooGroup, GroupError, LocalGroup, run_local, torch_group
+from gradsync.comm import LENGTH_BYTES, GlooGroup, GroupError, LocalGroup, run_local, torch_group
 from gradsync.comm.gloo import FAST_BYTES_PER_S
 from gradsync.comm.group import Group
 from gradsync.comm.rounds import CHUNK_BYTES
 from gradsync.steps import DIRECT_BYTES
 from tests.world import Ranks
+from tests.world import World as ShortLived
 
 World = Callable[[int], Ranks]
 
@@ -61,6 +64,111 @@ def test_every_way_gives_what_threads_get(world: World, size: int, bytes_per_s: 
         for mine, theirs in zip(got, expected, strict=True):
             for a, b in zip(mine, theirs, strict=True):
                 torch.testing.assert_close(a, b.double(), rtol=0, atol=0)
+
+
+BODIES = [0, 1, 700, DIRECT_BYTES // 4, CHUNK_BYTES - 8, CHUNK_BYTES - 7, 3 * CHUNK_BYTES + 5]
+
+
+def exchanges(group: Group, lengths: list[int], bound: int) -> list[torch.Tensor]:
+    """Two in flight, waited for in the other order; member r sends `lengths[(r + j) % len(lengths)]` bytes to j."""
+    rank, size = group.rank, group.size
+    under_way = []
+    for turn in range(2):
+        bodies = [lengths[(rank + peer + turn) % len(lengths)] for peer in range(size)]
+        messages = [numbers(LENGTH_BYTES + body, rank + turn + peer, torch.uint8) for peer, body in enumerate(bodies)]
+        under_way.append(group.exchange(messages, [LENGTH_BYTES + bound + 8 * peer for peer in range(size)]))
+    second, first = under_way[1].wait(20), under_way[0].wait(20)
+    return [*first, *second]
+
+
+def exchanges_on_gloo(lengths: list[int], bound: int, bytes_per_s: float) -> list[torch.Tensor]:
+    group = GlooGroup(timeout_s=20, bytes_per_s=bytes_per_s)
+    found = exchanges(group, lengths, bound)
+    group.close()
+    return [part.clone() for part in found]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("bytes_per_s", [SLOW, FAST], ids=["slow", "fast"])
+def test_messages_of_unknown_length_arrive_whole_whichever_way_they_go(
+    world: World, size: int, bytes_per_s: float
+) -> None:
+    """Bounds far above the messages, just above them, and as long as they."""
+    ranks = world(size)
+    cases = [(BODIES, max(BODIES)), ([0], max(BODIES)), ([0, 5], DIRECT_BYTES // 8), ([CHUNK_BYTES], CHUNK_BYTES + 1)]
+    for lengths, bound in cases:
+        got = ranks.run(exchanges_on_gloo, lengths, bound, bytes_per_s)
+        expected = run_local(size, lambda group, a=lengths, b=bound: exchanges(group, a, b))  # type: ignore[misc]
+        for mine, theirs in zip(got, expected, strict=True):
+            assert [len(part) for part in mine] == [len(part) for part in theirs]
+            assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def receives_larger_than_messages(late: int) -> list[list[int]]:
+    """By both of gloo's ways; rank `late` comes when the others' messages wait already."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mine = torch.full((100 + rank,), rank, dtype=torch.uint8)
+    others = [0 if peer == rank else 1 for peer in range(size)]
+    output, single = torch.full((2, 300 * (size - 1)), 255, dtype=torch.uint8), torch.full((300,), 255).byte()
+    if rank == late:
+        time.sleep(0.1)
+    sent = [len(mine) * other for other in others]
+    dist.all_to_all_single(output[0], mine.repeat(size - 1), [300 * other for other in others], sent)
+    send = dist.isend(mine, (rank + 1) % size)
+    dist.recv(single, (rank - 1) % size)
+    send.wait()
+    return [part.tolist() for part in (*output[0].split(300), single)]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_gloo_fills_the_start_of_a_receive_that_is_larger_than_the_message(world: World, late: int) -> None:
+    """What `GlooGroup.exchange` relies on."""
+    for rank, parts in enumerate(world(3).run(receives_larger_than_messages, late)):
+        origins = [*(peer for peer in range(3) if peer != rank), (rank - 1) % 3]
+        assert parts == [[origin] * (100 + origin) + [255] * (200 - origin) for origin in origins]
+
+
+def an_exchange_beyond_its_bound(bound: int) -> str:
+    """Rank 1's message to rank 0 is too long: it tells the others, as the engine does."""
+    group = GlooGroup(timeout_s=10, bytes_per_s=SLOW)
+    messages = [torch.zeros(bound + (group.rank == 1 and peer == 0), dtype=torch.uint8) for peer in range(3)]
+    try:
+        group.exchange(messages, [bound] * 3).wait(8.0)
+        text = ""
+    except ValueError as error:
+        group.announce_failure(str(error))
+        text = str(error)
+    except GroupError as error:
+        text = str(error)
+    dist.barrier()
+    group.close()
+    return text
+
+
+@pytest.mark.parametrize("bound", [64, 2 * CHUNK_BYTES])
+def test_a_message_beyond_its_bound_fails_on_every_rank(world: World, bound: int) -> None:
+    texts = world(3).run(an_exchange_beyond_its_bound, bound)
+    assert texts[1].startswith(f"the message to member 0 has {bound + 1} bytes; expected 8 (for its length) to {bound}")
+    assert texts[0] == texts[2] == f"rank 1: {texts[1]}"
+
+
+def an_exchange_with_a_dead_rank(bound: int) -> str:
+    group = GlooGroup(timeout_s=10, bytes_per_s=SLOW)
+    dist.barrier()
+    if group.rank == 1:
+        os._exit(3)
+    with pytest.raises(GroupError) as caught:
+        group.exchange([torch.zeros(bound, dtype=torch.uint8)] * 3, [2 * bound] * 3).wait(8.0)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("bound", [64, 2 * CHUNK_BYTES])
+def test_an_exchange_with_a_rank_that_died_ends(bound: int) -> None:
+    with ShortLived(3) as world:
+        world.start(an_exchange_with_a_dead_rank, bound)
+        outcomes = world.outcomes(limit_s=30)
+    assert outcomes[1].died
+    assert all("a connection broke, as when a rank ends or dies" in outcomes[rank].value for rank in (0, 2)), outcomes
 
 
 def kinds_of_groups() -> list[str]:

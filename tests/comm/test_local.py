@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsync.comm import GroupError, LocalGroup, run_local
+from gradsync.comm import LENGTH_BYTES, GroupError, LocalGroup, run_local
+from gradsync.comm.group import length_of
 
 every_size = pytest.mark.parametrize("size", [1, 2, 3, 4])
 WAIT_S = 20.0
@@ -56,6 +57,40 @@ def test_all_to_all_hands_part_j_to_rank_j(size: int) -> None:
 
     for rank, received in enumerate(run_local(size, rank_main)):
         assert received == [[float(10 * peer + rank)] * (peer + rank) for peer in range(size)]
+
+
+def message(length: int, content: int) -> Tensor:
+    """Room for the length, then bytes that tell who sent it."""
+    return torch.full((LENGTH_BYTES + length,), content, dtype=torch.uint8)
+
+
+@every_size
+def test_exchange_hands_out_messages_whose_lengths_only_their_senders_know(size: int) -> None:
+    def rank_main(group: LocalGroup) -> tuple[list[list[int]], list[int]]:
+        messages = [message(3 * group.rank + peer, 10 * group.rank + peer) for peer in range(size)]
+        arrived = group.exchange(messages, [50 + peer for peer in range(size)]).wait(WAIT_S)
+        return [part[LENGTH_BYTES:].tolist() for part in arrived], [length_of(part) for part in arrived]
+
+    for rank, (contents, lengths) in enumerate(run_local(size, rank_main)):
+        assert contents == [[10 * peer + rank] * (3 * peer + rank) for peer in range(size)]
+        assert lengths == [LENGTH_BYTES + len(content) for content in contents]
+
+
+@pytest.mark.parametrize("length", [-1, 5])
+def test_a_message_beyond_its_bound_is_refused_before_anything_is_sent(length: int) -> None:
+    first, second = LocalGroup.world(2)
+    with pytest.raises(ValueError, match=f"to member 1 has {8 + length} bytes; expected 8 .* to 12, the bound"):
+        first.exchange([message(4, 1), message(length, 1)], [12, 12])
+    second.all_reduce(torch.ones(1))
+    assert float(first.all_reduce(torch.ones(1)).wait(WAIT_S)) == 2  # the refused operation was none
+
+
+def test_bounds_that_differ_between_ranks_are_named() -> None:
+    def rank_main(group: LocalGroup) -> None:
+        group.exchange([message(1, 0)] * 2, [9, 9 + group.rank]).wait(WAIT_S)
+
+    with pytest.raises(GroupError, match=r"expected the bounds \[9, (9|10)\], got \[\[9, 9\], \[9, 10\]\]"):
+        run_local(2, rank_main)
 
 
 @every_size

@@ -14,11 +14,12 @@ SIZE = 4
 
 
 def issue_all(group: RecordingGroup) -> None:
-    """One operation of each kind: 40, 2 * (rank + 1), 3 elements a peer, and 24 bytes."""
+    """One operation of each kind: 40 bytes, 2 * (rank + 1), 3 a peer, 8 + rank (at most 20) a peer, 24."""
     rank, size = group.rank, group.size
     group.all_reduce(torch.zeros(10)).wait(WAIT_S)
     group.all_gather(torch.zeros(rank + 1, dtype=torch.float16), [r + 1 for r in range(size)]).wait(WAIT_S)
     group.all_to_all(torch.zeros(3 * size, dtype=torch.uint8), [3] * size, [3] * size).wait(WAIT_S)
+    group.exchange([torch.zeros(8 + rank, dtype=torch.uint8) for _ in range(size)], [20] * size).wait(WAIT_S)
     group.broadcast(torch.zeros(3, dtype=torch.float64)).wait(WAIT_S)
 
 
@@ -33,6 +34,7 @@ def test_entries_are_what_each_rank_sends_in_order_of_issue() -> None:
             Entry(Pattern.ALL_REDUCE, 3 * 40),  # small: to every other rank
             Entry(Pattern.ALL_GATHER, 3 * 2 * (rank + 1)),
             Entry(Pattern.ALL_TO_ALL, 9),  # what a rank keeps is not sent
+            Entry(Pattern.ALL_TO_ALL, 3 * (8 + rank)),  # the messages, not their bounds
             Entry(Pattern.BROADCAST, 3 * 24 if rank == 0 else 0),
         ]
         assert ledger.sent_bytes == sum(entry.sent_bytes for entry in ledger.entries)
@@ -41,7 +43,7 @@ def test_entries_are_what_each_rank_sends_in_order_of_issue() -> None:
 def test_a_group_of_one_sends_nothing() -> None:
     ledger = Ledger()
     issue_all(RecordingGroup(LocalGroup.world(1)[0], ledger))
-    assert [entry.sent_bytes for entry in ledger.entries] == [0, 0, 0, 0]
+    assert [entry.sent_bytes for entry in ledger.entries] == [0, 0, 0, 0, 0]
 
 
 def test_results_rank_and_failures_are_those_of_the_group_inside() -> None:

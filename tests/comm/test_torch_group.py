@@ -24,11 +24,14 @@ def operations(group: Group) -> dict[str, list[list[float]]]:
     sent = [(rank + peer) % 3 for peer in range(size)]
     received = [(peer + rank) % 3 for peer in range(size)]
     outgoing = torch.arange(float(sum(sent))) + 100 * rank
+    messages = [torch.arange(8 + rank + peer, dtype=torch.uint8) + 50 * rank for peer in range(size)]
+    bounds = [20 + peer for peer in range(size)]
     return {
         "all_reduce": [group.all_reduce(mine.clone()).wait(10).tolist()],
         "all_gather": [part.tolist() for part in group.all_gather(mine).wait(10)],
         "all_gather of lengths": [p.tolist() for p in group.all_gather(torch.ones(lengths[rank]), lengths).wait(10)],
         "all_to_all": [part.tolist() for part in group.all_to_all(outgoing, sent, received).wait(10)],
+        "exchange": [part.tolist() for part in group.exchange(messages, bounds).wait(10)],
         "broadcast": [group.broadcast(mine.clone()).wait(10).tolist()],
     }
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from gradsync import Plan
 from gradsync.bucket import TensorSpec, trainable_parameters
-from gradsync.schemes import AGSparse, AllReduce, BalancedParallelism
+from gradsync.schemes import AGSparse, AllReduce, BalancedElements, BalancedParallelism
 from tests.engine.models import (
     Branches,
     Checkpointed,
@@ -32,6 +32,7 @@ from tests.engine.twins import (
     assert_same_weights,
     compare_with_ddp,
     detach,
+    follow,
     make_twins,
     momentum,
 )
@@ -322,12 +323,38 @@ def tied_dense() -> None:
 
 
 def sparse_under_each_scheme() -> None:
-    for scheme in (AGSparse(), BalancedParallelism()):
+    """The last two: room for every row, and for those of some ranks in some steps."""
+    planned = [BalancedParallelism(capacity=(rows,), same_rows=(0,)) for rows in (30, 18)]
+    for scheme in (AGSparse(), BalancedParallelism(), *planned):
         specs = {name: TensorSpec.of(p) for name, p in trainable_parameters(Tables()).items()}
         dense = [name for name in specs if name.startswith("out")]
         buckets = [(["words.weight"], scheme), (dense, AllReduce()), (["bags.weight"], scheme)]
         plan = Plan.make(specs, dist.get_world_size(), buckets)
         compare_with_ddp(Tables, table_step, options={"plan": plan})
+
+
+def dense_but_mostly_zero() -> None:
+    """One bucket's elements travel alone, the other's turn out too dense for it in a stage of the same order."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.EmbeddingBag(500, 4, mode="sum"), nn.Linear(4, 6))
+
+    specs = {name: TensorSpec.of(p) for name, p in trainable_parameters(make()).items()}
+    buckets = [(["0.weight"], BalancedElements()), (["1.weight", "1.bias"], BalancedElements(seed=1))]
+    plan = Plan.make(specs, dist.get_world_size(), buckets)
+    twins = make_twins(make, optimizer=momentum, options={"plan": plan})
+
+    def step(twin: Twin, number: int) -> None:
+        twin.optimizer.zero_grad()
+        twin.model(torch.randint(500, (3, 4))).square().mean().backward()
+        twin.optimizer.step()
+
+    follow(twins, step, steps=4)
+    assert twins[1].handle is not None
+    table, dense = twins[1].handle.statistics()
+    assert 0 < table.sent_bytes < 0.1 * table.steps * specs["0.weight"].nbytes
+    assert dense.predicted_bytes == dense.sent_bytes
+    detach(twins)
 
 
 # Other ways to run a model.
@@ -452,6 +479,7 @@ CASES = [
     sparse_unused_in_turns_never_zeroed,
     tied_dense,
     sparse_under_each_scheme,
+    dense_but_mostly_zero,
     checkpointing,
     dropout_and_retained_graph_inside_one_backward,
     plan_that_cuts_parameters,

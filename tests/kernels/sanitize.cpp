@@ -143,6 +143,16 @@ template <typename T, typename Index> static void check_elements(size_t size, si
         }
         std::sort(all.begin(), all.end());
         CHECK(all == indices);
+        std::vector<Indices> parts;
+        std::vector<const void *> from;
+        for (uint32_t owner = 0; owner < owners; ++owner) {
+            parts.push_back({positions[owner].data(), false, positions[owner].size()});
+            from.push_back(outs[owner].data());
+        }
+        std::vector<T> joined(size, T{});
+        if (size > 0) std::memset(static_cast<void *>(joined.data()), 77, size * sizeof(T));
+        join_rotated(stripe, parts, from, joined.data(), size, sizeof(T), threads);
+        CHECK(size == 0 || std::memcmp(joined.data(), x.data(), size * sizeof(T)) == 0);
     }
 }
 

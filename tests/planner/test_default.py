@@ -14,7 +14,7 @@ from gradsync.bucket import Layout, TensorSpec
 from gradsync.comm import Ledger, LocalGroup, RecordingGroup, drive, run_local
 from gradsync.density import DensityProfile, ParameterProfile, profile_rows
 from gradsync.plan import Plan
-from gradsync.planner import default_plan, default_plans
+from gradsync.planner import default_plan, default_plans, with_capacity
 from gradsync.planner.default import SPARSE_SCHEMES, cheapest_sparse_scheme
 from gradsync.schemes import AGSparse, BalancedParallelism
 from gradsync.sparse import SparseRows
@@ -128,19 +128,73 @@ def counted_bytes(scheme: AGSparse | BalancedParallelism, tables: Sequence[Seque
 @pytest.mark.parametrize(
     ("world", "stride", "expected"),
     [
-        (2, 100, AGSparse()),
-        (2, 50, AGSparse()),
-        (2, 0, BalancedParallelism()),  # a tie: the first
-        (8, 100, AGSparse()),  # nothing to merge, so owners would send everything twice
-        (8, 50, BalancedParallelism()),
-        (8, 0, BalancedParallelism()),
+        (2, 100, AGSparse),
+        (2, 50, AGSparse),
+        (2, 0, AGSparse),  # by the 8 bytes in which a pushed message tells its length
+        (8, 100, AGSparse),  # nothing to merge, so owners would send everything twice
+        (8, 50, BalancedParallelism),
+        (8, 0, BalancedParallelism),
     ],
 )
 def test_the_scheme_that_is_chosen_is_the_one_that_sends_fewest_bytes(
-    world: int, stride: int, expected: AGSparse | BalancedParallelism
+    world: int, stride: int, expected: type[AGSparse | BalancedParallelism]
 ) -> None:
     rows = [torch.arange(100) + stride * rank for rank in range(world)]
-    chosen = cheapest_sparse_scheme([sparse("t", profile_rows(rows, 1000))], world)
-    counted = {scheme: counted_bytes(scheme, [[r] for r in rows], 16) for scheme in SPARSE_SCHEMES}
+    density = profile_rows(rows, 1000)
+    chosen = cheapest_sparse_scheme([sparse("t", density)], world)
+    planned = [with_capacity(scheme, [density]) for scheme in SPARSE_SCHEMES]
+    counted = {scheme: counted_bytes(scheme, [[r] for r in rows], 16) for scheme in planned}
     assert chosen == min(counted, key=lambda scheme: counted[scheme])
-    assert chosen == expected
+    assert type(chosen) is expected
+
+
+def found(name: str, rows: float, *, num_rows: int = 1000, dim: int = 64) -> ParameterProfile:
+    """A table with dense gradients, of which a rank was seen to fill `rows` rows."""
+    density = DensityProfile(num_rows, rows, {4: 1.5})
+    return ParameterProfile(name, TensorSpec((num_rows, dim), torch.float32), sparse=False, density=density)
+
+
+@pytest.mark.parametrize(("rows", "layout"), [(20.0, Layout.ROWS), (250.0, Layout.ROWS), (450.0, Layout.FLAT)])
+def test_a_dense_gradient_is_exchanged_by_rows_if_that_saves_half_of_the_bytes(rows: float, layout: Layout) -> None:
+    plan = default_plan([found("words", rows), dense("w", 4000)], 4)
+    layouts = {name: bucket.make_scheme().layout for bucket in plan.buckets for name in bucket.names}
+    assert layouts == {"words": layout, "w": Layout.FLAT}
+    by_layout = default_plan([found("words", rows), dense("w", 4000)], 4, by_layout=True)
+    assert {bucket.make_scheme().layout for bucket in by_layout.buckets} == {Layout.FLAT}
+
+
+def test_a_plan_by_layout_is_tried_where_sparsity_was_found_and_only_there() -> None:
+    by_layout = default_plan([found("words", 20.0)], 4, by_layout=True).digest
+    assert by_layout in [plan.digest for plan in default_plans([found("words", 20.0)], 4)]
+    assert default_plans([found("words", 20.0)], 4)[0].digest != by_layout
+    assert len(default_plans([found("words", 900.0)], 4)) == len(default_plans([dense("words", 256_000)], 4))
+
+
+def test_one_rank_searches_for_nothing() -> None:
+    (plan,) = default_plans([found("words", 20.0)], 1)
+    assert plan.buckets[0].make_scheme().layout is Layout.FLAT
+
+
+def test_measured_tables_have_room_for_their_rows_and_half_as_many_again() -> None:
+    def density(rows: float, pattern: str = "", num_rows: int = 1000) -> DensityProfile:
+        return DensityProfile(num_rows, rows, {4: 1.0}, pattern)
+
+    known = [density(10.5, "a"), density(990.0), density(0.0), density(10.5, "a"), density(10.5), density(9.0, "b", 20)]
+    scheme = BalancedParallelism(capacity=(32, 1000, 16, 32, 32, 20), same_rows=(0, 1, 2, 0, 4, 5))
+    assert with_capacity(BalancedParallelism(), known) == scheme
+    assert with_capacity(AGSparse(), known) == AGSparse()
+
+
+def test_capacities_follow_the_order_of_the_tables_in_the_bucket_and_are_part_of_the_plan() -> None:
+    """Ready order turns the tables round."""
+    early, middle, late = (
+        replace(sparse(name, DensityProfile(1000, rows, {4: 1.0}, pattern)), position=position)
+        for name, rows, pattern, position in (("early", 40.0, "x", 0), ("middle", 60.0, "y", 1), ("late", 40.0, "x", 2))
+    )
+    unmeasured = replace(late, density=None)
+    plan = default_plan([late, middle, early], 4)
+    assert names(plan) == [["middle", "early", "late"]]
+    assert plan.buckets[0].make_scheme() == BalancedParallelism(capacity=(106, 76, 76), same_rows=(0, 1, 1))
+    assert [stage for _, stage in plan.order] == ["push", "pull"]
+    assert Plan.from_json(plan.to_json()) == plan
+    assert default_plan([unmeasured, middle, early], 4).buckets[0].make_scheme() == BalancedParallelism()

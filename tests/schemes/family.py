@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from gradsync.bucket import Layout, TensorSpec
 from gradsync.comm import Ledger, LocalGroup, RecordingGroup, drive, run_local
-from gradsync.schemes import AGSparse, AllReduce, BalancedParallelism, Scheme
+from gradsync.density import DensityProfile, profile_rows, profile_tables
+from gradsync.planner import with_capacity
+from gradsync.schemes import AGSparse, AllReduce, BalancedElements, BalancedParallelism, Scheme
 from gradsync.sparse import SparseRows
 
 Tables = tuple[SparseRows, ...]
@@ -19,16 +21,63 @@ Tables = tuple[SparseRows, ...]
 
 @dataclass(frozen=True)
 class Member:
-    """`roundings(n)`: how often a value is rounded to the bucket's dtype on its way through n ranks."""
+    """`roundings(n)`: how often a value is rounded to the bucket's dtype on its way through n ranks.
+
+    `sections`: of each tensor in a message, aligned one by one; none where bytes do not depend on the data.
+    `dealt`: elements go to owners by a seeded map, whose shares are equal only on average.
+    `instead`: the stages of its other way, if it takes one where the data is not sparse.
+    `plan` makes the scheme for what the ranks bring, where its settings depend on that; `title` tells such rows apart.
+    """
 
     scheme: Scheme[Any]
     roundings: Callable[[int], int]
+    sections: int = 0
+    dealt: bool = False
+    instead: tuple[str, ...] = ()
+    title: str = ""
+    plan: Callable[[Sequence[Tables]], Scheme[Any]] | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.scheme.name} {self.title}".strip()
+
+    def planned(self, inputs: Sequence[Any]) -> Scheme[Any]:
+        """The scheme for these ranks' tables."""
+        return self.plan(inputs) if self.plan is not None else self.scheme
+
+
+def profiles_of(inputs: Sequence[Any]) -> tuple[DensityProfile, ...]:
+    """The exact profile of the ranks' tables, or of the elements of their flat tensors."""
+    if isinstance(inputs[0], torch.Tensor):
+        return (profile_rows([x.nonzero().flatten() for x in inputs], inputs[0].numel()),)
+    return profile_tables([(c[0].num_rows, [t.indices for t in c]) for c in zip(*inputs, strict=True)])
+
+
+def measured(inputs: Sequence[Tables]) -> Scheme[Any]:
+    """What the planner makes of the ranks' tables: every rank's rows fit."""
+    return with_capacity(BalancedParallelism(), profiles_of(inputs))
+
+
+def generous(inputs: Sequence[Tables]) -> BalancedParallelism:
+    """Room for every row there is; nothing is known of common rows."""
+    rows = tuple(table.num_rows for table in inputs[0])
+    return BalancedParallelism(capacity=rows, same_rows=tuple(range(len(rows))))
+
+
+def without_room(inputs: Sequence[Tables]) -> BalancedParallelism:
+    """No row fits, on any rank."""
+    tables = len(inputs[0])
+    return BalancedParallelism(capacity=(0,) * tables, same_rows=tuple(range(tables)))
 
 
 MEMBERS = [
     Member(AllReduce(), roundings=lambda n: n + 1),  # scaled, then the transport's own sum in the bucket's dtype
-    Member(AGSparse(), roundings=lambda n: 2),  # repeated rows merged before they are sent, then the sum
-    Member(BalancedParallelism(), roundings=lambda n: 2),
+    Member(AGSparse(), roundings=lambda n: 2, sections=2),  # repeated rows merged before they are sent, then the sum
+    Member(BalancedParallelism(), roundings=lambda n: 2, sections=2),
+    Member(BalancedParallelism(), roundings=lambda n: 2, sections=2, title="as measured", plan=measured),
+    Member(BalancedParallelism(), roundings=lambda n: 2, sections=2, title="with room", plan=generous),
+    Member(BalancedParallelism(), roundings=lambda n: 2, sections=2, title="without room", plan=without_room),
+    Member(BalancedElements(), roundings=lambda n: n + 1, sections=4, dealt=True, instead=("sizes", "all_reduce")),
 ]
 ROW_MEMBERS = [member for member in MEMBERS if member.scheme.layout is Layout.ROWS]
 FLOAT32_ADDITIONS = 256  # more than any case adds up for one element
@@ -127,13 +176,47 @@ ROW_CASES = [
     "aligned",
 ]
 FLAT_SIZES = {"no elements": 0, "one element": 1, "prime": 17, "even": 1024}
-CASES = {Layout.FLAT: list(FLAT_SIZES), Layout.ROWS: ROW_CASES}
+ELEMENTS = 4099  # of the cases below, most of which are zero
+
+
+def element_case(case: str, rank: int, dtype: torch.dtype) -> Tensor:
+    """One rank's flat tensor."""
+    g = torch.Generator().manual_seed(100 + rank)
+    x, places = torch.zeros(ELEMENTS, dtype=dtype), torch.arange(ELEMENTS)
+    match case:
+        case "zeros of both signs":
+            x[rank::3] = -0.0
+            return x
+        case "a dense region":
+            chosen = places[100 : 100 + ELEMENTS // 5]
+        case "hot columns":
+            chosen = places[(places % 64 == 5) | (places % 64 == 48)]
+        case "every other rank without non-zeros":
+            chosen = torch.randperm(ELEMENTS, generator=g)[:40] if rank % 2 == 0 else places[:0]
+        case "few non-zeros":
+            chosen = torch.randperm(ELEMENTS, generator=g)[: ELEMENTS // 50 + rank]
+        case _:
+            raise ValueError(case)
+    x[chosen] = torch.randn(len(chosen), generator=g, dtype=torch.float64).to(dtype)
+    return x
+
+
+ELEMENT_CASES = [
+    "zeros of both signs",
+    "a dense region",
+    "hot columns",
+    "every other rank without non-zeros",
+    "few non-zeros",
+]
+CASES = {Layout.FLAT: [*FLAT_SIZES, *ELEMENT_CASES], Layout.ROWS: ROW_CASES}
 
 
 def make_inputs(scheme: Scheme[Any], case: str, size: int, dtype: torch.dtype) -> list[Any]:
     """What each rank brings."""
     if scheme.layout is Layout.ROWS:
         return [row_case(case, rank, dtype) for rank in range(size)]
+    if case in ELEMENT_CASES:
+        return [element_case(case, rank, dtype) for rank in range(size)]
     generator = torch.Generator().manual_seed(7)
     return [torch.randn(FLAT_SIZES[case], generator=generator, dtype=torch.float64).to(dtype) for _ in range(size)]
 
@@ -161,9 +244,9 @@ class Counted:
         return pending
 
 
-def run(scheme: Scheme[Any], inputs: Sequence[Any], scale: float, states: Sequence[Any] | None = None) -> Outcome:
+def run(member: Member, inputs: Sequence[Any], scale: float, states: Sequence[Any] | None = None) -> Outcome:
     """`synchronize` on one thread a rank, over a recording group. The inputs stay as they are."""
-    ledgers = [Ledger() for _ in inputs]
+    ledgers, scheme = [Ledger() for _ in inputs], member.planned(inputs)
 
     def rank_main(group: LocalGroup) -> tuple[Any, Any, int]:
         recording = RecordingGroup(group, ledgers[group.rank])

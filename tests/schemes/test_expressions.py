@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,17 @@ from gradsync.bucket import Layout, TensorSpec
 from gradsync.cluster import Placement
 from gradsync.comm import Group
 from gradsync.density import DensityProfile
-from gradsync.schemes import AllReduce, Scheme, State, base, from_expression, register, registered, to_expression
+from gradsync.schemes import (
+    AllReduce,
+    BalancedParallelism,
+    Scheme,
+    State,
+    base,
+    from_expression,
+    register,
+    registered,
+    to_expression,
+)
 from gradsync.steps import Step
 
 
@@ -131,3 +142,32 @@ def test_a_scheme_that_is_not_registered_has_no_expression() -> None:
     register(EveryOther)
     with pytest.raises(ValueError, match="Louder is not registered"):
         to_expression(EveryOther(Louder()))
+
+
+def test_settings_with_several_numbers_survive_json() -> None:
+    scheme = BalancedParallelism(capacity=(40, 40, 7), same_rows=(0, 0, 2))
+    written = json.dumps(to_expression(scheme))
+    assert json.loads(written) == to_expression(scheme)
+    assert from_expression(json.loads(written)) == scheme
+    assert scheme.stages == ("push", "pull")
+    assert from_expression({"balanced_parallelism": {}}).stages == ("sizes", "push", "pull")
+
+
+@pytest.mark.parametrize(
+    ("capacity", "same_rows", "message"),
+    [
+        ([4, -1], [0, 1], r"capacity must be whole numbers from 0 on, got \[4, -1\]"),
+        ([4, 1.5], [0, 1], r"capacity must be whole numbers from 0 on, got \[4, 1.5\]"),
+        ([True], [0], "capacity must be whole numbers"),
+        (7, [0], "capacity must be whole numbers from 0 on, got 7"),
+        ([7], "0", "same_rows must be whole numbers from 0 on, got '0'"),
+        ([4, 5], [0], "capacity has 2 tables, same_rows 1; give both for every table of the bucket, or neither"),
+        ([4], [], "capacity has 1 tables, same_rows 0"),
+        ([4, 5], [1, 1], r"the first table with the same rows, got 1 for table 0 of \[1, 1\]"),
+        ([4, 5], [0, 2], r"the first table with the same rows, got 2 for table 1"),
+        ([4, 5, 6], [0, 0, 1], r"the first table with the same rows, got 1 for table 2 of \[0, 0, 1\]"),
+    ],
+)
+def test_a_capacity_that_makes_no_sense_is_refused(capacity: Any, same_rows: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        from_expression({"balanced_parallelism": {"capacity": capacity, "same_rows": same_rows}})

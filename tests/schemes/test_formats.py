@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 
 from gradsync.bucket import TensorSpec
-from gradsync.schemes.formats import INT32_ROWS, aligned, index_dtype, message_nbytes, sections
+from gradsync.schemes.formats import INT32_ROWS, ElementFormat, aligned, index_dtype, message_nbytes, sections
 from gradsync.schemes.owners import MOST_SHARED, column_owners
-from gradsync.schemes.tables import ABSENT, SAME_AS, Agreement, RowGroup, Survey
+from gradsync.schemes.tables import ABSENT, SAME_AS, Agreement, RowGroup, Survey, common_groups, fits, planned_groups
 from gradsync.sparse import SparseRows
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -62,6 +62,33 @@ def test_sections_start_at_multiples_of_eight_and_expected_sizes_at_the_mean(nby
     assert aligned(nbytes) == expected
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("capacity", [1, 63, 64, 65, 6400])
+def test_elements_travel_as_the_smaller_of_list_and_bitmap(capacity: int, dtype: torch.dtype) -> None:
+    form = ElementFormat(capacity, dtype)
+    for count in {0, 1, capacity // 32 - 1, capacity // 32, capacity // 32 + 1, capacity} & set(range(capacity + 1)):
+        list_nbytes, bitmap_nbytes = aligned(4 * count), -(-capacity // 64) * 8
+        assert form.has_bitmap(count) == (bitmap_nbytes < list_nbytes)
+        assert form.nbytes(count) == min(list_nbytes, bitmap_nbytes) + aligned(count * dtype.itemsize)
+        chosen = torch.randperm(capacity, generator=torch.Generator().manual_seed(count))[:count].sort().values.int()
+        message = torch.full((int(form.nbytes(count)),), 255, dtype=torch.uint8)
+        written = form.elements(message, count)
+        written.positions.copy_(chosen)
+        written.values.copy_(torch.arange(count))
+        written.encode()
+        read = form.elements(message.clone(), count)
+        read.decode()
+        assert torch.equal(read.positions, chosen)
+        assert torch.equal(read.values, torch.arange(count).to(dtype))
+
+
+def test_positions_become_a_bitmap_above_one_in_thirty_two() -> None:
+    form = ElementFormat(6400, torch.float32)
+    assert [form.has_bitmap(count) for count in (199, 200, 201, 6400)] == [False, False, True, True]
+    assert [form.nbytes(count) for count in (200, 202)] == [800 + 800, 800 + 808]
+    assert form.nbytes(100.25 + 1 / 8) == 2 * (401.5 + 4), "expected sizes include half of the alignment"
+
+
 def table(indices: list[int], dim: int = 2, num_rows: int = 4) -> SparseRows:
     return SparseRows(torch.tensor(indices, dtype=torch.int64), torch.ones(len(indices), dim), num_rows)
 
@@ -75,14 +102,46 @@ def test_a_header_tells_distinct_rows_absent_tables_and_rows_seen_before() -> No
 
 def test_ranks_agree_on_groups_only_where_all_have_the_same_rows() -> None:
     specs = tuple(TensorSpec((4, dim), torch.float32) for dim in (2, 3, 1))
-    everywhere, here = [5, SAME_AS, SAME_AS], [6, SAME_AS, 7]
-    agreed = Agreement.of([torch.tensor(everywhere), torch.tensor(here)], specs)
+    headers = [[5, SAME_AS, SAME_AS], [6, SAME_AS, 7]]
+    agreed = Agreement.of(headers, common_groups(headers, specs))
     assert [group.positions for group in agreed.groups] == [(0, 1), (2,)]
     assert agreed.rows == ((5, 5), (6, 7))
     assert agreed.present == (True, True, True)
-    absent = Agreement.of([torch.tensor([ABSENT] * 3), torch.tensor([ABSENT, 2, ABSENT])], specs)
+    headers = [[ABSENT] * 3, [ABSENT, 2, ABSENT]]
+    absent = Agreement.of(headers, common_groups(headers, specs))
     assert absent.present == (False, True, False)
     assert absent.rows == ((0, 0, 0), (0, 2, 0))
+
+
+@pytest.mark.parametrize(
+    ("header", "expected"),
+    [
+        ([5, SAME_AS, 3], True),
+        ([5, SAME_AS, SAME_AS], True),  # more in common than planned
+        ([0, ABSENT, 0], True),
+        ([ABSENT, ABSENT, ABSENT], True),
+        ([6, SAME_AS, 3], False),  # one row too many
+        ([5, SAME_AS, 6], False),
+        ([5, 5, 3], False),  # as many rows, but others
+        ([5, ABSENT, 3], False),
+        ([ABSENT, 5, 3], False),
+    ],
+)
+def test_rows_fit_a_plan_that_has_room_for_them_and_tells_which_are_the_same(header: list[int], expected: bool) -> None:
+    assert fits(header, capacity=(5, 5, 5), same_rows=(0, 0, 2)) is expected
+
+
+def test_tables_are_the_same_through_an_earlier_one_that_the_plan_does_not_name() -> None:
+    assert fits([4, SAME_AS, SAME_AS], capacity=(4, 4, 4), same_rows=(0, 1, 1))
+
+
+def test_a_plan_for_other_tables_is_refused() -> None:
+    specs = (TensorSpec((4, 2), torch.float32), TensorSpec((5, 2), torch.float32))
+    with pytest.raises(ValueError, match="planned for 3 tables, the bucket has 2"):
+        planned_groups(specs, (0, 1, 2))
+    with pytest.raises(ValueError, match="tables 0 and 1 of the bucket cannot have the same rows: they have 4 and 5"):
+        planned_groups(specs, (0, 0))
+    assert [group.positions for group in planned_groups((specs[0],) * 3, (0, 1, 0))] == [(0, 2), (1,)]
 
 
 def test_a_groups_columns_lie_side_by_side() -> None:

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..attach import Attachment, attach
 from ..density import ParameterProfile
 from ..plan import Plan
-from ..planner import default_plan
+from ..planner import default_plan, with_capacity
 from ..schemes import AGSparse, BalancedParallelism, Scheme
 
 ONE_BUCKET_MB = 1 << 20  # larger than any model here: DDP then puts everything into one bucket
@@ -89,10 +89,15 @@ def planned(scheme: Scheme[Any], profiles: Sequence[ParameterProfile], world_siz
     """The default plan with `scheme` for the sparse tables, whatever their densities."""
     plan = default_plan(profiles, world_size)
     specs = {p.name: p.tensor for p in profiles}
-    sparse = {p.name for p in profiles if p.sparse}
-    buckets: list[tuple[list[str], Scheme[Any]]] = [
-        (b.names, scheme if set(b.names) <= sparse else b.make_scheme()) for b in plan.buckets
-    ]
+    sparse = {p.name: p.density for p in profiles if p.sparse}
+    buckets: list[tuple[list[str], Scheme[Any]]] = []
+    for bucket in plan.buckets:
+        if set(bucket.names) <= sparse.keys():
+            known = [density for name in bucket.names if (density := sparse[name]) is not None]
+            measured = len(known) == len(bucket.names)
+            buckets.append((bucket.names, with_capacity(scheme, known) if measured else scheme))
+        else:
+            buckets.append((bucket.names, bucket.make_scheme()))
     return Plan.make(specs, world_size, buckets)
 
 

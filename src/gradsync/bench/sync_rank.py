@@ -18,6 +18,7 @@ from ..cluster import Placement
 from ..comm import Ledger, RecordingGroup, TorchGroup, drive, torch_group
 from ..density import DensityProfile, profile_tables
 from ..lab.counters import interface_bytes
+from ..planner import with_capacity
 from ..schemes import AllReduce, Scheme
 from ..sparse import SparseRows
 from ..steps import Compute, Pattern, Transfer, transfers
@@ -147,8 +148,9 @@ def workload_case(name: str, group: TorchGroup, spec: SyncSpec) -> dict[str, Any
     dense = [g.to_dense() for g in gradients]
     profiles = measured_profiles(tables, group)
     specs = tuple(TensorSpec.of(g) for g in gradients)
-    schemes = {name: scheme_exchange(s, group, lambda: tables) for name, s in SPARSE_SCHEMES.items()}
-    costs = {name: step_costs(s, specs, profiles, group.size) for name, s in SPARSE_SCHEMES.items()}
+    planned = {name: with_capacity(s, profiles) for name, s in SPARSE_SCHEMES.items()}  # as in training
+    schemes = {name: scheme_exchange(s, group, lambda: tables) for name, s in planned.items()}
+    costs = {name: step_costs(s, specs, profiles, group.size) for name, s in planned.items()}
     params = {
         "workload": name,
         **spec.options,

@@ -2,6 +2,7 @@
 
 from .gloo import GlooGroup as GlooGroup
 from .gloo import torch_group as torch_group
+from .group import LENGTH_BYTES as LENGTH_BYTES
 from .group import Group as Group
 from .group import GroupError as GroupError
 from .group import Pending as Pending

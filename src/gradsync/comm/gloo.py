@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..steps import DIRECT_BYTES, Pattern, Transfer
-from .group import Pending, TorchGroup, split
+from .group import Pending, TorchGroup, cut_to_lengths, split, with_lengths
 from .rounds import Rounds
 
 FAST_BYTES_PER_S = 250e6  # from here on the latency of rounds costs more than their order saves
@@ -70,6 +70,17 @@ class GlooGroup(TorchGroup):
             return self._all_to_all(buffer, sent, received)
         return self._exchange(split(buffer, sent), split(buffer.new_empty(sum(received)), received), together=False)
 
+    def exchange(self, messages: Sequence[Tensor], bounds: Sequence[int]) -> Pending[list[Tensor]]:
+        # gloo fills the first bytes of a receive that is larger than the message: only the message travels.
+        outgoing, rank = with_lengths(messages, bounds), self.rank
+        own, outgoing[rank] = outgoing[rank], outgoing[rank][:0]
+        if (self.size - 1) * max(bounds) <= DIRECT_BYTES:
+            return self._exchange_at_once(torch.cat(outgoing), [len(part) for part in outgoing], own, bounds[rank])
+        room = [0 if peer == rank else bounds[rank] for peer in range(self.size)]
+        incoming = split(own.new_empty(sum(room)), room)
+        work = self._rounds.exchange(outgoing, incoming, together=self._fast, bounded=True)
+        return self._pending(work, lambda: cut_to_lengths(incoming, rank, own))
+
     @property
     def _fast(self) -> bool:
         return self.bytes_per_s is not None and self.bytes_per_s >= FAST_BYTES_PER_S
@@ -77,7 +88,9 @@ class GlooGroup(TorchGroup):
     def _exchange(self, outgoing: list[Tensor], incoming: list[Tensor], *, together: bool) -> Pending[list[Tensor]]:
         incoming[self.rank].copy_(outgoing[self.rank])
         work = self._rounds.exchange(
-            [part.view(torch.uint8) for part in outgoing], [part.view(torch.uint8) for part in incoming], together
+            [part.view(torch.uint8) for part in outgoing],
+            [part.view(torch.uint8) for part in incoming],
+            together=together,
         )
         return self._pending(work, lambda: incoming)
 

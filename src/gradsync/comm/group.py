@@ -30,6 +30,7 @@ T = TypeVar("T")
 POLL_S = 1.0  # how often a rank that waits looks at the board
 NOTICE_S = 20.0  # who waits longer notes it on the board, so that the others can tell who is missing
 WARNING_S = 30.0  # who waits longer says for whom, once
+LENGTH_BYTES = 8  # at the start of a message whose length only its sender knows: the length
 
 
 class GroupError(RuntimeError):
@@ -87,6 +88,19 @@ class Group(ABC):
         """
 
     @abstractmethod
+    def exchange(self, messages: Sequence[Tensor], bounds: Sequence[int]) -> Pending[list[Tensor]]:
+        """Hands `messages[j]` to member j, returns what each member sent here, its own as it is: an all-to-all of bytes
+        in which only bounds of the lengths are known beforehand.
+
+        `bounds[j]`: bytes that a message to member j has at most, the same numbers on all members. The first
+        `LENGTH_BYTES` of a message are the group's, which writes the length there. With bounds that are multiples of 8
+        the messages returned start where any element type can be viewed.
+
+        Raises:
+            ValueError: for a message that is longer than its bound; nothing was sent then.
+        """
+
+    @abstractmethod
     def broadcast(self, buffer: Tensor) -> Pending[Tensor]:
         """Member 0's buffer, in place on all others."""
 
@@ -137,6 +151,20 @@ class TorchGroup(Group):
         self, buffer: Tensor, sent: Sequence[int], received: Sequence[int], *, largest: int | None = None
     ) -> Pending[list[Tensor]]:
         return self._all_to_all(buffer, sent, received)
+
+    def exchange(self, messages: Sequence[Tensor], bounds: Sequence[int]) -> Pending[list[Tensor]]:
+        # Backends want both ends to name the same length, which is the bound, whatever the message is.
+        outgoing = with_lengths(messages, bounds)
+        sent = [0 if peer == self.rank else bound for peer, bound in enumerate(bounds)]
+        buffer = outgoing[0].new_empty(sum(sent))
+        for room, message in zip(split(buffer, sent), outgoing, strict=True):
+            room[: len(message)].copy_(message[: len(room)])  # its own has no room, and is not sent
+        return self._exchange_at_once(buffer, sent, messages[self.rank], bounds[self.rank])
+
+    def _exchange_at_once(self, buffer: Tensor, sent: Sequence[int], own: Tensor, bound: int) -> Pending[list[Tensor]]:
+        """All messages in one all-to-all; `buffer` holds those for the others, perhaps padded."""
+        arrived = self._all_to_all(buffer, sent, [0 if peer == self.rank else bound for peer in range(self.size)])
+        return Pending(lambda timeout_s: cut_to_lengths(arrived.wait(timeout_s), self.rank, own))
 
     def _all_to_all(self, buffer: Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending[list[Tensor]]:
         output = buffer.new_empty(sum(received))
@@ -267,6 +295,33 @@ def _new_communicator(
 def split(buffer: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     """Consecutive views of `sizes` elements."""
     return list(torch.split(buffer, list(sizes)))
+
+
+def with_lengths(messages: Sequence[Tensor], bounds: Sequence[int]) -> list[Tensor]:
+    """The messages of an `exchange`, each with its length written into its first bytes.
+
+    Raises:
+        ValueError: for a message that has no room for it, or is longer than its bound.
+    """
+    for peer, (message, bound) in enumerate(zip(messages, bounds, strict=True)):
+        if not LENGTH_BYTES <= len(message) <= bound:
+            raise ValueError(
+                f"the message to member {peer} has {len(message)} bytes; expected {LENGTH_BYTES} (for its length) to "
+                f"{bound}, the bound that all members know"
+            )
+    for message in messages:
+        message[:LENGTH_BYTES].copy_(torch.tensor([len(message)]).view(torch.uint8))
+    return list(messages)
+
+
+def length_of(message: Tensor) -> int:
+    """What `with_lengths` wrote."""
+    return int(message[:LENGTH_BYTES].clone().view(torch.int64))  # the host cuts the message
+
+
+def cut_to_lengths(arrived: Sequence[Tensor], rank: int, own: Tensor) -> list[Tensor]:
+    """The messages of an `exchange` in what arrived, which has room for longer ones; `own` for member `rank`."""
+    return [own if peer == rank else part[: length_of(part)] for peer, part in enumerate(arrived)]
 
 
 def _all_gather_single(output: Tensor, buffer: Tensor, group: dist.ProcessGroup) -> Any:

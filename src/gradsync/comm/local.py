@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from .group import Group, GroupError, Pending, split
+from .group import Group, GroupError, Pending, split, with_lengths
 
 T = TypeVar("T")
 
@@ -88,6 +88,17 @@ class LocalGroup(Group):
             return [part.clone() for part in parts]
 
         return self._operation("all_to_all", split(buffer.clone(), sent), taken)
+
+    def exchange(self, messages: Sequence[Tensor], bounds: Sequence[int]) -> Pending[list[Tensor]]:
+        outgoing = [message.clone() for message in with_lengths(messages, bounds)]
+
+        def taken(brought: list[Any]) -> list[Tensor]:
+            if any(theirs != list(bounds) for theirs, _ in brought):
+                raise GroupError(f"exchange expected the bounds {list(bounds)}, got {[b for b, _ in brought]}")
+            arrived = [parts[self.rank].clone() for _, parts in brought]
+            return [messages[peer] if peer == self.rank else part for peer, part in enumerate(arrived)]
+
+        return self._operation("exchange", (list(bounds), outgoing), taken)
 
     def broadcast(self, buffer: Tensor) -> Pending[Tensor]:
         return self._operation("broadcast", buffer.clone(), lambda brought: buffer.copy_(brought[0]))

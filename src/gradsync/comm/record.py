@@ -16,7 +16,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Entry:
-    """One operation of one rank; for `all_reduce`, where the transport chooses, the bytes are those of `Transfer`."""
+    """One operation of one rank; for `all_reduce`, where the transport chooses, the bytes are those of `Transfer`.
+
+    For `exchange` they are those of the messages handed over; backends other than gloo pad each to its bound.
+    """
 
     pattern: Pattern
     sent_bytes: float
@@ -65,6 +68,10 @@ class RecordingGroup(Group):
         return self._written(
             Pattern.ALL_TO_ALL, sent_bytes, self.inner.all_to_all(buffer, sent, received, largest=largest)
         )
+
+    def exchange(self, messages: Sequence[Tensor], bounds: Sequence[int]) -> Pending[list[Tensor]]:
+        sent_bytes = sum(len(message) for peer, message in enumerate(messages) if peer != self.rank)
+        return self._written(Pattern.ALL_TO_ALL, sent_bytes, self.inner.exchange(messages, bounds))
 
     def broadcast(self, buffer: Tensor) -> Pending[Tensor]:
         sent_bytes = (self.size - 1) * buffer.numel() * buffer.element_size() if self.rank == 0 else 0

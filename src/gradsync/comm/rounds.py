@@ -14,6 +14,7 @@ from itertools import count
 import torch.distributed as dist
 from torch import Tensor
 
+from .group import length_of
 from .threads import JobThread
 
 CHUNK_BYTES = 256 << 10  # of each message in a turn of rounds: ranks that drift apart meet again at the next turn
@@ -61,17 +62,19 @@ class Rounds:
         self._tags = count()
         self._thread = JobThread("gradsync rounds")
 
-    def exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], together: bool = False) -> RoundsWork:
+    def exchange(
+        self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], *, together: bool = False, bounded: bool = False
+    ) -> RoundsWork:
         """Sends `outgoing[j]` to member j, fills `incoming[j]` with what j sends here; own and empty ones are skipped.
 
         Contiguous tensors of bytes, alive and untouched until the work has ended. `together`: all messages start at
-        once, without rounds.
+        once, without rounds. `bounded`: an incoming message may be shorter than the room for it, its first bytes tell.
         """
         work, tag = RoundsWork(), next(self._tags) % MAX_TAG
 
         def run() -> None:
             try:
-                for turn in self._turns(outgoing, incoming, together, tag):
+                for turn in self._turns(outgoing, incoming, together, bounded, tag):
                     for message in turn:
                         message.wait()
                 work.end(None)
@@ -86,18 +89,20 @@ class Rounds:
         self._thread.stop(patience_s)
 
     def _turns(
-        self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], together: bool, tag: int
+        self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], together: bool, bounded: bool, tag: int
     ) -> Iterator[list[dist.Work]]:
         """Starts the messages that may be in flight together; once they have ended it is asked for the next."""
-        largest = max(t.numel() for t in [*outgoing, *incoming])
-        distances = range(1, self._size)
+        distances, start = range(1, self._size), 0
         if together:
-            yield [m for k in distances for m in self._start(k, outgoing, incoming, slice(largest), tag)]
+            yield [m for k in distances for m in self._start(k, outgoing, incoming, slice(None), tag)]
             return
         # Ranks may count different turns: a pair always meets in the turn and round of its next chunk.
-        for start in range(0, largest, CHUNK_BYTES):
+        while start < max(t.numel() for t in [*outgoing, *incoming]):
             for k in distances:
                 yield self._start(k, outgoing, incoming, slice(start, start + CHUNK_BYTES), tag)
+            if bounded and start == 0:
+                incoming = [part[: length_of(part)] if part.numel() else part for part in incoming]
+            start += CHUNK_BYTES
 
     def _start(
         self, distance: int, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], chunk: slice, tag: int

@@ -15,9 +15,12 @@ _running: weakref.WeakSet[JobThread] = weakref.WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    """A daemon thread that the interpreter ends while it is inside of C++ code would take the process down."""
+    """A daemon thread that the interpreter ends while it is inside of C++ code would take the process down.
+
+    Messages that hang fail soon after the first rank ended, whose exit this waits for.
+    """
     for thread in list(_running):
-        thread.stop(patience_s=1.0)
+        thread.stop(patience_s=2.0)
 
 
 class JobThread:
@@ -42,12 +45,13 @@ class JobThread:
         self._jobs.put(job)
 
     def stop(self, patience_s: float = 5.0) -> None:
-        """Ends the thread after the queued jobs; a job that hangs is left behind as a daemon."""
+        """Ends the thread after the queued jobs; a job that hangs is left behind as a daemon, until exit."""
         self._stopped = True
-        _running.discard(self)
         self._jobs.put(None)
         if self._thread is not threading.current_thread():  # garbage may be collected on any thread
             self._thread.join(patience_s)
+        if not self._thread.is_alive():
+            _running.discard(self)
 
     def _loop(self) -> None:
         if self._device is not None and self._device.type == "cuda":

@@ -36,6 +36,7 @@ __all__ = [
     "decode_bitmap",
     "encode_bitmap",
     "join_columns",
+    "join_rotated",
     "nonzero_elements",
     "nonzero_rows",
     "partition_rotated",
@@ -60,6 +61,7 @@ _TABLE: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {  # kernel: 
     "decode_bitmap": (reference.decode_bitmap, cpu.decode_bitmap),
     "count_bits": (reference.count_bits, cpu.count_bits),
     "partition_rotated": (reference.partition_rotated, cpu.partition_rotated),
+    "join_rotated": (reference.join_rotated, cpu.join_rotated),
     "rotated_index": (reference.rotated_index, cpu.rotated_index),
 }
 _requested: Implementation = "auto"
@@ -285,8 +287,24 @@ def partition_rotated(indices: Tensor, size: int, n: int, seed: int) -> RotatedP
     return _pick("partition_rotated", [indices])(indices, size, n, seed)  # type: ignore[no-any-return]
 
 
+def join_rotated(positions: Sequence[Tensor], values: Sequence[Tensor], seed: int, out: Tensor) -> None:
+    """The inverse of `partition_rotated`: the elements of all owners where they belong in `out`, zero everywhere else.
+
+    Args:
+        positions: per owner (count,) int32, ascending.
+        values: per owner (count,), in the dtype of `out`.
+        out: (size,) floating; overwritten.
+
+    Raises:
+        ValueError: a position without an element in `out`, or out of order, before anything is written; shapes that do
+            not fit; no owner, or too many.
+        TypeError: other or different dtypes.
+    """
+    _pick("join_rotated", [*positions, *values, out])(positions, values, seed, out)
+
+
 def rotated_index(owner: int, positions: Tensor, n: int, seed: int, out: Tensor) -> None:
-    """The inverse of `partition_rotated`: n q + (owner - rho(q)) mod n for each local position q of `owner`.
+    """The elements at local positions q of one owner in `partition_rotated`: n q + (owner - rho(q)) mod n.
 
     Args:
         positions: (count,) int32.

@@ -239,6 +239,21 @@ def partition_rotated(
     return RotatedPartition(indices, size, n, seed, threads, module)
 
 
+def join_rotated(
+    positions: Sequence[Tensor],
+    values: Sequence[Tensor],
+    seed: int,
+    out: Tensor,
+    *,
+    threads: int | None = None,
+    module: ModuleType | None = None,
+) -> None:
+    """See `gradsync.kernels.join_rotated`."""
+    check_owners(len(positions))
+    plain = _plains("positions", positions), _plains("values", values), rotation_key(seed), _plain("out", out)
+    (module or load()).join_rotated(*plain, _threads(threads, out.numel()))
+
+
 def rotated_index(
     owner: int,
     positions: Tensor,

@@ -266,10 +266,7 @@ class RotatedPartition:
         check_rotated_size(size, n)
         check_indices("indices", indices)
         check_range("partition_rotated", indices, size, "size")
-        descents = (indices[1:] < indices[:-1]).nonzero().flatten()
-        if len(descents) > 0:
-            before, after = indices[descents[0] :][:2].tolist()
-            raise ValueError(f"partition_rotated: indices must ascend, got {before} before {after}")
+        check_ascending("partition_rotated", "indices", indices)
         self._positions = indices.long() // n
         owners = (indices.long() % n + rotation(self._positions, n, seed)) % n
         self._order = torch.argsort(owners, stable=True)
@@ -300,6 +297,29 @@ def partition_rotated(indices: Tensor, size: int, n: int, seed: int) -> RotatedP
     return RotatedPartition(indices, size, n, seed)
 
 
+@torch.no_grad()
+def join_rotated(positions: Sequence[Tensor], values: Sequence[Tensor], seed: int, out: Tensor) -> None:
+    """See `gradsync.kernels.join_rotated`."""
+    n = len(positions)
+    check_owners(n)
+    if len(values) != n:
+        raise ValueError(f"one array of values per array of positions is needed, got {len(values)} for {n}")
+    check_floating("out", out)
+    check_shape("out", out, out.numel())
+    elements = [torch.empty_like(part, dtype=torch.int64) for part in positions]
+    for owner, (position, value) in enumerate(zip(positions, values, strict=True)):
+        check_positions(position)
+        check_floating("values", value, out.dtype)
+        check_shape("values", value, len(position))
+        check_range("join_rotated", position, len(out), "size", owner)
+        check_ascending("join_rotated", "positions", position)
+        rotated_index(owner, position, n, seed, elements[owner])
+        check_range("join_rotated", elements[owner], len(out), "size", owner)
+    out.zero_()
+    for element, value in zip(elements, values, strict=True):
+        out[element] = value
+
+
 def rotated_index(owner: int, positions: Tensor, n: int, seed: int, out: Tensor) -> None:
     """See `gradsync.kernels.rotated_index`."""
     check_owners(n)
@@ -311,6 +331,14 @@ def rotated_index(owner: int, positions: Tensor, n: int, seed: int, out: Tensor)
     check_index_out("out", out, len(positions), bound)
     q = positions.long()
     out.copy_(n * q + (owner - rotation(q, n, seed)) % n)
+
+
+def check_ascending(kernel: str, name: str, indices: Tensor) -> None:
+    """Names the first pair that is out of order. Reads the result back to the host."""
+    descents = (indices[1:] < indices[:-1]).nonzero().flatten()
+    if len(descents) > 0:
+        before, after = indices[descents[0] :][:2].tolist()
+        raise ValueError(f"{kernel}: {name} must ascend, got {before} before {after}")
 
 
 def check_positions(positions: Tensor) -> None:

@@ -2,3 +2,4 @@
 
 from .default import default_plan as default_plan
 from .default import default_plans as default_plans
+from .default import with_capacity as with_capacity

@@ -1,8 +1,13 @@
-"""The plan made when the user gives none: all-reduce for dense gradients, a sparse scheme for sparse ones."""
+"""The plan made when the user gives none: all-reduce for dense gradients, a sparse scheme for sparse ones.
+
+Sparse are those of sparse layout, and dense ones that were found to be mostly zero.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -11,11 +16,13 @@ from ..cluster import Placement
 from ..density import DensityProfile, ParameterProfile
 from ..plan import BucketPlan, Plan, default_order
 from ..schemes import AGSparse, AllReduce, BalancedParallelism, Scheme
-from ..steps import transfers
+from ..steps import Step, transfers
 
 FIRST_BUCKET_BYTES = 1 << 20  # DDP's first bucket: an early start of communication
 BUCKET_BYTES = 25 << 20  # DDP's default, so that dense models run as they do there
 FEWEST_BUCKET_BYTES = 1 << 20  # the smallest size worth a trial: at 1 Gbit a ring of it takes 13 ms, 5 of them latency
+MOST_OF_DENSE = 0.5  # bytes: a dense gradient found to be sparse must save so much, as it must also be searched
+MARGIN, MARGIN_ROWS = 1.5, 16  # room for rows beyond those measured: batches differ; costs memory, no bytes
 BUCKETS_TO_OVERLAP = 4  # the size between: a guess, of which the trial says whether it was a good one
 
 SPARSE_SCHEMES: tuple[Scheme[Any], ...] = (BalancedParallelism(), AGSparse())
@@ -26,17 +33,20 @@ def default_plans(profiles: Sequence[ParameterProfile], world_size: int) -> list
 
     Small dense buckets hide more of their way behind backward and cost more calls; on a fast network they also take
     cores from backward. Tables that are ready early may travel at once or with the others. The last dense bucket may
-    go first, as it is ready first, or fill the link between a table's stages, which wait for one another.
+    go first, as it is ready first, or fill the link between a table's stages, which wait for one another. Dense
+    gradients that were found to be sparse cost a search and save bytes.
     """
     if world_size == 1:
         return [default_plan(profiles, world_size)]
-    between = sum(p.tensor.nbytes for p in profiles if not p.sparse) // BUCKETS_TO_OVERLAP
+    dense = [p for p in _with_found(profiles, world_size) if not p.sparse]
+    between = sum(p.tensor.nbytes for p in dense) // BUCKETS_TO_OVERLAP
     sizes = [BUCKET_BYTES, FEWEST_BUCKET_BYTES]
     if between >= 2 * FEWEST_BUCKET_BYTES and not BUCKET_BYTES / 2 < between < 2 * BUCKET_BYTES:
         sizes.insert(1, between)
     plans = [default_plan(profiles, world_size, bucket_bytes=size) for size in sizes]
     plans.append(default_plan(profiles, world_size, dense_between=True))
     plans.append(default_plan(profiles, world_size, tables_at_the_end=True))
+    plans.append(default_plan(profiles, world_size, by_layout=True))
     return list({plan.digest: plan for plan in plans}.values())
 
 
@@ -47,16 +57,20 @@ def default_plan(
     bucket_bytes: int = BUCKET_BYTES,
     tables_at_the_end: bool = False,
     dense_between: bool = False,
+    by_layout: bool = False,
 ) -> Plan:
     """Dense parameters in DDP-sized buckets in ready order, sparse tables of a dtype that are ready together in one.
 
     Tables with the same rows stay together. One that is ready before dense parameters are is exchanged at once, with
     all its stages, unless `tables_at_the_end`: then all tables of a dtype share a bucket behind the dense ones.
     `dense_between`: the last dense bucket has its turn before the last stage of the tables behind it, not before all.
+    Dense gradients that were found to be sparse are exchanged as such, unless `by_layout`.
     Deterministic in its arguments, which are the same on every rank. Parameters come in model order; before readiness
     was measured (`position` all equal) the reverse of that order is taken, as backward runs.
     """
     specs = {p.name: p.tensor for p in profiles}
+    if not by_layout:
+        profiles = _with_found(profiles, world_size)
     ready = sorted(reversed(profiles), key=lambda p: p.position)
     buckets = _dense_buckets([p for p in ready if not p.sparse], bucket_bytes)
     at_the_end = tables_at_the_end or len({p.position for p in profiles}) <= 1
@@ -121,16 +135,45 @@ def _order(plan: Plan, *, dense_between: bool) -> Iterator[tuple[str, str]]:
     yield from [*default_order(dense[:-1]), *tables[:place], *default_order(dense[-1:]), *tables[place:]]
 
 
+def _with_found(profiles: Sequence[ParameterProfile], world_size: int) -> list[ParameterProfile]:
+    """Dense gradients that are worth a sparse exchange as if they were of sparse layout."""
+    return [replace(p, sparse=True) if _is_table(p, world_size) else p for p in profiles]
+
+
+def _is_table(profile: ParameterProfile, world_size: int) -> bool:
+    """Whether a dense gradient's rows, as far as they are not zero, are few enough to be exchanged as a table's."""
+    if profile.sparse or not profile.found or profile.density is None or world_size == 1:
+        return False
+    placement, spec = Placement.one_per_node(world_size), profile.tensor
+    scheme = cheapest_sparse_scheme([profile], world_size)
+    dense_bytes = busiest_bytes(AllReduce().steps((spec,), (), placement))
+    return busiest_bytes(scheme.steps((spec,), (profile.density,), placement)) <= MOST_OF_DENSE * dense_bytes
+
+
+def busiest_bytes(steps: Sequence[Step]) -> float:
+    """What the busiest rank moves in all transfers."""
+    return sum(transfer.busiest_bytes for transfer in transfers(steps))
+
+
 def cheapest_sparse_scheme(tables: Sequence[ParameterProfile], world_size: int) -> Scheme[Any]:
-    """The sparse scheme whose busiest rank moves the fewest bytes for the measured densities; the first without any."""
+    """The sparse scheme whose busiest rank moves the fewest bytes for the measured densities; the first without any.
+
+    What the densities fix beforehand is in it, see `with_capacity`.
+    """
     densities = [p.density for p in tables]
     if any(d is None for d in densities):
         return SPARSE_SCHEMES[0]
     known: tuple[DensityProfile, ...] = tuple(d for d in densities if d is not None)
     specs: tuple[TensorSpec, ...] = tuple(p.tensor for p in tables)
     placement = Placement.one_per_node(world_size)
+    fixed = [with_capacity(scheme, known) for scheme in SPARSE_SCHEMES]
+    return min(fixed, key=lambda scheme: busiest_bytes(scheme.steps(specs, known, placement)))
 
-    def busiest_bytes(scheme: Scheme[Any]) -> float:
-        return sum(t.busiest_bytes for t in transfers(scheme.steps(specs, known, placement)))
 
-    return min(SPARSE_SCHEMES, key=busiest_bytes)
+def with_capacity(scheme: Scheme[Any], densities: Sequence[DensityProfile]) -> Scheme[Any]:
+    """The scheme for tables like these, with room for their rows, so that no sizes need to be exchanged."""
+    if not isinstance(scheme, BalancedParallelism):
+        return scheme
+    capacity = [min(math.ceil(MARGIN * d.rows) + MARGIN_ROWS, d.num_rows) for d in densities]
+    rows = [(d.pattern, d.num_rows) if d.pattern else position for position, d in enumerate(densities)]
+    return replace(scheme, capacity=tuple(capacity), same_rows=tuple(rows.index(known) for known in rows))

@@ -9,4 +9,5 @@ from .base import registered as registered
 from .base import to_expression as to_expression
 from .centralized import AGSparse as AGSparse
 from .dense import AllReduce as AllReduce
+from .elements import BalancedElements as BalancedElements
 from .partitioned import BalancedParallelism as BalancedParallelism

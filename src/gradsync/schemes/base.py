@@ -106,7 +106,7 @@ def to_expression(scheme: Scheme[Any]) -> dict[str, Any]:
     if _registry.get(getattr(scheme, "name", "")) is not type(scheme):
         raise ValueError(f"the scheme {type(scheme).__name__} is not registered; decorate its class with @register")
     settings = {f.name: getattr(scheme, f.name) for f in fields(scheme)}  # type: ignore[arg-type]  # dataclass by register
-    return {scheme.name: {k: to_expression(v) if isinstance(v, Scheme) else v for k, v in settings.items()}}
+    return {scheme.name: {name: _plain(value) for name, value in settings.items()}}
 
 
 def from_expression(expression: Any) -> Scheme[Any]:
@@ -131,6 +131,13 @@ def from_expression(expression: Any) -> Scheme[Any]:
         return scheme(**arguments)
     except TypeError as error:
         raise ValueError(f"scheme {name!r}: {error}") from None
+
+
+def _plain(value: Any) -> Any:
+    """A setting as JSON gives it back: tuples are lists there."""
+    if isinstance(value, Scheme):
+        return to_expression(value)
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _is_scheme_field(field: Any) -> bool:

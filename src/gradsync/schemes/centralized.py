@@ -16,7 +16,7 @@ from ..sparse import SparseRows
 from ..steps import Compute, Pattern, Step, Transfer
 from .base import Scheme, State, register
 from .formats import Spans, message_nbytes, sections
-from .tables import Agreement, Survey, Tables, expected_groups, specs_of
+from .tables import Agreement, Survey, Tables, common_groups, expected_groups, specs_of
 
 
 @register
@@ -38,7 +38,8 @@ class AGSparse(Scheme[Tables]):
 
     async def synchronize(self, x: Tables, state: State, group: Group, scale: float) -> tuple[Tables, State]:
         survey = Survey.of(x)
-        agreed = Agreement.of(await group.all_gather(survey.header), specs_of(x))
+        headers = [header.tolist() for header in await group.all_gather(survey.header)]  # the host sizes the messages
+        agreed = Agreement.of(headers, common_groups(headers, specs_of(x)))
         whole = [[(0, g.dim)] for g in agreed.groups]
         message = _pack(x, survey, agreed, whole, group.rank)
         sizes = [int(message_nbytes(agreed.groups, rows, whole)) for rows in agreed.rows]
@@ -53,8 +54,8 @@ class AGSparse(Scheme[Tables]):
         round: int = 0,
     ) -> tuple[Step, ...]:
         n = placement.size
-        expected = expected_groups(specs, profiles)
-        groups, rows = [g for g, _ in expected], [profiles[first].rows for _, first in expected]
+        groups = expected_groups(specs, profiles)
+        rows = [profiles[group.first].rows for group in groups]
         message = message_nbytes(groups, rows, [[(0, g.dim)] for g in groups])
         summed = sum(s.dim * s.itemsize * p.union_rows(n) for s, p in zip(specs, profiles, strict=True))
         return (
@@ -71,7 +72,7 @@ def _pack(tables: Tables, survey: Survey, agreed: Agreement, whole: Sequence[Spa
     nbytes = int(message_nbytes(agreed.groups, rows, whole))
     message = torch.empty(nbytes, dtype=torch.uint8, device=tables[0].values.device)
     for group, section in zip(agreed.groups, sections(message, agreed.groups, rows, whole), strict=True):
-        survey.unions[group.positions[0]].write_indices(section.indices)
+        survey.unions[group.first].write_indices(section.indices)
         for piece, values in section.pieces:
             survey.unions[piece.position].sum([tables[piece.position].values], [values])
     return message

@@ -11,14 +11,25 @@ from torch import Tensor
 from .. import kernels
 from ..bucket import Layout, TensorSpec
 from ..cluster import Placement
-from ..comm import Group
+from ..comm import LENGTH_BYTES, Group
 from ..density import DensityProfile
 from ..sparse import SparseRows
 from ..steps import Compute, Pattern, Step, Transfer
 from .base import Partitioned, State, register
-from .formats import Section, Spans, message_nbytes, sections
+from .formats import Section, Spans, head_nbytes, message_nbytes, sections
 from .owners import column_owners
-from .tables import Agreement, Columns, RowGroup, Survey, Tables, expected_groups, specs_of
+from .tables import (
+    Agreement,
+    Columns,
+    RowGroup,
+    Survey,
+    Tables,
+    common_groups,
+    expected_groups,
+    fits,
+    planned_groups,
+    specs_of,
+)
 
 
 @dataclass(frozen=True)
@@ -46,33 +57,51 @@ class BalancedParallelism(Partitioned[Tables, OwnedColumns]):
     carries values only, in equal parts, with no indices and no size exchange; tables with the same rows send their
     indices once and are striped as one table; a column or two that equal stripes leave over are summed by every rank.
     Wire per rank: push (n-1) * indices + (n-1)/n * values; pull (n-1)/n * values of the union.
+
+    With `capacity` nothing is asked beforehand: receivers have room for so many rows, and a rank's header travels in
+    its push. A rank whose rows do not fit sends its header only; then all push once more, by the sizes that all know.
     """
 
     owners: str = "column_stripe"  # who sums what; the only map for row-sparse tables so far
+    capacity: tuple[int, ...] = ()  # for each table the most distinct rows expected of a rank; (): sizes are exchanged
+    same_rows: tuple[int, ...] = ()  # for each table the first one expected to have the same rows, perhaps itself
 
     layout = Layout.ROWS
 
     def __post_init__(self) -> None:
         if self.owners != "column_stripe":
             raise ValueError(f"BalancedParallelism.owners must be 'column_stripe', got {self.owners!r}")
+        for setting in ("capacity", "same_rows"):
+            object.__setattr__(self, setting, _whole_numbers(setting, getattr(self, setting)))
+        if len(self.capacity) != len(self.same_rows):
+            raise ValueError(
+                f"BalancedParallelism.capacity has {len(self.capacity)} tables, same_rows {len(self.same_rows)}; "
+                "give both for every table of the bucket, or neither"
+            )
+        for table, first in enumerate(self.same_rows):
+            if first > table or self.same_rows[first] != first:
+                raise ValueError(
+                    "BalancedParallelism.same_rows must hold the position of the first table with the same rows, got "
+                    f"{first} for table {table} of {list(self.same_rows)}"
+                )
 
     @property
     def stages(self) -> tuple[str, ...]:
-        return ("sizes", "push", "pull")
+        return ("push", "pull") if self.capacity else ("sizes", "push", "pull")
 
     async def push(self, x: Tables, state: State, group: Group, scale: float) -> tuple[OwnedColumns, State]:
         # Push: to each owner its columns of my rows.
-        survey = Survey.of(x)
-        agreed = Agreement.of(await group.all_gather(survey.header), specs_of(x))
-        message, own, sent = _pack_stripes(x, survey, agreed, group)
-        mine = _spans(agreed.groups, group.size, group.rank)
-        received = [int(message_nbytes(agreed.groups, rows, mine)) for rows in agreed.rows]
-        received[group.rank] = 0
-        most_rows = [max(counts) for counts in zip(*agreed.rows, strict=True)]
-        # The last stripe is the widest one.
-        largest = int(message_nbytes(agreed.groups, most_rows, _spans(agreed.groups, group.size, group.size - 1)))
-        messages = await group.all_to_all(message, sent, received, largest=largest)
-        messages[group.rank] = own
+        survey, specs = Survey.of(x), specs_of(x)
+        if self.capacity:
+            planned = planned_groups(specs, self.same_rows)
+            arrived = await group.exchange(self._messages(x, survey, planned, group), self._bounds(planned, group.size))
+            headers, bodies = _opened(arrived, len(x))
+            if all(fits(header, self.capacity, self.same_rows) for header in headers):
+                return _sum_columns(bodies, Agreement.of(headers, planned), group, scale), state
+        else:
+            headers = [header.tolist() for header in await group.all_gather(survey.header)]  # to size the messages
+        agreed = Agreement.of(headers, common_groups(headers, specs))
+        messages = await _push_by_sizes(x, survey, agreed, group)
         return _sum_columns(messages, agreed, group, scale), state
 
     async def pull(self, shard: OwnedColumns, state: State, group: Group) -> Tables:
@@ -87,20 +116,81 @@ class BalancedParallelism(Partitioned[Tables, OwnedColumns]):
         placement: Placement,
         round: int = 0,
     ) -> tuple[Step, ...]:
-        n = placement.size
-        expected = expected_groups(specs, profiles)
-        groups, rows = [g for g, _ in expected], [profiles[first].rows for _, first in expected]
-        unions = [profiles[first].union_rows(n) for _, first in expected]
+        n, at_once = placement.size, self._expects_to_fit(profiles)
+        groups = planned_groups(specs, self.same_rows) if at_once else expected_groups(specs, profiles)
+        rows = [profiles[group.first].rows for group in groups]
+        unions = [profiles[group.first].union_rows(n) for group in groups]
+        head = head_nbytes(len(specs))
         push = tuple(message_nbytes(groups, rows, _spans(groups, n, owner)) for owner in range(n))
+        if at_once:
+            pushes = [Transfer("push", Pattern.ALL_TO_ALL, tuple(head + nbytes for nbytes in push))]
+        elif self.capacity:
+            pushes = [Transfer("push", Pattern.ALL_TO_ALL, (float(head),) * n)]
+            pushes.append(Transfer("repeat", Pattern.ALL_TO_ALL, push))
+        else:
+            pushes = [Transfer("sizes", Pattern.ALL_GATHER, (8.0 * len(specs),) * n)]
+            pushes.append(Transfer("push", Pattern.ALL_TO_ALL, push))
         pull = tuple(_values_nbytes(groups, unions, _stripes(groups, n, owner)) for owner in range(n))
         return (
             Compute("sum_rows", message_nbytes(groups, rows, [[(0, g.dim)] for g in groups]) + sum(push)),
-            Transfer("sizes", Pattern.ALL_GATHER, (8.0 * len(specs),) * n),
-            Transfer("push", Pattern.ALL_TO_ALL, push),
+            *pushes,
             Compute("sum_rows", n * max(push) + max(pull)),
             Transfer("pull", Pattern.ALL_GATHER, pull),
             Compute("join", 2 * sum(pull)),
         )
+
+    def _messages(self, x: Tables, survey: Survey, planned: tuple[RowGroup, ...], group: Group) -> list[Tensor]:
+        """A message for each owner: header and my rows, or the header alone if they do not fit."""
+        header = survey.header.tolist()  # the host sizes the messages
+        fit = fits(header, self.capacity, self.same_rows)
+        groups = planned if fit else ()
+        (rows,) = Agreement.of([header], groups).rows
+        _, messages = _pack_stripes(x, survey, groups, rows, group, head=head_nbytes(len(x)))
+        for message in messages:
+            message[LENGTH_BYTES : head_nbytes(len(x))].copy_(survey.header.view(torch.uint8))
+        return messages
+
+    def _bounds(self, planned: tuple[RowGroup, ...], size: int) -> list[int]:
+        """The size of a full message to each owner, the same on every rank."""
+        rows = [self.capacity[row_group.first] for row_group in planned]
+        head = head_nbytes(len(self.capacity))
+        return [head + int(message_nbytes(planned, rows, _spans(planned, size, owner))) for owner in range(size)]
+
+    def _expects_to_fit(self, profiles: Sequence[DensityProfile]) -> bool:
+        """Whether ranks like these push once, by capacity."""
+        return bool(self.capacity) and all(
+            profile.rows <= room and profile.may_have_rows_of(profiles[first])
+            for profile, room, first in zip(profiles, self.capacity, self.same_rows, strict=True)
+        )
+
+
+def _whole_numbers(setting: str, given: Sequence[int]) -> tuple[int, ...]:
+    """JSON gives lists."""
+    if not isinstance(given, list | tuple) or not all(type(number) is int and number >= 0 for number in given):
+        raise ValueError(f"BalancedParallelism.{setting} must be whole numbers from 0 on, got {given!r}")
+    return tuple(given)
+
+
+def _opened(arrived: Sequence[Tensor], tables: int) -> tuple[list[list[int]], list[Tensor]]:
+    """The headers and bodies of the messages of all ranks."""
+    head = head_nbytes(tables)
+    headers = torch.stack([message[LENGTH_BYTES:head] for message in arrived]).view(torch.int64)
+    return headers.tolist(), [message[head:] for message in arrived]  # the host must know what came
+
+
+async def _push_by_sizes(x: Tables, survey: Survey, agreed: Agreement, group: Group) -> list[Tensor]:
+    """The messages of all ranks, whose sizes all know."""
+    outgoing, parts = _pack_stripes(x, survey, agreed.groups, agreed.rows[group.rank], group)
+    mine = _spans(agreed.groups, group.size, group.rank)
+    sent = [len(part) for part in parts]
+    received = [int(message_nbytes(agreed.groups, rows, mine)) for rows in agreed.rows]
+    sent[group.rank] = received[group.rank] = 0
+    most_rows = [max(counts) for counts in zip(*agreed.rows, strict=True)]
+    # The last stripe is the widest one.
+    largest = int(message_nbytes(agreed.groups, most_rows, _spans(agreed.groups, group.size, group.size - 1)))
+    messages = await group.all_to_all(outgoing, sent, received, largest=largest)
+    messages[group.rank] = parts[group.rank]
+    return messages
 
 
 def _spans(groups: Sequence[RowGroup], size: int, owner: int) -> list[Spans]:
@@ -118,25 +208,29 @@ def _values_nbytes(groups: Sequence[RowGroup], rows: Sequence[float], columns: S
     return sum(count * (stop - start) * itemsize for count, (start, stop) in zip(rows, columns, strict=True))
 
 
-def _pack_stripes(tables: Tables, survey: Survey, agreed: Agreement, group: Group) -> tuple[Tensor, Tensor, list[int]]:
-    """One message for each other owner, one after the other; this rank's own part; the sizes in bytes (own: 0)."""
-    spans = [_spans(agreed.groups, group.size, owner) for owner in range(group.size)]
-    rows = agreed.rows[group.rank]
-    nbytes = [int(message_nbytes(agreed.groups, rows, columns)) for columns in spans]
+def _pack_stripes(
+    tables: Tables, survey: Survey, groups: Sequence[RowGroup], rows: Sequence[int], group: Group, *, head: int = 0
+) -> tuple[Tensor, list[Tensor]]:
+    """The messages for the other owners, one after the other, and each owner's, this rank's own among them.
+
+    The first `head` bytes of each are left for others to write.
+    """
+    spans = [_spans(groups, group.size, owner) for owner in range(group.size)]
+    nbytes = [head + int(message_nbytes(groups, rows, columns)) for columns in spans]
     own = torch.empty(nbytes[group.rank], dtype=torch.uint8, device=tables[0].values.device)
     nbytes[group.rank] = 0
-    message = own.new_empty(sum(nbytes))
-    parts = list(torch.split(message, nbytes))
+    outgoing = own.new_empty(sum(nbytes))
+    parts = list(torch.split(outgoing, nbytes))
     parts[group.rank] = own
-    written = [list(sections(part, agreed.groups, rows, columns)) for part, columns in zip(parts, spans, strict=True)]
-    for number, row_group in enumerate(agreed.groups):
+    written = [list(sections(part[head:], groups, rows, columns)) for part, columns in zip(parts, spans, strict=True)]
+    for number, row_group in enumerate(groups):
         _write_group(tables, survey, row_group, [owner[number] for owner in written])
-    return message, own, nbytes
+    return outgoing, parts
 
 
 def _write_group(tables: Tables, survey: Survey, group: RowGroup, owners: list[Section]) -> None:
     """Merges repeated rows and spreads them over the owners' messages, in one pass a table."""
-    survey.unions[group.positions[0]].write_indices(owners[0].indices)
+    survey.unions[group.first].write_indices(owners[0].indices)
     copies: dict[tuple[int, Columns], list[Tensor]] = {}  # shared columns go to every owner
     for owner in owners:
         for piece, out in owner.pieces:

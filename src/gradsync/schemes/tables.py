@@ -6,7 +6,7 @@ Such tables form one `RowGroup`: their indices are found once and travel once, a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +43,11 @@ class RowGroup:
 
     positions: tuple[int, ...]  # of the tables in the bucket
     specs: tuple[TensorSpec, ...]  # of these tables
+
+    @property
+    def first(self) -> int:
+        """Position of the first of the tables, which stands for the rows of all."""
+        return self.positions[0]
 
     @property
     def num_rows(self) -> int:
@@ -101,21 +106,60 @@ class Agreement:
     present: tuple[bool, ...]  # per table: whether any rank has a gradient for it
 
     @classmethod
-    def of(cls, headers: Sequence[Tensor], specs: tuple[TensorSpec, ...]) -> Agreement:
-        ranks = [header.tolist() for header in headers]  # the host sizes the messages
-        members: dict[int, list[int]] = {}
-        for position in range(len(specs)):
-            said = {header[position] for header in ranks}
-            first = SAME_AS - said.pop() if len(said) == 1 else ABSENT
-            # Rows that only some ranks have in common travel twice: all must cut messages alike.
-            members.setdefault(first if first in members else position, []).append(position)
-        groups = tuple(RowGroup(tuple(p), tuple(specs[i] for i in p)) for p in members.values())
-        own = [[header[SAME_AS - h] if h <= SAME_AS else h for h in header] for header in ranks]
+    def of(cls, headers: Sequence[Sequence[int]], groups: tuple[RowGroup, ...]) -> Agreement:
+        """`groups` of tables that have the same rows on every rank."""
+        own = [[header[origin] for origin in origins(header)] for header in headers]
         return cls(
             groups,
-            tuple(tuple(max(counts[group.positions[0]], 0) for group in groups) for counts in own),
-            tuple(any(counts[position] != ABSENT for counts in own) for position in range(len(specs))),
+            tuple(tuple(max(counts[group.first], 0) for group in groups) for counts in own),
+            tuple(any(counts[position] != ABSENT for counts in own) for position in range(len(own[0]))),
         )
+
+
+def common_groups(headers: Sequence[Sequence[int]], specs: tuple[TensorSpec, ...]) -> tuple[RowGroup, ...]:
+    """The groups that the headers show: tables whose rows are the same on all ranks."""
+    members: dict[int, list[int]] = {}
+    for position in range(len(specs)):
+        said = {header[position] for header in headers}
+        first = SAME_AS - said.pop() if len(said) == 1 else ABSENT
+        # Rows that only some ranks have in common travel twice: all must cut messages alike.
+        members.setdefault(first if first in members else position, []).append(position)
+    return _groups(members.values(), specs)
+
+
+def planned_groups(specs: tuple[TensorSpec, ...], same_rows: Sequence[int]) -> tuple[RowGroup, ...]:
+    """The groups of a plan; `same_rows` has for each table the first one with the same rows.
+
+    Raises:
+        ValueError: for a plan of other tables.
+    """
+    if len(same_rows) != len(specs):
+        raise ValueError(f"the scheme is planned for {len(same_rows)} tables, the bucket has {len(specs)}")
+    members: dict[int, list[int]] = {}
+    for position, first in enumerate(same_rows):
+        if specs[first].num_rows != specs[position].num_rows:
+            raise ValueError(
+                f"tables {first} and {position} of the bucket cannot have the same rows: they have "
+                f"{specs[first].num_rows} and {specs[position].num_rows}"
+            )
+        members.setdefault(first, []).append(position)
+    return _groups(members.values(), specs)
+
+
+def fits(header: Sequence[int], capacity: Sequence[int], same_rows: Sequence[int]) -> bool:
+    """Whether a rank with this header has no more rows than planned, and the same ones where it is planned so."""
+    origin = origins(header)
+    rows = [max(header[first], 0) for first in origin]
+    return all(
+        rows[position] <= capacity[position]
+        and (origin[position] == origin[first] or rows[position] == rows[first] == 0)
+        for position, first in enumerate(same_rows)
+    )
+
+
+def origins(header: Sequence[int]) -> list[int]:
+    """For each table of a header the first one with the same rows."""
+    return [SAME_AS - said if said <= SAME_AS else position for position, said in enumerate(header)]
 
 
 def specs_of(tables: Tables) -> tuple[TensorSpec, ...]:
@@ -123,12 +167,16 @@ def specs_of(tables: Tables) -> tuple[TensorSpec, ...]:
     return tuple(TensorSpec((t.num_rows, t.dim), t.values.dtype) for t in tables)
 
 
-def expected_groups(specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfile, ...]) -> list[tuple[RowGroup, int]]:
-    """The groups that tables of these profiles will form, each with the position of its first table."""
+def expected_groups(specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfile, ...]) -> tuple[RowGroup, ...]:
+    """The groups that tables of these profiles will form."""
     members: dict[object, list[int]] = {}
     for position, profile in enumerate(profiles):
         members.setdefault(profile.pattern or position, []).append(position)
-    return [(RowGroup(tuple(p), tuple(specs[i] for i in p)), p[0]) for p in members.values()]
+    return _groups(members.values(), specs)
+
+
+def _groups(members: Iterable[Sequence[int]], specs: tuple[TensorSpec, ...]) -> tuple[RowGroup, ...]:
+    return tuple(RowGroup(tuple(positions), tuple(specs[i] for i in positions)) for positions in members)
 
 
 def _same_rows(a: SparseRows, b: SparseRows) -> bool:
