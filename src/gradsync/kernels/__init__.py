@@ -6,8 +6,8 @@ default, takes native where it is built and knows the dtypes and device, and say
 The caller owns every output. Where its size is known only after a look at the input, a kernel has two phases: the
 function counts and returns an object with `count`; its methods then write into buffers of that size. The object keeps
 its inputs alive; they must not change between the phases. Tensors are rows of adjacent elements: a row stride that is
-larger, as in a slice of columns, is fine, anything else is a TypeError of the native kernels, which never copy, as is
-another dtype, device or layout.
+larger, as in a slice of columns, is fine. The native kernels never copy: any other stride, dtype, device or layout is a
+TypeError.
 A NaN stays a NaN in every conversion, but not which one.
 """
 
