@@ -33,6 +33,7 @@ class DensityProfile:
     rows: float  # distinct rows one rank touches, mean over the ranks
     densification: Mapping[int, float] = field(default_factory=dict)
     pattern: str = ""  # tables of equal pattern have the same rows on every rank; empty: nothing is known
+    most_rows: float = 0.0  # that any rank touches; 0: not known
 
     @property
     def density(self) -> float:
@@ -87,7 +88,7 @@ def profile_rows(index_lists: Sequence[Tensor], num_rows: int) -> DensityProfile
     for k in sorted({2**j for j in range(1, 32) if 2**j <= len(unique)} | {len(unique)}):
         if k > 1 and rows > 0:
             densification[k] = torch.unique(torch.cat(unique[:k])).numel() / rows
-    return DensityProfile(num_rows, rows, densification)
+    return DensityProfile(num_rows, rows, densification, most_rows=float(max((u.numel() for u in unique), default=0)))
 
 
 def profile_tables(tables: Sequence[tuple[int, Sequence[Tensor]]]) -> tuple[DensityProfile, ...]:
@@ -168,7 +169,8 @@ def profile_sample(hits: Tensor, size: int) -> DensityProfile | None:
     if rows == 0:
         return None
     counts = sorted({2**j for j in range(1, 32) if 2**j <= len(hits)} | ({len(hits)} - {1}))
-    return DensityProfile(size, rows, {k: float(hits[:k].any(dim=0).sum()) * scale / rows for k in counts})
+    growth = {k: float(hits[:k].any(dim=0).sum()) * scale / rows for k in counts}
+    return DensityProfile(size, rows, growth, most_rows=float(hits.sum(dim=1).max()) * scale)
 
 
 def denser(a: DensityProfile | None, b: DensityProfile | None) -> DensityProfile | None:

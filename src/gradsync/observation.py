@@ -134,5 +134,6 @@ def _reduced(before: ParameterProfile, seen: Tensor) -> ParameterProfile:
         size = len(seen)
         rows, union = float(seen[:, 2].double().mean()), float(seen[0, 3])
         growth = {size: union / rows} if rows > 0 and size > 1 else {}
-        density = DensityProfile(before.tensor.num_rows, rows, growth, pattern=str(int(seen[0, 4])))
+        most_rows = float(seen[:, 2].max())
+        density = DensityProfile(before.tensor.num_rows, rows, growth, str(int(seen[0, 4])), most_rows)
     return ParameterProfile(before.name, before.tensor, sparse, density, position=int(seen[0, 0]))

@@ -34,6 +34,20 @@ class Words(nn.Module):
         return self.wide(self.words(ids).mean(1))
 
 
+class DeadUnits(nn.Module):
+    """Most hidden units are dead: rows of the first matrix, and columns of the second, have no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(300, 400)
+        self.out = nn.Linear(400, 300)
+        with torch.no_grad():
+            self.into.bias.copy_((torch.arange(400) % 20 == 0) * 200.0 - 100.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.into(x).relu())
+
+
 class Adapter(nn.Module):
     """A low-rank adapter: the second matrix starts at zero, so the first one's first gradient is zero."""
 
@@ -120,6 +134,36 @@ def adapter_is_dense() -> list[dict[str, str]]:
 def test_a_gradient_that_is_zero_in_the_first_step_only_is_not_taken_for_sparse(world: World) -> None:
     for seen in world(2).run(adapter_is_dense):
         assert all(set(by_name.values()) == {"all_reduce"} for by_name in seen)
+
+
+def dead_units_are_found() -> tuple[dict[str, str], dict[str, str]]:
+    twins = make_twins(DeadUnits, options={"plan": default_plan})
+    follow(twins, dead_step, steps=5)
+    found = schemes(twins[1])
+    assert twins[1].handle is not None
+    (behind,) = [s for s in twins[1].handle.statistics() if s.names == ("out.weight",)]
+    assert behind.density == pytest.approx(0.05, rel=0.3)
+    assert behind.predicted_bytes == pytest.approx(behind.sent_bytes, rel=0.2)
+    with torch.no_grad():
+        for twin in twins:
+            twin.module.get_parameter("into.bias").fill_(1.0)
+    follow(twins, dead_step, steps=3)  # all units live: the sparse exchange becomes an all-reduce
+    after = schemes(twins[1])
+    detach(twins)
+    return found, after
+
+
+def dead_step(twin: Twin, number: int) -> None:
+    twin.optimizer.zero_grad()
+    twin.model(torch.randn(4, 300)).square().mean().backward()
+    twin.optimizer.step()
+
+
+def test_dead_units_are_found_by_rows_before_them_and_by_elements_behind_them(world: World) -> None:
+    for found, after in world(2).run(dead_units_are_found):
+        assert found == after
+        assert (found["into.weight"], found["out.weight"]) == ("agsparse", "balanced_elements")
+        assert found["into.bias"] == found["out.bias"] == "all_reduce"
 
 
 def trial_keeps_dense_as_a_choice() -> tuple[bool, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -16,7 +17,7 @@ from gradsync.density import DensityProfile, ParameterProfile, profile_rows
 from gradsync.plan import Plan
 from gradsync.planner import default_plan, default_plans, with_capacity
 from gradsync.planner.default import SPARSE_SCHEMES, cheapest_sparse_scheme
-from gradsync.schemes import AGSparse, BalancedParallelism
+from gradsync.schemes import AGSparse, AllReduce, BalancedElements, BalancedParallelism, Scheme
 from gradsync.sparse import SparseRows
 
 MIB = 1 << 20
@@ -168,6 +169,33 @@ def test_a_plan_by_layout_is_tried_where_sparsity_was_found_and_only_there() -> 
     assert by_layout in [plan.digest for plan in default_plans([found("words", 20.0)], 4)]
     assert default_plans([found("words", 20.0)], 4)[0].digest != by_layout
     assert len(default_plans([found("words", 900.0)], 4)) == len(default_plans([dense("words", 256_000)], 4))
+
+
+def scattered(name: str, rows: float, elements: float, *, num_rows: int = 1000, dim: int = 64) -> ParameterProfile:
+    """A dense gradient of which a rank was seen to fill shares `rows` and `elements`, the same ones on all ranks."""
+    profiles = [DensityProfile(size, share * size, {4: 1.0}) for size, share in ((num_rows, rows), (64_000, elements))]
+    spec = TensorSpec((num_rows, dim), torch.float32)
+    return ParameterProfile(name, spec, sparse=False, density=profiles[0], elements=profiles[1])
+
+
+@pytest.mark.parametrize(
+    ("rows", "elements", "scheme"),
+    [
+        (1.0, 0.1, BalancedElements()),  # zeros anywhere, as behind dead units
+        (0.1, 0.1, None),  # whole rows: fewer positions
+        (1.0, 0.6, AllReduce()),
+        (0.5, 0.05, BalancedElements()),
+    ],
+)
+def test_zeros_are_used_by_rows_or_by_elements_whichever_moves_fewer_bytes(
+    rows: float, elements: float, scheme: Scheme[Any] | None
+) -> None:
+    profiles = [scattered("w", rows, elements), dense("b", 4000)]
+    plan = default_plan(profiles, 4)
+    plan.check({p.name: p.tensor for p in profiles}, 4)
+    chosen = {name: bucket.make_scheme() for bucket in plan.buckets for name in bucket.names}
+    assert chosen["w"] == scheme if scheme is not None else chosen["w"].layout is Layout.ROWS
+    assert chosen["b"] == AllReduce()
 
 
 def test_one_rank_searches_for_nothing() -> None:

@@ -15,7 +15,7 @@ from ..bucket import Layout, TensorSpec, cut_by_bytes
 from ..cluster import Placement
 from ..density import DensityProfile, ParameterProfile
 from ..plan import BucketPlan, Plan, default_order
-from ..schemes import AGSparse, AllReduce, BalancedParallelism, Scheme
+from ..schemes import AGSparse, AllReduce, BalancedElements, BalancedParallelism, Scheme
 from ..steps import Step, transfers
 
 FIRST_BUCKET_BYTES = 1 << 20  # DDP's first bucket: an early start of communication
@@ -38,8 +38,8 @@ def default_plans(profiles: Sequence[ParameterProfile], world_size: int) -> list
     """
     if world_size == 1:
         return [default_plan(profiles, world_size)]
-    dense = [p for p in _with_found(profiles, world_size) if not p.sparse]
-    between = sum(p.tensor.nbytes for p in dense) // BUCKETS_TO_OVERLAP
+    found = found_schemes(profiles, world_size)
+    between = sum(p.tensor.nbytes for p in profiles if not p.sparse and p.name not in found) // BUCKETS_TO_OVERLAP
     sizes = [BUCKET_BYTES, FEWEST_BUCKET_BYTES]
     if between >= 2 * FEWEST_BUCKET_BYTES and not BUCKET_BYTES / 2 < between < 2 * BUCKET_BYTES:
         sizes.insert(1, between)
@@ -64,15 +64,18 @@ def default_plan(
     Tables with the same rows stay together. One that is ready before dense parameters are is exchanged at once, with
     all its stages, unless `tables_at_the_end`: then all tables of a dtype share a bucket behind the dense ones.
     `dense_between`: the last dense bucket has its turn before the last stage of the tables behind it, not before all.
-    Dense gradients that were found to be sparse are exchanged as such, unless `by_layout`.
+    Dense gradients that were found to be sparse are exchanged as such, unless `by_layout`: by rows together with the
+    tables, by elements each in a bucket of its own.
     Deterministic in its arguments, which are the same on every rank. Parameters come in model order; before readiness
     was measured (`position` all equal) the reverse of that order is taken, as backward runs.
     """
     specs = {p.name: p.tensor for p in profiles}
-    if not by_layout:
-        profiles = _with_found(profiles, world_size)
+    found = {} if by_layout else found_schemes(profiles, world_size)
+    profiles = [replace(p, sparse=p.sparse or _by_rows(found.get(p.name))) for p in profiles]
     ready = sorted(reversed(profiles), key=lambda p: p.position)
-    buckets = _dense_buckets([p for p in ready if not p.sparse], bucket_bytes)
+    by_element = [p for p in ready if p.name in found and not p.sparse]
+    buckets = _dense_buckets([p for p in ready if not p.sparse and p.name not in found], bucket_bytes)
+    buckets += [([p], found[p.name]) for p in by_element]
     at_the_end = tables_at_the_end or len({p.position for p in profiles}) <= 1
     runs = [[p for p in ready if p.sparse]] if at_the_end else _table_runs(ready)
     for run in runs:
@@ -86,6 +89,10 @@ def default_plan(
 
 
 PlannedBucket = tuple[list[ParameterProfile], Scheme[Any]]
+
+
+def _by_rows(scheme: Scheme[Any] | None) -> bool:
+    return scheme is not None and scheme.layout is Layout.ROWS
 
 
 def _by_dtype(profiles: Sequence[ParameterProfile]) -> list[tuple[str, list[ParameterProfile]]]:
@@ -135,19 +142,25 @@ def _order(plan: Plan, *, dense_between: bool) -> Iterator[tuple[str, str]]:
     yield from [*default_order(dense[:-1]), *tables[:place], *default_order(dense[-1:]), *tables[place:]]
 
 
-def _with_found(profiles: Sequence[ParameterProfile], world_size: int) -> list[ParameterProfile]:
-    """Dense gradients that are worth a sparse exchange as if they were of sparse layout."""
-    return [replace(p, sparse=True) if _is_table(p, world_size) else p for p in profiles]
+def found_schemes(profiles: Sequence[ParameterProfile], world_size: int) -> dict[str, Scheme[Any]]:
+    """The sparse scheme of each dense gradient that was found to be sparse and saves enough by it, by name."""
+    found = {p.name: _scheme_of_found(p, world_size) for p in profiles if p.found and world_size > 1}
+    return {name: scheme for name, scheme in found.items() if scheme is not None}
 
 
-def _is_table(profile: ParameterProfile, world_size: int) -> bool:
-    """Whether a dense gradient's rows, as far as they are not zero, are few enough to be exchanged as a table's."""
-    if profile.sparse or not profile.found or profile.density is None or world_size == 1:
-        return False
+def _scheme_of_found(profile: ParameterProfile, world_size: int) -> Scheme[Any] | None:
+    """By its rows or by its elements, whichever moves fewer bytes; None if neither saves enough."""
     placement, spec = Placement.one_per_node(world_size), profile.tensor
-    scheme = cheapest_sparse_scheme([profile], world_size)
-    dense_bytes = busiest_bytes(AllReduce().steps((spec,), (), placement))
-    return busiest_bytes(scheme.steps((spec,), (profile.density,), placement)) <= MOST_OF_DENSE * dense_bytes
+    flat = TensorSpec((spec.numel,), spec.dtype)
+    costs: list[tuple[float, Scheme[Any]]] = []
+    if profile.density is not None:
+        by_row = cheapest_sparse_scheme([profile], world_size)
+        costs.append((busiest_bytes(by_row.steps((spec,), (profile.density,), placement)), by_row))
+    if profile.elements is not None:
+        by_element = BalancedElements()
+        costs.append((busiest_bytes(by_element.steps((flat,), (profile.elements,), placement)), by_element))
+    fewest_bytes, scheme = min(costs, key=lambda cost: cost[0])
+    return scheme if fewest_bytes <= MOST_OF_DENSE * busiest_bytes(AllReduce().steps((flat,), (), placement)) else None
 
 
 def busiest_bytes(steps: Sequence[Step]) -> float:
@@ -174,6 +187,6 @@ def with_capacity(scheme: Scheme[Any], densities: Sequence[DensityProfile]) -> S
     """The scheme for tables like these, with room for their rows, so that no sizes need to be exchanged."""
     if not isinstance(scheme, BalancedParallelism):
         return scheme
-    capacity = [min(math.ceil(MARGIN * d.rows) + MARGIN_ROWS, d.num_rows) for d in densities]
+    capacity = [min(math.ceil(MARGIN * max(d.rows, d.most_rows)) + MARGIN_ROWS, d.num_rows) for d in densities]
     rows = [(d.pattern, d.num_rows) if d.pattern else position for position, d in enumerate(densities)]
     return replace(scheme, capacity=tuple(capacity), same_rows=tuple(rows.index(known) for known in rows))
