@@ -42,7 +42,7 @@ class DeadUnits(nn.Module):
         self.into = nn.Linear(300, 400)
         self.out = nn.Linear(400, 300)
         with torch.no_grad():
-            self.into.bias.copy_((torch.arange(400) % 20 == 0) * 200.0 - 100.0)
+            self.into.bias.copy_((torch.arange(400) % 20 == 0) * 105.0 - 100.0)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.into(x).relu())
