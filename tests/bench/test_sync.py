@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 from gradsync.bench.sync import SyncSpec, sync_records
+from gradsync.bench.sync_rank import bound_rounds
+from gradsync.steps import DIRECT_BYTES, Pattern, Transfer
 
 ALPHA_S, BYTES_PER_S = 1e-3, 1e8
 FIT = [(rounds, nbytes, rounds * ALPHA_S + nbytes / BYTES_PER_S) for rounds, nbytes in ((2, 0.0), (2, 1e6), (2, 4e6))]
-TRANSFERS = [(1, 2e6), (3, 1e6)]
+TRANSFERS = [(5, 1, 2e6), (3, 3, 1e6)]  # rounds, those of the bound, bytes
 
 
 def rank_result(subject_s: list[float], baseline_s: list[float], wire_bytes: float) -> dict[str, Any]:
@@ -54,7 +56,7 @@ def test_the_bound_is_what_the_fitted_network_allows_for_the_transfers() -> None
 def test_the_prediction_adds_the_computations_at_the_slowest_ranks_memory_rate() -> None:
     record = records()
     assert record.environment["memory_bytes_per_s"] == pytest.approx(1e12 / 3000)
-    assert record.predicted_s == pytest.approx(record.bound_s + 6e6 / (1e12 / 3000))
+    assert record.predicted_s == pytest.approx(8 * ALPHA_S + 3e6 / BYTES_PER_S + 6e6 / (1e12 / 3000))
 
 
 def test_bytes_are_the_busiest_nodes() -> None:
@@ -69,3 +71,9 @@ def test_on_loopback_a_node_has_its_share_of_the_one_interface(ranks_per_node: i
     record = records(loopback=True, ranks_per_node=ranks_per_node)
     assert record.wire_bytes.subject == 3000.0 / 2
     assert record.params["link"] == "loopback (not shaped)"
+
+
+@pytest.mark.parametrize("pattern", [Pattern.ALL_REDUCE, Pattern.ALL_TO_ALL, Pattern.ALL_GATHER])
+def test_the_bound_takes_one_latency_of_what_can_hide_the_others_behind_its_bytes(pattern: Pattern) -> None:
+    small, large = (Transfer("", pattern, (nbytes,) * 4) for nbytes in (8.0, 2.0 * DIRECT_BYTES))
+    assert (bound_rounds(small), bound_rounds(large)) == (3, 1)

@@ -132,8 +132,8 @@ def row_case(case: str, rank: int, dtype: torch.dtype) -> Tables:
             return (absent, table(g, draw(g, 12, 30), 30, 4, dtype))
         case "two tables":
             return (table(g, draw(g, 12, 64), 64, 8, dtype), table(g, draw(g, 7, 9), 9, 3, dtype))
-        case "three tables":
-            dims = ((64, 1), (17, 5), (100, 16))
+        case "four tables":
+            dims = ((64, 1), (17, 5), (20, 0), (100, 16))
             return tuple(table(g, draw(g, 3 + rank + rows // 8, rows), rows, dim, dtype) for rows, dim in dims)
         case "one column":
             return (table(g, draw(g, 12, 64), 64, 1, dtype),)
@@ -166,7 +166,7 @@ ROW_CASES = [
     "no rows anywhere",
     "one table absent",
     "two tables",
-    "three tables",
+    "four tables",
     "one column",
     "fewer columns than ranks",
     "odd columns and rows",

@@ -117,6 +117,7 @@ METHODS: dict[str, Method] = {
         Method("ddp_100mb", False, True, partial(_ddp, bucket_mb=100)),
         Method("ddp_one_bucket", False, True, partial(_ddp, bucket_mb=ONE_BUCKET_MB)),
         Method("ddp_sparse", True, True, _ddp),
+        Method("ddp_sparse_1mb", True, True, partial(_ddp, bucket_mb=1)),
         Method("ddp_bf16", False, False, partial(_ddp, hook=bf16_hook)),
         Method("ddp_fp16", False, False, partial(_ddp, hook=default_hooks.fp16_compress_hook)),
         Method("ddp_sparse_bf16", True, False, partial(_ddp, hook=bf16_hook)),

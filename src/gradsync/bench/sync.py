@@ -130,6 +130,8 @@ def _record(
 
 
 def _expected_s(costs: dict[str, Any], cost: CostModel) -> tuple[float, float]:
-    """Seconds of a scheme's transfers alone, and of its computations too, one after the other."""
-    bound_s = sum(rounds * cost.alpha_s + nbytes / cost.bandwidth_bytes_per_s for rounds, nbytes in costs["transfers"])
-    return bound_s, bound_s + costs["compute_bytes"] / cost.memory_bytes_per_s
+    """The bound of a scheme's transfers, and what is expected of all its steps, one after the other; seconds."""
+    rounds, fewest, nbytes = (sum(column) for column in zip(*costs["transfers"], strict=True))
+    bytes_s = nbytes / cost.bandwidth_bytes_per_s
+    compute_s = costs["compute_bytes"] / cost.memory_bytes_per_s
+    return fewest * cost.alpha_s + bytes_s, rounds * cost.alpha_s + bytes_s + compute_s

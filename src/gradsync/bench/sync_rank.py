@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,13 +30,20 @@ from .sync import DENSE_SIZES_BYTES, FIT_SIZES_BYTES, SyncSpec
 TIMEOUT_S = 120.0
 COPY_BYTES = 128 << 20
 
-Exchange = Callable[[], object]
+
+@dataclass(frozen=True)
+class Exchange:
+    """What is timed, and what each time needs before."""
+
+    run: Callable[[], object]
+    prepare: Callable[[], object] = lambda: None
 
 
 def timed(exchange: Exchange) -> float:
+    exchange.prepare()
     dist.barrier()
     began_s = time.perf_counter()
-    exchange()
+    exchange.run()
     return time.perf_counter() - began_s
 
 
@@ -57,29 +65,31 @@ def take_turns(exchanges: dict[str, Exchange], spec: SyncSpec) -> tuple[dict[str
 
 
 def fit_samples(group: TorchGroup, spec: SyncSpec) -> list[tuple[int, float, float]]:
-    """(rounds, busiest bytes, median seconds) of all-reduces.
-
-    A large one hides the latency of its rounds behind its bytes: it counts as one round, or the rate would come out too
-    high.
-    """
+    """(rounds, busiest bytes, median seconds) of all-reduces."""
     steps = [Transfer("", Pattern.ALL_REDUCE, (float(nbytes),) * spec.world_size) for nbytes in FIT_SIZES_BYTES]
-    return [(s.rounds if s.direct else 1, s.busiest_bytes, median_s(group, int(s.part_bytes[0]), spec)) for s in steps]
+    return [(bound_rounds(s), s.busiest_bytes, median_s(group, int(s.part_bytes[0]), spec)) for s in steps]
+
+
+def bound_rounds(transfer: Transfer) -> int:
+    """Latencies that a transfer cannot do without: a large one may hide all but one of them behind its bytes.
+
+    In the fit as in the bound: else the rate came out too high, or the bound could be beaten.
+    """
+    return transfer.rounds if transfer.direct else 1
 
 
 def median_s(group: TorchGroup, nbytes: int, spec: SyncSpec) -> float:
     """An all-reduce of so many bytes."""
     buffer = torch.zeros(nbytes // 4)
 
-    def reduce() -> None:
-        group.all_reduce(buffer).wait(TIMEOUT_S)
-
+    reduce = Exchange(lambda: group.all_reduce(buffer).wait(TIMEOUT_S))
     return statistics.median([timed(reduce) for _ in range(spec.warmup + spec.repeats)][spec.warmup :])
 
 
 def memory_bytes_per_s(spec: SyncSpec) -> float:
     """Bytes read and written by a copy of more than any cache holds, while the other ranks copy too."""
     source = torch.ones(COPY_BYTES // 4)
-    copy = partial(torch.empty_like(source).copy_, source)
+    copy = Exchange(partial(torch.empty_like(source).copy_, source))
     seconds = [timed(copy) for _ in range(spec.warmup + spec.repeats)][spec.warmup :]
     return 2 * COPY_BYTES / statistics.median(seconds)
 
@@ -89,14 +99,28 @@ def scheme_exchange(scheme: Scheme[Any], group: TorchGroup, x: Callable[[], Any]
     ledger = Ledger()
     recording = RecordingGroup(group, ledger)
     scale = 1.0 / group.size
-    return lambda: drive(scheme.synchronize(x(), {}, recording, scale), timeout_s=TIMEOUT_S), ledger
+    return Exchange(lambda: drive(scheme.synchronize(x(), {}, recording, scale), timeout_s=TIMEOUT_S)), ledger
+
+
+def ddp_sparse_exchange(gradients: Sequence[Tensor]) -> Exchange:
+    """As DDP issues them: one after the other, without waiting. On copies, which the sums replace."""
+    copies: list[Tensor] = []
+
+    def prepare() -> None:
+        copies[:] = [gradient.clone() for gradient in gradients]
+
+    def run() -> None:
+        for work in [dist.all_reduce(copy, async_op=True) for copy in copies]:
+            work.wait()
+
+    return Exchange(run, prepare)
 
 
 def step_costs(scheme: Scheme[Any], specs: tuple[TensorSpec, ...], profiles: Any, size: int) -> dict[str, Any]:
-    """(rounds, busiest bytes) of each transfer, and the bytes that all computations read and write."""
+    """(rounds, rounds of the bound, busiest bytes) of each transfer; bytes that all computations read and write."""
     steps = scheme.steps(specs, profiles, Placement.one_per_node(size))
     return {
-        "transfers": [(t.rounds, t.busiest_bytes) for t in transfers(steps)],
+        "transfers": [(t.rounds, bound_rounds(t), t.busiest_bytes) for t in transfers(steps)],
         "compute_bytes": sum(step.nbytes for step in steps if isinstance(step, Compute)),
     }
 
@@ -131,7 +155,7 @@ def dense_case(nbytes: int, group: TorchGroup, spec: SyncSpec) -> dict[str, Any]
     scheme = AllReduce()
     return measure(
         {"size_bytes": nbytes, "dtype": "float32"},
-        {"ddp": lambda: dist.all_reduce(x)},
+        {"ddp": Exchange(lambda: dist.all_reduce(x))},
         {scheme.name: scheme_exchange(scheme, group, lambda: x)},
         {scheme.name: step_costs(scheme, (TensorSpec.of(x),), (), group.size)},
         spec,
@@ -160,8 +184,8 @@ def workload_case(name: str, group: TorchGroup, spec: SyncSpec) -> dict[str, Any
     case = measure(
         params,
         {
-            "ddp_sparse": lambda: [dist.all_reduce(g.clone()) for g in gradients],
-            "ddp": lambda: [dist.all_reduce(g) for g in dense],
+            "ddp_sparse": ddp_sparse_exchange(gradients),
+            "ddp": Exchange(lambda: [dist.all_reduce(g) for g in dense]),
         },
         schemes,
         costs,

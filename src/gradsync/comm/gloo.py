@@ -42,7 +42,11 @@ class GlooGroup(TorchGroup):
         self._rounds = Rounds(self._apart, self.rank, self.size)
         self.bytes_per_s = bytes_per_s
         if bytes_per_s is None and self.size > 1:
-            self.alpha_s, self.bytes_per_s = self._measured(timeout_s)
+            try:
+                self.alpha_s, self.bytes_per_s = self._measured(timeout_s)
+            except BaseException:  # nobody will get the group, to close it
+                self._release(hanging=True)
+                raise
 
     def all_reduce(self, buffer: Tensor) -> Pending[Tensor]:
         nbytes = buffer.numel() * buffer.element_size()
@@ -57,8 +61,8 @@ class GlooGroup(TorchGroup):
         largest = max(lengths) * buffer.element_size()
         if (self.size - 1) * largest <= DIRECT_BYTES:
             return self._all_to_all(buffer.repeat(self.size), [buffer.numel()] * self.size, lengths)
-        if len(set(lengths)) == 1:
-            return super().all_gather(buffer)  # its ring is near the line rate
+        if len(set(lengths)) == 1 or not buffer.is_cpu:
+            return super().all_gather(buffer, lengths)  # its ring is near the line rate
         parts = split(buffer.new_empty(sum(lengths)), lengths)
         return self._exchange([buffer] * self.size, parts, together=self._fast)
 
@@ -66,7 +70,7 @@ class GlooGroup(TorchGroup):
         self, buffer: Tensor, sent: Sequence[int], received: Sequence[int], *, largest: int | None = None
     ) -> Pending[list[Tensor]]:
         small = largest is not None and (self.size - 1) * largest * buffer.element_size() <= DIRECT_BYTES
-        if small or self._fast:
+        if small or self._fast or not buffer.is_cpu:
             return self._all_to_all(buffer, sent, received)
         return self._exchange(split(buffer, sent), split(buffer.new_empty(sum(received)), received), together=False)
 
@@ -74,7 +78,7 @@ class GlooGroup(TorchGroup):
         # gloo fills the first bytes of a receive that is larger than the message: only the message travels.
         outgoing, rank = with_lengths(messages, bounds), self.rank
         own, outgoing[rank] = outgoing[rank], outgoing[rank][:0]
-        if (self.size - 1) * max(bounds) <= DIRECT_BYTES:
+        if (self.size - 1) * max(bounds) <= DIRECT_BYTES or not own.is_cpu:
             return self._exchange_at_once(torch.cat(outgoing), [len(part) for part in outgoing], own, bounds[rank])
         room = [0 if peer == rank else bounds[rank] for peer in range(self.size)]
         incoming = split(own.new_empty(sum(room)), room)

@@ -180,11 +180,8 @@ class TorchGroup(Group):
             logger.warning("could not tell the other ranks of a failure here, the store does not answer: %s", text)
 
     def close(self) -> None:
-        if not dist.is_initialized():
-            return  # the user's destroy_process_group() has ended all communicators
-        if self._own not in distributed_c10d._world.pg_map:
-            return  # ended and initialised anew
-        self._board.note_left(self.members[self.rank], self._issued)
+        if _is_open(self._own):
+            self._board.note_left(self.members[self.rank], self._issued)
         self._release(hanging=any(not work.is_completed() for work, _ in self._in_flight.values()))
         self._in_flight.clear()
 
@@ -196,6 +193,8 @@ class TorchGroup(Group):
         return _new_communicator(process_group, self.members, self.rank, self._patience)
 
     def _destroy(self, communicator: dist.ProcessGroup, *, hanging: bool) -> None:
+        if not _is_open(communicator):
+            return
         dist.destroy_process_group(communicator)
         if hanging:
             # gloo cannot cancel them: the destructor would wait until they time out, in whatever line collects garbage
@@ -262,6 +261,11 @@ class TorchGroup(Group):
         if len(behind) == self.size:
             return "at least one rank has not come this far, and the store does not say which"
         return f"{_ranks(behind)} did not come this far: still at work, stopped, or a loop of fewer steps there"
+
+
+def _is_open(communicator: dist.ProcessGroup) -> bool:
+    """Whether it was not ended yet, as by the user's `destroy_process_group()`, which ends all."""
+    return dist.is_initialized() and communicator in distributed_c10d._world.pg_map
 
 
 def _new_communicator(

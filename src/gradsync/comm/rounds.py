@@ -26,7 +26,7 @@ class RoundsWork:
 
     def __init__(self) -> None:
         self._ended = threading.Event()
-        self._error: Exception | None = None
+        self._error: str | None = None  # its text: the error itself would keep the messages' memory
 
     def is_completed(self) -> bool:
         return self._ended.is_set()
@@ -40,11 +40,11 @@ class RoundsWork:
         if not self._ended.wait(timeout.total_seconds() if timeout is not None else None):
             raise RuntimeError("the exchange has not ended yet")
         if self._error is not None:
-            raise RuntimeError(str(self._error))
+            raise RuntimeError(self._error)
         return True
 
     def end(self, error: Exception | None) -> None:
-        self._error = error
+        self._error = None if error is None else str(error)
         self._ended.set()
 
 

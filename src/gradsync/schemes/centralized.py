@@ -89,9 +89,10 @@ def _sum_messages(messages: list[torch.Tensor], agreed: Agreement, whole: Sequen
         union = kernels.unite_rows([part.indices for part in parts], group.num_rows)
         indices = parts[0].indices.new_empty(union.count, dtype=torch.int64)
         union.write_indices(indices)
-        for place, (position, spec) in enumerate(zip(group.positions, group.specs, strict=True)):
-            values = [part.pieces[place][1] for part in parts]
-            total = values[0].new_empty(union.count, spec.dim)
-            union.sum(values, [total], scale=scale)
+        places = {piece.position: place for place, (piece, _) in enumerate(parts[0].pieces)}
+        for position, spec in zip(group.positions, group.specs, strict=True):
+            total = indices.new_empty(union.count, spec.dim, dtype=spec.dtype)
+            if position in places:  # else rows without elements
+                union.sum([part.pieces[places[position]][1] for part in parts], [total], scale=scale)
             result[position] = SparseRows(indices, total, group.num_rows, agreed.present[position])
     return tuple(result[position] for position in range(len(result)))

@@ -186,8 +186,8 @@ async def _push_by_sizes(x: Tables, survey: Survey, agreed: Agreement, group: Gr
     received = [int(message_nbytes(agreed.groups, rows, mine)) for rows in agreed.rows]
     sent[group.rank] = received[group.rank] = 0
     most_rows = [max(counts) for counts in zip(*agreed.rows, strict=True)]
-    # The last stripe is the widest one.
-    largest = int(message_nbytes(agreed.groups, most_rows, _spans(agreed.groups, group.size, group.size - 1)))
+    owners = [_spans(agreed.groups, group.size, owner) for owner in range(group.size)]
+    largest = max(int(message_nbytes(agreed.groups, most_rows, spans)) for spans in owners)
     messages = await group.all_to_all(outgoing, sent, received, largest=largest)
     messages[group.rank] = parts[group.rank]
     return messages

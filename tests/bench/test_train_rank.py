@@ -1,0 +1,91 @@
+"""Before methods are timed: gradsync settles without learning, and blocks are as long as all methods can afford."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gradsync.bench.train import TrainSpec
+from gradsync.bench.train_rank import Contestant, affordable_steps, settle
+from tests.world import Ranks
+
+World = Callable[[int], Ranks]
+
+
+class Line:
+    """A workload: a straight line through noise."""
+
+    def batches(self, rank: int, world_size: int, seed: int) -> Iterator[torch.Tensor]:
+        generator = torch.Generator().manual_seed(100 * seed + rank)
+        while True:
+            yield torch.randn(8, 3, generator=generator)
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).square().mean()
+
+
+class Restless:
+    """Stands for an attachment that tries plans for some steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.no_sync = nullcontext
+
+    @property
+    def settled(self) -> bool:
+        self.steps -= 1
+        return self.steps <= 0
+
+
+def contestant(attachment: Any) -> Contestant:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return Contestant("gradsync", model, attachment, optimizer, Line().batches(0, 2, seed=0))
+
+
+def settled_state() -> tuple[bool, bool, bool, bool]:
+    who, untouched = contestant(Restless(5)), contestant(None)
+    trained = []
+    who.optimizer.register_step_post_hook(lambda *_: trained.append(1))
+    batches = who.batches
+    settle(Line(), who)  # type: ignore[arg-type]
+    same = all(
+        torch.equal(a, b)
+        for a, b in zip(who.model.state_dict().values(), untouched.model.state_dict().values(), strict=True)
+    )
+    momentum_gone = not who.optimizer.state_dict()["state"]
+    return (
+        same,
+        momentum_gone,
+        who.batches is batches and all(p.grad is None for p in who.model.parameters()),
+        len(trained) >= 3,
+    )
+
+
+def test_settling_trains_and_leaves_weights_statistics_momentum_and_data_as_they_were(world: World) -> None:
+    assert world(2).run(settled_state) == [(True,) * 4] * 2
+
+
+def steps_of_a_block(step_s: list[float], most_block_s: float) -> int:
+    contestants = [contestant(None) for _ in step_s]
+    rank = torch.distributed.get_rank()
+    for who, seconds in zip(contestants, step_s, strict=True):
+        who.step_s = [seconds * (1 + rank)] * 3
+    contestants.append(contestant(None))
+    contestants[-1].failed, contestants[-1].step_s = "broken", [1e9]
+    return affordable_steps(contestants, TrainSpec(block_steps=8, most_block_s=most_block_s))
+
+
+@pytest.mark.parametrize(
+    ("step_s", "steps"), [([0.1, 0.2], 8), ([0.1, 1.0], 4), ([0.1, 2.0], 2), ([0.1, 100.0], 1), ([], 8)]
+)
+def test_a_block_is_as_long_as_the_slowest_method_on_the_slowest_rank_affords(
+    world: World, step_s: list[float], steps: int
+) -> None:
+    assert world(2).run(steps_of_a_block, step_s, 8.0) == [steps, steps]
