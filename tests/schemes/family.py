@@ -245,8 +245,15 @@ class Counted:
 
 
 def run(member: Member, inputs: Sequence[Any], scale: float, states: Sequence[Any] | None = None) -> Outcome:
+    """What the member's scheme makes of the inputs, one for each rank."""
+    return run_scheme(member.planned(inputs), inputs, scale, states)
+
+
+def run_scheme(
+    scheme: Scheme[Any], inputs: Sequence[Any], scale: float, states: Sequence[Any] | None = None
+) -> Outcome:
     """`synchronize` on one thread a rank, over a recording group. The inputs stay as they are."""
-    ledgers, scheme = [Ledger() for _ in inputs], member.planned(inputs)
+    ledgers = [Ledger() for _ in inputs]
 
     def rank_main(group: LocalGroup) -> tuple[Any, Any, int]:
         recording = RecordingGroup(group, ledgers[group.rank])

@@ -15,7 +15,7 @@ from gradsync.comm import Ledger, LocalGroup, Pending, RecordingGroup, drive, ru
 from gradsync.density import DensityProfile, profile_rows
 from gradsync.schemes import AllReduce, BalancedElements, from_expression, to_expression
 from gradsync.steps import Pattern, Transfer, transfers
-from tests.schemes.family import Outcome, bits, run
+from tests.schemes.family import Outcome, bits, run_scheme
 
 SIZE = 1 << 20
 NUM_RANKS = 8
@@ -119,7 +119,7 @@ def test_no_density_moves_more_than_a_ring_and_the_sizes(
 ) -> None:
     numel = 20_011
     inputs = Case(density, shared, dtype).inputs(size, numel)
-    outcome = run(BalancedElements(), inputs, 1 / size)
+    outcome = run_scheme(BalancedElements(), inputs, 1 / size)
     ring = Transfer("", Pattern.ALL_REDUCE, (float(numel * dtype.itemsize),) * size)
     sizes_bytes = 8 * size * (size - 1)
     assert max(ledger.sent_bytes for ledger in outcome.ledgers) <= ring.sent_bytes(0) + sizes_bytes
@@ -132,7 +132,7 @@ def test_no_density_moves_more_than_a_ring_and_the_sizes(
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_dense_data_takes_an_all_reduce_and_nothing_more_than_the_sizes(size: int) -> None:
     inputs = [torch.randn(5003, generator=torch.Generator().manual_seed(rank)) for rank in range(size)]
-    outcome, dense = (run(scheme, inputs, 1 / size) for scheme in (BalancedElements(), AllReduce()))
+    outcome, dense = (run_scheme(scheme, inputs, 1 / size) for scheme in (BalancedElements(), AllReduce()))
     for ledger, of_dense in zip(outcome.ledgers, dense.ledgers, strict=True):
         assert [entry.pattern for entry in ledger.entries] == [Pattern.ALL_GATHER, Pattern.ALL_REDUCE]
         assert ledger.sent_bytes == of_dense.sent_bytes + 8 * size * (size - 1)
@@ -142,7 +142,7 @@ def test_dense_data_takes_an_all_reduce_and_nothing_more_than_the_sizes(size: in
 def test_one_dense_rank_among_empty_ones_makes_all_switch() -> None:
     """That rank would send all it has with positions, and get it all back with positions."""
     inputs = [normal(torch.arange(5003 if rank == 2 else 0), 5003) for rank in range(4)]
-    outcome = run(BalancedElements(), inputs, 1.0)
+    outcome = run_scheme(BalancedElements(), inputs, 1.0)
     assert stages_of(outcome) == DENSE_STAGES
     assert all(torch.equal(result, inputs[2]) for result in outcome.results)
 
@@ -166,7 +166,7 @@ def test_bytes_of_each_stage_are_predicted_within_three_percent(density: float, 
         BalancedElements().steps((TensorSpec.of(inputs[0]),), (profile,), Placement.one_per_node(size))
     )
     assert [transfer.stage for transfer in expected] == SPARSE_STAGES
-    entries = [ledger.entries for ledger in run(BalancedElements(), inputs, 1.0).ledgers]
+    entries = [ledger.entries for ledger in run_scheme(BalancedElements(), inputs, 1.0).ledgers]
     for number, transfer in enumerate(expected):
         sent = sum(of_rank[number].sent_bytes for of_rank in entries)
         tolerance = 0.03 if density > 0.001 else 0.15  # of two hundred non-zeros a rank
@@ -180,13 +180,13 @@ def test_predicted_and_taken_way_agree_on_both_sides_of_the_switch() -> None:
         profile = DensityProfile(80_000, float(len(places)))
         steps = transfers(BalancedElements().steps(specs, (profile,), placement))
         assert [transfer.stage for transfer in steps] == expected
-        assert stages_of(run(BalancedElements(), [normal(places, 80_000) for _ in range(8)], 1.0)) == expected
+        assert stages_of(run_scheme(BalancedElements(), [normal(places, 80_000) for _ in range(8)], 1.0)) == expected
 
 
 def test_zeros_of_either_sign_stay_at_home_and_come_out_positive() -> None:
     inputs = [torch.full((1000,), -0.0) for _ in range(4)]
     inputs[1][7] = 3.0
-    outcome = run(BalancedElements(), inputs, 1.0)
+    outcome = run_scheme(BalancedElements(), inputs, 1.0)
     assert sum(ledger.entries[1].sent_bytes for ledger in outcome.ledgers) <= 16  # one value with its position
     expected = torch.zeros(1000)
     expected[7] = 3.0
@@ -200,7 +200,7 @@ def test_everything_that_is_not_zero_travels(dtype: torch.dtype) -> None:
     for brings in range(3):
         inputs = [torch.zeros(4001, dtype=dtype) for _ in range(3)]
         inputs[brings][17::800] = special
-        outcome = run(BalancedElements(), inputs, 1.0)
+        outcome = run_scheme(BalancedElements(), inputs, 1.0)
         assert stages_of(outcome) == SPARSE_STAGES
         for result in outcome.results:
             torch.testing.assert_close(result, inputs[brings], rtol=0, atol=0, equal_nan=True)
@@ -215,7 +215,7 @@ def test_elements_are_summed_in_float32(dtype: torch.dtype, large: float, rounde
     inputs = [torch.zeros(500, dtype=dtype) for _ in range(8)]
     for rank, x in enumerate(inputs):
         x[3] = large if rank == 0 else 1.0
-    outcome = run(BalancedElements(), inputs, 1.0)
+    outcome = run_scheme(BalancedElements(), inputs, 1.0)
     assert stages_of(outcome) == SPARSE_STAGES
     assert {float(result[3]) for result in outcome.results} == {rounded}
 
@@ -223,14 +223,14 @@ def test_elements_are_summed_in_float32(dtype: torch.dtype, large: float, rounde
 def test_a_float16_sum_of_few_elements_may_pass_the_range_that_its_mean_is_in() -> None:
     value = torch.finfo(torch.float16).max / 2
     inputs = [torch.zeros(500, dtype=torch.float16).index_fill_(0, torch.tensor([3]), value) for _ in range(8)]
-    outcome = run(BalancedElements(), inputs, 1 / 8)
+    outcome = run_scheme(BalancedElements(), inputs, 1 / 8)
     assert stages_of(outcome) == SPARSE_STAGES
     assert all(torch.equal(result, inputs[0]) for result in outcome.results)
 
 
 def test_the_seed_moves_owners_and_not_results() -> None:
     inputs = [normal(random_places(0.05, 30_011, rank), 30_011, rank) for rank in range(4)]
-    first, second = (run(BalancedElements(seed=seed), inputs, 0.25) for seed in (0, 1))
+    first, second = (run_scheme(BalancedElements(seed=seed), inputs, 0.25) for seed in (0, 1))
     assert [bits(x) for x in first.results] == [bits(x) for x in second.results]
     assert [ledger.entries[1] for ledger in first.ledgers] != [ledger.entries[1] for ledger in second.ledgers]
 
@@ -241,7 +241,7 @@ def test_sums_are_in_rank_order_to_the_bit() -> None:
     expected = torch.zeros(30_011)
     for x in inputs:
         expected += x
-    assert bits(run(BalancedElements(), inputs, 1.0).results[0]) == bits(expected + 0.0)
+    assert bits(run_scheme(BalancedElements(), inputs, 1.0).results[0]) == bits(expected + 0.0)
 
 
 def test_settings_round_trip_and_unknown_ones_are_refused() -> None:
