@@ -37,7 +37,7 @@ static std::vector<int64_t> some_indices(size_t size, size_t count, bool sorted)
 static size_t spread(size_t rows, size_t dim, size_t gap) { return rows ? (rows - 1) * (dim + gap) + dim : 0; }
 
 template <typename T>
-static void check_sum(size_t num_rows, size_t dim, bool sorted, size_t cuts, size_t gap, int threads) {
+static void check_sum(size_t num_rows, size_t apart, size_t dim, bool sorted, size_t cuts, size_t gap, int threads) {
     std::vector<std::vector<int64_t>> wide;
     std::vector<std::vector<int32_t>> narrow_indices;
     std::vector<std::vector<T>> values;
@@ -46,6 +46,7 @@ static void check_sum(size_t num_rows, size_t dim, bool sorted, size_t cuts, siz
     std::map<int64_t, int> hits;
     for (size_t count : {num_rows, size_t{0}, num_rows / 3, num_rows / 2}) {
         wide.push_back(some_indices(num_rows, count, sorted));
+        for (int64_t &index : wide.back()) index *= apart;
         narrow_indices.emplace_back(wide.back().begin(), wide.back().end());
         for (int64_t index : wide.back()) ++hits[index];
         values.emplace_back(spread(wide.back().size(), dim, gap), narrow<T>(1));
@@ -55,10 +56,10 @@ static void check_sum(size_t num_rows, size_t dim, bool sorted, size_t cuts, siz
         else parts.push_back({wide[p].data(), true, wide[p].size()});
         rows.push_back({values[p].data(), dim + gap});
     }
-    RowUnion united(parts, num_rows, threads);
-    CHECK(united.bitmap().count() == hits.size());
+    RowUnion united(parts, num_rows * apart, threads);
+    CHECK(united.count() == hits.size());
     std::vector<int32_t> found(hits.size());
-    united.bitmap().write_indices(found.data(), threads);
+    united.write_indices(found.data(), threads);
 
     std::vector<std::vector<T>> outs;
     std::vector<Stripe<T>> stripes;
@@ -161,7 +162,10 @@ template <typename T> static void check_all(int threads) {
         for (size_t dim : {0, 1, 5, 16, 33})
             for (bool sorted : {true, false})
                 for (size_t cuts : {1, 3})
-                    for (size_t gap : {0, 3}) check_sum<T>(num_rows, dim, sorted, cuts, gap, threads);
+                    for (size_t gap : {0, 3}) {
+                        check_sum<T>(num_rows, 1, dim, sorted, cuts, gap, threads);
+                        if (gap == 0) check_sum<T>(num_rows, 1 << 20, dim, sorted, cuts, gap, threads);
+                    }
     for (size_t num_rows : {0, 1, 63, 64, 65, 1000})
         for (size_t dim : {0, 1, 7, 33, 100}) check_rows<T>(num_rows, dim, threads);
     for (size_t size : {0, 1, 63, 64, 65, 127, 128, 5000})
@@ -178,6 +182,14 @@ static void check_refusals() {
         RowUnion({{bad.data(), true, bad.size()}}, 10, 1);
     } catch (const BadIndex &index) {
         thrown = index.part == 0 && index.index == -1;
+    }
+    CHECK(thrown);
+    const std::vector<int64_t> few{0};
+    thrown = false;
+    try {
+        RowUnion({{few.data(), true, few.size()}}, kMaxBits + 1, 1);
+    } catch (const std::length_error &) {
+        thrown = true;
     }
     CHECK(thrown);
     const std::vector<int32_t> unsorted{1, 5, 5, 4};
@@ -225,6 +237,10 @@ static void check_streams() {
     std::vector<char> left(rows * 40, 1), right(rows * 24, 2), out(rows * 64 + 1);
     join_columns({{{left.data(), 40}, 0, 40}, {{right.data(), 24}, 40, 24}}, rows, {out.data() + 1, 64}, 64, 2);
     for (size_t i = 0; i < rows * 64; ++i) CHECK(out[i + 1] == (i % 64 < 40 ? 1 : 2));
+    // As wide in all, but some columns are in two parts and some in none.
+    std::vector<char> partly(rows * 64, 9);
+    join_columns({{{left.data(), 40}, 0, 40}, {{right.data(), 24}, 8, 24}}, rows, {partly.data(), 64}, 64, 2);
+    for (size_t i = 0; i < rows * 64; ++i) CHECK(partly[i] == (i % 64 >= 40 ? 9 : i % 64 >= 8 && i % 64 < 32 ? 2 : 1));
     std::vector<char> part(rows * 40 + 3);
     copy_rows({part.data() + 3, 40}, {out.data() + 1, 64}, 40, rows, true);
     for (size_t i = 0; i < rows * 40; ++i) CHECK(part[i + 3] == 1);
@@ -257,7 +273,7 @@ template <typename T> static void check_streamed_sum(bool sorted) {
     const std::vector<Stripe<T>> stripes{
         {{first.data(), 32}, 0, 32}, {{second.data(), 16}, 32, 16}, {{third.data(), 3}, 40, 3}};
     RowUnion united({{indices.data(), false, rows}, {indices.data() + rows / 2, false, 1}}, 2 * rows, 2);
-    CHECK(united.bitmap().count() == rows);
+    CHECK(united.count() == rows);
     const std::vector<Rows<const T>> parts{{values.data(), dim}, {values.data(), dim}};
     united.sum<T>(parts, dim, 0.5, stripes, 2);
     const size_t twice = sorted ? rows / 2 : rows - 1 - rows / 2;
