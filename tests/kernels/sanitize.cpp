@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <map>
 #include <random>
 #include <string>
@@ -231,19 +232,27 @@ static char *first_line(std::vector<char> &bytes) {
     return bytes.data() + (-reinterpret_cast<uintptr_t>(bytes.data()) & 63);
 }
 
+static bool repeats(const char *data, size_t rows, const std::string &row) {
+    for (size_t r = 0; r < rows; ++r)
+        if (std::memcmp(data + r * row.size(), row.data(), row.size()) != 0) return false;
+    return true;
+}
+
 // Outputs large enough to be written past the caches: rows put together at an odd address, and rows of whole lines.
 static void check_streams() {
     const size_t rows = kStreamedBytes / 64 + 5;
     std::vector<char> left(rows * 40, 1), right(rows * 24, 2), out(rows * 64 + 1);
     join_columns({{{left.data(), 40}, 0, 40}, {{right.data(), 24}, 40, 24}}, rows, {out.data() + 1, 64}, 64, 2);
-    for (size_t i = 0; i < rows * 64; ++i) CHECK(out[i + 1] == (i % 64 < 40 ? 1 : 2));
+    const std::string row = std::string(40, 1) + std::string(24, 2);
+    CHECK(repeats(out.data() + 1, rows, row));
     // As wide in all, but some columns are in two parts and some in none.
     std::vector<char> partly(rows * 64, 9);
     join_columns({{{left.data(), 40}, 0, 40}, {{right.data(), 24}, 8, 24}}, rows, {partly.data(), 64}, 64, 2);
-    for (size_t i = 0; i < rows * 64; ++i) CHECK(partly[i] == (i % 64 >= 40 ? 9 : i % 64 >= 8 && i % 64 < 32 ? 2 : 1));
+    CHECK(repeats(partly.data(), rows,
+                  std::string(8, 1) + std::string(24, 2) + std::string(8, 1) + std::string(24, 9)));
     std::vector<char> part(rows * 40 + 3);
     copy_rows({part.data() + 3, 40}, {out.data() + 1, 64}, 40, rows, true);
-    for (size_t i = 0; i < rows * 40; ++i) CHECK(part[i + 3] == 1);
+    CHECK(repeats(part.data() + 3, rows, std::string(40, 1)));
 
     // Whole lines: every other row.
     std::vector<char> table(2 * rows * 64 + 63);
@@ -251,17 +260,17 @@ static void check_streams() {
     std::vector<int32_t> indices(rows);
     for (size_t r = 0; r < rows; ++r) indices[r] = static_cast<int32_t>(2 * r);
     set_rows({indices.data(), false, rows, true}, {out.data() + 1, 64}, {lines, 64}, 2 * rows, 64, 2);
-    for (size_t i = 0; i < 2 * rows * 64; ++i) CHECK(lines[i] == (i / 64 % 2 ? 0 : i % 64 < 40 ? 1 : 2));
+    CHECK(repeats(lines, rows, row + std::string(64, 0)));
 
     // Whole lines of two parts, side by side; then one of the parts back, and all of it.
     std::vector<char> wide(rows * 64, 3), joined(rows * 128 + 63), back(rows * 64 + 63), again(rows * 128 + 1);
     char *const both = first_line(joined);
     join_columns({{{out.data() + 1, 64}, 0, 64}, {{wide.data(), 64}, 64, 64}}, rows, {both, 128}, 128, 2);
-    for (size_t i = 0; i < rows * 128; ++i) CHECK(both[i] == (i % 128 >= 64 ? 3 : i % 128 < 40 ? 1 : 2));
+    CHECK(repeats(both, rows, row + std::string(64, 3)));
     copy_rows({first_line(back), 64}, {both + 64, 128}, 64, rows, true);
-    for (size_t i = 0; i < rows * 64; ++i) CHECK(first_line(back)[i] == 3);
+    CHECK(repeats(first_line(back), rows, std::string(64, 3)));
     copy_rows({again.data() + 1, 128}, {both, 128}, 128, rows, true);
-    CHECK(std::equal(again.begin() + 1, again.end(), both));
+    CHECK(repeats(again.data() + 1, rows, row + std::string(64, 3)));
 }
 
 // Sums of more rows than the caches hold, into stripes of whole lines and others.
@@ -277,9 +286,10 @@ template <typename T> static void check_streamed_sum(bool sorted) {
     const std::vector<Rows<const T>> parts{{values.data(), dim}, {values.data(), dim}};
     united.sum<T>(parts, dim, 0.5, stripes, 2);
     const size_t twice = sorted ? rows / 2 : rows - 1 - rows / 2;
+    const std::vector<T> ones(dim, narrow<T>(1)), halves(dim, narrow<T>(0.5));
     for (const Stripe<T> &stripe : stripes)
         for (size_t r = 0; r < rows; ++r)
-            for (size_t d = 0; d < stripe.width; ++d) CHECK(widen(stripe.rows[r][d]) == (r == twice ? 1 : 0.5));
+            CHECK(std::memcmp(stripe.rows[r], (r == twice ? ones : halves).data(), stripe.width * sizeof(T)) == 0);
 }
 
 // Calls a kernel with a buffer that is one entry short; whether there is such a kernel.
