@@ -29,13 +29,13 @@ struct BoundRowUnion {
         run("sum_rows", "num_rows", num_rows, [&] { rows.emplace(std::move(parts), num_rows, threads); });
     }
 
-    size_t count() const { return rows->bitmap().count(); }
+    size_t count() const { return rows->count(); }
 
     void write_indices(const Array &out, int threads) const {
         check_threads(threads);
         with_index_out("out", out, count(), num_rows, [&](auto *to) {
             nb::gil_scoped_release unlocked;
-            rows->bitmap().write_indices(to, threads);
+            rows->write_indices(to, threads);
         });
     }
 
@@ -295,6 +295,8 @@ NB_MODULE(MODULE_NAME, m) {
     m.doc() = "gradsync's CPU kernels; gradsync.kernels is the interface.";
     m.def("has_avx2", &has_avx2, "Whether this machine runs the AVX2 module.");
     m.attr("MAX_BITS") = kMaxBits;
+    m.attr("MIN_SORTED_WORDS") = kMinSortedWords;
+    m.attr("SORTED_WORDS_PER_ITEM") = kSortedWordsPerItem;
     nb::class_<BoundRowUnion>(m, "RowUnion")
         .def(nb::init<std::vector<ReadOnlyArray>, uint64_t, int>(), "indices"_a.noconvert(), "num_rows"_a, "threads"_a)
         .def_prop_ro("count", &BoundRowUnion::count)

@@ -71,10 +71,14 @@ void decode_words(const uint64_t *words, size_t num_words, uint64_t base, Index 
 template void decode_words(const uint64_t *, size_t, uint64_t, int32_t *, size_t);
 template void decode_words(const uint64_t *, size_t, uint64_t, int64_t *, size_t);
 
-RankBitmap::RankBitmap(uint64_t bits, int threads) {
+void check_bits(uint64_t bits) {
     if (bits > kMaxBits)
         throw std::length_error("a bitmap of " + std::to_string(bits) + " entries is more than the native kernels take (" +
                                 std::to_string(kMaxBits) + "): split the tensor");
+}
+
+RankBitmap::RankBitmap(uint64_t bits, int threads) {
+    check_bits(bits);
     words_ = Scratch<uint64_t>(words_for(bits));
     ranks_ = Scratch<uint32_t>(words_.size() + 1);
     if (words_.size() == 0) return;

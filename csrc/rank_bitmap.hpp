@@ -14,6 +14,9 @@ namespace MODULE_NAME {
 constexpr size_t kWordBits = 64;
 constexpr uint64_t kMaxBits = uint64_t{1} << 34;  // 3 GiB of words and ranks
 
+// Throws std::length_error for more than kMaxBits.
+void check_bits(uint64_t bits);
+
 inline int popcount(uint64_t word) { return __builtin_popcountll(word); }
 inline int lowest_bit(uint64_t word) { return __builtin_ctzll(word); }
 inline size_t words_for(uint64_t bits) { return (bits + kWordBits - 1) / kWordBits; }

@@ -195,11 +195,16 @@ void NonzeroRows::gather(const std::vector<Stripe<char>> &outs, int threads) con
 void join_columns(const std::vector<Stripe<const char>> &parts, size_t num_rows, Rows<char> out, size_t row_bytes,
                   int threads) {
     if (row_bytes == 0) return;
-    size_t joined = 0;  // columns; where some of out's stay as they are, rows cannot be written as a whole
-    for (const Stripe<const char> &part : parts) joined += part.width;
-    const bool stream = num_rows * row_bytes >= kStreamedBytes && joined == row_bytes && out.stride == row_bytes;
-    size_t widths = 0;
-    for (const Stripe<const char> &part : parts) widths |= part.width;
+    size_t joined = 0, widths = 0;
+    bool adjacent = true;  // one part begins where the one before it ends
+    for (const Stripe<const char> &part : parts) {
+        adjacent = adjacent && part.begin == joined;
+        joined += part.width;
+        widths |= part.width;
+    }
+    // Where some of out's columns stay as they are, rows cannot be written as a whole.
+    const bool whole = adjacent && joined == row_bytes && out.stride == row_bytes;
+    const bool stream = whole && num_rows * row_bytes >= kStreamedBytes;
     const bool lines = stream && can_stream(out.data, widths);  // need not be put together before
     const size_t block = std::max<size_t>(1, kBlockBytes / row_bytes);
 #pragma omp parallel num_threads(threads) if (threads > 1)

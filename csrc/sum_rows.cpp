@@ -1,6 +1,7 @@
 #include "sum_rows.hpp"
 
 #include <algorithm>
+#include <array>
 #include <limits>
 #include <stdexcept>
 #include <type_traits>
@@ -30,6 +31,26 @@ void mark(const Indices &part, const Index *index, WordRange range, uint64_t *wo
     }
 }
 
+// An item to be sorted: its row, and in the low bits its place among all.
+constexpr int kPlaceBits = 28;
+constexpr uint64_t kPlace = (uint64_t{1} << kPlaceBits) - 1;
+static_assert(kMaxBits / kWordBits <= kPlace + 1 && kMaxBits <= ~uint64_t{0} >> kPlaceBits, "row and place fit a word");
+
+// Radix sort by the rows. Stable, and so by the places too.
+void sort_by_row(Scratch<uint64_t> &items, uint64_t num_rows) {
+    constexpr int kDigitBits = 11;
+    constexpr uint64_t kDigit = (1 << kDigitBits) - 1;
+    Scratch<uint64_t> sorted(items.size());
+    for (int shift = kPlaceBits; (num_rows - 1) >> (shift - kPlaceBits) != 0; shift += kDigitBits) {
+        std::array<uint32_t, kDigit + 1> next{};
+        for (uint64_t item : items) ++next[item >> shift & kDigit];
+        uint32_t begin = 0;
+        for (uint32_t &place : next) begin += std::exchange(place, begin);
+        for (uint64_t item : items) sorted[next[item >> shift & kDigit]++] = item;
+        std::swap(items, sorted);
+    }
+}
+
 }  // namespace
 
 RowUnion::RowUnion(std::vector<Indices> parts, uint64_t num_rows, int threads) : parts_(std::move(parts)) {
@@ -41,7 +62,10 @@ RowUnion::RowUnion(std::vector<Indices> parts, uint64_t num_rows, int threads) :
         sorted_ = sorted_ && parts_[p].sorted;
     }
 
-    bitmap_ = RankBitmap(total_ == 0 ? 0 : num_rows, threads);
+    check_bits(num_rows);
+    if (total_ == 0) num_rows = 0;
+    if (words_for(num_rows) > kMinSortedWords + kSortedWordsPerItem * total_) num_rows = number_rows(num_rows);
+    bitmap_ = RankBitmap(num_rows, threads);
     // By range of rows, not of items: each word has one writer.
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
     for (int t = 0; t < threads; ++t) {
@@ -51,6 +75,40 @@ RowUnion::RowUnion(std::vector<Indices> parts, uint64_t num_rows, int threads) :
     }
     bitmap_.rank_bits();
 }
+
+// Puts numbers in the place of all indices; returns how many. Neither the order of items nor that of rows changes.
+size_t RowUnion::number_rows(uint64_t num_rows) {
+    Scratch<uint64_t> items(total_);
+    uint64_t place = 0;
+    for (const Indices &part : parts_)
+        with_indices(part, [&](auto *index) {
+            for (size_t i = 0; i < part.count; ++i, ++place) items[place] = uint64_t(index[i]) << kPlaceBits | place;
+        });
+    if (!std::is_sorted(items.begin(), items.end())) sort_by_row(items, num_rows);
+
+    rows_ = Scratch<int64_t>(total_);
+    numbers_ = Scratch<int32_t>(total_);
+    size_t count = 0;
+    for (uint64_t item : items) {
+        const int64_t row = item >> kPlaceBits;
+        if (count == 0 || rows_[count - 1] != row) rows_[count++] = row;
+        numbers_[item & kPlace] = static_cast<int32_t>(count - 1);
+    }
+    const int32_t *numbers = numbers_.begin();
+    for (Indices &part : parts_) {
+        part = {numbers, false, part.count, part.sorted};
+        numbers += part.count;
+    }
+    return count;
+}
+
+template <typename Index> void RowUnion::write_indices(Index *out, int threads) const {
+    if (rows_.size() == 0) return bitmap_.write_indices(out, threads);
+    for (size_t r = 0; r < count(); ++r) out[r] = static_cast<Index>(rows_[r]);
+}
+
+template void RowUnion::write_indices(int32_t *, int) const;
+template void RowUnion::write_indices(int64_t *, int) const;
 
 // One call of sum().
 template <typename T> class RowUnion::Sum {

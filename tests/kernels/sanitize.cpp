@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <map>
 #include <random>
 #include <string>
@@ -37,7 +38,7 @@ static std::vector<int64_t> some_indices(size_t size, size_t count, bool sorted)
 static size_t spread(size_t rows, size_t dim, size_t gap) { return rows ? (rows - 1) * (dim + gap) + dim : 0; }
 
 template <typename T>
-static void check_sum(size_t num_rows, size_t dim, bool sorted, size_t cuts, size_t gap, int threads) {
+static void check_sum(size_t num_rows, size_t apart, size_t dim, bool sorted, size_t cuts, size_t gap, int threads) {
     std::vector<std::vector<int64_t>> wide;
     std::vector<std::vector<int32_t>> narrow_indices;
     std::vector<std::vector<T>> values;
@@ -46,6 +47,7 @@ static void check_sum(size_t num_rows, size_t dim, bool sorted, size_t cuts, siz
     std::map<int64_t, int> hits;
     for (size_t count : {num_rows, size_t{0}, num_rows / 3, num_rows / 2}) {
         wide.push_back(some_indices(num_rows, count, sorted));
+        for (int64_t &index : wide.back()) index *= apart;
         narrow_indices.emplace_back(wide.back().begin(), wide.back().end());
         for (int64_t index : wide.back()) ++hits[index];
         values.emplace_back(spread(wide.back().size(), dim, gap), narrow<T>(1));
@@ -55,10 +57,10 @@ static void check_sum(size_t num_rows, size_t dim, bool sorted, size_t cuts, siz
         else parts.push_back({wide[p].data(), true, wide[p].size()});
         rows.push_back({values[p].data(), dim + gap});
     }
-    RowUnion united(parts, num_rows, threads);
-    CHECK(united.bitmap().count() == hits.size());
+    RowUnion united(parts, num_rows * apart, threads);
+    CHECK(united.count() == hits.size());
     std::vector<int32_t> found(hits.size());
-    united.bitmap().write_indices(found.data(), threads);
+    united.write_indices(found.data(), threads);
 
     std::vector<std::vector<T>> outs;
     std::vector<Stripe<T>> stripes;
@@ -161,7 +163,10 @@ template <typename T> static void check_all(int threads) {
         for (size_t dim : {0, 1, 5, 16, 33})
             for (bool sorted : {true, false})
                 for (size_t cuts : {1, 3})
-                    for (size_t gap : {0, 3}) check_sum<T>(num_rows, dim, sorted, cuts, gap, threads);
+                    for (size_t gap : {0, 3}) {
+                        check_sum<T>(num_rows, 1, dim, sorted, cuts, gap, threads);
+                        if (gap == 0) check_sum<T>(num_rows, 1 << 20, dim, sorted, cuts, gap, threads);
+                    }
     for (size_t num_rows : {0, 1, 63, 64, 65, 1000})
         for (size_t dim : {0, 1, 7, 33, 100}) check_rows<T>(num_rows, dim, threads);
     for (size_t size : {0, 1, 63, 64, 65, 127, 128, 5000})
@@ -178,6 +183,14 @@ static void check_refusals() {
         RowUnion({{bad.data(), true, bad.size()}}, 10, 1);
     } catch (const BadIndex &index) {
         thrown = index.part == 0 && index.index == -1;
+    }
+    CHECK(thrown);
+    const std::vector<int64_t> few{0};
+    thrown = false;
+    try {
+        RowUnion({{few.data(), true, few.size()}}, kMaxBits + 1, 1);
+    } catch (const std::length_error &) {
+        thrown = true;
     }
     CHECK(thrown);
     const std::vector<int32_t> unsorted{1, 5, 5, 4};
@@ -219,15 +232,27 @@ static char *first_line(std::vector<char> &bytes) {
     return bytes.data() + (-reinterpret_cast<uintptr_t>(bytes.data()) & 63);
 }
 
+static bool repeats(const char *data, size_t rows, const std::string &row) {
+    for (size_t r = 0; r < rows; ++r)
+        if (std::memcmp(data + r * row.size(), row.data(), row.size()) != 0) return false;
+    return true;
+}
+
 // Outputs large enough to be written past the caches: rows put together at an odd address, and rows of whole lines.
 static void check_streams() {
     const size_t rows = kStreamedBytes / 64 + 5;
     std::vector<char> left(rows * 40, 1), right(rows * 24, 2), out(rows * 64 + 1);
     join_columns({{{left.data(), 40}, 0, 40}, {{right.data(), 24}, 40, 24}}, rows, {out.data() + 1, 64}, 64, 2);
-    for (size_t i = 0; i < rows * 64; ++i) CHECK(out[i + 1] == (i % 64 < 40 ? 1 : 2));
+    const std::string row = std::string(40, 1) + std::string(24, 2);
+    CHECK(repeats(out.data() + 1, rows, row));
+    // As wide in all, but some columns are in two parts and some in none.
+    std::vector<char> partly(rows * 64, 9);
+    join_columns({{{left.data(), 40}, 0, 40}, {{right.data(), 24}, 8, 24}}, rows, {partly.data(), 64}, 64, 2);
+    CHECK(repeats(partly.data(), rows,
+                  std::string(8, 1) + std::string(24, 2) + std::string(8, 1) + std::string(24, 9)));
     std::vector<char> part(rows * 40 + 3);
     copy_rows({part.data() + 3, 40}, {out.data() + 1, 64}, 40, rows, true);
-    for (size_t i = 0; i < rows * 40; ++i) CHECK(part[i + 3] == 1);
+    CHECK(repeats(part.data() + 3, rows, std::string(40, 1)));
 
     // Whole lines: every other row.
     std::vector<char> table(2 * rows * 64 + 63);
@@ -235,17 +260,17 @@ static void check_streams() {
     std::vector<int32_t> indices(rows);
     for (size_t r = 0; r < rows; ++r) indices[r] = static_cast<int32_t>(2 * r);
     set_rows({indices.data(), false, rows, true}, {out.data() + 1, 64}, {lines, 64}, 2 * rows, 64, 2);
-    for (size_t i = 0; i < 2 * rows * 64; ++i) CHECK(lines[i] == (i / 64 % 2 ? 0 : i % 64 < 40 ? 1 : 2));
+    CHECK(repeats(lines, rows, row + std::string(64, 0)));
 
     // Whole lines of two parts, side by side; then one of the parts back, and all of it.
     std::vector<char> wide(rows * 64, 3), joined(rows * 128 + 63), back(rows * 64 + 63), again(rows * 128 + 1);
     char *const both = first_line(joined);
     join_columns({{{out.data() + 1, 64}, 0, 64}, {{wide.data(), 64}, 64, 64}}, rows, {both, 128}, 128, 2);
-    for (size_t i = 0; i < rows * 128; ++i) CHECK(both[i] == (i % 128 >= 64 ? 3 : i % 128 < 40 ? 1 : 2));
+    CHECK(repeats(both, rows, row + std::string(64, 3)));
     copy_rows({first_line(back), 64}, {both + 64, 128}, 64, rows, true);
-    for (size_t i = 0; i < rows * 64; ++i) CHECK(first_line(back)[i] == 3);
+    CHECK(repeats(first_line(back), rows, std::string(64, 3)));
     copy_rows({again.data() + 1, 128}, {both, 128}, 128, rows, true);
-    CHECK(std::equal(again.begin() + 1, again.end(), both));
+    CHECK(repeats(again.data() + 1, rows, row + std::string(64, 3)));
 }
 
 // Sums of more rows than the caches hold, into stripes of whole lines and others.
@@ -257,13 +282,14 @@ template <typename T> static void check_streamed_sum(bool sorted) {
     const std::vector<Stripe<T>> stripes{
         {{first.data(), 32}, 0, 32}, {{second.data(), 16}, 32, 16}, {{third.data(), 3}, 40, 3}};
     RowUnion united({{indices.data(), false, rows}, {indices.data() + rows / 2, false, 1}}, 2 * rows, 2);
-    CHECK(united.bitmap().count() == rows);
+    CHECK(united.count() == rows);
     const std::vector<Rows<const T>> parts{{values.data(), dim}, {values.data(), dim}};
     united.sum<T>(parts, dim, 0.5, stripes, 2);
     const size_t twice = sorted ? rows / 2 : rows - 1 - rows / 2;
+    const std::vector<T> ones(dim, narrow<T>(1)), halves(dim, narrow<T>(0.5));
     for (const Stripe<T> &stripe : stripes)
         for (size_t r = 0; r < rows; ++r)
-            for (size_t d = 0; d < stripe.width; ++d) CHECK(widen(stripe.rows[r][d]) == (r == twice ? 1 : 0.5));
+            CHECK(std::memcmp(stripe.rows[r], (r == twice ? ones : halves).data(), stripe.width * sizeof(T)) == 0);
 }
 
 // Calls a kernel with a buffer that is one entry short; whether there is such a kernel.

@@ -338,6 +338,69 @@ def test_tables_beyond_the_limits_are_refused_or_summed(module: ModuleType) -> N
         cpu.unite_rows([many] * 2**12, 5, module=module)
 
 
+def few_parts(num_rows: int, dim: int, dtype: torch.dtype, *, sort: bool) -> list[RowsPart]:
+    """61 rows of a table of any size: near its ends, in clusters, several times in and across parts; an empty part."""
+    generator = torch.Generator().manual_seed(0)
+    near = torch.tensor([0, 1, 63, 64, num_rows // 2, num_rows - 2, num_rows - 1])
+    parts = []
+    for number, length in enumerate([20, 0, 30, 11]):
+        anywhere = torch.randint(num_rows, (length // 2,), generator=generator)
+        indices = torch.cat([anywhere, near[torch.randint(len(near), (length - length // 2,), generator=generator)]])
+        indices = indices[torch.randperm(length, generator=generator)]
+        indices = indices.sort().values if sort else indices
+        values = torch.randn(length, dim, generator=generator, dtype=torch.float64).to(dtype)
+        narrow = number % 2 and num_rows <= 2**31
+        parts.append((indices.to(torch.int32 if narrow else torch.int64), values))
+    return parts
+
+
+_LARGEST_BITMAP_WORDS = BASE.MIN_SORTED_WORDS + 61 * BASE.SORTED_WORDS_PER_ITEM  # beyond, items are sorted
+
+
+@native
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("sort", [True, False], ids=["sorted", "unsorted"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [1, 16, 33])
+@pytest.mark.parametrize(
+    "num_rows", [64 * _LARGEST_BITMAP_WORDS, 64 * _LARGEST_BITMAP_WORDS + 1, 2**22, 2**22 + 1, 2**31, 2**33, 2**34]
+)
+def test_few_rows_of_a_large_table_are_summed_as_defined(
+    num_rows: int, dim: int, dtype: torch.dtype, sort: bool, threads: int, module: ModuleType
+) -> None:
+    parts = few_parts(num_rows, dim, dtype, sort=sort)
+    rows, expected = reference.sum_rows(parts, num_rows, scale=0.3)
+    union = cpu.unite_rows([indices for indices, _ in parts], num_rows, threads=threads, module=module)
+    stripes = stripes_of(dim, 2)
+    outs = [torch.empty(len(rows), stop - start, dtype=dtype) for start, stop in stripes]
+    union.sum([values for _, values in parts], outs, stripes, scale=0.3)
+    assert_same_tensor(torch.cat(outs, dim=1), expected)
+    for index_dtype in [torch.int64, *([torch.int32] if num_rows <= 2**31 else [])]:
+        out = torch.empty(union.count, dtype=index_dtype)
+        union.write_indices(out)
+        assert torch.equal(out.long(), rows)
+
+
+@native
+@pytest.mark.parametrize("words", [0, 1], ids=["bitmap", "sorting"])
+@pytest.mark.parametrize("length", [1, 5000])
+def test_both_ways_to_unite_rows_meet_at_their_threshold(length: int, words: int, module: ModuleType) -> None:
+    num_rows = 64 * (module.MIN_SORTED_WORDS + length * module.SORTED_WORDS_PER_ITEM + words)
+    indices = torch.randint(num_rows, (length,), generator=torch.Generator().manual_seed(0))
+    indices[-1] = num_rows - 1
+    parts = [(indices, torch.randn(length, 8, generator=torch.Generator().manual_seed(1)))]
+    assert_same_bits(cpu.sum_rows(parts, num_rows, module=module), reference.sum_rows(parts, num_rows))
+    with pytest.raises(ValueError, match=rf"index {num_rows} of part 0 is outside"):
+        cpu.unite_rows([indices + 1], num_rows, module=module)
+
+
+@pytest.mark.parametrize("unite", [kernels.unite_rows, cpu.unite_rows, reference.unite_rows])
+def test_a_union_of_no_part_is_refused(unite) -> None:
+    with pytest.raises(ValueError, match="unite_rows needs at least one part"):
+        unite([], 4)
+    assert unite([torch.zeros(0).long()], 4).count == 0
+
+
 @native
 def test_indices_up_to_2_31_fit_int32_and_no_further(module: ModuleType) -> None:
     for unite in (reference.unite_rows, lambda *a: cpu.unite_rows(*a, module=module)):

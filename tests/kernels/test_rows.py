@@ -83,6 +83,21 @@ def test_columns_of_no_stripe_stay(module: ModuleType) -> None:
         assert out.tolist() == [[0, 0, 0, 0, 0, 1, 1, 0]] * 3
 
 
+@native
+@pytest.mark.parametrize(
+    "stripes", [[(0, 8), (0, 8)], [(8, 16), (0, 8)], [(0, 12), (6, 10)], [(0, 16), (4, 4)]], ids=str
+)
+def test_stripes_of_rows_larger_than_the_caches_may_overlap_or_come_in_any_order(
+    stripes: list[tuple[int, int]], module: ModuleType
+) -> None:
+    rows = 2**19 + 5  # of 64 bytes
+    parts = [random_rows(rows, stop - start, seed=start + stop) for start, stop in stripes]
+    expected, got = torch.full((rows, 16), 7.0), torch.full((rows, 16), 7.0)
+    reference.join_columns(parts, stripes, expected)
+    cpu.join_columns(parts, stripes, got, module=module)
+    assert torch.equal(got, expected)
+
+
 @both
 def test_columns_that_do_not_fit_are_refused(kernels) -> None:
     out = torch.zeros(3, 4)

@@ -199,6 +199,7 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (  # kernel, parameters of its w
     ("unite_rows", {"nnz": 1_000_000, "size": 4_000_000, "dim": 16, "owners": STRIPES}),
     ("unite_rows", {"nnz": 500_000, "size": 2_000_000, "dim": 64, "owners": STRIPES}),
     ("unite_rows", {"nnz": 100_000, "size": 400_000, "dim": 512, "owners": STRIPES}),
+    ("unite_rows", {"nnz": 4096, "size": 1 << 27, "dim": 32, "owners": STRIPES}),
     ("join_columns", {"nnz": 1_000_000, "dim": 16, "owners": STRIPES}),
     ("join_columns", {"nnz": 500_000, "dim": 64, "owners": STRIPES}),
     ("join_columns", {"nnz": 60_000, "dim": 512, "owners": STRIPES}),

@@ -184,14 +184,17 @@ def sum_rows(parts: Sequence[RowsPart], num_rows: int, *, scale: float = 1.0, ou
 
 
 def unite_rows(indices: Sequence[Tensor], num_rows: int) -> RowUnion:
-    """First phase of the sum of row-sparse parts of one table: which rows occur, by a bitmap that ranks them.
+    """First phase of the sum of row-sparse parts of one table: which rows occur.
+
+    Native: by a bitmap that ranks them or, where it would have more than about four words for each index, by sorting;
+    either way, time and memory grow with the number of indices, not with that of rows.
 
     Args:
         indices: per part (nnz,) int64 or int32, in any order, duplicates allowed.
         num_rows: all indices are in [0, num_rows).
 
     Raises:
-        ValueError: an index out of range; native: more than 2^34 rows or 2^32 - 1 indices.
+        ValueError: an index out of range, no part; native: more than 2^34 rows or 2^32 - 1 indices.
         TypeError: other dtypes.
     """
     return _pick("unite_rows", indices, num_rows)(indices, num_rows)  # type: ignore[no-any-return]
@@ -202,7 +205,7 @@ def join_columns(parts: Sequence[Tensor], stripes: Stripes, out: Tensor) -> None
 
     Args:
         parts: per stripe (u, stop - start), floating.
-        stripes: [start, stop) of the columns of each part; columns of no stripe stay as they are.
+        stripes: [start, stop) of the columns of each part; columns of no stripe stay, of several get the last.
         out: (u, dim) in the dtype of the parts.
 
     Raises:

@@ -28,6 +28,12 @@ def check_indices(name: str, indices: Tensor) -> None:
         raise ValueError(f"{name} must be 1-D, got {describe(indices)}")
 
 
+def check_some(kernel: str, parts: Sequence[object]) -> None:
+    """Refuses no part at all."""
+    if not parts:
+        raise ValueError(f"{kernel} needs at least one part (it may be empty), got none")
+
+
 def check_range(kernel: str, indices: Tensor, bound: int, bound_name: str, part: int = 0) -> None:
     """Names the first index outside [0, bound). Reads the result back to the host."""
     outside = indices[(indices < 0) | (indices.long() >= bound)]  # int32 cannot be compared with a larger bound
@@ -86,8 +92,7 @@ def check_parts(parts: Sequence[RowsPart], num_rows: int) -> None:
         ValueError: no part at all, shapes that do not fit together, more than one device, a negative `num_rows`.
         TypeError: indices that are not int64 or int32, values that are not floating point or of different dtypes.
     """
-    if not parts:
-        raise ValueError("sum_rows needs at least one part (it may be empty): dim and dtype come from the parts")
+    check_some("sum_rows", parts)
     check_size("num_rows", num_rows)
     first = parts[0][1]
     for number, (indices, values) in enumerate(parts):

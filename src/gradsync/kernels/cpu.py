@@ -17,7 +17,7 @@ from typing import Any
 import torch  # before the native module, so that both use torch's OpenMP runtime
 from torch import Tensor
 
-from gradsync.kernels.checks import RowsPart, Stripes, check_owners, check_parts, check_size, rows_buffers
+from gradsync.kernels.checks import RowsPart, Stripes, check_owners, check_parts, check_size, check_some, rows_buffers
 from gradsync.kernels.reference import WORD_BITS, check_rotated_size, rotation_key
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32)
@@ -80,6 +80,7 @@ class RowUnion:
     def __init__(
         self, indices: Sequence[Tensor], num_rows: int, threads: int | None = None, module: ModuleType | None = None
     ) -> None:
+        check_some("unite_rows", indices)
         check_size("num_rows", num_rows)
         self._requested = threads
         self._items = sum(part.numel() for part in indices)

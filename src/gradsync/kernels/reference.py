@@ -22,6 +22,7 @@ from gradsync.kernels.checks import (
     check_range,
     check_shape,
     check_size,
+    check_some,
     check_stripes,
     rows_buffers,
 )
@@ -40,6 +41,7 @@ class RowUnion:
     """See `gradsync.kernels.RowUnion`."""
 
     def __init__(self, indices: Sequence[Tensor], num_rows: int) -> None:
+        check_some("unite_rows", indices)
         check_size("num_rows", num_rows)
         for number, part in enumerate(indices):
             check_indices(f"indices of part {number}", part)
