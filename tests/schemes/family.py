@@ -307,11 +307,12 @@ def assert_is_scaled_sum(member: Member, results: Sequence[Any], inputs: Sequenc
     single = torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32)
     info, roundings = torch.finfo(dtype), member.roundings(len(inputs))
     relative = roundings * info.eps / 2 + FLOAT32_ADDITIONS * single.eps
+    subnormal = roundings * len(inputs) * max(1.0, abs(scale)) * info.smallest_normal * info.eps  # of each rank's share
     for position in range(len(specs_of(inputs[0]))):
         brought = [to_dense(x)[position] for x in inputs]
         expected = scale * sum(brought)
         magnitude = abs(scale) * sum(b.abs() for b in brought)
-        allowed = relative * magnitude + roundings * info.smallest_normal * info.eps
+        allowed = relative * magnitude + subnormal
         for rank, result in enumerate(results):
             error = (to_dense(result)[position] - expected).abs()
             assert bool((error <= allowed).all()), f"rank {rank}: off by {float((error - allowed).max())} too much"
