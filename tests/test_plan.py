@@ -286,4 +286,4 @@ def test_a_plan_is_described_in_words_a_line_a_bucket() -> None:
     ]
     assert describe(plan, big)[1] == "table -> balanced parallelism, column stripe"
     with_room = Plan.make(big, 4, [(["table"], BalancedParallelism(capacity=(40,), same_rows=(0,)))])
-    assert describe(with_room, big) == ["table -> balanced parallelism, column stripe, capacity 40, same rows 0"]
+    assert describe(with_room, big) == ["table -> balanced parallelism, capacity 40, same rows 0, column stripe"]

@@ -53,9 +53,12 @@ def profiles_of(inputs: Sequence[Any]) -> tuple[DensityProfile, ...]:
     return profile_tables([(c[0].num_rows, [t.indices for t in c]) for c in zip(*inputs, strict=True)])
 
 
-def measured(inputs: Sequence[Tables]) -> Scheme[Any]:
+ROW_SCHEMES: tuple[Scheme[Any], ...] = (AGSparse(), BalancedParallelism())
+
+
+def measured(scheme: Scheme[Any]) -> Callable[[Sequence[Tables]], Scheme[Any]]:
     """What the planner makes of the ranks' tables: every rank's rows fit."""
-    return with_capacity(BalancedParallelism(), profiles_of(inputs))
+    return lambda inputs: with_capacity(scheme, profiles_of(inputs))
 
 
 def generous(inputs: Sequence[Tables]) -> BalancedParallelism:
@@ -64,19 +67,24 @@ def generous(inputs: Sequence[Tables]) -> BalancedParallelism:
     return BalancedParallelism(capacity=rows, same_rows=tuple(range(len(rows))))
 
 
-def without_room(inputs: Sequence[Tables]) -> BalancedParallelism:
+def without_room(scheme: Scheme[Any]) -> Callable[[Sequence[Tables]], Scheme[Any]]:
     """No row fits, on any rank."""
-    tables = len(inputs[0])
-    return BalancedParallelism(capacity=(0,) * tables, same_rows=tuple(range(tables)))
+
+    def planned(inputs: Sequence[Tables]) -> Scheme[Any]:
+        tables = len(inputs[0])
+        room: Any = {"capacity": (0,) * tables, "same_rows": tuple(range(tables))}
+        return replace(scheme, **room)
+
+    return planned
 
 
 MEMBERS = [
     Member(AllReduce(), roundings=lambda n: n + 1),  # scaled, then the transport's own sum in the bucket's dtype
     Member(AGSparse(), roundings=lambda n: 2, sections=2),  # repeated rows merged before they are sent, then the sum
     Member(BalancedParallelism(), roundings=lambda n: 2, sections=2),
-    Member(BalancedParallelism(), roundings=lambda n: 2, sections=2, title="as measured", plan=measured),
     Member(BalancedParallelism(), roundings=lambda n: 2, sections=2, title="with room", plan=generous),
-    Member(BalancedParallelism(), roundings=lambda n: 2, sections=2, title="without room", plan=without_room),
+    *(Member(s, lambda n: 2, sections=2, title="as measured", plan=measured(s)) for s in ROW_SCHEMES),
+    *(Member(s, lambda n: 2, sections=2, title="without room", plan=without_room(s)) for s in ROW_SCHEMES),
     Member(BalancedElements(), roundings=lambda n: n + 1, sections=4, dealt=True, instead=("sizes", "all_reduce")),
 ]
 ROW_MEMBERS = [member for member in MEMBERS if member.scheme.layout is Layout.ROWS]

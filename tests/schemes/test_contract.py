@@ -115,7 +115,7 @@ def test_scheme_awaits_once_a_stage_and_issues_what_its_steps_say(member: Member
     assert outcome.awaits == [len(expected)] * size
     stages = [transfer.stage for transfer in expected if transfer.stage != REPEAT]
     assert tuple(stages) in {member.planned(inputs).stages, member.instead or None}
-    assert len(stages) == len(expected) or name_of(member) == "balanced_parallelism without room"
+    assert len(stages) == len(expected) or member.title == "without room"
     for ledger in outcome.ledgers:
         assert [entry.pattern for entry in ledger.entries] == [transfer.pattern for transfer in expected]
 

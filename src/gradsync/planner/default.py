@@ -15,7 +15,7 @@ from ..bucket import Layout, TensorSpec, cut_by_bytes
 from ..cluster import Placement
 from ..density import DensityProfile, ParameterProfile
 from ..plan import BucketPlan, Plan, default_order
-from ..schemes import AGSparse, AllReduce, BalancedElements, BalancedParallelism, Scheme
+from ..schemes import AGSparse, AllReduce, BalancedElements, BalancedParallelism, RowCapacity, Scheme
 from ..steps import Step, transfers
 
 FIRST_BUCKET_BYTES = 1 << 20  # DDP's first bucket: an early start of communication
@@ -171,6 +171,8 @@ def busiest_bytes(steps: Sequence[Step]) -> float:
 def cheapest_sparse_scheme(tables: Sequence[ParameterProfile], world_size: int) -> Scheme[Any]:
     """The sparse scheme whose busiest rank moves the fewest bytes for the measured densities; the first without any.
 
+    Of several with equally many the one with the fewest stages.
+
     What the densities fix beforehand is in it, see `with_capacity`.
     """
     densities = [p.density for p in tables]
@@ -180,12 +182,12 @@ def cheapest_sparse_scheme(tables: Sequence[ParameterProfile], world_size: int) 
     specs: tuple[TensorSpec, ...] = tuple(p.tensor for p in tables)
     placement = Placement.one_per_node(world_size)
     fixed = [with_capacity(scheme, known) for scheme in SPARSE_SCHEMES]
-    return min(fixed, key=lambda scheme: busiest_bytes(scheme.steps(specs, known, placement)))
+    return min(fixed, key=lambda s: (busiest_bytes(s.steps(specs, known, placement)), len(s.stages)))
 
 
 def with_capacity(scheme: Scheme[Any], densities: Sequence[DensityProfile]) -> Scheme[Any]:
     """The scheme for tables like these, with room for their rows, so that no sizes need to be exchanged."""
-    if not isinstance(scheme, BalancedParallelism):
+    if not isinstance(scheme, RowCapacity):
         return scheme
     capacity = [min(math.ceil(MARGIN * max(d.rows, d.most_rows)) + MARGIN_ROWS, d.num_rows) for d in densities]
     rows = [(d.pattern, d.num_rows) if d.pattern else position for position, d in enumerate(densities)]

@@ -7,6 +7,7 @@ from .base import from_expression as from_expression
 from .base import register as register
 from .base import registered as registered
 from .base import to_expression as to_expression
+from .capacity import RowCapacity as RowCapacity
 from .centralized import AGSparse as AGSparse
 from .dense import AllReduce as AllReduce
 from .elements import BalancedElements as BalancedElements

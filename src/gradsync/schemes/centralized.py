@@ -15,18 +15,22 @@ from ..density import DensityProfile
 from ..sparse import SparseRows
 from ..steps import Compute, Pattern, Step, Transfer
 from .base import Scheme, State, register
-from .formats import Spans, message_nbytes, sections
-from .tables import Agreement, Survey, Tables, common_groups, expected_groups, specs_of
+from .capacity import RowCapacity, opened, write_header
+from .formats import Spans, head_nbytes, message_nbytes, sections
+from .tables import Agreement, RowGroup, Survey, Tables, common_groups, expected_groups, specs_of
 
 
 @register
 @dataclass(frozen=True)
-class AGSparse(Scheme[Tables]):
+class AGSparse(RowCapacity, Scheme[Tables]):
     """All-gather of rows, summed on every rank: what DDP does with sparse gradients (Zen, section 3). Exact.
 
     Unlike DDP's, it merges repeated rows first and sends 4-byte indices and values in one message, and the indices of
     tables with the same rows once.
     Wire: each rank sends its rows, indices and values, to n-1 others; volume grows with n.
+
+    With `capacity` nothing is asked beforehand: a rank's header travels with its rows. Where rows do not fit, all
+    gather once more, by the sizes that all know.
     """
 
     layout = Layout.ROWS
@@ -34,17 +38,23 @@ class AGSparse(Scheme[Tables]):
 
     @property
     def stages(self) -> tuple[str, ...]:
-        return ("sizes", "gather")
+        return ("gather",) if self.capacity else ("sizes", "gather")
 
     async def synchronize(self, x: Tables, state: State, group: Group, scale: float) -> tuple[Tables, State]:
-        survey = Survey.of(x)
-        headers = [header.tolist() for header in await group.all_gather(survey.header)]  # the host sizes the messages
-        agreed = Agreement.of(headers, common_groups(headers, specs_of(x)))
-        whole = [[(0, g.dim)] for g in agreed.groups]
-        message = _pack(x, survey, agreed, whole, group.rank)
-        sizes = [int(message_nbytes(agreed.groups, rows, whole)) for rows in agreed.rows]
-        messages = await group.all_gather(message, sizes)
-        return _sum_messages(messages, agreed, whole, scale), state
+        survey, specs = Survey.of(x), specs_of(x)
+        if self.capacity:
+            planned = self.planned_groups(specs)
+            bound = self.largest_nbytes(planned, _whole(planned))
+            message = self._message(x, survey, planned)
+            headers, bodies = opened(await group.exchange([message] * group.size, [bound] * group.size), len(x))
+            if all(map(self.fits, headers)):
+                return _sum_messages(bodies, Agreement.of(headers, planned), scale), state
+        else:
+            headers = [header.tolist() for header in await group.all_gather(survey.header)]  # to size the messages
+        agreed = Agreement.of(headers, common_groups(headers, specs))
+        message = _pack(x, survey, agreed.groups, agreed.rows[group.rank])
+        sizes = [int(message_nbytes(agreed.groups, rows, _whole(agreed.groups))) for rows in agreed.rows]
+        return _sum_messages(await group.all_gather(message, sizes), agreed, scale), state
 
     def steps(
         self,
@@ -53,33 +63,53 @@ class AGSparse(Scheme[Tables]):
         placement: Placement,
         round: int = 0,
     ) -> tuple[Step, ...]:
-        n = placement.size
-        groups = expected_groups(specs, profiles)
-        rows = [profiles[group.first].rows for group in groups]
-        message = message_nbytes(groups, rows, [[(0, g.dim)] for g in groups])
+        n, at_once = placement.size, self.expects_to_fit(profiles)
+        groups = self.planned_groups(specs) if at_once else expected_groups(specs, profiles)
+        message = message_nbytes(groups, [profiles[group.first].rows for group in groups], _whole(groups))
+        head = float(head_nbytes(len(specs)))
+        if at_once:
+            gathers = [Transfer("gather", Pattern.ALL_TO_ALL, (head + message,) * n)]
+        elif self.capacity:
+            gathers = [Transfer("gather", Pattern.ALL_TO_ALL, (head,) * n)]
+            gathers.append(Transfer("repeat", Pattern.ALL_GATHER, (message,) * n))
+        else:
+            gathers = [Transfer("sizes", Pattern.ALL_GATHER, (8.0 * len(specs),) * n)]
+            gathers.append(Transfer("gather", Pattern.ALL_GATHER, (message,) * n))
         summed = sum(s.dim * s.itemsize * p.union_rows(n) for s, p in zip(specs, profiles, strict=True))
-        return (
-            Compute("sum_rows", 2 * message),
-            Transfer("sizes", Pattern.ALL_GATHER, (8.0 * len(specs),) * n),
-            Transfer("gather", Pattern.ALL_GATHER, (message,) * n),
-            Compute("sum_rows", n * message + summed),
-        )
+        return Compute("sum_rows", 2 * message), *gathers, Compute("sum_rows", n * message + summed)
+
+    def _message(self, x: Tables, survey: Survey, planned: tuple[RowGroup, ...]) -> torch.Tensor:
+        """Header and my rows, or the header alone if they do not fit."""
+        header = survey.header.tolist()  # the host sizes the message
+        groups = planned if self.fits(header) else ()
+        (rows,) = Agreement.of([header], groups).rows
+        message = _pack(x, survey, groups, rows, head=head_nbytes(len(x)))
+        write_header(message, survey)
+        return message
 
 
-def _pack(tables: Tables, survey: Survey, agreed: Agreement, whole: Sequence[Spans], rank: int) -> torch.Tensor:
-    """One message with the whole rows of all groups."""
-    rows = agreed.rows[rank]
-    nbytes = int(message_nbytes(agreed.groups, rows, whole))
+def _whole(groups: Sequence[RowGroup]) -> list[Spans]:
+    """All columns of each group."""
+    return [[(0, group.dim)] for group in groups]
+
+
+def _pack(
+    tables: Tables, survey: Survey, groups: Sequence[RowGroup], rows: Sequence[int], head: int = 0
+) -> torch.Tensor:
+    """One message with the whole rows of all groups, behind `head` bytes for others to write."""
+    whole = _whole(groups)
+    nbytes = head + int(message_nbytes(groups, rows, whole))
     message = torch.empty(nbytes, dtype=torch.uint8, device=tables[0].values.device)
-    for group, section in zip(agreed.groups, sections(message, agreed.groups, rows, whole), strict=True):
+    for group, section in zip(groups, sections(message[head:], groups, rows, whole), strict=True):
         survey.unions[group.first].write_indices(section.indices)
         for piece, values in section.pieces:
             survey.unions[piece.position].sum([tables[piece.position].values], [values])
     return message
 
 
-def _sum_messages(messages: list[torch.Tensor], agreed: Agreement, whole: Sequence[Spans], scale: float) -> Tables:
+def _sum_messages(messages: Sequence[torch.Tensor], agreed: Agreement, scale: float) -> Tables:
     """`scale` times the sum of all ranks' messages, in rank order."""
+    whole = _whole(agreed.groups)
     received = [
         list(sections(message, agreed.groups, rows, whole)) for message, rows in zip(messages, agreed.rows, strict=True)
     ]

@@ -11,11 +11,12 @@ from torch import Tensor
 from .. import kernels
 from ..bucket import Layout, TensorSpec
 from ..cluster import Placement
-from ..comm import LENGTH_BYTES, Group
+from ..comm import Group
 from ..density import DensityProfile
 from ..sparse import SparseRows
 from ..steps import Compute, Pattern, Step, Transfer
 from .base import Partitioned, State, register
+from .capacity import RowCapacity, opened, write_header
 from .formats import Section, Spans, head_nbytes, message_nbytes, sections
 from .owners import column_owners
 from .tables import (
@@ -26,8 +27,6 @@ from .tables import (
     Tables,
     common_groups,
     expected_groups,
-    fits,
-    planned_groups,
     specs_of,
 )
 
@@ -49,7 +48,7 @@ class OwnedColumns:
 
 @register
 @dataclass(frozen=True)
-class BalancedParallelism(Partitioned[Tables, OwnedColumns]):
+class BalancedParallelism(RowCapacity, Partitioned[Tables, OwnedColumns]):
     """Zen's Balanced Parallelism (OSDI 2025, section 3) for row-sparse tables, owned by column stripes. Exact.
 
     Every rank owns the same columns of every row, so all owners receive equal volumes however skewed the rows are.
@@ -58,32 +57,18 @@ class BalancedParallelism(Partitioned[Tables, OwnedColumns]):
     indices once and are striped as one table; a column or two that equal stripes leave over are summed by every rank.
     Wire per rank: push (n-1) * indices + (n-1)/n * values; pull (n-1)/n * values of the union.
 
-    With `capacity` nothing is asked beforehand: receivers have room for so many rows, and a rank's header travels in
-    its push. A rank whose rows do not fit sends its header only; then all push once more, by the sizes that all know.
+    With `capacity` nothing is asked beforehand: a rank's header travels in its push. Where rows do not fit, all push
+    once more, by the sizes that all know.
     """
 
     owners: str = "column_stripe"  # who sums what; the only map for row-sparse tables so far
-    capacity: tuple[int, ...] = ()  # for each table the most distinct rows expected of a rank; (): sizes are exchanged
-    same_rows: tuple[int, ...] = ()  # for each table the first one expected to have the same rows, perhaps itself
 
     layout = Layout.ROWS
 
     def __post_init__(self) -> None:
         if self.owners != "column_stripe":
             raise ValueError(f"BalancedParallelism.owners must be 'column_stripe', got {self.owners!r}")
-        for setting in ("capacity", "same_rows"):
-            object.__setattr__(self, setting, _whole_numbers(setting, getattr(self, setting)))
-        if len(self.capacity) != len(self.same_rows):
-            raise ValueError(
-                f"BalancedParallelism.capacity has {len(self.capacity)} tables, same_rows {len(self.same_rows)}; "
-                "give both for every table of the bucket, or neither"
-            )
-        for table, first in enumerate(self.same_rows):
-            if first > table or self.same_rows[first] != first:
-                raise ValueError(
-                    "BalancedParallelism.same_rows must hold the position of the first table with the same rows, got "
-                    f"{first} for table {table} of {list(self.same_rows)}"
-                )
+        super().__post_init__()
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -93,10 +78,10 @@ class BalancedParallelism(Partitioned[Tables, OwnedColumns]):
         # Push: to each owner its columns of my rows.
         survey, specs = Survey.of(x), specs_of(x)
         if self.capacity:
-            planned = planned_groups(specs, self.same_rows)
-            arrived = await group.exchange(self._messages(x, survey, planned, group), self._bounds(planned, group.size))
-            headers, bodies = _opened(arrived, len(x))
-            if all(fits(header, self.capacity, self.same_rows) for header in headers):
+            planned = self.planned_groups(specs)
+            bounds = [self.largest_nbytes(planned, _spans(planned, group.size, owner)) for owner in range(group.size)]
+            headers, bodies = opened(await group.exchange(self._messages(x, survey, planned, group), bounds), len(x))
+            if all(map(self.fits, headers)):
                 return _sum_columns(bodies, Agreement.of(headers, planned), group, scale), state
         else:
             headers = [header.tolist() for header in await group.all_gather(survey.header)]  # to size the messages
@@ -116,8 +101,8 @@ class BalancedParallelism(Partitioned[Tables, OwnedColumns]):
         placement: Placement,
         round: int = 0,
     ) -> tuple[Step, ...]:
-        n, at_once = placement.size, self._expects_to_fit(profiles)
-        groups = planned_groups(specs, self.same_rows) if at_once else expected_groups(specs, profiles)
+        n, at_once = placement.size, self.expects_to_fit(profiles)
+        groups = self.planned_groups(specs) if at_once else expected_groups(specs, profiles)
         rows = [profiles[group.first].rows for group in groups]
         unions = [profiles[group.first].union_rows(n) for group in groups]
         head = head_nbytes(len(specs))
@@ -142,40 +127,12 @@ class BalancedParallelism(Partitioned[Tables, OwnedColumns]):
     def _messages(self, x: Tables, survey: Survey, planned: tuple[RowGroup, ...], group: Group) -> list[Tensor]:
         """A message for each owner: header and my rows, or the header alone if they do not fit."""
         header = survey.header.tolist()  # the host sizes the messages
-        fit = fits(header, self.capacity, self.same_rows)
-        groups = planned if fit else ()
+        groups = planned if self.fits(header) else ()
         (rows,) = Agreement.of([header], groups).rows
         _, messages = _pack_stripes(x, survey, groups, rows, group, head=head_nbytes(len(x)))
         for message in messages:
-            message[LENGTH_BYTES : head_nbytes(len(x))].copy_(survey.header.view(torch.uint8))
+            write_header(message, survey)
         return messages
-
-    def _bounds(self, planned: tuple[RowGroup, ...], size: int) -> list[int]:
-        """The size of a full message to each owner, the same on every rank."""
-        rows = [self.capacity[row_group.first] for row_group in planned]
-        head = head_nbytes(len(self.capacity))
-        return [head + int(message_nbytes(planned, rows, _spans(planned, size, owner))) for owner in range(size)]
-
-    def _expects_to_fit(self, profiles: Sequence[DensityProfile]) -> bool:
-        """Whether ranks like these push once, by capacity."""
-        return bool(self.capacity) and all(
-            profile.rows <= room and profile.may_have_rows_of(profiles[first])
-            for profile, room, first in zip(profiles, self.capacity, self.same_rows, strict=True)
-        )
-
-
-def _whole_numbers(setting: str, given: Sequence[int]) -> tuple[int, ...]:
-    """JSON gives lists."""
-    if not isinstance(given, list | tuple) or not all(type(number) is int and number >= 0 for number in given):
-        raise ValueError(f"BalancedParallelism.{setting} must be whole numbers from 0 on, got {given!r}")
-    return tuple(given)
-
-
-def _opened(arrived: Sequence[Tensor], tables: int) -> tuple[list[list[int]], list[Tensor]]:
-    """The headers and bodies of the messages of all ranks."""
-    head = head_nbytes(tables)
-    headers = torch.stack([message[LENGTH_BYTES:head] for message in arrived]).view(torch.int64)
-    return headers.tolist(), [message[head:] for message in arrived]  # the host must know what came
 
 
 async def _push_by_sizes(x: Tables, survey: Survey, agreed: Agreement, group: Group) -> list[Tensor]:
