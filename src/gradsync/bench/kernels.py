@@ -167,21 +167,36 @@ def partition_rotated(g: torch.Generator, *, nnz: int, size: int, owners: int) -
 
 def rotated_index(g: torch.Generator, *, nnz: int, size: int, owners: int) -> Work:
     """An owner's positions, back to indices."""
-    indices = _elements(g, size, nnz)
-    partition = cpu.partition_rotated(indices, size, owners, 1)
-    positions = [torch.zeros(count, dtype=torch.int32) for count in partition.counts]
-    partition.write(torch.zeros(len(indices)), positions, [torch.zeros(count) for count in partition.counts])
+    positions, _ = _parts(g, nnz=nnz, size=size, owners=owners)
     out = torch.zeros_like(positions[0])
     return Work(
         lambda module: module.rotated_index(0, positions[0], owners, 1, out), [out], tensor_bytes(positions[0], out)
     )
 
 
+def join_rotated(g: torch.Generator, *, nnz: int, size: int, owners: int) -> Work:
+    """What all owners hand back, in one dense vector."""
+    positions, values = _parts(g, nnz=nnz, size=size, owners=owners)
+    out = torch.zeros(size)
+    nbytes = tensor_bytes(*positions, *values, out)
+    return Work(lambda module: module.join_rotated(positions, values, 1, out), [out], nbytes)
+
+
+def _parts(g: torch.Generator, *, nnz: int, size: int, owners: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Elements by owner: local positions and values."""
+    indices = _elements(g, size, nnz)
+    partition = cpu.partition_rotated(indices, size, owners, 1)
+    positions = [torch.zeros(count, dtype=torch.int32) for count in partition.counts]
+    values = [torch.zeros(count) for count in partition.counts]
+    partition.write(torch.randn(len(indices), generator=g), positions, values)
+    return positions, values
+
+
 WORK: dict[str, Callable[..., Work]] = {
     work.__name__: work
     for work in (
         sum_rows, unite_rows, join_columns, scatter_rows, nonzero_rows, nonzero_elements, encode_bitmap, decode_bitmap,
-        count_bits, partition_rotated, rotated_index,
+        count_bits, partition_rotated, rotated_index, join_rotated,
     )
 }  # fmt: skip
 _TABLE = {"ranks": 8, "size": 1_250_000, "dtype": "float32"}  # an eighth of ten million rows: one of 8 owners' share
@@ -219,6 +234,8 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (  # kernel, parameters of its w
     ("partition_rotated", {"nnz": 1_000_000, "size": _ELEMENTS, "owners": 8}),
     ("partition_rotated", {"nnz": 1_000_000, "size": _ELEMENTS, "owners": 64}),
     ("rotated_index", {"nnz": 1_000_000, "size": _ELEMENTS, "owners": 8}),
+    ("join_rotated", {"nnz": _DENSE // 100, "size": _DENSE, "owners": 8}),
+    ("join_rotated", {"nnz": _DENSE // 10, "size": _DENSE, "owners": 8}),
 )
 
 
