@@ -68,7 +68,20 @@ def test_a_joined_profile_counts_all_tensors() -> None:
 def seen(gradients: list[torch.Tensor]) -> tuple[DensityProfile | None, DensityProfile | None]:
     samples = [ZeroSample.of(gradient) for gradient in gradients]
     rows, elements = torch.stack([s.rows for s in samples]), torch.stack([s.elements for s in samples])
-    return profile_sample(rows, len(gradients[0])), profile_sample(elements, gradients[0].numel())
+    counts = torch.tensor([[s.num_rows, s.num_elements] for s in samples])
+    spec = TensorSpec.of(gradients[0])
+    return profile_sample(rows, counts[:, 0], spec.num_rows), profile_sample(elements, counts[:, 1], spec.numel)
+
+
+def test_rows_that_no_sample_meets_are_counted() -> None:
+    gradients = [torch.zeros(1_000_000, 2) for _ in range(2)]
+    for rank, gradient in enumerate(gradients):
+        gradient[torch.arange(7) * 100 + rank + 1] = 1.0
+    gradients[1][999_999] = 1.0
+    rows, elements = seen(gradients)
+    assert rows is not None and elements is not None
+    assert (rows.rows, rows.most_rows, elements.rows) == (7.5, 8, 15)
+    assert rows.union_rows(2) == pytest.approx(15, rel=0.01)  # nothing is known of the overlap: it is taken as chance
 
 
 def test_a_sample_tells_how_many_rows_and_elements_are_not_zero_and_how_they_overlap() -> None:

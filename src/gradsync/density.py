@@ -13,10 +13,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from . import kernels
 from .bucket import TensorSpec
 
 SAMPLES = 8192  # rows and elements looked at in a dense gradient; a density of 1 % is told to within a tenth of it
 FEWEST_SAMPLED = 1 << 16  # elements; what is smaller gains nothing from being sparse
+FEWEST_HITS = 20  # of a sample, from which the overlap of ranks is told
 MOST_FOUND = 0.5  # density up to which a dense gradient may be worth a sparse exchange
 
 
@@ -120,34 +122,44 @@ def joined(profiles: Sequence[DensityProfile]) -> DensityProfile:
 
 @dataclass(frozen=True)
 class ZeroSample:
-    """Which of some rows and elements of one dense gradient are not zero; every rank looks at the same ones."""
+    """Which of some rows and elements of one dense gradient are not zero, the same ones on every rank; how many in all.
+
+    The counts are exact, or those of a full tensor where the sample says that it is not worth counting.
+    """
 
     rows: Tensor  # bool (rows_sampled(spec),)
     elements: Tensor  # bool (min(SAMPLES, numel),)
+    num_rows: int
+    num_elements: int
 
     @classmethod
     def of(cls, gradient: Tensor) -> ZeroSample:
         """A look at a dense gradient; of one that is mostly not zero the rows are not looked at, but taken as full."""
         spec = TensorSpec.of(gradient)
         if not gradient.is_contiguous():  # as of channels-last convolutions: full, and not worth a copy
-            return cls(torch.ones(rows_sampled(spec)).bool(), torch.ones(min(SAMPLES, spec.numel)).bool())
-        places = sample_places(spec.numel, gradient.device)
-        elements = gradient.view(-1)[places] != 0
-        rows = elements.new_ones(rows_sampled(spec))
-        if len(rows) and float(elements.float().mean()) <= MOST_FOUND:
-            table = gradient.view(spec.num_rows, spec.dim)
-            rows = (table[sample_places(spec.num_rows, gradient.device)] != 0).any(dim=1)
-        return cls(rows.cpu(), elements.cpu())
+            return cls.full(spec)
+        elements = gradient.view(-1)[sample_places(spec.numel, gradient.device)] != 0
+        if float(elements.float().mean()) > MOST_FOUND:
+            return cls.full(spec)
+        table = gradient.detach().view(spec.num_rows, spec.dim)
+        rows = (table[sample_places(spec.num_rows, gradient.device)] != 0).any(dim=1)[: rows_sampled(spec)]
+        return cls(rows.cpu(), elements.cpu(), kernels.nonzero_rows(table).count, int(table.count_nonzero()))
+
+    @classmethod
+    def full(cls, spec: TensorSpec) -> ZeroSample:
+        """What a rank sees whose gradient is not sparse."""
+        rows, elements = torch.ones(rows_sampled(spec)), torch.ones(min(SAMPLES, spec.numel))
+        return cls(rows.bool(), elements.bool(), spec.num_rows if spec.shape else 1, spec.numel)
 
     @classmethod
     def unused(cls, spec: TensorSpec) -> ZeroSample:
         """What a rank saw that has no gradient."""
-        return cls(torch.zeros(rows_sampled(spec), dtype=torch.bool), torch.zeros(min(SAMPLES, spec.numel)).bool())
+        return cls(torch.zeros(rows_sampled(spec)).bool(), torch.zeros(min(SAMPLES, spec.numel)).bool(), 0, 0)
 
 
 def rows_sampled(spec: TensorSpec) -> int:
     """Rows that are looked at; none where a row is an element."""
-    return min(SAMPLES, spec.num_rows) if spec.dim > 1 and len(spec.shape) > 1 else 0
+    return min(SAMPLES, spec.num_rows) if len(spec.shape) > 1 and spec.dim > 1 else 0
 
 
 def sample_places(size: int, device: torch.device) -> Tensor:
@@ -158,19 +170,20 @@ def sample_places(size: int, device: torch.device) -> Tensor:
     return torch.randint(size, (SAMPLES,), generator=generator).sort().values.to(device)
 
 
-def profile_sample(hits: Tensor, size: int) -> DensityProfile | None:
-    """The estimated profile of `size` rows from what each rank saw at the same places, bool (ranks, samples).
+def profile_sample(hits: Tensor, counts: Tensor, size: int) -> DensityProfile | None:
+    """The profile of `size` rows from what the ranks saw at the same places, bool (ranks, samples), and counted.
 
-    None if nothing was seen: a gradient of zeros, as a zero-initialised layer behind it gives in a first step, says
-    nothing of the next one.
+    The union is estimated from the hits, if there are enough of them; else it is taken as that of independent ranks.
+    None where all ranks counted nothing: a gradient of zeros, as a zero-initialised layer behind it gives in a first
+    step, says nothing of the next one.
     """
-    scale = size / max(hits.shape[1], 1)
-    rows = float(hits.sum()) / len(hits) * scale
+    rows, mean_hits = float(counts.double().mean()), float(hits.sum()) / len(hits)
     if rows == 0:
         return None
-    counts = sorted({2**j for j in range(1, 32) if 2**j <= len(hits)} | ({len(hits)} - {1}))
-    growth = {k: float(hits[:k].any(dim=0).sum()) * scale / rows for k in counts}
-    return DensityProfile(size, rows, growth, most_rows=float(hits.sum(dim=1).max()) * scale)
+    ranks = sorted({2**j for j in range(1, 32) if 2**j <= len(hits)} | ({len(hits)} - {1}))
+    known = ranks if mean_hits > 0 and (mean_hits >= FEWEST_HITS or hits.shape[1] == size) else []
+    growth = {k: float(hits[:k].any(dim=0).sum()) / mean_hits for k in known}
+    return DensityProfile(size, rows, growth, most_rows=float(counts.max()))
 
 
 def denser(a: DensityProfile | None, b: DensityProfile | None) -> DensityProfile | None:

@@ -113,6 +113,7 @@ class RowGradients:
         self._shapes = {name: parameters[name].shape for name in bucket.names}
         self._device = parameters[bucket.names[0]].device
         self._brought: dict[str, tuple[Tensor, bool]] = {}
+        self._taken: dict[str, tuple[int, int]] = {}  # dense gradients as they were taken: address and version
         self._result: dict[str, SparseRows] = {}
         self._check_finite = False
         # They ride in no message; a plan without flat buckets sums them apart.
@@ -123,6 +124,7 @@ class RowGradients:
 
     def begin(self) -> None:
         self._brought.clear()
+        self._taken.clear()
 
     def clear(self) -> None:
         """Nothing to clear: tables hold only what was brought."""
@@ -134,6 +136,8 @@ class RowGradients:
     def take(self, *, check_finite: bool, marks: StepMarks = StepMarks()) -> tuple[SparseRows, ...]:  # noqa: B008
         self._check_finite = check_finite
         self.flags.copy_(torch.tensor(marks.flags()))
+        dense = {name: g for name, (g, _) in self._brought.items() if g.layout is torch.strided}
+        self._taken = {name: (gradient.data_ptr(), gradient._version) for name, gradient in dense.items()}
         return tuple(self._table(name) for name in self.bucket.names)
 
     def accept(self, result: tuple[SparseRows, ...]) -> None:
@@ -151,10 +155,10 @@ class RowGradients:
         rows = self._result[name]
         if sparse:
             return rows.to_torch(shape)
-        brought, _ = self._brought.get(name, (None, False))
-        if out is None or brought is None or out.data_ptr() != brought.data_ptr() or not out.is_contiguous():
+        if out is None or not out.is_contiguous() or self._taken.get(name) != (out.data_ptr(), out._version):
             return rows.write_to(rows.values.new_zeros(shape))
-        return rows.write_to(out)  # the rows of the sum are all that this rank brought, and more
+        # The rows of the sum are all that this rank brought, and more. Its other zeros become those of all ranks: +0.0.
+        return rows.write_to(out.detach().add_(0.0))
 
     def rows(self, name: str) -> int:
         """Distinct rows this rank brought."""

@@ -98,16 +98,18 @@ class Observer:
         mine = [self._samples.get(name) or ZeroSample.unused(spec) for name, spec in zip(names, specs, strict=True)]
         bits = torch.cat([part for sample in mine for part in (sample.rows, sample.elements)])
         packed = gather(torch.from_numpy(np.packbits(bits.numpy())))
+        counts = torch.tensor([[sample.num_rows, sample.num_elements] for sample in mine])
+        counted = torch.stack([part.cpu().view(counts.shape) for part in gather(counts.flatten())])
         ranks = torch.stack([torch.from_numpy(np.unpackbits(p.cpu().numpy(), count=len(bits))).bool() for p in packed])
         parts = ranks.split([len(part) for sample in mine for part in (sample.rows, sample.elements)], dim=1)
         result = {}
         seen = list(zip(names, specs, parts[::2], parts[1::2], strict=True))
-        for name, spec, rows, elements in seen:
-            by_row = profile_sample(rows, spec.num_rows) if rows_sampled(spec) else None
+        for place, (name, spec, rows, elements) in enumerate(seen):
+            by_row = profile_sample(rows, counted[:, place, 0], spec.num_rows) if rows_sampled(spec) else None
             if by_row is not None:
                 first = next(n for n, s, r, _ in seen if s.num_rows == spec.num_rows and torch.equal(r, rows))
-                by_row = replace(by_row, pattern=f"as sampled in {first}")
-            result[name] = by_row, profile_sample(elements, spec.numel)
+                by_row = replace(by_row, pattern=f"as sampled in {first if by_row.densification else name}")
+            result[name] = by_row, profile_sample(elements, counted[:, place, 1], spec.numel)
         return result
 
     def _seen(

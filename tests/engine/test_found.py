@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -188,6 +189,35 @@ def test_what_was_found_is_tried_beside_the_plan_that_trusts_the_layout(world: W
     for dense_tried, found_tried in world(2).run(trial_keeps_dense_as_a_choice):
         assert dense_tried
         assert found_tried
+
+
+def odd_gradients() -> tuple[bool, bool]:
+    """(no graph is kept, all ranks have the same bits)."""
+    torch.manual_seed(0)
+    model = Words()
+    handle = gradsync.attach(model, plan=default_plan, timeout=15)
+    if dist.get_rank() == 0:
+        model.words.weight.register_hook(lambda g: torch.where(g == 0, torch.tensor(-0.0), g))
+    for number in range(4):
+        model.zero_grad()
+        torch.manual_seed(10 * number + dist.get_rank())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of create_graph, about a cycle
+            model(few_ids(number)).square().mean().backward(create_graph=number == 3)
+    gradient = model.words.weight.grad
+    assert gradient is not None
+    first = gradient.detach().clone()
+    dist.broadcast(first, src=0)
+    same = torch.equal(first.view(torch.int32), gradient.detach().view(torch.int32))
+    graph = gradient.requires_grad or gradient.grad_fn is not None
+    handle.detach()
+    return not graph, same
+
+
+def test_a_found_gradient_keeps_no_graph_and_the_same_zeros_on_all_ranks(world: World) -> None:
+    for no_graph, same in world(2).run(odd_gradients):
+        assert no_graph
+        assert same
 
 
 def found_behind_ddp() -> dict[str, str]:

@@ -73,7 +73,7 @@ def fit_samples(group: TorchGroup, spec: SyncSpec) -> list[tuple[int, float, flo
 def bound_rounds(transfer: Transfer) -> int:
     """Latencies that a transfer cannot do without: a large one may hide all but one of them behind its bytes.
 
-    In the fit as in the bound: else the rate came out too high, or the bound could be beaten.
+    In the fit as in the bound: else the rate came out too high, or the bound too easy.
     """
     return transfer.rounds if transfer.direct else 1
 
