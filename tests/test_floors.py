@@ -54,12 +54,12 @@ def loaded_at_once(tree: ast.Module) -> ast.Module:
     """The module without its functions and what is for the type checker only: there, any library may be imported."""
 
     class Loaded(ast.NodeTransformer):
-        def visit_FunctionDef(self, node: ast.FunctionDef) -> None:  # noqa: N802
+        def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
             return None
 
         visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815
 
-        def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:  # noqa: N802
+        def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
             self.generic_visit(node)
             return node.orelse if ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING") else node
 

@@ -81,10 +81,3 @@ def test_shapes_that_do_not_fit_together_are_refused(indices: Tensor, values: Te
 def test_an_absent_table_cannot_bring_rows() -> None:
     with pytest.raises(ValueError, match="present=False has no rows, got 2"):
         SparseRows(torch.tensor([0, 1]), torch.zeros(2, 4), 10, present=False)
-
-
-def test_with_rows_keeps_what_belongs_to_the_table() -> None:
-    absent = SparseRows.absent((10, 2), torch.float32, torch.device("cpu"))
-    assert not absent.with_rows(absent.indices, absent.values).present
-    replaced = SparseRows(torch.tensor([1]), torch.zeros(1, 2), 10).with_rows(torch.tensor([5]), torch.ones(1, 2))
-    assert (replaced.indices.tolist(), replaced.num_rows, replaced.present) == ([5], 10, True)

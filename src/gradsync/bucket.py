@@ -85,6 +85,7 @@ class StepMarks:
 
 
 NUM_MARKS = 1 + PHASES
+NO_MARKS = StepMarks()  # a step like any other
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from .bucket import NUM_MARKS, Bucket, Layout, Segment, StepMarks
+from .bucket import NO_MARKS, NUM_MARKS, Bucket, Layout, Segment, StepMarks
 from .sparse import SparseRows
 
 
@@ -66,7 +66,7 @@ class FlatGradients:
             for segment, part in self._parts[name]:
                 part.copy_(dense.reshape(-1)[segment.start : segment.stop])
 
-    def take(self, *, check_finite: bool, marks: StepMarks = StepMarks()) -> Tensor:  # noqa: B008  # it is frozen
+    def take(self, *, check_finite: bool, marks: StepMarks = NO_MARKS) -> Tensor:
         """What the scheme gets; the flags are set to who used what, whether something is not finite, and the marks."""
         values = self.flat[: self.bucket.numel]
         loaded = [float(segment.name in self._loaded) for segment in self.bucket.segments]
@@ -133,7 +133,7 @@ class RowGradients:
         if gradient is not None:
             self._brought[name] = (gradient, used)
 
-    def take(self, *, check_finite: bool, marks: StepMarks = StepMarks()) -> tuple[SparseRows, ...]:  # noqa: B008
+    def take(self, *, check_finite: bool, marks: StepMarks = NO_MARKS) -> tuple[SparseRows, ...]:
         self._check_finite = check_finite
         self.flags.copy_(torch.tensor(marks.flags()))
         dense = {name: g for name, (g, _) in self._brought.items() if g.layout is torch.strided}

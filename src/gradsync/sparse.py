@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -98,6 +98,3 @@ class SparseRows:
         """Overwrites rows of `dense` (num_rows, ...), contiguous, by these; returns it. The indices are unique."""
         kernels.scatter_rows(self.indices, self.values, dense.view(self.num_rows, self.dim), accumulate=False)
         return dense
-
-    def with_rows(self, indices: Tensor, values: Tensor) -> SparseRows:
-        return replace(self, indices=indices, values=values)

@@ -8,9 +8,10 @@ import torch
 from hypothesis import given, settings
 
 from gradsync.bucket import TensorSpec
+from gradsync.schemes.capacity import RowCapacity
 from gradsync.schemes.formats import INT32_ROWS, ElementFormat, aligned, index_dtype, message_nbytes, sections
 from gradsync.schemes.owners import MOST_SHARED, column_owners
-from gradsync.schemes.tables import ABSENT, SAME_AS, Agreement, RowGroup, Survey, common_groups, fits, planned_groups
+from gradsync.schemes.tables import ABSENT, SAME_AS, Agreement, RowGroup, Survey, common_groups
 from gradsync.sparse import SparseRows
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -128,20 +129,21 @@ def test_ranks_agree_on_groups_only_where_all_have_the_same_rows() -> None:
     ],
 )
 def test_rows_fit_a_plan_that_has_room_for_them_and_tells_which_are_the_same(header: list[int], expected: bool) -> None:
-    assert fits(header, capacity=(5, 5, 5), same_rows=(0, 0, 2)) is expected
+    assert RowCapacity(capacity=(5, 5, 5), same_rows=(0, 0, 2)).fits(header) is expected
 
 
 def test_tables_are_the_same_through_an_earlier_one_that_the_plan_does_not_name() -> None:
-    assert fits([4, SAME_AS, SAME_AS], capacity=(4, 4, 4), same_rows=(0, 1, 1))
+    assert RowCapacity(capacity=(4, 4, 4), same_rows=(0, 1, 1)).fits([4, SAME_AS, SAME_AS])
 
 
 def test_a_plan_for_other_tables_is_refused() -> None:
     specs = (TensorSpec((4, 2), torch.float32), TensorSpec((5, 2), torch.float32))
     with pytest.raises(ValueError, match="planned for 3 tables, the bucket has 2"):
-        planned_groups(specs, (0, 1, 2))
+        RowCapacity(capacity=(5,) * 3, same_rows=(0, 1, 2)).planned_groups(specs)
     with pytest.raises(ValueError, match="tables 0 and 1 of the bucket cannot have the same rows: they have 4 and 5"):
-        planned_groups(specs, (0, 0))
-    assert [group.positions for group in planned_groups((specs[0],) * 3, (0, 1, 0))] == [(0, 2), (1,)]
+        RowCapacity(capacity=(5,) * 2, same_rows=(0, 0)).planned_groups(specs)
+    groups = RowCapacity(capacity=(4,) * 3, same_rows=(0, 1, 0)).planned_groups((specs[0],) * 3)
+    assert [group.positions for group in groups] == [(0, 2), (1,)]
 
 
 def test_a_groups_columns_lie_side_by_side() -> None:

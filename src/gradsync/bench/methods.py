@@ -23,8 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 from ..attach import Attachment, attach
 from ..density import ParameterProfile
 from ..plan import Plan
+from ..planner import SPARSE_SCHEMES as PLANNED_SCHEMES
 from ..planner import default_plan, with_capacity
-from ..schemes import AGSparse, BalancedParallelism, Scheme
+from ..schemes import Scheme
 
 ONE_BUCKET_MB = 1 << 20  # larger than any model here: DDP then puts everything into one bucket
 
@@ -106,7 +107,7 @@ def _powersgd(rank: int) -> Callable[[dist.ProcessGroup], powerSGD_hook.PowerSGD
 
 
 # Measured beside the planner's choice, by the names of plans.
-SPARSE_SCHEMES: dict[str, Scheme[Any]] = {s.name: s for s in (BalancedParallelism(), AGSparse())}
+SPARSE_SCHEMES: dict[str, Scheme[Any]] = {s.name: s for s in PLANNED_SCHEMES}
 
 METHODS: dict[str, Method] = {
     m.name: m

@@ -47,7 +47,7 @@ Loopback = Annotated[bool, typer.Option(help="No namespaces: plain loopback, not
 
 
 @app.command()
-def sync(  # noqa: PLR0917 (the command's options)
+def sync(
     workload: Annotated[str, typer.Option(help="Workloads whose gradients travel, comma-separated.")] = "deepfm",
     option: Options = None,
     nodes: Nodes = 4,
@@ -82,7 +82,7 @@ def sync(  # noqa: PLR0917 (the command's options)
 
 
 @app.command()
-def train(  # noqa: PLR0917 (the command's options)
+def train(
     workload: Annotated[str, typer.Option(help=f"What to train: {', '.join(names())}.")] = "deepfm",
     option: Options = None,
     methods: Annotated[

@@ -21,7 +21,7 @@ QUICK_STEPS = 16
 DEMO_ROW_LENGTH = 32  # elements of an embedding row
 
 
-def demo(  # noqa: PLR0917 (the command's options)
+def demo(
     workload: Annotated[str, typer.Option(help=f"What to train: {', '.join(names())}.")] = "deepfm",
     nodes: Annotated[int, typer.Option(min=2, help="Nodes of the emulated cluster, one rank each.")] = 4,
     link: Annotated[str, typer.Option(help="Rate of every node's link, e.g. 200mbit, 1gbit, unshaped.")] = "1gbit",

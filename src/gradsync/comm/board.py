@@ -51,7 +51,7 @@ class Board:
 
     def _append(self, key: str, rank: int, number: int) -> None:
         # One key for all members: a reader asks once, however many there are.
-        self._ask(lambda store: store.append(key, f"{rank}:{number} "))  # type: ignore[attr-defined]  # as above
+        self._ask(lambda store: store.append(key, f"{rank}:{number} "))  # type: ignore[attr-defined]  # torch does not declare it
 
     def _numbers(self, key: str) -> list[tuple[int, int]]:
         entries = (entry.split(":") for entry in (self._read(key) or "").split())

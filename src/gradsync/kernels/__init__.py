@@ -180,7 +180,8 @@ def sum_rows(parts: Sequence[RowsPart], num_rows: int, *, scale: float = 1.0, ou
         TypeError: dtypes other than said above.
     """
     tensors = [tensor for part in parts for tensor in part]
-    return _pick("sum_rows", tensors, num_rows)(parts, num_rows, scale=scale, out=out)  # type: ignore[no-any-return]
+    total: RowsPart = _pick("sum_rows", tensors, num_rows)(parts, num_rows, scale=scale, out=out)
+    return total
 
 
 def unite_rows(indices: Sequence[Tensor], num_rows: int) -> RowUnion:
@@ -197,7 +198,8 @@ def unite_rows(indices: Sequence[Tensor], num_rows: int) -> RowUnion:
         ValueError: an index out of range, no part; native: more than 2^34 rows or 2^32 - 1 indices.
         TypeError: other dtypes.
     """
-    return _pick("unite_rows", indices, num_rows)(indices, num_rows)  # type: ignore[no-any-return]
+    union: RowUnion = _pick("unite_rows", indices, num_rows)(indices, num_rows)
+    return union
 
 
 def join_columns(parts: Sequence[Tensor], stripes: Stripes, out: Tensor) -> None:
@@ -235,12 +237,14 @@ def nonzero_rows(dense: Tensor) -> NonzeroRows:
 
     -0.0 is zero; NaN, infinity and subnormals are not.
     """
-    return _pick("nonzero_rows", [dense], len(dense))(dense)  # type: ignore[no-any-return]
+    found: NonzeroRows = _pick("nonzero_rows", [dense], len(dense))(dense)
+    return found
 
 
 def nonzero_elements(x: Tensor) -> NonzeroElements:
     """Finds the elements of `x`, (numel,) floating, that are not zero; tested as in `nonzero_rows`."""
-    return _pick("nonzero_elements", [x], x.numel())(x)  # type: ignore[no-any-return]
+    found: NonzeroElements = _pick("nonzero_elements", [x], x.numel())(x)
+    return found
 
 
 def encode_bitmap(indices: Tensor, size: int, out: Tensor) -> None:
@@ -269,7 +273,8 @@ def decode_bitmap(words: Tensor, out: Tensor) -> None:
 
 def count_bits(words: Tensor) -> int:
     """The number of set bits of `words`, (n,) int64."""
-    return _pick("count_bits", [words])(words)  # type: ignore[no-any-return]
+    count: int = _pick("count_bits", [words])(words)
+    return count
 
 
 def partition_rotated(indices: Tensor, size: int, n: int, seed: int) -> RotatedPartition:
@@ -287,7 +292,8 @@ def partition_rotated(indices: Tensor, size: int, n: int, seed: int) -> RotatedP
         ValueError: an index out of range or order, another n, a size whose positions int32 cannot hold.
         TypeError: other dtypes.
     """
-    return _pick("partition_rotated", [indices])(indices, size, n, seed)  # type: ignore[no-any-return]
+    partition: RotatedPartition = _pick("partition_rotated", [indices])(indices, size, n, seed)
+    return partition
 
 
 def join_rotated(positions: Sequence[Tensor], values: Sequence[Tensor], seed: int, out: Tensor) -> None:

@@ -15,9 +15,9 @@ from torch import Tensor
 from ..bucket import TensorSpec
 from ..comm import LENGTH_BYTES
 from ..density import DensityProfile
+from ..steps import Pattern, Transfer
 from .formats import Spans, head_nbytes, message_nbytes
-from .tables import RowGroup, Survey, planned_groups
-from .tables import fits as header_fits
+from .tables import RowGroup, Survey, groups_of, origins
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,32 @@ class RowCapacity:
                 )
 
     def planned_groups(self, specs: tuple[TensorSpec, ...]) -> tuple[RowGroup, ...]:
-        """The groups of tables that messages are laid out by."""
-        return planned_groups(specs, self.same_rows)
+        """The groups of tables that messages are laid out by.
+
+        Raises:
+            ValueError: for other tables than those of the plan.
+        """
+        if len(self.same_rows) != len(specs):
+            raise ValueError(f"the scheme is planned for {len(self.same_rows)} tables, the bucket has {len(specs)}")
+        members: dict[int, list[int]] = {}
+        for position, first in enumerate(self.same_rows):
+            if specs[first].num_rows != specs[position].num_rows:
+                raise ValueError(
+                    f"tables {first} and {position} of the bucket cannot have the same rows: they have "
+                    f"{specs[first].num_rows} and {specs[position].num_rows}"
+                )
+            members.setdefault(first, []).append(position)
+        return groups_of(members.values(), specs)
 
     def fits(self, header: Sequence[int]) -> bool:
-        """Whether the rows of a rank with this header have room."""
-        return header_fits(header, self.capacity, self.same_rows)
+        """Whether a rank with this header has no more rows than planned, and the same ones where it is planned so."""
+        origin = origins(header)
+        rows = [max(header[first], 0) for first in origin]
+        return all(
+            rows[position] <= self.capacity[position]
+            and (origin[position] == origin[first] or rows[position] == rows[first] == 0)
+            for position, first in enumerate(self.same_rows)
+        )
 
     def expects_to_fit(self, profiles: Sequence[DensityProfile]) -> bool:
         """Whether the rows of ranks like these have room."""
@@ -57,6 +77,22 @@ class RowCapacity:
             profile.rows <= room and profile.may_have_rows_of(profiles[first])
             for profile, room, first in zip(profiles, self.capacity, self.same_rows, strict=True)
         )
+
+    def transfers(
+        self, stage: str, pattern: Pattern, part_bytes: tuple[float, ...], tables: int, *, at_once: bool
+    ) -> list[Transfer]:
+        """How rows of these bytes travel: at once behind a header, or as `pattern` when their sizes are known.
+
+        `at_once`: they are expected to fit.
+        """
+        n, head = len(part_bytes), float(head_nbytes(tables))
+        if at_once:
+            return [Transfer(stage, Pattern.ALL_TO_ALL, tuple(head + nbytes for nbytes in part_bytes))]
+        if self.capacity:
+            header = Transfer(stage, Pattern.ALL_TO_ALL, (head,) * n)
+            return [header, Transfer("repeat", pattern, part_bytes)]
+        sizes = Transfer("sizes", Pattern.ALL_GATHER, (8.0 * tables,) * n)
+        return [sizes, Transfer(stage, pattern, part_bytes)]
 
     def largest_nbytes(self, groups: Sequence[RowGroup], spans: Sequence[Spans]) -> int:
         """The size of a full message with these columns of each group, the same on every rank."""

@@ -13,7 +13,7 @@ from ..cluster import Placement
 from ..comm import Group
 from ..density import DensityProfile
 from ..sparse import SparseRows
-from ..steps import Compute, Pattern, Step, Transfer
+from ..steps import Compute, Pattern, Step
 from .base import Scheme, State, register
 from .capacity import RowCapacity, opened, write_header
 from .formats import Spans, head_nbytes, message_nbytes, sections
@@ -66,15 +66,7 @@ class AGSparse(RowCapacity, Scheme[Tables]):
         n, at_once = placement.size, self.expects_to_fit(profiles)
         groups = self.planned_groups(specs) if at_once else expected_groups(specs, profiles)
         message = message_nbytes(groups, [profiles[group.first].rows for group in groups], _whole(groups))
-        head = float(head_nbytes(len(specs)))
-        if at_once:
-            gathers = [Transfer("gather", Pattern.ALL_TO_ALL, (head + message,) * n)]
-        elif self.capacity:
-            gathers = [Transfer("gather", Pattern.ALL_TO_ALL, (head,) * n)]
-            gathers.append(Transfer("repeat", Pattern.ALL_GATHER, (message,) * n))
-        else:
-            gathers = [Transfer("sizes", Pattern.ALL_GATHER, (8.0 * len(specs),) * n)]
-            gathers.append(Transfer("gather", Pattern.ALL_GATHER, (message,) * n))
+        gathers = self.transfers("gather", Pattern.ALL_GATHER, (message,) * n, len(specs), at_once=at_once)
         summed = sum(s.dim * s.itemsize * p.union_rows(n) for s, p in zip(specs, profiles, strict=True))
         return Compute("sum_rows", 2 * message), *gathers, Compute("sum_rows", n * message + summed)
 

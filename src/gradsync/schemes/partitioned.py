@@ -105,20 +105,11 @@ class BalancedParallelism(RowCapacity, Partitioned[Tables, OwnedColumns]):
         groups = self.planned_groups(specs) if at_once else expected_groups(specs, profiles)
         rows = [profiles[group.first].rows for group in groups]
         unions = [profiles[group.first].union_rows(n) for group in groups]
-        head = head_nbytes(len(specs))
         push = tuple(message_nbytes(groups, rows, _spans(groups, n, owner)) for owner in range(n))
-        if at_once:
-            pushes = [Transfer("push", Pattern.ALL_TO_ALL, tuple(head + nbytes for nbytes in push))]
-        elif self.capacity:
-            pushes = [Transfer("push", Pattern.ALL_TO_ALL, (float(head),) * n)]
-            pushes.append(Transfer("repeat", Pattern.ALL_TO_ALL, push))
-        else:
-            pushes = [Transfer("sizes", Pattern.ALL_GATHER, (8.0 * len(specs),) * n)]
-            pushes.append(Transfer("push", Pattern.ALL_TO_ALL, push))
         pull = tuple(_values_nbytes(groups, unions, _stripes(groups, n, owner)) for owner in range(n))
         return (
             Compute("sum_rows", message_nbytes(groups, rows, [[(0, g.dim)] for g in groups]) + sum(push)),
-            *pushes,
+            *self.transfers("push", Pattern.ALL_TO_ALL, push, len(specs), at_once=at_once),
             Compute("sum_rows", n * max(push) + max(pull)),
             Transfer("pull", Pattern.ALL_GATHER, pull),
             Compute("join", 2 * sum(pull)),

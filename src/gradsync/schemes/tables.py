@@ -124,37 +124,7 @@ def common_groups(headers: Sequence[Sequence[int]], specs: tuple[TensorSpec, ...
         first = SAME_AS - said.pop() if len(said) == 1 else ABSENT
         # Rows that only some ranks have in common travel twice: all must cut messages alike.
         members.setdefault(first if first in members else position, []).append(position)
-    return _groups(members.values(), specs)
-
-
-def planned_groups(specs: tuple[TensorSpec, ...], same_rows: Sequence[int]) -> tuple[RowGroup, ...]:
-    """The groups of a plan; `same_rows` has for each table the first one with the same rows.
-
-    Raises:
-        ValueError: for a plan of other tables.
-    """
-    if len(same_rows) != len(specs):
-        raise ValueError(f"the scheme is planned for {len(same_rows)} tables, the bucket has {len(specs)}")
-    members: dict[int, list[int]] = {}
-    for position, first in enumerate(same_rows):
-        if specs[first].num_rows != specs[position].num_rows:
-            raise ValueError(
-                f"tables {first} and {position} of the bucket cannot have the same rows: they have "
-                f"{specs[first].num_rows} and {specs[position].num_rows}"
-            )
-        members.setdefault(first, []).append(position)
-    return _groups(members.values(), specs)
-
-
-def fits(header: Sequence[int], capacity: Sequence[int], same_rows: Sequence[int]) -> bool:
-    """Whether a rank with this header has no more rows than planned, and the same ones where it is planned so."""
-    origin = origins(header)
-    rows = [max(header[first], 0) for first in origin]
-    return all(
-        rows[position] <= capacity[position]
-        and (origin[position] == origin[first] or rows[position] == rows[first] == 0)
-        for position, first in enumerate(same_rows)
-    )
+    return groups_of(members.values(), specs)
 
 
 def origins(header: Sequence[int]) -> list[int]:
@@ -172,10 +142,11 @@ def expected_groups(specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfil
     members: dict[object, list[int]] = {}
     for position, profile in enumerate(profiles):
         members.setdefault(profile.pattern or position, []).append(position)
-    return _groups(members.values(), specs)
+    return groups_of(members.values(), specs)
 
 
-def _groups(members: Iterable[Sequence[int]], specs: tuple[TensorSpec, ...]) -> tuple[RowGroup, ...]:
+def groups_of(members: Iterable[Sequence[int]], specs: tuple[TensorSpec, ...]) -> tuple[RowGroup, ...]:
+    """The groups whose tables stand at these positions of the bucket."""
     return tuple(RowGroup(tuple(positions), tuple(specs[i] for i in positions)) for positions in members)
 
 
