@@ -208,6 +208,10 @@ def segments(number: int, *parts: tuple[str, int, int]) -> dict[str, Any]:
         (segments(2, ("w", 5, 12), ("empty", 0, 0), ("half", 0, 4)), "bucket '2' mixes dtypes .*give each its own"),
         (segments(1, ("table", 0, 20)), "bucket '1': a row-sparse table is not cut"),
         (edited(buckets=bucket(1, segments=[])), "bucket '1' needs segments"),
+        (
+            edited(buckets=bucket(1, scheme={"agsparse": {"capacity": [5, 5], "same_rows": [0, 0]}})),
+            "bucket '1': the scheme is planned for 2 tables, the bucket has 1",
+        ),
         (edited(order=[*edited()["order"], ["9", "push"]]), "order names bucket '9', which the plan does not have"),
         (edited(order=edited()["order"][1:]), r"gives bucket '0' the stages \[\], not \['all_reduce'\]"),
         (

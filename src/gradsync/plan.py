@@ -114,7 +114,11 @@ class Plan(BaseModel):
                         f"which has {specs[name].numel} elements"
                     )
                 covered[name].append((start, stop))
-            bucket.bucket(specs)  # raises for mixed dtypes and cut tables
+            seen = bucket.bucket(specs)  # raises for mixed dtypes and cut tables
+            try:
+                bucket.make_scheme().check(seen.specs)
+            except ValueError as error:
+                raise ValueError(f"bucket {bucket.id!r}: {error}") from None
         for name, parts in covered.items():
             _check_cover(name, sorted(parts), specs[name].numel)
         self._check_order()

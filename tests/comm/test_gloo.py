@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
-from gradsync.comm import LENGTH_BYTES, GlooGroup, GroupError, LocalGroup, run_local, torch_group
+from gradsync.comm import LENGTH_BYTES, GlooGroup, GroupError, LocalGroup, TorchGroup, run_local, torch_group
 from gradsync.comm.gloo import FAST_BYTES_PER_S
 from gradsync.comm.group import Group
 from gradsync.comm.rounds import CHUNK_BYTES
@@ -210,6 +213,26 @@ def measured_rate() -> float:
 def test_the_rate_is_measured_and_the_same_on_all_ranks(world: World) -> None:
     first, *others = world(3).run(measured_rate)
     assert first > 1e6 and all(rate == first for rate in others)
+
+
+def left_over_after_half_a_start() -> tuple[int, int]:
+    """Process groups and threads that a group leaves behind whose second communicator cannot be made."""
+    make, made = TorchGroup._communicator, []
+
+    def once(group: TorchGroup, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+        if made:
+            raise RuntimeError("no more of them")
+        made.append(make(group, process_group))
+        return made[0]
+
+    groups, threads = len(distributed_c10d._world.pg_map), threading.active_count()
+    with patch.object(TorchGroup, "_communicator", once), pytest.raises(RuntimeError, match="no more of them"):
+        GlooGroup(timeout_s=10)
+    return len(distributed_c10d._world.pg_map) - groups, threading.active_count() - threads
+
+
+def test_a_group_that_cannot_be_made_whole_leaves_nothing(world: World) -> None:
+    assert world(2).run(left_over_after_half_a_start) == [(0, 0)] * 2
 
 
 def rounds_without_an_answer() -> str:

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 
 from gradsync.bucket import TensorSpec
 from gradsync.schemes.capacity import RowCapacity
-from gradsync.schemes.formats import INT32_ROWS, ElementFormat, aligned, index_dtype, message_nbytes, sections
-from gradsync.schemes.owners import MOST_SHARED, column_owners
+from gradsync.schemes.formats import INT32_ROWS, ElementFormat, RowFormat, aligned, index_dtype
+from gradsync.schemes.owners import MOST_SHARED, column_owners, striped
 from gradsync.schemes.tables import ABSENT, SAME_AS, Agreement, RowGroup, Survey, common_groups
 from gradsync.sparse import SparseRows
 
@@ -37,20 +37,21 @@ def test_messages_hold_what_was_written(
         row_groups.append(RowGroup(tuple(range(position, position + len(dims))), specs))
         position += len(dims)
     rows = [count for count, _, _ in groups]
-    columns = [[(min(start, g.dim), g.dim), (0, 1)] for (_, _, start), g in zip(groups, row_groups, strict=True)]
-    message = torch.full((int(message_nbytes(row_groups, rows, columns)),), 255, dtype=torch.uint8)
+    columns = [((min(start, g.dim), g.dim), (0, 1)) for (_, _, start), g in zip(groups, row_groups, strict=True)]
+    format = RowFormat(tuple(row_groups), tuple(columns))
+    message = torch.full((int(format.nbytes(rows)),), 255, dtype=torch.uint8)
     written = []
-    for count, section in zip(rows, sections(message, row_groups, rows, columns), strict=True):
+    for count, section in zip(rows, format.sections(message, rows), strict=True):
         section.indices.copy_(num_rows - 1 - torch.arange(count))
-        for _, values in section.pieces:
+        for values in section.values:
             values.copy_(torch.randn(values.shape))
-        written.append((section.indices.clone(), [v.clone() for _, v in section.pieces]))
-    again = list(sections(message, row_groups, rows, columns))
+        written.append((section.indices.clone(), [values.clone() for values in section.values]))
+    again = format.sections(message, rows)
     for (indices, values), section, spans in zip(written, again, columns, strict=True):
         assert torch.equal(section.indices, indices)
         assert section.indices.tolist() == [num_rows - 1 - i for i in range(len(indices))]
-        assert all(torch.equal(got, v) for (_, got), v in zip(section.pieces, values, strict=True))
-        assert sum(piece.width for piece, _ in section.pieces) == sum(stop - start for start, stop in spans)
+        assert all(torch.equal(got, v) for got, v in zip(section.values, values, strict=True))
+        assert sum(got.shape[1] for got in section.values) == sum(stop - start for start, stop in spans)
 
 
 def test_indices_take_four_bytes_as_long_as_they_fit() -> None:
@@ -163,4 +164,23 @@ def test_every_column_has_one_owner_or_is_shared(dim: int, size: int) -> None:
     shared = owners.shared[1] - owners.shared[0]
     assert max(widths) - min(widths) == (0 if dim % size <= MOST_SHARED else 1)
     assert shared == (dim % size if dim % size <= MOST_SHARED else 0)
-    assert widths[-1] == max(widths)  # the bound on a message's size relies on it
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_striped_groups_give_each_column_of_each_table_to_one_owner_or_to_all(size: int) -> None:
+    groups = (
+        RowGroup((0, 2), (TensorSpec((4, 16), torch.float32), TensorSpec((4, 1), torch.float32))),
+        RowGroup((1,), (TensorSpec((9, 5), torch.float32),)),
+    )
+    stripes = striped(groups, size)
+    for number, group in enumerate(groups):
+        shared = list(stripes.shared[number])
+        owned = [piece for owner in stripes.owned for piece in owner[number]]
+        columns = [(p.position, c) for p in [*owned, *shared] for c in range(*p.columns)]
+        assert sorted(columns) == [
+            (position, c) for position, s in zip(group.positions, group.specs, strict=True) for c in range(s.dim)
+        ]
+        for owner, format in enumerate(stripes.formats):
+            assert list(format.pieces[number]) == [*stripes.owned[owner][number], *shared]
+            assert stripes.widths[owner][number] == sum(p.width for p in stripes.owned[owner][number])
+    assert striped(groups, size) is stripes  # a step finds it ready

@@ -37,16 +37,16 @@ class GlooGroup(TorchGroup):
         timeout_s: float,
         bytes_per_s: float | None = None,
     ) -> None:
-        super().__init__(process_group, timeout_s=timeout_s)
-        self._apart = self._communicator(process_group)  # torch waits for messages one by one: a thread does it there
-        self._rounds = Rounds(self._apart, self.rank, self.size)
         self.bytes_per_s = bytes_per_s
-        if bytes_per_s is None and self.size > 1:
-            try:
-                self.alpha_s, self.bytes_per_s = self._measured(timeout_s)
-            except BaseException:  # nobody will get the group, to close it
-                self._release(hanging=True)
-                raise
+        super().__init__(process_group, timeout_s=timeout_s)
+
+    def _open(self, process_group: dist.ProcessGroup | None, timeout_s: float) -> None:
+        super()._open(process_group, timeout_s)
+        apart = self._communicator(process_group)  # torch waits for messages one by one: a thread does it there
+        self._rounds = Rounds(apart, self.rank, self.size)
+        self._releases.append(lambda hanging: self._rounds.stop(patience_s=0.0 if hanging else 5.0))
+        if self.bytes_per_s is None and self.size > 1:
+            self.alpha_s, self.bytes_per_s = self._measured(timeout_s)
 
     def all_reduce(self, buffer: Tensor) -> Pending[Tensor]:
         nbytes = buffer.numel() * buffer.element_size()
@@ -133,11 +133,6 @@ class GlooGroup(TorchGroup):
         began_s = time.perf_counter()
         self._all_to_all(buffer, lengths, lengths).wait(timeout_s)
         return time.perf_counter() - began_s
-
-    def _release(self, *, hanging: bool) -> None:
-        self._rounds.stop(patience_s=0.0 if hanging else 5.0)
-        super()._release(hanging=hanging)
-        self._destroy(self._apart, hanging=hanging)
 
 
 def _then(pending: Pending[list[Tensor]], finish: Callable[[list[Tensor], float], Tensor]) -> Pending[Tensor]:

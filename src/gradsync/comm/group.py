@@ -126,9 +126,18 @@ class TorchGroup(Group):
         # gloo's own timeout only says that there was one; ours, which comes first, says who is missing.
         patience_s = timeout_s if self.backend == "nccl" else 1.5 * timeout_s + 5.0
         self._patience = timedelta(seconds=patience_s)
-        self._own = self._communicator(process_group)
         self._in_flight: dict[int, tuple[Any, Tensor | None]] = {}  # works, and inputs that must live until they end
         self._issued = 0
+        self._releases: list[Callable[[bool], None]] = []  # of what was made so far; True: an operation may hang
+        try:
+            self._open(process_group, timeout_s)
+        except BaseException:  # nobody will get the group, to close it
+            self._release(hanging=True)
+            raise
+
+    def _open(self, process_group: dist.ProcessGroup | None, timeout_s: float) -> None:
+        """Makes what operations need. Where it fails, `_releases` has what was made until then."""
+        self._own = self._communicator(process_group)
         # The store may outlive the job, and group names start anew with the next one: its notices are not ours.
         device = torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else torch.device("cpu")
         nonce = torch.tensor([secrets.randbits(62)], device=device)
@@ -186,11 +195,14 @@ class TorchGroup(Group):
         self._in_flight.clear()
 
     def _release(self, *, hanging: bool) -> None:
-        """Ends what the group has; some operation may never complete."""
-        self._destroy(self._own, hanging=hanging)
+        """Ends what the group has, the last first."""
+        while self._releases:
+            self._releases.pop()(hanging)
 
     def _communicator(self, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-        return _new_communicator(process_group, self.members, self.rank, self._patience)
+        made = _new_communicator(process_group, self.members, self.rank, self._patience)
+        self._releases.append(lambda hanging: self._destroy(made, hanging=hanging))
+        return made
 
     def _destroy(self, communicator: dist.ProcessGroup, *, hanging: bool) -> None:
         if not _is_open(communicator):

@@ -38,6 +38,13 @@ class Scheme(ABC, Generic[X]):
     def stages(self) -> tuple[str, ...]:
         """One name for each await of `synchronize`, in order: the turns a plan's order is made of."""
 
+    def check(self, specs: tuple[TensorSpec, ...]) -> None:
+        """Holds the settings against a bucket of `specs`.
+
+        Raises:
+            ValueError: when they are for other tensors.
+        """
+
     def init(self, bucket: Bucket, group: Group) -> State:
         """The state before the first step; most schemes have none."""
         return {}

@@ -16,7 +16,7 @@ from ..bucket import TensorSpec
 from ..comm import LENGTH_BYTES
 from ..density import DensityProfile
 from ..steps import Pattern, Transfer
-from .formats import Spans, head_nbytes, message_nbytes
+from .formats import RowFormat, head_nbytes
 from .tables import RowGroup, Survey, groups_of, origins
 
 
@@ -42,6 +42,10 @@ class RowCapacity:
                     f"{name}.same_rows must hold the position of the first table with the same rows, got "
                     f"{first} for table {table} of {list(self.same_rows)}"
                 )
+
+    def check(self, specs: tuple[TensorSpec, ...]) -> None:
+        if self.capacity:
+            self.planned_groups(specs)
 
     def planned_groups(self, specs: tuple[TensorSpec, ...]) -> tuple[RowGroup, ...]:
         """The groups of tables that messages are laid out by.
@@ -94,10 +98,10 @@ class RowCapacity:
         sizes = Transfer("sizes", Pattern.ALL_GATHER, (8.0 * tables,) * n)
         return [sizes, Transfer(stage, pattern, part_bytes)]
 
-    def largest_nbytes(self, groups: Sequence[RowGroup], spans: Sequence[Spans]) -> int:
-        """The size of a full message with these columns of each group, the same on every rank."""
-        rows = [self.capacity[group.first] for group in groups]
-        return head_nbytes(len(self.capacity)) + int(message_nbytes(groups, rows, spans))
+    def largest_nbytes(self, format: RowFormat) -> int:
+        """The size of a full message in this format, the same on every rank."""
+        rows = [self.capacity[group.first] for group in format.groups]
+        return head_nbytes(len(self.capacity)) + int(format.nbytes(rows))
 
 
 def write_header(message: Tensor, survey: Survey) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from .. import kernels
 from ..bucket import Layout, TensorSpec
@@ -16,8 +17,8 @@ from ..sparse import SparseRows
 from ..steps import Compute, Pattern, Step
 from .base import Scheme, State, register
 from .capacity import RowCapacity, opened, write_header
-from .formats import Spans, head_nbytes, message_nbytes, sections
-from .tables import Agreement, RowGroup, Survey, Tables, common_groups, expected_groups, specs_of
+from .formats import RowFormat, head_nbytes
+from .tables import Agreement, Survey, Tables, common_groups, expected_groups, specs_of
 
 
 @register
@@ -43,18 +44,18 @@ class AGSparse(RowCapacity, Scheme[Tables]):
     async def synchronize(self, x: Tables, state: State, group: Group, scale: float) -> tuple[Tables, State]:
         survey, specs = Survey.of(x), specs_of(x)
         if self.capacity:
-            planned = self.planned_groups(specs)
-            bound = self.largest_nbytes(planned, _whole(planned))
-            message = self._message(x, survey, planned)
+            planned = RowFormat.whole(self.planned_groups(specs))
+            bound, message = self.largest_nbytes(planned), self._message(x, survey, planned)
             headers, bodies = opened(await group.exchange([message] * group.size, [bound] * group.size), len(x))
             if all(map(self.fits, headers)):
-                return _sum_messages(bodies, Agreement.of(headers, planned), scale), state
+                return _sum_messages(bodies, Agreement.of(headers, planned.groups), planned, scale), state
         else:
             headers = [header.tolist() for header in await group.all_gather(survey.header)]  # to size the messages
         agreed = Agreement.of(headers, common_groups(headers, specs))
-        message = _pack(x, survey, agreed.groups, agreed.rows[group.rank])
-        sizes = [int(message_nbytes(agreed.groups, rows, _whole(agreed.groups))) for rows in agreed.rows]
-        return _sum_messages(await group.all_gather(message, sizes), agreed, scale), state
+        format = RowFormat.whole(agreed.groups)
+        message = _pack(x, survey, format, agreed.rows[group.rank])
+        sizes = [int(format.nbytes(rows)) for rows in agreed.rows]
+        return _sum_messages(await group.all_gather(message, sizes), agreed, format, scale), state
 
     def steps(
         self,
@@ -65,56 +66,45 @@ class AGSparse(RowCapacity, Scheme[Tables]):
     ) -> tuple[Step, ...]:
         n, at_once = placement.size, self.expects_to_fit(profiles)
         groups = self.planned_groups(specs) if at_once else expected_groups(specs, profiles)
-        message = message_nbytes(groups, [profiles[group.first].rows for group in groups], _whole(groups))
+        message = RowFormat.whole(groups).nbytes([profiles[group.first].rows for group in groups])
         gathers = self.transfers("gather", Pattern.ALL_GATHER, (message,) * n, len(specs), at_once=at_once)
         summed = sum(s.dim * s.itemsize * p.union_rows(n) for s, p in zip(specs, profiles, strict=True))
         return Compute("sum_rows", 2 * message), *gathers, Compute("sum_rows", n * message + summed)
 
-    def _message(self, x: Tables, survey: Survey, planned: tuple[RowGroup, ...]) -> torch.Tensor:
+    def _message(self, x: Tables, survey: Survey, planned: RowFormat) -> Tensor:
         """Header and my rows, or the header alone if they do not fit."""
         header = survey.header.tolist()  # the host sizes the message
-        groups = planned if self.fits(header) else ()
-        (rows,) = Agreement.of([header], groups).rows
-        message = _pack(x, survey, groups, rows, head=head_nbytes(len(x)))
+        format = planned if self.fits(header) else RowFormat.whole(())
+        (rows,) = Agreement.of([header], format.groups).rows
+        message = _pack(x, survey, format, rows, head=head_nbytes(len(x)))
         write_header(message, survey)
         return message
 
 
-def _whole(groups: Sequence[RowGroup]) -> list[Spans]:
-    """All columns of each group."""
-    return [[(0, group.dim)] for group in groups]
-
-
-def _pack(
-    tables: Tables, survey: Survey, groups: Sequence[RowGroup], rows: Sequence[int], head: int = 0
-) -> torch.Tensor:
+def _pack(tables: Tables, survey: Survey, format: RowFormat, rows: Sequence[int], head: int = 0) -> Tensor:
     """One message with the whole rows of all groups, behind `head` bytes for others to write."""
-    whole = _whole(groups)
-    nbytes = head + int(message_nbytes(groups, rows, whole))
-    message = torch.empty(nbytes, dtype=torch.uint8, device=tables[0].values.device)
-    for group, section in zip(groups, sections(message[head:], groups, rows, whole), strict=True):
+    message = torch.empty(head + int(format.nbytes(rows)), dtype=torch.uint8, device=tables[0].values.device)
+    written = format.sections(message[head:], rows)
+    for group, pieces, section in zip(format.groups, format.pieces, written, strict=True):
         survey.unions[group.first].write_indices(section.indices)
-        for piece, values in section.pieces:
+        for piece, values in zip(pieces, section.values, strict=True):
             survey.unions[piece.position].sum([tables[piece.position].values], [values])
     return message
 
 
-def _sum_messages(messages: Sequence[torch.Tensor], agreed: Agreement, scale: float) -> Tables:
+def _sum_messages(messages: Sequence[Tensor], agreed: Agreement, format: RowFormat, scale: float) -> Tables:
     """`scale` times the sum of all ranks' messages, in rank order."""
-    whole = _whole(agreed.groups)
-    received = [
-        list(sections(message, agreed.groups, rows, whole)) for message, rows in zip(messages, agreed.rows, strict=True)
-    ]
+    received = [format.sections(message, rows) for message, rows in zip(messages, agreed.rows, strict=True)]
     result: dict[int, SparseRows] = {}
-    for number, group in enumerate(agreed.groups):
-        parts = [rank[number] for rank in received]
+    for number, group in enumerate(format.groups):
+        parts = [sections[number] for sections in received]
         union = kernels.unite_rows([part.indices for part in parts], group.num_rows)
         indices = parts[0].indices.new_empty(union.count, dtype=torch.int64)
         union.write_indices(indices)
-        places = {piece.position: place for place, (piece, _) in enumerate(parts[0].pieces)}
+        places = {piece.position: place for place, piece in enumerate(format.pieces[number])}
         for position, spec in zip(group.positions, group.specs, strict=True):
             total = indices.new_empty(union.count, spec.dim, dtype=spec.dtype)
             if position in places:  # else rows without elements
-                union.sum([part.pieces[places[position]][1] for part in parts], [total], scale=scale)
+                union.sum([part.values[places[position]] for part in parts], [total], scale=scale)
             result[position] = SparseRows(indices, total, group.num_rows, agreed.present[position])
     return tuple(result[position] for position in range(len(result)))

@@ -7,8 +7,9 @@ element type can be viewed in place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ INT32_ROWS = 2**31  # tables up to this many rows send indices of 4 bytes, large
 
 def aligned(nbytes: float) -> float:
     """`nbytes` rounded up to the alignment; exact for whole numbers, the mean for expected sizes."""
-    if float(nbytes).is_integer():
+    if isinstance(nbytes, int) or nbytes.is_integer():
         return -(-int(nbytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     return nbytes + ALIGNMENT_BYTES / 2
 
@@ -32,13 +33,7 @@ def index_dtype(num_rows: int) -> torch.dtype:
     return torch.int32 if num_rows <= INT32_ROWS else torch.int64
 
 
-Spans = Sequence[Columns]  # of the columns of a group, side by side
-
-
-def rows_nbytes(group: RowGroup, rows: float, spans: Spans) -> float:
-    """Size of one group's sections for `rows` rows and these columns of the group."""
-    values = sum(aligned(rows * piece.width * piece.itemsize) for piece in group.pieces(spans))
-    return aligned(rows * index_dtype(group.num_rows).itemsize) + values
+Spans = tuple[Columns, ...]  # of the columns of a group, side by side
 
 
 @dataclass(frozen=True)
@@ -46,39 +41,65 @@ class Section:
     """One group in a message: its indices, and the values of each piece that travels."""
 
     indices: Tensor  # (rows,) int32 or int64
-    pieces: tuple[tuple[Piece, Tensor], ...]  # each with its values (rows, width)
+    values: tuple[Tensor, ...]  # (rows, width) of each of the format's pieces
 
 
-def sections(
-    message: Tensor, groups: Sequence[RowGroup], rows: Sequence[int], spans: Sequence[Spans]
-) -> Iterator[Section]:
-    """Views of a uint8 message, group by group, to be written or read; `rows` and `spans` are of each group."""
-    offset = 0
+@dataclass(frozen=True)
+class RowFormat:
+    """How rows of all groups travel in one message to a peer, and which columns of them.
 
-    def take(nbytes: int) -> Tensor:
-        nonlocal offset
-        part = message[offset : offset + nbytes]
-        offset += int(aligned(nbytes))
-        return part
+    What does not depend on the number of rows is worked out once and kept: a step lays out a message for every peer.
+    """
 
-    for group, count, columns in zip(groups, rows, spans, strict=True):
-        kind, dtype = index_dtype(group.num_rows), group.specs[0].dtype
-        indices = take(count * kind.itemsize).view(kind)
-        pieces = []
-        for piece in group.pieces(columns):
-            values = take(count * piece.width * piece.itemsize).view(dtype).view(count, piece.width)
-            pieces.append((piece, values))
-        yield Section(indices, tuple(pieces))
+    groups: tuple[RowGroup, ...]
+    spans: tuple[Spans, ...]  # of each group
+
+    @classmethod
+    def whole(cls, groups: tuple[RowGroup, ...]) -> RowFormat:
+        """All columns of each group."""
+        return cls(groups, tuple(((0, group.dim),) for group in groups))
+
+    @cached_property
+    def pieces(self) -> tuple[tuple[Piece, ...], ...]:
+        """Of each group what its spans are of the tables' own columns."""
+        return tuple(tuple(group.pieces(spans)) for group, spans in zip(self.groups, self.spans, strict=True))
+
+    @cached_property
+    def _widths(self) -> tuple[tuple[int, ...], ...]:
+        """Bytes of a row in each section of each group: of its index, of its values."""
+        return tuple(
+            (index_dtype(group.num_rows).itemsize, *(piece.width * piece.itemsize for piece in pieces))
+            for group, pieces in zip(self.groups, self.pieces, strict=True)
+        )
+
+    def nbytes(self, rows: Sequence[float]) -> float:
+        """Size of a message with these rows of each group; exact for whole numbers, the mean for expected ones."""
+        return sum(aligned(count * width) for count, widths in zip(rows, self._widths, strict=True) for width in widths)
+
+    def sections(self, message: Tensor, rows: Sequence[int]) -> list[Section]:
+        """Views of a uint8 message, group by group, to be written or read."""
+        found, offset = [], 0
+        for group, pieces, widths, count in zip(self.groups, self.pieces, self._widths, rows, strict=True):
+            parts = []
+            for width in widths:
+                parts.append(message[offset : offset + count * width])
+                offset += int(aligned(count * width))
+            indices, *values = parts
+            found.append(
+                Section(
+                    indices.view(index_dtype(group.num_rows)),
+                    tuple(
+                        part.view(group.specs[0].dtype).view(count, piece.width)
+                        for part, piece in zip(values, pieces, strict=True)
+                    ),
+                )
+            )
+        return found
 
 
 def head_nbytes(tables: int) -> int:
     """Size of what comes before the sections where sizes are not exchanged: the message's length, the rank's header."""
     return LENGTH_BYTES + 8 * tables
-
-
-def message_nbytes(groups: Sequence[RowGroup], rows: Sequence[float], spans: Sequence[Spans]) -> float:
-    """Size of a message; exact for whole numbers of rows, the mean for expected ones."""
-    return sum(rows_nbytes(g, count, columns) for g, count, columns in zip(groups, rows, spans, strict=True))
 
 
 WORD_BITS = 64  # of a bitmap, the unit of the kernels

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
-from .tables import Columns
+from .formats import RowFormat
+from .tables import Columns, Piece, RowGroup
 
 MOST_SHARED = 2  # columns; more of them cost more bytes than stripes that differ by one
 
@@ -15,10 +18,6 @@ class ColumnOwners:
 
     stripes: tuple[Columns, ...]
     shared: Columns
-
-    def spans(self, owner: int) -> tuple[Columns, Columns]:
-        """All columns that `owner` sums."""
-        return self.stripes[owner], self.shared
 
 
 def column_owners(dim: int, size: int) -> ColumnOwners:
@@ -34,3 +33,54 @@ def column_owners(dim: int, size: int) -> ColumnOwners:
     owned = dim - shared
     stripes = tuple((owner * owned // size, (owner + 1) * owned // size) for owner in range(size))
     return ColumnOwners(stripes, (owned, dim))
+
+
+@dataclass(frozen=True)
+class StripedGroups:
+    """The groups of a bucket, each striped over the same owners."""
+
+    groups: tuple[RowGroup, ...]
+    size: int  # number of owners
+
+    @cached_property
+    def formats(self) -> tuple[RowFormat, ...]:
+        """What each owner sums: of each group its own columns, then the shared ones."""
+        owners = [column_owners(group.dim, self.size) for group in self.groups]
+        return tuple(
+            RowFormat(self.groups, tuple((group.stripes[owner], group.shared) for group in owners))
+            for owner in range(self.size)
+        )
+
+    @cached_property
+    def shared(self) -> tuple[tuple[Piece, ...], ...]:
+        """Of each group the pieces that all owners sum: the last ones of its pieces in `formats`."""
+        return tuple(tuple(group.pieces([column_owners(group.dim, self.size).shared])) for group in self.groups)
+
+    @cached_property
+    def owned(self) -> tuple[tuple[tuple[Piece, ...], ...], ...]:
+        """Of each owner, of each group the pieces that it sums alone."""
+        return tuple(
+            tuple(
+                pieces[: len(pieces) - len(shared)] for pieces, shared in zip(format.pieces, self.shared, strict=True)
+            )
+            for format in self.formats
+        )
+
+    @cached_property
+    def widths(self) -> tuple[tuple[int, ...], ...]:
+        """Of each owner, of each group how many columns it sums alone."""
+        return tuple(tuple(sum(piece.width for piece in pieces) for pieces in owner) for owner in self.owned)
+
+    def pull_bytes(self, rows: Sequence[float]) -> tuple[float, ...]:
+        """The sums that each owner hands to the others, with so many rows of each group."""
+        itemsize = self.groups[0].specs[0].itemsize
+        return tuple(
+            float(sum(count * width * itemsize for count, width in zip(rows, widths, strict=True)))
+            for widths in self.widths
+        )
+
+
+@lru_cache(maxsize=64)
+def striped(groups: tuple[RowGroup, ...], size: int) -> StripedGroups:
+    """`groups` striped over `size` owners; the same object at the next step, with what it has worked out."""
+    return StripedGroups(groups, size)

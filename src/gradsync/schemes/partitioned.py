@@ -17,33 +17,24 @@ from ..sparse import SparseRows
 from ..steps import Compute, Pattern, Step, Transfer
 from .base import Partitioned, State, register
 from .capacity import RowCapacity, opened, write_header
-from .formats import Section, Spans, head_nbytes, message_nbytes, sections
-from .owners import column_owners
-from .tables import (
-    Agreement,
-    Columns,
-    RowGroup,
-    Survey,
-    Tables,
-    common_groups,
-    expected_groups,
-    specs_of,
-)
+from .formats import RowFormat, Section, head_nbytes
+from .owners import StripedGroups, striped
+from .tables import Agreement, Columns, Survey, Tables, common_groups, expected_groups, specs_of
 
 
 @dataclass(frozen=True)
 class OwnedColumns:
     """What a rank holds after push: the sum of its columns for every row that any rank touched."""
 
-    agreed: Agreement
+    stripes: StripedGroups
+    present: tuple[bool, ...]  # per table: whether any rank has a gradient for it
     indices: tuple[Tensor, ...]  # per group (union,) int64, sorted; the same on every rank
     values: Tensor  # flat: group by group, table by table, (union, columns owned)
     shared: tuple[tuple[Tensor, ...], ...]  # per group the pieces that every rank sums, (union, width)
 
-    def numel_of(self, owner: int, size: int) -> int:
-        """Elements that `owner` of `size` ranks holds for the others."""
-        stripes = [column_owners(group.dim, size).stripes[owner] for group in self.agreed.groups]
-        return sum(len(indices) * (stop - start) for indices, (start, stop) in zip(self.indices, stripes, strict=True))
+    def numel_of(self, owner: int) -> int:
+        """Elements that `owner` holds for the others."""
+        return sum(len(rows) * width for rows, width in zip(self.indices, self.stripes.widths[owner], strict=True))
 
 
 @register
@@ -78,20 +69,22 @@ class BalancedParallelism(RowCapacity, Partitioned[Tables, OwnedColumns]):
         # Push: to each owner its columns of my rows.
         survey, specs = Survey.of(x), specs_of(x)
         if self.capacity:
-            planned = self.planned_groups(specs)
-            bounds = [self.largest_nbytes(planned, _spans(planned, group.size, owner)) for owner in range(group.size)]
-            headers, bodies = opened(await group.exchange(self._messages(x, survey, planned, group), bounds), len(x))
+            stripes = striped(self.planned_groups(specs), group.size)
+            bounds = [self.largest_nbytes(format) for format in stripes.formats]
+            messages = self._messages(x, survey, stripes, group.rank)
+            headers, bodies = opened(await group.exchange(messages, bounds), len(x))
             if all(map(self.fits, headers)):
-                return _sum_columns(bodies, Agreement.of(headers, planned), group, scale), state
+                return _sum_columns(bodies, Agreement.of(headers, stripes.groups), stripes, group.rank, scale), state
         else:
             headers = [header.tolist() for header in await group.all_gather(survey.header)]  # to size the messages
         agreed = Agreement.of(headers, common_groups(headers, specs))
-        messages = await _push_by_sizes(x, survey, agreed, group)
-        return _sum_columns(messages, agreed, group, scale), state
+        stripes = striped(agreed.groups, group.size)
+        messages = await _push_by_sizes(x, survey, agreed, stripes, group)
+        return _sum_columns(messages, agreed, stripes, group.rank, scale), state
 
     async def pull(self, shard: OwnedColumns, state: State, group: Group) -> Tables:
         # Pull: from each owner its columns of the sum; everybody knows the rows already.
-        sizes = [shard.numel_of(owner, group.size) for owner in range(group.size)]
+        sizes = [shard.numel_of(owner) for owner in range(group.size)]
         return _join_stripes(await group.all_gather(shard.values, sizes), shard)
 
     def steps(
@@ -105,146 +98,127 @@ class BalancedParallelism(RowCapacity, Partitioned[Tables, OwnedColumns]):
         groups = self.planned_groups(specs) if at_once else expected_groups(specs, profiles)
         rows = [profiles[group.first].rows for group in groups]
         unions = [profiles[group.first].union_rows(n) for group in groups]
-        push = tuple(message_nbytes(groups, rows, _spans(groups, n, owner)) for owner in range(n))
-        pull = tuple(_values_nbytes(groups, unions, _stripes(groups, n, owner)) for owner in range(n))
+        stripes = striped(groups, n)
+        push, pull = tuple(format.nbytes(rows) for format in stripes.formats), stripes.pull_bytes(unions)
         return (
-            Compute("sum_rows", message_nbytes(groups, rows, [[(0, g.dim)] for g in groups]) + sum(push)),
+            Compute("sum_rows", RowFormat.whole(groups).nbytes(rows) + sum(push)),
             *self.transfers("push", Pattern.ALL_TO_ALL, push, len(specs), at_once=at_once),
             Compute("sum_rows", n * max(push) + max(pull)),
             Transfer("pull", Pattern.ALL_GATHER, pull),
             Compute("join", 2 * sum(pull)),
         )
 
-    def _messages(self, x: Tables, survey: Survey, planned: tuple[RowGroup, ...], group: Group) -> list[Tensor]:
+    def _messages(self, x: Tables, survey: Survey, stripes: StripedGroups, rank: int) -> list[Tensor]:
         """A message for each owner: header and my rows, or the header alone if they do not fit."""
         header = survey.header.tolist()  # the host sizes the messages
-        groups = planned if self.fits(header) else ()
-        (rows,) = Agreement.of([header], groups).rows
-        _, messages = _pack_stripes(x, survey, groups, rows, group, head=head_nbytes(len(x)))
+        if not self.fits(header):
+            stripes = striped((), stripes.size)
+        (rows,) = Agreement.of([header], stripes.groups).rows
+        _, messages = _pack_stripes(x, survey, stripes, rows, rank, head=head_nbytes(len(x)))
         for message in messages:
             write_header(message, survey)
         return messages
 
 
-async def _push_by_sizes(x: Tables, survey: Survey, agreed: Agreement, group: Group) -> list[Tensor]:
+async def _push_by_sizes(
+    x: Tables, survey: Survey, agreed: Agreement, stripes: StripedGroups, group: Group
+) -> list[Tensor]:
     """The messages of all ranks, whose sizes all know."""
-    outgoing, parts = _pack_stripes(x, survey, agreed.groups, agreed.rows[group.rank], group)
-    mine = _spans(agreed.groups, group.size, group.rank)
+    outgoing, parts = _pack_stripes(x, survey, stripes, agreed.rows[group.rank], group.rank)
     sent = [len(part) for part in parts]
-    received = [int(message_nbytes(agreed.groups, rows, mine)) for rows in agreed.rows]
+    received = [int(stripes.formats[group.rank].nbytes(rows)) for rows in agreed.rows]
     sent[group.rank] = received[group.rank] = 0
     most_rows = [max(counts) for counts in zip(*agreed.rows, strict=True)]
-    owners = [_spans(agreed.groups, group.size, owner) for owner in range(group.size)]
-    largest = max(int(message_nbytes(agreed.groups, most_rows, spans)) for spans in owners)
+    largest = max(int(format.nbytes(most_rows)) for format in stripes.formats)
     messages = await group.all_to_all(outgoing, sent, received, largest=largest)
     messages[group.rank] = parts[group.rank]
     return messages
 
 
-def _spans(groups: Sequence[RowGroup], size: int, owner: int) -> list[Spans]:
-    """The columns that `owner` of `size` ranks sums of each group."""
-    return [column_owners(group.dim, size).spans(owner) for group in groups]
-
-
-def _stripes(groups: Sequence[RowGroup], size: int, owner: int) -> list[Columns]:
-    """The columns of each group that the others get from `owner` of `size` ranks."""
-    return [column_owners(group.dim, size).stripes[owner] for group in groups]
-
-
-def _values_nbytes(groups: Sequence[RowGroup], rows: Sequence[float], columns: Sequence[Columns]) -> float:
-    itemsize = groups[0].specs[0].itemsize
-    return sum(count * (stop - start) * itemsize for count, (start, stop) in zip(rows, columns, strict=True))
-
-
 def _pack_stripes(
-    tables: Tables, survey: Survey, groups: Sequence[RowGroup], rows: Sequence[int], group: Group, *, head: int = 0
+    tables: Tables, survey: Survey, stripes: StripedGroups, rows: Sequence[int], rank: int, *, head: int = 0
 ) -> tuple[Tensor, list[Tensor]]:
     """The messages for the other owners, one after the other, and each owner's, this rank's own among them.
 
     The first `head` bytes of each are left for others to write.
     """
-    spans = [_spans(groups, group.size, owner) for owner in range(group.size)]
-    nbytes = [head + int(message_nbytes(groups, rows, columns)) for columns in spans]
-    own = torch.empty(nbytes[group.rank], dtype=torch.uint8, device=tables[0].values.device)
-    nbytes[group.rank] = 0
+    nbytes = [head + int(format.nbytes(rows)) for format in stripes.formats]
+    own = torch.empty(nbytes[rank], dtype=torch.uint8, device=tables[0].values.device)
+    nbytes[rank] = 0
     outgoing = own.new_empty(sum(nbytes))
     parts = list(torch.split(outgoing, nbytes))
-    parts[group.rank] = own
-    written = [list(sections(part[head:], groups, rows, columns)) for part, columns in zip(parts, spans, strict=True)]
-    for number, row_group in enumerate(groups):
-        _write_group(tables, survey, row_group, [owner[number] for owner in written])
+    parts[rank] = own
+    written = [format.sections(part[head:], rows) for part, format in zip(parts, stripes.formats, strict=True)]
+    for number in range(len(stripes.groups)):
+        _write_group(tables, survey, stripes, number, [owner[number] for owner in written])
     return outgoing, parts
 
 
-def _write_group(tables: Tables, survey: Survey, group: RowGroup, owners: list[Section]) -> None:
+def _write_group(tables: Tables, survey: Survey, stripes: StripedGroups, number: int, owners: list[Section]) -> None:
     """Merges repeated rows and spreads them over the owners' messages, in one pass a table."""
-    survey.unions[group.first].write_indices(owners[0].indices)
-    copies: dict[tuple[int, Columns], list[Tensor]] = {}  # shared columns go to every owner
-    for owner in owners:
-        for piece, out in owner.pieces:
-            copies.setdefault((piece.position, piece.columns), []).append(out)
-    for position in group.positions:
-        firsts = {columns: outs[0] for (table, columns), outs in copies.items() if table == position}
-        survey.unions[position].sum([tables[position].values], list(firsts.values()), list(firsts))
-    for first, *others in [[owner.indices for owner in owners], *copies.values()]:
-        for other in others:
-            other.copy_(first)
+    group, first = stripes.groups[number], owners[0]
+    survey.unions[group.first].write_indices(first.indices)
+    written: dict[int, list[tuple[Columns, Tensor]]] = {position: [] for position in group.positions}
+    for owner, format, owned in zip(owners, stripes.formats, stripes.owned, strict=True):
+        pieces = format.pieces[number]
+        for piece, values in zip(pieces if owner is first else owned[number], owner.values, strict=False):
+            written[piece.position].append((piece.columns, values))
+    for position, outs in written.items():
+        union, values = survey.unions[position], tables[position].values
+        union.sum([values], [out for _, out in outs], [columns for columns, _ in outs])
+    shared = len(stripes.shared[number])
+    for other in owners[1:]:  # what every owner gets is copied
+        other.indices.copy_(first.indices)
+        for values, copied in zip(other.values[-shared:], first.values[-shared:], strict=True) if shared else ():
+            values.copy_(copied)
 
 
-def _sum_columns(messages: list[Tensor], agreed: Agreement, group: Group, scale: float) -> OwnedColumns:
+def _sum_columns(
+    messages: list[Tensor], agreed: Agreement, stripes: StripedGroups, rank: int, scale: float
+) -> OwnedColumns:
     """`scale` times the sum of my columns over all ranks, in rank order."""
-    mine = _spans(agreed.groups, group.size, group.rank)
-    received = [
-        list(sections(message, agreed.groups, rows, mine)) for message, rows in zip(messages, agreed.rows, strict=True)
-    ]
+    format = stripes.formats[rank]
+    received = [format.sections(message, rows) for message, rows in zip(messages, agreed.rows, strict=True)]
     unions = [
-        kernels.unite_rows([rank[number].indices for rank in received], row_group.num_rows)
-        for number, row_group in enumerate(agreed.groups)
+        kernels.unite_rows([sections[number].indices for sections in received], group.num_rows)
+        for number, group in enumerate(stripes.groups)
     ]
-    widths = [stop - start for start, stop in _stripes(agreed.groups, group.size, group.rank)]
-    dtype = agreed.groups[0].specs[0].dtype
-    total = sum(union.count * width for union, width in zip(unions, widths, strict=True))
-    flat = messages[0].new_empty(total, dtype=dtype)
+    total = sum(union.count * width for union, width in zip(unions, stripes.widths[rank], strict=True))
+    flat = messages[0].new_empty(total, dtype=stripes.groups[0].specs[0].dtype)
     indices, shared, offset = [], [], 0
-    for number, (row_group, union) in enumerate(zip(agreed.groups, unions, strict=True)):
+    for number, union in enumerate(unions):
         indices.append(flat.new_empty(union.count, dtype=torch.int64))
         union.write_indices(indices[-1])
-        owned = len(row_group.pieces(mine[number][:1]))  # the shared pieces come after them
         apart = []
-        for place, (piece, _) in enumerate(received[0][number].pieces):
+        for place, piece in enumerate(format.pieces[number]):
             numel = union.count * piece.width
-            out = (flat[offset : offset + numel] if place < owned else flat.new_empty(numel)).view(-1, piece.width)
-            union.sum([rank[number].pieces[place][1] for rank in received], [out], scale=scale)
-            if place < owned:
+            if place < len(stripes.owned[rank][number]):
+                out = flat[offset : offset + numel].view(-1, piece.width)
                 offset += numel
-            else:
+            else:  # the shared pieces come after the owned ones
+                out = flat.new_empty(union.count, piece.width)
                 apart.append(out)
+            union.sum([sections[number].values[place] for sections in received], [out], scale=scale)
         shared.append(tuple(apart))
-    return OwnedColumns(agreed, tuple(indices), flat, tuple(shared))
+    return OwnedColumns(stripes, agreed.present, tuple(indices), flat, tuple(shared))
 
 
 def _join_stripes(parts: list[Tensor], shard: OwnedColumns) -> Tables:
     """Whole rows from the owners' columns and the shared ones; `parts[owner]` holds its columns of all tables."""
-    size = len(parts)
-    offsets = [0] * size
+    stripes = shard.stripes
+    offsets = [0] * stripes.size
     result: dict[int, SparseRows] = {}
-    for group, indices, shared in zip(shard.agreed.groups, shard.indices, shard.shared, strict=True):
-        owners = column_owners(group.dim, size)
-        columns: dict[int, list[Columns]] = {position: [] for position in group.positions}
-        values: dict[int, list[Tensor]] = {position: [] for position in group.positions}
-        for owner, stripe in enumerate(owners.stripes):
-            for piece in group.pieces([stripe]):
-                numel = len(indices) * piece.width
-                columns[piece.position].append(piece.columns)
-                values[piece.position].append(
-                    parts[owner][offsets[owner] : offsets[owner] + numel].view(-1, piece.width)
-                )
-                offsets[owner] += numel
-        for piece, total in zip(group.pieces([owners.shared]), shared, strict=True):
-            columns[piece.position].append(piece.columns)
-            values[piece.position].append(total)
+    for number, (group, indices) in enumerate(zip(stripes.groups, shard.indices, strict=True)):
+        joined: dict[int, list[tuple[Columns, Tensor]]] = {position: [] for position in group.positions}
+        for owner, (part, owned) in enumerate(zip(parts, stripes.owned, strict=True)):
+            for piece in owned[number]:
+                start, offsets[owner] = offsets[owner], offsets[owner] + len(indices) * piece.width
+                values = part[start : offsets[owner]].view(-1, piece.width)
+                joined[piece.position].append((piece.columns, values))
+        for piece, total in zip(stripes.shared[number], shard.shared[number], strict=True):
+            joined[piece.position].append((piece.columns, total))
         for position, spec in zip(group.positions, group.specs, strict=True):
-            whole = parts[0].new_empty(len(indices), spec.dim)
-            kernels.join_columns(values[position], columns[position], whole)
-            result[position] = SparseRows(indices, whole, group.num_rows, shard.agreed.present[position])
+            whole = shard.values.new_empty(len(indices), spec.dim)
+            kernels.join_columns([v for _, v in joined[position]], [columns for columns, _ in joined[position]], whole)
+            result[position] = SparseRows(indices, whole, group.num_rows, shard.present[position])
     return tuple(result[position] for position in range(len(result)))
