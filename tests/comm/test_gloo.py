@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from gradsync.comm import LENGTH_BYTES, GlooGroup, GroupError, LocalGroup, TorchGroup, run_local, torch_group
-from gradsync.comm.gloo import FAST_BYTES_PER_S
+from gradsync.comm.gloo import FAST_BYTES_PER_S, MOST_DIRECT_BYTES
 from gradsync.comm.group import Group
 from gradsync.comm.rounds import CHUNK_BYTES
 from gradsync.steps import DIRECT_BYTES
@@ -213,6 +214,38 @@ def measured_rate() -> float:
 def test_the_rate_is_measured_and_the_same_on_all_ranks(world: World) -> None:
     first, *others = world(3).run(measured_rate)
     assert first > 1e6 and all(rate == first for rate in others)
+
+
+def ways_by_size(alpha_s: float, bytes_per_s: float) -> list[str]:
+    """Which way all-gathers of 1/4, 3/4 and 2 MiB sent by a rank take."""
+    group = GlooGroup(timeout_s=20, bytes_per_s=bytes_per_s)
+    group.alpha_s, ways = alpha_s, []
+    direct, ring = GlooGroup._all_to_all, TorchGroup.all_gather
+
+    def noted(way: str, operation: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            ways.append(way)
+            return operation(*args)
+
+        return call
+
+    with (
+        patch.object(GlooGroup, "_all_to_all", noted("direct", direct)),
+        patch.object(TorchGroup, "all_gather", noted("ring", ring)),
+    ):
+        for nbytes in (DIRECT_BYTES, 3 * DIRECT_BYTES, 2 * MOST_DIRECT_BYTES):
+            group.all_gather(torch.zeros(nbytes // (group.size - 1), dtype=torch.uint8)).wait(20)
+    group.close()
+    return ways
+
+
+@pytest.mark.parametrize(
+    ("alpha_s", "ways"), [(1e-6, ["direct", "ring", "ring"]), (1e-2, ["direct", "direct", "ring"])]
+)
+def test_messages_start_at_once_where_latency_costs_more_than_their_order_saves(
+    world: World, alpha_s: float, ways: list[str]
+) -> None:
+    assert world(3).run(ways_by_size, alpha_s, SLOW) == [ways] * 3
 
 
 def left_over_after_half_a_start() -> tuple[int, int]:

@@ -20,14 +20,16 @@ from .group import Pending, TorchGroup, cut_to_lengths, split, with_lengths
 from .rounds import Rounds
 
 FAST_BYTES_PER_S = 250e6  # from here on the latency of rounds costs more than their order saves
+MOST_DIRECT_BYTES = 1 << 20  # sent at once by a member, however high the latency: what was measured to pay
+DIRECT_EXCESS = 0.4  # messages that all start at once take longer than their bytes by this share
 SAMPLE_BYTES = (4 << 10, 1 << 20)  # of the exchanges that the rate is measured by
-SAMPLES = 3
+SAMPLES = 5
 
 
 class GlooGroup(TorchGroup):
     """The members of a process group on gloo.
 
-    `bytes_per_s`: what a member's link carries each way; None: measured now, which takes the time of 3 MiB.
+    `bytes_per_s`: what a member's link carries each way; None: measured now, which takes the time of 5 MiB.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class GlooGroup(TorchGroup):
     def all_gather(self, buffer: Tensor, sizes: Sequence[int] | None = None) -> Pending[list[Tensor]]:
         lengths = list(sizes) if sizes is not None else [buffer.numel()] * self.size
         largest = max(lengths) * buffer.element_size()
-        if (self.size - 1) * largest <= DIRECT_BYTES:
+        if self._starts_at_once((self.size - 1) * largest):
             return self._all_to_all(buffer.repeat(self.size), [buffer.numel()] * self.size, lengths)
         if len(set(lengths)) == 1 or not buffer.is_cpu:
             return super().all_gather(buffer, lengths)  # its ring is near the line rate
@@ -69,7 +71,7 @@ class GlooGroup(TorchGroup):
     def all_to_all(
         self, buffer: Tensor, sent: Sequence[int], received: Sequence[int], *, largest: int | None = None
     ) -> Pending[list[Tensor]]:
-        small = largest is not None and (self.size - 1) * largest * buffer.element_size() <= DIRECT_BYTES
+        small = largest is not None and self._starts_at_once((self.size - 1) * largest * buffer.element_size())
         if small or self._fast or not buffer.is_cpu:
             return self._all_to_all(buffer, sent, received)
         return self._exchange(split(buffer, sent), split(buffer.new_empty(sum(received)), received), together=False)
@@ -78,7 +80,7 @@ class GlooGroup(TorchGroup):
         # gloo fills the first bytes of a receive that is larger than the message: only the message travels.
         outgoing, rank = with_lengths(messages, bounds), self.rank
         own, outgoing[rank] = outgoing[rank], outgoing[rank][:0]
-        if (self.size - 1) * max(bounds) <= DIRECT_BYTES or not own.is_cpu:
+        if self._starts_at_once((self.size - 1) * max(bounds)) or not own.is_cpu:
             return self._exchange_at_once(torch.cat(outgoing), [len(part) for part in outgoing], own, bounds[rank])
         room = [0 if peer == rank else bounds[rank] for peer in range(self.size)]
         incoming = split(own.new_empty(sum(room)), room)
@@ -88,6 +90,13 @@ class GlooGroup(TorchGroup):
     @property
     def _fast(self) -> bool:
         return self.bytes_per_s is not None and self.bytes_per_s >= FAST_BYTES_PER_S
+
+    def _starts_at_once(self, sent_bytes: float) -> bool:
+        """Whether at most so many bytes cost less at once than in rounds or a ring, which pay more latencies."""
+        limit = float(DIRECT_BYTES)
+        if self.alpha_s is not None and self.bytes_per_s is not None:
+            limit = max(limit, (self.size - 1) * self.alpha_s * self.bytes_per_s / DIRECT_EXCESS)
+        return sent_bytes <= min(limit, MOST_DIRECT_BYTES)
 
     def _exchange(self, outgoing: list[Tensor], incoming: list[Tensor], *, together: bool) -> Pending[list[Tensor]]:
         incoming[self.rank].copy_(outgoing[self.rank])
