@@ -179,6 +179,15 @@ bool pack_narrow(char *, Rows<const char>, size_t, size_t, bool) { return false;
 bool join_narrow(const std::vector<Stripe<const char>> &, size_t, size_t, Rows<char>, bool) { return false; }
 #endif
 
+// stream_bytes() of what can_stream() allows.
+inline void stream_lines(char *to, const char *from, size_t n) {
+#if defined(__AVX2__)
+    for (size_t i = 0; i < n; i += kVectorBytes) store_vector<true>(to + i, load256(from + i));
+#else
+    copy_bytes(to, from, n);
+#endif
+}
+
 // Whether pieces of these sizes, or'ed, from `data` on can be streamed one by one: whole cache lines can.
 bool can_stream(const void *data, size_t sizes) {
 #if defined(__AVX2__)
@@ -294,14 +303,14 @@ void join_columns(const std::vector<Stripe<const char>> &parts, size_t num_rows,
 #pragma omp for schedule(static)
         for (size_t first = 0; first < num_rows; first += block) {
             const size_t count = std::min(block, num_rows - first);
-            for (const Stripe<const char> &part : parts) prefetch_block(part, first + 2 * count, count, num_rows);
             if (alike && join_narrow(parts, first, count, out, stream)) continue;
             if (lines) {
                 for (size_t r = first; r < first + count; ++r)
                     for (const Stripe<const char> &part : parts)
-                        stream_bytes(out[r] + part.begin, part.rows[r], part.width);
+                        stream_lines(out[r] + part.begin, part.rows[r], part.width);
                 continue;
             }
+            for (const Stripe<const char> &part : parts) prefetch_block(part, first + 2 * count, count, num_rows);
             const Rows<char> to = stream ? Rows<char>{packed.begin(), row_bytes} : Rows<char>{out[first], out.stride};
             for (const Stripe<const char> &part : parts)
                 copy_cached({to.data + part.begin, to.stride}, {part.rows[first], part.rows.stride}, part.width, count);
@@ -317,7 +326,7 @@ void set_rows(const Indices &indices, Rows<const char> values, Rows<char> dense,
     by_row_ranges(indices, num_rows, threads, [&](uint64_t begin, uint64_t end) {
         const size_t fetched_bytes = stream ? 0 : row_bytes;
         for_rows_in(indices, begin, end, {dense.data, dense.stride}, fetched_bytes, [&](size_t item, uint64_t row) {
-            if (stream) stream_bytes(dense[row], values[item], row_bytes);
+            if (stream) stream_lines(dense[row], values[item], row_bytes);
             else copy_bytes(dense[row], values[item], row_bytes);
         });
         if (stream) order_stores();
