@@ -147,43 +147,53 @@ static size_t seek_from(size_t item, const int32_t *position, const Indices &par
     return std::partition_point(position + item, stop, before) - position;
 }
 
-// A place is computed before it is written to: a loop without stores to memory that might alias is vectorised.
+// `out` begins with element `base`. A place is computed before it is written to: a loop without stores to memory that
+// might alias is vectorised.
 template <typename Value>
 static void set_elements(RotatedStripe stripe, uint32_t owner, const int32_t *positions, size_t count,
-                         const Value *values, Value *out) {
+                         const Value *values, Value *out, uint64_t base) {
     constexpr size_t kChunk = 128;
     uint64_t places[kChunk];
     for (size_t first = 0; first < count; first += kChunk) {
         const size_t chunk = std::min(kChunk, count - first);
-        for (size_t i = 0; i < chunk; ++i) places[i] = stripe.index(owner, positions[first + i]);
+        for (size_t i = 0; i < chunk; ++i) places[i] = stripe.index(owner, positions[first + i]) - base;
         for (size_t i = 0; i < chunk; ++i) out[places[i]] = values[first + i];
     }
 }
 
-// Block by block, so that the lines that the owners write by turns stay in the first-level cache.
+// Block by block, so that the lines that the owners write by turns stay in the first-level cache. Outputs that no cache
+// holds are put together elsewhere: their lines need not be read before, and hardly more are written than zeros.
 template <typename Value>
 static void join_as(RotatedStripe stripe, const std::vector<Indices> &positions,
                     const std::vector<const void *> &values, Value *out, uint64_t size, int threads) {
-    constexpr size_t kBlockBytes = 32 << 10;
+    constexpr size_t kBlockBytes = 16 << 10;
     const uint64_t owners = stripe.owners(), runs = (size + owners - 1) / owners;
     const uint64_t block = std::max<uint64_t>(1, kBlockBytes / (owners * sizeof(Value)));
+    const bool stream = size * sizeof(Value) >= kStreamedBytes;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
     for (int t = 0; t < threads; ++t) {
         const uint64_t begin = share_begin(runs, t, threads), end = share_begin(runs, t + 1, threads);
+        const Scratch<Value> joined(stream ? block * owners : 0);
         std::vector<size_t> next(owners);
         for (uint64_t owner = 0; owner < owners; ++owner)
             next[owner] = seek(static_cast<const int32_t *>(positions[owner].data), positions[owner], begin);
         for (uint64_t first = begin, stop; first < end; first = stop) {
             stop = std::min(first + block, end);
-            std::fill(out + first * owners, out + std::min(stop * owners, size), Value{0});
+            const uint64_t base = first * owners, count = std::min(stop * owners, size) - base;
+            Value *const to = stream ? joined.begin() : out + base;
+            std::fill(to, to + count, Value{0});
             for (uint64_t owner = 0; owner < owners; ++owner) {
                 const auto *position = static_cast<const int32_t *>(positions[owner].data);
                 const size_t stopped = seek_from(next[owner], position, positions[owner], stop);
                 set_elements(stripe, owner, position + next[owner], stopped - next[owner],
-                             static_cast<const Value *>(values[owner]) + next[owner], out);
+                             static_cast<const Value *>(values[owner]) + next[owner], to, base);
                 next[owner] = stopped;
             }
+            if (stream)
+                stream_bytes(reinterpret_cast<char *>(out + base), reinterpret_cast<const char *>(to),
+                             count * sizeof(Value));
         }
+        order_stores();
     }
 }
 

@@ -13,16 +13,20 @@ constexpr size_t kLineBytes = 64;
 constexpr size_t kAhead = 16;            // items to prefetch ahead, where rows lie anywhere in memory
 
 template <typename Index> void scan(const Index *index, Indices &part, size_t part_number, uint64_t num_rows) {
-    Index descends = 0;
-    for (size_t i = 1; i < part.count; ++i) descends |= index[i] < index[i - 1];
+    if (part.count == 0) return void(part.sorted = true);
+    constexpr size_t kChunk = 2048;  // is seen twice while in the first-level cache
+    Index descends = 0, least = index[0], greatest = index[0];
+    for (size_t first = 0, stop; first < part.count; first = stop) {
+        stop = std::min(part.count, first + kChunk);
+        for (size_t i = std::max<size_t>(1, first); i < stop; ++i) descends |= index[i] < index[i - 1];
+        if (descends == 0) greatest = index[stop - 1];
+        else
+            for (size_t i = first; i < stop; ++i) {
+                least = std::min(least, index[i]);
+                greatest = std::max(greatest, index[i]);
+            }
+    }
     part.sorted = descends == 0;
-    if (part.count == 0) return;
-    Index least = index[0], greatest = index[part.count - 1];
-    if (!part.sorted)
-        for (size_t i = 0; i < part.count; ++i) {
-            least = std::min(least, index[i]);
-            greatest = std::max(greatest, index[i]);
-        }
     if (least >= 0 && static_cast<uint64_t>(greatest) < num_rows) return;
     while (static_cast<uint64_t>(*index) < num_rows) ++index;
     throw BadIndex{part_number, *index};
@@ -100,6 +104,90 @@ void prefetch_block(const Stripe<const char> &part, size_t first, size_t count, 
     for (size_t i = first * part.width; i < stop; i += 64) __builtin_prefetch(part.rows.data + i, 0, 2);
 }
 
+#if defined(__AVX2__)
+constexpr size_t kVectorBytes = sizeof(__m256i);
+
+inline int64_t load_word(const char *from) {
+    int64_t word;
+    std::memcpy(&word, from, sizeof word);
+    return word;
+}
+
+// The pieces at(0), at(1), ... of `width` bytes, as many as fill a vector.
+template <size_t width, typename At> inline __m256i load_pieces(At at) {
+    const auto half = [&](size_t i) {
+        if constexpr (width == 16) return _mm_loadu_si128(reinterpret_cast<const __m128i *>(at(i)));
+        else return _mm_set_epi64x(load_word(at(i + 1)), load_word(at(i)));
+    };
+    if constexpr (width == kVectorBytes) return load256(at(0));
+    else return _mm256_set_m128i(half(16 / width), half(0));
+}
+
+// Narrow rows to adjacent ones, a vector at a time: single pieces would take twice as long to store.
+template <size_t width, bool stream> void pack_fixed(char *to, Rows<const char> from, size_t num_rows) {
+    constexpr size_t kStep = kVectorBytes / width;
+    size_t r = 0;
+    if (stream)
+        for (; r < num_rows && reinterpret_cast<uintptr_t>(to + r * width) % kVectorBytes != 0; ++r)
+            std::memcpy(to + r * width, from[r], width);
+    for (; r + kStep <= num_rows; r += kStep)
+        store_vector<stream>(to + r * width, load_pieces<width>([&](size_t i) { return from[r + i]; }));
+    for (; r < num_rows; ++r) std::memcpy(to + r * width, from[r], width);
+}
+
+// Rows of whole lines from parts of one width that are equally far apart, line by line.
+template <size_t width, bool stream>
+void join_fixed(const std::vector<Stripe<const char>> &parts, size_t first, size_t count, Rows<char> out) {
+    constexpr size_t kPieces = kLineBytes / width, kStep = kVectorBytes / width;
+    const size_t stride = parts[0].rows.stride;
+    for (size_t p = 0; p < parts.size(); p += kPieces) {
+        const char *from[kPieces];
+        for (size_t i = 0; i < kPieces; ++i) from[i] = parts[p + i].rows[first];
+        char *to = out[first] + parts[p].begin;
+        for (size_t r = 0; r < count; ++r, to += out.stride) {
+            store_vector<stream>(to, load_pieces<width>([&](size_t i) { return from[i] + r * stride; }));
+            store_vector<stream>(to + kVectorBytes,
+                                 load_pieces<width>([&](size_t i) { return from[kStep + i] + r * stride; }));
+        }
+    }
+}
+
+// Calls body(width) with a constant for the widths of which some fill a vector; returns whether it has.
+template <typename Body> bool with_narrow(size_t width, Body body) {
+    if (width == 8) return body(std::integral_constant<size_t, 8>{}), true;
+    if (width == 16) return body(std::integral_constant<size_t, 16>{}), true;
+    if (width == 32) return body(std::integral_constant<size_t, 32>{}), true;
+    return false;
+}
+
+// These two return whether they could.
+bool pack_narrow(char *to, Rows<const char> from, size_t width, size_t num_rows, bool stream) {
+    if (stream && reinterpret_cast<uintptr_t>(to) % width != 0) return false;  // no row begins with a vector
+    return with_narrow(width, [&](auto known) {
+        stream ? pack_fixed<known, true>(to, from, num_rows) : pack_fixed<known, false>(to, from, num_rows);
+    });
+}
+
+bool join_narrow(const std::vector<Stripe<const char>> &parts, size_t first, size_t count, Rows<char> out,
+                 bool stream) {
+    return with_narrow(parts[0].width, [&](auto known) {
+        stream ? join_fixed<known, true>(parts, first, count, out) : join_fixed<known, false>(parts, first, count, out);
+    });
+}
+#else
+bool pack_narrow(char *, Rows<const char>, size_t, size_t, bool) { return false; }
+bool join_narrow(const std::vector<Stripe<const char>> &, size_t, size_t, Rows<char>, bool) { return false; }
+#endif
+
+// stream_bytes() of what can_stream() allows.
+inline void stream_lines(char *to, const char *from, size_t n) {
+#if defined(__AVX2__)
+    for (size_t i = 0; i < n; i += kVectorBytes) store_vector<true>(to + i, load256(from + i));
+#else
+    copy_bytes(to, from, n);
+#endif
+}
+
 // Whether pieces of these sizes, or'ed, from `data` on can be streamed one by one: whole cache lines can.
 bool can_stream(const void *data, size_t sizes) {
 #if defined(__AVX2__)
@@ -109,7 +197,9 @@ bool can_stream(const void *data, size_t sizes) {
 #endif
 }
 
-void store_past_caches(char *to, const char *from, size_t n) {
+}  // namespace
+
+void stream_bytes(char *to, const char *from, size_t n) {
 #if defined(__AVX2__)
     size_t i = std::min(n, -reinterpret_cast<uintptr_t>(to) % sizeof(__m256i));
     copy_bytes(to, from, i);
@@ -121,27 +211,24 @@ void store_past_caches(char *to, const char *from, size_t n) {
 #endif
 }
 
-// Before another thread is told that the bytes are there.
 void order_stores() {
 #if defined(__AVX2__)
     _mm_sfence();
 #endif
 }
 
-}  // namespace
-
-void stream_bytes(char *to, const char *from, size_t n) {
-    store_past_caches(to, from, n);
-    order_stores();
-}
-
 void copy_rows(Rows<char> to, Rows<const char> from, size_t width, size_t num_rows, bool stream) {
-    if (!stream || to.stride != width || width >= kBlockBytes) return copy_cached(to, from, width, num_rows);
+    const bool adjacent = to.stride == width;
+    if (!stream || !adjacent || width >= kBlockBytes) {
+        if (!adjacent || !pack_narrow(to.data, from, width, num_rows, false)) copy_cached(to, from, width, num_rows);
+        return;
+    }
     if (from.stride == width) return stream_bytes(to.data, from.data, width * num_rows);
     if (can_stream(to.data, width)) {
-        for (size_t r = 0; r < num_rows; ++r) store_past_caches(to[r], from[r], width);
-        return order_stores();
+        for (size_t r = 0; r < num_rows; ++r) stream_bytes(to[r], from[r], width);
+        return;
     }
+    if (pack_narrow(to.data, from, width, num_rows, true)) return;
     char packed[kBlockBytes];
     const size_t block = kBlockBytes / width;
     for (size_t first = 0; first < num_rows; first += block) {
@@ -197,8 +284,10 @@ void join_columns(const std::vector<Stripe<const char>> &parts, size_t num_rows,
     if (row_bytes == 0) return;
     size_t joined = 0, widths = 0;
     bool adjacent = true;  // one part begins where the one before it ends
+    bool alike = !parts.empty() && row_bytes % kLineBytes == 0;  // pieces of one width, in rows of whole lines
     for (const Stripe<const char> &part : parts) {
         adjacent = adjacent && part.begin == joined;
+        alike = alike && part.width == parts[0].width && part.rows.stride == parts[0].rows.stride;
         joined += part.width;
         widths |= part.width;
     }
@@ -206,6 +295,7 @@ void join_columns(const std::vector<Stripe<const char>> &parts, size_t num_rows,
     const bool whole = adjacent && joined == row_bytes && out.stride == row_bytes;
     const bool stream = whole && num_rows * row_bytes >= kStreamedBytes;
     const bool lines = stream && can_stream(out.data, widths);  // need not be put together before
+    alike = alike && whole && (!stream || can_stream(out.data, row_bytes));
     const size_t block = std::max<size_t>(1, kBlockBytes / row_bytes);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
@@ -213,19 +303,20 @@ void join_columns(const std::vector<Stripe<const char>> &parts, size_t num_rows,
 #pragma omp for schedule(static)
         for (size_t first = 0; first < num_rows; first += block) {
             const size_t count = std::min(block, num_rows - first);
-            for (const Stripe<const char> &part : parts) prefetch_block(part, first + 2 * count, count, num_rows);
+            if (alike && join_narrow(parts, first, count, out, stream)) continue;
             if (lines) {
                 for (size_t r = first; r < first + count; ++r)
                     for (const Stripe<const char> &part : parts)
-                        store_past_caches(out[r] + part.begin, part.rows[r], part.width);
-                order_stores();
+                        stream_lines(out[r] + part.begin, part.rows[r], part.width);
                 continue;
             }
+            for (const Stripe<const char> &part : parts) prefetch_block(part, first + 2 * count, count, num_rows);
             const Rows<char> to = stream ? Rows<char>{packed.begin(), row_bytes} : Rows<char>{out[first], out.stride};
             for (const Stripe<const char> &part : parts)
                 copy_cached({to.data + part.begin, to.stride}, {part.rows[first], part.rows.stride}, part.width, count);
             if (stream) stream_bytes(out[first], packed.begin(), count * row_bytes);
         }
+        order_stores();
     }
 }
 
@@ -235,7 +326,7 @@ void set_rows(const Indices &indices, Rows<const char> values, Rows<char> dense,
     by_row_ranges(indices, num_rows, threads, [&](uint64_t begin, uint64_t end) {
         const size_t fetched_bytes = stream ? 0 : row_bytes;
         for_rows_in(indices, begin, end, {dense.data, dense.stride}, fetched_bytes, [&](size_t item, uint64_t row) {
-            if (stream) store_past_caches(dense[row], values[item], row_bytes);
+            if (stream) stream_lines(dense[row], values[item], row_bytes);
             else copy_bytes(dense[row], values[item], row_bytes);
         });
         if (stream) order_stores();

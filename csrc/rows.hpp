@@ -84,10 +84,12 @@ inline void prefetch_row(const void *row, size_t nbytes) {
 // traffic, so they are written past the caches.
 constexpr size_t kStreamedBytes = size_t{32} << 20;
 
-// memcpy of bytes that will not be read soon.
+// memcpy of bytes that will not be read soon. Call order_stores() before another thread is told that they are there.
 void stream_bytes(char *to, const char *from, size_t n);
 
-// Copies row after row, `width` bytes each. Streams only where the rows of `to` are adjacent.
+void order_stores();
+
+// Copies row after row, `width` bytes each. Streams, as stream_bytes() does, only where the rows of `to` are adjacent.
 void copy_rows(Rows<char> to, Rows<const char> from, size_t width, size_t num_rows, bool stream);
 
 // Which rows of a dense table have an element that is not zero; -0.0 is zero, NaN and subnormals are not.

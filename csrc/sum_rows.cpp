@@ -11,6 +11,7 @@ namespace MODULE_NAME {
 namespace {
 
 constexpr size_t kBlockBytes = 128 << 10;  // sums of a block of rows: stay in the second-level cache for all parts
+constexpr size_t kPieceBytes = 8 << 10;    // of rounded sums on the way to the outputs: stay in the first-level cache
 constexpr size_t kMinBlockedDim = 16;      // narrower rows do not pay for walking the parts block by block
 constexpr size_t kMinOrderedDim = 8;       // narrower rows do not pay for ordering unsorted items by block
 constexpr size_t kAhead = 48;              // items to prefetch ahead, where rows lie anywhere in memory
@@ -114,15 +115,15 @@ template void RowUnion::write_indices(int64_t *, int) const;
 template <typename T> class RowUnion::Sum {
 public:
     using Acc = Accumulator<T>;
+    static constexpr bool kInPlace = std::is_same_v<T, Acc>;  // sums are of the type of the outputs
 
     Sum(const RowUnion &rows, const std::vector<Rows<const T>> &values, size_t dim, double scale,
         const std::vector<Stripe<T>> &outs, int threads)
         : parts_(rows.parts_), bitmap_(rows.bitmap_), total_(rows.total_), values_(values), dim_(dim),
           scale_(static_cast<Acc>(scale)), outs_(outs), threads_(threads) {
-        // Sums can grow in the output itself if it is one array of the accumulator's type.
+        whole_ = outs.size() == 1 && outs[0].width == dim && outs[0].rows.stride == dim;
         stream_ = bitmap_.count() * dim * sizeof(T) >= kStreamedBytes && dim >= kMinBlockedDim;
-        direct_ = std::is_same_v<T, Acc> && outs.size() == 1 && outs[0].width == dim && outs[0].rows.stride == dim &&
-                  !stream_;
+        direct_ = kInPlace && whole_ && !stream_;
         const bool ordered = !rows.sorted_ && (!direct_ || dim >= kMinOrderedDim);
         const bool one_block = !ordered && direct_ && (!rows.sorted_ || dim < kMinBlockedDim);
         max_rows_ = one_block ? bitmap_.count() : std::max<size_t>(kWordBits, kBlockBytes / (dim * sizeof(Acc)));
@@ -135,36 +136,82 @@ public:
     }
 
 private:
-    // A thread's block of sums, on the way to the outputs.
+    // A thread's block of sums, and a piece of it on the way to the outputs.
     struct Block {
         Scratch<Acc> sums;
         Scratch<T> rounded;
+        Scratch<uint8_t> begun;  // whether a row of the block has been added to
+        Scratch<Acc> zeros;      // what it is added to then
     };
 
     Block new_block() const {
-        if (direct_) return {};
-        const size_t size = std::min(max_rows_, bitmap_.count()) * dim_;
-        return {Scratch<Acc>(size), Scratch<T>(std::is_same_v<T, Acc> ? 0 : size)};
+        const size_t rows = std::min(max_rows_, bitmap_.count());
+        Block block;
+        if (!direct_) block.sums = Scratch<Acc>(rows * dim_);
+        if (kInPlace) return block;
+        block.rounded = Scratch<T>(piece_rows() * dim_);
+        block.begun = Scratch<uint8_t>(rows);
+        block.zeros = Scratch<Acc>(dim_);
+        std::fill(block.zeros.begin(), block.zeros.end(), Acc{0});
+        return block;
     }
 
-    // Where the sums of the rows from rank `first` on grow, set to zero.
+    size_t piece_rows() const { return std::max<size_t>(1, kPieceBytes / (dim_ * sizeof(T))); }
+
+    // Where the sums of the rows from rank `first` on grow: set to zero, or noted as not begun.
     Acc *begin_block(const Block &block, size_t first, size_t count) const {
         Acc *sums = block.sums.begin();
-        if constexpr (std::is_same_v<T, Acc>)
+        if constexpr (kInPlace)
             if (direct_) sums = outs_[0].rows[first];
-        std::fill(sums, sums + count * dim_, Acc{0});
+        if (!notes_begun(dim_)) std::fill(sums, sums + count * dim_, Acc{0});
+        else std::fill(block.begun.begin(), block.begun.begin() + count, 0);
         return sums;
     }
 
-    // Scales, rounds, and spreads the block over the stripes while it is in cache.
+    // Sums that are wider than what is added pay for a note of where they have begun: it saves a pass over them.
+    static constexpr bool notes_begun(size_t dim) { return !kInPlace && dim >= kMinBlockedDim; }
+
+    // The sums of a block's rows, by rank. The first row is added to zeros too: x + 0 is not x for -0.0.
+    struct Growing {
+        Acc *sums;
+        const Acc *zeros;
+        uint8_t *begun;
+
+        template <typename Dim> void add(size_t rank, const T *row, Dim dim) const {
+            Acc *const to = sums + rank * dim;
+            if constexpr (!kInPlace)
+                if (notes_begun(dim)) {
+                    add_row(to, begun[rank] ? to : zeros, row, dim);
+                    begun[rank] = true;
+                    return;
+                }
+            add_row(to, row, dim);
+        }
+    };
+
+    Growing growing(const Block &block, Acc *sums, size_t first) const {
+        if constexpr (kInPlace) return {sums - first * dim_, nullptr, nullptr};
+        else return {sums - first * dim_, block.zeros.begin(), block.begun.begin() - first};
+    }
+
     void end_block(const Block &block, Acc *sums, size_t first, size_t count) const {
+        const size_t step = direct_ ? count : piece_rows();
+        for (size_t r = 0; r < count; r += step)
+            end_piece(block, sums + r * dim_, first + r, std::min(step, count - r));
+        if (stream_) order_stores();
+    }
+
+    // Scales, rounds, and spreads rows over the stripes while they are in cache.
+    void end_piece(const Block &block, Acc *sums, size_t first, size_t count) const {
         if (scale_ != Acc{1})
             for (size_t i = 0; i < count * dim_; ++i) sums[i] *= scale_;
         if (direct_) return;
         const T *rounded;
-        if constexpr (std::is_same_v<T, Acc>) {
+        if constexpr (kInPlace) {
             rounded = sums;
         } else {
+            if (whole_) return stream_ ? narrow_row<true>(outs_[0].rows[first], sums, count * dim_)
+                                       : narrow_row(outs_[0].rows[first], sums, count * dim_);
             narrow_row(block.rounded.begin(), sums, count * dim_);
             rounded = block.rounded.begin();
         }
@@ -193,7 +240,7 @@ private:
             Acc *const sums = begin_block(block, first, count);
             for (size_t p = 0; p < parts_.size(); ++p) {
                 next[p] = with_indices(parts_[p], [&](auto *index) {
-                    return add_part(parts_[p], index, next[p], {word, stop}, values_[p], sums - first * dim_);
+                    return add_part(parts_[p], index, next[p], {word, stop}, values_[p], growing(block, sums, first));
                 });
             }
             end_block(block, sums, first, count);
@@ -203,12 +250,12 @@ private:
     // Adds the items of one part whose rows are in the range; returns where a sorted part goes on.
     template <typename Index>
     size_t add_part(const Indices &part, const Index *index, size_t item, WordRange range, Rows<const T> values,
-                    Acc *out) const {
+                    Growing out) const {
         return with_known_dim(dim_, [&](auto dim) {
             const size_t ahead = std::max<size_t>(1, kAheadInPart / (dim * sizeof(T))) * values.stride;
             return add_items(part, index, item, range, values, [out, dim, ahead](size_t rank, const T *row) {
                 if (dim >= kMinBlockedDim) prefetch_row(row + ahead, dim * sizeof(T));
-                add_row(out + rank * dim, row, dim);
+                out.add(rank, row, dim);
             });
         });
     }
@@ -231,14 +278,12 @@ private:
     // Unsorted items are put in the order of their blocks first (stable counting sort); then each block's items are
     // fetched from wherever they are.
     struct Item {
-        const T *row;
-        uint32_t rank;
+        uint32_t place, rank;  // among all items of all parts; among the rows
     };
 
     void run_ordered() const {
         const Scratch<Item> items(total_);
-        const size_t num_blocks = (bitmap_.count() + max_rows_ - 1) / max_rows_;
-        std::vector<size_t> ends(num_blocks, 0);  // past each block's last item
+        std::vector<size_t> ends((bitmap_.count() + max_rows_ - 1) / max_rows_);  // past each block's last item
         order_items(items, ends);
 
         std::vector<Block> blocks(threads_);
@@ -246,41 +291,49 @@ private:
 #pragma omp parallel for num_threads(threads_) schedule(static) if (threads_ > 1)
         for (int t = 0; t < threads_; ++t)
             for (size_t b = block_at_share(ends, t); b < block_at_share(ends, t + 1); ++b)
-                sum_ordered(items, b == 0 ? 0 : ends[b - 1], ends[b], b * max_rows_, blocks[t]);
+                sum_ordered(items.begin() + (b == 0 ? 0 : ends[b - 1]), items.begin() + ends[b], b * max_rows_,
+                            blocks[t]);
     }
 
     void order_items(const Scratch<Item> &items, std::vector<size_t> &ends) const {
-        const BitRanks bit_ranks = bitmap_.ranks();
-        const Scratch<uint32_t> ranks(total_);
-        size_t first_item = 0;
-        for (const Indices &part : parts_) {
-            with_indices(part, [&](auto *index) {
-#pragma omp parallel for num_threads(threads_) schedule(static) if (threads_ > 1)
-                for (size_t i = 0; i < part.count; ++i) ranks[first_item + i] = bit_ranks[index[i]];
-            });
-            first_item += part.count;
-        }
-
         const int shift = lowest_bit(max_rows_);
-        for_own_ranks(ranks, [&](size_t, size_t, uint32_t rank) { ++ends[rank >> shift]; });
-        size_t begin = 0;
-        for (size_t &end : ends) begin += std::exchange(end, begin);  // advances to the end while the items are placed
-        for_own_ranks(ranks, [&](size_t part, size_t item, uint32_t rank) {
-            items[ends[rank >> shift]++] = {values_[part][item], rank};
-        });
-    }
-
-    // Calls body(part, item, rank) for all items in order; each block is one thread's.
-    template <typename Body> void for_own_ranks(const Scratch<uint32_t> &ranks, Body body) const {
-        const size_t num_blocks = (bitmap_.count() + max_rows_ - 1) / max_rows_;
+        const Scratch<uint32_t> ranks(total_);
+        // By share of the items: how many of each block, and then where the next one of each goes.
+        std::vector<std::vector<size_t>> nexts(threads_, std::vector<size_t>(ends.size(), 0));
 #pragma omp parallel for num_threads(threads_) schedule(static) if (threads_ > 1)
         for (int t = 0; t < threads_; ++t) {
-            const size_t begin = share_begin(num_blocks, t, threads_) * max_rows_;
-            const size_t count = share_begin(num_blocks, t + 1, threads_) * max_rows_ - begin;
-            const uint32_t *rank = ranks.begin();
-            for (size_t p = 0; p < parts_.size(); ++p)
-                for (size_t item = 0; item < parts_[p].count; ++item, ++rank)
-                    if (*rank - begin < count) body(p, item, *rank);
+            size_t *const counts = nexts[t].data();
+            for_share_of_ranks(t, [&](size_t place, size_t rank) {
+                ranks[place] = static_cast<uint32_t>(rank);
+                ++counts[rank >> shift];
+            });
+        }
+        size_t begin = 0;
+        for (size_t b = 0; b < ends.size(); ++b) {
+            for (std::vector<size_t> &next : nexts) begin += std::exchange(next[b], begin);
+            ends[b] = begin;
+        }
+#pragma omp parallel for num_threads(threads_) schedule(static) if (threads_ > 1)
+        for (int t = 0; t < threads_; ++t) {
+            size_t *const next = nexts[t].data();
+            const size_t stop = share_begin(total_, t + 1, threads_);
+            for (size_t place = share_begin(total_, t, threads_); place < stop; ++place)
+                items[next[ranks[place] >> shift]++] = {static_cast<uint32_t>(place), ranks[place]};
+        }
+    }
+
+    // Calls body(place, rank) for thread t's share of the items of all parts.
+    template <typename Body> void for_share_of_ranks(int t, Body body) const {
+        const BitRanks ranks = bitmap_.ranks();
+        const size_t begin = share_begin(total_, t, threads_), end = share_begin(total_, t + 1, threads_);
+        size_t first = 0;  // item of the part, among all
+        for (const Indices &part : parts_) {
+            const size_t stop = std::min(end, first + part.count);
+            with_indices(part, [&](auto *index) {
+                for (size_t place = std::max(begin, first); place < stop; ++place)
+                    body(place, ranks[index[place - first]]);
+            });
+            first += part.count;
         }
     }
 
@@ -290,18 +343,43 @@ private:
         return std::upper_bound(ends.begin(), ends.end(), share_begin(total_, t, threads_)) - ends.begin();
     }
 
-    void sum_ordered(const Scratch<Item> &items, size_t item, size_t stop, size_t first, const Block &block) const {
+    void sum_ordered(const Item *item, const Item *stop, size_t first, const Block &block) const {
         const size_t count = std::min(max_rows_, bitmap_.count() - first);
         Acc *const sums = begin_block(block, first, count);
+        const Growing out = growing(block, sums, first);
         with_known_dim(dim_, [&](auto dim) {
             const size_t ahead = std::clamp<size_t>(kAheadBytes / (dim * sizeof(T)), 2, kAhead);
+            Places here(*this), later(*this);
+            for (size_t i = 0; i < ahead && item + i < stop; ++i) prefetch_row(later[item[i].place], dim * sizeof(T));
             for (; item < stop; ++item) {
-                prefetch_row(items[std::min(item + ahead, total_ - 1)].row, dim * sizeof(T));
-                add_row(sums + (items[item].rank - first) * dim, items[item].row, dim);
+                if (item + ahead < stop) prefetch_row(later[item[ahead].place], dim * sizeof(T));
+                out.add(item->rank, here[item->place], dim);
             }
         });
         end_block(block, sums, first, count);
     }
+
+    // The rows at ascending places among the items of all parts.
+    class Places {
+    public:
+        explicit Places(const Sum &sum) : sum_(sum) { go_to(0); }
+        const T *operator[](size_t place) {
+            while (place >= end_) go_to(part_ + 1);
+            return values_[place - begin_];
+        }
+
+    private:
+        void go_to(size_t part) {
+            part_ = part;
+            begin_ = end_;
+            end_ += sum_.parts_[part].count;
+            values_ = sum_.values_[part];
+        }
+
+        const Sum &sum_;
+        Rows<const T> values_;
+        size_t part_, begin_, end_ = 0;
+    };
 
     const std::vector<Indices> &parts_;
     const RankBitmap &bitmap_;
@@ -311,7 +389,8 @@ private:
     const Acc scale_;
     const std::vector<Stripe<T>> &outs_;
     const int threads_;
-    bool stream_, direct_;
+    bool stream_, whole_;  // the output is one array of whole rows
+    bool direct_;          // and sums grow in it
     size_t max_rows_;
 };
 

@@ -273,6 +273,35 @@ static void check_streams() {
     CHECK(repeats(again.data() + 1, rows, row + std::string(64, 3)));
 }
 
+// Rows of a line that are cut into narrow pieces, and these put together again; from `shift` bytes past a line on.
+static void check_narrow_pieces(size_t rows, size_t width, size_t shift, bool stream) {
+    std::vector<char> table(rows * 64), joined(rows * 64 + 63 + shift, 9);
+    for (size_t i = 0; i < table.size(); ++i) table[i] = static_cast<char>(i % 251);
+    std::vector<std::vector<char>> pieces;
+    std::vector<Stripe<const char>> parts;
+    for (size_t begin = 0; begin < 64; begin += width) {
+        pieces.emplace_back(rows * width + 63 + shift);
+        char *const piece = first_line(pieces.back()) + shift;
+        copy_rows({piece, width}, {table.data() + begin, 64}, width, rows, stream);
+        parts.push_back({{piece, width}, begin, width});
+    }
+    join_columns(parts, rows, {first_line(joined) + shift, 64}, 64, 2);
+    CHECK(std::memcmp(first_line(joined) + shift, table.data(), table.size()) == 0);
+}
+
+// An output large enough to be written past the caches, of which the owners have one element each.
+static void check_streamed_elements() {
+    const uint64_t size = kStreamedBytes / sizeof(float) + 5;
+    const RotatedStripe stripe(3, 7);
+    const std::vector<int32_t> positions{static_cast<int32_t>(size / 3) - 1};
+    const float value = 2;
+    std::vector<float> out(size + 1, 9);
+    const std::vector<Indices> parts(3, {positions.data(), false, 1});
+    join_rotated(stripe, parts, {&value, &value, &value}, out.data() + 1, size, sizeof(float), 2);
+    for (uint32_t owner = 0; owner < 3; ++owner) CHECK(out[1 + stripe.index(owner, positions[0])] == 2);
+    CHECK(static_cast<uint64_t>(std::count(out.begin(), out.end(), 0.0f)) == size - 3 && out[0] == 9);
+}
+
 // Sums of more rows than the caches hold, into stripes of whole lines and others.
 template <typename T> static void check_streamed_sum(bool sorted) {
     const size_t dim = 48, rows = kStreamedBytes / (dim * sizeof(T)) + 77;
@@ -353,6 +382,13 @@ int main(int argc, char **argv) {
     check_refusals();
     check_scalars();
     check_streams();
+    for (size_t width : {4, 8, 16, 32})
+        for (size_t shift : {0, 4, 32}) {
+            check_narrow_pieces(77, width, shift, false);
+            check_narrow_pieces(77, width, shift, true);
+        }
+    for (size_t width : {8, 32}) check_narrow_pieces(kStreamedBytes / 64 + 5, width, 0, true);
+    check_streamed_elements();
     for (bool sorted : {true, false}) {
         check_streamed_sum<float>(sorted);
         check_streamed_sum<Bfloat16>(sorted);
