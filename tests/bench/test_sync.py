@@ -20,6 +20,7 @@ def rank_result(subject_s: list[float], baseline_s: list[float], wire_bytes: flo
         "params": {"workload": "w"},
         "baseline": "ddp_sparse",
         "times": {"ddp_sparse": baseline_s, "agsparse": subject_s, "again": [1.1 * t for t in baseline_s]},
+        "cpu_s": {"ddp_sparse": 9.0, "agsparse": subject_s[0] / 4, "again": 9.0},
         "wire_bytes": {"ddp_sparse": 2 * wire_bytes, "agsparse": wire_bytes, "again": 2 * wire_bytes},
         "payload_bytes": {"agsparse": 700.0},
         "costs": {"agsparse": {"transfers": TRANSFERS, "compute_bytes": 6e6}},
@@ -57,6 +58,10 @@ def test_the_prediction_adds_the_computations_at_the_slowest_ranks_memory_rate()
     record = records()
     assert record.environment["memory_bytes_per_s"] == pytest.approx(1e12 / 3000)
     assert record.predicted_s == pytest.approx(8 * ALPHA_S + 3e6 / BYTES_PER_S + 6e6 / (1e12 / 3000))
+
+
+def test_processor_time_is_that_of_all_ranks_together() -> None:
+    assert records().cpu_s == pytest.approx((1.0 + 2.0) / 4)
 
 
 def test_bytes_are_the_busiest_nodes() -> None:

@@ -120,6 +120,7 @@ def _record(
         aa=Spread.of([a / b for a, b in zip(slowest("again"), base, strict=True)]),
         predicted_s=predicted_s,
         bound_s=bound_s,
+        cpu_s=sum(r["cpu_s"][subject] for r in ranks),
         seeds=[spec.seed],
         wire_bytes=WireBytes(subject=node_bytes(subject), baseline=node_bytes(baseline)),
         payload_bytes=WireBytes(subject=case["payload_bytes"].get(subject)),

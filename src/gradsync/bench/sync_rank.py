@@ -29,6 +29,7 @@ from .sync import DENSE_SIZES_BYTES, FIT_SIZES_BYTES, SyncSpec
 
 TIMEOUT_S = 120.0
 COPY_BYTES = 128 << 20
+HEAD_START_S = 0.03  # for the news of the instant to start to reach everybody
 
 
 @dataclass(frozen=True)
@@ -39,22 +40,38 @@ class Exchange:
     prepare: Callable[[], object] = lambda: None
 
 
-def timed(exchange: Exchange) -> float:
+@dataclass(frozen=True)
+class Timing:
+    """One exchange on this rank."""
+
+    seconds: float
+    cpu_s: float  # of all threads
+
+
+def timed(exchange: Exchange) -> Timing:
+    """The time from an instant at which all ranks start to the end here.
+
+    A barrier alone lets ranks go milliseconds apart, which the first of them would wait for. All ranks are on one
+    machine, whose clock is theirs.
+    """
     exchange.prepare()
     dist.barrier()
-    began_s = time.perf_counter()
+    start_s = torch.tensor([time.perf_counter() + HEAD_START_S], dtype=torch.float64)
+    dist.broadcast(start_s, src=0)
+    time.sleep(max(float(start_s) - time.perf_counter(), 0.0))
+    cpu_s = time.process_time()
     exchange.run()
-    return time.perf_counter() - began_s
+    return Timing(time.perf_counter() - float(start_s), time.process_time() - cpu_s)
 
 
-def take_turns(exchanges: dict[str, Exchange], spec: SyncSpec) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Seconds of every repeat, and interface bytes of one, by name; the order turns round."""
+def take_turns(exchanges: dict[str, Exchange], spec: SyncSpec) -> tuple[dict[str, list[Timing]], dict[str, float]]:
+    """Every repeat's times, and interface bytes of one, by name; the order turns round."""
     names = list(exchanges)
     for name in names:
         for _ in range(spec.warmup):
             timed(exchanges[name])
     sent_bytes = dict.fromkeys(names, 0)
-    times: dict[str, list[float]] = {name: [] for name in names}
+    times: dict[str, list[Timing]] = {name: [] for name in names}
     for repeat in range(spec.repeats):
         for name in names if repeat % 2 == 0 else names[::-1]:
             before = interface_bytes()[0]
@@ -83,15 +100,19 @@ def median_s(group: TorchGroup, nbytes: int, spec: SyncSpec) -> float:
     buffer = torch.zeros(nbytes // 4)
 
     reduce = Exchange(lambda: group.all_reduce(buffer).wait(TIMEOUT_S))
-    return statistics.median([timed(reduce) for _ in range(spec.warmup + spec.repeats)][spec.warmup :])
+    return statistics.median(seconds_of(reduce, spec))
+
+
+def seconds_of(exchange: Exchange, spec: SyncSpec) -> list[float]:
+    """The repeats after the warm-up."""
+    return [timed(exchange).seconds for _ in range(spec.warmup + spec.repeats)][spec.warmup :]
 
 
 def memory_bytes_per_s(spec: SyncSpec) -> float:
     """Bytes read and written by a copy of more than any cache holds, while the other ranks copy too."""
     source = torch.ones(COPY_BYTES // 4)
     copy = Exchange(partial(torch.empty_like(source).copy_, source))
-    seconds = [timed(copy) for _ in range(spec.warmup + spec.repeats)][spec.warmup :]
-    return 2 * COPY_BYTES / statistics.median(seconds)
+    return 2 * COPY_BYTES / statistics.median(seconds_of(copy, spec))
 
 
 def scheme_exchange(scheme: Scheme[Any], group: TorchGroup, x: Callable[[], Any]) -> tuple[Exchange, Ledger]:
@@ -142,7 +163,8 @@ def measure(
     return {
         "params": params,
         "baseline": first,
-        "times": times,
+        "times": {name: [timing.seconds for timing in repeats] for name, repeats in times.items()},
+        "cpu_s": {name: statistics.median(timing.cpu_s for timing in repeats) for name, repeats in times.items()},
         "wire_bytes": wire_bytes,
         "payload_bytes": payload,
         "costs": costs,

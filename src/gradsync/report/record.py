@@ -48,7 +48,9 @@ class Record(BaseModel):
     """One comparison. `ratio` = subject / baseline of pairs measured side by side: below 1, the subject is faster.
 
     `bound_s` is what the network allows for the subject's transfers. `predicted_s` is the cost model's word for the
-    whole subject, with costs fitted in the same run; None where nothing predicts it, as for training steps.
+    whole subject, with costs fitted in the same run; None where nothing predicts it, as for training steps. `cpu_s` is
+    the processor time of all ranks together: where they share a machine, the subject cannot take less than that over
+    `environment["cores"]`, whatever the network allows.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -66,6 +68,7 @@ class Record(BaseModel):
     aa: Spread | None  # the baseline against itself in the same run
     predicted_s: float | None = None
     bound_s: float | None = None
+    cpu_s: float | None = None
     loss: dict[str, float] | None = None  # the subject's measures on held-out samples after the run: loss, auc, ...
     baseline_loss: dict[str, float] | None = None
     seeds: list[int] = []
