@@ -290,11 +290,11 @@ def copy_of(x: Any) -> Any:
     return tuple(replace(t, indices=t.indices.clone(), values=t.values.clone()) for t in x)
 
 
-def to_dense(x: Any) -> list[Tensor]:
-    """In float64, a tensor for each tensor of the bucket."""
+def to_dense(x: Any, entry: Callable[[Tensor], Tensor] = Tensor.double) -> list[Tensor]:
+    """In float64, a tensor for each tensor of the bucket, of what `entry` makes of the values."""
     if isinstance(x, Tensor):
-        return [x.double()]
-    return [torch.zeros(t.num_rows, t.dim, dtype=torch.float64).index_add_(0, t.indices, t.values.double()) for t in x]
+        return [entry(x)]
+    return [torch.zeros(t.num_rows, t.dim, dtype=torch.float64).index_add_(0, t.indices, entry(t.values)) for t in x]
 
 
 def specs_of(x: Any) -> tuple[TensorSpec, ...]:
@@ -314,13 +314,13 @@ def assert_is_scaled_sum(member: Member, results: Sequence[Any], inputs: Sequenc
     dtype = specs_of(inputs[0])[0].dtype
     single = torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32)
     info, roundings = torch.finfo(dtype), member.roundings(len(inputs))
-    relative = roundings * info.eps / 2 + FLOAT32_ADDITIONS * single.eps
     subnormal = roundings * len(inputs) * max(1.0, abs(scale)) * info.smallest_normal * info.eps  # of each rank's share
     for position in range(len(specs_of(inputs[0]))):
         brought = [to_dense(x)[position] for x in inputs]
         expected = scale * sum(brought)
         magnitude = abs(scale) * sum(b.abs() for b in brought)
-        allowed = relative * magnitude + subnormal
+        added = abs(scale) * sum(to_dense(x, lambda v: v.double().abs())[position] for x in inputs)  # may cancel out
+        allowed = roundings * info.eps / 2 * magnitude + FLOAT32_ADDITIONS * single.eps * added + subnormal
         for rank, result in enumerate(results):
             error = (to_dense(result)[position] - expected).abs()
             assert bool((error <= allowed).all()), f"rank {rank}: off by {float((error - allowed).max())} too much"

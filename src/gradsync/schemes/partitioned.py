@@ -160,16 +160,16 @@ def _write_group(tables: Tables, survey: Survey, stripes: StripedGroups, number:
     survey.unions[group.first].write_indices(first.indices)
     written: dict[int, list[tuple[Columns, Tensor]]] = {position: [] for position in group.positions}
     for owner, format, owned in zip(owners, stripes.formats, stripes.owned, strict=True):
-        pieces = format.pieces[number]
-        for piece, values in zip(pieces if owner is first else owned[number], owner.values, strict=False):
+        pieces = format.pieces[number] if owner is first else owned[number]
+        for piece, values in zip(pieces, owner.values, strict=False):
             written[piece.position].append((piece.columns, values))
     for position, outs in written.items():
         union, values = survey.unions[position], tables[position].values
         union.sum([values], [out for _, out in outs], [columns for columns, _ in outs])
-    shared = len(stripes.shared[number])
-    for other in owners[1:]:  # what every owner gets is copied
+    shared = first.values[len(stripes.owned[0][number]) :]
+    for other, owned in zip(owners[1:], stripes.owned[1:], strict=True):  # what every owner gets is copied
         other.indices.copy_(first.indices)
-        for values, copied in zip(other.values[-shared:], first.values[-shared:], strict=True) if shared else ():
+        for values, copied in zip(other.values[len(owned[number]) :], shared, strict=True):
             values.copy_(copied)
 
 
