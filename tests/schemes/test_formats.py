@@ -164,6 +164,7 @@ def test_every_column_has_one_owner_or_is_shared(dim: int, size: int) -> None:
     shared = owners.shared[1] - owners.shared[0]
     assert max(widths) - min(widths) == (0 if dim % size <= MOST_SHARED else 1)
     assert shared == (dim % size if dim % size <= MOST_SHARED else 0)
+    assert widths[-1] == max(widths)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])

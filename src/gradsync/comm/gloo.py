@@ -1,9 +1,9 @@
-"""`GlooGroup`: better ways through gloo than its own, chosen by size and by the measured rate of the links.
+"""`GlooGroup`: better ways through gloo than its own, chosen by size and by what was measured of the links.
 
 Measured on nodes with links of 200 Mbit to 1 Gbit (docs/collectives.md): gloo's rings pay a hop of latency for every
 member, where messages that all start at once pay one; and its all-to-all, which starts all messages at once, reaches
 60-75 % of the line rate for large ones, where rounds reach 95 %. On links faster than the cores that drive them rounds
-only cost. All members choose alike: by sizes that all of them know, and by a rate they agreed on.
+only cost. All members choose alike: by sizes that all of them know, and by a latency and rate they agreed on.
 """
 
 from __future__ import annotations

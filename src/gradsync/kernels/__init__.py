@@ -335,12 +335,12 @@ def _pick(kernel: str, tensors: Sequence[Tensor], entries: int = 0) -> Callable[
 
 
 def _request(implementation: Implementation) -> None:
-    global _requested  # noqa: PLW0603
+    global _requested  # noqa: PLW0603 (the choice is the whole process's)
     _requested = implementation
 
 
 def _log_fallback_once(error: ImportError) -> None:
-    global _fallback_logged  # noqa: PLW0603
+    global _fallback_logged  # noqa: PLW0603 (once a process)
     if not _fallback_logged:
         _logger.warning("gradsync.kernels: using the torch reference implementation: %s", error)
     _fallback_logged = True

@@ -48,7 +48,7 @@ class Section:
 class RowFormat:
     """How rows of all groups travel in one message to a peer, and which columns of them.
 
-    What does not depend on the number of rows is worked out once and kept: a step lays out a message for every peer.
+    What does not depend on the number of rows is worked out once: a step lays out a message of every peer.
     """
 
     groups: tuple[RowGroup, ...]
