@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 GRACE_S = 15.0  # for the other ranks, once one has failed
 COLLECTIVE_TIMEOUT_S = 20.0  # of the default process group
+ORACLE_BACKEND = "gloo_with_one_thread"
 
 
 @dataclass(frozen=True)
@@ -187,6 +188,26 @@ def _join_group(store: dist.Store, prefix: str, rank: int, size: int) -> None:
         timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
         own = dist.PrefixStore(prefix, store)
         dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=timeout)
+
+
+def new_oracle_group() -> dist.ProcessGroup:
+    """The ranks of the default group, on a gloo with one thread instead of two; for oracles that sum sparse gradients.
+
+    Two threads corrupt memory where torch sums sparse tensors (docs/semantics.md), and the ranks outlive a test.
+    """
+    if ORACLE_BACKEND not in dist.Backend.backend_list:
+        dist.Backend.register_backend(ORACLE_BACKEND, _gloo_with_one_thread, devices=["cpu"])
+    group: dist.ProcessGroup = dist.new_group(timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S), backend=ORACLE_BACKEND)
+    return group
+
+
+def _gloo_with_one_thread(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]
+    options._threads = 1
+    options._timeout = timeout
+    return gloo(store, rank, size, options)
 
 
 def _call(module: str, name: str, arguments: tuple[Any, ...]) -> bytes:

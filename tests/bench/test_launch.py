@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from gradsync.bench import launch, rank
-from gradsync.bench.launch import Loopback, cluster, run_ranks
+from gradsync.bench.launch import START_OVER, Loopback, RankCrashedError, cluster, once_more_after_crash, run_ranks
 from gradsync.lab import Lab, LabUnavailableError, Scenario
 
 REPORTS = """
@@ -120,6 +120,43 @@ def test_the_rank_that_failed_first_is_blamed_not_the_lowest(ranks: Any) -> None
 def test_a_rank_that_fails_in_a_collective_is_reported_with_its_cause(ranks: Any) -> None:
     with pytest.raises(RuntimeError, match="RuntimeError: the cause"):
         ranks(ONE_FAILS_IN_A_STEP)
+
+
+CRASHES = """
+import json, os, signal, sys
+from pathlib import Path
+crashed = Path(__file__).with_name("crashed")
+if os.environ["RANK"] == "1" and len(crashed.read_text() if crashed.exists() else "") < TIMES:
+    crashed.open("a").write("x")
+    os.kill(os.getpid(), signal.SIGSEGV)
+json.dump(os.environ["RANK"], open(sys.argv[2], "w"))
+"""
+
+
+def test_a_run_that_crashes_once_begins_anew_and_says_so(ranks: Any) -> None:
+    notes: list[str] = []
+    events: list[Any] = []
+    results, _ = once_more_after_crash(lambda: ranks(CRASHES.replace("TIMES", "1")), notes, events.append)
+    assert results == ["0", "1"]
+    assert events == [{"kind": START_OVER}]
+    assert len(notes) == 1 and notes[0].startswith("began anew once: rank 1 ended with code -11;")
+
+
+def test_a_run_that_crashes_twice_fails(ranks: Any) -> None:
+    with pytest.raises(RankCrashedError, match="rank 1 ended with code -11"):
+        once_more_after_crash(lambda: ranks(CRASHES.replace("TIMES", "2")), [], lambda _: None)
+
+
+def test_a_run_that_fails_otherwise_is_not_repeated(ranks: Any) -> None:
+    calls: list[int] = []
+
+    def run() -> None:
+        calls.append(1)
+        ranks(ONE_AFTER_THE_OTHER)
+
+    with pytest.raises(RuntimeError, match="the cause"):
+        once_more_after_crash(run, [], lambda _: None)
+    assert len(calls) == 1
 
 
 def test_an_interrupted_run_leaves_no_rank(ranks: Any, started: list[subprocess.Popen[Any]]) -> None:

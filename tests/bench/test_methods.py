@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsync.bench.methods import METHODS
-from tests.world import Ranks
+from gradsync.bench.methods import METHODS, TORCH_SPARSE
+from tests.world import Ranks, new_oracle_group
 
 ROWS, WIDTH, STEPS = 40, 8, 4  # PowerSGD compresses from its third step on
 
@@ -48,7 +50,9 @@ def differences(name: str) -> tuple[float, list[bool], bool]:
     """Largest relative difference from DDP, which gradients are sparse, whether all ranks have the same."""
     expected = gradients(DistributedDataParallel(reference := Tiny(sparse=False)), reference)
     inner = Tiny(sparse=METHODS[name].sparse)
-    wrapped, attachment = METHODS[name].wrap(inner, timedelta(seconds=20))
+    torch_sparse = patch.object(dist, "new_group", return_value=new_oracle_group())
+    with torch_sparse if name in TORCH_SPARSE else nullcontext():
+        wrapped, attachment = METHODS[name].wrap(inner, timedelta(seconds=20))
     found = gradients(wrapped, inner)
     assert found.keys() == expected.keys()
     layouts = [p.grad is not None and p.grad.layout is torch.sparse_coo for p in inner.parameters()]

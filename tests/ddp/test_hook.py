@@ -18,7 +18,7 @@ from gradsync.bucket import TensorSpec, trainable_parameters
 from gradsync.schemes import AllReduce
 from tests.engine.models import Branches, Perceptron, Tables
 from tests.engine.twins import Twin, assert_same_gradients, assert_same_on_all_ranks, assert_same_weights, plain
-from tests.world import Ranks
+from tests.world import Ranks, new_oracle_group
 
 World = Callable[[int], Ranks]
 
@@ -28,10 +28,10 @@ SMALL_BUCKETS = {"bucket_cap_mb": 0.0001}  # a bucket for nearly every parameter
 def twins(make: Callable[[], nn.Module], plan: Plan | None = None, **options: Any) -> tuple[Twin, Twin]:
     """(DDP as it is, DDP with gradsync attached)."""
     made = []
-    for _ in range(2):
+    for group in (new_oracle_group(), None):
         torch.manual_seed(dist.get_rank())
         module = make()
-        ddp = DistributedDataParallel(module, **options)
+        ddp = DistributedDataParallel(module, process_group=group, **options)
         made.append(Twin(module, ddp, plain(list(module.parameters())), ddp.no_sync))
     made[1].handle = gradsync.attach(made[1].model, plan=plan, timeout=10)
     return made[0], made[1]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsync
+from tests.world import new_oracle_group
 
 Optimizers = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -49,7 +50,7 @@ def make_twins(
     """(the oracle, ours), with different initial weights on the ranks, which both must level."""
     torch.manual_seed(dist.get_rank())
     module = make()
-    ddp = DistributedDataParallel(module, **ddp_options)
+    ddp = DistributedDataParallel(module, process_group=new_oracle_group(), **ddp_options)
     oracle = Twin(module, ddp, optimizer(list(module.parameters())), ddp.no_sync)
     torch.manual_seed(dist.get_rank())
     module = make()

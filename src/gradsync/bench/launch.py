@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -12,13 +13,22 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from ..lab import Lab, LabUnavailableError, Scenario
 from ..lab.cluster import end, first_failure, free_port
 
 RANK_ENVIRONMENT = {"THP_MEM_ALLOC_ENABLE": "1"}  # huge pages for large tensors: fresh memory is touched 4-5x faster
 END_GRACE_S = 10.0  # after one rank failed, the others get this long to notice and say why
+CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)  # what ends a process whose memory is corrupted
+
+START_OVER = "start over"  # the event before a run's second attempt
+
+T = TypeVar("T")
+
+
+class RankCrashedError(RuntimeError):
+    """A rank was ended by one of `CRASHES`."""
 
 
 class Cluster(Protocol):
@@ -83,7 +93,8 @@ def run_ranks(
     Rank 0 prints events, one JSON object a line. PARENT is this process, which ranks are not to outlive.
 
     Raises:
-        RuntimeError: with the last lines of the rank that failed first, and the last line of each that failed after it.
+        RuntimeError: with the last lines of the rank that failed first, and the last line of each that failed after it;
+            a `RankCrashedError` where the first one crashed.
     """
     with tempfile.TemporaryDirectory(prefix="gradsync-run-") as folder:
         place = Path(folder)
@@ -103,8 +114,24 @@ def run_ranks(
             assert ranks[0].stdout is not None
             ranks[0].stdout.close()
         if failed is not None:
-            raise RuntimeError(_report(failed, ranks, place))
+            crashed = -ranks[failed].returncode in CRASHES
+            raise (RankCrashedError if crashed else RuntimeError)(_report(failed, ranks, place))
         return [json.loads((place / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(world_size)]
+
+
+def once_more_after_crash(run: Callable[[], T], notes: list[str], on_event: Callable[[dict[str, Any]], None]) -> T:
+    """`run()`, and once more where a rank crashed in it, with an event that says so; for runs with torch's sparse sums.
+
+    torch's own sparse all-reduce on gloo corrupts memory, rarely (docs/semantics.md). A run is not lost to that, but it
+    is said: the crash may have had another cause.
+    """
+    try:
+        return run()
+    except RankCrashedError as crash:
+        what = str(crash).splitlines()[0].rstrip(":")
+        notes.append(f"began anew once: {what}; torch's sparse all-reduce on gloo can do that (docs/semantics.md)")
+        on_event({"kind": START_OVER})
+        return run()
 
 
 def _follow(ranks: list[subprocess.Popen[Any]], on_event: Callable[[dict[str, Any]], None]) -> int | None:

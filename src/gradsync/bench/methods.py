@@ -133,6 +133,8 @@ METHODS: dict[str, Method] = {
     )
 }
 
+TORCH_SPARSE = frozenset(("ddp_sparse", "ddp_sparse_1mb", "ddp_sparse_bf16"))  # torch sums their sparse gradients
+
 DDP = "ddp"  # the best of the bucket sweep, picked before the methods are judged
 DDP_SWEEP = ("ddp_default", "ddp_1mb", "ddp_100mb", "ddp_one_bucket")
 

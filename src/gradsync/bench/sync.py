@@ -18,7 +18,7 @@ from ..costs import CostModel
 from ..lab import Scenario
 from ..report.record import Record, Spread, WireBytes
 from ..schemes import AllReduce
-from .launch import Loopback, cluster, run_ranks
+from .launch import Loopback, cluster, once_more_after_crash, run_ranks
 from .methods import SPARSE_SCHEMES
 from .provenance import commit, machine, versions
 
@@ -59,7 +59,11 @@ def run_sync(spec: SyncSpec, on_event: Callable[[dict[str, Any]], None]) -> tupl
     notes: list[str] = []
     with cluster(scenario, notes, loopback=spec.loopback) as where:
         environment = {**machine(), **where.describe()}
-        ranks = run_ranks(where, spec.world_size, "gradsync.bench.sync_rank", spec.model_dump_json(), on_event)
+
+        def run_exchanges() -> list[dict[str, Any]]:
+            return run_ranks(where, spec.world_size, "gradsync.bench.sync_rank", spec.model_dump_json(), on_event)
+
+        ranks = once_more_after_crash(run_exchanges, notes, on_event)  # the baseline is torch's sparse all-reduce
     return sync_records(spec, ranks, environment, on_loopback=isinstance(where, Loopback)), notes
 
 

@@ -16,8 +16,8 @@ from pydantic import BaseModel, Field, field_validator
 from .. import workloads
 from ..lab import Scenario
 from ..report.record import BucketRow, MethodRun, Record, Spread, TimelineTask, TrainingRun, WireBytes
-from .launch import Loopback, cluster, run_ranks
-from .methods import DDP, DDP_SWEEP, method
+from .launch import Loopback, cluster, once_more_after_crash, run_ranks
+from .methods import DDP, DDP_SWEEP, TORCH_SPARSE, method
 from .provenance import commit, machine, versions
 
 AGAIN = "again"  # suffix of the baseline's second copy
@@ -84,7 +84,12 @@ def run_training(spec: TrainSpec, on_event: Callable[[dict[str, Any]], None]) ->
     notes: list[str] = []
     with cluster(scenario, notes, loopback=spec.loopback) as where:
         environment = {**machine(), **where.describe()}
-        ranks = run_ranks(where, spec.world_size, "gradsync.bench.train_rank", spec.model_dump_json(), on_event)
+
+        def run_methods() -> list[dict[str, Any]]:
+            return run_ranks(where, spec.world_size, "gradsync.bench.train_rank", spec.model_dump_json(), on_event)
+
+        may_crash = not TORCH_SPARSE.isdisjoint(spec.methods)
+        ranks = once_more_after_crash(run_methods, notes, on_event) if may_crash else run_methods()
     on_loopback = isinstance(where, Loopback)
     run = TrainingRun(
         workload=spec.workload,

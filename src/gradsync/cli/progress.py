@@ -10,6 +10,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from ..bench.launch import START_OVER
+
 WIDE = 130  # columns of a terminal that shows whole tables
 
 console = Console()
@@ -43,6 +45,9 @@ def event_bar(title: str, total: int, first: str = "starting the ranks") -> Iter
         task = progress.add_task(title, total=total, now=first)
 
         def on_event(event: dict[str, Any]) -> None:
+            if event.get("kind") == START_OVER:
+                progress.reset(task, now="a rank crashed, starting over")
+                return
             now = " ".join(f"{v:.4f}" if isinstance(v, float) else str(v) for v in event.values() if v is not None)
             progress.update(task, advance=1, now=now)
 
