@@ -153,7 +153,8 @@ struct BoundRotatedPartition {
     void write(const ReadOnlyArray &values, const std::vector<Array> &positions, const std::vector<Array> &outs) const {
         const std::vector<size_t> &counts = partition->counts();
         check_floating("values", values);
-        check_flat("values", values, partition->num_items());
+        const size_t dim = values.ndim() == 2 ? values.shape(1) : 1;
+        check_values("values", values, partition->num_items(), values.ndim(), dim);
         if (positions.size() != counts.size() || outs.size() != counts.size())
             refuse("one array of positions and one of values per owner are needed, got " +
                    std::to_string(positions.size()) + " and " + std::to_string(outs.size()) + " for " +
@@ -164,12 +165,19 @@ struct BoundRotatedPartition {
             if (positions[owner].dtype() != nb::dtype<int32_t>()) refuse_kind("positions", "int32", positions[owner]);
             check_flat("positions", positions[owner], counts[owner]);
             check_same_dtype("outs", outs[owner], values);
-            check_flat("outs", outs[owner], counts[owner]);
+            check_values("outs", outs[owner], counts[owner], values.ndim(), dim);
             to_positions.push_back(static_cast<int32_t *>(positions[owner].data()));
             to_values.push_back(outs[owner].data());
         }
         nb::gil_scoped_release unlocked;
-        partition->write(values.data(), values.itemsize(), to_positions, to_values);
+        partition->write(values.data(), dim * values.itemsize(), to_positions, to_values);
+    }
+
+    // One value, or with ndim 2 a row of values, for each of `count` elements.
+    template <typename A> static void check_values(const char *what, const A &array, size_t count, size_t ndim, size_t dim) {
+        if (ndim != 2) return check_flat(what, array, count);
+        rows_of<std::conditional_t<std::is_same_v<A, Array>, char, const char>>(what, array, count, dim);
+        if (!is_contiguous(array)) refuse_kind(what, "contiguous", array);
     }
 };
 

@@ -1,6 +1,7 @@
 #include "elements.hpp"
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "nonzero.hpp"
@@ -113,16 +114,16 @@ RotatedPartition::RotatedPartition(Indices indices, uint64_t size, RotatedStripe
             counts_[owner] += std::exchange(begins[owner], counts_[owner]);
 }
 
-void RotatedPartition::write(const void *values, size_t itemsize, const std::vector<int32_t *> &positions,
+void RotatedPartition::write(const void *values, size_t value_bytes, const std::vector<int32_t *> &positions,
                              const std::vector<void *> &outs) const {
-    if (itemsize == 2) write_as(static_cast<const uint16_t *>(values), positions, outs);
-    else if (itemsize == 4) write_as(static_cast<const uint32_t *>(values), positions, outs);
-    else write_as(static_cast<const uint64_t *>(values), positions, outs);
+    if (value_bytes == 2) write_as(static_cast<const uint16_t *>(values), positions, outs);
+    else if (value_bytes == 4) write_as(static_cast<const uint32_t *>(values), positions, outs);
+    else if (value_bytes == 8) write_as(static_cast<const uint64_t *>(values), positions, outs);
+    else write_rows(static_cast<const char *>(values), value_bytes, positions, outs);
 }
 
-template <typename Value>
-void RotatedPartition::write_as(const Value *values, const std::vector<int32_t *> &positions,
-                                const std::vector<void *> &outs) const {
+template <typename Write>
+void RotatedPartition::for_each(const std::vector<int32_t *> &positions, Write write) const {
 #pragma omp parallel for num_threads(threads_) schedule(static) if (threads_ > 1)
     for (int t = 0; t < threads_; ++t) {
         std::vector<size_t> next = begins_[t];
@@ -132,10 +133,23 @@ void RotatedPartition::write_as(const Value *values, const std::vector<int32_t *
                 const uint32_t owner = owners_[i];
                 const size_t to = next[owner]++;
                 positions[owner][to] = static_cast<int32_t>(stripe_.local(index[i]));
-                static_cast<Value *>(outs[owner])[to] = values[i];
+                write(i, owner, to);
             }
         });
     }
+}
+
+template <typename Value>
+void RotatedPartition::write_as(const Value *values, const std::vector<int32_t *> &positions,
+                                const std::vector<void *> &outs) const {
+    for_each(positions, [&](size_t i, uint32_t owner, size_t to) { static_cast<Value *>(outs[owner])[to] = values[i]; });
+}
+
+void RotatedPartition::write_rows(const char *values, size_t row_bytes, const std::vector<int32_t *> &positions,
+                                  const std::vector<void *> &outs) const {
+    for_each(positions, [&](size_t i, uint32_t owner, size_t to) {
+        if (row_bytes) std::memcpy(static_cast<char *>(outs[owner]) + to * row_bytes, values + i * row_bytes, row_bytes);
+    });
 }
 
 // The first item from `item` on that is at or after `position`, near as a rule: steps grow until they pass it.

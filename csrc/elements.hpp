@@ -85,11 +85,15 @@ public:
 
     size_t num_items() const { return indices_.count; }
     const std::vector<size_t> &counts() const { return counts_; }
-    // Per owner: its elements' local positions, ascending, and their values (itemsize 2, 4 or 8).
-    void write(const void *values, size_t itemsize, const std::vector<int32_t *> &positions,
+    // Per owner: its elements' local positions, ascending, and their values: one of so many bytes for each element.
+    void write(const void *values, size_t value_bytes, const std::vector<int32_t *> &positions,
                const std::vector<void *> &outs) const;
 
 private:
+    void write_rows(const char *values, size_t row_bytes, const std::vector<int32_t *> &positions,
+                    const std::vector<void *> &outs) const;
+    // Writes the positions, and calls write(item, its owner, its place there) for each item, on all threads.
+    template <typename Write> void for_each(const std::vector<int32_t *> &positions, Write write) const;
     template <typename Value>
     void write_as(const Value *values, const std::vector<int32_t *> &positions, const std::vector<void *> &outs) const;
     size_t begin_of(int t) const { return share_begin(indices_.count, t, threads_); }

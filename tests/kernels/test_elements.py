@@ -114,7 +114,7 @@ def test_bad_bitmaps_are_refused_before_anything_is_written(kernels) -> None:
 def partition(kernels, indices: Tensor, values: Tensor, size: int, n: int, seed: int, **options):
     split = kernels.partition_rotated(indices, size, n, seed, **options)
     positions = [torch.empty(count, dtype=torch.int32) for count in split.counts]
-    outs = [torch.empty(count, dtype=values.dtype) for count in split.counts]
+    outs = [torch.empty(count, *values.shape[1:], dtype=values.dtype) for count in split.counts]
     split.write(values, positions, outs)
     return positions, outs
 
@@ -156,6 +156,29 @@ def test_the_native_partition_equals_its_definition(
             expected = partition(reference, indices, values, size, n, seed)
             for mine, theirs in zip([*got[0], *got[1]], [*expected[0], *expected[1]], strict=True):
                 assert_same_bits(mine, theirs)
+
+
+@native
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [0, 1, 3, 16])
+def test_rows_are_dealt_to_owners_as_elements_are(
+    dim: int, dtype: torch.dtype, threads: int, module: ModuleType
+) -> None:
+    indices = random_indices(1000, 0.2)
+    rows = special_values(dtype)[torch.arange(len(indices) * dim).view(len(indices), dim) % 7]
+    by_kernel = partition(cpu, indices, rows, 1000, 7, 5, threads=threads, module=module)
+    by_definition = partition(reference, indices, rows, 1000, 7, 5)
+    for mine, theirs in zip([*by_kernel[0], *by_kernel[1]], [*by_definition[0], *by_definition[1]], strict=True):
+        assert mine.shape == theirs.shape
+        assert_same_bits(mine, theirs)
+    with pytest.raises(ValueError, match=r"outs must be of shape"):
+        split = cpu.partition_rotated(indices, 1000, 1, 5, threads=threads, module=module)
+        split.write(rows, [torch.empty(len(indices)).int()], [torch.empty(len(indices), dim + 1, dtype=dtype)])
+    apart = torch.empty(len(indices), dim + 1, dtype=dtype)[:, :dim]
+    if dim > 0:
+        with pytest.raises(TypeError, match="values must be contiguous"):
+            split.write(apart, [torch.empty(len(indices)).int()], [rows.clone()])
 
 
 @native

@@ -151,11 +151,11 @@ class RotatedPartition(Protocol):
     counts: list[int]  # elements of each owner
 
     def write(self, values: Tensor, positions: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-        """Splits the elements: per owner their local positions, (count,) int32 ascending, and values, (count,).
+        """Splits the elements: per owner their local positions, (count,) int32 ascending, and their values.
 
         Args:
-            values: (nnz,) floating, one for each index.
-            positions, outs: one for each owner; `outs` in the dtype of `values`.
+            values: (nnz,), or (nnz, dim) contiguous where rows are dealt to owners; floating.
+            positions, outs: one for each owner; `outs` (count,) or (count, dim) in the dtype of `values`.
         """
 
 

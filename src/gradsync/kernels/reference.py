@@ -277,7 +277,7 @@ class RotatedPartition:
     @torch.no_grad()
     def write(self, values: Tensor, positions: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
         check_floating("values", values)
-        check_shape("values", values, len(self._order))
+        check_shape("values", values, len(self._order), *values.shape[1:2])
         if not len(positions) == len(outs) == len(self.counts):
             raise ValueError(
                 "one array of positions and one of values per owner are needed, "
@@ -287,7 +287,7 @@ class RotatedPartition:
             check_positions(position)
             check_shape("positions", position, count)
             check_floating("outs", out, values.dtype)
-            check_shape("outs", out, count)
+            check_shape("outs", out, count, *values.shape[1:2])
         by_owner = zip(positions, outs, self._order.split(self.counts), strict=True)
         for position, out, items in by_owner:
             position.copy_(self._positions[items])
