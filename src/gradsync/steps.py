@@ -6,7 +6,8 @@ contract read the same list. Bytes are payload bytes handed to the transport, wi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -20,6 +21,7 @@ class Pattern(StrEnum):
     ALL_GATHER = "all_gather"  # member i's part reaches every other member
     ALL_TO_ALL = "all_to_all"  # every other member sends part j to member j
     BROADCAST = "broadcast"  # the part of member 0 reaches every other member
+    MESSAGES = "messages"  # whichever there are between any two
 
 
 @dataclass(frozen=True)
@@ -37,12 +39,20 @@ class Transfer:
 
     - `ALL_REDUCE`: the size of the whole buffer, the same for every member;
     - `ALL_GATHER`: what each member contributes; `BROADCAST`: entry 0 is the buffer;
-    - `ALL_TO_ALL`: what each member receives from each of the others.
+    - `ALL_TO_ALL`: what each member receives from each of the others;
+    - `MESSAGES`: what each member sends in all; `messages` says to whom.
     """
 
     stage: str
     pattern: Pattern
     part_bytes: tuple[float, ...]
+    messages: tuple[tuple[int, int, float], ...] = ()  # (source, destination, bytes)
+
+    @classmethod
+    def of_messages(cls, stage: str, size: int, messages: Sequence[tuple[int, int, float]]) -> Transfer:
+        """Single messages that are in flight together among `size` members."""
+        sent = [sum(nbytes for source, _, nbytes in messages if source == member) for member in range(size)]
+        return cls(stage, Pattern.MESSAGES, tuple(sent), tuple(messages))
 
     @property
     def size(self) -> int:
@@ -59,6 +69,9 @@ class Transfer:
     @property
     def rounds(self) -> int:
         """Messages that follow one another on a member's link: the factor of the latency."""
+        if self.pattern is Pattern.MESSAGES:
+            ends = [place for message in self.messages for place in (("from", message[0]), ("to", message[1]))]
+            return max(Counter(ends).values(), default=0)
         rings = self.pattern is Pattern.ALL_REDUCE and not self.direct
         return (2 if rings else 1) * (self.size - 1)
 
@@ -77,6 +90,8 @@ class Transfer:
             case Pattern.BROADCAST:
                 if member == 0:
                     yield from ((peer, self.part_bytes[0]) for peer in range(1, n))
+            case Pattern.MESSAGES:
+                yield from ((to, nbytes) for source, to, nbytes in self.messages if source == member)
 
     def sent_bytes(self, member: int) -> float:
         return sum(nbytes for _, nbytes in self.peers(member))
@@ -92,6 +107,8 @@ class Transfer:
                 return (n - 1) * self.part_bytes[member]
             case Pattern.BROADCAST:
                 return 0.0 if member == 0 else self.part_bytes[0]
+            case Pattern.MESSAGES:
+                return sum(nbytes for _, to, nbytes in self.messages if to == member)
 
     @property
     def total_bytes(self) -> float:
@@ -101,6 +118,12 @@ class Transfer:
     @property
     def busiest_bytes(self) -> float:
         """Bytes on the busiest link direction, if every member has a link of its own."""
+        if self.pattern is Pattern.MESSAGES:  # many, perhaps: one look at each
+            links: dict[tuple[str, int], float] = {}
+            for source, to, nbytes in self.messages:
+                links["from", source] = links.get(("from", source), 0.0) + nbytes
+                links["to", to] = links.get(("to", to), 0.0) + nbytes
+            return max(links.values(), default=0.0)
         members = range(self.size)
         return max(max(self.sent_bytes(m), self.received_bytes(m)) for m in members)
 

@@ -108,6 +108,45 @@ def test_messages_of_unknown_length_arrive_whole_whichever_way_they_go(
             assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
+def swaps(group: Group, lengths: list[int], bound: int) -> list[torch.Tensor]:
+    """In flight together: a turn of a ring, pairs of which the last rank is left out, and rank 0 to all others."""
+    rank, size = group.rank, group.size
+    ways = [
+        [(r, (r + 1) % size) for r in range(size)],
+        [(r, r ^ 1) for r in range(size - size % 2)],
+        [(0, other) for other in range(1, size)],
+        [],
+    ]
+    under_way = []
+    for turn, messages in enumerate(ways):
+        bodies = {to: lengths[(rank + turn) % len(lengths)] for source, to in messages if source == rank}
+        outgoing = {to: numbers(LENGTH_BYTES + body, rank + turn, torch.uint8) for to, body in bodies.items()}
+        origins = [source for source, to in messages if to == rank]
+        under_way.append(group.swap(outgoing, origins, LENGTH_BYTES + bound))
+    arrived = [pending.wait(20) for pending in under_way]
+    return [part.clone() for messages in arrived for _, part in sorted(messages.items())]
+
+
+def swaps_on_gloo(lengths: list[int], bound: int, bytes_per_s: float | None) -> list[torch.Tensor]:
+    """Without a rate by torch's own all-to-all, as on other backends."""
+    group = TorchGroup(timeout_s=20) if bytes_per_s is None else GlooGroup(timeout_s=20, bytes_per_s=bytes_per_s)
+    found = swaps(group, lengths, bound)
+    group.close()
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("bytes_per_s", [SLOW, FAST, None], ids=["slow", "fast", "by torch"])
+def test_messages_between_some_members_arrive_whole(world: World, size: int, bytes_per_s: float | None) -> None:
+    ranks = world(size)
+    for lengths, bound in [(BODIES, max(BODIES)), ([0, 5], 5), ([CHUNK_BYTES], 3 * CHUNK_BYTES)]:
+        got = ranks.run(swaps_on_gloo, lengths, bound, bytes_per_s)
+        expected = run_local(size, lambda group, a=lengths, b=bound: swaps(group, a, b))  # type: ignore[misc]
+        for mine, theirs in zip(got, expected, strict=True):
+            assert len(mine) == len(theirs)
+            assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
 def receives_larger_than_messages(late: int) -> list[list[int]]:
     """By both of gloo's ways; rank `late` comes when the others' messages wait already."""
     rank, size = dist.get_rank(), dist.get_world_size()

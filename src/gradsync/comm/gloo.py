@@ -9,14 +9,14 @@ only cost. All members choose alike: by sizes that all of them know, and by a la
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..steps import DIRECT_BYTES, Pattern, Transfer
-from .group import Pending, TorchGroup, cut_to_lengths, split, with_lengths
+from .group import Pending, TorchGroup, cut_messages, cut_to_lengths, split, swapped, with_lengths
 from .rounds import Rounds
 
 FAST_BYTES_PER_S = 250e6  # from here on the latency of rounds costs more than their order saves
@@ -86,6 +86,14 @@ class GlooGroup(TorchGroup):
         incoming = split(own.new_empty(sum(room)), room)
         work = self._rounds.exchange(outgoing, incoming, together=self._fast, bounded=True)
         return self._pending(work, lambda: cut_to_lengths(incoming, rank, own))
+
+    def swap(self, outgoing: Mapping[int, Tensor], origins: Collection[int], bound: int) -> Pending[dict[int, Tensor]]:
+        messages = swapped(outgoing, bound)
+        nothing = torch.empty(0, dtype=torch.uint8)
+        sent = [messages.get(peer, nothing) for peer in range(self.size)]
+        incoming = [torch.empty(bound if peer in origins else 0, dtype=torch.uint8) for peer in range(self.size)]
+        work = self._rounds.exchange(sent, incoming, together=self._fast, bounded=True)
+        return self._pending(work, lambda: cut_messages(incoming, origins))
 
     @property
     def _fast(self) -> bool:

@@ -12,7 +12,7 @@ import logging
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
@@ -101,6 +101,18 @@ class Group(ABC):
         """
 
     @abstractmethod
+    def swap(self, outgoing: Mapping[int, Tensor], origins: Collection[int], bound: int) -> Pending[dict[int, Tensor]]:
+        """Hands `outgoing[j]` to member j, returns what each of the members `origins` sent here: bytes between some of
+        the members, who all call it, also those without a message.
+
+        `bound`: bytes that a message has at most, the same number on all members. For its first bytes and for what is
+        returned see `exchange`.
+
+        Raises:
+            ValueError: for a message that is longer; nothing was sent then.
+        """
+
+    @abstractmethod
     def broadcast(self, buffer: Tensor) -> Pending[Tensor]:
         """Member 0's buffer, in place on all others."""
 
@@ -169,6 +181,18 @@ class TorchGroup(Group):
         for room, message in zip(split(buffer, sent), outgoing, strict=True):
             room[: len(message)].copy_(message[: len(room)])  # its own has no room, and is not sent
         return self._exchange_at_once(buffer, sent, messages[self.rank], bounds[self.rank])
+
+    def swap(self, outgoing: Mapping[int, Tensor], origins: Collection[int], bound: int) -> Pending[dict[int, Tensor]]:
+        messages = swapped(outgoing, bound)
+        sent = [bound if peer in messages else 0 for peer in range(self.size)]
+        received = [bound if peer in origins else 0 for peer in range(self.size)]
+        device = torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else torch.device("cpu")
+        buffer = torch.empty(sum(sent), dtype=torch.uint8, device=device)
+        rooms = split(buffer, sent)
+        for peer, message in messages.items():
+            rooms[peer][: len(message)].copy_(message)
+        arrived = self._all_to_all(buffer, sent, received)
+        return Pending(lambda timeout_s: cut_messages(arrived.wait(timeout_s), origins))
 
     def _exchange_at_once(self, buffer: Tensor, sent: Sequence[int], own: Tensor, bound: int) -> Pending[list[Tensor]]:
         """All messages in one all-to-all; `buffer` holds those for the others, perhaps padded."""
@@ -313,13 +337,14 @@ def split(buffer: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     return list(torch.split(buffer, list(sizes)))
 
 
-def with_lengths(messages: Sequence[Tensor], bounds: Sequence[int]) -> list[Tensor]:
-    """The messages of an `exchange`, each with its length written into its first bytes.
+def with_lengths(messages: Sequence[Tensor], bounds: Sequence[int], peers: Iterable[int] | None = None) -> list[Tensor]:
+    """The messages to `peers` (by default all members, in order), each with its length written into its first bytes.
 
     Raises:
         ValueError: for a message that has no room for it, or is longer than its bound.
     """
-    for peer, (message, bound) in enumerate(zip(messages, bounds, strict=True)):
+    to = range(len(messages)) if peers is None else peers
+    for peer, message, bound in zip(to, messages, bounds, strict=True):
         if not LENGTH_BYTES <= len(message) <= bound:
             raise ValueError(
                 f"the message to member {peer} has {len(message)} bytes; expected {LENGTH_BYTES} (for its length) to "
@@ -338,6 +363,17 @@ def length_of(message: Tensor) -> int:
 def cut_to_lengths(arrived: Sequence[Tensor], rank: int, own: Tensor) -> list[Tensor]:
     """The messages of an `exchange` in what arrived, which has room for longer ones; `own` for member `rank`."""
     return [own if peer == rank else part[: length_of(part)] for peer, part in enumerate(arrived)]
+
+
+def swapped(outgoing: Mapping[int, Tensor], bound: int) -> dict[int, Tensor]:
+    """The messages of a `swap`, with their lengths."""
+    messages = with_lengths(list(outgoing.values()), [bound] * len(outgoing), outgoing)
+    return dict(zip(outgoing, messages, strict=True))
+
+
+def cut_messages(arrived: Sequence[Tensor], origins: Collection[int]) -> dict[int, Tensor]:
+    """The messages of a `swap` in what arrived, by member, which has room for longer ones."""
+    return {peer: arrived[peer][: length_of(arrived[peer])] for peer in origins}
 
 
 def _all_gather_single(output: Tensor, buffer: Tensor, group: dist.ProcessGroup) -> Any:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
 
-from .group import Group, GroupError, Pending, split, with_lengths
+from .group import Group, GroupError, Pending, split, swapped, with_lengths
 
 T = TypeVar("T")
 
@@ -99,6 +99,19 @@ class LocalGroup(Group):
             return [messages[peer] if peer == self.rank else part for peer, part in enumerate(arrived)]
 
         return self._operation("exchange", (list(bounds), outgoing), taken)
+
+    def swap(self, outgoing: Mapping[int, Tensor], origins: Collection[int], bound: int) -> Pending[dict[int, Tensor]]:
+        messages = {peer: message.clone() for peer, message in swapped(outgoing, bound).items()}
+
+        def taken(brought: list[Any]) -> dict[int, Tensor]:
+            if any(theirs != bound for theirs, _ in brought):
+                raise GroupError(f"swap expected the bound {bound}, got {[theirs for theirs, _ in brought]}")
+            arrived = {peer: sent[self.rank] for peer, (_, sent) in enumerate(brought) if self.rank in sent}
+            if set(arrived) != set(origins):
+                raise GroupError(f"swap expected messages of {sorted(origins)}, got those of {sorted(arrived)}")
+            return arrived
+
+        return self._operation("swap", (bound, messages), taken)
 
     def broadcast(self, buffer: Tensor) -> Pending[Tensor]:
         return self._operation("broadcast", buffer.clone(), lambda brought: buffer.copy_(brought[0]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 class Entry:
     """One operation of one rank; for `all_reduce`, where the transport chooses, the bytes are those of `Transfer`.
 
-    For `exchange` they are those of the messages handed over; backends other than gloo pad each to its bound.
+    For `exchange` and `swap` they are those of the messages handed over; backends other than gloo pad each to a bound.
     """
 
     pattern: Pattern
@@ -72,6 +72,10 @@ class RecordingGroup(Group):
     def exchange(self, messages: Sequence[Tensor], bounds: Sequence[int]) -> Pending[list[Tensor]]:
         sent_bytes = sum(len(message) for peer, message in enumerate(messages) if peer != self.rank)
         return self._written(Pattern.ALL_TO_ALL, sent_bytes, self.inner.exchange(messages, bounds))
+
+    def swap(self, outgoing: Mapping[int, Tensor], origins: Collection[int], bound: int) -> Pending[dict[int, Tensor]]:
+        sent_bytes = sum(len(message) for message in outgoing.values())
+        return self._written(Pattern.MESSAGES, sent_bytes, self.inner.swap(outgoing, origins, bound))
 
     def broadcast(self, buffer: Tensor) -> Pending[Tensor]:
         sent_bytes = (self.size - 1) * buffer.numel() * buffer.element_size() if self.rank == 0 else 0
