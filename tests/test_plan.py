@@ -263,9 +263,9 @@ def test_the_default_order_gives_each_bucket_its_stages_and_first_stages_first(s
     specs = {f"p{i}": TensorSpec((4, 2), torch.float32) for i in range(len(schemes))}
     plan = Plan.make(specs, 2, [([name], scheme) for name, scheme in zip(specs, schemes, strict=True)])
     plan.check(specs, 2)
-    order = default_order(plan.buckets)
+    order = default_order(plan.buckets, 2)
     assert tuple(order) == plan.order
-    stages = {b.id: b.make_scheme().stages for b in plan.buckets}
+    stages = {b.id: b.make_scheme().stages(2) for b in plan.buckets}
     levels = [stages[i].index(stage) for i, stage in order]
     assert levels == sorted(levels)
 

@@ -19,6 +19,7 @@ from .bucket import TensorSpec
 SAMPLES = 8192  # rows and elements looked at in a dense gradient; a density of 1 % is told to within a tenth of it
 FEWEST_SAMPLED = 1 << 16  # elements; what is smaller gains nothing from being sparse
 FEWEST_HITS = 20  # of a sample, from which the overlap of ranks is told
+PARTITIONS = 1024  # into which skew is resolved
 MOST_FOUND = 0.5  # density up to which a dense gradient may be worth a sparse exchange
 
 
@@ -36,6 +37,9 @@ class DensityProfile:
     densification: Mapping[int, float] = field(default_factory=dict)
     pattern: str = ""  # tables of equal pattern have the same rows on every rank; empty: nothing is known
     most_rows: float = 0.0  # that any rank touches; 0: not known
+    shares: tuple[float, ...] = ()  # of even contiguous partitions in the rows of one rank; none: taken as even
+    union_shares: tuple[float, ...] = ()  # the same in the union over all ranks, which has less skew
+    blocks: Mapping[int, DensityProfile] = field(default_factory=dict)  # of a flat tensor seen in blocks of so many
 
     @property
     def density(self) -> float:
@@ -46,6 +50,31 @@ class DensityProfile:
         """Whether nothing that is known contradicts that two tables have the same rows."""
         unknown = not (self.pattern and other.pattern)
         return self.rows == other.rows and (unknown or self.pattern == other.pattern or self.rows == 0)
+
+    def share(self, start: int, stop: int, ranks: int) -> float:
+        """Share of the rows in [start, stop) in what `ranks` ranks touch together: that of one rank, or of all.
+
+        In between the geometric mean of the two, weighted as the logarithm of the number of ranks.
+        """
+        everything = max(self.num_rows, 1)
+        begin, end = start / everything, stop / everything
+        one, everybody = _share(self.shares, begin, end), _share(self.union_shares, begin, end)
+        most = max(self.densification, default=1)
+        weight = min(math.log(ranks) / math.log(most), 1.0) if ranks > 1 and most > 1 else 0.0
+        return float(one ** (1 - weight) * everybody**weight)
+
+    def in_blocks(self, length: int) -> DensityProfile:
+        """The profile of a flat tensor in blocks of so many elements; where not measured, of elements strewn evenly."""
+        if length == 1 or length in self.blocks:
+            return self.blocks.get(length, self)
+        blocks = -(-self.num_rows // length)
+
+        def touched(rows: float) -> float:
+            return float(blocks * (1 - (1 - rows / self.num_rows) ** length)) if self.num_rows else 0.0
+
+        rows = touched(self.rows)
+        growth = {k: touched(self.union_rows(k)) / rows for k in self.densification} if rows else {}
+        return DensityProfile(blocks, rows, growth, shares=self.shares, union_shares=self.union_shares)
 
     def union_rows(self, ranks: int) -> float:
         """Rows of the sum over `ranks` ranks: as measured, else interpolated as a power of the number of ranks.
@@ -82,6 +111,25 @@ class ParameterProfile:
         return not self.sparse and any(d is not None and d.density <= MOST_FOUND for d in (self.density, self.elements))
 
 
+def _share(shares: Sequence[float], start: float, stop: float) -> float:
+    """Of the part [start, stop) of everything, both in [0, 1]; partitions are taken as even within."""
+    low, high = min(start, 1.0), min(stop, 1.0)
+    if not shares:
+        return high - low
+    overlaps = (min(high * len(shares), i + 1) - max(low * len(shares), i) for i in range(len(shares)))
+    return sum(share * max(overlap, 0.0) for share, overlap in zip(shares, overlaps, strict=True))
+
+
+def partition_shares(rows: Tensor, num_rows: int) -> tuple[float, ...]:
+    """Which share of sorted distinct rows lies in each of up to `PARTITIONS` even contiguous partitions."""
+    partitions = min(PARTITIONS, num_rows)
+    rows = rows[(rows >= 0) & (rows < num_rows)]  # a scheme will refuse the others
+    if not len(rows):
+        return ()
+    counts = torch.bincount(rows * partitions // num_rows, minlength=partitions)
+    return tuple((counts.double() / len(rows)).tolist())
+
+
 def profile_rows(index_lists: Sequence[Tensor], num_rows: int) -> DensityProfile:
     """The exact profile of one step, from the row indices (repeats allowed) that each rank touches."""
     unique = [torch.unique(indices) for indices in index_lists]
@@ -90,7 +138,26 @@ def profile_rows(index_lists: Sequence[Tensor], num_rows: int) -> DensityProfile
     for k in sorted({2**j for j in range(1, 32) if 2**j <= len(unique)} | {len(unique)}):
         if k > 1 and rows > 0:
             densification[k] = torch.unique(torch.cat(unique[:k])).numel() / rows
-    return DensityProfile(num_rows, rows, densification, most_rows=float(max((u.numel() for u in unique), default=0)))
+    everything = torch.cat(unique) if unique else torch.empty(0, dtype=torch.int64)
+    return DensityProfile(
+        num_rows,
+        rows,
+        densification,
+        most_rows=float(max((u.numel() for u in unique), default=0)),
+        shares=partition_shares(everything, num_rows),
+        union_shares=partition_shares(torch.unique(everything), num_rows),
+    )
+
+
+def profile_elements(tensors: Sequence[Tensor], blocks: Sequence[int] = ()) -> DensityProfile:
+    """The exact profile of one step of flat tensors, one of each rank, and of them in blocks of these lengths."""
+    found = [kernels.nonzero_elements(tensor) for tensor in tensors]
+    indices = [torch.empty(each.count, dtype=torch.int64) for each in found]
+    for each, where, tensor in zip(found, indices, tensors, strict=True):
+        each.write(where, tensor.new_empty(each.count))
+    numel = tensors[0].numel()
+    by_block = {n: profile_rows([torch.unique(where // n) for where in indices], -(-numel // n)) for n in blocks}
+    return replace(profile_rows(indices, numel), blocks=by_block)
 
 
 def profile_tables(tables: Sequence[tuple[int, Sequence[Tensor]]]) -> tuple[DensityProfile, ...]:

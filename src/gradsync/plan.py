@@ -83,7 +83,7 @@ class Plan(BaseModel):
         for number, (parts, scheme) in enumerate(buckets):
             segments = tuple((p, 0, specs[p].numel) if isinstance(p, str) else p for p in parts)
             plans.append(BucketPlan(id=str(number), segments=segments, scheme=to_expression(scheme)))
-        turns = order if order is not None else default_order(plans)
+        turns = order if order is not None else default_order(plans, world)
         return cls(world=world, model=model_digest(specs), order=tuple(turns), buckets=tuple(plans))
 
     @property
@@ -132,7 +132,7 @@ class Plan(BaseModel):
                 raise ValueError(f"the order names bucket {bucket_id!r}, which the plan does not have")
             turns[bucket_id].append(stage)
         for bucket in self.buckets:
-            expected = list(bucket.make_scheme().stages)
+            expected = list(bucket.make_scheme().stages(self.world))
             if turns[bucket.id] != expected:
                 raise ValueError(f"the order gives bucket {bucket.id!r} the stages {turns[bucket.id]}, not {expected}")
 
@@ -178,9 +178,9 @@ class Plan(BaseModel):
         Path(path).write_text(self.to_json(), encoding="utf-8")
 
 
-def default_order(buckets: Sequence[BucketPlan]) -> list[tuple[str, str]]:
+def default_order(buckets: Sequence[BucketPlan], world_size: int) -> list[tuple[str, str]]:
     """All first stages in bucket order, then all second stages, and so on."""
-    stages = [(bucket.id, bucket.make_scheme().stages) for bucket in buckets]
+    stages = [(bucket.id, bucket.make_scheme().stages(world_size)) for bucket in buckets]
     depth = max((len(names) for _, names in stages), default=0)
     return [(i, names[level]) for level in range(depth) for i, names in stages if level < len(names)]
 

@@ -36,8 +36,7 @@ class Coarse(Scheme[Tensor]):
     layout: ClassVar[Layout] = Layout.FLAT
     exact: ClassVar[bool] = False
 
-    @property
-    def stages(self) -> tuple[str, ...]:
+    def stages(self, size: int) -> tuple[str, ...]:
         return ("all_reduce",)
 
     def init(self, bucket: Bucket, group: Group) -> State:
@@ -126,8 +125,7 @@ class Breaking(Scheme[Tensor]):
 
     layout: ClassVar[Layout] = Layout.FLAT
 
-    @property
-    def stages(self) -> tuple[str, ...]:
+    def stages(self, size: int) -> tuple[str, ...]:
         return ("all_reduce",)
 
     async def synchronize(self, x: Tensor, state: State, group: Group, scale: float) -> tuple[Tensor, State]:

@@ -15,9 +15,9 @@ from gradsync.bucket import Layout, TensorSpec
 from gradsync.comm import Ledger, LocalGroup, RecordingGroup, drive, run_local
 from gradsync.density import DensityProfile, ParameterProfile, profile_rows
 from gradsync.plan import Plan
-from gradsync.planner import default_plan, default_plans, with_capacity
+from gradsync.planner import default_plan, default_plans
 from gradsync.planner.default import SPARSE_SCHEMES, cheapest_sparse_scheme
-from gradsync.schemes import AGSparse, AllReduce, BalancedElements, BalancedParallelism, Scheme
+from gradsync.schemes import AGSparse, AllReduce, BalancedElements, BalancedParallelism, Scheme, with_capacity
 from gradsync.sparse import SparseRows
 
 MIB = 1 << 20
@@ -97,7 +97,7 @@ def test_tables_ready_before_dense_parameters_are_exchanged_at_once() -> None:
     plan, between, at_the_end = default_plans(parameters, 4)
     assert names(plan) == [["scores"], ["lstm"], ["words"]]
     turns = [(plan.buckets[int(bucket)].names[0], stage) for bucket, stage in plan.order]
-    stages = plan.buckets[0].make_scheme().stages
+    stages = plan.buckets[0].make_scheme().stages(4)
     assert turns == [*(("scores", s) for s in stages), ("lstm", "all_reduce"), *(("words", s) for s in stages)]
     assert names(at_the_end) == [["lstm"], ["scores", "words"]]
     assert between.buckets == plan.buckets

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,12 +12,27 @@ from torch import Tensor, nn
 
 from gradsync.bucket import Layout, TensorSpec
 from gradsync.comm import Ledger, LocalGroup, RecordingGroup, drive, run_local
-from gradsync.density import DensityProfile, profile_rows, profile_tables
-from gradsync.planner import with_capacity
-from gradsync.schemes import AGSparse, AllReduce, BalancedElements, BalancedParallelism, Scheme
+from gradsync.density import DensityProfile, profile_elements, profile_tables
+from gradsync.schemes import (
+    BLOCKS_OF_256,
+    POINTS,
+    Aggregation,
+    AGSparse,
+    AllReduce,
+    BalancedElements,
+    BalancedParallelism,
+    Communication,
+    ElementPoint,
+    Partition,
+    Point,
+    RowPoint,
+    Scheme,
+    with_capacity,
+)
 from gradsync.sparse import SparseRows
 
 Tables = tuple[SparseRows, ...]
+SIZES = (1, 2, 3, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -27,6 +43,8 @@ class Member:
     `dealt`: elements go to owners by a seeded map, whose shares are equal only on average.
     `instead`: the stages of its other way, if it takes one where the data is not sparse.
     `plan` makes the scheme for what the ranks bring, where its settings depend on that; `title` tells such rows apart.
+    `sizes` and `only`: the numbers of ranks and the cases it meets; None: all there are.
+    `spread`: share by which bytes may differ from the predicted ones, where they depend on more than mean densities.
     """
 
     scheme: Scheme[Any]
@@ -36,6 +54,13 @@ class Member:
     instead: tuple[str, ...] = ()
     title: str = ""
     plan: Callable[[Sequence[Tables]], Scheme[Any]] | None = None
+    sizes: tuple[int, ...] = SIZES
+    only: tuple[str, ...] | None = None
+    spread: float = 0.0
+
+    @property
+    def cases(self) -> Sequence[str]:
+        return self.only if self.only is not None else CASES[self.scheme.layout]
 
     @property
     def name(self) -> str:
@@ -49,7 +74,7 @@ class Member:
 def profiles_of(inputs: Sequence[Any]) -> tuple[DensityProfile, ...]:
     """The exact profile of the ranks' tables, or of the elements of their flat tensors."""
     if isinstance(inputs[0], torch.Tensor):
-        return (profile_rows([x.nonzero().flatten() for x in inputs], inputs[0].numel()),)
+        return (profile_elements(inputs, blocks=[256]),)
     return profile_tables([(c[0].num_rows, [t.indices for t in c]) for c in zip(*inputs, strict=True)])
 
 
@@ -87,6 +112,40 @@ MEMBERS = [
     *(Member(s, lambda n: 2, sections=2, title="without room", plan=without_room(s)) for s in ROW_SCHEMES),
     Member(BalancedElements(), roundings=lambda n: n + 1, sections=4, dealt=True, instead=("sizes", "all_reduce")),
 ]
+POINT_CASES = {
+    Layout.ROWS: (
+        "uniform",
+        "skewed",
+        "repeated and unsorted",
+        "every other rank without rows",
+        "rank 1 absent",
+        "four tables",
+        "table without rows",
+        "aligned",
+    ),
+    Layout.FLAT: ("no elements", "prime", "zeros of both signs", "a dense region", "few non-zeros"),
+}
+
+
+CHAIN = str(Point(Communication.RING, Aggregation.INCREMENTAL, Partition.CENTRALIZATION))
+
+
+def point_member(scheme: Any, title: str) -> Member:
+    """A point of the design space: all of them do the same to a piece, so that fewer cases tell."""
+    return Member(
+        scheme,
+        roundings=lambda n: 2,
+        sections=2,
+        title=title,
+        sizes=(1, 2, 3, 7),
+        only=POINT_CASES[scheme.layout],
+        spread=0.35 if title == CHAIN else 0.25,  # of a chain it matters which ranks bring nothing
+    )
+
+
+POINT_MEMBERS = [point_member(kind.at(p), str(p)) for kind in (RowPoint, ElementPoint) for p in POINTS]
+POINT_MEMBERS.append(point_member(BLOCKS_OF_256, "blocks of 256"))
+ALL_MEMBERS = [*MEMBERS, *POINT_MEMBERS]
 ROW_MEMBERS = [member for member in MEMBERS if member.scheme.layout is Layout.ROWS]
 FLOAT32_ADDITIONS = 256  # more than any case adds up for one element
 
@@ -255,6 +314,12 @@ class Counted:
 def run(member: Member, inputs: Sequence[Any], scale: float, states: Sequence[Any] | None = None) -> Outcome:
     """What the member's scheme makes of the inputs, one for each rank."""
     return run_scheme(member.planned(inputs), inputs, scale, states)
+
+
+@cache
+def mean_of(member: Member, case: str, size: int, dtype: torch.dtype) -> Outcome:
+    """What the member makes of a case, run once for all tests that look at it."""
+    return run(member, make_inputs(member.scheme, case, size, dtype), 1 / size)
 
 
 def run_scheme(

@@ -20,9 +20,11 @@ from gradsync.schemes.formats import ALIGNMENT_BYTES
 from gradsync.sparse import SparseRows
 from gradsync.steps import transfers
 from tests.schemes.family import (
+    ALL_MEMBERS,
     CASES,
     MEMBERS,
     ROW_MEMBERS,
+    SIZES,
     Member,
     Outcome,
     Tables,
@@ -30,35 +32,50 @@ from tests.schemes.family import (
     bits,
     copy_of,
     make_inputs,
+    mean_of,
     profiles_of,
     run,
     specs_of,
 )
 
-SIZES = [1, 2, 3, 4, 8]
 REPEAT = "repeat"  # a round beyond the planned stages, where some rank's rows did not fit
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 name_of = lambda member: member.name  # noqa: E731
 BALANCED = [member for member in MEMBERS if member.scheme.name == BalancedParallelism.name]
-every_member = pytest.mark.parametrize("member", MEMBERS, ids=name_of)
+every_member = pytest.mark.parametrize("member", ALL_MEMBERS, ids=name_of)
 every_row_member = pytest.mark.parametrize("member", ROW_MEMBERS, ids=name_of)
-every_case = pytest.mark.parametrize(
-    ("member", "case"),
-    [pytest.param(m, case, id=f"{name_of(m)}-{case}") for m in MEMBERS for case in CASES[m.scheme.layout]],
-)
 every_row_case = pytest.mark.parametrize(
     ("member", "case"),
-    [pytest.param(m, case, id=f"{name_of(m)}-{case}") for m in ROW_MEMBERS for case in CASES[Layout.ROWS]],
+    [
+        pytest.param(m, case, id=f"{name_of(m)}-{case}")
+        for m in ALL_MEMBERS
+        if m.scheme.layout is Layout.ROWS
+        for case in m.cases
+    ],
 )
 every_size = pytest.mark.parametrize("size", SIZES)
+
+
+def runs(members: list[Member], *, sizes: tuple[int, ...] | None = None, dtypes: bool = False) -> Any:
+    """(member, case, size), and with `dtypes` dtype, for all that these members meet."""
+    names = ["member", "case", "size", "dtype"][: 4 if dtypes else 3]
+    rows = [
+        (m, case, size, dtype)[: len(names)]
+        for m in members
+        for case in m.cases
+        for size in sizes or m.sizes
+        for dtype in (DTYPES if size == 3 and dtypes else DTYPES[:1])  # what types change, any number of ranks shows
+    ]
+    return pytest.mark.parametrize(names, [pytest.param(*row, id=_title(*row)) for row in rows])
+
+
+def _title(member: Member, *others: object) -> str:
+    return "-".join([member.name, *(str(other).removeprefix("torch.") for other in others)])
+
+
 every_size_and_dtype = pytest.mark.parametrize(
-    ("size", "dtype"),
-    [
-        pytest.param(size, dtype, id=f"{size}-{str(dtype).removeprefix('torch.')}")
-        for size in SIZES
-        for dtype in (DTYPES if size == 3 else DTYPES[:1])  # what types change, any number of ranks shows
-    ],
+    ("size", "dtype"), [(size, dtype) for size in SIZES for dtype in (DTYPES if size == 3 else DTYPES[:1])]
 )
 
 
@@ -74,6 +91,8 @@ def slack_bytes(member: Member, inputs: list[Any]) -> float:
     are dealt to owners 1/size stay where they are, within four standard deviations; the others send value and position.
     """
     size, specs = len(inputs), specs_of(inputs[0])
+    if member.spread > 0:
+        return member.spread * sum(t.total_bytes for t in predicted(member, inputs))
     padding = ALIGNMENT_BYTES * member.sections * len(specs) * size * (size - 1)
     if not member.dealt:
         return padding
@@ -83,50 +102,44 @@ def slack_bytes(member: Member, inputs: list[Any]) -> float:
 
 def test_every_registered_scheme_is_a_row_of_the_table() -> None:
     builtin = {name for name, scheme in registered().items() if scheme.__module__.startswith("gradsync.")}
-    assert {member.scheme.name for member in MEMBERS} == builtin
+    assert {member.scheme.name for member in ALL_MEMBERS} == builtin
 
 
-@every_size_and_dtype
-@every_case
+@runs(ALL_MEMBERS, dtypes=True)
 def test_every_rank_gets_the_same_bits_of_the_scaled_sum(
     member: Member, case: str, size: int, dtype: torch.dtype
 ) -> None:
     inputs = make_inputs(member.scheme, case, size, dtype)
-    outcome = run(member, inputs, 1 / size)
+    outcome = mean_of(member, case, size, dtype)
     assert_is_scaled_sum(member, outcome.results, inputs, 1 / size)
     assert all(bits(result) == bits(outcome.results[0]) for result in outcome.results)
     assert all(specs_of(result) == specs_of(inputs[0]) for result in outcome.results)
 
 
-@every_size
-@every_case
+@runs(ALL_MEMBERS)
 def test_runs_repeat_to_the_bit(member: Member, case: str, size: int) -> None:
-    inputs = make_inputs(member.scheme, case, size, torch.float32)
-    first, second = (run(member, inputs, 1 / size) for _ in range(2))
-    assert [bits(x) for x in first.results] == [bits(x) for x in second.results]
+    again = run(member, make_inputs(member.scheme, case, size, torch.float32), 1 / size)
+    assert [bits(x) for x in again.results] == [bits(x) for x in mean_of(member, case, size, torch.float32).results]
 
 
-@every_size
-@every_case
+@runs(ALL_MEMBERS)
 def test_scheme_awaits_once_a_stage_and_issues_what_its_steps_say(member: Member, case: str, size: int) -> None:
     inputs = make_inputs(member.scheme, case, size, torch.float32)
-    outcome = run(member, inputs, 1.0)
+    outcome = mean_of(member, case, size, torch.float32)
     expected = predicted(member, inputs)
     assert outcome.awaits == [len(expected)] * size
     stages = [transfer.stage for transfer in expected if transfer.stage != REPEAT]
-    assert tuple(stages) in {member.planned(inputs).stages, member.instead or None}
+    assert tuple(stages) in {member.planned(inputs).stages(size), member.instead or None}
     assert len(stages) == len(expected) or member.title == "without room"
     for ledger in outcome.ledgers:
         assert [entry.pattern for entry in ledger.entries] == [transfer.pattern for transfer in expected]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
-@every_size
-@every_case
+@runs(ALL_MEMBERS, dtypes=True)
 def test_recorded_bytes_are_those_of_the_steps(member: Member, case: str, size: int, dtype: torch.dtype) -> None:
     """To the byte on every rank where the data does not matter; else in total over the ranks, within `slack_bytes`."""
     inputs = make_inputs(member.scheme, case, size, dtype)
-    outcome = run(member, inputs, 1.0)
+    outcome = mean_of(member, case, size, dtype)
     expected = predicted(member, inputs)
     sent = [ledger.sent_bytes for ledger in outcome.ledgers]
     if member.sections == 0 or tuple(transfer.stage for transfer in expected) == member.instead:
@@ -138,14 +151,13 @@ def test_recorded_bytes_are_those_of_the_steps(member: Member, case: str, size: 
 @every_row_member
 def test_recorded_bytes_are_exact_where_nothing_is_padded(member: Member, size: int, dtype: torch.dtype) -> None:
     inputs = make_inputs(member.scheme, "aligned", size, dtype)
-    outcome = run(member, inputs, 1.0)
+    outcome = mean_of(member, "aligned", size, dtype)
     for rank, ledger in enumerate(outcome.ledgers):
         expected = [transfer.sent_bytes(rank) for transfer in predicted(member, inputs)]
         assert [entry.sent_bytes for entry in ledger.entries] == pytest.approx(expected, rel=1e-12)
 
 
-@every_size
-@every_case
+@runs(ALL_MEMBERS, sizes=(3,))
 def test_what_a_step_starts_from_is_left_as_it_was(member: Member, case: str, size: int) -> None:
     inputs = make_inputs(member.scheme, case, size, torch.float32)
     segments = tuple(Segment(f"p{i}", 0, spec.numel) for i, spec in enumerate(specs_of(inputs[0])))
@@ -191,7 +203,7 @@ def test_rows_are_summed_in_float32(member: Member, dtype: torch.dtype, large: f
 @every_row_case
 def test_rows_come_back_sorted_and_unique(member: Member, case: str) -> None:
     inputs = make_inputs(member.scheme, case, 3, torch.float32)
-    for result in run(member, inputs, 1.0).results:
+    for result in mean_of(member, case, 3, torch.float32).results:
         for position, table in enumerate(result):
             union = torch.unique(torch.cat([x[position].indices for x in inputs]))
             assert torch.equal(table.indices, union)
@@ -201,8 +213,7 @@ def test_rows_come_back_sorted_and_unique(member: Member, case: str) -> None:
 @every_row_member
 def test_a_table_is_present_if_any_rank_has_it(member: Member, size: int) -> None:
     def present(case: str) -> list[list[bool]]:
-        inputs = make_inputs(member.scheme, case, size, torch.float32)
-        return [[table.present for table in x] for x in run(member, inputs, 1.0).results]
+        return [[table.present for table in x] for x in mean_of(member, case, size, torch.float32).results]
 
     assert present("absent everywhere") == [[False]] * size
     assert present("no rows anywhere") == [[True]] * size

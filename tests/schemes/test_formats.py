@@ -9,7 +9,15 @@ from hypothesis import given, settings
 
 from gradsync.bucket import TensorSpec
 from gradsync.schemes.capacity import RowCapacity
-from gradsync.schemes.formats import INT32_ROWS, ElementFormat, RowFormat, aligned, index_dtype
+from gradsync.schemes.formats import (
+    INT32_ROWS,
+    SPARSE_FORMATS,
+    IndexFormat,
+    PartFormat,
+    RowFormat,
+    aligned,
+    index_dtype,
+)
 from gradsync.schemes.owners import MOST_SHARED, column_owners, striped
 from gradsync.schemes.tables import ABSENT, SAME_AS, Agreement, RowGroup, Survey, common_groups
 from gradsync.sparse import SparseRows
@@ -64,29 +72,48 @@ def test_sections_start_at_multiples_of_eight_and_expected_sizes_at_the_mean(nby
     assert aligned(nbytes) == expected
 
 
+FORMATS = [(each,) for each in IndexFormat] + [SPARSE_FORMATS, tuple(IndexFormat)]
+
+
+@pytest.mark.parametrize("formats", FORMATS, ids="-".join)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("capacity", [1, 63, 64, 65, 6400])
-def test_elements_travel_as_the_smaller_of_list_and_bitmap(capacity: int, dtype: torch.dtype) -> None:
-    form = ElementFormat(capacity, dtype)
-    for count in {0, 1, capacity // 32 - 1, capacity // 32, capacity // 32 + 1, capacity} & set(range(capacity + 1)):
-        list_nbytes, bitmap_nbytes = aligned(4 * count), -(-capacity // 64) * 8
-        assert form.has_bitmap(count) == (bitmap_nbytes < list_nbytes)
-        assert form.nbytes(count) == min(list_nbytes, bitmap_nbytes) + aligned(count * dtype.itemsize)
-        chosen = torch.randperm(capacity, generator=torch.Generator().manual_seed(count))[:count].sort().values.int()
+@pytest.mark.parametrize(("length", "dim"), [(1, 1), (63, 1), (64, 2), (65, 3), (6400, 1), (0, 1)])
+def test_rows_of_a_part_come_back_in_every_format(
+    length: int, dim: int, dtype: torch.dtype, formats: tuple[IndexFormat, ...]
+) -> None:
+    form = PartFormat(length, dim, dtype, formats)
+    for count in {0, 1, length // 32 - 1, length // 32, length // 32 + 1, length - 1, length} & set(range(length + 1)):
+        chosen = torch.randperm(length, generator=torch.Generator().manual_seed(count))[:count].sort().values.int()
+        values = torch.arange(1, count * dim + 1).view(count, dim).to(dtype)
         message = torch.full((int(form.nbytes(count)),), 255, dtype=torch.uint8)
-        written = form.elements(message, count)
-        written.positions.copy_(chosen)
-        written.values.copy_(torch.arange(count))
-        written.encode()
-        read = form.elements(message.clone(), count)
-        read.decode()
-        assert torch.equal(read.positions, chosen)
-        assert torch.equal(read.values, torch.arange(count).to(dtype))
+        form.part(message, count).put(chosen, values)
+        positions, found = form.part(message.clone(), count).get()
+        dense, expected = torch.zeros(length, dim, dtype=dtype), torch.zeros(length, dim, dtype=dtype)
+        dense[positions.long()], expected[chosen.long()] = found, values
+        assert torch.equal(dense, expected)
+        assert form.choice(count) is IndexFormat.DENSE or torch.equal(positions, chosen)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("length", "dim"), [(64, 1), (6401, 1), (1000, 3)])
+def test_the_smallest_message_is_chosen_and_its_size_is_the_formula(length: int, dim: int, dtype: torch.dtype) -> None:
+    for count in (0, 1, length // 50, length // 31, length // 2, length):
+        nbytes = {
+            IndexFormat.LIST: aligned(4 * count) + aligned(count * dim * dtype.itemsize),
+            IndexFormat.BITMAP: -(-length // 64) * 8 + aligned(count * dim * dtype.itemsize),
+            IndexFormat.DENSE: aligned(length * dim * dtype.itemsize),
+        }
+        for choice, expected in nbytes.items():
+            assert PartFormat(length, dim, dtype, (choice,)).nbytes(count) == expected
+        form = PartFormat(length, dim, dtype, tuple(IndexFormat))
+        assert form.nbytes(count) == min(nbytes.values()) == nbytes[form.choice(count)]
+        assert form.most_nbytes >= form.nbytes(count)
 
 
 def test_positions_become_a_bitmap_above_one_in_thirty_two() -> None:
-    form = ElementFormat(6400, torch.float32)
-    assert [form.has_bitmap(count) for count in (199, 200, 201, 6400)] == [False, False, True, True]
+    form = PartFormat(6400, 1, torch.float32)
+    chosen = [form.choice(count) for count in (199, 200, 201, 6400)]
+    assert chosen == [IndexFormat.LIST] * 2 + [IndexFormat.BITMAP] * 2
     assert [form.nbytes(count) for count in (200, 202)] == [800 + 800, 800 + 808]
     assert form.nbytes(100.25 + 1 / 8) == 2 * (401.5 + 4), "expected sizes include half of the alignment"
 

@@ -24,8 +24,8 @@ from ..attach import Attachment, attach
 from ..density import ParameterProfile
 from ..plan import Plan
 from ..planner import SPARSE_SCHEMES as PLANNED_SCHEMES
-from ..planner import default_plan, with_capacity
-from ..schemes import Scheme
+from ..planner import default_plan
+from ..schemes import Scheme, with_capacity
 
 ONE_BUCKET_MB = 1 << 20  # larger than any model here: DDP then puts everything into one bucket
 

@@ -19,8 +19,7 @@ from ..cluster import Placement
 from ..comm import Ledger, RecordingGroup, TorchGroup, drive, torch_group
 from ..density import DensityProfile, profile_tables
 from ..lab.counters import interface_bytes
-from ..planner import with_capacity
-from ..schemes import AllReduce, Scheme
+from ..schemes import AllReduce, Scheme, with_capacity
 from ..sparse import SparseRows
 from ..steps import Compute, Pattern, Transfer, transfers
 from .methods import SPARSE_SCHEMES

@@ -3,4 +3,3 @@
 from .default import SPARSE_SCHEMES as SPARSE_SCHEMES
 from .default import default_plan as default_plan
 from .default import default_plans as default_plans
-from .default import with_capacity as with_capacity

@@ -5,7 +5,6 @@ Sparse are those of sparse layout, and dense ones that were found to be mostly z
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -15,14 +14,13 @@ from ..bucket import Layout, TensorSpec, cut_by_bytes
 from ..cluster import Placement
 from ..density import DensityProfile, ParameterProfile
 from ..plan import BucketPlan, Plan, default_order
-from ..schemes import AGSparse, AllReduce, BalancedElements, BalancedParallelism, RowCapacity, Scheme
+from ..schemes import AGSparse, AllReduce, BalancedElements, BalancedParallelism, Scheme, with_capacity
 from ..steps import Step, transfers
 
 FIRST_BUCKET_BYTES = 1 << 20  # DDP's first bucket: an early start of communication
 BUCKET_BYTES = 25 << 20  # DDP's default, so that dense models run as they do there
 FEWEST_BUCKET_BYTES = 1 << 20  # the smallest size worth a trial: at 1 Gbit a ring of it takes 13 ms, 5 of them latency
 MOST_OF_DENSE = 0.5  # bytes: a dense gradient found to be sparse must save so much, as it must also be searched
-MARGIN, MARGIN_ROWS = 1.5, 16  # room for rows beyond those measured: batches differ; costs memory, no bytes
 BUCKETS_TO_OVERLAP = 4  # the size between: a guess, of which the trial says whether it was a good one
 
 SPARSE_SCHEMES: tuple[Scheme[Any], ...] = (BalancedParallelism(), AGSparse())
@@ -131,15 +129,16 @@ def _order(plan: Plan, *, dense_between: bool) -> Iterator[tuple[str, str]]:
     for bucket, layout in zip(plan.buckets[:tail], layouts, strict=False):
         dense.append(bucket)
         if layout is Layout.ROWS:
-            yield from default_order(dense)
+            yield from default_order(dense, plan.world)
             dense = []
-    tables = default_order(plan.buckets[tail:])
+    tables = default_order(plan.buckets[tail:], plan.world)
     if not (dense_between and tables and dense):
-        yield from default_order([*dense, *plan.buckets[tail:]])
+        yield from default_order([*dense, *plan.buckets[tail:]], plan.world)
         return
-    last_turns = {(bucket.id, bucket.make_scheme().stages[-1]) for bucket in plan.buckets[tail:]}
+    last_turns = {(bucket.id, bucket.make_scheme().stages(plan.world)[-1]) for bucket in plan.buckets[tail:]}
     place = next(i for i, turn in enumerate(tables) if turn in last_turns)
-    yield from [*default_order(dense[:-1]), *tables[:place], *default_order(dense[-1:]), *tables[place:]]
+    first, last = default_order(dense[:-1], plan.world), default_order(dense[-1:], plan.world)
+    yield from [*first, *tables[:place], *last, *tables[place:]]
 
 
 def found_schemes(profiles: Sequence[ParameterProfile], world_size: int) -> dict[str, Scheme[Any]]:
@@ -182,13 +181,4 @@ def cheapest_sparse_scheme(tables: Sequence[ParameterProfile], world_size: int) 
     specs: tuple[TensorSpec, ...] = tuple(p.tensor for p in tables)
     placement = Placement.one_per_node(world_size)
     fixed = [with_capacity(scheme, known) for scheme in SPARSE_SCHEMES]
-    return min(fixed, key=lambda s: (busiest_bytes(s.steps(specs, known, placement)), len(s.stages)))
-
-
-def with_capacity(scheme: Scheme[Any], densities: Sequence[DensityProfile]) -> Scheme[Any]:
-    """The scheme for tables like these, with room for their rows, so that no sizes need to be exchanged."""
-    if not isinstance(scheme, RowCapacity):
-        return scheme
-    capacity = [min(math.ceil(MARGIN * max(d.rows, d.most_rows)) + MARGIN_ROWS, d.num_rows) for d in densities]
-    rows = [(d.pattern, d.num_rows) if d.pattern else position for position, d in enumerate(densities)]
-    return replace(scheme, capacity=tuple(capacity), same_rows=tuple(rows.index(known) for known in rows))
+    return min(fixed, key=lambda s: (busiest_bytes(s.steps(specs, known, placement)), len(s.stages(world_size))))

@@ -33,10 +33,9 @@ class Scheme(ABC, Generic[X]):
     layout: ClassVar[Layout]
     exact: ClassVar[bool] = True  # the result is the sum up to rounding: flags may ride in the same message
 
-    @property
     @abstractmethod
-    def stages(self) -> tuple[str, ...]:
-        """One name for each await of `synchronize`, in order: the turns a plan's order is made of."""
+    def stages(self, size: int) -> tuple[str, ...]:
+        """One name for each await of `synchronize` by one of `size` ranks: the turns that a plan's order is made of."""
 
     def check(self, specs: tuple[TensorSpec, ...]) -> None:
         """Holds the settings against a bucket of `specs`.

@@ -6,8 +6,10 @@ not fit sends its header only; all ranks see that, and repeat the exchange by th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +18,11 @@ from ..bucket import TensorSpec
 from ..comm import LENGTH_BYTES
 from ..density import DensityProfile
 from ..steps import Pattern, Transfer
+from .base import Scheme
 from .formats import RowFormat, head_nbytes
 from .tables import RowGroup, Survey, groups_of, origins
+
+MARGIN, MARGIN_ROWS = 1.5, 16  # room for rows beyond those measured: batches differ; costs memory, no bytes
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,15 @@ class RowCapacity:
         """The size of a full message in this format, the same on every rank."""
         rows = [self.capacity[group.first] for group in format.groups]
         return head_nbytes(len(self.capacity)) + int(format.nbytes(rows))
+
+
+def with_capacity(scheme: Scheme[Any], densities: Sequence[DensityProfile]) -> Scheme[Any]:
+    """The scheme for tables like these, with room for their rows, so that no sizes need to be exchanged."""
+    if not isinstance(scheme, RowCapacity):
+        return scheme
+    capacity = [min(math.ceil(MARGIN * max(d.rows, d.most_rows)) + MARGIN_ROWS, d.num_rows) for d in densities]
+    rows = [(d.pattern, d.num_rows) if d.pattern else position for position, d in enumerate(densities)]
+    return replace(scheme, capacity=tuple(capacity), same_rows=tuple(rows.index(known) for known in rows))
 
 
 def write_header(message: Tensor, survey: Survey) -> None:

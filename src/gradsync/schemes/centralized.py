@@ -37,8 +37,7 @@ class AGSparse(RowCapacity, Scheme[Tables]):
     layout = Layout.ROWS
     name = "agsparse"
 
-    @property
-    def stages(self) -> tuple[str, ...]:
+    def stages(self, size: int) -> tuple[str, ...]:
         return ("gather",) if self.capacity else ("sizes", "gather")
 
     async def synchronize(self, x: Tables, state: State, group: Group, scale: float) -> tuple[Tables, State]:

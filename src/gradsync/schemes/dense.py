@@ -24,8 +24,7 @@ class AllReduce(Scheme[Tensor]):
 
     layout = Layout.FLAT
 
-    @property
-    def stages(self) -> tuple[str, ...]:
+    def stages(self, size: int) -> tuple[str, ...]:
         return ("all_reduce",)
 
     async def synchronize(self, x: Tensor, state: State, group: Group, scale: float) -> tuple[Tensor, State]:

@@ -16,7 +16,7 @@ from ..density import DensityProfile
 from ..steps import Compute, Pattern, Step, Transfer
 from .base import Scheme, State, register
 from .dense import AllReduce
-from .formats import ElementFormat, Elements, index_dtype
+from .formats import Part, PartFormat, index_dtype
 
 COUNT_BYTES = 8  # a number of elements, as the ranks tell it
 
@@ -45,8 +45,7 @@ class BalancedElements(Scheme[Tensor]):
         if not isinstance(self.seed, int):
             raise ValueError(f"BalancedElements.seed must be an integer, got {self.seed!r}")
 
-    @property
-    def stages(self) -> tuple[str, ...]:
+    def stages(self, size: int) -> tuple[str, ...]:
         """Of the sparse way; the dense one has its all-reduce at the turn of "push", and no others."""
         return ("sizes", "push", "counts", "pull")
 
@@ -64,13 +63,13 @@ class BalancedElements(Scheme[Tensor]):
         received = [int(form.nbytes(count)) for count in owned]
         received[group.rank] = 0
         messages = await group.all_to_all(message, sent, received, largest=int(form.nbytes(most)))
-        parts = [form.elements(part, count) for part, count in zip(messages, owned, strict=True)]
-        parts[group.rank] = own
+        messages[group.rank] = own
+        parts = [form.part(part, count) for part, count in zip(messages, owned, strict=True)]
         # Pull: from each owner its sums.
-        message, count = _sum_elements(parts, group.rank, form, scale)
+        message, count = _sum_elements(parts, form, scale)
         unions = [int(union) for union in await group.all_gather(count)]
         messages = await group.all_gather(message, [int(form.nbytes(union)) for union in unions])
-        totals = [form.elements(total, union) for total, union in zip(messages, unions, strict=True)]
+        totals = [form.part(total, union) for total, union in zip(messages, unions, strict=True)]
         return _join(totals, self.seed, x), state
 
     def steps(
@@ -104,9 +103,9 @@ class BalancedElements(Scheme[Tensor]):
         )
 
 
-def _format_of(flat: TensorSpec, size: int) -> ElementFormat:
+def _format_of(flat: TensorSpec, size: int) -> PartFormat:
     """Parts of equal capacity; a few places of the last run stay empty where `size` does not divide the elements."""
-    return ElementFormat(-(-flat.numel // size), flat.dtype)
+    return PartFormat(-(-flat.numel // size), 1, flat.dtype)
 
 
 def _sparse_pays(flat: TensorSpec, size: int, pushed: float, summed: float) -> bool:
@@ -118,7 +117,7 @@ def _sparse_pays(flat: TensorSpec, size: int, pushed: float, summed: float) -> b
     a ring sends and receives (size-1)/size of the tensor twice, as if it were two parts with each.
     """
     form = _format_of(flat, size)
-    per_peer = form.nbytes(pushed) + COUNT_BYTES + form.nbytes(min(summed, form.capacity))
+    per_peer = form.nbytes(pushed) + COUNT_BYTES + form.nbytes(min(summed, form.length))
     return size > 1 and per_peer * size < 2 * flat.nbytes
 
 
@@ -142,8 +141,8 @@ class _NonZeros:
         """Elements for each owner, (size,) int64."""
         return torch.tensor(self.partition.counts, device=self.values.device)
 
-    def pack(self, form: ElementFormat, rank: int) -> tuple[Tensor, Elements, list[int]]:
-        """One message for each other owner, one after the other; this rank's own part; the sizes in bytes (own: 0)."""
+    def pack(self, form: PartFormat, rank: int) -> tuple[Tensor, Tensor, list[int]]:
+        """One message for each other owner, one after the other; this rank's own; the sizes in bytes (own: 0)."""
         counts = self.partition.counts
         nbytes = [int(form.nbytes(count)) for count in counts]
         own = self.values.new_empty(nbytes[rank], dtype=torch.uint8)
@@ -151,31 +150,29 @@ class _NonZeros:
         message = own.new_empty(sum(nbytes))
         parts = list(torch.split(message, nbytes))
         parts[rank] = own
-        owners = [form.elements(part, count) for part, count in zip(parts, counts, strict=True)]
-        self.partition.write(self.values, [e.positions for e in owners], [e.values for e in owners])
-        for owner, elements in enumerate(owners):
-            if owner != rank:
-                elements.encode()
-        return message, owners[rank], nbytes
+        owners = [form.part(part, count) for part, count in zip(parts, counts, strict=True)]
+        self.partition.write(self.values, [e.positions for e in owners], [e.values.view(-1) for e in owners])
+        for elements in owners:
+            elements.encode()
+        return message, own, nbytes
 
 
-def _sum_elements(parts: Sequence[Elements], rank: int, form: ElementFormat, scale: float) -> tuple[Tensor, Tensor]:
+def _sum_elements(parts: Sequence[Part], form: PartFormat, scale: float) -> tuple[Tensor, Tensor]:
     """`scale` times the sum of all ranks' parts, in rank order: as a message, and the number of its elements."""
-    for sender, part in enumerate(parts):
-        if sender != rank:
-            part.decode()
-    union = kernels.unite_rows([part.positions for part in parts], form.capacity)
-    message = parts[rank].values.new_empty(int(form.nbytes(union.count)), dtype=torch.uint8)
-    total = form.elements(message, union.count)
+    for part in parts:
+        part.decode()
+    union = kernels.unite_rows([part.positions for part in parts], form.length)
+    message = parts[0].values.new_empty(int(form.nbytes(union.count)), dtype=torch.uint8)
+    total = form.part(message, union.count)
     union.write_indices(total.positions)
-    union.sum([part.values.view(-1, 1) for part in parts], [total.values.view(-1, 1)], scale=scale)
+    union.sum([part.values for part in parts], [total.values], scale=scale)
     total.encode()
     return message, torch.tensor([union.count], device=message.device)
 
 
-def _join(totals: Sequence[Elements], seed: int, x: Tensor) -> Tensor:
+def _join(totals: Sequence[Part], seed: int, x: Tensor) -> Tensor:
     """Overwrites the flat tensor: the owners' sums where they belong, zero everywhere else."""
     for total in totals:
         total.decode()
-    kernels.join_rotated([total.positions for total in totals], [total.values for total in totals], seed, x)
+    kernels.join_rotated([t.positions for t in totals], [t.values.view(-1) for t in totals], seed, x)
     return x

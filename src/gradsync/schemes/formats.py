@@ -1,14 +1,15 @@
-"""Bits on the wire: how the rows of all groups of tables, or single elements, are laid into one message for a peer.
+"""Bits on the wire: how the rows of all groups of tables, or some rows of a part, are laid into a message for a peer.
 
-A message of rows holds, group by group, the row indices and then, table by table, the values of the peer's columns; one
-of elements holds their positions and then their values. Each section starts at a multiple of 8 bytes, so that any
-element type can be viewed in place.
+A message of tables holds, group by group, the row indices and then, table by table, the values of the peer's columns;
+one of a part holds positions in it, in one of several formats, and then values. Each section starts at a multiple of
+8 bytes, so that any element type can be viewed in place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cached_property
 
 import torch
@@ -105,58 +106,107 @@ def head_nbytes(tables: int) -> int:
 WORD_BITS = 64  # of a bitmap, the unit of the kernels
 
 
-@dataclass(frozen=True)
-class Elements:
-    """A message of single elements, seen in place: fill `positions` and `values` and `encode`, or `decode` and read."""
+class IndexFormat(StrEnum):
+    """How a message tells which rows of a part it has (Zen, section 5.4, and what there is beside its bitmap)."""
 
-    positions: Tensor  # (count,) int32, ascending
-    values: Tensor  # (count,)
-    bitmap: Tensor | None  # (words,) int64: travels in place of the positions, which then are a buffer of their own
-    capacity: int
+    LIST = "list"  # an integer a row
+    BITMAP = "bitmap"  # a bit for each row of the part
+    DENSE = "dense"  # nothing tells: all rows travel, of those that are not there zeros
+
+
+SPARSE_FORMATS = (IndexFormat.LIST, IndexFormat.BITMAP)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A message of some rows of a part, in place: fill `positions` and `values` and `encode`, or `decode` and read.
+
+    Of a dense message `values` are all rows of the part; `put` and `get` know that.
+    """
+
+    form: PartFormat
+    choice: IndexFormat
+    positions: Tensor  # (count,) ascending; what travels, or a buffer of their own
+    values: Tensor  # (count, dim)
+    bitmap: Tensor | None  # (words,) int64: travels in place of the positions
 
     def encode(self) -> None:
-        """Writes the positions into the bitmap, if one travels."""
+        """Writes the positions as they travel."""
         if self.bitmap is not None:
-            kernels.encode_bitmap(self.positions, self.capacity, self.bitmap)
+            kernels.encode_bitmap(self.positions, self.form.length, self.bitmap)
 
     def decode(self) -> None:
-        """Reads the positions from the bitmap, if one has come."""
+        """Reads the positions as they came."""
         if self.bitmap is not None:
             kernels.decode_bitmap(self.bitmap, self.positions)
 
+    def put(self, positions: Tensor, values: Tensor) -> None:
+        """Writes rows into the message; `positions` (count,) ascending, `values` (count, dim)."""
+        if self.choice is IndexFormat.DENSE:
+            self.values.zero_()
+            kernels.scatter_rows(positions, values, self.values, accumulate=False)
+            return
+        self.positions.copy_(positions)
+        self.values.copy_(values)
+        self.encode()
+
+    def get(self) -> tuple[Tensor, Tensor]:
+        """Positions and values of the rows that came; views of the message where they can be."""
+        if self.choice is IndexFormat.DENSE:
+            return torch.arange(self.form.length, dtype=self.positions.dtype, device=self.values.device), self.values
+        self.decode()
+        return self.positions, self.values
+
 
 @dataclass(frozen=True)
-class ElementFormat:
-    """How some elements of a part of `capacity` elements travel: positions in the smaller of two formats, and values.
+class PartFormat:
+    """How some rows of a part of `length` rows travel: their positions in the smallest of the `formats`, and values.
 
-    A list takes 4 bytes a position, a bitmap a bit for each element of the part, so that it is smaller above a density
-    of 1/32. Who knows the number of elements knows which it is.
+    Who knows the number of rows knows which format it is: nothing says so. Single elements are rows of one.
     """
 
-    capacity: int  # at most 2^31
+    length: int
+    dim: int
     dtype: torch.dtype
-
-    @property
-    def bitmap_nbytes(self) -> int:
-        return -(-self.capacity // WORD_BITS) * (WORD_BITS // 8)
-
-    def has_bitmap(self, count: float) -> bool:
-        """Whether `count` elements' positions travel as a bitmap; a list of the same size is cheaper to write."""
-        return self.bitmap_nbytes < aligned(count * torch.int32.itemsize)
+    formats: tuple[IndexFormat, ...] = SPARSE_FORMATS
 
     def nbytes(self, count: float) -> float:
-        """Size of a message; exact for a whole number of elements, the mean for an expected one."""
-        positions = min(self.bitmap_nbytes, aligned(count * torch.int32.itemsize))
-        return positions + aligned(count * self.dtype.itemsize)
+        """Size of a message; exact for a whole number of rows, the mean for an expected one."""
+        return self._nbytes(self.choice(count), count)
 
-    def elements(self, message: Tensor, count: int) -> Elements:
-        """A uint8 message of `count` elements, to be written or read."""
-        list_nbytes = count * torch.int32.itemsize
-        if self.has_bitmap(count):
-            bitmap = message[: self.bitmap_nbytes].view(torch.int64)
-            positions, start = message.new_empty(count, dtype=torch.int32), self.bitmap_nbytes
-        else:
-            bitmap = None
-            positions, start = message[:list_nbytes].view(torch.int32), int(aligned(list_nbytes))
-        values = message[start : start + count * self.dtype.itemsize].view(self.dtype)
-        return Elements(positions, values, bitmap, self.capacity)
+    @property
+    def most_nbytes(self) -> int:
+        """The size that no message exceeds."""
+        return int(self.nbytes(self.length))
+
+    def choice(self, count: float) -> IndexFormat:
+        """The format of the smallest message; of equally small ones the first of `formats`."""
+        return min(self.formats, key=lambda choice: self._nbytes(choice, count))
+
+    def part(self, message: Tensor, count: int) -> Part:
+        """A uint8 message of `count` rows, to be written or read."""
+        choice, dtype = self.choice(count), index_dtype(self.length)
+        rows = self.length if choice is IndexFormat.DENSE else count
+        start = int(self._positions_nbytes(choice, count))
+        values = message[start : start + rows * self._row_nbytes].view(self.dtype).view(rows, self.dim)
+        if choice is IndexFormat.LIST:
+            return Part(self, choice, message[: count * dtype.itemsize].view(dtype), values, None)
+        bitmap = message[:start].view(torch.int64) if choice is IndexFormat.BITMAP else None
+        return Part(self, choice, message.new_empty(count, dtype=dtype), values, bitmap)
+
+    @property
+    def _row_nbytes(self) -> int:
+        return self.dim * self.dtype.itemsize
+
+    def _nbytes(self, choice: IndexFormat, count: float) -> float:
+        rows = self.length if choice is IndexFormat.DENSE else count
+        return self._positions_nbytes(choice, count) + aligned(rows * self._row_nbytes)
+
+    def _positions_nbytes(self, choice: IndexFormat, count: float) -> float:
+        match choice:
+            case IndexFormat.LIST:
+                return aligned(count * index_dtype(self.length).itemsize)
+            case IndexFormat.BITMAP:
+                return -(-self.length // WORD_BITS) * (WORD_BITS // 8)
+            case IndexFormat.DENSE:
+                return 0

@@ -61,8 +61,7 @@ class BalancedParallelism(RowCapacity, Partitioned[Tables, OwnedColumns]):
             raise ValueError(f"BalancedParallelism.owners must be 'column_stripe', got {self.owners!r}")
         super().__post_init__()
 
-    @property
-    def stages(self) -> tuple[str, ...]:
+    def stages(self, size: int) -> tuple[str, ...]:
         return ("push", "pull") if self.capacity else ("sizes", "push", "pull")
 
     async def push(self, x: Tables, state: State, group: Group, scale: float) -> tuple[OwnedColumns, State]:

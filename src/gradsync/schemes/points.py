@@ -1,0 +1,345 @@
+"""Any point of the design space as a scheme, for tables and for flat buckets (Zen, Wang et al., OSDI 2025, section 3).
+
+The points differ in their schedules (`space.py`) only; here is what happens to a piece on its way: it is laid into a
+message, in the smallest format there is, read, and added to others. The schemes with a name of their own (`AGSparse`,
+`BalancedParallelism`, `BalancedElements`) go further than their points demand; these are their rivals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..bucket import Layout, TensorSpec
+from ..cluster import Placement
+from ..comm import LENGTH_BYTES, Group
+from ..density import DensityProfile
+from ..sparse import SparseRows
+from ..steps import Compute, Step, Transfer
+from .base import Scheme, State, register
+from .formats import SPARSE_FORMATS, IndexFormat, PartFormat, index_dtype
+from .row_owners import EvenSplit, RotatedStripe, RowOwners
+from .space import (
+    Aggregation,
+    Balance,
+    Communication,
+    Merge,
+    Message,
+    Partition,
+    Piece,
+    Point,
+    Schedule,
+    schedule,
+)
+from .tables import ABSENT, Tables, specs_of
+
+COUNT_BYTES = 8  # of a piece: its rows of a table, or ABSENT
+SMALLEST = "smallest"
+
+
+@dataclass(frozen=True)
+class DesignPoint:
+    """The settings of a point; by default Balanced Parallelism's."""
+
+    formats: ClassVar[tuple[IndexFormat, ...]]  # that tell what the layout must know
+
+    communication: Communication = Communication.POINT_TO_POINT
+    aggregation: Aggregation = Aggregation.INCREMENTAL
+    partition: Partition = Partition.PARALLELISM
+    balance: Balance | None = Balance.BALANCED
+    seed: int = 0  # of the balanced map; the same on every rank
+    push_format: str = SMALLEST  # of positions: the smallest in which rows can be told, or always one of `IndexFormat`
+    pull_format: str = SMALLEST  # of sums over all ranks
+
+    def __post_init__(self) -> None:
+        kinds = {"communication": Communication, "aggregation": Aggregation, "partition": Partition, "balance": Balance}
+        for setting, kind in kinds.items():
+            given = getattr(self, setting)
+            if given is None and setting == "balance":
+                continue
+            if given not in list(kind):
+                raise ValueError(f"{type(self).__name__}.{setting} must be one of {', '.join(kind)}, got {given!r}")
+            object.__setattr__(self, setting, kind(given))  # plans write the names
+        for setting in ("push_format", "pull_format"):
+            if getattr(self, setting) not in (known := [SMALLEST, *self.formats]):
+                raise ValueError(
+                    f"{type(self).__name__}.{setting} must be one of {', '.join(known)}, got {getattr(self, setting)!r}"
+                )
+        if type(self.seed) is not int:
+            raise ValueError(f"{type(self).__name__}.seed must be an integer, got {self.seed!r}")
+        _ = self.point
+
+    @classmethod
+    def at(cls, point: Point, **settings: Any) -> Self:
+        """The scheme of this point."""
+        return cls(point.communication, point.aggregation, point.partition, point.balance, **settings)
+
+    @property
+    def point(self) -> Point:
+        return Point(self.communication, self.aggregation, self.partition, self.balance)
+
+    def owners(self, num_rows: int, owners: int) -> RowOwners:
+        """Who owns which rows of a table."""
+        if owners == 1 or self.balance is Balance.IMBALANCED:
+            return EvenSplit(num_rows, owners)
+        return RotatedStripe(num_rows, owners, self.seed)
+
+    def stages(self, size: int) -> tuple[str, ...]:
+        """One for each round."""
+        return tuple(each.stage for each in schedule(self.point, size).rounds)
+
+
+@register
+@dataclass(frozen=True)
+class RowPoint(DesignPoint, Scheme[Tables]):
+    """A point of the design space for row-sparse tables. Exact.
+
+    Rows have owners, whole ones: a map of columns, as `BalancedParallelism` has it, is none of the paper's.
+    Wire: see `space.schedule`; a piece is its rows' values and their positions, as a list or a bitmap.
+    """
+
+    layout = Layout.ROWS
+    formats = SPARSE_FORMATS  # a dense message would not tell which rows were touched, be they zero
+
+    async def synchronize(self, x: Tables, state: State, group: Group, scale: float) -> tuple[Tables, State]:
+        space = _Space.of(self, specs_of(x), group.size)
+        return await space.sum(x, group, scale), state
+
+    def steps(
+        self,
+        specs: tuple[TensorSpec, ...],
+        profiles: tuple[DensityProfile, ...],
+        placement: Placement,
+        round: int = 0,
+    ) -> tuple[Step, ...]:
+        tables = tuple(TensorSpec((spec.num_rows, spec.dim), spec.dtype) for spec in specs)
+        return tuple(_Space.of(self, tables, placement.size).steps(profiles))
+
+
+@register
+@dataclass(frozen=True)
+class ElementPoint(DesignPoint, Scheme[Tensor]):
+    """A point of the design space for the non-zeros of a flat bucket, in blocks of `block` elements. Exact.
+
+    A block travels whole if one of its elements is not zero. Dense messages are one of the formats, so that a sum that
+    has become dense travels as such (SparCML's switch). NaN and infinity travel, -0.0 is zero.
+    """
+
+    block: int = 1
+
+    layout = Layout.FLAT
+    formats = tuple(IndexFormat)
+
+    def __post_init__(self) -> None:
+        if type(self.block) is not int or self.block < 1:
+            raise ValueError(f"ElementPoint.block must be at least 1, got {self.block!r}")
+        super().__post_init__()
+
+    async def synchronize(self, x: Tensor, state: State, group: Group, scale: float) -> tuple[Tensor, State]:
+        blocks = _in_blocks(x, self.block)
+        space = _Space.of(self, (TensorSpec.of(blocks),), group.size)
+        (total,) = await space.sum((SparseRows.from_dense(blocks),), group, scale)
+        blocks.zero_()
+        total.write_to(blocks)
+        return x.copy_(blocks.view(-1)[: x.numel()]), state
+
+    def steps(
+        self,
+        specs: tuple[TensorSpec, ...],
+        profiles: tuple[DensityProfile, ...],
+        placement: Placement,
+        round: int = 0,
+    ) -> tuple[Step, ...]:
+        """The profile's rows are the elements of the flat tensor; without a profile none of them counts as zero."""
+        (flat,) = specs
+        profile = profiles[0] if profiles else DensityProfile(flat.numel, float(flat.numel))
+        blocks = TensorSpec((-(-flat.numel // self.block), self.block), flat.dtype)
+        space = _Space.of(self, (blocks,), placement.size)
+        found = Compute("find_elements", 2 * flat.nbytes)
+        return (found, *space.steps((profile.in_blocks(self.block),)), Compute("join_elements", 2 * flat.nbytes))
+
+
+_DOUBLING = Point(Communication.HIERARCHY, Aggregation.INCREMENTAL, Partition.CENTRALIZATION)
+_SERVERS = Point(Communication.POINT_TO_POINT, Aggregation.INCREMENTAL, Partition.PARALLELISM, Balance.IMBALANCED)
+_BLOCKS = Point(Communication.POINT_TO_POINT, Aggregation.ONE_SHOT, Partition.PARALLELISM, Balance.IMBALANCED)
+
+# SparCML's sparse all-reduce by recursive doubling (Renggli et al., SC 2019), Zen's Hierarchical Centralization. Unlike
+# there a sum becomes dense as soon as that is fewer bytes, any number of ranks will do, and 16-bit sums travel in
+# float32.
+DOUBLING_OF_ROWS, DOUBLING_OF_ELEMENTS = RowPoint.at(_DOUBLING), ElementPoint.at(_DOUBLING)
+# A sparse parameter server, every rank being one (Zen's Sparse PS): consecutive rows belong together.
+PARAMETER_SERVER_OF_ROWS, PARAMETER_SERVER_OF_ELEMENTS = RowPoint.at(_SERVERS), ElementPoint.at(_SERVERS)
+# What OmniReduce does (Fei et al., SIGCOMM 2021): blocks of 256 elements travel whole unless they are zero. Unlike
+# there the ranks are the aggregators, and there is no pipeline of blocks over RDMA.
+BLOCKS_OF_256 = ElementPoint.at(_BLOCKS, block=256)
+
+
+def _in_blocks(x: Tensor, block: int) -> Tensor:
+    """A flat tensor as (blocks, block); a copy with zeros behind it where the last block is not full."""
+    blocks = -(-x.numel() // block)
+    if blocks * block == x.numel():
+        return x.view(blocks, block)
+    padded = x.new_zeros(blocks * block)
+    padded[: x.numel()] = x
+    return padded.view(blocks, block)
+
+
+@dataclass(frozen=True)
+class _Space:
+    """The blocks of a bucket's tables, and what becomes of their pieces."""
+
+    plan: Schedule
+    specs: tuple[TensorSpec, ...]
+    owners: tuple[RowOwners, ...]  # of each table
+    own_formats: tuple[PartFormat, ...]  # of parts of one rank's tables
+    partial_formats: tuple[PartFormat, ...]  # of sums that others are still to be added to
+    total_formats: tuple[PartFormat, ...]  # of sums over all ranks
+
+    @classmethod
+    def of(cls, settings: DesignPoint, specs: tuple[TensorSpec, ...], size: int) -> _Space:
+        plan = schedule(settings.point, size)
+        owners = tuple(settings.owners(spec.num_rows, plan.blocks) for spec in specs)
+
+        def formats(setting: str, *, partial: bool = False) -> tuple[PartFormat, ...]:
+            allowed = settings.formats if setting == SMALLEST else (IndexFormat(setting),)
+            return tuple(
+                PartFormat(of.length, s.dim, accumulation_dtype(s.dtype) if partial else s.dtype, allowed)
+                for of, s in zip(owners, specs, strict=True)
+            )
+
+        push, pull = settings.push_format, settings.pull_format
+        return cls(plan, specs, owners, formats(push), formats(push, partial=True), formats(pull))
+
+    @cached_property
+    def everyone(self) -> tuple[int, ...]:
+        return tuple(range(self.plan.size))
+
+    async def sum(self, x: Tables, group: Group, scale: float) -> Tables:
+        """`scale` times the sum of all ranks' tables."""
+        held = self._split(tuple(map(_coalesced, x)), group.rank)
+        for each in self.plan.rounds:
+            outgoing = {m.destination: self._pack(held, m) for m in each.messages if m.source == group.rank}
+            incoming = {m.source: m for m in each.messages if m.destination == group.rank}
+            arrived = await group.swap(outgoing, list(incoming), self._bound(each.messages))
+            for source, message in incoming.items():
+                held.update(self._unpack(arrived[source], message))
+            for merge in each.merges:
+                if merge.rank == group.rank:
+                    self._merge(held, merge, scale)
+        total = [held[block, self.everyone] for block in range(self.plan.blocks)]
+        return tuple(owners.join(parts) for owners, parts in zip(self.owners, zip(*total, strict=True), strict=True))
+
+    def steps(self, profiles: Sequence[DensityProfile]) -> Iterator[Step]:
+        """What `sum` does to tables of these profiles."""
+        known: dict[tuple[int, int], float] = {}
+
+        def nbytes(pieces: Sequence[Piece]) -> float:
+            for block, ranks in pieces:
+                if (block, len(ranks)) not in known:
+                    known[block, len(ranks)] = self._expected_nbytes((block, ranks), profiles)
+            return LENGTH_BYTES + sum(known[block, len(ranks)] for block, ranks in pieces)
+
+        rows = sum(p.rows * spec.dim * spec.itemsize for p, spec in zip(profiles, self.specs, strict=True))
+        yield Compute("sum_rows", 2 * rows)
+        for each in self.plan.rounds:
+            sizes = [(message.source, message.destination, nbytes(message.pieces)) for message in each.messages]
+            yield Transfer.of_messages(each.stage, self.plan.size, sizes)
+            merged: dict[int, float] = {}
+            for merge in each.merges:
+                merged[merge.rank] = merged.get(merge.rank, 0.0) + nbytes((*merge.pieces, merge.sum))
+            if merged:
+                yield Compute("sum_rows", max(merged.values()))
+
+    def _split(self, x: Tables, rank: int) -> dict[Piece, Tables]:
+        """This rank's pieces of all blocks."""
+        parts = [owners.split(table) for owners, table in zip(self.owners, x, strict=True)]
+        return {(block, (rank,)): piece for block, piece in enumerate(zip(*parts, strict=True))}
+
+    def _pack(self, held: dict[Piece, Tables], message: Message) -> Tensor:
+        """The pieces as bytes: behind the message's length the counts of all, then one by one their rows."""
+        tables = [table for piece in message.pieces for table in held[piece]]
+        counts = [table.nnz if table.present else ABSENT for table in tables]
+        forms = [form for piece in message.pieces for form in self._formats_of(piece)]
+        sizes = [int(form.nbytes(table.nnz)) for form, table in zip(forms, tables, strict=True)]
+        head = LENGTH_BYTES + COUNT_BYTES * len(counts)
+        packed = tables[0].values.new_empty(head + sum(sizes), dtype=torch.uint8)
+        packed[LENGTH_BYTES:head].copy_(torch.tensor(counts).view(torch.uint8))
+        for form, table, room in zip(forms, tables, torch.split(packed[head:], sizes), strict=True):
+            form.part(room, table.nnz).put(table.indices, table.values)
+        return packed
+
+    def _unpack(self, packed: Tensor, message: Message) -> dict[Piece, Tables]:
+        """What `_pack` made bytes of."""
+        forms = [form for piece in message.pieces for form in self._formats_of(piece)]
+        head = LENGTH_BYTES + COUNT_BYTES * len(forms)
+        counts = packed[LENGTH_BYTES:head].clone().view(torch.int64).tolist()  # the host cuts the message
+        sizes = [int(form.nbytes(max(count, 0))) for form, count in zip(forms, counts, strict=True)]
+        tables = []
+        for form, count, part in zip(forms, counts, torch.split(packed[head:], sizes), strict=True):
+            positions, values = form.part(part, max(count, 0)).get()
+            tables.append(SparseRows(positions, values, form.length, count != ABSENT))
+        by_piece = zip(*[iter(tables)] * len(self.specs), strict=True)
+        return dict(zip(message.pieces, by_piece, strict=True))
+
+    def _merge(self, held: dict[Piece, Tables], merge: Merge, scale: float) -> None:
+        """Replaces pieces by their sum; scaled and rounded when it is that over all ranks."""
+        pieces = [held.pop(piece) for piece in merge.pieces]
+        last = merge.sum[1] == self.everyone
+        sums = (_added(tables, scale if last else 1.0) for tables in zip(*pieces, strict=True))
+        held[merge.sum] = tuple(
+            replace(total, values=total.values.to(spec.dtype)) if last else total
+            for total, spec in zip(sums, self.specs, strict=True)
+        )
+
+    def _formats_of(self, piece: Piece) -> tuple[PartFormat, ...]:
+        """One for each table; sums of 16-bit floats over some of the ranks travel in float32, to be rounded once."""
+        if len(piece[1]) == 1:
+            return self.own_formats
+        return self.total_formats if piece[1] == self.everyone else self.partial_formats
+
+    def _bound(self, messages: Sequence[Message]) -> int:
+        """The size that no message of a round is larger than; the same on every rank."""
+        most_pieces = max((len(message.pieces) for message in messages), default=0)
+        kinds = (self.own_formats, self.partial_formats, self.total_formats)
+        largest = max(sum(COUNT_BYTES + form.most_nbytes for form in forms) for forms in kinds)
+        return LENGTH_BYTES + most_pieces * largest
+
+    def _expected_nbytes(self, piece: Piece, profiles: Sequence[DensityProfile]) -> float:
+        """Of a piece in a message, with its counts."""
+        (block, ranks), total = piece, 0.0
+        for form, owners, profile in zip(self._formats_of(piece), self.owners, profiles, strict=True):
+            rows = owners.share(block, profile, len(ranks)) * profile.union_rows(len(ranks))
+            total += COUNT_BYTES + form.nbytes(min(rows, float(form.length)))
+        return total
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums of `dtype` are kept in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _coalesced(table: SparseRows) -> SparseRows:
+    """Sorted distinct rows, repeated ones summed."""
+    union = kernels.unite_rows([table.indices], table.num_rows)
+    indices = table.indices.new_empty(union.count, dtype=index_dtype(table.num_rows))
+    values = table.values.new_empty(union.count, table.dim)
+    union.write_indices(indices)
+    union.sum([table.values], [values])
+    return replace(table, indices=indices, values=values)
+
+
+def _added(tables: Sequence[SparseRows], scale: float) -> SparseRows:
+    """`scale` times the sum of sorted tables in this order; of 16-bit floats in float32, which it stays in."""
+    values = [table.values.to(accumulation_dtype(table.values.dtype)) for table in tables]
+    union = kernels.unite_rows([table.indices for table in tables], tables[0].num_rows)
+    indices = tables[0].indices.new_empty(union.count)
+    total = values[0].new_empty(union.count, tables[0].dim)
+    union.write_indices(indices)
+    union.sum(values, [total], scale=scale)
+    return SparseRows(indices, total, tables[0].num_rows, any(table.present for table in tables))

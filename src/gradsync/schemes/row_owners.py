@@ -1,0 +1,110 @@
+"""Ownership of rows: which rank sums which rows of a table, or elements of a flat bucket (Zen, OSDI 2025, section 5).
+
+A map splits sorted rows over owners, who count their rows from 0 on, so that a bitmap over an owner's rows has no holes
+but those of the data. All ranks compute the same map, from the number of rows, of owners, and a seed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..density import DensityProfile
+from ..sparse import SparseRows
+
+
+@dataclass(frozen=True)
+class RowOwners(ABC):
+    """A map of the rows of one table onto owners; `num_rows` of the parts are the owners' numbers of rows."""
+
+    num_rows: int
+    owners: int  # how many
+
+    @property
+    def length(self) -> int:
+        """Rows that an owner may have, at most."""
+        return -(-self.num_rows // self.owners)
+
+    @abstractmethod
+    def split(self, rows: SparseRows) -> list[SparseRows]:
+        """Each owner's part of sorted distinct rows, in the owner's own numbers, sorted."""
+
+    @abstractmethod
+    def rows_of(self, owner: int, positions: Tensor) -> Tensor:
+        """The table's rows, (count,) int64, at an owner's positions, (count,) ascending."""
+
+    def share(self, owner: int, profile: DensityProfile, ranks: int) -> float:
+        """Expected share of an owner in the rows that `ranks` ranks touch together."""
+        return 1.0 / self.owners
+
+    def join(self, parts: Sequence[SparseRows]) -> SparseRows:
+        """The inverse of `split`: the rows of all owners, sorted.
+
+        Places of a part that no row of the table maps to, as dense messages have them, are left out.
+        """
+        indices = torch.cat([self.rows_of(owner, part.indices) for owner, part in enumerate(parts)])
+        values = torch.cat([part.values for part in parts])
+        order = torch.argsort(indices)  # no row occurs twice
+        order = order[: int(torch.searchsorted(indices[order], self.num_rows))]  # the host cuts the result
+        return SparseRows(indices[order], values[order], self.num_rows, any(part.present for part in parts))
+
+
+@dataclass(frozen=True)
+class EvenSplit(RowOwners):
+    """Consecutive runs of equal length, the last perhaps shorter: what a parameter server does.
+
+    Imbalanced: tables with frequent rows first load their first owner (Zen, section 2: more than half of all rows).
+    """
+
+    def split(self, rows: SparseRows) -> list[SparseRows]:
+        starts = torch.arange(self.owners + 1, device=rows.indices.device) * self.length
+        cuts = torch.searchsorted(rows.indices, starts).tolist()  # the host cuts the views
+        return [
+            replace(
+                rows,
+                indices=rows.indices[low:high] - owner * self.length,
+                values=rows.values[low:high],
+                num_rows=self.length,
+            )
+            for owner, (low, high) in enumerate(zip(cuts, cuts[1:], strict=False))
+        ]
+
+    def rows_of(self, owner: int, positions: Tensor) -> Tensor:
+        return positions.long() + owner * self.length
+
+    def share(self, owner: int, profile: DensityProfile, ranks: int) -> float:
+        return profile.share(owner * self.length, (owner + 1) * self.length, ranks)
+
+
+@dataclass(frozen=True)
+class RotatedStripe(RowOwners):
+    """Row i = n q + r is owner (r + rho(q)) mod n's q-th, rho a seeded mix; see `kernels.partition_rotated`.
+
+    Balanced: each run of n neighbours goes to n owners, so that neither regions nor columns of rows load one of them.
+    """
+
+    seed: int = 0
+
+    def split(self, rows: SparseRows) -> list[SparseRows]:
+        partition = kernels.partition_rotated(rows.indices, self.num_rows, self.owners, self.seed)
+        parts = [
+            SparseRows(
+                rows.indices.new_empty(count, dtype=torch.int32),
+                rows.values.new_empty(count, rows.dim),
+                self.length,
+                rows.present,
+            )
+            for count in partition.counts
+        ]
+        partition.write(rows.values, [part.indices for part in parts], [part.values for part in parts])
+        return parts
+
+    def rows_of(self, owner: int, positions: Tensor) -> Tensor:
+        rows = torch.empty(len(positions), dtype=torch.int64, device=positions.device)
+        kernels.rotated_index(owner, positions.int(), self.owners, self.seed, rows)
+        return rows

@@ -1,0 +1,94 @@
+"""Selection: the scheme that is fastest for what is known of the data and of the network (Zen, OSDI 2025, section 4).
+
+The paper compares two volumes, of integers and values in either way. Here every scheme tells its own steps, so that
+what is compared are the bytes it sends in the formats it uses, latencies, and the work of its kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..bucket import Layout, TensorSpec
+from ..cluster import Placement
+from ..costs import CostModel
+from ..density import DensityProfile
+from .base import Scheme
+from .capacity import with_capacity
+from .centralized import AGSparse
+from .dense import AllReduce
+from .elements import BalancedElements
+from .partitioned import BalancedParallelism
+from .points import (
+    BLOCKS_OF_256,
+    DOUBLING_OF_ELEMENTS,
+    DOUBLING_OF_ROWS,
+    PARAMETER_SERVER_OF_ELEMENTS,
+    PARAMETER_SERVER_OF_ROWS,
+    ElementPoint,
+    RowPoint,
+)
+from .space import POINTS
+
+MARGIN = 0.1  # share of its time that another scheme must save before the present one is left
+MOST_RANKS_FOR_POINTS = 16  # rounds and messages of the unnamed points grow too fast to be worth a look with more
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A scheme and what it is expected to take."""
+
+    scheme: Scheme[Any]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Selection:
+    """All that were compared, the fastest first, and which to use."""
+
+    choices: tuple[Choice, ...]
+    chosen: Choice
+
+
+def candidates(layout: Layout, profiles: Sequence[DensityProfile], size: int) -> tuple[Scheme[Any], ...]:
+    """What a bucket of this layout may be synchronised by, among `size` ranks; with room for the profiles' rows."""
+    points = POINTS if size <= MOST_RANKS_FOR_POINTS else ()
+    schemes: list[Scheme[Any]]
+    if layout is Layout.FLAT:
+        schemes = [AllReduce(), BalancedElements(), DOUBLING_OF_ELEMENTS, PARAMETER_SERVER_OF_ELEMENTS, BLOCKS_OF_256]
+        schemes += [ElementPoint.at(point) for point in points]
+    else:
+        schemes = [with_capacity(scheme, profiles) for scheme in (BalancedParallelism(), AGSparse())]
+        schemes += [DOUBLING_OF_ROWS, PARAMETER_SERVER_OF_ROWS, *(RowPoint.at(point) for point in points)]
+    return tuple(dict.fromkeys(schemes))
+
+
+def select(
+    schemes: Sequence[Scheme[Any]],
+    specs: tuple[TensorSpec, ...],
+    profiles: tuple[DensityProfile, ...],
+    placement: Placement,
+    cost: CostModel,
+    *,
+    current: Scheme[Any] | None = None,
+    margin: float = MARGIN,
+) -> Selection:
+    """The fastest of `schemes` for a bucket of `specs` whose data looks like `profiles`.
+
+    Deterministic in its arguments: where these are the same on all ranks (reduced statistics, agreed measurements), all
+    ranks choose alike. Of equally fast ones the first is taken. `current`, if it is among the schemes, is left for
+    another one only if that saves `margin` of its time: densities drift, and a change has a price.
+
+    Raises:
+        ValueError: for no schemes, or a margin outside [0, 1).
+    """
+    if not schemes:
+        raise ValueError("select needs at least one scheme to choose from")
+    if not 0 <= margin < 1:
+        raise ValueError(f"the margin is a share of the present scheme's time in [0, 1), got {margin}")
+    timed = [Choice(scheme, cost.total_s(scheme.steps(specs, profiles, placement))) for scheme in schemes]
+    ordered = tuple(sorted(timed, key=lambda choice: choice.seconds))
+    present = next((choice for choice in timed if choice.scheme == current), None)
+    stays = present is not None and ordered[0].seconds > (1 - margin) * present.seconds
+    return Selection(ordered, present if stays and present is not None else ordered[0])

@@ -1,0 +1,281 @@
+"""The space of sparse schemes (Zen, Wang et al., OSDI 2025, section 3) as data: 18 points, and who sends what when.
+
+Four choices make a point. A tensor travels whole (centralization), or each part of it has one owner, who sums it
+(push) and hands the sum to all (pull). Messages go round a ring, along a hierarchy of pairs, or straight to where they
+are wanted. Sums are taken wherever a tensor arrives (incremental), or once, where all of them have arrived (one-shot).
+
+A `Schedule` says it in rounds of messages. What a message carries are *pieces*: (block, ranks), the sum over these
+ranks of one block of the tensor. It is both run and counted (`points.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+
+
+class Communication(StrEnum):
+    """The way of a message."""
+
+    RING = "ring"
+    HIERARCHY = "hierarchy"  # pairs at distances 1, 2, 4, ...: recursive doubling and halving
+    POINT_TO_POINT = "point_to_point"
+
+
+class Aggregation(StrEnum):
+    """When sums are taken."""
+
+    INCREMENTAL = "incremental"
+    ONE_SHOT = "one_shot"
+
+
+class Partition(StrEnum):
+    """Whether a tensor is split over owners."""
+
+    CENTRALIZATION = "centralization"
+    PARALLELISM = "parallelism"
+
+
+class Balance(StrEnum):
+    """Whether the owners' parts are equally dense."""
+
+    BALANCED = "balanced"
+    IMBALANCED = "imbalanced"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One way to synchronise sparse tensors; `balance` exists where there are parts to balance."""
+
+    communication: Communication
+    aggregation: Aggregation
+    partition: Partition
+    balance: Balance | None = None
+
+    def __post_init__(self) -> None:
+        if (self.partition is Partition.PARALLELISM) != (self.balance is not None):
+            raise ValueError(
+                f"parallelism is {' or '.join(Balance)}, centralization is neither; got {self.partition} with balance "
+                f"{self.balance}"
+            )
+
+    def __str__(self) -> str:
+        return " ".join(choice for choice in (*self._choices, self.balance) if choice is not None)
+
+    @property
+    def _choices(self) -> tuple[str, ...]:
+        return self.communication, self.aggregation, self.partition
+
+
+def _points() -> Iterator[Point]:
+    for communication in Communication:
+        for aggregation in Aggregation:
+            yield Point(communication, aggregation, Partition.CENTRALIZATION)
+            for balance in Balance:
+                yield Point(communication, aggregation, Partition.PARALLELISM, balance)
+
+
+POINTS = tuple(_points())  # all 18
+
+Ranks = tuple[int, ...]  # ascending
+Piece = tuple[int, Ranks]  # the sum over these ranks of one block
+
+
+@dataclass(frozen=True)
+class Message:
+    """What one rank sends another in a round."""
+
+    source: int
+    destination: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Merge:
+    """Pieces of a block that a rank has, to be replaced by their sum, added in this order."""
+
+    rank: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def sum(self) -> Piece:
+        return self.pieces[0][0], tuple(sorted(rank for _, ranks in self.pieces for rank in ranks))
+
+
+@dataclass(frozen=True)
+class Round:
+    """Messages that are in flight together; a rank waits for those that come to it, then merges."""
+
+    stage: str
+    messages: tuple[Message, ...]
+    merges: tuple[Merge, ...] = ()
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How `size` ranks, each with its own pieces of all blocks, come to have every block's sum over all ranks."""
+
+    size: int
+    blocks: int  # parts of the tensor, of about equal length; block i is owned by rank i; 1: it is not split
+    rounds: tuple[Round, ...]
+
+
+@dataclass(frozen=True)
+class _Hop:
+    """One rank sends another what it has of some blocks."""
+
+    source: int
+    destination: int
+    blocks: tuple[int, ...]
+
+
+@lru_cache(maxsize=256)
+def schedule(point: Point, size: int) -> Schedule:
+    """The rounds of a point among any number of ranks.
+
+    All ranks end with the same bits. Partial sums that all go round a ring at once would end in another order of
+    addition on every rank; so one chain of them runs from rank 0 to the last one, and its end goes round the ring.
+    Ranks that talk in pairs and are no power of two: those beyond the largest power first hand what they have to a
+    partner, and are told the result (Thakur et al., 2005).
+    """
+    parallel = point.partition is Partition.PARALLELISM
+    if size == 1:  # one turn, in which nothing travels
+        return Schedule(1, 1, (Round("push" if parallel else "gather", (), (Merge(0, ((0, (0,)),)),)),))
+    if parallel:
+        return _owned(point, size)
+    whole = [(0, (rank,)) for rank in range(size)]
+    match point.communication, point.aggregation:
+        case communication, Aggregation.ONE_SHOT:
+            *others, last = _gather("gather", communication, whole)
+            merges = tuple(Merge(rank, tuple(whole)) for rank in range(size))
+            rounds = [*others, Round(last.stage, last.messages, merges)]
+        case Communication.POINT_TO_POINT, _:
+            rounds = [_announce(rank, size) for rank in range(size)]
+        case Communication.RING, _:
+            held = _Held(size, 1)
+            rounds = [held.play("reduce", [_Hop(r, r + 1, (0,))], hands_over=True) for r in range(size - 1)]
+            total = ((0, tuple(range(size))),)
+            rounds += [Round("broadcast", (Message((r - 1) % size, r, total),)) for r in range(size - 1)]
+        case _:
+            rounds = _doubling(size)
+    return Schedule(size, 1, tuple(rounds))
+
+
+def _owned(point: Point, size: int) -> Schedule:
+    """Push and pull. In a hierarchy the owners are the largest power of two of ranks."""
+    hierarchy = point.communication is Communication.HIERARCHY
+    owners = _core(size) if hierarchy else size
+    held = _Held(size, owners, at_once=point.aggregation is Aggregation.ONE_SHOT)
+    rounds = [held.play("push", hops, hands_over=True) for hops in _push(point, size)]
+    sums = [(block, tuple(range(size))) for block in range(owners)]
+    rounds += _gather("pull", point.communication, sums)
+    if owners < size:
+        rounds.append(Round("pull", tuple(Message(r - owners, r, tuple(sums)) for r in range(owners, size))))
+    return Schedule(size, owners, tuple(rounds))
+
+
+def _core(size: int) -> int:
+    """The largest power of two that is not larger."""
+    return 1 << (size.bit_length() - 1)
+
+
+def _push(point: Point, size: int) -> Iterator[list[_Hop]]:
+    """Round by round, so that every block's pieces reach its owner."""
+    ranks = range(size)
+    match point.communication, point.aggregation:
+        case Communication.POINT_TO_POINT, Aggregation.ONE_SHOT:
+            yield [_Hop(r, owner, (owner,)) for r in ranks for owner in ranks if owner != r]
+        case Communication.POINT_TO_POINT, _:  # one message at a time, added as it arrives
+            for k in range(1, size):
+                yield [_Hop(r, (r + k) % size, ((r + k) % size,)) for r in ranks]
+        case Communication.RING, _:  # a block starts behind its owner and passes everybody
+            for k in range(1, size):
+                yield [_Hop(r, (r + 1) % size, ((r - k) % size,)) for r in ranks]
+        case Communication.HIERARCHY, _:  # a rank gives up the half of its blocks that lies on its partner's side
+            core = _core(size)
+            if core < size:
+                yield [_Hop(r, r - core, tuple(range(core))) for r in range(core, size)]
+            while core > 1:
+                core //= 2
+                yield [_Hop(r, r ^ core, _side(r ^ core, core)) for r in range(_core(size))]
+
+
+def _side(rank: int, length: int) -> tuple[int, ...]:
+    """The aligned run of so many blocks around a rank's own."""
+    start = rank // length * length
+    return tuple(range(start, start + length))
+
+
+def _gather(stage: str, communication: Communication, pieces: Sequence[Piece]) -> list[Round]:
+    """Rank i has `pieces[i]`, and all of that many ranks want all of them."""
+    size = len(pieces)
+    ranks = range(size)
+    rounds: list[tuple[Message, ...]] = []
+    match communication:
+        case Communication.POINT_TO_POINT:
+            rounds = [tuple(Message(r, other, (pieces[r],)) for r in ranks for other in ranks if other != r)]
+        case Communication.RING:
+            for k in range(size - 1):
+                rounds.append(tuple(Message(r, (r + 1) % size, (pieces[(r - k) % size],)) for r in ranks))
+        case Communication.HIERARCHY:  # Bruck et al., 1997: any number of ranks
+            distance = 1
+            while distance < size:
+                count = min(distance, size - distance)
+                runs = [tuple(pieces[(r + i) % size] for i in range(count)) for r in ranks]
+                rounds.append(tuple(Message(r, (r - distance) % size, runs[r]) for r in ranks))
+                distance *= 2
+    return [Round(stage, messages) for messages in rounds if messages]
+
+
+def _announce(rank: int, size: int) -> Round:
+    """A rank sends its tensor to all others; everybody adds it, its own too: the order is the same everywhere."""
+    own: Piece = (0, (rank,))
+    merged = (((0, tuple(range(rank))), own),) if rank else ()
+    messages = tuple(Message(rank, other, (own,)) for other in range(size) if other != rank)
+    return Round("gather", messages, tuple(Merge(each, pieces) for each in range(size) for pieces in merged))
+
+
+def _doubling(size: int) -> list[Round]:
+    """Partners swap partial sums of the whole tensor at distances 1, 2, 4, ... (recursive doubling)."""
+    core, held = _core(size), _Held(size, 1)
+    rounds = []
+    if core < size:
+        rounds.append(held.play("double", [_Hop(r, r - core, (0,)) for r in range(core, size)], hands_over=True))
+    for distance in (1 << j for j in range(core.bit_length() - 1)):
+        rounds.append(held.play("double", [_Hop(r, r ^ distance, (0,)) for r in range(core)]))
+    if core < size:
+        total = ((0, tuple(range(size))),)
+        rounds.append(Round("double", tuple(Message(r - core, r, total) for r in range(core, size))))
+    return rounds
+
+
+class _Held:
+    """What every rank holds of every block while pieces are on their way; `at_once`: added when all are together."""
+
+    def __init__(self, size: int, blocks: int, *, at_once: bool = False) -> None:
+        self._everyone = tuple(range(size))
+        self._at_once = at_once
+        self._of: list[dict[int, list[Ranks]]] = [{b: [(rank,)] for b in range(blocks)} for rank in range(size)]
+
+    def play(self, stage: str, hops: Sequence[_Hop], *, hands_over: bool = False) -> Round:
+        """One round. `hands_over`: senders do not keep what they send."""
+        messages = tuple(Message(hop.source, hop.destination, self._pieces(hop)) for hop in hops)
+        for hop in hops if hands_over else ():
+            self._of[hop.source].update({block: [] for block in hop.blocks})
+        for message in messages:
+            for block, ranks in message.pieces:
+                self._of[message.destination][block].append(ranks)
+        return Round(stage, messages, tuple(self._merges()))
+
+    def _pieces(self, hop: _Hop) -> tuple[Piece, ...]:
+        return tuple((block, ranks) for block in hop.blocks for ranks in sorted(self._of[hop.source][block]))
+
+    def _merges(self) -> Iterator[Merge]:
+        for rank, blocks in enumerate(self._of):
+            for block, parts in blocks.items():
+                merge = Merge(rank, tuple((block, ranks) for ranks in sorted(parts)))
+                if len(parts) > 1 and (not self._at_once or merge.sum[1] == self._everyone):
+                    blocks[block] = [merge.sum[1]]
+                    yield merge

@@ -1,0 +1,145 @@
+"""Selection by actual bytes, latency and work: the crossovers of Zen, section 4; no scheme is left lightly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from gradsync.bucket import Layout, TensorSpec
+from gradsync.cluster import Placement
+from gradsync.costs import CostModel
+from gradsync.density import DensityProfile
+from gradsync.schemes import (
+    AGSparse,
+    AllReduce,
+    BalancedParallelism,
+    ElementPoint,
+    Scheme,
+    candidates,
+    select,
+)
+
+BYTES_ONLY = CostModel(alpha_s=0.0, bandwidth_bytes_per_s=1e9, memory_bytes_per_s=1e30)
+ELEMENTS = 10_000_000
+DOUBLING_IN_LISTS = ElementPoint(
+    communication="hierarchy",
+    partition="centralization",
+    balance=None,
+    push_format="list",
+    pull_format="list",  # type: ignore[arg-type]
+)
+BALANCED_IN_LISTS = ElementPoint(push_format="list", pull_format="list")
+ZEN_AS_BUILT = ElementPoint(push_format="list", pull_format="bitmap")
+
+
+def popular(density: float, overlap: float, ranks: int) -> DensityProfile:
+    """Elements of one popularity: k ranks together touch (1 - (1 - o)^k) / o times as many as one."""
+    powers = [1 << j for j in range(1, ranks.bit_length())]
+    growth = {k: (1 - (1 - overlap) ** k) / overlap for k in powers}
+    return DensityProfile(ELEMENTS, density * ELEMENTS, growth)
+
+
+def chosen(schemes: list[Scheme[Any]], density: float, overlap: float, ranks: int) -> Scheme[Any]:
+    flat = (TensorSpec((ELEMENTS,), torch.float32),)
+    profile = (popular(density, overlap, ranks),)
+    return select(schemes, flat, profile, Placement.one_per_node(ranks), BYTES_ONLY).chosen.scheme
+
+
+@pytest.mark.parametrize(("ranks", "crossover"), [(4, 0.274), (8, 0.058), (16, 0.0131), (32, 0.0031)])
+def test_balanced_parallelism_wins_above_the_crossover_overlap(ranks: int, crossover: float) -> None:
+    rivals: list[Scheme[Any]] = [DOUBLING_IN_LISTS, BALANCED_IN_LISTS]
+    assert chosen(rivals, 0.001, 0.97 * crossover, ranks) == DOUBLING_IN_LISTS
+    assert chosen(rivals, 0.001, 1.03 * crossover, ranks) == BALANCED_IN_LISTS
+
+
+@pytest.mark.parametrize("overlap", [0.001, 0.3, 0.9])
+def test_two_ranks_exchange_directly(overlap: float) -> None:
+    assert chosen([DOUBLING_IN_LISTS, BALANCED_IN_LISTS], 0.001, overlap, 2) == DOUBLING_IN_LISTS
+
+
+@pytest.mark.parametrize(
+    ("ranks", "density", "won", "lost"),
+    [
+        (4, 0.001, [], [0.001, 0.1, 0.5, 0.9]),
+        (4, 0.01, [], [0.001, 0.3, 0.9]),
+        (4, 0.03, [0.001, 0.3, 0.999], []),
+        (8, 0.001, [], [0.001, 0.1, 0.5, 0.9]),
+        (8, 0.005, [0.03, 0.2, 0.44], [0.01, 0.47, 0.9]),
+        (8, 0.01, [0.001, 0.3, 0.999], []),
+        (16, 0.001, [], [0.001, 0.03, 0.1, 0.9]),
+        (16, 0.005, [0.001, 0.3, 0.86], [0.91]),
+        (32, 0.001, [0.02, 0.07], [0.005, 0.1]),
+        (32, 0.005, [0.001, 0.5, 0.999], []),
+    ],
+)
+def test_zen_as_built_wins_in_an_interval_of_overlaps(
+    ranks: int, density: float, won: list[float], lost: list[float]
+) -> None:
+    """Its flat bitmap costs a bit an element, whatever the density: in actual bytes it loses where little travels."""
+    rivals: list[Scheme[Any]] = [DOUBLING_IN_LISTS, ZEN_AS_BUILT]
+    assert [chosen(rivals, density, overlap, ranks) for overlap in won] == [ZEN_AS_BUILT] * len(won)
+    assert [chosen(rivals, density, overlap, ranks) for overlap in lost] == [DOUBLING_IN_LISTS] * len(lost)
+
+
+TABLE = (TensorSpec((100_000, 64), torch.float32),)
+
+
+def rows(count: float) -> DensityProfile:
+    return DensityProfile(100_000, count, {2: 1.9, 4: 3.4, 8: 5.6}, most_rows=count)
+
+
+@pytest.mark.parametrize("layout", Layout)
+def test_every_candidate_can_be_timed_and_the_fastest_is_taken(layout: Layout) -> None:
+    specs = TABLE if layout is Layout.ROWS else (TensorSpec((100_000,), torch.float32),)
+    profiles = (rows(1000.0),)
+    schemes = candidates(layout, profiles, 8)
+    assert len(schemes) > 18
+    assert all(scheme.layout is layout for scheme in schemes)
+    cost = CostModel(1e-4, 1e8)
+    selection = select(schemes, specs, profiles, Placement.one_per_node(8), cost)
+    seconds = [choice.seconds for choice in selection.choices]
+    assert len(seconds) == len(schemes)
+    assert seconds == sorted(seconds)
+    assert selection.chosen is selection.choices[0]
+    for choice in selection.choices:
+        assert choice.seconds == cost.total_s(choice.scheme.steps(specs, profiles, Placement.one_per_node(8)))
+
+
+def test_latency_decides_where_little_travels() -> None:
+    slow_start = CostModel(alpha_s=1e-3, bandwidth_bytes_per_s=1e8)
+    rivals = [BalancedParallelism(), AGSparse()]
+    few, many = (rows(10.0),), (rows(20_000.0),)
+    placement = Placement.one_per_node(8)
+    assert select(rivals, TABLE, few, placement, slow_start).chosen.scheme == AGSparse(), "one stage less"
+    assert select(rivals, TABLE, many, placement, slow_start).chosen.scheme == BalancedParallelism()
+
+
+def test_dense_gradients_are_all_reduced() -> None:
+    flat, full = (TensorSpec((1 << 20,), torch.float32),), (DensityProfile(1 << 20, float(1 << 20)),)
+    schemes = candidates(Layout.FLAT, full, 8)
+    assert select(schemes, flat, full, Placement.one_per_node(8), CostModel(1e-4, 1e8)).chosen.scheme == AllReduce()
+
+
+def test_a_present_scheme_is_left_only_for_a_gain_above_the_margin() -> None:
+    rivals: list[Scheme[Any]] = [BALANCED_IN_LISTS, DOUBLING_IN_LISTS]
+    flat, placement = (TensorSpec((ELEMENTS,), torch.float32),), Placement.one_per_node(8)
+    slightly_better, far_better = (popular(0.001, 0.07, 8),), (popular(0.001, 0.5, 8),)
+    present = DOUBLING_IN_LISTS
+    assert select(rivals, flat, slightly_better, placement, BYTES_ONLY).chosen.scheme == BALANCED_IN_LISTS
+    kept = select(rivals, flat, slightly_better, placement, BYTES_ONLY, current=present)
+    assert kept.chosen.scheme == present
+    assert kept.choices[0].scheme == BALANCED_IN_LISTS, "it is still said which would be faster"
+    assert select(rivals, flat, far_better, placement, BYTES_ONLY, current=present).chosen.scheme == BALANCED_IN_LISTS
+    no_margin = select(rivals, flat, slightly_better, placement, BYTES_ONLY, current=present, margin=0.0)
+    assert no_margin.chosen.scheme == BALANCED_IN_LISTS
+    unknown = select(rivals, flat, slightly_better, placement, BYTES_ONLY, current=AllReduce())
+    assert unknown.chosen.scheme == BALANCED_IN_LISTS
+
+
+def test_a_choice_among_nothing_and_a_margin_that_is_no_share_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least one scheme"):
+        select([], TABLE, (rows(1.0),), Placement.one_per_node(2), BYTES_ONLY)
+    with pytest.raises(ValueError, match=r"in \[0, 1\), got 1"):
+        select([AGSparse()], TABLE, (rows(1.0),), Placement.one_per_node(2), BYTES_ONLY, margin=1)

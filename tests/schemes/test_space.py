@@ -1,0 +1,161 @@
+"""The design space: its points, their schedules, and the volumes that Zen's section 3 gives for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from gradsync.schemes import POINTS, Aggregation, Balance, Communication, ElementPoint, Partition, Point, RowPoint
+from gradsync.schemes.space import Message, Piece, Schedule, schedule
+
+every_point = pytest.mark.parametrize("point", POINTS, ids=str)
+SIZES = [1, 2, 3, 4, 5, 7, 8, 16]
+POWERS = [2, 4, 8, 16]
+
+
+def gamma(ranks: int) -> float:
+    """A densification ratio for tests: neither 1 nor the number of ranks."""
+    return float(ranks**0.6)
+
+
+def rows_of(pieces: Iterable[Piece], blocks: int) -> float:
+    """Rows in a message, in those of one rank's tensor; parts are equally dense."""
+    return sum(gamma(len(ranks)) / blocks for _, ranks in pieces)
+
+
+def busiest(plan: Schedule, stages: Iterable[str] | None = None) -> float:
+    """Rows that the busiest rank receives."""
+    received = [0.0] * plan.size
+    for each in plan.rounds:
+        for message in each.messages if stages is None or each.stage in stages else ():
+            received[message.destination] += rows_of(message.pieces, plan.blocks)
+    return max(received)
+
+
+def test_there_are_eighteen_points() -> None:
+    assert len(set(POINTS)) == 18
+    assert sum(point.partition is Partition.CENTRALIZATION for point in POINTS) == 6
+
+
+@pytest.mark.parametrize("size", SIZES)
+@every_point
+def test_every_rank_ends_with_every_blocks_sum(point: Point, size: int) -> None:
+    plan = schedule(point, size)
+    everyone = tuple(range(size))
+    held = [{(block, (rank,)) for block in range(plan.blocks)} for rank in everyone]
+    for each in plan.rounds:
+        sent: list[Message] = list(each.messages)
+        for message in sent:
+            assert message.source != message.destination
+            assert set(message.pieces) <= held[message.source], "nobody sends what it does not have"
+        for message in sent:
+            assert message.pieces
+            held[message.destination] |= set(message.pieces)
+        for merge in each.merges:
+            counted = [rank for _, ranks in merge.pieces for rank in ranks]
+            assert len(counted) == len(set(counted)), "no rank's tensor is added twice"
+            assert set(merge.pieces) <= held[merge.rank]
+            held[merge.rank] = held[merge.rank] - set(merge.pieces) | {merge.sum}
+    assert all((block, everyone) in pieces for pieces in held for block in range(plan.blocks))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@every_point
+def test_all_ranks_add_a_blocks_pieces_in_the_same_order(point: Point, size: int) -> None:
+    """A sum that several ranks take for themselves is one of the same pieces, in the same order: the same bits."""
+    plan = schedule(point, size)
+    taken: dict[Piece, set[tuple[Piece, ...]]] = {}
+    for each in plan.rounds:
+        for merge in each.merges:
+            taken.setdefault(merge.sum, set()).add(merge.pieces)
+    assert len([piece for piece in taken if len(piece[1]) == size]) == plan.blocks
+    assert all(len(orders) == 1 for orders in taken.values())
+
+
+@pytest.mark.parametrize("size", SIZES)
+@every_point
+def test_pairs_never_send_each_other_two_messages_in_a_round(point: Point, size: int) -> None:
+    for each in schedule(point, size).rounds:
+        ways = [(message.source, message.destination) for message in each.messages]
+        assert len(ways) == len(set(ways))
+
+
+def point(
+    communication: Communication, aggregation: Aggregation, partition: Partition = Partition.CENTRALIZATION
+) -> Point:
+    return Point(
+        communication, aggregation, partition, Balance.BALANCED if partition is Partition.PARALLELISM else None
+    )
+
+
+@pytest.mark.parametrize("size", POWERS)
+@pytest.mark.parametrize("communication", Communication)
+def test_one_shot_centralization_receives_every_other_ranks_tensor(communication: Communication, size: int) -> None:
+    plan = schedule(point(communication, Aggregation.ONE_SHOT), size)
+    assert busiest(plan) == pytest.approx(size - 1)
+
+
+@pytest.mark.parametrize("size", POWERS)
+def test_hierarchical_centralization_has_the_papers_volume(size: int) -> None:
+    """Zen, equation 2: the sum over i = 1 .. log2 n of gamma^(2^(i-1))."""
+    plan = schedule(point(Communication.HIERARCHY, Aggregation.INCREMENTAL), size)
+    assert len(plan.rounds) == size.bit_length() - 1
+    assert busiest(plan) == pytest.approx(sum(gamma(1 << i) for i in range(size.bit_length() - 1)))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_the_chain_of_partial_sums_moves_less_than_partial_sums_all_round(size: int) -> None:
+    plan = schedule(point(Communication.RING, Aggregation.INCREMENTAL), size)
+    assert busiest(plan) <= gamma(size - 1) + gamma(size)
+    assert len(plan.rounds) == 2 * (size - 1)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8, 16])
+@pytest.mark.parametrize("aggregation", Aggregation)
+def test_balanced_parallelism_has_the_papers_volume(aggregation: Aggregation, size: int) -> None:
+    """Zen, equation 1: (n-1)/n of the rows in push, of the union in pull."""
+    plan = schedule(point(Communication.POINT_TO_POINT, aggregation, Partition.PARALLELISM), size)
+    assert busiest(plan, ["push"]) == pytest.approx((size - 1) / size)
+    assert busiest(plan, ["pull"]) == pytest.approx((size - 1) / size * gamma(size))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_pushes_of_a_ring_have_the_papers_volumes(size: int) -> None:
+    """Zen, appendix B: partial sums cost the sum of gamma^i / n, concatenations (n-1)/2."""
+    summed = schedule(point(Communication.RING, Aggregation.INCREMENTAL, Partition.PARALLELISM), size)
+    assert busiest(summed, ["push"]) == pytest.approx(sum(gamma(i) for i in range(1, size)) / size)
+    forwarded = schedule(point(Communication.RING, Aggregation.ONE_SHOT, Partition.PARALLELISM), size)
+    assert busiest(forwarded, ["push"]) == pytest.approx((size - 1) / 2)
+
+
+@pytest.mark.parametrize("size", POWERS)
+def test_pushes_by_halving_have_their_volumes(size: int) -> None:
+    steps = range(1, size.bit_length())
+    summed = schedule(point(Communication.HIERARCHY, Aggregation.INCREMENTAL, Partition.PARALLELISM), size)
+    assert busiest(summed, ["push"]) == pytest.approx(sum(2.0**-i * gamma(2 ** (i - 1)) for i in steps))
+    forwarded = schedule(point(Communication.HIERARCHY, Aggregation.ONE_SHOT, Partition.PARALLELISM), size)
+    assert busiest(forwarded, ["push"]) == pytest.approx(len(steps) / 2)
+
+
+@pytest.mark.parametrize("balance", [None, Balance.BALANCED])
+@pytest.mark.parametrize("partition", Partition)
+def test_balance_goes_with_parallelism_only(partition: Partition, balance: Balance | None) -> None:
+    if (partition is Partition.PARALLELISM) == (balance is not None):
+        assert Point(Communication.RING, Aggregation.ONE_SHOT, partition, balance) in POINTS
+        return
+    with pytest.raises(ValueError, match="parallelism is balanced or imbalanced, centralization is neither; got"):
+        Point(Communication.RING, Aggregation.ONE_SHOT, partition, balance)
+
+
+@pytest.mark.parametrize("kind", [RowPoint, ElementPoint])
+def test_settings_that_are_none_are_refused(kind: type[RowPoint] | type[ElementPoint]) -> None:
+    with pytest.raises(ValueError, match=r"communication must be one of ring, hierarchy, point_to_point, got 'star'"):
+        kind(communication="star")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"centralization is neither; got centralization with balance balanced"):
+        kind(partition=Partition.CENTRALIZATION)
+    with pytest.raises(ValueError, match=r"seed must be an integer, got 0\.5"):
+        kind(seed=0.5)  # type: ignore[arg-type]
+    for block in (0, True, 1.5):
+        with pytest.raises(ValueError, match="block must be at least 1"):
+            ElementPoint(block=block)  # type: ignore[arg-type]
