@@ -16,13 +16,15 @@ from gradsync.cluster import Placement
 from gradsync.comm import GroupError, LocalGroup, drive, run_local
 from gradsync.density import DensityProfile
 from gradsync.schemes import BalancedParallelism, registered
-from gradsync.schemes.formats import ALIGNMENT_BYTES
+from gradsync.schemes.formats import ALIGNMENT_BYTES, SPARSE_FORMATS, IndexFormat
+from gradsync.schemes.points import SMALLEST
 from gradsync.sparse import SparseRows
 from gradsync.steps import transfers
 from tests.schemes.family import (
     ALL_MEMBERS,
     CASES,
     MEMBERS,
+    POINT_MEMBERS,
     ROW_MEMBERS,
     SIZES,
     Member,
@@ -35,6 +37,7 @@ from tests.schemes.family import (
     mean_of,
     profiles_of,
     run,
+    run_scheme,
     specs_of,
 )
 
@@ -297,6 +300,25 @@ def test_any_rows_give_the_scaled_sum(member: Member, inputs: list[Tables], scal
     assert [table.present for table in outcome.results[0]] == present
 
 
+@given(
+    member=st.sampled_from([m for m in POINT_MEMBERS if m.scheme.layout is Layout.ROWS]),
+    formats=st.tuples(*[st.sampled_from([SMALLEST, *SPARSE_FORMATS])] * 2),
+    inputs=row_inputs(),
+    scale=st.sampled_from([1.0, 1 / 3, -2.0, 0.0]),
+)
+@settings(max_examples=300, deadline=None)
+def test_any_rows_give_the_scaled_sum_at_any_point(
+    member: Member, formats: tuple[str, str], inputs: list[Tables], scale: float
+) -> None:
+    push, pull = formats
+    outcome = run_scheme(replace(member.scheme, push_format=push, pull_format=pull), inputs, scale)
+    assert_is_scaled_sum(member, outcome.results, inputs, scale)
+    assert all(bits(result) == bits(outcome.results[0]) for result in outcome.results)
+    for position, table in enumerate(outcome.results[0]):
+        assert table.present == any(x[position].present for x in inputs)
+        assert torch.equal(table.indices, torch.unique(torch.cat([x[position].indices for x in inputs])))
+
+
 @pytest.mark.parametrize("member", [m for m in MEMBERS if m.scheme.layout is Layout.FLAT], ids=name_of)
 @given(
     size=st.integers(1, 4),
@@ -314,6 +336,41 @@ def test_any_flat_bucket_gives_the_scaled_sum(
     dense, chosen = (draw(size, numel, generator=generator) for draw in (torch.randn, torch.rand))
     inputs = list(dense.to(dtype) * (chosen < density))  # the others are zeros of both signs
     outcome = run(member, inputs, scale)
+    assert_is_scaled_sum(member, outcome.results, inputs, scale)
+    assert all(bits(result) == bits(outcome.results[0]) for result in outcome.results)
+
+
+@given(
+    member=st.sampled_from([m for m in POINT_MEMBERS if m.scheme.layout is Layout.FLAT]),
+    formats=st.tuples(*[st.sampled_from([SMALLEST, *IndexFormat])] * 2),
+    block=st.sampled_from([1, 1, 3, 256]),
+    size=st.integers(1, 5),
+    numel=st.integers(0, 300),
+    densities=st.lists(st.sampled_from([0.0, 0.01, 0.2, 1.0]), min_size=5, max_size=5),
+    dtype=st.sampled_from(DTYPES),
+    scale=st.sampled_from([1.0, 1 / 3, -2.0, 0.0]),
+    seed=st.integers(0, 2**32),
+)
+@settings(max_examples=300, deadline=None)
+def test_any_flat_bucket_gives_the_scaled_sum_at_any_point(
+    member: Member,
+    formats: tuple[str, str],
+    block: int,
+    size: int,
+    numel: int,
+    densities: list[float],
+    dtype: torch.dtype,
+    scale: float,
+    seed: int,
+) -> None:
+    """Ranks of very different densities: one with nothing, one with everything."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = [
+        torch.randn(numel, generator=generator).to(dtype) * (torch.rand(numel, generator=generator) < density)
+        for density in densities[:size]
+    ]
+    scheme = replace(member.scheme, block=block, push_format=formats[0], pull_format=formats[1], seed=seed)
+    outcome = run_scheme(scheme, inputs, scale)
     assert_is_scaled_sum(member, outcome.results, inputs, scale)
     assert all(bits(result) == bits(outcome.results[0]) for result in outcome.results)
 

@@ -7,9 +7,10 @@ compute.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
@@ -37,6 +38,7 @@ class SyncSpec(BaseModel):
     link: str = "1gbit"
     scenario: dict[str, Any] = {}
     loopback: bool = False
+    schemes: Literal["planned", "all"] = "planned"  # all: every candidate of selection, and how the selected one does
     repeats: int = 15
     warmup: int = 3
     seed: int = 0
@@ -85,8 +87,39 @@ def sync_records(
     for index, case in enumerate(ranks[0]["cases"]):
         rows = [rank["cases"][index] for rank in ranks]
         subjects = [name for name in case["times"] if name not in ("again", case["baseline"])]
-        records += [_record(spec, name, rows, params, cost, environment, node_share) for name in subjects]
+        found = [_record(spec, name, rows, params, cost, environment, node_share) for name in subjects]
+        if case["selected"] is not None:
+            found.append(_selection_record(case, rows, next(r for r in found if r.subject == case["selected"])))
+        records += found
     return records
+
+
+def _selection_record(case: dict[str, Any], ranks: list[dict[str, Any]], selected: Record) -> Record:
+    """The selected scheme against the fastest of all, which is picked by every second repeat and judged by the others.
+
+    So that the rival is not the one that was lucky, and may be the selected one itself.
+    """
+    times = {name: _slowest(ranks, name) for name in case["schemes"]}
+    rival = min(times, key=lambda name: statistics.median(times[name][::2]))
+    mine, base = times[selected.subject][1::2], times[rival][1::2]
+    return selected.model_copy(
+        update={
+            "metric": "selected_sync_s",
+            "baseline": rival,
+            "params": {**selected.params, "phase": "selection"},
+            "repeats": len(mine),
+            "subject_s": Spread.of(mine),
+            "baseline_s": Spread.of(base),
+            "ratio": Spread.of([a / b for a, b in zip(mine, base, strict=True)]),
+            "aa": None,
+            "wire_bytes": None,
+        }
+    )
+
+
+def _slowest(ranks: list[dict[str, Any]], name: str) -> list[float]:
+    """An exchange is over when its slowest rank is done."""
+    return [max(times) for times in zip(*(rank["times"][name] for rank in ranks), strict=True)]
 
 
 def _record(
@@ -100,14 +133,11 @@ def _record(
 ) -> Record:
     case = ranks[0]
 
-    def slowest(name: str) -> list[float]:
-        return [max(times) for times in zip(*(r["times"][name] for r in ranks), strict=True)]
-
     def node_bytes(name: str) -> float:
         return float(max(r["wire_bytes"][name] for r in ranks) * node_share)
 
     baseline = case["baseline"]
-    mine, base = slowest(subject), slowest(baseline)
+    mine, base = _slowest(ranks, subject), _slowest(ranks, baseline)
     bound_s, predicted_s = _expected_s(case["costs"][subject], cost) if subject in case["costs"] else (None, None)
     extra = {"bound_ratio": Spread.of(mine).median / bound_s} if bound_s else {}
     return Record(
@@ -121,7 +151,7 @@ def _record(
         subject_s=Spread.of(mine),
         baseline_s=Spread.of(base),
         ratio=Spread.of([a / b for a, b in zip(mine, base, strict=True)]),
-        aa=Spread.of([a / b for a, b in zip(slowest("again"), base, strict=True)]),
+        aa=Spread.of([a / b for a, b in zip(_slowest(ranks, "again"), base, strict=True)]),
         predicted_s=predicted_s,
         bound_s=bound_s,
         cpu_s=sum(r["cpu_s"][subject] for r in ranks),

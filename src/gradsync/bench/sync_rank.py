@@ -14,12 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import workloads
-from ..bucket import TensorSpec
+from ..bucket import Layout, TensorSpec
 from ..cluster import Placement
 from ..comm import Ledger, RecordingGroup, TorchGroup, drive, torch_group
+from ..costs import CostModel
 from ..density import DensityProfile, profile_tables
 from ..lab.counters import interface_bytes
-from ..schemes import AllReduce, Scheme, with_capacity
+from ..schemes import AllReduce, Scheme, candidates, select, with_capacity
 from ..sparse import SparseRows
 from ..steps import Compute, Pattern, Transfer, transfers
 from .methods import SPARSE_SCHEMES
@@ -151,8 +152,9 @@ def measure(
     schemes: dict[str, tuple[Exchange, Ledger]],
     costs: dict[str, dict[str, Any]],
     spec: SyncSpec,
+    selected: str | None = None,
 ) -> dict[str, Any]:
-    """One case: its baselines (the first one twice, for A/A) and schemes in turns."""
+    """One case: its baselines (the first one twice, for A/A) and schemes in turns; `selected` is one of them."""
     first = next(iter(baselines))
     exchanges = {**baselines, **{name: run for name, (run, _) in schemes.items()}, "again": baselines[first]}
     times, wire_bytes = take_turns(exchanges, spec)
@@ -167,6 +169,8 @@ def measure(
         "wire_bytes": wire_bytes,
         "payload_bytes": payload,
         "costs": costs,
+        "schemes": list(schemes),
+        "selected": selected,
     }
 
 
@@ -183,7 +187,7 @@ def dense_case(nbytes: int, group: TorchGroup, spec: SyncSpec) -> dict[str, Any]
     )
 
 
-def workload_case(name: str, group: TorchGroup, spec: SyncSpec) -> dict[str, Any]:
+def workload_case(name: str, group: TorchGroup, spec: SyncSpec, cost: CostModel) -> dict[str, Any]:
     """The sparse gradients of one real step: sparse schemes beside DDP's sparse and dense ways."""
     workload = workloads.load(name, **spec.options)
     model = workload.model(sparse=True, seed=spec.seed)
@@ -193,7 +197,7 @@ def workload_case(name: str, group: TorchGroup, spec: SyncSpec) -> dict[str, Any
     dense = [g.to_dense() for g in gradients]
     profiles = measured_profiles(tables, group)
     specs = tuple(TensorSpec.of(g) for g in gradients)
-    planned = {name: with_capacity(s, profiles) for name, s in SPARSE_SCHEMES.items()}  # as in training
+    planned, selected = schemes_of(specs, profiles, group.size, spec, cost)
     schemes = {name: scheme_exchange(s, group, lambda: tables) for name, s in planned.items()}
     costs = {name: step_costs(s, specs, profiles, group.size) for name, s in planned.items()}
     params = {
@@ -211,8 +215,24 @@ def workload_case(name: str, group: TorchGroup, spec: SyncSpec) -> dict[str, Any
         schemes,
         costs,
         spec,
+        selected,
     )
     return {**case, "options": workload.options}
+
+
+def schemes_of(
+    specs: tuple[TensorSpec, ...],
+    profiles: tuple[DensityProfile, ...],
+    size: int,
+    spec: SyncSpec,
+    cost: CostModel,
+) -> tuple[dict[str, Scheme[Any]], str | None]:
+    """The schemes to measure, by name: those of training, or all there are, with the name of the selected one."""
+    if spec.schemes == "planned":
+        return {name: with_capacity(s, profiles) for name, s in SPARSE_SCHEMES.items()}, None
+    everything = candidates(Layout.ROWS, profiles, size)
+    selection = select(everything, specs, profiles, Placement.one_per_node(size), cost)
+    return {scheme.title: scheme for scheme in everything}, selection.chosen.scheme.title
 
 
 def sparse_gradients(model: nn.Module) -> list[Tensor]:
@@ -233,14 +253,24 @@ def union_rows(profiles: tuple[DensityProfile, ...], size: int) -> list[float]:
     return [p.union_rows(size) for p in profiles]
 
 
+def agreed_cost(fit: Sequence[tuple[int, float, float]], memory: float) -> CostModel:
+    """The cost model by the slowest rank's measurements, the same on every rank, so that all select alike."""
+    slowest_s = torch.tensor([*(seconds for _, _, seconds in fit), -memory], dtype=torch.float64)
+    dist.all_reduce(slowest_s, op=dist.ReduceOp.MAX)
+    *seconds, negated = slowest_s.tolist()
+    samples = [(rounds, nbytes, s) for (rounds, nbytes, _), s in zip(fit, seconds, strict=True)]
+    return CostModel.fit(samples, memory_bytes_per_s=-negated)
+
+
 def exchange(text: str) -> dict[str, Any]:
     """This rank's figures of every case."""
     spec = SyncSpec.model_validate_json(text)
     group = torch_group(timeout_s=TIMEOUT_S)
     fit, memory = fit_samples(group, spec), memory_bytes_per_s(spec)
     event(kind="fit")
+    cost = agreed_cost(fit, memory)
     cases = [dense_case(nbytes, group, spec) for nbytes in DENSE_SIZES_BYTES]
-    cases += [workload_case(name, group, spec) for name in spec.workloads]
+    cases += [workload_case(name, group, spec, cost) for name in spec.workloads]
     return {"fit": fit, "memory_bytes_per_s": memory, "cases": cases}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from enum import StrEnum
 from typing import Annotated
 
 import typer
@@ -43,6 +44,15 @@ Options = Annotated[
         + " ".join(f"{name}: {', '.join(declared_options(kind_of(name)))}." for name in names()),
     ),
 ]
+
+
+class SchemeSet(StrEnum):
+    """What `bench sync` measures of each workload."""
+
+    PLANNED = "planned"
+    ALL = "all"
+
+
 Loopback = Annotated[bool, typer.Option(help="No namespaces: plain loopback, not shaped.")]
 
 
@@ -53,6 +63,9 @@ def sync(
     nodes: Nodes = 4,
     ranks_per_node: RanksPerNode = 1,
     link: Rate = "1gbit",
+    schemes: Annotated[
+        SchemeSet, typer.Option(help="planned: what training would take; all: every scheme, and how the selected does.")
+    ] = SchemeSet.PLANNED,
     repeats: Annotated[int, typer.Option(min=5, help="Measurements of each exchange.")] = 15,
     json: Json = None,
     quick: Quick = False,
@@ -69,6 +82,7 @@ def sync(
         nodes=nodes,
         ranks_per_node=ranks_per_node,
         link=link,
+        schemes=schemes.value,
         repeats=QUICK_REPEATS if quick else repeats,
         loopback=loopback,
     )

@@ -33,6 +33,11 @@ class Scheme(ABC, Generic[X]):
     layout: ClassVar[Layout]
     exact: ClassVar[bool] = True  # the result is the sum up to rounding: flags may ride in the same message
 
+    @property
+    def title(self) -> str:
+        """What tells it from other schemes in a table, without its settings."""
+        return self.name
+
     @abstractmethod
     def stages(self, size: int) -> tuple[str, ...]:
         """One name for each await of `synchronize` by one of `size` ranks: the turns that a plan's order is made of."""

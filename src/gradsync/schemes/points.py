@@ -81,6 +81,10 @@ class DesignPoint:
         return cls(point.communication, point.aggregation, point.partition, point.balance, **settings)
 
     @property
+    def title(self) -> str:
+        return str(self.point)
+
+    @property
     def point(self) -> Point:
         return Point(self.communication, self.aggregation, self.partition, self.balance)
 
@@ -140,6 +144,10 @@ class ElementPoint(DesignPoint, Scheme[Tensor]):
         if type(self.block) is not int or self.block < 1:
             raise ValueError(f"ElementPoint.block must be at least 1, got {self.block!r}")
         super().__post_init__()
+
+    @property
+    def title(self) -> str:
+        return f"{self.point} in blocks of {self.block}" if self.block > 1 else str(self.point)
 
     async def synchronize(self, x: Tensor, state: State, group: Group, scale: float) -> tuple[Tensor, State]:
         blocks = _in_blocks(x, self.block)
