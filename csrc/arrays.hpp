@@ -173,4 +173,16 @@ template <typename Body> void run(const char *kernel, const char *bound_name, ui
     refuse(message);
 }
 
+// As `run`; says also which of `what` are out of order.
+template <typename Body> void run_sorted(const char *kernel, const char *what, uint64_t size, Body body) {
+    std::string message;
+    try {
+        return run(kernel, "size", size, body);
+    } catch (const NotSorted &pair) {
+        message = std::string(kernel) + ": " + what + " must ascend, got " + std::to_string(pair.before) + " before " +
+                  std::to_string(pair.after);
+    }
+    refuse(message);
+}
+
 }  // namespace MODULE_NAME

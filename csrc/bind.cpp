@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "arrays.hpp"
+#include "bind.hpp"
 #include "elements.hpp"
 #include "rows.hpp"
 #include "sum_rows.hpp"
@@ -124,18 +125,6 @@ RotatedStripe stripe_of(uint32_t owners, uint32_t key) {
     if (owners < 1 || owners > kMaxOwners)
         refuse("the number of owners must be in [1, " + std::to_string(kMaxOwners) + "], got " + std::to_string(owners));
     return {owners, key};
-}
-
-// As `run`; says also which of `what` are out of order.
-template <typename Body> void run_sorted(const char *kernel, const char *what, uint64_t size, Body body) {
-    std::string message;
-    try {
-        return run(kernel, "size", size, body);
-    } catch (const NotSorted &pair) {
-        message = std::string(kernel) + ": " + what + " must ascend, got " + std::to_string(pair.before) + " before " +
-                  std::to_string(pair.after);
-    }
-    refuse(message);
 }
 
 struct BoundRotatedPartition {
@@ -335,4 +324,5 @@ NB_MODULE(MODULE_NAME, m) {
           "out"_a.noconvert(), "threads"_a);
     m.def("rotated_index", &write_rotated, "owner"_a, "positions"_a.noconvert(), "owners"_a, "key"_a,
           "out"_a.noconvert(), "threads"_a);
+    bind_offsets(m);
 }

@@ -73,11 +73,6 @@ private:
     uint64_t inverse_;
 };
 
-// The first pair of neighbours that is out of order.
-struct NotSorted {
-    int64_t before, after;
-};
-
 class RotatedPartition {
 public:
     // Throws BadIndex if an index is not in [0, size), NotSorted if they do not ascend.

@@ -40,6 +40,11 @@ struct BadIndex {
     int64_t index;
 };
 
+// The first pair of neighbours that is out of order.
+struct NotSorted {
+    int64_t before, after;
+};
+
 // Calls body(const Index *) with the indices in their own type.
 template <typename Body> auto with_indices(const Indices &part, Body body) {
     return part.wide ? body(static_cast<const int64_t *>(part.data)) : body(static_cast<const int32_t *>(part.data));

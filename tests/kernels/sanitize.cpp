@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "elements.hpp"
+#include "offsets.hpp"
 #include "rows.hpp"
 #include "sum_rows.hpp"
 
@@ -156,6 +157,34 @@ template <typename T, typename Index> static void check_elements(size_t size, si
         join_rotated(stripe, parts, from, joined.data(), size, sizeof(T), threads);
         CHECK(size == 0 || std::memcmp(joined.data(), x.data(), size * sizeof(T)) == 0);
     }
+}
+
+template <typename Format, typename Index> static void check_offsets(size_t size, size_t every) {
+    std::vector<Index> indices;
+    for (size_t i = 0; i < size; i += every) indices.push_back(static_cast<Index>(i));
+    std::vector<char> message(offsets_nbytes<Format>(indices.size(), size));
+    encode_offsets<Format>({indices.data(), sizeof(Index) == 8, indices.size()}, size, message.data());
+    std::vector<Index> decoded(indices.size());
+    decode_offsets<Format>(message.data(), size, decoded.data(), decoded.size());
+    CHECK(decoded == indices);
+    for (char &byte : message) {  // whatever a message says, only its indices are written
+        byte ^= 1 << random_bits() % 8;
+        try {
+            decode_offsets<Format>(message.data(), size, decoded.data(), decoded.size());
+        } catch (const std::invalid_argument &) {
+        }
+        if (random_bits() % 64 == 0) break;
+    }
+}
+
+static void check_all_offsets() {
+    for (size_t size : {0, 1, 255, 256, 257, 5000, 65536, 70000})
+        for (size_t every : {1, 2, 7, 100, 1000}) {
+            check_offsets<Offsets8, int32_t>(size, every);
+            check_offsets<Offsets8, int64_t>(size, every);
+            check_offsets<Offsets16, int32_t>(size, every);
+            check_offsets<Offsets16, int64_t>(size, every);
+        }
 }
 
 template <typename T> static void check_all(int threads) {
@@ -355,6 +384,12 @@ static bool overrun(const std::string &kernel) {
     } else if (kernel == "count_bits") {
         const std::vector<uint64_t> words(2);
         std::printf("%d\n", static_cast<int>(count_bits(words.data(), 3, 1)));
+    } else if (kernel == "encode_offsets") {
+        std::vector<char> message(offsets_nbytes<Offsets8>(3, 300) - 1);
+        encode_offsets<Offsets8>({indices.data(), true, 3}, 300, message.data());
+    } else if (kernel == "decode_offsets") {
+        const std::vector<char> message{3, 0, 0, 1};
+        decode_offsets<Offsets8>(message.data(), 300, found.data(), 3);
     } else if (kernel == "partition_rotated") {
         std::vector<int32_t> local(3);
         RotatedPartition({indices.data(), true, 3}, 3, RotatedStripe(1, 0), 1)
@@ -379,6 +414,7 @@ int main(int argc, char **argv) {
         check_all<Bfloat16>(threads);
         check_all<Float16>(threads);
     }
+    check_all_offsets();
     check_refusals();
     check_scalars();
     check_streams();

@@ -20,7 +20,7 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor
 
-from ..kernels import cpu, reference
+from ..kernels import cpu, offsets_nbytes, reference
 from ..report.record import Record, Spread
 from .provenance import commit, machine, versions
 
@@ -145,6 +145,27 @@ def count_bits(g: torch.Generator, *, size: int, density: float) -> Work:
     return Work(lambda module: count.fill_(module.count_bits(words)), [count], tensor_bytes(words))
 
 
+def _offsets(g: torch.Generator, size: int, density: float, bits: int) -> tuple[Tensor, Tensor]:
+    indices = some_of(size, density, g)
+    message = torch.zeros(offsets_nbytes(len(indices), size, bits), dtype=torch.uint8)
+    cpu.encode_offsets(indices, size, bits, message)
+    return indices, message
+
+
+def encode_offsets(g: torch.Generator, *, size: int, density: float, bits: int) -> Work:
+    """Indices to offsets within blocks."""
+    indices, message = _offsets(g, size, density, bits)
+    nbytes = tensor_bytes(indices, message)
+    return Work(lambda module: module.encode_offsets(indices, size, bits, message), [message], nbytes)
+
+
+def decode_offsets(g: torch.Generator, *, size: int, density: float, bits: int) -> Work:
+    """Offsets within blocks to indices."""
+    indices, message = _offsets(g, size, density, bits)
+    nbytes = tensor_bytes(indices, message)
+    return Work(lambda module: module.decode_offsets(message, size, bits, indices), [indices], nbytes)
+
+
 def _elements(g: torch.Generator, size: int, nnz: int) -> Tensor:
     """Ascending, about nnz."""
     elements: Tensor = torch.unique(torch.randint(size, (nnz,), generator=g))
@@ -196,7 +217,7 @@ WORK: dict[str, Callable[..., Work]] = {
     work.__name__: work
     for work in (
         sum_rows, unite_rows, join_columns, scatter_rows, nonzero_rows, nonzero_elements, encode_bitmap, decode_bitmap,
-        count_bits, partition_rotated, rotated_index, join_rotated,
+        count_bits, encode_offsets, decode_offsets, partition_rotated, rotated_index, join_rotated,
     )
 }  # fmt: skip
 _TABLE = {"ranks": 8, "size": 1_250_000, "dtype": "float32"}  # an eighth of ten million rows: one of 8 owners' share
@@ -231,6 +252,12 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (  # kernel, parameters of its w
     ("decode_bitmap", {"size": _BITS, "density": 0.01}),
     ("decode_bitmap", {"size": _BITS, "density": 0.1}),
     ("count_bits", {"size": _BITS, "density": 0.1}),
+    ("encode_offsets", {"size": 40 * _BITS, "density": 0.001, "bits": 16}),
+    ("encode_offsets", {"size": 40 * _BITS, "density": 0.01, "bits": 8}),
+    ("encode_offsets", {"size": _BITS, "density": 0.1, "bits": 8}),
+    ("decode_offsets", {"size": 40 * _BITS, "density": 0.001, "bits": 16}),
+    ("decode_offsets", {"size": 40 * _BITS, "density": 0.01, "bits": 8}),
+    ("decode_offsets", {"size": _BITS, "density": 0.1, "bits": 8}),
     ("partition_rotated", {"nnz": 1_000_000, "size": _ELEMENTS, "owners": 8}),
     ("partition_rotated", {"nnz": 1_000_000, "size": _ELEMENTS, "owners": 64}),
     ("rotated_index", {"nnz": 1_000_000, "size": _ELEMENTS, "owners": 8}),

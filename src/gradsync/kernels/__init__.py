@@ -16,12 +16,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torch import Tensor
 
 from gradsync.kernels import cpu, reference
-from gradsync.kernels.checks import RowsPart, Stripes
+from gradsync.kernels.checks import RowsPart, Stripes, offsets_nbytes
+from gradsync.kernels.phases import NonzeroElements, NonzeroRows, RotatedPartition, RowUnion
 
 __all__ = [
     "Implementation",
@@ -34,11 +35,14 @@ __all__ = [
     "active",
     "count_bits",
     "decode_bitmap",
+    "decode_offsets",
     "encode_bitmap",
+    "encode_offsets",
     "join_columns",
     "join_rotated",
     "nonzero_elements",
     "nonzero_rows",
+    "offsets_nbytes",
     "partition_rotated",
     "rotated_index",
     "scatter_rows",
@@ -50,19 +54,13 @@ __all__ = [
 Implementation = Literal["native", "reference", "auto"]
 
 _logger = logging.getLogger(__name__)
+_KERNELS = (
+    "sum_rows", "unite_rows", "join_columns", "scatter_rows", "nonzero_rows", "nonzero_elements", "encode_bitmap",
+    "decode_bitmap", "count_bits", "encode_offsets", "decode_offsets", "partition_rotated",
+    "join_rotated", "rotated_index",
+)  # fmt: skip
 _TABLE: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {  # kernel: (reference, native)
-    "sum_rows": (reference.sum_rows, cpu.sum_rows),
-    "unite_rows": (reference.unite_rows, cpu.unite_rows),
-    "join_columns": (reference.join_columns, cpu.join_columns),
-    "scatter_rows": (reference.scatter_rows, cpu.scatter_rows),
-    "nonzero_rows": (reference.nonzero_rows, cpu.nonzero_rows),
-    "nonzero_elements": (reference.nonzero_elements, cpu.nonzero_elements),
-    "encode_bitmap": (reference.encode_bitmap, cpu.encode_bitmap),
-    "decode_bitmap": (reference.decode_bitmap, cpu.decode_bitmap),
-    "count_bits": (reference.count_bits, cpu.count_bits),
-    "partition_rotated": (reference.partition_rotated, cpu.partition_rotated),
-    "join_rotated": (reference.join_rotated, cpu.join_rotated),
-    "rotated_index": (reference.rotated_index, cpu.rotated_index),
+    kernel: (getattr(reference, kernel), getattr(cpu, kernel)) for kernel in _KERNELS
 }
 _requested: Implementation = "auto"
 _fallback_logged = False
@@ -95,68 +93,6 @@ def active() -> str:
         _log_fallback_once(error)
         return "reference"
     return "native"
-
-
-class RowUnion(Protocol):
-    """Which rows occur in any of several parts of one table; made by `unite_rows`."""
-
-    count: int  # distinct rows, u
-
-    def write_indices(self, out: Tensor) -> None:
-        """Writes the sorted distinct indices into `out`, (u,) int64, or int32 for tables of up to 2^31 rows."""
-
-    def sum(
-        self, values: Sequence[Tensor], outs: Sequence[Tensor], stripes: Stripes | None = None, *, scale: float = 1.0
-    ) -> None:
-        """Sums the parts' rows as `sum_rows` does, and spreads the result over `outs` by columns, in the same pass.
-
-        With the stripes of the owners and views into their messages as `outs`, this is the owner partition of
-        row-sparse gradients (Zen, OSDI 2025, with the column stripe as the owner map).
-
-        Args:
-            values: per part (its number of indices, dim) floating, all of one dtype.
-            outs: per stripe (u, stop - start), in that dtype; overwritten.
-            stripes: [start, stop) of the columns of each output; by default one output of all columns.
-
-        Raises:
-            ValueError: shapes that do not fit, stripes outside the columns.
-            TypeError: different dtypes.
-        """
-
-
-class NonzeroRows(Protocol):
-    """The rows of a dense tensor that are not zero; made by `nonzero_rows`."""
-
-    count: int
-
-    def write_indices(self, out: Tensor) -> None:
-        """Writes their ascending indices into `out`, (count,) int64, or int32 for tables of up to 2^31 rows."""
-
-    def gather(self, outs: Sequence[Tensor], stripes: Stripes | None = None) -> None:
-        """Copies the rows into `outs`, per stripe of columns (count, stop - start); by default all columns into one."""
-
-
-class NonzeroElements(Protocol):
-    """The elements of a dense tensor that are not zero; made by `nonzero_elements`."""
-
-    count: int
-
-    def write(self, indices: Tensor, values: Tensor) -> None:
-        """Writes ascending indices, (count,) int64 or (up to 2^31 elements) int32, and values, (count,) as x."""
-
-
-class RotatedPartition(Protocol):
-    """Sorted element indices by owner; made by `partition_rotated`."""
-
-    counts: list[int]  # elements of each owner
-
-    def write(self, values: Tensor, positions: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-        """Splits the elements: per owner their local positions, (count,) int32 ascending, and their values.
-
-        Args:
-            values: (nnz,), or (nnz, dim) contiguous where rows are dealt to owners; floating.
-            positions, outs: one for each owner; `outs` (count,) or (count, dim) in the dtype of `values`.
-        """
 
 
 def sum_rows(parts: Sequence[RowsPart], num_rows: int, *, scale: float = 1.0, out: RowsPart | None = None) -> RowsPart:
@@ -275,6 +211,42 @@ def count_bits(words: Tensor) -> int:
     """The number of set bits of `words`, (n,) int64."""
     count: int = _pick("count_bits", [words])(words)
     return count
+
+
+def encode_offsets(indices: Tensor, size: int, bits: int, out: Tensor) -> None:
+    """Writes ascending indices as offsets within blocks of 2^bits: between a list and a bitmap in density.
+
+    Layout: the count of each of ceil(size / 2^bits) blocks, then the offsets, index mod 2^bits, block by block. With 16
+    bits, counts are int32 and offsets uint16, in the byte order of the machine. With 8 bits, each is one byte: 255
+    counts 255 indices or, where the first offset is 255, a full block of 256, whose offsets are 255, 0, 1, ..., 254; no
+    255 ascending offsets begin so. The size of a message thus follows from the number of indices alone.
+
+    Args:
+        indices: (nnz,) int64 or int32, ascending, without duplicates.
+        size: all indices are in [0, size).
+        bits: 8 or 16.
+        out: (offsets_nbytes(nnz, size, bits),) uint8.
+
+    Raises:
+        ValueError: an index out of range or order, or a duplicate, before anything is written; other bits or sizes.
+        TypeError: other dtypes.
+    """
+    _pick("encode_offsets", [indices, out])(indices, size, bits, out)
+
+
+def decode_offsets(message: Tensor, size: int, bits: int, out: Tensor) -> None:
+    """The inverse of `encode_offsets`, for messages that may be damaged.
+
+    Args:
+        message: (offsets_nbytes(nnz, size, bits),) uint8.
+        out: (nnz,) int64, or int32 for sizes up to 2^31.
+
+    Raises:
+        ValueError: a message of another size, or one that no nnz ascending indices of [0, size) have; `out` may then
+            have been written to.
+        TypeError: other dtypes.
+    """
+    _pick("decode_offsets", [message, out])(message, size, bits, out)
 
 
 def partition_rotated(indices: Tensor, size: int, n: int, seed: int) -> RotatedPartition:

@@ -13,6 +13,7 @@ Stripes = Sequence[tuple[int, int]]  # [start, stop) of columns
 
 INT32_INDICES = 2**31  # tables up to this size have indices that fit int32
 MAX_OWNERS = 2**16
+OFFSET_BITS = (8, 16)
 
 
 def describe(tensor: Tensor) -> str:
@@ -83,6 +84,50 @@ def check_owners(n: int) -> None:
     """Refuses a number of owners that the rotated stripe does not know."""
     if not 1 <= n <= MAX_OWNERS:
         raise ValueError(f"the number of owners must be in [1, {MAX_OWNERS}], got {n}")
+
+
+def check_ascending(kernel: str, name: str, indices: Tensor, *, strictly: bool = False) -> None:
+    """Names the first pair that is out of order or, strictly, equal. Reads the result back to the host."""
+    before, after = indices[:-1], indices[1:]
+    descents = (after <= before if strictly else after < before).nonzero().flatten()
+    if len(descents) > 0:
+        pair = indices[descents[0] :][:2].tolist()
+        raise ValueError(f"{kernel}: {name} must ascend, got {pair[0]} before {pair[1]}")
+
+
+def num_blocks(size: int, bits: int) -> int:
+    """Blocks of block offsets of so many bits."""
+    if bits not in OFFSET_BITS:
+        raise ValueError(f"bits must be 8 or 16, got {bits}")
+    return -(-size >> bits)
+
+
+def offsets_nbytes(count: int, size: int, bits: int) -> int:
+    """The bytes of `count` indices of [0, size) as block offsets of 8 or 16 bits; see `encode_offsets`."""
+    count_bytes = {8: 1, 16: 4}
+    return num_blocks(size, bits) * count_bytes[bits] + count * (bits // 8)
+
+
+def check_message(name: str, message: Tensor, count: int, size: int, bits: int) -> None:
+    """Refuses what is not the block offsets of so many indices."""
+    if message.dtype != torch.uint8:
+        raise TypeError(f"{name} must be uint8, got {describe(message)}")
+    check_shape(name, message, offsets_nbytes(count, size, bits))
+
+
+def check_positions(positions: Tensor) -> None:
+    """Refuses local positions that are not 1-D int32."""
+    if positions.dtype != torch.int32:
+        raise TypeError(f"positions must be int32, got {positions.dtype}")
+    if positions.ndim != 1:
+        raise ValueError(f"positions must be 1-D, got {tuple(positions.shape)}")
+
+
+def check_rotated_size(size: int, n: int) -> None:
+    """Refuses a size with local positions beyond int32."""
+    check_size("size", size)
+    if size > n * INT32_INDICES:
+        raise ValueError(f"size must be at most {n} * 2^31, for local positions to fit int32, got {size}: split it")
 
 
 def check_parts(parts: Sequence[RowsPart], num_rows: int) -> None:

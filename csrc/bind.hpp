@@ -1,0 +1,10 @@
+// The parts of the Python module that have a file of their own.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace MODULE_NAME {
+
+void bind_offsets(nanobind::module_ &m);
+
+}  // namespace MODULE_NAME

@@ -1,0 +1,50 @@
+"""The native CPU kernels: checks of the arguments, number of threads, and calls into the C++ module (csrc/).
+
+The module is built twice from one source, for any CPU and for AVX2; `load` picks what this machine runs. Each function
+takes, beside the arguments of its namesake in `gradsync.kernels`, `threads` (by default torch's number of threads, and
+1 where the work is small) and `module` (by default `load()`). No tensor is copied: what the C++ code cannot work on in
+place it refuses.
+"""
+
+from gradsync.kernels.cpu.boundary import load, supports
+from gradsync.kernels.cpu.elements import (
+    NonzeroElements,
+    count_bits,
+    decode_bitmap,
+    encode_bitmap,
+    nonzero_elements,
+)
+from gradsync.kernels.cpu.offsets import decode_offsets, encode_offsets
+from gradsync.kernels.cpu.rotated import RotatedPartition, join_rotated, partition_rotated, rotated_index
+from gradsync.kernels.cpu.rows import (
+    NonzeroRows,
+    RowUnion,
+    join_columns,
+    nonzero_rows,
+    scatter_rows,
+    sum_rows,
+    unite_rows,
+)
+
+__all__ = [
+    "NonzeroElements",
+    "NonzeroRows",
+    "RotatedPartition",
+    "RowUnion",
+    "count_bits",
+    "decode_bitmap",
+    "decode_offsets",
+    "encode_bitmap",
+    "encode_offsets",
+    "join_columns",
+    "join_rotated",
+    "load",
+    "nonzero_elements",
+    "nonzero_rows",
+    "partition_rotated",
+    "rotated_index",
+    "scatter_rows",
+    "sum_rows",
+    "supports",
+    "unite_rows",
+]

@@ -1,0 +1,22 @@
+"""Native kernels on indices as offsets within blocks. One thread: a second one buys little."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from torch import Tensor
+
+from gradsync.kernels.checks import check_size
+from gradsync.kernels.cpu.boundary import load, plain
+
+
+def encode_offsets(indices: Tensor, size: int, bits: int, out: Tensor, *, module: ModuleType | None = None) -> None:
+    """See `gradsync.kernels.encode_offsets`."""
+    check_size("size", size)
+    (module or load()).encode_offsets(plain("indices", indices), size, bits, plain("out", out))
+
+
+def decode_offsets(message: Tensor, size: int, bits: int, out: Tensor, *, module: ModuleType | None = None) -> None:
+    """See `gradsync.kernels.decode_offsets`."""
+    check_size("size", size)
+    (module or load()).decode_offsets(plain("message", message), size, bits, plain("out", out))

@@ -1,0 +1,77 @@
+"""The native owner partition of single elements by rotated stripe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from gradsync.kernels.checks import check_owners, check_rotated_size
+from gradsync.kernels.cpu.boundary import load, plain, plains, threads_for
+from gradsync.kernels.reference.rotated import rotation_key
+
+
+class RotatedPartition:
+    """See `gradsync.kernels.RotatedPartition`."""
+
+    def __init__(
+        self,
+        indices: Tensor,
+        size: int,
+        n: int,
+        seed: int,
+        threads: int | None = None,
+        module: ModuleType | None = None,
+    ) -> None:
+        check_owners(n)
+        check_rotated_size(size, n)
+        self._partition: Any = (module or load()).RotatedPartition(
+            plain("indices", indices), size, n, rotation_key(seed), threads_for(threads, indices.numel())
+        )
+        self.counts: list[int] = self._partition.counts
+
+    def write(self, values: Tensor, positions: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        self._partition.write(plain("values", values), plains("positions", positions), plains("outs", outs))
+
+
+def partition_rotated(
+    indices: Tensor, size: int, n: int, seed: int, *, threads: int | None = None, module: ModuleType | None = None
+) -> RotatedPartition:
+    """See `gradsync.kernels.partition_rotated`."""
+    return RotatedPartition(indices, size, n, seed, threads, module)
+
+
+def join_rotated(
+    positions: Sequence[Tensor],
+    values: Sequence[Tensor],
+    seed: int,
+    out: Tensor,
+    *,
+    threads: int | None = None,
+    module: ModuleType | None = None,
+) -> None:
+    """See `gradsync.kernels.join_rotated`."""
+    check_owners(len(positions))
+    arrays = plains("positions", positions), plains("values", values), rotation_key(seed), plain("out", out)
+    (module or load()).join_rotated(*arrays, threads_for(threads, out.numel()))
+
+
+def rotated_index(
+    owner: int,
+    positions: Tensor,
+    n: int,
+    seed: int,
+    out: Tensor,
+    *,
+    threads: int | None = None,
+    module: ModuleType | None = None,
+) -> None:
+    """See `gradsync.kernels.rotated_index`."""
+    check_owners(n)
+    if not 0 <= owner < n:
+        raise ValueError(f"owner must be in [0, {n}), got {owner}")
+    threads = threads_for(threads, positions.numel())
+    arrays = plain("positions", positions), n, rotation_key(seed), plain("out", out)
+    (module or load()).rotated_index(owner, *arrays, threads)

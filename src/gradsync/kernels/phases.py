@@ -1,0 +1,72 @@
+"""What kernels of two phases return: how much there is, and methods that write it where the caller wants it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from gradsync.kernels.checks import Stripes
+
+
+class RowUnion(Protocol):
+    """Which rows occur in any of several parts of one table; made by `unite_rows`."""
+
+    count: int  # distinct rows, u
+
+    def write_indices(self, out: Tensor) -> None:
+        """Writes the sorted distinct indices into `out`, (u,) int64, or int32 for tables of up to 2^31 rows."""
+
+    def sum(
+        self, values: Sequence[Tensor], outs: Sequence[Tensor], stripes: Stripes | None = None, *, scale: float = 1.0
+    ) -> None:
+        """Sums the parts' rows as `sum_rows` does, and spreads the result over `outs` by columns, in the same pass.
+
+        With the stripes of the owners and views into their messages as `outs`, this is the owner partition of
+        row-sparse gradients (Zen, OSDI 2025, with the column stripe as the owner map).
+
+        Args:
+            values: per part (its number of indices, dim) floating, all of one dtype.
+            outs: per stripe (u, stop - start), in that dtype; overwritten.
+            stripes: [start, stop) of the columns of each output; by default one output of all columns.
+
+        Raises:
+            ValueError: shapes that do not fit, stripes outside the columns.
+            TypeError: different dtypes.
+        """
+
+
+class NonzeroRows(Protocol):
+    """The rows of a dense tensor that are not zero; made by `nonzero_rows`."""
+
+    count: int
+
+    def write_indices(self, out: Tensor) -> None:
+        """Writes their ascending indices into `out`, (count,) int64, or int32 for tables of up to 2^31 rows."""
+
+    def gather(self, outs: Sequence[Tensor], stripes: Stripes | None = None) -> None:
+        """Copies the rows into `outs`, per stripe of columns (count, stop - start); by default all columns into one."""
+
+
+class NonzeroElements(Protocol):
+    """The elements of a dense tensor that are not zero; made by `nonzero_elements`."""
+
+    count: int
+
+    def write(self, indices: Tensor, values: Tensor) -> None:
+        """Writes ascending indices, (count,) int64 or (up to 2^31 elements) int32, and values, (count,) as x."""
+
+
+class RotatedPartition(Protocol):
+    """Sorted element indices by owner; made by `partition_rotated`."""
+
+    counts: list[int]  # elements of each owner
+
+    def write(self, values: Tensor, positions: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        """Splits the elements: per owner their local positions, (count,) int32 ascending, and their values.
+
+        Args:
+            values: (nnz,), or (nnz, dim) contiguous where rows are dealt to owners; floating.
+            positions, outs: one for each owner; `outs` (count,) or (count, dim) in the dtype of `values`.
+        """

@@ -1,0 +1,53 @@
+"""Every kernel in plain torch operations: the definition that the fast implementations must meet bit for bit.
+
+Runs on any device and dtype, so it is also the fallback. `gradsync.kernels` says what each kernel promises.
+"""
+
+from gradsync.kernels.reference.elements import (
+    NonzeroElements,
+    count_bits,
+    decode_bitmap,
+    encode_bitmap,
+    nonzero_elements,
+)
+from gradsync.kernels.reference.offsets import decode_offsets, encode_offsets
+from gradsync.kernels.reference.rotated import (
+    RotatedPartition,
+    join_rotated,
+    partition_rotated,
+    rotated_index,
+    rotation,
+)
+from gradsync.kernels.reference.rows import (
+    NonzeroRows,
+    RowUnion,
+    accumulation_dtype,
+    join_columns,
+    nonzero_rows,
+    scatter_rows,
+    sum_rows,
+    unite_rows,
+)
+
+__all__ = [
+    "NonzeroElements",
+    "NonzeroRows",
+    "RotatedPartition",
+    "RowUnion",
+    "accumulation_dtype",
+    "count_bits",
+    "decode_bitmap",
+    "decode_offsets",
+    "encode_bitmap",
+    "encode_offsets",
+    "join_columns",
+    "join_rotated",
+    "nonzero_elements",
+    "nonzero_rows",
+    "partition_rotated",
+    "rotated_index",
+    "rotation",
+    "scatter_rows",
+    "sum_rows",
+    "unite_rows",
+]

@@ -1,0 +1,114 @@
+"""The owners of single elements by rotated stripe, in plain torch operations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradsync.kernels.checks import (
+    INT32_INDICES,
+    check_ascending,
+    check_floating,
+    check_index_out,
+    check_indices,
+    check_owners,
+    check_positions,
+    check_range,
+    check_rotated_size,
+    check_shape,
+)
+
+_UNSIGNED_32 = 0xFFFFFFFF
+
+
+def rotation_key(seed: int) -> int:
+    """The 32 bits of `seed` that the rotation is keyed with (splitmix64's finaliser, upper half)."""
+    mixed = (seed + 0x9E3779B97F4A7C15) & (2**64 - 1)
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & (2**64 - 1)
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & (2**64 - 1)
+    return (mixed ^ mixed >> 31) >> 32
+
+
+def rotation(q: Tensor, n: int, seed: int) -> Tensor:
+    """rho(q) in [0, n): a multiply-xorshift mix of q and the seed (murmur3's 32-bit finaliser), scaled to n."""
+    h = q.long() ^ rotation_key(seed)
+    h = ((h ^ h >> 16) * 0x85EBCA6B) & _UNSIGNED_32
+    h = ((h ^ h >> 13) * 0xC2B2AE35) & _UNSIGNED_32
+    return ((h ^ h >> 16) * n) >> 32
+
+
+class RotatedPartition:
+    """See `gradsync.kernels.RotatedPartition`."""
+
+    def __init__(self, indices: Tensor, size: int, n: int, seed: int) -> None:
+        check_owners(n)
+        check_rotated_size(size, n)
+        check_indices("indices", indices)
+        check_range("partition_rotated", indices, size, "size")
+        check_ascending("partition_rotated", "indices", indices)
+        self._positions = indices.long() // n
+        owners = (indices.long() % n + rotation(self._positions, n, seed)) % n
+        self._order = torch.argsort(owners, stable=True)
+        self.counts: list[int] = torch.bincount(owners, minlength=n).tolist()
+
+    @torch.no_grad()
+    def write(self, values: Tensor, positions: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        check_floating("values", values)
+        check_shape("values", values, len(self._order), *values.shape[1:2])
+        if not len(positions) == len(outs) == len(self.counts):
+            raise ValueError(
+                "one array of positions and one of values per owner are needed, "
+                f"got {len(positions)} and {len(outs)} for {len(self.counts)} owners"
+            )
+        for count, position, out in zip(self.counts, positions, outs, strict=True):
+            check_positions(position)
+            check_shape("positions", position, count)
+            check_floating("outs", out, values.dtype)
+            check_shape("outs", out, count, *values.shape[1:2])
+        by_owner = zip(positions, outs, self._order.split(self.counts), strict=True)
+        for position, out, items in by_owner:
+            position.copy_(self._positions[items])
+            out.copy_(values[items])
+
+
+def partition_rotated(indices: Tensor, size: int, n: int, seed: int) -> RotatedPartition:
+    """See `gradsync.kernels.partition_rotated`."""
+    return RotatedPartition(indices, size, n, seed)
+
+
+@torch.no_grad()
+def join_rotated(positions: Sequence[Tensor], values: Sequence[Tensor], seed: int, out: Tensor) -> None:
+    """See `gradsync.kernels.join_rotated`."""
+    n = len(positions)
+    check_owners(n)
+    if len(values) != n:
+        raise ValueError(f"one array of values per array of positions is needed, got {len(values)} for {n}")
+    check_floating("out", out)
+    check_shape("out", out, out.numel())
+    elements = [torch.empty_like(part, dtype=torch.int64) for part in positions]
+    for owner, (position, value) in enumerate(zip(positions, values, strict=True)):
+        check_positions(position)
+        check_floating("values", value, out.dtype)
+        check_shape("values", value, len(position))
+        check_range("join_rotated", position, len(out), "size", owner)
+        check_ascending("join_rotated", "positions", position)
+        rotated_index(owner, position, n, seed, elements[owner])
+        check_range("join_rotated", elements[owner], len(out), "size", owner)
+    out.zero_()
+    for element, value in zip(elements, values, strict=True):
+        out[element] = value
+
+
+def rotated_index(owner: int, positions: Tensor, n: int, seed: int, out: Tensor) -> None:
+    """See `gradsync.kernels.rotated_index`."""
+    check_owners(n)
+    if not 0 <= owner < n:
+        raise ValueError(f"owner must be in [0, {n}), got {owner}")
+    check_positions(positions)
+    check_range("rotated_index", positions, INT32_INDICES, "positions")
+    bound = (int(positions.max()) + 1) * n if len(positions) else 0
+    check_index_out("out", out, len(positions), bound)
+    q = positions.long()
+    out.copy_(n * q + (owner - rotation(q, n, seed)) % n)

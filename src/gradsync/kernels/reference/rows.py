@@ -1,0 +1,174 @@
+"""Kernels on rows of a table, in plain torch operations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradsync.kernels.checks import (
+    RowsPart,
+    Stripes,
+    check_floating,
+    check_index_out,
+    check_indices,
+    check_parts,
+    check_range,
+    check_shape,
+    check_size,
+    check_some,
+    check_stripes,
+    rows_buffers,
+)
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by itemsize
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sums of `dtype` are kept in: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class RowUnion:
+    """See `gradsync.kernels.RowUnion`."""
+
+    def __init__(self, indices: Sequence[Tensor], num_rows: int) -> None:
+        check_some("unite_rows", indices)
+        check_size("num_rows", num_rows)
+        for number, part in enumerate(indices):
+            check_indices(f"indices of part {number}", part)
+            check_range("sum_rows", part, num_rows, "num_rows", number)
+        self._num_rows = num_rows
+        self._parts = [part.long().contiguous() for part in indices]
+        self._rows = torch.unique(torch.cat(self._parts), sorted=True)
+        self.count = len(self._rows)
+
+    def write_indices(self, out: Tensor) -> None:
+        check_index_out("out", out, self.count, self._num_rows)
+        out.copy_(self._rows)
+
+    @torch.no_grad()
+    def sum(
+        self, values: Sequence[Tensor], outs: Sequence[Tensor], stripes: Stripes | None = None, *, scale: float = 1.0
+    ) -> None:
+        if len(values) != len(self._parts):
+            raise ValueError(
+                f"one values array per part of the union is needed, got {len(values)} for {len(self._parts)} parts"
+            )
+        first = values[0]
+        if first.ndim != 2:
+            raise ValueError(f"values must be 2-D, got {tuple(first.shape)}")
+        check_floating("values", first)
+        dim = first.shape[1]
+        stripes = [(0, dim)] if stripes is None else stripes
+        check_stripes("outs", outs, stripes, self.count, dim)
+        for out in outs:
+            check_floating("outs", out, first.dtype)
+        total = torch.zeros(self.count, dim, dtype=accumulation_dtype(first.dtype), device=first.device)
+        for indices, part in zip(self._parts, values, strict=True):
+            check_floating("values", part, first.dtype)
+            check_shape("values", part, len(indices), dim)
+            total.index_add_(0, torch.searchsorted(self._rows, indices), part.to(total.dtype))
+        total.mul_(scale)
+        for out, (start, stop) in zip(outs, stripes, strict=True):
+            out.copy_(total[:, start:stop])
+
+
+def unite_rows(indices: Sequence[Tensor], num_rows: int) -> RowUnion:
+    """See `gradsync.kernels.unite_rows`."""
+    return RowUnion(indices, num_rows)
+
+
+@torch.no_grad()
+def sum_rows(parts: Sequence[RowsPart], num_rows: int, *, scale: float = 1.0, out: RowsPart | None = None) -> RowsPart:
+    """See `gradsync.kernels.sum_rows`."""
+    check_parts(parts, num_rows)
+    union = RowUnion([indices for indices, _ in parts], num_rows)
+    rows, total = rows_buffers(out, union.count, parts[0][1])
+    union.write_indices(rows)
+    union.sum([values for _, values in parts], [total], scale=scale)
+    return rows, total
+
+
+@torch.no_grad()
+def join_columns(parts: Sequence[Tensor], stripes: Stripes, out: Tensor) -> None:
+    """See `gradsync.kernels.join_columns`."""
+    _check_matrix("out", out)
+    check_stripes("parts", parts, stripes, *out.shape)
+    for part in parts:
+        check_floating("parts", part, out.dtype)
+    for part, (start, stop) in zip(parts, stripes, strict=True):
+        out[:, start:stop].copy_(part)
+
+
+@torch.no_grad()
+def scatter_rows(indices: Tensor, values: Tensor, dense: Tensor, *, accumulate: bool) -> None:
+    """See `gradsync.kernels.scatter_rows`."""
+    check_indices("indices", indices)
+    _check_matrix("dense", dense)
+    check_floating("values", values, dense.dtype)
+    check_shape("values", values, len(indices), dense.shape[1])
+    check_range("scatter_rows", indices, len(dense), "num_rows")
+    if accumulate:
+        _add_rows(indices.long(), values, dense)
+        return
+    rows, places = torch.unique(indices.long(), return_inverse=True)
+    items = torch.arange(len(indices), device=indices.device)
+    last = torch.zeros_like(rows).scatter_reduce_(0, places, items, "amax")
+    dense.index_copy_(0, rows, values[last])
+
+
+def _add_rows(indices: Tensor, values: Tensor, dense: Tensor) -> None:
+    if dense.dtype == accumulation_dtype(dense.dtype):
+        dense.index_add_(0, indices, values)
+        return
+    # index_add_ may round narrow types only once. Here each addition is: first all first occurrences, then all second.
+    rows, order = torch.sort(indices, stable=True)
+    occurrence = torch.arange(len(rows), device=rows.device) - torch.searchsorted(rows, rows)
+    while len(order) > 0:
+        now = occurrence == 0
+        dense.index_copy_(0, rows[now], dense[rows[now]] + values[order[now]])
+        rows, order, occurrence = rows[~now], order[~now], occurrence[~now] - 1
+
+
+def _check_matrix(name: str, tensor: Tensor) -> None:
+    check_floating(name, tensor)
+    if tensor.ndim != 2:
+        raise ValueError(f"{name} must be 2-D, got {tuple(tensor.shape)}")
+
+
+def is_nonzero(x: Tensor) -> Tensor:
+    """Where any bit but the sign is set."""
+    bits = x.contiguous().view(_BITS[x.element_size()])
+    return (bits & torch.iinfo(bits.dtype).max) != 0
+
+
+class NonzeroRows:
+    """See `gradsync.kernels.NonzeroRows`."""
+
+    @torch.no_grad()
+    def __init__(self, dense: Tensor) -> None:
+        _check_matrix("dense", dense)
+        self._dense = dense
+        self._rows = is_nonzero(dense).any(dim=1).nonzero().flatten()
+        self.count = len(self._rows)
+
+    def write_indices(self, out: Tensor) -> None:
+        check_index_out("out", out, self.count, len(self._dense))
+        out.copy_(self._rows)
+
+    @torch.no_grad()
+    def gather(self, outs: Sequence[Tensor], stripes: Stripes | None = None) -> None:
+        stripes = [(0, self._dense.shape[1])] if stripes is None else stripes
+        check_stripes("outs", outs, stripes, self.count, self._dense.shape[1])
+        for out in outs:
+            check_floating("outs", out, self._dense.dtype)
+        rows = self._dense[self._rows]
+        for out, (start, stop) in zip(outs, stripes, strict=True):
+            out.copy_(rows[:, start:stop])
+
+
+def nonzero_rows(dense: Tensor) -> NonzeroRows:
+    """See `gradsync.kernels.nonzero_rows`."""
+    return NonzeroRows(dense)
