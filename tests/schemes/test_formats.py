@@ -9,16 +9,9 @@ from hypothesis import given, settings
 
 from gradsync.bucket import TensorSpec
 from gradsync.schemes.capacity import RowCapacity
-from gradsync.schemes.formats import (
-    INT32_ROWS,
-    SPARSE_FORMATS,
-    IndexFormat,
-    PartFormat,
-    RowFormat,
-    aligned,
-    index_dtype,
-)
+from gradsync.schemes.formats import PartFormat, RowFormat
 from gradsync.schemes.owners import MOST_SHARED, column_owners, striped
+from gradsync.schemes.positions import INT32_ROWS, SPARSE_FORMATS, IndexFormat, aligned, index_dtype, smallest
 from gradsync.schemes.tables import ABSENT, SAME_AS, Agreement, RowGroup, Survey, common_groups
 from gradsync.sparse import SparseRows
 
@@ -50,14 +43,15 @@ def test_messages_hold_what_was_written(
     message = torch.full((int(format.nbytes(rows)),), 255, dtype=torch.uint8)
     written = []
     for count, section in zip(rows, format.sections(message, rows), strict=True):
-        section.indices.copy_(num_rows - 1 - torch.arange(count))
+        section.positions.indices.copy_(num_rows - count + torch.arange(count))
+        section.positions.encode()
         for values in section.values:
             values.copy_(torch.randn(values.shape))
-        written.append((section.indices.clone(), [values.clone() for values in section.values]))
-    again = format.sections(message, rows)
-    for (indices, values), section, spans in zip(written, again, columns, strict=True):
-        assert torch.equal(section.indices, indices)
-        assert section.indices.tolist() == [num_rows - 1 - i for i in range(len(indices))]
+        written.append([values.clone() for values in section.values])
+    again = format.sections(message.clone(), rows)
+    for count, values, section, spans in zip(rows, written, again, columns, strict=True):
+        section.positions.decode()
+        assert section.positions.indices.tolist() == [num_rows - count + i for i in range(count)]
         assert all(torch.equal(got, v) for got, v in zip(section.values, values, strict=True))
         assert sum(got.shape[1] for got in section.values) == sum(stop - start for start, stop in spans)
 
@@ -98,9 +92,12 @@ def test_rows_of_a_part_come_back_in_every_format(
 @pytest.mark.parametrize(("length", "dim"), [(64, 1), (6401, 1), (1000, 3)])
 def test_the_smallest_message_is_chosen_and_its_size_is_the_formula(length: int, dim: int, dtype: torch.dtype) -> None:
     for count in (0, 1, length // 50, length // 31, length // 2, length):
+        values = aligned(count * dim * dtype.itemsize)
         nbytes = {
-            IndexFormat.LIST: aligned(4 * count) + aligned(count * dim * dtype.itemsize),
-            IndexFormat.BITMAP: -(-length // 64) * 8 + aligned(count * dim * dtype.itemsize),
+            IndexFormat.LIST: aligned(4 * count) + values,
+            IndexFormat.OFFSETS_16: aligned(4 * -(-length // 65536) + 2 * count) + values,
+            IndexFormat.OFFSETS_8: aligned(-(-length // 256) + count) + values,
+            IndexFormat.BITMAP: -(-length // 64) * 8 + values,
             IndexFormat.DENSE: aligned(length * dim * dtype.itemsize),
         }
         for choice, expected in nbytes.items():
@@ -110,12 +107,19 @@ def test_the_smallest_message_is_chosen_and_its_size_is_the_formula(length: int,
         assert form.most_nbytes >= form.nbytes(count)
 
 
-def test_positions_become_a_bitmap_above_one_in_thirty_two() -> None:
-    form = PartFormat(6400, 1, torch.float32)
-    chosen = [form.choice(count) for count in (199, 200, 201, 6400)]
-    assert chosen == [IndexFormat.LIST] * 2 + [IndexFormat.BITMAP] * 2
-    assert [form.nbytes(count) for count in (200, 202)] == [800 + 800, 800 + 808]
-    assert form.nbytes(100.25 + 1 / 8) == 2 * (401.5 + 4), "expected sizes include half of the alignment"
+def test_formats_take_over_at_the_densities_of_their_sizes() -> None:
+    """Zen, section 7.2: 16 bits below 0.4 %, 8 bits up to 12.5 %, then a bit for each element."""
+    length = 1 << 24
+    chosen = {density: smallest(density * length, length) for density in (5e-6, 1e-3, 3.8e-3, 4.2e-3, 0.05, 0.12, 0.13)}
+    assert list(chosen.values()) == [
+        IndexFormat.LIST,
+        *[IndexFormat.OFFSETS_16] * 2,
+        *[IndexFormat.OFFSETS_8] * 3,
+        IndexFormat.BITMAP,
+    ]
+    only_two = PartFormat(6400, 1, torch.float32, (IndexFormat.LIST, IndexFormat.BITMAP))
+    assert [only_two.choice(count) for count in (200, 201)] == [IndexFormat.LIST, IndexFormat.BITMAP]
+    assert only_two.nbytes(100.25 + 1 / 8) == 2 * (401.5 + 4), "expected sizes include half of the alignment"
 
 
 def table(indices: list[int], dim: int = 2, num_rows: int = 4) -> SparseRows:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradsync.comm import GroupError, LocalGroup, drive, run_local
-from gradsync.schemes.formats import index_dtype
+from gradsync.schemes.positions import index_dtype
 from gradsync.sparse import SparseRows
 from tests.schemes.family import ROW_MEMBERS, Member, bits, run
 

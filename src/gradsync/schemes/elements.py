@@ -16,7 +16,8 @@ from ..density import DensityProfile
 from ..steps import Compute, Pattern, Step, Transfer
 from .base import Scheme, State, register
 from .dense import AllReduce
-from .formats import Part, PartFormat, index_dtype
+from .formats import Part, PartFormat
+from .positions import index_dtype
 
 COUNT_BYTES = 8  # a number of elements, as the ranks tell it
 
@@ -151,28 +152,28 @@ class _NonZeros:
         parts = list(torch.split(message, nbytes))
         parts[rank] = own
         owners = [form.part(part, count) for part, count in zip(parts, counts, strict=True)]
-        self.partition.write(self.values, [e.positions for e in owners], [e.values.view(-1) for e in owners])
+        self.partition.write(self.values, [e.positions.indices for e in owners], [e.values.view(-1) for e in owners])
         for elements in owners:
-            elements.encode()
+            elements.positions.encode()
         return message, own, nbytes
 
 
 def _sum_elements(parts: Sequence[Part], form: PartFormat, scale: float) -> tuple[Tensor, Tensor]:
     """`scale` times the sum of all ranks' parts, in rank order: as a message, and the number of its elements."""
     for part in parts:
-        part.decode()
-    union = kernels.unite_rows([part.positions for part in parts], form.length)
+        part.positions.decode()
+    union = kernels.unite_rows([part.positions.indices for part in parts], form.length)
     message = parts[0].values.new_empty(int(form.nbytes(union.count)), dtype=torch.uint8)
     total = form.part(message, union.count)
-    union.write_indices(total.positions)
+    union.write_indices(total.positions.indices)
     union.sum([part.values for part in parts], [total.values], scale=scale)
-    total.encode()
+    total.positions.encode()
     return message, torch.tensor([union.count], device=message.device)
 
 
 def _join(totals: Sequence[Part], seed: int, x: Tensor) -> Tensor:
     """Overwrites the flat tensor: the owners' sums where they belong, zero everywhere else."""
     for total in totals:
-        total.decode()
-    kernels.join_rotated([t.positions for t in totals], [t.values.view(-1) for t in totals], seed, x)
+        total.positions.decode()
+    kernels.join_rotated([t.positions.indices for t in totals], [t.values.view(-1) for t in totals], seed, x)
     return x

@@ -156,7 +156,8 @@ def _pack_stripes(
 def _write_group(tables: Tables, survey: Survey, stripes: StripedGroups, number: int, owners: list[Section]) -> None:
     """Merges repeated rows and spreads them over the owners' messages, in one pass a table."""
     group, first = stripes.groups[number], owners[0]
-    survey.unions[group.first].write_indices(first.indices)
+    survey.unions[group.first].write_indices(first.positions.indices)
+    first.positions.encode()
     written: dict[int, list[tuple[Columns, Tensor]]] = {position: [] for position in group.positions}
     for owner, format, owned in zip(owners, stripes.formats, stripes.owned, strict=True):
         pieces = format.pieces[number] if owner is first else owned[number]
@@ -167,7 +168,7 @@ def _write_group(tables: Tables, survey: Survey, stripes: StripedGroups, number:
         union.sum([values], [out for _, out in outs], [columns for columns, _ in outs])
     shared = first.values[len(stripes.owned[0][number]) :]
     for other, owned in zip(owners[1:], stripes.owned[1:], strict=True):  # what every owner gets is copied
-        other.indices.copy_(first.indices)
+        other.positions.packed.copy_(first.positions.packed)
         for values, copied in zip(other.values[len(owned[number]) :], shared, strict=True):
             values.copy_(copied)
 
@@ -178,8 +179,11 @@ def _sum_columns(
     """`scale` times the sum of my columns over all ranks, in rank order."""
     format = stripes.formats[rank]
     received = [format.sections(message, rows) for message, rows in zip(messages, agreed.rows, strict=True)]
+    for sections in received:
+        for section in sections:
+            section.positions.decode()
     unions = [
-        kernels.unite_rows([sections[number].indices for sections in received], group.num_rows)
+        kernels.unite_rows([sections[number].positions.indices for sections in received], group.num_rows)
         for number, group in enumerate(stripes.groups)
     ]
     total = sum(union.count * width for union, width in zip(unions, stripes.widths[rank], strict=True))

@@ -23,7 +23,8 @@ from ..density import DensityProfile
 from ..sparse import SparseRows
 from ..steps import Compute, Step, Transfer
 from .base import Scheme, State, register
-from .formats import SPARSE_FORMATS, IndexFormat, PartFormat, index_dtype
+from .formats import PartFormat
+from .positions import SPARSE_FORMATS, IndexFormat, index_dtype
 from .row_owners import EvenSplit, RotatedStripe, RowOwners
 from .space import (
     Aggregation,

@@ -32,8 +32,8 @@ from ..schemes import (
 from ..schemes import (
     Communication as Way,
 )
-from ..schemes.formats import IndexFormat
 from ..schemes.points import DOUBLING_OF_ELEMENTS, PARAMETER_SERVER_OF_ELEMENTS
+from ..schemes.positions import IndexFormat
 from ..steps import transfers
 
 NODES, RANKS_PER_NODE = 16, 8
