@@ -29,8 +29,8 @@ class BalancedElements(Scheme[Tensor]):
 
     In place of the paper's hash, element i = n q + r is owned by rank (r + rho(q)) mod n, rho a seeded mix: each run of
     n neighbours goes to n owners, so neither dense regions nor hot columns load one of them. The map is a bijection
-    onto equal parts: no tables, no collisions, and positions within a part stay in order. They travel as a list or a
-    bitmap, whichever is smaller. Bits decide what is zero: NaN and infinity travel, -0.0 is zero and comes out as 0.0.
+    onto equal parts: no tables, no collisions, and positions within a part stay in order, and travel in the
+    smallest format. Bits decide what is zero: NaN and infinity travel, -0.0 is zero and comes out as 0.0.
     Wire per rank: push (n-1)/n * (positions + values); pull (n-1)/n * (positions + values) of the union; where that
     might be no less than a ring all-reduce moves, an all-reduce; and 8(n-1)(n+1) bytes of counts.
     """

@@ -106,7 +106,7 @@ class RowPoint(DesignPoint, Scheme[Tables]):
     """A point of the design space for row-sparse tables. Exact.
 
     Rows have owners, whole ones: a map of columns, as `BalancedParallelism` has it, is none of the paper's.
-    Wire: see `space.schedule`; a piece is its rows' values and their positions, as a list or a bitmap.
+    Wire: see `space.schedule`; a piece is its rows' values and their positions, in the smallest format.
     """
 
     layout = Layout.ROWS
