@@ -121,55 +121,6 @@ struct BoundNonzeroElements {
     }
 };
 
-RotatedStripe stripe_of(uint32_t owners, uint32_t key) {
-    if (owners < 1 || owners > kMaxOwners)
-        refuse("the number of owners must be in [1, " + std::to_string(kMaxOwners) + "], got " + std::to_string(owners));
-    return {owners, key};
-}
-
-struct BoundRotatedPartition {
-    ReadOnlyArray indices;
-    std::optional<RotatedPartition> partition;
-
-    BoundRotatedPartition(ReadOnlyArray array, uint64_t size, uint32_t owners, uint32_t key, int threads)
-        : indices(std::move(array)) {
-        check_threads(threads);
-        const Indices items = indices_of(indices);
-        const RotatedStripe stripe = stripe_of(owners, key);
-        run_sorted("partition_rotated", "indices", size, [&] { partition.emplace(items, size, stripe, threads); });
-    }
-
-    void write(const ReadOnlyArray &values, const std::vector<Array> &positions, const std::vector<Array> &outs) const {
-        const std::vector<size_t> &counts = partition->counts();
-        check_floating("values", values);
-        const size_t dim = values.ndim() == 2 ? values.shape(1) : 1;
-        check_values("values", values, partition->num_items(), values.ndim(), dim);
-        if (positions.size() != counts.size() || outs.size() != counts.size())
-            refuse("one array of positions and one of values per owner are needed, got " +
-                   std::to_string(positions.size()) + " and " + std::to_string(outs.size()) + " for " +
-                   std::to_string(counts.size()) + " owners");
-        std::vector<int32_t *> to_positions;
-        std::vector<void *> to_values;
-        for (size_t owner = 0; owner < counts.size(); ++owner) {
-            if (positions[owner].dtype() != nb::dtype<int32_t>()) refuse_kind("positions", "int32", positions[owner]);
-            check_flat("positions", positions[owner], counts[owner]);
-            check_same_dtype("outs", outs[owner], values);
-            check_values("outs", outs[owner], counts[owner], values.ndim(), dim);
-            to_positions.push_back(static_cast<int32_t *>(positions[owner].data()));
-            to_values.push_back(outs[owner].data());
-        }
-        nb::gil_scoped_release unlocked;
-        partition->write(values.data(), dim * values.itemsize(), to_positions, to_values);
-    }
-
-    // One value, or with ndim 2 a row of values, for each of `count` elements.
-    template <typename A> static void check_values(const char *what, const A &array, size_t count, size_t ndim, size_t dim) {
-        if (ndim != 2) return check_flat(what, array, count);
-        rows_of<std::conditional_t<std::is_same_v<A, Array>, char, const char>>(what, array, count, dim);
-        if (!is_contiguous(array)) refuse_kind(what, "contiguous", array);
-    }
-};
-
 void join(const std::vector<ReadOnlyArray> &parts, const StripeList &stripes, const Array &out, int threads) {
     check_threads(threads);
     if (out.ndim() != 2) refuse_shape("out", "2-D", out);
@@ -233,47 +184,6 @@ void decode(const ReadOnlyArray &words, const Array &out, int threads) {
     });
 }
 
-void write_rotated(uint32_t owner, const ReadOnlyArray &positions, uint32_t owners, uint32_t key, const Array &out,
-                   int threads) {
-    check_threads(threads);
-    const RotatedStripe stripe = stripe_of(owners, key);
-    if (owner >= owners) refuse("owner must be below " + std::to_string(owners) + ", got " + std::to_string(owner));
-    if (positions.dtype() != nb::dtype<int32_t>()) refuse_kind("positions", "int32", positions);
-    check_flat("positions", positions);
-    Indices items = indices_of(positions);
-    run("rotated_index", "positions", uint64_t{1} << 31, [&] { check_indices(items, 0, uint64_t{1} << 31); });
-    const auto *from = static_cast<const int32_t *>(positions.data());
-    uint64_t bound = 0;
-    for (size_t i = 0; i < items.count; ++i) bound = std::max(bound, (uint64_t(from[i]) + 1) * owners);
-    with_index_out("out", out, items.count, bound, [&](auto *to) {
-        nb::gil_scoped_release unlocked;
-        rotated_indices(stripe, owner, from, items.count, to, threads);
-    });
-}
-
-void join_elements(const std::vector<ReadOnlyArray> &positions, const std::vector<ReadOnlyArray> &values, uint32_t key,
-                   const Array &out, int threads) {
-    check_threads(threads);
-    const RotatedStripe stripe = stripe_of(positions.size(), key);
-    if (values.size() != positions.size())
-        refuse("one array of values per array of positions is needed, got " + std::to_string(values.size()) + " for " +
-               std::to_string(positions.size()));
-    check_floating("out", out);
-    check_flat("out", out);
-    std::vector<Indices> parts;
-    std::vector<const void *> from;
-    for (size_t owner = 0; owner < positions.size(); ++owner) {
-        if (positions[owner].dtype() != nb::dtype<int32_t>()) refuse_kind("positions", "int32", positions[owner]);
-        parts.push_back(indices_of(positions[owner]));
-        check_same_dtype("values", values[owner], out);
-        check_flat("values", values[owner], parts.back().count);
-        from.push_back(values[owner].data());
-    }
-    const uint64_t size = out.shape(0);
-    run_sorted("join_rotated", "positions", size,
-               [&] { join_rotated(stripe, parts, from, out.data(), size, out.itemsize(), threads); });
-}
-
 bool has_avx2() {
 #if defined(__x86_64__) && defined(__GNUC__)
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") &&
@@ -308,21 +218,12 @@ NB_MODULE(MODULE_NAME, m) {
         .def(nb::init<ReadOnlyArray, int>(), "x"_a.noconvert(), "threads"_a)
         .def_prop_ro("count", &BoundNonzeroElements::count)
         .def("write", &BoundNonzeroElements::write, "indices"_a.noconvert(), "values"_a.noconvert(), "threads"_a);
-    nb::class_<BoundRotatedPartition>(m, "RotatedPartition")
-        .def(nb::init<ReadOnlyArray, uint64_t, uint32_t, uint32_t, int>(), "indices"_a.noconvert(), "size"_a, "owners"_a,
-             "key"_a, "threads"_a)
-        .def_prop_ro("counts", [](const BoundRotatedPartition &self) { return self.partition->counts(); })
-        .def("write", &BoundRotatedPartition::write, "values"_a.noconvert(), "positions"_a.noconvert(),
-             "outs"_a.noconvert());
     m.def("join_columns", &join, "parts"_a.noconvert(), "stripes"_a, "out"_a.noconvert(), "threads"_a);
     m.def("scatter_rows", &scatter, "indices"_a.noconvert(), "values"_a.noconvert(), "dense"_a.noconvert(),
           "accumulate"_a, "threads"_a);
     m.def("encode_bitmap", &encode, "indices"_a.noconvert(), "size"_a, "out"_a.noconvert());
     m.def("count_bits", &count_of, "words"_a.noconvert(), "threads"_a);
     m.def("decode_bitmap", &decode, "words"_a.noconvert(), "out"_a.noconvert(), "threads"_a);
-    m.def("join_rotated", &join_elements, "positions"_a.noconvert(), "values"_a.noconvert(), "key"_a,
-          "out"_a.noconvert(), "threads"_a);
-    m.def("rotated_index", &write_rotated, "owner"_a, "positions"_a.noconvert(), "owners"_a, "key"_a,
-          "out"_a.noconvert(), "threads"_a);
     bind_offsets(m);
+    bind_owners(m);
 }

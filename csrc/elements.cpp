@@ -82,74 +82,15 @@ void NonzeroElements::write_as(Index *indices, Unsigned *values, int threads) co
     }
 }
 
-static void require_sorted(const Indices &indices) {
-    if (indices.sorted) return;
-    with_indices(indices, [](auto *index) {
-        while (index[0] <= index[1]) ++index;
-        throw NotSorted{index[0], index[1]};
-    });
-}
-
 RotatedPartition::RotatedPartition(Indices indices, uint64_t size, RotatedStripe stripe, int threads)
-    : indices_(indices), stripe_(stripe), threads_(threads), counts_(stripe.owners(), 0) {
-    check_indices(indices_, 0, size);
-    require_sorted(indices_);
-    owners_ = Scratch<uint16_t>(indices_.count);
-    begins_.assign(threads, std::vector<size_t>(stripe.owners(), 0));
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (int t = 0; t < threads; ++t) {
-        with_indices(indices_, [&](auto *index) {
-            size_t *const counts = begins_[t].data();
-            const size_t end = begin_of(t + 1);
-            for (size_t i = begin_of(t); i < end; ++i) {
-                const uint64_t element = index[i];
-                const uint32_t owner = stripe_.owner(element, stripe_.local(element));
-                owners_[i] = static_cast<uint16_t>(owner);
-                ++counts[owner];
-            }
-        });
-    }
-    for (std::vector<size_t> &begins : begins_)
-        for (size_t owner = 0; owner < counts_.size(); ++owner)
-            counts_[owner] += std::exchange(begins[owner], counts_[owner]);
-}
+    : stripe_(stripe), dealt_(require_sorted(indices, size), stripe.owners(), threads, [stripe](uint64_t element) {
+          return stripe.owner(element, stripe.local(element));
+      }) {}
 
 void RotatedPartition::write(const void *values, size_t value_bytes, const std::vector<int32_t *> &positions,
                              const std::vector<void *> &outs) const {
-    if (value_bytes == 2) write_as(static_cast<const uint16_t *>(values), positions, outs);
-    else if (value_bytes == 4) write_as(static_cast<const uint32_t *>(values), positions, outs);
-    else if (value_bytes == 8) write_as(static_cast<const uint64_t *>(values), positions, outs);
-    else write_rows(static_cast<const char *>(values), value_bytes, positions, outs);
-}
-
-template <typename Write>
-void RotatedPartition::for_each(const std::vector<int32_t *> &positions, Write write) const {
-#pragma omp parallel for num_threads(threads_) schedule(static) if (threads_ > 1)
-    for (int t = 0; t < threads_; ++t) {
-        std::vector<size_t> next = begins_[t];
-        with_indices(indices_, [&](auto *index) {
-            const size_t end = begin_of(t + 1);
-            for (size_t i = begin_of(t); i < end; ++i) {
-                const uint32_t owner = owners_[i];
-                const size_t to = next[owner]++;
-                positions[owner][to] = static_cast<int32_t>(stripe_.local(index[i]));
-                write(i, owner, to);
-            }
-        });
-    }
-}
-
-template <typename Value>
-void RotatedPartition::write_as(const Value *values, const std::vector<int32_t *> &positions,
-                                const std::vector<void *> &outs) const {
-    for_each(positions, [&](size_t i, uint32_t owner, size_t to) { static_cast<Value *>(outs[owner])[to] = values[i]; });
-}
-
-void RotatedPartition::write_rows(const char *values, size_t row_bytes, const std::vector<int32_t *> &positions,
-                                  const std::vector<void *> &outs) const {
-    for_each(positions, [&](size_t i, uint32_t owner, size_t to) {
-        if (row_bytes) std::memcpy(static_cast<char *>(outs[owner]) + to * row_bytes, values + i * row_bytes, row_bytes);
-    });
+    const RotatedStripe stripe = stripe_;
+    dealt_.write(values, value_bytes, positions, outs, [stripe](uint64_t element) { return stripe.local(element); });
 }
 
 // The first item from `item` on that is at or after `position`, near as a rule: steps grow until they pass it.
@@ -215,8 +156,7 @@ void join_rotated(RotatedStripe stripe, std::vector<Indices> positions, const st
                   void *out, uint64_t size, size_t itemsize, int threads) {
     for (size_t owner = 0; owner < positions.size(); ++owner) {
         Indices &part = positions[owner];
-        check_indices(part, owner, uint64_t{1} << 31);
-        require_sorted(part);
+        part = require_sorted(part, uint64_t{1} << 31, owner);
         if (part.count == 0) continue;
         const uint64_t last = stripe.index(owner, static_cast<const int32_t *>(part.data)[part.count - 1]);
         if (last >= size) throw BadIndex{owner, static_cast<int64_t>(last)};

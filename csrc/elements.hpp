@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "deal.hpp"
 #include "rank_bitmap.hpp"
 #include "rows.hpp"
 
@@ -36,8 +37,6 @@ private:
     size_t numel_, itemsize_;
     RankBitmap bitmap_;
 };
-
-constexpr uint32_t kMaxOwners = 1 << 16;
 
 class RotatedStripe {
 public:
@@ -78,27 +77,14 @@ public:
     // Throws BadIndex if an index is not in [0, size), NotSorted if they do not ascend.
     RotatedPartition(Indices indices, uint64_t size, RotatedStripe stripe, int threads);
 
-    size_t num_items() const { return indices_.count; }
-    const std::vector<size_t> &counts() const { return counts_; }
+    const Dealt &dealt() const { return dealt_; }
     // Per owner: its elements' local positions, ascending, and their values: one of so many bytes for each element.
     void write(const void *values, size_t value_bytes, const std::vector<int32_t *> &positions,
                const std::vector<void *> &outs) const;
 
 private:
-    void write_rows(const char *values, size_t row_bytes, const std::vector<int32_t *> &positions,
-                    const std::vector<void *> &outs) const;
-    // Writes the positions, and calls write(item, its owner, its place there) for each item, on all threads.
-    template <typename Write> void for_each(const std::vector<int32_t *> &positions, Write write) const;
-    template <typename Value>
-    void write_as(const Value *values, const std::vector<int32_t *> &positions, const std::vector<void *> &outs) const;
-    size_t begin_of(int t) const { return share_begin(indices_.count, t, threads_); }
-
-    Indices indices_;
     RotatedStripe stripe_;
-    int threads_;
-    Scratch<uint16_t> owners_;            // of each item
-    std::vector<std::vector<size_t>> begins_;  // per thread and owner: where its items go
-    std::vector<size_t> counts_;
+    Dealt dealt_;
 };
 
 // The inverse of the partition: the elements of all owners where they belong in out[0, size), zero everywhere else.

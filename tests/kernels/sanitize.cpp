@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "elements.hpp"
+#include "hashing.hpp"
 #include "offsets.hpp"
 #include "rows.hpp"
 #include "sum_rows.hpp"
@@ -131,7 +132,7 @@ template <typename T, typename Index> static void check_elements(size_t size, si
         std::vector<std::vector<T>> outs;
         std::vector<int32_t *> to_positions;
         std::vector<void *> to_values;
-        for (size_t owned : split.counts()) {
+        for (size_t owned : split.dealt().counts()) {
             positions.emplace_back(owned);
             outs.emplace_back(owned);
             to_positions.push_back(positions.back().data());
@@ -184,6 +185,50 @@ static void check_all_offsets() {
             check_offsets<Offsets8, int64_t>(size, every);
             check_offsets<Offsets16, int32_t>(size, every);
             check_offsets<Offsets16, int64_t>(size, every);
+        }
+}
+
+// Owners by hash: the partition of all indices gives the owned lists, and some indices their positions in these.
+template <typename Index> static void check_hashing(size_t size, uint32_t owners, int threads) {
+    const Hash owner_of(987654321, owners);
+    constexpr bool wide = sizeof(Index) == 8;
+    std::vector<Index> all(size), hashed(size), some, positions;
+    for (size_t i = 0; i < size; ++i) all[i] = static_cast<Index>(i);
+    owners_by_hash({all.data(), wide, size}, owner_of, hashed.data(), threads);
+    const HashedPartition split({all.data(), wide, size}, size, owner_of, threads);
+    const OwnedByHash owned(size, owner_of, threads);
+    CHECK(owned.counts() == split.dealt().counts());
+    std::vector<std::vector<Index>> indices, lists;
+    std::vector<std::vector<double>> values;
+    std::vector<Index *> to_indices, to_lists;
+    std::vector<void *> to_values;
+    for (size_t count : owned.counts()) {
+        indices.emplace_back(count), lists.emplace_back(count), values.emplace_back(count);
+        to_indices.push_back(indices.back().data());
+        to_lists.push_back(lists.back().data());
+        to_values.push_back(values.back().data());
+    }
+    const std::vector<double> from(all.begin(), all.end());
+    split.write(from.data(), sizeof(double), to_indices, to_values);
+    owned.write(to_lists);
+    CHECK(indices == lists);
+    for (uint32_t owner = 0; owner < owners; ++owner) {
+        for (size_t i = 0; i < lists[owner].size(); ++i) {
+            CHECK(hashed[lists[owner][i]] == Index(owner) && values[owner][i] == double(lists[owner][i]));
+            if (i % 3 == 0) some.push_back(lists[owner][i]);
+        }
+        positions.resize(some.size());
+        positions_in({lists[owner].data(), wide, lists[owner].size()}, {some.data(), wide, some.size()}, positions.data());
+        for (size_t i = 0; i < some.size(); ++i) CHECK(positions[i] == Index(3 * i));
+        some.clear();
+    }
+}
+
+static void check_all_hashing(int threads) {
+    for (size_t size : {0, 1, 100, 5000})
+        for (uint32_t owners : {1, 3, 16}) {
+            check_hashing<int32_t>(size, owners, threads);
+            check_hashing<int64_t>(size, owners, threads);
         }
 }
 
@@ -394,6 +439,16 @@ static bool overrun(const std::string &kernel) {
         std::vector<int32_t> local(3);
         RotatedPartition({indices.data(), true, 3}, 3, RotatedStripe(1, 0), 1)
             .write(values.data(), sizeof(float), {local.data()}, {tight.data() + 9});
+    } else if (kernel == "partition_hashed") {
+        std::vector<int32_t> mine(3);
+        HashedPartition({indices.data(), true, 3}, 3, Hash(0, 1), 1)
+            .write<int32_t>(values.data(), sizeof(float), {mine.data()}, {tight.data() + 9});
+    } else if (kernel == "owners_by_hash") {
+        owners_by_hash({two.data(), true, 3}, Hash(0, 2), found.data(), 1);
+    } else if (kernel == "owned_by_hash") {
+        OwnedByHash(4, Hash(0, 1), 1).write<int32_t>({found.data()});
+    } else if (kernel == "positions_in") {
+        positions_in({two.data(), true, 3}, {indices.data(), true, 3}, found.data());
     } else if (kernel == "rotated_index") {
         rotated_indices(RotatedStripe(2, 0), 0, positions.data(), 3, found.data(), 1);
     } else if (kernel == "join_rotated") {
@@ -413,6 +468,7 @@ int main(int argc, char **argv) {
         check_all<double>(threads);
         check_all<Bfloat16>(threads);
         check_all<Float16>(threads);
+        check_all_hashing(threads);
     }
     check_all_offsets();
     check_refusals();

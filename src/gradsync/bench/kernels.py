@@ -173,17 +173,47 @@ def _elements(g: torch.Generator, size: int, nnz: int) -> Tensor:
 
 
 def partition_rotated(g: torch.Generator, *, nnz: int, size: int, owners: int) -> Work:
-    """Sorted elements, spread over their owners."""
+    """Sorted elements, spread over their owners by rotated stripe."""
+    return _partition(g, nnz, size, lambda module, indices: module.partition_rotated(indices, size, owners, 1))
+
+
+def partition_hashed(g: torch.Generator, *, nnz: int, size: int, owners: int) -> Work:
+    """Sorted elements, spread over their owners by hash."""
+    return _partition(g, nnz, size, lambda module, indices: module.partition_hashed(indices, size, owners, 1))
+
+
+def _partition(g: torch.Generator, nnz: int, size: int, split: Callable[[Any, Tensor], Any]) -> Work:
     indices = _elements(g, size, nnz)
     values = torch.randn(len(indices), generator=g)
-    counts = cpu.partition_rotated(indices, size, owners, 1).counts
-    positions = [torch.zeros(count, dtype=torch.int32) for count in counts]
+    counts = split(cpu, indices).counts
+    places = [torch.zeros(count, dtype=torch.int32) for count in counts]
     outs = [torch.zeros(count) for count in counts]
     return Work(
-        lambda module: module.partition_rotated(indices, size, owners, 1).write(values, positions, outs),
-        [*positions, *outs],
+        lambda module: split(module, indices).write(values, places, outs),
+        [*places, *outs],
         2 * tensor_bytes(indices, values),
     )
+
+
+def owners_by_hash(g: torch.Generator, *, nnz: int, size: int, owners: int) -> Work:
+    """The owner of each element."""
+    indices = _elements(g, size, nnz)
+    out = torch.zeros_like(indices)
+    return Work(lambda module: module.owners_by_hash(indices, owners, 1, out), [out], tensor_bytes(indices, out))
+
+
+def owned_by_hash(g: torch.Generator, *, size: int, owners: int) -> Work:
+    """The lists behind the hash bitmaps, allocated anew as at setup."""
+    out = torch.zeros(size, dtype=torch.int32)
+    return Work(lambda module: torch.cat(module.owned_by_hash(size, owners, 1), out=out), [out], tensor_bytes(out))
+
+
+def positions_in(g: torch.Generator, *, size: int, density: float, owners: int) -> Work:
+    """An owner's elements to the bits of its hash bitmap."""
+    owned = cpu.owned_by_hash(size, owners, 1)[0]
+    indices = owned[some_of(len(owned), density, g)]
+    out = torch.zeros_like(indices)
+    return Work(lambda module: module.positions_in(owned, indices, out), [out], tensor_bytes(owned, indices, out))
 
 
 def rotated_index(g: torch.Generator, *, nnz: int, size: int, owners: int) -> Work:
@@ -217,7 +247,8 @@ WORK: dict[str, Callable[..., Work]] = {
     work.__name__: work
     for work in (
         sum_rows, unite_rows, join_columns, scatter_rows, nonzero_rows, nonzero_elements, encode_bitmap, decode_bitmap,
-        count_bits, encode_offsets, decode_offsets, partition_rotated, rotated_index, join_rotated,
+        count_bits, encode_offsets, decode_offsets, partition_rotated, rotated_index, join_rotated, owners_by_hash,
+        partition_hashed, owned_by_hash, positions_in,
     )
 }  # fmt: skip
 _TABLE = {"ranks": 8, "size": 1_250_000, "dtype": "float32"}  # an eighth of ten million rows: one of 8 owners' share
@@ -263,6 +294,12 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (  # kernel, parameters of its w
     ("rotated_index", {"nnz": 1_000_000, "size": _ELEMENTS, "owners": 8}),
     ("join_rotated", {"nnz": _DENSE // 100, "size": _DENSE, "owners": 8}),
     ("join_rotated", {"nnz": _DENSE // 10, "size": _DENSE, "owners": 8}),
+    ("owners_by_hash", {"nnz": 1_000_000, "size": _ELEMENTS, "owners": 8}),
+    ("partition_hashed", {"nnz": 1_000_000, "size": _ELEMENTS, "owners": 8}),
+    ("partition_hashed", {"nnz": 1_000_000, "size": _ELEMENTS, "owners": 64}),
+    ("owned_by_hash", {"size": 8 * _BITS, "owners": 8}),
+    ("positions_in", {"size": _DENSE, "density": 0.01, "owners": 8}),
+    ("positions_in", {"size": _DENSE, "density": 0.1, "owners": 8}),
 )
 
 

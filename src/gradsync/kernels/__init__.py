@@ -22,9 +22,10 @@ from torch import Tensor
 
 from gradsync.kernels import cpu, reference
 from gradsync.kernels.checks import RowsPart, Stripes, offsets_nbytes
-from gradsync.kernels.phases import NonzeroElements, NonzeroRows, RotatedPartition, RowUnion
+from gradsync.kernels.phases import HashedPartition, NonzeroElements, NonzeroRows, RotatedPartition, RowUnion
 
 __all__ = [
+    "HashedPartition",
     "Implementation",
     "NonzeroElements",
     "NonzeroRows",
@@ -43,7 +44,11 @@ __all__ = [
     "nonzero_elements",
     "nonzero_rows",
     "offsets_nbytes",
+    "owned_by_hash",
+    "owners_by_hash",
+    "partition_hashed",
     "partition_rotated",
+    "positions_in",
     "rotated_index",
     "scatter_rows",
     "sum_rows",
@@ -57,7 +62,7 @@ _logger = logging.getLogger(__name__)
 _KERNELS = (
     "sum_rows", "unite_rows", "join_columns", "scatter_rows", "nonzero_rows", "nonzero_elements", "encode_bitmap",
     "decode_bitmap", "count_bits", "encode_offsets", "decode_offsets", "partition_rotated",
-    "join_rotated", "rotated_index",
+    "join_rotated", "rotated_index", "owners_by_hash", "partition_hashed", "owned_by_hash", "positions_in",
 )  # fmt: skip
 _TABLE: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {  # kernel: (reference, native)
     kernel: (getattr(reference, kernel), getattr(cpu, kernel)) for kernel in _KERNELS
@@ -296,6 +301,72 @@ def rotated_index(owner: int, positions: Tensor, n: int, seed: int, out: Tensor)
         TypeError: other dtypes.
     """
     _pick("rotated_index", [positions, out])(owner, positions, n, seed, out)
+
+
+def owners_by_hash(indices: Tensor, n: int, seed: int, out: Tensor) -> None:
+    """The owner of each index by hash, h0 of Zen (OSDI 2025): the same on all ranks.
+
+    MurmurHash3's 64-bit finaliser of the index, xored with a key that the seed gives, scaled to n by its upper half.
+
+    Args:
+        indices: (nnz,) int64 or int32, not negative, in any order.
+        n: owners, at most 2^16.
+        out: (nnz,) int64 or int32.
+
+    Raises:
+        ValueError: a negative index, another n, another size of `out`.
+        TypeError: other dtypes.
+    """
+    _pick("owners_by_hash", [indices, out])(indices, n, seed, out)
+
+
+def partition_hashed(indices: Tensor, size: int, n: int, seed: int) -> HashedPartition:
+    """Splits sorted element indices among n owners by hash, as `owners_by_hash` says.
+
+    Beside `partition_rotated`: an owner's elements may lie anywhere, so they travel by their indices in the whole, or
+    as positions in the list of all that it may own (`owned_by_hash`, `positions_in`).
+
+    Args:
+        indices: (nnz,) int64 or int32, ascending.
+        size: all indices are in [0, size).
+        n: owners, at most 2^16.
+
+    Raises:
+        ValueError: an index out of range or order, another n.
+        TypeError: other dtypes.
+    """
+    partition: HashedPartition = _pick("partition_hashed", [indices])(indices, size, n, seed)
+    return partition
+
+
+def owned_by_hash(size: int, n: int, seed: int) -> list[Tensor]:
+    """Per owner all indices of [0, size) that hash to it, ascending: the lists behind the hash bitmaps of Zen.
+
+    Together they are as large as an int32 (from 2^31 elements on, int64) for each element, on every rank: made once per
+    size and seed, and kept.
+
+    Raises:
+        ValueError: a negative size, or n not in [1, 2^16].
+    """
+    owned: list[Tensor] = _pick("owned_by_hash", [], size)(size, n, seed)
+    return owned
+
+
+def positions_in(owned: Tensor, indices: Tensor, out: Tensor) -> None:
+    """The positions of an owner's indices in the list of all that it may own: the bits of its hash bitmap.
+
+    `encode_bitmap` makes them a bitmap; back, the indices are `owned[positions]`.
+
+    Args:
+        owned: (m,) int64 or int32, ascending without duplicates (which is not checked).
+        indices: (nnz,) int64 or int32, ascending.
+        out: (nnz,) int64, or int32 for up to 2^31 owned.
+
+    Raises:
+        ValueError: an index that is not owned or out of order, another size of `out`, which may have been written to.
+        TypeError: other dtypes.
+    """
+    _pick("positions_in", [owned, indices, out])(owned, indices, out)
 
 
 def _pick(kernel: str, tensors: Sequence[Tensor], entries: int = 0) -> Callable[..., Any]:

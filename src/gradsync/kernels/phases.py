@@ -70,3 +70,18 @@ class RotatedPartition(Protocol):
             values: (nnz,), or (nnz, dim) contiguous where rows are dealt to owners; floating.
             positions, outs: one for each owner; `outs` (count,) or (count, dim) in the dtype of `values`.
         """
+
+
+class HashedPartition(Protocol):
+    """Sorted element indices by owner; made by `partition_hashed`."""
+
+    counts: list[int]  # elements of each owner
+
+    def write(self, values: Tensor, indices_out: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        """Splits the elements: per owner their indices, ascending, and their values.
+
+        Args:
+            values: (nnz,), or (nnz, dim) contiguous where rows are dealt to owners; floating.
+            indices_out: one for each owner, (count,) int64, or all int32 for sizes up to 2^31.
+            outs: one for each owner, (count,) or (count, dim) in the dtype of `values`.
+        """

@@ -14,6 +14,7 @@ from gradsync.kernels.cpu.elements import (
     encode_bitmap,
     nonzero_elements,
 )
+from gradsync.kernels.cpu.hashing import HashedPartition, owned_by_hash, owners_by_hash, partition_hashed, positions_in
 from gradsync.kernels.cpu.offsets import decode_offsets, encode_offsets
 from gradsync.kernels.cpu.rotated import RotatedPartition, join_rotated, partition_rotated, rotated_index
 from gradsync.kernels.cpu.rows import (
@@ -27,6 +28,7 @@ from gradsync.kernels.cpu.rows import (
 )
 
 __all__ = [
+    "HashedPartition",
     "NonzeroElements",
     "NonzeroRows",
     "RotatedPartition",
@@ -41,7 +43,11 @@ __all__ = [
     "load",
     "nonzero_elements",
     "nonzero_rows",
+    "owned_by_hash",
+    "owners_by_hash",
+    "partition_hashed",
     "partition_rotated",
+    "positions_in",
     "rotated_index",
     "scatter_rows",
     "sum_rows",

@@ -10,6 +10,13 @@ from gradsync.kernels.reference.elements import (
     encode_bitmap,
     nonzero_elements,
 )
+from gradsync.kernels.reference.hashing import (
+    HashedPartition,
+    owned_by_hash,
+    owners_by_hash,
+    partition_hashed,
+    positions_in,
+)
 from gradsync.kernels.reference.offsets import decode_offsets, encode_offsets
 from gradsync.kernels.reference.rotated import (
     RotatedPartition,
@@ -30,6 +37,7 @@ from gradsync.kernels.reference.rows import (
 )
 
 __all__ = [
+    "HashedPartition",
     "NonzeroElements",
     "NonzeroRows",
     "RotatedPartition",
@@ -44,7 +52,11 @@ __all__ = [
     "join_rotated",
     "nonzero_elements",
     "nonzero_rows",
+    "owned_by_hash",
+    "owners_by_hash",
+    "partition_hashed",
     "partition_rotated",
+    "positions_in",
     "rotated_index",
     "rotation",
     "scatter_rows",

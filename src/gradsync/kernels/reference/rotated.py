@@ -24,11 +24,16 @@ _UNSIGNED_32 = 0xFFFFFFFF
 
 
 def rotation_key(seed: int) -> int:
-    """The 32 bits of `seed` that the rotation is keyed with (splitmix64's finaliser, upper half)."""
+    """The 32 bits of `seed` that the rotation is keyed with."""
+    return mixed_seed(seed) >> 32
+
+
+def mixed_seed(seed: int) -> int:
+    """64 bits that all depend on the seed (splitmix64's finaliser)."""
     mixed = (seed + 0x9E3779B97F4A7C15) & (2**64 - 1)
     mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & (2**64 - 1)
     mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & (2**64 - 1)
-    return (mixed ^ mixed >> 31) >> 32
+    return mixed ^ mixed >> 31
 
 
 def rotation(q: Tensor, n: int, seed: int) -> Tensor:
@@ -55,22 +60,34 @@ class RotatedPartition:
 
     @torch.no_grad()
     def write(self, values: Tensor, positions: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-        check_floating("values", values)
-        check_shape("values", values, len(self._order), *values.shape[1:2])
-        if not len(positions) == len(outs) == len(self.counts):
-            raise ValueError(
-                "one array of positions and one of values per owner are needed, "
-                f"got {len(positions)} and {len(outs)} for {len(self.counts)} owners"
-            )
-        for count, position, out in zip(self.counts, positions, outs, strict=True):
+        for position in positions:
             check_positions(position)
-            check_shape("positions", position, count)
-            check_floating("outs", out, values.dtype)
-            check_shape("outs", out, count, *values.shape[1:2])
-        by_owner = zip(positions, outs, self._order.split(self.counts), strict=True)
-        for position, out, items in by_owner:
-            position.copy_(self._positions[items])
-            out.copy_(values[items])
+        write_by_owner(self._order, self.counts, values, ("positions", self._positions, positions), outs)
+
+
+def write_by_owner(
+    order: Tensor,
+    counts: list[int],
+    values: Tensor,
+    places: tuple[str, Tensor, Sequence[Tensor]],
+    outs: Sequence[Tensor],
+) -> None:
+    """Writes, to each owner, the places (a name, all, and outputs) and values of the items that `order` gives it."""
+    name, all_places, places_out = places
+    check_floating("values", values)
+    check_shape("values", values, len(order), *values.shape[1:2])
+    if not len(places_out) == len(outs) == len(counts):
+        raise ValueError(
+            f"one array of {name} and one of values per owner are needed, "
+            f"got {len(places_out)} and {len(outs)} for {len(counts)} owners"
+        )
+    for count, place, out in zip(counts, places_out, outs, strict=True):
+        check_shape(name, place, count)
+        check_floating("outs", out, values.dtype)
+        check_shape("outs", out, count, *values.shape[1:2])
+    for place, out, items in zip(places_out, outs, order.split(counts), strict=True):
+        place.copy_(all_places[items])
+        out.copy_(values[items])
 
 
 def partition_rotated(indices: Tensor, size: int, n: int, seed: int) -> RotatedPartition:

@@ -1,0 +1,230 @@
+// The owner partitions of single elements as Python classes and functions; see bind.cpp.
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/vector.h>
+
+#include <optional>
+
+#include "arrays.hpp"
+#include "bind.hpp"
+#include "elements.hpp"
+#include "hashing.hpp"
+
+using namespace nanobind::literals;
+
+namespace MODULE_NAME {
+namespace {
+
+void check_owners(uint64_t owners) {
+    if (owners < 1 || owners > kMaxOwners)
+        refuse("the number of owners must be in [1, " + std::to_string(kMaxOwners) + "], got " + std::to_string(owners));
+}
+
+RotatedStripe stripe_of(uint32_t owners, uint32_t key) {
+    check_owners(owners);
+    return {owners, key};
+}
+
+Hash hash_of(uint64_t owners, uint64_t key) {
+    check_owners(owners);
+    return {key, owners};
+}
+
+// One value, or with ndim 2 a row of values, for each of `count` elements.
+template <typename A> void check_values(const char *what, const A &array, size_t count, size_t ndim, size_t dim) {
+    if (ndim != 2) return check_flat(what, array, count);
+    rows_of<std::conditional_t<std::is_same_v<A, Array>, char, const char>>(what, array, count, dim);
+    if (!is_contiguous(array)) refuse_kind(what, "contiguous", array);
+}
+
+// What a partition writes: per owner the places of its elements, and their values.
+template <typename Place> struct Outputs {
+    std::vector<Place *> places;
+    std::vector<void *> values;
+    size_t value_bytes;
+};
+
+template <typename Place>
+Outputs<Place> outputs_of(const Dealt &dealt, const ReadOnlyArray &values, const char *what,
+                          const std::vector<Array> &places, const std::vector<Array> &outs) {
+    const std::vector<size_t> &counts = dealt.counts();
+    check_floating("values", values);
+    const size_t dim = values.ndim() == 2 ? values.shape(1) : 1;
+    check_values("values", values, dealt.num_items(), values.ndim(), dim);
+    if (places.size() != counts.size() || outs.size() != counts.size())
+        refuse(std::string("one array of ") + what + " and one of values per owner are needed, got " +
+               std::to_string(places.size()) + " and " + std::to_string(outs.size()) + " for " +
+               std::to_string(counts.size()) + " owners");
+    Outputs<Place> result{{}, {}, dim * values.itemsize()};
+    for (size_t owner = 0; owner < counts.size(); ++owner) {
+        if (places[owner].dtype() != nb::dtype<Place>())
+            refuse_kind(what, name_of(nb::dtype<Place>()).c_str(), places[owner]);
+        check_flat(what, places[owner], counts[owner]);
+        check_same_dtype("outs", outs[owner], values);
+        check_values("outs", outs[owner], counts[owner], values.ndim(), dim);
+        result.places.push_back(static_cast<Place *>(places[owner].data()));
+        result.values.push_back(outs[owner].data());
+    }
+    return result;
+}
+
+// A two-phase kernel together with the array it points into.
+struct BoundRotatedPartition {
+    ReadOnlyArray indices;
+    std::optional<RotatedPartition> partition;
+
+    BoundRotatedPartition(ReadOnlyArray array, uint64_t size, uint32_t owners, uint32_t key, int threads)
+        : indices(std::move(array)) {
+        check_threads(threads);
+        const Indices items = indices_of(indices);
+        const RotatedStripe stripe = stripe_of(owners, key);
+        run_sorted("partition_rotated", "indices", size, [&] { partition.emplace(items, size, stripe, threads); });
+    }
+
+    void write(const ReadOnlyArray &values, const std::vector<Array> &positions, const std::vector<Array> &outs) const {
+        const auto to = outputs_of<int32_t>(partition->dealt(), values, "positions", positions, outs);
+        nb::gil_scoped_release unlocked;
+        partition->write(values.data(), to.value_bytes, to.places, to.values);
+    }
+};
+
+struct BoundHashedPartition {
+    ReadOnlyArray indices;
+    uint64_t size;
+    std::optional<HashedPartition> partition;
+
+    BoundHashedPartition(ReadOnlyArray array, uint64_t size, uint32_t owners, uint64_t key, int threads)
+        : indices(std::move(array)), size(size) {
+        check_threads(threads);
+        const Indices items = indices_of(indices);
+        const Hash owner_of = hash_of(owners, key);
+        run_sorted("partition_hashed", "indices", size, [&] { partition.emplace(items, size, owner_of, threads); });
+    }
+
+    void write(const ReadOnlyArray &values, const std::vector<Array> &places, const std::vector<Array> &outs) const {
+        if (!places.empty() && places[0].dtype() == nb::dtype<int64_t>()) return write_as<int64_t>(values, places, outs);
+        for (const Array &array : places) with_index_out("indices_out", array, array.size(), size, [](auto *) {});
+        write_as<int32_t>(values, places, outs);
+    }
+
+    template <typename Index>
+    void write_as(const ReadOnlyArray &values, const std::vector<Array> &places, const std::vector<Array> &outs) const {
+        const auto to = outputs_of<Index>(partition->dealt(), values, "indices_out", places, outs);
+        nb::gil_scoped_release unlocked;
+        partition->write(values.data(), to.value_bytes, to.places, to.values);
+    }
+};
+
+struct BoundOwnedByHash {
+    uint64_t size;
+    std::optional<OwnedByHash> owned;
+
+    BoundOwnedByHash(uint64_t size, uint32_t owners, uint64_t key, int threads) : size(size) {
+        check_threads(threads);
+        const Hash owner_of = hash_of(owners, key);
+        nb::gil_scoped_release unlocked;
+        owned.emplace(size, owner_of, threads);
+    }
+
+    void write(const std::vector<Array> &lists) const {
+        if (lists[0].dtype() == nb::dtype<int64_t>()) write_as<int64_t>(lists);
+        else write_as<int32_t>(lists);
+    }
+
+    template <typename Index> void write_as(const std::vector<Array> &lists) const {
+        std::vector<Index *> to;
+        for (size_t owner = 0; owner < owned->counts().size(); ++owner) {
+            if (lists.at(owner).dtype() != nb::dtype<Index>()) refuse_kind("lists", "of one dtype", lists[owner]);
+            with_index_out("lists", lists[owner], owned->counts()[owner], size,
+                           [&](auto *list) { to.push_back(reinterpret_cast<Index *>(list)); });
+        }
+        nb::gil_scoped_release unlocked;
+        owned->write(to);
+    }
+};
+
+void hash_owners(const ReadOnlyArray &indices, uint32_t owners, uint64_t key, const Array &out, int threads) {
+    check_threads(threads);
+    const Hash owner_of = hash_of(owners, key);
+    const Indices items = indices_of(indices);
+    with_index_out("out", out, items.count, owners, [&](auto *to) {
+        run("owners_by_hash", "limit", kMaxIndex, [&] { owners_by_hash(items, owner_of, to, threads); });
+    });
+}
+
+void find_positions(const ReadOnlyArray &owned, const ReadOnlyArray &indices, const Array &out) {
+    const Indices own = indices_of(owned), items = indices_of(indices);
+    with_index_out("out", out, items.count, own.count, [&](auto *to) {
+        run_sorted("positions_in", "indices", own.count, [&] { positions_in(own, items, to); });
+    });
+}
+
+void write_rotated(uint32_t owner, const ReadOnlyArray &positions, uint32_t owners, uint32_t key, const Array &out,
+                   int threads) {
+    check_threads(threads);
+    const RotatedStripe stripe = stripe_of(owners, key);
+    if (owner >= owners) refuse("owner must be below " + std::to_string(owners) + ", got " + std::to_string(owner));
+    if (positions.dtype() != nb::dtype<int32_t>()) refuse_kind("positions", "int32", positions);
+    check_flat("positions", positions);
+    Indices items = indices_of(positions);
+    run("rotated_index", "positions", uint64_t{1} << 31, [&] { check_indices(items, 0, uint64_t{1} << 31); });
+    const auto *from = static_cast<const int32_t *>(positions.data());
+    uint64_t bound = 0;
+    for (size_t i = 0; i < items.count; ++i) bound = std::max(bound, (uint64_t(from[i]) + 1) * owners);
+    with_index_out("out", out, items.count, bound, [&](auto *to) {
+        nb::gil_scoped_release unlocked;
+        rotated_indices(stripe, owner, from, items.count, to, threads);
+    });
+}
+
+void join_elements(const std::vector<ReadOnlyArray> &positions, const std::vector<ReadOnlyArray> &values, uint32_t key,
+                   const Array &out, int threads) {
+    check_threads(threads);
+    const RotatedStripe stripe = stripe_of(positions.size(), key);
+    if (values.size() != positions.size())
+        refuse("one array of values per array of positions is needed, got " + std::to_string(values.size()) + " for " +
+               std::to_string(positions.size()));
+    check_floating("out", out);
+    check_flat("out", out);
+    std::vector<Indices> parts;
+    std::vector<const void *> from;
+    for (size_t owner = 0; owner < positions.size(); ++owner) {
+        if (positions[owner].dtype() != nb::dtype<int32_t>()) refuse_kind("positions", "int32", positions[owner]);
+        parts.push_back(indices_of(positions[owner]));
+        check_same_dtype("values", values[owner], out);
+        check_flat("values", values[owner], parts.back().count);
+        from.push_back(values[owner].data());
+    }
+    const uint64_t size = out.shape(0);
+    run_sorted("join_rotated", "positions", size,
+               [&] { join_rotated(stripe, parts, from, out.data(), size, out.itemsize(), threads); });
+}
+
+}  // namespace
+
+void bind_owners(nb::module_ &m) {
+    nb::class_<BoundRotatedPartition>(m, "RotatedPartition")
+        .def(nb::init<ReadOnlyArray, uint64_t, uint32_t, uint32_t, int>(), "indices"_a.noconvert(), "size"_a, "owners"_a,
+             "key"_a, "threads"_a)
+        .def_prop_ro("counts", [](const BoundRotatedPartition &self) { return self.partition->dealt().counts(); })
+        .def("write", &BoundRotatedPartition::write, "values"_a.noconvert(), "positions"_a.noconvert(),
+             "outs"_a.noconvert());
+    nb::class_<BoundHashedPartition>(m, "HashedPartition")
+        .def(nb::init<ReadOnlyArray, uint64_t, uint32_t, uint64_t, int>(), "indices"_a.noconvert(), "size"_a, "owners"_a,
+             "key"_a, "threads"_a)
+        .def_prop_ro("counts", [](const BoundHashedPartition &self) { return self.partition->dealt().counts(); })
+        .def("write", &BoundHashedPartition::write, "values"_a.noconvert(), "indices_out"_a.noconvert(),
+             "outs"_a.noconvert());
+    nb::class_<BoundOwnedByHash>(m, "OwnedByHash")
+        .def(nb::init<uint64_t, uint32_t, uint64_t, int>(), "size"_a, "owners"_a, "key"_a, "threads"_a)
+        .def_prop_ro("counts", [](const BoundOwnedByHash &self) { return self.owned->counts(); })
+        .def("write", &BoundOwnedByHash::write, "lists"_a.noconvert());
+    m.def("owners_by_hash", &hash_owners, "indices"_a.noconvert(), "owners"_a, "key"_a, "out"_a.noconvert(),
+          "threads"_a);
+    m.def("positions_in", &find_positions, "owned"_a.noconvert(), "indices"_a.noconvert(), "out"_a.noconvert());
+    m.def("join_rotated", &join_elements, "positions"_a.noconvert(), "values"_a.noconvert(), "key"_a,
+          "out"_a.noconvert(), "threads"_a);
+    m.def("rotated_index", &write_rotated, "owner"_a, "positions"_a.noconvert(), "owners"_a, "key"_a,
+          "out"_a.noconvert(), "threads"_a);
+}
+
+}  // namespace MODULE_NAME

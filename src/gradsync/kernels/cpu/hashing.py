@@ -1,0 +1,71 @@
+"""The native owner partition of single elements by hash, and what the hash bitmap needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradsync.kernels.checks import INT32_INDICES, check_owners, check_size
+from gradsync.kernels.cpu.boundary import load, plain, plains, threads_for
+from gradsync.kernels.reference.hashing import hash_key
+
+
+def owners_by_hash(
+    indices: Tensor, n: int, seed: int, out: Tensor, *, threads: int | None = None, module: ModuleType | None = None
+) -> None:
+    """See `gradsync.kernels.owners_by_hash`."""
+    check_owners(n)
+    arrays = plain("indices", indices), n, hash_key(seed), plain("out", out)
+    (module or load()).owners_by_hash(*arrays, threads_for(threads, indices.numel()))
+
+
+class HashedPartition:
+    """See `gradsync.kernels.HashedPartition`."""
+
+    def __init__(
+        self,
+        indices: Tensor,
+        size: int,
+        n: int,
+        seed: int,
+        threads: int | None = None,
+        module: ModuleType | None = None,
+    ) -> None:
+        check_owners(n)
+        check_size("size", size)
+        self._partition: Any = (module or load()).HashedPartition(
+            plain("indices", indices), size, n, hash_key(seed), threads_for(threads, indices.numel())
+        )
+        self.counts: list[int] = self._partition.counts
+
+    def write(self, values: Tensor, indices_out: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        self._partition.write(plain("values", values), plains("indices_out", indices_out), plains("outs", outs))
+
+
+def partition_hashed(
+    indices: Tensor, size: int, n: int, seed: int, *, threads: int | None = None, module: ModuleType | None = None
+) -> HashedPartition:
+    """See `gradsync.kernels.partition_hashed`."""
+    return HashedPartition(indices, size, n, seed, threads, module)
+
+
+def owned_by_hash(
+    size: int, n: int, seed: int, *, threads: int | None = None, module: ModuleType | None = None
+) -> list[Tensor]:
+    """See `gradsync.kernels.owned_by_hash`."""
+    check_owners(n)
+    check_size("size", size)
+    owned: Any = (module or load()).OwnedByHash(size, n, hash_key(seed), threads_for(threads, size))
+    dtype = torch.int32 if size <= INT32_INDICES else torch.int64
+    lists = [torch.empty(count, dtype=dtype) for count in owned.counts]
+    owned.write(plains("lists", lists))
+    return lists
+
+
+def positions_in(owned: Tensor, indices: Tensor, out: Tensor, *, module: ModuleType | None = None) -> None:
+    """See `gradsync.kernels.positions_in`. One thread: each search begins where the one before it ended."""
+    (module or load()).positions_in(plain("owned", owned), plain("indices", indices), plain("out", out))

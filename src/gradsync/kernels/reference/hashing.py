@@ -1,0 +1,103 @@
+"""The owners of single elements by hash, in plain torch operations (Zen, OSDI 2025, section 3.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradsync.kernels.checks import (
+    INT32_INDICES,
+    check_ascending,
+    check_index_out,
+    check_indices,
+    check_owners,
+    check_range,
+    check_size,
+)
+from gradsync.kernels.reference.rotated import mixed_seed, write_by_owner
+
+MAX_INDEX = 2**63 - 1
+
+
+def hash_key(seed: int, number: int = 0) -> int:
+    """The 64 bits that hash function h_number is keyed with; h0 gives the owner."""
+    return mixed_seed(mixed_seed(seed) + number)
+
+
+def hashed(indices: Tensor, size: int, key: int) -> Tensor:
+    """Hashes in [0, size), size < 2^31: the upper half of murmur3's 64-bit finaliser of index and key, scaled."""
+    h = indices.long() ^ _signed(key)
+    h = (h ^ _shifted(h, 33)) * _signed(0xFF51AFD7ED558CCD)
+    h = (h ^ _shifted(h, 33)) * _signed(0xC4CEB9FE1A85EC53)
+    return _shifted(h ^ _shifted(h, 33), 32) * size >> 32
+
+
+def _signed(bits: int) -> int:
+    """The int64 of these 64 bits."""
+    return bits - (bits >> 63 << 64)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """To the right, with zeros from the left."""
+    return (x >> bits) & ((1 << 64 - bits) - 1)
+
+
+def owners_by_hash(indices: Tensor, n: int, seed: int, out: Tensor) -> None:
+    """See `gradsync.kernels.owners_by_hash`."""
+    check_owners(n)
+    check_indices("indices", indices)
+    check_index_out("out", out, len(indices), n)
+    check_range("owners_by_hash", indices, MAX_INDEX, "limit")
+    out.copy_(hashed(indices, n, hash_key(seed)))
+
+
+class HashedPartition:
+    """See `gradsync.kernels.HashedPartition`."""
+
+    def __init__(self, indices: Tensor, size: int, n: int, seed: int) -> None:
+        check_owners(n)
+        check_size("size", size)
+        check_indices("indices", indices)
+        check_range("partition_hashed", indices, size, "size")
+        check_ascending("partition_hashed", "indices", indices)
+        owners = hashed(indices, n, hash_key(seed))
+        self._indices, self._size = indices, size
+        self._order = torch.argsort(owners, stable=True)
+        self.counts: list[int] = torch.bincount(owners, minlength=n).tolist()
+
+    @torch.no_grad()
+    def write(self, values: Tensor, indices_out: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        for count, out in zip(self.counts, indices_out, strict=False):
+            check_index_out("indices_out", out, count, self._size)
+        write_by_owner(self._order, self.counts, values, ("indices_out", self._indices, indices_out), outs)
+
+
+def partition_hashed(indices: Tensor, size: int, n: int, seed: int) -> HashedPartition:
+    """See `gradsync.kernels.partition_hashed`."""
+    return HashedPartition(indices, size, n, seed)
+
+
+def owned_by_hash(size: int, n: int, seed: int) -> list[Tensor]:
+    """See `gradsync.kernels.owned_by_hash`."""
+    check_owners(n)
+    check_size("size", size)
+    indices = torch.arange(size, dtype=torch.int32 if size <= INT32_INDICES else torch.int64)
+    owners = hashed(indices, n, hash_key(seed))
+    counts: list[int] = torch.bincount(owners, minlength=n).tolist()
+    return [owned.clone() for owned in indices[torch.argsort(owners, stable=True)].split(counts)]
+
+
+def positions_in(owned: Tensor, indices: Tensor, out: Tensor) -> None:
+    """See `gradsync.kernels.positions_in`."""
+    check_indices("owned", owned)
+    check_indices("indices", indices)
+    check_index_out("out", out, len(indices), len(owned))
+    check_ascending("positions_in", "indices", indices)
+    places = torch.searchsorted(owned.long(), indices.long())
+    missing = indices[torch.cat([owned, owned.new_full((1,), -1)])[places] != indices]
+    missing = torch.cat([indices[indices < 0], missing])
+    if len(missing) > 0:
+        raise ValueError(f"positions_in: index {missing[0]} is not among the {len(owned)} owned")
+    out.copy_(places)
