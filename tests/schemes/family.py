@@ -16,6 +16,7 @@ from gradsync.density import DensityProfile, profile_elements, profile_tables
 from gradsync.schemes import (
     BLOCKS_OF_256,
     POINTS,
+    ZEN_AS_PUBLISHED,
     Aggregation,
     AGSparse,
     AllReduce,
@@ -144,7 +145,11 @@ def point_member(scheme: Any, title: str) -> Member:
 
 
 POINT_MEMBERS = [point_member(kind.at(p), str(p)) for kind in (RowPoint, ElementPoint) for p in POINTS]
-POINT_MEMBERS.append(point_member(BLOCKS_OF_256, "blocks of 256"))
+POINT_MEMBERS += [
+    point_member(BLOCKS_OF_256, "blocks of 256"),
+    point_member(ZEN_AS_PUBLISHED, "as published"),
+    point_member(RowPoint(owners="hash"), "hashed rows"),
+]
 ALL_MEMBERS = [*MEMBERS, *POINT_MEMBERS]
 ROW_MEMBERS = [member for member in MEMBERS if member.scheme.layout is Layout.ROWS]
 FLOAT32_ADDITIONS = 256  # more than any case adds up for one element

@@ -156,6 +156,10 @@ def test_settings_that_are_none_are_refused(kind: type[RowPoint] | type[ElementP
         kind(partition=Partition.CENTRALIZATION)
     with pytest.raises(ValueError, match=r"seed must be an integer, got 0\.5"):
         kind(seed=0.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"owners must be one of None, 'rotated_stripe', 'hash' with balance balanced"):
+        kind(owners="even_split")
+    with pytest.raises(ValueError, match="push_format must be one of smallest, list, .*, got 'zip'"):
+        kind(push_format="zip")
     for block in (0, True, 1.5):
         with pytest.raises(ValueError, match="block must be at least 1"):
             ElementPoint(block=block)  # type: ignore[arg-type]

@@ -25,7 +25,7 @@ from ..steps import Compute, Step, Transfer
 from .base import Scheme, State, register
 from .formats import PartFormat
 from .positions import SPARSE_FORMATS, IndexFormat, index_dtype
-from .row_owners import EvenSplit, RotatedStripe, RowOwners
+from .row_owners import EvenSplit, HashedRows, RotatedStripe, RowOwners
 from .space import (
     Aggregation,
     Balance,
@@ -42,6 +42,7 @@ from .tables import ABSENT, Tables, specs_of
 
 COUNT_BYTES = 8  # of a piece: its rows of a table, or ABSENT
 SMALLEST = "smallest"
+OWNERS = {None: (), Balance.BALANCED: ("rotated_stripe", "hash"), Balance.IMBALANCED: ("even_split",)}
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ class DesignPoint:
     aggregation: Aggregation = Aggregation.INCREMENTAL
     partition: Partition = Partition.PARALLELISM
     balance: Balance | None = Balance.BALANCED
-    seed: int = 0  # of the balanced map; the same on every rank
+    owners: str | None = None  # who owns what; None: "rotated_stripe" if balanced, "even_split" if not
+    seed: int = 0  # of a balanced map; the same on every rank
     push_format: str = SMALLEST  # of positions: the smallest in which rows can be told, or always one of `IndexFormat`
     pull_format: str = SMALLEST  # of sums over all ranks
 
@@ -67,6 +69,11 @@ class DesignPoint:
             if given not in list(kind):
                 raise ValueError(f"{type(self).__name__}.{setting} must be one of {', '.join(kind)}, got {given!r}")
             object.__setattr__(self, setting, kind(given))  # plans write the names
+        if self.owners not in (maps := [None, *OWNERS[self.balance]]):
+            raise ValueError(
+                f"{type(self).__name__}.owners must be one of {', '.join(map(repr, maps))} with balance "
+                f"{self.balance}, got {self.owners!r}"
+            )
         for setting in ("push_format", "pull_format"):
             if getattr(self, setting) not in (known := [SMALLEST, *self.formats]):
                 raise ValueError(
@@ -83,17 +90,17 @@ class DesignPoint:
 
     @property
     def title(self) -> str:
-        return str(self.point)
+        return f"{self.point} by hash" if self.owners == "hash" else str(self.point)
 
     @property
     def point(self) -> Point:
         return Point(self.communication, self.aggregation, self.partition, self.balance)
 
-    def owners(self, num_rows: int, owners: int) -> RowOwners:
-        """Who owns which rows of a table."""
-        if owners == 1 or self.balance is Balance.IMBALANCED:
-            return EvenSplit(num_rows, owners)
-        return RotatedStripe(num_rows, owners, self.seed)
+    def owners_of(self, num_rows: int, count: int) -> RowOwners:
+        """Which of `count` owners has which rows of a table."""
+        if count == 1 or self.balance is Balance.IMBALANCED:
+            return EvenSplit(num_rows, count)
+        return (HashedRows if self.owners == "hash" else RotatedStripe)(num_rows, count, self.seed)
 
     def stages(self, size: int) -> tuple[str, ...]:
         """One for each round."""
@@ -148,7 +155,7 @@ class ElementPoint(DesignPoint, Scheme[Tensor]):
 
     @property
     def title(self) -> str:
-        return f"{self.point} in blocks of {self.block}" if self.block > 1 else str(self.point)
+        return f"{super().title} in blocks of {self.block}" if self.block > 1 else super().title
 
     async def synchronize(self, x: Tensor, state: State, group: Group, scale: float) -> tuple[Tensor, State]:
         blocks = _in_blocks(x, self.block)
@@ -187,6 +194,9 @@ PARAMETER_SERVER_OF_ROWS, PARAMETER_SERVER_OF_ELEMENTS = RowPoint.at(_SERVERS), 
 # What OmniReduce does (Fei et al., SIGCOMM 2021): blocks of 256 elements travel whole unless they are zero. Unlike
 # there the ranks are the aggregators, and there is no pipeline of blocks over RDMA.
 BLOCKS_OF_256 = ElementPoint.at(_BLOCKS, block=256)
+# Zen as its paper has it: hashed owners, pairs of index and value one way, a hash bitmap and values the other. Unlike
+# there the hash gives owners their rows in order, without a table to probe, so that nothing can collide or be lost.
+ZEN_AS_PUBLISHED = ElementPoint(owners="hash", push_format="list", pull_format="bitmap")
 
 
 def _in_blocks(x: Tensor, block: int) -> Tensor:
@@ -213,7 +223,7 @@ class _Space:
     @classmethod
     def of(cls, settings: DesignPoint, specs: tuple[TensorSpec, ...], size: int) -> _Space:
         plan = schedule(settings.point, size)
-        owners = tuple(settings.owners(spec.num_rows, plan.blocks) for spec in specs)
+        owners = tuple(settings.owners_of(spec.num_rows, plan.blocks) for spec in specs)
 
         def formats(setting: str, *, partial: bool = False) -> tuple[PartFormat, ...]:
             allowed = settings.formats if setting == SMALLEST else (IndexFormat(setting),)

@@ -6,9 +6,11 @@ but those of the data. All ranks compute the same map, from the number of rows, 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -108,3 +110,57 @@ class RotatedStripe(RowOwners):
         rows = torch.empty(len(positions), dtype=torch.int64, device=positions.device)
         kernels.rotated_index(owner, positions.int(), self.owners, self.seed, rows)
         return rows
+
+
+@dataclass(frozen=True)
+class HashedRows(RowOwners):
+    """Row i is owned by the rank that h0 says, a hash of i and the seed: the paper's map, with rows counted in order.
+
+    Balanced as random owners are. What each rank may own is no formula: all ranks keep the lists of all owners, an
+    integer for each row of the table, from which a bitmap of an owner's rows is read (Zen's hash bitmap).
+    """
+
+    seed: int = 0
+
+    @property
+    def length(self) -> int:
+        """More rows than the mean by 8 standard deviations, without a look at the lists."""
+        mean = self.num_rows / self.owners
+        return min(self.num_rows, math.ceil(mean + 8 * math.sqrt(mean)) + 8)
+
+    def split(self, rows: SparseRows) -> list[SparseRows]:
+        partition = kernels.partition_hashed(rows.indices, self.num_rows, self.owners, self.seed)
+        parts = [
+            SparseRows(rows.indices.new_empty(count), rows.values.new_empty(count, rows.dim), self.length, rows.present)
+            for count in partition.counts
+        ]
+        partition.write(rows.values, [part.indices for part in parts], [part.values for part in parts])
+        for part, owned in zip(parts, self._owned, strict=True):
+            kernels.positions_in(owned, part.indices.clone(), part.indices)
+        return parts
+
+    def rows_of(self, owner: int, positions: Tensor) -> Tensor:
+        owned = self._owned[owner].long()
+        found = positions.new_full((len(positions),), self.num_rows, dtype=torch.int64)  # of a place without a row
+        inside = positions < len(owned)  # dense messages have places beyond an owner's last row
+        found[inside] = owned[positions[inside].long()]
+        return found
+
+    @property
+    def _owned(self) -> tuple[Tensor, ...]:
+        return _owned_by_hash(self.num_rows, self.owners, self.seed, self.length)
+
+
+@lru_cache(maxsize=8)
+def _owned_by_hash(num_rows: int, owners: int, seed: int, most: int) -> tuple[Tensor, ...]:
+    """The lists, made once.
+
+    Raises:
+        ValueError: in the unheard-of case that an owner has more rows than there is room for.
+    """
+    owned = kernels.owned_by_hash(num_rows, owners, seed)
+    if (longest := max(map(len, owned))) > most:
+        raise ValueError(
+            f"seed {seed} gives an owner {longest} of {num_rows} rows, more than {most}; take another seed"
+        )
+    return tuple(owned)

@@ -26,6 +26,7 @@ from .points import (
     DOUBLING_OF_ROWS,
     PARAMETER_SERVER_OF_ELEMENTS,
     PARAMETER_SERVER_OF_ROWS,
+    ZEN_AS_PUBLISHED,
     ElementPoint,
     RowPoint,
 )
@@ -56,7 +57,8 @@ def candidates(layout: Layout, profiles: Sequence[DensityProfile], size: int) ->
     points = POINTS if size <= MOST_RANKS_FOR_POINTS else ()
     schemes: list[Scheme[Any]]
     if layout is Layout.FLAT:
-        schemes = [AllReduce(), BalancedElements(), DOUBLING_OF_ELEMENTS, PARAMETER_SERVER_OF_ELEMENTS, BLOCKS_OF_256]
+        schemes = [AllReduce(), BalancedElements(), ZEN_AS_PUBLISHED]
+        schemes += [DOUBLING_OF_ELEMENTS, PARAMETER_SERVER_OF_ELEMENTS, BLOCKS_OF_256]
         schemes += [ElementPoint.at(point) for point in points]
     else:
         schemes = [with_capacity(scheme, profiles) for scheme in (BalancedParallelism(), AGSparse())]

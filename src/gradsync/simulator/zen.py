@@ -21,6 +21,7 @@ from ..costs import CostModel
 from ..density import DensityProfile
 from ..schemes import (
     BLOCKS_OF_256,
+    ZEN_AS_PUBLISHED,
     Aggregation,
     AllReduce,
     BalancedParallelism,
@@ -160,7 +161,7 @@ def _schemes(model: Model) -> dict[str, tuple[Scheme[Any], TensorSpec, DensityPr
         "sparcml": _with(DOUBLING_OF_ELEMENTS, _LISTS),
         "sparse ps": _with(PARAMETER_SERVER_OF_ELEMENTS, _LISTS),
         "omnireduce": _with(BLOCKS_OF_256, _LISTS),
-        "zen": ElementPoint(push_format=IndexFormat.LIST.value, pull_format=IndexFormat.BITMAP.value),
+        "zen": ZEN_AS_PUBLISHED,
     }
     schemes = {name: (scheme, flat, elements) for name, scheme in rivals.items()}
     if model.row_length is None:
