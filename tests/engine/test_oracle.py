@@ -16,7 +16,17 @@ from torch import nn
 
 from gradsync import Plan
 from gradsync.bucket import TensorSpec, trainable_parameters
-from gradsync.schemes import AGSparse, AllReduce, BalancedElements, BalancedParallelism
+from gradsync.schemes import (
+    DOUBLING_OF_ELEMENTS,
+    DOUBLING_OF_ROWS,
+    Aggregation,
+    AGSparse,
+    AllReduce,
+    BalancedElements,
+    BalancedParallelism,
+    Communication,
+    RowPoint,
+)
 from tests.engine.models import (
     Branches,
     Checkpointed,
@@ -357,6 +367,17 @@ def dense_but_mostly_zero() -> None:
     detach(twins)
 
 
+def points_of_the_design_space() -> None:
+    """Tables round a ring, a dense bucket in pairs: the rounds of all take turns."""
+    ring = RowPoint(communication=Communication.RING, aggregation=Aggregation.ONE_SHOT)
+    specs = {name: TensorSpec.of(p) for name, p in trainable_parameters(Tables()).items()}
+    dense = [name for name in specs if name.startswith("out")]
+    buckets = [(["words.weight"], ring), (dense, DOUBLING_OF_ELEMENTS), (["bags.weight"], DOUBLING_OF_ROWS)]
+    plan = Plan.make(specs, dist.get_world_size(), buckets)
+    assert Plan.from_json(plan.to_json()) == plan
+    compare_with_ddp(Tables, table_step, options={"plan": plan})
+
+
 # Other ways to run a model.
 
 
@@ -480,6 +501,7 @@ CASES = [
     tied_dense,
     sparse_under_each_scheme,
     dense_but_mostly_zero,
+    points_of_the_design_space,
     checkpointing,
     dropout_and_retained_graph_inside_one_backward,
     plan_that_cuts_parameters,
