@@ -12,7 +12,8 @@ import torch
 
 from gradsync.workloads import DataUnavailableError, LSTMWorkload, load
 from gradsync.workloads.data import cache_directory
-from gradsync.workloads.lstm import LSTMLanguageModel, log_uniform, log_uniform_probability, sampled_softmax_loss
+from gradsync.workloads.lstm import LSTMLanguageModel
+from gradsync.workloads.softmax import log_uniform, log_uniform_probability, sampled_softmax_loss
 
 SMALL: dict[str, Any] = {"data": "zipf", "vocabulary": 1000, "num_negatives": 64, "batch_size": 8, "dim": 16}
 
