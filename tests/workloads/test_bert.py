@@ -138,8 +138,8 @@ def test_the_model_learns_the_part_of_speech(gcide: BertWorkload) -> None:
     model, losses = train(workload, 60, sparse=True)
     result = workload.evaluate(model)
     assert max(losses) < 2.5  # no blow-up of the first steps
-    assert result["accuracy"] > 0.7  # always "noun" is right for 0.566
-    assert result["loss"] < 0.75  # the classes' frequencies alone give 1.04
+    assert result["accuracy"] > 0.7  # always "noun" is right for 0.560
+    assert result["loss"] < 0.75  # the classes' frequencies alone give 1.08
 
 
 def test_the_description_counts_the_parameters() -> None:
