@@ -94,7 +94,7 @@ def _prepare(path: Path) -> Array:
         words.extend([number[word] for word in WORD.findall(text)])
     got = {"entries": len(entries), "words": len(words), "types": len(number)}
     check_counts(got, COUNTS, TOLERANCE, path)
-    ranks = frequency_ranks(np.frombuffer(words, dtype=np.int32))
+    ranks = _ranks(np.frombuffer(words, dtype=np.int32))
     logger.info("prepared %d words of %d types in %.1f s", len(words), len(number), time.perf_counter() - start_s)
     return ranks
 
@@ -111,7 +111,7 @@ def read_entries(path: Path) -> list[str]:
     return entries[first:]
 
 
-def frequency_ranks(numbers: Array) -> Array:
+def _ranks(numbers: Array) -> Array:
     """Numbers of types to ranks 1, 2, ... by frequency; the type that appears first wins a tie."""
     by_frequency = np.argsort(-np.bincount(numbers), kind="stable")
     rank = np.empty(len(by_frequency), dtype=np.int32)
