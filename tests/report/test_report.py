@@ -146,6 +146,8 @@ def test_a_measure_stands_under_its_name_and_only_where_there_is_one() -> None:
     assert "AUC" in text and "0.7800" in text
     text = printed(training_table(with_final({"loss": 6.1, "perplexity": 445.86}), compact=True))
     assert "perplexity" in text and "445.9" in text and "AUC" not in text
+    text = printed(training_table(with_final({"loss": 0.3, "accuracy": 0.894}), compact=True))
+    assert "accuracy" in text and "0.8940" in text and "AUC" not in text
     text = printed(training_table(with_final({"loss": 0.5})))
     assert "0.50000" in text and "AUC" not in text and "perplexity" not in text
 

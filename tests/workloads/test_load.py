@@ -14,6 +14,8 @@ from gradsync.workloads import Workload, load, names
 OPTIONS: dict[str, dict[str, Any]] = {
     "deepfm": {"data": "zipf", "batch_size": 64},
     "lstm": {"data": "zipf", "batch_size": 16, "vocabulary": 2000, "num_negatives": 128},
+    "nmt": {"data": "zipf", "batch_size": 16, "german_words": 2000, "english_words": 2000, "num_negatives": 128},
+    "bert": {"data": "zipf", "batch_size": 8, "dim": 64},
 }
 
 

@@ -37,12 +37,22 @@ def text_in_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_package_is_downloaded_and_unpacked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        (data.DebianFile("example", Path("/usr/share/gradsync-example/words.dz")), "words.dz"),
+        (data.DebianFile("example", Path("/usr/share/gradsync-example"), kept_as="examples"), "examples/words.dz"),
+    ],
+    ids=["file", "directory"],
+)
+def test_a_package_is_downloaded_and_unpacked_once(
+    file: data.DebianFile, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if shutil.which("dpkg-deb") is None:
         pytest.skip("needs dpkg-deb to build a package")
-    file = data.DebianFile(package="example", path=Path("/usr/share/gradsync-example/words.dz"))
     tree = tmp_path / "tree"
-    for path, content in {Path("DEBIAN/control"): CONTROL, file.path.relative_to("/"): "words"}.items():
+    packed = {"DEBIAN/control": CONTROL, "usr/share/gradsync-example/words.dz": "words"}
+    for path, content in packed.items():
         (tree / path).parent.mkdir(parents=True)
         (tree / path).write_text(content)
     subprocess.run(["dpkg-deb", "--build", str(tree), str(tmp_path / "example.deb")], check=True, capture_output=True)
@@ -53,9 +63,9 @@ def test_a_package_is_downloaded_and_unpacked_once(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("PATH", f"{fake.parent}:{os.environ['PATH']}")
     cache = tmp_path / "cache"
     paths = [data.fetch_debian(file, cache) for _ in range(2)]
-    assert paths == [cache / "words.dz"] * 2
-    assert paths[0].read_text() == "words"
-    assert {path.name for path in cache.iterdir()} == {"words.dz", "words.dz.lock"}
+    assert paths == [cache / file.filename] * 2
+    assert (cache / words).read_text() == "words"
+    assert {path.name for path in cache.iterdir()} == {file.filename, f"{file.filename}.lock"}
 
 
 CONTROL = """Package: example

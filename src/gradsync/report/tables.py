@@ -36,7 +36,7 @@ RECORD_COLUMNS = (
 )
 # Measures of held-out samples after the run, by the names that `Workload.evaluate` gives them: in words, and digits.
 # Perplexity is that of the softmax over the whole vocabulary, whatever the training samples.
-MEASURES = {"auc": ("AUC", 4), "perplexity": ("perplexity", 1)}
+MEASURES = {"auc": ("AUC", 4), "perplexity": ("perplexity", 1), "accuracy": ("accuracy", 4)}
 NOTHING = "-"
 
 

@@ -17,16 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Adagrad, Optimizer
 
-from gradsync.workloads.base import Batch, Workload, roc_auc
+from gradsync.workloads.base import INITIAL_ACCUMULATOR, Batch, Workload, roc_auc
 from gradsync.workloads.data import Array, cache_directory
 from gradsync.workloads.flights import HELD_OUT_RATIO, NUM_FIELDS, NUM_IDS, open_rows
 
 NUM_TABLE_ROWS = 262_144  # 2^18, of which the data use 102,142: tables are made with room to grow
 HIDDEN = 256
 INITIAL_FACTOR_STD = 0.01  # the FM term is a product of factors: the usual 1 would start it at hundreds
-# Adagrad's sums of squares start here, about the square of a typical gradient entry, instead of at 0, where a first
-# step is a sign: rounding then decides it for entries near 0 (losses differ by 7e-4 after 60 steps, with this 6e-8).
-INITIAL_ACCUMULATOR = 1e-6
 EVALUATION_BATCH = 8_192
 
 

@@ -22,17 +22,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.optim import Adagrad, Optimizer
+from torch.optim import Optimizer
 
-from gradsync.workloads.base import Batch, Workload
+from gradsync.workloads.base import Batch, Workload, adagrad_of_tables
 from gradsync.workloads.data import Array, cache_directory
 from gradsync.workloads.gcide import open_words
+from gradsync.workloads.softmax import NEGATIVES, log_uniform, rng_of_negatives, sampled_softmax_loss
 
 HELD_OUT_RATIO = 0.02
 EVALUATION_WINDOWS = 128  # a full softmax over 100,000 words costs about 0.5 ms a word
 EVALUATION_BATCH = 8
 INITIAL_STD = 0.1
-INITIAL_ACCUMULATOR = 1e-6
 # Adagrad's first steps are about as long as the rate: at the tables' rate the projection alone would shift a state by
 # 256 times that. With one rate of 0.1 for all, the loss is 40 over the first ten steps, with this 10.8.
 LSTM_RATE_RATIO = 0.1
@@ -72,43 +72,6 @@ class LSTMLanguageModel(nn.Module):
         )
 
 
-def sampled_softmax_loss(
-    states: Tensor, rows: Tensor, biases: Tensor, targets: Tensor, negatives: Tensor, vocabulary: int
-) -> Tensor:
-    """Cross entropy of each target among itself and the negatives: a scalar, the mean.
-
-    Each negative's score is lowered by the log of the number of times its word is expected among the draws, so that
-    their sum of exponentials estimates that of all words but the target without bias (Bengio & Senecal, 2008). The
-    target is there exactly once, so its score stays as it is, and draws of the target itself do not count.
-
-    Args:
-        states: (n, dim).
-        rows: (n + k, dim), the table's rows of the targets, then of the negatives.
-        biases: (n + k,), alike.
-        targets: (n,) int64.
-        negatives: (k,) int64, drawn by `log_uniform`, with repetitions.
-        vocabulary: words that can be drawn.
-    """
-    split = len(targets)
-    true = (states * rows[:split]).sum(dim=1) + biases[:split]
-    expected = len(negatives) * log_uniform_probability(negatives, vocabulary)
-    drawn = torch.addmm(biases[split:] - torch.log(expected), states, rows[split:].T)
-    drawn = drawn.masked_fill(targets[:, None] == negatives, -math.inf)
-    logits = torch.cat([true[:, None], drawn], dim=1)
-    return functional.cross_entropy(logits, torch.zeros_like(targets))
-
-
-def log_uniform_probability(ids: Tensor, vocabulary: int) -> Tensor:
-    """How likely `log_uniform` is to draw each of `ids` (int64): log((id + 2) / (id + 1)) / log(vocabulary + 1)."""
-    return torch.log1p(1 / (ids + 1)) / math.log(vocabulary + 1)
-
-
-def log_uniform(rng: np.random.Generator, size: int, vocabulary: int) -> Array:
-    """`size` ids below `vocabulary`, int64, repetitions included, about as frequent as words are by Zipf's law."""
-    ids = np.exp(rng.random(size) * math.log(vocabulary + 1)).astype(np.int64) - 1
-    return np.asarray(np.minimum(ids, vocabulary - 1))  # rounding may reach the end of the last word's share
-
-
 @dataclass(frozen=True, kw_only=True)
 class LSTMWorkload(Workload):
     """What is the next word? 13 million parameters, 99 % of them in tables of words."""
@@ -135,7 +98,7 @@ class LSTMWorkload(Workload):
             raise ValueError(
                 f"hidden must be more than dim (it is projected down to it), got {self.hidden}, {self.dim}"
             )
-        if self.negatives not in ("own", "shared"):
+        if self.negatives not in NEGATIVES:
             raise ValueError(f"negatives must be own or shared, got {self.negatives!r}")
         if self.data not in ("gcide", "zipf", "any"):
             raise ValueError(f"data must be gcide, zipf or any, got {self.data!r}")
@@ -180,8 +143,7 @@ class LSTMWorkload(Workload):
 
     def _draw(self, seed: int, step: int, rank: int) -> Tensor:
         """The negatives of a step, (num_negatives,) int64."""
-        stream = 1 if self.negatives == "shared" else 2 + rank  # 0 would be the seed of an epoch's order
-        rng = np.random.default_rng([seed, step, stream])
+        rng = rng_of_negatives(self.negatives, seed=seed, step=step, rank=rank)
         return torch.from_numpy(log_uniform(rng, self.num_negatives, self.vocabulary))
 
     def model(self, *, sparse: bool, seed: int = 0) -> LSTMLanguageModel:
@@ -198,15 +160,7 @@ class LSTMWorkload(Workload):
 
         It too decides, for the process, against checking sparse tensors.
         """
-        torch.sparse.check_sparse_tensor_invariants.disable()
-        named = list(model.named_parameters())
-        tables = [parameter for name, parameter in named if "lstm." not in name]
-        lstm = [parameter for name, parameter in named if "lstm." in name]
-        groups: list[dict[str, Any]] = [
-            {"params": tables},
-            {"params": lstm, "lr": self.learning_rate * LSTM_RATE_RATIO},
-        ]
-        return Adagrad(groups, lr=self.learning_rate, initial_accumulator_value=INITIAL_ACCUMULATOR)
+        return adagrad_of_tables(model, self.learning_rate, dense_ratio=LSTM_RATE_RATIO)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Loss and perplexity, over the whole vocabulary, of the first 128 held-out windows."""

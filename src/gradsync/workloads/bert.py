@@ -1,0 +1,163 @@
+"""Text classification by a small BERT (Devlin et al., 2019): which part of speech does a dictionary entry explain?
+
+Nine tenths of the model are the table of WordPieces, whose gradient has the rows of a batch's pieces; attention and
+the rest are dense. It has no head tied to the table, which would make that gradient dense, and starts untrained. There
+is no dropout: the loss depends on weights and batch alone, so that a step can be repeated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+
+from gradsync.workloads.base import Batch, Workload, adagrad_of_tables
+from gradsync.workloads.data import Array, cache_directory
+from gradsync.workloads.entries import LABELS, MAX_PIECES, PADDING, VOCABULARY, open_entries
+
+HELD_OUT_RATIO = 0.02
+EVALUATION_BATCH = 64
+NUM_LAYERS = 2
+HEAD_DIM = 64  # BERT's
+FEED_FORWARD_RATIO = 4
+INITIAL_STD = 0.1
+DENSE_RATE_RATIO = 0.1  # as in `lstm`: Adagrad's first steps are about as long as the rate
+
+
+class BertClassifier(nn.Module):
+    """Logits of the classes from the state of the class sign in front; with layers normalized before, not after."""
+
+    def __init__(self, dim: int, *, sparse: bool) -> None:
+        super().__init__()
+        self.pieces = nn.Embedding(VOCABULARY, dim, padding_idx=PADDING, sparse=sparse)
+        self.positions = nn.Parameter(torch.empty(MAX_PIECES, dim))
+        self.embedded_norm = nn.LayerNorm(dim)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                dim,
+                dim // HEAD_DIM,
+                FEED_FORWARD_RATIO * dim,
+                dropout=0.0,
+                activation="gelu",
+                batch_first=True,
+                norm_first=True,
+            )
+            for _ in range(NUM_LAYERS)
+        )
+        self.encoded_norm = nn.LayerNorm(dim)
+        self.pooler = nn.Linear(dim, dim)
+        self.classifier = nn.Linear(dim, len(LABELS))
+        nn.init.normal_(self.pieces.weight, std=INITIAL_STD)
+        nn.init.normal_(self.positions, std=INITIAL_STD)
+        with torch.no_grad():
+            self.pieces.weight[PADDING] = 0
+
+    def forward(self, pieces: Tensor) -> Tensor:
+        """Logits (batch, 4) float32 for `pieces` (batch, longest) int64."""
+        absent = pieces == PADDING
+        states = self.embedded_norm(self.pieces(pieces) + self.positions[: pieces.shape[1]])
+        for layer in self.layers:
+            states = layer(states, src_key_padding_mask=absent)
+        pooled = torch.tanh(self.pooler(self.encoded_norm(states[:, 0])))
+        logits: Tensor = self.classifier(pooled)
+        return logits
+
+
+@dataclass(frozen=True, kw_only=True)
+class BertWorkload(Workload):
+    """Noun, adjective, verb or adverb? 4.3 million parameters, 90 % of them in the table of WordPieces."""
+
+    name: ClassVar[str] = "bert"
+
+    batch_size: int = 32  # entries a rank and step
+    learning_rate: float = 0.05  # of the table
+    dim: int = 128  # row length of the table, and width of the transformer
+    data: str = "gcide"  # or "zipf" (generated, for tests), or "any" (zipf, with a warning, without the dictionary)
+    cache_dir: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dim < 1 or self.dim % HEAD_DIM:
+            raise ValueError(f"dim must be a positive multiple of {HEAD_DIM} (a head of attention), got {self.dim}")
+        if self.data not in ("gcide", "zipf", "any"):
+            raise ValueError(f"data must be gcide, zipf or any, got {self.data!r}")
+
+    @cached_property
+    def _opened(self) -> tuple[Array, str]:
+        return open_entries(self.data, cache_directory(self.cache_dir))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        kept = {name: value for name, value in super().options.items() if name not in ("cache_dir", "data")}
+        return {**kept, "source": self.source}
+
+    @property
+    def source(self) -> str:
+        """`gcide`, or `zipf` for the generated stand-in, which is not real data."""
+        return self._opened[1]
+
+    @property
+    def num_train(self) -> int:
+        num_entries = len(self._opened[0])
+        return num_entries - round(num_entries * HELD_OUT_RATIO)
+
+    def prepare(self) -> None:
+        _ = self._opened
+
+    def batch(self, rows: Array) -> Batch:
+        """Pieces (batch, longest) and labels (batch,), int64."""
+        entries = self._opened[0][rows].astype(np.int64)
+        longest = int((entries[:, 1:] != PADDING).sum(axis=1).max())
+        table = torch.from_numpy(entries)
+        return table[:, 1 : 1 + longest], table[:, 0]
+
+    def model(self, *, sparse: bool, seed: int = 0) -> BertClassifier:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return BertClassifier(self.dim, sparse=sparse)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        pieces, labels = batch
+        return functional.cross_entropy(model(pieces), labels)
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        """Adagrad, for the reasons of `DeepFMWorkload.optimizer`; the transformer learns at a tenth of the rate."""
+        return adagrad_of_tables(model, self.learning_rate, dense_ratio=DENSE_RATE_RATIO)
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Loss and accuracy over the held-out entries, one in fifty."""
+        device = next(model.parameters()).device
+        held_out = np.arange(self.num_train, len(self._opened[0]))
+        was_training = model.training
+        model.eval()
+        total, right = 0.0, 0
+        with torch.no_grad():
+            for first in range(0, len(held_out), EVALUATION_BATCH):
+                pieces, labels = self.batch(held_out[first : first + EVALUATION_BATCH])
+                logits = model(pieces.to(device)).cpu()
+                total += float(functional.cross_entropy(logits, labels, reduction="sum"))
+                right += int((logits.argmax(dim=1) == labels).sum())
+        model.train(was_training)
+        return {"loss": total / len(held_out), "accuracy": right / len(held_out)}
+
+    def describe(self) -> str:
+        in_table = VOCABULARY * self.dim
+        # A layer: attention of 4 squares, feed-forward, biases, norms. The rest: positions, two norms, the head.
+        layer = (4 + 2 * FEED_FORWARD_RATIO) * self.dim**2 + (9 + FEED_FORWARD_RATIO) * self.dim
+        rest = self.dim**2 + (MAX_PIECES + 5 + len(LABELS)) * self.dim + len(LABELS)
+        num_parameters = in_table + NUM_LAYERS * layer + rest
+        data = f"{len(self._opened[0]):,} entries of a dictionary of English (GCIDE), label: part of speech"
+        if self.source == "zipf":
+            data = f"{len(self._opened[0]):,} GENERATED entries (Zipf law; not real data)"
+        return (
+            f"BERT of width {self.dim}, {NUM_LAYERS} layers, {num_parameters / 1e6:.2f} M parameters ("
+            f"{in_table / num_parameters:.1%} in a table of {VOCABULARY:,} WordPieces), batch {self.batch_size} "
+            f"entries of up to {MAX_PIECES} pieces a rank; {data}"
+        )
