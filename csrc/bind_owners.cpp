@@ -3,11 +3,13 @@
 #include <nanobind/stl/vector.h>
 
 #include <optional>
+#include <variant>
 
 #include "arrays.hpp"
 #include "bind.hpp"
 #include "elements.hpp"
 #include "hashing.hpp"
+#include "hierarchy.hpp"
 
 using namespace nanobind::literals;
 
@@ -142,6 +144,48 @@ struct BoundOwnedByHash {
     }
 };
 
+struct BoundHierarchy {
+    std::variant<std::monostate, Hierarchy<int32_t>, Hierarchy<int64_t>> memory;
+
+    BoundHierarchy(const ReadOnlyArray &indices, uint32_t owners, uint64_t key, uint64_t slots, uint64_t serial,
+                   const std::vector<uint64_t> &rehash_keys, int threads) {
+        check_threads(threads);
+        const Hash owner_of = hash_of(owners, key);
+        const Indices items = indices_of(indices);
+        if (slots == 0 || rehash_keys.empty()) refuse("at least one slot and one rehash are needed");
+        const HierarchyShape shape{slots, serial};
+        run("hierarchical_hash", "limit", kMaxIndex, [&] {
+            if (items.wide) memory.emplace<Hierarchy<int64_t>>(items, owner_of, shape, rehash_keys, threads);
+            else memory.emplace<Hierarchy<int32_t>>(items, owner_of, shape, rehash_keys, threads);
+        });
+    }
+
+    // body(the memory)
+    template <typename Body> auto visit(Body body) const {
+        if (const auto *wide = std::get_if<Hierarchy<int64_t>>(&memory)) return body(*wide);
+        return body(std::get<Hierarchy<int32_t>>(memory));
+    }
+
+    void write(const std::vector<Array> &owned, const Array &overflow) const {
+        visit([&](const auto &hierarchy) { write_as(hierarchy, owned, overflow); });
+    }
+
+    template <typename Index>
+    static void write_as(const Hierarchy<Index> &hierarchy, const std::vector<Array> &owned, const Array &overflow) {
+        const auto place = [](const char *what, const Array &array, size_t count) {
+            if (array.dtype() != nb::dtype<Index>()) refuse_kind(what, name_of(nb::dtype<Index>()).c_str(), array);
+            check_flat(what, array, count);
+            return static_cast<Index *>(array.data());
+        };
+        std::vector<Index *> to;
+        for (size_t owner = 0; owner < hierarchy.counts().size(); ++owner)
+            to.push_back(place("owned", owned.at(owner), hierarchy.counts()[owner]));
+        Index *const rest = place("overflow", overflow, hierarchy.num_overflow());
+        nb::gil_scoped_release unlocked;
+        hierarchy.write(to, rest);
+    }
+};
+
 void hash_owners(const ReadOnlyArray &indices, uint32_t owners, uint64_t key, const Array &out, int threads) {
     check_threads(threads);
     const Hash owner_of = hash_of(owners, key);
@@ -218,6 +262,16 @@ void bind_owners(nb::module_ &m) {
         .def(nb::init<uint64_t, uint32_t, uint64_t, int>(), "size"_a, "owners"_a, "key"_a, "threads"_a)
         .def_prop_ro("counts", [](const BoundOwnedByHash &self) { return self.owned->counts(); })
         .def("write", &BoundOwnedByHash::write, "lists"_a.noconvert());
+    nb::class_<BoundHierarchy>(m, "Hierarchy")
+        .def(nb::init<const ReadOnlyArray &, uint32_t, uint64_t, uint64_t, uint64_t, const std::vector<uint64_t> &, int>(),
+             "indices"_a.noconvert(), "owners"_a, "key"_a, "slots"_a, "serial"_a, "rehash_keys"_a, "threads"_a)
+        .def_prop_ro("counts", [](const BoundHierarchy &self) { return self.visit([](auto &h) { return h.counts(); }); })
+        .def_prop_ro("num_serial",
+                     [](const BoundHierarchy &self) { return self.visit([](auto &h) { return h.num_serial(); }); })
+        .def_prop_ro("num_overflow",
+                     [](const BoundHierarchy &self) { return self.visit([](auto &h) { return h.num_overflow(); }); })
+        .def_prop_ro("nbytes", [](const BoundHierarchy &self) { return self.visit([](auto &h) { return h.nbytes(); }); })
+        .def("write", &BoundHierarchy::write, "owned"_a.noconvert(), "overflow"_a.noconvert());
     m.def("owners_by_hash", &hash_owners, "indices"_a.noconvert(), "owners"_a, "key"_a, "out"_a.noconvert(),
           "threads"_a);
     m.def("positions_in", &find_positions, "owned"_a.noconvert(), "indices"_a.noconvert(), "out"_a.noconvert());

@@ -12,6 +12,7 @@
 
 #include "elements.hpp"
 #include "hashing.hpp"
+#include "hierarchy.hpp"
 #include "offsets.hpp"
 #include "rows.hpp"
 #include "sum_rows.hpp"
@@ -224,7 +225,30 @@ template <typename Index> static void check_hashing(size_t size, uint32_t owners
     }
 }
 
+// Memory of a few slots, and of enough: each index comes out once.
+template <typename Index> static void check_hierarchy(size_t size, uint32_t owners, HierarchyShape shape, int threads) {
+    std::vector<Index> all(size), found;
+    for (size_t i = 0; i < size; ++i) all[i] = static_cast<Index>(i);
+    const Hierarchy<Index> memory({all.data(), sizeof(Index) == 8, size}, Hash(1, owners), shape, {2, 3, 4}, threads);
+    std::vector<std::vector<Index>> owned;
+    std::vector<Index> overflow(memory.num_overflow());
+    std::vector<Index *> to;
+    for (size_t count : memory.counts()) owned.emplace_back(count), to.push_back(owned.back().data());
+    memory.write(to, overflow.data());
+    for (const auto &list : owned) found.insert(found.end(), list.begin(), list.end());
+    found.insert(found.end(), overflow.begin(), overflow.end());
+    std::sort(found.begin(), found.end());
+    CHECK(found == all);
+}
+
 static void check_all_hashing(int threads) {
+    for (size_t size : {0, 1, 5000})
+        for (uint32_t owners : {1, 7})
+            for (const HierarchyShape &shape : {HierarchyShape{1, 0}, HierarchyShape{100, 10}, HierarchyShape{9000, 900}}) {
+                check_hierarchy<int32_t>(size, owners, shape, threads);
+                check_hierarchy<int64_t>(size, owners, shape, threads);
+            }
+
     for (size_t size : {0, 1, 100, 5000})
         for (uint32_t owners : {1, 3, 16}) {
             check_hashing<int32_t>(size, owners, threads);
@@ -447,6 +471,8 @@ static bool overrun(const std::string &kernel) {
         owners_by_hash({two.data(), true, 3}, Hash(0, 2), found.data(), 1);
     } else if (kernel == "owned_by_hash") {
         OwnedByHash(4, Hash(0, 1), 1).write<int32_t>({found.data()});
+    } else if (kernel == "hierarchical_hash") {
+        Hierarchy<int64_t>({two.data(), true, 3}, Hash(0, 1), {8, 8}, {1}, 1);
     } else if (kernel == "positions_in") {
         positions_in({two.data(), true, 3}, {indices.data(), true, 3}, found.data());
     } else if (kernel == "rotated_index") {

@@ -10,15 +10,11 @@ from torch import Tensor
 
 from gradsync.kernels import cpu, reference
 from tests.kernels.native import DTYPES, assert_same_bits, native, special_values
+from tests.kernels.shapes import columns_of_2048, random_indices, zipf_rows
 
 both = pytest.mark.parametrize("kernels", [cpu, reference], ids=["native", "reference"])
 DENSITIES = [0.0, 0.01, 0.04, 0.06, 0.5, 0.95, 1.0]  # on both sides of the native decoder's two ways
 SIZES = [0, 1, 63, 64, 65, 127, 4096, 20_011]
-
-
-def random_indices(size: int, density: float, seed: int = 0) -> Tensor:
-    chosen = torch.rand(size, generator=torch.Generator().manual_seed(seed)) < density
-    return chosen.nonzero().flatten()
 
 
 def guarded(count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -254,26 +250,14 @@ def test_the_partition_is_exact_up_to_the_last_position_of_int32(n: int, module:
             kernels.partition_rotated(indices, size + 1, n, 9)
 
 
-def zipf_rows(size: int, dim: int, hits: int) -> Tensor:
-    """Elements of the rows that `hits` draws from a Zipf law over contiguous ranks touch."""
-    rows = size // dim
-    weights = 1 / torch.arange(1, rows + 1, dtype=torch.float64)
-    drawn = torch.multinomial(weights, hits, replacement=True, generator=torch.Generator().manual_seed(3)).unique()
-    return (drawn[:, None] * dim + torch.arange(dim)).flatten()
-
-
-def columns_of_2048(columns: Tensor) -> Tensor:
-    return (torch.arange(SIZE // 2048)[:, None] * 2048 + columns).flatten()
-
-
 SIZE = 1 << 22
 BALANCE = {  # indices, largest max / mean at 16 owners: as for random placement, and none for whole runs
     "uniform 1 %": (lambda: random_indices(SIZE, 0.01, seed=1), 1.06),
     "zipf rows of 256": (lambda: zipf_rows(SIZE, 256, 400), 1.0),
     "zipf rows of 16": (lambda: zipf_rows(SIZE, 16, 6000), 1.0),
     "dense first 1 %": (lambda: torch.arange(SIZE // 100 // 16 * 16), 1.0),
-    "20 hot columns of 2048": (lambda: columns_of_2048(torch.arange(7, 2048, 103)[:20]), 1.06),
-    "one hot column of 2048": (lambda: columns_of_2048(torch.tensor([5])), 1.35),
+    "20 hot columns of 2048": (lambda: columns_of_2048(SIZE, torch.arange(7, 2048, 103)[:20]), 1.06),
+    "one hot column of 2048": (lambda: columns_of_2048(SIZE, torch.tensor([5])), 1.35),
 }
 
 

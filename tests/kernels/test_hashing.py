@@ -11,13 +11,9 @@ from torch import Tensor
 from gradsync.kernels import cpu, reference
 from gradsync.kernels.reference.hashing import hash_key
 from tests.kernels.native import DTYPES, assert_same_bits, native, special_values
+from tests.kernels.shapes import columns_of_2048, random_indices, zipf_rows
 
 both = pytest.mark.parametrize("kernels", [cpu, reference], ids=["native", "reference"])
-
-
-def random_indices(size: int, density: float, seed: int = 0) -> Tensor:
-    chosen = torch.rand(size, generator=torch.Generator().manual_seed(seed)) < density
-    return chosen.nonzero().flatten()
 
 
 def murmur_owner(index: int, n: int, key: int) -> int:
@@ -219,3 +215,39 @@ def test_hashed_indices_that_are_apart_are_refused_not_copied(module: ModuleType
     ):
         with pytest.raises(TypeError, match=r"must be contiguous.*strides \(2\)"):
             call()
+
+
+SIZE = 1 << 24
+SEEDS = 10
+# Elements, and for 16 and 128 owners the largest share of one over the mean: by hash and by rotated stripe, as
+# simulated for the design of this library, in one draw each, and how far ten draws may be from that. Of one hot column, each of
+# 128 owners has 64 elements: one draw is 0.06 (standard deviation) from the mean of many, which is 1.35.
+IMBALANCE = {
+    "uniform 1 %": (lambda: random_indices(SIZE, 0.01, seed=1), (1.013, 1.076), (1.021, 1.058), 0.03),
+    "zipf rows of 256": (lambda: zipf_rows(SIZE, 256, 1000), (1.018, 1.066), (1.0, 1.0), 0.03),
+    "zipf rows of 16": (lambda: zipf_rows(SIZE, 16, 20_000), (1.023, 1.068), (1.0, 1.036), 0.03),
+    "dense first 1 %": (lambda: torch.arange(SIZE // 100 // 128 * 128), (1.018, 1.065), (1.0, 1.0), 0.03),
+    "20 hot columns of 2048": (
+        lambda: columns_of_2048(SIZE, torch.arange(7, 2048, 103)[:20]), (1.024, 1.090), (1.012, 1.083), 0.03,
+    ),
+    "one hot column of 2048": (
+        lambda: columns_of_2048(SIZE, torch.tensor([5])), (1.072, 1.391), (1.121, 1.281), 0.08,
+    ),
+}  # fmt: skip
+
+
+def mean_imbalance(partition_of, indices: Tensor, n: int) -> float:
+    most = [max(partition_of(indices, SIZE, n, seed).counts) for seed in range(SEEDS)]
+    return sum(most) / SEEDS * n / len(indices)
+
+
+@pytest.mark.parametrize("shape", IMBALANCE)
+def test_the_hash_is_as_balanced_as_simulated_and_the_rotated_stripe_no_less(shape: str) -> None:
+    indices_of, by_hash, by_stripe, tolerance = IMBALANCE[shape]
+    indices = indices_of().int()
+    for n, hash_expected, stripe_expected in zip((16, 128), by_hash, by_stripe, strict=True):
+        hash_found = mean_imbalance(cpu.partition_hashed, indices, n)
+        stripe_found = mean_imbalance(cpu.partition_rotated, indices, n)
+        assert hash_found == pytest.approx(hash_expected, abs=tolerance)
+        assert stripe_found == pytest.approx(stripe_expected, abs=tolerance)
+        assert stripe_found <= hash_found + 0.01

@@ -12,16 +12,12 @@ from torch import Tensor
 
 from gradsync.kernels import cpu, offsets_nbytes, reference
 from tests.kernels.native import native
+from tests.kernels.shapes import random_indices
 
 both = pytest.mark.parametrize("kernels", [cpu, reference], ids=["native", "reference"])
 formats = pytest.mark.parametrize("bits", [8, 16])
 DENSITIES = [0.0, 0.0005, 0.004, 0.05, 0.3, 0.95, 1.0]
 SIZES = [0, 1, 255, 256, 257, 511, 20_011, 65_535, 65_536, 65_537, 200_003]
-
-
-def random_indices(size: int, density: float) -> Tensor:
-    chosen = torch.rand(size, generator=torch.Generator().manual_seed(size)) < density
-    return chosen.nonzero().flatten()
 
 
 def encoded(kernels, indices: Tensor, size: int, bits: int, **options) -> Tensor:

@@ -208,6 +208,18 @@ def owned_by_hash(g: torch.Generator, *, size: int, owners: int) -> Work:
     return Work(lambda module: torch.cat(module.owned_by_hash(size, owners, 1), out=out), [out], tensor_bytes(out))
 
 
+def hierarchical_hash(g: torch.Generator, *, nnz: int, size: int, owners: int) -> Work:
+    """Elements into the paper's memory of 2.2 slots an index; compared by how many each owner has."""
+    indices = _elements(g, size, nnz)
+    slots, counts = 2 * len(indices), torch.zeros(owners, dtype=torch.int64)
+
+    def run(module: ModuleType) -> None:
+        found = module.hierarchical_hash(indices, owners, slots=slots, serial=slots // 10, seed=1)
+        counts.copy_(torch.tensor([len(owned) for owned in found.owned]))
+
+    return Work(run, [counts], 2 * tensor_bytes(indices))
+
+
 def positions_in(g: torch.Generator, *, size: int, density: float, owners: int) -> Work:
     """An owner's elements to the bits of its hash bitmap."""
     owned = cpu.owned_by_hash(size, owners, 1)[0]
@@ -248,7 +260,7 @@ WORK: dict[str, Callable[..., Work]] = {
     for work in (
         sum_rows, unite_rows, join_columns, scatter_rows, nonzero_rows, nonzero_elements, encode_bitmap, decode_bitmap,
         count_bits, encode_offsets, decode_offsets, partition_rotated, rotated_index, join_rotated, owners_by_hash,
-        partition_hashed, owned_by_hash, positions_in,
+        partition_hashed, owned_by_hash, positions_in, hierarchical_hash,
     )
 }  # fmt: skip
 _TABLE = {"ranks": 8, "size": 1_250_000, "dtype": "float32"}  # an eighth of ten million rows: one of 8 owners' share
@@ -300,6 +312,7 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (  # kernel, parameters of its w
     ("owned_by_hash", {"size": 8 * _BITS, "owners": 8}),
     ("positions_in", {"size": _DENSE, "density": 0.01, "owners": 8}),
     ("positions_in", {"size": _DENSE, "density": 0.1, "owners": 8}),
+    ("hierarchical_hash", {"nnz": 1_000_000, "size": _ELEMENTS, "owners": 8}),
 )
 
 

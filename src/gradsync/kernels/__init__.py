@@ -22,9 +22,11 @@ from torch import Tensor
 
 from gradsync.kernels import cpu, reference
 from gradsync.kernels.checks import RowsPart, Stripes, offsets_nbytes
+from gradsync.kernels.hierarchy import HashedIndices
 from gradsync.kernels.phases import HashedPartition, NonzeroElements, NonzeroRows, RotatedPartition, RowUnion
 
 __all__ = [
+    "HashedIndices",
     "HashedPartition",
     "Implementation",
     "NonzeroElements",
@@ -39,6 +41,7 @@ __all__ = [
     "decode_offsets",
     "encode_bitmap",
     "encode_offsets",
+    "hierarchical_hash",
     "join_columns",
     "join_rotated",
     "nonzero_elements",
@@ -63,6 +66,7 @@ _KERNELS = (
     "sum_rows", "unite_rows", "join_columns", "scatter_rows", "nonzero_rows", "nonzero_elements", "encode_bitmap",
     "decode_bitmap", "count_bits", "encode_offsets", "decode_offsets", "partition_rotated",
     "join_rotated", "rotated_index", "owners_by_hash", "partition_hashed", "owned_by_hash", "positions_in",
+    "hierarchical_hash",
 )  # fmt: skip
 _TABLE: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {  # kernel: (reference, native)
     kernel: (getattr(reference, kernel), getattr(cpu, kernel)) for kernel in _KERNELS
@@ -367,6 +371,35 @@ def positions_in(owned: Tensor, indices: Tensor, out: Tensor) -> None:
         TypeError: other dtypes.
     """
     _pick("positions_in", [owned, indices, out])(owned, indices, out)
+
+
+def hierarchical_hash(
+    indices: Tensor, n: int, *, slots: int, serial: int, rehashes: int = 3, seed: int, threads: int | None = None
+) -> HashedIndices:
+    """Splits indices among n owners as Zen does (OSDI 2025, section 3.2): by hashing into memory of a fixed size.
+
+    The owner is that of `owners_by_hash`. In the owner's memory, an index takes the first slot that is empty of those
+    that its rehashes name, else the next place of a serial part. Unlike in the paper, slots are taken by compare-and-
+    swap (its write, read back and compare can lose an index), empty is all ones and indices begin with 0, and what
+    finds no place is returned. A rival to measure `partition_rotated` against, which needs no memory. Which index has
+    which slot differs by implementation and number of threads; together, all that is returned is what was given.
+
+    Args:
+        indices: (nnz,) int64 or int32, not negative, distinct (what occurs twice is returned twice), in any order.
+        n: owners, at most 2^16.
+        slots: of the parallel memory of all owners, each of which has ceil(slots / n); the paper: twice nnz.
+        serial: of the serial memory, likewise; the paper: a tenth of `slots`.
+        rehashes: slots that an index may try.
+        threads: native: how many insert at the same time; by default torch's number, and 1 for little work.
+
+    Raises:
+        ValueError: a negative index, another n, no slots, or more than 2^31 - 1 for one owner.
+        TypeError: other dtypes.
+    """
+    found: HashedIndices = _pick("hierarchical_hash", [indices])(
+        indices, n, slots=slots, serial=serial, rehashes=rehashes, seed=seed, threads=threads
+    )
+    return found
 
 
 def _pick(kernel: str, tensors: Sequence[Tensor], entries: int = 0) -> Callable[..., Any]:

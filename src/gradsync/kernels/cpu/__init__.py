@@ -15,6 +15,7 @@ from gradsync.kernels.cpu.elements import (
     nonzero_elements,
 )
 from gradsync.kernels.cpu.hashing import HashedPartition, owned_by_hash, owners_by_hash, partition_hashed, positions_in
+from gradsync.kernels.cpu.hierarchy import hierarchical_hash
 from gradsync.kernels.cpu.offsets import decode_offsets, encode_offsets
 from gradsync.kernels.cpu.rotated import RotatedPartition, join_rotated, partition_rotated, rotated_index
 from gradsync.kernels.cpu.rows import (
@@ -38,6 +39,7 @@ __all__ = [
     "decode_offsets",
     "encode_bitmap",
     "encode_offsets",
+    "hierarchical_hash",
     "join_columns",
     "join_rotated",
     "load",

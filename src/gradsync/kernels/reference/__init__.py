@@ -17,6 +17,7 @@ from gradsync.kernels.reference.hashing import (
     partition_hashed,
     positions_in,
 )
+from gradsync.kernels.reference.hierarchy import hierarchical_hash
 from gradsync.kernels.reference.offsets import decode_offsets, encode_offsets
 from gradsync.kernels.reference.rotated import (
     RotatedPartition,
@@ -48,6 +49,7 @@ __all__ = [
     "decode_offsets",
     "encode_bitmap",
     "encode_offsets",
+    "hierarchical_hash",
     "join_columns",
     "join_rotated",
     "nonzero_elements",

@@ -1,0 +1,57 @@
+"""Zen's hierarchical hashing (OSDI 2025, section 3.2) in plain torch operations: rounds in lock-step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradsync.kernels.checks import check_indices, check_range
+from gradsync.kernels.hierarchy import HashedIndices, HashMemory
+from gradsync.kernels.reference.hashing import MAX_INDEX, hash_key, hashed
+
+_EMPTY = -1  # all ones; the paper's 0 would lose index 0
+
+
+def hierarchical_hash(
+    indices: Tensor, n: int, *, slots: int, serial: int, rehashes: int = 3, seed: int, threads: int | None = None
+) -> HashedIndices:
+    """See `gradsync.kernels.hierarchical_hash`.
+
+    In a round, all indices without a slot try the same rehash, and of those that meet in an empty slot the smallest
+    stays. The number of threads makes no difference.
+    """
+    share = HashMemory.split(n, slots=slots, serial=serial, rehashes=rehashes)
+    check_indices("indices", indices)
+    check_range("hierarchical_hash", indices, MAX_INDEX, "limit")
+    items = indices.sort().values
+    owners = hashed(items, n, hash_key(seed))
+    rows = items.new_full((n, share.slots + share.serial), _EMPTY)
+    memory, begins = rows.view(-1), owners * rows.shape[1]
+    left = torch.arange(len(items), device=items.device)  # without a slot
+    for number in range(1, rehashes + 1):
+        places = begins[left] + hashed(items[left], share.slots, hash_key(seed, number))
+        won = _first(places, memory[places] == _EMPTY)
+        memory[places[won]] = items[left[won]]
+        left = left[~won]
+    asked = _ranks(owners[left], n)
+    fits = asked < share.serial
+    memory[(begins[left] + share.slots + asked)[fits]] = items[left[fits]]
+    nbytes = memory.numel() * memory.element_size() + n * 8
+    return HashedIndices([row[row != _EMPTY] for row in rows], items[left[~fits]], len(left), nbytes)
+
+
+def _first(places: Tensor, free: Tensor) -> Tensor:
+    """Which are the first in their place, if that is free."""
+    order = torch.argsort(places, stable=True)
+    first = torch.ones_like(free)
+    first[order[1:]] = places[order[1:]] != places[order[:-1]]
+    return first & free
+
+
+def _ranks(owners: Tensor, n: int) -> Tensor:
+    """How many of the same owner come before each."""
+    order = torch.argsort(owners, stable=True)
+    counts = torch.bincount(owners, minlength=n)
+    ranks = torch.empty_like(order)
+    ranks[order] = torch.arange(len(order), device=order.device) - (counts.cumsum(0) - counts)[owners[order]]
+    return ranks
