@@ -6,7 +6,7 @@ import logging
 
 import typer
 
-from . import bench, demo, lab
+from . import bench, characterize, demo, lab
 
 app = typer.Typer(
     help="Synchronise gradients of distributed PyTorch training by the cheapest way for every tensor.",
@@ -15,6 +15,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 app.command("demo")(demo.demo)
+app.command("characterize")(characterize.characterize)
 app.add_typer(bench.app, name="bench")
 app.add_typer(lab.app, name="lab")
 
