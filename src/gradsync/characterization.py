@@ -443,7 +443,8 @@ def _sparsity(parts: Sequence[_Part], partitions: int | None) -> Sparsity:
         densification_ratio={
             k: estimate(lambda p, u, g=g: (u - g * p.touched.double().mean(dim=0)) / mean, k, g)  # type: ignore[misc]
             for k, g in growth.items()
-        },
+        }
+        | ({1: Estimate(value=1.0)} if growth else {}),  # by definition, whatever the rounding
         overlap_ratio=overlap,
         overlap_histogram=histogram,
         skewness_ratio=shares.skewness_ratios(numbers, union=False) if mean > 0 else {},

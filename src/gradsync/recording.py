@@ -25,32 +25,36 @@ class RecordingDone(BaseException):  # noqa: N818 (no error; and no `except Exce
 
 
 class Recorder:
-    """Collects the gradients of `steps` steps of the first model that is attached, before they are exchanged.
+    """Collects gradients of the first model that is attached, before they are exchanged: `steps` times one step in
+    `every`, the first one at once.
 
-    With a `sample` a step that is recorded costs some hundred microseconds a table, without it some milliseconds.
+    `gradsync bench characterize` measures what a look costs: one at every 16th step is below 1 % of a small model's
+    time.
     """
 
-    def __init__(self, steps: int, sample: int | None = DEFAULT_SAMPLE) -> None:
-        if steps < 1:
-            raise ValueError(f"steps must be at least 1, got {steps}")
-        self.steps, self.sample = steps, sample
+    def __init__(self, steps: int, sample: int | None = DEFAULT_SAMPLE, *, every: int = 1) -> None:
+        if steps < 1 or every < 1:
+            raise ValueError(f"steps and every must be at least 1, got {steps} and {every}")
+        self.steps, self.sample, self.every = steps, sample, every
         self.footprints: list[dict[str, Footprint]] = []
         self._engine: object | None = None
+        self._seen = 0  # steps
         self._current: dict[str, Footprint] = {}
 
     def take(self, engine: object, name: str, gradient: Tensor | None, shape: tuple[int, ...]) -> None:
         """A gradient of this rank is ready; None: it did not use the parameter."""
         if self._engine is None:
             self._engine = engine
-        if self._engine is engine:
+        if self._engine is engine and self._seen % self.every == 0:
             self._current[name] = Footprint.of(gradient, Shape(shape), self.sample)
 
     def step_ended(self, engine: object, names: Iterable[str]) -> None:
         """Keeps the step, in the order of `names`. Raises `RecordingDone` when it was the last one to be recorded."""
         if self._engine is not engine:
             return
-        self.footprints.append({name: self._current[name] for name in names})
-        self._current = {}
+        if self._seen % self.every == 0:
+            self.footprints.append({name: self._current[name] for name in names})
+        self._seen += 1
         if len(self.footprints) == self.steps:
             raise RecordingDone
 

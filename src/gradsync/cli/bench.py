@@ -154,6 +154,7 @@ def characterize(
     workload: Annotated[str, typer.Option(help="Workloads, comma-separated.")] = "deepfm,lstm",
     option: Options = None,
     sample: Annotated[int, typer.Option(min=0, help="Rows looked at in each tensor; 0: all.")] = DEFAULT_SAMPLE,
+    every: Annotated[int, typer.Option(min=1, help="One step in so many is looked at.")] = 16,
     repeats: Annotated[int, typer.Option(min=5, help="Looks and steps, in turns.")] = 30,
     json: Json = None,
     require: Require = None,
@@ -161,7 +162,7 @@ def characterize(
     """What a look at the gradients of a step costs, beside the step."""
     chosen = tuple(workload.split(","))
     with plain_errors():
-        spec = LookSpec(chosen, parse_options(chosen, option or ()), sample or None, repeats)
+        spec = LookSpec(chosen, parse_options(chosen, option or ()), sample or None, every, repeats)
     bounds = bounds_of(require, (SUBJECT,))
     with plain_errors(), event_bar("looks at gradients", len(chosen), "opening the data") as on_event:
         records = run_looks(spec, on_event)

@@ -36,6 +36,7 @@ def characterize(
     recorded: Annotated[Path | None, typer.Option(help="A folder that a script's run has left.")] = None,
     ranks: Annotated[int, typer.Option(min=1, help="Ranks of a workload, computed one after the other.")] = 16,
     steps: Annotated[int, typer.Option(min=1, help="Steps; figures are means over them.")] = 3,
+    every: Annotated[int, typer.Option(min=1, help="Of a script one step in so many is looked at.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Of a workload's weights and batches.")] = 0,
     sample: Annotated[
         int | None,
@@ -61,7 +62,7 @@ def characterize(
         else:
             if script:
                 kept = DEFAULT_SAMPLE if sample is None else sample or None
-                if not _record(script, steps, kept, out):
+                if not _record(script, Recorder(steps, kept, every=every), out):
                     return
             footprints = load_recording(recorded or out)
         found = characterize_footprints(footprints, partitions=partitions)
@@ -88,11 +89,10 @@ def _of_workload(
     return found
 
 
-def _record(script: Sequence[str], steps: int, sample: int | None, out: Path) -> bool:
+def _record(script: Sequence[str], recorder: Recorder, out: Path) -> bool:
     """Runs this rank's script and leaves its recording; True on rank 0, once all ranks have left theirs."""
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     discard_recording(out, rank=rank, ranks=ranks)
-    recorder = Recorder(steps, sample)
     with _as_main(script), recording(recorder):
         runpy.run_path(script[0], run_name="__main__")
     if not recorder.footprints:
