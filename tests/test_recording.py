@@ -64,6 +64,9 @@ def test_incomplete_and_mixed_recordings_are_refused(tmp_path: Path) -> None:
     save_recording(tmp_path, [footprints(1)], rank=1, ranks=2)
     with pytest.raises(ValueError, match=re.escape("files of ranks [1], of recordings by [2] ranks")):
         load_recording(tmp_path)
+    save_recording(tmp_path / "first", [footprints(1)], rank=0, ranks=2)
+    with pytest.raises(ValueError, match=re.escape("files of ranks [0], of recordings by [2] ranks")):
+        load_recording(tmp_path / "first")
     save_recording(tmp_path, [footprints(1), footprints(2)], rank=0, ranks=2)
     with pytest.raises(ValueError, match=re.escape("same number of steps, at least one; got [2, 1]")):
         load_recording(tmp_path)
@@ -112,7 +115,9 @@ def test_one_step_in_every_is_kept_of_the_first_engine() -> None:
             pass
         for step in range(10):
             for engine in (first, second):
-                recorder.take(engine, "w", torch.tensor([float(step), 1.0]), (2,))
+                # What cannot be looked at shows that the other steps are not looked at.
+                gradient = torch.eye(2).to_sparse() if step % 3 else torch.tensor([float(step), 1.0])
+                recorder.take(engine, "w", gradient, (2,))
                 recorder.step_ended(engine, ["w"])
     assert active() is None
     assert [f["w"].units.tolist() for f in recorder.footprints] == [[1], [0, 1]]
