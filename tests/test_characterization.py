@@ -13,12 +13,13 @@ from torch import Tensor
 
 import gradsync
 from gradsync import characterization
-from gradsync.characterization import Characterization, Estimate, Sparsity, characterize
+from gradsync.characterization import Characterization, characterize
 from gradsync.comm import run_local
 from gradsync.comm.group import Group
 from gradsync.density import profile_rows
 from gradsync.footprint import Footprint, Sampling, Shape
 from gradsync.sparse import SparseRows
+from gradsync.sparsity import Estimate, Sparsity
 from tests.world import Ranks
 
 

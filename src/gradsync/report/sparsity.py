@@ -6,8 +6,9 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..characterization import HISTOGRAM_BINS, Characterization, Estimate, Sparsity
+from ..characterization import Characterization
 from ..density import MOST_FOUND
+from ..sparsity import HISTOGRAM_BINS, Estimate, Sparsity
 from .plots import COLOURS, figure
 from .tables import NOTHING
 
