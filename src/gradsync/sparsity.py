@@ -199,6 +199,7 @@ def _overlap(parts: Sequence[Part], common: Tensor) -> tuple[Range | None, tuple
         return None, ()
     smaller = [a if counts[a] <= counts[b] else b for a, b in pairs]
     overlaps = torch.stack([common[a, b] / counts[s] for (a, b), s in zip(pairs, smaller, strict=True)])
+    overlaps = overlaps.clamp(max=1.0)  # sums of weights round
     # The mean's error: the sum over places of what each adds to the pairs' |A and B| - overlap * min(|A|, |B|).
     both, less = torch.zeros_like(common), torch.zeros_like(counts)
     for (a, b), s, overlap in zip(pairs, smaller, overlaps, strict=True):
