@@ -2,6 +2,8 @@
 
 from .attach import Attachment as Attachment
 from .attach import attach as attach
+from .characterization import Characterization as Characterization
+from .characterization import characterize as characterize
 from .cluster import Cluster as Cluster
 from .cluster import Link as Link
 from .comm import GroupError as GroupError

@@ -25,6 +25,7 @@ from .gradients import marks_of_ranks
 from .lane import BucketStatistics, Lane, StateSlice
 from .observation import Observer
 from .plan import Plan, What, describe
+from .recording import active
 from .timeline import Task
 from .trial import Trial, fastest
 
@@ -140,6 +141,8 @@ class Engine:
             RuntimeError: when the parameter became ready twice in one step.
         """
         exchange = self._require_step()
+        if (recorder := active()) is not None:
+            recorder.take(self, name, gradient if used else None, self.specs[name].shape)
         if used and gradient is not None:
             self._observer.arrived(name, sparse=gradient.layout is torch.sparse_coo)
             if self._observations_left:
@@ -198,6 +201,8 @@ class Engine:
             self.fail(f"the plan after step {self.step}: {error}")
             raise
         self.step += 1
+        if (recorder := active()) is not None:
+            recorder.step_ended(self, self.parameters)  # may end the script
 
     def fail(self, why: str) -> None:
         """From now on nothing is synchronised any more; the other ranks are told."""

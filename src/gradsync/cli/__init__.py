@@ -6,7 +6,7 @@ import logging
 
 import typer
 
-from . import bench, demo, lab, simulate
+from . import bench, characterize, demo, lab, simulate
 
 app = typer.Typer(
     help="Synchronise gradients of distributed PyTorch training by the cheapest way for every tensor.",
@@ -16,6 +16,7 @@ app = typer.Typer(
 )
 app.command("demo")(demo.demo)
 app.command("simulate")(simulate.simulate)
+app.command("characterize")(characterize.characterize)
 app.add_typer(bench.app, name="bench")
 app.add_typer(lab.app, name="lab")
 

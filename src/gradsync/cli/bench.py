@@ -9,11 +9,13 @@ from typing import Annotated
 
 import typer
 
+from ..bench.characterization import SUBJECT, LookSpec, run_looks
 from ..bench.kernels import WORK, KernelsSpec, run_kernels
 from ..bench.methods import METHODS
 from ..bench.options import parse_options
 from ..bench.sync import DENSE_SIZES_BYTES, SUBJECTS, SyncSpec, run_sync
 from ..bench.train import TrainSpec, run_training
+from ..footprint import DEFAULT_SAMPLE
 from ..report.record import Record, save_records
 from ..report.tables import judgements, records_table
 from ..workloads import declared_options, kind_of, names
@@ -158,6 +160,26 @@ def kernels(
         bounds = bounds_of(require, tuple(dict.fromkeys(kernel for kernel, _ in cases)))
         with event_bar(f"kernels, threads {threads}", len(cases), "making inputs") as on_event:
             records = run_kernels(spec, on_event)
+    finish(records, [], json, bounds)
+
+
+@app.command()
+def characterize(
+    workload: Annotated[str, typer.Option(help="Workloads, comma-separated.")] = "deepfm,lstm",
+    option: Options = None,
+    sample: Annotated[int, typer.Option(min=0, help="Rows looked at in each tensor; 0: all.")] = DEFAULT_SAMPLE,
+    every: Annotated[int, typer.Option(min=1, help="One step in so many is looked at.")] = 16,
+    repeats: Annotated[int, typer.Option(min=5, help="Looks and steps, in turns.")] = 30,
+    json: Json = None,
+    require: Require = None,
+) -> None:
+    """What a look at the gradients of a step costs, beside the step."""
+    chosen = tuple(workload.split(","))
+    with plain_errors():
+        spec = LookSpec(chosen, parse_options(chosen, option or ()), sample or None, every, repeats)
+    bounds = bounds_of(require, (SUBJECT,))
+    with plain_errors(), event_bar("looks at gradients", len(chosen), "opening the data") as on_event:
+        records = run_looks(spec, on_event)
     finish(records, [], json, bounds)
 
 

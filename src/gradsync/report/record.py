@@ -55,7 +55,7 @@ class Record(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    case: Literal["sync", "train", "compress", "kernels", "plan", "simulate"]
+    case: Literal["sync", "train", "compress", "kernels", "plan", "simulate", "characterize"]
     metric: Metric
     subject: str
     baseline: str
