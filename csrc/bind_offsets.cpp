@@ -14,7 +14,8 @@ template <typename Body> void with_format(int bits, Body body) {
     refuse("bits must be 8 or 16, got " + std::to_string(bits));
 }
 
-template <typename Format, typename A> void check_message(const char *what, const A &message, uint64_t count, uint64_t size) {
+template <typename Format, typename A>
+void check_message(const char *what, const A &message, uint64_t count, uint64_t size) {
     if (message.dtype() != nb::dtype<uint8_t>()) refuse_kind(what, "uint8", message);
     check_flat(what, message, offsets_nbytes<Format>(count, size));
 }

@@ -103,7 +103,8 @@ struct BoundHashedPartition {
     }
 
     void write(const ReadOnlyArray &values, const std::vector<Array> &places, const std::vector<Array> &outs) const {
-        if (!places.empty() && places[0].dtype() == nb::dtype<int64_t>()) return write_as<int64_t>(values, places, outs);
+        const bool wide = !places.empty() && places[0].dtype() == nb::dtype<int64_t>();
+        if (wide) return write_as<int64_t>(values, places, outs);
         for (const Array &array : places) with_index_out("indices_out", array, array.size(), size, [](auto *) {});
         write_as<int32_t>(values, places, outs);
     }
@@ -253,8 +254,8 @@ void bind_owners(nb::module_ &m) {
         .def("write", &BoundRotatedPartition::write, "values"_a.noconvert(), "positions"_a.noconvert(),
              "outs"_a.noconvert());
     nb::class_<BoundHashedPartition>(m, "HashedPartition")
-        .def(nb::init<ReadOnlyArray, uint64_t, uint32_t, uint64_t, int>(), "indices"_a.noconvert(), "size"_a, "owners"_a,
-             "key"_a, "threads"_a)
+        .def(nb::init<ReadOnlyArray, uint64_t, uint32_t, uint64_t, int>(), "indices"_a.noconvert(), "size"_a,
+             "owners"_a, "key"_a, "threads"_a)
         .def_prop_ro("counts", [](const BoundHashedPartition &self) { return self.partition->dealt().counts(); })
         .def("write", &BoundHashedPartition::write, "values"_a.noconvert(), "indices_out"_a.noconvert(),
              "outs"_a.noconvert());
@@ -262,15 +263,17 @@ void bind_owners(nb::module_ &m) {
         .def(nb::init<uint64_t, uint32_t, uint64_t, int>(), "size"_a, "owners"_a, "key"_a, "threads"_a)
         .def_prop_ro("counts", [](const BoundOwnedByHash &self) { return self.owned->counts(); })
         .def("write", &BoundOwnedByHash::write, "lists"_a.noconvert());
+    using Keys = std::vector<uint64_t>;
+    const auto of_memory = [](auto figure) {
+        return [figure](const BoundHierarchy &self) { return self.visit(figure); };
+    };
     nb::class_<BoundHierarchy>(m, "Hierarchy")
-        .def(nb::init<const ReadOnlyArray &, uint32_t, uint64_t, uint64_t, uint64_t, const std::vector<uint64_t> &, int>(),
+        .def(nb::init<const ReadOnlyArray &, uint32_t, uint64_t, uint64_t, uint64_t, const Keys &, int>(),
              "indices"_a.noconvert(), "owners"_a, "key"_a, "slots"_a, "serial"_a, "rehash_keys"_a, "threads"_a)
-        .def_prop_ro("counts", [](const BoundHierarchy &self) { return self.visit([](auto &h) { return h.counts(); }); })
-        .def_prop_ro("num_serial",
-                     [](const BoundHierarchy &self) { return self.visit([](auto &h) { return h.num_serial(); }); })
-        .def_prop_ro("num_overflow",
-                     [](const BoundHierarchy &self) { return self.visit([](auto &h) { return h.num_overflow(); }); })
-        .def_prop_ro("nbytes", [](const BoundHierarchy &self) { return self.visit([](auto &h) { return h.nbytes(); }); })
+        .def_prop_ro("counts", of_memory([](auto &memory) { return memory.counts(); }))
+        .def_prop_ro("num_serial", of_memory([](auto &memory) { return memory.num_serial(); }))
+        .def_prop_ro("num_overflow", of_memory([](auto &memory) { return memory.num_overflow(); }))
+        .def_prop_ro("nbytes", of_memory([](auto &memory) { return memory.nbytes(); }))
         .def("write", &BoundHierarchy::write, "owned"_a.noconvert(), "overflow"_a.noconvert());
     m.def("owners_by_hash", &hash_owners, "indices"_a.noconvert(), "owners"_a, "key"_a, "out"_a.noconvert(),
           "threads"_a);

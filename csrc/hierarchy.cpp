@@ -28,7 +28,8 @@ Hierarchy<Index>::Hierarchy(Indices indices, Hash owner_of, HierarchyShape shape
     }
     for (const std::vector<size_t> &placed : dealt)
         for (size_t owner = 0; owner < counts_.size(); ++owner) counts_[owner] += placed[owner];
-    for (const std::vector<Index> &overflow : overflows) overflow_.insert(overflow_.end(), overflow.begin(), overflow.end());
+    for (const std::vector<Index> &overflow : overflows)
+        overflow_.insert(overflow_.end(), overflow.begin(), overflow.end());
     for (const std::atomic<uint64_t> &asked : asked_) num_serial_ += asked;
 }
 

@@ -1,5 +1,5 @@
-// Zen's hierarchical hashing (OSDI 2025, section 3.2, algorithm 1): h0 gives an index its owner; in the owner's memory it
-// takes the first slot of its rehashes h1 ... hk that is empty, or else the next place of the serial part. Slots are
+// Zen's hierarchical hashing (OSDI 2025, section 3.2, algorithm 1): h0 gives an index its owner; in the owner's memory
+// it takes the first slot of its rehashes h1 ... hk that is empty, or else the next place of the serial part. Slots are
 // taken by compare-and-swap: the paper's write, read back and compare loses an index where two threads write one after
 // the other. What finds no place is kept apart, where the paper's algorithm says nothing.
 #pragma once
@@ -21,7 +21,8 @@ struct HierarchyShape {
 template <typename Index> class Hierarchy {
 public:
     // Throws BadIndex for a negative index.
-    Hierarchy(Indices indices, Hash owner_of, HierarchyShape shape, const std::vector<uint64_t> &rehash_keys, int threads);
+    Hierarchy(Indices indices, Hash owner_of, HierarchyShape shape, const std::vector<uint64_t> &rehash_keys,
+              int threads);
 
     // Indices that have a place, by owner.
     const std::vector<size_t> &counts() const { return counts_; }

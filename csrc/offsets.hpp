@@ -1,6 +1,6 @@
-// Ascending indices without duplicates as offsets within blocks of 256 or 65536 (between a list of indices and a
-// bitmap in density): the count of each block, then all offsets. With 8 bits a count is one byte, in
-// which 255 stands for 255 and, where the block's first offset is 255, for a full block: 255, 0, 1, ..., 254.
+// Ascending indices without duplicates as offsets within blocks of 256 or 65536, between a list and a bitmap in
+// density: the count of each block, then all offsets. With 8 bits a count is one byte, in which 255 stands for 255 and,
+// where the block's first offset is 255, for a full block: 255, 0, 1, ..., 254.
 #pragma once
 
 #include <cstddef>

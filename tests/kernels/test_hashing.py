@@ -220,8 +220,8 @@ def test_hashed_indices_that_are_apart_are_refused_not_copied(module: ModuleType
 SIZE = 1 << 24
 SEEDS = 10
 # Elements, and for 16 and 128 owners the largest share of one over the mean: by hash and by rotated stripe, as
-# simulated for the design of this library, in one draw each, and how far ten draws may be from that. Of one hot column, each of
-# 128 owners has 64 elements: one draw is 0.06 (standard deviation) from the mean of many, which is 1.35.
+# simulated for the design of this library, in one draw each, and how far ten draws may be from that. Of one hot column,
+# each of 128 owners has 64 elements: one draw is 0.06 (standard deviation) from the mean of many, which is 1.35.
 IMBALANCE = {
     "uniform 1 %": (lambda: random_indices(SIZE, 0.01, seed=1), (1.013, 1.076), (1.021, 1.058), 0.03),
     "zipf rows of 256": (lambda: zipf_rows(SIZE, 256, 1000), (1.018, 1.066), (1.0, 1.0), 0.03),
