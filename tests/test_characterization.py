@@ -182,6 +182,15 @@ def test_the_profile_is_that_of_exact_row_counts() -> None:
         found.profile("v")
 
 
+def test_the_profile_knows_where_rows_lie() -> None:
+    lists = [torch.tensor([0, 1, 2, 9]), torch.tensor([0, 1, 3, 15])]
+    profile = characterize([{"w": rows(indices, 16)} for indices in lists]).profile("w")
+    for start, stop in ((0, 4), (4, 8), (8, 16)):
+        assert profile.share(start, stop, 1) == pytest.approx(profile_rows(lists, 16).share(start, stop, 1))
+        assert profile.share(start, stop, 2) == pytest.approx(profile_rows(lists, 16).share(start, stop, 2))
+    assert profile.share(0, 4, 1) == 0.75
+
+
 def test_the_profile_of_scattered_elements_is_by_element() -> None:
     scattered = torch.eye(4)
     assert characterize([{"w": scattered}]).profile("w").num_rows == 16

@@ -80,6 +80,8 @@ class Characterization(Frozen):
             {k: ratio.value for k, ratio in view.densification_ratio.items() if k > 1},
             tensor.pattern if view is tensor.rows else "",
             view.density.most * view.size,
+            shares=tuple(view.shares),
+            union_shares=tuple(view.union_shares),
         )
 
 
