@@ -54,14 +54,14 @@ class DensityProfile:
     def share(self, start: int, stop: int, ranks: int) -> float:
         """Share of the rows in [start, stop) in what `ranks` ranks touch together: that of one rank, or of all.
 
-        In between the geometric mean of the two, weighted as the logarithm of the number of ranks.
+        In between the mean of the two, weighted as the logarithm of the number of ranks.
         """
         everything = max(self.num_rows, 1)
         begin, end = start / everything, stop / everything
         one, everybody = _share(self.shares, begin, end), _share(self.union_shares, begin, end)
         most = max(self.densification, default=1)
         weight = min(math.log(ranks) / math.log(most), 1.0) if ranks > 1 and most > 1 else 0.0
-        return float(one ** (1 - weight) * everybody**weight)
+        return one * (1 - weight) + everybody * weight
 
     def in_blocks(self, length: int) -> DensityProfile:
         """The profile of a flat tensor in blocks of so many elements; where not measured, of elements strewn evenly."""
@@ -180,7 +180,7 @@ def profile_tables(tables: Sequence[tuple[int, Sequence[Tensor]]]) -> tuple[Dens
 
 
 def joined(profiles: Sequence[DensityProfile]) -> DensityProfile:
-    """The profile of several tensors laid one after the other."""
+    """The profile of several tensors laid one after the other; where their rows lie is not told."""
     rows = sum(p.rows for p in profiles)
     ranks = {k for p in profiles for k in p.densification}
     growth = {k: sum(p.union_rows(k) for p in profiles) / rows for k in sorted(ranks) if rows > 0}

@@ -24,6 +24,7 @@ def rank_result(subject_s: list[float], baseline_s: list[float], wire_bytes: flo
         "wire_bytes": {"ddp_sparse": 2 * wire_bytes, "agsparse": wire_bytes, "again": 2 * wire_bytes},
         "payload_bytes": {"agsparse": 700.0},
         "costs": {"agsparse": {"transfers": TRANSFERS, "compute_bytes": 6e6}},
+        "selected": None,
     }
     return {"fit": FIT, "memory_bytes_per_s": 1e12 / wire_bytes, "cases": [case]}
 
@@ -82,3 +83,44 @@ def test_on_loopback_a_node_has_its_share_of_the_one_interface(ranks_per_node: i
 def test_the_bound_takes_one_latency_of_what_can_hide_the_others_behind_its_bytes(pattern: Pattern) -> None:
     small, large = (Transfer("", pattern, (nbytes,) * 4) for nbytes in (8.0, 2.0 * DIRECT_BYTES))
     assert (bound_rounds(small), bound_rounds(large)) == (3, 1)
+
+
+def selecting(times: dict[str, list[float]], selected: str) -> Any:
+    """The selection's record of one rank's times."""
+    names = list(times)
+    case = {
+        "params": {"workload": "w"},
+        "baseline": names[0],
+        "times": {**times, "again": times[names[0]]},
+        "cpu_s": dict.fromkeys([*names, "again"], 1.0),
+        "wire_bytes": dict.fromkeys([*names, "again"], 1.0),
+        "payload_bytes": {},
+        "costs": {},
+        "selected": selected,
+    }
+    ranks = [{"fit": FIT, "memory_bytes_per_s": 1e9, "cases": [case]}]
+    return sync_records(SyncSpec(nodes=1), ranks, {}, on_loopback=False)[-1]
+
+
+def test_the_selected_scheme_is_judged_by_other_repeats_than_its_rival_is_picked_by() -> None:
+    """Repeats 0, 1, 4 and 5 pick, 2, 3, 6 and 7 judge; a rival that is fast only where it is picked does not count."""
+    base = [9.0] * 8
+    lucky, steady = [1.0, 1.0, 8.0, 8.0, 1.0, 1.0, 8.0, 8.0], [4.0] * 8
+    record = selecting({"ddp_sparse": base, "lucky": lucky, "steady": steady}, "steady")
+    assert (record.subject, record.baseline, record.metric) == ("steady", "lucky", "selected_sync_s")
+    assert (record.ratio.median, record.repeats) == (0.5, 4)
+    own = selecting({"ddp_sparse": base, "slow": [6.0] * 8, "steady": steady}, "steady")
+    assert (own.baseline, own.ratio.median) == ("steady", 1.0)
+
+
+def test_the_order_of_turns_favours_neither_the_pick_nor_the_judgement() -> None:
+    """A scheme that is slow in every second repeat, as one that follows a slow one is, is so in both halves."""
+    behind = [1.0, 5.0] * 4
+    record = selecting({"ddp_sparse": [9.0] * 8, "behind": behind, "other": [4.0] * 8}, "other")
+    assert record.baseline == "behind"
+    assert sorted([record.baseline_s.p5, record.baseline_s.p95]) == [1.0, 5.0]
+
+
+def test_ddps_ways_may_be_the_fastest_of_all() -> None:
+    record = selecting({"ddp_sparse": [3.0] * 8, "ddp": [1.0] * 8, "sparse": [2.0] * 8}, "sparse")
+    assert (record.baseline, record.ratio.median) == ("ddp", 2.0)

@@ -24,6 +24,7 @@ from tests.world import World as ShortLived
 
 World = Callable[[int], Ranks]
 
+CPU = torch.device("cpu")
 SLOW, FAST = FAST_BYTES_PER_S / 2, FAST_BYTES_PER_S * 2
 LENGTHS = [0, 1, 1001, DIRECT_BYTES // 8 + 3, DIRECT_BYTES // 4, DIRECT_BYTES + 5, 3 * CHUNK_BYTES // 4 + 1]
 
@@ -122,7 +123,7 @@ def swaps(group: Group, lengths: list[int], bound: int) -> list[torch.Tensor]:
         bodies = {to: lengths[(rank + turn) % len(lengths)] for source, to in messages if source == rank}
         outgoing = {to: numbers(LENGTH_BYTES + body, rank + turn, torch.uint8) for to, body in bodies.items()}
         origins = [source for source, to in messages if to == rank]
-        under_way.append(group.swap(outgoing, origins, LENGTH_BYTES + bound))
+        under_way.append(group.swap(outgoing, origins, LENGTH_BYTES + bound, CPU))
     arrived = [pending.wait(20) for pending in under_way]
     return [part.clone() for messages in arrived for _, part in sorted(messages.items())]
 

@@ -12,6 +12,7 @@ from gradsync.comm import LENGTH_BYTES, GroupError, LocalGroup, run_local
 from gradsync.comm.group import length_of
 
 every_size = pytest.mark.parametrize("size", [1, 2, 3, 4])
+CPU = torch.device("cpu")
 WAIT_S = 20.0
 
 
@@ -97,7 +98,7 @@ def test_bounds_that_differ_between_ranks_are_named() -> None:
 def test_swap_hands_messages_to_the_next_member(size: int) -> None:
     def rank_main(group: LocalGroup) -> dict[int, list[int]]:
         to, origin = (group.rank + 1) % size, (group.rank - 1) % size
-        arrived = group.swap({to: message(group.rank, group.rank)}, [origin], 50).wait(WAIT_S)
+        arrived = group.swap({to: message(group.rank, group.rank)}, [origin], 50, CPU).wait(WAIT_S)
         return {peer: part[LENGTH_BYTES:].tolist() for peer, part in arrived.items()}
 
     for rank, arrived in enumerate(run_local(size, rank_main)):
@@ -108,13 +109,13 @@ def test_swap_hands_messages_to_the_next_member(size: int) -> None:
 def test_a_swap_of_which_members_think_differently_is_refused() -> None:
     def rank_main(group: LocalGroup) -> None:
         outgoing = {1: message(3, 7)} if group.rank == 0 else {}
-        group.swap(outgoing, [], 50).wait(WAIT_S)
+        group.swap(outgoing, [], 50, CPU).wait(WAIT_S)
 
     with pytest.raises(GroupError, match=r"swap expected messages of \[\], got those of \[0\]"):
         run_local(2, rank_main)
     first, _ = LocalGroup.world(2)
     with pytest.raises(ValueError, match="to member 1 has 13 bytes; expected 8 .* to 12, the bound"):
-        first.swap({1: message(5, 1)}, [], 12)
+        first.swap({1: message(5, 1)}, [], 12, CPU)
 
 
 @every_size

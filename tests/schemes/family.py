@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradsync.bucket import Layout, TensorSpec
-from gradsync.comm import Ledger, LocalGroup, RecordingGroup, drive, run_local
+from gradsync.comm import LENGTH_BYTES, Ledger, LocalGroup, RecordingGroup, drive, run_local
 from gradsync.density import DensityProfile, profile_elements, profile_tables
 from gradsync.schemes import (
     BLOCKS_OF_256,
@@ -20,6 +20,7 @@ from gradsync.schemes import (
     Aggregation,
     AGSparse,
     AllReduce,
+    Balance,
     BalancedElements,
     BalancedParallelism,
     Communication,
@@ -30,6 +31,9 @@ from gradsync.schemes import (
     Scheme,
     with_capacity,
 )
+from gradsync.schemes.formats import PartFormat
+from gradsync.schemes.positions import IndexFormat
+from gradsync.schemes.space import schedule
 from gradsync.sparse import SparseRows
 
 Tables = tuple[SparseRows, ...]
@@ -58,6 +62,11 @@ class Member:
     sizes: tuple[int, ...] = SIZES
     only: tuple[str, ...] | None = None
     spread: float = 0.0
+
+    @property
+    def skewed(self) -> bool:
+        """Whether owners have consecutive rows."""
+        return getattr(self.scheme, "balance", None) is Balance.IMBALANCED
 
     @property
     def cases(self) -> Sequence[str]:
@@ -358,6 +367,52 @@ def copy_of(x: Any) -> Any:
     if isinstance(x, Tensor):
         return x.clone()
     return tuple(replace(t, indices=t.indices.clone(), values=t.values.clone()) for t in x)
+
+
+def replayed_bytes(scheme: Any, inputs: Sequence[Any]) -> list[int]:
+    """What each rank sends at a point of the design space: its schedule, played with the rows that there are."""
+    flat, size = scheme.layout is Layout.FLAT, len(inputs)
+    plan = schedule(scheme.point, size)
+    tables = [(_blocks_of(x, scheme.block),) if flat else x for x in inputs]
+    maps = [scheme.owners_of(table.num_rows, plan.blocks) for table in tables[0]]
+    held: list[dict[Any, list[Any]]] = [{} for _ in inputs]
+    for rank, own in enumerate(tables):
+        rows = [torch.unique(table.indices) for table in own]
+        split = [
+            of.split(replace(table, indices=indices, values=torch.zeros(len(indices), 0)))
+            for of, table, indices in zip(maps, own, rows, strict=True)
+        ]
+        for block in range(plan.blocks):
+            held[rank][block, (rank,)] = [parts[block].indices for parts in split]
+    sent = [0] * size
+    for each in plan.rounds:
+        arrived: list[dict[Any, list[Any]]] = [{} for _ in inputs]
+        for message in each.messages:
+            sent[message.source] += LENGTH_BYTES
+            for piece in message.pieces:
+                travelled = []
+                for of, table, indices in zip(maps, tables[0], held[message.source][piece], strict=True):
+                    whole = len(piece[1]) in (1, size)
+                    dtype = table.values.dtype if whole else torch.promote_types(table.values.dtype, torch.float32)
+                    form = PartFormat(of.length, table.dim, dtype, scheme.formats)
+                    sent[message.source] += 8 + int(form.nbytes(len(indices)))
+                    dense = form.choice(len(indices)) is IndexFormat.DENSE
+                    travelled.append(torch.arange(of.length) if dense else indices)
+                arrived[message.destination][piece] = travelled
+        for rank in range(size):
+            held[rank].update(arrived[rank])
+        for merge in each.merges:
+            parts = [held[merge.rank].pop(piece) for piece in merge.pieces]
+            held[merge.rank][merge.sum] = [torch.unique(torch.cat(column)) for column in zip(*parts, strict=True)]
+    return sent
+
+
+def _blocks_of(x: Tensor, block: int) -> SparseRows:
+    """A flat tensor's blocks that are not zero."""
+    blocks = -(-x.numel() // block)
+    padded = torch.zeros(blocks * block, dtype=x.dtype)
+    padded[: x.numel()] = x
+    return SparseRows.from_dense(padded.view(blocks, block))
 
 
 def to_dense(x: Any, entry: Callable[[Tensor], Tensor] = Tensor.double) -> list[Tensor]:

@@ -36,6 +36,7 @@ from tests.schemes.family import (
     make_inputs,
     mean_of,
     profiles_of,
+    replayed_bytes,
     run,
     run_scheme,
     specs_of,
@@ -150,6 +151,32 @@ def test_recorded_bytes_are_those_of_the_steps(member: Member, case: str, size: 
     assert abs(sum(sent) - sum(t.total_bytes for t in expected)) <= slack_bytes(member, inputs)
 
 
+@runs([m for m in POINT_MEMBERS if m.scheme.push_format == SMALLEST], dtypes=True)
+def test_points_send_what_their_schedule_says_of_these_rows(
+    member: Member, case: str, size: int, dtype: torch.dtype
+) -> None:
+    """To the byte, on every rank: no expectation is in it."""
+    scheme = member.scheme
+    expected = replayed_bytes(scheme, make_inputs(scheme, case, size, dtype))
+    assert [ledger.sent_bytes for ledger in mean_of(member, case, size, dtype).ledgers] == expected
+
+
+@pytest.mark.parametrize(
+    "member", [m for m in POINT_MEMBERS if m.skewed and m.scheme.layout is Layout.ROWS], ids=name_of
+)
+def test_steps_know_who_sends_most_where_rows_lie_together(member: Member) -> None:
+    def brought(rank: int) -> Tables:
+        drawn = torch.rand(2000, generator=torch.Generator().manual_seed(rank)) ** 4
+        return (SparseRows((5000 * drawn).long(), torch.ones(2000, 16), 5000),)
+
+    inputs = [brought(rank) for rank in range(5)]
+    recorded = [ledger.sent_bytes for ledger in run(member, inputs, 1.0).ledgers]
+    expected = predicted(member, inputs)
+    sent = [sum(transfer.sent_bytes(rank) for transfer in expected) for rank in range(5)]
+    assert max(recorded) > 1.07 * sum(recorded) / 5, "the case must be skewed"
+    assert sent == pytest.approx(recorded, rel=0.05)
+
+
 @every_size_and_dtype
 @every_row_member
 def test_recorded_bytes_are_exact_where_nothing_is_padded(member: Member, size: int, dtype: torch.dtype) -> None:
@@ -189,7 +216,7 @@ def test_a_float16_sum_may_pass_the_range_that_its_mean_is_in(member: Member) ->
     [(torch.bfloat16, 256.0, 264.0), (torch.float16, 2048.0, 2056.0)],
     ids=["bfloat16", "float16"],
 )
-@every_row_member
+@pytest.mark.parametrize("member", [m for m in ALL_MEMBERS if m.scheme.layout is Layout.ROWS], ids=name_of)
 def test_rows_are_summed_in_float32(member: Member, dtype: torch.dtype, large: float, rounded: float) -> None:
     def brought(rank: int) -> Tables:
         value = torch.full((1, 2), large if rank == 0 else 1.0, dtype=dtype)

@@ -138,6 +138,24 @@ def test_a_present_scheme_is_left_only_for_a_gain_above_the_margin() -> None:
     assert unknown.chosen.scheme == BALANCED_IN_LISTS
 
 
+def test_the_margin_holds_while_rows_drift() -> None:
+    """The same scheme planned for other rows is the same scheme; without that every step would choose anew."""
+    cost, placement = CostModel(alpha_s=1.75e-4, bandwidth_bytes_per_s=1e8), Placement.one_per_node(8)
+
+    def choose(count: float, current: Scheme[Any] | None) -> Scheme[Any]:
+        profiles = (rows(count),)
+        rivals = candidates(Layout.ROWS, profiles, 8)[:2]
+        return select(rivals, TABLE, profiles, placement, cost, current=current).chosen.scheme
+
+    names, drifting, present = set(), set(), choose(350.0, None)
+    for count in (350.0, 450.0, 351.0, 451.0, 350.0):
+        drifting.add(choose(count, None).name)
+        present = choose(count, present)
+        names.add(present.name)
+    assert len(drifting) == 2, "the case must tell: without a margin the choice changes"
+    assert len(names) == 1
+
+
 def test_a_choice_among_nothing_and_a_margin_that_is_no_share_are_refused() -> None:
     with pytest.raises(ValueError, match="at least one scheme"):
         select([], TABLE, (rows(1.0),), Placement.one_per_node(2), BYTES_ONLY)

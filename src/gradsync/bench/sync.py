@@ -95,23 +95,29 @@ def sync_records(
 
 
 def _selection_record(case: dict[str, Any], ranks: list[dict[str, Any]], selected: Record) -> Record:
-    """The selected scheme against the fastest of all, which is picked by every second repeat and judged by the others.
+    """The selected scheme against the fastest of all, DDP's ways too.
 
-    So that the rival is not the one that was lucky, and may be the selected one itself.
+    Half of the repeats pick the fastest, the others judge: so that the rival is not the one that was lucky. It may be
+    the selected one itself. Repeats come in pairs of both orders of turns, and each half has whole pairs.
     """
-    times = {name: _slowest(ranks, name) for name in case["schemes"]}
-    rival = min(times, key=lambda name: statistics.median(times[name][::2]))
-    mine, base = times[selected.subject][1::2], times[rival][1::2]
+    times = {name: _slowest(ranks, name) for name in case["times"] if name != "again"}
+
+    def half(name: str, which: int) -> list[float]:
+        return [seconds for repeat, seconds in enumerate(times[name]) if repeat // 2 % 2 == which]
+
+    rival = min(times, key=lambda name: statistics.median(half(name, 0)))
+    mine, base = half(selected.subject, 1), half(rival, 1)
     return selected.model_copy(
         update={
             "metric": "selected_sync_s",
             "baseline": rival,
-            "params": {**selected.params, "phase": "selection"},
+            "params": {k: v for k, v in selected.params.items() if k != "bound_ratio"} | {"phase": "selection"},
             "repeats": len(mine),
             "subject_s": Spread.of(mine),
             "baseline_s": Spread.of(base),
             "ratio": Spread.of([a / b for a, b in zip(mine, base, strict=True)]),
             "aa": None,
+            "cpu_s": None,
             "wire_bytes": None,
         }
     )

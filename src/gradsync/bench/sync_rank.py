@@ -169,7 +169,6 @@ def measure(
         "wire_bytes": wire_bytes,
         "payload_bytes": payload,
         "costs": costs,
-        "schemes": list(schemes),
         "selected": selected,
     }
 
@@ -232,7 +231,9 @@ def schemes_of(
         return {name: with_capacity(s, profiles) for name, s in SPARSE_SCHEMES.items()}, None
     everything = candidates(Layout.ROWS, profiles, size)
     selection = select(everything, specs, profiles, Placement.one_per_node(size), cost)
-    return {scheme.title: scheme for scheme in everything}, selection.chosen.scheme.title
+    named = {scheme.title: scheme for scheme in everything}
+    assert len(named) == len(everything), "titles tell schemes apart"
+    return named, selection.chosen.scheme.title
 
 
 def sparse_gradients(model: nn.Module) -> list[Tensor]:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from ..simulator import Communication, zen_table
-from ..simulator.zen import MODELS, RATES_BYTES_PER_S
+from ..simulator.zen import FIRST_OF_EIGHT, MODELS, RATES_BYTES_PER_S
 from .progress import console
 
 
@@ -61,5 +61,7 @@ def _print(rows: list[Communication]) -> None:
             table.add_row(name, scheme, f"{first.nbytes / 1e6:.0f}", *times, first.published or "")
         table.add_section()
     console.print(table)
+    skew = f"{FIRST_OF_EIGHT:.0%} of the non-zeros lie in the first eighth, or as many as fit"
+    console.print(f"Assumed of all: {skew}.", highlight=False)
     for each in MODELS:
         console.print(f"{each.name}: assumed {each.assumed}.", highlight=False)

@@ -87,7 +87,11 @@ class GlooGroup(TorchGroup):
         work = self._rounds.exchange(outgoing, incoming, together=self._fast, bounded=True)
         return self._pending(work, lambda: cut_to_lengths(incoming, rank, own))
 
-    def swap(self, outgoing: Mapping[int, Tensor], origins: Collection[int], bound: int) -> Pending[dict[int, Tensor]]:
+    def swap(
+        self, outgoing: Mapping[int, Tensor], origins: Collection[int], bound: int, device: torch.device
+    ) -> Pending[dict[int, Tensor]]:
+        if device.type != "cpu":
+            return super().swap(outgoing, origins, bound, device)
         messages = swapped(outgoing, bound)
         nothing = torch.empty(0, dtype=torch.uint8)
         sent = [messages.get(peer, nothing) for peer in range(self.size)]

@@ -101,12 +101,14 @@ class Group(ABC):
         """
 
     @abstractmethod
-    def swap(self, outgoing: Mapping[int, Tensor], origins: Collection[int], bound: int) -> Pending[dict[int, Tensor]]:
+    def swap(
+        self, outgoing: Mapping[int, Tensor], origins: Collection[int], bound: int, device: torch.device
+    ) -> Pending[dict[int, Tensor]]:
         """Hands `outgoing[j]` to member j, returns what each of the members `origins` sent here: bytes between some of
         the members, who all call it, also those without a message.
 
-        `bound`: bytes that a message has at most, the same number on all members. For its first bytes and for what is
-        returned see `exchange`.
+        `bound`: bytes that a message has at most, the same number on all members. `device`: where messages are, and
+        what comes is to be. For a message's first bytes and for what is returned see `exchange`.
 
         Raises:
             ValueError: for a message that is longer; nothing was sent then.
@@ -182,17 +184,24 @@ class TorchGroup(Group):
             room[: len(message)].copy_(message[: len(room)])  # its own has no room, and is not sent
         return self._exchange_at_once(buffer, sent, messages[self.rank], bounds[self.rank])
 
-    def swap(self, outgoing: Mapping[int, Tensor], origins: Collection[int], bound: int) -> Pending[dict[int, Tensor]]:
+    def swap(
+        self, outgoing: Mapping[int, Tensor], origins: Collection[int], bound: int, device: torch.device
+    ) -> Pending[dict[int, Tensor]]:
+        # Backends want both ends to name the same length: the lengths travel first, as bounds may be far above them.
         messages = swapped(outgoing, bound)
-        sent = [bound if peer in messages else 0 for peer in range(self.size)]
-        received = [bound if peer in origins else 0 for peer in range(self.size)]
-        device = torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else torch.device("cpu")
-        buffer = torch.empty(sum(sent), dtype=torch.uint8, device=device)
-        rooms = split(buffer, sent)
-        for peer, message in messages.items():
-            rooms[peer][: len(message)].copy_(message)
-        arrived = self._all_to_all(buffer, sent, received)
-        return Pending(lambda timeout_s: cut_messages(arrived.wait(timeout_s), origins))
+        sent = [len(messages[peer]) if peer in messages else 0 for peer in range(self.size)]
+        ahead = torch.tensor([nbytes for nbytes in sent if nbytes], dtype=torch.int64, device=device)
+        ones = [int(peer in origins) for peer in range(self.size)]
+        lengths = self._all_to_all(ahead, [int(nbytes > 0) for nbytes in sent], ones)
+        parts = [messages[peer] for peer in sorted(messages)]
+        buffer = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)
+
+        def wait(timeout_s: float) -> dict[int, Tensor]:
+            received = [int(length) if len(length) else 0 for length in lengths.wait(timeout_s)]  # the host makes room
+            arrived = self._all_to_all(buffer, sent, received).wait(timeout_s)
+            return {peer: arrived[peer] for peer in origins}
+
+        return Pending(wait)
 
     def _exchange_at_once(self, buffer: Tensor, sent: Sequence[int], own: Tensor, bound: int) -> Pending[list[Tensor]]:
         """All messages in one all-to-all; `buffer` holds those for the others, perhaps padded."""

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from .group import Group, GroupError, Pending, split, swapped, with_lengths
@@ -100,7 +101,9 @@ class LocalGroup(Group):
 
         return self._operation("exchange", (list(bounds), outgoing), taken)
 
-    def swap(self, outgoing: Mapping[int, Tensor], origins: Collection[int], bound: int) -> Pending[dict[int, Tensor]]:
+    def swap(
+        self, outgoing: Mapping[int, Tensor], origins: Collection[int], bound: int, device: torch.device
+    ) -> Pending[dict[int, Tensor]]:
         messages = {peer: message.clone() for peer, message in swapped(outgoing, bound).items()}
 
         def taken(brought: list[Any]) -> dict[int, Tensor]:

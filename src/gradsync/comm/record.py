@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from ..steps import Pattern, Transfer
@@ -18,7 +19,8 @@ T = TypeVar("T")
 class Entry:
     """One operation of one rank; for `all_reduce`, where the transport chooses, the bytes are those of `Transfer`.
 
-    For `exchange` and `swap` they are those of the messages handed over; backends other than gloo pad each to a bound.
+    For `exchange` and `swap` they are those of the messages handed over; backends other than gloo pad those of an
+    `exchange` to their bounds.
     """
 
     pattern: Pattern
@@ -73,9 +75,11 @@ class RecordingGroup(Group):
         sent_bytes = sum(len(message) for peer, message in enumerate(messages) if peer != self.rank)
         return self._written(Pattern.ALL_TO_ALL, sent_bytes, self.inner.exchange(messages, bounds))
 
-    def swap(self, outgoing: Mapping[int, Tensor], origins: Collection[int], bound: int) -> Pending[dict[int, Tensor]]:
+    def swap(
+        self, outgoing: Mapping[int, Tensor], origins: Collection[int], bound: int, device: torch.device
+    ) -> Pending[dict[int, Tensor]]:
         sent_bytes = sum(len(message) for message in outgoing.values())
-        return self._written(Pattern.MESSAGES, sent_bytes, self.inner.swap(outgoing, origins, bound))
+        return self._written(Pattern.MESSAGES, sent_bytes, self.inner.swap(outgoing, origins, bound, device))
 
     def broadcast(self, buffer: Tensor) -> Pending[Tensor]:
         sent_bytes = (self.size - 1) * buffer.numel() * buffer.element_size() if self.rank == 0 else 0

@@ -38,6 +38,11 @@ class Scheme(ABC, Generic[X]):
         """What tells it from other schemes in a table, without its settings."""
         return self.name
 
+    @property
+    def unplanned(self) -> Scheme[X]:
+        """The scheme without what its settings say of one bucket's data: equal for two plans of the same scheme."""
+        return self
+
     @abstractmethod
     def stages(self, size: int) -> tuple[str, ...]:
         """One name for each await of `synchronize` by one of `size` ranks: the turns that a plan's order is made of."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -47,6 +47,10 @@ class RowCapacity:
                     f"{name}.same_rows must hold the position of the first table with the same rows, got "
                     f"{first} for table {table} of {list(self.same_rows)}"
                 )
+
+    @property
+    def unplanned(self) -> Self:
+        return replace(self, capacity=(), same_rows=())
 
     def check(self, specs: tuple[TensorSpec, ...]) -> None:
         if self.capacity:

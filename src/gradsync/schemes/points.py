@@ -121,7 +121,7 @@ class RowPoint(DesignPoint, Scheme[Tables]):
 
     async def synchronize(self, x: Tables, state: State, group: Group, scale: float) -> tuple[Tables, State]:
         space = _Space.of(self, specs_of(x), group.size)
-        return await space.sum(x, group, scale), state
+        return await space.sum(tuple(map(_coalesced, x)), group, scale), state
 
     def steps(
         self,
@@ -240,12 +240,12 @@ class _Space:
         return tuple(range(self.plan.size))
 
     async def sum(self, x: Tables, group: Group, scale: float) -> Tables:
-        """`scale` times the sum of all ranks' tables."""
-        held = self._split(tuple(map(_coalesced, x)), group.rank)
+        """`scale` times the sum of all ranks' tables, whose rows are sorted and distinct."""
+        held, device = self._split(x, group.rank), x[0].values.device
         for each in self.plan.rounds:
             outgoing = {m.destination: self._pack(held, m) for m in each.messages if m.source == group.rank}
             incoming = {m.source: m for m in each.messages if m.destination == group.rank}
-            arrived = await group.swap(outgoing, list(incoming), self._bound(each.messages))
+            arrived = await group.swap(outgoing, list(incoming), self._bound(each.messages), device)
             for source, message in incoming.items():
                 held.update(self._unpack(arrived[source], message))
             for merge in each.merges:
@@ -264,16 +264,22 @@ class _Space:
                     known[block, len(ranks)] = self._expected_nbytes((block, ranks), profiles)
             return LENGTH_BYTES + sum(known[block, len(ranks)] for block, ranks in pieces)
 
-        rows = sum(p.rows * spec.dim * spec.itemsize for p, spec in zip(profiles, self.specs, strict=True))
-        yield Compute("sum_rows", 2 * rows)
+        own = [(block, (0,)) for block in range(self.plan.blocks)]
+        yield Compute("sum_rows", 2 * nbytes(own))
+        if self.plan.blocks > 1:
+            yield Compute("split_rows", 2 * nbytes(own))
         for each in self.plan.rounds:
             sizes = [(message.source, message.destination, nbytes(message.pieces)) for message in each.messages]
-            yield Transfer.of_messages(each.stage, self.plan.size, sizes)
+            transfer = Transfer.of_messages(each.stage, self.plan.size, sizes)
+            yield Compute("pack_rows", 2 * transfer.busiest_bytes)
+            yield transfer
             merged: dict[int, float] = {}
             for merge in each.merges:
                 merged[merge.rank] = merged.get(merge.rank, 0.0) + nbytes((*merge.pieces, merge.sum))
             if merged:
                 yield Compute("sum_rows", max(merged.values()))
+        if self.plan.blocks > 1:
+            yield Compute("join_rows", 2 * nbytes([(block, self.everyone) for block in range(self.plan.blocks)]))
 
     def _split(self, x: Tables, rank: int) -> dict[Piece, Tables]:
         """This rank's pieces of all blocks."""

@@ -49,11 +49,14 @@ class RowOwners(ABC):
 
         Places of a part that no row of the table maps to, as dense messages have them, are left out.
         """
+        present = any(part.present for part in parts)
+        if self.owners == 1:  # in order already
+            return SparseRows(parts[0].indices.long(), parts[0].values, self.num_rows, present)
         indices = torch.cat([self.rows_of(owner, part.indices) for owner, part in enumerate(parts)])
         values = torch.cat([part.values for part in parts])
         order = torch.argsort(indices)  # no row occurs twice
         order = order[: int(torch.searchsorted(indices[order], self.num_rows))]  # the host cuts the result
-        return SparseRows(indices[order], values[order], self.num_rows, any(part.present for part in parts))
+        return SparseRows(indices[order], values[order], self.num_rows, present)
 
 
 @dataclass(frozen=True)
@@ -136,11 +139,11 @@ class HashedRows(RowOwners):
         ]
         partition.write(rows.values, [part.indices for part in parts], [part.values for part in parts])
         for part, owned in zip(parts, self._owned, strict=True):
-            kernels.positions_in(owned, part.indices.clone(), part.indices)
+            kernels.positions_in(owned.to(part.indices.device), part.indices.clone(), part.indices)
         return parts
 
     def rows_of(self, owner: int, positions: Tensor) -> Tensor:
-        owned = self._owned[owner].long()
+        owned = self._owned[owner].long().to(positions.device)
         found = positions.new_full((len(positions),), self.num_rows, dtype=torch.int64)  # of a place without a row
         inside = positions < len(owned)  # dense messages have places beyond an owner's last row
         found[inside] = owned[positions[inside].long()]
@@ -151,9 +154,9 @@ class HashedRows(RowOwners):
         return _owned_by_hash(self.num_rows, self.owners, self.seed, self.length)
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=64)
 def _owned_by_hash(num_rows: int, owners: int, seed: int, most: int) -> tuple[Tensor, ...]:
-    """The lists, made once.
+    """The lists, on the CPU; kept for as many tables as a model has, as a rule.
 
     Raises:
         ValueError: in the unheard-of case that an owner has more rows than there is room for.

@@ -79,8 +79,9 @@ def select(
     """The fastest of `schemes` for a bucket of `specs` whose data looks like `profiles`.
 
     Deterministic in its arguments: where these are the same on all ranks (reduced statistics, agreed measurements), all
-    ranks choose alike. Of equally fast ones the first is taken. `current`, if it is among the schemes, is left for
-    another one only if that saves `margin` of its time: densities drift, and a change has a price.
+    ranks choose alike. Of equally fast ones the first is taken. `current`, if it is among the schemes, whatever rows it
+    was planned for, is left for another one only if that saves `margin` of its time: densities drift, and a change has
+    a price.
 
     Raises:
         ValueError: for no schemes, or a margin outside [0, 1).
@@ -91,6 +92,6 @@ def select(
         raise ValueError(f"the margin is a share of the present scheme's time in [0, 1), got {margin}")
     timed = [Choice(scheme, cost.total_s(scheme.steps(specs, profiles, placement))) for scheme in schemes]
     ordered = tuple(sorted(timed, key=lambda choice: choice.seconds))
-    present = next((choice for choice in timed if choice.scheme == current), None)
+    present = next((choice for choice in timed if current and choice.scheme.unplanned == current.unplanned), None)
     stays = present is not None and ordered[0].seconds > (1 - margin) * present.seconds
     return Selection(ordered, present if stays and present is not None else ordered[0])
