@@ -65,8 +65,8 @@ def test_demo_leaves_results_report_and_trace(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_options_end_with_a_message(arguments: tuple[str, ...], message: str) -> None:
-    done = gradsync(*arguments)
-    assert done.returncode == 2
+    done = CliRunner().invoke(app, list(arguments))
+    assert done.exit_code == 2
     assert message in unboxed(done.stderr) and "Traceback" not in done.stderr
 
 
