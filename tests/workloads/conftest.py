@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from gradsync.workloads import DataUnavailableError, DeepFMWorkload, load
+from gradsync.workloads import DeepFMWorkload
+from tests.workloads.training import opened, opened_or_skip
 
 
 @pytest.fixture(scope="session")
 def flights() -> DeepFMWorkload:
-    try:
-        workload = load("deepfm")
-    except DataUnavailableError as error:
-        pytest.skip(f"needs the real flights: {error}")
-    assert isinstance(workload, DeepFMWorkload)
-    return workload
+    return opened_or_skip(DeepFMWorkload)
 
 
 @pytest.fixture(scope="session")
 def generated() -> DeepFMWorkload:
-    workload = load("deepfm", data="zipf", batch_size=256)
-    assert isinstance(workload, DeepFMWorkload)
-    return workload
+    return opened(DeepFMWorkload, data="zipf", batch_size=256)

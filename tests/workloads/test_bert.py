@@ -3,46 +3,26 @@
 from __future__ import annotations
 
 import math
-from itertools import islice
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from gradsync.workloads import BertWorkload, DataUnavailableError, load
-from gradsync.workloads.bert import BertClassifier
-from gradsync.workloads.data import cache_directory
+from gradsync.workloads import BertWorkload, load
 from gradsync.workloads.entries import CLASS, PADDING, UNKNOWN, VOCABULARY
+from tests.workloads.training import assert_trains_alike, opened, opened_or_skip, train
 
 SMALL: dict[str, Any] = {"data": "zipf", "batch_size": 8, "dim": 64}
 
 
-def opened(**options: Any) -> BertWorkload:
-    workload = load("bert", **options)
-    assert isinstance(workload, BertWorkload)
-    return workload
+def small(**options: Any) -> BertWorkload:
+    return opened(BertWorkload, **{**SMALL, **options})
 
 
 @pytest.fixture(scope="module")
 def gcide() -> BertWorkload:
-    try:
-        return opened()
-    except DataUnavailableError as error:
-        pytest.skip(f"needs the real dictionary and tokenizers: {error}")
-
-
-def train(workload: BertWorkload, steps: int, *, sparse: bool) -> tuple[BertClassifier, list[float]]:
-    model = workload.model(sparse=sparse)
-    optimizer = workload.optimizer(model)
-    losses = []
-    for batch in islice(workload.batches(0, 1, seed=0), steps):
-        optimizer.zero_grad()
-        loss = workload.loss(model, batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return model, losses
+    return opened_or_skip(BertWorkload)
 
 
 def test_the_entries_are_counted_and_cut_into_known_pieces(gcide: BertWorkload) -> None:
@@ -60,16 +40,6 @@ def test_the_entries_are_counted_and_cut_into_known_pieces(gcide: BertWorkload) 
     assert (np.diff((pieces != PADDING).astype(int), axis=1) <= 0).all()  # padding only at the end
 
 
-def test_a_second_load_maps_the_cache_and_needs_neither_network_nor_package(
-    gcide: BertWorkload, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr("gradsync.workloads.entries.fetch_debian", None)
-    again = opened(cache_dir=cache_directory())
-    assert isinstance(again._opened[0], np.memmap)
-    assert np.array_equal(again._opened[0], gcide._opened[0])
-
-
 @pytest.mark.parametrize(("world_size", "density"), [(1, 0.0157), (2, 0.0282), (4, 0.0477), (8, 0.0783)])
 def test_row_densities_are_those_of_the_design(gcide: BertWorkload, world_size: int, density: float) -> None:
     """Within a tenth: the design's figures are those of BERT's own vocabulary, not of one trained on the text."""
@@ -80,7 +50,7 @@ def test_row_densities_are_those_of_the_design(gcide: BertWorkload, world_size: 
 
 
 def test_the_table_has_a_sparse_gradient_with_the_rows_of_the_batch_and_never_padding() -> None:
-    workload = opened(**SMALL)
+    workload = small()
     model = workload.model(sparse=True)
     pieces, labels = batch = next(workload.batches(0, 1, seed=0))
     assert (pieces == PADDING).any()
@@ -96,7 +66,7 @@ def test_the_table_has_a_sparse_gradient_with_the_rows_of_the_batch_and_never_pa
 
 
 def test_a_batch_is_as_wide_as_its_longest_entry_and_padding_changes_no_logit() -> None:
-    workload = opened(**SMALL)
+    workload = small()
     model = workload.model(sparse=True)
     rows = np.arange(8)
     pieces, labels = workload.batch(rows)
@@ -109,7 +79,7 @@ def test_a_batch_is_as_wide_as_its_longest_entry_and_padding_changes_no_logit() 
 
 
 def test_evaluation_covers_the_held_out_entries_and_leaves_the_model_as_it_was() -> None:
-    workload = opened(**SMALL)
+    workload = small()
     model = workload.model(sparse=True)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     result = workload.evaluate(model)
@@ -124,16 +94,12 @@ def test_evaluation_covers_the_held_out_entries_and_leaves_the_model_as_it_was()
 
 
 def test_sparse_and_dense_gradients_train_alike() -> None:
-    workload = opened(**SMALL)
-    sparse_model, sparse_losses = train(workload, 10, sparse=True)
-    dense_model, dense_losses = train(workload, 10, sparse=False)
-    assert sparse_losses == pytest.approx(dense_losses, abs=1e-4)
-    for (name, one), (_, other) in zip(sparse_model.named_parameters(), dense_model.named_parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
+    workload = small()
+    assert_trains_alike(workload, 10, losses_within=1e-4, weights_within=1e-3)
 
 
 def test_the_model_learns_the_part_of_speech(gcide: BertWorkload) -> None:
-    workload = opened(batch_size=32, dim=64)
+    workload = opened(BertWorkload, batch_size=32, dim=64)
     assert workload.evaluate(workload.model(sparse=True))["loss"] == pytest.approx(math.log(4), abs=0.2)
     model, losses = train(workload, 60, sparse=True)
     result = workload.evaluate(model)
@@ -144,7 +110,7 @@ def test_the_model_learns_the_part_of_speech(gcide: BertWorkload) -> None:
 
 def test_the_description_counts_the_parameters() -> None:
     for options in (SMALL, {"data": "zipf"}):
-        workload = opened(**options)
+        workload = opened(BertWorkload, **options)
         model = workload.model(sparse=True)
         assert f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M" in workload.describe()
         assert "not real data" in workload.describe()

@@ -13,19 +13,7 @@ from gradsync.workloads import DeepFMWorkload, load
 from gradsync.workloads.base import roc_auc
 from gradsync.workloads.deepfm import NUM_TABLE_ROWS
 from gradsync.workloads.flights import NUM_FIELDS
-
-
-def train(workload: DeepFMWorkload, steps: int, *, sparse: bool) -> tuple[torch.nn.Module, list[float]]:
-    model = workload.model(sparse=sparse)
-    optimizer = workload.optimizer(model)
-    losses = []
-    for batch in islice(workload.batches(0, 1, seed=0), steps):
-        optimizer.zero_grad()
-        loss = workload.loss(model, batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return model, losses
+from tests.workloads.training import assert_trains_alike, train
 
 
 def test_the_flights_are_counted(flights: DeepFMWorkload) -> None:
@@ -83,11 +71,7 @@ def test_weights_depend_on_the_seed_and_not_on_sparsity_or_the_callers_random_st
 
 
 def test_sparse_and_dense_gradients_train_alike(flights: DeepFMWorkload) -> None:
-    sparse_model, sparse_losses = train(flights, 10, sparse=True)
-    dense_model, dense_losses = train(flights, 10, sparse=False)
-    assert sparse_losses == pytest.approx(dense_losses, abs=1e-5)
-    for (name, one), (_, other) in zip(sparse_model.named_parameters(), dense_model.named_parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+    assert_trains_alike(flights, 10, losses_within=1e-5, weights_within=1e-4)
 
 
 def test_a_row_without_gradient_keeps_its_weights(generated: DeepFMWorkload) -> None:

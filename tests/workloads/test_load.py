@@ -6,10 +6,14 @@ import dataclasses
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from gradsync.workloads import Workload, load, names
+from gradsync.workloads import BertWorkload, LSTMWorkload, NMTWorkload, Workload, load, names
+from gradsync.workloads.base import DataWorkload
+from gradsync.workloads.data import cache_directory
+from tests.workloads.training import opened, opened_or_skip
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "deepfm": {"data": "zipf", "batch_size": 64},
@@ -40,6 +44,26 @@ def test_every_workload_repeats_batches_and_weights(workload: Workload) -> None:
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
     first, second = (workload.model(sparse=False, seed=1).state_dict() for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_every_workload_has_the_batches_of_a_late_start(workload: Workload) -> None:
+    from_the_start = list(islice(workload.batches(1, 2, seed=0), 6))
+    for one, other in zip(from_the_start[4:], workload.batches(1, 2, seed=0, start_step=4), strict=False):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "module"), [(LSTMWorkload, "gcide"), (NMTWorkload, "phrases"), (BertWorkload, "entries")]
+)
+def test_a_second_load_maps_the_cache_and_needs_neither_network_nor_package(
+    kind: type[DataWorkload], module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = opened_or_skip(kind)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(f"gradsync.workloads.{module}.fetch_debian", None)
+    again = opened(kind, cache_dir=cache_directory())
+    assert isinstance(again._opened[0], np.memmap)
+    assert np.array_equal(again._opened[0], first._opened[0])
 
 
 def test_every_workload_gives_ranks_different_samples(workload: Workload) -> None:

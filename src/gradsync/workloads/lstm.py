@@ -14,9 +14,8 @@ import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -24,8 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from gradsync.workloads.base import Batch, Workload, adagrad_of_tables
-from gradsync.workloads.data import Array, cache_directory
+from gradsync.workloads.base import Batch, DataWorkload, adagrad_of_tables, evaluating
+from gradsync.workloads.data import Array
 from gradsync.workloads.gcide import open_words
 from gradsync.workloads.softmax import NEGATIVES, log_uniform, rng_of_negatives, sampled_softmax_loss
 
@@ -73,10 +72,12 @@ class LSTMLanguageModel(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LSTMWorkload(Workload):
+class LSTMWorkload(DataWorkload):
     """What is the next word? 13 million parameters, 99 % of them in tables of words."""
 
     name: ClassVar[str] = "lstm"
+    real: ClassVar[str] = "gcide"
+    held_out_ratio: ClassVar[float] = HELD_OUT_RATIO
 
     batch_size: int = 32  # windows a rank and step
     learning_rate: float = 0.1  # of the tables
@@ -86,8 +87,7 @@ class LSTMWorkload(Workload):
     hidden: int = 256  # cells of the LSTM
     num_negatives: int = 2048
     negatives: str = "own"  # each rank draws its own, or "shared": in a step all ranks draw the same
-    data: str = "gcide"  # or "zipf" (generated, for tests), or "any" (zipf, with a warning, without the dictionary)
-    cache_dir: str | Path | None = None
+    data: str = "gcide"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -100,33 +100,13 @@ class LSTMWorkload(Workload):
             )
         if self.negatives not in NEGATIVES:
             raise ValueError(f"negatives must be own or shared, got {self.negatives!r}")
-        if self.data not in ("gcide", "zipf", "any"):
-            raise ValueError(f"data must be gcide, zipf or any, got {self.data!r}")
 
-    @cached_property
-    def _opened(self) -> tuple[Array, str]:
-        return open_words(self.data, cache_directory(self.cache_dir))
+    def open(self, cache: Path) -> tuple[Array, str]:
+        return open_words(self.data, cache)
 
     @property
-    def options(self) -> dict[str, Any]:
-        kept = {name: value for name, value in super().options.items() if name not in ("cache_dir", "data")}
-        return {**kept, "source": self.source}
-
-    @property
-    def source(self) -> str:
-        """`gcide`, or `zipf` for the generated stand-in, which is not real data."""
-        return self._opened[1]
-
-    @property
-    def _num_windows(self) -> int:
+    def num_samples(self) -> int:
         return (len(self._opened[0]) - 1) // self.unroll  # 1: the last window's last target
-
-    @property
-    def num_train(self) -> int:
-        return self._num_windows - round(self._num_windows * HELD_OUT_RATIO)
-
-    def prepare(self) -> None:
-        _ = self._opened
 
     def batch(self, rows: Array) -> Batch:
         """Words read and words to come next, both (windows, unroll) int64, of the windows `rows`; no negatives."""
@@ -156,22 +136,15 @@ class LSTMWorkload(Workload):
         return loss
 
     def optimizer(self, model: nn.Module) -> Optimizer:
-        """Adagrad, for the reasons of `DeepFMWorkload.optimizer`; the LSTM learns at a tenth of the tables' rate.
-
-        It too decides, for the process, against checking sparse tensors.
-        """
+        """Adagrad; the LSTM learns at a tenth of the tables' rate."""
         return adagrad_of_tables(model, self.learning_rate, dense_ratio=LSTM_RATE_RATIO)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Loss and perplexity, over the whole vocabulary, of the first 128 held-out windows."""
-        device = next(model.parameters()).device
-        held_out = np.arange(self.num_train, self._num_windows)[:EVALUATION_WINDOWS]
-        was_training = model.training
-        model.eval()
-        with torch.no_grad():
+        held_out = np.arange(self.num_train, self.num_samples)[:EVALUATION_WINDOWS]
+        with evaluating(model) as device:
             parts = [held_out[first : first + EVALUATION_BATCH] for first in range(0, len(held_out), EVALUATION_BATCH)]
             total = sum(len(part) * float(model(*(ids.to(device) for ids in self.batch(part)))) for part in parts)
-        model.train(was_training)
         loss = total / len(held_out)
         return {"loss": loss, "perplexity": math.exp(loss)}
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from gradsync.workloads.base import Batch, Workload, adagrad_of_tables
-from gradsync.workloads.data import Array, cache_directory
+from gradsync.workloads.base import Batch, DataWorkload, adagrad_of_tables, evaluating
+from gradsync.workloads.data import Array
 from gradsync.workloads.phrases import MAX_WORDS, open_pairs
 from gradsync.workloads.softmax import NEGATIVES, log_uniform, rng_of_negatives, sampled_softmax_loss
 
@@ -95,10 +94,12 @@ class TranslationModel(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NMTWorkload(Workload):
+class NMTWorkload(DataWorkload):
     """How is this said in English? 3.7 million parameters, 97 % of them in tables of words."""
 
     name: ClassVar[str] = "nmt"
+    real: ClassVar[str] = "ding"
+    held_out_ratio: ClassVar[float] = HELD_OUT_RATIO
 
     batch_size: int = 64  # pairs of sentences a rank and step
     learning_rate: float = 0.1  # of the tables
@@ -107,8 +108,7 @@ class NMTWorkload(Workload):
     dim: int = 64  # row length of the tables, and width of the transformer
     num_negatives: int = 1024
     negatives: str = "own"  # each rank draws its own, or "shared": in a step all ranks draw the same
-    data: str = "ding"  # or "zipf" (generated, for tests), or "any" (zipf, with a warning, without the texts)
-    cache_dir: str | Path | None = None
+    data: str = "ding"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -120,30 +120,9 @@ class NMTWorkload(Workload):
             raise ValueError(f"dim must be a positive multiple of {NUM_HEADS} (heads of attention), got {self.dim}")
         if self.negatives not in NEGATIVES:
             raise ValueError(f"negatives must be own or shared, got {self.negatives!r}")
-        if self.data not in ("ding", "zipf", "any"):
-            raise ValueError(f"data must be ding, zipf or any, got {self.data!r}")
 
-    @cached_property
-    def _opened(self) -> tuple[Array, str]:
-        return open_pairs(self.data, cache_directory(self.cache_dir))
-
-    @property
-    def options(self) -> dict[str, Any]:
-        kept = {name: value for name, value in super().options.items() if name not in ("cache_dir", "data")}
-        return {**kept, "source": self.source}
-
-    @property
-    def source(self) -> str:
-        """`ding`, or `zipf` for the generated stand-in, which is not real data."""
-        return self._opened[1]
-
-    @property
-    def num_train(self) -> int:
-        num_pairs = len(self._opened[0])
-        return num_pairs - round(num_pairs * HELD_OUT_RATIO)
-
-    def prepare(self) -> None:
-        _ = self._opened
+    def open(self, cache: Path) -> tuple[Array, str]:
+        return open_pairs(self.data, cache)
 
     def batch(self, rows: Array) -> Batch:
         """German (batch, longest) and English between borders (batch, longest + 2), int64; no negatives."""
@@ -174,23 +153,19 @@ class NMTWorkload(Workload):
         return loss
 
     def optimizer(self, model: nn.Module) -> Optimizer:
-        """Adagrad, for the reasons of `DeepFMWorkload.optimizer`; the transformer learns at a tenth of the rate."""
+        """Adagrad; the transformer learns at a tenth of the tables' rate."""
         return adagrad_of_tables(model, self.learning_rate, dense_ratio=DENSE_RATE_RATIO)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Loss and perplexity a word, over the whole vocabulary, of the first 256 held-out pairs."""
-        device = next(model.parameters()).device
-        held_out = np.arange(self.num_train, len(self._opened[0]))[:EVALUATION_PAIRS]
-        was_training = model.training
-        model.eval()
+        held_out = np.arange(self.num_train, self.num_samples)[:EVALUATION_PAIRS]
         total, num_words = 0.0, 0
-        with torch.no_grad():
+        with evaluating(model) as device:
             for first in range(0, len(held_out), EVALUATION_BATCH):
                 german, english = self.batch(held_out[first : first + EVALUATION_BATCH])
                 words = int((english[:, 1:] != PADDING).sum())
                 total += words * float(model(german.to(device), english.to(device)))
                 num_words += words
-        model.train(was_training)
         loss = total / num_words
         return {"loss": loss, "perplexity": math.exp(loss)}
 
@@ -200,9 +175,9 @@ class NMTWorkload(Workload):
         # Encoder and decoder: one and two attentions of 4 squares, feed-forward; their biases and all the norms.
         dense = (12 + 4 * FEED_FORWARD_RATIO) * square + (32 + 2 * FEED_FORWARD_RATIO) * self.dim
         num_parameters = in_tables + dense + (MAX_WORDS + 1) * self.dim
-        data = f"{len(self._opened[0]):,} pairs of a dictionary (Ding) and of LibreOffice's help, German to English"
+        data = f"{self.num_samples:,} pairs of a dictionary (Ding) and of LibreOffice's help, German to English"
         if self.source == "zipf":
-            data = f"{len(self._opened[0]):,} GENERATED pairs (Zipf law; not real data)"
+            data = f"{self.num_samples:,} GENERATED pairs (Zipf law; not real data)"
         return (
             f"transformer of width {self.dim}, 1 + 1 layers, {num_parameters / 1e6:.2f} M parameters ("
             f"{in_tables / num_parameters:.1%} in tables of {self.german_words:,} and {self.english_words:,} words), "

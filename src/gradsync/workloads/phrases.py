@@ -65,13 +65,7 @@ def open_pairs(data: str, cache: Path) -> tuple[Array, str]:
     Raises:
         DataUnavailableError: when `data` is `ding` and a package is not to be had.
     """
-
-    def real() -> tuple[Array, str]:
-        pairs = load_pairs(cache)
-        # The name of a record must tell two texts apart.
-        return pairs, "ding" if len(pairs) == COUNTS["pairs"] else f"ding ({len(pairs)} pairs)"
-
-    return real_or_zipf(data, real, zipf_pairs, what="pairs of sentences")
+    return real_or_zipf(data, "ding", lambda: load_pairs(cache), zipf_pairs, what="pairs", known=COUNTS["pairs"])
 
 
 def load_pairs(cache: Path) -> Array:
