@@ -1,4 +1,4 @@
-// Owners of single elements by hash, as in Zen (OSDI 2025, section 3): MurmurHash3's 64-bit finaliser of the index and
+// Owners of single elements by hash, as in Zen (OSDI 2025): MurmurHash3's 64-bit finaliser of the index and
 // a key, scaled to the number of owners.
 #pragma once
 

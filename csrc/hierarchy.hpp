@@ -1,4 +1,4 @@
-// Zen's hierarchical hashing (OSDI 2025, section 3.2, algorithm 1): h0 gives an index its owner; in the owner's memory
+// Zen's hierarchical hashing (OSDI 2025, algorithm 1): h0 gives an index its owner; in the owner's memory
 // it takes the first slot of its rehashes h1 ... hk that is empty, or else the next place of the serial part. Slots are
 // taken by compare-and-swap: the paper's write, read back and compare loses an index where two threads write one after
 // the other. What finds no place is kept apart, where the paper's algorithm says nothing.

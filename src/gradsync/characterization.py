@@ -118,14 +118,16 @@ def characterize(
     Reference: Wang et al., Zen, OSDI 2025, section 2.
     """
     if group is not None:
-        mine = [gradients] if isinstance(gradients, Mapping) else list(gradients)
-        steps = _gathered(mine, group, sample)  # type: ignore[arg-type]  # the form with a group has no ranks inside
+        mine = [gradients] if isinstance(gradients, Mapping) else [g for g in gradients if isinstance(g, Mapping)]
+        steps = _gathered(mine, group, sample)
     elif isinstance(gradients, Mapping):
         raise ValueError("expected the gradients of several ranks in a list, got those of one; or give its group")
     else:
-        nested = list(gradients)
-        by_step = nested if nested and not isinstance(nested[0], Mapping) else [nested]
-        steps = [footprints_of(list(ranks), sample) for ranks in by_step]  # type: ignore[arg-type]
+        of_one_step = [ranks for ranks in gradients if isinstance(ranks, Mapping)]
+        by_step = [list(ranks) for ranks in gradients if not isinstance(ranks, Mapping)]
+        if of_one_step and by_step:
+            raise ValueError("expected gradients of ranks, or lists of these by step, got both in one list")
+        steps = [footprints_of(ranks, sample) for ranks in by_step or [of_one_step]]
     return characterize_footprints(steps, partitions=partitions)
 
 

@@ -149,17 +149,6 @@ def profile_rows(index_lists: Sequence[Tensor], num_rows: int) -> DensityProfile
     )
 
 
-def profile_elements(tensors: Sequence[Tensor], blocks: Sequence[int] = ()) -> DensityProfile:
-    """The exact profile of one step of flat tensors, one of each rank, and of them in blocks of these lengths."""
-    found = [kernels.nonzero_elements(tensor) for tensor in tensors]
-    indices = [torch.empty(each.count, dtype=torch.int64) for each in found]
-    for each, where, tensor in zip(found, indices, tensors, strict=True):
-        each.write(where, tensor.new_empty(each.count))
-    numel = tensors[0].numel()
-    by_block = {n: profile_rows([torch.unique(where // n) for where in indices], -(-numel // n)) for n in blocks}
-    return replace(profile_rows(indices, numel), blocks=by_block)
-
-
 def profile_tables(tables: Sequence[tuple[int, Sequence[Tensor]]]) -> tuple[DensityProfile, ...]:
     """The exact profiles of several tables in one step, from (num_rows, row indices that each rank touches).
 

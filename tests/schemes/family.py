@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gradsync.bucket import Layout, TensorSpec
 from gradsync.comm import LENGTH_BYTES, Ledger, LocalGroup, RecordingGroup, drive, run_local
-from gradsync.density import DensityProfile, profile_elements, profile_tables
+from gradsync.density import DensityProfile, profile_rows, profile_tables
 from gradsync.schemes import (
     BLOCKS_OF_256,
     POINTS,
@@ -84,7 +84,10 @@ class Member:
 def profiles_of(inputs: Sequence[Any]) -> tuple[DensityProfile, ...]:
     """The exact profile of the ranks' tables, or of the elements of their flat tensors."""
     if isinstance(inputs[0], torch.Tensor):
-        return (profile_elements(inputs, blocks=[256]),)
+        found = [x.nonzero().flatten() for x in inputs]
+        numel = inputs[0].numel()
+        in_blocks = profile_rows([torch.unique(indices // 256) for indices in found], -(-numel // 256))
+        return (replace(profile_rows(found, numel), blocks={256: in_blocks}),)
     return profile_tables([(c[0].num_rows, [t.indices for t in c]) for c in zip(*inputs, strict=True)])
 
 

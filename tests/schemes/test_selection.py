@@ -1,4 +1,4 @@
-"""Selection by actual bytes, latency and work: the crossovers of Zen, section 4; no scheme is left lightly."""
+"""Selection by actual bytes, latency and work: the crossovers of Zen's equations 1 and 2; no scheme is left lightly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The design space: its points, their schedules, and the volumes that Zen's section 3 gives for them."""
+"""The design space: its points, their schedules, and the volumes that Zen (OSDI 2025) gives for them."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_balanced_parallelism_has_the_papers_volume(aggregation: Aggregation, si
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_pushes_of_a_ring_have_the_papers_volumes(size: int) -> None:
-    """Zen, appendix B: partial sums cost the sum of gamma^i / n, concatenations (n-1)/2."""
+    """Zen, appendix B: partial sums cost the sum of gamma^i / n. Concatenations come to (n-1)/2."""
     summed = schedule(point(Communication.RING, Aggregation.INCREMENTAL, Partition.PARALLELISM), size)
     assert busiest(summed, ["push"]) == pytest.approx(sum(gamma(i) for i in range(1, size)) / size)
     forwarded = schedule(point(Communication.RING, Aggregation.ONE_SHOT, Partition.PARALLELISM), size)

@@ -24,6 +24,7 @@ from gradsync.kernels import cpu, reference
 from gradsync.kernels.checks import RowsPart, Stripes, offsets_nbytes
 from gradsync.kernels.hierarchy import HashedIndices
 from gradsync.kernels.phases import HashedPartition, NonzeroElements, NonzeroRows, RotatedPartition, RowUnion
+from gradsync.kernels.reference import accumulation_dtype
 
 __all__ = [
     "HashedIndices",
@@ -35,6 +36,7 @@ __all__ = [
     "RowUnion",
     "RowsPart",
     "Stripes",
+    "accumulation_dtype",
     "active",
     "count_bits",
     "decode_bitmap",
@@ -376,7 +378,7 @@ def positions_in(owned: Tensor, indices: Tensor, out: Tensor) -> None:
 def hierarchical_hash(
     indices: Tensor, n: int, *, slots: int, serial: int, rehashes: int = 3, seed: int, threads: int | None = None
 ) -> HashedIndices:
-    """Splits indices among n owners as Zen does (OSDI 2025, section 3.2): by hashing into memory of a fixed size.
+    """Splits indices among n owners as Zen does (OSDI 2025, algorithm 1): by hashing into memory of a fixed size.
 
     The owner is that of `owners_by_hash`. In the owner's memory, an index takes the first slot that is empty of those
     that its rehashes name, else the next place of a serial part. Unlike in the paper, slots are taken by compare-and-

@@ -1,4 +1,4 @@
-"""What hierarchical hashing is given and returns (Zen, OSDI 2025, section 3.2): memory of a fixed size, and its use."""
+"""What hierarchical hashing is given and returns (Zen, OSDI 2025, algorithm 1): memory of a fixed size, and its use."""
 
 from __future__ import annotations
 

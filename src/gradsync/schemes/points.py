@@ -24,7 +24,7 @@ from ..sparse import SparseRows
 from ..steps import Compute, Step, Transfer
 from .base import Scheme, State, register
 from .formats import PartFormat
-from .positions import SPARSE_FORMATS, IndexFormat, index_dtype
+from .positions import SPARSE_FORMATS, IndexFormat
 from .row_owners import EvenSplit, HashedRows, RotatedStripe, RowOwners
 from .space import (
     Aggregation,
@@ -228,7 +228,7 @@ class _Space:
         def formats(setting: str, *, partial: bool = False) -> tuple[PartFormat, ...]:
             allowed = settings.formats if setting == SMALLEST else (IndexFormat(setting),)
             return tuple(
-                PartFormat(of.length, s.dim, accumulation_dtype(s.dtype) if partial else s.dtype, allowed)
+                PartFormat(of.length, s.dim, kernels.accumulation_dtype(s.dtype) if partial else s.dtype, allowed)
                 for of, s in zip(owners, specs, strict=True)
             )
 
@@ -344,27 +344,15 @@ class _Space:
         return total
 
 
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums of `dtype` are kept in."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 def _coalesced(table: SparseRows) -> SparseRows:
     """Sorted distinct rows, repeated ones summed."""
-    union = kernels.unite_rows([table.indices], table.num_rows)
-    indices = table.indices.new_empty(union.count, dtype=index_dtype(table.num_rows))
-    values = table.values.new_empty(union.count, table.dim)
-    union.write_indices(indices)
-    union.sum([table.values], [values])
+    indices, values = kernels.sum_rows([(table.indices, table.values)], table.num_rows)
     return replace(table, indices=indices, values=values)
 
 
 def _added(tables: Sequence[SparseRows], scale: float) -> SparseRows:
     """`scale` times the sum of sorted tables in this order; of 16-bit floats in float32, which it stays in."""
-    values = [table.values.to(accumulation_dtype(table.values.dtype)) for table in tables]
-    union = kernels.unite_rows([table.indices for table in tables], tables[0].num_rows)
-    indices = tables[0].indices.new_empty(union.count)
-    total = values[0].new_empty(union.count, tables[0].dim)
-    union.write_indices(indices)
-    union.sum(values, [total], scale=scale)
+    wide = kernels.accumulation_dtype(tables[0].values.dtype)
+    parts = [(table.indices, table.values.to(wide)) for table in tables]
+    indices, total = kernels.sum_rows(parts, tables[0].num_rows, scale=scale)
     return SparseRows(indices, total, tables[0].num_rows, any(table.present for table in tables))

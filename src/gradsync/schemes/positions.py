@@ -1,4 +1,4 @@
-"""How a message tells which rows of a table, or elements of a part, it has (Zen, OSDI 2025, section 5.4, and beyond).
+"""How a message tells which rows of a table, or elements of a part, it has (Zen's hash bitmap, OSDI 2025, and others).
 
 Zen pushes integers and pulls bitmaps. In between are offsets within blocks: 16 bits a row where few are touched, 8 bits
 from a density of about half a percent up to an eighth, where the bitmap takes over. Who knows how many rows travel

@@ -1,4 +1,4 @@
-"""Ownership of rows: which rank sums which rows of a table, or elements of a flat bucket (Zen, OSDI 2025, section 5).
+"""Ownership of rows: which rank sums which rows of a table, or elements of a flat bucket (Zen, OSDI 2025).
 
 A map splits sorted rows over owners, who count their rows from 0 on, so that a bitmap over an owner's rows has no holes
 but those of the data. All ranks compute the same map, from the number of rows, of owners, and a seed.

@@ -1,4 +1,4 @@
-"""Selection: the scheme that is fastest for what is known of the data and of the network (Zen, OSDI 2025, section 4).
+"""Selection: the scheme that is fastest for what is known of the data and of the network (after Zen, OSDI 2025).
 
 The paper compares two volumes, of integers and values in either way. Here every scheme tells its own steps, so that
 what is compared are the bytes it sends in the formats it uses, latencies, and the work of its kernels.

@@ -62,11 +62,8 @@ class Point:
             )
 
     def __str__(self) -> str:
-        return " ".join(choice for choice in (*self._choices, self.balance) if choice is not None)
-
-    @property
-    def _choices(self) -> tuple[str, ...]:
-        return self.communication, self.aggregation, self.partition
+        choices = (self.communication, self.aggregation, self.partition, self.balance)
+        return " ".join(choice for choice in choices if choice is not None)
 
 
 def _points() -> Iterator[Point]:

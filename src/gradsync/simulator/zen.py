@@ -1,4 +1,4 @@
-"""The communication that Zen measured (Wang et al., OSDI 2025, section 6), from the `steps` of its schemes and ours.
+"""The communication that Zen measured (Wang et al., OSDI 2025), from the `steps` of its schemes and ours.
 
 16 nodes of 8 ranks. Inside a node a dense reduce-scatter comes first, so that each rank has an eighth of the tensor at
 the density of its node's sum; language models are cut over the node's ranks instead. What is simulated are bytes on a

@@ -14,10 +14,10 @@ from gradsync.kernels.cpu.elements import (
     encode_bitmap,
     nonzero_elements,
 )
-from gradsync.kernels.cpu.hashing import HashedPartition, owned_by_hash, owners_by_hash, partition_hashed, positions_in
+from gradsync.kernels.cpu.hashing import owned_by_hash, owners_by_hash, partition_hashed, positions_in
 from gradsync.kernels.cpu.hierarchy import hierarchical_hash
 from gradsync.kernels.cpu.offsets import decode_offsets, encode_offsets
-from gradsync.kernels.cpu.rotated import RotatedPartition, join_rotated, partition_rotated, rotated_index
+from gradsync.kernels.cpu.rotated import join_rotated, partition_rotated, rotated_index
 from gradsync.kernels.cpu.rows import (
     NonzeroRows,
     RowUnion,
@@ -29,10 +29,8 @@ from gradsync.kernels.cpu.rows import (
 )
 
 __all__ = [
-    "HashedPartition",
     "NonzeroElements",
     "NonzeroRows",
-    "RotatedPartition",
     "RowUnion",
     "count_bits",
     "decode_bitmap",

@@ -6,6 +6,7 @@ import functools
 import importlib
 from collections.abc import Iterable, Sequence
 from types import ModuleType
+from typing import Any
 
 import torch  # before the native module, so that both use torch's OpenMP runtime
 from torch import Tensor
@@ -67,3 +68,14 @@ def plain(name: str, tensor: Tensor) -> object:
 
 def plains(name: str, tensors: Sequence[Tensor]) -> list[object]:
     return [plain(name, tensor) for tensor in tensors]
+
+
+class OwnerPartition:
+    """Items dealt to owners, however: see `gradsync.kernels.RotatedPartition` and `HashedPartition`."""
+
+    def __init__(self, dealt: Any, places: str) -> None:
+        self._dealt, self._places = dealt, places  # what errors call the places of the items
+        self.counts: list[int] = dealt.counts
+
+    def write(self, values: Tensor, places: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        self._dealt.write(plain("values", values), plains(self._places, places), plains("outs", outs))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradsync.kernels.checks import INT32_INDICES, check_owners, check_size
-from gradsync.kernels.cpu.boundary import load, plain, plains, threads_for
+from gradsync.kernels.cpu.boundary import OwnerPartition, load, plain, plains, threads_for
 from gradsync.kernels.reference.hashing import hash_key
 
 
@@ -23,34 +22,16 @@ def owners_by_hash(
     (module or load()).owners_by_hash(*arrays, threads_for(threads, indices.numel()))
 
 
-class HashedPartition:
-    """See `gradsync.kernels.HashedPartition`."""
-
-    def __init__(
-        self,
-        indices: Tensor,
-        size: int,
-        n: int,
-        seed: int,
-        threads: int | None = None,
-        module: ModuleType | None = None,
-    ) -> None:
-        check_owners(n)
-        check_size("size", size)
-        self._partition: Any = (module or load()).HashedPartition(
-            plain("indices", indices), size, n, hash_key(seed), threads_for(threads, indices.numel())
-        )
-        self.counts: list[int] = self._partition.counts
-
-    def write(self, values: Tensor, indices_out: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-        self._partition.write(plain("values", values), plains("indices_out", indices_out), plains("outs", outs))
-
-
 def partition_hashed(
     indices: Tensor, size: int, n: int, seed: int, *, threads: int | None = None, module: ModuleType | None = None
-) -> HashedPartition:
+) -> OwnerPartition:
     """See `gradsync.kernels.partition_hashed`."""
-    return HashedPartition(indices, size, n, seed, threads, module)
+    check_owners(n)
+    check_size("size", size)
+    dealt = (module or load()).HashedPartition(
+        plain("indices", indices), size, n, hash_key(seed), threads_for(threads, indices.numel())
+    )
+    return OwnerPartition(dealt, "indices_out")
 
 
 def owned_by_hash(

@@ -1,4 +1,4 @@
-"""Zen's hierarchical hashing (OSDI 2025, section 3.2) by threads that compare and swap."""
+"""Zen's hierarchical hashing (OSDI 2025, algorithm 1) by threads that compare and swap."""
 
 from __future__ import annotations
 

@@ -4,43 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
 
 from torch import Tensor
 
 from gradsync.kernels.checks import check_owners, check_rotated_size
-from gradsync.kernels.cpu.boundary import load, plain, plains, threads_for
+from gradsync.kernels.cpu.boundary import OwnerPartition, load, plain, plains, threads_for
 from gradsync.kernels.reference.rotated import rotation_key
-
-
-class RotatedPartition:
-    """See `gradsync.kernels.RotatedPartition`."""
-
-    def __init__(
-        self,
-        indices: Tensor,
-        size: int,
-        n: int,
-        seed: int,
-        threads: int | None = None,
-        module: ModuleType | None = None,
-    ) -> None:
-        check_owners(n)
-        check_rotated_size(size, n)
-        self._partition: Any = (module or load()).RotatedPartition(
-            plain("indices", indices), size, n, rotation_key(seed), threads_for(threads, indices.numel())
-        )
-        self.counts: list[int] = self._partition.counts
-
-    def write(self, values: Tensor, positions: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-        self._partition.write(plain("values", values), plains("positions", positions), plains("outs", outs))
 
 
 def partition_rotated(
     indices: Tensor, size: int, n: int, seed: int, *, threads: int | None = None, module: ModuleType | None = None
-) -> RotatedPartition:
+) -> OwnerPartition:
     """See `gradsync.kernels.partition_rotated`."""
-    return RotatedPartition(indices, size, n, seed, threads, module)
+    check_owners(n)
+    check_rotated_size(size, n)
+    dealt = (module or load()).RotatedPartition(
+        plain("indices", indices), size, n, rotation_key(seed), threads_for(threads, indices.numel())
+    )
+    return OwnerPartition(dealt, "positions")
 
 
 def join_rotated(

@@ -1,4 +1,4 @@
-"""The owners of single elements by hash, in plain torch operations (Zen, OSDI 2025, section 3.2)."""
+"""The owners of single elements by hash, in plain torch operations (Zen's h0, OSDI 2025)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Zen's hierarchical hashing (OSDI 2025, section 3.2) in plain torch operations: rounds in lock-step."""
+"""Zen's hierarchical hashing (OSDI 2025, algorithm 1) in plain torch operations: rounds in lock-step."""
 
 from __future__ import annotations
 
