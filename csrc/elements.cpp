@@ -57,30 +57,32 @@ template <typename Unsigned> void NonzeroElements::mark(int threads) {
     if (whole < bitmap_.num_words()) bitmap_.words()[whole] = nonzero_mask(x + whole * kWordBits, numel_ % kWordBits);
 }
 
-template <typename Index> void NonzeroElements::write(Index *indices, void *values, int threads) const {
-    if (itemsize_ == 2) write_as(indices, static_cast<uint16_t *>(values), threads);
-    else if (itemsize_ == 4) write_as(indices, static_cast<uint32_t *>(values), threads);
-    else write_as(indices, static_cast<uint64_t *>(values), threads);
-}
-
-template void NonzeroElements::write(int32_t *, void *, int) const;
-template void NonzeroElements::write(int64_t *, void *, int) const;
-
 template <typename Unsigned, typename Index>
-void NonzeroElements::write_as(Index *indices, Unsigned *values, int threads) const {
+static void write_as(const RankBitmap &bitmap, const void *from, Index *indices, void *to, int threads) {
     constexpr size_t kBlockWords = 256;  // values are taken while their indices are in the first-level cache
-    const auto *x = static_cast<const Unsigned *>(x_);
+    const auto *x = static_cast<const Unsigned *>(from);
+    auto *values = static_cast<Unsigned *>(to);
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
     for (int t = 0; t < threads; ++t) {
-        const size_t end = share_begin(bitmap_.num_words(), t + 1, threads);
-        for (size_t first = share_begin(bitmap_.num_words(), t, threads); first < end; first += kBlockWords) {
+        const size_t end = share_begin(bitmap.num_words(), t + 1, threads);
+        for (size_t first = share_begin(bitmap.num_words(), t, threads); first < end; first += kBlockWords) {
             const size_t stop = std::min(end, first + kBlockWords);
-            const size_t begin = bitmap_.rank_of_word(first), count = bitmap_.rank_of_word(stop) - begin;
-            decode_words(bitmap_.words() + first, stop - first, first * kWordBits, indices + begin, count);
+            const size_t begin = bitmap.rank_of_word(first), count = bitmap.rank_of_word(stop) - begin;
+            decode_words(bitmap.words() + first, stop - first, first * kWordBits, indices + begin, count);
             for (size_t i = begin; i < begin + count; ++i) values[i] = x[indices[i]];
         }
     }
 }
+
+template <typename Index>
+void write_elements(const RankBitmap &bitmap, const void *x, size_t itemsize, Index *indices, void *values, int threads) {
+    if (itemsize == 2) write_as<uint16_t>(bitmap, x, indices, values, threads);
+    else if (itemsize == 4) write_as<uint32_t>(bitmap, x, indices, values, threads);
+    else write_as<uint64_t>(bitmap, x, indices, values, threads);
+}
+
+template void write_elements(const RankBitmap &, const void *, size_t, int32_t *, void *, int);
+template void write_elements(const RankBitmap &, const void *, size_t, int64_t *, void *, int);
 
 RotatedPartition::RotatedPartition(Indices indices, uint64_t size, RotatedStripe stripe, int threads)
     : stripe_(stripe), dealt_(require_sorted(indices, size), stripe.owners(), threads, [stripe](uint64_t element) {

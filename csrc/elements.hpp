@@ -21,17 +21,22 @@ uint64_t count_bits(const uint64_t *words, size_t num_words, int threads);
 template <typename Index>
 void decode_bitmap(const uint64_t *words, size_t num_words, Index *out, size_t count, int threads);
 
+// The elements of x whose bits are set: their indices, ascending, and their values, of 2, 4 or 8 bytes.
+template <typename Index>
+void write_elements(const RankBitmap &bitmap, const void *x, size_t itemsize, Index *indices, void *values, int threads);
+
 // Which elements are not zero; see NonzeroRows.
 class NonzeroElements {
 public:
     NonzeroElements(const void *x, size_t numel, size_t itemsize, int threads);
 
     const RankBitmap &bitmap() const { return bitmap_; }
-    template <typename Index> void write(Index *indices, void *values, int threads) const;
+    template <typename Index> void write(Index *indices, void *values, int threads) const {
+        write_elements(bitmap_, x_, itemsize_, indices, values, threads);
+    }
 
 private:
     template <typename Unsigned> void mark(int threads);
-    template <typename Unsigned, typename Index> void write_as(Index *indices, Unsigned *values, int threads) const;
 
     const void *x_;
     size_t numel_, itemsize_;

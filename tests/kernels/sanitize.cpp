@@ -16,6 +16,7 @@
 #include "offsets.hpp"
 #include "rows.hpp"
 #include "sum_rows.hpp"
+#include "top_k.hpp"
 
 using namespace MODULE_NAME;
 
@@ -161,6 +162,29 @@ template <typename T, typename Index> static void check_elements(size_t size, si
     }
 }
 
+// Few distinct magnitudes, so that ties are cut; on both sides of the size from which a sample is taken. The last
+// element alone is the largest, `repeat` at a time are equal.
+template <typename T, typename Index> static void check_top_k(size_t size, size_t repeat, int threads) {
+    std::vector<T> x(size);
+    for (size_t i = 0; i < size; ++i) x[i] = narrow<T>((i % 2 ? 1.0f : -1.0f) * static_cast<float>((size - i) / repeat % 8));
+    if (size > 0) x[size - 1] = narrow<T>(-9);
+    for (size_t k : {size_t{0}, size / 100, size / 3, size}) {
+        const RankBitmap chosen = top_k(x.data(), size, sizeof(T), k, threads);
+        CHECK(chosen.count() == k);
+        std::vector<Index> indices(k), expected(size);
+        std::vector<T> values(k);
+        write_elements(chosen, x.data(), sizeof(T), indices.data(), values.data(), threads);
+        for (size_t i = 0; i < size; ++i) expected[i] = static_cast<Index>(i);
+        std::stable_sort(expected.begin(), expected.end(), [&](Index a, Index b) {
+            return std::abs(widen(x[a])) > std::abs(widen(x[b]));
+        });
+        std::sort(expected.begin(), expected.begin() + k);
+        expected.resize(k);
+        CHECK(indices == expected);
+        for (size_t i = 0; i < k; ++i) CHECK(widen(values[i]) == widen(x[indices[i]]));
+    }
+}
+
 template <typename Format, typename Index> static void check_offsets(size_t size, size_t every) {
     std::vector<Index> indices;
     for (size_t i = 0; i < size; i += every) indices.push_back(static_cast<Index>(i));
@@ -271,6 +295,11 @@ template <typename T> static void check_all(int threads) {
         for (size_t every : {1, 2, 7, 100}) {
             check_elements<T, int32_t>(size, every, threads);
             check_elements<T, int64_t>(size, every, threads);
+        }
+    for (size_t size : {0, 1, 64, 65, 5000, 20011})
+        for (size_t repeat : {1, 100}) {
+            check_top_k<T, int32_t>(size, repeat, threads);
+            check_top_k<T, int64_t>(size, repeat, threads);
         }
 }
 
@@ -444,6 +473,9 @@ static bool overrun(const std::string &kernel) {
     } else if (kernel == "nonzero_elements") {
         const std::vector<float> x(127);
         NonzeroElements(x.data(), 128, 4, 1);
+    } else if (kernel == "top_k") {
+        const std::vector<float> x(127);
+        top_k(x.data(), 128, 4, 1, 1);
     } else if (kernel == "encode_bitmap") {
         std::vector<uint64_t> words(2);
         encode_bitmap({indices.data(), true, 3}, 3 * kWordBits, words.data());

@@ -120,6 +120,13 @@ def nonzero_elements(g: torch.Generator, *, size: int, density: float) -> Work:
     )
 
 
+def top_k(g: torch.Generator, *, size: int, density: float) -> Work:
+    """The largest elements of a dense tensor."""
+    x, k = torch.randn(size, generator=g), round(density * size)
+    indices, values = torch.zeros(k, dtype=torch.int32), torch.zeros(k)
+    return Work(lambda module: module.top_k(x, indices, values), [indices, values], tensor_bytes(x, indices, values))
+
+
 def _bitmap(g: torch.Generator, size: int, density: float) -> tuple[Tensor, Tensor]:
     indices, words = some_of(size, density, g), torch.zeros(-(-size // 64), dtype=torch.int64)
     cpu.encode_bitmap(indices, size, words)
@@ -260,7 +267,7 @@ WORK: dict[str, Callable[..., Work]] = {
     for work in (
         sum_rows, unite_rows, join_columns, scatter_rows, nonzero_rows, nonzero_elements, encode_bitmap, decode_bitmap,
         count_bits, encode_offsets, decode_offsets, partition_rotated, rotated_index, join_rotated, owners_by_hash,
-        partition_hashed, owned_by_hash, positions_in, hierarchical_hash,
+        partition_hashed, owned_by_hash, positions_in, hierarchical_hash, top_k,
     )
 }  # fmt: skip
 _TABLE = {"ranks": 8, "size": 1_250_000, "dtype": "float32"}  # an eighth of ten million rows: one of 8 owners' share
@@ -313,6 +320,8 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (  # kernel, parameters of its w
     ("positions_in", {"size": _DENSE, "density": 0.01, "owners": 8}),
     ("positions_in", {"size": _DENSE, "density": 0.1, "owners": 8}),
     ("hierarchical_hash", {"nnz": 1_000_000, "size": _ELEMENTS, "owners": 8}),
+    ("top_k", {"size": 8 * _BITS, "density": 0.001}),
+    ("top_k", {"size": 8 * _BITS, "density": 0.01}),
 )
 
 

@@ -57,6 +57,7 @@ __all__ = [
     "rotated_index",
     "scatter_rows",
     "sum_rows",
+    "top_k",
     "unite_rows",
     "use",
 ]
@@ -68,7 +69,7 @@ _KERNELS = (
     "sum_rows", "unite_rows", "join_columns", "scatter_rows", "nonzero_rows", "nonzero_elements", "encode_bitmap",
     "decode_bitmap", "count_bits", "encode_offsets", "decode_offsets", "partition_rotated",
     "join_rotated", "rotated_index", "owners_by_hash", "partition_hashed", "owned_by_hash", "positions_in",
-    "hierarchical_hash",
+    "hierarchical_hash", "top_k",
 )  # fmt: skip
 _TABLE: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {  # kernel: (reference, native)
     kernel: (getattr(reference, kernel), getattr(cpu, kernel)) for kernel in _KERNELS
@@ -192,6 +193,24 @@ def nonzero_elements(x: Tensor) -> NonzeroElements:
     """Finds the elements of `x`, (numel,) floating, that are not zero; tested as in `nonzero_rows`."""
     found: NonzeroElements = _pick("nonzero_elements", [x], x.numel())(x)
     return found
+
+
+def top_k(x: Tensor, indices: Tensor, values: Tensor) -> None:
+    """Writes the k elements of `x` of the largest magnitude, k as the outputs say, in the order of their indices.
+
+    Exact. Magnitudes compare by their bits: a NaN is larger than infinity. Of equal ones, those with the smallest
+    indices are taken.
+
+    Args:
+        x: (numel,) floating.
+        indices: (k,) int64, or int32 for up to 2^31 elements.
+        values: (k,), in the dtype of `x`.
+
+    Raises:
+        ValueError: k larger than numel; shapes that do not fit; native: more than 2^34 elements.
+        TypeError: other or different dtypes.
+    """
+    _pick("top_k", [x, indices, values], x.numel())(x, indices, values)
 
 
 def encode_bitmap(indices: Tensor, size: int, out: Tensor) -> None:

@@ -13,6 +13,7 @@ from gradsync.kernels.cpu.elements import (
     decode_bitmap,
     encode_bitmap,
     nonzero_elements,
+    top_k,
 )
 from gradsync.kernels.cpu.hashing import owned_by_hash, owners_by_hash, partition_hashed, positions_in
 from gradsync.kernels.cpu.hierarchy import hierarchical_hash
@@ -52,5 +53,6 @@ __all__ = [
     "scatter_rows",
     "sum_rows",
     "supports",
+    "top_k",
     "unite_rows",
 ]

@@ -9,6 +9,7 @@ from gradsync.kernels.reference.elements import (
     decode_bitmap,
     encode_bitmap,
     nonzero_elements,
+    top_k,
 )
 from gradsync.kernels.reference.hashing import (
     HashedPartition,
@@ -63,5 +64,6 @@ __all__ = [
     "rotation",
     "scatter_rows",
     "sum_rows",
+    "top_k",
     "unite_rows",
 ]

@@ -138,10 +138,15 @@ def _check_matrix(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} must be 2-D, got {tuple(tensor.shape)}")
 
 
+def magnitudes(x: Tensor) -> Tensor:
+    """All bits but the sign, as integers of the elements' size, which are in the order of |x|."""
+    bits = x.contiguous().view(_BITS[x.element_size()])
+    return bits & torch.iinfo(bits.dtype).max
+
+
 def is_nonzero(x: Tensor) -> Tensor:
     """Where any bit but the sign is set."""
-    bits = x.contiguous().view(_BITS[x.element_size()])
-    return (bits & torch.iinfo(bits.dtype).max) != 0
+    return magnitudes(x) != 0
 
 
 class NonzeroRows:
