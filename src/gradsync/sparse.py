@@ -1,4 +1,4 @@
-"""Row-sparse tensors: some rows of a table, as the gradient of `nn.Embedding(sparse=True)` has them."""
+"""Sparse tensors: some rows of a table, as the gradient of `nn.Embedding(sparse=True)` has them, or some elements."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ import torch
 from torch import Tensor
 
 from . import kernels
+
+INT32_ROWS = 2**31  # tables up to this many rows, or elements, have indices of 4 bytes, larger ones of 8
+
+
+def index_dtype(num_rows: int) -> torch.dtype:
+    return torch.int32 if num_rows <= INT32_ROWS else torch.int64
 
 
 @dataclass(frozen=True)
@@ -97,4 +103,41 @@ class SparseRows:
     def write_to(self, dense: Tensor) -> Tensor:
         """Overwrites rows of `dense` (num_rows, ...), contiguous, by these; returns it. The indices are unique."""
         kernels.scatter_rows(self.indices, self.values, dense.view(self.num_rows, self.dim), accumulate=False)
+        return dense
+
+
+@dataclass(frozen=True)
+class SparseVector:
+    """Some elements of a vector of `length`; all others are zero. Indices ascend, without repetition."""
+
+    indices: Tensor  # (nnz,) int32 or int64
+    values: Tensor  # (nnz,)
+    length: int
+
+    def __post_init__(self) -> None:
+        if self.indices.dim() != 1 or self.values.shape != self.indices.shape:
+            raise ValueError(
+                "SparseVector needs indices and values of one shape (nnz,), got "
+                f"{tuple(self.indices.shape)} and {tuple(self.values.shape)}"
+            )
+
+    @property
+    def nnz(self) -> int:
+        return int(self.indices.numel())
+
+    @property
+    def nbytes(self) -> int:
+        """As a list of indices and one of values."""
+        return self.nnz * (self.indices.itemsize + self.values.itemsize)
+
+    def to_dense(self) -> Tensor:
+        """All elements, (length,)."""
+        dense = self.values.new_zeros(self.length)
+        kernels.scatter_rows(self.indices, self.values[:, None], dense[:, None], accumulate=False)
+        return dense
+
+    def subtract_from(self, dense: Tensor) -> Tensor:
+        """Overwrites `dense` (length,) by what these elements leave of it; returns it."""
+        values = self.values.to(dense.dtype).neg()
+        kernels.scatter_rows(self.indices, values[:, None], dense[:, None], accumulate=True)
         return dense

@@ -13,11 +13,11 @@ from ..bucket import Layout, TensorSpec
 from ..cluster import Placement
 from ..comm import Group
 from ..density import DensityProfile
+from ..sparse import index_dtype
 from ..steps import Compute, Pattern, Step, Transfer
 from .base import Scheme, State, register
 from .dense import AllReduce
 from .formats import Part, PartFormat
-from .positions import index_dtype
 
 COUNT_BYTES = 8  # a number of elements, as the ranks tell it
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..sparse import index_dtype
 
 ALIGNMENT_BYTES = 8
-INT32_ROWS = 2**31  # tables up to this many rows send indices of 4 bytes, larger ones of 8
 WORD_BITS = 64  # of a bitmap, the unit of the kernels
 
 
@@ -26,10 +26,6 @@ def aligned(nbytes: float) -> float:
     if isinstance(nbytes, int) or nbytes.is_integer():
         return -(-int(nbytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     return nbytes + ALIGNMENT_BYTES / 2
-
-
-def index_dtype(num_rows: int) -> torch.dtype:
-    return torch.int32 if num_rows <= INT32_ROWS else torch.int64
 
 
 class IndexFormat(StrEnum):
