@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from gradsync.workloads import BertWorkload, LSTMWorkload, NMTWorkload, Workload, load, names
+from gradsync.workloads import BertWorkload, GPTWorkload, LSTMWorkload, NMTWorkload, Workload, load, names
 from gradsync.workloads.base import DataWorkload
 from gradsync.workloads.data import cache_directory
 from tests.workloads.training import opened, opened_or_skip
@@ -20,6 +20,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lstm": {"data": "zipf", "batch_size": 16, "vocabulary": 2000, "num_negatives": 128},
     "nmt": {"data": "zipf", "batch_size": 16, "german_words": 2000, "english_words": 2000, "num_negatives": 128},
     "bert": {"data": "zipf", "batch_size": 8, "dim": 64},
+    "gpt": {"data": "zipf", "batch_size": 2, "dim": 64, "context": 16},
 }
 
 
@@ -53,7 +54,8 @@ def test_every_workload_has_the_batches_of_a_late_start(workload: Workload) -> N
 
 
 @pytest.mark.parametrize(
-    ("kind", "module"), [(LSTMWorkload, "gcide"), (NMTWorkload, "phrases"), (BertWorkload, "entries")]
+    ("kind", "module"),
+    [(LSTMWorkload, "gcide"), (NMTWorkload, "phrases"), (BertWorkload, "entries"), (GPTWorkload, "tokens")],
 )
 def test_a_second_load_maps_the_cache_and_needs_neither_network_nor_package(
     kind: type[DataWorkload], module: str, monkeypatch: pytest.MonkeyPatch

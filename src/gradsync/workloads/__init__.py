@@ -22,10 +22,19 @@ from gradsync.workloads.data import DataUnavailableError as DataUnavailableError
 from gradsync.workloads.deepfm import DeepFMWorkload as DeepFMWorkload
 from gradsync.workloads.dense import Dense20 as Dense20
 from gradsync.workloads.dense import Dense160 as Dense160
+from gradsync.workloads.gpt import GPTWorkload as GPTWorkload
 from gradsync.workloads.lstm import LSTMWorkload as LSTMWorkload
 from gradsync.workloads.nmt import NMTWorkload as NMTWorkload
 
-_KINDS: tuple[type[Workload], ...] = (DeepFMWorkload, LSTMWorkload, NMTWorkload, BertWorkload, Dense20, Dense160)
+_KINDS: tuple[type[Workload], ...] = (
+    DeepFMWorkload,
+    LSTMWorkload,
+    NMTWorkload,
+    BertWorkload,
+    GPTWorkload,
+    Dense20,
+    Dense160,
+)
 _WORKLOADS = {kind.name: kind for kind in _KINDS}
 
 

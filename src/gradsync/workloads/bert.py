@@ -20,12 +20,10 @@ from torch.optim import Optimizer
 from gradsync.workloads.base import Batch, DataWorkload, adagrad_of_tables, evaluating
 from gradsync.workloads.data import Array
 from gradsync.workloads.entries import LABELS, MAX_PIECES, PADDING, VOCABULARY, open_entries
+from gradsync.workloads.transformer import NUM_LAYERS, check_dim, num_parameters_of_layers, transformer_layers
 
 HELD_OUT_RATIO = 0.02
 EVALUATION_BATCH = 64
-NUM_LAYERS = 2
-HEAD_DIM = 64  # BERT's
-FEED_FORWARD_RATIO = 4
 INITIAL_STD = 0.1
 DENSE_RATE_RATIO = 0.1  # as in `lstm`: Adagrad's first steps are about as long as the rate
 
@@ -38,18 +36,7 @@ class BertClassifier(nn.Module):
         self.pieces = nn.Embedding(VOCABULARY, dim, padding_idx=PADDING, sparse=sparse)
         self.positions = nn.Parameter(torch.empty(MAX_PIECES, dim))
         self.embedded_norm = nn.LayerNorm(dim)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(
-                dim,
-                dim // HEAD_DIM,
-                FEED_FORWARD_RATIO * dim,
-                dropout=0.0,
-                activation="gelu",
-                batch_first=True,
-                norm_first=True,
-            )
-            for _ in range(NUM_LAYERS)
-        )
+        self.layers = transformer_layers(dim)
         self.encoded_norm = nn.LayerNorm(dim)
         self.pooler = nn.Linear(dim, dim)
         self.classifier = nn.Linear(dim, len(LABELS))
@@ -84,8 +71,7 @@ class BertWorkload(DataWorkload):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.dim < 1 or self.dim % HEAD_DIM:
-            raise ValueError(f"dim must be a positive multiple of {HEAD_DIM} (a head of attention), got {self.dim}")
+        check_dim(self.dim)
 
     def open(self, cache: Path) -> tuple[Array, str]:
         return open_entries(self.data, cache)
@@ -124,10 +110,8 @@ class BertWorkload(DataWorkload):
 
     def describe(self) -> str:
         in_table = VOCABULARY * self.dim
-        # A layer: attention of 4 squares, feed-forward, biases, norms. The rest: positions, two norms, the head.
-        layer = (4 + 2 * FEED_FORWARD_RATIO) * self.dim**2 + (9 + FEED_FORWARD_RATIO) * self.dim
-        rest = self.dim**2 + (MAX_PIECES + 5 + len(LABELS)) * self.dim + len(LABELS)
-        num_parameters = in_table + NUM_LAYERS * layer + rest
+        rest = self.dim**2 + (MAX_PIECES + 5 + len(LABELS)) * self.dim + len(LABELS)  # positions, two norms, the head
+        num_parameters = in_table + num_parameters_of_layers(self.dim) + rest
         data = f"{self.num_samples:,} entries of a dictionary of English (GCIDE), label: part of speech"
         if self.source == "zipf":
             data = f"{self.num_samples:,} GENERATED entries (Zipf law; not real data)"

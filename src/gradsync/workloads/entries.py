@@ -22,13 +22,13 @@ import numpy as np
 from gradsync.workloads import gcide
 from gradsync.workloads.data import (
     Array,
-    DataUnavailableError,
     cached_array,
     check_counts,
     fetch_debian,
     real_or_zipf,
     zipf_ranks,
 )
+from gradsync.workloads.pieces import encoded, tokenizers
 
 logger = logging.getLogger(__name__)
 
@@ -130,18 +130,13 @@ def _pieces(texts: list[list[str]]) -> dict[str, list[int]]:
     Raises:
         DataUnavailableError: when there is no `tokenizers`.
     """
-    try:
-        from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-    except ImportError as error:
-        raise DataUnavailableError(
-            "cutting words into pieces needs tokenizers and it is not installed: pip install 'gradsync[bert]'"
-        ) from error
-    tokenizer = Tokenizer(models.WordPiece(unk_token=SIGNS[UNKNOWN]))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    library = tokenizers()
+    tokenizer = library.Tokenizer(library.models.WordPiece(unk_token=SIGNS[UNKNOWN]))
+    tokenizer.pre_tokenizer = library.pre_tokenizers.WhitespaceSplit()
     # The trainer numbers continuing letters in the order of a hash table unless they are given, like signs.
     letters = ["##" + letter for letter in string.ascii_lowercase + string.digits + "'-"]
-    trainer = trainers.WordPieceTrainer(vocab_size=VOCABULARY, special_tokens=[*SIGNS, *letters], show_progress=False)
+    trainer = library.trainers.WordPieceTrainer(
+        vocab_size=VOCABULARY, special_tokens=[*SIGNS, *letters], show_progress=False
+    )
     tokenizer.train_from_iterator((" ".join(words) for words in texts), trainer)
-    types = sorted({word for words in texts for word in words})
-    encoded = tokenizer.encode_batch(types, add_special_tokens=False)
-    return {word: encoding.ids for word, encoding in zip(types, encoded, strict=True)}
+    return encoded(tokenizer, texts)
