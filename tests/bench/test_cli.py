@@ -23,13 +23,19 @@ def gradsync(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.timeout(180)
 def test_bench_sync_prints_records_as_json_and_nothing_else() -> None:
-    done = gradsync("bench", "sync", "--quick", "--loopback", "--nodes", "2", "--json", "-")
+    workloads = ["--workload", "deepfm,topk", "--option", "data=any"]
+    done = gradsync("bench", "sync", "--quick", "--loopback", "--nodes", "2", *workloads, "--json", "-")
     assert done.returncode == 0, done.stderr
     records = [Record.model_validate(row) for row in json.loads(done.stdout)]
-    assert {r.subject for r in records} == {"all_reduce", "balanced_parallelism", "agsparse", "ddp"}
+    of_rows, of_elements = (
+        {r.subject for r in records if r.params.get("workload") == name} for name in ("deepfm", "topk")
+    )
+    assert of_rows == {"balanced_parallelism", "agsparse", "ddp"}
+    assert of_elements == {"balanced_elements", "all_reduce", "ddp_bf16"}
+    assert {r.subject for r in records} == of_rows | of_elements
     for record in records:
         assert record.case == "sync" and record.ratio is not None and record.aa is not None
-        if record.subject != "ddp":
+        if record.subject not in ("ddp", "ddp_bf16"):
             assert record.bound_s is not None and record.bound_s > 0 and "bound_ratio" in record.params
             assert record.cpu_s is not None and record.cpu_s > 0
             assert record.predicted_s is not None and record.predicted_s > record.bound_s

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -11,14 +11,16 @@ from .. import workloads
 from ..workloads import Workload
 
 
-def parse_options(names: Sequence[str], texts: Iterable[str]) -> dict[str, Any]:
+def parse_options(
+    names: Sequence[str], texts: Iterable[str], kind_of: Callable[[str], type[Workload]] = workloads.kind_of
+) -> dict[str, Any]:
     """The options that `texts` (`dim=32`) give to each of the workloads `names`; their data are not looked for.
 
     Raises:
         ValueError: for an unknown workload, a text of another form, an option that is given twice or that some workload
             does not have, a value of another type or out of range; with all options of these workloads.
     """
-    kinds = [workloads.kind_of(name) for name in names]
+    kinds = [kind_of(name) for name in names]
     try:
         options = _values(kinds, texts)
         for kind in kinds:

@@ -14,17 +14,18 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from .. import workloads
 from ..costs import CostModel
 from ..lab import Scenario
 from ..report.record import Record, Spread, WireBytes
-from ..schemes import AllReduce
+from ..schemes import AllReduce, BalancedElements
+from . import topk
 from .launch import Loopback, cluster, once_more_after_crash, run_ranks
 from .methods import SPARSE_SCHEMES
 from .provenance import commit, machine, versions
 
 DENSE_SIZES_BYTES = (4 << 10, 256 << 10, 4 << 20)
-SUBJECTS = (AllReduce.name, *SPARSE_SCHEMES, "ddp")  # ddp: all elements, beside DDP's sparse way
+# ddp: all elements, beside DDP's sparse way; ddp_bf16: in 16 bits, beside that.
+SUBJECTS = (AllReduce.name, *SPARSE_SCHEMES, BalancedElements.name, "ddp", "ddp_bf16")
 FIT_SIZES_BYTES = (8, 4 << 10, 1 << 20, 4 << 20)
 
 
@@ -56,7 +57,7 @@ def run_sync(spec: SyncSpec, on_event: Callable[[dict[str, Any]], None]) -> tupl
         RuntimeError: when a rank failed.
     """
     for name in spec.workloads:
-        workloads.load(name, **spec.options)  # fetched here: ranks in a lab reach no registry
+        topk.load(name, **spec.options)  # fetched here: ranks in a lab reach no registry
     scenario = Scenario(nodes=spec.nodes, link=spec.link, ranks_per_node=spec.ranks_per_node, **spec.scenario)
     notes: list[str] = []
     with cluster(scenario, notes, loopback=spec.loopback) as where:

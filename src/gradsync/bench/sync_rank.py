@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,23 +13,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .. import workloads
 from ..bucket import Layout, TensorSpec
 from ..cluster import Placement
-from ..comm import Ledger, RecordingGroup, TorchGroup, drive, torch_group
+from ..comm import Group, Ledger, RecordingGroup, TorchGroup, drive, torch_group
 from ..costs import CostModel
-from ..density import DensityProfile, profile_tables
+from ..density import DensityProfile, profile_rows, profile_tables
 from ..lab.counters import interface_bytes
-from ..schemes import AllReduce, Scheme, candidates, select, with_capacity
+from ..schemes import BLOCKS_OF_256, AllReduce, BalancedElements, Scheme, candidates, select, with_capacity
 from ..sparse import SparseRows
 from ..steps import Compute, Pattern, Transfer, transfers
+from . import topk
 from .methods import SPARSE_SCHEMES
 from .rank import event, run_rank
 from .sync import DENSE_SIZES_BYTES, FIT_SIZES_BYTES, SyncSpec
+from .topk import TopKWorkload
 
 TIMEOUT_S = 120.0
 COPY_BYTES = 128 << 20
 HEAD_START_S = 0.03  # for the news of the instant to start to reach everybody
+ELEMENT_SCHEMES: dict[str, Scheme[Any]] = {s.name: s for s in (BalancedElements(), AllReduce())}
 
 
 @dataclass(frozen=True)
@@ -115,12 +117,15 @@ def memory_bytes_per_s(spec: SyncSpec) -> float:
     return 2 * COPY_BYTES / statistics.median(seconds_of(copy, spec))
 
 
-def scheme_exchange(scheme: Scheme[Any], group: TorchGroup, x: Callable[[], Any]) -> tuple[Exchange, Ledger]:
+def scheme_exchange(
+    scheme: Scheme[Any], group: TorchGroup, x: Callable[[], Any], prepare: Callable[[], object] = lambda: None
+) -> tuple[Exchange, Ledger]:
     """Runs the scheme on `x()`; the ledger fills at each run."""
     ledger = Ledger()
     recording = RecordingGroup(group, ledger)
     scale = 1.0 / group.size
-    return Exchange(lambda: drive(scheme.synchronize(x(), {}, recording, scale), timeout_s=TIMEOUT_S)), ledger
+    run = Exchange(lambda: drive(scheme.synchronize(x(), {}, recording, scale), timeout_s=TIMEOUT_S), prepare)
+    return run, ledger
 
 
 def ddp_sparse_exchange(gradients: Sequence[Tensor]) -> Exchange:
@@ -186,40 +191,86 @@ def dense_case(nbytes: int, group: TorchGroup, spec: SyncSpec) -> dict[str, Any]
     )
 
 
+@dataclass(frozen=True)
+class Gradients:
+    """What one real step leaves on this rank to be exchanged, and how DDP would do it."""
+
+    layout: Layout
+    x: Callable[[], Any]
+    specs: tuple[TensorSpec, ...]
+    profiles: tuple[DensityProfile, ...]  # of all ranks, exact
+    baselines: dict[str, Exchange]
+    prepare: Callable[[], object] = lambda: None  # before each exchange
+
+
 def workload_case(name: str, group: TorchGroup, spec: SyncSpec, cost: CostModel) -> dict[str, Any]:
-    """The sparse gradients of one real step: sparse schemes beside DDP's sparse and dense ways."""
-    workload = workloads.load(name, **spec.options)
+    """The sparse gradients of one real step: sparse schemes beside DDP's ways."""
+    workload = topk.load(name, **spec.options)
     model = workload.model(sparse=True, seed=spec.seed)
-    workload.loss(model, next(workload.batches(group.rank, group.size, spec.seed))).backward()
-    gradients = sparse_gradients(model)
-    tables = tuple(SparseRows.from_torch(g) for g in gradients)
-    dense = [g.to_dense() for g in gradients]
-    profiles = measured_profiles(tables, group)
-    specs = tuple(TensorSpec.of(g) for g in gradients)
-    planned, selected = schemes_of(specs, profiles, group.size, spec, cost)
-    schemes = {name: scheme_exchange(s, group, lambda: tables) for name, s in planned.items()}
-    costs = {name: step_costs(s, specs, profiles, group.size) for name, s in planned.items()}
+    batches = workload.batches(group.rank, group.size, spec.seed)
+    if isinstance(workload, TopKWorkload):
+        found = elements_of_step(workload.sparsified(model, batches), group)
+    else:
+        workload.loss(model, next(batches)).backward()
+        found = rows_of_step(sparse_gradients(model), group)
+    planned, selected = schemes_of(found.layout, found.specs, found.profiles, group.size, spec, cost)
     params = {
         "workload": name,
         **spec.options,
-        "density": [p.density for p in profiles],
-        "union_rows": union_rows(profiles, group.size),
+        "density": [p.density for p in found.profiles],
+        "union_rows": union_rows(found.profiles, group.size),
     }
     case = measure(
         params,
-        {
-            "ddp_sparse": ddp_sparse_exchange(gradients),
-            "ddp": Exchange(lambda: [dist.all_reduce(g) for g in dense]),
-        },
-        schemes,
-        costs,
+        found.baselines,
+        {title: scheme_exchange(s, group, found.x, found.prepare) for title, s in planned.items()},
+        {title: step_costs(s, found.specs, found.profiles, group.size) for title, s in planned.items()},
         spec,
         selected,
     )
     return {**case, "options": workload.options}
 
 
+def rows_of_step(gradients: list[Tensor], group: TorchGroup) -> Gradients:
+    """Tables with sparse gradients; DDP has a sparse and a dense way."""
+    tables = tuple(SparseRows.from_torch(g) for g in gradients)
+    dense = [g.to_dense() for g in gradients]
+    return Gradients(
+        Layout.ROWS,
+        lambda: tables,
+        tuple(TensorSpec.of(g) for g in gradients),
+        measured_profiles(tables, group),
+        {
+            "ddp_sparse": ddp_sparse_exchange(gradients),
+            "ddp": Exchange(lambda: [dist.all_reduce(g) for g in dense]),
+        },
+    )
+
+
+def elements_of_step(sparsified: Tensor, group: Group) -> Gradients:
+    """All parameters as one flat tensor, mostly zero; DDP sums all of it, in 32 or 16 bits."""
+    bucket = torch.empty_like(sparsified)  # exchanges overwrite it
+
+    def bf16() -> None:
+        half = bucket.to(torch.bfloat16)
+        dist.all_reduce(half)
+        bucket.copy_(half)
+
+    def prepare() -> None:
+        bucket.copy_(sparsified)
+
+    return Gradients(
+        Layout.FLAT,
+        lambda: bucket,
+        (TensorSpec.of(bucket),),
+        (measured_elements(sparsified, group),),
+        {"ddp": Exchange(lambda: dist.all_reduce(bucket), prepare), "ddp_bf16": Exchange(bf16, prepare)},
+        prepare,
+    )
+
+
 def schemes_of(
+    layout: Layout,
     specs: tuple[TensorSpec, ...],
     profiles: tuple[DensityProfile, ...],
     size: int,
@@ -228,8 +279,9 @@ def schemes_of(
 ) -> tuple[dict[str, Scheme[Any]], str | None]:
     """The schemes to measure, by name: those of training, or all there are, with the name of the selected one."""
     if spec.schemes == "planned":
-        return {name: with_capacity(s, profiles) for name, s in SPARSE_SCHEMES.items()}, None
-    everything = candidates(Layout.ROWS, profiles, size)
+        planned = ELEMENT_SCHEMES if layout is Layout.FLAT else SPARSE_SCHEMES
+        return {name: with_capacity(s, profiles) for name, s in planned.items()}, None
+    everything = candidates(layout, profiles, size)
     selection = select(everything, specs, profiles, Placement.one_per_node(size), cost)
     named = {scheme.title: scheme for scheme in everything}
     assert len(named) == len(everything), "titles tell schemes apart"
@@ -242,12 +294,20 @@ def sparse_gradients(model: nn.Module) -> list[Tensor]:
 
 def measured_profiles(tables: tuple[SparseRows, ...], group: TorchGroup) -> tuple[DensityProfile, ...]:
     """The exact profiles of this step, from the indices of all ranks."""
+    return profile_tables([(table.num_rows, from_all_ranks(table.indices, group)) for table in tables])
 
-    def everyone(table: SparseRows) -> list[Tensor]:
-        sizes = group.all_gather(torch.tensor([table.nnz])).wait(TIMEOUT_S)
-        return group.all_gather(table.indices.contiguous(), [int(size) for size in sizes]).wait(TIMEOUT_S)
 
-    return profile_tables([(table.num_rows, everyone(table)) for table in tables])
+def measured_elements(x: Tensor, group: Group) -> DensityProfile:
+    """The exact profile of a flat tensor by element, and by block."""
+    indices = from_all_ranks(x.nonzero().flatten(), group)
+    length = BLOCKS_OF_256.block
+    blocks = profile_rows([rank // length for rank in indices], -(-x.numel() // length))
+    return replace(profile_rows(indices, x.numel()), blocks={length: blocks})
+
+
+def from_all_ranks(indices: Tensor, group: Group) -> list[Tensor]:
+    sizes = group.all_gather(torch.tensor([len(indices)])).wait(TIMEOUT_S)
+    return group.all_gather(indices.contiguous(), [int(size) for size in sizes]).wait(TIMEOUT_S)
 
 
 def union_rows(profiles: tuple[DensityProfile, ...], size: int) -> list[float]:

@@ -14,6 +14,9 @@ from ..bench.kernels import WORK, KernelsSpec, run_kernels
 from ..bench.methods import METHODS
 from ..bench.options import parse_options
 from ..bench.sync import DENSE_SIZES_BYTES, SUBJECTS, SyncSpec, run_sync
+from ..bench.topk import TopKWorkload
+from ..bench.topk import kind_of as exchange_kind_of
+from ..bench.topk import names as exchange_names
 from ..bench.train import TrainSpec, run_training
 from ..footprint import DEFAULT_SAMPLE
 from ..report.record import Record, save_records
@@ -48,6 +51,9 @@ Options = Annotated[
 ]
 
 
+OPTIONS_OF_TOPK = [name for name in declared_options(TopKWorkload) if name not in declared_options(kind_of("gpt"))]
+
+
 class SchemeSet(StrEnum):
     """What `bench sync` measures of each workload."""
 
@@ -60,7 +66,13 @@ Loopback = Annotated[bool, typer.Option(help="No namespaces: plain loopback, not
 
 @app.command()
 def sync(
-    workload: Annotated[str, typer.Option(help="Workloads whose gradients travel, comma-separated.")] = "deepfm",
+    workload: Annotated[
+        str,
+        typer.Option(
+            help=f"Workloads whose gradients travel, comma-separated: {', '.join(exchange_names())}. "
+            f"topk: the largest elements of gpt's; its options are also {', '.join(OPTIONS_OF_TOPK)}."
+        ),
+    ] = "deepfm",
     option: Options = None,
     nodes: Nodes = 4,
     ranks_per_node: RanksPerNode = 1,
@@ -77,7 +89,7 @@ def sync(
     """The exchange of gradients alone: every scheme beside what DDP issues for the same tensors."""
     chosen = tuple(workload.split(","))
     with plain_errors():
-        options = parse_options(chosen, option or ())
+        options = parse_options(chosen, option or (), exchange_kind_of)
     spec = SyncSpec(
         workloads=chosen,
         options=options,

@@ -8,18 +8,22 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..bench.options import parse_options
+from ..bench.topk import TopKWorkload, kind_of, load, names
 from ..characterization import Characterization, characterize_footprints, footprints_of
 from ..footprint import DEFAULT_SAMPLE, Footprints
 from ..recording import Recorder, await_recording, discard_recording, load_recording, recording, save_recording
 from ..report.sparsity import sparsity_table, summary, views, write_sparsity_page
-from ..workloads import load, names
+from ..workloads import Batch, Workload
 from .bench import Options
 from .progress import WIDE, beside, console, event_bar, plain_errors
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 OTHER_RANKS_TIMEOUT_S = 60.0
 
@@ -73,7 +77,7 @@ def _of_workload(
     name: str, texts: Sequence[str] | None, ranks: int, steps: int, seed: int, sample: int | None
 ) -> list[list[Footprints]]:
     """All ranks' gradients at the initial weights, one batch after the other."""
-    task = load(name, **parse_options([name], texts or ()))
+    task = load(name, **parse_options([name], texts or (), kind_of))
     model = task.model(sparse=True, seed=seed)
     batches = [task.batches(rank, ranks, seed) for rank in range(ranks)]
     found: list[list[Footprints]] = []
@@ -81,12 +85,18 @@ def _of_workload(
         for step in range(steps):
             found.append([])
             for rank in range(ranks):
-                model.zero_grad()
-                task.loss(model, next(batches[rank])).backward()
-                gradients = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
-                found[-1] += footprints_of([gradients], sample)
+                found[-1] += footprints_of([_gradients(task, model, batches[rank])], sample)
                 on_event({"step": step, "rank": rank})
     return found
+
+
+def _gradients(task: Workload, model: nn.Module, batches: Iterator[Batch]) -> dict[str, Tensor | None]:
+    """Of the next step, by parameter; of `topk`, what is left of all of them, as one tensor."""
+    if isinstance(task, TopKWorkload):
+        return {"all parameters": task.sparsified(model, batches)}
+    model.zero_grad()
+    task.loss(model, next(batches)).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
 
 
 def _record(script: Sequence[str], recorder: Recorder, out: Path) -> bool:

@@ -81,10 +81,16 @@ def load(name: str, **options: Any) -> Workload:
         ValueError: for an unknown name, an unknown option or a value out of range.
         DataUnavailableError: when the data are neither cached nor to be had from their package index.
     """
-    kind = kind_of(name)
+    return open_workload(kind_of(name), **options)
+
+
+def open_workload(kind: type[Workload], **options: Any) -> Workload:
+    """As `load`, for a class that need not be one of those with a name here."""
     known = list(declared_options(kind))
     if unknown := sorted(options.keys() - set(known)):
-        raise ValueError(f"workload {name!r} has no option {', '.join(unknown)}; its options are {', '.join(known)}")
+        raise ValueError(
+            f"workload {kind.name!r} has no option {', '.join(unknown)}; its options are {', '.join(known)}"
+        )
     workload = kind(**options)
     workload.prepare()
     return workload
