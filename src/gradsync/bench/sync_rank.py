@@ -20,8 +20,21 @@ from ..comm import Ledger, RecordingGroup, TorchGroup, drive, torch_group
 from ..costs import CostModel
 from ..density import DensityProfile, profile_tables
 from ..lab.counters import interface_bytes
-from ..planner.measure import PLANNED, agreed, contended, kernel_costs, ranks_per_core
-from ..schemes import AllReduce, Scheme, candidates, select, with_capacity
+from ..planner.measure import agreed, contended, kernel_costs, ranks_per_core
+from ..schemes import (
+    DOUBLING_OF_ELEMENTS,
+    DOUBLING_OF_ROWS,
+    PARAMETER_SERVER_OF_ELEMENTS,
+    PARAMETER_SERVER_OF_ROWS,
+    AGSparse,
+    AllReduce,
+    BalancedElements,
+    BalancedParallelism,
+    Scheme,
+    candidates,
+    select,
+    with_capacity,
+)
 from ..sparse import SparseRows
 from ..steps import Compute, Pattern, Transfer, transfers
 from .methods import SPARSE_SCHEMES
@@ -29,6 +42,16 @@ from .rank import event, run_rank
 from .sync import DENSE_SIZES_BYTES, FIT_SIZES_BYTES, SyncSpec
 
 TIMEOUT_S = 120.0
+REHEARSED = (  # of which every other scheme's kernels are among the kernels
+    BalancedParallelism(),
+    AGSparse(),
+    DOUBLING_OF_ROWS,
+    PARAMETER_SERVER_OF_ROWS,
+    AllReduce(),
+    BalancedElements(),
+    DOUBLING_OF_ELEMENTS,
+    PARAMETER_SERVER_OF_ELEMENTS,
+)
 COPY_BYTES = 128 << 20
 HEAD_START_S = 0.03  # for the news of the instant to start to reach everybody
 
@@ -264,7 +287,7 @@ def agreed_cost(fit: Sequence[tuple[int, float, float]], memory: float, group: T
     dist.all_reduce(slowest_s, op=dist.ReduceOp.MAX)
     *seconds, negated = slowest_s.tolist()
     samples = [(rounds, nbytes, s) for (rounds, nbytes, _), s in zip(fit, seconds, strict=True)]
-    kernels = agreed(kernel_costs(PLANNED), lambda mine: group.all_gather(mine).wait(TIMEOUT_S))
+    kernels = agreed(kernel_costs(REHEARSED), lambda mine: group.all_gather(mine).wait(TIMEOUT_S))
     return CostModel.fit(
         samples, memory_bytes_per_s=-negated, kernels=contended(kernels, ranks_per_core(spec.world_size))
     )

@@ -19,9 +19,7 @@ from ..comm import Group
 from ..costs import CostModel, KernelCost
 from ..schemes import (
     DOUBLING_OF_ROWS,
-    PARAMETER_SERVER_OF_ROWS,
     AGSparse,
-    AllReduce,
     BalancedElements,
     BalancedParallelism,
     Scheme,
@@ -32,9 +30,7 @@ PLANNED: tuple[Scheme[Any], ...] = (
     BalancedParallelism(),
     AGSparse(),
     DOUBLING_OF_ROWS,
-    PARAMETER_SERVER_OF_ROWS,
     BalancedElements(),
-    AllReduce(),
 )  # what default plans are made of
 
 

@@ -24,9 +24,9 @@ from .capacity import with_capacity
 from .tables import Tables
 
 RANKS = 4
-REPEATS = 5
-TABLES = ((200_000, 16, 1_000), (200_000, 16, 8_000), (100_000, 64, 4_000), (2_000, 32, 100))  # rows, dim, touched
-BUCKETS = ((1 << 20, 0.01), (1 << 20, 0.05), (1 << 18, 0.05), (1 << 16, 0.01))  # elements, density
+REPEATS = 3
+TABLES = ((200_000, 16, 6_000), (100_000, 64, 3_000), (2_000, 32, 100))  # rows, dim, touched
+BUCKETS = ((1 << 18, 0.01), (1 << 18, 0.1), (1 << 14, 0.05))  # elements, density
 
 Sample = tuple[tuple[Compute, ...], float]  # what was computed, and the seconds it took
 
