@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
-import torch
 
 from gradsync.comm import LocalGroup, run_local
 from gradsync.costs import CostModel, KernelCost
-from gradsync.planner.measure import agreed, contended, fit_kernels, measured_cost, ranks_per_core
+from gradsync.planner import measure
+from gradsync.planner.measure import agreed, fit_kernels, measured_cost
+from gradsync.schemes.rehearsal import Sample
 from gradsync.steps import Compute
 
 TRUTH = {"pack": KernelCost(2e-4, 1e-9), "sum": KernelCost(5e-5, 4e-9)}
@@ -44,7 +47,16 @@ def test_where_the_network_was_not_measured_nothing_is_known() -> None:
 
 
 def test_ranks_that_share_cores_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    assert [ranks_per_core(ranks) for ranks in (1, 2, 8)] == [1.0, 1.0, 4.0]
-    assert contended({"pack": KernelCost(1e-4, 1e-9)}, 4.0) == {"pack": KernelCost(4e-4, 4e-9)}
+    parts = [((Compute("pack", 1e6, calls=calls),), 1e-3 * calls + 1e-2) for calls in (1, 2, 3)]
+
+    def rehearse(schemes: object) -> list[Sample]:
+        time.sleep(0.2)  # another rank has the core
+        ends_s = time.thread_time() + 0.1
+        while time.thread_time() < ends_s:
+            pass
+        return parts
+
+    monkeypatch.setattr(measure, "rehearse", rehearse)
+    alone, shared = fit_kernels(parts)["pack"], measure.kernel_costs.__wrapped__(())["pack"]
+    assert shared.call_s > 2.5 * alone.call_s
+    assert shared.byte_s / alone.byte_s == pytest.approx(shared.call_s / alone.call_s)

@@ -20,7 +20,7 @@ from ..comm import Ledger, RecordingGroup, TorchGroup, drive, torch_group
 from ..costs import CostModel
 from ..density import DensityProfile, profile_tables
 from ..lab.counters import interface_bytes
-from ..planner.measure import agreed, contended, kernel_costs, ranks_per_core
+from ..planner.measure import agreed, kernel_costs
 from ..schemes import (
     DOUBLING_OF_ELEMENTS,
     DOUBLING_OF_ROWS,
@@ -278,19 +278,14 @@ def union_rows(profiles: tuple[DensityProfile, ...], size: int) -> list[float]:
     return [p.union_rows(size) for p in profiles]
 
 
-def agreed_cost(fit: Sequence[tuple[int, float, float]], memory: float, group: TorchGroup, spec: SyncSpec) -> CostModel:
-    """The cost model by the slowest rank's measurements, the same on every rank, so that all select alike.
-
-    All ranks are on one machine, whose cores they share, whatever their nodes' environment says.
-    """
+def agreed_cost(fit: Sequence[tuple[int, float, float]], memory: float, group: TorchGroup) -> CostModel:
+    """The cost model by the slowest rank's measurements, the same on every rank, so that all select alike."""
     slowest_s = torch.tensor([*(seconds for _, _, seconds in fit), -memory], dtype=torch.float64)
     dist.all_reduce(slowest_s, op=dist.ReduceOp.MAX)
     *seconds, negated = slowest_s.tolist()
     samples = [(rounds, nbytes, s) for (rounds, nbytes, _), s in zip(fit, seconds, strict=True)]
     kernels = agreed(kernel_costs(REHEARSED), lambda mine: group.all_gather(mine).wait(TIMEOUT_S))
-    return CostModel.fit(
-        samples, memory_bytes_per_s=-negated, kernels=contended(kernels, ranks_per_core(spec.world_size))
-    )
+    return CostModel.fit(samples, memory_bytes_per_s=-negated, kernels=kernels)
 
 
 def exchange(text: str) -> dict[str, Any]:
@@ -298,7 +293,7 @@ def exchange(text: str) -> dict[str, Any]:
     spec = SyncSpec.model_validate_json(text)
     group = torch_group(timeout_s=TIMEOUT_S)
     fit, memory = fit_samples(group, spec), memory_bytes_per_s(spec)
-    cost = agreed_cost(fit, memory, group, spec)
+    cost = agreed_cost(fit, memory, group)
     event(kind="fit")
     cases = [dense_case(nbytes, group, spec) for nbytes in DENSE_SIZES_BYTES]
     cases += [workload_case(name, group, spec, cost) for name in spec.workloads]

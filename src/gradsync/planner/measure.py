@@ -6,9 +6,8 @@ The same on every rank: of each cost the highest that some rank measured, as the
 from __future__ import annotations
 
 import functools
-import os
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -38,15 +37,22 @@ def measured_cost(group: Group, timeout_s: float) -> CostModel | None:
     """The cost model that all ranks of `group` agree on; None where its network was not measured. Collective."""
     if group.alpha_s is None or group.bytes_per_s is None:
         return None
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # as torchrun tells it
     kernels = agreed(kernel_costs(PLANNED), lambda mine: group.all_gather(mine).wait(timeout_s))
-    return CostModel(group.alpha_s, group.bytes_per_s, kernels=contended(kernels, ranks_per_core(ranks_here)))
+    return CostModel(group.alpha_s, group.bytes_per_s, kernels=kernels)
 
 
 @functools.cache
 def kernel_costs(schemes: tuple[Scheme[Any], ...]) -> Mapping[str, KernelCost]:
-    """What the kernels of these schemes take in this process, on a core of its own; measured once."""
-    return fit_kernels(rehearse(schemes))
+    """What the kernels of these schemes take in this process; measured once.
+
+    Where ranks share cores, all of them rehearse at once: then a second of work takes longer than a second here, as it
+    will when they exchange gradients.
+    """
+    began_s, began_cpu_s = time.perf_counter(), time.thread_time()
+    samples = rehearse(schemes)
+    sharing = max((time.perf_counter() - began_s) / (time.thread_time() - began_cpu_s), 1.0)
+    fitted = fit_kernels(samples)
+    return {name: KernelCost(sharing * cost.call_s, sharing * cost.byte_s) for name, cost in fitted.items()}
 
 
 def fit_kernels(samples: Sequence[Sample]) -> dict[str, KernelCost]:
@@ -73,13 +79,3 @@ def agreed(kernels: Mapping[str, KernelCost], gather: Callable[[Tensor], Sequenc
     mine = torch.tensor([[kernels[name].call_s, kernels[name].byte_s] for name in names], dtype=torch.float64)
     highest = torch.stack(list(gather(mine.flatten()))).amax(dim=0).view(mine.shape)
     return {name: KernelCost(*costs) for name, costs in zip(names, highest.tolist(), strict=True)}
-
-
-def ranks_per_core(ranks_here: int) -> float:
-    """How many of the ranks on this machine share a core, at least 1."""
-    return max(1.0, ranks_here * torch.get_num_threads() / len(os.sched_getaffinity(0)))
-
-
-def contended(kernels: Mapping[str, KernelCost], ranks: float) -> dict[str, KernelCost]:
-    """The costs when so many ranks share a core: all ranks of a step compute at about the same time."""
-    return {name: replace(c, call_s=c.call_s * ranks, byte_s=c.byte_s * ranks) for name, c in kernels.items()}
