@@ -13,9 +13,9 @@ from gradsync.bucket import TensorSpec
 from gradsync.schemes.capacity import RowCapacity
 from gradsync.schemes.formats import PartFormat, RowFormat
 from gradsync.schemes.owners import MOST_SHARED, column_owners, striped
-from gradsync.schemes.positions import INT32_ROWS, SPARSE_FORMATS, IndexFormat, aligned, index_dtype, smallest
+from gradsync.schemes.positions import SPARSE_FORMATS, IndexFormat, aligned, smallest
 from gradsync.schemes.tables import ABSENT, SAME_AS, Agreement, RowGroup, Survey, common_groups
-from gradsync.sparse import SparseRows
+from gradsync.sparse import INT32_ROWS, SparseRows, index_dtype
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from gradsync.comm import GroupError, LocalGroup, drive, run_local
-from gradsync.schemes.positions import index_dtype
-from gradsync.sparse import SparseRows
+from gradsync.sparse import SparseRows, index_dtype
 from tests.schemes.family import ROW_MEMBERS, Member, bits, run
 
 every_row_member = pytest.mark.parametrize("member", ROW_MEMBERS, ids=lambda member: member.name)
