@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch starts; ranks as processes share the cores
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything loads Triton
+
 if TYPE_CHECKING:
     from tests.world import Ranks
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch starts; ranks as processes share the cores
 
 
 @pytest.fixture(scope="session")
