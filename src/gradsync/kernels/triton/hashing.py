@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradsync.kernels.checks import check_index_out, check_indices, check_owners, check_size
+from gradsync.kernels.checks import check_ascending, check_index_out, check_indices, check_owners, check_size
 from gradsync.kernels.reference.hashing import MAX_INDEX, hash_key, signed
 from gradsync.kernels.triton.boundary import BLOCK, blocks, check_contiguous, common_device, launch
 from gradsync.kernels.triton.dealing import OwnerPartition, narrow_owners
@@ -111,8 +111,9 @@ def positions_in(owned: Tensor, indices: Tensor, out: Tensor) -> None:
     missing = torch.zeros(1, dtype=torch.int32, device=device)
     arguments = owned, len(owned), indices, len(indices), out, missing
     launch(_find_positions, blocks(len(indices)), device, *arguments, BLOCK=BLOCK)
-    found: list[int] = torch.cat([faults_of(indices, MAX_INDEX), missing]).tolist()
-    refuse(found[:3], "positions_in", indices, MAX_INDEX, "limit", ascending=True, strictly=False)
-    if found[3]:
+    _, descends, _, is_missing = torch.cat([faults_of(indices, MAX_INDEX), missing]).tolist()
+    if descends:
+        check_ascending("positions_in", "indices", indices)
+    if is_missing:
         strange = indices[~torch.isin(indices.long(), owned.long())]
         raise ValueError(f"positions_in: index {strange[0]} is not among the {len(owned)} owned")
