@@ -129,7 +129,7 @@ def positions_in(kernels: Any, size: int) -> list[Tensor]:
 
 def offset_messages(size: int) -> list[tuple[Tensor, int]]:
     """Some and all of the indices; and blocks of 256 with all, all but one, and all: a mix that must be walked."""
-    mixed = torch.cat([torch.arange(256), torch.arange(257, 512), torch.arange(512, 768)])
+    mixed = torch.cat([torch.arange(256), torch.arange(256, 511), torch.arange(512, 768)])
     return [(random_indices(size, density), size) for density in (0.3, 1.0)] + [(mixed, 768)] * (size == 1)
 
 
@@ -156,7 +156,10 @@ def some_rows(size: int, dtype: torch.dtype, dim: int) -> list[tuple[Tensor, Ten
     """Parts with duplicates, unsorted; an empty one."""
     generator = torch.Generator().manual_seed(dim)
     lists = [torch.randint(max(size, 1), (count,), generator=generator) for count in (size // 2, 0, size // 3)]
-    return [(rows.int() if number else rows, values_of(rows, dtype, dim)) for number, rows in enumerate(lists)]
+    return [
+        (rows.int() if number else rows, values_of(torch.arange(len(rows)) + number, dtype, dim))
+        for number, rows in enumerate(lists)
+    ]
 
 
 def sum_rows(kernels: Any, size: int) -> list[Tensor]:

@@ -6,6 +6,8 @@ they come together. Each output element has one writer, or takes atomic ORs of i
 no kernel has a race and all but `hierarchical_hash` give the same bits in every run. No tensor is copied: what cannot
 be worked on in place is refused.
 
+Loops over what a program is given or has computed are `while`: Triton's interpreter cannot count to it by `range`.
+
 Triton comes with torch for CUDA and is imported with this package, which `import gradsync` does not load.
 """
 
