@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+os.environ.pop("COLUMNS", None)  # pytest-xdist sets it in its workers, and consoles keep what they find when made
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch starts; ranks as processes share the cores
 import torch
 
