@@ -124,6 +124,22 @@ MEMBERS = [
     *(Member(s, lambda n: 2, sections=2, title="as measured", plan=measured(s)) for s in ROW_SCHEMES),
     *(Member(s, lambda n: 2, sections=2, title="without room", plan=without_room(s)) for s in ROW_SCHEMES),
     Member(BalancedElements(), roundings=lambda n: n + 1, sections=4, dealt=True, instead=("sizes", "all_reduce")),
+    *(
+        Member(
+            BalancedElements(),
+            roundings=lambda n: n + 1,
+            sections=4,
+            dealt=True,
+            instead=("push", "all_reduce"),
+            title=title,
+            plan=plan,
+            sizes=(1, 3, 8),
+        )
+        for title, plan in (
+            ("as measured", measured(BalancedElements())),
+            ("without room", lambda inputs: BalancedElements(capacity=(0, 0))),
+        )
+    ),
 ]
 POINT_CASES = {
     Layout.ROWS: ("uniform", "repeated and unsorted", "rank 1 absent", "four tables", "table without rows"),

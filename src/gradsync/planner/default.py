@@ -156,7 +156,7 @@ def _scheme_of_found(profile: ParameterProfile, world_size: int) -> Scheme[Any] 
         by_row = cheapest_sparse_scheme([profile], world_size)
         costs.append((busiest_bytes(by_row.steps((spec,), (profile.density,), placement)), by_row))
     if profile.elements is not None:
-        by_element = BalancedElements()
+        by_element = with_capacity(BalancedElements(), [profile.elements])
         costs.append((busiest_bytes(by_element.steps((flat,), (profile.elements,), placement)), by_element))
     fewest_bytes, scheme = min(costs, key=lambda cost: cost[0])
     return scheme if fewest_bytes <= MOST_OF_DENSE * busiest_bytes(AllReduce().steps((flat,), (), placement)) else None

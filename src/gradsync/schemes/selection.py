@@ -53,11 +53,11 @@ class Selection:
 
 
 def candidates(layout: Layout, profiles: Sequence[DensityProfile], size: int) -> tuple[Scheme[Any], ...]:
-    """What a bucket of this layout may be synchronised by, among `size` ranks; with room for the profiles' rows."""
+    """What a bucket of this layout may be synchronised by, among `size` ranks; with room for data of these profiles."""
     points = POINTS if size <= MOST_RANKS_FOR_POINTS else ()
     schemes: list[Scheme[Any]]
     if layout is Layout.FLAT:
-        schemes = [AllReduce(), BalancedElements(), ZEN_AS_PUBLISHED]
+        schemes = [AllReduce(), with_capacity(BalancedElements(), profiles), ZEN_AS_PUBLISHED]
         schemes += [DOUBLING_OF_ELEMENTS, PARAMETER_SERVER_OF_ELEMENTS, BLOCKS_OF_256]
         schemes += [ElementPoint.at(point) for point in points]
     else:
