@@ -16,7 +16,6 @@ from gradsync.density import DensityProfile, profile_rows, profile_tables
 from gradsync.schemes import (
     BLOCKS_OF_256,
     POINTS,
-    ZEN_AS_PUBLISHED,
     Aggregation,
     AGSparse,
     AllReduce,
@@ -29,6 +28,7 @@ from gradsync.schemes import (
     Point,
     RowPoint,
     Scheme,
+    ZenHash,
     with_capacity,
 )
 from gradsync.schemes.formats import PartFormat
@@ -140,6 +140,16 @@ MEMBERS = [
             ("without room", lambda inputs: BalancedElements(capacity=(0, 0))),
         )
     ),
+    Member(ZenHash(), roundings=lambda n: 2, sections=4, dealt=True, sizes=(1, 3, 8)),
+    Member(
+        ZenHash(expected=1),  # memory for 64 elements of an owner
+        roundings=lambda n: 2,
+        sections=6,
+        dealt=True,
+        title="without room",
+        sizes=(1, 3, 4),
+        only=("even", "zeros of both signs", "a dense region", "few non-zeros"),
+    ),
 ]
 POINT_CASES = {
     Layout.ROWS: ("uniform", "repeated and unsorted", "rank 1 absent", "four tables", "table without rows"),
@@ -164,7 +174,7 @@ def point_member(scheme: Any, title: str) -> Member:
 POINT_MEMBERS = [point_member(kind.at(p), str(p)) for kind in (RowPoint, ElementPoint) for p in POINTS]
 POINT_MEMBERS += [
     point_member(BLOCKS_OF_256, "blocks of 256"),
-    point_member(ZEN_AS_PUBLISHED, "as published"),
+    point_member(ElementPoint(owners="hash"), "hashed elements"),
     point_member(RowPoint(owners="hash"), "hashed rows"),
 ]
 ALL_MEMBERS = [*MEMBERS, *POINT_MEMBERS]

@@ -194,9 +194,6 @@ PARAMETER_SERVER_OF_ROWS, PARAMETER_SERVER_OF_ELEMENTS = RowPoint.at(_SERVERS), 
 # What OmniReduce does (Fei et al., SIGCOMM 2021): blocks of 256 elements travel whole unless they are zero. Unlike
 # there the ranks are the aggregators, and there is no pipeline of blocks over RDMA.
 BLOCKS_OF_256 = ElementPoint.at(_BLOCKS, block=256)
-# Zen as its paper has it: hashed owners, pairs of index and value one way, a hash bitmap and values the other. Unlike
-# there the hash gives owners their rows in order, without a table to probe, so that nothing can collide or be lost.
-ZEN_AS_PUBLISHED = ElementPoint(owners="hash", push_format="list", pull_format="bitmap")
 
 
 def _in_blocks(x: Tensor, block: int) -> Tensor:

@@ -26,11 +26,11 @@ from .points import (
     DOUBLING_OF_ROWS,
     PARAMETER_SERVER_OF_ELEMENTS,
     PARAMETER_SERVER_OF_ROWS,
-    ZEN_AS_PUBLISHED,
     ElementPoint,
     RowPoint,
 )
 from .space import POINTS
+from .zen_hash import ZenHash
 
 MARGIN = 0.1  # share of its time that another scheme must save before the present one is left
 MOST_RANKS_FOR_POINTS = 16  # rounds and messages of the unnamed points grow too fast to be worth a look with more
@@ -57,7 +57,7 @@ def candidates(layout: Layout, profiles: Sequence[DensityProfile], size: int) ->
     points = POINTS if size <= MOST_RANKS_FOR_POINTS else ()
     schemes: list[Scheme[Any]]
     if layout is Layout.FLAT:
-        schemes = [AllReduce(), with_capacity(BalancedElements(), profiles), ZEN_AS_PUBLISHED]
+        schemes = [AllReduce(), *(with_capacity(scheme, profiles) for scheme in (BalancedElements(), ZenHash()))]
         schemes += [DOUBLING_OF_ELEMENTS, PARAMETER_SERVER_OF_ELEMENTS, BLOCKS_OF_256]
         schemes += [ElementPoint.at(point) for point in points]
     else:
