@@ -16,6 +16,8 @@ from gradsync.density import DensityProfile, profile_rows, profile_tables
 from gradsync.schemes import (
     BLOCKS_OF_256,
     POINTS,
+    SPLIT_OF_ELEMENTS,
+    SPLIT_OF_ROWS,
     Aggregation,
     AGSparse,
     AllReduce,
@@ -33,7 +35,6 @@ from gradsync.schemes import (
 )
 from gradsync.schemes.formats import PartFormat
 from gradsync.schemes.positions import IndexFormat
-from gradsync.schemes.space import schedule
 from gradsync.sparse import SparseRows
 
 Tables = tuple[SparseRows, ...]
@@ -174,6 +175,8 @@ def point_member(scheme: Any, title: str) -> Member:
 POINT_MEMBERS = [point_member(kind.at(p), str(p)) for kind in (RowPoint, ElementPoint) for p in POINTS]
 POINT_MEMBERS += [
     point_member(BLOCKS_OF_256, "blocks of 256"),
+    point_member(SPLIT_OF_ROWS, "split"),
+    point_member(SPLIT_OF_ELEMENTS, "split"),
     point_member(ElementPoint(owners="hash"), "hashed elements"),
     point_member(RowPoint(owners="hash"), "hashed rows"),
 ]
@@ -390,7 +393,7 @@ def copy_of(x: Any) -> Any:
 def replayed_bytes(scheme: Any, inputs: Sequence[Any]) -> list[int]:
     """What each rank sends at a point of the design space: its schedule, played with the rows that there are."""
     flat, size = scheme.layout is Layout.FLAT, len(inputs)
-    plan = schedule(scheme.point, size)
+    plan = scheme.schedule(size)
     tables = [(_blocks_of(x, scheme.block),) if flat else x for x in inputs]
     maps = [scheme.owners_of(table.num_rows, plan.blocks) for table in tables[0]]
     held: list[dict[Any, list[Any]]] = [{} for _ in inputs]

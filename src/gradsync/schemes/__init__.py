@@ -18,6 +18,8 @@ from .points import DOUBLING_OF_ELEMENTS as DOUBLING_OF_ELEMENTS
 from .points import DOUBLING_OF_ROWS as DOUBLING_OF_ROWS
 from .points import PARAMETER_SERVER_OF_ELEMENTS as PARAMETER_SERVER_OF_ELEMENTS
 from .points import PARAMETER_SERVER_OF_ROWS as PARAMETER_SERVER_OF_ROWS
+from .points import SPLIT_OF_ELEMENTS as SPLIT_OF_ELEMENTS
+from .points import SPLIT_OF_ROWS as SPLIT_OF_ROWS
 from .points import ElementPoint as ElementPoint
 from .points import RowPoint as RowPoint
 from .selection import Choice as Choice

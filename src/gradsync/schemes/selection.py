@@ -26,6 +26,8 @@ from .points import (
     DOUBLING_OF_ROWS,
     PARAMETER_SERVER_OF_ELEMENTS,
     PARAMETER_SERVER_OF_ROWS,
+    SPLIT_OF_ELEMENTS,
+    SPLIT_OF_ROWS,
     ElementPoint,
     RowPoint,
 )
@@ -58,11 +60,16 @@ def candidates(layout: Layout, profiles: Sequence[DensityProfile], size: int) ->
     schemes: list[Scheme[Any]]
     if layout is Layout.FLAT:
         schemes = [AllReduce(), *(with_capacity(scheme, profiles) for scheme in (BalancedElements(), ZenHash()))]
-        schemes += [DOUBLING_OF_ELEMENTS, PARAMETER_SERVER_OF_ELEMENTS, BLOCKS_OF_256]
+        schemes += [DOUBLING_OF_ELEMENTS, SPLIT_OF_ELEMENTS, PARAMETER_SERVER_OF_ELEMENTS, BLOCKS_OF_256]
         schemes += [ElementPoint.at(point) for point in points]
     else:
         schemes = [with_capacity(scheme, profiles) for scheme in (BalancedParallelism(), AGSparse())]
-        schemes += [DOUBLING_OF_ROWS, PARAMETER_SERVER_OF_ROWS, *(RowPoint.at(point) for point in points)]
+        schemes += [
+            DOUBLING_OF_ROWS,
+            SPLIT_OF_ROWS,
+            PARAMETER_SERVER_OF_ROWS,
+            *(RowPoint.at(point) for point in points),
+        ]
     return tuple(dict.fromkeys(schemes))
 
 
