@@ -206,7 +206,7 @@ DOUBLING_OF_ROWS, DOUBLING_OF_ELEMENTS = RowPoint.at(_DOUBLING), ElementPoint.at
 # A sparse parameter server, every rank being one (Zen's Sparse PS): consecutive rows belong together.
 PARAMETER_SERVER_OF_ROWS, PARAMETER_SERVER_OF_ELEMENTS = RowPoint.at(_SERVERS), ElementPoint.at(_SERVERS)
 # SparCML's split all-gather (SSAR_Split_allgather there; DSAR where sums become dense): a rank sends each owner of an
-# even part its rows straight, and the sums go from pair to pair, in log2 n messages. In bytes it is the parameter server.
+# even part its rows straight, and the sums go from pair to pair, in log2 n messages. In bytes it is the one above.
 # Unlike there a rank sends to one owner at a time, any number of ranks will do, and every part takes the smallest of
 # all formats, not one of two.
 _SPLIT = {"pull_by": Communication.HIERARCHY}
