@@ -26,6 +26,7 @@ from gradsync.schemes import (
     BalancedParallelism,
     Communication,
     ElementPoint,
+    OkTopkLike,
     Partition,
     Point,
     RowPoint,
@@ -141,6 +142,7 @@ MEMBERS = [
             ("without room", lambda inputs: BalancedElements(capacity=(0, 0))),
         )
     ),
+    Member(OkTopkLike(bins=16), roundings=lambda n: 2, sections=4, spread=0.25, sizes=(1, 3, 8)),
     Member(ZenHash(), roundings=lambda n: 2, sections=4, dealt=True, sizes=(1, 3, 8)),
     Member(
         ZenHash(expected=1),  # memory for 64 elements of an owner

@@ -90,7 +90,7 @@ class BalancedElements(Scheme[Tensor]):
             messages = await _push_by_sizes(mine, counts, form, group)
         parts = [form.part(part, row[group.rank]) for part, row in zip(messages, counts, strict=True)]
         # Pull: from each owner its sums.
-        totals = await self._pull(_Sums.of(parts, form, scale), form, group)
+        totals = await self._pull(Sums.of(parts, form, scale), form, group)
         return _join(totals, self.seed, x), state
 
     def steps(
@@ -151,24 +151,24 @@ class BalancedElements(Scheme[Tensor]):
         for message in outgoing:
             message[LENGTH_BYTES:head].copy_(header)
         arrived = await group.exchange(outgoing, [head + int(form.nbytes(room))] * group.size)
-        counts = _counts_in(arrived, head)
+        counts = counts_in(arrived, head)
         return counts, [message[head:] for message in arrived] if all(map(fits, counts)) else []
 
-    async def _pull(self, sums: _Sums, form: PartFormat, group: Group) -> list[Part]:
+    async def _pull(self, sums: Sums, form: PartFormat, group: Group) -> list[Part]:
         """The sums of all owners; all send once more where those of some do not fit."""
         if self.capacity:
             room = _room(self.capacity[1], form, group.size)
-            message = sums.message if sums.count <= room else sums.message[: _Sums.head]
-            message[LENGTH_BYTES : _Sums.head].copy_(torch.tensor([sums.count]).view(torch.uint8))
-            bound = _Sums.head + int(form.nbytes(room))
+            message = sums.message if sums.count <= room else sums.message[: Sums.head]
+            sums.write_count()
+            bound = Sums.head + int(form.nbytes(room))
             arrived = await group.exchange([message] * group.size, [bound] * group.size)
-            unions = [count for (count,) in _counts_in(arrived, _Sums.head)]
+            unions = [count for (count,) in counts_in(arrived, Sums.head)]
             if max(unions) <= room:
-                return [form.part(part[_Sums.head :], union) for part, union in zip(arrived, unions, strict=True)]
+                return [form.part(part[Sums.head :], union) for part, union in zip(arrived, unions, strict=True)]
         else:
             count = torch.tensor([sums.count], device=sums.message.device)
             unions = [int(union) for union in await group.all_gather(count)]
-        body = sums.message[_Sums.head :]
+        body = sums.message[Sums.head :]
         messages = await group.all_gather(body, [int(form.nbytes(union)) for union in unions])
         return [form.part(part, union) for part, union in zip(messages, unions, strict=True)]
 
@@ -193,8 +193,17 @@ def _room(expected: int, form: PartFormat, size: int) -> int:
     return min(form.length, math.ceil(mean + 8 * math.sqrt(mean)))
 
 
-def _counts_in(arrived: Sequence[Tensor], head: int) -> list[list[int]]:
-    """The counts at the start of the messages of all ranks."""
+def nonzeros(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Ascending indices and values of the elements that are not zero."""
+    found = kernels.nonzero_elements(x)
+    indices = x.new_empty(found.count, dtype=index_dtype(x.numel()))
+    values = x.new_empty(found.count)
+    found.write(indices, values)
+    return indices, values
+
+
+def counts_in(arrived: Sequence[Tensor], head: int) -> list[list[int]]:
+    """The counts at the start of messages."""
     counts: list[list[int]] = (
         torch.stack([message[LENGTH_BYTES:head] for message in arrived]).view(torch.int64).tolist()
     )
@@ -228,10 +237,7 @@ class _NonZeros:
 
     @classmethod
     def of(cls, x: Tensor, size: int, seed: int) -> _NonZeros:
-        found = kernels.nonzero_elements(x)
-        indices = x.new_empty(found.count, dtype=index_dtype(x.numel()))
-        values = x.new_empty(found.count)
-        found.write(indices, values)
+        indices, values = nonzeros(x)
         return cls(values, kernels.partition_rotated(indices, x.numel(), size, seed))
 
     @property
@@ -259,7 +265,7 @@ class _NonZeros:
 
 
 @dataclass(frozen=True)
-class _Sums:
+class Sums:
     """What an owner hands to all: its sums as a message, whose first `head` bytes are left for others to write."""
 
     head: ClassVar[int] = LENGTH_BYTES + COUNT_BYTES
@@ -268,7 +274,7 @@ class _Sums:
     count: int
 
     @classmethod
-    def of(cls, parts: Sequence[Part], form: PartFormat, scale: float) -> _Sums:
+    def of(cls, parts: Sequence[Part], form: PartFormat, scale: float) -> Sums:
         """`scale` times the sum of all ranks' parts, in rank order."""
         for part in parts:
             part.positions.decode()
@@ -279,6 +285,10 @@ class _Sums:
         union.sum([part.values for part in parts], [total.values], scale=scale)
         total.positions.encode()
         return cls(message, union.count)
+
+    def write_count(self) -> None:
+        """Into the message, behind the place of its length."""
+        self.message[LENGTH_BYTES : self.head].copy_(torch.tensor([self.count]).view(torch.uint8))
 
 
 def _join(totals: Sequence[Part], seed: int, x: Tensor) -> Tensor:

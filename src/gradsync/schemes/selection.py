@@ -31,6 +31,7 @@ from .points import (
     ElementPoint,
     RowPoint,
 )
+from .regions import OkTopkLike
 from .space import POINTS
 from .zen_hash import ZenHash
 
@@ -60,6 +61,7 @@ def candidates(layout: Layout, profiles: Sequence[DensityProfile], size: int) ->
     schemes: list[Scheme[Any]]
     if layout is Layout.FLAT:
         schemes = [AllReduce(), *(with_capacity(scheme, profiles) for scheme in (BalancedElements(), ZenHash()))]
+        schemes += [OkTopkLike()]
         schemes += [DOUBLING_OF_ELEMENTS, SPLIT_OF_ELEMENTS, PARAMETER_SERVER_OF_ELEMENTS, BLOCKS_OF_256]
         schemes += [ElementPoint.at(point) for point in points]
     else:

@@ -20,6 +20,7 @@ from ..density import DensityProfile
 from ..kernels.hierarchy import HashMemory
 from ..steps import Compute, Step, Transfer
 from .base import Scheme, State, register
+from .elements import counts_in, nonzeros
 from .formats import PartFormat
 from .hash_lists import lists_nbytes, owned_by_hash
 from .positions import IndexFormat, index_dtype
@@ -71,7 +72,7 @@ class ZenHash(Scheme[Tensor]):
 
     async def synchronize(self, x: Tensor, state: State, group: Group, scale: float) -> tuple[Tensor, State]:
         owned = owned_by_hash(x.numel(), group.size, self.seed, x.device)
-        hashed = self._hash(_nonzero_indices(x), group.size)
+        hashed = self._hash(nonzeros(x)[0], group.size)
         # Push: to each owner what lies in its memory, and then what lies nowhere.
         pairs, left = await _push(hashed.owned, len(hashed.overflow), x, range(group.size), group)
         if any(left):
@@ -148,13 +149,6 @@ def expected_overflow(rows: float, memory: HashMemory) -> float:
     return max(left - memory.serial, 0.0)
 
 
-def _nonzero_indices(x: Tensor) -> Tensor:
-    found = kernels.nonzero_elements(x)
-    indices = x.new_empty(found.count, dtype=index_dtype(x.numel()))
-    found.write(indices, x.new_empty(found.count))
-    return indices
-
-
 def _by_owner(indices: Tensor, size: int, seed: int) -> list[Tensor]:
     owners = torch.empty_like(indices)
     kernels.owners_by_hash(indices, size, seed, owners)
@@ -203,10 +197,7 @@ async def _swap(
     origins = [rank for rank in senders if rank != group.rank]
     arrived = await group.swap(outgoing, origins, HEAD_BYTES + most_nbytes, mine.device)
     everything = {rank: mine if rank == group.rank else arrived[rank] for rank in senders}
-    if not everything:
-        return {}
-    heads = torch.stack([message[LENGTH_BYTES:HEAD_BYTES] for message in everything.values()]).view(torch.int64)
-    said = zip(everything.items(), heads.tolist(), strict=True)  # the host must know what came
+    said = zip(everything.items(), counts_in(list(everything.values()), HEAD_BYTES), strict=True)
     return {rank: (count, left, message[HEAD_BYTES:]) for (rank, message), (count, left) in said}
 
 
