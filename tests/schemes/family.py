@@ -15,6 +15,7 @@ from gradsync.comm import LENGTH_BYTES, Ledger, LocalGroup, RecordingGroup, driv
 from gradsync.density import DensityProfile, profile_rows, profile_tables
 from gradsync.schemes import (
     BLOCKS_OF_256,
+    DOUBLING_OF_ROWS,
     POINTS,
     SPLIT_OF_ELEMENTS,
     SPLIT_OF_ROWS,
@@ -26,6 +27,7 @@ from gradsync.schemes import (
     BalancedParallelism,
     Communication,
     ElementPoint,
+    HalfPrecision,
     OkTopkLike,
     Partition,
     Point,
@@ -51,6 +53,7 @@ class Member:
     `instead`: the stages of its other way, if it takes one where the data is not sparse.
     `plan` makes the scheme for what the ranks bring, where its settings depend on that; `title` tells such rows apart.
     `sizes` and `only`: the numbers of ranks and the cases it meets; None: all there are.
+    `wire`: the type that values are rounded to on their way, where it is narrower than the bucket's.
     `spread`: share by which bytes may differ from the predicted ones, where they depend on more than mean densities.
     """
 
@@ -64,6 +67,7 @@ class Member:
     sizes: tuple[int, ...] = SIZES
     only: tuple[str, ...] | None = None
     spread: float = 0.0
+    wire: torch.dtype | None = None
 
     @property
     def skewed(self) -> bool:
@@ -182,7 +186,31 @@ POINT_MEMBERS += [
     point_member(ElementPoint(owners="hash"), "hashed elements"),
     point_member(RowPoint(owners="hash"), "hashed rows"),
 ]
-ALL_MEMBERS = [*MEMBERS, *POINT_MEMBERS]
+
+
+def rounded_member(inner: Scheme[Any], values: str, **settings: Any) -> Member:
+    """A scheme for 16-bit values, met with wider ones: what is new is at its ends."""
+    scheme = HalfPrecision(inner, values)
+    return Member(
+        scheme,
+        roundings=lambda n: 3,  # at its source, where repeated rows are merged, and the sum
+        title=f"of {inner.name} {values}",
+        plan=measured(scheme),
+        sizes=(1, 3, 4),
+        only=POINT_CASES[inner.layout],
+        wire=getattr(torch, values),
+        **settings,
+    )
+
+
+ROUNDED_MEMBERS = [
+    rounded_member(BalancedParallelism(), "bfloat16", sections=2),
+    rounded_member(AGSparse(), "float16", sections=2),
+    rounded_member(DOUBLING_OF_ROWS, "float16", sections=2, spread=0.25),
+    rounded_member(BalancedElements(), "bfloat16", sections=4, dealt=True, instead=("push", "all_reduce")),
+    rounded_member(ElementPoint(), "float16", sections=2, spread=0.25),
+]
+ALL_MEMBERS = [*MEMBERS, *POINT_MEMBERS, *ROUNDED_MEMBERS]
 ROW_MEMBERS = [member for member in MEMBERS if member.scheme.layout is Layout.ROWS]
 FLOAT32_ADDITIONS = 256  # more than any case adds up for one element
 
@@ -460,8 +488,9 @@ def bits(x: Any) -> list[bytes]:
 def assert_is_scaled_sum(member: Member, results: Sequence[Any], inputs: Sequence[Any], scale: float) -> None:
     """Every element within the rounding that the member states, of the float64 sum."""
     dtype = specs_of(inputs[0])[0].dtype
-    single = torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32)
-    info, roundings = torch.finfo(dtype), member.roundings(len(inputs))
+    rounded = member.wire if member.wire is not None and member.wire.itemsize < dtype.itemsize else dtype
+    single = torch.finfo(torch.float64 if rounded is torch.float64 else torch.float32)
+    info, roundings = torch.finfo(rounded), member.roundings(len(inputs))
     subnormal = roundings * len(inputs) * max(1.0, abs(scale)) * info.smallest_normal * info.eps  # of each rank's share
     for position in range(len(specs_of(inputs[0]))):
         brought = [to_dense(x)[position] for x in inputs]

@@ -22,6 +22,7 @@ from .points import SPLIT_OF_ELEMENTS as SPLIT_OF_ELEMENTS
 from .points import SPLIT_OF_ROWS as SPLIT_OF_ROWS
 from .points import ElementPoint as ElementPoint
 from .points import RowPoint as RowPoint
+from .precision import HalfPrecision as HalfPrecision
 from .regions import OkTopkLike as OkTopkLike
 from .selection import Choice as Choice
 from .selection import Selection as Selection

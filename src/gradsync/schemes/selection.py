@@ -31,6 +31,7 @@ from .points import (
     ElementPoint,
     RowPoint,
 )
+from .precision import HalfPrecision
 from .regions import OkTopkLike
 from .space import POINTS
 from .zen_hash import ZenHash
@@ -55,8 +56,13 @@ class Selection:
     chosen: Choice
 
 
-def candidates(layout: Layout, profiles: Sequence[DensityProfile], size: int) -> tuple[Scheme[Any], ...]:
-    """What a bucket of this layout may be synchronised by, among `size` ranks; with room for data of these profiles."""
+def candidates(
+    layout: Layout, profiles: Sequence[DensityProfile], size: int, *, values: str | None = None
+) -> tuple[Scheme[Any], ...]:
+    """What a bucket of this layout may be synchronised by, among `size` ranks; with room for data of these profiles.
+
+    `values`: rounded to "bfloat16" or "float16" on the wire; by default all is exact.
+    """
     points = POINTS if size <= MOST_RANKS_FOR_POINTS else ()
     schemes: list[Scheme[Any]]
     if layout is Layout.FLAT:
@@ -72,6 +78,8 @@ def candidates(layout: Layout, profiles: Sequence[DensityProfile], size: int) ->
             PARAMETER_SERVER_OF_ROWS,
             *(RowPoint.at(point) for point in points),
         ]
+    if values is not None:
+        schemes = [HalfPrecision(scheme, values) for scheme in schemes]
     return tuple(dict.fromkeys(schemes))
 
 
