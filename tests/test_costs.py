@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
+from dataclasses import asdict
 
 import pytest
 
-from gradsync.costs import CostModel
+from gradsync.costs import CostModel, KernelCost
 from gradsync.steps import Compute, Pattern, Transfer
 
 TRUTH = CostModel(alpha_s=40e-6, bandwidth_bytes_per_s=125e6, memory_bytes_per_s=5e9)
@@ -58,3 +60,14 @@ def test_seconds_are_rounds_times_latency_plus_the_busiest_link_or_memory_traffi
     assert TRUTH.seconds(gather) == pytest.approx(2 * 40e-6 + 4e6 / 125e6)
     assert TRUTH.seconds(Compute("pack", 1e7)) == pytest.approx(2e-3)
     assert TRUTH.total_s([gather, Compute("pack", 1e7)]) == pytest.approx(2 * 40e-6 + 4e6 / 125e6 + 2e-3)
+
+
+def test_a_kernel_takes_what_was_measured_of_it_and_others_what_the_memory_allows() -> None:
+    model = CostModel(0.0, 1.0, 1e9, {"sum_rows": KernelCost(call_s=1e-4, byte_s=1e-8)})
+    assert model.seconds(Compute("sum_rows", 1e6, calls=3)) == pytest.approx(3e-4 + 1e-2)
+    assert model.seconds(Compute("join_rows", 1e6, calls=3)) == pytest.approx(1e-3)
+
+
+def test_a_model_survives_its_way_through_json() -> None:
+    model = CostModel(1e-4, 1e8, 1e9, {"sum_rows": KernelCost(1e-4, 1e-8)})
+    assert CostModel.of(json.loads(json.dumps(asdict(model)))) == model

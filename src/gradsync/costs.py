@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -11,16 +12,28 @@ from .steps import Compute, Step
 
 
 @dataclass(frozen=True)
+class KernelCost:
+    """What a kernel takes: so much a call, and so much a byte that it must read or write."""
+
+    call_s: float
+    byte_s: float
+
+
+@dataclass(frozen=True)
 class CostModel:
-    """`rounds * alpha_s + busiest bytes / bandwidth` for a transfer, `bytes / memory bandwidth` for a computation."""
+    """`rounds * alpha_s + busiest bytes / bandwidth` for a transfer; for a computation what its kernel was measured to
+    take, else `bytes / memory bandwidth`.
+    """
 
     alpha_s: float
     bandwidth_bytes_per_s: float
     memory_bytes_per_s: float = 10e9
+    kernels: Mapping[str, KernelCost] = field(default_factory=dict)
 
     def seconds(self, step: Step) -> float:
         if isinstance(step, Compute):
-            return step.nbytes / self.memory_bytes_per_s
+            kernel = self.kernels.get(step.kernel) or KernelCost(0.0, 1 / self.memory_bytes_per_s)
+            return step.calls * kernel.call_s + step.nbytes * kernel.byte_s
         return step.rounds * self.alpha_s + step.busiest_bytes / self.bandwidth_bytes_per_s
 
     def total_s(self, steps: Iterable[Step]) -> float:
@@ -28,8 +41,16 @@ class CostModel:
         return sum(self.seconds(step) for step in steps)
 
     @classmethod
-    def fit(cls, samples: Sequence[tuple[int, float, float]], **known: float) -> CostModel:
+    def of(cls, values: Mapping[str, Any]) -> CostModel:
+        """What `dataclasses.asdict` made of a cost model."""
+        kernels = {name: KernelCost(**costs) for name, costs in values["kernels"].items()}
+        return cls(**{**values, "kernels": kernels})
+
+    @classmethod
+    def fit(cls, samples: Sequence[tuple[int, float, float]], **known: Any) -> CostModel:
         """Least squares over (rounds, busiest bytes, measured seconds), weighted by 1/seconds (relative error).
+
+        `known` are the other fields.
 
         Raises:
             ValueError: with fewer than two samples, or when the samples do not tell latency from bandwidth.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,21 @@ from ..comm import Ledger, RecordingGroup, TorchGroup, drive, torch_group
 from ..costs import CostModel
 from ..density import DensityProfile, profile_tables
 from ..lab.counters import interface_bytes
-from ..schemes import AllReduce, Scheme, candidates, select, with_capacity
+from ..planner.measure import agreed, kernel_costs
+from ..schemes import (
+    DOUBLING_OF_ELEMENTS,
+    DOUBLING_OF_ROWS,
+    PARAMETER_SERVER_OF_ELEMENTS,
+    PARAMETER_SERVER_OF_ROWS,
+    AGSparse,
+    AllReduce,
+    BalancedElements,
+    BalancedParallelism,
+    Scheme,
+    candidates,
+    select,
+    with_capacity,
+)
 from ..sparse import SparseRows
 from ..steps import Compute, Pattern, Transfer, transfers
 from .methods import SPARSE_SCHEMES
@@ -28,6 +42,16 @@ from .rank import event, run_rank
 from .sync import DENSE_SIZES_BYTES, FIT_SIZES_BYTES, SyncSpec
 
 TIMEOUT_S = 120.0
+REHEARSED = (  # of which every other scheme's kernels are among the kernels
+    BalancedParallelism(),
+    AGSparse(),
+    DOUBLING_OF_ROWS,
+    PARAMETER_SERVER_OF_ROWS,
+    AllReduce(),
+    BalancedElements(),
+    DOUBLING_OF_ELEMENTS,
+    PARAMETER_SERVER_OF_ELEMENTS,
+)
 COPY_BYTES = 128 << 20
 HEAD_START_S = 0.03  # for the news of the instant to start to reach everybody
 
@@ -138,11 +162,11 @@ def ddp_sparse_exchange(gradients: Sequence[Tensor]) -> Exchange:
 
 
 def step_costs(scheme: Scheme[Any], specs: tuple[TensorSpec, ...], profiles: Any, size: int) -> dict[str, Any]:
-    """(rounds, rounds of the bound, busiest bytes) of each transfer; bytes that all computations read and write."""
+    """(rounds, rounds of the bound, busiest bytes) of each transfer; (kernel, calls, bytes) of each computation."""
     steps = scheme.steps(specs, profiles, Placement.one_per_node(size))
     return {
         "transfers": [(t.rounds, bound_rounds(t), t.busiest_bytes) for t in transfers(steps)],
-        "compute_bytes": sum(step.nbytes for step in steps if isinstance(step, Compute)),
+        "computations": [(step.kernel, step.calls, step.nbytes) for step in steps if isinstance(step, Compute)],
     }
 
 
@@ -254,13 +278,14 @@ def union_rows(profiles: tuple[DensityProfile, ...], size: int) -> list[float]:
     return [p.union_rows(size) for p in profiles]
 
 
-def agreed_cost(fit: Sequence[tuple[int, float, float]], memory: float) -> CostModel:
+def agreed_cost(fit: Sequence[tuple[int, float, float]], memory: float, group: TorchGroup) -> CostModel:
     """The cost model by the slowest rank's measurements, the same on every rank, so that all select alike."""
     slowest_s = torch.tensor([*(seconds for _, _, seconds in fit), -memory], dtype=torch.float64)
     dist.all_reduce(slowest_s, op=dist.ReduceOp.MAX)
     *seconds, negated = slowest_s.tolist()
     samples = [(rounds, nbytes, s) for (rounds, nbytes, _), s in zip(fit, seconds, strict=True)]
-    return CostModel.fit(samples, memory_bytes_per_s=-negated)
+    kernels = agreed(kernel_costs(REHEARSED), lambda mine: group.all_gather(mine).wait(TIMEOUT_S))
+    return CostModel.fit(samples, memory_bytes_per_s=-negated, kernels=kernels)
 
 
 def exchange(text: str) -> dict[str, Any]:
@@ -268,11 +293,11 @@ def exchange(text: str) -> dict[str, Any]:
     spec = SyncSpec.model_validate_json(text)
     group = torch_group(timeout_s=TIMEOUT_S)
     fit, memory = fit_samples(group, spec), memory_bytes_per_s(spec)
+    cost = agreed_cost(fit, memory, group)
     event(kind="fit")
-    cost = agreed_cost(fit, memory)
     cases = [dense_case(nbytes, group, spec) for nbytes in DENSE_SIZES_BYTES]
     cases += [workload_case(name, group, spec, cost) for name in spec.workloads]
-    return {"fit": fit, "memory_bytes_per_s": memory, "cases": cases}
+    return {"cost": asdict(cost), "cases": cases}
 
 
 if __name__ == "__main__":

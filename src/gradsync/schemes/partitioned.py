@@ -100,11 +100,11 @@ class BalancedParallelism(RowCapacity, Partitioned[Tables, OwnedColumns]):
         stripes = striped(groups, n)
         push, pull = tuple(format.nbytes(rows) for format in stripes.formats), stripes.pull_bytes(unions)
         return (
-            Compute("sum_rows", RowFormat.whole(groups).nbytes(rows) + sum(push)),
+            Compute("stripe_rows", RowFormat.whole(groups).nbytes(rows) + sum(push), calls=len(specs)),
             *self.transfers("push", Pattern.ALL_TO_ALL, push, len(specs), at_once=at_once),
-            Compute("sum_rows", n * max(push) + max(pull)),
+            Compute("sum_stripes", n * max(push) + max(pull), calls=len(specs)),
             Transfer("pull", Pattern.ALL_GATHER, pull),
-            Compute("join", 2 * sum(pull)),
+            Compute("join_stripes", 2 * sum(pull), calls=len(specs)),
         )
 
     def _messages(self, x: Tables, survey: Survey, stripes: StripedGroups, rank: int) -> list[Tensor]:

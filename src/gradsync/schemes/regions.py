@@ -84,11 +84,11 @@ class OkTopkLike(Scheme[Tensor]):
         return (
             Compute("find_elements", flat.nbytes + 3 * found),
             Transfer("histogram", Pattern.ALL_GATHER, (float(index_nbytes * self.bins * n),) * n),
-            Compute("pack_elements", found + sum(push)),
+            Compute("pack_regions", found + sum(push), calls=n),
             Transfer("push", Pattern.ALL_TO_ALL, push),
             Compute("sum_elements", n * max(push) + max(pull)),
             Transfer.of_messages("pull", n, messages),
-            Compute("join_elements", sum(pull) + flat.nbytes),
+            Compute("join_regions", sum(pull) + flat.nbytes, calls=n),
         )
 
 

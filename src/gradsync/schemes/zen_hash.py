@@ -96,22 +96,22 @@ class ZenHash(Scheme[Tensor]):
         (flat,) = specs
         n = placement.size
         profile = profiles[0] if profiles else DensityProfile(flat.numel, float(flat.numel))
-        memory = self._memory(profile.rows, n)
+        memory, index_nbytes = self._memory(profile.rows, n), index_dtype(flat.numel).itemsize
         left = expected_overflow(profile.rows / n, memory)
         pairs, bits = _pairs_format(flat), PartFormat(-(-flat.numel // n), 1, flat.dtype, (IndexFormat.BITMAP,))
         push, pull = pairs.nbytes(profile.rows / n - left), bits.nbytes(profile.union_rows(n) / n)
-        found = profile.rows * (index_dtype(flat.numel).itemsize + flat.itemsize)
-        slots_nbytes = n * (memory.slots + memory.serial) * index_dtype(flat.numel).itemsize
+        found = profile.rows * (index_nbytes + flat.itemsize)
+        slots_nbytes = n * (memory.slots + memory.serial) * index_nbytes
         repeat = [_all_to_all("repeat", n, pairs.nbytes(left))] if n * left >= 1 else []
         return (
             Compute("find_elements", flat.nbytes + 2 * found),
             Compute("hierarchical_hash", 3 * slots_nbytes),  # cleared, filled, read
-            Compute("pack_elements", 2 * found),
+            Compute("pack_pairs", 2 * found, calls=n),
             _all_to_all("push", n, push),
             *repeat,
-            Compute("sum_elements", n * pairs.nbytes(profile.rows / n) + pull),
+            Compute("sum_pairs", n * pairs.nbytes(profile.rows / n) + pull),
             _all_to_all("pull", n, pull),
-            Compute("join_elements", n * pull + profile.union_rows(n) * index_dtype(flat.numel).itemsize + flat.nbytes),
+            Compute("join_hashed", n * pull + profile.union_rows(n) * index_nbytes + flat.nbytes, calls=n),
         )
 
     def memory_nbytes(self, flat: TensorSpec, rows: float, size: int) -> int:
