@@ -15,10 +15,8 @@ from gradsync.comm import LENGTH_BYTES, Ledger, LocalGroup, RecordingGroup, driv
 from gradsync.density import DensityProfile, profile_rows, profile_tables
 from gradsync.schemes import (
     BLOCKS_OF_256,
-    DOUBLING_OF_ROWS,
     POINTS,
     SPLIT_OF_ELEMENTS,
-    SPLIT_OF_ROWS,
     Aggregation,
     AGSparse,
     AllReduce,
@@ -122,6 +120,7 @@ def without_room(scheme: Scheme[Any]) -> Callable[[Sequence[Tables]], Scheme[Any
     return planned
 
 
+RIVAL_CASES = ("no elements", "one element", "even", "zeros of both signs", "hot columns", "few non-zeros")
 MEMBERS = [
     Member(AllReduce(), roundings=lambda n: n + 1),  # scaled, then the transport's own sum in the bucket's dtype
     Member(AGSparse(), roundings=lambda n: 2, sections=2),  # repeated rows merged before they are sent, then the sum
@@ -130,32 +129,36 @@ MEMBERS = [
     *(Member(s, lambda n: 2, sections=2, title="as measured", plan=measured(s)) for s in ROW_SCHEMES),
     *(Member(s, lambda n: 2, sections=2, title="without room", plan=without_room(s)) for s in ROW_SCHEMES),
     Member(BalancedElements(), roundings=lambda n: n + 1, sections=4, dealt=True, instead=("sizes", "all_reduce")),
-    *(
-        Member(
-            BalancedElements(),
-            roundings=lambda n: n + 1,
-            sections=4,
-            dealt=True,
-            instead=("push", "all_reduce"),
-            title=title,
-            plan=plan,
-            sizes=(1, 3, 8),
-        )
-        for title, plan in (
-            ("as measured", measured(BalancedElements())),
-            ("without room", lambda inputs: BalancedElements(capacity=(0, 0))),
-        )
+    Member(
+        BalancedElements(),
+        roundings=lambda n: n + 1,
+        sections=4,
+        dealt=True,
+        instead=("push", "all_reduce"),
+        title="as measured",
+        plan=measured(BalancedElements()),
+        sizes=(1, 3),
     ),
-    Member(OkTopkLike(bins=16), roundings=lambda n: 2, sections=4, spread=0.25, sizes=(1, 3, 8)),
-    Member(ZenHash(), roundings=lambda n: 2, sections=4, dealt=True, sizes=(1, 3, 8)),
+    Member(
+        BalancedElements(capacity=(0, 0)),
+        roundings=lambda n: n + 1,
+        sections=4,
+        dealt=True,
+        instead=("push", "all_reduce"),
+        title="without room",
+        sizes=(3,),
+        only=("even", "zeros of both signs", "few non-zeros"),
+    ),
+    Member(OkTopkLike(bins=16), lambda n: 2, sections=4, spread=0.25, sizes=(1, 3), only=RIVAL_CASES),
+    Member(ZenHash(), lambda n: 2, sections=4, dealt=True, sizes=(1, 3), only=RIVAL_CASES),
     Member(
         ZenHash(expected=1),  # memory for 64 elements of an owner
         roundings=lambda n: 2,
         sections=6,
         dealt=True,
         title="without room",
-        sizes=(1, 3, 4),
-        only=("even", "zeros of both signs", "a dense region", "few non-zeros"),
+        sizes=(3,),
+        only=("even", "zeros of both signs", "few non-zeros"),
     ),
 ]
 POINT_CASES = {
@@ -181,7 +184,6 @@ def point_member(scheme: Any, title: str) -> Member:
 POINT_MEMBERS = [point_member(kind.at(p), str(p)) for kind in (RowPoint, ElementPoint) for p in POINTS]
 POINT_MEMBERS += [
     point_member(BLOCKS_OF_256, "blocks of 256"),
-    point_member(SPLIT_OF_ROWS, "split"),
     point_member(SPLIT_OF_ELEMENTS, "split"),
     point_member(ElementPoint(owners="hash"), "hashed elements"),
     point_member(RowPoint(owners="hash"), "hashed rows"),
@@ -196,7 +198,7 @@ def rounded_member(inner: Scheme[Any], values: str, **settings: Any) -> Member:
         roundings=lambda n: 3,  # at its source, where repeated rows are merged, and the sum
         title=f"of {inner.name} {values}",
         plan=measured(scheme),
-        sizes=(1, 3, 4),
+        sizes=(3,),
         only=POINT_CASES[inner.layout],
         wire=getattr(torch, values),
         **settings,
@@ -204,11 +206,8 @@ def rounded_member(inner: Scheme[Any], values: str, **settings: Any) -> Member:
 
 
 ROUNDED_MEMBERS = [
-    rounded_member(BalancedParallelism(), "bfloat16", sections=2),
-    rounded_member(AGSparse(), "float16", sections=2),
-    rounded_member(DOUBLING_OF_ROWS, "float16", sections=2, spread=0.25),
+    rounded_member(BalancedParallelism(), "float16", sections=2),
     rounded_member(BalancedElements(), "bfloat16", sections=4, dealt=True, instead=("push", "all_reduce")),
-    rounded_member(ElementPoint(), "float16", sections=2, spread=0.25),
 ]
 ALL_MEMBERS = [*MEMBERS, *POINT_MEMBERS, *ROUNDED_MEMBERS]
 ROW_MEMBERS = [member for member in MEMBERS if member.scheme.layout is Layout.ROWS]

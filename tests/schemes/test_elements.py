@@ -337,7 +337,7 @@ SPECIAL = (float("nan"), float("inf"), -float("inf"), -0.0, 1e-45)
     special=st.lists(st.tuples(st.integers(0, 399), st.sampled_from(SPECIAL)), max_size=3),
     seed=st.integers(0, 2**32),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_any_density_may_follow_any_other(
     kind: type[BalancedElements] | type[ZenHash] | type[OkTopkLike],
     numel: int,

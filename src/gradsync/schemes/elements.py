@@ -68,9 +68,13 @@ class BalancedElements(Scheme[Tensor]):
         if not profiles:
             return self
         (known,) = profiles
-        union = known.union_rows(max(known.densification)) if known.densification else known.num_rows
-        rows = (max(known.rows, known.most_rows), union)
+        rows = (max(known.rows, known.most_rows), _union_rows(known))
         return replace(self, capacity=tuple(with_margin(count, known.num_rows) for count in rows))
+
+    def expects_to_fit(self, profiles: Sequence[DensityProfile]) -> bool:
+        """Whether the elements of a tensor like this have room."""
+        (known,) = profiles
+        return bool(self.capacity) and known.rows <= self.capacity[0] and _union_rows(known) <= self.capacity[1]
 
     def stages(self, size: int) -> tuple[str, ...]:
         """Of the sparse way; the dense one has its all-reduce behind the first of them, and no others."""
@@ -185,6 +189,11 @@ async def _push_by_sizes(
     messages = await group.all_to_all(outgoing, [len(part) for part in parts], received, largest=largest)
     messages[group.rank] = own
     return messages
+
+
+def _union_rows(profile: DensityProfile) -> float:
+    """Of as many ranks as it was measured of; all there are if that is not known."""
+    return profile.union_rows(max(profile.densification)) if profile.densification else float(profile.num_rows)
 
 
 def _room(expected: int, form: PartFormat, size: int) -> int:

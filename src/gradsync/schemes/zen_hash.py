@@ -74,15 +74,18 @@ class ZenHash(Scheme[Tensor]):
         owned = owned_by_hash(x.numel(), group.size, self.seed, x.device)
         hashed = self._hash(nonzeros(x)[0], group.size)
         # Push: to each owner what lies in its memory, and then what lies nowhere.
-        pairs, left = await _push(hashed.owned, len(hashed.overflow), x, range(group.size), group)
+        memory, everyone = self._memory(0, group.size), range(group.size)
+        most = min(memory.slots + memory.serial, x.numel()) if self.expected else x.numel()
+        pairs, left = await _push(hashed.owned, len(hashed.overflow), x, everyone, most, group)
         if any(left):
-            late = [rank for rank, count in enumerate(left) if count]
-            rest, _ = await _push(_by_owner(hashed.overflow, group.size, self.seed), 0, x, late, group)
-            pairs = [_joined(first, second) for first, second in zip(pairs, rest, strict=True)]
+            late = [rank for rank in everyone if left[rank]]
+            rest = _by_owner(hashed.overflow, group.size, self.seed)
+            pushed, _ = await _push(rest, 0, x, late, x.numel(), group)
+            pairs = [_joined(first, second) for first, second in zip(pairs, pushed, strict=True)]
         # Pull: from each owner a bitmap over what it owns, and the sums.
         forms = [PartFormat(len(indices), 1, x.dtype, (IndexFormat.BITMAP,)) for indices in owned]
         message = _sum(pairs, owned[group.rank], forms[group.rank], x.numel(), scale)
-        messages = await _swap([message] * group.size, range(group.size), max(f.most_nbytes for f in forms), group)
+        messages = await _swap([message] * group.size, everyone, max(f.most_nbytes for f in forms), group)
         return _join(messages, forms, owned, x), state
 
     def steps(
@@ -160,9 +163,12 @@ def _pairs_format(flat: TensorSpec) -> PartFormat:
 
 
 async def _push(
-    parts: Sequence[Tensor], left: int, x: Tensor, senders: Sequence[int], group: Group
+    parts: Sequence[Tensor], left: int, x: Tensor, senders: Sequence[int], most: int, group: Group
 ) -> tuple[list[Pairs], list[int]]:
-    """My pairs of each of the senders, none of the other ranks; and how many each of them has left."""
+    """My pairs of each of the senders, none of the other ranks; and how many each of them has left.
+
+    `most`: pairs that a message has at most, the same on all ranks.
+    """
     form = _pairs_format(TensorSpec.of(x))
     outgoing = []
     for indices in parts:
@@ -171,7 +177,7 @@ async def _push(
         pairs.positions.indices.copy_(indices)
         torch.index_select(x.view(-1, 1), 0, indices, out=pairs.values)
         outgoing.append(message)
-    arrived = await _swap(outgoing, senders, form.most_nbytes, group)
+    arrived = await _swap(outgoing, senders, int(form.nbytes(most)), group)
     nothing = (parts[0][:0], x.new_empty(0, 1))
     received, lefts = [nothing] * group.size, [0] * group.size
     for sender, (count, lefts[sender], body) in arrived.items():
