@@ -16,7 +16,7 @@ from gradsync.density import DensityProfile, profile_rows, profile_tables
 from gradsync.schemes import (
     BLOCKS_OF_256,
     POINTS,
-    ZEN_AS_PUBLISHED,
+    SPLIT_OF_ELEMENTS,
     Aggregation,
     AGSparse,
     AllReduce,
@@ -25,15 +25,17 @@ from gradsync.schemes import (
     BalancedParallelism,
     Communication,
     ElementPoint,
+    HalfPrecision,
+    OkTopkLike,
     Partition,
     Point,
     RowPoint,
     Scheme,
+    ZenHash,
     with_capacity,
 )
 from gradsync.schemes.formats import PartFormat
 from gradsync.schemes.positions import IndexFormat
-from gradsync.schemes.space import schedule
 from gradsync.sparse import SparseRows
 
 Tables = tuple[SparseRows, ...]
@@ -49,6 +51,7 @@ class Member:
     `instead`: the stages of its other way, if it takes one where the data is not sparse.
     `plan` makes the scheme for what the ranks bring, where its settings depend on that; `title` tells such rows apart.
     `sizes` and `only`: the numbers of ranks and the cases it meets; None: all there are.
+    `wire`: the type that values are rounded to on their way, where it is narrower than the bucket's.
     `spread`: share by which bytes may differ from the predicted ones, where they depend on more than mean densities.
     """
 
@@ -62,6 +65,7 @@ class Member:
     sizes: tuple[int, ...] = SIZES
     only: tuple[str, ...] | None = None
     spread: float = 0.0
+    wire: torch.dtype | None = None
 
     @property
     def skewed(self) -> bool:
@@ -116,6 +120,7 @@ def without_room(scheme: Scheme[Any]) -> Callable[[Sequence[Tables]], Scheme[Any
     return planned
 
 
+RIVAL_CASES = ("no elements", "one element", "even", "zeros of both signs", "hot columns", "few non-zeros")
 MEMBERS = [
     Member(AllReduce(), roundings=lambda n: n + 1),  # scaled, then the transport's own sum in the bucket's dtype
     Member(AGSparse(), roundings=lambda n: 2, sections=2),  # repeated rows merged before they are sent, then the sum
@@ -124,6 +129,37 @@ MEMBERS = [
     *(Member(s, lambda n: 2, sections=2, title="as measured", plan=measured(s)) for s in ROW_SCHEMES),
     *(Member(s, lambda n: 2, sections=2, title="without room", plan=without_room(s)) for s in ROW_SCHEMES),
     Member(BalancedElements(), roundings=lambda n: n + 1, sections=4, dealt=True, instead=("sizes", "all_reduce")),
+    Member(
+        BalancedElements(),
+        roundings=lambda n: n + 1,
+        sections=4,
+        dealt=True,
+        instead=("push", "all_reduce"),
+        title="as measured",
+        plan=measured(BalancedElements()),
+        sizes=(1, 3),
+    ),
+    Member(
+        BalancedElements(capacity=(0, 0)),
+        roundings=lambda n: n + 1,
+        sections=4,
+        dealt=True,
+        instead=("push", "all_reduce"),
+        title="without room",
+        sizes=(3,),
+        only=("even", "zeros of both signs", "few non-zeros"),
+    ),
+    Member(OkTopkLike(bins=16), lambda n: 2, sections=4, spread=0.25, sizes=(1, 3), only=RIVAL_CASES),
+    Member(ZenHash(), lambda n: 2, sections=4, dealt=True, sizes=(1, 3), only=RIVAL_CASES),
+    Member(
+        ZenHash(expected=1),  # memory for 64 elements of an owner
+        roundings=lambda n: 2,
+        sections=6,
+        dealt=True,
+        title="without room",
+        sizes=(3,),
+        only=("even", "zeros of both signs", "few non-zeros"),
+    ),
 ]
 POINT_CASES = {
     Layout.ROWS: ("uniform", "repeated and unsorted", "rank 1 absent", "four tables", "table without rows"),
@@ -148,10 +184,32 @@ def point_member(scheme: Any, title: str) -> Member:
 POINT_MEMBERS = [point_member(kind.at(p), str(p)) for kind in (RowPoint, ElementPoint) for p in POINTS]
 POINT_MEMBERS += [
     point_member(BLOCKS_OF_256, "blocks of 256"),
-    point_member(ZEN_AS_PUBLISHED, "as published"),
+    point_member(SPLIT_OF_ELEMENTS, "split"),
+    point_member(ElementPoint(owners="hash"), "hashed elements"),
     point_member(RowPoint(owners="hash"), "hashed rows"),
 ]
-ALL_MEMBERS = [*MEMBERS, *POINT_MEMBERS]
+
+
+def rounded_member(inner: Scheme[Any], values: str, **settings: Any) -> Member:
+    """A scheme for 16-bit values, met with wider ones: what is new is at its ends."""
+    scheme = HalfPrecision(inner, values)
+    return Member(
+        scheme,
+        roundings=lambda n: 3,  # at its source, where repeated rows are merged, and the sum
+        title=f"of {inner.name} {values}",
+        plan=measured(scheme),
+        sizes=(3,),
+        only=POINT_CASES[inner.layout],
+        wire=getattr(torch, values),
+        **settings,
+    )
+
+
+ROUNDED_MEMBERS = [
+    rounded_member(BalancedParallelism(), "float16", sections=2),
+    rounded_member(BalancedElements(), "bfloat16", sections=4, dealt=True, instead=("push", "all_reduce")),
+]
+ALL_MEMBERS = [*MEMBERS, *POINT_MEMBERS, *ROUNDED_MEMBERS]
 ROW_MEMBERS = [member for member in MEMBERS if member.scheme.layout is Layout.ROWS]
 FLOAT32_ADDITIONS = 256  # more than any case adds up for one element
 
@@ -364,7 +422,7 @@ def copy_of(x: Any) -> Any:
 def replayed_bytes(scheme: Any, inputs: Sequence[Any]) -> list[int]:
     """What each rank sends at a point of the design space: its schedule, played with the rows that there are."""
     flat, size = scheme.layout is Layout.FLAT, len(inputs)
-    plan = schedule(scheme.point, size)
+    plan = scheme.schedule(size)
     tables = [(_blocks_of(x, scheme.block),) if flat else x for x in inputs]
     maps = [scheme.owners_of(table.num_rows, plan.blocks) for table in tables[0]]
     held: list[dict[Any, list[Any]]] = [{} for _ in inputs]
@@ -429,8 +487,9 @@ def bits(x: Any) -> list[bytes]:
 def assert_is_scaled_sum(member: Member, results: Sequence[Any], inputs: Sequence[Any], scale: float) -> None:
     """Every element within the rounding that the member states, of the float64 sum."""
     dtype = specs_of(inputs[0])[0].dtype
-    single = torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32)
-    info, roundings = torch.finfo(dtype), member.roundings(len(inputs))
+    rounded = member.wire if member.wire is not None and member.wire.itemsize < dtype.itemsize else dtype
+    single = torch.finfo(torch.float64 if rounded is torch.float64 else torch.float32)
+    info, roundings = torch.finfo(rounded), member.roundings(len(inputs))
     subnormal = roundings * len(inputs) * max(1.0, abs(scale)) * info.smallest_normal * info.eps  # of each rank's share
     for position in range(len(specs_of(inputs[0]))):
         brought = [to_dense(x)[position] for x in inputs]

@@ -26,11 +26,15 @@ from .points import (
     DOUBLING_OF_ROWS,
     PARAMETER_SERVER_OF_ELEMENTS,
     PARAMETER_SERVER_OF_ROWS,
-    ZEN_AS_PUBLISHED,
+    SPLIT_OF_ELEMENTS,
+    SPLIT_OF_ROWS,
     ElementPoint,
     RowPoint,
 )
+from .precision import HalfPrecision
+from .regions import OkTopkLike
 from .space import POINTS
+from .zen_hash import ZenHash
 
 MARGIN = 0.1  # share of its time that another scheme must save before the present one is left
 MOST_RANKS_FOR_POINTS = 16  # rounds and messages of the unnamed points grow too fast to be worth a look with more
@@ -52,17 +56,30 @@ class Selection:
     chosen: Choice
 
 
-def candidates(layout: Layout, profiles: Sequence[DensityProfile], size: int) -> tuple[Scheme[Any], ...]:
-    """What a bucket of this layout may be synchronised by, among `size` ranks; with room for the profiles' rows."""
+def candidates(
+    layout: Layout, profiles: Sequence[DensityProfile], size: int, *, values: str | None = None
+) -> tuple[Scheme[Any], ...]:
+    """What a bucket of this layout may be synchronised by, among `size` ranks; with room for data of these profiles.
+
+    `values`: rounded to "bfloat16" or "float16" on the wire; by default all is exact.
+    """
     points = POINTS if size <= MOST_RANKS_FOR_POINTS else ()
     schemes: list[Scheme[Any]]
     if layout is Layout.FLAT:
-        schemes = [AllReduce(), BalancedElements(), ZEN_AS_PUBLISHED]
-        schemes += [DOUBLING_OF_ELEMENTS, PARAMETER_SERVER_OF_ELEMENTS, BLOCKS_OF_256]
+        schemes = [AllReduce(), *(with_capacity(scheme, profiles) for scheme in (BalancedElements(), ZenHash()))]
+        schemes += [OkTopkLike()]
+        schemes += [DOUBLING_OF_ELEMENTS, SPLIT_OF_ELEMENTS, PARAMETER_SERVER_OF_ELEMENTS, BLOCKS_OF_256]
         schemes += [ElementPoint.at(point) for point in points]
     else:
         schemes = [with_capacity(scheme, profiles) for scheme in (BalancedParallelism(), AGSparse())]
-        schemes += [DOUBLING_OF_ROWS, PARAMETER_SERVER_OF_ROWS, *(RowPoint.at(point) for point in points)]
+        schemes += [
+            DOUBLING_OF_ROWS,
+            SPLIT_OF_ROWS,
+            PARAMETER_SERVER_OF_ROWS,
+            *(RowPoint.at(point) for point in points),
+        ]
+    if values is not None:
+        schemes = [HalfPrecision(scheme, values) for scheme in schemes]
     return tuple(dict.fromkeys(schemes))
 
 
