@@ -4,31 +4,63 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from .steps import Compute, Step
+from .cluster import Link, Placement
+from .steps import Compute, Pattern, Step, Transfer, busiest
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """`rounds * alpha_s + busiest bytes / bandwidth` for a transfer, `bytes / memory bandwidth` for a computation."""
+    """`rounds * alpha_s + busiest bytes / bandwidth` for a transfer, `bytes / memory bandwidth` for a computation.
+
+    Latency and bandwidth are those of a node's link, which all of its ranks share; ranks of one node have an `intra`
+    link each. Without one they have a link like the node's.
+    """
 
     alpha_s: float
     bandwidth_bytes_per_s: float
     memory_bytes_per_s: float = 10e9
+    intra: Link | None = None
 
-    def seconds(self, step: Step) -> float:
+    def seconds(self, step: Step, placement: Placement | None = None) -> float:
+        """`placement`: of all ranks; None: each on a node of its own."""
         if isinstance(step, Compute):
             return step.nbytes / self.memory_bytes_per_s
-        return step.rounds * self.alpha_s + step.busiest_bytes / self.bandwidth_bytes_per_s
+        if placement is None or placement.num_nodes == placement.size:
+            return step.rounds * self.alpha_s + step.busiest_bytes / self.bandwidth_bytes_per_s
+        return self._shared_s(step, placement)
 
-    def total_s(self, steps: Iterable[Step]) -> float:
+    def total_s(self, steps: Iterable[Step], placement: Placement | None = None) -> float:
         """All steps one after the other, nothing overlapping."""
-        return sum(self.seconds(step) for step in steps)
+        return sum(self.seconds(step, placement) for step in steps)
+
+    def _shared_s(self, transfer: Transfer, placement: Placement) -> float:
+        """Where nodes have several ranks: the slower of what passes between nodes and of what stays within one."""
+        if placement.size != transfer.size:
+            raise ValueError(f"the transfer is among {transfer.size} ranks, the placement has {placement.size}")
+        intra = self.intra or Link(self.bandwidth_bytes_per_s, self.alpha_s)
+        nodes, hops = placement.nodes, list(transfer.hops())
+        outside = [(nodes[source], nodes[to], nbytes) for source, to, nbytes in hops if nodes[source] != nodes[to]]
+        inside = [(source, to, nbytes) for source, to, nbytes in hops if nodes[source] == nodes[to]]
+        between_s = busiest(outside) / self.bandwidth_bytes_per_s
+        return self._latency_s(transfer, placement, intra) + max(
+            between_s, busiest(inside) / intra.bandwidth_bytes_per_s
+        )
+
+    def _latency_s(self, transfer: Transfer, placement: Placement, intra: Link) -> float:
+        """Of a ring's rounds each waits for the slowest link; other messages follow one another, each on its own."""
+        nodes = placement.nodes
+        messages = [(member, peer) for member in range(transfer.size) for peer, _ in transfer.peers(member)]
+        latencies = [self.alpha_s if nodes[source] != nodes[to] else intra.latency_s for source, to in messages]
+        if transfer.pattern is Pattern.ALL_REDUCE and not transfer.direct:
+            return transfer.rounds * max(latencies)
+        return busiest((source, to, latency_s) for (source, to), latency_s in zip(messages, latencies, strict=True))
 
     @classmethod
-    def fit(cls, samples: Sequence[tuple[int, float, float]], **known: float) -> CostModel:
+    def fit(cls, samples: Sequence[tuple[int, float, float]], **known: Any) -> CostModel:
         """Least squares over (rounds, busiest bytes, measured seconds), weighted by 1/seconds (relative error).
 
         Raises:

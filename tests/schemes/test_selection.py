@@ -94,7 +94,7 @@ def rows(count: float) -> DensityProfile:
 def test_every_candidate_can_be_timed_and_the_fastest_is_taken(layout: Layout) -> None:
     specs = TABLE if layout is Layout.ROWS else (TensorSpec((100_000,), torch.float32),)
     profiles = (rows(1000.0),)
-    schemes = candidates(layout, profiles, 8)
+    schemes = candidates(layout, profiles, Placement.one_per_node(8))
     assert len(schemes) > 18
     assert all(scheme.layout is layout for scheme in schemes)
     cost = CostModel(1e-4, 1e8)
@@ -118,7 +118,7 @@ def test_latency_decides_where_little_travels() -> None:
 
 def test_dense_gradients_are_all_reduced() -> None:
     flat, full = (TensorSpec((1 << 20,), torch.float32),), (DensityProfile(1 << 20, float(1 << 20)),)
-    schemes = candidates(Layout.FLAT, full, 8)
+    schemes = candidates(Layout.FLAT, full, Placement.one_per_node(8))
     assert select(schemes, flat, full, Placement.one_per_node(8), CostModel(1e-4, 1e8)).chosen.scheme == AllReduce()
 
 
@@ -144,7 +144,7 @@ def test_the_margin_holds_while_rows_drift() -> None:
 
     def choose(count: float, current: Scheme[Any] | None) -> Scheme[Any]:
         profiles = (rows(count),)
-        rivals = candidates(Layout.ROWS, profiles, 8)[:2]
+        rivals = candidates(Layout.ROWS, profiles, placement)[:2]
         return select(rivals, TABLE, profiles, placement, cost, current=current).chosen.scheme
 
     names, drifting, present = set(), set(), choose(350.0, None)

@@ -196,7 +196,7 @@ def workload_case(name: str, group: TorchGroup, spec: SyncSpec, cost: CostModel)
     dense = [g.to_dense() for g in gradients]
     profiles = measured_profiles(tables, group)
     specs = tuple(TensorSpec.of(g) for g in gradients)
-    planned, selected = schemes_of(specs, profiles, group.size, spec, cost)
+    planned, selected = schemes_of(specs, profiles, group.placement, spec, cost)
     schemes = {name: scheme_exchange(s, group, lambda: tables) for name, s in planned.items()}
     costs = {name: step_costs(s, specs, profiles, group.size) for name, s in planned.items()}
     params = {
@@ -222,15 +222,15 @@ def workload_case(name: str, group: TorchGroup, spec: SyncSpec, cost: CostModel)
 def schemes_of(
     specs: tuple[TensorSpec, ...],
     profiles: tuple[DensityProfile, ...],
-    size: int,
+    placement: Placement,
     spec: SyncSpec,
     cost: CostModel,
 ) -> tuple[dict[str, Scheme[Any]], str | None]:
     """The schemes to measure, by name: those of training, or all there are, with the name of the selected one."""
     if spec.schemes == "planned":
         return {name: with_capacity(s, profiles) for name, s in SPARSE_SCHEMES.items()}, None
-    everything = candidates(Layout.ROWS, profiles, size)
-    selection = select(everything, specs, profiles, Placement.one_per_node(size), cost)
+    everything = candidates(Layout.ROWS, profiles, placement)
+    selection = select(everything, specs, profiles, placement, cost)
     named = {scheme.title: scheme for scheme in everything}
     assert len(named) == len(everything), "titles tell schemes apart"
     return named, selection.chosen.scheme.title

@@ -6,18 +6,20 @@ what is compared are the bytes it sends in the formats it uses, latencies, and t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from ..bucket import Layout, TensorSpec
 from ..cluster import Placement
 from ..costs import CostModel
 from ..density import DensityProfile
-from .base import Scheme
+from .base import Partitioned, Scheme
 from .capacity import with_capacity
 from .centralized import AGSparse
-from .dense import AllReduce
+from .combine import Hierarchical
+from .dense import AllReduce, ReduceScatter
 from .elements import BalancedElements
 from .partitioned import BalancedParallelism
 from .points import (
@@ -52,9 +54,12 @@ class Selection:
     chosen: Choice
 
 
-def candidates(layout: Layout, profiles: Sequence[DensityProfile], size: int) -> tuple[Scheme[Any], ...]:
-    """What a bucket of this layout may be synchronised by, among `size` ranks; with room for the profiles' rows."""
-    points = POINTS if size <= MOST_RANKS_FOR_POINTS else ()
+def candidates(layout: Layout, profiles: Sequence[DensityProfile], placement: Placement) -> tuple[Scheme[Any], ...]:
+    """What a bucket of this layout may be synchronised by, among ranks placed so; with room for the profiles' rows.
+
+    Where several nodes have several ranks each, also what sums inside the nodes first.
+    """
+    points = POINTS if placement.size <= MOST_RANKS_FOR_POINTS else ()
     schemes: list[Scheme[Any]]
     if layout is Layout.FLAT:
         schemes = [AllReduce(), BalancedElements(), ZEN_AS_PUBLISHED]
@@ -63,7 +68,25 @@ def candidates(layout: Layout, profiles: Sequence[DensityProfile], size: int) ->
     else:
         schemes = [with_capacity(scheme, profiles) for scheme in (BalancedParallelism(), AGSparse())]
         schemes += [DOUBLING_OF_ROWS, PARAMETER_SERVER_OF_ROWS, *(RowPoint.at(point) for point in points)]
-    return tuple(dict.fromkeys(schemes))
+    return tuple(dict.fromkeys([*schemes, *_hierarchies(layout, profiles, placement)]))
+
+
+def _hierarchies(layout: Layout, profiles: Sequence[DensityProfile], placement: Placement) -> Iterator[Hierarchical]:
+    """Both stages dense or sparse, in any combination that there is."""
+    per_node = placement.ranks_per_node
+    if per_node is None or not placement.is_hierarchy:
+        return
+    intra: list[Partitioned[Any, Any]]
+    inter: list[Scheme[Any]]
+    if layout is Layout.FLAT:
+        intra, inter = [ReduceScatter()], [AllReduce(), BalancedElements(), DOUBLING_OF_ELEMENTS]
+    else:
+        striped: Any = with_capacity(BalancedParallelism(owners="table_stripe"), profiles)
+        intra = [striped]
+        sums = [profile.of_sums(per_node) for profile in profiles]
+        inter = [*(with_capacity(scheme, sums) for scheme in (BalancedParallelism(), AGSparse())), DOUBLING_OF_ROWS]
+    for inside, across in product(intra, inter):
+        yield Hierarchical(inside, across, per_node)
 
 
 def select(
@@ -90,7 +113,7 @@ def select(
         raise ValueError("select needs at least one scheme to choose from")
     if not 0 <= margin < 1:
         raise ValueError(f"the margin is a share of the present scheme's time in [0, 1), got {margin}")
-    timed = [Choice(scheme, cost.total_s(scheme.steps(specs, profiles, placement))) for scheme in schemes]
+    timed = [Choice(scheme, cost.total_s(scheme.steps(specs, profiles, placement), placement)) for scheme in schemes]
     ordered = tuple(sorted(timed, key=lambda choice: choice.seconds))
     present = next((choice for choice in timed if current and choice.scheme.unplanned == current.unplanned), None)
     stays = present is not None and ordered[0].seconds > (1 - margin) * present.seconds
