@@ -18,9 +18,8 @@ from torch import Tensor
 
 from .bucket import PHASES, Layout, StepMarks, TensorSpec
 from .comm import Exchange, Group, GroupError, JobThread
-from .costs import CostModel
 from .density import ParameterProfile
-from .forecast import forecast
+from .forecast import forecast, measured_cost
 from .gradients import marks_of_ranks
 from .lane import BucketStatistics, Lane, StateSlice
 from .observation import Observer
@@ -305,9 +304,10 @@ class Engine:
         """
         steps = {lane.bucket.id: lane.expected_steps(self._observer.profiles) for lane in self.lanes()}
         known = {bucket: expected for bucket, expected in steps.items() if expected is not None}
-        if self._ready_s.keys() != known.keys() or self.group.alpha_s is None or self.group.bytes_per_s is None:
+        cost = measured_cost(self.group)
+        if self._ready_s.keys() != known.keys() or cost is None:
             return []
-        return forecast(self.plan.order, known, self._ready_s, CostModel(self.group.alpha_s, self.group.bytes_per_s))
+        return forecast(self.plan.order, known, self._ready_s, cost, self.group.placement)
 
     def words(self) -> list[str]:
         """The plan in words."""

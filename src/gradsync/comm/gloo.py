@@ -54,6 +54,16 @@ class GlooGroup(TorchGroup):
         if self.bytes_per_s is None and self.size > 1:
             self.alpha_s, self.bytes_per_s = self._measured(timeout_s)
 
+    def _open_hierarchy(self) -> None:
+        """Also levels what was measured of these groups: plans that are made from it must be the same on all ranks."""
+        super()._open_hierarchy()
+        kinds = (self.within_node(), self.across_nodes())
+        slowest = torch.tensor([[g.alpha_s, 1 / g.bytes_per_s] for g in kinds if g.alpha_s and g.bytes_per_s])
+        if len(slowest):
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=self._own)
+            for group, (alpha_s, s_per_byte) in zip(kinds, slowest.tolist(), strict=True):
+                group.alpha_s, group.bytes_per_s = alpha_s, 1 / s_per_byte
+
     def _make_subgroup(self, places: tuple[int, ...]) -> GlooGroup:
         return GlooGroup(
             self._process_group,

@@ -188,8 +188,7 @@ class TorchGroup(Group):
         try:
             self._open(process_group, timeout_s)
             if self.placement.is_hierarchy:  # now, as every rank passes here; whatever plans will come
-                self.within_node()
-                self.across_nodes()
+                self._open_hierarchy()
         except BaseException:  # nobody will get the group, to close it
             self._release(hanging=True)
             raise
@@ -215,6 +214,11 @@ class TorchGroup(Group):
             self._subgroups[places] = made
             self._releases.append(lambda hanging: made.close())
         return self._subgroups[places]
+
+    def _open_hierarchy(self) -> None:
+        """Makes the groups of nodes and across nodes."""
+        self.within_node()
+        self.across_nodes()
 
     def _make_subgroup(self, places: tuple[int, ...]) -> TorchGroup:
         return TorchGroup(self._process_group, timeout_s=self._timeout_s, parent=self, places=places)
