@@ -34,6 +34,7 @@ from gradsync.schemes import (
     ReduceScatter,
     RowPoint,
     Scheme,
+    SparseReduceScatter,
     with_capacity,
 )
 from gradsync.schemes.formats import PartFormat
@@ -131,6 +132,13 @@ def without_room(scheme: Scheme[Any]) -> Callable[[Sequence[Tables]], Scheme[Any
     return planned
 
 
+ELEMENT_CASES = [
+    "zeros of both signs",
+    "a dense region",
+    "hot columns",
+    "every other rank without non-zeros",
+    "few non-zeros",
+]
 MEMBERS = [
     Member(AllReduce(), roundings=lambda n: n + 1),  # scaled, then the transport's own sum in the bucket's dtype
     Member(ReduceScatter(), roundings=lambda n: 2),
@@ -147,6 +155,14 @@ MEMBERS = [
     ),
     *(Member(s, lambda n: 2, sections=2, title="as measured", plan=measured(s)) for s in ROW_SCHEMES),
     *(Member(s, lambda n: 2, sections=2, title="without room", plan=without_room(s)) for s in ROW_SCHEMES),
+    Member(
+        SparseReduceScatter(),
+        roundings=lambda n: 2,
+        sections=4,
+        dealt=True,
+        sizes=(1, 3, 4),
+        only=("no elements", "prime", *ELEMENT_CASES),
+    ),
     Member(BalancedElements(), roundings=lambda n: n + 1, sections=4, dealt=True, instead=("sizes", "all_reduce")),
 ]
 POINT_CASES = {
@@ -204,6 +220,7 @@ NESTED_MEMBERS = [
     for intra, inter, promises in (
         (ReduceScatter(), AllReduce(), {"roundings": lambda n: n + 1}),
         (ReduceScatter(), BalancedElements(), {"sections": 4, "dealt": True}),
+        (SparseReduceScatter(), AllReduce(), {"roundings": lambda n: n + 1, "sections": 4, "dealt": True}),
         (ReduceScatter(), DOUBLING_OF_ELEMENTS, {"sections": 2, "spread": 0.3}),
         (TABLE_STRIPES, BalancedParallelism(), {"sections": 4}),
         (TABLE_STRIPES, AGSparse(), {"sections": 4}),
@@ -333,13 +350,6 @@ def element_case(case: str, rank: int, dtype: torch.dtype) -> Tensor:
     return x
 
 
-ELEMENT_CASES = [
-    "zeros of both signs",
-    "a dense region",
-    "hot columns",
-    "every other rank without non-zeros",
-    "few non-zeros",
-]
 CASES = {Layout.FLAT: [*FLAT_SIZES, *ELEMENT_CASES], Layout.ROWS: ROW_CASES}
 
 

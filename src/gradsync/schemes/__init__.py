@@ -23,6 +23,7 @@ from .points import PARAMETER_SERVER_OF_ROWS as PARAMETER_SERVER_OF_ROWS
 from .points import ZEN_AS_PUBLISHED as ZEN_AS_PUBLISHED
 from .points import ElementPoint as ElementPoint
 from .points import RowPoint as RowPoint
+from .scatter import SparseReduceScatter as SparseReduceScatter
 from .selection import Choice as Choice
 from .selection import Selection as Selection
 from .selection import candidates as candidates

@@ -32,6 +32,7 @@ from .points import (
     ElementPoint,
     RowPoint,
 )
+from .scatter import SparseReduceScatter
 from .space import POINTS
 
 MARGIN = 0.1  # share of its time that another scheme must save before the present one is left
@@ -79,7 +80,7 @@ def _hierarchies(layout: Layout, profiles: Sequence[DensityProfile], placement: 
     intra: list[Partitioned[Any, Any]]
     inter: list[Scheme[Any]]
     if layout is Layout.FLAT:
-        intra, inter = [ReduceScatter()], [AllReduce(), BalancedElements(), DOUBLING_OF_ELEMENTS]
+        intra, inter = [ReduceScatter(), SparseReduceScatter()], [AllReduce(), BalancedElements(), DOUBLING_OF_ELEMENTS]
     else:
         striped: Any = with_capacity(BalancedParallelism(owners="table_stripe"), profiles)
         intra = [striped]
