@@ -42,13 +42,10 @@ class CostModel:
         if placement.size != transfer.size:
             raise ValueError(f"the transfer is among {transfer.size} ranks, the placement has {placement.size}")
         intra = self.intra or Link(self.bandwidth_bytes_per_s, self.alpha_s)
-        nodes, hops = placement.nodes, list(transfer.hops())
-        outside = [(nodes[source], nodes[to], nbytes) for source, to, nbytes in hops if nodes[source] != nodes[to]]
-        inside = [(source, to, nbytes) for source, to, nbytes in hops if nodes[source] == nodes[to]]
-        between_s = busiest(outside) / self.bandwidth_bytes_per_s
-        return self._latency_s(transfer, placement, intra) + max(
-            between_s, busiest(inside) / intra.bandwidth_bytes_per_s
-        )
+        nodes = placement.nodes
+        inside = busiest(hop for hop in transfer.hops() if nodes[hop[0]] == nodes[hop[1]])
+        between_s = node_link_bytes(transfer, placement) / self.bandwidth_bytes_per_s
+        return self._latency_s(transfer, placement, intra) + max(between_s, inside / intra.bandwidth_bytes_per_s)
 
     def _latency_s(self, transfer: Transfer, placement: Placement, intra: Link) -> float:
         """Of a ring's rounds each waits for the slowest link; other messages follow one another, each on its own."""
@@ -74,3 +71,10 @@ class CostModel:
         if rank < 2 or solution[1] <= 0:
             raise ValueError("CostModel.fit: the samples do not separate latency from bandwidth; vary the sizes more")
         return cls(max(float(solution[0]), 0.0), 1.0 / float(solution[1]), **known)
+
+
+def node_link_bytes(transfer: Transfer, placement: Placement) -> float:
+    """The most bytes that leave one node, or reach one: of all of its ranks together."""
+    nodes = placement.nodes
+    hops = ((nodes[source], nodes[to], nbytes) for source, to, nbytes in transfer.hops())
+    return busiest(hop for hop in hops if hop[0] != hop[1])

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from .. import workloads
 from ..bucket import Layout, TensorSpec
-from ..cluster import Placement
+from ..cluster import Link, Placement
 from ..comm import Ledger, RecordingGroup, TorchGroup, drive, torch_group
-from ..costs import CostModel
+from ..costs import CostModel, node_link_bytes
 from ..density import DensityProfile, profile_tables
 from ..lab.counters import interface_bytes
 from ..schemes import AllReduce, Scheme, candidates, select, with_capacity
@@ -82,9 +82,15 @@ def take_turns(exchanges: dict[str, Exchange], spec: SyncSpec) -> tuple[dict[str
 
 
 def fit_samples(group: TorchGroup, spec: SyncSpec) -> list[tuple[int, float, float]]:
-    """(rounds, busiest bytes, median seconds) of all-reduces."""
+    """(rounds, bytes on the busiest link, median seconds) of all-reduces."""
     steps = [Transfer("", Pattern.ALL_REDUCE, (float(nbytes),) * spec.world_size) for nbytes in FIT_SIZES_BYTES]
-    return [(bound_rounds(s), s.busiest_bytes, median_s(group, int(s.part_bytes[0]), spec)) for s in steps]
+    return [(bound_rounds(s), link_bytes(s, group), median_s(group, int(s.part_bytes[0]), spec)) for s in steps]
+
+
+def link_bytes(transfer: Transfer, group: TorchGroup) -> float:
+    """On the busiest link direction: of a node's link where its ranks share one."""
+    on_one_node = group.placement.num_nodes == 1
+    return transfer.busiest_bytes if on_one_node else node_link_bytes(transfer, group.placement)
 
 
 def bound_rounds(transfer: Transfer) -> int:
@@ -137,9 +143,16 @@ def ddp_sparse_exchange(gradients: Sequence[Tensor]) -> Exchange:
     return Exchange(run, prepare)
 
 
-def step_costs(scheme: Scheme[Any], specs: tuple[TensorSpec, ...], profiles: Any, size: int) -> dict[str, Any]:
-    """(rounds, rounds of the bound, busiest bytes) of each transfer; bytes that all computations read and write."""
-    steps = scheme.steps(specs, profiles, Placement.one_per_node(size))
+def step_costs(
+    scheme: Scheme[Any], specs: tuple[TensorSpec, ...], profiles: Any, placement: Placement, cost: CostModel
+) -> dict[str, Any]:
+    """(rounds, rounds of the bound, busiest bytes) of each transfer; bytes that all computations read and write.
+
+    Where ranks share a node's link or have another one inside: the seconds that are predicted, without a bound.
+    """
+    steps = scheme.steps(specs, profiles, placement)
+    if placement.num_nodes < placement.size:
+        return {"predicted_s": cost.total_s(steps, placement)}
     return {
         "transfers": [(t.rounds, bound_rounds(t), t.busiest_bytes) for t in transfers(steps)],
         "compute_bytes": sum(step.nbytes for step in steps if isinstance(step, Compute)),
@@ -173,7 +186,7 @@ def measure(
     }
 
 
-def dense_case(nbytes: int, group: TorchGroup, spec: SyncSpec) -> dict[str, Any]:
+def dense_case(nbytes: int, group: TorchGroup, spec: SyncSpec, cost: CostModel) -> dict[str, Any]:
     """A plain tensor of this size: our all-reduce beside torch's."""
     x = torch.zeros(nbytes // 4)
     scheme = AllReduce()
@@ -181,7 +194,7 @@ def dense_case(nbytes: int, group: TorchGroup, spec: SyncSpec) -> dict[str, Any]
         {"size_bytes": nbytes, "dtype": "float32"},
         {"ddp": Exchange(lambda: dist.all_reduce(x))},
         {scheme.name: scheme_exchange(scheme, group, lambda: x)},
-        {scheme.name: step_costs(scheme, (TensorSpec.of(x),), (), group.size)},
+        {scheme.name: step_costs(scheme, (TensorSpec.of(x),), (), group.placement, cost)},
         spec,
     )
 
@@ -198,7 +211,7 @@ def workload_case(name: str, group: TorchGroup, spec: SyncSpec, cost: CostModel)
     specs = tuple(TensorSpec.of(g) for g in gradients)
     planned, selected = schemes_of(specs, profiles, group.placement, spec, cost)
     schemes = {name: scheme_exchange(s, group, lambda: tables) for name, s in planned.items()}
-    costs = {name: step_costs(s, specs, profiles, group.size) for name, s in planned.items()}
+    costs = {name: step_costs(s, specs, profiles, group.placement, cost) for name, s in planned.items()}
     params = {
         "workload": name,
         **spec.options,
@@ -254,13 +267,16 @@ def union_rows(profiles: tuple[DensityProfile, ...], size: int) -> list[float]:
     return [p.union_rows(size) for p in profiles]
 
 
-def agreed_cost(fit: Sequence[tuple[int, float, float]], memory: float) -> CostModel:
+def agreed_cost(fit: Sequence[tuple[int, float, float]], memory: float, group: TorchGroup) -> CostModel:
     """The cost model by the slowest rank's measurements, the same on every rank, so that all select alike."""
     slowest_s = torch.tensor([*(seconds for _, _, seconds in fit), -memory], dtype=torch.float64)
     dist.all_reduce(slowest_s, op=dist.ReduceOp.MAX)
     *seconds, negated = slowest_s.tolist()
     samples = [(rounds, nbytes, s) for (rounds, nbytes, _), s in zip(fit, seconds, strict=True)]
-    return CostModel.fit(samples, memory_bytes_per_s=-negated)
+    intra, node = None, group.within_node()
+    if group.placement.is_hierarchy and node.bytes_per_s is not None and node.alpha_s is not None:
+        intra = Link(node.bytes_per_s, node.alpha_s)
+    return CostModel.fit(samples, memory_bytes_per_s=-negated, intra=intra)
 
 
 def exchange(text: str) -> dict[str, Any]:
@@ -269,8 +285,8 @@ def exchange(text: str) -> dict[str, Any]:
     group = torch_group(timeout_s=TIMEOUT_S)
     fit, memory = fit_samples(group, spec), memory_bytes_per_s(spec)
     event(kind="fit")
-    cost = agreed_cost(fit, memory)
-    cases = [dense_case(nbytes, group, spec) for nbytes in DENSE_SIZES_BYTES]
+    cost = agreed_cost(fit, memory, group)
+    cases = [dense_case(nbytes, group, spec, cost) for nbytes in DENSE_SIZES_BYTES]
     cases += [workload_case(name, group, spec, cost) for name in spec.workloads]
     return {"fit": fit, "memory_bytes_per_s": memory, "cases": cases}
 
