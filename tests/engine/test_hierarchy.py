@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import gradsync
-from gradsync.bucket import TensorSpec
-from gradsync.comm import torch_group
+from gradsync.bucket import Bucket, Segment, TensorSpec
+from gradsync.cluster import Placement
+from gradsync.comm import TorchGroup, drive, torch_group
 from gradsync.forecast import measured_cost
 from gradsync.plan import Plan
 from gradsync.schemes import AGSparse, AllReduce, BalancedElements, BalancedParallelism, Hierarchical, ReduceScatter
@@ -148,6 +149,21 @@ def test_groups_of_nodes_are_found_and_measured_alike_on_all_ranks(world: Callab
     assert nodes == ((0, 1), (0, 1), (2, 3), (2, 3))
     assert across == ((0, 2), (1, 3), (0, 2), (1, 3))
     assert totals == (10.0,) * 4
+
+
+def sum_on_other_backends() -> list[float]:
+    """Groups that measure nothing open those of nodes when a scheme asks for them."""
+    group = TorchGroup(timeout_s=20, placement=Placement.regular(2, 2))
+    scheme = Hierarchical(ReduceScatter(), AllReduce(), PER_NODE)
+    bucket = Bucket("0", (Segment("p", 0, 5),), (TensorSpec((5,), torch.float32),), scheme.layout)
+    state = scheme.init(bucket, group)
+    total, _ = drive(scheme.synchronize(torch.full((5,), 1.0 + group.rank), state, group, 0.5), timeout_s=10)
+    group.close()
+    return [float(value) for value in total]
+
+
+def test_groups_of_nodes_open_where_a_plan_needs_them(world: Callable[[int], Ranks]) -> None:
+    assert world(4).run(sum_on_other_backends, limit_s=30) == [[5.0] * 5] * 4
 
 
 @pytest.mark.parametrize("size", [3])

@@ -53,10 +53,11 @@ class GlooGroup(TorchGroup):
         self._releases.append(lambda hanging: self._rounds.stop(patience_s=0.0 if hanging else 5.0))
         if self.bytes_per_s is None and self.size > 1:
             self.alpha_s, self.bytes_per_s = self._measured(timeout_s)
+        if self.placement.is_hierarchy:  # now, as plans are made from what is measured of these links
+            self._open_hierarchy()
 
     def _open_hierarchy(self) -> None:
-        """Also levels what was measured of these groups: plans that are made from it must be the same on all ranks."""
-        super()._open_hierarchy()
+        """Makes the groups of nodes and across nodes, and levels what they measured: all ranks are to plan alike."""
         kinds = (self.within_node(), self.across_nodes())
         slowest = torch.tensor([[g.alpha_s, 1 / g.bytes_per_s] for g in kinds if g.alpha_s and g.bytes_per_s])
         if len(slowest):

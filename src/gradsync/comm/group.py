@@ -187,8 +187,6 @@ class TorchGroup(Group):
         self._releases: list[Callable[[bool], None]] = []  # of what was made so far; True: an operation may hang
         try:
             self._open(process_group, timeout_s)
-            if self.placement.is_hierarchy:  # now, as every rank passes here; whatever plans will come
-                self._open_hierarchy()
         except BaseException:  # nobody will get the group, to close it
             self._release(hanging=True)
             raise
@@ -214,11 +212,6 @@ class TorchGroup(Group):
             self._subgroups[places] = made
             self._releases.append(lambda hanging: made.close())
         return self._subgroups[places]
-
-    def _open_hierarchy(self) -> None:
-        """Makes the groups of nodes and across nodes."""
-        self.within_node()
-        self.across_nodes()
 
     def _make_subgroup(self, places: tuple[int, ...]) -> TorchGroup:
         return TorchGroup(self._process_group, timeout_s=self._timeout_s, parent=self, places=places)

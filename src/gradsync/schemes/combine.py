@@ -91,6 +91,8 @@ class Hierarchical(Scheme[Any]):
         for part in (self.intra, self.inter):
             if part.init(bucket, group):
                 raise ValueError(f"{part.name} keeps state, for which Hierarchical has no place")
+        if group.placement.is_hierarchy:
+            group.within_node(), group.across_nodes()  # made here, where all ranks come by between their operations
         return {}
 
     async def synchronize(self, x: Any, state: State, group: Group, scale: float) -> tuple[Any, State]:
