@@ -3,6 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH := $(shell grep '^torch==' constraints.txt)
 ARGS ?=
+WORKERS ?= 2
 PIP_ARGS ?=
 
 .PHONY: setup demo test lint types tests bench clean
@@ -28,7 +29,7 @@ types: setup
 	$(BIN)/mypy
 
 tests: setup
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 bench: setup
 	$(BIN)/gradsync bench $(ARGS)

@@ -11,6 +11,7 @@ import pytest
 if TYPE_CHECKING:
     from tests.world import Ranks
 
+os.environ.pop("COLUMNS", None)  # pytest-xdist sets it in its workers, and consoles keep what they find when made
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch starts; ranks as processes share the cores
 
 

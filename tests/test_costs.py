@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
+from dataclasses import asdict
 
 import pytest
 
 from gradsync.cluster import Link, Placement
-from gradsync.costs import CostModel
+from gradsync.costs import CostModel, KernelCost
 from gradsync.steps import Compute, Pattern, Transfer
 
 TRUTH = CostModel(alpha_s=40e-6, bandwidth_bytes_per_s=125e6, memory_bytes_per_s=5e9)
@@ -102,3 +104,14 @@ def test_what_stays_inside_nodes_does_not_load_their_links() -> None:
 def test_a_transfer_among_other_ranks_than_placed_is_refused() -> None:
     with pytest.raises(ValueError, match="among 3 ranks, the placement has 4"):
         SHARED.seconds(Transfer("", Pattern.ALL_GATHER, (1.0,) * 3), TWO_BY_TWO)
+
+
+def test_a_kernel_takes_what_was_measured_of_it_and_others_what_the_memory_allows() -> None:
+    model = CostModel(0.0, 1.0, 1e9, {"sum_rows": KernelCost(call_s=1e-4, byte_s=1e-8)})
+    assert model.seconds(Compute("sum_rows", 1e6, calls=3)) == pytest.approx(3e-4 + 1e-2)
+    assert model.seconds(Compute("join_rows", 1e6, calls=3)) == pytest.approx(1e-3)
+
+
+def test_a_model_survives_its_way_through_json() -> None:
+    model = CostModel(1e-4, 1e8, 1e9, {"sum_rows": KernelCost(1e-4, 1e-8)})
+    assert CostModel.of(json.loads(json.dumps(asdict(model)))) == model

@@ -24,7 +24,7 @@ from .bucket import TensorSpec, describe_specs, trainable_parameters
 from .comm import Group, LocalGroup, TorchGroup, torch_group
 from .engine import Engine, Planner
 from .plan import Plan
-from .planner import default_plan, default_plans
+from .planner import MeasuringPlanner, default_plan
 
 T = TypeVar("T")
 
@@ -63,8 +63,8 @@ def agreed_engine(
         group = torch_group(process_group, timeout_s=timeout_s)
     engines: list[Engine] = []
     if plan is None:
-        # A trial lets timing decide on the order of sums.
-        plan = default_plan if torch.are_deterministic_algorithms_enabled() else default_plans
+        # Measurements and trials let timing decide on the order of sums.
+        plan = default_plan if torch.are_deterministic_algorithms_enabled() else MeasuringPlanner()
 
     def build() -> Engine:
         sparse_names = _sparse_tables(unwrapped(model))

@@ -129,9 +129,9 @@ def attach(
         optimizer: the optimiser of the parameters, if it is known already.
         plan: what to synchronise how. None: all-reduce for dense and a sparse scheme for sparse gradients, decided from
             what all ranks see in the first step, and logged; models with some MiB of dense gradients, or sparse ones,
-            then try bucket sizes and orders for 20 to 50 steps (not if `torch.use_deterministic_algorithms` is on now:
-            timing decides, and bucket sizes change rounding). Or a function of (profiles, world size) that returns a
-            plan, or several to be tried.
+            then try bucket sizes, orders and schemes for 20 to 70 steps (not if `torch.use_deterministic_algorithms` is
+            on now: timing decides, and bucket sizes change rounding). Or a function of (profiles, world size) that
+            returns a plan, or several to be tried.
         process_group: the ranks that share the model; None: all.
         timeout: seconds (or a timedelta) after which a rank that waits for the others raises.
         exclude: names or shell patterns (`"encoder.*"`) of parameters that are left alone.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,17 @@ from .steps import Compute, Pattern, Step, Transfer, busiest
 
 
 @dataclass(frozen=True)
+class KernelCost:
+    """What a kernel takes: so much a call, and so much a byte that it must read or write."""
+
+    call_s: float
+    byte_s: float
+
+
+@dataclass(frozen=True)
 class CostModel:
-    """`rounds * alpha_s + busiest bytes / bandwidth` for a transfer, `bytes / memory bandwidth` for a computation.
+    """`rounds * alpha_s + busiest bytes / bandwidth` for a transfer; for a computation what its kernel was measured to
+    take, else `bytes / memory bandwidth`.
 
     Latency and bandwidth are those of a node's link, which all of its ranks share; ranks of one node have an `intra`
     link each. Without one they have a link like the node's.
@@ -23,12 +32,14 @@ class CostModel:
     alpha_s: float
     bandwidth_bytes_per_s: float
     memory_bytes_per_s: float = 10e9
+    kernels: Mapping[str, KernelCost] = field(default_factory=dict)
     intra: Link | None = None
 
     def seconds(self, step: Step, placement: Placement | None = None) -> float:
         """`placement`: of all ranks; None: each on a node of its own."""
         if isinstance(step, Compute):
-            return step.nbytes / self.memory_bytes_per_s
+            kernel = self.kernels.get(step.kernel) or KernelCost(0.0, 1 / self.memory_bytes_per_s)
+            return step.calls * kernel.call_s + step.nbytes * kernel.byte_s
         if placement is None or placement.num_nodes == placement.size:
             return step.rounds * self.alpha_s + step.busiest_bytes / self.bandwidth_bytes_per_s
         return self._shared_s(step, placement)
@@ -57,8 +68,17 @@ class CostModel:
         return busiest((source, to, latency_s) for (source, to), latency_s in zip(messages, latencies, strict=True))
 
     @classmethod
+    def of(cls, values: Mapping[str, Any]) -> CostModel:
+        """What `dataclasses.asdict` made of a cost model."""
+        kernels = {name: KernelCost(**costs) for name, costs in values["kernels"].items()}
+        intra = Link(**values["intra"]) if values.get("intra") else None
+        return cls(**{**values, "kernels": kernels, "intra": intra})
+
+    @classmethod
     def fit(cls, samples: Sequence[tuple[int, float, float]], **known: Any) -> CostModel:
         """Least squares over (rounds, busiest bytes, measured seconds), weighted by 1/seconds (relative error).
+
+        `known` are the other fields.
 
         Raises:
             ValueError: with fewer than two samples, or when the samples do not tell latency from bandwidth.

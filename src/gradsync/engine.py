@@ -11,15 +11,16 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from .bucket import PHASES, Layout, StepMarks, TensorSpec
 from .comm import Exchange, Group, GroupError, JobThread
+from .costs import CostModel
 from .density import ParameterProfile
-from .forecast import forecast, measured_cost
+from .forecast import forecast, network_cost
 from .gradients import marks_of_ranks
 from .lane import BucketStatistics, Lane, StateSlice
 from .observation import Observer
@@ -32,9 +33,26 @@ logger = logging.getLogger(__name__)
 
 Planner = Callable[[Sequence[ParameterProfile], int], Plan | Sequence[Plan]]
 
+
+@runtime_checkable
+class RevisingPlanner(Protocol):
+    """A planner that knows the network it plans for, and is asked again while training runs."""
+
+    cost: CostModel | None  # once measured
+
+    def __call__(self, profiles: Sequence[ParameterProfile], world_size: int) -> Plan | Sequence[Plan]: ...
+
+    def measure(self, group: Group, timeout_s: float) -> None:
+        """Called on all ranks at once, before the first plan that depends on what gradients look like."""
+
+    def revise(self, plan: Plan, profiles: Sequence[ParameterProfile]) -> Plan:
+        """The plan to go on with, for what gradients look like now; the same on all ranks."""
+
+
 # A table that no module announced travels dense at first, and so do dense gradients with many zeros: their rows show in
 # the second step.
 MAX_OBSERVATIONS = 2
+LOOK_AGAIN_STEPS = 500  # a look costs about a step, and densities drift over thousands
 
 
 class Engine:
@@ -59,6 +77,8 @@ class Engine:
         self.group = group
         self.step = 0
         self._planner = None if isinstance(plan, Plan) else plan
+        self._reviser = plan if isinstance(plan, RevisingPlanner) else None
+        self._steps_to_look = LOOK_AGAIN_STEPS
         self.timeout_s = timeout_s
         self._device = next(iter(self.parameters.values())).device if self.parameters else torch.device("cpu")
         self._exchange: Exchange | None = None
@@ -144,7 +164,7 @@ class Engine:
             recorder.take(self, name, gradient if used else None, self.specs[name].shape)
         if used and gradient is not None:
             self._observer.arrived(name, sparse=gradient.layout is torch.sparse_coo)
-            if self._observations_left:
+            if self._looking:
                 self._observer.look(name, gradient)
         for lane in self._lanes_of[name]:
             if gradient is not None and gradient.dtype is not lane.bucket.dtype:
@@ -196,6 +216,8 @@ class Engine:
                 self._observe()
             elif self._trial is not None:
                 self._try(self._trial)
+            elif self._reviser is not None and self._reviser.cost is not None:
+                self._look_again(self._reviser)
         except Exception as error:
             self.fail(f"the plan after step {self.step}: {error}")
             raise
@@ -304,9 +326,11 @@ class Engine:
         """
         steps = {lane.bucket.id: lane.expected_steps(self._observer.profiles) for lane in self.lanes()}
         known = {bucket: expected for bucket, expected in steps.items() if expected is not None}
-        cost = measured_cost(self.group)
+        cost = network_cost(self.group)
         if self._ready_s.keys() != known.keys() or cost is None:
             return []
+        if self._reviser is not None and self._reviser.cost is not None:
+            return forecast(self.plan.order, known, self._ready_s, self._reviser.cost)
         return forecast(self.plan.order, known, self._ready_s, cost, self.group.placement)
 
     def words(self) -> list[str]:
@@ -442,13 +466,37 @@ class Engine:
 
     def _observe(self) -> None:
         """Reduces what a first step showed over the ranks, and makes the plans that all of them now make."""
-        self._observer.share(lambda name: self._lanes_of[name][0].gradients, self._gather("first observations"))
+        self._share("first observations")
         self._observations_left = 0 if self._observer.complete else self._observations_left - 1
+        if (reviser := self._reviser) is not None and reviser.cost is None and self._observer.sparsity_known:
+            self.call("measurement of the network", lambda group: reviser.measure(group, self.timeout_s))
         plans = self._planned()
         self._require_same([plan.digest for plan in plans])
         if self._observations_left == 0 and len(plans) > 1:
             self._trial = Trial(plans)
         self._switch_to(plans[0])
+
+    @property
+    def _looking(self) -> bool:
+        """Whether this step shows what gradients look like."""
+        return self._observations_left > 0 or self._steps_to_look == 1
+
+    def _look_again(self, reviser: RevisingPlanner) -> None:
+        """From time to time: reduces what the step showed over the ranks, who go on by the plan that fits it."""
+        self._steps_to_look -= 1
+        if self._steps_to_look > 0:
+            return
+        self._steps_to_look = LOOK_AGAIN_STEPS
+        self._share("observations")
+        plan = reviser.revise(self.plan, list(self._observer.profiles.values()))
+        self._check(plan)
+        self._require_same([plan.digest])
+        if plan.digest != self.plan.digest:
+            logger.info("gradients look different now; the plan is revised")
+            self._switch_to(plan)
+
+    def _share(self, what: str) -> None:
+        self._observer.share(lambda name: self._lanes_of[name][0].gradients, self._gather(what))
 
     def _try(self, trial: Trial[Plan]) -> None:
         """Counts a step of a trial; at its end the ranks agree on the fastest plan."""
@@ -478,7 +526,7 @@ class Engine:
         other = next((rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]), None)
         if other is not None:
             raise RuntimeError(
-                f"the plans made after the first step differ: rank {other} has made others than rank 0 (here: "
+                f"the plans made after this step differ: rank {other} has made others than rank 0 (here: "
                 f"{', '.join(digest[:12] for digest in digests)}); a planner must depend on nothing but its arguments"
             )
 

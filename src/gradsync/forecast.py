@@ -30,7 +30,7 @@ def forecast(
     return _Player(steps, ready_s, cost, placement).play(order)
 
 
-def measured_cost(group: Group) -> CostModel | None:
+def network_cost(group: Group) -> CostModel | None:
     """What the links of the group's ranks were measured to be, the same on every rank; None where they were not.
 
     A rank measured what it gets of its node's link in an all-to-all: of n ranks, g on each node, which send (n - 1) / n

@@ -57,6 +57,11 @@ class Observer:
             return False
         return all(p.density is not None for p in self.profiles.values() if p.sparse)
 
+    @property
+    def sparsity_known(self) -> bool:
+        """Whether there are sparse gradients, or dense ones found to be sparse, and their densities are known."""
+        return any(p.found or (p.sparse and p.density is not None) for p in self.profiles.values())
+
     def share(self, gradients: Callable[[str], Gradients], gather: Callable[[Tensor], list[Tensor]]) -> None:
         """Replaces the profiles by what the finished step showed on all ranks; collective.
 

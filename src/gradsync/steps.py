@@ -26,11 +26,12 @@ class Pattern(StrEnum):
 
 @dataclass(frozen=True)
 class Compute:
-    """Local work: `nbytes` are the bytes the algorithm must read plus those it must write."""
+    """Local work: `nbytes` are the bytes the algorithm must read plus those it must write, in so many `calls`."""
 
     kernel: str
     nbytes: float
     device: str = "compute"
+    calls: float = 1.0
 
 
 @dataclass(frozen=True)

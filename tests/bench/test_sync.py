@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
 from gradsync.bench.sync import SyncSpec, sync_records
 from gradsync.bench.sync_rank import bound_rounds
+from gradsync.costs import CostModel, KernelCost
 from gradsync.steps import DIRECT_BYTES, Pattern, Transfer
 
 ALPHA_S, BYTES_PER_S = 1e-3, 1e8
-FIT = [(rounds, nbytes, rounds * ALPHA_S + nbytes / BYTES_PER_S) for rounds, nbytes in ((2, 0.0), (2, 1e6), (2, 4e6))]
+COST = asdict(CostModel(ALPHA_S, BYTES_PER_S, 3e8, {"sum_tables": KernelCost(call_s=2e-3, byte_s=1e-8)}))
 TRANSFERS = [(5, 1, 2e6), (3, 3, 1e6)]  # rounds, those of the bound, bytes
+COMPUTATIONS = [("sum_tables", 2, 4e6), ("pack", 1, 6e6)]  # calls, bytes
 
 
 def rank_result(subject_s: list[float], baseline_s: list[float], wire_bytes: float) -> dict[str, Any]:
@@ -23,10 +26,10 @@ def rank_result(subject_s: list[float], baseline_s: list[float], wire_bytes: flo
         "cpu_s": {"ddp_sparse": 9.0, "agsparse": subject_s[0] / 4, "again": 9.0},
         "wire_bytes": {"ddp_sparse": 2 * wire_bytes, "agsparse": wire_bytes, "again": 2 * wire_bytes},
         "payload_bytes": {"agsparse": 700.0},
-        "costs": {"agsparse": {"transfers": TRANSFERS, "compute_bytes": 6e6}},
+        "costs": {"agsparse": {"transfers": TRANSFERS, "computations": COMPUTATIONS}},
         "selected": None,
     }
-    return {"fit": FIT, "memory_bytes_per_s": 1e12 / wire_bytes, "cases": [case]}
+    return {"cost": COST, "cases": [case]}
 
 
 RANKS = [rank_result([1.0, 4.0], [4.0, 2.0], 1000.0), rank_result([2.0, 3.0], [3.0, 8.0], 3000.0)]
@@ -55,10 +58,11 @@ def test_the_bound_is_what_the_fitted_network_allows_for_the_transfers() -> None
     assert record.params["bound_ratio"] == pytest.approx(record.subject_s.median / record.bound_s)
 
 
-def test_the_prediction_adds_the_computations_at_the_slowest_ranks_memory_rate() -> None:
+def test_the_prediction_adds_what_kernels_were_measured_to_take_else_the_memory_rate() -> None:
     record = records()
-    assert record.environment["memory_bytes_per_s"] == pytest.approx(1e12 / 3000)
-    assert record.predicted_s == pytest.approx(8 * ALPHA_S + 3e6 / BYTES_PER_S + 6e6 / (1e12 / 3000))
+    assert record.environment["kernels"]["sum_tables"]["call_s"] == 2e-3
+    computed_s = 2 * 2e-3 + 4e6 * 1e-8 + 6e6 / 3e8
+    assert record.predicted_s == pytest.approx(8 * ALPHA_S + 3e6 / BYTES_PER_S + computed_s)
 
 
 def test_processor_time_is_that_of_all_ranks_together() -> None:
@@ -98,7 +102,7 @@ def selecting(times: dict[str, list[float]], selected: str) -> Any:
         "costs": {},
         "selected": selected,
     }
-    ranks = [{"fit": FIT, "memory_bytes_per_s": 1e9, "cases": [case]}]
+    ranks = [{"cost": COST, "cases": [case]}]
     return sync_records(SyncSpec(nodes=1), ranks, {}, on_loopback=False)[-1]
 
 

@@ -241,7 +241,7 @@ def plans_of_a_planner_that_asks_its_rank() -> str:
 
 def test_plans_that_differ_after_the_first_step_raise_on_every_rank(world: World) -> None:
     for message in world(2).run(plans_of_a_planner_that_asks_its_rank):
-        assert "the plans made after the first step differ: rank 1 has made others than rank 0" in message
+        assert "the plans made after this step differ: rank 1 has made others than rank 0" in message
 
 
 def layouts_and_plan_of_a_hidden_table() -> tuple[list[str], list[str]]:

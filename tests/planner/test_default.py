@@ -16,7 +16,7 @@ from gradsync.comm import Ledger, LocalGroup, RecordingGroup, drive, run_local
 from gradsync.density import DensityProfile, ParameterProfile, profile_rows
 from gradsync.plan import Plan
 from gradsync.planner import default_plan, default_plans
-from gradsync.planner.default import SPARSE_SCHEMES, cheapest_sparse_scheme
+from gradsync.planner.default import SPARSE_SCHEMES, sparse_schemes
 from gradsync.schemes import AGSparse, AllReduce, BalancedElements, BalancedParallelism, Scheme, with_capacity
 from gradsync.sparse import SparseRows
 
@@ -111,7 +111,7 @@ def test_tables_with_the_same_rows_stay_together_where_the_last_of_them_is_ready
 
 
 def test_without_measurements_the_first_sparse_scheme_is_taken() -> None:
-    assert cheapest_sparse_scheme([sparse("t", DensityProfile(1000, 5.0)), sparse("u")], 2) == BalancedParallelism()
+    assert sparse_schemes([sparse("t", DensityProfile(1000, 5.0)), sparse("u")], 2) == [BalancedParallelism()]
 
 
 def counted_bytes(scheme: AGSparse | BalancedParallelism, tables: Sequence[Sequence[torch.Tensor]], dim: int) -> float:
@@ -142,7 +142,7 @@ def test_the_scheme_that_is_chosen_is_the_one_that_sends_fewest_bytes(
 ) -> None:
     rows = [torch.arange(100) + stride * rank for rank in range(world)]
     density = profile_rows(rows, 1000)
-    chosen = cheapest_sparse_scheme([sparse("t", density)], world)
+    chosen = sparse_schemes([sparse("t", density)], world)[0]
     planned = [with_capacity(scheme, [density]) for scheme in SPARSE_SCHEMES]
     counted = {scheme: counted_bytes(scheme, [[r] for r in rows], 16) for scheme in planned}
     assert counted[chosen] == min(counted.values())

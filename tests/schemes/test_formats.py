@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -216,3 +218,32 @@ def test_striped_groups_give_each_column_of_each_table_to_one_owner_or_to_all(si
             assert list(format.pieces[number]) == [*stripes.owned[owner][number], *shared]
             assert stripes.widths[owner][number] == sum(p.width for p in stripes.owned[owner][number])
     assert striped(groups, size) is stripes  # a step finds it ready
+
+
+def entropy_nbytes(count: int, length: int) -> float:
+    """Of which `count` of `length` there are, all choices being equally likely."""
+    return (math.lgamma(length + 1) - math.lgamma(count + 1) - math.lgamma(length - count + 1)) / math.log(2) / 8
+
+
+DENSITIES = (0.001, 0.002, 0.004, 0.01, 0.02, 0.05, 0.1)
+
+
+@pytest.mark.parametrize("density", DENSITIES)
+@pytest.mark.parametrize(("width", "bound"), [(16, 1.05), (4, 1.05), (2, 1.10)])
+def test_messages_of_rows_are_hardly_larger_than_their_information(width: int, bound: float, density: float) -> None:
+    """Whole rows of 16 columns, and column stripes of 4 and of 2, of float32."""
+    num_rows = 200_000
+    count = int(density * num_rows)
+    format = RowFormat.whole((RowGroup((0,), (TensorSpec((num_rows, width), torch.float32),)),))
+    information = entropy_nbytes(count, num_rows) + 4 * width * count
+    assert information < format.nbytes([count]) <= bound * information
+
+
+@pytest.mark.parametrize("density", DENSITIES)
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1.16), (torch.bfloat16, 1.26)], ids=str)
+def test_messages_of_elements_are_at_most_a_quarter_larger(dtype: torch.dtype, bound: float, density: float) -> None:
+    """Worst at 0.4 %, where offsets of 8 bits take over from those of 16."""
+    length = 200_000
+    count = int(density * length)
+    information = entropy_nbytes(count, length) + dtype.itemsize * count
+    assert information < PartFormat(length, 1, dtype).nbytes(count) <= bound * information

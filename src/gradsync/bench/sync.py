@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any, Literal
 
 from pydantic import BaseModel
@@ -19,6 +18,7 @@ from ..costs import CostModel
 from ..lab import Scenario
 from ..report.record import Record, Spread, WireBytes
 from ..schemes import AllReduce
+from ..steps import Compute
 from .launch import Loopback, cluster, once_more_after_crash, run_ranks
 from .methods import SPARSE_SCHEMES
 from .provenance import commit, machine, versions
@@ -73,12 +73,8 @@ def sync_records(
     spec: SyncSpec, ranks: list[dict[str, Any]], environment: dict[str, Any], *, on_loopback: bool
 ) -> list[Record]:
     """Every exchange against its case's baseline, from what the ranks measured."""
-    # A collective is over when its slowest rank is done.
-    fit = [
-        (rounds, nbytes, max(r["fit"][i][2] for r in ranks)) for i, (rounds, nbytes, _) in enumerate(ranks[0]["fit"])
-    ]
-    cost = CostModel.fit(fit, memory_bytes_per_s=min(r["memory_bytes_per_s"] for r in ranks))
-    environment = {**environment, **asdict(cost)}
+    cost = CostModel.of(ranks[0]["cost"])  # all ranks have agreed on it
+    environment = {**environment, **ranks[0]["cost"]}
     params = {"nodes": spec.nodes, "link": "loopback (not shaped)" if on_loopback else spec.link}
     params |= {"ranks_per_node": spec.ranks_per_node, **spec.scenario}
     # On loopback all ranks share one interface, which counts what all nodes send.
@@ -176,5 +172,5 @@ def _expected_s(costs: dict[str, Any], cost: CostModel) -> tuple[float | None, f
         return None, float(costs["predicted_s"])
     rounds, fewest, nbytes = (sum(column) for column in zip(*costs["transfers"], strict=True))
     bytes_s = nbytes / cost.bandwidth_bytes_per_s
-    compute_s = costs["compute_bytes"] / cost.memory_bytes_per_s
+    compute_s = cost.total_s(Compute(kernel, nbytes, calls=calls) for kernel, calls, nbytes in costs["computations"])
     return fewest * cost.alpha_s + bytes_s, rounds * cost.alpha_s + bytes_s + compute_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,23 @@ from ..comm import Ledger, RecordingGroup, TorchGroup, drive, torch_group
 from ..costs import CostModel, node_link_bytes
 from ..density import DensityProfile, profile_tables
 from ..lab.counters import interface_bytes
-from ..schemes import AllReduce, Scheme, candidates, select, with_capacity
+from ..planner.measure import agreed, kernel_costs
+from ..schemes import (
+    DOUBLING_OF_ELEMENTS,
+    DOUBLING_OF_ROWS,
+    PARAMETER_SERVER_OF_ELEMENTS,
+    PARAMETER_SERVER_OF_ROWS,
+    AGSparse,
+    AllReduce,
+    BalancedElements,
+    BalancedParallelism,
+    ReduceScatter,
+    Scheme,
+    SparseReduceScatter,
+    candidates,
+    select,
+    with_capacity,
+)
 from ..sparse import SparseRows
 from ..steps import Compute, Pattern, Transfer, transfers
 from .methods import SPARSE_SCHEMES
@@ -28,6 +44,18 @@ from .rank import event, run_rank
 from .sync import DENSE_SIZES_BYTES, FIT_SIZES_BYTES, SyncSpec
 
 TIMEOUT_S = 120.0
+REHEARSED = (  # of which every other scheme's kernels are among the kernels
+    BalancedParallelism(),
+    AGSparse(),
+    DOUBLING_OF_ROWS,
+    PARAMETER_SERVER_OF_ROWS,
+    AllReduce(),
+    ReduceScatter(),
+    SparseReduceScatter(),
+    BalancedElements(),
+    DOUBLING_OF_ELEMENTS,
+    PARAMETER_SERVER_OF_ELEMENTS,
+)
 COPY_BYTES = 128 << 20
 HEAD_START_S = 0.03  # for the news of the instant to start to reach everybody
 
@@ -146,7 +174,7 @@ def ddp_sparse_exchange(gradients: Sequence[Tensor]) -> Exchange:
 def step_costs(
     scheme: Scheme[Any], specs: tuple[TensorSpec, ...], profiles: Any, placement: Placement, cost: CostModel
 ) -> dict[str, Any]:
-    """(rounds, rounds of the bound, busiest bytes) of each transfer; bytes that all computations read and write.
+    """(rounds, rounds of the bound, busiest bytes) of each transfer; (kernel, calls, bytes) of each computation.
 
     Where ranks share a node's link or have another one inside: the seconds that are predicted, without a bound.
     """
@@ -155,7 +183,7 @@ def step_costs(
         return {"predicted_s": cost.total_s(steps, placement)}
     return {
         "transfers": [(t.rounds, bound_rounds(t), t.busiest_bytes) for t in transfers(steps)],
-        "compute_bytes": sum(step.nbytes for step in steps if isinstance(step, Compute)),
+        "computations": [(step.kernel, step.calls, step.nbytes) for step in steps if isinstance(step, Compute)],
     }
 
 
@@ -276,7 +304,8 @@ def agreed_cost(fit: Sequence[tuple[int, float, float]], memory: float, group: T
     intra, node = None, group.within_node()
     if group.placement.is_hierarchy and node.bytes_per_s is not None and node.alpha_s is not None:
         intra = Link(node.bytes_per_s, node.alpha_s)
-    return CostModel.fit(samples, memory_bytes_per_s=-negated, intra=intra)
+    kernels = agreed(kernel_costs(REHEARSED), lambda mine: group.all_gather(mine).wait(TIMEOUT_S))
+    return CostModel.fit(samples, memory_bytes_per_s=-negated, kernels=kernels, intra=intra)
 
 
 def exchange(text: str) -> dict[str, Any]:
@@ -284,11 +313,11 @@ def exchange(text: str) -> dict[str, Any]:
     spec = SyncSpec.model_validate_json(text)
     group = torch_group(timeout_s=TIMEOUT_S)
     fit, memory = fit_samples(group, spec), memory_bytes_per_s(spec)
-    event(kind="fit")
     cost = agreed_cost(fit, memory, group)
+    event(kind="fit")
     cases = [dense_case(nbytes, group, spec, cost) for nbytes in DENSE_SIZES_BYTES]
     cases += [workload_case(name, group, spec, cost) for name in spec.workloads]
-    return {"fit": fit, "memory_bytes_per_s": memory, "cases": cases}
+    return {"cost": asdict(cost), "cases": cases}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The plan made when the user gives none: all-reduce for dense gradients, a sparse scheme for sparse ones.
 
-Sparse are those of sparse layout, and dense ones that were found to be mostly zero.
+Sparse are those of sparse layout, and dense ones that were found to be mostly zero. Which scheme is cheapest is told by
+a cost model where the network was measured, else by bytes.
 """
 
 from __future__ import annotations
@@ -12,50 +13,63 @@ from typing import Any
 
 from ..bucket import Layout, TensorSpec, cut_by_bytes
 from ..cluster import Placement
+from ..costs import CostModel
 from ..density import DensityProfile, ParameterProfile
 from ..plan import BucketPlan, Plan, default_order
-from ..schemes import AGSparse, AllReduce, BalancedElements, BalancedParallelism, Scheme, with_capacity
+from ..schemes import (
+    DOUBLING_OF_ROWS,
+    AGSparse,
+    AllReduce,
+    BalancedElements,
+    BalancedParallelism,
+    Scheme,
+    with_capacity,
+)
 from ..steps import Step, transfers
 
 FIRST_BUCKET_BYTES = 1 << 20  # DDP's first bucket: an early start of communication
 BUCKET_BYTES = 25 << 20  # DDP's default, so that dense models run as they do there
 FEWEST_BUCKET_BYTES = 1 << 20  # the smallest size worth a trial: at 1 Gbit a ring of it takes 13 ms, 5 of them latency
-MOST_OF_DENSE = 0.5  # bytes: a dense gradient found to be sparse must save so much, as it must also be searched
+MOST_OF_DENSE = 0.5  # a dense gradient found to be sparse must save so much, as it may be less sparse later
+WORTH_A_TRIAL = 1.5  # times the cheapest: how far the second scheme may be off to be tried; estimates are rough
 BUCKETS_TO_OVERLAP = 4  # the size between: a guess, of which the trial says whether it was a good one
 
 SPARSE_SCHEMES: tuple[Scheme[Any], ...] = (BalancedParallelism(), AGSparse())
+TIMED_SCHEMES: tuple[Scheme[Any], ...] = (*SPARSE_SCHEMES, DOUBLING_OF_ROWS)  # where more than bytes is known
 
 
-def default_plans(profiles: Sequence[ParameterProfile], world_size: int) -> list[Plan]:
+def default_plans(profiles: Sequence[ParameterProfile], world_size: int, cost: CostModel | None = None) -> list[Plan]:
     """The plans worth a try, the best guess first; the engine tries them, as no figure known here tells which wins.
 
     Small dense buckets hide more of their way behind backward and cost more calls; on a fast network they also take
     cores from backward. Tables that are ready early may travel at once or with the others. The last dense bucket may
     go first, as it is ready first, or fill the link between a table's stages, which wait for one another. Dense
-    gradients that were found to be sparse cost a search and save bytes.
+    gradients that were found to be sparse cost a search and save bytes. The scheme that comes second for the tables is
+    tried too where it is not far off.
     """
     if world_size == 1:
         return [default_plan(profiles, world_size)]
-    found = found_schemes(profiles, world_size)
+    found = found_schemes(profiles, world_size, cost)
     between = sum(p.tensor.nbytes for p in profiles if not p.sparse and p.name not in found) // BUCKETS_TO_OVERLAP
     sizes = [BUCKET_BYTES, FEWEST_BUCKET_BYTES]
     if between >= 2 * FEWEST_BUCKET_BYTES and not BUCKET_BYTES / 2 < between < 2 * BUCKET_BYTES:
         sizes.insert(1, between)
-    plans = [default_plan(profiles, world_size, bucket_bytes=size) for size in sizes]
-    plans.append(default_plan(profiles, world_size, dense_between=True))
-    plans.append(default_plan(profiles, world_size, tables_at_the_end=True))
-    plans.append(default_plan(profiles, world_size, by_layout=True))
+    ways: list[dict[str, Any]] = [{"bucket_bytes": size} for size in sizes]
+    ways += [{"dense_between": True}, {"tables_at_the_end": True}, {"by_layout": True}, {"second_scheme": True}]
+    plans = [default_plan(profiles, world_size, cost, **way) for way in ways]
     return list({plan.digest: plan for plan in plans}.values())
 
 
 def default_plan(
     profiles: Sequence[ParameterProfile],
     world_size: int,
+    cost: CostModel | None = None,
     *,
     bucket_bytes: int = BUCKET_BYTES,
     tables_at_the_end: bool = False,
     dense_between: bool = False,
     by_layout: bool = False,
+    second_scheme: bool = False,
 ) -> Plan:
     """Dense parameters in DDP-sized buckets in ready order, sparse tables of a dtype that are ready together in one.
 
@@ -63,12 +77,13 @@ def default_plan(
     all its stages, unless `tables_at_the_end`: then all tables of a dtype share a bucket behind the dense ones.
     `dense_between`: the last dense bucket has its turn before the last stage of the tables behind it, not before all.
     Dense gradients that were found to be sparse are exchanged as such, unless `by_layout`: by rows together with the
-    tables, by elements each in a bucket of its own.
+    tables, by elements each in a bucket of its own. `second_scheme`: tables take the second cheapest scheme, if it is
+    not far off.
     Deterministic in its arguments, which are the same on every rank. Parameters come in model order; before readiness
     was measured (`position` all equal) the reverse of that order is taken, as backward runs.
     """
     specs = {p.name: p.tensor for p in profiles}
-    found = {} if by_layout else found_schemes(profiles, world_size)
+    found = {} if by_layout else found_schemes(profiles, world_size, cost)
     profiles = [replace(p, sparse=p.sparse or _by_rows(found.get(p.name))) for p in profiles]
     ready = sorted(reversed(profiles), key=lambda p: p.position)
     by_element = [p for p in ready if p.name in found and not p.sparse]
@@ -78,7 +93,8 @@ def default_plan(
     runs = [[p for p in ready if p.sparse]] if at_the_end else _table_runs(ready)
     for run in runs:
         for _, tables in _by_dtype(run):
-            buckets.append((tables, cheapest_sparse_scheme(tables, world_size)))
+            first, *others = sparse_schemes(tables, world_size, cost)
+            buckets.append((tables, others[0] if second_scheme and others else first))
     if not at_the_end:
         buckets.sort(key=lambda bucket: max(p.position for p in bucket[0]))
     named = [([p.name for p in members], scheme) for members, scheme in buckets]
@@ -141,44 +157,48 @@ def _order(plan: Plan, *, dense_between: bool) -> Iterator[tuple[str, str]]:
     yield from [*first, *tables[:place], *last, *tables[place:]]
 
 
-def found_schemes(profiles: Sequence[ParameterProfile], world_size: int) -> dict[str, Scheme[Any]]:
+def found_schemes(
+    profiles: Sequence[ParameterProfile], world_size: int, cost: CostModel | None = None
+) -> dict[str, Scheme[Any]]:
     """The sparse scheme of each dense gradient that was found to be sparse and saves enough by it, by name."""
-    found = {p.name: _scheme_of_found(p, world_size) for p in profiles if p.found and world_size > 1}
+    found = {p.name: _scheme_of_found(p, world_size, cost) for p in profiles if p.found and world_size > 1}
     return {name: scheme for name, scheme in found.items() if scheme is not None}
 
 
-def _scheme_of_found(profile: ParameterProfile, world_size: int) -> Scheme[Any] | None:
-    """By its rows or by its elements, whichever moves fewer bytes; None if neither saves enough."""
+def _scheme_of_found(profile: ParameterProfile, world_size: int, cost: CostModel | None) -> Scheme[Any] | None:
+    """By its rows or by its elements, whichever is cheaper; None if neither saves enough."""
     placement, spec = Placement.one_per_node(world_size), profile.tensor
     flat = TensorSpec((spec.numel,), spec.dtype)
-    costs: list[tuple[float, Scheme[Any]]] = []
+    prices: list[tuple[float, Scheme[Any]]] = []
     if profile.density is not None:
-        by_row = cheapest_sparse_scheme([profile], world_size)
-        costs.append((busiest_bytes(by_row.steps((spec,), (profile.density,), placement)), by_row))
+        by_row = sparse_schemes([profile], world_size, cost)[0]
+        prices.append((price(by_row.steps((spec,), (profile.density,), placement), cost), by_row))
     if profile.elements is not None:
-        by_element = BalancedElements()
-        costs.append((busiest_bytes(by_element.steps((flat,), (profile.elements,), placement)), by_element))
-    fewest_bytes, scheme = min(costs, key=lambda cost: cost[0])
-    return scheme if fewest_bytes <= MOST_OF_DENSE * busiest_bytes(AllReduce().steps((flat,), (), placement)) else None
+        by_element = with_capacity(BalancedElements(), [profile.elements])
+        prices.append((price(by_element.steps((flat,), (profile.elements,), placement), cost), by_element))
+    lowest, scheme = min(prices, key=lambda priced: priced[0])
+    return scheme if lowest <= MOST_OF_DENSE * price(AllReduce().steps((flat,), (), placement), cost) else None
 
 
-def busiest_bytes(steps: Sequence[Step]) -> float:
-    """What the busiest rank moves in all transfers."""
-    return sum(transfer.busiest_bytes for transfer in transfers(steps))
+def price(steps: Sequence[Step], cost: CostModel | None) -> float:
+    """Seconds, or what the busiest rank moves in bytes where no cost model is known."""
+    return cost.total_s(steps) if cost else sum(transfer.busiest_bytes for transfer in transfers(steps))
 
 
-def cheapest_sparse_scheme(tables: Sequence[ParameterProfile], world_size: int) -> Scheme[Any]:
-    """The sparse scheme whose busiest rank moves the fewest bytes for the measured densities; the first without any.
+def sparse_schemes(
+    tables: Sequence[ParameterProfile], world_size: int, cost: CostModel | None = None
+) -> list[Scheme[Any]]:
+    """The sparse schemes worth a trial for the measured densities, the cheapest first; without any the first of all.
 
-    Of several with equally many the one with the fewest stages.
-
-    What the densities fix beforehand is in it, see `with_capacity`.
+    Of several that cost the same the one with the fewest stages. What the densities fix beforehand is in them, see
+    `with_capacity`.
     """
     densities = [p.density for p in tables]
     if any(d is None for d in densities):
-        return SPARSE_SCHEMES[0]
+        return [SPARSE_SCHEMES[0]]
     known: tuple[DensityProfile, ...] = tuple(d for d in densities if d is not None)
     specs: tuple[TensorSpec, ...] = tuple(p.tensor for p in tables)
-    placement = Placement.one_per_node(world_size)
-    fixed = [with_capacity(scheme, known) for scheme in SPARSE_SCHEMES]
-    return min(fixed, key=lambda s: (busiest_bytes(s.steps(specs, known, placement)), len(s.stages(world_size))))
+    placement, schemes = Placement.one_per_node(world_size), TIMED_SCHEMES if cost else SPARSE_SCHEMES
+    prices = {s: price(s.steps(specs, known, placement), cost) for s in (with_capacity(s, known) for s in schemes)}
+    ordered = sorted(prices, key=lambda s: (prices[s], len(s.stages(world_size))))
+    return [s for s in ordered if s is ordered[0] or (cost and prices[s] <= WORTH_A_TRIAL * prices[ordered[0]])]

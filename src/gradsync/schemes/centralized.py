@@ -68,7 +68,11 @@ class AGSparse(RowCapacity, Scheme[Tables]):
         message = RowFormat.whole(groups).nbytes([profiles[group.first].rows for group in groups])
         gathers = self.transfers("gather", Pattern.ALL_GATHER, (message,) * n, len(specs), at_once=at_once)
         summed = sum(s.dim * s.itemsize * p.union_rows(n) for s, p in zip(specs, profiles, strict=True))
-        return Compute("sum_rows", 2 * message), *gathers, Compute("sum_rows", n * message + summed)
+        return (
+            Compute("pack_table", 2 * message, calls=len(specs)),
+            *gathers,
+            Compute("sum_tables", n * message + summed, calls=len(specs)),
+        )
 
     def _message(self, x: Tables, survey: Survey, planned: RowFormat) -> Tensor:
         """Header and my rows, or the header alone if they do not fit."""

@@ -141,9 +141,9 @@ class BalancedParallelism(RowCapacity, Partitioned[Tables, OwnedColumns]):
         push = tuple(format.nbytes(rows) for format in stripes.formats)
         summed = stripes.pull_bytes([profiles[group.first].union_rows(size) for group in stripes.groups])
         return (
-            Compute("sum_rows", RowFormat.whole(stripes.groups).nbytes(rows) + sum(push)),
+            Compute("stripe_rows", RowFormat.whole(stripes.groups).nbytes(rows) + sum(push), calls=len(specs)),
             *self.transfers("push", Pattern.ALL_TO_ALL, push, len(specs), at_once=at_once),
-            Compute("sum_rows", size * max(push) + max(summed)),
+            Compute("sum_stripes", size * max(push) + max(summed), calls=len(specs)),
         )
 
     def pull_steps(
@@ -151,7 +151,7 @@ class BalancedParallelism(RowCapacity, Partitioned[Tables, OwnedColumns]):
     ) -> tuple[Step, ...]:
         stripes = self._expected(specs, profiles, size)
         pull = stripes.pull_bytes([profiles[group.first].union_rows(summed) for group in stripes.groups])
-        return Transfer("pull", Pattern.ALL_GATHER, pull), Compute("join", 2 * sum(pull))
+        return Transfer("pull", Pattern.ALL_GATHER, pull), Compute("join_stripes", 2 * sum(pull), calls=len(specs))
 
     def part_of(
         self, specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfile, ...], size: int, owner: int

@@ -7,6 +7,7 @@ message, in the smallest format there is, read, and added to others. The schemes
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -264,22 +265,27 @@ class _Space:
                     known[block, len(ranks)] = self._expected_nbytes((block, ranks), profiles)
             return LENGTH_BYTES + sum(known[block, len(ranks)] for block, ranks in pieces)
 
-        own = [(block, (0,)) for block in range(self.plan.blocks)]
-        yield Compute("sum_rows", 2 * nbytes(own))
+        own, tables = [(block, (0,)) for block in range(self.plan.blocks)], len(self.specs)
+        yield Compute("sum_rows", 2 * nbytes(own), calls=tables)
         if self.plan.blocks > 1:
-            yield Compute("split_rows", 2 * nbytes(own))
+            yield Compute("split_rows", 2 * nbytes(own), calls=tables * len(own))
         for each in self.plan.rounds:
             sizes = [(message.source, message.destination, nbytes(message.pieces)) for message in each.messages]
             transfer = Transfer.of_messages(each.stage, self.plan.size, sizes)
-            yield Compute("pack_rows", 2 * transfer.busiest_bytes)
+            packed = Counter({m.source: 0 for m in each.messages})
+            for message in each.messages:
+                packed[message.source] += len(message.pieces)
+            yield Compute("pack_rows", 2 * transfer.busiest_bytes, calls=tables * max(packed.values(), default=0))
             yield transfer
             merged: dict[int, float] = {}
             for merge in each.merges:
                 merged[merge.rank] = merged.get(merge.rank, 0.0) + nbytes((*merge.pieces, merge.sum))
             if merged:
-                yield Compute("sum_rows", max(merged.values()))
+                merges = Counter(merge.rank for merge in each.merges)
+                yield Compute("sum_rows", max(merged.values()), calls=tables * max(merges.values()))
         if self.plan.blocks > 1:
-            yield Compute("join_rows", 2 * nbytes([(block, self.everyone) for block in range(self.plan.blocks)]))
+            whole = [(block, self.everyone) for block in range(self.plan.blocks)]
+            yield Compute("join_rows", 2 * nbytes(whole), calls=tables * len(whole))
 
     def _split(self, x: Tables, rank: int) -> dict[Piece, Tables]:
         """This rank's pieces of all blocks."""

@@ -90,10 +90,9 @@ class SparseReduceScatter(Partitioned[Tensor, OwnedRange]):
         push, found = HEAD_BYTES + form.nbytes(rows / size), rows * (index_dtype(flat.numel).itemsize + flat.itemsize)
         part_bytes = form.length * kernels.accumulation_dtype(flat.dtype).itemsize
         return (
-            Compute("find_elements", flat.nbytes + 3 * found),
-            Compute("pack_elements", found + size * push),
+            Compute("scatter_elements", flat.nbytes + 4 * found + size * push),
             Transfer("push", Pattern.ALL_TO_ALL, (float(push),) * size),
-            Compute("sum_elements", size * push + 2 * part_bytes),
+            Compute("sum_scattered", size * push + 2 * part_bytes),
         )
 
     def pull_steps(
@@ -103,7 +102,7 @@ class SparseReduceScatter(Partitioned[Tensor, OwnedRange]):
         form = _format_of(flat, size)
         pull = HEAD_BYTES + form.nbytes(_profile_of(flat, profiles).union_rows(summed) / size)
         return (
-            Compute("find_elements", form.length * flat.itemsize + 2 * pull),
+            Compute("gather_elements", form.length * flat.itemsize + 2 * pull),
             Transfer("pull", Pattern.ALL_TO_ALL, (float(pull),) * size),
             Compute("join_elements", size * pull + flat.nbytes),
         )

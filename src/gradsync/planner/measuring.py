@@ -1,0 +1,32 @@
+"""The planner that `attach` takes when the user gives none: it measures, plans, and revises while training runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..comm import Group
+from ..costs import CostModel
+from ..density import ParameterProfile
+from ..plan import Plan
+from .default import default_plans
+from .measure import measured_cost
+from .revise import revised
+
+
+@dataclass
+class MeasuringPlanner:
+    """`default_plans` by what was measured of the network and the kernels; by bytes before that and where it cannot."""
+
+    cost: CostModel | None = None
+
+    def __call__(self, profiles: Sequence[ParameterProfile], world_size: int) -> list[Plan]:
+        return default_plans(profiles, world_size, self.cost)
+
+    def measure(self, group: Group, timeout_s: float) -> None:
+        """Learns what plans are made by; collective."""
+        self.cost = measured_cost(group, timeout_s)
+
+    def revise(self, plan: Plan, profiles: Sequence[ParameterProfile]) -> Plan:
+        """The plan for gradients that look like these now."""
+        return plan if self.cost is None else revised(plan, profiles, self.cost)

@@ -1,0 +1,102 @@
+"""What schemes compute, timed without a network: all ranks of a group in turns, in one thread of one process.
+
+Selection needs to know what a scheme's kernels take on this machine. A scheme's time between two awaits is that of the
+`Compute` steps between two `Transfer`s of its `steps`, so that a few runs at different sizes tell the cost of each
+kernel as the scheme calls it, with all that lies around it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..bucket import Layout, TensorSpec
+from ..cluster import Placement
+from ..comm import LocalGroup, Pending
+from ..density import DensityProfile, profile_rows
+from ..sparse import SparseRows
+from ..steps import Compute, Step, Transfer
+from .base import Scheme
+from .capacity import with_capacity
+from .tables import Tables
+
+RANKS = 4
+REPEATS = 3
+TABLES = ((200_000, 16, 6_000), (100_000, 64, 3_000), (2_000, 32, 100))  # rows, dim, touched
+BUCKETS = ((1 << 18, 0.01), (1 << 18, 0.1), (1 << 14, 0.05))  # elements, density
+
+Sample = tuple[tuple[Compute, ...], float]  # what was computed, and the seconds it took
+
+
+def rehearse(schemes: Sequence[Scheme[Any]]) -> list[Sample]:
+    """What each scheme computes between two awaits, and how long that takes on one rank, for data of several sizes."""
+    samples: list[Sample] = []
+    for scheme in schemes:
+        for inputs, specs, profile in _buckets() if scheme.layout is Layout.FLAT else _tables():
+            fitting = with_capacity(scheme, [profile])
+            computed = parts(fitting.steps(specs, (profile,), Placement.one_per_node(RANKS)))
+            runs = [segments_s(fitting, inputs) for _ in range(REPEATS + 1)][1:]
+            seconds = [min(times) for times in zip(*runs, strict=True)]
+            samples += [(part, s) for part, s in zip(computed, seconds, strict=True) if part]
+    return samples
+
+
+def parts(steps: Sequence[Step]) -> list[tuple[Compute, ...]]:
+    """The computations before, between and behind the transfers."""
+    found: list[list[Compute]] = [[]]
+    for step in steps:
+        if isinstance(step, Transfer):
+            found.append([])
+        else:
+            found[-1].append(step)
+    return [tuple(part) for part in found]
+
+
+def segments_s(scheme: Scheme[Any], inputs: Sequence[Any]) -> list[float]:
+    """Seconds before the first await, between awaits and behind the last, mean over the ranks with these inputs.
+
+    Of processor time, as others may use the cores while a job starts.
+    """
+    groups = LocalGroup.world(len(inputs))
+    copies = [x.clone() if isinstance(x, torch.Tensor) else x for x in inputs]  # flat buckets are overwritten
+    runs = [scheme.synchronize(x, {}, group, 1.0) for x, group in zip(copies, groups, strict=True)]
+    arrived: list[Any] = [None] * len(runs)
+    found: list[float] = []
+    ended = 0
+    while not ended:
+        pending: list[Pending[Any]] = []
+        began_s = time.thread_time()
+        for run, value in zip(runs, arrived, strict=True):
+            try:
+                pending.append(run.send(value))
+            except StopIteration:
+                ended += 1
+        found.append((time.thread_time() - began_s) / len(runs))
+        arrived = [each.wait(0.0) for each in pending]
+    return found
+
+
+def _tables() -> Iterator[tuple[list[Tables], tuple[TensorSpec, ...], DensityProfile]]:
+    """One table each, of ranks that touch rows at random."""
+    for num_rows, dim, touched in TABLES:
+        generator = torch.Generator().manual_seed(num_rows + touched)
+        lists = [torch.randint(num_rows, (touched,), generator=generator) for _ in range(RANKS)]
+        inputs: list[Tables] = [
+            (SparseRows(rows, torch.randn(touched, dim, generator=generator), num_rows),) for rows in lists
+        ]
+        yield inputs, (TensorSpec((num_rows, dim), torch.float32),), profile_rows(lists, num_rows)
+
+
+def _buckets() -> Iterator[tuple[list[torch.Tensor], tuple[TensorSpec, ...], DensityProfile]]:
+    """Flat buckets of ranks whose elements are not zero at random."""
+    for numel, density in BUCKETS:
+        generator = torch.Generator().manual_seed(numel)
+        inputs = [
+            torch.randn(numel, generator=generator) * (torch.rand(numel, generator=generator) < density)
+            for _ in range(RANKS)
+        ]
+        profile = profile_rows([x.nonzero().flatten() for x in inputs], numel)
+        yield inputs, (TensorSpec((numel,), torch.float32),), profile

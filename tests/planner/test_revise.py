@@ -1,0 +1,146 @@
+"""Plans are revised when densities have changed, not before it pays, and nothing but default schemes is replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from gradsync.bucket import TensorSpec
+from gradsync.costs import CostModel, KernelCost
+from gradsync.density import DensityProfile, ParameterProfile
+from gradsync.plan import Plan
+from gradsync.planner import MeasuringPlanner
+from gradsync.planner.default import default_plan, default_plans
+from gradsync.planner.revise import revised
+from gradsync.schemes import (
+    PARAMETER_SERVER_OF_ROWS,
+    AGSparse,
+    AllReduce,
+    BalancedElements,
+    BalancedParallelism,
+    Scheme,
+    with_capacity,
+)
+
+WORLD = 8
+SLOW = CostModel(alpha_s=1e-4, bandwidth_bytes_per_s=25e6)
+ROWS = 10_000
+
+
+def table(rows: float, overlap: str, most: float = 0.0) -> ParameterProfile:
+    """Ranks with the same rows, or each with rows of its own."""
+    growth = {"same rows": {WORLD: 1.0}, "own rows": {WORLD: float(WORLD)}}[overlap]
+    density = DensityProfile(ROWS, rows, growth, "a", most or rows)
+    return ParameterProfile("t", TensorSpec((ROWS, 16), torch.float32), sparse=True, density=density)
+
+
+def flat(density: float) -> ParameterProfile:
+    elements = DensityProfile(1 << 20, density * (1 << 20), {WORLD: 1.5})
+    return ParameterProfile("w", TensorSpec((1 << 20,), torch.float32), sparse=False, elements=elements)
+
+
+def plan_of(profiles: Sequence[ParameterProfile], schemes: Sequence[Scheme[Any]]) -> Plan:
+    specs = {p.name: p.tensor for p in profiles}
+    return Plan.make(specs, WORLD, [([p.name], s) for p, s in zip(profiles, schemes, strict=True)])
+
+
+def schemes_of(plan: Plan, profiles: Sequence[ParameterProfile]) -> list[Scheme[Any]]:
+    plan.check({p.name: p.tensor for p in profiles}, WORLD)
+    return [bucket.make_scheme() for bucket in plan.buckets]
+
+
+def fitting(scheme: Scheme[Any], profile: ParameterProfile) -> Scheme[Any]:
+    assert profile.density is not None
+    return with_capacity(scheme, [profile.density])
+
+
+def test_rows_that_ranks_come_to_share_are_summed_by_owners() -> None:
+    apart, shared = table(500, "own rows"), table(500, "same rows")
+    plan = default_plan([apart], WORLD, SLOW)
+    assert schemes_of(plan, [apart])[0].unplanned != BalancedParallelism()
+    (scheme,) = schemes_of(revised(plan, [shared], SLOW), [shared])
+    assert scheme == fitting(BalancedParallelism(), shared)
+
+
+def test_what_is_nearly_as_good_stays() -> None:
+    known = table(500, "own rows")
+    plan = plan_of([known], [fitting(AGSparse(), known)])
+    ways = [price for _, price in prices(known)]
+    assert 0 < min(ways) <= dict(prices(known))["agsparse"] < min(ways) / 0.9  # or there would be nothing to resist
+    assert revised(plan, [known], SLOW) == plan
+
+
+def prices(profile: ParameterProfile) -> list[tuple[str, float]]:
+    from gradsync.cluster import Placement
+    from gradsync.planner.default import TIMED_SCHEMES
+
+    assert profile.density is not None
+    placement = Placement.one_per_node(WORLD)
+    return [
+        (s.title, SLOW.total_s(s.steps((profile.tensor,), (profile.density,), placement)))
+        for s in (fitting(s, profile) for s in TIMED_SCHEMES)
+    ]
+
+
+@pytest.mark.parametrize("most", [500.0, 900.0])
+def test_room_that_rows_have_outgrown_is_made_anew(most: float) -> None:
+    before, now = table(400, "same rows"), table(450, "same rows", most)
+    plan = plan_of([before], [fitting(BalancedParallelism(), before)])
+    (scheme,) = schemes_of(revised(plan, [now], SLOW), [now])
+    had_room = most <= 400 * 1.5 + 16
+    assert scheme == fitting(BalancedParallelism(), before if had_room else now)
+
+
+def test_a_bucket_found_sparse_goes_dense_and_back() -> None:
+    sparse, dense = flat(0.01), flat(0.9)
+    plan = plan_of([sparse], [BalancedElements()])
+    to_dense = revised(plan, [dense], SLOW)
+    assert schemes_of(to_dense, [dense]) == [AllReduce()]
+    (again,) = schemes_of(revised(to_dense, [sparse], SLOW), [sparse])
+    assert again.unplanned == BalancedElements().unplanned
+
+
+def test_what_a_user_has_planned_otherwise_stays() -> None:
+    shared = table(500, "same rows")
+    for scheme in (PARAMETER_SERVER_OF_ROWS, BalancedElements(seed=3)):
+        profile = shared if scheme is PARAMETER_SERVER_OF_ROWS else flat(0.9)
+        plan = plan_of([profile], [scheme])
+        assert revised(plan, [profile], SLOW) == plan
+
+
+def test_flat_buckets_of_many_or_cut_parameters_stay() -> None:
+    dense, specs = flat(0.001), {"w": flat(0.001).tensor}
+    halves = [[("w", 0, 1 << 19)], [("w", 1 << 19, 1 << 20)]]
+    plan = Plan.make(specs, WORLD, [(half, AllReduce()) for half in halves])
+    assert revised(plan, [dense], SLOW) == plan
+
+
+def test_other_buckets_keep_their_turns() -> None:
+    profiles = [table(500, "same rows"), flat(0.9)]
+    plan = plan_of(profiles, [fitting(AGSparse(), profiles[0]), AllReduce()])
+    assert plan.order == (("0", "gather"), ("1", "all_reduce"))
+    changed = revised(plan, profiles, SLOW)
+    schemes_of(changed, profiles)  # a legal plan
+    assert changed.order == (("0", "push"), ("0", "pull"), ("1", "all_reduce"))
+    back = revised(changed, [table(500, "own rows"), flat(0.9)], SLOW)
+    assert [bucket for bucket, _ in back.order if bucket == "1"] == ["1"]
+
+
+def test_kernels_that_take_long_change_what_is_planned() -> None:
+    known = table(500, "same rows")
+    by_bytes = MeasuringPlanner()([known], WORLD)[0]
+    slow_sums = {name: KernelCost(0.5, 0.0) for name in ("stripe_rows", "sum_stripes", "join_stripes")}
+    by_time = MeasuringPlanner(CostModel(1e-4, 25e6, kernels=slow_sums))([known], WORLD)[0]
+    assert schemes_of(by_bytes, [known])[0].unplanned == BalancedParallelism()
+    assert schemes_of(by_time, [known])[0].unplanned != BalancedParallelism()
+
+
+@pytest.mark.parametrize(("call_s", "tried"), [(0.0, 2), (0.5, 1)])
+def test_the_second_scheme_is_tried_where_it_is_not_far_off(call_s: float, tried: int) -> None:
+    known = table(500, "same rows")
+    cost = CostModel(1e-4, 25e6, kernels={name: KernelCost(call_s, 1e-10) for name in ("sum_rows", "sum_tables")})
+    plans = default_plans([known], WORLD, cost)
+    assert len({str(plan.buckets[0].make_scheme().unplanned) for plan in plans}) == tried
