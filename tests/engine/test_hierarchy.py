@@ -153,6 +153,8 @@ def test_groups_of_nodes_are_found_and_measured_alike_on_all_ranks(world: Callab
 
 def sum_on_other_backends() -> list[float]:
     """Groups that measure nothing open those of nodes when a scheme asks for them."""
+    with pytest.raises(ValueError, match="the placement is of 6 ranks, the group has 4"):
+        TorchGroup(timeout_s=20, placement=Placement.regular(3, 2))
     group = TorchGroup(timeout_s=20, placement=Placement.regular(2, 2))
     scheme = Hierarchical(ReduceScatter(), AllReduce(), PER_NODE)
     bucket = Bucket("0", (Segment("p", 0, 5),), (TensorSpec((5,), torch.float32),), scheme.layout)

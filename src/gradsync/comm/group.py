@@ -161,6 +161,7 @@ class TorchGroup(Group):
     """The members of a `torch.distributed` process group, over a new communicator with the same backend.
 
     Creating one is collective over the members. Operations are issued by one thread at a time (the caller's duty).
+    `placement`: where they sit; None: found out together. A subgroup has a `parent` and its members' `places` there.
     """
 
     def __init__(
@@ -178,6 +179,8 @@ class TorchGroup(Group):
         self.backend = dist.get_backend(process_group)
         self._process_group, self._timeout_s, self._parent = process_group, timeout_s, parent
         self._placement = placement if parent is None or places is None else parent.placement.of(places)
+        if placement is not None and placement.size != len(self.members):
+            raise ValueError(f"the placement is of {placement.size} ranks, the group has {len(self.members)}")
         self._subgroups: dict[tuple[int, ...], TorchGroup] = {}
         # gloo's own timeout only says that there was one; ours, which comes first, says who is missing.
         patience_s = timeout_s if self.backend == "nccl" else 1.5 * timeout_s + 5.0
@@ -201,7 +204,8 @@ class TorchGroup(Group):
         _all_gather_single(everyone, mine, self._own).wait()
         nonces, keys = everyone.view(-1, 2).T.tolist()
         if self._placement is None:
-            self._placement = Placement(tuple(list(dict.fromkeys(keys)).index(key) for key in keys))
+            nodes = list(dict.fromkeys(keys))
+            self._placement = Placement(tuple(map(nodes.index, keys)))
         self._board = Board(distributed_c10d._get_default_store(), f"gradsync/{self._own.group_name}/{nonces[0]}")
 
     def subgroup(self, places: tuple[int, ...]) -> Group:
