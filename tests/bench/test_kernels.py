@@ -11,10 +11,11 @@ import torch
 from typer.testing import CliRunner
 
 from gradsync.bench import kernels
-from gradsync.bench.kernels import CASES, WORK, KernelsSpec, Work, measured, run_kernels
+from gradsync.bench.kernels import CASES, WORK, KernelsSpec, Moved, Work, agree, measured, run_kernels
 from gradsync.cli import app
-from gradsync.kernels import cpu, reference
+from gradsync.kernels import cpu, device, reference
 from gradsync.report.record import Record
+from tests.kernels.on_device import DEVICE, needs_triton
 
 SMALL = {"size": 3_000, "nnz": 500, "density": 0.05}
 BYTES = {  # what must be read and written at the least: indices, values, both outputs, ...
@@ -63,6 +64,34 @@ def test_only_the_named_kernels_run_and_torch_keeps_its_threads() -> None:
     records = run_kernels(KernelsSpec(kernels=("count_bits", "sum_rows"), threads=2, repeats=5), events.append)
     assert [r.subject for r in records] == [e["kernel"] for e in events] == ["sum_rows", "count_bits"]
     assert torch.get_num_threads() == before
+
+
+@needs_triton
+@pytest.mark.parametrize("kernel", ["unite_rows", "decode_bitmap", "partition_hashed", "hierarchical_hash"])
+@pytest.mark.usefixtures("tiny")
+def test_kernels_for_cuda_do_on_the_same_numbers_what_their_definitions_do_on_the_cpu(kernel: str) -> None:
+    params = dict(kernels.CASES)[kernel]
+    params |= {"dim": 16} if "dim" in params else {}  # long rows take the interpreter long
+    with Moved(DEVICE.type):
+        work = WORK[kernel](torch.Generator().manual_seed(0), **params)
+    assert all(out.device.type == DEVICE.type for out in work.outs)
+    assert agree(work, WORK[kernel](torch.Generator().manual_seed(0), **params), device.load())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_there_is_refused() -> None:
+    done = CliRunner().invoke(app, ["bench", "kernels", "--device", "cuda"])
+    assert done.exit_code == 2
+    assert "device cuda needs a GPU" in done.output
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.usefixtures("tiny")
+def test_kernels_are_measured_on_a_gpu() -> None:
+    done = CliRunner().invoke(app, ["bench", "kernels", "--device", "cuda", "--quick", "--json", "-"])
+    assert done.exit_code == 0, done.output
+    for record in [Record.model_validate(row) for row in json.loads(done.stdout)]:
+        assert record.failed is None and record.environment["device"] == torch.cuda.get_device_name()
 
 
 def test_an_unknown_kernel_is_refused() -> None:

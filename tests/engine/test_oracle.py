@@ -25,7 +25,9 @@ from gradsync.schemes import (
     BalancedElements,
     BalancedParallelism,
     Communication,
+    OkTopkLike,
     RowPoint,
+    ZenHash,
 )
 from tests.engine.models import (
     Branches,
@@ -365,6 +367,14 @@ def dense_but_mostly_zero() -> None:
     assert 0 < table.sent_bytes < 0.1 * table.steps * specs["0.weight"].nbytes
     assert dense.predicted_bytes == dense.sent_bytes
     detach(twins)
+    for first, second in [
+        (BalancedElements(capacity=(60, 150)), ZenHash()),
+        (BalancedElements(capacity=(3, 5)), OkTopkLike()),  # no room for most steps
+    ]:
+        plan = Plan.make(specs, dist.get_world_size(), [(["0.weight"], first), (["1.weight", "1.bias"], second)])
+        twins = make_twins(make, optimizer=momentum, options={"plan": plan})
+        follow(twins, step, steps=4)
+        detach(twins)
 
 
 def points_of_the_design_space() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gradsync import kernels
-from gradsync.kernels import cpu
+from gradsync.kernels import cpu, device, reference
 
 PARTS = [(torch.tensor([2, 0, 2]), torch.ones(3, 4))]
 
@@ -26,8 +26,10 @@ def not_built(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(importlib, "import_module", import_module)
     monkeypatch.setattr(kernels, "_fallback_logged", False)
     cpu.load.cache_clear()
+    device.load.cache_clear()
     yield
     cpu.load.cache_clear()
+    device.load.cache_clear()
 
 
 def test_auto_is_native_where_it_is_built() -> None:
@@ -59,6 +61,22 @@ def test_auto_falls_back_and_says_so_once(not_built: None, caplog: pytest.LogCap
     assert kernels.active() == "reference"
     assert len(caplog.records) == 1
     assert "torch reference implementation" in caplog.records[0].getMessage()
+
+
+def test_explicit_triton_that_cannot_be_imported_raises_with_the_reason(not_built: None) -> None:
+    with pytest.raises(ImportError, match=r"No module named 'gradsync\.kernels\.triton'.*install torch for CUDA"):
+        kernels.use("triton")
+    assert kernels.active() == "reference", "the choice stays as it was"
+
+
+def test_without_triton_tensors_on_a_device_go_to_the_reference_which_says_so_once(
+    not_built: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(device, "supports", lambda tensors: True)
+    with caplog.at_level(logging.WARNING, logger="gradsync.kernels"):
+        assert kernels._pick("count_bits", [torch.zeros(1)]) is reference.count_bits
+        kernels.count_bits(torch.tensor([7]))
+    assert [record.getMessage().endswith("which brings Triton") for record in caplog.records] == [True]
 
 
 def test_auto_takes_the_reference_for_a_dtype_native_lacks() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradsync.kernels import cpu, reference
 from tests.kernels.native import DTYPES, assert_same_bits, native, special_values
+from tests.kernels.on_device import every
 from tests.kernels.shapes import columns_of_2048, random_indices, zipf_rows
 
 both = pytest.mark.parametrize("kernels", [cpu, reference], ids=["native", "reference"])
@@ -51,7 +52,7 @@ def test_nonzero_elements_equal_the_definition(
                 assert (all_indices[-16:] == 77).all() and (all_values[-16:] == 77).all()
 
 
-@both
+@every
 def test_outputs_that_do_not_fit_the_elements_are_refused(kernels) -> None:
     found = kernels.nonzero_elements(torch.ones(3))
     with pytest.raises(ValueError, match="indices must be"):
@@ -89,7 +90,7 @@ def test_a_bitmap_gives_back_its_indices(size: int, density: float, threads: int
         assert torch.equal(out.long(), indices)
 
 
-@both
+@every
 def test_bad_bitmaps_are_refused_before_anything_is_written(kernels) -> None:
     words = torch.zeros(2).long()
     for bad in (-1, 100):
@@ -198,7 +199,7 @@ def test_joining_what_was_partitioned_gives_the_tensor_back(
         assert_same_bits(out, x)
 
 
-@both
+@every
 def test_parts_that_cannot_be_joined_are_refused_before_anything_is_written(kernels) -> None:
     size, n = 10, 3
     positions, parts = partition(reference, torch.arange(size), torch.arange(size).float(), size, n, 0)
@@ -278,7 +279,7 @@ def test_rotations_of_neighbours_are_uniform_and_change_with_the_seed() -> None:
     assert 0.1 < (turns[0] == turns[1]).double().mean() < 0.19
 
 
-@both
+@every
 def test_indices_that_cannot_be_partitioned_are_refused(kernels) -> None:
     with pytest.raises(ValueError, match="must ascend, got 9 before 4"):
         kernels.partition_rotated(torch.tensor([1, 9, 4]), 10, 2, 0)
@@ -302,7 +303,7 @@ def test_indices_that_cannot_be_partitioned_are_refused(kernels) -> None:
         split.write(torch.zeros(3), [two.int()], [two])
 
 
-@both
+@every
 def test_positions_that_have_no_index_are_refused(kernels) -> None:
     out = torch.zeros(2, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"owner must be in \[0, 3\), got 3"):

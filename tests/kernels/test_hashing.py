@@ -11,6 +11,7 @@ from torch import Tensor
 from gradsync.kernels import cpu, reference
 from gradsync.kernels.reference.hashing import hash_key
 from tests.kernels.native import DTYPES, assert_same_bits, native, special_values
+from tests.kernels.on_device import every
 from tests.kernels.shapes import columns_of_2048, random_indices, zipf_rows
 
 both = pytest.mark.parametrize("kernels", [cpu, reference], ids=["native", "reference"])
@@ -143,7 +144,7 @@ def test_positions_of_few_indices_in_a_long_list_are_found(module: ModuleType) -
         cpu.positions_in(owned.int(), torch.tensor([2**32]), torch.zeros(1).int(), module=module)
 
 
-@both
+@every
 def test_indices_that_are_not_owned_are_refused(kernels) -> None:
     owned, out = torch.tensor([2, 5, 9]), torch.zeros(2).long()
     for bad in ([2, 6], [5, 10], [-1, 2], [0, 2], [2, 2**40]):
@@ -160,7 +161,7 @@ def test_indices_that_are_not_owned_are_refused(kernels) -> None:
         kernels.positions_in(owned.float(), owned[:2], out)
 
 
-@both
+@every
 def test_what_cannot_be_hashed_is_refused(kernels) -> None:
     two = torch.zeros(2)
     with pytest.raises(ValueError, match="owners_by_hash: index -1 of part 0 is outside"):
@@ -178,12 +179,9 @@ def test_what_cannot_be_hashed_is_refused(kernels) -> None:
         for call in (
             lambda n: kernels.partition_hashed(torch.tensor([1]), 10, n, 0),
             lambda n: kernels.owners_by_hash(torch.tensor([1]), n, 0, torch.zeros(1).int()),
-            lambda n: kernels.owned_by_hash(10, n, 0),
         ):
             with pytest.raises(ValueError, match=r"number of owners must be in \[1, 65536\]"):
                 call(n)
-    with pytest.raises(ValueError, match="size must not be negative"):
-        kernels.owned_by_hash(-1, 2, 0)
     split = kernels.partition_hashed(torch.tensor([1, 1]), 10, 1, 0)
     with pytest.raises(ValueError, match="one array of indices_out"):
         split.write(two, [], [])
@@ -195,6 +193,15 @@ def test_what_cannot_be_hashed_is_refused(kernels) -> None:
         split.write(torch.zeros(3), [two.int()], [two])
     with pytest.raises(ValueError, match="indices_out of int32 cannot hold"):
         kernels.partition_hashed(torch.tensor([1, 1]), 2**31 + 1, 1, 0).write(two, [two.int()], [two])
+
+
+@both
+def test_lists_of_no_owner_or_size_are_refused(kernels) -> None:
+    for n in (0, 2**16 + 1):
+        with pytest.raises(ValueError, match=r"number of owners must be in \[1, 65536\]"):
+            kernels.owned_by_hash(10, n, 0)
+    with pytest.raises(ValueError, match="size must not be negative"):
+        kernels.owned_by_hash(-1, 2, 0)
 
 
 @native

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradsync.kernels import HashedIndices, cpu, reference
 from tests.kernels.native import native
+from tests.kernels.on_device import every
 
 both = pytest.mark.parametrize("kernels", [cpu, reference], ids=["native", "reference"])
 
@@ -68,7 +69,7 @@ def test_every_slot_is_taken_once_where_all_indices_want_it(threads: int, module
         assert (found.num_serial, len(found.overflow)) == (100_000 - 3, 100_000 - 13)
 
 
-@both
+@every
 @pytest.mark.parametrize("count", [0, 1, 1000])
 def test_indices_without_a_place_are_returned(kernels, count: int) -> None:
     indices = distinct(count)
@@ -83,7 +84,7 @@ def test_indices_without_a_place_are_returned(kernels, count: int) -> None:
     assert len(ample.overflow) == 0
 
 
-@both
+@every
 def test_index_zero_and_indices_given_twice_are_kept(kernels) -> None:
     indices = torch.tensor([5, 0, 5, 2**31 - 2, 0, 9], dtype=torch.int32)
     for slots, serial in ((100, 100), (1, 1), (1, 0)):
@@ -98,7 +99,7 @@ def test_slots_go_to_the_smallest_by_the_definition_and_to_the_first_where_one_t
     assert (found.owned[0].tolist(), found.overflow.tolist()) == expected
 
 
-@both
+@every
 def test_the_memory_is_what_was_asked_for(kernels) -> None:
     indices = distinct(1000)
     for dtype, width in ((torch.int32, 4), (torch.int64, 8)):
@@ -136,7 +137,7 @@ def test_one_thread_gives_the_same_result_again(module: ModuleType) -> None:
     assert torch.equal(torch.cat([*first.owned, first.overflow]), torch.cat([*second.owned, second.overflow]))
 
 
-@both
+@every
 def test_what_cannot_be_hashed_into_memory_is_refused(kernels) -> None:
     two = torch.tensor([1, 2])
     for match, indices, n, sizes in (

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gradsync.kernels import cpu, offsets_nbytes, reference
 from tests.kernels.native import native
+from tests.kernels.on_device import every
 from tests.kernels.shapes import random_indices
 
 both = pytest.mark.parametrize("kernels", [cpu, reference], ids=["native", "reference"])
@@ -81,7 +82,7 @@ def test_one_index_anywhere_gives_itself_back(bits: int, module: ModuleType) -> 
         assert torch.equal(decoded(cpu, message, 2**33, bits, 4, torch.int64, module=module), far)
 
 
-@both
+@every
 def test_the_layout_is_the_documented_one(kernels) -> None:
     full, nearly = torch.arange(256), torch.arange(512, 767)
     message = encoded(kernels, torch.cat([full, torch.tensor([256, 300]), nearly]), 769, 8)
@@ -101,7 +102,7 @@ def test_the_size_of_a_message_follows_from_the_number_of_indices() -> None:
         offsets_nbytes(1, 1, 12)
 
 
-@both
+@every
 @formats
 def test_indices_that_cannot_be_encoded_are_refused_before_anything_is_written(kernels, bits: int) -> None:
     out = torch.full((offsets_nbytes(3, 600, bits),), 7, dtype=torch.uint8)
@@ -136,7 +137,7 @@ def damaged(message: Tensor, *changes: tuple[int, int]) -> Tensor:
     return copy
 
 
-@both
+@every
 def test_damaged_messages_of_8_bits_are_refused(kernels) -> None:
     indices = torch.cat([torch.arange(256), torch.tensor([300, 301, 520])])  # in blocks of 256, 2 and 1, of 3
     size, out = 530, torch.zeros(len(indices)).long()
@@ -160,7 +161,7 @@ def test_damaged_messages_of_8_bits_are_refused(kernels) -> None:
     assert torch.equal(out, indices)
 
 
-@both
+@every
 def test_damaged_messages_of_16_bits_are_refused(kernels) -> None:
     indices = torch.tensor([4, 900, 65_540])
     size, out = 70_000, torch.zeros(3).long()
@@ -202,7 +203,7 @@ def test_any_bytes_are_decoded_or_refused_as_by_the_definition(
         assert torch.equal(encoded(reference, results[0], size, bits), message)
 
 
-@both
+@every
 @formats
 def test_buffers_that_do_not_fit_a_message_are_refused(kernels, bits: int) -> None:
     message = encoded(kernels, torch.arange(3), 600, bits)

@@ -14,6 +14,7 @@ from gradsync import kernels
 from gradsync.kernels import RowsPart, cpu, reference
 from tests.kernels.native import BASE, DTYPES, native, special_values
 from tests.kernels.native import assert_same_bits as assert_same_tensor
+from tests.kernels.on_device import every
 
 SIZES = [0, 1, 63, 64, 65, 1000]
 DIMS = [0, 1, 3, 16, 33]
@@ -411,9 +412,9 @@ def test_indices_up_to_2_31_fit_int32_and_no_further(module: ModuleType) -> None
             unite([torch.tensor([0])], 2**31 + 1).write_indices(out)
 
 
-@pytest.mark.parametrize("unite", [cpu.unite_rows, reference.unite_rows], ids=["native", "reference"])
-def test_a_sum_that_does_not_fit_the_union_is_refused(unite) -> None:
-    union = unite([torch.tensor([1, 0, 1])], 2)
+@every
+def test_a_sum_that_does_not_fit_the_union_is_refused(kernels) -> None:
+    union = kernels.unite_rows([torch.tensor([1, 0, 1])], 2)
     ones, out = torch.ones(3, 4), torch.zeros(2, 4)
     with pytest.raises(ValueError, match="one values array"):
         union.sum([ones, ones], [out])
@@ -436,7 +437,7 @@ def test_native_says_where_tensors_of_other_devices_go() -> None:
     assert BASE.MAX_BITS == 2**34
 
 
-@pytest.mark.parametrize("sum_rows", [cpu.sum_rows, reference.sum_rows], ids=["native", "reference"])
+@every
 @pytest.mark.parametrize(
     ("parts", "error", "message"),
     [
@@ -457,6 +458,6 @@ def test_native_says_where_tensors_of_other_devices_go() -> None:
         ),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused(sum_rows, parts, error, message) -> None:
+def test_arguments_that_do_not_fit_are_refused(kernels, parts, error, message) -> None:
     with pytest.raises(error, match=message):
-        sum_rows(parts, 3)
+        kernels.sum_rows(parts, 3)

@@ -14,8 +14,7 @@ from torch import Tensor
 from gradsync import kernels as automatic
 from gradsync.kernels import cpu, reference
 from tests.kernels.native import DTYPES, assert_same_bits, native, special_values
-
-both = pytest.mark.parametrize("kernels", [cpu, reference], ids=["native", "reference"])
+from tests.kernels.on_device import every
 
 
 def random_rows(rows: int, dim: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -98,7 +97,7 @@ def test_stripes_of_rows_larger_than_the_caches_may_overlap_or_come_in_any_order
     assert torch.equal(got, expected)
 
 
-@both
+@every
 def test_columns_that_do_not_fit_are_refused(kernels) -> None:
     out = torch.zeros(3, 4)
     for parts, stripes, error, message in [
@@ -149,7 +148,7 @@ def test_special_values_are_scattered_as_defined(dtype: torch.dtype, module: Mod
             assert_same_bits(got, expected)
 
 
-@both
+@every
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("bad", [-1, 5, 2**31 - 1])
 def test_a_bad_row_is_named_before_anything_is_written(bad: int, accumulate: bool, kernels) -> None:
@@ -160,7 +159,7 @@ def test_a_bad_row_is_named_before_anything_is_written(bad: int, accumulate: boo
     assert not dense.any()
 
 
-@both
+@every
 def test_rows_that_do_not_fit_the_table_are_refused(kernels) -> None:
     dense, indices = torch.zeros(5, 2), torch.tensor([0, 1])
     with pytest.raises(ValueError, match="values must be"):
@@ -224,7 +223,7 @@ def test_nonzero_rows_equal_the_definition(
             assert_same_bits(torch.cat(parts, dim=1), dense[expected])
 
 
-@both
+@every
 def test_what_is_no_table_has_no_nonzero_rows(kernels) -> None:
     with pytest.raises(ValueError, match="2-D"):
         kernels.nonzero_rows(torch.ones(3))

@@ -181,10 +181,10 @@ def scattered(name: str, rows: float, elements: float, *, num_rows: int = 1000, 
 @pytest.mark.parametrize(
     ("rows", "elements", "scheme"),
     [
-        (1.0, 0.1, BalancedElements()),  # zeros anywhere, as behind dead units
+        (1.0, 0.1, BalancedElements(capacity=(9616, 9616))),  # zeros anywhere, as behind dead units
         (0.1, 0.1, None),  # whole rows: fewer positions
         (1.0, 0.6, AllReduce()),
-        (0.5, 0.05, BalancedElements()),
+        (0.5, 0.05, BalancedElements(capacity=(4816, 4816))),
     ],
 )
 def test_zeros_are_used_by_rows_or_by_elements_whichever_moves_fewer_bytes(

@@ -94,6 +94,17 @@ def test_room_that_rows_have_outgrown_is_made_anew(most: float) -> None:
     assert scheme == fitting(BalancedParallelism(), before if had_room else now)
 
 
+@pytest.mark.parametrize("density", [0.012, 0.02])
+def test_room_that_elements_have_outgrown_is_made_anew(density: float) -> None:
+    known: list[Scheme[Any]] = []
+    for each in (flat(0.01), flat(density)):
+        assert each.elements is not None
+        known.append(with_capacity(BalancedElements(), [each.elements]))
+    plan = plan_of([flat(0.01)], known[:1])
+    (scheme,) = schemes_of(revised(plan, [flat(density)], SLOW), [flat(density)])
+    assert scheme == known[density > 0.015]
+
+
 def test_a_bucket_found_sparse_goes_dense_and_back() -> None:
     sparse, dense = flat(0.01), flat(0.9)
     plan = plan_of([sparse], [BalancedElements()])

@@ -19,7 +19,7 @@ from gradsync.schemes import (
     DOUBLING_OF_ELEMENTS,
     DOUBLING_OF_ROWS,
     POINTS,
-    ZEN_AS_PUBLISHED,
+    SPLIT_OF_ELEMENTS,
     Aggregation,
     AGSparse,
     AllReduce,
@@ -28,18 +28,20 @@ from gradsync.schemes import (
     BalancedParallelism,
     Communication,
     ElementPoint,
+    HalfPrecision,
     Hierarchical,
+    OkTopkLike,
     Partition,
     Point,
     ReduceScatter,
     RowPoint,
     Scheme,
     SparseReduceScatter,
+    ZenHash,
     with_capacity,
 )
 from gradsync.schemes.formats import PartFormat
 from gradsync.schemes.positions import IndexFormat
-from gradsync.schemes.space import schedule
 from gradsync.sparse import SparseRows
 
 Tables = tuple[SparseRows, ...]
@@ -55,6 +57,7 @@ class Member:
     `instead`: the stages of its other way, if it takes one where the data is not sparse.
     `plan` makes the scheme for what the ranks bring, where its settings depend on that; `title` tells such rows apart.
     `sizes` and `only`: the numbers of ranks and the cases it meets; None: all there are.
+    `wire`: the type that values are rounded to on their way, where it is narrower than the bucket's.
     `spread`: share by which bytes may differ from the predicted ones, where they depend on more than mean densities.
     `types` it meets, among as many ranks as show what types change.
     `ranks_per_node`: of so many ranks, where nodes have more than one.
@@ -75,6 +78,8 @@ class Member:
 
     def placement(self, size: int) -> Placement:
         return Placement.regular(size // self.ranks_per_node(size), self.ranks_per_node(size))
+
+    wire: torch.dtype | None = None
 
     @property
     def skewed(self) -> bool:
@@ -139,6 +144,7 @@ ELEMENT_CASES = [
     "every other rank without non-zeros",
     "few non-zeros",
 ]
+RIVAL_CASES = ("no elements", "one element", "even", "zeros of both signs", "hot columns", "few non-zeros")
 MEMBERS = [
     Member(AllReduce(), roundings=lambda n: n + 1),  # scaled, then the transport's own sum in the bucket's dtype
     Member(ReduceScatter(), roundings=lambda n: 2, sizes=(1, 3, 4), only=("no elements", "one element", "prime")),
@@ -164,6 +170,37 @@ MEMBERS = [
         only=("no elements", "prime", "zeros of both signs", "few non-zeros"),
     ),
     Member(BalancedElements(), roundings=lambda n: n + 1, sections=4, dealt=True, instead=("sizes", "all_reduce")),
+    Member(
+        BalancedElements(),
+        roundings=lambda n: n + 1,
+        sections=4,
+        dealt=True,
+        instead=("push", "all_reduce"),
+        title="as measured",
+        plan=measured(BalancedElements()),
+        sizes=(1, 3),
+    ),
+    Member(
+        BalancedElements(capacity=(0, 0)),
+        roundings=lambda n: n + 1,
+        sections=4,
+        dealt=True,
+        instead=("push", "all_reduce"),
+        title="without room",
+        sizes=(3,),
+        only=("even", "zeros of both signs", "few non-zeros"),
+    ),
+    Member(OkTopkLike(bins=16), lambda n: 2, sections=4, spread=0.25, sizes=(1, 3), only=RIVAL_CASES),
+    Member(ZenHash(), lambda n: 2, sections=4, dealt=True, sizes=(1, 3), only=RIVAL_CASES),
+    Member(
+        ZenHash(expected=1),  # memory for 64 elements of an owner
+        roundings=lambda n: 2,
+        sections=6,
+        dealt=True,
+        title="without room",
+        sizes=(3,),
+        only=("even", "zeros of both signs", "few non-zeros"),
+    ),
 ]
 POINT_CASES = {
     Layout.ROWS: ("uniform", "repeated and unsorted", "rank 1 absent", "four tables", "table without rows"),
@@ -188,7 +225,8 @@ def point_member(scheme: Any, title: str) -> Member:
 POINT_MEMBERS = [point_member(kind.at(p), str(p)) for kind in (RowPoint, ElementPoint) for p in POINTS]
 POINT_MEMBERS += [
     point_member(BLOCKS_OF_256, "blocks of 256"),
-    point_member(ZEN_AS_PUBLISHED, "as published"),
+    point_member(SPLIT_OF_ELEMENTS, "split"),
+    point_member(ElementPoint(owners="hash"), "hashed elements"),
     point_member(RowPoint(owners="hash"), "hashed rows"),
 ]
 SHAPES = {"2x2 and 2x3": {4: 2, 6: 3, 8: 4}, "3x2": {6: 2, 8: 2}}  # nodes x ranks: ranks -> ranks a node
@@ -227,7 +265,28 @@ NESTED_MEMBERS = [
         ("3x2", TABLE_STRIPES, DOUBLING_OF_ROWS, {"sections": 2, "spread": 0.3}),
     )
 ]
-ALL_MEMBERS = [*MEMBERS, *POINT_MEMBERS, *NESTED_MEMBERS]
+
+
+def rounded_member(inner: Scheme[Any], values: str, **settings: Any) -> Member:
+    """A scheme for 16-bit values, met with wider ones: what is new is at its ends."""
+    scheme = HalfPrecision(inner, values)
+    return Member(
+        scheme,
+        roundings=lambda n: 3,  # at its source, where repeated rows are merged, and the sum
+        title=f"of {inner.name} {values}",
+        plan=measured(scheme),
+        sizes=(3,),
+        only=POINT_CASES[inner.layout],
+        wire=getattr(torch, values),
+        **settings,
+    )
+
+
+ROUNDED_MEMBERS = [
+    rounded_member(BalancedParallelism(), "float16", sections=2),
+    rounded_member(BalancedElements(), "bfloat16", sections=4, dealt=True, instead=("push", "all_reduce")),
+]
+ALL_MEMBERS = [*MEMBERS, *POINT_MEMBERS, *NESTED_MEMBERS, *ROUNDED_MEMBERS]
 ROW_MEMBERS = [member for member in MEMBERS if member.scheme.layout is Layout.ROWS]
 FLOAT32_ADDITIONS = 256  # more than any case adds up for one element
 
@@ -437,7 +496,7 @@ def copy_of(x: Any) -> Any:
 def replayed_bytes(scheme: Any, inputs: Sequence[Any]) -> list[int]:
     """What each rank sends at a point of the design space: its schedule, played with the rows that there are."""
     flat, size = scheme.layout is Layout.FLAT, len(inputs)
-    plan = schedule(scheme.point, size)
+    plan = scheme.schedule(size)
     tables = [(_blocks_of(x, scheme.block),) if flat else x for x in inputs]
     maps = [scheme.owners_of(table.num_rows, plan.blocks) for table in tables[0]]
     held: list[dict[Any, list[Any]]] = [{} for _ in inputs]
@@ -502,8 +561,9 @@ def bits(x: Any) -> list[bytes]:
 def assert_is_scaled_sum(member: Member, results: Sequence[Any], inputs: Sequence[Any], scale: float) -> None:
     """Every element within the rounding that the member states, of the float64 sum."""
     dtype = specs_of(inputs[0])[0].dtype
-    single = torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32)
-    info, roundings = torch.finfo(dtype), member.roundings(len(inputs))
+    rounded = member.wire if member.wire is not None and member.wire.itemsize < dtype.itemsize else dtype
+    single = torch.finfo(torch.float64 if rounded is torch.float64 else torch.float32)
+    info, roundings = torch.finfo(rounded), member.roundings(len(inputs))
     subnormal = roundings * len(inputs) * max(1.0, abs(scale)) * info.smallest_normal * info.eps  # of each rank's share
     for position in range(len(specs_of(inputs[0]))):
         brought = [to_dense(x)[position] for x in inputs]

@@ -5,15 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given, settings
 from torch import Tensor
 
 from gradsync.bucket import TensorSpec
 from gradsync.cluster import Placement
 from gradsync.comm import Ledger, LocalGroup, Pending, RecordingGroup, drive, run_local
 from gradsync.density import DensityProfile, profile_rows
-from gradsync.schemes import AllReduce, BalancedElements, from_expression, to_expression
+from gradsync.schemes import (
+    AllReduce,
+    BalancedElements,
+    OkTopkLike,
+    Scheme,
+    ZenHash,
+    from_expression,
+    to_expression,
+    with_capacity,
+)
 from gradsync.steps import Pattern, Transfer, transfers
 from tests.schemes.family import Outcome, bits, run_scheme
 
@@ -245,10 +256,118 @@ def test_sums_are_in_rank_order_to_the_bit() -> None:
 
 
 def test_settings_round_trip_and_unknown_ones_are_refused() -> None:
-    scheme = BalancedElements(seed=7)
-    assert to_expression(scheme) == {"balanced_elements": {"owners": "rotated_stripe", "seed": 7}}
+    scheme = BalancedElements(seed=7, capacity=(40, 90))
+    assert to_expression(scheme) == {"balanced_elements": {"owners": "rotated_stripe", "seed": 7, "capacity": [40, 90]}}
     assert from_expression(to_expression(scheme)) == scheme
+    assert scheme.unplanned == BalancedElements(seed=7)
     with pytest.raises(ValueError, match="owners must be 'rotated_stripe', got 'column_stripe'"):
         BalancedElements(owners="column_stripe")
     with pytest.raises(ValueError, match=r"seed must be an integer, got 0\.5"):
         BalancedElements(seed=0.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"capacity must be whole numbers from 0 on, got \[1, -1\]"):
+        from_expression({"balanced_elements": {"capacity": [1, -1]}})
+    with pytest.raises(ValueError, match=r"capacity must be two numbers, .* or none, got \[5\]"):
+        BalancedElements(capacity=(5,))
+
+
+def planned(inputs: Sequence[Tensor]) -> Scheme[Tensor]:
+    numel = inputs[0].numel()
+    return with_capacity(BalancedElements(), [profile_rows([x.nonzero().flatten() for x in inputs], numel)])
+
+
+def awaits_of(outcome: Outcome) -> list[Pattern]:
+    """The patterns of all collectives, which must be the same on every rank."""
+    (patterns,) = {tuple(entry.pattern for entry in ledger.entries) for ledger in outcome.ledgers}
+    return list(patterns)
+
+
+AT_ONCE = [Pattern.ALL_TO_ALL] * 2  # push and pull
+ALL_REDUCED = [Pattern.ALL_TO_ALL, Pattern.ALL_REDUCE]
+PUSHED_AGAIN = [Pattern.ALL_TO_ALL] * 3
+PULLED_AGAIN = [Pattern.ALL_TO_ALL, Pattern.ALL_TO_ALL, Pattern.ALL_GATHER]
+BOTH_AGAIN = [*PUSHED_AGAIN, Pattern.ALL_GATHER]
+
+
+@pytest.mark.parametrize(
+    ("densities", "expected"),
+    [
+        ((0.0, 0.0, 0.0, 0.0), AT_ONCE),
+        ((0.01, 0.01, 0.01, 0.01), AT_ONCE),
+        ((0.0, 0.0, 0.05, 0.0), PUSHED_AGAIN),  # rank 2 alone keeps its elements back; the union is as expected
+        ((0.3, 0.3, 0.3, 0.3), BOTH_AGAIN),
+        ((0.0, 1.0, 0.0, 0.0), ALL_REDUCED),
+        ((1.0, 1.0, 1.0, 1.0), ALL_REDUCED),
+    ],
+    ids=str,
+)
+def test_whatever_a_plan_did_not_expect_gives_the_same_bits(
+    densities: tuple[float, ...], expected: list[Pattern]
+) -> None:
+    """Planned for 1 %, on four ranks that touch different elements."""
+    numel = 20_011
+    scheme = planned(Case(0.01, False, torch.float32).inputs(4, numel))
+    inputs = [normal(random_places(d, numel, rank), numel, rank) for rank, d in enumerate(densities)]
+    outcome, asking = run_scheme(scheme, inputs, 0.25), run_scheme(BalancedElements(), inputs, 0.25)
+    assert awaits_of(outcome) == expected
+    assert [bits(x) for x in outcome.results] == [bits(x) for x in asking.results]
+    if expected is PUSHED_AGAIN:
+        heads = [ledger.entries[0].sent_bytes == 3 * (8 + 8 * 4) for ledger in outcome.ledgers]
+        assert heads == [True] * 4, "empty ones have nothing, rank 2 keeps it"
+
+
+def test_a_union_that_a_plan_did_not_expect_is_pulled_again() -> None:
+    """The ranks were the same when they were measured, and now are not."""
+    numel = 20_011
+    scheme = planned(Case(0.02, True, torch.float32).inputs(8, numel))
+    inputs = Case(0.02, False, torch.float32).inputs(8, numel)
+    outcome, asking = run_scheme(scheme, inputs, 1.0), run_scheme(BalancedElements(), inputs, 1.0)
+    assert awaits_of(outcome) == PULLED_AGAIN
+    assert [bits(x) for x in outcome.results] == [bits(x) for x in asking.results]
+
+
+SPECIAL = (float("nan"), float("inf"), -float("inf"), -0.0, 1e-45)
+
+
+@given(
+    kind=st.sampled_from([BalancedElements, ZenHash, OkTopkLike]),
+    numel=st.integers(0, 400),
+    expected=st.sampled_from([0.0, 0.01, 0.1, 1.0]),
+    densities=st.lists(st.sampled_from([0.0, 0.01, 0.2, 1.0]), min_size=1, max_size=4),
+    stride=st.sampled_from([1, 2, 4, 64]),
+    special=st.lists(st.tuples(st.integers(0, 399), st.sampled_from(SPECIAL)), max_size=3),
+    seed=st.integers(0, 2**32),
+)
+@settings(max_examples=100, deadline=None)
+def test_any_density_may_follow_any_other(
+    kind: type[BalancedElements] | type[ZenHash] | type[OkTopkLike],
+    numel: int,
+    expected: float,
+    densities: list[float],
+    stride: int,
+    special: list[tuple[int, float]],
+    seed: int,
+) -> None:
+    """Of each rank another one, with values that are not finite, and strides that a bad map sends to one owner."""
+    scheme = with_capacity(kind(), [DensityProfile(numel, expected * numel, {len(densities): 1.0})])
+    inputs = [normal(random_places(d, numel, seed + r) // stride * stride, numel, r) for r, d in enumerate(densities)]
+    for place, value in special:
+        inputs[place % len(inputs)][place % max(numel, 1) :][:1] = value
+    outcome = run_scheme(scheme, inputs, 0.5)
+    total = sum(inputs[1:], inputs[0]) * 0.5 + 0.0
+    for result in outcome.results:
+        torch.testing.assert_close(result, total, rtol=1e-6, atol=1e-44, equal_nan=True)
+        assert bits(result.nan_to_num(0.0)) == bits(outcome.results[0].nan_to_num(0.0))
+    finite = total.isfinite()
+    if Pattern.ALL_REDUCE not in awaits_of(outcome):  # adds as the transport does
+        assert bits(outcome.results[0][finite]) == bits(total[finite])
+
+
+@pytest.mark.parametrize("density", [0.02, 0.5, 0.9, 0.95, 1.0])
+def test_with_room_no_density_moves_more_than_a_ring_and_the_counts(density: float) -> None:
+    numel, size = 20_011, 4
+    inputs = Case(density, False, torch.float32).inputs(size, numel)
+    outcome = run_scheme(planned(inputs), inputs, 1.0)
+    ring = Transfer("", Pattern.ALL_REDUCE, (4.0 * numel,) * size)
+    heads_bytes = (size - 1) * (8 + 8 * size + 16)
+    assert max(ledger.sent_bytes for ledger in outcome.ledgers) <= ring.sent_bytes(0) + heads_bytes
+    assert awaits_of(outcome) == (AT_ONCE if density <= 0.9 else ALL_REDUCED)

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from gradsync.bucket import Layout
 from gradsync.comm import GroupError, LocalGroup, drive, run_local
 from gradsync.schemes.positions import index_dtype
 from gradsync.sparse import SparseRows
-from tests.schemes.family import ROW_MEMBERS, Member, bits, run
+from tests.schemes.family import ROUNDED_MEMBERS, ROW_MEMBERS, Member, bits, run
 
 every_row_member = pytest.mark.parametrize("member", ROW_MEMBERS, ids=lambda member: member.name)
 
@@ -22,7 +23,11 @@ BIG = {  # rows, elements of a row: nothing of such a table is stored but the ro
 }
 
 
-@every_row_member
+@pytest.mark.parametrize(
+    "member",
+    [*ROW_MEMBERS, *(m for m in ROUNDED_MEMBERS if m.scheme.layout is Layout.ROWS)],
+    ids=lambda member: member.name,
+)
 @pytest.mark.parametrize("shape", BIG)
 def test_tables_of_2_31_elements_and_more_are_summed(member: Member, shape: str) -> None:
     num_rows, dim = BIG[shape]

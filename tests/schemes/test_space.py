@@ -6,7 +6,20 @@ from collections.abc import Iterable
 
 import pytest
 
-from gradsync.schemes import POINTS, Aggregation, Balance, Communication, ElementPoint, Partition, Point, RowPoint
+from gradsync.bucket import Layout
+from gradsync.schemes import (
+    POINTS,
+    Aggregation,
+    Balance,
+    Communication,
+    ElementPoint,
+    Partition,
+    Point,
+    RowPoint,
+    candidates,
+    from_expression,
+)
+from gradsync.schemes.points import NAMES
 from gradsync.schemes.space import Message, Piece, Schedule, schedule
 
 every_point = pytest.mark.parametrize("point", POINTS, ids=str)
@@ -138,6 +151,50 @@ def test_pushes_by_halving_have_their_volumes(size: int) -> None:
     assert busiest(forwarded, ["push"]) == pytest.approx(len(steps) / 2)
 
 
+@pytest.mark.parametrize("size", [2, 3, 4, 8, 16])
+def test_a_split_all_gather_pushes_straight_and_pulls_in_pairs(size: int) -> None:
+    """SparCML's: n-1 messages at once, then one in each of log2 n rounds; bytes as with a parameter server."""
+    servers = Point(Communication.POINT_TO_POINT, Aggregation.ONE_SHOT, Partition.PARALLELISM, Balance.IMBALANCED)
+    plan = schedule(servers, size, Communication.HIERARCHY)
+    pulls = [each for each in plan.rounds if each.stage == "pull"]
+    assert len(pulls) == (size - 1).bit_length()
+    assert all(len(each.messages) == size for each in pulls)
+    assert busiest(plan, ["push"]) == pytest.approx((size - 1) / size)
+    assert busiest(plan, ["pull"]) == pytest.approx((size - 1) / size * gamma(size))
+
+
+@pytest.mark.parametrize("pull_by", Communication)
+@pytest.mark.parametrize("communication", Communication)
+def test_sums_may_go_any_way_to_all(communication: Communication, pull_by: Communication) -> None:
+    for size in (1, 3, 4, 6):
+        for aggregation in Aggregation:
+            plan = schedule(point(communication, aggregation, Partition.PARALLELISM), size, pull_by)
+            received = [set[Piece]() for _ in range(size)]
+            for each in plan.rounds:
+                for message in each.messages:
+                    received[message.destination] |= set(message.pieces)
+                for merge in each.merges:
+                    received[merge.rank].add(merge.sum)
+            everyone = tuple(range(size))
+            assert all((block, everyone) in pieces for pieces in received for block in range(plan.blocks))
+
+
+def test_named_points_have_the_names_of_records() -> None:
+    """Also where a plan spells one out; any other setting makes it another scheme."""
+    assert {each.title for each in NAMES} == {
+        "recursive_doubling",
+        "recursive_doubling_split",
+        "sparse_ps",
+        "blocks256",
+    }
+    spelled = {"element_point": {"aggregation": "one_shot", "balance": "imbalanced", "block": 256}}
+    assert from_expression(spelled).title == "blocks256"
+    assert from_expression({"element_point": {**spelled["element_point"], "block": 64}}).title.endswith("blocks of 64")
+    for layout in Layout:
+        titles = [scheme.title for scheme in candidates(layout, (), 4)]
+        assert len(set(titles)) == len(titles)
+
+
 @pytest.mark.parametrize("balance", [None, Balance.BALANCED])
 @pytest.mark.parametrize("partition", Partition)
 def test_balance_goes_with_parallelism_only(partition: Partition, balance: Balance | None) -> None:
@@ -154,6 +211,10 @@ def test_settings_that_are_none_are_refused(kind: type[RowPoint] | type[ElementP
         kind(communication="star")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"centralization is neither; got centralization with balance balanced"):
         kind(partition=Partition.CENTRALIZATION)
+    with pytest.raises(ValueError, match="pull_by is for parallelism, .* got ring with centralization"):
+        kind(partition=Partition.CENTRALIZATION, balance=None, pull_by=Communication.RING)
+    with pytest.raises(ValueError, match="pull_by must be one of ring, hierarchy, point_to_point, got 'star'"):
+        kind(pull_by="star")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"seed must be an integer, got 0\.5"):
         kind(seed=0.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"owners must be one of None, 'rotated_stripe', 'hash' with balance balanced"):

@@ -1,7 +1,8 @@
-"""The native CPU kernels beside their definitions in torch operations, one process, no network.
+"""The native CPU kernels, or those for CUDA, beside their definitions in torch operations on the same device.
 
-`bound_s` is the bytes that a kernel must read and write at least, each input and output once, over the rate of a copy
-that no cache holds, measured around the same turns.
+One process, no network. `bound_s` is the bytes that a kernel must read and write at least, each input and output once,
+over the rate of a copy that no cache holds, measured around the same turns. Times on a GPU are between events there:
+with what the host takes wherever the GPU waits for it.
 """
 
 from __future__ import annotations
@@ -13,14 +14,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
+from .. import kernels as automatic
 from ..kernels import cpu, offsets_nbytes, reference
+from ..kernels import device as on_device
 from ..report.record import Record, Spread
 from .provenance import commit, machine, versions
 
@@ -34,7 +39,7 @@ STRIPES = 8  # owners that rows are spread over by columns
 class Work:
     """One kernel on one input."""
 
-    run: Callable[[ModuleType], object]  # with gradsync.kernels.cpu or gradsync.kernels.reference
+    run: Callable[[ModuleType], object]  # with gradsync.kernels.cpu, .triton or .reference
     outs: Sequence[Tensor]
     nbytes: int  # every input read once, every output written once
 
@@ -56,7 +61,7 @@ def sum_rows(g: torch.Generator, *, ranks: int, size: int, density: float, dim: 
     """Lists of rows of as many ranks, as an owner sums them."""
     lists = [some_of(size, density, g) for _ in range(ranks)]
     parts = [(indices, torch.randn(len(indices), dim, generator=g).to(getattr(torch, dtype))) for indices in lists]
-    union = cpu.unite_rows(lists, size).count
+    union = automatic.unite_rows(lists, size).count
     out = torch.zeros(union, dtype=torch.int32), torch.zeros(union, dim, dtype=parts[0][1].dtype)
     inputs = [tensor for part in parts for tensor in part]
     return Work(lambda module: module.sum_rows(parts, size, out=out), out, tensor_bytes(*inputs, *out))
@@ -66,7 +71,7 @@ def unite_rows(g: torch.Generator, *, nnz: int, size: int, dim: int, owners: int
     """One rank's unsorted rows with duplicates, coalesced and spread over its owners' stripes of columns."""
     indices, values = torch.randint(size, (nnz,), generator=g), torch.randn(nnz, dim, generator=g)
     stripes = column_stripes(dim, owners)
-    union = cpu.unite_rows([indices], size).count
+    union = automatic.unite_rows([indices], size).count
     rows = torch.zeros(union, dtype=torch.int32)
     outs = [torch.zeros(union, stop - start) for start, stop in stripes]
 
@@ -122,7 +127,7 @@ def nonzero_elements(g: torch.Generator, *, size: int, density: float) -> Work:
 
 def _bitmap(g: torch.Generator, size: int, density: float) -> tuple[Tensor, Tensor]:
     indices, words = some_of(size, density, g), torch.zeros(-(-size // 64), dtype=torch.int64)
-    cpu.encode_bitmap(indices, size, words)
+    automatic.encode_bitmap(indices, size, words)
     return indices, words
 
 
@@ -148,7 +153,7 @@ def count_bits(g: torch.Generator, *, size: int, density: float) -> Work:
 def _offsets(g: torch.Generator, size: int, density: float, bits: int) -> tuple[Tensor, Tensor]:
     indices = some_of(size, density, g)
     message = torch.zeros(offsets_nbytes(len(indices), size, bits), dtype=torch.uint8)
-    cpu.encode_offsets(indices, size, bits, message)
+    automatic.encode_offsets(indices, size, bits, message)
     return indices, message
 
 
@@ -185,7 +190,7 @@ def partition_hashed(g: torch.Generator, *, nnz: int, size: int, owners: int) ->
 def _partition(g: torch.Generator, nnz: int, size: int, split: Callable[[Any, Tensor], Any]) -> Work:
     indices = _elements(g, size, nnz)
     values = torch.randn(len(indices), generator=g)
-    counts = split(cpu, indices).counts
+    counts = split(automatic, indices).counts
     places = [torch.zeros(count, dtype=torch.int32) for count in counts]
     outs = [torch.zeros(count) for count in counts]
     return Work(
@@ -222,7 +227,7 @@ def hierarchical_hash(g: torch.Generator, *, nnz: int, size: int, owners: int) -
 
 def positions_in(g: torch.Generator, *, size: int, density: float, owners: int) -> Work:
     """An owner's elements to the bits of its hash bitmap."""
-    owned = cpu.owned_by_hash(size, owners, 1)[0]
+    owned = automatic.owned_by_hash(size, owners, 1)[0].clone()  # a copy is made where the run is
     indices = owned[some_of(len(owned), density, g)]
     out = torch.zeros_like(indices)
     return Work(lambda module: module.positions_in(owned, indices, out), [out], tensor_bytes(owned, indices, out))
@@ -248,7 +253,7 @@ def join_rotated(g: torch.Generator, *, nnz: int, size: int, owners: int) -> Wor
 def _parts(g: torch.Generator, *, nnz: int, size: int, owners: int) -> tuple[list[Tensor], list[Tensor]]:
     """Elements by owner: local positions and values."""
     indices = _elements(g, size, nnz)
-    partition = cpu.partition_rotated(indices, size, owners, 1)
+    partition = automatic.partition_rotated(indices, size, owners, 1)
     positions = [torch.zeros(count, dtype=torch.int32) for count in partition.counts]
     values = [torch.zeros(count) for count in partition.counts]
     partition.write(torch.randn(len(indices), generator=g), positions, values)
@@ -320,36 +325,77 @@ class KernelsSpec(BaseModel):
     """One run over the kernels; none named: all."""
 
     kernels: tuple[str, ...] = ()
+    device: Literal["cpu", "cuda"] = "cpu"
     threads: int = 1
     repeats: int = 25
     seed: int = 0
 
     @property
     def cases(self) -> list[tuple[str, dict[str, Any]]]:
-        """Raises ValueError for an unknown kernel."""
-        unknown = set(self.kernels) - set(WORK)
+        """Raises ValueError for an unknown kernel, or one that the device has no version of."""
+        known = [kernel for kernel in WORK if self.device == "cpu" or hasattr(self.subject, kernel)]
+        unknown = set(self.kernels) - set(known)
         if unknown:
-            raise ValueError(f"unknown kernel {min(unknown)!r}: there are {', '.join(WORK)}")
-        return [(kernel, params) for kernel, params in CASES if not self.kernels or kernel in self.kernels]
+            raise ValueError(f"unknown kernel {min(unknown)!r}: there are {', '.join(known)}")
+        return [(kernel, params) for kernel, params in CASES if kernel in (self.kernels or known)]
+
+    @property
+    def subject(self) -> ModuleType:
+        """The kernels that are measured.
+
+        Raises:
+            ValueError: there is no CUDA device.
+            ImportError: there is no Triton.
+        """
+        if self.device == "cpu":
+            return cpu
+        if not torch.cuda.is_available():
+            raise ValueError("device cuda needs a GPU that torch can use, and it sees none: take --device cpu")
+        return on_device.load()
+
+
+class Moved(TorchFunctionMode):
+    """What torch makes is made on the CPU, so that the numbers are the same on all devices, and then moved."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return made.to(self._device) if isinstance(made, Tensor) and made.is_cpu else made
 
 
 def run_kernels(spec: KernelsSpec, on_event: Callable[[dict[str, Any]], None]) -> list[Record]:
     """The records of a run.
 
     Raises:
-        ValueError: for an unknown kernel.
-        ImportError: where the native kernels are not built.
+        ValueError: for an unknown kernel, or a device that is not there.
+        ImportError: where the native kernels are not built, or for CUDA without Triton.
     """
-    environment = {**machine(), "native": cpu.load().__name__.rpartition(".")[2]}
-    records = []
+    cases, environment, records = spec.cases, environment_of(spec), []
     with torch_threads(spec.threads):
-        copy = partial(torch.zeros(COPY_BYTES // 4).copy_, torch.ones(COPY_BYTES // 4))
-        sample_s(copy, 1)  # touches the pages
-        for kernel, params in spec.cases:
-            work = WORK[kernel](torch.Generator().manual_seed(spec.seed), **params)
-            records.append(measured(kernel, params, work, copy, spec, environment))
+        source, target = (torch.ones(COPY_BYTES // 4, device=spec.device) for _ in range(2))
+        copy = partial(target.copy_, source)
+        sample_s(copy, 1, spec.device)  # touches the pages
+        for kernel, params in cases:
+            with Moved(spec.device):
+                work = WORK[kernel](torch.Generator().manual_seed(spec.seed), **params)
+            definition = (
+                work if spec.device == "cpu" else WORK[kernel](torch.Generator().manual_seed(spec.seed), **params)
+            )
+            records.append(measured(kernel, params, work, copy, spec, environment, definition))
             on_event({"kernel": kernel, **params})
     return records
+
+
+def environment_of(spec: KernelsSpec) -> dict[str, Any]:
+    """The machine, and what runs the kernels on it."""
+    if spec.device == "cpu":
+        return {**machine(), "native": cpu.load().__name__.rpartition(".")[2]}
+    return {
+        **machine(), "device": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "triton": version("triton"),
+    }  # fmt: skip
 
 
 @contextmanager
@@ -369,19 +415,23 @@ def measured(
     copy: Callable[[], object],
     spec: KernelsSpec,
     environment: dict[str, Any],
+    definition: Work | None = None,
 ) -> Record:
-    """Native and torch in turns; of different results, no times but the failure."""
+    """The kernel and torch in turns; of different results, no times but the failure.
+
+    `definition` is the same work on the CPU, where sums in torch have an order.
+    """
     params = {"kernel": kernel, **params, "threads": spec.threads}
     record = Record(
         case="kernels", metric="kernel_s", subject=kernel, baseline="torch", params=params, repeats=spec.repeats,
         subject_s=None, baseline_s=None, ratio=None, aa=None, seeds=[spec.seed], versions=versions(),
         environment=environment, commit=commit(),
     )  # fmt: skip
-    if not agree(work):
-        return record.model_copy(update={"failed": "the native kernel and its definition in torch differ"})
-    copies = [sample_s(copy, 1) for _ in range(COPIES)]
-    subject, baseline, again = take_turns(work, spec.repeats)
-    copies += [sample_s(copy, 1) for _ in range(COPIES)]
+    if not agree(work, definition or work, spec.subject):
+        return record.model_copy(update={"failed": "the kernel and its definition in torch differ"})
+    copies = [sample_s(copy, 1, spec.device) for _ in range(COPIES)]
+    subject, baseline, again = take_turns(work, spec)
+    copies += [sample_s(copy, 1, spec.device) for _ in range(COPIES)]
     bytes_per_s = 2 * COPY_BYTES / statistics.median(copies)
     bound_s = work.nbytes / bytes_per_s
     figures = {
@@ -397,35 +447,48 @@ def measured(
     return record.model_copy(update=figures)
 
 
-def agree(work: Work) -> bool:
+def agree(work: Work, definition: Work, subject: ModuleType) -> bool:
     """Whether both implementations write the same; also warms both up."""
     results = []
-    for module in (reference, cpu):
-        for out in work.outs:
+    for module, done in ((reference, definition), (subject, work)):
+        for out in done.outs:
             out.zero_()
-        work.run(module)
-        results.append([out.clone() for out in work.outs])
+        done.run(module)
+        results.append([out.cpu().clone() for out in done.outs])
+    work.run(reference)
     return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def take_turns(work: Work, repeats: int) -> tuple[list[float], list[float], list[float]]:
-    """Seconds a call: native, torch, and torch again."""
-    native, torch_ops = partial(work.run, cpu), partial(work.run, reference)
-    native_calls, torch_calls = calls_a_sample(native), calls_a_sample(torch_ops)
+def take_turns(work: Work, spec: KernelsSpec) -> tuple[list[float], list[float], list[float]]:
+    """Seconds a call: the kernel, torch, and torch again."""
+    kernel, torch_ops = partial(work.run, spec.subject), partial(work.run, reference)
+    kernel_calls, torch_calls = calls_a_sample(kernel, spec.device), calls_a_sample(torch_ops, spec.device)
     samples = [
-        (sample_s(native, native_calls), sample_s(torch_ops, torch_calls), sample_s(torch_ops, torch_calls))
-        for _ in range(repeats)
+        (
+            sample_s(kernel, kernel_calls, spec.device),
+            sample_s(torch_ops, torch_calls, spec.device),
+            sample_s(torch_ops, torch_calls, spec.device),
+        )
+        for _ in range(spec.repeats)
     ]
     subject, baseline, again = zip(*samples, strict=True)
     return list(subject), list(baseline), list(again)
 
 
-def calls_a_sample(run: Callable[[], object]) -> int:
-    return math.ceil(MIN_SAMPLE_S / sample_s(run, 1))
+def calls_a_sample(run: Callable[[], object], device: str) -> int:
+    return math.ceil(MIN_SAMPLE_S / sample_s(run, 1, device))
 
 
-def sample_s(run: Callable[[], object], calls: int) -> float:
-    """Seconds a call, of so many one after the other."""
+def sample_s(run: Callable[[], object], calls: int, device: str) -> float:
+    """Seconds a call, of so many one after the other; on a GPU, between events there."""
+    if device == "cuda":
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(calls):
+            run()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3 / calls
     start = time.perf_counter()
     for _ in range(calls):
         run()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -145,20 +145,24 @@ def kernels(
     names: Annotated[
         str | None, typer.Option("--kernels", help=f"Comma-separated; by default all: {', '.join(WORK)}.")
     ] = None,
-    threads: Annotated[int, typer.Option(min=1, help="Threads of both sides.")] = 1,
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="cuda: the kernels in Triton, on this GPU.")] = "cpu",
+    threads: Annotated[int, typer.Option(min=1, help="Threads of both sides, on the CPU.")] = 1,
     repeats: Annotated[int, typer.Option(min=5, help="Measurements of each kernel.")] = 25,
     json: Json = None,
     quick: Quick = False,
     require: Require = None,
 ) -> None:
-    """The native kernels beside their definitions in torch, and beside what memory allows."""
+    """The native kernels, or those for CUDA, beside their definitions in torch and beside what memory allows."""
     spec = KernelsSpec(
-        kernels=tuple(names.split(",")) if names else (), threads=threads, repeats=QUICK_REPEATS if quick else repeats
+        kernels=tuple(names.split(",")) if names else (),
+        device=device,
+        threads=threads,
+        repeats=QUICK_REPEATS if quick else repeats,
     )
     with plain_errors():
         cases = spec.cases
         bounds = bounds_of(require, tuple(dict.fromkeys(kernel for kernel, _ in cases)))
-        with event_bar(f"kernels, threads {threads}", len(cases), "making inputs") as on_event:
+        with event_bar(f"kernels, {device}, threads {threads}", len(cases), "making inputs") as on_event:
             records = run_kernels(spec, on_event)
     finish(records, [], json, bounds)
 

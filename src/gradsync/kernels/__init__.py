@@ -1,13 +1,14 @@
 """The inner loops: one function a kernel, one table of implementations, chosen once for the process.
 
-`reference` (plain torch) defines what a kernel does; `native` (C++, CPU) gives the same bits faster. `auto`, the
-default, takes native where it is built and knows the dtypes and device, and says in one log line that it is not built.
+`reference` (plain torch) defines what a kernel does; `native` (C++, CPU) and `triton` (CUDA) give the same bits faster.
+`auto`, the default, takes triton for tensors on a CUDA device and native for those on the CPU, where they can be loaded
+and know the dtypes, and says in one log line what cannot be loaded.
 
 The caller owns every output. Where its size is known only after a look at the input, a kernel has two phases: the
 function counts and returns an object with `count`; its methods then write into buffers of that size. The object keeps
 its inputs alive; they must not change between the phases. Tensors are rows of adjacent elements: a row stride that is
-larger, as in a slice of columns, is fine. The native kernels never copy: any other stride, dtype, device or layout is a
-TypeError.
+larger, as in a slice of columns, is fine. The native and Triton kernels never copy: any other stride, dtype, device or
+layout is a TypeError.
 A NaN stays a NaN in every conversion, but not which one.
 """
 
@@ -20,7 +21,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from gradsync.kernels import cpu, reference
+from gradsync.kernels import cpu, device, reference
 from gradsync.kernels.checks import RowsPart, Stripes, offsets_nbytes
 from gradsync.kernels.hierarchy import HashedIndices
 from gradsync.kernels.phases import HashedPartition, NonzeroElements, NonzeroRows, RotatedPartition, RowUnion
@@ -61,7 +62,7 @@ __all__ = [
     "use",
 ]
 
-Implementation = Literal["native", "reference", "auto"]
+Implementation = Literal["native", "triton", "reference", "auto"]
 
 _logger = logging.getLogger(__name__)
 _KERNELS = (
@@ -81,13 +82,15 @@ def use(implementation: Implementation) -> ExitStack:
     """Chooses the implementation of every kernel, for the whole process; as a `with` block, until its end.
 
     Raises:
-        ImportError: `native` was asked for and is not built.
+        ImportError: `native` was asked for and is not built, or `triton` and Triton cannot be imported.
         ValueError: an unknown name.
     """
-    if implementation not in ("native", "reference", "auto"):
-        raise ValueError(f"implementation must be native, reference or auto, got {implementation!r}")
+    if implementation not in ("native", "triton", "reference", "auto"):
+        raise ValueError(f"implementation must be native, triton, reference or auto, got {implementation!r}")
     if implementation == "native":
         cpu.load()
+    if implementation == "triton":
+        device.load()
     restore = ExitStack()
     restore.callback(_request, _requested)
     _request(implementation)
@@ -95,7 +98,7 @@ def use(implementation: Implementation) -> ExitStack:
 
 
 def active() -> str:
-    """The implementation in use: `native` or `reference` (a kernel may still run as reference, see `auto`)."""
+    """The implementation in use, under `auto` that on the CPU: a kernel may still run as another, see above."""
     if _requested != "auto":
         return _requested
     try:
@@ -110,9 +113,8 @@ def sum_rows(parts: Sequence[RowsPart], num_rows: int, *, scale: float = 1.0, ou
     """The sum of row-sparse parts of one (num_rows, dim) table, times `scale`; of one part, its coalesced form.
 
     Sums run in the order of the parts, then of occurrence within a part, in float32 (float64 for float64), and are
-    rounded once: on the CPU the bits depend neither on the implementation nor on the number of threads. Under `auto`,
-    tensors on other devices go to the reference. Parts that are strided within a row are copied first. `unite_rows` is
-    the same in two phases.
+    rounded once: the bits depend neither on the implementation (the reference but on the CPU only) nor on the number
+    of threads. Parts that are strided within a row are copied first. `unite_rows` is the same in two phases.
 
     Args:
         parts: each indices (nnz,) int64 or int32, in any order, duplicates allowed; values (nnz, dim) floating.
@@ -407,9 +409,21 @@ def hierarchical_hash(
 def _pick(kernel: str, tensors: Sequence[Tensor], entries: int = 0) -> Callable[..., Any]:
     """The implementation of a kernel for these tensors, of a table with so many rows or elements."""
     fallback, native = _TABLE[kernel]
+    if _requested == "triton" or (_requested == "auto" and device.supports(tensors)):
+        return _on_device(kernel, fallback)
     if active() == "reference" or (_requested == "auto" and not cpu.supports(tensors, entries)):
         return fallback
     return native
+
+
+def _on_device(kernel: str, fallback: Callable[..., Any]) -> Callable[..., Any]:
+    """Triton's version of a kernel; what has none, and all where Triton is missing, runs as torch operations there."""
+    try:
+        chosen: Callable[..., Any] = getattr(device.load(), kernel, fallback)
+    except ImportError as error:
+        _log_fallback_once(error)
+        return fallback
+    return chosen
 
 
 def _request(implementation: Implementation) -> None:

@@ -53,7 +53,7 @@ def _density(profile: ParameterProfile, layout: Layout) -> DensityProfile | None
 
 def _has_room(scheme: Scheme[Any], densities: Sequence[DensityProfile]) -> bool:
     busiest = [replace(density, rows=max(density.rows, density.most_rows)) for density in densities]
-    return not isinstance(scheme, RowCapacity) or scheme.expects_to_fit(busiest)
+    return not isinstance(scheme, RowCapacity | BalancedElements) or scheme.expects_to_fit(busiest)
 
 
 def _reordered(order: Sequence[tuple[str, str]], stages: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str]]:

@@ -20,9 +20,12 @@ from .points import DOUBLING_OF_ELEMENTS as DOUBLING_OF_ELEMENTS
 from .points import DOUBLING_OF_ROWS as DOUBLING_OF_ROWS
 from .points import PARAMETER_SERVER_OF_ELEMENTS as PARAMETER_SERVER_OF_ELEMENTS
 from .points import PARAMETER_SERVER_OF_ROWS as PARAMETER_SERVER_OF_ROWS
-from .points import ZEN_AS_PUBLISHED as ZEN_AS_PUBLISHED
+from .points import SPLIT_OF_ELEMENTS as SPLIT_OF_ELEMENTS
+from .points import SPLIT_OF_ROWS as SPLIT_OF_ROWS
 from .points import ElementPoint as ElementPoint
 from .points import RowPoint as RowPoint
+from .precision import HalfPrecision as HalfPrecision
+from .regions import OkTopkLike as OkTopkLike
 from .scatter import SparseReduceScatter as SparseReduceScatter
 from .selection import Choice as Choice
 from .selection import Selection as Selection
@@ -34,3 +37,4 @@ from .space import Balance as Balance
 from .space import Communication as Communication
 from .space import Partition as Partition
 from .space import Point as Point
+from .zen_hash import ZenHash as ZenHash

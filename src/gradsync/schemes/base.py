@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -41,6 +41,10 @@ class Scheme(ABC, Generic[X]):
     @property
     def unplanned(self) -> Scheme[X]:
         """The scheme without what its settings say of one bucket's data: equal for two plans of the same scheme."""
+        return self
+
+    def planned_for(self, profiles: Sequence[DensityProfile]) -> Scheme[X]:
+        """The scheme with what its settings can say of data like this, as the room that messages need."""
         return self
 
     @abstractmethod

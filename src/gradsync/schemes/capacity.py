@@ -35,7 +35,7 @@ class RowCapacity:
     def __post_init__(self) -> None:
         name = type(self).__name__
         for setting in ("capacity", "same_rows"):
-            object.__setattr__(self, setting, _whole_numbers(f"{name}.{setting}", getattr(self, setting)))
+            object.__setattr__(self, setting, whole_numbers(f"{name}.{setting}", getattr(self, setting)))
         if len(self.capacity) != len(self.same_rows):
             raise ValueError(
                 f"{name}.capacity has {len(self.capacity)} tables, same_rows {len(self.same_rows)}; "
@@ -51,6 +51,12 @@ class RowCapacity:
     @property
     def unplanned(self) -> Self:
         return replace(self, capacity=(), same_rows=())
+
+    def planned_for(self, profiles: Sequence[DensityProfile]) -> Self:
+        """With room for the rows of tables like these."""
+        capacity = tuple(with_margin(max(d.rows, d.most_rows), d.num_rows) for d in profiles)
+        rows = [(d.pattern, d.num_rows) if d.pattern else position for position, d in enumerate(profiles)]
+        return replace(self, capacity=capacity, same_rows=tuple(rows.index(known) for known in rows))
 
     def check(self, specs: tuple[TensorSpec, ...]) -> None:
         if self.capacity:
@@ -114,12 +120,13 @@ class RowCapacity:
 
 
 def with_capacity(scheme: Scheme[Any], densities: Sequence[DensityProfile]) -> Scheme[Any]:
-    """The scheme for tables like these, with room for their rows, so that no sizes need to be exchanged."""
-    if not isinstance(scheme, RowCapacity):
-        return scheme
-    capacity = [min(math.ceil(MARGIN * max(d.rows, d.most_rows)) + MARGIN_ROWS, d.num_rows) for d in densities]
-    rows = [(d.pattern, d.num_rows) if d.pattern else position for position, d in enumerate(densities)]
-    return replace(scheme, capacity=tuple(capacity), same_rows=tuple(rows.index(known) for known in rows))
+    """The scheme for data like this, with room for it where it can have some: no sizes need to be exchanged then."""
+    return scheme.planned_for(densities)
+
+
+def with_margin(rows: float, num_rows: int) -> int:
+    """Room for somewhat more rows than were measured."""
+    return min(math.ceil(MARGIN * rows) + MARGIN_ROWS, num_rows)
 
 
 def write_header(message: Tensor, survey: Survey) -> None:
@@ -134,7 +141,7 @@ def opened(arrived: Sequence[Tensor], tables: int) -> tuple[list[list[int]], lis
     return headers.tolist(), [message[head:] for message in arrived]  # the host must know what came
 
 
-def _whole_numbers(setting: str, given: Sequence[int]) -> tuple[int, ...]:
+def whole_numbers(setting: str, given: Sequence[int]) -> tuple[int, ...]:
     """JSON gives lists."""
     if not isinstance(given, list | tuple) or not all(type(number) is int and number >= 0 for number in given):
         raise ValueError(f"{setting} must be whole numbers from 0 on, got {given!r}")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, TypeVar
 
-from ..bucket import Bucket, TensorSpec
+from ..bucket import Bucket, Layout, TensorSpec
 from ..cluster import Placement
 from ..comm import Group, Pending
 from ..density import DensityProfile
@@ -63,6 +63,14 @@ class Hierarchical(Scheme[Any]):
     @property
     def unplanned(self) -> Scheme[Any]:
         parts: dict[str, Any] = {"intra": self.intra.unplanned, "inter": self.inter.unplanned}
+        return replace(self, **parts)
+
+    def planned_for(self, profiles: Sequence[DensityProfile]) -> Scheme[Any]:
+        """With room for the rows of tables; how many elements a part of a flat bucket has needs more than profiles."""
+        if self.layout is Layout.FLAT:
+            return self
+        sums = [profile.of_sums(self.ranks_per_node) for profile in profiles]
+        parts: dict[str, Any] = {"intra": self.intra.planned_for(profiles), "inter": self.inter.planned_for(sums)}
         return replace(self, **parts)
 
     def stages(self, size: int) -> tuple[str, ...]:

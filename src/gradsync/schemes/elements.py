@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -11,10 +13,11 @@ from torch import Tensor
 from .. import kernels
 from ..bucket import Layout, TensorSpec
 from ..cluster import Placement
-from ..comm import Group
+from ..comm import LENGTH_BYTES, Group
 from ..density import DensityProfile
 from ..steps import Compute, Pattern, Step, Transfer
 from .base import Scheme, State, register
+from .capacity import whole_numbers, with_margin
 from .dense import AllReduce
 from .formats import Part, PartFormat
 from .positions import index_dtype
@@ -33,10 +36,14 @@ class BalancedElements(Scheme[Tensor]):
     smallest format. Bits decide what is zero: NaN and infinity travel, -0.0 is zero and comes out as 0.0.
     Wire per rank: push (n-1)/n * (positions + values); pull (n-1)/n * (positions + values) of the union; where that
     might be no less than a ring all-reduce moves, an all-reduce; and 8(n-1)(n+1) bytes of counts.
+
+    With `capacity` nothing is asked beforehand: counts travel with the elements. A rank whose elements do not fit, or
+    would be no less than dense, pushes its counts only; all ranks see that, and go on by the sizes that all know then.
     """
 
     owners: str = "rotated_stripe"  # who sums what; the only map for single elements so far
     seed: int = 0  # of the rotations; the same on every rank
+    capacity: tuple[int, ...] = ()  # most non-zeros expected of a rank, and of their union; (): sizes are exchanged
 
     layout = Layout.FLAT
 
@@ -45,32 +52,49 @@ class BalancedElements(Scheme[Tensor]):
             raise ValueError(f"BalancedElements.owners must be 'rotated_stripe', got {self.owners!r}")
         if not isinstance(self.seed, int):
             raise ValueError(f"BalancedElements.seed must be an integer, got {self.seed!r}")
+        object.__setattr__(self, "capacity", whole_numbers("BalancedElements.capacity", self.capacity))
+        if len(self.capacity) not in (0, 2):
+            raise ValueError(
+                "BalancedElements.capacity must be two numbers, the most non-zeros of a rank and of the union of all, "
+                f"or none, got {list(self.capacity)}"
+            )
+
+    @property
+    def unplanned(self) -> BalancedElements:
+        return replace(self, capacity=())
+
+    def planned_for(self, profiles: Sequence[DensityProfile]) -> BalancedElements:
+        """With room for the elements of a tensor like this."""
+        if not profiles:
+            return self
+        (known,) = profiles
+        rows = (max(known.rows, known.most_rows), _union_rows(known))
+        return replace(self, capacity=tuple(with_margin(count, known.num_rows) for count in rows))
+
+    def expects_to_fit(self, profiles: Sequence[DensityProfile]) -> bool:
+        """Whether the elements of a tensor like this have room."""
+        (known,) = profiles
+        return bool(self.capacity) and known.rows <= self.capacity[0] and _union_rows(known) <= self.capacity[1]
 
     def stages(self, size: int) -> tuple[str, ...]:
-        """Of the sparse way; the dense one has its all-reduce at the turn of "push", and no others."""
-        return ("sizes", "push", "counts", "pull")
+        """Of the sparse way; the dense one has its all-reduce behind the first of them, and no others."""
+        return ("push", "pull") if self.capacity else ("sizes", "push", "counts", "pull")
 
     async def synchronize(self, x: Tensor, state: State, group: Group, scale: float) -> tuple[Tensor, State]:
         flat = TensorSpec.of(x)
-        mine = _NonZeros.of(x, group.size, self.seed)
-        counts = torch.stack(await group.all_gather(mine.counts)).tolist()  # the host lays out messages by them
-        most, most_summed = max(map(max, counts)), max(map(sum, zip(*counts, strict=True)))
-        if not _sparse_pays(flat, group.size, most, most_summed):
-            return await AllReduce().synchronize(x, state, group, scale)
+        form, mine = _format_of(flat, group.size), _NonZeros.of(x, group.size, self.seed)
         # Push: to each owner its elements.
-        form = _format_of(flat, group.size)
-        message, own, sent = mine.pack(form, group.rank)
-        owned = [row[group.rank] for row in counts]
-        received = [int(form.nbytes(count)) for count in owned]
-        received[group.rank] = 0
-        messages = await group.all_to_all(message, sent, received, largest=int(form.nbytes(most)))
-        messages[group.rank] = own
-        parts = [form.part(part, count) for part, count in zip(messages, owned, strict=True)]
+        if self.capacity:
+            counts, messages = await self._push_at_once(mine, flat, form, group)
+        else:
+            counts, messages = torch.stack(await group.all_gather(mine.counts)).tolist(), []  # to size the messages
+        if not messages:
+            if not _sparse_pays(flat, group.size, max(map(max, counts)), max(map(sum, zip(*counts, strict=True)))):
+                return await AllReduce().synchronize(x, state, group, scale)
+            messages = await _push_by_sizes(mine, counts, form, group)
+        parts = [form.part(part, row[group.rank]) for part, row in zip(messages, counts, strict=True)]
         # Pull: from each owner its sums.
-        message, count = _sum_elements(parts, form, scale)
-        unions = [int(union) for union in await group.all_gather(count)]
-        messages = await group.all_gather(message, [int(form.nbytes(union)) for union in unions])
-        totals = [form.part(total, union) for total, union in zip(messages, unions, strict=True)]
+        totals = await self._pull(Sums.of(parts, form, scale), form, group)
         return _join(totals, self.seed, x), state
 
     def steps(
@@ -82,26 +106,117 @@ class BalancedElements(Scheme[Tensor]):
     ) -> tuple[Step, ...]:
         """The profile's rows are the elements of the flat tensor; without a profile none of them counts as zero."""
         (flat,) = specs
-        n = placement.size
+        n, form = placement.size, _format_of(flat, placement.size)
         profile = profiles[0] if profiles else DensityProfile(flat.numel, float(flat.numel))
         found = profile.rows * (index_dtype(flat.numel).itemsize + flat.itemsize)
-        sizes = (
-            Compute("find_elements", flat.nbytes + 3 * found),
-            Transfer("sizes", Pattern.ALL_GATHER, (float(COUNT_BYTES * n),) * n),
-        )
-        if not _sparse_pays(flat, n, profile.rows / n, profile.rows):
-            return (*sizes, *AllReduce().steps(specs, profiles, placement, round))
-        form = _format_of(flat, n)
-        push, pull = float(form.nbytes(profile.rows / n)), float(form.nbytes(profile.union_rows(n) / n))
+        push, union = float(form.nbytes(profile.rows / n)), profile.union_rows(n)
+        at_once = bool(self.capacity) and profile.rows <= self.capacity[0]
+        at_once = at_once and _sparse_pays(flat, n, profile.rows / n, form.length)
+        find = Compute("find_elements", flat.nbytes + 3 * found)
+        if not (at_once or _sparse_pays(flat, n, profile.rows / n, profile.rows)):
+            return (find, self._transfers("push", push, n, at_once=False)[0], *AllReduce().steps(specs, (), placement))
+        pull = float(form.nbytes(union / n))
         return (
-            *sizes,
+            find,
             Compute("pack_elements", found + n * push),
-            Transfer("push", Pattern.ALL_TO_ALL, (push,) * n),
+            *self._transfers("push", push, n, at_once=at_once),
             Compute("sum_elements", n * push + pull),
-            Transfer("counts", Pattern.ALL_GATHER, (float(COUNT_BYTES),) * n),
-            Transfer("pull", Pattern.ALL_GATHER, (pull,) * n),
+            *self._transfers("pull", pull, n, at_once=bool(self.capacity) and union <= self.capacity[1]),
             Compute("join_elements", n * pull + flat.nbytes),
         )
+
+    def _transfers(self, stage: str, nbytes: float, n: int, *, at_once: bool) -> list[Transfer]:
+        """How a push or pull message of so many bytes travels: behind its counts, or when all know these."""
+        pattern, counts = (Pattern.ALL_TO_ALL, n) if stage == "push" else (Pattern.ALL_GATHER, 1)
+        if not self.capacity:
+            name = "sizes" if stage == "push" else "counts"
+            asked = Transfer(name, Pattern.ALL_GATHER, (float(COUNT_BYTES * counts),) * n)
+            return [asked, Transfer(stage, pattern, (nbytes,) * n)]
+        head = LENGTH_BYTES + COUNT_BYTES * counts
+        first = Transfer(stage, Pattern.ALL_TO_ALL, (float(head + (nbytes if at_once else 0)),) * n)
+        return [first] if at_once else [first, Transfer("repeat", pattern, (nbytes,) * n)]
+
+    async def _push_at_once(
+        self, mine: _NonZeros, flat: TensorSpec, form: PartFormat, group: Group
+    ) -> tuple[list[list[int]], list[Tensor]]:
+        """Of each rank its number of elements for each owner, and its message for me; none where some did not fit."""
+        room = _room(self.capacity[0], form, group.size)
+
+        def fits(counts: Sequence[int]) -> bool:
+            """More than what surely pays does not fit either, whatever the others have."""
+            return max(counts) <= room and _sparse_pays(flat, group.size, max(counts), form.length)
+
+        head = LENGTH_BYTES + COUNT_BYTES * group.size
+        if fits(mine.partition.counts):
+            _, outgoing = mine.pack(form, group.rank, head=head)
+        else:
+            outgoing = [mine.values.new_empty(head, dtype=torch.uint8) for _ in range(group.size)]
+        header = mine.counts.view(torch.uint8)
+        for message in outgoing:
+            message[LENGTH_BYTES:head].copy_(header)
+        arrived = await group.exchange(outgoing, [head + int(form.nbytes(room))] * group.size)
+        counts = counts_in(arrived, head)
+        return counts, [message[head:] for message in arrived] if all(map(fits, counts)) else []
+
+    async def _pull(self, sums: Sums, form: PartFormat, group: Group) -> list[Part]:
+        """The sums of all owners; all send once more where those of some do not fit."""
+        if self.capacity:
+            room = _room(self.capacity[1], form, group.size)
+            message = sums.message if sums.count <= room else sums.message[: Sums.head]
+            sums.write_count()
+            bound = Sums.head + int(form.nbytes(room))
+            arrived = await group.exchange([message] * group.size, [bound] * group.size)
+            unions = [count for (count,) in counts_in(arrived, Sums.head)]
+            if max(unions) <= room:
+                return [form.part(part[Sums.head :], union) for part, union in zip(arrived, unions, strict=True)]
+        else:
+            count = torch.tensor([sums.count], device=sums.message.device)
+            unions = [int(union) for union in await group.all_gather(count)]
+        body = sums.message[Sums.head :]
+        messages = await group.all_gather(body, [int(form.nbytes(union)) for union in unions])
+        return [form.part(part, union) for part, union in zip(messages, unions, strict=True)]
+
+
+async def _push_by_sizes(
+    mine: _NonZeros, counts: Sequence[Sequence[int]], form: PartFormat, group: Group
+) -> list[Tensor]:
+    """The messages of all ranks, whose numbers of elements for each owner all know."""
+    outgoing, parts = mine.pack(form, group.rank)
+    own, parts[group.rank] = parts[group.rank], outgoing[:0]
+    received = [int(form.nbytes(row[group.rank])) for row in counts]
+    received[group.rank] = 0
+    largest = int(form.nbytes(max(map(max, counts))))
+    messages = await group.all_to_all(outgoing, [len(part) for part in parts], received, largest=largest)
+    messages[group.rank] = own
+    return messages
+
+
+def _union_rows(profile: DensityProfile) -> float:
+    """Of as many ranks as it was measured of; all there are if that is not known."""
+    return profile.union_rows(max(profile.densification)) if profile.densification else float(profile.num_rows)
+
+
+def _room(expected: int, form: PartFormat, size: int) -> int:
+    """Elements of an owner, of as many as are expected of all owners: the mean and 8 standard deviations."""
+    mean = expected / size
+    return min(form.length, math.ceil(mean + 8 * math.sqrt(mean)))
+
+
+def nonzeros(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Ascending indices and values of the elements that are not zero."""
+    found = kernels.nonzero_elements(x)
+    indices = x.new_empty(found.count, dtype=index_dtype(x.numel()))
+    values = x.new_empty(found.count)
+    found.write(indices, values)
+    return indices, values
+
+
+def counts_in(arrived: Sequence[Tensor], head: int) -> list[list[int]]:
+    """The counts at the start of messages."""
+    counts: list[list[int]] = (
+        torch.stack([message[LENGTH_BYTES:head] for message in arrived]).view(torch.int64).tolist()
+    )
+    return counts  # the host must know what came
 
 
 def _format_of(flat: TensorSpec, size: int) -> PartFormat:
@@ -131,10 +246,7 @@ class _NonZeros:
 
     @classmethod
     def of(cls, x: Tensor, size: int, seed: int) -> _NonZeros:
-        found = kernels.nonzero_elements(x)
-        indices = x.new_empty(found.count, dtype=index_dtype(x.numel()))
-        values = x.new_empty(found.count)
-        found.write(indices, values)
+        indices, values = nonzeros(x)
         return cls(values, kernels.partition_rotated(indices, x.numel(), size, seed))
 
     @property
@@ -142,33 +254,50 @@ class _NonZeros:
         """Elements for each owner, (size,) int64."""
         return torch.tensor(self.partition.counts, device=self.values.device)
 
-    def pack(self, form: PartFormat, rank: int) -> tuple[Tensor, Tensor, list[int]]:
-        """One message for each other owner, one after the other; this rank's own; the sizes in bytes (own: 0)."""
+    def pack(self, form: PartFormat, rank: int, *, head: int = 0) -> tuple[Tensor, list[Tensor]]:
+        """The messages for the other owners, one after the other, and each owner's, this rank's own among them.
+
+        The first `head` bytes of each are left for others to write.
+        """
         counts = self.partition.counts
-        nbytes = [int(form.nbytes(count)) for count in counts]
+        nbytes = [head + int(form.nbytes(count)) for count in counts]
         own = self.values.new_empty(nbytes[rank], dtype=torch.uint8)
         nbytes[rank] = 0
-        message = own.new_empty(sum(nbytes))
-        parts = list(torch.split(message, nbytes))
+        outgoing = own.new_empty(sum(nbytes))
+        parts = list(torch.split(outgoing, nbytes))
         parts[rank] = own
-        owners = [form.part(part, count) for part, count in zip(parts, counts, strict=True)]
+        owners = [form.part(part[head:], count) for part, count in zip(parts, counts, strict=True)]
         self.partition.write(self.values, [e.positions.indices for e in owners], [e.values.view(-1) for e in owners])
         for elements in owners:
             elements.positions.encode()
-        return message, own, nbytes
+        return outgoing, parts
 
 
-def _sum_elements(parts: Sequence[Part], form: PartFormat, scale: float) -> tuple[Tensor, Tensor]:
-    """`scale` times the sum of all ranks' parts, in rank order: as a message, and the number of its elements."""
-    for part in parts:
-        part.positions.decode()
-    union = kernels.unite_rows([part.positions.indices for part in parts], form.length)
-    message = parts[0].values.new_empty(int(form.nbytes(union.count)), dtype=torch.uint8)
-    total = form.part(message, union.count)
-    union.write_indices(total.positions.indices)
-    union.sum([part.values for part in parts], [total.values], scale=scale)
-    total.positions.encode()
-    return message, torch.tensor([union.count], device=message.device)
+@dataclass(frozen=True)
+class Sums:
+    """What an owner hands to all: its sums as a message, whose first `head` bytes are left for others to write."""
+
+    head: ClassVar[int] = LENGTH_BYTES + COUNT_BYTES
+
+    message: Tensor
+    count: int
+
+    @classmethod
+    def of(cls, parts: Sequence[Part], form: PartFormat, scale: float) -> Sums:
+        """`scale` times the sum of all ranks' parts, in rank order."""
+        for part in parts:
+            part.positions.decode()
+        union = kernels.unite_rows([part.positions.indices for part in parts], form.length)
+        message = parts[0].values.new_empty(cls.head + int(form.nbytes(union.count)), dtype=torch.uint8)
+        total = form.part(message[cls.head :], union.count)
+        union.write_indices(total.positions.indices)
+        union.sum([part.values for part in parts], [total.values], scale=scale)
+        total.positions.encode()
+        return cls(message, union.count)
+
+    def write_count(self) -> None:
+        """Into the message, behind the place of its length."""
+        self.message[LENGTH_BYTES : self.head].copy_(torch.tensor([self.count]).view(torch.uint8))
 
 
 def _join(totals: Sequence[Part], seed: int, x: Tensor) -> Tensor:

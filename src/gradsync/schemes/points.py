@@ -57,19 +57,25 @@ class DesignPoint:
     partition: Partition = Partition.PARALLELISM
     balance: Balance | None = Balance.BALANCED
     owners: str | None = None  # who owns what; None: "rotated_stripe" if balanced, "even_split" if not
+    pull_by: Communication | None = None  # the way of complete sums to all; None: that of what they are sums of
     seed: int = 0  # of a balanced map; the same on every rank
     push_format: str = SMALLEST  # of positions: the smallest in which rows can be told, or always one of `IndexFormat`
     pull_format: str = SMALLEST  # of sums over all ranks
 
     def __post_init__(self) -> None:
         kinds = {"communication": Communication, "aggregation": Aggregation, "partition": Partition, "balance": Balance}
-        for setting, kind in kinds.items():
+        for setting, kind in {**kinds, "pull_by": Communication}.items():
             given = getattr(self, setting)
-            if given is None and setting == "balance":
+            if given is None and setting in ("balance", "pull_by"):
                 continue
             if given not in list(kind):
                 raise ValueError(f"{type(self).__name__}.{setting} must be one of {', '.join(kind)}, got {given!r}")
             object.__setattr__(self, setting, kind(given))  # plans write the names
+        if self.pull_by is not None and self.partition is Partition.CENTRALIZATION:
+            raise ValueError(
+                f"{type(self).__name__}.pull_by is for parallelism, whose owners hand out sums; got {self.pull_by} "
+                "with centralization"
+            )
         if self.owners not in (maps := [None, *OWNERS[self.balance]]):
             raise ValueError(
                 f"{type(self).__name__}.owners must be one of {', '.join(map(repr, maps))} with balance "
@@ -91,7 +97,10 @@ class DesignPoint:
 
     @property
     def title(self) -> str:
-        return f"{self.point} by hash" if self.owners == "hash" else str(self.point)
+        """The name that records have for it, or else its point."""
+        by_hash = " by hash" if self.owners == "hash" else ""
+        pulled = f" pulled by {self.pull_by}" if self.pull_by is not None else ""
+        return NAMES.get(self, f"{self.point}{by_hash}{pulled}")
 
     @property
     def point(self) -> Point:
@@ -105,7 +114,11 @@ class DesignPoint:
 
     def stages(self, size: int) -> tuple[str, ...]:
         """One for each round."""
-        return tuple(each.stage for each in schedule(self.point, size).rounds)
+        return tuple(each.stage for each in self.schedule(size).rounds)
+
+    def schedule(self, size: int) -> Schedule:
+        """Who sends what when."""
+        return schedule(self.point, size, self.pull_by)
 
 
 @register
@@ -156,7 +169,8 @@ class ElementPoint(DesignPoint, Scheme[Tensor]):
 
     @property
     def title(self) -> str:
-        return f"{super().title} in blocks of {self.block}" if self.block > 1 else super().title
+        in_blocks = f" in blocks of {self.block}" if self.block > 1 and self not in NAMES else ""
+        return f"{super().title}{in_blocks}"
 
     async def synchronize(self, x: Tensor, state: State, group: Group, scale: float) -> tuple[Tensor, State]:
         blocks = _in_blocks(x, self.block)
@@ -192,12 +206,25 @@ _BLOCKS = Point(Communication.POINT_TO_POINT, Aggregation.ONE_SHOT, Partition.PA
 DOUBLING_OF_ROWS, DOUBLING_OF_ELEMENTS = RowPoint.at(_DOUBLING), ElementPoint.at(_DOUBLING)
 # A sparse parameter server, every rank being one (Zen's Sparse PS): consecutive rows belong together.
 PARAMETER_SERVER_OF_ROWS, PARAMETER_SERVER_OF_ELEMENTS = RowPoint.at(_SERVERS), ElementPoint.at(_SERVERS)
+# SparCML's split all-gather (SSAR_Split_allgather there; DSAR where sums become dense): a rank sends each owner of an
+# even part its rows straight, and the sums go from pair to pair, in log2 n messages. In bytes it is the one above.
+# Unlike there a rank sends to one owner at a time, any number of ranks will do, and every part takes the smallest of
+# all formats, not one of two.
+_SPLIT = {"pull_by": Communication.HIERARCHY}
+SPLIT_OF_ROWS, SPLIT_OF_ELEMENTS = RowPoint.at(_SERVERS, **_SPLIT), ElementPoint.at(_SERVERS, **_SPLIT)
 # What OmniReduce does (Fei et al., SIGCOMM 2021): blocks of 256 elements travel whole unless they are zero. Unlike
 # there the ranks are the aggregators, and there is no pipeline of blocks over RDMA.
 BLOCKS_OF_256 = ElementPoint.at(_BLOCKS, block=256)
-# Zen as its paper has it: hashed owners, pairs of index and value one way, a hash bitmap and values the other. Unlike
-# there the hash gives owners their rows in order, without a table to probe, so that nothing can collide or be lost.
-ZEN_AS_PUBLISHED = ElementPoint(owners="hash", push_format="list", pull_format="bitmap")
+
+NAMES: dict[DesignPoint, str] = {  # as records and tables have them
+    DOUBLING_OF_ROWS: "recursive_doubling",
+    DOUBLING_OF_ELEMENTS: "recursive_doubling",
+    SPLIT_OF_ROWS: "recursive_doubling_split",
+    SPLIT_OF_ELEMENTS: "recursive_doubling_split",
+    PARAMETER_SERVER_OF_ROWS: "sparse_ps",
+    PARAMETER_SERVER_OF_ELEMENTS: "sparse_ps",
+    BLOCKS_OF_256: "blocks256",
+}
 
 
 def _in_blocks(x: Tensor, block: int) -> Tensor:
@@ -223,7 +250,7 @@ class _Space:
 
     @classmethod
     def of(cls, settings: DesignPoint, specs: tuple[TensorSpec, ...], size: int) -> _Space:
-        plan = schedule(settings.point, size)
+        plan = settings.schedule(size)
         owners = tuple(settings.owners_of(spec.num_rows, plan.blocks) for spec in specs)
 
         def formats(setting: str, *, partial: bool = False) -> tuple[PartFormat, ...]:

@@ -10,7 +10,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from torch import Tensor
 from .. import kernels
 from ..density import DensityProfile
 from ..sparse import SparseRows
+from .hash_lists import owned_by_hash
 
 
 @dataclass(frozen=True)
@@ -138,32 +138,27 @@ class HashedRows(RowOwners):
             for count in partition.counts
         ]
         partition.write(rows.values, [part.indices for part in parts], [part.values for part in parts])
-        for part, owned in zip(parts, self._owned, strict=True):
-            kernels.positions_in(owned.to(part.indices.device), part.indices.clone(), part.indices)
+        for part, owned in zip(parts, self._owned(rows.indices.device), strict=True):
+            kernels.positions_in(owned, part.indices.clone(), part.indices)
         return parts
 
     def rows_of(self, owner: int, positions: Tensor) -> Tensor:
-        owned = self._owned[owner].long().to(positions.device)
+        owned = self._owned(positions.device)[owner].long()
         found = positions.new_full((len(positions),), self.num_rows, dtype=torch.int64)  # of a place without a row
         inside = positions < len(owned)  # dense messages have places beyond an owner's last row
         found[inside] = owned[positions[inside].long()]
         return found
 
-    @property
-    def _owned(self) -> tuple[Tensor, ...]:
-        return _owned_by_hash(self.num_rows, self.owners, self.seed, self.length)
+    def _owned(self, device: torch.device) -> tuple[Tensor, ...]:
+        """The lists.
 
-
-@lru_cache(maxsize=64)
-def _owned_by_hash(num_rows: int, owners: int, seed: int, most: int) -> tuple[Tensor, ...]:
-    """The lists, on the CPU; kept for as many tables as a model has, as a rule.
-
-    Raises:
-        ValueError: in the unheard-of case that an owner has more rows than there is room for.
-    """
-    owned = kernels.owned_by_hash(num_rows, owners, seed)
-    if (longest := max(map(len, owned))) > most:
-        raise ValueError(
-            f"seed {seed} gives an owner {longest} of {num_rows} rows, more than {most}; take another seed"
-        )
-    return tuple(owned)
+        Raises:
+            ValueError: in the unheard-of case that an owner has more rows than there is room for.
+        """
+        owned = owned_by_hash(self.num_rows, self.owners, self.seed, device)
+        if (longest := max(map(len, owned))) > self.length:
+            raise ValueError(
+                f"seed {self.seed} gives an owner {longest} of {self.num_rows} rows, more than {self.length}; "
+                "take another seed"
+            )
+        return owned

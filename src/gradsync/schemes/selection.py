@@ -28,12 +28,16 @@ from .points import (
     DOUBLING_OF_ROWS,
     PARAMETER_SERVER_OF_ELEMENTS,
     PARAMETER_SERVER_OF_ROWS,
-    ZEN_AS_PUBLISHED,
+    SPLIT_OF_ELEMENTS,
+    SPLIT_OF_ROWS,
     ElementPoint,
     RowPoint,
 )
+from .precision import HalfPrecision
+from .regions import OkTopkLike
 from .scatter import SparseReduceScatter
 from .space import POINTS
+from .zen_hash import ZenHash
 
 MARGIN = 0.1  # share of its time that another scheme must save before the present one is left
 MOST_RANKS_FOR_POINTS = 16  # rounds and messages of the unnamed points grow too fast to be worth a look with more
@@ -55,24 +59,36 @@ class Selection:
     chosen: Choice
 
 
-def candidates(layout: Layout, profiles: Sequence[DensityProfile], placement: Placement) -> tuple[Scheme[Any], ...]:
-    """What a bucket of this layout may be synchronised by, among ranks placed so; with room for the profiles' rows.
+def candidates(
+    layout: Layout, profiles: Sequence[DensityProfile], placement: Placement, *, values: str | None = None
+) -> tuple[Scheme[Any], ...]:
+    """What a bucket of this layout may be synchronised by, among ranks placed so; with room for data of these profiles.
 
-    Where several nodes have several ranks each, also what sums inside the nodes first.
+    Where several nodes have several ranks each, also what sums inside the nodes first. `values`: rounded to "bfloat16"
+    or "float16" on the wire; by default all is exact.
     """
     points = POINTS if placement.size <= MOST_RANKS_FOR_POINTS else ()
     schemes: list[Scheme[Any]]
     if layout is Layout.FLAT:
-        schemes = [AllReduce(), BalancedElements(), ZEN_AS_PUBLISHED]
-        schemes += [DOUBLING_OF_ELEMENTS, PARAMETER_SERVER_OF_ELEMENTS, BLOCKS_OF_256]
+        schemes = [AllReduce(), *(with_capacity(scheme, profiles) for scheme in (BalancedElements(), ZenHash()))]
+        schemes += [OkTopkLike()]
+        schemes += [DOUBLING_OF_ELEMENTS, SPLIT_OF_ELEMENTS, PARAMETER_SERVER_OF_ELEMENTS, BLOCKS_OF_256]
         schemes += [ElementPoint.at(point) for point in points]
     else:
         schemes = [with_capacity(scheme, profiles) for scheme in (BalancedParallelism(), AGSparse())]
-        schemes += [DOUBLING_OF_ROWS, PARAMETER_SERVER_OF_ROWS, *(RowPoint.at(point) for point in points)]
-    return tuple(dict.fromkeys([*schemes, *_hierarchies(layout, profiles, placement)]))
+        schemes += [
+            DOUBLING_OF_ROWS,
+            SPLIT_OF_ROWS,
+            PARAMETER_SERVER_OF_ROWS,
+            *(RowPoint.at(point) for point in points),
+        ]
+    schemes += _hierarchies(layout, profiles, placement)
+    if values is not None:
+        schemes = [HalfPrecision(scheme, values) for scheme in schemes]
+    return tuple(dict.fromkeys(schemes))
 
 
-def _hierarchies(layout: Layout, profiles: Sequence[DensityProfile], placement: Placement) -> Iterator[Hierarchical]:
+def _hierarchies(layout: Layout, profiles: Sequence[DensityProfile], placement: Placement) -> Iterator[Scheme[Any]]:
     """Both stages dense or sparse, in any combination that there is."""
     per_node = placement.ranks_per_node
     if per_node is None or not placement.is_hierarchy:
@@ -82,12 +98,10 @@ def _hierarchies(layout: Layout, profiles: Sequence[DensityProfile], placement: 
     if layout is Layout.FLAT:
         intra, inter = [ReduceScatter(), SparseReduceScatter()], [AllReduce(), BalancedElements(), DOUBLING_OF_ELEMENTS]
     else:
-        striped: Any = with_capacity(BalancedParallelism(owners="table_stripe"), profiles)
-        intra = [striped]
-        sums = [profile.of_sums(per_node) for profile in profiles]
-        inter = [*(with_capacity(scheme, sums) for scheme in (BalancedParallelism(), AGSparse())), DOUBLING_OF_ROWS]
+        intra = [BalancedParallelism(owners="table_stripe")]
+        inter = [BalancedParallelism(), AGSparse(), DOUBLING_OF_ROWS]
     for inside, across in product(intra, inter):
-        yield Hierarchical(inside, across, per_node)
+        yield with_capacity(Hierarchical(inside, across, per_node), profiles)
 
 
 def select(

@@ -129,8 +129,8 @@ class _Hop:
 
 
 @lru_cache(maxsize=256)
-def schedule(point: Point, size: int) -> Schedule:
-    """The rounds of a point among any number of ranks.
+def schedule(point: Point, size: int, pull_by: Communication | None = None) -> Schedule:
+    """The rounds of a point among any number of ranks; `pull_by`: sums of parts go another way than came the parts.
 
     All ranks end with the same bits. Partial sums that all go round a ring at once would end in another order of
     addition on every rank; so one chain of them runs from rank 0 to the last one, and its end goes round the ring.
@@ -141,7 +141,7 @@ def schedule(point: Point, size: int) -> Schedule:
     if size == 1:  # one turn, in which nothing travels
         return Schedule(1, 1, (Round("push" if parallel else "gather", (), (Merge(0, ((0, (0,)),)),)),))
     if parallel:
-        return _owned(point, size)
+        return _owned(point, size, pull_by or point.communication)
     whole = [(0, (rank,)) for rank in range(size)]
     match point.communication, point.aggregation:
         case communication, Aggregation.ONE_SHOT:
@@ -160,14 +160,14 @@ def schedule(point: Point, size: int) -> Schedule:
     return Schedule(size, 1, tuple(rounds))
 
 
-def _owned(point: Point, size: int) -> Schedule:
+def _owned(point: Point, size: int, pull_by: Communication) -> Schedule:
     """Push and pull. In a hierarchy the owners are the largest power of two of ranks."""
     hierarchy = point.communication is Communication.HIERARCHY
     owners = _core(size) if hierarchy else size
     held = _Held(size, owners, at_once=point.aggregation is Aggregation.ONE_SHOT)
     rounds = [held.play("push", hops, hands_over=True) for hops in _push(point, size)]
     sums = [(block, tuple(range(size))) for block in range(owners)]
-    rounds += _gather("pull", point.communication, sums)
+    rounds += _gather("pull", pull_by, sums)
     if owners < size:
         rounds.append(Round("pull", tuple(Message(r - owners, r, tuple(sums)) for r in range(owners, size))))
     return Schedule(size, owners, tuple(rounds))

@@ -22,7 +22,6 @@ from ..costs import CostModel
 from ..density import DensityProfile
 from ..schemes import (
     BLOCKS_OF_256,
-    ZEN_AS_PUBLISHED,
     Aggregation,
     AllReduce,
     BalancedParallelism,
@@ -30,6 +29,7 @@ from ..schemes import (
     Partition,
     Point,
     Scheme,
+    ZenHash,
 )
 from ..schemes import (
     Communication as Way,
@@ -162,7 +162,7 @@ def _schemes(model: Model) -> dict[str, tuple[Scheme[Any], TensorSpec, DensityPr
         "sparcml": _with(DOUBLING_OF_ELEMENTS, _LISTS),
         "sparse ps": _with(PARAMETER_SERVER_OF_ELEMENTS, _LISTS),
         "omnireduce": _with(BLOCKS_OF_256, _LISTS),
-        "zen": ZEN_AS_PUBLISHED,
+        "zen": ZenHash(),
     }
     schemes = {name: (scheme, flat, elements) for name, scheme in rivals.items()}
     if model.row_length is None:

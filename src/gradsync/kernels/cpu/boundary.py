@@ -12,7 +12,7 @@ import torch  # before the native module, so that both use torch's OpenMP runtim
 from torch import Tensor
 from torch.utils import dlpack
 
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
 _MIN_PARALLEL_ELEMENTS = 1 << 16  # starting threads costs more than they save below
 
 
@@ -35,7 +35,7 @@ def load() -> ModuleType:
 
 def supports(tensors: Iterable[Tensor], entries: int = 0) -> bool:
     """Whether the native module knows the dtypes and device, and takes tables of so many rows or elements."""
-    return all(t.dtype in _DTYPES and _is_plain(t) for t in tensors) and entries <= load().MAX_BITS
+    return all(t.dtype in DTYPES and _is_plain(t) for t in tensors) and entries <= load().MAX_BITS
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -61,7 +61,7 @@ def plain(name: str, tensor: Tensor) -> object:
             f"the native kernels take dense tensors on the CPU, got {name} {tensor.dtype} {tensor.layout} on "
             f"{tensor.device}{negated}: use the reference implementation"
         )
-    if tensor.dtype not in _DTYPES:
+    if tensor.dtype not in DTYPES:
         raise TypeError(f"the native kernels do not know the dtype of {name}, got {tensor.dtype}: use the reference")
     return dlpack.to_dlpack(tensor.detach())  # type: ignore[attr-defined]  # documented, but not in its __all__
 

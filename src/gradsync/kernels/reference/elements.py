@@ -44,7 +44,7 @@ def nonzero_elements(x: Tensor) -> NonzeroElements:
     return NonzeroElements(x)
 
 
-def _check_words(name: str, words: Tensor) -> None:
+def check_words(name: str, words: Tensor) -> None:
     if words.dtype != torch.int64:
         raise TypeError(f"{name} must be int64, got {words.dtype}")
     if words.ndim != 1:
@@ -60,7 +60,7 @@ def encode_bitmap(indices: Tensor, size: int, out: Tensor) -> None:
     """See `gradsync.kernels.encode_bitmap`."""
     check_size("size", size)
     check_indices("indices", indices)
-    _check_words("out", out)
+    check_words("out", out)
     check_shape("out", out, -(-size // WORD_BITS))
     check_range("encode_bitmap", indices, size, "size")
     bits = torch.unique(indices.long())
@@ -69,7 +69,7 @@ def encode_bitmap(indices: Tensor, size: int, out: Tensor) -> None:
 
 def decode_bitmap(words: Tensor, out: Tensor) -> None:
     """See `gradsync.kernels.decode_bitmap`."""
-    _check_words("words", words)
+    check_words("words", words)
     indices = _bits_of(words).flatten().nonzero().flatten()
     check_index_out("out", out, len(indices), len(words) * WORD_BITS)
     out.copy_(indices)
@@ -77,5 +77,5 @@ def decode_bitmap(words: Tensor, out: Tensor) -> None:
 
 def count_bits(words: Tensor) -> int:
     """See `gradsync.kernels.count_bits`."""
-    _check_words("words", words)
+    check_words("words", words)
     return int(_bits_of(words).sum())

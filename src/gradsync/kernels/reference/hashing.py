@@ -28,13 +28,13 @@ def hash_key(seed: int, number: int = 0) -> int:
 
 def hashed(indices: Tensor, size: int, key: int) -> Tensor:
     """Hashes in [0, size), size < 2^31: the upper half of murmur3's 64-bit finaliser of index and key, scaled."""
-    h = indices.long() ^ _signed(key)
-    h = (h ^ _shifted(h, 33)) * _signed(0xFF51AFD7ED558CCD)
-    h = (h ^ _shifted(h, 33)) * _signed(0xC4CEB9FE1A85EC53)
+    h = indices.long() ^ signed(key)
+    h = (h ^ _shifted(h, 33)) * signed(0xFF51AFD7ED558CCD)
+    h = (h ^ _shifted(h, 33)) * signed(0xC4CEB9FE1A85EC53)
     return _shifted(h ^ _shifted(h, 33), 32) * size >> 32
 
 
-def _signed(bits: int) -> int:
+def signed(bits: int) -> int:
     """The int64 of these 64 bits."""
     return bits - (bits >> 63 << 64)
 

@@ -65,17 +65,13 @@ class RotatedPartition:
         write_by_owner(self._order, self.counts, values, ("positions", self._positions, positions), outs)
 
 
-def write_by_owner(
-    order: Tensor,
-    counts: list[int],
-    values: Tensor,
-    places: tuple[str, Tensor, Sequence[Tensor]],
-    outs: Sequence[Tensor],
+def check_dealt(
+    counts: list[int], values: Tensor, places: tuple[str, Sequence[Tensor]], outs: Sequence[Tensor]
 ) -> None:
-    """Writes, to each owner, the places (a name, all, and outputs) and values of the items that `order` gives it."""
-    name, all_places, places_out = places
+    """Refuses values that are not one for each item, and outputs that are not as large as their owner's share."""
+    name, places_out = places
     check_floating("values", values)
-    check_shape("values", values, len(order), *values.shape[1:2])
+    check_shape("values", values, sum(counts), *values.shape[1:2])
     if not len(places_out) == len(outs) == len(counts):
         raise ValueError(
             f"one array of {name} and one of values per owner are needed, "
@@ -85,6 +81,18 @@ def write_by_owner(
         check_shape(name, place, count)
         check_floating("outs", out, values.dtype)
         check_shape("outs", out, count, *values.shape[1:2])
+
+
+def write_by_owner(
+    order: Tensor,
+    counts: list[int],
+    values: Tensor,
+    places: tuple[str, Tensor, Sequence[Tensor]],
+    outs: Sequence[Tensor],
+) -> None:
+    """Writes, to each owner, the places (a name, all, and outputs) and values of the items that `order` gives it."""
+    name, all_places, places_out = places
+    check_dealt(counts, values, (name, places_out), outs)
     for place, out, items in zip(places_out, outs, order.split(counts), strict=True):
         place.copy_(all_places[items])
         out.copy_(values[items])

@@ -94,7 +94,7 @@ def sum_rows(parts: Sequence[RowsPart], num_rows: int, *, scale: float = 1.0, ou
 @torch.no_grad()
 def join_columns(parts: Sequence[Tensor], stripes: Stripes, out: Tensor) -> None:
     """See `gradsync.kernels.join_columns`."""
-    _check_matrix("out", out)
+    check_matrix("out", out)
     check_stripes("parts", parts, stripes, *out.shape)
     for part in parts:
         check_floating("parts", part, out.dtype)
@@ -106,7 +106,7 @@ def join_columns(parts: Sequence[Tensor], stripes: Stripes, out: Tensor) -> None
 def scatter_rows(indices: Tensor, values: Tensor, dense: Tensor, *, accumulate: bool) -> None:
     """See `gradsync.kernels.scatter_rows`."""
     check_indices("indices", indices)
-    _check_matrix("dense", dense)
+    check_matrix("dense", dense)
     check_floating("values", values, dense.dtype)
     check_shape("values", values, len(indices), dense.shape[1])
     check_range("scatter_rows", indices, len(dense), "num_rows")
@@ -132,7 +132,7 @@ def _add_rows(indices: Tensor, values: Tensor, dense: Tensor) -> None:
         rows, order, occurrence = rows[~now], order[~now], occurrence[~now] - 1
 
 
-def _check_matrix(name: str, tensor: Tensor) -> None:
+def check_matrix(name: str, tensor: Tensor) -> None:
     check_floating(name, tensor)
     if tensor.ndim != 2:
         raise ValueError(f"{name} must be 2-D, got {tuple(tensor.shape)}")
@@ -149,7 +149,7 @@ class NonzeroRows:
 
     @torch.no_grad()
     def __init__(self, dense: Tensor) -> None:
-        _check_matrix("dense", dense)
+        check_matrix("dense", dense)
         self._dense = dense
         self._rows = is_nonzero(dense).any(dim=1).nonzero().flatten()
         self.count = len(self._rows)

@@ -1,0 +1,35 @@
+"""Which tensors go to the kernels for CUDA. They need Triton, which torch for CUDA brings: imported when first used."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from gradsync.kernels.cpu.boundary import DTYPES
+
+
+@functools.cache
+def load() -> ModuleType:
+    """The kernels in Triton.
+
+    Raises:
+        ImportError: there is no Triton; the message says what to do.
+    """
+    try:
+        return importlib.import_module("gradsync.kernels.triton")
+    except ImportError as error:
+        raise ImportError(
+            f"the kernels for CUDA cannot be loaded ({error}): install torch for CUDA, which brings Triton"
+        ) from error
+
+
+def supports(tensors: Sequence[Tensor]) -> bool:
+    """Whether the tensors are on a CUDA device, there are any, and Triton's kernels know their dtypes and layout."""
+    return len(tensors) > 0 and all(
+        t.is_cuda and t.dtype in DTYPES and t.layout is torch.strided and not t.is_neg() for t in tensors
+    )

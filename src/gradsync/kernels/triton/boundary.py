@@ -1,0 +1,104 @@
+"""What passes from torch to the Triton kernels and how: the launch, checks of memory, tables of addresses.
+
+A kernel that works on any number of tensors gets a table of their addresses. What Triton cannot check of memory behind
+a table is checked here: device, strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from gradsync.kernels.checks import Stripes, describe
+
+BLOCK = 1024  # entries that one program works on
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by itemsize
+_POINTEES = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
+
+
+def launch(kernel: Any, programs: int, device: torch.device, *arguments: object, **constants: object) -> None:
+    """Starts so many programs of a kernel on `device`; none is fine."""
+    if programs == 0:
+        return
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # the CPU's is Triton's interpreter
+        kernel[(programs,)](*arguments, **constants)
+
+
+def blocks(entries: int, block: int = BLOCK) -> int:
+    """Programs for so many entries."""
+    return -(-entries // block)
+
+
+def tile(width: int) -> dict[str, int]:
+    """Rows and columns that one program works on, of rows of `width` columns: powers of two, BLOCK together."""
+    columns = min(128, 1 << max(width - 1, 0).bit_length())
+    return {"ROWS": BLOCK // columns, "COLUMNS": columns}
+
+
+def common_device(tensors: Sequence[Tensor]) -> torch.device:
+    """The device of all the tensors, in whose memory they lie as they are."""
+    device = tensors[0].device
+    for tensor in tensors:
+        if tensor.device != device:
+            raise ValueError(f"all tensors must be on {device}, got {describe(tensor)}")
+        if tensor.layout is not torch.strided or tensor.is_neg():
+            kind = "a negative view" if tensor.layout is torch.strided else str(tensor.layout)
+            raise TypeError(f"the Triton kernels take dense tensors, got {kind}: use the reference implementation")
+    return device
+
+
+def check_contiguous(name: str, *tensors: Tensor) -> None:
+    """Refuses entries that are apart."""
+    for tensor in tensors:
+        if not tensor.is_contiguous():
+            raise TypeError(f"{name} must be contiguous, got {describe(tensor)}, strides {tensor.stride()}")
+
+
+def check_rows(name: str, *tensors: Tensor, written: bool = False) -> None:
+    """Refuses rows whose elements are apart and, where they are to be written, rows that share memory."""
+    for tensor in tensors:
+        rows, columns = tensor.shape
+        apart = columns > 1 and rows > 0 and tensor.stride(1) != 1
+        if apart or (written and rows > 1 and columns > 0 and tensor.stride(0) < columns):
+            raise TypeError(
+                f"{name} must be rows of adjacent elements, one after the other, got {describe(tensor)}, strides "
+                f"{tensor.stride()}"
+            )
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """The same memory as integers, for kernels that move values or look at their bits."""
+    return tensor.detach().view(_BITS[tensor.element_size()])
+
+
+def pointee(tensor: Tensor) -> tl.dtype:
+    """What `bits_of` this tensor are to Triton, for pointers out of a table."""
+    return _POINTEES[tensor.element_size()]
+
+
+def on(device: torch.device, numbers: Sequence[int] | Tensor) -> Tensor:
+    """A table of int64 for the device, without waiting for it."""
+    table = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=torch.int64)
+    return table.to(device, non_blocking=True)
+
+
+def addresses(tensors: Sequence[Tensor]) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+def column_table(tensors: Sequence[Tensor], stripes: Stripes) -> Tensor:
+    """(3, width) int64: for each column of each tensor, which of the whole it is, its address, its elements a row.
+
+    Each tensor is (rows, stop - start) for its stripe.
+    """
+    parts = [torch.empty(3, 0, dtype=torch.int64)]
+    for tensor, (start, stop) in zip(tensors, stripes, strict=True):
+        columns = torch.arange(start, stop)
+        begins = tensor.data_ptr() + (columns - start) * tensor.element_size()
+        parts.append(torch.stack([columns, begins, torch.full_like(columns, tensor.stride(0))]))
+    return torch.cat(parts, dim=1)

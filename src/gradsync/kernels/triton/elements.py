@@ -1,0 +1,155 @@
+"""Kernels on single elements and their bitmaps, in Triton.
+
+Bitmaps are int64 words to the caller and int32 words here, the same bits in the little-endian memory that all CUDA
+machines have. Elements are kept in two passes: a count for each block, whose running sum says where the block writes;
+then the block ranks what it keeps. Blocks write to places apart from each other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gradsync.kernels.checks import check_floating, check_index_out, check_indices, check_shape, check_size
+from gradsync.kernels.reference.elements import WORD_BITS, check_words
+from gradsync.kernels.triton.boundary import BLOCK, bits_of, blocks, check_contiguous, common_device, launch
+from gradsync.kernels.triton.ordered import faults_of, refuse
+
+_DECODED_BITS = 4096  # of a bitmap, that one program works on
+
+
+@triton.jit
+def _set_bits(indices: tl.tensor, count: tl.tensor, words: tl.tensor, BLOCK: tl.constexpr) -> None:
+    """Lanes and programs may meet in a word: the OR is atomic, and in any order gives the same bits."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    index = tl.load(indices + at, mask=at < count, other=0).to(tl.int64)
+    bit = tl.full([BLOCK], 1, tl.int32) << (index % 32).to(tl.int32)
+    tl.atomic_or(words + index // 32, bit, mask=at < count, sem="relaxed")
+
+
+@triton.jit
+def _count_set(words: tl.tensor, num_words: tl.tensor, counts: tl.tensor, BLOCK: tl.constexpr) -> None:
+    """Each program counts its words in pairs of bits, then fours, then bytes, and stores one sum."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(words + at, mask=at < num_words, other=0).to(tl.uint32, bitcast=True)
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    x = x + (x >> 8)
+    x = (x + (x >> 16)) & 0x3F
+    tl.store(counts + tl.program_id(0), tl.sum(x.to(tl.int32), 0))
+
+
+@triton.jit
+def _positions_of_set(
+    words: tl.tensor, num_words: tl.tensor, ends: tl.tensor, out: tl.tensor, BLOCK: tl.constexpr
+) -> None:
+    """Each program writes the end of its set bits' places in `out`: no other writes there."""
+    program = tl.program_id(0).to(tl.int64)
+    bit = program * BLOCK + tl.arange(0, BLOCK)
+    word = tl.load(words + bit // 32, mask=bit // 32 < num_words, other=0)
+    kept = (word >> (bit % 32).to(tl.int32)) & 1
+    begin = tl.load(ends + program) - tl.sum(kept, 0)
+    tl.store(out + begin + tl.cumsum(kept, 0) - 1, bit, mask=kept != 0)
+
+
+@triton.jit
+def _count_nonzero(x: tl.tensor, count: tl.tensor, counts: tl.tensor, BLOCK: tl.constexpr) -> None:
+    """Each program stores one sum. Nonzero is where any bit but the sign is set."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    bits = tl.load(x + at, mask=at < count, other=0)
+    tl.store(counts + tl.program_id(0), tl.sum(((bits << 1) != 0).to(tl.int32), 0))
+
+
+@triton.jit
+def _take_nonzero(
+    x: tl.tensor, count: tl.tensor, ends: tl.tensor, indices: tl.tensor, values: tl.tensor, BLOCK: tl.constexpr
+) -> None:
+    """Each program writes the places that its count reserved: no other writes there."""
+    program = tl.program_id(0).to(tl.int64)
+    at = program * BLOCK + tl.arange(0, BLOCK)
+    bits = tl.load(x + at, mask=at < count, other=0)
+    kept = ((bits << 1) != 0).to(tl.int32)
+    place = tl.load(ends + program) - tl.sum(kept, 0) + tl.cumsum(kept, 0) - 1
+    tl.store(indices + place, at, mask=kept != 0)
+    tl.store(values + place, bits, mask=kept != 0)
+
+
+def _ends(kernel: Any, entries: Tensor, block: int) -> Tensor:
+    """The running sum of what `kernel` counts in each block."""
+    counts = torch.empty(blocks(len(entries), block), dtype=torch.int32, device=entries.device)
+    launch(kernel, len(counts), entries.device, entries, len(entries), counts, BLOCK=block)
+    return counts.cumsum(0)
+
+
+def _last(ends: Tensor) -> int:
+    """What was counted in all; the host waits for it, since the caller allocates by it or checks against it."""
+    return int(ends[-1]) if len(ends) else 0
+
+
+def encode_bitmap(indices: Tensor, size: int, out: Tensor) -> None:
+    """See `gradsync.kernels.encode_bitmap`."""
+    check_size("size", size)
+    check_indices("indices", indices)
+    check_words("out", out)
+    check_shape("out", out, -(-size // WORD_BITS))
+    device = common_device([indices, out])
+    check_contiguous("indices", indices)
+    check_contiguous("out", out)
+    faults: list[int] = faults_of(indices, size).tolist()
+    refuse(faults, "encode_bitmap", indices, size, "size", ascending=False, strictly=False)
+    words = out.zero_().view(torch.int32)
+    launch(_set_bits, blocks(len(indices)), device, indices, len(indices), words, BLOCK=BLOCK)
+
+
+def decode_bitmap(words: Tensor, out: Tensor) -> None:
+    """See `gradsync.kernels.decode_bitmap`."""
+    check_words("words", words)
+    device = common_device([words, out])
+    check_contiguous("words", words)
+    halves = words.view(torch.int32)
+    ends = _ends(_count_set, halves, _DECODED_BITS // 32)
+    check_index_out("out", out, _last(ends), len(words) * WORD_BITS)
+    check_contiguous("out", out)
+    launch(_positions_of_set, len(ends), device, halves, len(halves), ends, out, BLOCK=_DECODED_BITS)
+
+
+def count_bits(words: Tensor) -> int:
+    """See `gradsync.kernels.count_bits`."""
+    check_words("words", words)
+    common_device([words])
+    check_contiguous("words", words)
+    return _last(_ends(_count_set, words.view(torch.int32), BLOCK))
+
+
+class NonzeroElements:
+    """See `gradsync.kernels.NonzeroElements`."""
+
+    def __init__(self, x: Tensor) -> None:
+        check_floating("x", x)
+        if x.ndim != 1:
+            raise ValueError(f"x must be 1-D, got {tuple(x.shape)}")
+        common_device([x])
+        check_contiguous("x", x)
+        self._x = x
+        self._ends = _ends(_count_nonzero, bits_of(x), BLOCK)
+        self.count = _last(self._ends)
+
+    def write(self, indices: Tensor, values: Tensor) -> None:
+        check_index_out("indices", indices, self.count, len(self._x))
+        check_floating("values", values, self._x.dtype)
+        check_shape("values", values, self.count)
+        device = common_device([self._x, indices, values])
+        check_contiguous("indices", indices)
+        check_contiguous("values", values)
+        arguments = bits_of(self._x), len(self._x), self._ends, indices, bits_of(values)
+        launch(_take_nonzero, len(self._ends), device, *arguments, BLOCK=BLOCK)
+
+
+def nonzero_elements(x: Tensor) -> NonzeroElements:
+    """See `gradsync.kernels.nonzero_elements`."""
+    return NonzeroElements(x)

@@ -1,0 +1,119 @@
+"""The owners of single elements by hash, in Triton (Zen's h0, OSDI 2025)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gradsync.kernels.checks import check_ascending, check_index_out, check_indices, check_owners, check_size
+from gradsync.kernels.reference.hashing import MAX_INDEX, hash_key, signed
+from gradsync.kernels.triton.boundary import BLOCK, blocks, check_contiguous, common_device, launch
+from gradsync.kernels.triton.dealing import OwnerPartition, narrow_owners
+from gradsync.kernels.triton.ordered import faults_of, place_after, refuse
+
+
+@triton.jit
+def hashed(index: tl.tensor, size: tl.tensor, key: tl.tensor) -> tl.tensor:
+    """As the reference's: the upper half of murmur3's 64-bit finaliser of int64 index and key, scaled to [0, size)."""
+    h = (index ^ key).to(tl.uint64, bitcast=True)
+    h = (h ^ (h >> 33)) * 0xFF51AFD7ED558CCD
+    h = (h ^ (h >> 33)) * 0xC4CEB9FE1A85EC53
+    return (((h ^ (h >> 33)) >> 32).to(tl.int64) * size) >> 32
+
+
+@triton.jit(do_not_specialize=["key"])
+def _hash_owners(
+    indices: tl.tensor, count: tl.tensor, n: tl.tensor, key: tl.tensor, out: tl.tensor, BLOCK: tl.constexpr
+) -> None:
+    """Lane by lane."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    index = tl.load(indices + at, mask=at < count, other=0).to(tl.int64)
+    tl.store(out + at, hashed(index, n, key), mask=at < count)
+
+
+@triton.jit
+def _find_positions(
+    owned: tl.tensor,
+    num_owned: tl.tensor,
+    indices: tl.tensor,
+    count: tl.tensor,
+    out: tl.tensor,
+    missing: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Lane by lane; the mark that one is missing is the same 1 from all programs."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    index = tl.load(indices + at, mask=at < count, other=0).to(tl.int64)
+    place = place_after(owned, num_owned, index) - 1
+    found = tl.load(owned + place, mask=(at < count) & (place >= 0), other=-1).to(tl.int64)
+    strange = (at < count) & ((index < 0) | (found != index))
+    tl.store(missing, 1, mask=tl.max(strange.to(tl.int32), 0) > 0)
+    tl.store(out + at, place, mask=at < count)
+
+
+def _write_owners(indices: Tensor, n: int, seed: int, out: Tensor) -> None:
+    arguments = indices, len(indices), n, signed(hash_key(seed)), out
+    launch(_hash_owners, blocks(len(indices)), indices.device, *arguments, BLOCK=BLOCK)
+
+
+def owners_by_hash(indices: Tensor, n: int, seed: int, out: Tensor) -> None:
+    """See `gradsync.kernels.owners_by_hash`."""
+    check_owners(n)
+    check_indices("indices", indices)
+    check_index_out("out", out, len(indices), n)
+    common_device([indices, out])
+    check_contiguous("indices", indices)
+    check_contiguous("out", out)
+    faults: list[int] = faults_of(indices, MAX_INDEX).tolist()
+    refuse(faults, "owners_by_hash", indices, MAX_INDEX, "limit", ascending=False, strictly=False)
+    _write_owners(indices, n, seed, out)
+
+
+class HashedPartition(OwnerPartition):
+    """See `gradsync.kernels.HashedPartition`."""
+
+    def __init__(self, indices: Tensor, size: int, n: int, seed: int) -> None:
+        check_owners(n)
+        check_size("size", size)
+        check_indices("indices", indices)
+        common_device([indices])
+        check_contiguous("indices", indices)
+        owners = narrow_owners(indices, n)
+        _write_owners(indices, n, seed, owners)
+        super().__init__(indices, owners, n, divisor=1, places="indices_out")
+        self._size = size
+        faults = self.read_counts(faults_of(indices, size))
+        refuse(faults, "partition_hashed", indices, size, "size", ascending=True, strictly=False)
+
+    def write(self, values: Tensor, places: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        for count, out in zip(self.counts, places, strict=False):
+            check_index_out("indices_out", out, count, self._size)
+        super().write(values, places, outs)
+
+
+def partition_hashed(indices: Tensor, size: int, n: int, seed: int) -> HashedPartition:
+    """See `gradsync.kernels.partition_hashed`."""
+    return HashedPartition(indices, size, n, seed)
+
+
+def positions_in(owned: Tensor, indices: Tensor, out: Tensor) -> None:
+    """See `gradsync.kernels.positions_in`."""
+    check_indices("owned", owned)
+    check_indices("indices", indices)
+    check_index_out("out", out, len(indices), len(owned))
+    device = common_device([owned, indices, out])
+    for name, tensor in (("owned", owned), ("indices", indices), ("out", out)):
+        check_contiguous(name, tensor)
+    missing = torch.zeros(1, dtype=torch.int32, device=device)
+    arguments = owned, len(owned), indices, len(indices), out, missing
+    launch(_find_positions, blocks(len(indices)), device, *arguments, BLOCK=BLOCK)
+    _, descends, _, is_missing = torch.cat([faults_of(indices, MAX_INDEX), missing]).tolist()
+    if descends:
+        check_ascending("positions_in", "indices", indices)
+    if is_missing:
+        strange = indices[~torch.isin(indices.long(), owned.long())]
+        raise ValueError(f"positions_in: index {strange[0]} is not among the {len(owned)} owned")

@@ -1,0 +1,168 @@
+"""Indices as offsets within blocks, in Triton.
+
+A message may begin at any address, so it is read and written in bytes. Where a block begins among the indices, and to
+which block an offset belongs, is a binary search.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gradsync.kernels.checks import check_index_out, check_indices, check_message, check_size, num_blocks
+from gradsync.kernels.triton.boundary import BLOCK, blocks, check_contiguous, common_device, launch
+from gradsync.kernels.triton.ordered import faults_of, place_after, refuse
+
+_FULL = 256  # indices of a full block of 8-bit offsets: one more than its count byte can say
+
+
+@triton.jit
+def _write_counts(
+    indices: tl.tensor, count: tl.tensor, num_blocks: tl.tensor, out: tl.tensor, BITS: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
+    """Lane by lane: the count of each block, in one byte of at most 255 or in four."""
+    block = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    begin = place_after(indices, count, (block << BITS) - 1)
+    found = place_after(indices, count, ((block + 1) << BITS) - 1) - begin
+    if BITS == 8:
+        tl.store(out + block, tl.where(found == 256, 255, found), mask=block < num_blocks)
+    else:
+        for byte in tl.static_range(4):
+            tl.store(out + 4 * block + byte, (found >> 8 * byte) & 255, mask=block < num_blocks)
+
+
+@triton.jit
+def _write_offsets(
+    indices: tl.tensor, count: tl.tensor, out: tl.tensor, BITS: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
+    """Lane by lane: an offset, which a full block of 8 bits turns by one.
+
+    An index is in a full block if the first and last of its block are as far before and after it as they would be.
+    """
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    index = tl.load(indices + at, mask=at < count, other=0).to(tl.int64)
+    offset = index & ((1 << BITS) - 1)
+    if BITS == 8:
+        begin = at - offset
+        whole = (begin >= 0) & (begin + 255 < count)
+        first = tl.load(indices + begin, mask=whole, other=-1).to(tl.int64)
+        last = tl.load(indices + begin + 255, mask=whole, other=-1).to(tl.int64)
+        full = (first == index - offset) & (last == first + 255)
+        tl.store(out + at, tl.where(full, (offset - 1) & 255, offset), mask=at < count)
+    else:
+        tl.store(out + 2 * at, offset & 255, mask=at < count)
+        tl.store(out + 2 * at + 1, offset >> 8, mask=at < count)
+
+
+@triton.jit
+def _mark_full(
+    candidates: tl.tensor,
+    num_candidates: tl.tensor,
+    begins: tl.tensor,
+    offsets: tl.tensor,
+    count: tl.tensor,
+    full: tl.tensor,
+) -> None:
+    """One program, one candidate after the other: where one begins depends on how many before it are full."""
+    number = tl.program_id(0)
+    before = number.to(tl.int64)  # 0: full blocks so far
+    while number < num_candidates:
+        block = tl.load(candidates + number)
+        begin = tl.load(begins + block) + before
+        fits = begin + 256 <= count
+        is_full = (fits & (tl.load(offsets + begin, mask=fits, other=0).to(tl.int32) == 255)).to(tl.int64)
+        tl.store(full + block, is_full)
+        before += is_full
+        number += 1
+
+
+@triton.jit
+def _read_offsets(
+    ends: tl.tensor,
+    num_blocks: tl.tensor,
+    sizes: tl.tensor,
+    offsets: tl.tensor,
+    count: tl.tensor,
+    size: tl.tensor,
+    out: tl.tensor,
+    faults: tl.tensor,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Lane by lane; programs that store to the same fault store the same 1. Any counts are safe: nothing is trusted."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    block = place_after(ends, num_blocks, at)
+    known = (at < count) & (block < num_blocks)
+    length = tl.load(sizes + block, mask=known, other=0)
+    begin = tl.load(ends + block, mask=known, other=0) - length
+    inner = known & (at > begin)
+    if BITS == 8:
+        turn = (length == 256).to(tl.int64)
+        offset = (tl.load(offsets + at, mask=known, other=0).to(tl.int64) + turn) & 255
+        before = (tl.load(offsets + at - 1, mask=inner, other=0).to(tl.int64) + turn) & 255
+    else:
+        low = tl.load(offsets + 2 * at, mask=known, other=0).to(tl.int64)
+        offset = (tl.load(offsets + 2 * at + 1, mask=known, other=0).to(tl.int64) << 8) + low
+        low = tl.load(offsets + 2 * at - 2, mask=inner, other=0).to(tl.int64)
+        before = (tl.load(offsets + 2 * at - 1, mask=inner, other=0).to(tl.int64) << 8) + low
+    index = (block << BITS) + offset
+    wrong = (known & (index >= size)) | (inner & (offset <= before))
+    tl.store(faults, 1, mask=tl.max(wrong.to(tl.int32), 0) > 0)
+    tl.store(out + at, index, mask=known)
+
+
+def encode_offsets(indices: Tensor, size: int, bits: int, out: Tensor) -> None:
+    """See `gradsync.kernels.encode_offsets`."""
+    check_size("size", size)
+    check_indices("indices", indices)
+    check_message("out", out, len(indices), size, bits)
+    device = common_device([indices, out])
+    check_contiguous("indices", indices)
+    check_contiguous("out", out)
+    faults: list[int] = faults_of(indices, size).tolist()
+    refuse(faults, "encode_offsets", indices, size, "size", ascending=True, strictly=True)
+    num, count = num_blocks(size, bits), len(indices)
+    offsets = out[len(out) - count * bits // 8 :]
+    launch(_write_counts, blocks(num), device, indices, count, num, out, BITS=bits, BLOCK=BLOCK)
+    launch(_write_offsets, blocks(count), device, indices, count, offsets, BITS=bits, BLOCK=BLOCK)
+
+
+def decode_offsets(message: Tensor, size: int, bits: int, out: Tensor) -> None:
+    """See `gradsync.kernels.decode_offsets`."""
+    check_size("size", size)
+    check_index_out("out", out, len(out), size)
+    check_message("message", message, len(out), size, bits)
+    device = common_device([message, out])
+    check_contiguous("message", message)
+    check_contiguous("out", out)
+    num, count = num_blocks(size, bits), len(out)
+    head, offsets = message.split([len(message) - count * bits // 8, count * bits // 8])
+    sizes = _with_full(head.long(), offsets) if bits == 8 else head.clone().view(torch.int32).long()
+    ends = sizes.cumsum(0)
+    faults = ((sizes < 0).any() | (sizes.sum() != count)).int().view(1)
+    arguments = ends, num, sizes, offsets, count, size, out, faults
+    launch(_read_offsets, blocks(count), device, *arguments, BITS=bits, BLOCK=BLOCK)
+    if faults.item():
+        raise ValueError(
+            f"decode_offsets: the message is malformed: its counts do not add up to {count}, or its indices do not "
+            f"ascend or are outside [0, size={size})"
+        )
+
+
+def _with_full(counts: Tensor, offsets: Tensor) -> Tensor:
+    """The indices of each block, which is full if its count is 255 and its first offset too.
+
+    Where all or none of these blocks are full, the total says so, and a lie in an offset is found as out of order;
+    for a mix of both, one program walks through them.
+    """
+    candidates = (counts == _FULL - 1).nonzero().flatten()
+    missing = len(offsets) - int(counts.sum())
+    if missing == 0:
+        return counts
+    if missing == len(candidates):
+        return counts + (counts == _FULL - 1)
+    full, begins = torch.zeros_like(counts), counts.cumsum(0) - counts
+    launch(_mark_full, 1, counts.device, candidates, len(candidates), begins, offsets, len(offsets), full)
+    return counts + full

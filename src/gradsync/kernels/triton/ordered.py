@@ -1,0 +1,63 @@
+"""Ascending indices on the device: checked in one pass, and searched."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gradsync.kernels.checks import check_ascending, check_range
+from gradsync.kernels.triton.boundary import BLOCK, blocks, launch
+
+FAULTS = 3  # outside the range; less than the one before; equal to the one before
+
+
+@triton.jit
+def place_after(entries: tl.tensor, count: tl.tensor, key: tl.tensor) -> tl.tensor:
+    """How many of the `count` ascending entries are at most `key`, an int64 block: a binary search in each lane."""
+    low = tl.zeros_like(key)
+    high = low + count
+    while tl.max(high - low) > 0:
+        middle = (low + high) // 2
+        searching = low < high
+        before = tl.load(entries + middle, mask=searching, other=0).to(tl.int64) <= key
+        high = tl.where(searching & (before == 0), middle, high)
+        low = tl.where(searching & before, middle + 1, low)
+    return low
+
+
+@triton.jit
+def _find_faults(
+    indices: tl.tensor, count: tl.tensor, bound: tl.tensor, faults: tl.tensor, BLOCK: tl.constexpr
+) -> None:
+    """Programs store to the same three words, but all of them the same 1: which comes last makes no difference."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    index = tl.load(indices + at, mask=at < count, other=0).to(tl.int64)
+    before = tl.load(indices + at - 1, mask=(at > 0) & (at < count), other=-1).to(tl.int64)
+    before = tl.where((at > 0) & (at < count), before, index - 1)
+    tl.store(faults, 1, mask=tl.max(((at < count) & ((index < 0) | (index >= bound))).to(tl.int32), 0) > 0)
+    tl.store(faults + 1, 1, mask=tl.max((index < before).to(tl.int32), 0) > 0)
+    tl.store(faults + 2, 1, mask=tl.max((index == before).to(tl.int32), 0) > 0)
+
+
+def faults_of(indices: Tensor, bound: int, faults: Tensor | None = None) -> Tensor:
+    """(3,) int32 on the device: whether any index is outside [0, bound), descends, repeats the one before.
+
+    Adds to `faults`, where given.
+    """
+    faults = torch.zeros(FAULTS, dtype=torch.int32, device=indices.device) if faults is None else faults
+    arguments = indices, len(indices), bound, faults
+    launch(_find_faults, blocks(len(indices)), indices.device, *arguments, BLOCK=BLOCK)
+    return faults
+
+
+def refuse(
+    faults: list[int], kernel: str, indices: Tensor, bound: int, bound_name: str, *, ascending: bool, strictly: bool
+) -> None:
+    """Raises the error of the faults that matter, as the reference names them."""
+    outside, descends, repeats = faults
+    if outside:
+        check_range(kernel, indices, bound, bound_name)
+    if ascending and (descends or (strictly and repeats)):
+        check_ascending(kernel, "indices", indices, strictly=strictly)

@@ -1,0 +1,422 @@
+"""Kernels on rows of a table, in Triton.
+
+Sums take no atomics: a sort by row, stable, brings each row's items together in the order of parts and occurrence, and
+one lane adds up one element of the result. A row that very many items name is thus one program's work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gradsync.kernels.checks import (
+    INT32_INDICES,
+    RowsPart,
+    Stripes,
+    check_floating,
+    check_index_out,
+    check_indices,
+    check_parts,
+    check_range,
+    check_shape,
+    check_size,
+    check_some,
+    check_stripes,
+    rows_buffers,
+)
+from gradsync.kernels.reference.rows import accumulation_dtype, check_matrix
+from gradsync.kernels.triton.boundary import (
+    addresses,
+    bits_of,
+    blocks,
+    check_contiguous,
+    check_rows,
+    column_table,
+    common_device,
+    launch,
+    on,
+    pointee,
+    tile,
+)
+from gradsync.kernels.triton.ordered import FAULTS, faults_of, place_after, refuse
+
+_SUMMED = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", torch.float16: "f16"}
+
+
+@triton.jit
+def widened(bits: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+    """The number that the integer `bits` are, in the dtype that sums are kept in; exact."""
+    if KIND == "f32":
+        number = bits.to(tl.float32, bitcast=True)
+    elif KIND == "f64":
+        number = bits.to(tl.float64, bitcast=True)
+    elif KIND == "bf16":
+        number = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        number = bits.to(tl.float16, bitcast=True).to(tl.float32)
+    return number
+
+
+@triton.jit
+def narrowed(number: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+    """The bits of the nearest number, ties to even; bfloat16 in integers, as Triton's interpreter cuts it off."""
+    if KIND == "f32":
+        bits = number.to(tl.int32, bitcast=True)
+    elif KIND == "f64":
+        bits = number.to(tl.int64, bitcast=True)
+    elif KIND == "bf16":
+        wide = number.to(tl.int32, bitcast=True)
+        nearest = (wide.to(tl.int64) + 0x7FFF + ((wide >> 16) & 1)) >> 16
+        bits = tl.where((wide & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, nearest).to(tl.int16)
+    else:
+        bits = number.to(tl.float16).to(tl.int16, bitcast=True)
+    return bits
+
+
+@triton.jit
+def _sum(
+    order: tl.tensor,
+    starts: tl.tensor,
+    num_rows: tl.tensor,
+    parts: tl.tensor,
+    part_begins: tl.tensor,
+    num_parts: tl.tensor,
+    columns: tl.tensor,
+    width: tl.tensor,
+    scale: tl.tensor,
+    KIND: tl.constexpr,
+    BITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """One lane an element of the result: it adds up in order what no other lane writes.
+
+    `parts` has two rows of num_parts, addresses and elements a row; `columns` is a `column_table`.
+    """
+    tiles = (width + COLUMNS - 1) // COLUMNS
+    row = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = (tl.program_id(0) % tiles) * COLUMNS + tl.arange(0, COLUMNS)
+    source = tl.load(columns + column, mask=column < width, other=0)
+    begin = tl.load(starts + row, mask=row < num_rows, other=0)
+    count = tl.load(starts + row + 1, mask=row < num_rows, other=0) - begin
+    total = widened(tl.zeros([ROWS, COLUMNS], BITS), KIND)
+    number = tl.zeros([], tl.int64)
+    longest = tl.max(count, 0)
+    while number < longest:
+        item = tl.load(order + begin + number, mask=number < count, other=0)
+        part = place_after(part_begins, num_parts, item) - 1
+        local = item - tl.load(part_begins + part)
+        stride = tl.load(parts + num_parts + part)
+        values = tl.load(parts + part).to(tl.pointer_type(BITS)) + local * stride
+        kept = (number < count)[:, None] & (column < width)[None, :]
+        bits = tl.load(values[:, None] + source[None, :], mask=kept, other=0)
+        total = tl.where(kept, total + widened(bits, KIND), total)
+        number += 1
+    total = total * tl.load(scale)
+    out = tl.load(columns + width + column, mask=column < width, other=0).to(tl.pointer_type(BITS))
+    stride = tl.load(columns + 2 * width + column, mask=column < width, other=0)
+    kept = (row < num_rows)[:, None] & (column < width)[None, :]
+    tl.store(out[None, :] + row[:, None] * stride[None, :], narrowed(total, KIND), mask=kept)
+
+
+@triton.jit
+def _gather(
+    rows: tl.tensor,
+    num_rows: tl.tensor,
+    dense: tl.tensor,
+    dense_stride: tl.tensor,
+    columns: tl.tensor,
+    width: tl.tensor,
+    BITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Lane by lane, into a `column_table`."""
+    tiles = (width + COLUMNS - 1) // COLUMNS
+    at = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = (tl.program_id(0) % tiles) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.load(rows + at, mask=at < num_rows, other=0)
+    source = tl.load(columns + column, mask=column < width, other=0)
+    out = tl.load(columns + width + column, mask=column < width, other=0).to(tl.pointer_type(BITS))
+    stride = tl.load(columns + 2 * width + column, mask=column < width, other=0)
+    kept = (at < num_rows)[:, None] & (column < width)[None, :]
+    value = tl.load(dense + row[:, None] * dense_stride + source[None, :], mask=kept, other=0)
+    tl.store(out[None, :] + at[:, None] * stride[None, :], value, mask=kept)
+
+
+@triton.jit
+def _join(
+    columns: tl.tensor,
+    width: tl.tensor,
+    out: tl.tensor,
+    num_rows: tl.tensor,
+    out_stride: tl.tensor,
+    BITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Lane by lane, from a `column_table` that names each column of `out` once at most."""
+    tiles = (width + COLUMNS - 1) // COLUMNS
+    row = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = (tl.program_id(0) % tiles) * COLUMNS + tl.arange(0, COLUMNS)
+    to = tl.load(columns + column, mask=column < width, other=0)
+    part = tl.load(columns + width + column, mask=column < width, other=0).to(tl.pointer_type(BITS))
+    stride = tl.load(columns + 2 * width + column, mask=column < width, other=0)
+    kept = (row < num_rows)[:, None] & (column < width)[None, :]
+    value = tl.load(part[None, :] + row[:, None] * stride[None, :], mask=kept, other=0)
+    tl.store(out + row[:, None] * out_stride + to[None, :], value, mask=kept)
+
+
+@triton.jit
+def _scatter(
+    rows: tl.tensor,
+    order: tl.tensor,
+    count: tl.tensor,
+    values: tl.tensor,
+    values_stride: tl.tensor,
+    dense: tl.tensor,
+    dense_stride: tl.tensor,
+    dim: tl.tensor,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Of the sorted items with equal rows only the last writes, so each row has one writer."""
+    tiles = (dim + COLUMNS - 1) // COLUMNS
+    at = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = (tl.program_id(0) % tiles) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.load(rows + at, mask=at < count, other=0).to(tl.int64)
+    after = tl.load(rows + at + 1, mask=at + 1 < count, other=-1).to(tl.int64)
+    item = tl.load(order + at, mask=at < count, other=0)
+    kept = ((at < count) & (row != after))[:, None] & (column < dim)[None, :]
+    value = tl.load(values + item[:, None] * values_stride + column[None, :], mask=kept, other=0)
+    tl.store(dense + row[:, None] * dense_stride + column[None, :], value, mask=kept)
+
+
+@triton.jit
+def _accumulate(
+    rows: tl.tensor,
+    order: tl.tensor,
+    count: tl.tensor,
+    values: tl.tensor,
+    values_stride: tl.tensor,
+    dense: tl.tensor,
+    dense_stride: tl.tensor,
+    dim: tl.tensor,
+    KIND: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Of the sorted items with equal rows only the first reads and writes, and adds the others in order."""
+    tiles = (dim + COLUMNS - 1) // COLUMNS
+    at = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = (tl.program_id(0) % tiles) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.load(rows + at, mask=at < count, other=-1).to(tl.int64)
+    before = tl.load(rows + at - 1, mask=(at > 0) & (at < count), other=-1).to(tl.int64)
+    adding = (at < count) & (row != before)
+    written = adding[:, None] & (column < dim)[None, :]
+    place = dense + row[:, None] * dense_stride + column[None, :]
+    total = tl.load(place, mask=written, other=0)
+    while tl.max(adding.to(tl.int32), 0) > 0:
+        item = tl.load(order + at, mask=adding, other=0)
+        kept = adding[:, None] & (column < dim)[None, :]
+        value = tl.load(values + item[:, None] * values_stride + column[None, :], mask=kept, other=0)
+        total = tl.where(kept, narrowed(widened(total, KIND) + widened(value, KIND), KIND), total)
+        at += 1
+        adding = adding & (tl.load(rows + at, mask=at < count, other=-1).to(tl.int64) == row)
+    tl.store(place, total, mask=written)
+
+
+@triton.jit
+def _mark_nonzero(
+    dense: tl.tensor,
+    num_rows: tl.tensor,
+    stride: tl.tensor,
+    dim: tl.tensor,
+    marks: tl.tensor,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Each program marks its own rows."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    found = tl.zeros([ROWS], tl.int32)
+    first = 0
+    while first < dim:
+        column = first + tl.arange(0, COLUMNS)
+        kept = (row < num_rows)[:, None] & (column < dim)[None, :]
+        bits = tl.load(dense + row[:, None] * stride + column[None, :], mask=kept, other=0)
+        found = tl.maximum(found, tl.max(((bits << 1) != 0).to(tl.int32), 1))
+        first += COLUMNS
+    tl.store(marks + row, found, mask=row < num_rows)
+
+
+class RowUnion:
+    """See `gradsync.kernels.RowUnion`."""
+
+    def __init__(self, indices: Sequence[Tensor], num_rows: int) -> None:
+        check_some("unite_rows", indices)
+        check_size("num_rows", num_rows)
+        for number, part in enumerate(indices):
+            check_indices(f"indices of part {number}", part)
+            check_contiguous(f"indices of part {number}", part)
+        self._device = common_device(indices)
+        self._num_rows = num_rows
+        self._lengths = [len(part) for part in indices]
+        narrow = torch.int32 if num_rows <= INT32_INDICES else torch.int64  # half the passes of a radix sort
+        rows, self._order = torch.sort(torch.cat([part.to(narrow) for part in indices]), stable=True)
+        first = torch.ones_like(rows, dtype=torch.bool)
+        first[1:] = rows[1:] != rows[:-1]
+        faults = torch.zeros(FAULTS, dtype=torch.int32, device=self._device)
+        for part in indices:
+            faults_of(part, num_rows, faults)
+        starts = first.nonzero().flatten()  # the host waits: the count is what it asked for
+        if faults[0].item():
+            for number, part in enumerate(indices):
+                check_range("sum_rows", part, num_rows, "num_rows", number)
+        self._rows = rows[starts]
+        self._starts = torch.cat([starts, starts.new_full((1,), len(rows))])
+        self.count = len(starts)
+
+    def write_indices(self, out: Tensor) -> None:
+        check_index_out("out", out, self.count, self._num_rows)
+        common_device([self._rows, out])
+        out.copy_(self._rows)
+
+    def sum(
+        self, values: Sequence[Tensor], outs: Sequence[Tensor], stripes: Stripes | None = None, *, scale: float = 1.0
+    ) -> None:
+        stripes = self._check_sum(values, outs, stripes)
+        first, device, columns = values[0], self._device, column_table(outs, stripes)
+        begins = torch.tensor([0, *self._lengths[:-1]]).cumsum(0)
+        parts = on(device, [*addresses(values), *(part.stride(0) for part in values)])
+        width, shape = columns.shape[1], tile(columns.shape[1])
+        arguments = (
+            self._order, self._starts, self.count, parts, on(device, begins), len(values), on(device, columns), width,
+            torch.full((1,), scale, dtype=accumulation_dtype(first.dtype), device=device),
+        )  # fmt: skip
+        programs = blocks(self.count, shape["ROWS"]) * blocks(width, shape["COLUMNS"])
+        launch(_sum, programs, device, *arguments, KIND=_SUMMED[first.dtype], BITS=pointee(first), **shape)
+
+    def _check_sum(self, values: Sequence[Tensor], outs: Sequence[Tensor], stripes: Stripes | None) -> Stripes:
+        """Refuses what does not fit the union; gives the stripes, by default one of all columns."""
+        if len(values) != len(self._lengths):
+            raise ValueError(
+                f"one values array per part of the union is needed, got {len(values)} for {len(self._lengths)} parts"
+            )
+        first = values[0]
+        check_matrix("values", first)
+        if first.dtype not in _SUMMED:
+            raise TypeError(f"the Triton kernels do not sum {first.dtype}: use the reference implementation")
+        dim = first.shape[1]
+        stripes = [(0, dim)] if stripes is None else stripes
+        check_stripes("outs", outs, stripes, self.count, dim)
+        for out in outs:
+            check_floating("outs", out, first.dtype)
+        for length, part in zip(self._lengths, values, strict=True):
+            check_floating("values", part, first.dtype)
+            check_shape("values", part, length, dim)
+        common_device([self._rows, *values, *outs])
+        check_rows("values", *values)
+        check_rows("outs", *outs, written=True)
+        return stripes
+
+
+def unite_rows(indices: Sequence[Tensor], num_rows: int) -> RowUnion:
+    """See `gradsync.kernels.unite_rows`."""
+    return RowUnion(indices, num_rows)
+
+
+def sum_rows(parts: Sequence[RowsPart], num_rows: int, *, scale: float = 1.0, out: RowsPart | None = None) -> RowsPart:
+    """See `gradsync.kernels.sum_rows`. Copies inputs (not outputs) whose indices or elements of a row are apart."""
+    check_parts(parts, num_rows)
+    union = RowUnion([indices.contiguous() for indices, _ in parts], num_rows)
+    rows, total = rows_buffers(out, union.count, parts[0][1])
+    union.write_indices(rows)
+    union.sum([v if v.stride(1) == 1 else v.contiguous() for _, v in parts], [total], scale=scale)
+    return rows, total
+
+
+def join_columns(parts: Sequence[Tensor], stripes: Stripes, out: Tensor) -> None:
+    """See `gradsync.kernels.join_columns`."""
+    check_matrix("out", out)
+    check_stripes("parts", parts, stripes, *out.shape)
+    for part in parts:
+        check_floating("parts", part, out.dtype)
+    device = common_device([out, *parts])
+    check_rows("parts", *parts)
+    check_rows("out", out, written=True)
+    table = column_table(parts, stripes)
+    last = {column: number for number, column in enumerate(table[0].tolist())}  # of several stripes
+    table = table[:, list(last.values())]
+    width, shape = table.shape[1], tile(table.shape[1])
+    programs = blocks(len(out), shape["ROWS"]) * blocks(width, shape["COLUMNS"])
+    arguments = on(device, table), width, bits_of(out), len(out), out.stride(0)
+    launch(_join, programs, device, *arguments, BITS=pointee(out), **shape)
+
+
+def scatter_rows(indices: Tensor, values: Tensor, dense: Tensor, *, accumulate: bool) -> None:
+    """See `gradsync.kernels.scatter_rows`. Indices that ascend without duplicates are not sorted."""
+    check_indices("indices", indices)
+    check_matrix("dense", dense)
+    check_floating("values", values, dense.dtype)
+    check_shape("values", values, len(indices), dense.shape[1])
+    device = common_device([indices, values, dense])
+    check_contiguous("indices", indices)
+    check_rows("values", values)
+    check_rows("dense", dense, written=True)
+    faults: list[int] = faults_of(indices, len(dense)).tolist()
+    refuse(faults, "scatter_rows", indices, len(dense), "num_rows", ascending=False, strictly=False)
+    if any(faults):
+        rows, order = torch.sort(indices, stable=True)
+    else:
+        rows, order = indices, torch.arange(len(indices), device=device)
+    dim = dense.shape[1]
+    shape = tile(dim)
+    programs = blocks(len(indices), shape["ROWS"]) * blocks(dim, shape["COLUMNS"])
+    arguments = rows, order, len(rows), bits_of(values), values.stride(0), bits_of(dense), dense.stride(0), dim
+    if accumulate:
+        launch(_accumulate, programs, device, *arguments, KIND=_SUMMED[dense.dtype], **shape)
+    else:
+        launch(_scatter, programs, device, *arguments, **shape)
+
+
+class NonzeroRows:
+    """See `gradsync.kernels.NonzeroRows`."""
+
+    def __init__(self, dense: Tensor) -> None:
+        check_matrix("dense", dense)
+        self._device = common_device([dense])
+        check_rows("dense", dense)
+        self._dense = dense
+        shape = tile(dense.shape[1])
+        marks = torch.empty(len(dense), dtype=torch.uint8, device=self._device)
+        arguments = bits_of(dense), len(dense), dense.stride(0), dense.shape[1], marks
+        launch(_mark_nonzero, blocks(len(dense), shape["ROWS"]), self._device, *arguments, **shape)
+        self._rows = marks.nonzero().flatten()
+        self.count = len(self._rows)
+
+    def write_indices(self, out: Tensor) -> None:
+        check_index_out("out", out, self.count, len(self._dense))
+        common_device([self._rows, out])
+        out.copy_(self._rows)
+
+    def gather(self, outs: Sequence[Tensor], stripes: Stripes | None = None) -> None:
+        stripes = [(0, self._dense.shape[1])] if stripes is None else stripes
+        check_stripes("outs", outs, stripes, self.count, self._dense.shape[1])
+        for out in outs:
+            check_floating("outs", out, self._dense.dtype)
+        device = common_device([self._dense, *outs])
+        check_rows("outs", *outs, written=True)
+        table = column_table(outs, stripes)
+        width, shape = table.shape[1], tile(table.shape[1])
+        programs = blocks(self.count, shape["ROWS"]) * blocks(width, shape["COLUMNS"])
+        arguments = self._rows, self.count, bits_of(self._dense), self._dense.stride(0), on(device, table), width
+        launch(_gather, programs, device, *arguments, BITS=pointee(self._dense), **shape)
+
+
+def nonzero_rows(dense: Tensor) -> NonzeroRows:
+    """See `gradsync.kernels.nonzero_rows`."""
+    return NonzeroRows(dense)

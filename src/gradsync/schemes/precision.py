@@ -1,0 +1,116 @@
+"""Values in 16 bits on the wire: around any scheme, for buckets of wider floats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..bucket import Bucket, Layout, TensorSpec
+from ..cluster import Placement
+from ..comm import Group
+from ..density import DensityProfile
+from ..sparse import SparseRows
+from ..steps import Compute, Step
+from .base import Scheme, State, register
+from .dense import AllReduce
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@register
+@dataclass(frozen=True)
+class HalfPrecision(Scheme[Any]):
+    """Rounds what a rank brings to 16-bit floats, has `inner` synchronise that, and widens the result. Not exact.
+
+    Sparse schemes add 16-bit values in float32 and round once more, at the owner, before the pull; so every rank, the
+    owner too, has the same rounded bits. (An all-reduce adds as its transport does.) Rows that occur twice are merged
+    before they are rounded. Finite values beyond the range become its largest value, so that a mean of float16
+    stays in it; where a sum leaves it, infinity tells. Infinity and NaN stay what they are, values below the range
+    become zero.
+    What rounding takes away is lost, and about as likely up as down. Buckets of 16-bit floats pass as they are.
+    Wire: that of `inner` for values of 2 bytes; positions are as many as before.
+    """
+
+    inner: Scheme[Any] = AllReduce()
+    values: str = "bfloat16"  # or "float16": 3 bits more, in a range up to 65504
+
+    exact = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.inner, Scheme):
+            raise ValueError(f"HalfPrecision.inner must be a scheme, got {self.inner!r}")
+        if self.values not in DTYPES:
+            raise ValueError(f"HalfPrecision.values must be one of {', '.join(DTYPES)}, got {self.values!r}")
+        object.__setattr__(self, "layout", self.inner.layout)
+
+    @property
+    def title(self) -> str:
+        return f"{self.inner.title} {self.values}"
+
+    @property
+    def unplanned(self) -> Scheme[Any]:
+        return HalfPrecision(self.inner.unplanned, self.values)
+
+    def planned_for(self, profiles: Sequence[DensityProfile]) -> Scheme[Any]:
+        return HalfPrecision(self.inner.planned_for(profiles), self.values)
+
+    def stages(self, size: int) -> tuple[str, ...]:
+        return self.inner.stages(size)
+
+    def check(self, specs: tuple[TensorSpec, ...]) -> None:
+        self.inner.check(self._narrow(specs))
+
+    def init(self, bucket: Bucket, group: Group) -> State:
+        return self.inner.init(replace(bucket, tensors=self._narrow(bucket.tensors)), group)
+
+    async def synchronize(self, x: Any, state: State, group: Group, scale: float) -> tuple[Any, State]:
+        if isinstance(x, Tensor):
+            if not self._rounds(x.dtype):
+                return await self.inner.synchronize(x, state, group, scale)
+            total, next_state = await self.inner.synchronize(rounded(x, DTYPES[self.values]), state, group, scale)
+            return x.copy_(total), next_state
+        tables, next_state = await self.inner.synchronize(tuple(map(self._rounded, x)), state, group, scale)
+        widened = [replace(t, values=t.values.to(of.values.dtype)) for t, of in zip(tables, x, strict=True)]
+        return tuple(widened), next_state
+
+    def steps(
+        self,
+        specs: tuple[TensorSpec, ...],
+        profiles: tuple[DensityProfile, ...],
+        placement: Placement,
+        round: int = 0,
+    ) -> tuple[Step, ...]:
+        inner = self.inner.steps(self._narrow(specs), profiles, placement, round)
+        if not self._rounds(specs[0].dtype):
+            return inner
+        brought, summed = ([float(spec.numel) for spec in specs] for _ in range(2))
+        if self.layout is Layout.ROWS:
+            brought, summed = (
+                [p.union_rows(ranks) * spec.dim for p, spec in zip(profiles, specs, strict=True)]
+                for ranks in (1, placement.size)
+            )
+        nbytes = specs[0].itemsize + DTYPES[self.values].itemsize  # of an element, in and out
+        return Compute("round_values", nbytes * sum(brought)), *inner, Compute("widen_values", nbytes * sum(summed))
+
+    def _rounds(self, dtype: torch.dtype) -> bool:
+        return dtype.itemsize > DTYPES[self.values].itemsize
+
+    def _narrow(self, specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+        return tuple(replace(s, dtype=DTYPES[self.values]) if self._rounds(s.dtype) else s for s in specs)
+
+    def _rounded(self, table: SparseRows) -> SparseRows:
+        if not self._rounds(table.values.dtype):
+            return table
+        indices, values = kernels.sum_rows([(table.indices, table.values)], table.num_rows)
+        return replace(table, indices=indices, values=rounded(values, DTYPES[self.values]))
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """In a narrower type; what is finite stays finite."""
+    most = torch.finfo(dtype).max
+    return torch.where(x.isinf(), x, x.clamp(-most, most)).to(dtype)
