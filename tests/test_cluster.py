@@ -149,3 +149,30 @@ def test_errors_in_the_file_name_the_key_and_what_was_expected(tmp_path: Path, t
     with pytest.raises(ValueError, match=message.replace("{ ", r"\{ ").replace(" }", r" \}")) as caught:
         Cluster.load(path)
     assert re.match(re.escape(str(path)), str(caught.value)) or "Cluster." in str(caught.value)
+
+
+def test_a_placement_says_who_shares_a_node_and_who_has_the_same_place_on_others() -> None:
+    placement = Placement.regular(3, 2)
+    assert placement == Placement((0, 0, 1, 1, 2, 2))
+    assert (placement.num_nodes, placement.ranks_per_node, placement.is_hierarchy) == (3, 2, True)
+    assert [placement.within(rank) for rank in (0, 3)] == [(0, 1), (2, 3)]
+    assert [placement.across(rank) for rank in (0, 3)] == [(0, 2, 4), (1, 3, 5)]
+    assert placement.of((1, 3, 5)) == Placement((0, 1, 2))
+    strewn = Placement((7, 4, 4, 7))
+    assert (strewn.within(3), strewn.across(3), strewn.across(0)) == ((0, 3), (2, 3), (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ranks_per_node"), [((0, 1, 2), 1), ((5, 5, 5), 3), ((0,), 1), ((0, 0, 1), None), ((0, 1, 1, 1), None)]
+)
+def test_one_node_one_rank_a_node_and_uneven_nodes_make_no_hierarchy(
+    nodes: tuple[int, ...], ranks_per_node: int | None
+) -> None:
+    placement = Placement(nodes)
+    assert not placement.is_hierarchy
+    assert placement.ranks_per_node == ranks_per_node
+
+
+def test_a_group_across_uneven_nodes_is_refused_with_their_numbers() -> None:
+    with pytest.raises(ValueError, match="the nodes have 2, 1 ranks; a group across nodes needs as many ranks on each"):
+        Placement((0, 0, 1)).across(0)

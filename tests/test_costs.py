@@ -8,6 +8,7 @@ from dataclasses import asdict
 
 import pytest
 
+from gradsync.cluster import Link, Placement
 from gradsync.costs import CostModel, KernelCost
 from gradsync.steps import Compute, Pattern, Transfer
 
@@ -60,6 +61,49 @@ def test_seconds_are_rounds_times_latency_plus_the_busiest_link_or_memory_traffi
     assert TRUTH.seconds(gather) == pytest.approx(2 * 40e-6 + 4e6 / 125e6)
     assert TRUTH.seconds(Compute("pack", 1e7)) == pytest.approx(2e-3)
     assert TRUTH.total_s([gather, Compute("pack", 1e7)]) == pytest.approx(2 * 40e-6 + 4e6 / 125e6 + 2e-3)
+
+
+SHARED = CostModel(alpha_s=1e-3, bandwidth_bytes_per_s=1e6, intra=Link(bandwidth_bytes_per_s=1e9, latency_s=1e-6))
+TWO_BY_TWO = Placement.regular(2, 2)
+MB = 1e6
+
+
+@pytest.mark.parametrize("pattern", list(Pattern))
+def test_one_rank_a_node_costs_what_it_costs_without_a_placement(pattern: Pattern) -> None:
+    step = Transfer(
+        pattern, pattern, (3 * MB,) * 4, ((0, 1, 2 * MB), (0, 2, MB)) if pattern is Pattern.MESSAGES else ()
+    )
+    assert SHARED.seconds(step, Placement.one_per_node(4)) == SHARED.seconds(step)
+
+
+@pytest.mark.parametrize(
+    ("step", "messages", "node_bytes"),
+    [
+        (Transfer("", Pattern.ALL_TO_ALL, (MB,) * 4), 2, 4 * MB),  # two ranks send to two each
+        (Transfer("", Pattern.ALL_REDUCE, (4 * MB,) * 4), 6, 6 * MB),  # one of two ring neighbours is on the node
+        (Transfer("", Pattern.ALL_GATHER, (MB,) * 4), 2, 3 * MB),  # a ring as well: what crosses does so once
+        (Transfer("", Pattern.ALL_GATHER, (10.0, 20.0, 30.0, 40.0)), 2, 140),  # direct: rank 2 and 3 to two each
+        (Transfer("", Pattern.BROADCAST, (MB, 0.0, 0.0, 0.0)), 2, 2 * MB),
+        (Transfer.of_messages("", 4, [(0, 2, MB), (1, 3, MB), (3, 2, 9 * MB)]), 1, 2 * MB),
+        (Transfer.at_once("", 4, [(0, 2), (1, 3)], [Transfer("", Pattern.ALL_TO_ALL, (MB,) * 2)] * 2), 1, 2 * MB),
+    ],
+)
+def test_the_ranks_of_a_node_share_its_link(step: Transfer, messages: int, node_bytes: float) -> None:
+    crossing_s = messages * 1e-3 + node_bytes / 1e6
+    assert SHARED.seconds(step, TWO_BY_TWO) == pytest.approx(crossing_s, abs=5e-6)
+
+
+def test_what_stays_inside_nodes_does_not_load_their_links() -> None:
+    each = Transfer("", Pattern.ALL_TO_ALL, (MB,) * 2)
+    inside = Transfer.at_once("", 4, [(0, 1), (2, 3)], [each] * 2)
+    assert SHARED.seconds(inside, TWO_BY_TWO) == pytest.approx(1e-6 + MB / 1e9)
+    alike = CostModel(alpha_s=1e-3, bandwidth_bytes_per_s=1e6)
+    assert alike.seconds(inside, TWO_BY_TWO) == pytest.approx(1e-3 + MB / 1e6)
+
+
+def test_a_transfer_among_other_ranks_than_placed_is_refused() -> None:
+    with pytest.raises(ValueError, match="among 3 ranks, the placement has 4"):
+        SHARED.seconds(Transfer("", Pattern.ALL_GATHER, (1.0,) * 3), TWO_BY_TWO)
 
 
 def test_a_kernel_takes_what_was_measured_of_it_and_others_what_the_memory_allows() -> None:

@@ -68,3 +68,33 @@ def test_time_covered_counts_overlapping_tasks_once_and_only_inside_the_window()
     assert covered_s(tasks, 6.0, 7.0) == 0.0
     assert covered_s([], 0.0, 1.0) == 0.0
     assert tasks[0].duration_s == 3.0
+
+
+@pytest.mark.parametrize("pattern", list(Pattern))
+@given(parts=part_bytes, others=part_bytes)
+def test_transfers_at_once_are_those_of_each_group(pattern: Pattern, parts: list[float], others: list[float]) -> None:
+    """Members take turns as far as both groups have some; one belongs to none."""
+    each = [transfer(pattern, parts), transfer(pattern, others)]
+    if pattern is Pattern.MESSAGES:
+        each = [
+            Transfer.of_messages("stage", t.size, [(m, (m + 1) % t.size, b) for m, b in enumerate(t.part_bytes)])
+            for t in each
+        ]
+    places = sorted(range(len(parts) + len(others)), key=lambda place: (place % 2, place))
+    groups = (tuple(sorted(places[: len(parts)])), tuple(sorted(places[len(parts) :])))
+    both = Transfer.at_once("both", len(places) + 1, groups, each)
+    for group, alone in zip(groups, each, strict=True):
+        for place, member in enumerate(group):
+            assert both.sent_bytes(member) == alone.sent_bytes(place)
+            assert both.received_bytes(member) == alone.received_bytes(place)
+            assert list(both.peers(member)) == [(group[peer], nbytes) for peer, nbytes in alone.peers(place)]
+    assert both.sent_bytes(len(places)) == both.received_bytes(len(places)) == 0
+    assert both.busiest_bytes == max(alone.busiest_bytes for alone in each)
+    assert pattern is Pattern.MESSAGES or both.rounds == max(alone.rounds for alone in each)
+
+
+def test_what_a_ring_forwards_passes_every_member() -> None:
+    large = Transfer("gather", Pattern.ALL_GATHER, (2.0 * DIRECT_BYTES,) * 3)
+    assert list(large.hops()) == [(m, (m + 1) % 3, 4.0 * DIRECT_BYTES) for m in range(3)]
+    small = Transfer("gather", Pattern.ALL_GATHER, (1.0, 2.0, 3.0))
+    assert list(small.hops()) == [(m, peer, m + 1.0) for m in range(3) for peer in range(3) if peer != m]

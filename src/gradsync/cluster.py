@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +80,57 @@ class Placement:
     def one_per_node(cls, size: int) -> Placement:
         return cls(tuple(range(size)))
 
+    @classmethod
+    def regular(cls, nodes: int, ranks_per_node: int) -> Placement:
+        """As many on every node, numbered node by node, as torchrun does."""
+        return cls(tuple(rank // ranks_per_node for rank in range(nodes * ranks_per_node)))
+
     @property
     def size(self) -> int:
         return len(self.nodes)
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self._members)
+
+    @property
+    def ranks_per_node(self) -> int | None:
+        """Members on each node; None where nodes have different numbers of them."""
+        counts = set(map(len, self._members.values()))
+        return counts.pop() if len(counts) == 1 else None
+
+    @property
+    def is_hierarchy(self) -> bool:
+        """Several nodes with several members each, as many on every one."""
+        return self.num_nodes > 1 and (self.ranks_per_node or 0) > 1
+
+    def within(self, member: int) -> tuple[int, ...]:
+        """The members on this one's node, in order."""
+        return self._members[self.nodes[member]]
+
+    def across(self, member: int) -> tuple[int, ...]:
+        """The members that have this one's place among those of their node, one on each node.
+
+        Raises:
+            ValueError: where nodes have different numbers of members.
+        """
+        if self.ranks_per_node is None:
+            counts = ", ".join(str(len(members)) for members in self._members.values())
+            raise ValueError(f"the nodes have {counts} ranks; a group across nodes needs as many ranks on each of them")
+        place = self.within(member).index(member)
+        return tuple(sorted(members[place] for members in self._members.values()))
+
+    def of(self, members: Sequence[int]) -> Placement:
+        """Where some of the members sit."""
+        return Placement(tuple(self.nodes[member] for member in members))
+
+    @cached_property
+    def _members(self) -> dict[int, tuple[int, ...]]:
+        """Of each node, in the order of the nodes' first members."""
+        found: dict[int, list[int]] = {}
+        for member, node in enumerate(self.nodes):
+            found.setdefault(node, []).append(member)
+        return {node: tuple(members) for node, members in found.items()}
 
 
 @dataclass(frozen=True)
@@ -117,7 +167,7 @@ class Cluster:
 
     def placement(self) -> Placement:
         """The whole job: ranks are numbered node by node, as torchrun does."""
-        return Placement(tuple(rank // self.ranks_per_node for rank in range(self.world_size)))
+        return Placement.regular(self.nodes, self.ranks_per_node)
 
     def link_of(self, node: int) -> Link:
         """The link that joins `node` to the network."""

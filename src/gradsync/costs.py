@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from .steps import Compute, Step
+from .cluster import Link, Placement
+from .steps import Compute, Pattern, Step, Transfer, busiest
 
 
 @dataclass(frozen=True)
@@ -23,28 +24,55 @@ class KernelCost:
 class CostModel:
     """`rounds * alpha_s + busiest bytes / bandwidth` for a transfer; for a computation what its kernel was measured to
     take, else `bytes / memory bandwidth`.
+
+    Latency and bandwidth are those of a node's link, which all of its ranks share; ranks of one node have an `intra`
+    link each. Without one they have a link like the node's.
     """
 
     alpha_s: float
     bandwidth_bytes_per_s: float
     memory_bytes_per_s: float = 10e9
     kernels: Mapping[str, KernelCost] = field(default_factory=dict)
+    intra: Link | None = None
 
-    def seconds(self, step: Step) -> float:
+    def seconds(self, step: Step, placement: Placement | None = None) -> float:
+        """`placement`: of all ranks; None: each on a node of its own."""
         if isinstance(step, Compute):
             kernel = self.kernels.get(step.kernel) or KernelCost(0.0, 1 / self.memory_bytes_per_s)
             return step.calls * kernel.call_s + step.nbytes * kernel.byte_s
-        return step.rounds * self.alpha_s + step.busiest_bytes / self.bandwidth_bytes_per_s
+        if placement is None or placement.num_nodes == placement.size:
+            return step.rounds * self.alpha_s + step.busiest_bytes / self.bandwidth_bytes_per_s
+        return self._shared_s(step, placement)
 
-    def total_s(self, steps: Iterable[Step]) -> float:
+    def total_s(self, steps: Iterable[Step], placement: Placement | None = None) -> float:
         """All steps one after the other, nothing overlapping."""
-        return sum(self.seconds(step) for step in steps)
+        return sum(self.seconds(step, placement) for step in steps)
+
+    def _shared_s(self, transfer: Transfer, placement: Placement) -> float:
+        """Where nodes have several ranks: the slower of what passes between nodes and of what stays within one."""
+        if placement.size != transfer.size:
+            raise ValueError(f"the transfer is among {transfer.size} ranks, the placement has {placement.size}")
+        intra = self.intra or Link(self.bandwidth_bytes_per_s, self.alpha_s)
+        nodes = placement.nodes
+        inside = busiest(hop for hop in transfer.hops() if nodes[hop[0]] == nodes[hop[1]])
+        between_s = node_link_bytes(transfer, placement) / self.bandwidth_bytes_per_s
+        return self._latency_s(transfer, placement, intra) + max(between_s, inside / intra.bandwidth_bytes_per_s)
+
+    def _latency_s(self, transfer: Transfer, placement: Placement, intra: Link) -> float:
+        """Of a ring's rounds each waits for the slowest link; other messages follow one another, each on its own."""
+        nodes = placement.nodes
+        messages = [(member, peer) for member in range(transfer.size) for peer, _ in transfer.peers(member)]
+        latencies = [self.alpha_s if nodes[source] != nodes[to] else intra.latency_s for source, to in messages]
+        if transfer.pattern is Pattern.ALL_REDUCE and not transfer.direct:
+            return transfer.rounds * max(latencies)
+        return busiest((source, to, latency_s) for (source, to), latency_s in zip(messages, latencies, strict=True))
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> CostModel:
         """What `dataclasses.asdict` made of a cost model."""
         kernels = {name: KernelCost(**costs) for name, costs in values["kernels"].items()}
-        return cls(**{**values, "kernels": kernels})
+        intra = Link(**values["intra"]) if values.get("intra") else None
+        return cls(**{**values, "kernels": kernels, "intra": intra})
 
     @classmethod
     def fit(cls, samples: Sequence[tuple[int, float, float]], **known: Any) -> CostModel:
@@ -63,3 +91,10 @@ class CostModel:
         if rank < 2 or solution[1] <= 0:
             raise ValueError("CostModel.fit: the samples do not separate latency from bandwidth; vary the sizes more")
         return cls(max(float(solution[0]), 0.0), 1.0 / float(solution[1]), **known)
+
+
+def node_link_bytes(transfer: Transfer, placement: Placement) -> float:
+    """The most bytes that leave one node, or reach one: of all of its ranks together."""
+    nodes = placement.nodes
+    hops = ((nodes[source], nodes[to], nbytes) for source, to, nbytes in transfer.hops())
+    return busiest(hop for hop in hops if hop[0] != hop[1])

@@ -76,6 +76,22 @@ class DensityProfile:
         growth = {k: touched(self.union_rows(k)) / rows for k in self.densification} if rows else {}
         return DensityProfile(blocks, rows, growth, shares=self.shares, union_shares=self.union_shares)
 
+    def of_sums(self, ranks: int) -> DensityProfile:
+        """The profile where everybody brings the sum over so many ranks, as nodes do."""
+        rows, most = self.union_rows(ranks), max(self.densification, default=1)
+        counts = {most / ranks, *(2**j for j in range(1, 32) if ranks * 2**j < most)}
+        growth = {int(k): self.union_rows(int(k) * ranks) / rows for k in counts if k == int(k) > 1 and rows}
+        blocks = {length: profile.of_sums(ranks) for length, profile in self.blocks.items()}
+        return replace(self, rows=rows, densification=growth, most_rows=0.0, blocks=blocks)
+
+    def of_range(self, start: int, stop: int) -> DensityProfile:
+        """The profile of the rows in [start, stop), as a table of their own; even within."""
+        length = stop - start
+        rows = min(self.rows * self.share(start, stop, 1), float(length))
+        growth = {k: min(ratio, length / rows) for k, ratio in self.densification.items() if rows}
+        blocks = {size: of.of_range(start // size, -(-stop // size)) for size, of in self.blocks.items()}
+        return DensityProfile(length, rows, growth, self.pattern, blocks=blocks)
+
     def union_rows(self, ranks: int) -> float:
         """Rows of the sum over `ranks` ranks: as measured, else interpolated as a power of the number of ranks.
 

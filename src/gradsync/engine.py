@@ -20,7 +20,7 @@ from .bucket import PHASES, Layout, StepMarks, TensorSpec
 from .comm import Exchange, Group, GroupError, JobThread
 from .costs import CostModel
 from .density import ParameterProfile
-from .forecast import forecast
+from .forecast import forecast, network_cost
 from .gradients import marks_of_ranks
 from .lane import BucketStatistics, Lane, StateSlice
 from .observation import Observer
@@ -326,11 +326,12 @@ class Engine:
         """
         steps = {lane.bucket.id: lane.expected_steps(self._observer.profiles) for lane in self.lanes()}
         known = {bucket: expected for bucket, expected in steps.items() if expected is not None}
-        if self._ready_s.keys() != known.keys() or self.group.alpha_s is None or self.group.bytes_per_s is None:
+        cost = network_cost(self.group)
+        if self._ready_s.keys() != known.keys() or cost is None:
             return []
-        measured = self._reviser.cost if self._reviser is not None else None
-        cost = measured or CostModel(self.group.alpha_s, self.group.bytes_per_s)
-        return forecast(self.plan.order, known, self._ready_s, cost)
+        if self._reviser is not None and self._reviser.cost is not None:
+            return forecast(self.plan.order, known, self._ready_s, self._reviser.cost)
+        return forecast(self.plan.order, known, self._ready_s, cost, self.group.placement)
 
     def words(self) -> list[str]:
         """The plan in words."""

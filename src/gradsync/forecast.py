@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from .cluster import Link, Placement
+from .comm import Group
 from .costs import CostModel
 from .steps import Compute, Step
 from .timeline import Task
@@ -18,19 +20,45 @@ def forecast(
     steps: Mapping[str, Sequence[Step]],
     ready_s: Mapping[str, float],
     cost: CostModel,
+    placement: Placement | None = None,
 ) -> list[Task]:
     """What runs when: tasks "kernel" and "link", named `bucket:stage` as the engine's.
 
-    `order` are the turns; `steps` of each bucket; `ready_s` says when its gradients are there.
+    `order` are the turns; `steps` of each bucket; `ready_s` says when its gradients are there; `placement`: of all
+    ranks, by default each on a node of its own.
     """
-    return _Player(steps, ready_s, cost).play(order)
+    return _Player(steps, ready_s, cost, placement).play(order)
+
+
+def network_cost(group: Group) -> CostModel | None:
+    """What the links of the group's ranks were measured to be, the same on every rank; None where they were not.
+
+    A rank measured what it gets of its node's link in an all-to-all: of n ranks, g on each node, which send (n - 1) / n
+    of their bytes each and g (n - g) / n of them over that link.
+    """
+    if group.alpha_s is None or group.bytes_per_s is None:
+        return None
+    placement = group.placement
+    if not placement.is_hierarchy:
+        return CostModel(group.alpha_s, group.bytes_per_s)
+    node, across, n = group.within_node(), group.across_nodes(), group.size
+    assert node.alpha_s is not None and node.bytes_per_s is not None and across.alpha_s is not None
+    node_bytes_per_s = group.bytes_per_s * node.size * (n - node.size) / (n - 1)
+    return CostModel(across.alpha_s, node_bytes_per_s, intra=Link(node.bytes_per_s, node.alpha_s))
 
 
 class _Player:
-    def __init__(self, steps: Mapping[str, Sequence[Step]], ready_s: Mapping[str, float], cost: CostModel) -> None:
+    def __init__(
+        self,
+        steps: Mapping[str, Sequence[Step]],
+        ready_s: Mapping[str, float],
+        cost: CostModel,
+        placement: Placement | None,
+    ) -> None:
         self._left = {bucket: list(todo) for bucket, todo in steps.items()}
         self._ready_s = ready_s
         self._cost = cost
+        self._placement = placement
         self._thread_s = 0.0  # until when the thread is busy
         self._link_s = 0.0
         self._in_flight: dict[str, float] = {}  # bucket -> when its transfer ends
@@ -54,6 +82,6 @@ class _Player:
         if left:
             transfer = left.pop(0)
             began_s = max(self._thread_s, self._link_s)
-            self._link_s = began_s + self._cost.seconds(transfer)
+            self._link_s = began_s + self._cost.seconds(transfer, self._placement)
             self._in_flight[bucket] = self._link_s
             self._tasks.append(Task(f"{bucket}:{stage}", "link", began_s, self._link_s))

@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor
 
 from .bucket import Bucket, Layout, StepMarks
-from .cluster import Placement
 from .comm import Group, Ledger, RecordingGroup
 from .density import DensityProfile, ParameterProfile, joined
 from .gradients import Gradients, gradients_of
@@ -179,7 +178,7 @@ class Lane:
         densities = self._densities(profiles)
         if densities is None and self.bucket.layout is Layout.ROWS:
             return None
-        steps = list(self.scheme.steps(self.bucket.specs, densities or (), Placement.one_per_node(self.group.size)))
+        steps = list(self.scheme.steps(self.bucket.specs, densities or (), self.group.placement))
         if self.flags_apart:
             flags_bytes = self.gradients.flags.numel() * self.gradients.flags.element_size()
             steps.append(Transfer("flags", Pattern.ALL_REDUCE, (float(flags_bytes),) * self.group.size))

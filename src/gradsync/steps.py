@@ -42,12 +42,16 @@ class Transfer:
     - `ALL_GATHER`: what each member contributes; `BROADCAST`: entry 0 is the buffer;
     - `ALL_TO_ALL`: what each member receives from each of the others;
     - `MESSAGES`: what each member sends in all; `messages` says to whom.
+
+    With `groups` it is as many collectives at once, each among the members of one group, as in all nodes of a cluster;
+    members of none have no part in it.
     """
 
     stage: str
     pattern: Pattern
     part_bytes: tuple[float, ...]
     messages: tuple[tuple[int, int, float], ...] = ()  # (source, destination, bytes)
+    groups: tuple[tuple[int, ...], ...] = ()  # none: all members are one
 
     @classmethod
     def of_messages(cls, stage: str, size: int, messages: Sequence[tuple[int, int, float]]) -> Transfer:
@@ -55,16 +59,28 @@ class Transfer:
         sent = [sum(nbytes for source, _, nbytes in messages if source == member) for member in range(size)]
         return cls(stage, Pattern.MESSAGES, tuple(sent), tuple(messages))
 
+    @classmethod
+    def at_once(cls, stage: str, size: int, groups: Sequence[tuple[int, ...]], each: Sequence[Transfer]) -> Transfer:
+        """`each` of these, which are of one pattern, in its own group of the `size` members, at the same time."""
+        (pattern,) = {transfer.pattern for transfer in each}
+        part_bytes = [0.0] * size
+        messages = []
+        for group, transfer in zip(groups, each, strict=True):
+            for member, nbytes in zip(group, transfer.part_bytes, strict=True):
+                part_bytes[member] = nbytes
+            messages += [(group[source], group[to], nbytes) for source, to, nbytes in transfer.messages]
+        return cls(stage, pattern, tuple(part_bytes), tuple(messages), tuple(groups))
+
     @property
     def size(self) -> int:
-        """Members of the group."""
+        """Members of all groups."""
         return len(self.part_bytes)
 
     @property
     def direct(self) -> bool:
         """Whether it is small enough for messages that all start at once: there latency counts, not the order."""
         if self.pattern is Pattern.ALL_REDUCE:
-            return (self.size - 1) * self.part_bytes[0] <= DIRECT_BYTES
+            return not any(map(self._rings, self._groups))
         return self.busiest_bytes <= DIRECT_BYTES
 
     @property
@@ -73,41 +89,59 @@ class Transfer:
         if self.pattern is Pattern.MESSAGES:
             ends = [place for message in self.messages for place in (("from", message[0]), ("to", message[1]))]
             return max(Counter(ends).values(), default=0)
-        rings = self.pattern is Pattern.ALL_REDUCE and not self.direct
-        return (2 if rings else 1) * (self.size - 1)
+        return max((2 if self._rings(group) else 1) * (len(group) - 1) for group in self._groups)
+
+    def group_of(self, member: int) -> tuple[int, ...]:
+        """The members that this one talks to, itself among them."""
+        return next((group for group in self._groups if member in group), (member,))
 
     def peers(self, member: int) -> Iterator[tuple[int, float]]:
         """(peer, bytes) of every message `member` sends. The forwarding of a ring counts as its successor's."""
-        n = self.size
+        group = self.group_of(member)
+        n = len(group)
         if n == 1:
             return
         match self.pattern:
-            case Pattern.ALL_REDUCE if not self.direct:
-                yield (member + 1) % n, 2 * (n - 1) / n * self.part_bytes[member]
+            case Pattern.ALL_REDUCE if self._rings(group):
+                yield group[(group.index(member) + 1) % n], 2 * (n - 1) / n * self.part_bytes[member]
             case Pattern.ALL_REDUCE | Pattern.ALL_GATHER:
-                yield from ((peer, self.part_bytes[member]) for peer in range(n) if peer != member)
+                yield from ((peer, self.part_bytes[member]) for peer in group if peer != member)
             case Pattern.ALL_TO_ALL:
-                yield from ((peer, self.part_bytes[peer]) for peer in range(n) if peer != member)
+                yield from ((peer, self.part_bytes[peer]) for peer in group if peer != member)
             case Pattern.BROADCAST:
-                if member == 0:
-                    yield from ((peer, self.part_bytes[0]) for peer in range(1, n))
+                if member == group[0]:
+                    yield from ((peer, self.part_bytes[member]) for peer in group[1:])
             case Pattern.MESSAGES:
                 yield from ((to, nbytes) for source, to, nbytes in self.messages if source == member)
+
+    def hops(self) -> Iterator[tuple[int, int, float]]:
+        """(source, destination, bytes) of what passes between two members; what a ring forwards counts every time."""
+        if self.pattern is Pattern.MESSAGES:
+            yield from self.messages
+            return
+        for group in self._groups:
+            parts = [self.part_bytes[member] for member in group]
+            if self.pattern is Pattern.ALL_GATHER and not self.direct and len(set(parts)) == 1 and len(group) > 1:
+                successors = zip(group, [*group[1:], group[0]], strict=True)  # large equal parts go round a ring
+                yield from ((member, successor, sum(parts) - parts[0]) for member, successor in successors)
+            else:
+                yield from ((member, peer, nbytes) for member in group for peer, nbytes in self.peers(member))
 
     def sent_bytes(self, member: int) -> float:
         return sum(nbytes for _, nbytes in self.peers(member))
 
     def received_bytes(self, member: int) -> float:
-        n = self.size
+        group = self.group_of(member)
+        n = len(group)
         match self.pattern:
-            case Pattern.ALL_REDUCE if not self.direct:
+            case Pattern.ALL_REDUCE if self._rings(group):
                 return 2 * (n - 1) / n * self.part_bytes[member]
             case Pattern.ALL_REDUCE | Pattern.ALL_GATHER:
-                return sum(self.part_bytes) - self.part_bytes[member]
+                return sum(self.part_bytes[peer] for peer in group) - self.part_bytes[member]
             case Pattern.ALL_TO_ALL:
                 return (n - 1) * self.part_bytes[member]
             case Pattern.BROADCAST:
-                return 0.0 if member == 0 else self.part_bytes[0]
+                return 0.0 if member == group[0] else self.part_bytes[group[0]]
             case Pattern.MESSAGES:
                 return sum(nbytes for _, to, nbytes in self.messages if to == member)
 
@@ -120,13 +154,27 @@ class Transfer:
     def busiest_bytes(self) -> float:
         """Bytes on the busiest link direction, if every member has a link of its own."""
         if self.pattern is Pattern.MESSAGES:  # many, perhaps: one look at each
-            links: dict[tuple[str, int], float] = {}
-            for source, to, nbytes in self.messages:
-                links["from", source] = links.get(("from", source), 0.0) + nbytes
-                links["to", to] = links.get(("to", to), 0.0) + nbytes
-            return max(links.values(), default=0.0)
+            return busiest(self.messages)
         members = range(self.size)
         return max(max(self.sent_bytes(m), self.received_bytes(m)) for m in members)
+
+    @property
+    def _groups(self) -> tuple[tuple[int, ...], ...]:
+        return self.groups or (tuple(range(self.size)),)
+
+    def _rings(self, group: tuple[int, ...]) -> bool:
+        """Whether this group's all-reduce is large enough for a ring."""
+        large = (len(group) - 1) * self.part_bytes[group[0]] > DIRECT_BYTES
+        return self.pattern is Pattern.ALL_REDUCE and large
+
+
+def busiest(hops: Iterable[tuple[int, int, float]]) -> float:
+    """The most bytes that leave one place, or reach one; `hops` are (source, destination, bytes)."""
+    links: dict[tuple[str, int], float] = {}
+    for source, to, nbytes in hops:
+        links["from", source] = links.get(("from", source), 0.0) + nbytes
+        links["to", to] = links.get(("to", to), 0.0) + nbytes
+    return max(links.values(), default=0.0)
 
 
 Step = Compute | Transfer

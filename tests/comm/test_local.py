@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gradsync.cluster import Placement
 from gradsync.comm import LENGTH_BYTES, GroupError, LocalGroup, run_local
 from gradsync.comm.group import length_of
 
@@ -214,3 +215,26 @@ def test_run_local_names_the_ranks_that_hang() -> None:
 
 def test_run_local_returns_results_by_rank() -> None:
     assert run_local(4, lambda group: (group.rank, group.size)) == [(rank, 4) for rank in range(4)]
+
+
+def test_subgroups_are_apart_from_each_other_and_from_the_whole() -> None:
+    def rank_main(group: LocalGroup) -> tuple[object, ...]:
+        whole = group.all_reduce(torch.tensor([1.0]))
+        node, across = group.within_node(), group.across_nodes()
+        sums = [g.all_reduce(torch.tensor([10.0 ** g.members[g.rank]])) for g in (across, node)]
+        return node.members, across.members, [int(s.wait(WAIT_S)) for s in sums], int(whole.wait(WAIT_S))
+
+    assert run_local(4, rank_main, placement=Placement.regular(2, 2)) == [
+        ((0, 1), (0, 2), [101, 11], 4),
+        ((0, 1), (1, 3), [1010, 11], 4),
+        ((2, 3), (0, 2), [101, 1100], 4),
+        ((2, 3), (1, 3), [1010, 1100], 4),
+    ]
+
+
+def test_a_subgroup_of_all_is_the_group() -> None:
+    (first, _) = LocalGroup.world(2, Placement((4, 4)))
+    assert first.within_node() is first
+    (first, _) = LocalGroup.world(2)
+    assert first.across_nodes() is first
+    assert first.within_node().size == 1

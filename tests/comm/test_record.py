@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gradsync.cluster import Placement
 from gradsync.comm import GroupError, Ledger, LocalGroup, RecordingGroup, run_local
 from gradsync.comm.record import Entry
 from gradsync.steps import Pattern
@@ -57,3 +58,17 @@ def test_results_rank_and_failures_are_those_of_the_group_inside() -> None:
     second.announce_failure("no memory")
     with pytest.raises(GroupError, match="rank 1: no memory"):
         pending.wait(WAIT_S)
+
+
+def test_subgroups_write_into_the_same_ledger_and_tell_what_stays_on_a_node() -> None:
+    def rank_main(group: LocalGroup) -> Ledger:
+        ledger = Ledger()
+        recording = RecordingGroup(group, ledger)
+        assert recording.within_node() is recording.within_node()
+        recording.within_node().all_gather(torch.zeros(5)).wait(WAIT_S)
+        recording.across_nodes().all_gather(torch.zeros(3)).wait(WAIT_S)
+        return ledger
+
+    for ledger in run_local(6, rank_main, placement=Placement.regular(3, 2)):
+        assert ledger.entries == [Entry(Pattern.ALL_GATHER, 20, True), Entry(Pattern.ALL_GATHER, 2 * 12, False)]
+        assert (ledger.sent_bytes, ledger.sent_inside_bytes) == (44, 20)

@@ -11,10 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from gradsync.bucket import Layout, TensorSpec
+from gradsync.cluster import Placement
 from gradsync.comm import LENGTH_BYTES, Ledger, LocalGroup, RecordingGroup, drive, run_local
 from gradsync.density import DensityProfile, profile_rows, profile_tables
 from gradsync.schemes import (
     BLOCKS_OF_256,
+    DOUBLING_OF_ELEMENTS,
+    DOUBLING_OF_ROWS,
     POINTS,
     SPLIT_OF_ELEMENTS,
     Aggregation,
@@ -26,11 +29,14 @@ from gradsync.schemes import (
     Communication,
     ElementPoint,
     HalfPrecision,
+    Hierarchical,
     OkTopkLike,
     Partition,
     Point,
+    ReduceScatter,
     RowPoint,
     Scheme,
+    SparseReduceScatter,
     ZenHash,
     with_capacity,
 )
@@ -53,6 +59,8 @@ class Member:
     `sizes` and `only`: the numbers of ranks and the cases it meets; None: all there are.
     `wire`: the type that values are rounded to on their way, where it is narrower than the bucket's.
     `spread`: share by which bytes may differ from the predicted ones, where they depend on more than mean densities.
+    `types` it meets, among as many ranks as show what types change.
+    `ranks_per_node`: of so many ranks, where nodes have more than one.
     """
 
     scheme: Scheme[Any]
@@ -65,6 +73,12 @@ class Member:
     sizes: tuple[int, ...] = SIZES
     only: tuple[str, ...] | None = None
     spread: float = 0.0
+    ranks_per_node: Callable[[int], int] = lambda size: 1
+    types: tuple[torch.dtype, ...] = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+    def placement(self, size: int) -> Placement:
+        return Placement.regular(size // self.ranks_per_node(size), self.ranks_per_node(size))
+
     wire: torch.dtype | None = None
 
     @property
@@ -81,8 +95,11 @@ class Member:
         return f"{self.scheme.name} {self.title}".strip()
 
     def planned(self, inputs: Sequence[Any]) -> Scheme[Any]:
-        """The scheme for these ranks' tables."""
-        return self.plan(inputs) if self.plan is not None else self.scheme
+        """The scheme for these ranks' tables, on their nodes."""
+        scheme = self.plan(inputs) if self.plan is not None else self.scheme
+        if isinstance(scheme, Hierarchical):
+            return replace(scheme, ranks_per_node=self.ranks_per_node(len(inputs)))
+        return scheme
 
 
 def profiles_of(inputs: Sequence[Any]) -> tuple[DensityProfile, ...]:
@@ -120,14 +137,38 @@ def without_room(scheme: Scheme[Any]) -> Callable[[Sequence[Tables]], Scheme[Any
     return planned
 
 
+ELEMENT_CASES = [
+    "zeros of both signs",
+    "a dense region",
+    "hot columns",
+    "every other rank without non-zeros",
+    "few non-zeros",
+]
 RIVAL_CASES = ("no elements", "one element", "even", "zeros of both signs", "hot columns", "few non-zeros")
 MEMBERS = [
     Member(AllReduce(), roundings=lambda n: n + 1),  # scaled, then the transport's own sum in the bucket's dtype
+    Member(ReduceScatter(), roundings=lambda n: 2, sizes=(1, 3, 4), only=("no elements", "one element", "prime")),
     Member(AGSparse(), roundings=lambda n: 2, sections=2),  # repeated rows merged before they are sent, then the sum
     Member(BalancedParallelism(), roundings=lambda n: 2, sections=2),
     Member(BalancedParallelism(), roundings=lambda n: 2, sections=2, title="with room", plan=generous),
+    Member(
+        BalancedParallelism(owners="table_stripe"),
+        roundings=lambda n: 2,
+        sections=2,
+        title="by tables",
+        sizes=(1, 3, 4),
+        only=("four tables", "fewer columns than ranks", "the same rows on some ranks", "rank 1 absent"),
+    ),
     *(Member(s, lambda n: 2, sections=2, title="as measured", plan=measured(s)) for s in ROW_SCHEMES),
     *(Member(s, lambda n: 2, sections=2, title="without room", plan=without_room(s)) for s in ROW_SCHEMES),
+    Member(
+        SparseReduceScatter(),
+        roundings=lambda n: 2,
+        sections=4,
+        dealt=True,
+        sizes=(1, 3, 4),
+        only=("no elements", "prime", "zeros of both signs", "few non-zeros"),
+    ),
     Member(BalancedElements(), roundings=lambda n: n + 1, sections=4, dealt=True, instead=("sizes", "all_reduce")),
     Member(
         BalancedElements(),
@@ -188,6 +229,42 @@ POINT_MEMBERS += [
     point_member(ElementPoint(owners="hash"), "hashed elements"),
     point_member(RowPoint(owners="hash"), "hashed rows"),
 ]
+SHAPES = {"2x2 and 2x3": {4: 2, 6: 3, 8: 4}, "3x2": {6: 2, 8: 2}}  # nodes x ranks: ranks -> ranks a node
+TABLE_STRIPES = BalancedParallelism(owners="table_stripe")
+NESTED_CASES = {
+    Layout.FLAT: ("prime", "few non-zeros", "a dense region"),
+    Layout.ROWS: ("rank 1 absent", "four tables", "the same rows on some ranks"),
+}
+
+
+def nested_member(intra: Any, inter: Any, shapes: str, **promises: Any) -> Member:
+    """Two schemes, one inside nodes of several shapes and one between them."""
+    scheme = Hierarchical(intra, inter)
+    return Member(
+        scheme,
+        roundings=promises.pop("roundings", lambda n: 2),
+        title=f"{intra.name} and {inter.name} on {shapes}",
+        sizes=tuple(size for size in SHAPES[shapes] if size < 8),
+        only=NESTED_CASES[scheme.layout],
+        ranks_per_node=lambda size: SHAPES[shapes].get(size, 1),
+        types=(torch.float32, torch.bfloat16),
+        **promises,
+    )
+
+
+NESTED_MEMBERS = [
+    nested_member(intra, inter, shapes, **promises)
+    for shapes, intra, inter, promises in (
+        ("2x2 and 2x3", ReduceScatter(), AllReduce(), {"roundings": lambda n: n + 1}),
+        ("3x2", ReduceScatter(), BalancedElements(), {"sections": 4, "dealt": True}),
+        ("2x2 and 2x3", SparseReduceScatter(), BalancedElements(), {"sections": 8, "dealt": True}),
+        ("3x2", SparseReduceScatter(), AllReduce(), {"roundings": lambda n: n + 1, "sections": 4, "dealt": True}),
+        ("2x2 and 2x3", ReduceScatter(), DOUBLING_OF_ELEMENTS, {"sections": 2, "spread": 0.3}),
+        ("2x2 and 2x3", TABLE_STRIPES, BalancedParallelism(), {"sections": 4}),
+        ("3x2", TABLE_STRIPES, AGSparse(), {"sections": 4}),
+        ("3x2", TABLE_STRIPES, DOUBLING_OF_ROWS, {"sections": 2, "spread": 0.3}),
+    )
+]
 
 
 def rounded_member(inner: Scheme[Any], values: str, **settings: Any) -> Member:
@@ -209,7 +286,7 @@ ROUNDED_MEMBERS = [
     rounded_member(BalancedParallelism(), "float16", sections=2),
     rounded_member(BalancedElements(), "bfloat16", sections=4, dealt=True, instead=("push", "all_reduce")),
 ]
-ALL_MEMBERS = [*MEMBERS, *POINT_MEMBERS, *ROUNDED_MEMBERS]
+ALL_MEMBERS = [*MEMBERS, *POINT_MEMBERS, *NESTED_MEMBERS, *ROUNDED_MEMBERS]
 ROW_MEMBERS = [member for member in MEMBERS if member.scheme.layout is Layout.ROWS]
 FLOAT32_ADDITIONS = 256  # more than any case adds up for one element
 
@@ -332,13 +409,6 @@ def element_case(case: str, rank: int, dtype: torch.dtype) -> Tensor:
     return x
 
 
-ELEMENT_CASES = [
-    "zeros of both signs",
-    "a dense region",
-    "hot columns",
-    "every other rank without non-zeros",
-    "few non-zeros",
-]
 CASES = {Layout.FLAT: [*FLAT_SIZES, *ELEMENT_CASES], Layout.ROWS: ROW_CASES}
 
 
@@ -377,7 +447,7 @@ class Counted:
 
 def run(member: Member, inputs: Sequence[Any], scale: float, states: Sequence[Any] | None = None) -> Outcome:
     """What the member's scheme makes of the inputs, one for each rank."""
-    return run_scheme(member.planned(inputs), inputs, scale, states)
+    return run_scheme(member.planned(inputs), inputs, scale, states, member.placement(len(inputs)))
 
 
 @cache
@@ -387,7 +457,11 @@ def mean_of(member: Member, case: str, size: int, dtype: torch.dtype) -> Outcome
 
 
 def run_scheme(
-    scheme: Scheme[Any], inputs: Sequence[Any], scale: float, states: Sequence[Any] | None = None
+    scheme: Scheme[Any],
+    inputs: Sequence[Any],
+    scale: float,
+    states: Sequence[Any] | None = None,
+    placement: Placement | None = None,
 ) -> Outcome:
     """`synchronize` on one thread a rank, over a recording group. The inputs stay as they are."""
     ledgers = [Ledger() for _ in inputs]
@@ -399,7 +473,7 @@ def run_scheme(
         result, next_state = drive(coroutine, timeout_s=20)  # type: ignore[arg-type]  # only send() is used
         return result, next_state, coroutine.awaits
 
-    everything = run_local(len(inputs), rank_main)
+    everything = run_local(len(inputs), rank_main, placement=placement)
     return Outcome(
         [result for result, _, _ in everything],
         [state for _, state, _ in everything],

@@ -167,7 +167,7 @@ def test_it_is_lossy_and_passes_on_what_its_inner_scheme_says() -> None:
     assert planned.stages(4) == ("push", "pull")
     assert planned.unplanned == scheme
     assert from_expression(to_expression(planned)) == planned
-    assert all(not each.exact for each in candidates(Layout.ROWS, (), 4, values="bfloat16"))
+    assert all(not each.exact for each in candidates(Layout.ROWS, (), Placement.one_per_node(4), values="bfloat16"))
 
 
 @pytest.mark.parametrize(

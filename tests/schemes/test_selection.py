@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gradsync.bucket import Layout, TensorSpec
-from gradsync.cluster import Placement
+from gradsync.cluster import Link, Placement
 from gradsync.costs import CostModel
 from gradsync.density import DensityProfile
 from gradsync.schemes import (
@@ -16,6 +16,7 @@ from gradsync.schemes import (
     AllReduce,
     BalancedParallelism,
     ElementPoint,
+    Hierarchical,
     Scheme,
     candidates,
     select,
@@ -94,7 +95,7 @@ def rows(count: float) -> DensityProfile:
 def test_every_candidate_can_be_timed_and_the_fastest_is_taken(layout: Layout) -> None:
     specs = TABLE if layout is Layout.ROWS else (TensorSpec((100_000,), torch.float32),)
     profiles = (rows(1000.0),)
-    schemes = candidates(layout, profiles, 8)
+    schemes = candidates(layout, profiles, Placement.one_per_node(8))
     assert len(schemes) > 18
     assert all(scheme.layout is layout for scheme in schemes)
     cost = CostModel(1e-4, 1e8)
@@ -118,7 +119,7 @@ def test_latency_decides_where_little_travels() -> None:
 
 def test_dense_gradients_are_all_reduced() -> None:
     flat, full = (TensorSpec((1 << 20,), torch.float32),), (DensityProfile(1 << 20, float(1 << 20)),)
-    schemes = candidates(Layout.FLAT, full, 8)
+    schemes = candidates(Layout.FLAT, full, Placement.one_per_node(8))
     assert select(schemes, flat, full, Placement.one_per_node(8), CostModel(1e-4, 1e8)).chosen.scheme == AllReduce()
 
 
@@ -144,7 +145,7 @@ def test_the_margin_holds_while_rows_drift() -> None:
 
     def choose(count: float, current: Scheme[Any] | None) -> Scheme[Any]:
         profiles = (rows(count),)
-        rivals = candidates(Layout.ROWS, profiles, 8)[:2]
+        rivals = candidates(Layout.ROWS, profiles, placement)[:2]
         return select(rivals, TABLE, profiles, placement, cost, current=current).chosen.scheme
 
     names, drifting, present = set(), set(), choose(350.0, None)
@@ -161,3 +162,58 @@ def test_a_choice_among_nothing_and_a_margin_that_is_no_share_are_refused() -> N
         select([], TABLE, (rows(1.0),), Placement.one_per_node(2), BYTES_ONLY)
     with pytest.raises(ValueError, match=r"in \[0, 1\), got 1"):
         select([AGSparse()], TABLE, (rows(1.0),), Placement.one_per_node(2), BYTES_ONLY, margin=1)
+
+
+FAST_INSIDE = CostModel(1e-5, 1e9, memory_bytes_per_s=1e30, intra=Link(100e9, 1e-6))
+SLOW_INSIDE = CostModel(1e-5, 1e9, memory_bytes_per_s=1e30, intra=Link(1e9, 1e-5))
+NODES = Placement.regular(4, 4)
+
+
+def chosen_on_nodes(density: float, cost: CostModel) -> Scheme[Any]:
+    flat, profile = (TensorSpec((ELEMENTS,), torch.float32),), (popular(density, max(density, 0.3), 16),)
+    return select(candidates(Layout.FLAT, profile, NODES), flat, profile, NODES, cost).chosen.scheme
+
+
+def test_where_links_inside_nodes_are_fast_sums_are_taken_there_first() -> None:
+    """Dense or sparse in either stage, by density: nodes together are denser than their ranks."""
+    found = {density: chosen_on_nodes(density, FAST_INSIDE) for density in (0.001, 0.1, 1.0)}
+    assert all(isinstance(scheme, Hierarchical) for scheme in found.values())
+    stages = {density: (s.intra.name, s.inter.name) for density, s in found.items() if isinstance(s, Hierarchical)}
+    assert stages[1.0] == ("reduce_scatter", "all_reduce")
+    assert stages[0.1] == ("sparse_reduce_scatter", "balanced_elements")
+    assert stages[0.001][0] == "sparse_reduce_scatter"
+    assert stages[0.001][1] != "all_reduce"
+
+
+def test_where_links_inside_nodes_are_no_faster_a_dense_bucket_goes_round_one_ring() -> None:
+    assert chosen_on_nodes(1.0, SLOW_INSIDE) == AllReduce()
+
+
+def test_tables_are_summed_inside_nodes_first_where_that_saves_bytes_between_them() -> None:
+    profiles = (DensityProfile(100_000, 5000.0, {2: 1.2, 4: 1.5, 8: 1.8, 16: 2.0}, most_rows=5000.0),)
+
+    def chosen_for(cost: CostModel) -> Scheme[Any]:
+        return select(candidates(Layout.ROWS, profiles, NODES), TABLE, profiles, NODES, cost).chosen.scheme
+
+    assert isinstance(chosen_for(FAST_INSIDE), Hierarchical)
+    assert not isinstance(chosen_for(SLOW_INSIDE), Hierarchical)
+
+
+@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("nodes", [(0, 1, 2, 3), (0, 0, 0, 0), (0, 0, 0, 1)])
+def test_without_several_ranks_on_several_nodes_there_is_no_hierarchy_to_choose(
+    layout: Layout, nodes: tuple[int, ...]
+) -> None:
+    found = candidates(layout, (rows(10.0),), Placement(nodes))
+    assert not any(isinstance(scheme, Hierarchical) for scheme in found)
+
+
+@pytest.mark.parametrize("layout", Layout)
+def test_hierarchies_differ_by_title_and_can_be_timed(layout: Layout) -> None:
+    profiles = (rows(1000.0),)
+    specs = TABLE if layout is Layout.ROWS else (TensorSpec((100_000,), torch.float32),)
+    found = [s for s in candidates(layout, profiles, NODES) if isinstance(s, Hierarchical)]
+    assert len({scheme.title for scheme in found}) == len(found) >= 3
+    if layout is Layout.ROWS:
+        assert all("sizes" not in stage for s in found for stage in s.stages(16)), "there is room for the rows"
+    assert all(FAST_INSIDE.total_s(s.steps(specs, profiles, NODES), NODES) > 0 for s in found)

@@ -40,19 +40,20 @@ class Cluster(Protocol):
 
 
 class Loopback:
-    """All ranks on this machine's loopback interface, not shaped."""
+    """All ranks on this machine's loopback interface, not shaped, as if they were on nodes."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, ranks_per_node: int = 1) -> None:
         self.world_size = world_size
+        self.ranks_per_node = ranks_per_node
         self._port = free_port()
 
     def spawn(self, rank: int, argv: Sequence[str], env: Mapping[str, str], **popen: Any) -> subprocess.Popen[Any]:
         torchrun = {
             "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "GROUP_RANK": "0",
+            "LOCAL_RANK": str(rank % self.ranks_per_node),
+            "GROUP_RANK": str(rank // self.ranks_per_node),
             "WORLD_SIZE": str(self.world_size),
-            "LOCAL_WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.ranks_per_node),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self._port),
             "OMP_NUM_THREADS": "1",
@@ -70,14 +71,14 @@ def cluster(scenario: Scenario, notes: list[str], *, loopback: bool = False) -> 
     world_size = scenario.nodes * scenario.ranks_per_node
     if loopback:
         notes.append("ran on loopback, as asked for: links are not shaped and bytes cost nothing")
-        yield Loopback(world_size)
+        yield Loopback(world_size, scenario.ranks_per_node)
         return
     with ExitStack() as stack:
         try:
             where: Cluster = stack.enter_context(Lab(scenario))
         except LabUnavailableError as error:
             notes.append(f"ran on loopback, not on shaped links: {error}")
-            where = Loopback(world_size)
+            where = Loopback(world_size, scenario.ranks_per_node)
         yield where
 
 

@@ -167,8 +167,10 @@ def _record(
     )
 
 
-def _expected_s(costs: dict[str, Any], cost: CostModel) -> tuple[float, float]:
+def _expected_s(costs: dict[str, Any], cost: CostModel) -> tuple[float | None, float]:
     """The bound of a scheme's transfers, and what is expected of all its steps, one after the other; seconds."""
+    if "predicted_s" in costs:
+        return None, float(costs["predicted_s"])
     rounds, fewest, nbytes = (sum(column) for column in zip(*costs["transfers"], strict=True))
     bytes_s = nbytes / cost.bandwidth_bytes_per_s
     compute_s = cost.total_s(Compute(kernel, nbytes, calls=calls) for kernel, calls, nbytes in costs["computations"])

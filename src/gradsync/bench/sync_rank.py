@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..bucket import Layout, TensorSpec
-from ..cluster import Placement
+from ..cluster import Link, Placement
 from ..comm import Group, Ledger, RecordingGroup, TorchGroup, drive, torch_group
-from ..costs import CostModel
+from ..costs import CostModel, node_link_bytes
 from ..density import DensityProfile, profile_rows, profile_tables
 from ..lab.counters import interface_bytes
 from ..planner.measure import agreed, kernel_costs
@@ -30,7 +30,11 @@ from ..schemes import (
     AllReduce,
     BalancedElements,
     BalancedParallelism,
+    OkTopkLike,
+    ReduceScatter,
     Scheme,
+    SparseReduceScatter,
+    ZenHash,
     candidates,
     select,
     with_capacity,
@@ -50,9 +54,13 @@ REHEARSED = (  # of which every other scheme's kernels are among the kernels
     DOUBLING_OF_ROWS,
     PARAMETER_SERVER_OF_ROWS,
     AllReduce(),
+    ReduceScatter(),
+    SparseReduceScatter(),
     BalancedElements(),
     DOUBLING_OF_ELEMENTS,
     PARAMETER_SERVER_OF_ELEMENTS,
+    ZenHash(),
+    OkTopkLike(),
 )
 COPY_BYTES = 128 << 20
 HEAD_START_S = 0.03  # for the news of the instant to start to reach everybody
@@ -109,9 +117,15 @@ def take_turns(exchanges: dict[str, Exchange], spec: SyncSpec) -> tuple[dict[str
 
 
 def fit_samples(group: TorchGroup, spec: SyncSpec) -> list[tuple[int, float, float]]:
-    """(rounds, busiest bytes, median seconds) of all-reduces."""
+    """(rounds, bytes on the busiest link, median seconds) of all-reduces."""
     steps = [Transfer("", Pattern.ALL_REDUCE, (float(nbytes),) * spec.world_size) for nbytes in FIT_SIZES_BYTES]
-    return [(bound_rounds(s), s.busiest_bytes, median_s(group, int(s.part_bytes[0]), spec)) for s in steps]
+    return [(bound_rounds(s), link_bytes(s, group), median_s(group, int(s.part_bytes[0]), spec)) for s in steps]
+
+
+def link_bytes(transfer: Transfer, group: TorchGroup) -> float:
+    """On the busiest link direction: of a node's link where its ranks share one."""
+    on_one_node = group.placement.num_nodes == 1
+    return transfer.busiest_bytes if on_one_node else node_link_bytes(transfer, group.placement)
 
 
 def bound_rounds(transfer: Transfer) -> int:
@@ -167,9 +181,16 @@ def ddp_sparse_exchange(gradients: Sequence[Tensor]) -> Exchange:
     return Exchange(run, prepare)
 
 
-def step_costs(scheme: Scheme[Any], specs: tuple[TensorSpec, ...], profiles: Any, size: int) -> dict[str, Any]:
-    """(rounds, rounds of the bound, busiest bytes) of each transfer; (kernel, calls, bytes) of each computation."""
-    steps = scheme.steps(specs, profiles, Placement.one_per_node(size))
+def step_costs(
+    scheme: Scheme[Any], specs: tuple[TensorSpec, ...], profiles: Any, placement: Placement, cost: CostModel
+) -> dict[str, Any]:
+    """(rounds, rounds of the bound, busiest bytes) of each transfer; (kernel, calls, bytes) of each computation.
+
+    Where ranks share a node's link or have another one inside: the seconds that are predicted, without a bound.
+    """
+    steps = scheme.steps(specs, profiles, placement)
+    if placement.num_nodes < placement.size:
+        return {"predicted_s": cost.total_s(steps, placement)}
     return {
         "transfers": [(t.rounds, bound_rounds(t), t.busiest_bytes) for t in transfers(steps)],
         "computations": [(step.kernel, step.calls, step.nbytes) for step in steps if isinstance(step, Compute)],
@@ -203,7 +224,7 @@ def measure(
     }
 
 
-def dense_case(nbytes: int, group: TorchGroup, spec: SyncSpec) -> dict[str, Any]:
+def dense_case(nbytes: int, group: TorchGroup, spec: SyncSpec, cost: CostModel) -> dict[str, Any]:
     """A plain tensor of this size: our all-reduce beside torch's."""
     x = torch.zeros(nbytes // 4)
     scheme = AllReduce()
@@ -211,7 +232,7 @@ def dense_case(nbytes: int, group: TorchGroup, spec: SyncSpec) -> dict[str, Any]
         {"size_bytes": nbytes, "dtype": "float32"},
         {"ddp": Exchange(lambda: dist.all_reduce(x))},
         {scheme.name: scheme_exchange(scheme, group, lambda: x)},
-        {scheme.name: step_costs(scheme, (TensorSpec.of(x),), (), group.size)},
+        {scheme.name: step_costs(scheme, (TensorSpec.of(x),), (), group.placement, cost)},
         spec,
     )
 
@@ -238,7 +259,7 @@ def workload_case(name: str, group: TorchGroup, spec: SyncSpec, cost: CostModel)
     else:
         workload.loss(model, next(batches)).backward()
         found = rows_of_step(sparse_gradients(model), group)
-    planned, selected = schemes_of(found.layout, found.specs, found.profiles, group.size, spec, cost)
+    planned, selected = schemes_of(found.layout, found.specs, found.profiles, group.placement, spec, cost)
     params = {
         "workload": name,
         **spec.options,
@@ -249,7 +270,7 @@ def workload_case(name: str, group: TorchGroup, spec: SyncSpec, cost: CostModel)
         params,
         found.baselines,
         {title: scheme_exchange(s, group, found.x, found.prepare) for title, s in planned.items()},
-        {title: step_costs(s, found.specs, found.profiles, group.size) for title, s in planned.items()},
+        {title: step_costs(s, found.specs, found.profiles, group.placement, cost) for title, s in planned.items()},
         spec,
         selected,
     )
@@ -298,7 +319,7 @@ def schemes_of(
     layout: Layout,
     specs: tuple[TensorSpec, ...],
     profiles: tuple[DensityProfile, ...],
-    size: int,
+    placement: Placement,
     spec: SyncSpec,
     cost: CostModel,
 ) -> tuple[dict[str, Scheme[Any]], str | None]:
@@ -306,8 +327,8 @@ def schemes_of(
     if spec.schemes == "planned":
         planned = ELEMENT_SCHEMES if layout is Layout.FLAT else SPARSE_SCHEMES
         return {name: with_capacity(s, profiles) for name, s in planned.items()}, None
-    everything = candidates(layout, profiles, size)
-    selection = select(everything, specs, profiles, Placement.one_per_node(size), cost)
+    everything = candidates(layout, profiles, placement)
+    selection = select(everything, specs, profiles, placement, cost)
     named = {scheme.title: scheme for scheme in everything}
     assert len(named) == len(everything), "titles tell schemes apart"
     return named, selection.chosen.scheme.title
@@ -345,8 +366,11 @@ def agreed_cost(fit: Sequence[tuple[int, float, float]], memory: float, group: T
     dist.all_reduce(slowest_s, op=dist.ReduceOp.MAX)
     *seconds, negated = slowest_s.tolist()
     samples = [(rounds, nbytes, s) for (rounds, nbytes, _), s in zip(fit, seconds, strict=True)]
+    intra, node = None, group.within_node()
+    if group.placement.is_hierarchy and node.bytes_per_s is not None and node.alpha_s is not None:
+        intra = Link(node.bytes_per_s, node.alpha_s)
     kernels = agreed(kernel_costs(REHEARSED), lambda mine: group.all_gather(mine).wait(TIMEOUT_S))
-    return CostModel.fit(samples, memory_bytes_per_s=-negated, kernels=kernels)
+    return CostModel.fit(samples, memory_bytes_per_s=-negated, kernels=kernels, intra=intra)
 
 
 def exchange(text: str) -> dict[str, Any]:
@@ -356,7 +380,7 @@ def exchange(text: str) -> dict[str, Any]:
     fit, memory = fit_samples(group, spec), memory_bytes_per_s(spec)
     cost = agreed_cost(fit, memory, group)
     event(kind="fit")
-    cases = [dense_case(nbytes, group, spec) for nbytes in DENSE_SIZES_BYTES]
+    cases = [dense_case(nbytes, group, spec, cost) for nbytes in DENSE_SIZES_BYTES]
     cases += [workload_case(name, group, spec, cost) for name in spec.workloads]
     return {"cost": asdict(cost), "cases": cases}
 

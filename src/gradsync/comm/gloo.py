@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..cluster import Placement
 from ..steps import DIRECT_BYTES, Pattern, Transfer
 from .group import Pending, TorchGroup, cut_messages, cut_to_lengths, split, swapped, with_lengths
 from .rounds import Rounds
@@ -38,9 +39,12 @@ class GlooGroup(TorchGroup):
         *,
         timeout_s: float,
         bytes_per_s: float | None = None,
+        placement: Placement | None = None,
+        parent: TorchGroup | None = None,
+        places: tuple[int, ...] | None = None,
     ) -> None:
-        self.bytes_per_s = bytes_per_s
-        super().__init__(process_group, timeout_s=timeout_s)
+        self.bytes_per_s = self._given_bytes_per_s = bytes_per_s
+        super().__init__(process_group, timeout_s=timeout_s, placement=placement, parent=parent, places=places)
 
     def _open(self, process_group: dist.ProcessGroup | None, timeout_s: float) -> None:
         super()._open(process_group, timeout_s)
@@ -49,6 +53,26 @@ class GlooGroup(TorchGroup):
         self._releases.append(lambda hanging: self._rounds.stop(patience_s=0.0 if hanging else 5.0))
         if self.bytes_per_s is None and self.size > 1:
             self.alpha_s, self.bytes_per_s = self._measured(timeout_s)
+        if self.placement.is_hierarchy:  # now, as plans are made from what is measured of these links
+            self._open_hierarchy()
+
+    def _open_hierarchy(self) -> None:
+        """Makes the groups of nodes and across nodes, and levels what they measured: all ranks are to plan alike."""
+        kinds = (self.within_node(), self.across_nodes())
+        slowest = torch.tensor([[g.alpha_s, 1 / g.bytes_per_s] for g in kinds if g.alpha_s and g.bytes_per_s])
+        if len(slowest):
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=self._own)
+            for group, (alpha_s, s_per_byte) in zip(kinds, slowest.tolist(), strict=True):
+                group.alpha_s, group.bytes_per_s = alpha_s, 1 / s_per_byte
+
+    def _make_subgroup(self, places: tuple[int, ...]) -> GlooGroup:
+        return GlooGroup(
+            self._process_group,
+            timeout_s=self._timeout_s,
+            bytes_per_s=self._given_bytes_per_s,
+            parent=self,
+            places=places,
+        )
 
     def all_reduce(self, buffer: Tensor) -> Pending[Tensor]:
         nbytes = buffer.numel() * buffer.element_size()
@@ -171,7 +195,12 @@ def _sum_into(buffer: Tensor, parts: Sequence[Tensor]) -> Tensor:
     return buffer.copy_(total)
 
 
-def torch_group(process_group: dist.ProcessGroup | None = None, *, timeout_s: float) -> TorchGroup:
-    """The group of a process group: a `GlooGroup` where every device has gloo as its backend."""
+def torch_group(
+    process_group: dist.ProcessGroup | None = None, *, timeout_s: float, placement: Placement | None = None
+) -> TorchGroup:
+    """The group of a process group: a `GlooGroup` where every device has gloo as its backend.
+
+    `placement`: where the members sit, the same on all of them; None: found out by host, and by torchrun's agent.
+    """
     backends = {entry.rpartition(":")[2] for entry in dist.get_backend_config(process_group).split(",")}
-    return (GlooGroup if backends == {"gloo"} else TorchGroup)(process_group, timeout_s=timeout_s)
+    return (GlooGroup if backends == {"gloo"} else TorchGroup)(process_group, timeout_s=timeout_s, placement=placement)

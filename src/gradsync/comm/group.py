@@ -8,8 +8,11 @@ Operations are the backend's own; where these are slow, `gloo.py` has better way
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import logging
+import os
 import secrets
+import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
@@ -21,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from ..cluster import Placement
 from .board import Board
 
 logger = logging.getLogger(__name__)
@@ -64,10 +68,36 @@ class Group(ABC):
     members: tuple[int, ...]
     alpha_s: float | None = None  # latency of a message, where it was measured
     bytes_per_s: float | None = None  # what a member's link carries each way, where it was measured
+    _placement: Placement | None = None
 
     @property
     def size(self) -> int:
         return len(self.members)
+
+    @property
+    def placement(self) -> Placement:
+        """Where the members sit; each on a node of its own where nothing is known."""
+        return self._placement or Placement.one_per_node(self.size)
+
+    def within_node(self) -> Group:
+        """The members on this one's node."""
+        return self.subgroup(self.placement.within(self.rank))
+
+    def across_nodes(self) -> Group:
+        """The members that have this one's place on their nodes, one of each.
+
+        Raises:
+            ValueError: on every member, where nodes have different numbers of them.
+        """
+        return self.subgroup(self.placement.across(self.rank))
+
+    @abstractmethod
+    def subgroup(self, places: tuple[int, ...]) -> Group:
+        """The group of the members at these places, this one among them; this group itself if they are all.
+
+        Made at the first call, for which all of them must come to the same point between their operations; kept until
+        this group is closed. Operations on both count as this group's: all are issued in one order.
+        """
 
     @abstractmethod
     def all_reduce(self, buffer: Tensor) -> Pending[Tensor]:
@@ -131,12 +161,27 @@ class TorchGroup(Group):
     """The members of a `torch.distributed` process group, over a new communicator with the same backend.
 
     Creating one is collective over the members. Operations are issued by one thread at a time (the caller's duty).
+    `placement`: where they sit; None: found out together. A subgroup has a `parent` and its members' `places` there.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None, *, timeout_s: float) -> None:
-        self.members = tuple(dist.get_process_group_ranks(process_group))
-        self.rank = dist.get_rank(process_group)
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        timeout_s: float,
+        placement: Placement | None = None,
+        parent: TorchGroup | None = None,
+        places: tuple[int, ...] | None = None,
+    ) -> None:
+        everyone = tuple(dist.get_process_group_ranks(process_group))
+        self.members = everyone if places is None else tuple(everyone[place] for place in places)
+        self.rank = self.members.index(dist.get_rank())
         self.backend = dist.get_backend(process_group)
+        self._process_group, self._timeout_s, self._parent = process_group, timeout_s, parent
+        self._placement = placement if parent is None or places is None else parent.placement.of(places)
+        if placement is not None and placement.size != len(self.members):
+            raise ValueError(f"the placement is of {placement.size} ranks, the group has {len(self.members)}")
+        self._subgroups: dict[tuple[int, ...], TorchGroup] = {}
         # gloo's own timeout only says that there was one; ours, which comes first, says who is missing.
         patience_s = timeout_s if self.backend == "nccl" else 1.5 * timeout_s + 5.0
         self._patience = timedelta(seconds=patience_s)
@@ -154,9 +199,26 @@ class TorchGroup(Group):
         self._own = self._communicator(process_group)
         # The store may outlive the job, and group names start anew with the next one: its notices are not ours.
         device = torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else torch.device("cpu")
-        nonce = torch.tensor([secrets.randbits(62)], device=device)
-        dist.broadcast(nonce, src=self.members[0], group=self._own)
-        self._board = Board(distributed_c10d._get_default_store(), f"gradsync/{self._own.group_name}/{int(nonce)}")
+        mine = torch.tensor([secrets.randbits(62), _node_key()], device=device)
+        everyone = mine.new_empty(2 * self.size)
+        _all_gather_single(everyone, mine, self._own).wait()
+        nonces, keys = everyone.view(-1, 2).T.tolist()
+        if self._placement is None:
+            nodes = list(dict.fromkeys(keys))
+            self._placement = Placement(tuple(map(nodes.index, keys)))
+        self._board = Board(distributed_c10d._get_default_store(), f"gradsync/{self._own.group_name}/{nonces[0]}")
+
+    def subgroup(self, places: tuple[int, ...]) -> Group:
+        if len(places) == self.size:
+            return self
+        if places not in self._subgroups:
+            made = self._make_subgroup(places)
+            self._subgroups[places] = made
+            self._releases.append(lambda hanging: made.close())
+        return self._subgroups[places]
+
+    def _make_subgroup(self, places: tuple[int, ...]) -> TorchGroup:
+        return TorchGroup(self._process_group, timeout_s=self._timeout_s, parent=self, places=places)
 
     def all_reduce(self, buffer: Tensor) -> Pending[Tensor]:
         return self._pending(dist.all_reduce(buffer, group=self._own, async_op=True), lambda: buffer)
@@ -258,7 +320,7 @@ class TorchGroup(Group):
             work.wait()  # completed, perhaps well and just after our patience ended: now it tells
             return True
         except RuntimeError as error:
-            why = self._board.failure() or f"a connection broke, as when a rank ends or dies ({_first_line(error)})"
+            why = self._announced_failure() or f"a connection broke, as when a rank ends or dies ({_first_line(error)})"
             raise GroupError(why) from None
 
     def _pending(self, work: Any, result: Callable[[], T], keep: Tensor | None = None) -> Pending[T]:
@@ -282,7 +344,7 @@ class TorchGroup(Group):
         poll_s = min(POLL_S, timeout_s / 4)
         noted, warned = False, False
         while not self._completes(work, poll_s):
-            if failure := self._board.failure():
+            if failure := self._announced_failure():
                 raise GroupError(failure)
             if gone := self._board.left_before(number):
                 raise GroupError(
@@ -298,6 +360,11 @@ class TorchGroup(Group):
             if not warned and waited_s >= WARNING_S:
                 logger.warning("waiting for %.0f s by now: %s", waited_s, self._who_is_missing(number))
                 warned = True
+
+    def _announced_failure(self) -> str | None:
+        """Of a subgroup also what was told to the whole group: who failed may be no member here."""
+        whole = self._parent._announced_failure() if self._parent is not None else None
+        return whole or self._board.failure()
 
     def _who_is_missing(self, number: int) -> str:
         behind = self._board.behind(self.members, number)
@@ -323,10 +390,10 @@ def _new_communicator(
         return whole
     # new_group(use_local_synchronization=True) names the group by how many groups a rank is in: members of different
     # numbers of groups would wait for each other. So this is its end, with a name that the members share.
-    assert process_group is not None
     store = distributed_c10d._get_default_store()
-    parent = process_group.group_name
-    name = f"gradsync {parent} {store.add(f'gradsync {parent} of {rank}', 1)}"
+    parent = (process_group or distributed_c10d._get_default_group()).group_name
+    number = store.add(f"gradsync {parent} of {members[rank]}", 1)
+    name = f"gradsync {parent} {number} from {members[0]}"  # groups of one number, as of nodes, share no member
     made: dist.ProcessGroup
     made, _ = distributed_c10d._new_process_group_helper(
         len(members),
@@ -383,6 +450,12 @@ def swapped(outgoing: Mapping[int, Tensor], bound: int) -> dict[int, Tensor]:
 def cut_messages(arrived: Sequence[Tensor], origins: Collection[int]) -> dict[int, Tensor]:
     """The messages of a `swap` in what arrived, by member, which has room for longer ones."""
     return {peer: arrived[peer][: length_of(arrived[peer])] for peer in origins}
+
+
+def _node_key() -> int:
+    """The same for ranks of one node: of one host, and where an agent such as torchrun started them, of one agent."""
+    name = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
 
 
 def _all_gather_single(output: Tensor, buffer: Tensor, group: dist.ProcessGroup) -> Any:

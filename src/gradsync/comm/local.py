@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..cluster import Placement
 from .group import Group, GroupError, Pending, split, swapped, with_lengths
 
 T = TypeVar("T")
@@ -23,6 +24,21 @@ class _Meeting:
         self.brought: dict[int, dict[int, Any]] = {}
         self.taken: dict[int, int] = {}
         self.failure: str | None = None
+        self._meetings: dict[tuple[int, ...], _Meeting] = {}  # of subgroups
+
+    def of(self, places: tuple[int, ...]) -> _Meeting:
+        """Where the members at these places meet."""
+        with self.changed:
+            meeting = self._meetings.setdefault(places, _Meeting(len(places)))
+            meeting.failure = meeting.failure or self.failure
+            return meeting
+
+    def fail(self, text: str) -> None:
+        with self.changed:
+            self.failure = text
+            self.changed.notify_all()
+            for meeting in self._meetings.values():
+                meeting.fail(text)
 
     def bring(self, number: int, rank: int, what: Any) -> None:
         with self.changed:
@@ -49,16 +65,27 @@ class _Meeting:
 class LocalGroup(Group):
     """One member of a group of threads; make all of them with `LocalGroup.world(size)`."""
 
-    def __init__(self, rank: int, meeting: _Meeting) -> None:
+    def __init__(self, rank: int, meeting: _Meeting, members: tuple[int, ...], placement: Placement) -> None:
         self.rank = rank
-        self.members = tuple(range(meeting.size))
+        self.members = members
+        self._placement = placement
         self._meeting = meeting
         self._number = 0
+        self._subgroups: dict[tuple[int, ...], LocalGroup] = {}
 
     @classmethod
-    def world(cls, size: int) -> list[LocalGroup]:
-        meeting = _Meeting(size)
-        return [cls(rank, meeting) for rank in range(size)]
+    def world(cls, size: int, placement: Placement | None = None) -> list[LocalGroup]:
+        meeting, members = _Meeting(size), tuple(range(size))
+        return [cls(rank, meeting, members, placement or Placement.one_per_node(size)) for rank in members]
+
+    def subgroup(self, places: tuple[int, ...]) -> Group:
+        if len(places) == self.size:
+            return self
+        if places not in self._subgroups:
+            members = tuple(self.members[place] for place in places)
+            meeting, placement = self._meeting.of(places), self.placement.of(places)
+            self._subgroups[places] = LocalGroup(places.index(self.rank), meeting, members, placement)
+        return self._subgroups[places]
 
     def all_reduce(self, buffer: Tensor) -> Pending[Tensor]:
         def total(brought: list[Any]) -> Tensor:
@@ -120,9 +147,7 @@ class LocalGroup(Group):
         return self._operation("broadcast", buffer.clone(), lambda brought: buffer.copy_(brought[0]))
 
     def announce_failure(self, text: str) -> None:
-        with self._meeting.changed:
-            self._meeting.failure = f"rank {self.rank}: {text}"
-            self._meeting.changed.notify_all()
+        self._meeting.fail(f"rank {self.members[self.rank]}: {text}")
 
     def close(self) -> None:
         """Threads of one process hold nothing to release."""
@@ -141,11 +166,17 @@ class LocalGroup(Group):
         return Pending(wait)
 
 
-def run_local(size: int, rank_main: Callable[[LocalGroup], T], *, timeout_s: float = 60.0) -> list[T]:
+def run_local(
+    size: int,
+    rank_main: Callable[[LocalGroup], T],
+    *,
+    placement: Placement | None = None,
+    timeout_s: float = 60.0,
+) -> list[T]:
     """Runs `rank_main(group)` on `size` threads and returns the results by rank; the first error is raised."""
     results: dict[int, T] = {}
     errors: dict[int, BaseException] = {}
-    groups = LocalGroup.world(size)
+    groups = LocalGroup.world(size, placement)
 
     def body(group: LocalGroup) -> None:
         try:

@@ -25,6 +25,7 @@ class Entry:
 
     pattern: Pattern
     sent_bytes: float
+    inside: bool = False  # between ranks of one node
 
 
 @dataclass
@@ -36,6 +37,11 @@ class Ledger:
     @property
     def sent_bytes(self) -> float:
         return sum(entry.sent_bytes for entry in self.entries)
+
+    @property
+    def sent_inside_bytes(self) -> float:
+        """The part of them that was for ranks of one node alone."""
+        return sum(entry.sent_bytes for entry in self.entries if entry.inside)
 
     def take_sent_bytes(self) -> float:
         """The bytes so far; forgets the entries, so that a long run keeps none."""
@@ -53,6 +59,17 @@ class RecordingGroup(Group):
         self.rank = inner.rank
         self.members = inner.members
         self.alpha_s, self.bytes_per_s = inner.alpha_s, inner.bytes_per_s
+        self._placement = inner.placement
+        self._inside = inner.size > 1 and inner.placement.num_nodes == 1
+        self._subgroups: dict[tuple[int, ...], RecordingGroup] = {}
+
+    def subgroup(self, places: tuple[int, ...]) -> Group:
+        """Writes into the same ledger."""
+        if len(places) == self.size:
+            return self
+        if places not in self._subgroups:
+            self._subgroups[places] = RecordingGroup(self.inner.subgroup(places), self.ledger)
+        return self._subgroups[places]
 
     def all_reduce(self, buffer: Tensor) -> Pending[Tensor]:
         nbytes = buffer.numel() * buffer.element_size()
@@ -93,5 +110,5 @@ class RecordingGroup(Group):
 
     def _written(self, pattern: Pattern, sent_bytes: float, pending: Pending[T]) -> Pending[T]:
         pending.sent_bytes = float(sent_bytes)
-        self.ledger.entries.append(Entry(pattern, pending.sent_bytes))
+        self.ledger.entries.append(Entry(pattern, pending.sent_bytes, self._inside))
         return pending

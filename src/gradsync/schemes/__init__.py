@@ -10,7 +10,9 @@ from .base import to_expression as to_expression
 from .capacity import RowCapacity as RowCapacity
 from .capacity import with_capacity as with_capacity
 from .centralized import AGSparse as AGSparse
+from .combine import Hierarchical as Hierarchical
 from .dense import AllReduce as AllReduce
+from .dense import ReduceScatter as ReduceScatter
 from .elements import BalancedElements as BalancedElements
 from .partitioned import BalancedParallelism as BalancedParallelism
 from .points import BLOCKS_OF_256 as BLOCKS_OF_256
@@ -24,6 +26,7 @@ from .points import ElementPoint as ElementPoint
 from .points import RowPoint as RowPoint
 from .precision import HalfPrecision as HalfPrecision
 from .regions import OkTopkLike as OkTopkLike
+from .scatter import SparseReduceScatter as SparseReduceScatter
 from .selection import Choice as Choice
 from .selection import Selection as Selection
 from .selection import candidates as candidates

@@ -78,17 +78,71 @@ class Scheme(ABC, Generic[X]):
 
 
 class Partitioned(Scheme[X], Generic[X, S]):
-    """A scheme of two halves: after `push` each rank holds the sum of what it owns, `pull` hands the parts to all."""
+    """A scheme of two halves: after `push` each rank holds the sum of what it owns, `pull` hands the parts to all.
+
+    What a rank owns is a bucket as well (`part`), which another scheme may go on with between the halves.
+    """
+
+    @property
+    def owns_alike(self) -> bool:
+        """Whether who owns what depends on no data, so that groups which know nothing of each other agree on it."""
+        return True
 
     @abstractmethod
-    async def push(self, x: X, state: State, group: Group, scale: float) -> tuple[S, State]: ...
+    async def push(self, x: X, state: State, group: Group, scale: float, *, wide: bool = False) -> tuple[S, State]:
+        """`wide`: sums of 16-bit floats stay in float32, for others to be added to them."""
 
     @abstractmethod
     async def pull(self, shard: S, state: State, group: Group) -> X: ...
 
+    @abstractmethod
+    def part(self, shard: S) -> X:
+        """The sums that a rank owns, as a bucket; may be overwritten."""
+
+    @abstractmethod
+    def with_part(self, shard: S, part: X) -> S:
+        """The shard with other sums in place of its own, rounded to the bucket's dtype."""
+
+    @abstractmethod
+    def push_stages(self, size: int) -> tuple[str, ...]: ...
+
+    @abstractmethod
+    def pull_stages(self, size: int) -> tuple[str, ...]: ...
+
+    @abstractmethod
+    def push_steps(
+        self, specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfile, ...], size: int
+    ) -> tuple[Step, ...]:
+        """What `push` does among `size` ranks."""
+
+    @abstractmethod
+    def pull_steps(
+        self, specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfile, ...], size: int, summed: int
+    ) -> tuple[Step, ...]:
+        """What `pull` does among `size` ranks with sums over `summed` ranks."""
+
+    @abstractmethod
+    def part_of(
+        self, specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfile, ...], size: int, owner: int
+    ) -> tuple[tuple[TensorSpec, ...], tuple[DensityProfile, ...]]:
+        """What `part` of a wide push gives to the `owner` among `size` ranks."""
+
+    def stages(self, size: int) -> tuple[str, ...]:
+        return (*self.push_stages(size), *self.pull_stages(size))
+
     async def synchronize(self, x: X, state: State, group: Group, scale: float) -> tuple[X, State]:
         shard, next_state = await self.push(x, state, group, scale)
         return await self.pull(shard, state, group), next_state
+
+    def steps(
+        self,
+        specs: tuple[TensorSpec, ...],
+        profiles: tuple[DensityProfile, ...],
+        placement: Placement,
+        round: int = 0,
+    ) -> tuple[Step, ...]:
+        n = placement.size
+        return (*self.push_steps(specs, profiles, n), *self.pull_steps(specs, profiles, n, n))
 
 
 _registry: dict[str, type[Scheme[Any]]] = {}
@@ -161,4 +215,4 @@ def _plain(value: Any) -> Any:
 
 
 def _is_scheme_field(field: Any) -> bool:
-    return "Scheme" in str(field.type)
+    return any(kind in str(field.type) for kind in ("Scheme", "Partitioned"))

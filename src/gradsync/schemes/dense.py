@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from .. import kernels
 from ..bucket import Layout, TensorSpec
 from ..cluster import Placement
 from ..comm import Group
 from ..density import DensityProfile
 from ..steps import Compute, Pattern, Step, Transfer
-from .base import Scheme, State, register
+from .base import Partitioned, Scheme, State, register
 
 
 @register
@@ -44,3 +46,89 @@ class AllReduce(Scheme[Tensor]):
             Compute("scale", 2 * flat.nbytes),
             Transfer("all_reduce", Pattern.ALL_REDUCE, (float(flat.nbytes),) * placement.size),
         )
+
+
+@dataclass(frozen=True)
+class OwnedRange:
+    """What a rank holds after push: the sum of its range of the bucket, with zeros where that ends earlier."""
+
+    values: Tensor
+    whole: Tensor  # the bucket, whose memory the result takes
+
+
+@register
+@dataclass(frozen=True)
+class ReduceScatter(Partitioned[Tensor, OwnedRange]):
+    """A dense all-reduce in halves: each rank sums an equal range of the bucket (push), all gather them (pull). Exact.
+
+    Unlike in `AllReduce` the order of the sum is ours: by rank, in float32 (float64 for float64), rounded once.
+    Wire: (n-1)/n of the bucket in either half, sent and received by each rank.
+    """
+
+    layout = Layout.FLAT
+
+    def push_stages(self, size: int) -> tuple[str, ...]:
+        return ("push",)
+
+    def pull_stages(self, size: int) -> tuple[str, ...]:
+        return ("pull",)
+
+    async def push(
+        self, x: Tensor, state: State, group: Group, scale: float, *, wide: bool = False
+    ) -> tuple[OwnedRange, State]:
+        # Push: to each owner its range.
+        ranges, accumulated = _ranges(x.numel(), group.size), kernels.accumulation_dtype(x.dtype)
+        mine = ranges[group.rank]
+        parts = await group.all_to_all(x, ranges, [mine] * group.size, largest=ranges[0])
+        total = x.new_zeros(ranges[0], dtype=accumulated)
+        total[:mine] = parts[0]
+        for part in parts[1:]:
+            total[:mine] += part
+        total.mul_(scale)
+        return OwnedRange(total if wide else total.to(x.dtype), x), state
+
+    async def pull(self, shard: OwnedRange, state: State, group: Group) -> Tensor:
+        # Pull: from each owner its range of the sum.
+        whole = shard.whole
+        parts = await group.all_gather(shard.values)
+        for room, part in zip(torch.split(whole, _ranges(whole.numel(), group.size)), parts, strict=True):
+            room.copy_(part[: len(room)])
+        return whole
+
+    def part(self, shard: OwnedRange) -> Tensor:
+        return shard.values
+
+    def with_part(self, shard: OwnedRange, part: Tensor) -> OwnedRange:
+        return OwnedRange(part.to(shard.whole.dtype), shard.whole)
+
+    def push_steps(
+        self, specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfile, ...], size: int
+    ) -> tuple[Step, ...]:
+        (flat,) = specs
+        ranges = tuple(float(length * flat.itemsize) for length in _ranges(flat.numel, size))
+        return (
+            Transfer("push", Pattern.ALL_TO_ALL, ranges),
+            Compute("sum_ranges", (size + 1) * ranges[0]),
+        )
+
+    def pull_steps(
+        self, specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfile, ...], size: int, summed: int
+    ) -> tuple[Step, ...]:
+        (flat,) = specs
+        length = float(_ranges(flat.numel, size)[0] * flat.itemsize)
+        return Transfer("pull", Pattern.ALL_GATHER, (length,) * size), Compute("join_ranges", 2 * size * length)
+
+    def part_of(
+        self, specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfile, ...], size: int, owner: int
+    ) -> tuple[tuple[TensorSpec, ...], tuple[DensityProfile, ...]]:
+        (flat,) = specs
+        length = _ranges(flat.numel, size)[0]
+        sums = tuple(profile.of_sums(size) for profile in profiles)
+        part = TensorSpec((length,), kernels.accumulation_dtype(flat.dtype))
+        return (part,), tuple(profile.of_range(owner * length, (owner + 1) * length) for profile in sums)
+
+
+def _ranges(numel: int, size: int) -> list[int]:
+    """Lengths of the owners' ranges: as equal as whole elements allow, the last ones shorter or empty."""
+    length = -(-numel // size)
+    return [max(min(length, numel - owner * length), 0) for owner in range(size)]

@@ -20,7 +20,7 @@ class ColumnOwners:
     shared: Columns
 
 
-def column_owners(dim: int, size: int) -> ColumnOwners:
+def column_owners(dim: int, size: int, most_shared: int = MOST_SHARED) -> ColumnOwners:
     """Column stripes: whatever rows a step touches, all owners get equally many elements of each.
 
     Imbalance 1 in push and pull if `size` divides `dim`, with no hash and no table (Zen, OSDI 2025, made exact for
@@ -29,7 +29,7 @@ def column_owners(dim: int, size: int) -> ColumnOwners:
     columns costs (n-1)L, so that sharing pays if L < 1+u. With more columns left over, stripes differ by one column.
     """
     left = dim % size
-    shared = left if left <= MOST_SHARED else 0
+    shared = left if left <= most_shared else 0
     owned = dim - shared
     stripes = tuple((owner * owned // size, (owner + 1) * owned // size) for owner in range(size))
     return ColumnOwners(stripes, (owned, dim))
@@ -41,11 +41,12 @@ class StripedGroups:
 
     groups: tuple[RowGroup, ...]
     size: int  # number of owners
+    most_shared: int = MOST_SHARED  # columns left over that all owners sum
 
     @cached_property
     def formats(self) -> tuple[RowFormat, ...]:
         """What each owner sums: of each group its own columns, then the shared ones."""
-        owners = [column_owners(group.dim, self.size) for group in self.groups]
+        owners = [column_owners(group.dim, self.size, self.most_shared) for group in self.groups]
         return tuple(
             RowFormat(self.groups, tuple((group.stripes[owner], group.shared) for group in owners))
             for owner in range(self.size)
@@ -54,7 +55,8 @@ class StripedGroups:
     @cached_property
     def shared(self) -> tuple[tuple[Piece, ...], ...]:
         """Of each group the pieces that all owners sum: the last ones of its pieces in `formats`."""
-        return tuple(tuple(group.pieces([column_owners(group.dim, self.size).shared])) for group in self.groups)
+        owners = [column_owners(group.dim, self.size, self.most_shared) for group in self.groups]
+        return tuple(tuple(group.pieces([of.shared])) for group, of in zip(self.groups, owners, strict=True))
 
     @cached_property
     def owned(self) -> tuple[tuple[tuple[Piece, ...], ...], ...]:
@@ -81,6 +83,6 @@ class StripedGroups:
 
 
 @lru_cache(maxsize=64)
-def striped(groups: tuple[RowGroup, ...], size: int) -> StripedGroups:
+def striped(groups: tuple[RowGroup, ...], size: int, most_shared: int = MOST_SHARED) -> StripedGroups:
     """`groups` striped over `size` owners; the same object at the next step, with what it has worked out."""
-    return StripedGroups(groups, size)
+    return StripedGroups(groups, size, most_shared)

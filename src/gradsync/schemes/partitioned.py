@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from .. import kernels
 from ..bucket import Layout, TensorSpec
-from ..cluster import Placement
 from ..comm import Group
 from ..density import DensityProfile
 from ..sparse import SparseRows
@@ -18,8 +17,20 @@ from ..steps import Compute, Pattern, Step, Transfer
 from .base import Partitioned, State, register
 from .capacity import RowCapacity, opened, write_header
 from .formats import RowFormat, Section, head_nbytes
-from .owners import StripedGroups, striped
-from .tables import Agreement, Columns, Survey, Tables, common_groups, expected_groups, specs_of
+from .owners import MOST_SHARED, StripedGroups, striped
+from .tables import (
+    Agreement,
+    Columns,
+    RowGroup,
+    Survey,
+    Tables,
+    common_groups,
+    expected_groups,
+    single_groups,
+    specs_of,
+)
+
+OWNERS = ("column_stripe", "table_stripe")
 
 
 @dataclass(frozen=True)
@@ -27,6 +38,7 @@ class OwnedColumns:
     """What a rank holds after push: the sum of its columns for every row that any rank touched."""
 
     stripes: StripedGroups
+    rank: int
     present: tuple[bool, ...]  # per table: whether any rank has a gradient for it
     indices: tuple[Tensor, ...]  # per group (union,) int64, sorted; the same on every rank
     values: Tensor  # flat: group by group, table by table, (union, columns owned)
@@ -52,66 +64,121 @@ class BalancedParallelism(RowCapacity, Partitioned[Tables, OwnedColumns]):
     once more, by the sizes that all know.
     """
 
-    owners: str = "column_stripe"  # who sums what; the only map for row-sparse tables so far
+    owners: str = "column_stripe"  # who sums what; "table_stripe": each table striped by itself, whatever rows it has
 
     layout = Layout.ROWS
 
     def __post_init__(self) -> None:
-        if self.owners != "column_stripe":
-            raise ValueError(f"BalancedParallelism.owners must be 'column_stripe', got {self.owners!r}")
+        if self.owners not in OWNERS:
+            raise ValueError(
+                f"BalancedParallelism.owners must be one of {', '.join(map(repr, OWNERS))}, got {self.owners!r}"
+            )
         super().__post_init__()
 
-    def stages(self, size: int) -> tuple[str, ...]:
-        return ("push", "pull") if self.capacity else ("sizes", "push", "pull")
+    @property
+    def owns_alike(self) -> bool:
+        """Which tables have the same rows, and so are striped as one, is found in the data."""
+        return self.owners == "table_stripe"
 
-    async def push(self, x: Tables, state: State, group: Group, scale: float) -> tuple[OwnedColumns, State]:
+    def planned_groups(self, specs: tuple[TensorSpec, ...]) -> tuple[RowGroup, ...]:
+        planned = super().planned_groups(specs)
+        return single_groups(specs) if self.owns_alike else planned
+
+    def push_stages(self, size: int) -> tuple[str, ...]:
+        return ("push",) if self.capacity else ("sizes", "push")
+
+    def pull_stages(self, size: int) -> tuple[str, ...]:
+        return ("pull",)
+
+    async def push(
+        self, x: Tables, state: State, group: Group, scale: float, *, wide: bool = False
+    ) -> tuple[OwnedColumns, State]:
         # Push: to each owner its columns of my rows.
         survey, specs = Survey.of(x), specs_of(x)
+        dtype = kernels.accumulation_dtype(specs[0].dtype) if wide else specs[0].dtype
         if self.capacity:
-            stripes = striped(self.planned_groups(specs), group.size)
+            stripes = self._striped(self.planned_groups(specs), group.size)
             bounds = [self.largest_nbytes(format) for format in stripes.formats]
             messages = self._messages(x, survey, stripes, group.rank)
             headers, bodies = opened(await group.exchange(messages, bounds), len(x))
             if all(map(self.fits, headers)):
-                return _sum_columns(bodies, Agreement.of(headers, stripes.groups), stripes, group.rank, scale), state
+                agreed = Agreement.of(headers, stripes.groups)
+                return _sum_columns(bodies, agreed, stripes, group.rank, scale, dtype), state
         else:
             headers = [header.tolist() for header in await group.all_gather(survey.header)]  # to size the messages
-        agreed = Agreement.of(headers, common_groups(headers, specs))
-        stripes = striped(agreed.groups, group.size)
+        agreed = Agreement.of(headers, single_groups(specs) if self.owns_alike else common_groups(headers, specs))
+        stripes = self._striped(agreed.groups, group.size)
         messages = await _push_by_sizes(x, survey, agreed, stripes, group)
-        return _sum_columns(messages, agreed, stripes, group.rank, scale), state
+        return _sum_columns(messages, agreed, stripes, group.rank, scale, dtype), state
 
     async def pull(self, shard: OwnedColumns, state: State, group: Group) -> Tables:
         # Pull: from each owner its columns of the sum; everybody knows the rows already.
         sizes = [shard.numel_of(owner) for owner in range(group.size)]
         return _join_stripes(await group.all_gather(shard.values, sizes), shard)
 
-    def steps(
-        self,
-        specs: tuple[TensorSpec, ...],
-        profiles: tuple[DensityProfile, ...],
-        placement: Placement,
-        round: int = 0,
-    ) -> tuple[Step, ...]:
-        n, at_once = placement.size, self.expects_to_fit(profiles)
-        groups = self.planned_groups(specs) if at_once else expected_groups(specs, profiles)
-        rows = [profiles[group.first].rows for group in groups]
-        unions = [profiles[group.first].union_rows(n) for group in groups]
-        stripes = striped(groups, n)
-        push, pull = tuple(format.nbytes(rows) for format in stripes.formats), stripes.pull_bytes(unions)
-        return (
-            Compute("stripe_rows", RowFormat.whole(groups).nbytes(rows) + sum(push), calls=len(specs)),
-            *self.transfers("push", Pattern.ALL_TO_ALL, push, len(specs), at_once=at_once),
-            Compute("sum_stripes", n * max(push) + max(pull), calls=len(specs)),
-            Transfer("pull", Pattern.ALL_GATHER, pull),
-            Compute("join_stripes", 2 * sum(pull), calls=len(specs)),
+    def part(self, shard: OwnedColumns) -> Tables:
+        """Of every table my columns, none perhaps, of all rows that the group has."""
+        widths = shard.stripes.widths[shard.rank]
+        sizes = [len(rows) * width for rows, width in zip(shard.indices, widths, strict=True)]
+        values = torch.split(shard.values, sizes)
+        return tuple(
+            SparseRows(indices, part.view(len(indices), width), group.num_rows, present)
+            for group, indices, part, width, present in zip(
+                shard.stripes.groups, shard.indices, values, widths, shard.present, strict=True
+            )
         )
+
+    def with_part(self, shard: OwnedColumns, part: Tables) -> OwnedColumns:
+        values = torch.cat([table.values.reshape(-1) for table in part]).to(shard.stripes.groups[0].specs[0].dtype)
+        present, indices = tuple(table.present for table in part), tuple(table.indices for table in part)
+        return replace(shard, present=present, indices=indices, values=values)
+
+    def push_steps(
+        self, specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfile, ...], size: int
+    ) -> tuple[Step, ...]:
+        at_once, stripes = self.expects_to_fit(profiles), self._expected(specs, profiles, size)
+        rows = [profiles[group.first].rows for group in stripes.groups]
+        push = tuple(format.nbytes(rows) for format in stripes.formats)
+        summed = stripes.pull_bytes([profiles[group.first].union_rows(size) for group in stripes.groups])
+        return (
+            Compute("stripe_rows", RowFormat.whole(stripes.groups).nbytes(rows) + sum(push), calls=len(specs)),
+            *self.transfers("push", Pattern.ALL_TO_ALL, push, len(specs), at_once=at_once),
+            Compute("sum_stripes", size * max(push) + max(summed), calls=len(specs)),
+        )
+
+    def pull_steps(
+        self, specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfile, ...], size: int, summed: int
+    ) -> tuple[Step, ...]:
+        stripes = self._expected(specs, profiles, size)
+        pull = stripes.pull_bytes([profiles[group.first].union_rows(summed) for group in stripes.groups])
+        return Transfer("pull", Pattern.ALL_GATHER, pull), Compute("join_stripes", 2 * sum(pull), calls=len(specs))
+
+    def part_of(
+        self, specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfile, ...], size: int, owner: int
+    ) -> tuple[tuple[TensorSpec, ...], tuple[DensityProfile, ...]]:
+        widths = self._striped(single_groups(specs), size).widths[owner]
+        wide = kernels.accumulation_dtype(specs[0].dtype)
+        parts = tuple(TensorSpec((s.num_rows, width), wide) for s, width in zip(specs, widths, strict=True))
+        return parts, tuple(profile.of_sums(size) for profile in profiles)
+
+    def _striped(self, groups: tuple[RowGroup, ...], size: int) -> StripedGroups:
+        return striped(groups, size, 0 if self.owns_alike else MOST_SHARED)
+
+    def _expected(
+        self, specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfile, ...], size: int
+    ) -> StripedGroups:
+        """The groups that tables of these profiles will form, striped."""
+        if self.owns_alike or self.expects_to_fit(profiles):
+            groups = single_groups(specs) if self.owns_alike else self.planned_groups(specs)
+        else:
+            groups = expected_groups(specs, profiles)
+        return self._striped(groups, size)
 
     def _messages(self, x: Tables, survey: Survey, stripes: StripedGroups, rank: int) -> list[Tensor]:
         """A message for each owner: header and my rows, or the header alone if they do not fit."""
         header = survey.header.tolist()  # the host sizes the messages
         if not self.fits(header):
-            stripes = striped((), stripes.size)
+            stripes = self._striped((), stripes.size)
         (rows,) = Agreement.of([header], stripes.groups).rows
         _, messages = _pack_stripes(x, survey, stripes, rows, rank, head=head_nbytes(len(x)))
         for message in messages:
@@ -174,9 +241,9 @@ def _write_group(tables: Tables, survey: Survey, stripes: StripedGroups, number:
 
 
 def _sum_columns(
-    messages: list[Tensor], agreed: Agreement, stripes: StripedGroups, rank: int, scale: float
+    messages: list[Tensor], agreed: Agreement, stripes: StripedGroups, rank: int, scale: float, dtype: torch.dtype
 ) -> OwnedColumns:
-    """`scale` times the sum of my columns over all ranks, in rank order."""
+    """`scale` times the sum of my columns over all ranks, in rank order; rounded to `dtype`."""
     format = stripes.formats[rank]
     received = [format.sections(message, rows) for message, rows in zip(messages, agreed.rows, strict=True)]
     for sections in received:
@@ -187,7 +254,7 @@ def _sum_columns(
         for number, group in enumerate(stripes.groups)
     ]
     total = sum(union.count * width for union, width in zip(unions, stripes.widths[rank], strict=True))
-    flat = messages[0].new_empty(total, dtype=stripes.groups[0].specs[0].dtype)
+    flat = messages[0].new_empty(total, dtype=dtype)
     indices, shared, offset = [], [], 0
     for number, union in enumerate(unions):
         indices.append(flat.new_empty(union.count, dtype=torch.int64))
@@ -201,9 +268,9 @@ def _sum_columns(
             else:  # the shared pieces come after the owned ones
                 out = flat.new_empty(union.count, piece.width)
                 apart.append(out)
-            union.sum([sections[number].values[place] for sections in received], [out], scale=scale)
+            union.sum([sections[number].values[place].to(dtype) for sections in received], [out], scale=scale)
         shared.append(tuple(apart))
-    return OwnedColumns(stripes, agreed.present, tuple(indices), flat, tuple(shared))
+    return OwnedColumns(stripes, rank, agreed.present, tuple(indices), flat, tuple(shared))
 
 
 def _join_stripes(parts: list[Tensor], shard: OwnedColumns) -> Tables:

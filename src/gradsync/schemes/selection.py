@@ -6,18 +6,20 @@ what is compared are the bytes it sends in the formats it uses, latencies, and t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from ..bucket import Layout, TensorSpec
 from ..cluster import Placement
 from ..costs import CostModel
 from ..density import DensityProfile
-from .base import Scheme
+from .base import Partitioned, Scheme
 from .capacity import with_capacity
 from .centralized import AGSparse
-from .dense import AllReduce
+from .combine import Hierarchical
+from .dense import AllReduce, ReduceScatter
 from .elements import BalancedElements
 from .partitioned import BalancedParallelism
 from .points import (
@@ -33,6 +35,7 @@ from .points import (
 )
 from .precision import HalfPrecision
 from .regions import OkTopkLike
+from .scatter import SparseReduceScatter
 from .space import POINTS
 from .zen_hash import ZenHash
 
@@ -57,13 +60,14 @@ class Selection:
 
 
 def candidates(
-    layout: Layout, profiles: Sequence[DensityProfile], size: int, *, values: str | None = None
+    layout: Layout, profiles: Sequence[DensityProfile], placement: Placement, *, values: str | None = None
 ) -> tuple[Scheme[Any], ...]:
-    """What a bucket of this layout may be synchronised by, among `size` ranks; with room for data of these profiles.
+    """What a bucket of this layout may be synchronised by, among ranks placed so; with room for data of these profiles.
 
-    `values`: rounded to "bfloat16" or "float16" on the wire; by default all is exact.
+    Where several nodes have several ranks each, also what sums inside the nodes first. `values`: rounded to "bfloat16"
+    or "float16" on the wire; by default all is exact.
     """
-    points = POINTS if size <= MOST_RANKS_FOR_POINTS else ()
+    points = POINTS if placement.size <= MOST_RANKS_FOR_POINTS else ()
     schemes: list[Scheme[Any]]
     if layout is Layout.FLAT:
         schemes = [AllReduce(), *(with_capacity(scheme, profiles) for scheme in (BalancedElements(), ZenHash()))]
@@ -78,9 +82,26 @@ def candidates(
             PARAMETER_SERVER_OF_ROWS,
             *(RowPoint.at(point) for point in points),
         ]
+    schemes += _hierarchies(layout, profiles, placement)
     if values is not None:
         schemes = [HalfPrecision(scheme, values) for scheme in schemes]
     return tuple(dict.fromkeys(schemes))
+
+
+def _hierarchies(layout: Layout, profiles: Sequence[DensityProfile], placement: Placement) -> Iterator[Scheme[Any]]:
+    """Both stages dense or sparse, in any combination that there is."""
+    per_node = placement.ranks_per_node
+    if per_node is None or not placement.is_hierarchy:
+        return
+    intra: list[Partitioned[Any, Any]]
+    inter: list[Scheme[Any]]
+    if layout is Layout.FLAT:
+        intra, inter = [ReduceScatter(), SparseReduceScatter()], [AllReduce(), BalancedElements(), DOUBLING_OF_ELEMENTS]
+    else:
+        intra = [BalancedParallelism(owners="table_stripe")]
+        inter = [BalancedParallelism(), AGSparse(), DOUBLING_OF_ROWS]
+    for inside, across in product(intra, inter):
+        yield with_capacity(Hierarchical(inside, across, per_node), profiles)
 
 
 def select(
@@ -107,7 +128,7 @@ def select(
         raise ValueError("select needs at least one scheme to choose from")
     if not 0 <= margin < 1:
         raise ValueError(f"the margin is a share of the present scheme's time in [0, 1), got {margin}")
-    timed = [Choice(scheme, cost.total_s(scheme.steps(specs, profiles, placement))) for scheme in schemes]
+    timed = [Choice(scheme, cost.total_s(scheme.steps(specs, profiles, placement), placement)) for scheme in schemes]
     ordered = tuple(sorted(timed, key=lambda choice: choice.seconds))
     present = next((choice for choice in timed if current and choice.scheme.unplanned == current.unplanned), None)
     stays = present is not None and ordered[0].seconds > (1 - margin) * present.seconds

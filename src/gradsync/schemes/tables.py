@@ -145,6 +145,11 @@ def expected_groups(specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfil
     return groups_of(members.values(), specs)
 
 
+def single_groups(specs: tuple[TensorSpec, ...]) -> tuple[RowGroup, ...]:
+    """Every table on its own."""
+    return groups_of(([position] for position in range(len(specs))), specs)
+
+
 def groups_of(members: Iterable[Sequence[int]], specs: tuple[TensorSpec, ...]) -> tuple[RowGroup, ...]:
     """The groups whose tables stand at these positions of the bucket."""
     return tuple(RowGroup(tuple(positions), tuple(specs[i] for i in positions)) for positions in members)

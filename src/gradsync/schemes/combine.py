@@ -1,0 +1,225 @@
+"""Schemes made of schemes: inside nodes first, where links are fast, then between them (Zen, OSDI 2025, section 5.1).
+
+Zen reduces inside a node always densely, however little there is to reduce; here both stages are schemes of one's
+choice, and the cost model tells which pay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import Any, TypeVar
+
+from ..bucket import Bucket, Layout, TensorSpec
+from ..cluster import Placement
+from ..comm import Group, Pending
+from ..density import DensityProfile
+from ..steps import Compute, Step, Transfer
+from .base import Partitioned, Scheme, State, register
+from .dense import AllReduce, ReduceScatter
+
+T = TypeVar("T")
+
+
+@register
+@dataclass(frozen=True)
+class Hierarchical(Scheme[Any]):
+    """Push inside each node, `inter` among the ranks that own the same part on all nodes, pull inside each node.
+
+    Exact if its parts are. After the push each rank of a node owns the node's sum of one part; these parts travel
+    between nodes, each once, and not every rank's own tensor. Sums of 16-bit floats stay in float32 until they are
+    complete, and the scale is applied there. With one rank a node it is `inter` alone, on one node `intra`.
+    Wire: what the halves of `intra` move among a node's ranks, and `inter`, for a part, among as many ranks as nodes.
+    """
+
+    intra: Partitioned[Any, Any] = ReduceScatter()
+    inter: Scheme[Any] = AllReduce()
+    ranks_per_node: int = 1
+
+    def __post_init__(self) -> None:
+        for setting, kind in (("intra", Partitioned), ("inter", Scheme)):
+            if not isinstance(given := getattr(self, setting), kind):
+                raise ValueError(f"Hierarchical.{setting} must be a scheme{_OF_HALVES[kind]}, got {given!r}")
+        if type(self.ranks_per_node) is not int or self.ranks_per_node < 1:
+            raise ValueError(f"Hierarchical.ranks_per_node must be at least 1, got {self.ranks_per_node!r}")
+        if self.inter.layout is not self.intra.layout:
+            raise ValueError(
+                f"Hierarchical.intra and inter must be for the same kind of bucket, got {self.intra.name} for "
+                f"{self.intra.layout} and {self.inter.name} for {self.inter.layout}"
+            )
+        if not self.intra.owns_alike:
+            raise ValueError(
+                "Hierarchical.intra must give the same parts to the same ranks of all nodes, whatever the data: "
+                f"BalancedParallelism does with owners='table_stripe', got {self.intra!r}"
+            )
+        object.__setattr__(self, "layout", self.intra.layout)
+        object.__setattr__(self, "exact", self.intra.exact and self.inter.exact)
+
+    @property
+    def title(self) -> str:
+        return f"{self.name} of {self.intra.title} and {self.inter.title}"
+
+    @property
+    def unplanned(self) -> Scheme[Any]:
+        parts: dict[str, Any] = {"intra": self.intra.unplanned, "inter": self.inter.unplanned}
+        return replace(self, **parts)
+
+    def planned_for(self, profiles: Sequence[DensityProfile]) -> Scheme[Any]:
+        """With room for the rows of tables; how many elements a part of a flat bucket has needs more than profiles."""
+        if self.layout is Layout.FLAT:
+            return self
+        sums = [profile.of_sums(self.ranks_per_node) for profile in profiles]
+        parts: dict[str, Any] = {"intra": self.intra.planned_for(profiles), "inter": self.inter.planned_for(sums)}
+        return replace(self, **parts)
+
+    def stages(self, size: int) -> tuple[str, ...]:
+        nodes = self._nodes(size)
+        if self.ranks_per_node == 1:
+            return self.inter.stages(nodes)
+        if nodes == 1:
+            return self.intra.stages(size)
+        push, pull = self.intra.push_stages(self.ranks_per_node), self.intra.pull_stages(self.ranks_per_node)
+        return (
+            *(f"node {stage}" for stage in push),
+            *(f"across {stage}" for stage in self.inter.stages(nodes)),
+            *(f"node {stage}" for stage in pull),
+        )
+
+    def check(self, specs: tuple[TensorSpec, ...]) -> None:
+        self.intra.check(specs)
+        self.inter.check(self.intra.part_of(specs, (), self.ranks_per_node, 0)[0])
+
+    def init(self, bucket: Bucket, group: Group) -> State:
+        """
+        Raises:
+            ValueError: on every rank, where nodes do not have as many ranks as planned; for parts that keep state.
+        """
+        self._check_placement(group.placement)
+        for part in (self.intra, self.inter):
+            if part.init(bucket, group):
+                raise ValueError(f"{part.name} keeps state, for which Hierarchical has no place")
+        if group.placement.is_hierarchy:
+            group.within_node(), group.across_nodes()  # made here, where all ranks come by between their operations
+        return {}
+
+    async def synchronize(self, x: Any, state: State, group: Group, scale: float) -> tuple[Any, State]:
+        self._check_placement(group.placement)
+        g, nodes = self.ranks_per_node, group.size // self.ranks_per_node
+        if g == 1:
+            return await self.inter.synchronize(x, state, group, scale)
+        if nodes == 1:
+            return await self.intra.synchronize(x, state, group, scale)
+        node, across = group.within_node(), group.across_nodes()
+        # Push: to each rank of the node its part.
+        push = self.intra.push(x, {}, node, 1.0, wide=True)
+        shard, _ = await _in_turns(push, len(self.intra.push_stages(g)))
+        # Across the nodes.
+        sums = self.inter.synchronize(self.intra.part(shard), {}, across, scale)
+        part, _ = await _in_turns(sums, len(self.inter.stages(nodes)))
+        # Pull: from each rank of the node its part of the sum.
+        pull = self.intra.pull(self.intra.with_part(shard, part), {}, node)
+        return await _in_turns(pull, len(self.intra.pull_stages(g))), state
+
+    def steps(
+        self,
+        specs: tuple[TensorSpec, ...],
+        profiles: tuple[DensityProfile, ...],
+        placement: Placement,
+        round: int = 0,
+    ) -> tuple[Step, ...]:
+        self._check_placement(placement)
+        g, nodes, n = self.ranks_per_node, placement.num_nodes, placement.size
+        if g == 1:
+            return self.inter.steps(specs, profiles, placement, round)
+        if nodes == 1:
+            return self.intra.steps(specs, profiles, placement, round)
+        within = tuple(dict.fromkeys(map(placement.within, range(n))))
+        across = tuple(map(placement.across, within[0]))
+        parts = [self.intra.part_of(specs, profiles, g, owner) for owner in range(g)]
+        between = [self.inter.steps(*part, Placement.one_per_node(nodes), round) for part in parts]
+        return (
+            *_at_once("node", within, [self.intra.push_steps(specs, profiles, g)] * nodes),
+            *_at_once("across", across, between),
+            *_at_once("node", within, [self.intra.pull_steps(specs, profiles, g, n)] * nodes),
+        )
+
+    def _nodes(self, size: int) -> int:
+        """
+        Raises:
+            ValueError: for a number of ranks that does not fill nodes.
+        """
+        if size % self.ranks_per_node:
+            raise ValueError(f"Hierarchical is planned for {self.ranks_per_node} ranks a node, there are {size} ranks")
+        return size // self.ranks_per_node
+
+    def _check_placement(self, placement: Placement) -> None:
+        if placement.ranks_per_node != self.ranks_per_node:
+            counts = [placement.nodes.count(node) for node in dict.fromkeys(placement.nodes)]
+            raise ValueError(
+                f"Hierarchical is planned for {self.ranks_per_node} ranks on each node, the nodes have "
+                f"{', '.join(map(str, counts))}; make a plan for this placement"
+            )
+
+
+_OF_HALVES = {Partitioned: " of two halves (push and pull)", Scheme: ""}
+
+
+async def _in_turns(coroutine: Coroutine[Any, Any, T], turns: int) -> T:
+    """What a scheme in a subgroup returns, after exactly so many awaits.
+
+    One subgroup may need another round, as when rows do not fit, and others not. Did their ranks then have different
+    numbers of turns, they would issue what comes after in different orders. So rounds beyond the planned ones are made
+    at the last turn, and missing ones are empty.
+    """
+    value = None
+    for turn in range(turns):
+        try:
+            pending: Pending[Any] = coroutine.send(value)
+        except StopIteration as done:
+            for _ in range(turn, turns):
+                await Pending(lambda timeout_s: None)
+            result: T = done.value
+            return result
+        if turn < turns - 1:
+            value = await pending
+    last: Pending[T] = Pending(lambda timeout_s: _ended(coroutine, pending, timeout_s))
+    last.sent_bytes = pending.sent_bytes
+    return await last
+
+
+def _ended(coroutine: Coroutine[Any, Any, T], pending: Pending[Any], timeout_s: float) -> T:
+    """Runs a coroutine that waits for `pending` to its end."""
+    try:
+        while True:
+            pending = coroutine.send(pending.wait(timeout_s))
+    except StopIteration as done:
+        result: T = done.value
+        return result
+
+
+def _at_once(word: str, groups: Sequence[tuple[int, ...]], each: Sequence[Sequence[Step]]) -> Iterator[Step]:
+    """`each` of these steps in its own group, all groups at the same time, turn by turn; the most work of a turn."""
+    size = sum(map(len, groups))
+    for turn in zip_longest(*map(_turns, each), fillvalue=((), None)):
+        yield from max((work for work, _ in turn), key=lambda work: sum(step.nbytes for step in work))
+        alike: dict[object, list[tuple[tuple[int, ...], Transfer]]] = {}
+        for group, (_, transfer) in zip(groups, turn, strict=True):
+            if transfer is not None:
+                alike.setdefault((transfer.stage, transfer.pattern), []).append((group, transfer))
+        for found in alike.values():  # more than one where the data of some parts is sparse enough and of others not
+            members, transfers = zip(*found, strict=True)
+            yield Transfer.at_once(f"{word} {transfers[0].stage}", size, members, transfers)
+
+
+def _turns(steps: Sequence[Step]) -> Iterator[tuple[tuple[Compute, ...], Transfer | None]]:
+    """(computations, the transfer after them), the last ones perhaps without one."""
+    work: tuple[Compute, ...] = ()
+    for step in steps:
+        if isinstance(step, Compute):
+            work = (*work, step)
+        else:
+            yield work, step
+            work = ()
+    if work:
+        yield work, None

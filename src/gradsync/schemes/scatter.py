@@ -1,0 +1,147 @@
+"""An all-reduce in halves for a flat bucket most of whose elements are zero: the stage that Zen lacks inside a node.
+
+Zen (OSDI 2025, section 5.1) sums densely there, however few elements the ranks of a node bring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..bucket import Layout, TensorSpec
+from ..comm import LENGTH_BYTES, Group
+from ..density import DensityProfile
+from ..sparse import SparseRows, index_dtype
+from ..steps import Compute, Pattern, Step, Transfer
+from .base import Partitioned, State, register
+from .dense import OwnedRange
+from .formats import PartFormat
+from .row_owners import RotatedStripe
+
+HEAD_BYTES = LENGTH_BYTES + 8  # before the elements: the message's length, their number
+
+
+@register
+@dataclass(frozen=True)
+class SparseReduceScatter(Partitioned[Tensor, OwnedRange]):
+    """Non-zeros go to the owners of elements (push), who sum them and hand the sums' non-zeros to all (pull). Exact.
+
+    Owners are those of `BalancedElements`: who owns what depends on no data, and every part is equally long. Messages
+    tell their sizes, so that none are exchanged. A sum is a dense part in float32 (float64 for float64), added to in
+    rank order, rounded once.
+    Wire per rank: push (n-1)/n * (positions + values); pull the same of the union; 16 bytes a message.
+    """
+
+    seed: int = 0  # of the rotations; the same on every rank
+
+    layout = Layout.FLAT
+
+    def __post_init__(self) -> None:
+        if type(self.seed) is not int:
+            raise ValueError(f"SparseReduceScatter.seed must be an integer, got {self.seed!r}")
+
+    def push_stages(self, size: int) -> tuple[str, ...]:
+        return ("push",)
+
+    def pull_stages(self, size: int) -> tuple[str, ...]:
+        return ("pull",)
+
+    async def push(
+        self, x: Tensor, state: State, group: Group, scale: float, *, wide: bool = False
+    ) -> tuple[OwnedRange, State]:
+        # Push: to each owner its elements.
+        form, accumulated = _format_of(TensorSpec.of(x), group.size), kernels.accumulation_dtype(x.dtype)
+        parts = RotatedStripe(x.numel(), group.size, self.seed).split(_nonzeros(x))
+        bound = HEAD_BYTES + form.most_nbytes
+        arrived = await group.exchange([_packed(part, form) for part in parts], [bound] * group.size)
+        total = x.new_zeros(form.length, 1, dtype=accumulated)
+        for message in arrived:
+            positions, values = _unpacked(message, form)
+            kernels.scatter_rows(positions, values.to(accumulated), total, accumulate=True)
+        total = total.view(-1).mul_(scale)
+        return OwnedRange(total if wide else total.to(x.dtype), x), state
+
+    async def pull(self, shard: OwnedRange, state: State, group: Group) -> Tensor:
+        # Pull: from each owner its sums.
+        whole = shard.whole
+        form = _format_of(TensorSpec.of(whole), group.size)
+        message, bound = _packed(_nonzeros(shard.values), form), HEAD_BYTES + form.most_nbytes
+        totals = [_unpacked(m, form) for m in await group.exchange([message] * group.size, [bound] * group.size)]
+        kernels.join_rotated([p for p, _ in totals], [v.view(-1) for _, v in totals], self.seed, whole)
+        return whole
+
+    def part(self, shard: OwnedRange) -> Tensor:
+        return shard.values
+
+    def with_part(self, shard: OwnedRange, part: Tensor) -> OwnedRange:
+        return OwnedRange(part.to(shard.whole.dtype), shard.whole)
+
+    def push_steps(
+        self, specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfile, ...], size: int
+    ) -> tuple[Step, ...]:
+        """The profile's rows are the elements of the flat tensor; without a profile none of them counts as zero."""
+        (flat,) = specs
+        form, rows = _format_of(flat, size), _profile_of(flat, profiles).rows
+        push, found = HEAD_BYTES + form.nbytes(rows / size), rows * (index_dtype(flat.numel).itemsize + flat.itemsize)
+        part_bytes = form.length * kernels.accumulation_dtype(flat.dtype).itemsize
+        return (
+            Compute("scatter_elements", flat.nbytes + 4 * found + size * push),
+            Transfer("push", Pattern.ALL_TO_ALL, (float(push),) * size),
+            Compute("sum_scattered", size * push + 2 * part_bytes),
+        )
+
+    def pull_steps(
+        self, specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfile, ...], size: int, summed: int
+    ) -> tuple[Step, ...]:
+        (flat,) = specs
+        form = _format_of(flat, size)
+        pull = HEAD_BYTES + form.nbytes(_profile_of(flat, profiles).union_rows(summed) / size)
+        return (
+            Compute("gather_elements", form.length * flat.itemsize + 2 * pull),
+            Transfer("pull", Pattern.ALL_TO_ALL, (float(pull),) * size),
+            Compute("join_elements", size * pull + flat.nbytes),
+        )
+
+    def part_of(
+        self, specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfile, ...], size: int, owner: int
+    ) -> tuple[tuple[TensorSpec, ...], tuple[DensityProfile, ...]]:
+        (flat,) = specs
+        length = _format_of(flat, size).length
+        sums = [profile.of_sums(size) for profile in profiles]
+        parts = (DensityProfile(length, min(p.rows / size, float(length)), p.densification) for p in sums)
+        return (TensorSpec((length,), kernels.accumulation_dtype(flat.dtype)),), tuple(parts)
+
+
+def _format_of(flat: TensorSpec, size: int) -> PartFormat:
+    """Parts of equal capacity; a few places of the last run stay empty where `size` does not divide the elements."""
+    return PartFormat(-(-flat.numel // size), 1, flat.dtype)
+
+
+def _profile_of(flat: TensorSpec, profiles: Sequence[DensityProfile]) -> DensityProfile:
+    return profiles[0] if profiles else DensityProfile(flat.numel, float(flat.numel))
+
+
+def _nonzeros(x: Tensor) -> SparseRows:
+    """The elements that are not zero by their bits, as rows of one."""
+    found = kernels.nonzero_elements(x)
+    indices, values = x.new_empty(found.count, dtype=index_dtype(x.numel())), x.new_empty(found.count)
+    found.write(indices, values)
+    return SparseRows(indices, values.view(-1, 1), x.numel())
+
+
+def _packed(elements: SparseRows, form: PartFormat) -> Tensor:
+    """As bytes, the message's length to be written by the group."""
+    message = elements.values.new_empty(HEAD_BYTES + int(form.nbytes(elements.nnz)), dtype=torch.uint8)
+    message[LENGTH_BYTES:HEAD_BYTES].copy_(torch.tensor([elements.nnz]).view(torch.uint8))
+    form.part(message[HEAD_BYTES:], elements.nnz).put(elements.indices, elements.values)
+    return message
+
+
+def _unpacked(message: Tensor, form: PartFormat) -> tuple[Tensor, Tensor]:
+    """Positions and values, (count, 1), of what `_packed` made bytes of."""
+    count = int(message[LENGTH_BYTES:HEAD_BYTES].clone().view(torch.int64))  # the host cuts the message
+    return form.part(message[HEAD_BYTES:], count).get()
