@@ -330,7 +330,7 @@ class Engine:
         if self._ready_s.keys() != known.keys() or cost is None:
             return []
         if self._reviser is not None and self._reviser.cost is not None:
-            return forecast(self.plan.order, known, self._ready_s, self._reviser.cost)
+            cost = self._reviser.cost
         return forecast(self.plan.order, known, self._ready_s, cost, self.group.placement)
 
     def words(self) -> list[str]:

@@ -11,10 +11,12 @@ from torch import nn
 
 import gradsync
 from gradsync import engine
+from gradsync.cluster import Placement
 from gradsync.costs import CostModel
 from gradsync.density import ParameterProfile
 from gradsync.plan import Plan
 from gradsync.planner import MeasuringPlanner
+from gradsync.planner.measure import Network
 from tests.engine.twins import Twin, detach, follow, make_twins
 from tests.world import Ranks
 
@@ -41,7 +43,8 @@ class SlowNetwork(MeasuringPlanner):
         return super().__call__(profiles, world_size)[0]
 
     def measure(self, group: Any, timeout_s: float) -> None:
-        self.cost = CostModel(alpha_s=1e-4, bandwidth_bytes_per_s=25e6)
+        cost = CostModel(alpha_s=1e-4, bandwidth_bytes_per_s=25e6)
+        self.network = Network(cost, Placement.one_per_node(group.size))
 
 
 def step(twin: Twin, number: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 from gradsync.comm import LocalGroup, run_local
 from gradsync.costs import CostModel, KernelCost
 from gradsync.planner import measure
-from gradsync.planner.measure import agreed, fit_kernels, measured_cost
+from gradsync.planner.measure import agreed, fit_kernels, measured_network
 from gradsync.schemes.rehearsal import Sample
 from gradsync.steps import Compute
 
@@ -43,7 +43,7 @@ def test_the_slowest_rank_counts_and_all_ranks_know_the_same() -> None:
 
 
 def test_where_the_network_was_not_measured_nothing_is_known() -> None:
-    assert run_local(2, lambda group: measured_cost(group, 5.0)) == [None, None]
+    assert run_local(2, lambda group: measured_network(group, 5.0)) == [None, None]
 
 
 def test_ranks_that_share_cores_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from gradsync.bucket import TensorSpec
+from gradsync.cluster import Link, Placement
 from gradsync.costs import CostModel, KernelCost
 from gradsync.density import DensityProfile, ParameterProfile
 from gradsync.plan import Plan
 from gradsync.planner import MeasuringPlanner
-from gradsync.planner.default import default_plan, default_plans
+from gradsync.planner.default import default_plan, default_plans, timed_schemes
+from gradsync.planner.measure import Network
 from gradsync.planner.revise import revised
 from gradsync.schemes import (
     PARAMETER_SERVER_OF_ROWS,
@@ -21,12 +24,13 @@ from gradsync.schemes import (
     AllReduce,
     BalancedElements,
     BalancedParallelism,
+    Hierarchical,
     Scheme,
     with_capacity,
 )
 
 WORLD = 8
-SLOW = CostModel(alpha_s=1e-4, bandwidth_bytes_per_s=25e6)
+SLOW = Network(CostModel(alpha_s=1e-4, bandwidth_bytes_per_s=25e6), Placement.one_per_node(WORLD))
 ROWS = 10_000
 
 
@@ -74,14 +78,10 @@ def test_what_is_nearly_as_good_stays() -> None:
 
 
 def prices(profile: ParameterProfile) -> list[tuple[str, float]]:
-    from gradsync.cluster import Placement
-    from gradsync.planner.default import TIMED_SCHEMES
-
     assert profile.density is not None
-    placement = Placement.one_per_node(WORLD)
     return [
-        (s.title, SLOW.total_s(s.steps((profile.tensor,), (profile.density,), placement)))
-        for s in (fitting(s, profile) for s in TIMED_SCHEMES)
+        (s.title, SLOW.cost.total_s(s.steps((profile.tensor,), (profile.density,), SLOW.placement)))
+        for s in (fitting(s, profile) for s in timed_schemes(SLOW.placement))
     ]
 
 
@@ -140,11 +140,25 @@ def test_other_buckets_keep_their_turns() -> None:
     assert [bucket for bucket, _ in back.order if bucket == "1"] == ["1"]
 
 
+def with_kernels(kernels: dict[str, KernelCost]) -> Network:
+    return replace(SLOW, cost=replace(SLOW.cost, kernels=kernels))
+
+
+def test_where_nodes_have_several_ranks_their_sums_are_among_the_rivals() -> None:
+    known = table(500, "same rows")
+    fast_inside = replace(SLOW.cost, intra=Link(1e12, 0.0))
+    network = Network(fast_inside, Placement((0, 0, 0, 0, 1, 1, 1, 1)))
+    (scheme,) = schemes_of(default_plan([known], WORLD, network), [known])
+    assert isinstance(scheme, Hierarchical)  # else the link carries the rows of four ranks
+    flat = plan_of([known], [fitting(BalancedParallelism(), known)])
+    assert schemes_of(revised(flat, [known], network), [known]) == [scheme]
+
+
 def test_kernels_that_take_long_change_what_is_planned() -> None:
     known = table(500, "same rows")
     by_bytes = MeasuringPlanner()([known], WORLD)[0]
     slow_sums = {name: KernelCost(0.5, 0.0) for name in ("stripe_rows", "sum_stripes", "join_stripes")}
-    by_time = MeasuringPlanner(CostModel(1e-4, 25e6, kernels=slow_sums))([known], WORLD)[0]
+    by_time = MeasuringPlanner(with_kernels(slow_sums))([known], WORLD)[0]
     assert schemes_of(by_bytes, [known])[0].unplanned == BalancedParallelism()
     assert schemes_of(by_time, [known])[0].unplanned != BalancedParallelism()
 
@@ -152,6 +166,6 @@ def test_kernels_that_take_long_change_what_is_planned() -> None:
 @pytest.mark.parametrize(("call_s", "tried"), [(0.0, 2), (0.5, 1)])
 def test_the_second_scheme_is_tried_where_it_is_not_far_off(call_s: float, tried: int) -> None:
     known = table(500, "same rows")
-    cost = CostModel(1e-4, 25e6, kernels={name: KernelCost(call_s, 1e-10) for name in ("sum_rows", "sum_tables")})
-    plans = default_plans([known], WORLD, cost)
+    slow = {name: KernelCost(call_s, 1e-10) for name in ("sum_rows", "sum_tables")}
+    plans = default_plans([known], WORLD, with_kernels(slow))
     assert len({str(plan.buckets[0].make_scheme().unplanned) for plan in plans}) == tried

@@ -1,7 +1,7 @@
 """The plan made when the user gives none: all-reduce for dense gradients, a sparse scheme for sparse ones.
 
 Sparse are those of sparse layout, and dense ones that were found to be mostly zero. Which scheme is cheapest is told by
-a cost model where the network was measured, else by bytes.
+the network's costs where these were measured, else by bytes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 
 from ..bucket import Layout, TensorSpec, cut_by_bytes
 from ..cluster import Placement
-from ..costs import CostModel
 from ..density import DensityProfile, ParameterProfile
 from ..plan import BucketPlan, Plan, default_order
 from ..schemes import (
@@ -22,10 +21,12 @@ from ..schemes import (
     AllReduce,
     BalancedElements,
     BalancedParallelism,
+    Hierarchical,
     Scheme,
     with_capacity,
 )
 from ..steps import Step, transfers
+from .measure import Network
 
 FIRST_BUCKET_BYTES = 1 << 20  # DDP's first bucket: an early start of communication
 BUCKET_BYTES = 25 << 20  # DDP's default, so that dense models run as they do there
@@ -35,10 +36,9 @@ WORTH_A_TRIAL = 1.5  # times the cheapest: how far the second scheme may be off 
 BUCKETS_TO_OVERLAP = 4  # the size between: a guess, of which the trial says whether it was a good one
 
 SPARSE_SCHEMES: tuple[Scheme[Any], ...] = (BalancedParallelism(), AGSparse())
-TIMED_SCHEMES: tuple[Scheme[Any], ...] = (*SPARSE_SCHEMES, DOUBLING_OF_ROWS)  # where more than bytes is known
 
 
-def default_plans(profiles: Sequence[ParameterProfile], world_size: int, cost: CostModel | None = None) -> list[Plan]:
+def default_plans(profiles: Sequence[ParameterProfile], world_size: int, network: Network | None = None) -> list[Plan]:
     """The plans worth a try, the best guess first; the engine tries them, as no figure known here tells which wins.
 
     Small dense buckets hide more of their way behind backward and cost more calls; on a fast network they also take
@@ -49,21 +49,21 @@ def default_plans(profiles: Sequence[ParameterProfile], world_size: int, cost: C
     """
     if world_size == 1:
         return [default_plan(profiles, world_size)]
-    found = found_schemes(profiles, world_size, cost)
+    found = found_schemes(profiles, world_size, network)
     between = sum(p.tensor.nbytes for p in profiles if not p.sparse and p.name not in found) // BUCKETS_TO_OVERLAP
     sizes = [BUCKET_BYTES, FEWEST_BUCKET_BYTES]
     if between >= 2 * FEWEST_BUCKET_BYTES and not BUCKET_BYTES / 2 < between < 2 * BUCKET_BYTES:
         sizes.insert(1, between)
     ways: list[dict[str, Any]] = [{"bucket_bytes": size} for size in sizes]
     ways += [{"dense_between": True}, {"tables_at_the_end": True}, {"by_layout": True}, {"second_scheme": True}]
-    plans = [default_plan(profiles, world_size, cost, **way) for way in ways]
+    plans = [default_plan(profiles, world_size, network, **way) for way in ways]
     return list({plan.digest: plan for plan in plans}.values())
 
 
 def default_plan(
     profiles: Sequence[ParameterProfile],
     world_size: int,
-    cost: CostModel | None = None,
+    network: Network | None = None,
     *,
     bucket_bytes: int = BUCKET_BYTES,
     tables_at_the_end: bool = False,
@@ -83,7 +83,7 @@ def default_plan(
     was measured (`position` all equal) the reverse of that order is taken, as backward runs.
     """
     specs = {p.name: p.tensor for p in profiles}
-    found = {} if by_layout else found_schemes(profiles, world_size, cost)
+    found = {} if by_layout else found_schemes(profiles, world_size, network)
     profiles = [replace(p, sparse=p.sparse or _by_rows(found.get(p.name))) for p in profiles]
     ready = sorted(reversed(profiles), key=lambda p: p.position)
     by_element = [p for p in ready if p.name in found and not p.sparse]
@@ -93,7 +93,7 @@ def default_plan(
     runs = [[p for p in ready if p.sparse]] if at_the_end else _table_runs(ready)
     for run in runs:
         for _, tables in _by_dtype(run):
-            first, *others = sparse_schemes(tables, world_size, cost)
+            first, *others = sparse_schemes(tables, world_size, network)
             buckets.append((tables, others[0] if second_scheme and others else first))
     if not at_the_end:
         buckets.sort(key=lambda bucket: max(p.position for p in bucket[0]))
@@ -158,35 +158,50 @@ def _order(plan: Plan, *, dense_between: bool) -> Iterator[tuple[str, str]]:
 
 
 def found_schemes(
-    profiles: Sequence[ParameterProfile], world_size: int, cost: CostModel | None = None
+    profiles: Sequence[ParameterProfile], world_size: int, network: Network | None = None
 ) -> dict[str, Scheme[Any]]:
     """The sparse scheme of each dense gradient that was found to be sparse and saves enough by it, by name."""
-    found = {p.name: _scheme_of_found(p, world_size, cost) for p in profiles if p.found and world_size > 1}
+    found = {p.name: _scheme_of_found(p, world_size, network) for p in profiles if p.found and world_size > 1}
     return {name: scheme for name, scheme in found.items() if scheme is not None}
 
 
-def _scheme_of_found(profile: ParameterProfile, world_size: int, cost: CostModel | None) -> Scheme[Any] | None:
+def _scheme_of_found(profile: ParameterProfile, world_size: int, network: Network | None) -> Scheme[Any] | None:
     """By its rows or by its elements, whichever is cheaper; None if neither saves enough."""
-    placement, spec = Placement.one_per_node(world_size), profile.tensor
+    placement, spec = _placement(world_size, network), profile.tensor
     flat = TensorSpec((spec.numel,), spec.dtype)
     prices: list[tuple[float, Scheme[Any]]] = []
     if profile.density is not None:
-        by_row = sparse_schemes([profile], world_size, cost)[0]
-        prices.append((price(by_row.steps((spec,), (profile.density,), placement), cost), by_row))
+        by_row = sparse_schemes([profile], world_size, network)[0]
+        prices.append((price(by_row.steps((spec,), (profile.density,), placement), network), by_row))
     if profile.elements is not None:
         by_element = with_capacity(BalancedElements(), [profile.elements])
-        prices.append((price(by_element.steps((flat,), (profile.elements,), placement), cost), by_element))
+        prices.append((price(by_element.steps((flat,), (profile.elements,), placement), network), by_element))
     lowest, scheme = min(prices, key=lambda priced: priced[0])
-    return scheme if lowest <= MOST_OF_DENSE * price(AllReduce().steps((flat,), (), placement), cost) else None
+    return scheme if lowest <= MOST_OF_DENSE * price(AllReduce().steps((flat,), (), placement), network) else None
 
 
-def price(steps: Sequence[Step], cost: CostModel | None) -> float:
-    """Seconds, or what the busiest rank moves in bytes where no cost model is known."""
-    return cost.total_s(steps) if cost else sum(transfer.busiest_bytes for transfer in transfers(steps))
+def price(steps: Sequence[Step], network: Network | None) -> float:
+    """Seconds, or what the busiest rank moves in bytes where the network was not measured."""
+    if network is None:
+        return sum(transfer.busiest_bytes for transfer in transfers(steps))
+    return network.cost.total_s(steps, network.placement)
+
+
+def _placement(world_size: int, network: Network | None) -> Placement:
+    return Placement.one_per_node(world_size) if network is None else network.placement
+
+
+def timed_schemes(placement: Placement) -> tuple[Scheme[Any], ...]:
+    """The schemes of tables from which the fastest is chosen where more than bytes is known."""
+    schemes: list[Scheme[Any]] = [*SPARSE_SCHEMES, DOUBLING_OF_ROWS]
+    if placement.is_hierarchy and placement.ranks_per_node is not None:
+        inside = BalancedParallelism(owners="table_stripe")
+        schemes += [Hierarchical(inside, between, placement.ranks_per_node) for between in SPARSE_SCHEMES]
+    return tuple(schemes)
 
 
 def sparse_schemes(
-    tables: Sequence[ParameterProfile], world_size: int, cost: CostModel | None = None
+    tables: Sequence[ParameterProfile], world_size: int, network: Network | None = None
 ) -> list[Scheme[Any]]:
     """The sparse schemes worth a trial for the measured densities, the cheapest first; without any the first of all.
 
@@ -198,7 +213,8 @@ def sparse_schemes(
         return [SPARSE_SCHEMES[0]]
     known: tuple[DensityProfile, ...] = tuple(d for d in densities if d is not None)
     specs: tuple[TensorSpec, ...] = tuple(p.tensor for p in tables)
-    placement, schemes = Placement.one_per_node(world_size), TIMED_SCHEMES if cost else SPARSE_SCHEMES
-    prices = {s: price(s.steps(specs, known, placement), cost) for s in (with_capacity(s, known) for s in schemes)}
+    placement = _placement(world_size, network)
+    schemes = SPARSE_SCHEMES if network is None else timed_schemes(placement)
+    prices = {s: price(s.steps(specs, known, placement), network) for s in (with_capacity(s, known) for s in schemes)}
     ordered = sorted(prices, key=lambda s: (prices[s], len(s.stages(world_size))))
-    return [s for s in ordered if s is ordered[0] or (cost and prices[s] <= WORTH_A_TRIAL * prices[ordered[0]])]
+    return [s for s in ordered if s is ordered[0] or (network and prices[s] <= WORTH_A_TRIAL * prices[ordered[0]])]

@@ -8,21 +8,18 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..cluster import Placement
 from ..comm import Group
 from ..costs import CostModel, KernelCost
-from ..schemes import (
-    DOUBLING_OF_ROWS,
-    AGSparse,
-    BalancedElements,
-    BalancedParallelism,
-    Scheme,
-)
+from ..forecast import network_cost
+from ..schemes import DOUBLING_OF_ROWS, AGSparse, BalancedElements, BalancedParallelism, Scheme
 from ..schemes.rehearsal import Sample, rehearse
 
 PLANNED: tuple[Scheme[Any], ...] = (
@@ -33,12 +30,21 @@ PLANNED: tuple[Scheme[Any], ...] = (
 )  # what default plans are made of
 
 
-def measured_cost(group: Group, timeout_s: float) -> CostModel | None:
-    """The cost model that all ranks of `group` agree on; None where its network was not measured. Collective."""
-    if group.alpha_s is None or group.bytes_per_s is None:
+@dataclass(frozen=True)
+class Network:
+    """What things cost, and where the ranks are."""
+
+    cost: CostModel
+    placement: Placement
+
+
+def measured_network(group: Group, timeout_s: float) -> Network | None:
+    """What all ranks of `group` agree on; None where its links were not measured. Collective."""
+    links = network_cost(group)
+    if links is None:
         return None
     kernels = agreed(kernel_costs(PLANNED), lambda mine: group.all_gather(mine).wait(timeout_s))
-    return CostModel(group.alpha_s, group.bytes_per_s, kernels=kernels)
+    return Network(replace(links, kernels=kernels), group.placement)
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from ..costs import CostModel
 from ..density import ParameterProfile
 from ..plan import Plan
 from .default import default_plans
-from .measure import measured_cost
+from .measure import Network, measured_network
 from .revise import revised
 
 
@@ -18,15 +18,20 @@ from .revise import revised
 class MeasuringPlanner:
     """`default_plans` by what was measured of the network and the kernels; by bytes before that and where it cannot."""
 
-    cost: CostModel | None = None
+    network: Network | None = None
+
+    @property
+    def cost(self) -> CostModel | None:
+        """Once measured."""
+        return self.network.cost if self.network is not None else None
 
     def __call__(self, profiles: Sequence[ParameterProfile], world_size: int) -> list[Plan]:
-        return default_plans(profiles, world_size, self.cost)
+        return default_plans(profiles, world_size, self.network)
 
     def measure(self, group: Group, timeout_s: float) -> None:
         """Learns what plans are made by; collective."""
-        self.cost = measured_cost(group, timeout_s)
+        self.network = measured_network(group, timeout_s)
 
     def revise(self, plan: Plan, profiles: Sequence[ParameterProfile]) -> Plan:
         """The plan for gradients that look like these now."""
-        return plan if self.cost is None else revised(plan, profiles, self.cost)
+        return plan if self.network is None else revised(plan, profiles, self.network)

@@ -7,17 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 from ..bucket import Layout
-from ..cluster import Placement
-from ..costs import CostModel
 from ..density import DensityProfile, ParameterProfile
 from ..plan import BucketPlan, Plan
 from ..schemes import AllReduce, BalancedElements, RowCapacity, Scheme, select, to_expression, with_capacity
-from .default import TIMED_SCHEMES
+from .default import timed_schemes
+from .measure import Network
 
 OF_ELEMENTS: tuple[Scheme[Any], ...] = (AllReduce(), BalancedElements())
 
 
-def revised(plan: Plan, profiles: Sequence[ParameterProfile], cost: CostModel) -> Plan:
+def revised(plan: Plan, profiles: Sequence[ParameterProfile], network: Network) -> Plan:
     """The plan with other schemes for buckets whose densities have changed so much that these are clearly faster.
 
     Buckets stay as they are. Only schemes that a default plan chooses from are replaced, by each other: tables'
@@ -25,14 +24,14 @@ def revised(plan: Plan, profiles: Sequence[ParameterProfile], cost: CostModel) -
     Deterministic in its arguments.
     """
     known = {p.name: p for p in profiles}
-    buckets = tuple(_revised(bucket, known, plan.world, cost) for bucket in plan.buckets)
+    buckets = tuple(_revised(bucket, known, network) for bucket in plan.buckets)
     stages = {bucket.id: bucket.make_scheme().stages(plan.world) for bucket in buckets}
     return plan.model_copy(update={"buckets": buckets, "order": tuple(_reordered(plan.order, stages))})
 
 
-def _revised(bucket: BucketPlan, known: Mapping[str, ParameterProfile], world_size: int, cost: CostModel) -> BucketPlan:
+def _revised(bucket: BucketPlan, known: Mapping[str, ParameterProfile], network: Network) -> BucketPlan:
     scheme = bucket.make_scheme()
-    rivals = TIMED_SCHEMES if scheme.layout is Layout.ROWS else OF_ELEMENTS
+    rivals = timed_schemes(network.placement) if scheme.layout is Layout.ROWS else OF_ELEMENTS
     densities = [_density(known[name], scheme.layout) for name in bucket.names]
     seen = tuple(density for density in densities if density is not None)
     pieces = [(start, stop) for _, start, stop in bucket.segments]
@@ -41,7 +40,7 @@ def _revised(bucket: BucketPlan, known: Mapping[str, ParameterProfile], world_si
         return bucket
     specs = bucket.bucket({name: known[name].tensor for name in bucket.names}).specs
     fitting = [with_capacity(rival, seen) for rival in rivals]
-    chosen = select(fitting, specs, seen, Placement.one_per_node(world_size), cost, current=scheme).chosen.scheme
+    chosen = select(fitting, specs, seen, network.placement, network.cost, current=scheme).chosen.scheme
     if chosen.unplanned == scheme.unplanned and _has_room(scheme, seen):
         return bucket
     return bucket.model_copy(update={"scheme": to_expression(chosen)})

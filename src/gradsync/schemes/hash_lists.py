@@ -1,4 +1,4 @@
-"""Which indices an owner has by hash: the lists that hash bitmaps are read with (Zen, OSDI 2025, section 5.4).
+"""Which indices an owner has by hash: the lists that hash bitmaps are read with (Zen, OSDI 2025).
 
 Every rank reads the bitmaps of all owners, so it keeps all lists: an integer for each element of the tensor, as much
 memory as a gradient in float32. The paper's figure for extra memory leaves them out.

@@ -1,6 +1,6 @@
 """Regions of a flat bucket, as long as the data makes them: equally many non-zeros for every owner.
 
-What Zen (OSDI 2025, section 5) rejects as too costly where it is done by sorting, and Ok-Topk does every so many steps.
+What Zen (OSDI 2025) rejects as too costly where it is done by sorting, and Ok-Topk does every so many steps.
 """
 
 from __future__ import annotations

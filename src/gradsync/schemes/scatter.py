@@ -1,6 +1,6 @@
 """An all-reduce in halves for a flat bucket most of whose elements are zero: the stage that Zen lacks inside a node.
 
-Zen (OSDI 2025, section 5.1) sums densely there, however few elements the ranks of a node bring.
+Zen (OSDI 2025) sums densely there, however few elements the ranks of a node bring.
 """
 
 from __future__ import annotations

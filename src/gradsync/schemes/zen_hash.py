@@ -1,4 +1,4 @@
-"""Zen as its paper has it (Wang et al., OSDI 2025, section 5): hierarchical hashing, push of pairs, hash bitmaps back.
+"""Zen as its paper has it (Wang et al., OSDI 2025): hierarchical hashing, push of pairs, hash bitmaps back.
 
 The rival that `elements.py` is measured against. The authors' released code is neither: it can lose gradients.
 """
