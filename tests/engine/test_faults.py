@@ -18,7 +18,7 @@ from tests.engine.models import Perceptron
 from tests.engine.twins import assert_same_on_all_ranks
 from tests.world import Outcome, Ranks, World
 
-TIMEOUT_S = 3.0
+TIMEOUT_S = 5.0  # a first step takes seconds where other tests have the cores
 PLACE = re.compile(r"bucket '0' \(.* and 7 more\), stage 'all_reduce', step 1: ")
 
 
@@ -75,7 +75,7 @@ def test_a_stopped_rank_is_noticed_at_the_timeout(short_lived: World, victim: in
     texts = [first for first, _ in survivors(outcomes, victim)]
     assert all(PLACE.match(text) for text in texts), texts
     # Where the store is on the stopped rank, nobody can tell who is missing.
-    missing = r"no answer within 3 s: (rank \d did not come this far|at least one rank has not|every rank waits)"
+    missing = r"no answer within 5 s: (rank \d did not come this far|at least one rank has not|every rank waits)"
     assert any(re.search(missing, text) for text in texts), texts
 
 

@@ -1,4 +1,4 @@
-"""Schemes made of schemes: inside nodes first, where links are fast, then between them (Zen, OSDI 2025, section 5.1).
+"""Schemes made of schemes: inside nodes first, where links are fast, then between them (Zen, OSDI 2025).
 
 Zen reduces inside a node always densely, however little there is to reduce; here both stages are schemes of one's
 choice, and the cost model tells which pay.
