@@ -115,3 +115,14 @@ def test_a_kernel_takes_what_was_measured_of_it_and_others_what_the_memory_allow
 def test_a_model_survives_its_way_through_json() -> None:
     model = CostModel(1e-4, 1e8, 1e9, {"sum_rows": KernelCost(1e-4, 1e-8)})
     assert CostModel.of(json.loads(json.dumps(asdict(model)))) == model
+
+
+def test_every_transfer_has_a_cost_of_its_own_beside_its_messages_and_bytes() -> None:
+    model = CostModel(1e-3, 1e6, stage_s=5e-3)
+    one = Transfer.of_messages("push", 3, [(0, 1, 1000.0)])
+    two = Transfer.of_messages("push", 3, [(0, 1, 500.0), (0, 2, 500.0)])
+    assert model.seconds(one) == pytest.approx(5e-3 + 1e-3 + 1e-3)
+    assert model.seconds(two) == pytest.approx(5e-3 + 2e-3 + 1e-3)
+    measured = [(r, b, 5e-3 + r * 1e-3 + b / 1e6) for r, b in ((3, 0.0), (1, 1e6), (1, 4e6))]
+    fitted = CostModel.fit(measured, stage_s=5e-3)
+    assert (fitted.alpha_s, fitted.bandwidth_bytes_per_s) == (pytest.approx(1e-3), pytest.approx(1e6))

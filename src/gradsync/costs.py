@@ -22,11 +22,12 @@ class KernelCost:
 
 @dataclass(frozen=True)
 class CostModel:
-    """`rounds * alpha_s + busiest bytes / bandwidth` for a transfer; for a computation what its kernel was measured to
-    take, else `bytes / memory bandwidth`.
+    """`stage_s + rounds * alpha_s + busiest bytes / bandwidth` for a transfer; for a computation what its kernel was
+    measured to take, else `bytes / memory bandwidth`.
 
-    Latency and bandwidth are those of a node's link, which all of its ranks share; ranks of one node have an `intra`
-    link each. Without one they have a link like the node's.
+    `stage_s` is what any transfer takes, be it one message: to wake threads, and to wait for the slowest rank. Latency
+    and bandwidth are those of a node's link, which all of its ranks share; ranks of one node have an `intra` link each.
+    Without one they have a link like the node's.
     """
 
     alpha_s: float
@@ -34,6 +35,7 @@ class CostModel:
     memory_bytes_per_s: float = 10e9
     kernels: Mapping[str, KernelCost] = field(default_factory=dict)
     intra: Link | None = None
+    stage_s: float = 0.0
 
     def seconds(self, step: Step, placement: Placement | None = None) -> float:
         """`placement`: of all ranks; None: each on a node of its own."""
@@ -41,8 +43,8 @@ class CostModel:
             kernel = self.kernels.get(step.kernel) or KernelCost(0.0, 1 / self.memory_bytes_per_s)
             return step.calls * kernel.call_s + step.nbytes * kernel.byte_s
         if placement is None or placement.num_nodes == placement.size:
-            return step.rounds * self.alpha_s + step.busiest_bytes / self.bandwidth_bytes_per_s
-        return self._shared_s(step, placement)
+            return self.stage_s + step.rounds * self.alpha_s + step.busiest_bytes / self.bandwidth_bytes_per_s
+        return self.stage_s + self._shared_s(step, placement)
 
     def total_s(self, steps: Iterable[Step], placement: Placement | None = None) -> float:
         """All steps one after the other, nothing overlapping."""
@@ -76,9 +78,9 @@ class CostModel:
 
     @classmethod
     def fit(cls, samples: Sequence[tuple[int, float, float]], **known: Any) -> CostModel:
-        """Least squares over (rounds, busiest bytes, measured seconds), weighted by 1/seconds (relative error).
+        """Least squares over (rounds, busiest bytes, measured seconds) of transfers, by relative errors.
 
-        `known` are the other fields.
+        `known` are the other fields, `stage_s` among them.
 
         Raises:
             ValueError: with fewer than two samples, or when the samples do not tell latency from bandwidth.
@@ -87,7 +89,8 @@ class CostModel:
             raise ValueError(f"CostModel.fit needs at least 2 samples of different size, got {len(samples)}")
         table = np.asarray(samples, dtype=np.float64)
         weighted = table[:, :2] / table[:, 2:]
-        solution, _, rank, _ = np.linalg.lstsq(weighted, np.ones(len(table)), rcond=None)
+        rest = 1 - known.get("stage_s", 0.0) / table[:, 2]
+        solution, _, rank, _ = np.linalg.lstsq(weighted, rest, rcond=None)
         if rank < 2 or solution[1] <= 0:
             raise ValueError("CostModel.fit: the samples do not separate latency from bandwidth; vary the sizes more")
         return cls(max(float(solution[0]), 0.0), 1.0 / float(solution[1]), **known)

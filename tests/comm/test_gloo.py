@@ -123,7 +123,8 @@ def swaps(group: Group, lengths: list[int], bound: int) -> list[torch.Tensor]:
         bodies = {to: lengths[(rank + turn) % len(lengths)] for source, to in messages if source == rank}
         outgoing = {to: numbers(LENGTH_BYTES + body, rank + turn, torch.uint8) for to, body in bodies.items()}
         origins = [source for source, to in messages if to == rank]
-        under_way.append(group.swap(outgoing, origins, LENGTH_BYTES + bound, CPU))
+        in_pairs = messages is not ways[2]
+        under_way.append(group.swap(outgoing, origins, LENGTH_BYTES + bound, CPU, in_pairs=in_pairs))
     arrived = [pending.wait(20) for pending in under_way]
     return [part.clone() for messages in arrived for _, part in sorted(messages.items())]
 
@@ -259,7 +260,7 @@ def test_the_rate_is_measured_and_the_same_on_all_ranks(world: World) -> None:
 def ways_by_size(alpha_s: float, bytes_per_s: float) -> list[str]:
     """Which way all-gathers of 1/4, 3/4 and 2 MiB sent by a rank take."""
     group = GlooGroup(timeout_s=20, bytes_per_s=bytes_per_s)
-    group.alpha_s, ways = alpha_s, []
+    group.alpha_s, group.stage_s, ways = alpha_s, 0.0, []
     direct, ring = GlooGroup._all_to_all, TorchGroup.all_gather
 
     def noted(way: str, operation: Callable[..., Any]) -> Callable[..., Any]:

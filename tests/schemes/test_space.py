@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import pytest
 
 from gradsync.bucket import Layout
+from gradsync.cluster import Placement
 from gradsync.schemes import (
     POINTS,
     Aggregation,
@@ -191,7 +192,7 @@ def test_named_points_have_the_names_of_records() -> None:
     assert from_expression(spelled).title == "blocks256"
     assert from_expression({"element_point": {**spelled["element_point"], "block": 64}}).title.endswith("blocks of 64")
     for layout in Layout:
-        titles = [scheme.title for scheme in candidates(layout, (), 4)]
+        titles = [scheme.title for scheme in candidates(layout, (), Placement.one_per_node(4))]
         assert len(set(titles)) == len(titles)
 
 
@@ -224,3 +225,11 @@ def test_settings_that_are_none_are_refused(kind: type[RowPoint] | type[ElementP
     for block in (0, True, 1.5):
         with pytest.raises(ValueError, match="block must be at least 1"):
             ElementPoint(block=block)  # type: ignore[arg-type]
+
+
+def test_a_round_is_in_pairs_where_nobody_has_two_messages_to_send_or_to_get() -> None:
+    doubling = schedule(point(Communication.HIERARCHY, Aggregation.INCREMENTAL), 6)
+    assert [each.in_pairs for each in doubling.rounds] == [True] * len(doubling.rounds)
+    servers = point(Communication.POINT_TO_POINT, Aggregation.ONE_SHOT, Partition.PARALLELISM)
+    assert [each.in_pairs for each in schedule(servers, 2).rounds] == [True, True]
+    assert [each.in_pairs for each in schedule(servers, 3).rounds] == [False, False]

@@ -172,6 +172,6 @@ def _expected_s(costs: dict[str, Any], cost: CostModel) -> tuple[float | None, f
     if "predicted_s" in costs:
         return None, float(costs["predicted_s"])
     rounds, fewest, nbytes = (sum(column) for column in zip(*costs["transfers"], strict=True))
-    bytes_s = nbytes / cost.bandwidth_bytes_per_s
+    bytes_s = nbytes / cost.bandwidth_bytes_per_s + len(costs["transfers"]) * cost.stage_s
     compute_s = cost.total_s(Compute(kernel, nbytes, calls=calls) for kernel, calls, nbytes in costs["computations"])
     return fewest * cost.alpha_s + bytes_s, rounds * cost.alpha_s + bytes_s + compute_s

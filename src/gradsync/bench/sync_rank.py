@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..bucket import Layout, TensorSpec
 from ..cluster import Link, Placement
-from ..comm import Group, Ledger, RecordingGroup, TorchGroup, drive, torch_group
+from ..comm import LENGTH_BYTES, Group, Ledger, RecordingGroup, TorchGroup, drive, torch_group
 from ..costs import CostModel, node_link_bytes
 from ..density import DensityProfile, profile_rows, profile_tables
 from ..lab.counters import interface_bytes
@@ -120,6 +120,21 @@ def fit_samples(group: TorchGroup, spec: SyncSpec) -> list[tuple[int, float, flo
     """(rounds, bytes on the busiest link, median seconds) of all-reduces."""
     steps = [Transfer("", Pattern.ALL_REDUCE, (float(nbytes),) * spec.world_size) for nbytes in FIT_SIZES_BYTES]
     return [(bound_rounds(s), link_bytes(s, group), median_s(group, int(s.part_bytes[0]), spec)) for s in steps]
+
+
+def stage_s(group: TorchGroup, spec: SyncSpec, small: tuple[int, float, float]) -> float:
+    """What a transfer takes beside its rounds: by one of a single message each way, and `small`, of all to all."""
+    rounds, _, all_s = small
+    away = spec.world_size // 2
+    to, origin = (group.rank + away) % group.size, (group.rank - away) % group.size
+    message = torch.zeros(LENGTH_BYTES, dtype=torch.uint8)
+
+    def swap() -> object:
+        return group.swap({to: message}, [origin], LENGTH_BYTES, message.device, in_pairs=True).wait(TIMEOUT_S)
+
+    one_s = statistics.median(seconds_of(Exchange(swap), spec)) if rounds > 1 else 0.0
+    alpha_s = max(all_s - one_s, 0.0) / max(rounds - 1, 1)
+    return max(all_s - rounds * alpha_s, 0.0)
 
 
 def link_bytes(transfer: Transfer, group: TorchGroup) -> float:
@@ -360,25 +375,25 @@ def union_rows(profiles: tuple[DensityProfile, ...], size: int) -> list[float]:
     return [p.union_rows(size) for p in profiles]
 
 
-def agreed_cost(fit: Sequence[tuple[int, float, float]], memory: float, group: TorchGroup) -> CostModel:
+def agreed_cost(fit: Sequence[tuple[int, float, float]], stage: float, memory: float, group: TorchGroup) -> CostModel:
     """The cost model by the slowest rank's measurements, the same on every rank, so that all select alike."""
-    slowest_s = torch.tensor([*(seconds for _, _, seconds in fit), -memory], dtype=torch.float64)
+    slowest_s = torch.tensor([*(seconds for _, _, seconds in fit), stage, -memory], dtype=torch.float64)
     dist.all_reduce(slowest_s, op=dist.ReduceOp.MAX)
-    *seconds, negated = slowest_s.tolist()
+    *seconds, stage, negated = slowest_s.tolist()
     samples = [(rounds, nbytes, s) for (rounds, nbytes, _), s in zip(fit, seconds, strict=True)]
     intra, node = None, group.within_node()
     if group.placement.is_hierarchy and node.bytes_per_s is not None and node.alpha_s is not None:
         intra = Link(node.bytes_per_s, node.alpha_s)
     kernels = agreed(kernel_costs(REHEARSED), lambda mine: group.all_gather(mine).wait(TIMEOUT_S))
-    return CostModel.fit(samples, memory_bytes_per_s=-negated, kernels=kernels, intra=intra)
+    return CostModel.fit(samples, memory_bytes_per_s=-negated, kernels=kernels, intra=intra, stage_s=stage)
 
 
 def exchange(text: str) -> dict[str, Any]:
     """This rank's figures of every case."""
     spec = SyncSpec.model_validate_json(text)
     group = torch_group(timeout_s=TIMEOUT_S)
-    fit, memory = fit_samples(group, spec), memory_bytes_per_s(spec)
-    cost = agreed_cost(fit, memory, group)
+    fit = fit_samples(group, spec)
+    cost = agreed_cost(fit, stage_s(group, spec, fit[0]), memory_bytes_per_s(spec), group)
     event(kind="fit")
     cases = [dense_case(nbytes, group, spec, cost) for nbytes in DENSE_SIZES_BYTES]
     cases += [workload_case(name, group, spec, cost) for name in spec.workloads]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..cluster import Placement
 from ..steps import DIRECT_BYTES, Pattern, Transfer
-from .group import Pending, TorchGroup, cut_messages, cut_to_lengths, split, swapped, with_lengths
+from .group import LENGTH_BYTES, Pending, TorchGroup, cut_messages, cut_to_lengths, split, swapped, with_lengths
 from .rounds import Rounds
 
 FAST_BYTES_PER_S = 250e6  # from here on the latency of rounds costs more than their order saves
@@ -52,18 +52,19 @@ class GlooGroup(TorchGroup):
         self._rounds = Rounds(apart, self.rank, self.size)
         self._releases.append(lambda hanging: self._rounds.stop(patience_s=0.0 if hanging else 5.0))
         if self.bytes_per_s is None and self.size > 1:
-            self.alpha_s, self.bytes_per_s = self._measured(timeout_s)
+            self.alpha_s, self.stage_s, self.bytes_per_s = self._measured(timeout_s)
         if self.placement.is_hierarchy:  # now, as plans are made from what is measured of these links
             self._open_hierarchy()
 
     def _open_hierarchy(self) -> None:
         """Makes the groups of nodes and across nodes, and levels what they measured: all ranks are to plan alike."""
         kinds = (self.within_node(), self.across_nodes())
-        slowest = torch.tensor([[g.alpha_s, 1 / g.bytes_per_s] for g in kinds if g.alpha_s and g.bytes_per_s])
-        if len(slowest):
+        found = [(g.alpha_s, g.stage_s, 1 / g.bytes_per_s) for g in kinds if g.alpha_s is not None and g.bytes_per_s]
+        if found:
+            slowest = torch.tensor(found)
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=self._own)
-            for group, (alpha_s, s_per_byte) in zip(kinds, slowest.tolist(), strict=True):
-                group.alpha_s, group.bytes_per_s = alpha_s, 1 / s_per_byte
+            for group, (alpha_s, stage_s, s_per_byte) in zip(kinds, slowest.tolist(), strict=True):
+                group.alpha_s, group.stage_s, group.bytes_per_s = alpha_s, stage_s, 1 / s_per_byte
 
     def _make_subgroup(self, places: tuple[int, ...]) -> GlooGroup:
         return GlooGroup(
@@ -112,15 +113,21 @@ class GlooGroup(TorchGroup):
         return self._pending(work, lambda: cut_to_lengths(incoming, rank, own))
 
     def swap(
-        self, outgoing: Mapping[int, Tensor], origins: Collection[int], bound: int, device: torch.device
+        self,
+        outgoing: Mapping[int, Tensor],
+        origins: Collection[int],
+        bound: int,
+        device: torch.device,
+        *,
+        in_pairs: bool = False,
     ) -> Pending[dict[int, Tensor]]:
         if device.type != "cpu":
-            return super().swap(outgoing, origins, bound, device)
+            return super().swap(outgoing, origins, bound, device, in_pairs=in_pairs)
         messages = swapped(outgoing, bound)
         nothing = torch.empty(0, dtype=torch.uint8)
         sent = [messages.get(peer, nothing) for peer in range(self.size)]
         incoming = [torch.empty(bound if peer in origins else 0, dtype=torch.uint8) for peer in range(self.size)]
-        work = self._rounds.exchange(sent, incoming, together=self._fast, bounded=True)
+        work = self._rounds.exchange(sent, incoming, together=self._fast or in_pairs, bounded=True)
         return self._pending(work, lambda: cut_messages(incoming, origins))
 
     @property
@@ -131,7 +138,8 @@ class GlooGroup(TorchGroup):
         """Whether at most so many bytes cost less at once than in rounds or a ring, which pay more latencies."""
         limit = float(DIRECT_BYTES)
         if self.alpha_s is not None and self.bytes_per_s is not None:
-            limit = max(limit, (self.size - 1) * self.alpha_s * self.bytes_per_s / DIRECT_EXCESS)
+            latency_s = self.stage_s + (self.size - 1) * self.alpha_s
+            limit = max(limit, latency_s * self.bytes_per_s / DIRECT_EXCESS)
         return sent_bytes <= min(limit, MOST_DIRECT_BYTES)
 
     def _exchange(self, outgoing: list[Tensor], incoming: list[Tensor], *, together: bool) -> Pending[list[Tensor]]:
@@ -160,8 +168,8 @@ class GlooGroup(TorchGroup):
 
         return _then(self._all_to_all(buffer, lengths, [mine] * self.size), hand_out)
 
-    def _measured(self, timeout_s: float) -> tuple[float, float]:
-        """Seconds a message and bytes a second, as the member sees them that has the slowest link: alike on all."""
+    def _measured(self, timeout_s: float) -> tuple[float, float, float]:
+        """Seconds a further message, seconds an operation, bytes a second: by the slowest member, alike on all."""
         seconds = []
         for nbytes in SAMPLE_BYTES:
             lengths = [nbytes // self.size] * self.size
@@ -169,14 +177,27 @@ class GlooGroup(TorchGroup):
             seconds.append(min(self._timed(buffer, lengths, timeout_s) for _ in range(SAMPLES)))
         moved = (SAMPLE_BYTES[1] - SAMPLE_BYTES[0]) * (self.size - 1) / self.size
         # A large exchange hides the latency behind its bytes, so that only the difference tells the rate.
-        costs = torch.tensor([seconds[0] / (self.size - 1), max(seconds[1] - seconds[0], 1e-6) / moved])
+        one_s = min(self._timed_pass(timeout_s) for _ in range(SAMPLES)) if self.size > 2 else 0.0
+        costs = torch.tensor([seconds[0], one_s, max(seconds[1] - seconds[0], 1e-6) / moved])
         dist.all_reduce(costs, op=dist.ReduceOp.MAX, group=self._own)
-        return float(costs[0]), 1.0 / float(costs[1])
+        all_s, one_s, s_per_byte = costs.tolist()
+        alpha_s = max(all_s - one_s, 0.0) / max(self.size - 2, 1)
+        return alpha_s, max(all_s - (self.size - 1) * alpha_s, 0.0), 1.0 / s_per_byte
 
     def _timed(self, buffer: Tensor, lengths: Sequence[int], timeout_s: float) -> float:
         self._all_to_all(buffer[: self.size], [1] * self.size, [1] * self.size).wait(timeout_s)  # all are here
         began_s = time.perf_counter()
         self._all_to_all(buffer, lengths, lengths).wait(timeout_s)
+        return time.perf_counter() - began_s
+
+    def _timed_pass(self, timeout_s: float) -> float:
+        """Of a small message to one other member, and one from another."""
+        away = self.size // 2
+        to, origin = (self.rank + away) % self.size, (self.rank - away) % self.size
+        message = torch.zeros(LENGTH_BYTES, dtype=torch.uint8)
+        self._all_to_all(message[:1].repeat(self.size), [1] * self.size, [1] * self.size).wait(timeout_s)
+        began_s = time.perf_counter()
+        self.swap({to: message}, [origin], LENGTH_BYTES, message.device, in_pairs=True).wait(timeout_s)
         return time.perf_counter() - began_s
 
 

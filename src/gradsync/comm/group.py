@@ -66,7 +66,8 @@ class Group(ABC):
 
     rank: int
     members: tuple[int, ...]
-    alpha_s: float | None = None  # latency of a message, where it was measured
+    alpha_s: float | None = None  # what each further message of an operation costs, where it was measured
+    stage_s: float = 0.0  # what an operation costs beside its messages and bytes, where it was measured
     bytes_per_s: float | None = None  # what a member's link carries each way, where it was measured
     _placement: Placement | None = None
 
@@ -132,13 +133,21 @@ class Group(ABC):
 
     @abstractmethod
     def swap(
-        self, outgoing: Mapping[int, Tensor], origins: Collection[int], bound: int, device: torch.device
+        self,
+        outgoing: Mapping[int, Tensor],
+        origins: Collection[int],
+        bound: int,
+        device: torch.device,
+        *,
+        in_pairs: bool = False,
     ) -> Pending[dict[int, Tensor]]:
         """Hands `outgoing[j]` to member j, returns what each of the members `origins` sent here: bytes between some of
         the members, who all call it, also those without a message.
 
         `bound`: bytes that a message has at most, the same number on all members. `device`: where messages are, and
-        what comes is to be. For a message's first bytes and for what is returned see `exchange`.
+        what comes is to be. `in_pairs`: no member has more than one message for others, nor gets more than one, so that
+        there is nothing to order; all members say the same. For a message's first bytes and for what is returned see
+        `exchange`.
 
         Raises:
             ValueError: for a message that is longer; nothing was sent then.
@@ -247,7 +256,13 @@ class TorchGroup(Group):
         return self._exchange_at_once(buffer, sent, messages[self.rank], bounds[self.rank])
 
     def swap(
-        self, outgoing: Mapping[int, Tensor], origins: Collection[int], bound: int, device: torch.device
+        self,
+        outgoing: Mapping[int, Tensor],
+        origins: Collection[int],
+        bound: int,
+        device: torch.device,
+        *,
+        in_pairs: bool = False,
     ) -> Pending[dict[int, Tensor]]:
         # Backends want both ends to name the same length: the lengths travel first, as bounds may be far above them.
         messages = swapped(outgoing, bound)

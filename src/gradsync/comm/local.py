@@ -129,7 +129,13 @@ class LocalGroup(Group):
         return self._operation("exchange", (list(bounds), outgoing), taken)
 
     def swap(
-        self, outgoing: Mapping[int, Tensor], origins: Collection[int], bound: int, device: torch.device
+        self,
+        outgoing: Mapping[int, Tensor],
+        origins: Collection[int],
+        bound: int,
+        device: torch.device,
+        *,
+        in_pairs: bool = False,
     ) -> Pending[dict[int, Tensor]]:
         messages = {peer: message.clone() for peer, message in swapped(outgoing, bound).items()}
 

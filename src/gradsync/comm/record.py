@@ -58,7 +58,7 @@ class RecordingGroup(Group):
         self.ledger = ledger
         self.rank = inner.rank
         self.members = inner.members
-        self.alpha_s, self.bytes_per_s = inner.alpha_s, inner.bytes_per_s
+        self.alpha_s, self.stage_s, self.bytes_per_s = inner.alpha_s, inner.stage_s, inner.bytes_per_s
         self._placement = inner.placement
         self._inside = inner.size > 1 and inner.placement.num_nodes == 1
         self._subgroups: dict[tuple[int, ...], RecordingGroup] = {}
@@ -93,10 +93,17 @@ class RecordingGroup(Group):
         return self._written(Pattern.ALL_TO_ALL, sent_bytes, self.inner.exchange(messages, bounds))
 
     def swap(
-        self, outgoing: Mapping[int, Tensor], origins: Collection[int], bound: int, device: torch.device
+        self,
+        outgoing: Mapping[int, Tensor],
+        origins: Collection[int],
+        bound: int,
+        device: torch.device,
+        *,
+        in_pairs: bool = False,
     ) -> Pending[dict[int, Tensor]]:
         sent_bytes = sum(len(message) for message in outgoing.values())
-        return self._written(Pattern.MESSAGES, sent_bytes, self.inner.swap(outgoing, origins, bound, device))
+        swap = self.inner.swap(outgoing, origins, bound, device, in_pairs=in_pairs)
+        return self._written(Pattern.MESSAGES, sent_bytes, swap)
 
     def broadcast(self, buffer: Tensor) -> Pending[Tensor]:
         sent_bytes = (self.size - 1) * buffer.numel() * buffer.element_size() if self.rank == 0 else 0

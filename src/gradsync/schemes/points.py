@@ -273,7 +273,8 @@ class _Space:
         for each in self.plan.rounds:
             outgoing = {m.destination: self._pack(held, m) for m in each.messages if m.source == group.rank}
             incoming = {m.source: m for m in each.messages if m.destination == group.rank}
-            arrived = await group.swap(outgoing, list(incoming), self._bound(each.messages), device)
+            bound, in_pairs = self._bound(each.messages), each.in_pairs
+            arrived = await group.swap(outgoing, list(incoming), bound, device, in_pairs=in_pairs)
             for source, message in incoming.items():
                 held.update(self._unpack(arrived[source], message))
             for merge in each.merges:

@@ -109,6 +109,12 @@ class Round:
     messages: tuple[Message, ...]
     merges: tuple[Merge, ...] = ()
 
+    @property
+    def in_pairs(self) -> bool:
+        """Whether no rank has more than one message for others, nor gets more than one."""
+        ends = ([m.source for m in self.messages], [m.destination for m in self.messages])
+        return all(len(set(ranks)) == len(ranks) for ranks in ends)
+
 
 @dataclass(frozen=True)
 class Schedule:
