@@ -82,7 +82,8 @@ class DensityProfile:
         counts = {most / ranks, *(2**j for j in range(1, 32) if ranks * 2**j < most)}
         growth = {int(k): self.union_rows(int(k) * ranks) / rows for k in counts if k == int(k) > 1 and rows}
         blocks = {length: profile.of_sums(ranks) for length, profile in self.blocks.items()}
-        return replace(self, rows=rows, densification=growth, most_rows=0.0, blocks=blocks)
+        most_rows = rows * max(self.most_rows / self.rows, 1.0) if self.rows else 0.0
+        return replace(self, rows=rows, densification=growth, most_rows=most_rows, blocks=blocks)
 
     def of_range(self, start: int, stop: int) -> DensityProfile:
         """The profile of the rows in [start, stop), as a table of their own; even within."""

@@ -36,7 +36,10 @@ Planner = Callable[[Sequence[ParameterProfile], int], Plan | Sequence[Plan]]
 
 @runtime_checkable
 class RevisingPlanner(Protocol):
-    """A planner that knows the network it plans for, and is asked again while training runs."""
+    """A planner that knows the network it plans for, and is asked again while training runs.
+
+    It is asked again if it has measured the network; it is told to where the first steps show sparse gradients.
+    """
 
     cost: CostModel | None  # once measured
 
@@ -45,14 +48,14 @@ class RevisingPlanner(Protocol):
     def measure(self, group: Group, timeout_s: float) -> None:
         """Called on all ranks at once, before the first plan that depends on what gradients look like."""
 
-    def revise(self, plan: Plan, profiles: Sequence[ParameterProfile]) -> Plan:
-        """The plan to go on with, for what gradients look like now; the same on all ranks."""
+    def revise(self, plan: Plan, before: Sequence[ParameterProfile], now: Sequence[ParameterProfile]) -> Plan:
+        """The plan to go on with, the same on all ranks; `before` is what was known when the plan was made."""
 
 
 # A table that no module announced travels dense at first, and so do dense gradients with many zeros: their rows show in
 # the second step.
 MAX_OBSERVATIONS = 2
-LOOK_AGAIN_STEPS = 500  # a look costs about a step, and densities drift over thousands
+LOOK_AGAIN_STEPS = 499  # a prime: what alternates from step to step is not always met in the same state
 
 
 class Engine:
@@ -456,7 +459,8 @@ class Engine:
     def _planned(self) -> list[Plan]:
         """What the planner makes of what is known now: the plans worth trying, the best guess first."""
         assert self._planner is not None
-        made = self._planner(list(self._observer.profiles.values()), self.group.size)
+        self._known_to_plan = list(self._observer.profiles.values())
+        made = self._planner(self._known_to_plan, self.group.size)
         plans = [made] if isinstance(made, Plan) else list(made)
         if not plans:
             raise ValueError("the planner made no plan; it must return a Plan, or a list of at least one")
@@ -488,14 +492,17 @@ class Engine:
             return
         self._steps_to_look = LOOK_AGAIN_STEPS
         self._share("observations")
-        plan = reviser.revise(self.plan, list(self._observer.profiles.values()))
+        plan = reviser.revise(self.plan, self._known_to_plan, list(self._observer.profiles.values()))
         self._check(plan)
         self._require_same([plan.digest])
         if plan.digest != self.plan.digest:
             logger.info("gradients look different now; the plan is revised")
+            self._known_to_plan = list(self._observer.profiles.values())
             self._switch_to(plan)
 
     def _share(self, what: str) -> None:
+        for lane in self._lanes.values():
+            lane.close_prediction(self._observer.profiles)
         self._observer.share(lambda name: self._lanes_of[name][0].gradients, self._gather(what))
 
     def _try(self, trial: Trial[Plan]) -> None:

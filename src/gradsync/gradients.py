@@ -170,7 +170,9 @@ class RowGradients:
 
     def first_with_rows_of(self, name: str) -> str:
         """The first table of the bucket whose rows the ranks found to be this table's, perhaps itself."""
-        return next(first for first, rows in self._result.items() if rows.indices is self._result[name].indices)
+        mine = self._result[name]
+        alike = (first for first, rows in self._result.items() if rows.num_rows == mine.num_rows)
+        return next(first for first in alike if torch.equal(self._result[first].indices, mine.indices))
 
     def _table(self, name: str) -> SparseRows:
         if name not in self._brought:

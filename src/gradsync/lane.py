@@ -76,6 +76,8 @@ class Lane:
     waiting: set[str] = field(default_factory=set)  # parameters that were not loaded in this step yet
     steps: int = 0
     sent_bytes: float = 0.0
+    predicted_bytes: float = 0.0  # of the first `predicted_steps`, by what was known of gradients then
+    predicted_steps: int = 0
     communication_s: float = 0.0
     exposed_s: float = 0.0
 
@@ -167,11 +169,18 @@ class Lane:
             return None
         return tuple(found) if of_rows else (joined(found),)
 
+    def close_prediction(self, profiles: Mapping[str, ParameterProfile]) -> None:
+        """Counts the steps since by these profiles, before others replace them."""
+        predicted = self._predicted_bytes(profiles)
+        if predicted is not None:
+            self.predicted_bytes, self.predicted_steps = predicted, self.steps
+
     def _predicted_bytes(self, profiles: Mapping[str, ParameterProfile]) -> float | None:
         expected = self.expected_steps(profiles)
         if expected is None:
             return None
-        return self.steps * sum(t.sent_bytes(self.group.rank) for t in transfers(expected))
+        steps = self.steps - self.predicted_steps
+        return self.predicted_bytes + steps * sum(t.sent_bytes(self.group.rank) for t in transfers(expected))
 
     def expected_steps(self, profiles: Mapping[str, ParameterProfile]) -> list[Step] | None:
         """What a training step does with the bucket; None while the densities of its tables are not known."""

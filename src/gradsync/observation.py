@@ -80,13 +80,14 @@ class Observer:
             name: _reduced(profile, table[:, index]) for index, (name, profile) in enumerate(before.items())
         }
         self._looks += 1
-        for name, (rows, elements) in sampled.items():
+        # At first what was once found full must be expected to be full again; later the last look counts.
+        of_two = denser if self._looks <= LOOKS else _latest
+        for name, found in sampled.items():
             profile = self.profiles[name]
             if not profile.sparse:
+                rows, elements = map(of_two, found, (before[name].density, before[name].elements))
                 exact = profile.density  # of one that travelled as a table already
-                density = exact if exact is not None else denser(rows, before[name].density)
-                denser_elements = denser(elements, before[name].elements)
-                self.profiles[name] = replace(profile, density=density, elements=denser_elements)
+                self.profiles[name] = replace(profile, density=rows if exact is None else exact, elements=elements)
 
     def _sampled_names(self) -> list[str]:
         """Parameters whose dense gradients are worth a look; the same on every rank."""
@@ -132,6 +133,10 @@ class Observer:
         return positions.get(name, NEVER_READY), layout, rows, union, first
 
 
+def _latest(seen: DensityProfile | None, before: DensityProfile | None) -> DensityProfile | None:
+    return before if seen is None else seen
+
+
 def _reduced(before: ParameterProfile, seen: Tensor) -> ParameterProfile:
     """One parameter's profile from what each rank saw; (ranks, 5) int64, columns as `Observer._seen` says."""
     layouts = set(seen[:, 1].tolist()) - {UNKNOWN}
@@ -143,4 +148,6 @@ def _reduced(before: ParameterProfile, seen: Tensor) -> ParameterProfile:
         growth = {size: union / rows} if rows > 0 and size > 1 else {}
         most_rows = float(seen[:, 2].max())
         density = DensityProfile(before.tensor.num_rows, rows, growth, str(int(seen[0, 4])), most_rows)
+    if density is not None and density.rows == 0:  # a step that did not use the table says nothing of the next one
+        density = before.density or density
     return ParameterProfile(before.name, before.tensor, sparse, density, position=int(seen[0, 0]))

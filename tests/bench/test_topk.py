@@ -17,6 +17,7 @@ from gradsync.bench.topk import TopKWorkload, kind_of, load
 from gradsync.bucket import Layout
 from gradsync.characterization import Characterization
 from gradsync.cli import app
+from gradsync.cluster import Placement
 from gradsync.comm import LocalGroup, drive, run_local
 from gradsync.costs import CostModel
 from gradsync.schemes import AllReduce, BalancedElements
@@ -87,7 +88,7 @@ def test_ranks_exchange_what_is_left_and_know_its_exact_profile() -> None:
 def test_schemes_for_elements_are_measured_and_one_is_selected() -> None:
     brought = left_on_ranks(4)
     found = run_local(4, lambda group: elements_of_step(brought[group.rank], group))[0]
-    arguments = (found.layout, found.specs, found.profiles, 4)
+    arguments = (found.layout, found.specs, found.profiles, Placement.one_per_node(4))
     planned, none = schemes_of(*arguments, SyncSpec(), COST)
     assert (list(planned), none) == (["balanced_elements", "all_reduce"], None)
     everything, selected = schemes_of(*arguments, SyncSpec(schemes="all"), COST)

@@ -17,7 +17,7 @@ from gradsync.density import DensityProfile, ParameterProfile, profile_rows
 from gradsync.plan import Plan
 from gradsync.planner import default_plan, default_plans
 from gradsync.planner.default import SPARSE_SCHEMES, sparse_schemes
-from gradsync.schemes import AGSparse, AllReduce, BalancedElements, BalancedParallelism, Scheme, with_capacity
+from gradsync.schemes import AGSparse, AllReduce, BalancedElements, BalancedParallelism, Scheme
 from gradsync.sparse import SparseRows
 
 MIB = 1 << 20
@@ -143,7 +143,7 @@ def test_the_scheme_that_is_chosen_is_the_one_that_sends_fewest_bytes(
     rows = [torch.arange(100) + stride * rank for rank in range(world)]
     density = profile_rows(rows, 1000)
     chosen = sparse_schemes([sparse("t", density)], world)[0]
-    planned = [with_capacity(scheme, [density]) for scheme in SPARSE_SCHEMES]
+    planned = [scheme.planned_for([density]) for scheme in SPARSE_SCHEMES]
     counted = {scheme: counted_bytes(scheme, [[r] for r in rows], 16) for scheme in planned}
     assert counted[chosen] == min(counted.values())
     assert type(chosen) is expected
@@ -209,9 +209,9 @@ def test_measured_tables_have_room_for_their_rows_and_half_as_many_again() -> No
 
     known = [density(10.5, "a"), density(990.0), density(0.0), density(10.5, "a"), density(10.5), density(9.0, "b", 20)]
     scheme = BalancedParallelism(capacity=(32, 1000, 16, 32, 32, 20), same_rows=(0, 1, 2, 0, 4, 5))
-    assert with_capacity(BalancedParallelism(), known) == scheme
-    assert with_capacity(AGSparse(), known) == AGSparse(capacity=scheme.capacity, same_rows=scheme.same_rows)
-    assert with_capacity(AllReduce(), known) == AllReduce()
+    assert BalancedParallelism().planned_for(known) == scheme
+    assert AGSparse().planned_for(known) == AGSparse(capacity=scheme.capacity, same_rows=scheme.same_rows)
+    assert AllReduce().planned_for(known) == AllReduce()
 
 
 def test_capacities_follow_the_order_of_the_tables_in_the_bucket_and_are_part_of_the_plan() -> None:

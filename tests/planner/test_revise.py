@@ -26,7 +26,6 @@ from gradsync.schemes import (
     BalancedParallelism,
     Hierarchical,
     Scheme,
-    with_capacity,
 )
 
 WORLD = 8
@@ -58,14 +57,14 @@ def schemes_of(plan: Plan, profiles: Sequence[ParameterProfile]) -> list[Scheme[
 
 def fitting(scheme: Scheme[Any], profile: ParameterProfile) -> Scheme[Any]:
     assert profile.density is not None
-    return with_capacity(scheme, [profile.density])
+    return scheme.planned_for([profile.density])
 
 
 def test_rows_that_ranks_come_to_share_are_summed_by_owners() -> None:
     apart, shared = table(500, "own rows"), table(500, "same rows")
     plan = default_plan([apart], WORLD, SLOW)
     assert schemes_of(plan, [apart])[0].unplanned != BalancedParallelism()
-    (scheme,) = schemes_of(revised(plan, [shared], SLOW), [shared])
+    (scheme,) = schemes_of(revised(plan, [apart], [shared], SLOW), [shared])
     assert scheme == fitting(BalancedParallelism(), shared)
 
 
@@ -74,7 +73,7 @@ def test_what_is_nearly_as_good_stays() -> None:
     plan = plan_of([known], [fitting(AGSparse(), known)])
     ways = [price for _, price in prices(known)]
     assert 0 < min(ways) <= dict(prices(known))["agsparse"] < min(ways) / 0.9  # or there would be nothing to resist
-    assert revised(plan, [known], SLOW) == plan
+    assert revised(plan, [known], [known], SLOW) == plan
 
 
 def prices(profile: ParameterProfile) -> list[tuple[str, float]]:
@@ -89,7 +88,7 @@ def prices(profile: ParameterProfile) -> list[tuple[str, float]]:
 def test_room_that_rows_have_outgrown_is_made_anew(most: float) -> None:
     before, now = table(400, "same rows"), table(450, "same rows", most)
     plan = plan_of([before], [fitting(BalancedParallelism(), before)])
-    (scheme,) = schemes_of(revised(plan, [now], SLOW), [now])
+    (scheme,) = schemes_of(revised(plan, [before], [now], SLOW), [now])
     had_room = most <= 400 * 1.5 + 16
     assert scheme == fitting(BalancedParallelism(), before if had_room else now)
 
@@ -99,18 +98,18 @@ def test_room_that_elements_have_outgrown_is_made_anew(density: float) -> None:
     known: list[Scheme[Any]] = []
     for each in (flat(0.01), flat(density)):
         assert each.elements is not None
-        known.append(with_capacity(BalancedElements(), [each.elements]))
+        known.append(BalancedElements().planned_for([each.elements]))
     plan = plan_of([flat(0.01)], known[:1])
-    (scheme,) = schemes_of(revised(plan, [flat(density)], SLOW), [flat(density)])
+    (scheme,) = schemes_of(revised(plan, [flat(0.01)], [flat(density)], SLOW), [flat(density)])
     assert scheme == known[density > 0.015]
 
 
 def test_a_bucket_found_sparse_goes_dense_and_back() -> None:
     sparse, dense = flat(0.01), flat(0.9)
     plan = plan_of([sparse], [BalancedElements()])
-    to_dense = revised(plan, [dense], SLOW)
+    to_dense = revised(plan, [sparse], [dense], SLOW)
     assert schemes_of(to_dense, [dense]) == [AllReduce()]
-    (again,) = schemes_of(revised(to_dense, [sparse], SLOW), [sparse])
+    (again,) = schemes_of(revised(to_dense, [dense], [sparse], SLOW), [sparse])
     assert again.unplanned == BalancedElements().unplanned
 
 
@@ -119,24 +118,24 @@ def test_what_a_user_has_planned_otherwise_stays() -> None:
     for scheme in (PARAMETER_SERVER_OF_ROWS, BalancedElements(seed=3)):
         profile = shared if scheme is PARAMETER_SERVER_OF_ROWS else flat(0.9)
         plan = plan_of([profile], [scheme])
-        assert revised(plan, [profile], SLOW) == plan
+        assert revised(plan, [profile], [profile], SLOW) == plan
 
 
 def test_flat_buckets_of_many_or_cut_parameters_stay() -> None:
     dense, specs = flat(0.001), {"w": flat(0.001).tensor}
     halves = [[("w", 0, 1 << 19)], [("w", 1 << 19, 1 << 20)]]
     plan = Plan.make(specs, WORLD, [(half, AllReduce()) for half in halves])
-    assert revised(plan, [dense], SLOW) == plan
+    assert revised(plan, [flat(0.9)], [dense], SLOW) == plan
 
 
 def test_other_buckets_keep_their_turns() -> None:
-    profiles = [table(500, "same rows"), flat(0.9)]
-    plan = plan_of(profiles, [fitting(AGSparse(), profiles[0]), AllReduce()])
+    apart, profiles = [table(500, "own rows"), flat(0.9)], [table(500, "same rows"), flat(0.9)]
+    plan = plan_of(apart, [fitting(AGSparse(), apart[0]), AllReduce()])
     assert plan.order == (("0", "gather"), ("1", "all_reduce"))
-    changed = revised(plan, profiles, SLOW)
+    changed = revised(plan, apart, profiles, SLOW)
     schemes_of(changed, profiles)  # a legal plan
     assert changed.order == (("0", "push"), ("0", "pull"), ("1", "all_reduce"))
-    back = revised(changed, [table(500, "own rows"), flat(0.9)], SLOW)
+    back = revised(changed, profiles, apart, SLOW)
     assert [bucket for bucket, _ in back.order if bucket == "1"] == ["1"]
 
 
@@ -150,8 +149,19 @@ def test_where_nodes_have_several_ranks_their_sums_are_among_the_rivals() -> Non
     network = Network(fast_inside, Placement((0, 0, 0, 0, 1, 1, 1, 1)))
     (scheme,) = schemes_of(default_plan([known], WORLD, network), [known])
     assert isinstance(scheme, Hierarchical)  # else the link carries the rows of four ranks
-    flat = plan_of([known], [fitting(BalancedParallelism(), known)])
-    assert schemes_of(revised(flat, [known], network), [known]) == [scheme]
+    grown = table(5000, "same rows")
+    made = default_plan([known], WORLD, network)
+    (roomier,) = schemes_of(revised(made, [known], [grown], network), [grown])
+    assert roomier == fitting(scheme.unplanned, grown)
+
+
+def test_what_a_trial_left_is_not_taken_up_again_without_a_change() -> None:
+    known = table(500, "same rows")
+    best, *_, worst = [s for s, _ in sorted(prices(known), key=lambda priced: priced[1])]
+    (slower,) = [s for s in timed_schemes(SLOW.placement) if s.title == worst]
+    plan = plan_of([known], [fitting(slower, known)])
+    assert dict(prices(known))[worst] > 1.2 * dict(prices(known))[best]
+    assert revised(plan, [known], [known], SLOW) == plan
 
 
 def test_kernels_that_take_long_change_what_is_planned() -> None:

@@ -38,7 +38,6 @@ from gradsync.schemes import (
     Scheme,
     SparseReduceScatter,
     ZenHash,
-    with_capacity,
 )
 from gradsync.schemes.formats import PartFormat
 from gradsync.schemes.positions import IndexFormat
@@ -117,7 +116,7 @@ ROW_SCHEMES: tuple[Scheme[Any], ...] = (AGSparse(), BalancedParallelism())
 
 def measured(scheme: Scheme[Any]) -> Callable[[Sequence[Tables]], Scheme[Any]]:
     """What the planner makes of the ranks' tables: every rank's rows fit."""
-    return lambda inputs: with_capacity(scheme, profiles_of(inputs))
+    return lambda inputs: scheme.planned_for(profiles_of(inputs))
 
 
 def generous(inputs: Sequence[Tables]) -> BalancedParallelism:

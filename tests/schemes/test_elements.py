@@ -23,7 +23,6 @@ from gradsync.schemes import (
     ZenHash,
     from_expression,
     to_expression,
-    with_capacity,
 )
 from gradsync.steps import Pattern, Transfer, transfers
 from tests.schemes.family import Outcome, bits, run_scheme
@@ -272,7 +271,7 @@ def test_settings_round_trip_and_unknown_ones_are_refused() -> None:
 
 def planned(inputs: Sequence[Tensor]) -> Scheme[Tensor]:
     numel = inputs[0].numel()
-    return with_capacity(BalancedElements(), [profile_rows([x.nonzero().flatten() for x in inputs], numel)])
+    return BalancedElements().planned_for([profile_rows([x.nonzero().flatten() for x in inputs], numel)])
 
 
 def awaits_of(outcome: Outcome) -> list[Pattern]:
@@ -348,7 +347,7 @@ def test_any_density_may_follow_any_other(
     seed: int,
 ) -> None:
     """Of each rank another one, with values that are not finite, and strides that a bad map sends to one owner."""
-    scheme = with_capacity(kind(), [DensityProfile(numel, expected * numel, {len(densities): 1.0})])
+    scheme = kind().planned_for([DensityProfile(numel, expected * numel, {len(densities): 1.0})])
     inputs = [normal(random_places(d, numel, seed + r) // stride * stride, numel, r) for r, d in enumerate(densities)]
     for place, value in special:
         inputs[place % len(inputs)][place % max(numel, 1) :][:1] = value

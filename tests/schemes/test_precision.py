@@ -26,7 +26,6 @@ from gradsync.schemes import (
     candidates,
     from_expression,
     to_expression,
-    with_capacity,
 )
 from gradsync.schemes.precision import rounded
 from gradsync.sparse import SparseRows
@@ -74,9 +73,9 @@ def test_every_value_is_rounded_at_its_source_and_once_as_a_sum(inner: Scheme[An
 @every_sparse
 def test_finite_means_stay_finite_and_what_is_not_finite_travels(inner: Scheme[Any]) -> None:
     largest = torch.finfo(torch.float16).max
-    extremes = [3.4e38, -3.4e38, float("inf"), -float("inf"), float("nan"), 1.0]
-    inputs = [brought(inner, torch.tensor(extremes)) for _ in range(3)]
-    expected = [largest, -largest, float("inf"), -float("inf"), float("nan"), 1.0]
+    extremes = [1.5e5, 3.4e38, -3.4e38, float("inf"), -float("inf"), float("nan"), 1.0]
+    inputs = [brought(inner, torch.tensor(each)) for each in (extremes, [1.0] * 7, [1.0] * 7)]
+    expected = [5e4, largest, -largest, float("inf"), -float("inf"), float("nan"), 1.0]  # 1.5e5 alone would not fit
     for result in run_scheme(HalfPrecision(inner, "float16"), inputs, 1 / 3).results:
         found = values_of(inner, result, len(extremes))
         torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-2, atol=0, equal_nan=True)
@@ -163,7 +162,7 @@ def test_it_is_lossy_and_passes_on_what_its_inner_scheme_says() -> None:
     assert not scheme.exact
     assert scheme.layout is Layout.FLAT
     assert scheme.title == "balanced_elements float16"
-    planned = with_capacity(scheme, [DensityProfile(1000, 10.0, {4: 2.0})])
+    planned = scheme.planned_for([DensityProfile(1000, 10.0, {4: 2.0})])
     assert planned.stages(4) == ("push", "pull")
     assert planned.unplanned == scheme
     assert from_expression(to_expression(planned)) == planned

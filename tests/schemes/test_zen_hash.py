@@ -13,7 +13,7 @@ from gradsync.bucket import TensorSpec
 from gradsync.cluster import Placement
 from gradsync.density import profile_rows
 from gradsync.kernels.hierarchy import HashMemory
-from gradsync.schemes import BalancedElements, ZenHash, from_expression, hash_lists, to_expression, with_capacity
+from gradsync.schemes import BalancedElements, ZenHash, from_expression, hash_lists, to_expression
 from gradsync.schemes.hash_lists import kept_nbytes, owned_by_hash
 from gradsync.schemes.zen_hash import HEAD_BYTES, expected_overflow
 from gradsync.steps import Pattern, transfers
@@ -29,7 +29,7 @@ def sparse(density: float, rank: int, numel: int = NUMEL, dtype: torch.dtype = t
 
 
 def planned(density: float) -> ZenHash:
-    scheme = with_capacity(ZenHash(), [profile_rows([sparse(density, 0).nonzero().flatten()], NUMEL)])
+    scheme = ZenHash().planned_for([profile_rows([sparse(density, 0).nonzero().flatten()], NUMEL)])
     assert isinstance(scheme, ZenHash)
     assert scheme.expected > 0
     return scheme

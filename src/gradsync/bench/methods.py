@@ -25,7 +25,7 @@ from ..density import ParameterProfile
 from ..plan import Plan
 from ..planner import SPARSE_SCHEMES as PLANNED_SCHEMES
 from ..planner import default_plan
-from ..schemes import Scheme, with_capacity
+from ..schemes import Scheme
 
 ONE_BUCKET_MB = 1 << 20  # larger than any model here: DDP then puts everything into one bucket
 
@@ -96,7 +96,7 @@ def planned(scheme: Scheme[Any], profiles: Sequence[ParameterProfile], world_siz
         if set(bucket.names) <= sparse.keys():
             known = [density for name in bucket.names if (density := sparse[name]) is not None]
             measured = len(known) == len(bucket.names)
-            buckets.append((bucket.names, with_capacity(scheme, known) if measured else scheme))
+            buckets.append((bucket.names, scheme.planned_for(known) if measured else scheme))
         else:
             buckets.append((bucket.names, bucket.make_scheme()))
     return Plan.make(specs, world_size, buckets)

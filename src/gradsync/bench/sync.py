@@ -143,6 +143,8 @@ def _record(
     mine, base = _slowest(ranks, subject), _slowest(ranks, baseline)
     bound_s, predicted_s = _expected_s(case["costs"][subject], cost) if subject in case["costs"] else (None, None)
     extra = {"bound_ratio": Spread.of(mine).median / bound_s} if bound_s else {}
+    if subject in case.get("memory_bytes", {}):
+        extra["memory_bytes"] = max(r["memory_bytes"][subject] for r in ranks)
     return Record(
         case="sync",
         metric="sync_s",

@@ -36,12 +36,13 @@ from ..schemes import (
     SparseReduceScatter,
     ZenHash,
     candidates,
+    hash_lists,
     select,
-    with_capacity,
 )
 from ..sparse import SparseRows
 from ..steps import Compute, Pattern, Transfer, transfers
 from . import topk
+from .memory import peak_bytes
 from .methods import SPARSE_SCHEMES
 from .rank import event, run_rank
 from .sync import DENSE_SIZES_BYTES, FIT_SIZES_BYTES, SyncSpec
@@ -261,6 +262,7 @@ class Gradients:
     specs: tuple[TensorSpec, ...]
     profiles: tuple[DensityProfile, ...]  # of all ranks, exact
     baselines: dict[str, Exchange]
+    given: tuple[Tensor, ...]  # the memory that is there before
     prepare: Callable[[], object] = lambda: None  # before each exchange
 
 
@@ -281,15 +283,25 @@ def workload_case(name: str, group: TorchGroup, spec: SyncSpec, cost: CostModel)
         "density": [p.density for p in found.profiles],
         "union_rows": union_rows(found.profiles, group.size),
     }
+    exchanges = {title: scheme_exchange(s, group, found.x, found.prepare) for title, s in planned.items()}
     case = measure(
         params,
         found.baselines,
-        {title: scheme_exchange(s, group, found.x, found.prepare) for title, s in planned.items()},
+        exchanges,
         {title: step_costs(s, found.specs, found.profiles, group.placement, cost) for title, s in planned.items()},
         spec,
         selected,
     )
-    return {**case, "options": workload.options}
+    memory = {title: exchange_bytes(exchange, found.given) for title, (exchange, _) in exchanges.items()}
+    return {**case, "options": workload.options, "memory_bytes": memory}
+
+
+def exchange_bytes(exchange: Exchange, given: Sequence[Tensor]) -> int:
+    """What one exchange takes at its peak beside the gradients; lists that would be kept from earlier ones included."""
+    exchange.prepare()
+    dist.barrier()
+    hash_lists.forget()
+    return peak_bytes(exchange.run, given)
 
 
 def rows_of_step(gradients: list[Tensor], group: TorchGroup) -> Gradients:
@@ -305,6 +317,7 @@ def rows_of_step(gradients: list[Tensor], group: TorchGroup) -> Gradients:
             "ddp_sparse": ddp_sparse_exchange(gradients),
             "ddp": Exchange(lambda: [dist.all_reduce(g) for g in dense]),
         },
+        tuple(part for table in tables for part in (table.indices, table.values)),
     )
 
 
@@ -326,6 +339,7 @@ def elements_of_step(sparsified: Tensor, group: Group) -> Gradients:
         (TensorSpec.of(bucket),),
         (measured_elements(sparsified, group),),
         {"ddp": Exchange(lambda: dist.all_reduce(bucket), prepare), "ddp_bf16": Exchange(bf16, prepare)},
+        (bucket,),
         prepare,
     )
 
@@ -341,7 +355,7 @@ def schemes_of(
     """The schemes to measure, by name: those of training, or all there are, with the name of the selected one."""
     if spec.schemes == "planned":
         planned = ELEMENT_SCHEMES if layout is Layout.FLAT else SPARSE_SCHEMES
-        return {name: with_capacity(s, profiles) for name, s in planned.items()}, None
+        return {name: s.planned_for(profiles) for name, s in planned.items()}, None
     everything = candidates(layout, profiles, placement)
     selection = select(everything, specs, profiles, placement, cost)
     named = {scheme.title: scheme for scheme in everything}

@@ -35,7 +35,7 @@ class ErrorFeedback(Compressor[P]):
             raise ValueError("ErrorFeedback of ErrorFeedback: the inner one leaves nothing to feed back; use one")
 
     def init(self, spec: TensorSpec) -> State:
-        return {**self.compressor.init(spec), RESIDUAL: torch.zeros(spec.shape, dtype=accumulation_dtype(spec.dtype))}
+        return {**self.compressor.init(spec), RESIDUAL: torch.zeros(spec.numel, dtype=accumulation_dtype(spec.dtype))}
 
     @torch.no_grad()
     def compress(self, x: Tensor, state: State) -> tuple[P, State]:

@@ -23,7 +23,6 @@ from ..schemes import (
     BalancedParallelism,
     Hierarchical,
     Scheme,
-    with_capacity,
 )
 from ..steps import Step, transfers
 from .measure import Network
@@ -174,7 +173,7 @@ def _scheme_of_found(profile: ParameterProfile, world_size: int, network: Networ
         by_row = sparse_schemes([profile], world_size, network)[0]
         prices.append((price(by_row.steps((spec,), (profile.density,), placement), network), by_row))
     if profile.elements is not None:
-        by_element = with_capacity(BalancedElements(), [profile.elements])
+        by_element = BalancedElements().planned_for([profile.elements])
         prices.append((price(by_element.steps((flat,), (profile.elements,), placement), network), by_element))
     lowest, scheme = min(prices, key=lambda priced: priced[0])
     return scheme if lowest <= MOST_OF_DENSE * price(AllReduce().steps((flat,), (), placement), network) else None
@@ -206,7 +205,7 @@ def sparse_schemes(
     """The sparse schemes worth a trial for the measured densities, the cheapest first; without any the first of all.
 
     Of several that cost the same the one with the fewest stages. What the densities fix beforehand is in them, see
-    `with_capacity`.
+    `Scheme.planned_for`.
     """
     densities = [p.density for p in tables]
     if any(d is None for d in densities):
@@ -215,6 +214,6 @@ def sparse_schemes(
     specs: tuple[TensorSpec, ...] = tuple(p.tensor for p in tables)
     placement = _placement(world_size, network)
     schemes = SPARSE_SCHEMES if network is None else timed_schemes(placement)
-    prices = {s: price(s.steps(specs, known, placement), network) for s in (with_capacity(s, known) for s in schemes)}
+    prices = {s: price(s.steps(specs, known, placement), network) for s in (s.planned_for(known) for s in schemes)}
     ordered = sorted(prices, key=lambda s: (prices[s], len(s.stages(world_size))))
     return [s for s in ordered if s is ordered[0] or (network and prices[s] <= WORTH_A_TRIAL * prices[ordered[0]])]

@@ -19,7 +19,7 @@ from ..cluster import Placement
 from ..comm import Group
 from ..costs import CostModel, KernelCost
 from ..forecast import network_cost
-from ..schemes import DOUBLING_OF_ROWS, AGSparse, BalancedElements, BalancedParallelism, Scheme
+from ..schemes import DOUBLING_OF_ROWS, AGSparse, AllReduce, BalancedElements, BalancedParallelism, Scheme
 from ..schemes.rehearsal import Sample, rehearse
 
 PLANNED: tuple[Scheme[Any], ...] = (
@@ -27,6 +27,7 @@ PLANNED: tuple[Scheme[Any], ...] = (
     AGSparse(),
     DOUBLING_OF_ROWS,
     BalancedElements(),
+    AllReduce(),
 )  # what default plans are made of
 
 

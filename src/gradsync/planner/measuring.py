@@ -32,6 +32,6 @@ class MeasuringPlanner:
         """Learns what plans are made by; collective."""
         self.network = measured_network(group, timeout_s)
 
-    def revise(self, plan: Plan, profiles: Sequence[ParameterProfile]) -> Plan:
-        """The plan for gradients that look like these now."""
-        return plan if self.network is None else revised(plan, profiles, self.network)
+    def revise(self, plan: Plan, before: Sequence[ParameterProfile], now: Sequence[ParameterProfile]) -> Plan:
+        """The plan to go on with; `before` is what was known when it was made."""
+        return plan if self.network is None else revised(plan, before, now, self.network)

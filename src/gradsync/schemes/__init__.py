@@ -8,7 +8,6 @@ from .base import register as register
 from .base import registered as registered
 from .base import to_expression as to_expression
 from .capacity import RowCapacity as RowCapacity
-from .capacity import with_capacity as with_capacity
 from .centralized import AGSparse as AGSparse
 from .combine import Hierarchical as Hierarchical
 from .dense import AllReduce as AllReduce

@@ -47,6 +47,10 @@ class Scheme(ABC, Generic[X]):
         """The scheme with what its settings can say of data like this, as the room that messages need."""
         return self
 
+    def has_room_for(self, profiles: Sequence[DensityProfile]) -> bool:
+        """Whether what `planned_for` has made room for is enough for the busiest rank of these profiles."""
+        return True
+
     @abstractmethod
     def stages(self, size: int) -> tuple[str, ...]:
         """One name for each await of `synchronize` by one of `size` ranks: the turns that a plan's order is made of."""

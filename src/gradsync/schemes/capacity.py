@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -18,11 +18,10 @@ from ..bucket import TensorSpec
 from ..comm import LENGTH_BYTES
 from ..density import DensityProfile
 from ..steps import Pattern, Transfer
-from .base import Scheme
 from .formats import RowFormat, head_nbytes
 from .tables import RowGroup, Survey, groups_of, origins
 
-MARGIN, MARGIN_ROWS = 1.5, 16  # room for rows beyond those measured: batches differ; costs memory, no bytes
+ROOM_MARGIN, ROOM_MARGIN_ROWS = 1.5, 16  # room for rows beyond those measured: batches differ; costs memory, no bytes
 
 
 @dataclass(frozen=True)
@@ -97,6 +96,9 @@ class RowCapacity:
             for profile, room, first in zip(profiles, self.capacity, self.same_rows, strict=True)
         )
 
+    def has_room_for(self, profiles: Sequence[DensityProfile]) -> bool:
+        return self.expects_to_fit([busiest(profile) for profile in profiles])
+
     def transfers(
         self, stage: str, pattern: Pattern, part_bytes: tuple[float, ...], tables: int, *, at_once: bool
     ) -> list[Transfer]:
@@ -119,14 +121,14 @@ class RowCapacity:
         return head_nbytes(len(self.capacity)) + int(format.nbytes(rows))
 
 
-def with_capacity(scheme: Scheme[Any], densities: Sequence[DensityProfile]) -> Scheme[Any]:
-    """The scheme for data like this, with room for it where it can have some: no sizes need to be exchanged then."""
-    return scheme.planned_for(densities)
+def busiest(profile: DensityProfile) -> DensityProfile:
+    """The profile of the rank that brings the most rows."""
+    return replace(profile, rows=max(profile.rows, profile.most_rows))
 
 
 def with_margin(rows: float, num_rows: int) -> int:
     """Room for somewhat more rows than were measured."""
-    return min(math.ceil(MARGIN * rows) + MARGIN_ROWS, num_rows)
+    return min(math.ceil(ROOM_MARGIN * rows) + ROOM_MARGIN_ROWS, num_rows)
 
 
 def write_header(message: Tensor, survey: Survey) -> None:

@@ -73,6 +73,12 @@ class Hierarchical(Scheme[Any]):
         parts: dict[str, Any] = {"intra": self.intra.planned_for(profiles), "inter": self.inter.planned_for(sums)}
         return replace(self, **parts)
 
+    def has_room_for(self, profiles: Sequence[DensityProfile]) -> bool:
+        if self.layout is Layout.FLAT:
+            return True
+        sums = [profile.of_sums(self.ranks_per_node) for profile in profiles]
+        return self.intra.has_room_for(profiles) and self.inter.has_room_for(sums)
+
     def stages(self, size: int) -> tuple[str, ...]:
         nodes = self._nodes(size)
         if self.ranks_per_node == 1:

@@ -71,10 +71,10 @@ class BalancedElements(Scheme[Tensor]):
         rows = (max(known.rows, known.most_rows), _union_rows(known))
         return replace(self, capacity=tuple(with_margin(count, known.num_rows) for count in rows))
 
-    def expects_to_fit(self, profiles: Sequence[DensityProfile]) -> bool:
-        """Whether the elements of a tensor like this have room."""
+    def has_room_for(self, profiles: Sequence[DensityProfile]) -> bool:
         (known,) = profiles
-        return bool(self.capacity) and known.rows <= self.capacity[0] and _union_rows(known) <= self.capacity[1]
+        most = max(known.rows, known.most_rows)
+        return bool(self.capacity) and most <= self.capacity[0] and _union_rows(known) <= self.capacity[1]
 
     def stages(self, size: int) -> tuple[str, ...]:
         """Of the sparse way; the dense one has its all-reduce behind the first of them, and no others."""
@@ -82,7 +82,7 @@ class BalancedElements(Scheme[Tensor]):
 
     async def synchronize(self, x: Tensor, state: State, group: Group, scale: float) -> tuple[Tensor, State]:
         flat = TensorSpec.of(x)
-        form, mine = _format_of(flat, group.size), _NonZeros.of(x, group.size, self.seed)
+        form, mine = part_format(flat, group.size), _NonZeros.of(x, group.size, self.seed)
         # Push: to each owner its elements.
         if self.capacity:
             counts, messages = await self._push_at_once(mine, flat, form, group)
@@ -106,8 +106,8 @@ class BalancedElements(Scheme[Tensor]):
     ) -> tuple[Step, ...]:
         """The profile's rows are the elements of the flat tensor; without a profile none of them counts as zero."""
         (flat,) = specs
-        n, form = placement.size, _format_of(flat, placement.size)
-        profile = profiles[0] if profiles else DensityProfile(flat.numel, float(flat.numel))
+        n, form = placement.size, part_format(flat, placement.size)
+        profile = elements_of(flat, profiles)
         found = profile.rows * (index_dtype(flat.numel).itemsize + flat.itemsize)
         push, union = float(form.nbytes(profile.rows / n)), profile.union_rows(n)
         at_once = bool(self.capacity) and profile.rows <= self.capacity[0]
@@ -202,6 +202,11 @@ def _room(expected: int, form: PartFormat, size: int) -> int:
     return min(form.length, math.ceil(mean + 8 * math.sqrt(mean)))
 
 
+def elements_of(flat: TensorSpec, profiles: Sequence[DensityProfile]) -> DensityProfile:
+    """What is known of the elements of a flat tensor; without a profile none of them counts as zero."""
+    return profiles[0] if profiles else DensityProfile(flat.numel, float(flat.numel))
+
+
 def nonzeros(x: Tensor) -> tuple[Tensor, Tensor]:
     """Ascending indices and values of the elements that are not zero."""
     found = kernels.nonzero_elements(x)
@@ -219,7 +224,7 @@ def counts_in(arrived: Sequence[Tensor], head: int) -> list[list[int]]:
     return counts  # the host must know what came
 
 
-def _format_of(flat: TensorSpec, size: int) -> PartFormat:
+def part_format(flat: TensorSpec, size: int) -> PartFormat:
     """Parts of equal capacity; a few places of the last run stay empty where `size` does not divide the elements."""
     return PartFormat(-(-flat.numel // size), 1, flat.dtype)
 
@@ -232,7 +237,7 @@ def _sparse_pays(flat: TensorSpec, size: int, pushed: float, summed: float) -> b
     owner will know. In the sparse way a rank exchanges at most one push and one pull message with each of the others;
     a ring sends and receives (size-1)/size of the tensor twice, as if it were two parts with each.
     """
-    form = _format_of(flat, size)
+    form = part_format(flat, size)
     per_peer = form.nbytes(pushed) + COUNT_BYTES + form.nbytes(min(summed, form.length))
     return size > 1 and per_peer * size < 2 * flat.nbytes
 

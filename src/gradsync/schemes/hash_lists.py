@@ -42,6 +42,12 @@ def owned_by_hash(length: int, owners: int, seed: int, device: torch.device) -> 
     return lists
 
 
+def forget() -> None:
+    """Frees all lists that are kept."""
+    with _asked_by_one:
+        _kept.clear()
+
+
 def kept_nbytes() -> int:
     """What all lists take that are kept at present."""
     return sum(each.numel() * each.element_size() for lists in _kept.values() for each in lists)

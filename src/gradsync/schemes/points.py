@@ -24,6 +24,7 @@ from ..density import DensityProfile
 from ..sparse import SparseRows
 from ..steps import Compute, Step, Transfer
 from .base import Scheme, State, register
+from .elements import elements_of
 from .formats import PartFormat
 from .positions import SPARSE_FORMATS, IndexFormat
 from .row_owners import EvenSplit, HashedRows, RotatedStripe, RowOwners
@@ -189,7 +190,7 @@ class ElementPoint(DesignPoint, Scheme[Tensor]):
     ) -> tuple[Step, ...]:
         """The profile's rows are the elements of the flat tensor; without a profile none of them counts as zero."""
         (flat,) = specs
-        profile = profiles[0] if profiles else DensityProfile(flat.numel, float(flat.numel))
+        profile = elements_of(flat, profiles)
         blocks = TensorSpec((-(-flat.numel // self.block), self.block), flat.dtype)
         space = _Space.of(self, (blocks,), placement.size)
         found = Compute("find_elements", 2 * flat.nbytes)

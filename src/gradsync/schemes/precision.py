@@ -25,15 +25,15 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 @register
 @dataclass(frozen=True)
 class HalfPrecision(Scheme[Any]):
-    """Rounds what a rank brings to 16-bit floats, has `inner` synchronise that, and widens the result. Not exact.
+    """Scales what a rank brings, rounds it to 16 bits, has `inner` synchronise that, widens the result. Not exact.
 
     Sparse schemes add 16-bit values in float32 and round once more, at the owner, before the pull; so every rank, the
     owner too, has the same rounded bits. (An all-reduce adds as its transport does.) Rows that occur twice are merged
-    before they are rounded. Finite values beyond the range become its largest value, so that a mean of float16
-    stays in it; where a sum leaves it, infinity tells. Infinity and NaN stay what they are, values below the range
-    become zero.
+    before they are rounded. Scaled values beyond the range become its largest value; where their sum leaves it,
+    infinity tells. Infinity and NaN stay what they are, values below the range become zero.
     What rounding takes away is lost, and about as likely up as down. Buckets of 16-bit floats pass as they are.
-    Wire: that of `inner` for values of 2 bytes; positions are as many as before.
+    Wire: that of `inner` for values of 2 bytes; positions are as many as before. Partial sums, as of recursive
+    doubling, and between the nodes of a hierarchy, are float32: there the hierarchy's own `inter` is what to round.
     """
 
     inner: Scheme[Any] = AllReduce()
@@ -59,6 +59,9 @@ class HalfPrecision(Scheme[Any]):
     def planned_for(self, profiles: Sequence[DensityProfile]) -> Scheme[Any]:
         return HalfPrecision(self.inner.planned_for(profiles), self.values)
 
+    def has_room_for(self, profiles: Sequence[DensityProfile]) -> bool:
+        return self.inner.has_room_for(profiles)
+
     def stages(self, size: int) -> tuple[str, ...]:
         return self.inner.stages(size)
 
@@ -72,9 +75,13 @@ class HalfPrecision(Scheme[Any]):
         if isinstance(x, Tensor):
             if not self._rounds(x.dtype):
                 return await self.inner.synchronize(x, state, group, scale)
-            total, next_state = await self.inner.synchronize(rounded(x, DTYPES[self.values]), state, group, scale)
+            scaled = rounded(x * scale, DTYPES[self.values])
+            total, next_state = await self.inner.synchronize(scaled, state, group, 1.0)
             return x.copy_(total), next_state
-        tables, next_state = await self.inner.synchronize(tuple(map(self._rounded, x)), state, group, scale)
+        if not self._rounds(x[0].values.dtype):
+            return await self.inner.synchronize(x, state, group, scale)
+        scaled_tables = tuple(self._rounded(table, scale) for table in x)
+        tables, next_state = await self.inner.synchronize(scaled_tables, state, group, 1.0)
         widened = [replace(t, values=t.values.to(of.values.dtype)) for t, of in zip(tables, x, strict=True)]
         return tuple(widened), next_state
 
@@ -103,10 +110,8 @@ class HalfPrecision(Scheme[Any]):
     def _narrow(self, specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
         return tuple(replace(s, dtype=DTYPES[self.values]) if self._rounds(s.dtype) else s for s in specs)
 
-    def _rounded(self, table: SparseRows) -> SparseRows:
-        if not self._rounds(table.values.dtype):
-            return table
-        indices, values = kernels.sum_rows([(table.indices, table.values)], table.num_rows)
+    def _rounded(self, table: SparseRows, scale: float) -> SparseRows:
+        indices, values = kernels.sum_rows([(table.indices, table.values)], table.num_rows, scale=scale)
         return replace(table, indices=indices, values=rounded(values, DTYPES[self.values]))
 
 

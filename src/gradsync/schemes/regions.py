@@ -20,7 +20,7 @@ from ..density import DensityProfile
 from ..sparse import index_dtype
 from ..steps import Compute, Pattern, Step, Transfer
 from .base import Scheme, State, register
-from .elements import Sums, counts_in, nonzeros
+from .elements import Sums, counts_in, elements_of, nonzeros
 from .formats import Part, PartFormat
 
 
@@ -72,7 +72,7 @@ class OkTopkLike(Scheme[Tensor]):
         """The profile's rows are the elements of the flat tensor; without a profile none of them counts as zero."""
         (flat,) = specs
         n, index_nbytes = placement.size, index_dtype(flat.numel).itemsize
-        profile = profiles[0] if profiles else DensityProfile(flat.numel, float(flat.numel))
+        profile = elements_of(flat, profiles)
         found = profile.rows * (index_nbytes + flat.itemsize)
         edges = _edges(flat.numel, self.bins * n, torch.device("cpu"))
         regions = Regions.of(_expected_below(profile, edges), edges, flat, n)

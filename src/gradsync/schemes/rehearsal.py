@@ -20,7 +20,6 @@ from ..density import DensityProfile, profile_rows
 from ..sparse import SparseRows
 from ..steps import Compute, Step, Transfer
 from .base import Scheme
-from .capacity import with_capacity
 from .tables import Tables
 
 RANKS = 4
@@ -36,7 +35,7 @@ def rehearse(schemes: Sequence[Scheme[Any]]) -> list[Sample]:
     samples: list[Sample] = []
     for scheme in schemes:
         for inputs, specs, profile in _buckets() if scheme.layout is Layout.FLAT else _tables():
-            fitting = with_capacity(scheme, [profile])
+            fitting = scheme.planned_for([profile])
             computed = parts(fitting.steps(specs, (profile,), Placement.one_per_node(RANKS)))
             runs = [segments_s(fitting, inputs) for _ in range(REPEATS + 1)][1:]
             seconds = [min(times) for times in zip(*runs, strict=True)]

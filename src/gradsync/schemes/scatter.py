@@ -5,7 +5,6 @@ Zen (OSDI 2025) sums densely there, however few elements the ranks of a node bri
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +18,7 @@ from ..sparse import SparseRows, index_dtype
 from ..steps import Compute, Pattern, Step, Transfer
 from .base import Partitioned, State, register
 from .dense import OwnedRange
+from .elements import elements_of, nonzeros, part_format
 from .formats import PartFormat
 from .row_owners import RotatedStripe
 
@@ -54,7 +54,7 @@ class SparseReduceScatter(Partitioned[Tensor, OwnedRange]):
         self, x: Tensor, state: State, group: Group, scale: float, *, wide: bool = False
     ) -> tuple[OwnedRange, State]:
         # Push: to each owner its elements.
-        form, accumulated = _format_of(TensorSpec.of(x), group.size), kernels.accumulation_dtype(x.dtype)
+        form, accumulated = part_format(TensorSpec.of(x), group.size), kernels.accumulation_dtype(x.dtype)
         parts = RotatedStripe(x.numel(), group.size, self.seed).split(_nonzeros(x))
         bound = HEAD_BYTES + form.most_nbytes
         arrived = await group.exchange([_packed(part, form) for part in parts], [bound] * group.size)
@@ -68,7 +68,7 @@ class SparseReduceScatter(Partitioned[Tensor, OwnedRange]):
     async def pull(self, shard: OwnedRange, state: State, group: Group) -> Tensor:
         # Pull: from each owner its sums.
         whole = shard.whole
-        form = _format_of(TensorSpec.of(whole), group.size)
+        form = part_format(TensorSpec.of(whole), group.size)
         message, bound = _packed(_nonzeros(shard.values), form), HEAD_BYTES + form.most_nbytes
         totals = [_unpacked(m, form) for m in await group.exchange([message] * group.size, [bound] * group.size)]
         kernels.join_rotated([p for p, _ in totals], [v.view(-1) for _, v in totals], self.seed, whole)
@@ -85,7 +85,7 @@ class SparseReduceScatter(Partitioned[Tensor, OwnedRange]):
     ) -> tuple[Step, ...]:
         """The profile's rows are the elements of the flat tensor; without a profile none of them counts as zero."""
         (flat,) = specs
-        form, rows = _format_of(flat, size), _profile_of(flat, profiles).rows
+        form, rows = part_format(flat, size), elements_of(flat, profiles).rows
         push, found = HEAD_BYTES + form.nbytes(rows / size), rows * (index_dtype(flat.numel).itemsize + flat.itemsize)
         part_bytes = form.length * kernels.accumulation_dtype(flat.dtype).itemsize
         return (
@@ -98,8 +98,8 @@ class SparseReduceScatter(Partitioned[Tensor, OwnedRange]):
         self, specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfile, ...], size: int, summed: int
     ) -> tuple[Step, ...]:
         (flat,) = specs
-        form = _format_of(flat, size)
-        pull = HEAD_BYTES + form.nbytes(_profile_of(flat, profiles).union_rows(summed) / size)
+        form = part_format(flat, size)
+        pull = HEAD_BYTES + form.nbytes(elements_of(flat, profiles).union_rows(summed) / size)
         return (
             Compute("gather_elements", form.length * flat.itemsize + 2 * pull),
             Transfer("pull", Pattern.ALL_TO_ALL, (float(pull),) * size),
@@ -110,26 +110,15 @@ class SparseReduceScatter(Partitioned[Tensor, OwnedRange]):
         self, specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfile, ...], size: int, owner: int
     ) -> tuple[tuple[TensorSpec, ...], tuple[DensityProfile, ...]]:
         (flat,) = specs
-        length = _format_of(flat, size).length
+        length = part_format(flat, size).length
         sums = [profile.of_sums(size) for profile in profiles]
         parts = (DensityProfile(length, min(p.rows / size, float(length)), p.densification) for p in sums)
         return (TensorSpec((length,), kernels.accumulation_dtype(flat.dtype)),), tuple(parts)
 
 
-def _format_of(flat: TensorSpec, size: int) -> PartFormat:
-    """Parts of equal capacity; a few places of the last run stay empty where `size` does not divide the elements."""
-    return PartFormat(-(-flat.numel // size), 1, flat.dtype)
-
-
-def _profile_of(flat: TensorSpec, profiles: Sequence[DensityProfile]) -> DensityProfile:
-    return profiles[0] if profiles else DensityProfile(flat.numel, float(flat.numel))
-
-
 def _nonzeros(x: Tensor) -> SparseRows:
     """The elements that are not zero by their bits, as rows of one."""
-    found = kernels.nonzero_elements(x)
-    indices, values = x.new_empty(found.count, dtype=index_dtype(x.numel())), x.new_empty(found.count)
-    found.write(indices, values)
+    indices, values = nonzeros(x)
     return SparseRows(indices, values.view(-1, 1), x.numel())
 
 

@@ -6,8 +6,8 @@ what is compared are the bytes it sends in the formats it uses, latencies, and t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -16,7 +16,6 @@ from ..cluster import Placement
 from ..costs import CostModel
 from ..density import DensityProfile
 from .base import Partitioned, Scheme
-from .capacity import with_capacity
 from .centralized import AGSparse
 from .combine import Hierarchical
 from .dense import AllReduce, ReduceScatter
@@ -39,7 +38,8 @@ from .scatter import SparseReduceScatter
 from .space import POINTS
 from .zen_hash import ZenHash
 
-MARGIN = 0.1  # share of its time that another scheme must save before the present one is left
+CHANGE_MARGIN = 0.1  # share of its time that another scheme must save before the present one is left
+NO_HANDICAPS: Mapping[Scheme[Any], float] = {}
 MOST_RANKS_FOR_POINTS = 16  # rounds and messages of the unnamed points grow too fast to be worth a look with more
 
 
@@ -70,12 +70,12 @@ def candidates(
     points = POINTS if placement.size <= MOST_RANKS_FOR_POINTS else ()
     schemes: list[Scheme[Any]]
     if layout is Layout.FLAT:
-        schemes = [AllReduce(), *(with_capacity(scheme, profiles) for scheme in (BalancedElements(), ZenHash()))]
+        schemes = [AllReduce(), *(scheme.planned_for(profiles) for scheme in (BalancedElements(), ZenHash()))]
         schemes += [OkTopkLike()]
         schemes += [DOUBLING_OF_ELEMENTS, SPLIT_OF_ELEMENTS, PARAMETER_SERVER_OF_ELEMENTS, BLOCKS_OF_256]
         schemes += [ElementPoint.at(point) for point in points]
     else:
-        schemes = [with_capacity(scheme, profiles) for scheme in (BalancedParallelism(), AGSparse())]
+        schemes = [scheme.planned_for(profiles) for scheme in (BalancedParallelism(), AGSparse())]
         schemes += [
             DOUBLING_OF_ROWS,
             SPLIT_OF_ROWS,
@@ -84,8 +84,15 @@ def candidates(
         ]
     schemes += _hierarchies(layout, profiles, placement)
     if values is not None:
-        schemes = [HalfPrecision(scheme, values) for scheme in schemes]
+        schemes = [_in_half(scheme, values) for scheme in schemes]
     return tuple(dict.fromkeys(schemes))
+
+
+def _in_half(scheme: Scheme[Any], values: str) -> Scheme[Any]:
+    """Rounded where bytes cost most: between the nodes of a hierarchy, else on all ways."""
+    if isinstance(scheme, Hierarchical):
+        return replace(scheme, inter=HalfPrecision(scheme.inter, values))
+    return HalfPrecision(scheme, values)
 
 
 def _hierarchies(layout: Layout, profiles: Sequence[DensityProfile], placement: Placement) -> Iterator[Scheme[Any]]:
@@ -101,7 +108,7 @@ def _hierarchies(layout: Layout, profiles: Sequence[DensityProfile], placement: 
         intra = [BalancedParallelism(owners="table_stripe")]
         inter = [BalancedParallelism(), AGSparse(), DOUBLING_OF_ROWS]
     for inside, across in product(intra, inter):
-        yield with_capacity(Hierarchical(inside, across, per_node), profiles)
+        yield Hierarchical(inside, across, per_node).planned_for(profiles)
 
 
 def select(
@@ -112,14 +119,15 @@ def select(
     cost: CostModel,
     *,
     current: Scheme[Any] | None = None,
-    margin: float = MARGIN,
+    margin: float = CHANGE_MARGIN,
+    handicaps: Mapping[Scheme[Any], float] = NO_HANDICAPS,
 ) -> Selection:
     """The fastest of `schemes` for a bucket of `specs` whose data looks like `profiles`.
 
     Deterministic in its arguments: where these are the same on all ranks (reduced statistics, agreed measurements), all
     ranks choose alike. Of equally fast ones the first is taken. `current`, if it is among the schemes, whatever rows it
     was planned for, is left for another one only if that saves `margin` of its time: densities drift, and a change has
-    a price.
+    a price. `handicaps`: by how much a scheme proved to be slower than expected.
 
     Raises:
         ValueError: for no schemes, or a margin outside [0, 1).
@@ -128,7 +136,11 @@ def select(
         raise ValueError("select needs at least one scheme to choose from")
     if not 0 <= margin < 1:
         raise ValueError(f"the margin is a share of the present scheme's time in [0, 1), got {margin}")
-    timed = [Choice(scheme, cost.total_s(scheme.steps(specs, profiles, placement), placement)) for scheme in schemes]
+
+    def seconds(scheme: Scheme[Any]) -> float:
+        return handicaps.get(scheme, 1.0) * cost.total_s(scheme.steps(specs, profiles, placement), placement)
+
+    timed = [Choice(scheme, seconds(scheme)) for scheme in schemes]
     ordered = tuple(sorted(timed, key=lambda choice: choice.seconds))
     present = next((choice for choice in timed if current and choice.scheme.unplanned == current.unplanned), None)
     stays = present is not None and ordered[0].seconds > (1 - margin) * present.seconds

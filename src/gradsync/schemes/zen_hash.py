@@ -21,7 +21,7 @@ from ..kernels.hierarchy import HashMemory
 from ..sparse import index_dtype
 from ..steps import Compute, Step, Transfer
 from .base import Scheme, State, register
-from .elements import counts_in, nonzeros
+from .elements import counts_in, elements_of, nonzeros
 from .formats import PartFormat
 from .hash_lists import lists_nbytes, owned_by_hash
 from .positions import IndexFormat
@@ -81,7 +81,7 @@ class ZenHash(Scheme[Tensor]):
         if any(left):
             late = [rank for rank in everyone if left[rank]]
             rest = _by_owner(hashed.overflow, group.size, self.seed)
-            pushed, _ = await _push(rest, 0, x, late, x.numel(), group)
+            pushed, _ = await _push(rest, 0, x, late, max(left), group)
             pairs = [_joined(first, second) for first, second in zip(pairs, pushed, strict=True)]
         # Pull: from each owner a bitmap over what it owns, and the sums.
         forms = [PartFormat(len(indices), 1, x.dtype, (IndexFormat.BITMAP,)) for indices in owned]
@@ -99,7 +99,7 @@ class ZenHash(Scheme[Tensor]):
         """The profile's rows are the elements of the flat tensor; without a profile none of them counts as zero."""
         (flat,) = specs
         n = placement.size
-        profile = profiles[0] if profiles else DensityProfile(flat.numel, float(flat.numel))
+        profile = elements_of(flat, profiles)
         memory, index_nbytes = self._memory(profile.rows, n), index_dtype(flat.numel).itemsize
         left = expected_overflow(profile.rows / n, memory)
         pairs, bits = _pairs_format(flat), PartFormat(-(-flat.numel // n), 1, flat.dtype, (IndexFormat.BITMAP,))

@@ -1,0 +1,53 @@
+"""How much memory an operation takes at its peak, in torch's tensors."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, UntypedStorage
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class _Storages(TorchDispatchMode):
+    """Watches the storages that operations of this thread make, as long as these live."""
+
+    def __init__(self, given: Sequence[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self._given = {tensor.untyped_storage()._cdata for tensor in given}
+        self._live: dict[int, int] = {}
+        self.peak_bytes: int = 0
+
+    def __torch_dispatch__(
+        self,
+        operation: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = operation(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._note(leaf.untyped_storage())
+        return result
+
+    def _note(self, storage: UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._given or key in self._live or not storage.nbytes():
+            return
+        self._live[key] = storage.nbytes()
+        weakref.finalize(storage, self._live.pop, key, 0)
+        self.peak_bytes = max(self.peak_bytes, sum(self._live.values()))
+
+
+def peak_bytes(run: Callable[[], object], given: Sequence[Tensor]) -> int:
+    """The most memory that tensors made by `run` take at once, without those it is `given`.
+
+    Messages and results count, working memory inside native kernels and the transport does not.
+    """
+    storages = _Storages(given)
+    with storages:
+        run()
+    return storages.peak_bytes
