@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from gradsync.schemes import (
     select,
 )
 
+fastest = partial(select, tolerance=0.0)
 BYTES_ONLY = CostModel(alpha_s=0.0, bandwidth_bytes_per_s=1e9, memory_bytes_per_s=1e30)
 ELEMENTS = 10_000_000
 DOUBLING_IN_LISTS = ElementPoint(
@@ -45,7 +47,7 @@ def popular(density: float, overlap: float, ranks: int) -> DensityProfile:
 def chosen(schemes: list[Scheme[Any]], density: float, overlap: float, ranks: int) -> Scheme[Any]:
     flat = (TensorSpec((ELEMENTS,), torch.float32),)
     profile = (popular(density, overlap, ranks),)
-    return select(schemes, flat, profile, Placement.one_per_node(ranks), BYTES_ONLY).chosen.scheme
+    return fastest(schemes, flat, profile, Placement.one_per_node(ranks), BYTES_ONLY).chosen.scheme
 
 
 @pytest.mark.parametrize(("ranks", "crossover"), [(4, 0.274), (8, 0.058), (16, 0.0131), (32, 0.0031)])
@@ -99,7 +101,7 @@ def test_every_candidate_can_be_timed_and_the_fastest_is_taken(layout: Layout) -
     assert len(schemes) > 18
     assert all(scheme.layout is layout for scheme in schemes)
     cost = CostModel(1e-4, 1e8)
-    selection = select(schemes, specs, profiles, Placement.one_per_node(8), cost)
+    selection = fastest(schemes, specs, profiles, Placement.one_per_node(8), cost)
     seconds = [choice.seconds for choice in selection.choices]
     assert len(seconds) == len(schemes)
     assert seconds == sorted(seconds)
@@ -113,14 +115,14 @@ def test_latency_decides_where_little_travels() -> None:
     rivals = [BalancedParallelism(), AGSparse()]
     few, many = (rows(10.0),), (rows(20_000.0),)
     placement = Placement.one_per_node(8)
-    assert select(rivals, TABLE, few, placement, slow_start).chosen.scheme == AGSparse(), "one stage less"
-    assert select(rivals, TABLE, many, placement, slow_start).chosen.scheme == BalancedParallelism()
+    assert fastest(rivals, TABLE, few, placement, slow_start).chosen.scheme == AGSparse(), "one stage less"
+    assert fastest(rivals, TABLE, many, placement, slow_start).chosen.scheme == BalancedParallelism()
 
 
 def test_dense_gradients_are_all_reduced() -> None:
     flat, full = (TensorSpec((1 << 20,), torch.float32),), (DensityProfile(1 << 20, float(1 << 20)),)
     schemes = candidates(Layout.FLAT, full, Placement.one_per_node(8))
-    assert select(schemes, flat, full, Placement.one_per_node(8), CostModel(1e-4, 1e8)).chosen.scheme == AllReduce()
+    assert fastest(schemes, flat, full, Placement.one_per_node(8), CostModel(1e-4, 1e8)).chosen.scheme == AllReduce()
 
 
 def test_a_present_scheme_is_left_only_for_a_gain_above_the_margin() -> None:
@@ -128,14 +130,14 @@ def test_a_present_scheme_is_left_only_for_a_gain_above_the_margin() -> None:
     flat, placement = (TensorSpec((ELEMENTS,), torch.float32),), Placement.one_per_node(8)
     slightly_better, far_better = (popular(0.001, 0.07, 8),), (popular(0.001, 0.5, 8),)
     present = DOUBLING_IN_LISTS
-    assert select(rivals, flat, slightly_better, placement, BYTES_ONLY).chosen.scheme == BALANCED_IN_LISTS
-    kept = select(rivals, flat, slightly_better, placement, BYTES_ONLY, current=present)
+    assert fastest(rivals, flat, slightly_better, placement, BYTES_ONLY).chosen.scheme == BALANCED_IN_LISTS
+    kept = fastest(rivals, flat, slightly_better, placement, BYTES_ONLY, current=present)
     assert kept.chosen.scheme == present
     assert kept.choices[0].scheme == BALANCED_IN_LISTS, "it is still said which would be faster"
-    assert select(rivals, flat, far_better, placement, BYTES_ONLY, current=present).chosen.scheme == BALANCED_IN_LISTS
-    no_margin = select(rivals, flat, slightly_better, placement, BYTES_ONLY, current=present, margin=0.0)
+    assert fastest(rivals, flat, far_better, placement, BYTES_ONLY, current=present).chosen.scheme == BALANCED_IN_LISTS
+    no_margin = fastest(rivals, flat, slightly_better, placement, BYTES_ONLY, current=present, margin=0.0)
     assert no_margin.chosen.scheme == BALANCED_IN_LISTS
-    unknown = select(rivals, flat, slightly_better, placement, BYTES_ONLY, current=AllReduce())
+    unknown = fastest(rivals, flat, slightly_better, placement, BYTES_ONLY, current=AllReduce())
     assert unknown.chosen.scheme == BALANCED_IN_LISTS
 
 
@@ -146,7 +148,7 @@ def test_the_margin_holds_while_rows_drift() -> None:
     def choose(count: float, current: Scheme[Any] | None) -> Scheme[Any]:
         profiles = (rows(count),)
         rivals = candidates(Layout.ROWS, profiles, placement)[:2]
-        return select(rivals, TABLE, profiles, placement, cost, current=current).chosen.scheme
+        return fastest(rivals, TABLE, profiles, placement, cost, current=current).chosen.scheme
 
     names, drifting, present = set(), set(), choose(350.0, None)
     for count in (350.0, 450.0, 351.0, 451.0, 350.0):
@@ -159,9 +161,9 @@ def test_the_margin_holds_while_rows_drift() -> None:
 
 def test_a_choice_among_nothing_and_a_margin_that_is_no_share_are_refused() -> None:
     with pytest.raises(ValueError, match="at least one scheme"):
-        select([], TABLE, (rows(1.0),), Placement.one_per_node(2), BYTES_ONLY)
+        fastest([], TABLE, (rows(1.0),), Placement.one_per_node(2), BYTES_ONLY)
     with pytest.raises(ValueError, match=r"in \[0, 1\), got 1"):
-        select([AGSparse()], TABLE, (rows(1.0),), Placement.one_per_node(2), BYTES_ONLY, margin=1)
+        fastest([AGSparse()], TABLE, (rows(1.0),), Placement.one_per_node(2), BYTES_ONLY, margin=1)
 
 
 FAST_INSIDE = CostModel(1e-5, 1e9, memory_bytes_per_s=1e30, intra=Link(100e9, 1e-6))
@@ -171,7 +173,7 @@ NODES = Placement.regular(4, 4)
 
 def chosen_on_nodes(density: float, cost: CostModel) -> Scheme[Any]:
     flat, profile = (TensorSpec((ELEMENTS,), torch.float32),), (popular(density, max(density, 0.3), 16),)
-    return select(candidates(Layout.FLAT, profile, NODES), flat, profile, NODES, cost).chosen.scheme
+    return fastest(candidates(Layout.FLAT, profile, NODES), flat, profile, NODES, cost).chosen.scheme
 
 
 def test_where_links_inside_nodes_are_fast_sums_are_taken_there_first() -> None:
@@ -193,7 +195,7 @@ def test_tables_are_summed_inside_nodes_first_where_that_saves_bytes_between_the
     profiles = (DensityProfile(100_000, 5000.0, {2: 1.2, 4: 1.5, 8: 1.8, 16: 2.0}, most_rows=5000.0),)
 
     def chosen_for(cost: CostModel) -> Scheme[Any]:
-        return select(candidates(Layout.ROWS, profiles, NODES), TABLE, profiles, NODES, cost).chosen.scheme
+        return fastest(candidates(Layout.ROWS, profiles, NODES), TABLE, profiles, NODES, cost).chosen.scheme
 
     assert isinstance(chosen_for(FAST_INSIDE), Hierarchical)
     assert not isinstance(chosen_for(SLOW_INSIDE), Hierarchical)
@@ -217,3 +219,16 @@ def test_hierarchies_differ_by_title_and_can_be_timed(layout: Layout) -> None:
     if layout is Layout.ROWS:
         assert all("sizes" not in stage for s in found for stage in s.stages(16)), "there is room for the rows"
     assert all(FAST_INSIDE.total_s(s.steps(specs, profiles, NODES), NODES) > 0 for s in found)
+
+
+def test_of_schemes_that_are_about_as_fast_the_first_is_taken() -> None:
+    placement, known = Placement.one_per_node(4), (rows(50.0),)
+    first, second = BalancedParallelism(), AGSparse()
+    times = [choice.seconds for choice in select([first, second], TABLE, known, placement, BYTES_ONLY).choices]
+    apart = times[1] / times[0] - 1
+    assert apart > 0.001
+    slower = select([first, second], TABLE, known, placement, BYTES_ONLY).choices[1].scheme
+    faster = second if slower == first else first
+    for tolerance, expected in ((0.0, faster), (0.9 * apart, faster), (1.1 * apart, slower)):
+        chosen = select([slower, faster], TABLE, known, placement, BYTES_ONLY, tolerance=tolerance).chosen.scheme
+        assert chosen == expected

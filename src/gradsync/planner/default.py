@@ -23,6 +23,7 @@ from ..schemes import (
     BalancedParallelism,
     Hierarchical,
     Scheme,
+    select,
 )
 from ..steps import Step, transfers
 from .measure import Network
@@ -202,10 +203,10 @@ def timed_schemes(placement: Placement) -> tuple[Scheme[Any], ...]:
 def sparse_schemes(
     tables: Sequence[ParameterProfile], world_size: int, network: Network | None = None
 ) -> list[Scheme[Any]]:
-    """The sparse schemes worth a trial for the measured densities, the cheapest first; without any the first of all.
+    """The sparse schemes worth a trial for the measured densities, the selected one first; without any, the first.
 
-    Of several that cost the same the one with the fewest stages. What the densities fix beforehand is in them, see
-    `Scheme.planned_for`.
+    Of several that move as many bytes, where no more is known, the one with the fewest stages. What the densities fix
+    beforehand is in them, see `Scheme.planned_for`.
     """
     densities = [p.density for p in tables]
     if any(d is None for d in densities):
@@ -213,7 +214,11 @@ def sparse_schemes(
     known: tuple[DensityProfile, ...] = tuple(d for d in densities if d is not None)
     specs: tuple[TensorSpec, ...] = tuple(p.tensor for p in tables)
     placement = _placement(world_size, network)
-    schemes = SPARSE_SCHEMES if network is None else timed_schemes(placement)
-    prices = {s: price(s.steps(specs, known, placement), network) for s in (s.planned_for(known) for s in schemes)}
-    ordered = sorted(prices, key=lambda s: (prices[s], len(s.stages(world_size))))
-    return [s for s in ordered if s is ordered[0] or (network and prices[s] <= WORTH_A_TRIAL * prices[ordered[0]])]
+    if network is None:
+        fitting = [scheme.planned_for(known) for scheme in SPARSE_SCHEMES]
+        return [min(fitting, key=lambda s: (price(s.steps(specs, known, placement), None), len(s.stages(world_size))))]
+    fitting = [scheme.planned_for(known) for scheme in timed_schemes(placement)]
+    found = select(fitting, specs, known, placement, network.cost)
+    others = [choice for choice in found.choices if choice != found.chosen]
+    worth_it = [choice.scheme for choice in others if choice.seconds <= WORTH_A_TRIAL * found.chosen.seconds]
+    return [found.chosen.scheme, *worth_it]

@@ -39,6 +39,7 @@ from .space import POINTS
 from .zen_hash import ZenHash
 
 CHANGE_MARGIN = 0.1  # share of its time that another scheme must save before the present one is left
+TOLERANCE = 0.05  # estimates are no better: of schemes so much slower than the fastest the first is taken
 NO_HANDICAPS: Mapping[Scheme[Any], float] = {}
 MOST_RANKS_FOR_POINTS = 16  # rounds and messages of the unnamed points grow too fast to be worth a look with more
 
@@ -121,13 +122,15 @@ def select(
     current: Scheme[Any] | None = None,
     margin: float = CHANGE_MARGIN,
     handicaps: Mapping[Scheme[Any], float] = NO_HANDICAPS,
+    tolerance: float = TOLERANCE,
 ) -> Selection:
     """The fastest of `schemes` for a bucket of `specs` whose data looks like `profiles`.
 
     Deterministic in its arguments: where these are the same on all ranks (reduced statistics, agreed measurements), all
-    ranks choose alike. Of equally fast ones the first is taken. `current`, if it is among the schemes, whatever rows it
-    was planned for, is left for another one only if that saves `margin` of its time: densities drift, and a change has
-    a price. `handicaps`: by how much a scheme proved to be slower than expected.
+    ranks choose alike. Of those that take at most a `tolerance` longer than the fastest, the first is taken:
+    `candidates` has those first that ask least of the transport. `current`, if it is among the schemes, whatever rows
+    it was planned for, is left for another one only if that saves `margin` of its time: densities drift, and a change
+    has a price. `handicaps`: by how much a scheme proved to be slower than expected.
 
     Raises:
         ValueError: for no schemes, or a margin outside [0, 1).
@@ -142,6 +145,7 @@ def select(
 
     timed = [Choice(scheme, seconds(scheme)) for scheme in schemes]
     ordered = tuple(sorted(timed, key=lambda choice: choice.seconds))
+    best = next(choice for choice in timed if choice.seconds <= (1 + tolerance) * ordered[0].seconds)
     present = next((choice for choice in timed if current and choice.scheme.unplanned == current.unplanned), None)
-    stays = present is not None and ordered[0].seconds > (1 - margin) * present.seconds
-    return Selection(ordered, present if stays and present is not None else ordered[0])
+    stays = present is not None and best.seconds > (1 - margin) * present.seconds
+    return Selection(ordered, present if stays and present is not None else best)
