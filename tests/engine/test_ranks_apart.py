@@ -221,7 +221,20 @@ def a_step_before_the_first_backward_is_no_round() -> None:
     handle.detach()
 
 
+def threads() -> int:
+    """Of engines of this rank, whose process other tests have used."""
+    return sum(thread.name == "gradsync" for thread in threading.enumerate())
+
+
+def wait_for_threads(expected: int) -> None:
+    deadline = time.monotonic() + 10
+    while threads() > expected and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert threads() == expected
+
+
 def a_dropped_ddp_model_takes_its_thread_along() -> None:
+    before = threads()
     model = DistributedDataParallel(nn.Linear(3, 3))
     gradsync.attach(model, timeout=MILD)
     model(torch.ones(1, 3)).sum().backward()
@@ -229,13 +242,10 @@ def a_dropped_ddp_model_takes_its_thread_along() -> None:
     del model
     gc.collect()
     assert gone() is None
-    assert "gradsync" not in [thread.name for thread in threading.enumerate()]
+    wait_for_threads(before)
 
 
 def engines_and_their_memory_go_with_detach() -> None:
-    def threads() -> int:
-        return sum(thread.name == "gradsync" for thread in threading.enumerate())
-
     before = threads()
     attached = DistributedDataParallel(nn.Linear(3, 3))
     handle = gradsync.attach(attached, timeout=MILD)
@@ -251,10 +261,7 @@ def engines_and_their_memory_go_with_detach() -> None:
     by_hand(torch.ones(1, 3)).sum().backward()
     del by_hand
     gc.collect()
-    deadline = time.monotonic() + 10
-    while threads() > before and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert threads() == before
+    wait_for_threads(before)
 
 
 @pytest.mark.parametrize(
