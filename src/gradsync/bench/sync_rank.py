@@ -69,7 +69,7 @@ ELEMENT_SCHEMES: dict[str, Scheme[Any]] = {s.name: s for s in (BalancedElements(
 
 
 @dataclass(frozen=True)
-class Exchange:
+class Contender:
     """What is timed, and what each time needs before."""
 
     run: Callable[[], object]
@@ -84,7 +84,7 @@ class Timing:
     cpu_s: float  # of all threads
 
 
-def timed(exchange: Exchange) -> Timing:
+def timed(exchange: Contender) -> Timing:
     """The time from an instant at which all ranks start to the end here.
 
     A barrier alone lets ranks go milliseconds apart, which the first of them would wait for. All ranks are on one
@@ -100,7 +100,7 @@ def timed(exchange: Exchange) -> Timing:
     return Timing(time.perf_counter() - float(start_s), time.process_time() - cpu_s)
 
 
-def take_turns(exchanges: dict[str, Exchange], spec: SyncSpec) -> tuple[dict[str, list[Timing]], dict[str, float]]:
+def take_turns(exchanges: dict[str, Contender], spec: SyncSpec) -> tuple[dict[str, list[Timing]], dict[str, float]]:
     """Every repeat's times, and interface bytes of one, by name; the order turns round."""
     names = list(exchanges)
     for name in names:
@@ -133,7 +133,7 @@ def stage_s(group: TorchGroup, spec: SyncSpec, small: tuple[int, float, float]) 
     def swap() -> object:
         return group.swap({to: message}, [origin], LENGTH_BYTES, message.device, in_pairs=True).wait(TIMEOUT_S)
 
-    one_s = statistics.median(seconds_of(Exchange(swap), spec)) if rounds > 1 else 0.0
+    one_s = statistics.median(seconds_of(Contender(swap), spec)) if rounds > 1 else 0.0
     alpha_s = max(all_s - one_s, 0.0) / max(rounds - 1, 1)
     return max(all_s - rounds * alpha_s, 0.0)
 
@@ -156,11 +156,11 @@ def median_s(group: TorchGroup, nbytes: int, spec: SyncSpec) -> float:
     """An all-reduce of so many bytes."""
     buffer = torch.zeros(nbytes // 4)
 
-    reduce = Exchange(lambda: group.all_reduce(buffer).wait(TIMEOUT_S))
+    reduce = Contender(lambda: group.all_reduce(buffer).wait(TIMEOUT_S))
     return statistics.median(seconds_of(reduce, spec))
 
 
-def seconds_of(exchange: Exchange, spec: SyncSpec) -> list[float]:
+def seconds_of(exchange: Contender, spec: SyncSpec) -> list[float]:
     """The repeats after the warm-up."""
     return [timed(exchange).seconds for _ in range(spec.warmup + spec.repeats)][spec.warmup :]
 
@@ -168,22 +168,22 @@ def seconds_of(exchange: Exchange, spec: SyncSpec) -> list[float]:
 def memory_bytes_per_s(spec: SyncSpec) -> float:
     """Bytes read and written by a copy of more than any cache holds, while the other ranks copy too."""
     source = torch.ones(COPY_BYTES // 4)
-    copy = Exchange(partial(torch.empty_like(source).copy_, source))
+    copy = Contender(partial(torch.empty_like(source).copy_, source))
     return 2 * COPY_BYTES / statistics.median(seconds_of(copy, spec))
 
 
 def scheme_exchange(
     scheme: Scheme[Any], group: TorchGroup, x: Callable[[], Any], prepare: Callable[[], object] = lambda: None
-) -> tuple[Exchange, Ledger]:
+) -> tuple[Contender, Ledger]:
     """Runs the scheme on `x()`; the ledger fills at each run."""
     ledger = Ledger()
     recording = RecordingGroup(group, ledger)
     scale = 1.0 / group.size
-    run = Exchange(lambda: drive(scheme.synchronize(x(), {}, recording, scale), timeout_s=TIMEOUT_S), prepare)
+    run = Contender(lambda: drive(scheme.synchronize(x(), {}, recording, scale), timeout_s=TIMEOUT_S), prepare)
     return run, ledger
 
 
-def ddp_sparse_exchange(gradients: Sequence[Tensor]) -> Exchange:
+def ddp_sparse_exchange(gradients: Sequence[Tensor]) -> Contender:
     """As DDP issues them: one after the other, without waiting. On copies, which the sums replace."""
     copies: list[Tensor] = []
 
@@ -194,7 +194,7 @@ def ddp_sparse_exchange(gradients: Sequence[Tensor]) -> Exchange:
         for work in [dist.all_reduce(copy, async_op=True) for copy in copies]:
             work.wait()
 
-    return Exchange(run, prepare)
+    return Contender(run, prepare)
 
 
 def step_costs(
@@ -215,8 +215,8 @@ def step_costs(
 
 def measure(
     params: dict[str, Any],
-    baselines: dict[str, Exchange],
-    schemes: dict[str, tuple[Exchange, Ledger]],
+    baselines: dict[str, Contender],
+    schemes: dict[str, tuple[Contender, Ledger]],
     costs: dict[str, dict[str, Any]],
     spec: SyncSpec,
     selected: str | None = None,
@@ -246,7 +246,7 @@ def dense_case(nbytes: int, group: TorchGroup, spec: SyncSpec, cost: CostModel) 
     scheme = AllReduce()
     return measure(
         {"size_bytes": nbytes, "dtype": "float32"},
-        {"ddp": Exchange(lambda: dist.all_reduce(x))},
+        {"ddp": Contender(lambda: dist.all_reduce(x))},
         {scheme.name: scheme_exchange(scheme, group, lambda: x)},
         {scheme.name: step_costs(scheme, (TensorSpec.of(x),), (), group.placement, cost)},
         spec,
@@ -261,7 +261,7 @@ class Gradients:
     x: Callable[[], Any]
     specs: tuple[TensorSpec, ...]
     profiles: tuple[DensityProfile, ...]  # of all ranks, exact
-    baselines: dict[str, Exchange]
+    baselines: dict[str, Contender]
     given: tuple[Tensor, ...]  # the memory that is there before
     prepare: Callable[[], object] = lambda: None  # before each exchange
 
@@ -296,7 +296,7 @@ def workload_case(name: str, group: TorchGroup, spec: SyncSpec, cost: CostModel)
     return {**case, "options": workload.options, "memory_bytes": memory}
 
 
-def exchange_bytes(exchange: Exchange, given: Sequence[Tensor]) -> int:
+def exchange_bytes(exchange: Contender, given: Sequence[Tensor]) -> int:
     """What one exchange takes at its peak beside the gradients; lists that would be kept from earlier ones included."""
     exchange.prepare()
     dist.barrier()
@@ -315,7 +315,7 @@ def rows_of_step(gradients: list[Tensor], group: TorchGroup) -> Gradients:
         measured_profiles(tables, group),
         {
             "ddp_sparse": ddp_sparse_exchange(gradients),
-            "ddp": Exchange(lambda: [dist.all_reduce(g) for g in dense]),
+            "ddp": Contender(lambda: [dist.all_reduce(g) for g in dense]),
         },
         tuple(part for table in tables for part in (table.indices, table.values)),
     )
@@ -338,7 +338,7 @@ def elements_of_step(sparsified: Tensor, group: Group) -> Gradients:
         lambda: bucket,
         (TensorSpec.of(bucket),),
         (measured_elements(sparsified, group),),
-        {"ddp": Exchange(lambda: dist.all_reduce(bucket), prepare), "ddp_bf16": Exchange(bf16, prepare)},
+        {"ddp": Contender(lambda: dist.all_reduce(bucket), prepare), "ddp_bf16": Contender(bf16, prepare)},
         (bucket,),
         prepare,
     )

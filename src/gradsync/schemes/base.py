@@ -30,8 +30,8 @@ class Scheme(ABC, Generic[X]):
     """
 
     name: ClassVar[str]
-    layout: ClassVar[Layout]
-    exact: ClassVar[bool] = True  # the result is the sum up to rounding: flags may ride in the same message
+    layout: Layout  # of the class, or of what the scheme is made of
+    exact: bool = True  # the result is the sum up to rounding: flags may ride in the same message; as `layout`
 
     @property
     def title(self) -> str:

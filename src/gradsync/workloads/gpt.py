@@ -7,7 +7,6 @@ the loss depends on weights and batch alone, so that a step can be repeated.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -18,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from gradsync.workloads.base import Batch, DataWorkload, adagrad_of_tables, evaluating
+from gradsync.workloads.base import Batch, adagrad_of_tables
 from gradsync.workloads.data import Array
+from gradsync.workloads.language import LanguageWorkload
 from gradsync.workloads.tokens import VOCABULARY, open_tokens
 from gradsync.workloads.transformer import NUM_LAYERS, check_dim, num_parameters_of_layers, transformer_layers
 
@@ -54,12 +54,14 @@ class GPTLanguageModel(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GPTWorkload(DataWorkload):
+class GPTWorkload(LanguageWorkload):
     """What is the next token? 1.5 million parameters, 72 % of them in a table that is read and scores."""
 
     name: ClassVar[str] = "gpt"
     real: ClassVar[str] = "gcide"
     held_out_ratio: ClassVar[float] = HELD_OUT_RATIO
+    evaluation_samples: ClassVar[int] = EVALUATION_WINDOWS
+    evaluation_batch: ClassVar[int] = EVALUATION_BATCH
 
     batch_size: int = 8  # windows a rank and step
     learning_rate: float = 0.03  # of the table
@@ -92,22 +94,9 @@ class GPTWorkload(DataWorkload):
             torch.manual_seed(seed)
             return GPTLanguageModel(self.dim, self.context)
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        loss: Tensor = model(*batch)
-        return loss
-
     def optimizer(self, model: nn.Module) -> Optimizer:
         """Adagrad; the transformer learns at a part of the table's rate."""
         return adagrad_of_tables(model, self.learning_rate, dense_ratio=DENSE_RATE_RATIO)
-
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Loss and perplexity of the first 64 held-out windows."""
-        held_out = np.arange(self.num_train, self.num_samples)[:EVALUATION_WINDOWS]
-        with evaluating(model) as device:
-            parts = [held_out[first : first + EVALUATION_BATCH] for first in range(0, len(held_out), EVALUATION_BATCH)]
-            total = sum(len(part) * float(model(*(ids.to(device) for ids in self.batch(part)))) for part in parts)
-        loss = total / len(held_out)
-        return {"loss": loss, "perplexity": math.exp(loss)}
 
     def describe(self) -> str:
         in_table = VOCABULARY * self.dim

@@ -10,7 +10,6 @@ resumed or taken beside the training (calibration) without disturbing it.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,9 +22,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from gradsync.workloads.base import Batch, DataWorkload, adagrad_of_tables, evaluating
+from gradsync.workloads.base import Batch, adagrad_of_tables
 from gradsync.workloads.data import Array
 from gradsync.workloads.gcide import open_words
+from gradsync.workloads.language import LanguageWorkload
 from gradsync.workloads.softmax import NEGATIVES, log_uniform, rng_of_negatives, sampled_softmax_loss
 
 HELD_OUT_RATIO = 0.02
@@ -72,12 +72,14 @@ class LSTMLanguageModel(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LSTMWorkload(DataWorkload):
+class LSTMWorkload(LanguageWorkload):
     """What is the next word? 13 million parameters, 99 % of them in tables of words."""
 
     name: ClassVar[str] = "lstm"
     real: ClassVar[str] = "gcide"
     held_out_ratio: ClassVar[float] = HELD_OUT_RATIO
+    evaluation_samples: ClassVar[int] = EVALUATION_WINDOWS
+    evaluation_batch: ClassVar[int] = EVALUATION_BATCH
 
     batch_size: int = 32  # windows a rank and step
     learning_rate: float = 0.1  # of the tables
@@ -131,22 +133,9 @@ class LSTMWorkload(DataWorkload):
             torch.manual_seed(seed)
             return LSTMLanguageModel(self.vocabulary, self.dim, self.hidden, sparse=sparse)
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        loss: Tensor = model(*batch)
-        return loss
-
     def optimizer(self, model: nn.Module) -> Optimizer:
         """Adagrad; the LSTM learns at a tenth of the tables' rate."""
         return adagrad_of_tables(model, self.learning_rate, dense_ratio=LSTM_RATE_RATIO)
-
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Loss and perplexity, over the whole vocabulary, of the first 128 held-out windows."""
-        held_out = np.arange(self.num_train, self.num_samples)[:EVALUATION_WINDOWS]
-        with evaluating(model) as device:
-            parts = [held_out[first : first + EVALUATION_BATCH] for first in range(0, len(held_out), EVALUATION_BATCH)]
-            total = sum(len(part) * float(model(*(ids.to(device) for ids in self.batch(part)))) for part in parts)
-        loss = total / len(held_out)
-        return {"loss": loss, "perplexity": math.exp(loss)}
 
     def describe(self) -> str:
         in_tables = self.vocabulary * (2 * self.dim + 1)

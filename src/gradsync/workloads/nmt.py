@@ -7,7 +7,6 @@ rest are dense. There is no dropout: the loss depends on weights and batch alone
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from gradsync.workloads.base import Batch, DataWorkload, adagrad_of_tables, evaluating
+from gradsync.workloads.base import Batch, adagrad_of_tables
 from gradsync.workloads.data import Array
+from gradsync.workloads.language import LanguageWorkload
 from gradsync.workloads.phrases import MAX_WORDS, open_pairs
 from gradsync.workloads.softmax import NEGATIVES, log_uniform, rng_of_negatives, sampled_softmax_loss
 
@@ -94,12 +94,14 @@ class TranslationModel(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NMTWorkload(DataWorkload):
+class NMTWorkload(LanguageWorkload):
     """How is this said in English? 3.7 million parameters, 97 % of them in tables of words."""
 
     name: ClassVar[str] = "nmt"
     real: ClassVar[str] = "ding"
     held_out_ratio: ClassVar[float] = HELD_OUT_RATIO
+    evaluation_samples: ClassVar[int] = EVALUATION_PAIRS
+    evaluation_batch: ClassVar[int] = EVALUATION_BATCH
 
     batch_size: int = 64  # pairs of sentences a rank and step
     learning_rate: float = 0.1  # of the tables
@@ -148,26 +150,13 @@ class NMTWorkload(DataWorkload):
             torch.manual_seed(seed)
             return TranslationModel(self.german_words, self.english_words, self.dim, sparse=sparse)
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        loss: Tensor = model(*batch)
-        return loss
-
     def optimizer(self, model: nn.Module) -> Optimizer:
         """Adagrad; the transformer learns at a tenth of the tables' rate."""
         return adagrad_of_tables(model, self.learning_rate, dense_ratio=DENSE_RATE_RATIO)
 
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Loss and perplexity a word, over the whole vocabulary, of the first 256 held-out pairs."""
-        held_out = np.arange(self.num_train, self.num_samples)[:EVALUATION_PAIRS]
-        total, num_words = 0.0, 0
-        with evaluating(model) as device:
-            for first in range(0, len(held_out), EVALUATION_BATCH):
-                german, english = self.batch(held_out[first : first + EVALUATION_BATCH])
-                words = int((english[:, 1:] != PADDING).sum())
-                total += words * float(model(german.to(device), english.to(device)))
-                num_words += words
-        loss = total / num_words
-        return {"loss": loss, "perplexity": math.exp(loss)}
+    def num_tokens(self, batch: Batch) -> int:
+        """Words without padding, and the border behind them."""
+        return int((batch[1][:, 1:] != PADDING).sum())
 
     def describe(self) -> str:
         in_tables = self.german_words * self.dim + self.english_words * (2 * self.dim + 1)

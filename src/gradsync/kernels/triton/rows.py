@@ -48,6 +48,15 @@ _SUMMED = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", t
 
 
 @triton.jit
+def place_in(width: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """The rows and columns of this program's tile of a table of `width` columns; the last ones may lie outside."""
+    tiles = (width + COLUMNS - 1) // COLUMNS
+    row = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = (tl.program_id(0) % tiles) * COLUMNS + tl.arange(0, COLUMNS)
+    return row, column
+
+
+@triton.jit
 def widened(bits: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
     """The number that the integer `bits` are, in the dtype that sums are kept in; exact."""
     if KIND == "f32":
@@ -97,9 +106,7 @@ def _sum(
 
     `parts` has two rows of num_parts, addresses and elements a row; `columns` is a `column_table`.
     """
-    tiles = (width + COLUMNS - 1) // COLUMNS
-    row = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = (tl.program_id(0) % tiles) * COLUMNS + tl.arange(0, COLUMNS)
+    row, column = place_in(width, ROWS, COLUMNS)
     source = tl.load(columns + column, mask=column < width, other=0)
     begin = tl.load(starts + row, mask=row < num_rows, other=0)
     count = tl.load(starts + row + 1, mask=row < num_rows, other=0) - begin
@@ -136,9 +143,7 @@ def _gather(
     COLUMNS: tl.constexpr,
 ) -> None:
     """Lane by lane, into a `column_table`."""
-    tiles = (width + COLUMNS - 1) // COLUMNS
-    at = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = (tl.program_id(0) % tiles) * COLUMNS + tl.arange(0, COLUMNS)
+    at, column = place_in(width, ROWS, COLUMNS)
     row = tl.load(rows + at, mask=at < num_rows, other=0)
     source = tl.load(columns + column, mask=column < width, other=0)
     out = tl.load(columns + width + column, mask=column < width, other=0).to(tl.pointer_type(BITS))
@@ -160,9 +165,7 @@ def _join(
     COLUMNS: tl.constexpr,
 ) -> None:
     """Lane by lane, from a `column_table` that names each column of `out` once at most."""
-    tiles = (width + COLUMNS - 1) // COLUMNS
-    row = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = (tl.program_id(0) % tiles) * COLUMNS + tl.arange(0, COLUMNS)
+    row, column = place_in(width, ROWS, COLUMNS)
     to = tl.load(columns + column, mask=column < width, other=0)
     part = tl.load(columns + width + column, mask=column < width, other=0).to(tl.pointer_type(BITS))
     stride = tl.load(columns + 2 * width + column, mask=column < width, other=0)
@@ -185,9 +188,7 @@ def _scatter(
     COLUMNS: tl.constexpr,
 ) -> None:
     """Of the sorted items with equal rows only the last writes, so each row has one writer."""
-    tiles = (dim + COLUMNS - 1) // COLUMNS
-    at = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = (tl.program_id(0) % tiles) * COLUMNS + tl.arange(0, COLUMNS)
+    at, column = place_in(dim, ROWS, COLUMNS)
     row = tl.load(rows + at, mask=at < count, other=0).to(tl.int64)
     after = tl.load(rows + at + 1, mask=at + 1 < count, other=-1).to(tl.int64)
     item = tl.load(order + at, mask=at < count, other=0)
@@ -211,9 +212,7 @@ def _accumulate(
     COLUMNS: tl.constexpr,
 ) -> None:
     """Of the sorted items with equal rows only the first reads and writes, and adds the others in order."""
-    tiles = (dim + COLUMNS - 1) // COLUMNS
-    at = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = (tl.program_id(0) % tiles) * COLUMNS + tl.arange(0, COLUMNS)
+    at, column = place_in(dim, ROWS, COLUMNS)
     row = tl.load(rows + at, mask=at < count, other=-1).to(tl.int64)
     before = tl.load(rows + at - 1, mask=(at > 0) & (at < count), other=-1).to(tl.int64)
     adding = (at < count) & (row != before)
