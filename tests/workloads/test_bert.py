@@ -108,15 +108,6 @@ def test_the_model_learns_the_part_of_speech(gcide: BertWorkload) -> None:
     assert result["loss"] < 0.75  # the classes' frequencies alone give 1.08
 
 
-def test_the_description_counts_the_parameters() -> None:
-    for options in (SMALL, {"data": "zipf"}):
-        workload = opened(BertWorkload, **options)
-        model = workload.model(sparse=True)
-        assert f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M" in workload.describe()
-        assert "not real data" in workload.describe()
-        assert workload.options["source"] == "zipf"
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -90,15 +90,6 @@ def test_the_model_learns_more_than_the_frequencies_of_tokens(gcide: GPTWorkload
     assert workload.evaluate(model)["loss"] < float(of_frequencies) - 0.15
 
 
-def test_the_description_counts_the_parameters() -> None:
-    for options in (SMALL, {"data": "zipf"}):
-        workload = opened(GPTWorkload, **options)
-        model = workload.model(sparse=True)
-        assert f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M" in workload.describe()
-        assert "not real data" in workload.describe()
-        assert workload.options["source"] == "zipf"
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -53,6 +53,19 @@ def test_every_workload_has_the_batches_of_a_late_start(workload: Workload) -> N
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.parametrize("name", ["bert", "gpt", "lstm", "nmt"])
+@pytest.mark.parametrize("small", [True, False])
+def test_the_description_counts_the_parameters_and_says_that_generated_data_are_not_real(
+    name: str, small: bool
+) -> None:
+    workload = load(name, **(OPTIONS[name] if small else {"data": "zipf"}))
+    assert isinstance(workload, DataWorkload)
+    model = workload.model(sparse=True)
+    assert f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M" in workload.describe()
+    assert "not real data" in workload.describe()
+    assert workload.options["source"] == "zipf"
+
+
 @pytest.mark.parametrize(
     ("kind", "module"),
     [(LSTMWorkload, "gcide"), (NMTWorkload, "phrases"), (BertWorkload, "entries"), (GPTWorkload, "tokens")],

@@ -127,15 +127,6 @@ def test_the_model_learns_english(gcide: LSTMWorkload) -> None:
     assert workload.evaluate(model)["loss"] < 5.35  # the words' frequencies alone give 5.40
 
 
-def test_the_description_counts_the_parameters() -> None:
-    for options in (SMALL, {"data": "zipf"}):
-        workload = opened(LSTMWorkload, **options)
-        model = workload.model(sparse=True)
-        assert f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M" in workload.describe()
-        assert "not real data" in workload.describe()
-        assert workload.options["source"] == "zipf"
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

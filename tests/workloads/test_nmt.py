@@ -174,15 +174,6 @@ def test_the_model_learns_to_translate(ding: NMTWorkload) -> None:
         assert float(model(german.roll(1, dims=0), english)) > loss + 0.2
 
 
-def test_the_description_counts_the_parameters() -> None:
-    for options in (SMALL, {"data": "zipf"}):
-        workload = opened(NMTWorkload, **options)
-        model = workload.model(sparse=True)
-        assert f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M" in workload.describe()
-        assert "not real data" in workload.describe()
-        assert workload.options["source"] == "zipf"
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
