@@ -275,10 +275,10 @@ def test_more_owners_than_a_byte_can_number_get_what_is_theirs() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("magnitudes", [1, 40, 1 << 40])
 def test_the_largest_of_many_blocks_are_those_of_the_definition(magnitudes: int, dtype: torch.dtype) -> None:
-    """Some histograms of 4096 elements, some blocks of 1024: ties across them all, across some, and hardly any."""
-    numbers = torch.randint(-magnitudes, magnitudes + 1, (9000,), generator=torch.Generator().manual_seed(0))
+    """Two histograms of 4096 elements, five blocks of 1024: ties across them all, across some, and hardly any."""
+    numbers = torch.randint(-magnitudes, magnitudes + 1, (5000,), generator=torch.Generator().manual_seed(0))
     x = (numbers / magnitudes).to(dtype)
-    for k in (1, 90, 4500, 8999):
+    for k in (1, 700, 4999):
         got, expected = ((torch.zeros(k).int(), torch.zeros(k, dtype=dtype)) for _ in range(2))
         TRITON.top_k(x, *got)
         reference.top_k(x, *expected)
