@@ -5,7 +5,7 @@
 
 namespace MODULE_NAME {
 
-void bind_offsets(nanobind::module_ &m);
+void bind_packed(nanobind::module_ &m);
 void bind_owners(nanobind::module_ &m);
 
 }  // namespace MODULE_NAME

@@ -221,29 +221,6 @@ void write_rotated(uint32_t owner, const ReadOnlyArray &positions, uint32_t owne
     });
 }
 
-void join_elements(const std::vector<ReadOnlyArray> &positions, const std::vector<ReadOnlyArray> &values, uint32_t key,
-                   const Array &out, int threads) {
-    check_threads(threads);
-    const RotatedStripe stripe = stripe_of(positions.size(), key);
-    if (values.size() != positions.size())
-        refuse("one array of values per array of positions is needed, got " + std::to_string(values.size()) + " for " +
-               std::to_string(positions.size()));
-    check_floating("out", out);
-    check_flat("out", out);
-    std::vector<Indices> parts;
-    std::vector<const void *> from;
-    for (size_t owner = 0; owner < positions.size(); ++owner) {
-        if (positions[owner].dtype() != nb::dtype<int32_t>()) refuse_kind("positions", "int32", positions[owner]);
-        parts.push_back(indices_of(positions[owner]));
-        check_same_dtype("values", values[owner], out);
-        check_flat("values", values[owner], parts.back().count);
-        from.push_back(values[owner].data());
-    }
-    const uint64_t size = out.shape(0);
-    run_sorted("join_rotated", "positions", size,
-               [&] { join_rotated(stripe, parts, from, out.data(), size, out.itemsize(), threads); });
-}
-
 }  // namespace
 
 void bind_owners(nb::module_ &m) {
@@ -278,8 +255,6 @@ void bind_owners(nb::module_ &m) {
     m.def("owners_by_hash", &hash_owners, "indices"_a.noconvert(), "owners"_a, "key"_a, "out"_a.noconvert(),
           "threads"_a);
     m.def("positions_in", &find_positions, "owned"_a.noconvert(), "indices"_a.noconvert(), "out"_a.noconvert());
-    m.def("join_rotated", &join_elements, "positions"_a.noconvert(), "values"_a.noconvert(), "key"_a,
-          "out"_a.noconvert(), "threads"_a);
     m.def("rotated_index", &write_rotated, "owner"_a, "positions"_a.noconvert(), "owners"_a, "key"_a,
           "out"_a.noconvert(), "threads"_a);
 }

@@ -92,12 +92,6 @@ private:
     Dealt dealt_;
 };
 
-// The inverse of the partition: the elements of all owners where they belong in out[0, size), zero everywhere else.
-// Throws BadIndex with an element that is not in [0, size), NotSorted if an owner's positions (int32) do not ascend;
-// both before it writes.
-void join_rotated(RotatedStripe stripe, std::vector<Indices> positions, const std::vector<const void *> &values,
-                  void *out, uint64_t size, size_t itemsize, int threads);
-
 template <typename Index>
 void rotated_indices(RotatedStripe stripe, uint32_t owner, const int32_t *positions, size_t count, Index *out,
                      int threads);

@@ -19,6 +19,11 @@ void check_bits(uint64_t bits);
 
 inline int popcount(uint64_t word) { return __builtin_popcountll(word); }
 inline int lowest_bit(uint64_t word) { return __builtin_ctzll(word); }
+inline size_t popcount(const uint64_t *words, size_t num_words) {
+    size_t count = 0;
+    for (size_t w = 0; w < num_words; ++w) count += popcount(words[w]);
+    return count;
+}
 inline size_t words_for(uint64_t bits) { return (bits + kWordBits - 1) / kWordBits; }
 
 // Share t of `threads` shares of [0, count) begins here; share `threads` begins at its end.

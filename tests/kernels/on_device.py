@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsync.kernels import cpu, device, reference
+from gradsync.kernels import PackedPositions, cpu, device, reference
 
 DEVICE = torch.device(
     "cuda" if torch.cuda.is_available() else "cpu"
@@ -53,6 +53,8 @@ def on_device() -> Iterator[Callable[[Any], Any]]:
         if isinstance(value, Tensor):
             pairs.append((value, value.to(DEVICE)))
             return pairs[-1][1]
+        if isinstance(value, PackedPositions):
+            return dataclasses.replace(value, packed=moved(value.packed))
         return value
 
     try:

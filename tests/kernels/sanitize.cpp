@@ -13,7 +13,8 @@
 #include "elements.hpp"
 #include "hashing.hpp"
 #include "hierarchy.hpp"
-#include "offsets.hpp"
+#include "packed.hpp"
+#include "parts.hpp"
 #include "rows.hpp"
 #include "sum_rows.hpp"
 #include "top_k.hpp"
@@ -109,6 +110,53 @@ template <typename T> static void check_rows(size_t num_rows, size_t dim, int th
     for (size_t i = 0; i < copy.size(); ++i) CHECK(widen(copy[i]) == 2 * widen(dense[i]));
 }
 
+// Messages to owners, each in another format: joined again, summed, and with a bit that is wrong.
+template <typename T> static void check_parts(const std::vector<T> &x, RotatedStripe stripe, int threads) {
+    constexpr Format kFormats[] = {Format::bitmap, Format::offsets8, Format::offsets16, Format::list32, Format::list64};
+    const uint32_t owners = stripe.owners();
+    const size_t size = x.size(), runs = (size + owners - 1) / owners;
+    std::vector<uint64_t> words(owners * ElementPartition::row_words(size, owners)), marks(words_for(runs));
+    const ElementPartition split(x.data(), size, sizeof(T), stripe, words.data(), threads);
+    std::vector<std::vector<char>> messages;
+    std::vector<std::vector<T>> outs;
+    std::vector<PackedOut> positions;
+    std::vector<Packed> parts;
+    std::vector<void *> to;
+    for (size_t count : split.counts()) {
+        const Format format = kFormats[messages.size() % 5];
+        messages.emplace_back(packed_nbytes(count, runs, format));
+        outs.emplace_back(count);
+        positions.push_back({messages.back().data(), format});
+        parts.push_back({messages.back().data(), count, format});
+        to.push_back(outs.back().data());
+    }
+    split.write(positions, to, threads);
+    const std::vector<const void *> from(to.begin(), to.end());
+    std::vector<T> joined(size, narrow<T>(7));
+    join_elements(stripe, parts, from, joined.data(), size, sizeof(T), threads);
+    for (size_t i = 0; i < size; ++i) CHECK(widen(joined[i]) == widen(x[i]));
+
+    std::vector<const T *> values;
+    for (const std::vector<T> &out : outs) values.push_back(out.data());
+    const ElementUnion united(parts, runs, marks.data(), threads);
+    for (Format format : kFormats) {
+        std::vector<char> message(packed_nbytes(united.count(), runs, format));
+        std::vector<T> sums(united.count());
+        united.sum<T>(values, 2.0, {message.data(), format}, sums.data(), threads);
+        for (const T &sum : sums) CHECK(widen(sum) >= 2 && widen(sum) <= 2 * owners);
+    }
+    for (std::vector<char> &message : messages) {
+        if (message.empty()) continue;
+        message[random_bits() % message.size()] ^= 1 << random_bits() % 8;
+        try {
+            join_elements(stripe, parts, from, joined.data(), size, sizeof(T), threads);
+            ElementUnion(parts, runs, marks.data(), threads);
+        } catch (const std::invalid_argument &) {
+        } catch (const BadIndex &) {
+        }
+    }
+}
+
 template <typename T, typename Index> static void check_elements(size_t size, size_t every, int threads) {
     std::vector<T> x(size, narrow<T>(0)), values;
     for (size_t i = 0; i < size; i += every) x[i] = narrow<T>(1);
@@ -149,16 +197,7 @@ template <typename T, typename Index> static void check_elements(size_t size, si
         }
         std::sort(all.begin(), all.end());
         CHECK(all == indices);
-        std::vector<Indices> parts;
-        std::vector<const void *> from;
-        for (uint32_t owner = 0; owner < owners; ++owner) {
-            parts.push_back({positions[owner].data(), false, positions[owner].size()});
-            from.push_back(outs[owner].data());
-        }
-        std::vector<T> joined(size, T{});
-        if (size > 0) std::memset(static_cast<void *>(joined.data()), 77, size * sizeof(T));
-        join_rotated(stripe, parts, from, joined.data(), size, sizeof(T), threads);
-        CHECK(size == 0 || std::memcmp(joined.data(), x.data(), size * sizeof(T)) == 0);
+        check_parts(x, stripe, threads);
     }
 }
 
@@ -187,18 +226,19 @@ template <typename T, typename Index> static void check_top_k(size_t size, size_
     }
 }
 
-template <typename Format, typename Index> static void check_offsets(size_t size, size_t every) {
+template <typename Index> static void check_offsets(size_t size, size_t every, Format format) {
     std::vector<Index> indices;
     for (size_t i = 0; i < size; i += every) indices.push_back(static_cast<Index>(i));
-    std::vector<char> message(offsets_nbytes<Format>(indices.size(), size));
-    encode_offsets<Format>({indices.data(), sizeof(Index) == 8, indices.size()}, size, message.data());
+    std::vector<char> message(packed_nbytes(indices.size(), size, format));
+    encode_offsets({indices.data(), sizeof(Index) == 8, indices.size()}, size, format, message.data());
     std::vector<Index> decoded(indices.size());
-    decode_offsets<Format>(message.data(), size, decoded.data(), decoded.size());
+    const Packed packed{message.data(), indices.size(), format};
+    decode_offsets(packed, size, decoded.data());
     CHECK(decoded == indices);
     for (char &byte : message) {  // whatever a message says, only its indices are written
         byte ^= 1 << random_bits() % 8;
         try {
-            decode_offsets<Format>(message.data(), size, decoded.data(), decoded.size());
+            decode_offsets(packed, size, decoded.data());
         } catch (const std::invalid_argument &) {
         }
         if (random_bits() % 64 == 0) break;
@@ -207,12 +247,11 @@ template <typename Format, typename Index> static void check_offsets(size_t size
 
 static void check_all_offsets() {
     for (size_t size : {0, 1, 255, 256, 257, 5000, 65536, 70000})
-        for (size_t every : {1, 2, 7, 100, 1000}) {
-            check_offsets<Offsets8, int32_t>(size, every);
-            check_offsets<Offsets8, int64_t>(size, every);
-            check_offsets<Offsets16, int32_t>(size, every);
-            check_offsets<Offsets16, int64_t>(size, every);
-        }
+        for (size_t every : {1, 2, 7, 100, 1000})
+            for (Format format : {Format::offsets8, Format::offsets16}) {
+                check_offsets<int32_t>(size, every, format);
+                check_offsets<int64_t>(size, every, format);
+            }
 }
 
 // Owners by hash: the partition of all indices gives the owned lists, and some indices their positions in these.
@@ -424,8 +463,8 @@ static void check_streamed_elements() {
     const std::vector<int32_t> positions{static_cast<int32_t>(size / 3) - 1};
     const float value = 2;
     std::vector<float> out(size + 1, 9);
-    const std::vector<Indices> parts(3, {positions.data(), false, 1});
-    join_rotated(stripe, parts, {&value, &value, &value}, out.data() + 1, size, sizeof(float), 2);
+    const std::vector<Packed> parts(3, {reinterpret_cast<const char *>(positions.data()), 1, Format::list32});
+    join_elements(stripe, parts, {&value, &value, &value}, out.data() + 1, size, sizeof(float), 2);
     for (uint32_t owner = 0; owner < 3; ++owner) CHECK(out[1 + stripe.index(owner, positions[0])] == 2);
     CHECK(static_cast<uint64_t>(std::count(out.begin(), out.end(), 0.0f)) == size - 3 && out[0] == 9);
 }
@@ -487,11 +526,11 @@ static bool overrun(const std::string &kernel) {
         const std::vector<uint64_t> words(2);
         std::printf("%d\n", static_cast<int>(count_bits(words.data(), 3, 1)));
     } else if (kernel == "encode_offsets") {
-        std::vector<char> message(offsets_nbytes<Offsets8>(3, 300) - 1);
-        encode_offsets<Offsets8>({indices.data(), true, 3}, 300, message.data());
+        std::vector<char> message(packed_nbytes(3, 300, Format::offsets8) - 1);
+        encode_offsets({indices.data(), true, 3}, 300, Format::offsets8, message.data());
     } else if (kernel == "decode_offsets") {
-        const std::vector<char> message{3, 0, 0, 1};
-        decode_offsets<Offsets8>(message.data(), 300, found.data(), 3);
+        const std::vector<char> message{0b111, 0, 1};
+        decode_offsets({message.data(), 3, Format::offsets8}, 300, found.data());
     } else if (kernel == "partition_rotated") {
         std::vector<int32_t> local(3);
         RotatedPartition({indices.data(), true, 3}, 3, RotatedStripe(1, 0), 1)
@@ -510,10 +549,19 @@ static bool overrun(const std::string &kernel) {
         positions_in({two.data(), true, 3}, {indices.data(), true, 3}, found.data());
     } else if (kernel == "rotated_index") {
         rotated_indices(RotatedStripe(2, 0), 0, positions.data(), 3, found.data(), 1);
-    } else if (kernel == "join_rotated") {
+    } else if (kernel == "partition_elements") {
+        std::vector<uint64_t> words(1);
+        std::vector<char> message(packed_nbytes(4, 4, Format::offsets8) - 1);
+        ElementPartition split(values.data(), 4, sizeof(float), RotatedStripe(1, 0), words.data(), 1);
+        split.write({{message.data(), Format::offsets8}}, {out.data()}, 1);
+    } else if (kernel == "unite_elements") {
+        std::vector<uint64_t> words(1);
         const std::vector<int32_t> first(1);
-        join_rotated(RotatedStripe(1, 0), {{first.data(), false, 1}}, {values.data()}, tight.data() + 9, 3,
-                     sizeof(float), 1);
+        ElementUnion({{reinterpret_cast<const char *>(first.data()), 2, Format::list32}}, 8, words.data(), 1);
+    } else if (kernel == "join_elements") {
+        const std::vector<int32_t> first(1);
+        join_elements(RotatedStripe(1, 0), {{reinterpret_cast<const char *>(first.data()), 1, Format::list32}},
+                      {values.data()}, tight.data() + 9, 3, sizeof(float), 1);
     } else {
         return false;
     }

@@ -179,60 +179,6 @@ def test_rows_are_dealt_to_owners_as_elements_are(
 
 
 @native
-@pytest.mark.parametrize("threads", [1, 2, 5])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 7, 16, 1000])
-def test_joining_what_was_partitioned_gives_the_tensor_back(
-    n: int, dtype: torch.dtype, threads: int, module: ModuleType
-) -> None:
-    for size, density in [(0, 1.0), (1, 1.0), (64, 0.0), (50_021, 0.1), (50_021, 1.0)]:  # of more than one block
-        indices = random_indices(size, density)
-        values = special_values(dtype)[2:][indices % 5]
-        x = torch.zeros(size, dtype=dtype)
-        x[indices] = values
-        positions, parts = partition(reference, indices, values, size, n, 3)
-        out, whole = guarded(size, dtype)
-        cpu.join_rotated(positions, parts, 3, out, threads=threads, module=module)
-        assert_same_bits(out, x)
-        assert (whole[-16:] == 77).all()
-        reference.join_rotated(positions, parts, 3, out.fill_(77))
-        assert_same_bits(out, x)
-
-
-@every
-def test_parts_that_cannot_be_joined_are_refused_before_anything_is_written(kernels) -> None:
-    size, n = 10, 3
-    positions, parts = partition(reference, torch.arange(size), torch.arange(size).float(), size, n, 0)
-    out = torch.full((size,), 7.0)
-    longest = max(range(n), key=lambda owner: len(positions[owner]))
-    last = torch.zeros(1).long()
-    for owner in set(range(n)) - {longest}:  # the last run of 3 has one element: two owners have nothing in it
-        beyond = [torch.cat([p, p.new_tensor([size // n])]) if o == owner else p for o, p in enumerate(positions)]
-        values = [torch.cat([v, torch.ones(1)]) if o == owner else v for o, v in enumerate(parts)]
-        reference.rotated_index(owner, beyond[owner][-1:], n, 0, last)
-        with pytest.raises(ValueError, match=rf"join_rotated: index {int(last)} of part {owner} is outside .*size=10"):
-            kernels.join_rotated(beyond, values, 0, out)
-    negative = [positions[0].clone().index_fill_(0, torch.tensor([0]), -1), *positions[1:]]
-    with pytest.raises(ValueError, match=r"join_rotated: index -1 of part 0 is outside \[0, size=10\)"):
-        kernels.join_rotated(negative, parts, 0, out)
-    with pytest.raises(ValueError, match="join_rotated: positions must ascend, got 2 before 1"):
-        kernels.join_rotated([positions[0], positions[1].flip(0), positions[2]], parts, 0, out)
-    with pytest.raises(ValueError, match="one array of values per array of positions is needed, got 2 for 3"):
-        kernels.join_rotated(positions, parts[:2], 0, out)
-    with pytest.raises(ValueError, match="values must be"):
-        kernels.join_rotated(positions, [parts[0][:1], *parts[1:]], 0, out)
-    with pytest.raises(TypeError, match="values must be"):
-        kernels.join_rotated(positions, [part.double() for part in parts], 0, out)
-    with pytest.raises(TypeError, match="positions must be int32"):
-        kernels.join_rotated([p.long() for p in positions], parts, 0, out)
-    with pytest.raises(ValueError, match="out must be"):
-        kernels.join_rotated(positions, parts, 0, out.view(2, 5))
-    with pytest.raises(ValueError, match=r"number of owners must be in \[1, 65536\]"):
-        kernels.join_rotated([], [], 0, out)
-    assert (out == 7).all()
-
-
-@native
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 1 << 16])
 def test_the_partition_is_exact_up_to_the_last_position_of_int32(n: int, module: ModuleType) -> None:
     size = n * 2**31
@@ -325,9 +271,6 @@ def test_elements_that_are_apart_are_refused_not_copied(module: ModuleType) -> N
         lambda: cpu.encode_bitmap(torch.arange(3), 150, torch.zeros(6).long()[::2], module=module),
         lambda: cpu.decode_bitmap(apart, torch.zeros(3).long(), module=module),
         lambda: cpu.partition_rotated(apart, 10, 2, 0, module=module),
-        lambda: cpu.join_rotated([torch.arange(6).int()[::2]], [torch.zeros(3)], 0, torch.zeros(6), module=module),
-        lambda: cpu.join_rotated([torch.arange(3).int()], [torch.zeros(6)[::2]], 0, torch.zeros(6), module=module),
-        lambda: cpu.join_rotated([torch.arange(3).int()], [torch.zeros(3)], 0, torch.zeros(6)[::2], module=module),
         lambda: cpu.rotated_index(0, apart.int().repeat_interleave(2)[::2], 2, 0, torch.zeros(3).long(), module=module),
         lambda: cpu.rotated_index(0, torch.arange(3).int(), 2, 0, torch.zeros(6).long()[::2], module=module),
         lambda: cpu.decode_bitmap(torch.tensor([7]), torch.zeros(6).long()[::2], module=module),

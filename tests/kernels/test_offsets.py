@@ -83,6 +83,16 @@ def test_one_index_anywhere_gives_itself_back(bits: int, module: ModuleType) -> 
 
 
 @every
+def test_counts_are_ones_and_zeros_where_that_is_shorter(kernels) -> None:
+    indices = torch.tensor([5, 255, 256, 2047])  # in 8 blocks of which 5 have none: 4 ones and 8 zeros
+    message = encoded(kernels, indices, 2048, 8)
+    assert message.tolist() == [0b00001011, 0b00000100, 5, 255, 0, 255]
+    dense = torch.arange(256, 512)  # a full block among many empty ones: its offsets are in order
+    message = encoded(kernels, dense, 256 * 400, 8)
+    assert len(message) == (256 + 400) // 8 + 256 and message[-256:].tolist() == list(range(256))
+
+
+@every
 def test_the_layout_is_the_documented_one(kernels) -> None:
     full, nearly = torch.arange(256), torch.arange(512, 767)
     message = encoded(kernels, torch.cat([full, torch.tensor([256, 300]), nearly]), 769, 8)
@@ -155,7 +165,26 @@ def test_damaged_messages_of_8_bits_are_refused(kernels) -> None:
         [(3 + 258, 200)],  # beyond the size
         [(1, 1), (2, 2)],  # offsets of one block in another
     ):
-        with pytest.raises(ValueError, match="decode_offsets: the message is malformed"):
+        with pytest.raises(ValueError, match="the message is malformed"):
+            kernels.decode_offsets(damaged(message, *changes), size, 8, out)
+    kernels.decode_offsets(message, size, 8, out)
+    assert torch.equal(out, indices)
+
+
+@every
+def test_damaged_messages_with_unary_counts_are_refused(kernels) -> None:
+    indices = torch.tensor([5, 255, 256, 2046])
+    size, out = 2047, torch.zeros(4).long()
+    message = encoded(kernels, indices, size, 8)
+    for changes in (
+        [(0, 0b00011011)],  # a one too many
+        [(0, 0b00001001)],  # one too few
+        [(0, 0b00000111)],  # 256's offset in the first block
+        [(1, 0b00001000), (0, 0b00001011)],  # a one behind the last zero
+        [(2, 255)],  # equal
+        [(5, 255)],  # beyond the size
+    ):
+        with pytest.raises(ValueError, match="the message is malformed"):
             kernels.decode_offsets(damaged(message, *changes), size, 8, out)
     kernels.decode_offsets(message, size, 8, out)
     assert torch.equal(out, indices)
@@ -175,7 +204,7 @@ def test_damaged_messages_of_16_bits_are_refused(kernels) -> None:
         [(9, 200)],  # descending
         [(13, 250)],  # beyond the size
     ):
-        with pytest.raises(ValueError, match="decode_offsets: the message is malformed"):
+        with pytest.raises(ValueError, match="the message is malformed"):
             kernels.decode_offsets(damaged(message, *changes), size, 16, out)
     kernels.decode_offsets(message, size, 16, out)
     assert torch.equal(out, indices)

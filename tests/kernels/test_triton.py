@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gradsync import kernels
-from gradsync.kernels import device, offsets_nbytes, reference
+from gradsync.kernels import PackedPositions, device, offsets_nbytes, packed_nbytes, reference
 from tests.kernels.native import DTYPES, assert_same_bits, special_values
 from tests.kernels.on_device import DEVICE, TRITON, needs_triton
 from tests.kernels.shapes import random_indices
@@ -116,13 +116,45 @@ def partition_rotated(kernels: Any, size: int) -> list[Tensor]:
     return outs
 
 
-def join_rotated(kernels: Any, size: int) -> list[Tensor]:
+def messages_of_elements(
+    kernels: Any, size: int, n: int, dtype: torch.dtype
+) -> tuple[list[PackedPositions], list[Tensor]]:
+    """Of a tensor's non-zeros for n owners, whose formats take turns; their values."""
+    indices, runs = random_indices(size, 0.4), -(-size // n)
+    x = torch.zeros(size, dtype=dtype)
+    x[indices] = values_of(indices, dtype)
+    split = kernels.partition_elements(x, n, 3)
+    parts = []
+    for count, bits in zip(split.counts, (8, 1, 16, 32, 64, 8, 1), strict=False):
+        packed = torch.full((-(-packed_nbytes(count, runs, bits) // 8) * 8,), 77, dtype=torch.uint8)
+        parts.append(PackedPositions(packed, count, bits))
+    values = [torch.zeros(count, dtype=dtype) for count in split.counts]
+    split.write(parts, values)
+    return parts, values
+
+
+def partition_elements(kernels: Any, size: int) -> list[Tensor]:
+    outs = []
+    for n, dtype in ((1, torch.bfloat16), (7, torch.float64)):
+        parts, values = messages_of_elements(kernels, size, n, dtype)
+        outs += [part.packed for part in parts] + values
+    return outs
+
+
+def unite_elements(kernels: Any, size: int) -> list[Tensor]:
+    parts, values = messages_of_elements(reference, size, 7, torch.half)
+    union = kernels.unite_elements(parts, -(-size // 7))
+    packed = torch.full((-(-packed_nbytes(union.count, -(-size // 7), 8) // 8) * 8,), 77, dtype=torch.uint8)
+    outs = [packed, torch.zeros(union.count, dtype=torch.half)]
+    union.sum(values, PackedPositions(packed, union.count, 8), outs[1], scale=0.5)
+    return outs
+
+
+def join_elements(kernels: Any, size: int) -> list[Tensor]:
     outs = []
     for n, dtype in ((1, torch.float64), (7, torch.bfloat16)):
-        indices = random_indices(size, 0.4)
-        parts = dealt(reference.partition_rotated(indices, size, n, 3), indices, values_of(indices, dtype), torch.int32)
         outs.append(torch.full((size,), 77, dtype=dtype))
-        kernels.join_rotated(parts[:n], parts[n:], 3, outs[-1])
+        kernels.join_elements(*messages_of_elements(reference, size, n, dtype), 3, outs[-1])
     return outs
 
 
@@ -246,8 +278,9 @@ CASES: dict[str, Callable[[Any, int], list[Tensor]]] = {
     case.__name__: case
     for case in (
         encode_bitmap, decode_bitmap, count_bits, nonzero_elements, top_k, owners_by_hash, partition_hashed,
-        partition_rotated, join_rotated, rotated_index, owned_by_hash, positions_in, encode_offsets, decode_offsets,
-        sum_rows, unite_rows, join_columns, scatter_rows, nonzero_rows, hierarchical_hash,
+        partition_rotated, partition_elements, unite_elements, join_elements, rotated_index, owned_by_hash,
+        positions_in, encode_offsets, decode_offsets, sum_rows, unite_rows, join_columns, scatter_rows, nonzero_rows,
+        hierarchical_hash,
     )
 }  # fmt: skip
 
@@ -263,7 +296,7 @@ def test_triton_gives_the_bits_of_the_definition(kernel: str, size: int) -> None
 
 def test_every_kernel_in_triton_has_its_case() -> None:
     module = device.load()
-    assert {name for name in module.__all__ if inspect.isfunction(getattr(module, name))} == set(CASES)
+    assert {name for name in module.__all__ if inspect.isroutine(getattr(module, name))} == set(CASES)
 
 
 def test_more_owners_than_a_byte_can_number_get_what_is_theirs() -> None:

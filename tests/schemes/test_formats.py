@@ -45,15 +45,13 @@ def test_messages_hold_what_was_written(
     message = torch.full((int(format.nbytes(rows)),), 255, dtype=torch.uint8)
     written = []
     for count, section in zip(rows, format.sections(message, rows), strict=True):
-        section.positions.indices.copy_(num_rows - count + torch.arange(count))
-        section.positions.encode()
+        section.positions.encode(num_rows - count + torch.arange(count))
         for values in section.values:
             values.copy_(torch.randn(values.shape))
         written.append([values.clone() for values in section.values])
     again = format.sections(message.clone(), rows)
     for count, values, section, spans in zip(rows, written, again, columns, strict=True):
-        section.positions.decode()
-        assert section.positions.indices.tolist() == [num_rows - count + i for i in range(count)]
+        assert section.positions.decode().tolist() == [num_rows - count + i for i in range(count)]
         assert all(torch.equal(got, v) for got, v in zip(section.values, values, strict=True))
         assert sum(got.shape[1] for got in section.values) == sum(stop - start for start, stop in spans)
 
@@ -93,12 +91,13 @@ def test_rows_of_a_part_come_back_in_every_format(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("length", "dim"), [(64, 1), (6401, 1), (1000, 3)])
 def test_the_smallest_message_is_chosen_and_its_size_is_the_formula(length: int, dim: int, dtype: torch.dtype) -> None:
+    blocks = -(-length // 256)
     for count in (0, 1, length // 50, length // 31, length // 2, length):
         values = aligned(count * dim * dtype.itemsize)
         nbytes = {
             IndexFormat.LIST: aligned(4 * count) + values,
             IndexFormat.OFFSETS_16: aligned(4 * -(-length // 65536) + 2 * count) + values,
-            IndexFormat.OFFSETS_8: aligned(-(-length // 256) + count) + values,
+            IndexFormat.OFFSETS_8: aligned(min(blocks, -(-(count + blocks) // 8)) + count) + values,
             IndexFormat.BITMAP: -(-length // 64) * 8 + values,
             IndexFormat.DENSE: aligned(length * dim * dtype.itemsize),
         }
@@ -110,9 +109,9 @@ def test_the_smallest_message_is_chosen_and_its_size_is_the_formula(length: int,
 
 
 def test_formats_take_over_at_the_densities_of_their_sizes() -> None:
-    """16 bits below 0.4 %, 8 bits up to 12.5 %, then a bit for each element."""
+    """16 bits below 0.056 %, 8 bits up to 12.5 %, then a bit for each element."""
     length = 1 << 24
-    chosen = {density: smallest(density * length, length) for density in (5e-6, 1e-3, 3.8e-3, 4.2e-3, 0.05, 0.12, 0.13)}
+    chosen = {density: smallest(density * length, length) for density in (5e-6, 1e-4, 5e-4, 6e-4, 0.05, 0.12, 0.13)}
     assert list(chosen.values()) == [
         IndexFormat.LIST,
         *[IndexFormat.OFFSETS_16] * 2,
@@ -229,7 +228,7 @@ DENSITIES = (0.001, 0.002, 0.004, 0.01, 0.02, 0.05, 0.1)
 
 
 @pytest.mark.parametrize("density", DENSITIES)
-@pytest.mark.parametrize(("width", "bound"), [(16, 1.05), (4, 1.05), (2, 1.10)])
+@pytest.mark.parametrize(("width", "bound"), [(16, 1.01), (4, 1.03), (2, 1.06)])
 def test_messages_of_rows_are_hardly_larger_than_their_information(width: int, bound: float, density: float) -> None:
     """Whole rows of 16 columns, and column stripes of 4 and of 2, of float32."""
     num_rows = 200_000
@@ -240,9 +239,9 @@ def test_messages_of_rows_are_hardly_larger_than_their_information(width: int, b
 
 
 @pytest.mark.parametrize("density", DENSITIES)
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1.16), (torch.bfloat16, 1.26)], ids=str)
-def test_messages_of_elements_are_at_most_a_quarter_larger(dtype: torch.dtype, bound: float, density: float) -> None:
-    """Worst at 0.4 %, where offsets of 8 bits take over from those of 16."""
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1.10), (torch.bfloat16, 1.18)], ids=str)
+def test_messages_of_elements_are_hardly_larger_either(dtype: torch.dtype, bound: float, density: float) -> None:
+    """Worst at 10 %, where offsets of 8 bits and a bitmap are about as large."""
     length = 200_000
     count = int(density * length)
     information = entropy_nbytes(count, length) + dtype.itemsize * count

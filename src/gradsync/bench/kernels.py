@@ -253,12 +253,66 @@ def rotated_index(g: torch.Generator, *, nnz: int, size: int, owners: int) -> Wo
     )
 
 
-def join_rotated(g: torch.Generator, *, nnz: int, size: int, owners: int) -> Work:
+def _room(count: int, size: int) -> automatic.PackedPositions:
+    """For so many positions in the smallest format."""
+    nbytes, bits = min((automatic.packed_nbytes(count, size, bits), bits) for bits in (1, 8, 16, 32))
+    return automatic.PackedPositions(torch.zeros(-(-nbytes // 8) * 8, dtype=torch.uint8), count, bits)
+
+
+def _messages(x: Tensor, owners: int) -> tuple[list[automatic.PackedPositions], list[Tensor]]:
+    """Room for the positions and values of all owners."""
+    counts = automatic.partition_elements(x, owners, 1).counts
+    return [_room(count, -(-len(x) // owners)) for count in counts], [torch.zeros(count) for count in counts]
+
+
+def _sparse(g: torch.Generator, size: int, density: float) -> Tensor:
+    chosen, x = some_of(size, density, g), torch.zeros(size)
+    x[chosen] = torch.randn(len(chosen), generator=g)
+    return x
+
+
+def _packed_bytes(parts: Sequence[automatic.PackedPositions], values: Sequence[Tensor]) -> int:
+    return tensor_bytes(*(part.packed for part in parts), *values)
+
+
+def partition_elements(g: torch.Generator, *, size: int, density: float, owners: int) -> Work:
+    """A dense vector to the messages of its non-zeros for all owners."""
+    x = _sparse(g, size, density)
+    parts, values = _messages(x, owners)
+    packed = [part.packed for part in parts]
+    return Work(
+        lambda module: module.partition_elements(x, owners, 1).write(parts, values),
+        [*packed, *values],
+        tensor_bytes(x) + _packed_bytes(parts, values),
+    )
+
+
+def unite_elements(g: torch.Generator, *, ranks: int, size: int, density: float) -> Work:
+    """The messages of as many ranks, as an owner sums them."""
+    parts, values = [], []
+    for _ in range(ranks):
+        x = _sparse(g, size, density)
+        (part,), (value,) = _messages(x, 1)
+        automatic.partition_elements(x, 1, 1).write([part], [value])
+        parts.append(part)
+        values.append(value)
+    total = _room(automatic.unite_elements(parts, size).count, size)
+    sums = torch.zeros(total.count)
+    return Work(
+        lambda module: module.unite_elements(parts, size).sum(values, total, sums),
+        [total.packed, sums],
+        _packed_bytes([*parts, total], [*values, sums]),
+    )
+
+
+def join_elements(g: torch.Generator, *, size: int, density: float, owners: int) -> Work:
     """What all owners hand back, in one dense vector."""
-    positions, values = _parts(g, nnz=nnz, size=size, owners=owners)
+    x = _sparse(g, size, density)
+    parts, values = _messages(x, owners)
+    automatic.partition_elements(x, owners, 1).write(parts, values)
     out = torch.zeros(size)
-    nbytes = tensor_bytes(*positions, *values, out)
-    return Work(lambda module: module.join_rotated(positions, values, 1, out), [out], nbytes)
+    nbytes = _packed_bytes(parts, values) + tensor_bytes(out)
+    return Work(lambda module: module.join_elements(parts, values, 1, out), [out], nbytes)
 
 
 def _parts(g: torch.Generator, *, nnz: int, size: int, owners: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -275,7 +329,8 @@ WORK: dict[str, Callable[..., Work]] = {
     work.__name__: work
     for work in (
         sum_rows, unite_rows, join_columns, scatter_rows, nonzero_rows, nonzero_elements, encode_bitmap, decode_bitmap,
-        count_bits, encode_offsets, decode_offsets, partition_rotated, rotated_index, join_rotated, owners_by_hash,
+        count_bits, encode_offsets, decode_offsets, partition_elements, unite_elements,
+        join_elements, partition_rotated, rotated_index, owners_by_hash,
         partition_hashed, owned_by_hash, positions_in, hierarchical_hash, top_k,
     )
 }  # fmt: skip
@@ -317,11 +372,16 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (  # kernel, parameters of its w
     ("decode_offsets", {"size": 40 * _BITS, "density": 0.001, "bits": 16}),
     ("decode_offsets", {"size": 40 * _BITS, "density": 0.01, "bits": 8}),
     ("decode_offsets", {"size": _BITS, "density": 0.1, "bits": 8}),
+    ("partition_elements", {"size": _DENSE, "density": 0.001, "owners": 8}),
+    ("partition_elements", {"size": _DENSE, "density": 0.01, "owners": 8}),
+    ("partition_elements", {"size": _DENSE, "density": 0.1, "owners": 8}),
+    ("unite_elements", {"ranks": 8, "size": _DENSE // 8, "density": 0.01}),
+    ("unite_elements", {"ranks": 8, "size": _DENSE // 8, "density": 0.1}),
+    ("join_elements", {"size": _DENSE, "density": 0.01, "owners": 8}),
+    ("join_elements", {"size": _DENSE, "density": 0.1, "owners": 8}),
     ("partition_rotated", {"nnz": 1_000_000, "size": _ELEMENTS, "owners": 8}),
     ("partition_rotated", {"nnz": 1_000_000, "size": _ELEMENTS, "owners": 64}),
     ("rotated_index", {"nnz": 1_000_000, "size": _ELEMENTS, "owners": 8}),
-    ("join_rotated", {"nnz": _DENSE // 100, "size": _DENSE, "owners": 8}),
-    ("join_rotated", {"nnz": _DENSE // 10, "size": _DENSE, "owners": 8}),
     ("owners_by_hash", {"nnz": 1_000_000, "size": _ELEMENTS, "owners": 8}),
     ("partition_hashed", {"nnz": 1_000_000, "size": _ELEMENTS, "owners": 8}),
     ("partition_hashed", {"nnz": 1_000_000, "size": _ELEMENTS, "owners": 64}),

@@ -23,17 +23,28 @@ import torch
 from torch import Tensor
 
 from gradsync.kernels import cpu, device, reference
-from gradsync.kernels.checks import RowsPart, Stripes, offsets_nbytes
+from gradsync.kernels.checks import PackedPositions, RowsPart, Stripes, offsets_nbytes, packed_nbytes
 from gradsync.kernels.hierarchy import HashedIndices
-from gradsync.kernels.phases import HashedPartition, NonzeroElements, NonzeroRows, RotatedPartition, RowUnion
+from gradsync.kernels.phases import (
+    ElementPartition,
+    ElementUnion,
+    HashedPartition,
+    NonzeroElements,
+    NonzeroRows,
+    RotatedPartition,
+    RowUnion,
+)
 from gradsync.kernels.reference import accumulation_dtype
 
 __all__ = [
+    "ElementPartition",
+    "ElementUnion",
     "HashedIndices",
     "HashedPartition",
     "Implementation",
     "NonzeroElements",
     "NonzeroRows",
+    "PackedPositions",
     "RotatedPartition",
     "RowUnion",
     "RowsPart",
@@ -47,12 +58,14 @@ __all__ = [
     "encode_offsets",
     "hierarchical_hash",
     "join_columns",
-    "join_rotated",
+    "join_elements",
     "nonzero_elements",
     "nonzero_rows",
     "offsets_nbytes",
     "owned_by_hash",
     "owners_by_hash",
+    "packed_nbytes",
+    "partition_elements",
     "partition_hashed",
     "partition_rotated",
     "positions_in",
@@ -60,6 +73,7 @@ __all__ = [
     "scatter_rows",
     "sum_rows",
     "top_k",
+    "unite_elements",
     "unite_rows",
     "use",
 ]
@@ -69,9 +83,9 @@ Implementation = Literal["native", "triton", "reference", "auto"]
 _logger = logging.getLogger(__name__)
 _KERNELS = (
     "sum_rows", "unite_rows", "join_columns", "scatter_rows", "nonzero_rows", "nonzero_elements", "encode_bitmap",
-    "decode_bitmap", "count_bits", "encode_offsets", "decode_offsets", "partition_rotated",
-    "join_rotated", "rotated_index", "owners_by_hash", "partition_hashed", "owned_by_hash", "positions_in",
-    "hierarchical_hash", "top_k",
+    "decode_bitmap", "count_bits", "encode_offsets", "decode_offsets", "partition_elements", "unite_elements",
+    "join_elements", "partition_rotated", "rotated_index", "owners_by_hash", "partition_hashed", "owned_by_hash",
+    "positions_in", "hierarchical_hash", "top_k",
 )  # fmt: skip
 _TABLE: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {  # kernel: (reference, native)
     kernel: (getattr(reference, kernel), getattr(cpu, kernel)) for kernel in _KERNELS
@@ -250,9 +264,13 @@ def encode_offsets(indices: Tensor, size: int, bits: int, out: Tensor) -> None:
     """Writes ascending indices as offsets within blocks of 2^bits: between a list and a bitmap in density.
 
     Layout: the count of each of ceil(size / 2^bits) blocks, then the offsets, index mod 2^bits, block by block. With 16
-    bits, counts are int32 and offsets uint16, in the byte order of the machine. With 8 bits, each is one byte: 255
-    counts 255 indices or, where the first offset is 255, a full block of 256, whose offsets are 255, 0, 1, ..., 254; no
-    255 ascending offsets begin so. The size of a message thus follows from the number of indices alone.
+    bits, counts are int32 and offsets uint16, in the byte order of the machine. With 8 bits, an offset is one byte, and
+    counts are what is shorter:
+    - a byte each: 255 counts 255 indices or, where the first offset is 255, a full block of 256, whose offsets are 255,
+      0, 1, ..., 254; no 255 ascending offsets begin so;
+    - a one for each index and a zero behind each block, from the lowest bit of a byte on (the upper bits of Elias and
+      Fano's code; about one bit more than the entropy of the indices where a block has one or two).
+    The size of a message thus follows from the number of indices alone.
 
     Args:
         indices: (nnz,) int64 or int32, ascending, without duplicates.
@@ -283,10 +301,9 @@ def decode_offsets(message: Tensor, size: int, bits: int, out: Tensor) -> None:
 
 
 def partition_rotated(indices: Tensor, size: int, n: int, seed: int) -> RotatedPartition:
-    """Splits sorted element indices among n owners by rotated stripe: i = n q + r is owner (r + rho(q)) mod n's q-th.
+    """Splits sorted indices among n owners by rotated stripe: i = n q + r is owner (r + rho(q)) mod n's q-th.
 
-    Each run of n neighbours goes to n different owners in a rotation that the seed decides, so neither dense regions
-    nor hot columns load one owner, and an owner's positions q stay in order. All ranks compute the same map.
+    As `partition_elements` does, which finds the indices itself.
 
     Args:
         indices: (nnz,) int64 or int32, ascending.
@@ -301,20 +318,55 @@ def partition_rotated(indices: Tensor, size: int, n: int, seed: int) -> RotatedP
     return partition
 
 
-def join_rotated(positions: Sequence[Tensor], values: Sequence[Tensor], seed: int, out: Tensor) -> None:
-    """The inverse of `partition_rotated`: the elements of all owners where they belong in `out`, zero everywhere else.
+def partition_elements(x: Tensor, n: int, seed: int) -> ElementPartition:
+    """Finds the elements of `x` that are not zero, and which of n owners each of them has, by rotated stripe.
+
+    Element i = n q + r is owner (r + rho(q)) mod n's q-th: each run of n neighbours goes to n different owners in a
+    rotation that the seed decides, so neither dense regions nor hot columns load one owner, and an owner's positions q
+    stay in order. All ranks compute the same map. What is zero is tested as in `nonzero_rows`.
 
     Args:
-        positions: per owner (count,) int32, ascending.
+        x: (numel,) floating, numel <= n * 2^31.
+        n: owners, at most 2^16.
+
+    Raises:
+        ValueError: another n, a size whose positions int32 cannot hold; native: more than 2^34 elements.
+        TypeError: other dtypes.
+    """
+    partition: ElementPartition = _pick("partition_elements", [x], x.numel())(x, n, seed)
+    return partition
+
+
+def unite_elements(parts: Sequence[PackedPositions], size: int) -> ElementUnion:
+    """First phase of the sum of several parts of [0, size): which positions occur.
+
+    Args:
+        parts: messages that may be damaged.
+
+    Raises:
+        ValueError: a message of another size, or one that no such positions have; no part; native: a size above 2^34.
+        TypeError: other dtypes.
+    """
+    tensors = [part.packed for part in parts]
+    union: ElementUnion = _pick("unite_elements", tensors, size)(parts, size)
+    return union
+
+
+def join_elements(parts: Sequence[PackedPositions], values: Sequence[Tensor], seed: int, out: Tensor) -> None:
+    """The inverse of `partition_elements`: the elements of all owners where they belong in `out`, zero everywhere else.
+
+    Args:
+        parts: per owner, messages that may be damaged.
         values: per owner (count,), in the dtype of `out`.
         out: (size,) floating; overwritten.
 
     Raises:
-        ValueError: a position without an element in `out`, or out of order, before anything is written; shapes that do
-            not fit; no owner, or too many.
+        ValueError: a message of another size or one that no such positions have, a position without an element in
+            `out`, before anything is written; no owner, or too many.
         TypeError: other or different dtypes.
     """
-    _pick("join_rotated", [*positions, *values, out])(positions, values, seed, out)
+    tensors = [*(part.packed for part in parts), *values, out]
+    _pick("join_elements", tensors, out.numel())(parts, values, seed, out)
 
 
 def rotated_index(owner: int, positions: Tensor, n: int, seed: int, out: Tensor) -> None:

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+Count = TypeVar("Count", int, float)  # of what is there, or is expected: the mean then
 RowsPart = tuple[Int[Tensor, "nnz"], Float[Tensor, "nnz dim"]]
 Stripes = Sequence[tuple[int, int]]  # [start, stop) of columns
 
 INT32_INDICES = 2**31  # tables up to this size have indices that fit int32
 MAX_OWNERS = 2**16
 OFFSET_BITS = (8, 16)
+PADDING_BYTES = 8  # less than so many may follow packed positions
+WORD_BITS = 64  # of a bitmap
+
+
+@dataclass(frozen=True)
+class PackedPositions:
+    """Ascending positions in a part, without duplicates, as they travel."""
+
+    packed: Tensor  # (packed_nbytes(count, size, bits),) uint8; some padding may follow
+    count: int
+    bits: int  # a position: 1 a bitmap, 8 and 16 offsets as of `encode_offsets`, 32 and 64 the integers themselves
 
 
 def describe(tensor: Tensor) -> str:
@@ -102,10 +116,46 @@ def num_blocks(size: int, bits: int) -> int:
     return -(-size >> bits)
 
 
-def offsets_nbytes(count: int, size: int, bits: int) -> int:
+def unary_nbytes(count: Count, blocks: int) -> Count:
+    """The bytes of the unary counts of so many blocks with `count` indices."""
+    return -(-(count + blocks) // 8)
+
+
+def counts_nbytes(count: Count, blocks: int, bits: int) -> Count:
+    """The bytes before the offsets, which say how many each block has."""
+    return 4 * blocks if bits == 16 else min(blocks, unary_nbytes(count, blocks))
+
+
+def offsets_nbytes(count: Count, size: int, bits: int) -> Count:
     """The bytes of `count` indices of [0, size) as block offsets of 8 or 16 bits; see `encode_offsets`."""
-    count_bytes = {8: 1, 16: 4}
-    return num_blocks(size, bits) * count_bytes[bits] + count * (bits // 8)
+    return counts_nbytes(count, num_blocks(size, bits), bits) + count * (bits // 8)
+
+
+def packed_nbytes(count: Count, size: int, bits: int) -> Count:
+    """The bytes of `count` positions of [0, size); see `PackedPositions`."""
+    if bits in OFFSET_BITS:
+        return offsets_nbytes(count, size, bits)
+    if bits not in (1, 32, 64):
+        raise ValueError(f"bits must be 1, 8, 16, 32 or 64, got {bits}")
+    return -(-size // WORD_BITS) * (WORD_BITS // 8) if bits == 1 else count * (bits // 8)
+
+
+def check_each(name: str, items: Sequence[object], parts: int) -> None:
+    """Refuses more or fewer than one for each part."""
+    if len(items) != parts:
+        raise ValueError(f"one of {name} for each part is needed, got {len(items)} for {parts}")
+
+
+def check_packed(positions: PackedPositions, size: int) -> None:
+    """Refuses what is not as large as so many positions of [0, size) are."""
+    packed, count, bits = positions.packed, positions.count, positions.bits
+    if packed.dtype != torch.uint8:
+        raise TypeError(f"packed must be uint8, got {describe(packed)}")
+    if not 0 <= count <= size:
+        raise ValueError(f"there cannot be {count} positions in [0, {size})")
+    nbytes = packed_nbytes(count, size, bits)
+    if packed.ndim != 1 or not nbytes <= len(packed) < nbytes + PADDING_BYTES:
+        raise ValueError(f"packed must be of {nbytes} bytes, got {describe(packed)}")
 
 
 def check_message(name: str, message: Tensor, count: int, size: int, bits: int) -> None:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from gradsync.kernels.checks import Stripes
+from gradsync.kernels.checks import PackedPositions, Stripes
 
 
 class RowUnion(Protocol):
@@ -56,6 +56,30 @@ class NonzeroElements(Protocol):
 
     def write(self, indices: Tensor, values: Tensor) -> None:
         """Writes ascending indices, (count,) int64 or (up to 2^31 elements) int32, and values, (count,) as x."""
+
+
+class ElementPartition(Protocol):
+    """The elements of a dense tensor that are not zero, by owner; made by `partition_elements`."""
+
+    counts: list[int]  # elements of each owner
+
+    def write(self, positions: Sequence[PackedPositions], outs: Sequence[Tensor]) -> None:
+        """Writes, per owner, the positions of its elements in its part, and their values, (count,) as x."""
+
+
+class ElementUnion(Protocol):
+    """Which positions occur in any of several parts; made by `unite_elements`."""
+
+    count: int
+
+    def sum(self, values: Sequence[Tensor], positions: PackedPositions, out: Tensor, *, scale: float = 1.0) -> None:
+        """Writes the distinct positions, and at each `scale` times the sum of the parts' values, as `sum_rows` sums.
+
+        Args:
+            values: per part (its count,) floating, all of one dtype.
+            positions: `count` of them, to be written.
+            out: (count,), in that dtype.
+        """
 
 
 class RotatedPartition(Protocol):

@@ -89,8 +89,9 @@ def _pack(tables: Tables, survey: Survey, format: RowFormat, rows: Sequence[int]
     message = torch.empty(head + int(format.nbytes(rows)), dtype=torch.uint8, device=tables[0].values.device)
     written = format.sections(message[head:], rows)
     for group, pieces, section in zip(format.groups, format.pieces, written, strict=True):
-        survey.unions[group.first].write_indices(section.positions.indices)
-        section.positions.encode()
+        indices = section.positions.room()
+        survey.unions[group.first].write_indices(indices)
+        section.positions.encode(indices)
         for piece, values in zip(pieces, section.values, strict=True):
             survey.unions[piece.position].sum([tables[piece.position].values], [values])
     return message
@@ -102,9 +103,7 @@ def _sum_messages(messages: Sequence[Tensor], agreed: Agreement, format: RowForm
     result: dict[int, SparseRows] = {}
     for number, group in enumerate(format.groups):
         parts = [sections[number] for sections in received]
-        for part in parts:
-            part.positions.decode()
-        union = kernels.unite_rows([part.positions.indices for part in parts], group.num_rows)
+        union = kernels.unite_rows([part.positions.decode() for part in parts], group.num_rows)
         indices = messages[0].new_empty(union.count, dtype=torch.int64)
         union.write_indices(indices)
         places = {piece.position: place for place, piece in enumerate(format.pieces[number])}

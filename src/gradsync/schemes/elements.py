@@ -81,21 +81,15 @@ class BalancedElements(Scheme[Tensor]):
         return ("push", "pull") if self.capacity else ("sizes", "push", "counts", "pull")
 
     async def synchronize(self, x: Tensor, state: State, group: Group, scale: float) -> tuple[Tensor, State]:
-        flat = TensorSpec.of(x)
-        form, mine = part_format(flat, group.size), _NonZeros.of(x, group.size, self.seed)
+        form = part_format(TensorSpec.of(x), group.size)
         # Push: to each owner its elements.
-        if self.capacity:
-            counts, messages = await self._push_at_once(mine, flat, form, group)
-        else:
-            counts, messages = torch.stack(await group.all_gather(mine.counts)).tolist(), []  # to size the messages
-        if not messages:
-            if not _sparse_pays(flat, group.size, max(map(max, counts)), max(map(sum, zip(*counts, strict=True)))):
-                return await AllReduce().synchronize(x, state, group, scale)
-            messages = await _push_by_sizes(mine, counts, form, group)
-        parts = [form.part(part, row[group.rank]) for part, row in zip(messages, counts, strict=True)]
+        parts = await self._push(x, form, group)
+        if not parts:
+            return await AllReduce().synchronize(x, state, group, scale)
         # Pull: from each owner its sums.
-        totals = await self._pull(Sums.of(parts, form, scale), form, group)
-        return _join(totals, self.seed, x), state
+        sums = Sums.of(parts, form, scale)
+        del parts
+        return join_parts(await self._pull(sums, form, group), self.seed, x), state
 
     def steps(
         self,
@@ -112,7 +106,7 @@ class BalancedElements(Scheme[Tensor]):
         push, union = float(form.nbytes(profile.rows / n)), profile.union_rows(n)
         at_once = bool(self.capacity) and profile.rows <= self.capacity[0]
         at_once = at_once and _sparse_pays(flat, n, profile.rows / n, form.length)
-        find = Compute("find_elements", flat.nbytes + 3 * found)
+        find = Compute("find_elements", flat.nbytes + flat.numel / 4)  # and a bitmap, written and read
         if not (at_once or _sparse_pays(flat, n, profile.rows / n, profile.rows)):
             return (find, self._transfers("push", push, n, at_once=False)[0], *AllReduce().steps(specs, (), placement))
         pull = float(form.nbytes(union / n))
@@ -136,8 +130,22 @@ class BalancedElements(Scheme[Tensor]):
         first = Transfer(stage, Pattern.ALL_TO_ALL, (float(head + (nbytes if at_once else 0)),) * n)
         return [first] if at_once else [first, Transfer("repeat", pattern, (nbytes,) * n)]
 
+    async def _push(self, x: Tensor, form: PartFormat, group: Group) -> list[Part]:
+        """The elements of all ranks that I own; none where an all-reduce may be no worse."""
+        flat, mine = TensorSpec.of(x), kernels.partition_elements(x, group.size, self.seed)
+        told, messages = torch.tensor(mine.counts, device=x.device), list[Tensor]()
+        if self.capacity:
+            counts, messages = await self._push_at_once(mine, told, flat, form, group)
+        else:
+            counts = torch.stack(await group.all_gather(told)).tolist()  # to size the messages
+        if not messages:
+            if not _sparse_pays(flat, group.size, max(map(max, counts)), max(map(sum, zip(*counts, strict=True)))):
+                return []
+            messages = await _push_by_sizes(mine, told, counts, form, group)
+        return [form.part(part, row[group.rank]) for part, row in zip(messages, counts, strict=True)]
+
     async def _push_at_once(
-        self, mine: _NonZeros, flat: TensorSpec, form: PartFormat, group: Group
+        self, mine: kernels.ElementPartition, told: Tensor, flat: TensorSpec, form: PartFormat, group: Group
     ) -> tuple[list[list[int]], list[Tensor]]:
         """Of each rank its number of elements for each owner, and its message for me; none where some did not fit."""
         room = _room(self.capacity[0], form, group.size)
@@ -147,13 +155,12 @@ class BalancedElements(Scheme[Tensor]):
             return max(counts) <= room and _sparse_pays(flat, group.size, max(counts), form.length)
 
         head = LENGTH_BYTES + COUNT_BYTES * group.size
-        if fits(mine.partition.counts):
-            _, outgoing = mine.pack(form, group.rank, head=head)
+        if fits(mine.counts):
+            _, outgoing = _packed(mine, form, group.rank, told, head=head)
         else:
-            outgoing = [mine.values.new_empty(head, dtype=torch.uint8) for _ in range(group.size)]
-        header = mine.counts.view(torch.uint8)
+            outgoing = [told.new_empty(head, dtype=torch.uint8) for _ in range(group.size)]
         for message in outgoing:
-            message[LENGTH_BYTES:head].copy_(header)
+            message[LENGTH_BYTES:head].copy_(told.view(torch.uint8))
         arrived = await group.exchange(outgoing, [head + int(form.nbytes(room))] * group.size)
         counts = counts_in(arrived, head)
         return counts, [message[head:] for message in arrived] if all(map(fits, counts)) else []
@@ -178,10 +185,10 @@ class BalancedElements(Scheme[Tensor]):
 
 
 async def _push_by_sizes(
-    mine: _NonZeros, counts: Sequence[Sequence[int]], form: PartFormat, group: Group
+    mine: kernels.ElementPartition, told: Tensor, counts: Sequence[Sequence[int]], form: PartFormat, group: Group
 ) -> list[Tensor]:
     """The messages of all ranks, whose numbers of elements for each owner all know."""
-    outgoing, parts = mine.pack(form, group.rank)
+    outgoing, parts = _packed(mine, form, group.rank, told)
     own, parts[group.rank] = parts[group.rank], outgoing[:0]
     received = [int(form.nbytes(row[group.rank])) for row in counts]
     received[group.rank] = 0
@@ -189,6 +196,23 @@ async def _push_by_sizes(
     messages = await group.all_to_all(outgoing, [len(part) for part in parts], received, largest=largest)
     messages[group.rank] = own
     return messages
+
+
+def _packed(
+    mine: kernels.ElementPartition, form: PartFormat, rank: int, like: Tensor, *, head: int = 0
+) -> tuple[Tensor, list[Tensor]]:
+    """The messages for the other owners, one after the other, and each owner's, this rank's own among them.
+
+    The first `head` bytes of each are left for others to write.
+    """
+    nbytes = [head + int(form.nbytes(count)) for count in mine.counts]
+    own = like.new_empty(nbytes[rank], dtype=torch.uint8)
+    nbytes[rank] = 0
+    outgoing = own.new_empty(sum(nbytes))
+    parts = list(torch.split(outgoing, nbytes))
+    parts[rank] = own
+    write_parts(mine, [part[head:] for part in parts], form)
+    return outgoing, parts
 
 
 def _union_rows(profile: DensityProfile) -> float:
@@ -242,40 +266,10 @@ def _sparse_pays(flat: TensorSpec, size: int, pushed: float, summed: float) -> b
     return size > 1 and per_peer * size < 2 * flat.nbytes
 
 
-@dataclass(frozen=True)
-class _NonZeros:
-    """What a rank brings: its elements that are not zero, in order, and how the owners share them."""
-
-    values: Tensor  # (nnz,)
-    partition: kernels.RotatedPartition
-
-    @classmethod
-    def of(cls, x: Tensor, size: int, seed: int) -> _NonZeros:
-        indices, values = nonzeros(x)
-        return cls(values, kernels.partition_rotated(indices, x.numel(), size, seed))
-
-    @property
-    def counts(self) -> Tensor:
-        """Elements for each owner, (size,) int64."""
-        return torch.tensor(self.partition.counts, device=self.values.device)
-
-    def pack(self, form: PartFormat, rank: int, *, head: int = 0) -> tuple[Tensor, list[Tensor]]:
-        """The messages for the other owners, one after the other, and each owner's, this rank's own among them.
-
-        The first `head` bytes of each are left for others to write.
-        """
-        counts = self.partition.counts
-        nbytes = [head + int(form.nbytes(count)) for count in counts]
-        own = self.values.new_empty(nbytes[rank], dtype=torch.uint8)
-        nbytes[rank] = 0
-        outgoing = own.new_empty(sum(nbytes))
-        parts = list(torch.split(outgoing, nbytes))
-        parts[rank] = own
-        owners = [form.part(part[head:], count) for part, count in zip(parts, counts, strict=True)]
-        self.partition.write(self.values, [e.positions.indices for e in owners], [e.values.view(-1) for e in owners])
-        for elements in owners:
-            elements.positions.encode()
-        return outgoing, parts
+def write_parts(mine: kernels.ElementPartition, parts: Sequence[Tensor], form: PartFormat) -> None:
+    """Into the owners' messages, as large as `form` makes them."""
+    owners = [form.part(part, count) for part, count in zip(parts, mine.counts, strict=True)]
+    mine.write([owner.positions.as_packed for owner in owners], [owner.values.view(-1) for owner in owners])
 
 
 @dataclass(frozen=True)
@@ -290,14 +284,11 @@ class Sums:
     @classmethod
     def of(cls, parts: Sequence[Part], form: PartFormat, scale: float) -> Sums:
         """`scale` times the sum of all ranks' parts, in rank order."""
-        for part in parts:
-            part.positions.decode()
-        union = kernels.unite_rows([part.positions.indices for part in parts], form.length)
+        union = kernels.unite_elements([part.positions.as_packed for part in parts], form.length)
         message = parts[0].values.new_empty(cls.head + int(form.nbytes(union.count)), dtype=torch.uint8)
         total = form.part(message[cls.head :], union.count)
-        union.write_indices(total.positions.indices)
-        union.sum([part.values for part in parts], [total.values], scale=scale)
-        total.positions.encode()
+        values = [part.values.view(-1) for part in parts]
+        union.sum(values, total.positions.as_packed, total.values.view(-1), scale=scale)
         return cls(message, union.count)
 
     def write_count(self) -> None:
@@ -305,9 +296,7 @@ class Sums:
         self.message[LENGTH_BYTES : self.head].copy_(torch.tensor([self.count]).view(torch.uint8))
 
 
-def _join(totals: Sequence[Part], seed: int, x: Tensor) -> Tensor:
+def join_parts(totals: Sequence[Part], seed: int, x: Tensor) -> Tensor:
     """Overwrites the flat tensor: the owners' sums where they belong, zero everywhere else."""
-    for total in totals:
-        total.positions.decode()
-    kernels.join_rotated([t.positions.indices for t in totals], [t.values.view(-1) for t in totals], seed, x)
+    kernels.join_elements([t.positions.as_packed for t in totals], [t.values.view(-1) for t in totals], seed, x)
     return x

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..comm import LENGTH_BYTES
+from ..sparse import index_dtype
 from .positions import SPARSE_FORMATS, IndexFormat, Positions, aligned, smallest
 from .tables import Columns, Piece, RowGroup
 
@@ -69,7 +70,7 @@ class RowFormat:
         for group, pieces, widths, count in zip(self.groups, self.pieces, self._widths, rows, strict=True):
             choice = smallest(count, group.num_rows)
             start = offset + int(choice.nbytes(count, group.num_rows))
-            positions = Positions.at(message[offset:start], count, group.num_rows, choice)
+            positions = Positions(message[offset:start], count, group.num_rows, choice)
             values, offset = [], start
             for piece, width in zip(pieces, widths, strict=True):
                 part = message[offset : offset + count * width]
@@ -86,7 +87,7 @@ def head_nbytes(tables: int) -> int:
 
 @dataclass(frozen=True)
 class Part:
-    """A message of some rows of a part, in place: fill `positions` and `values` and `encode`, or `decode` and read.
+    """A message of some rows of a part, in place: positions to be encoded or decoded, and values.
 
     Of a dense message `values` are all rows of the part; `put` and `get` know that.
     """
@@ -100,17 +101,15 @@ class Part:
             self.values.zero_()
             kernels.scatter_rows(indices, values, self.values, accumulate=False)
             return
-        self.positions.indices.copy_(indices)
-        self.positions.encode()
+        self.positions.encode(indices)
         self.values.copy_(values)
 
     def get(self) -> tuple[Tensor, Tensor]:
         """Indices and values of the rows that came; views of the message where they can be."""
         if self.positions.format is IndexFormat.DENSE:
-            rows = torch.arange(self.positions.length, dtype=self.positions.indices.dtype, device=self.values.device)
-            return rows, self.values
-        self.positions.decode()
-        return self.positions.indices, self.values
+            length = self.positions.length
+            return torch.arange(length, dtype=index_dtype(length), device=self.values.device), self.values
+        return self.positions.decode(), self.values
 
 
 @dataclass(frozen=True)
@@ -144,7 +143,7 @@ class PartFormat:
         rows = self.length if choice is IndexFormat.DENSE else count
         start = int(choice.nbytes(count, self.length))
         values = message[start : start + rows * self._row_nbytes].view(self.dtype).view(rows, self.dim)
-        return Part(Positions.at(message[:start], count, self.length, choice), values)
+        return Part(Positions(message[:start], count, self.length, choice), values)
 
     @property
     def _row_nbytes(self) -> int:

@@ -35,7 +35,7 @@ def owned_by_hash(length: int, owners: int, seed: int, device: torch.device) -> 
     with _asked_by_one:
         lists = _kept.pop(key, None)
         if lists is None:
-            lists = tuple(each.to(device) for each in kernels.owned_by_hash(length, owners, seed))
+            lists = tuple(kernels.owned_by_hash(length, owners, seed, device=device))
         _kept[key] = lists
         while len(_kept) > 1 and kept_nbytes() > MOST_BYTES:
             del _kept[next(iter(_kept))]

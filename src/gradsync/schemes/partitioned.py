@@ -223,8 +223,9 @@ def _pack_stripes(
 def _write_group(tables: Tables, survey: Survey, stripes: StripedGroups, number: int, owners: list[Section]) -> None:
     """Merges repeated rows and spreads them over the owners' messages, in one pass a table."""
     group, first = stripes.groups[number], owners[0]
-    survey.unions[group.first].write_indices(first.positions.indices)
-    first.positions.encode()
+    indices = first.positions.room()
+    survey.unions[group.first].write_indices(indices)
+    first.positions.encode(indices)
     written: dict[int, list[tuple[Columns, Tensor]]] = {position: [] for position in group.positions}
     for owner, format, owned in zip(owners, stripes.formats, stripes.owned, strict=True):
         pieces = format.pieces[number] if owner is first else owned[number]
@@ -246,11 +247,8 @@ def _sum_columns(
     """`scale` times the sum of my columns over all ranks, in rank order; rounded to `dtype`."""
     format = stripes.formats[rank]
     received = [format.sections(message, rows) for message, rows in zip(messages, agreed.rows, strict=True)]
-    for sections in received:
-        for section in sections:
-            section.positions.decode()
     unions = [
-        kernels.unite_rows([sections[number].positions.indices for sections in received], group.num_rows)
+        kernels.unite_rows([sections[number].positions.decode() for sections in received], group.num_rows)
         for number, group in enumerate(stripes.groups)
     ]
     total = sum(union.count * width for union, width in zip(unions, stripes.widths[rank], strict=True))

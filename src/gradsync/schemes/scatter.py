@@ -14,13 +14,12 @@ from .. import kernels
 from ..bucket import Layout, TensorSpec
 from ..comm import LENGTH_BYTES, Group
 from ..density import DensityProfile
-from ..sparse import SparseRows, index_dtype
+from ..sparse import index_dtype
 from ..steps import Compute, Pattern, Step, Transfer
 from .base import Partitioned, State, register
 from .dense import OwnedRange
-from .elements import elements_of, nonzeros, part_format
-from .formats import PartFormat
-from .row_owners import RotatedStripe
+from .elements import elements_of, join_parts, nonzeros, part_format, write_parts
+from .formats import Part, PartFormat
 
 HEAD_BYTES = LENGTH_BYTES + 8  # before the elements: the message's length, their number
 
@@ -55,12 +54,13 @@ class SparseReduceScatter(Partitioned[Tensor, OwnedRange]):
     ) -> tuple[OwnedRange, State]:
         # Push: to each owner its elements.
         form, accumulated = part_format(TensorSpec.of(x), group.size), kernels.accumulation_dtype(x.dtype)
-        parts = RotatedStripe(x.numel(), group.size, self.seed).split(_nonzeros(x))
-        bound = HEAD_BYTES + form.most_nbytes
-        arrived = await group.exchange([_packed(part, form) for part in parts], [bound] * group.size)
+        mine, bound = kernels.partition_elements(x, group.size, self.seed), HEAD_BYTES + form.most_nbytes
+        messages = [_message(count, form, x) for count in mine.counts]
+        write_parts(mine, [message[HEAD_BYTES:] for message in messages], form)
+        arrived = await group.exchange(messages, [bound] * group.size)
         total = x.new_zeros(form.length, 1, dtype=accumulated)
         for message in arrived:
-            positions, values = _unpacked(message, form)
+            positions, values = _part(message, form).get()
             kernels.scatter_rows(positions, values.to(accumulated), total, accumulate=True)
         total = total.view(-1).mul_(scale)
         return OwnedRange(total if wide else total.to(x.dtype), x), state
@@ -69,10 +69,11 @@ class SparseReduceScatter(Partitioned[Tensor, OwnedRange]):
         # Pull: from each owner its sums.
         whole = shard.whole
         form = part_format(TensorSpec.of(whole), group.size)
-        message, bound = _packed(_nonzeros(shard.values), form), HEAD_BYTES + form.most_nbytes
-        totals = [_unpacked(m, form) for m in await group.exchange([message] * group.size, [bound] * group.size)]
-        kernels.join_rotated([p for p, _ in totals], [v.view(-1) for _, v in totals], self.seed, whole)
-        return whole
+        indices, values = nonzeros(shard.values)
+        message, bound = _message(len(indices), form, values), HEAD_BYTES + form.most_nbytes
+        _part(message, form).put(indices, values[:, None])
+        totals = await group.exchange([message] * group.size, [bound] * group.size)
+        return join_parts([_part(total, form) for total in totals], self.seed, whole)
 
     def part(self, shard: OwnedRange) -> Tensor:
         return shard.values
@@ -116,21 +117,14 @@ class SparseReduceScatter(Partitioned[Tensor, OwnedRange]):
         return (TensorSpec((length,), kernels.accumulation_dtype(flat.dtype)),), tuple(parts)
 
 
-def _nonzeros(x: Tensor) -> SparseRows:
-    """The elements that are not zero by their bits, as rows of one."""
-    indices, values = nonzeros(x)
-    return SparseRows(indices, values.view(-1, 1), x.numel())
-
-
-def _packed(elements: SparseRows, form: PartFormat) -> Tensor:
-    """As bytes, the message's length to be written by the group."""
-    message = elements.values.new_empty(HEAD_BYTES + int(form.nbytes(elements.nnz)), dtype=torch.uint8)
-    message[LENGTH_BYTES:HEAD_BYTES].copy_(torch.tensor([elements.nnz]).view(torch.uint8))
-    form.part(message[HEAD_BYTES:], elements.nnz).put(elements.indices, elements.values)
+def _message(count: int, form: PartFormat, like: Tensor) -> Tensor:
+    """Room for so many elements behind the head, in which the group writes the length, and this the count."""
+    message = like.new_empty(HEAD_BYTES + int(form.nbytes(count)), dtype=torch.uint8)
+    message[LENGTH_BYTES:HEAD_BYTES].copy_(torch.tensor([count]).view(torch.uint8))
     return message
 
 
-def _unpacked(message: Tensor, form: PartFormat) -> tuple[Tensor, Tensor]:
-    """Positions and values, (count, 1), of what `_packed` made bytes of."""
+def _part(message: Tensor, form: PartFormat) -> Part:
+    """The elements behind the head."""
     count = int(message[LENGTH_BYTES:HEAD_BYTES].clone().view(torch.int64))  # the host cuts the message
-    return form.part(message[HEAD_BYTES:], count).get()
+    return form.part(message[HEAD_BYTES:], count)

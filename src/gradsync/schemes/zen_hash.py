@@ -175,7 +175,7 @@ async def _push(
     for indices in parts:
         message = _message(len(indices), left, form, x)
         pairs = form.part(message[HEAD_BYTES:], len(indices))
-        pairs.positions.indices.copy_(indices)
+        pairs.positions.encode(indices)
         torch.index_select(x.view(-1, 1), 0, indices, out=pairs.values)
         outgoing.append(message)
     arrived = await _swap(outgoing, senders, int(form.nbytes(most)), group)
@@ -183,7 +183,7 @@ async def _push(
     received, lefts = [nothing] * group.size, [0] * group.size
     for sender, (count, lefts[sender], body) in arrived.items():
         pairs = form.part(body, count)
-        received[sender] = (pairs.positions.indices, pairs.values)
+        received[sender] = (pairs.positions.decode(), pairs.values)
     return received, lefts
 
 
@@ -220,8 +220,9 @@ def _sum(pairs: Sequence[Pairs], owned: Tensor, form: PartFormat, numel: int, sc
     indices = owned.new_empty(union.count, dtype=index_dtype(numel))
     union.write_indices(indices)
     union.sum([values for _, values in pairs], [total.values], scale=scale)
-    kernels.positions_in(owned, indices, total.positions.indices)
-    total.positions.encode()
+    positions = total.positions.room()
+    kernels.positions_in(owned, indices, positions)
+    total.positions.encode(positions)
     return message
 
 
@@ -232,8 +233,7 @@ def _join(
     x.zero_()
     for owner, (count, _, body) in messages.items():
         total = forms[owner].part(body, count)
-        total.positions.decode()
-        indices = owned[owner].index_select(0, total.positions.indices)
+        indices = owned[owner].index_select(0, total.positions.decode())
         kernels.scatter_rows(indices, total.values, x.view(-1, 1), accumulate=False)
     return x
 

@@ -18,7 +18,8 @@ from gradsync.kernels.cpu.elements import (
 from gradsync.kernels.cpu.hashing import owned_by_hash, owners_by_hash, partition_hashed, positions_in
 from gradsync.kernels.cpu.hierarchy import hierarchical_hash
 from gradsync.kernels.cpu.offsets import decode_offsets, encode_offsets
-from gradsync.kernels.cpu.rotated import join_rotated, partition_rotated, rotated_index
+from gradsync.kernels.cpu.parts import join_elements, partition_elements, unite_elements
+from gradsync.kernels.cpu.rotated import partition_rotated, rotated_index
 from gradsync.kernels.cpu.rows import (
     NonzeroRows,
     RowUnion,
@@ -40,12 +41,13 @@ __all__ = [
     "encode_offsets",
     "hierarchical_hash",
     "join_columns",
-    "join_rotated",
+    "join_elements",
     "load",
     "nonzero_elements",
     "nonzero_rows",
     "owned_by_hash",
     "owners_by_hash",
+    "partition_elements",
     "partition_hashed",
     "partition_rotated",
     "positions_in",
@@ -54,5 +56,6 @@ __all__ = [
     "sum_rows",
     "supports",
     "top_k",
+    "unite_elements",
     "unite_rows",
 ]

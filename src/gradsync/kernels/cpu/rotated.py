@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import ModuleType
 
 from torch import Tensor
 
 from gradsync.kernels.checks import check_owners, check_rotated_size
-from gradsync.kernels.cpu.boundary import OwnerPartition, load, plain, plains, threads_for
+from gradsync.kernels.cpu.boundary import OwnerPartition, load, plain, threads_for
 from gradsync.kernels.reference.rotated import rotation_key
 
 
@@ -22,21 +21,6 @@ def partition_rotated(
         plain("indices", indices), size, n, rotation_key(seed), threads_for(threads, indices.numel())
     )
     return OwnerPartition(dealt, "positions")
-
-
-def join_rotated(
-    positions: Sequence[Tensor],
-    values: Sequence[Tensor],
-    seed: int,
-    out: Tensor,
-    *,
-    threads: int | None = None,
-    module: ModuleType | None = None,
-) -> None:
-    """See `gradsync.kernels.join_rotated`."""
-    check_owners(len(positions))
-    arrays = plains("positions", positions), plains("values", values), rotation_key(seed), plain("out", out)
-    (module or load()).join_rotated(*arrays, threads_for(threads, out.numel()))
 
 
 def rotated_index(

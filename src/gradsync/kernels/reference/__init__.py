@@ -3,6 +3,7 @@
 Runs on any device and dtype, so it is also the fallback. `gradsync.kernels` says what each kernel promises.
 """
 
+from gradsync.kernels.in_steps import Steps
 from gradsync.kernels.reference.elements import (
     NonzeroElements,
     count_bits,
@@ -38,6 +39,20 @@ from gradsync.kernels.reference.rows import (
     unite_rows,
 )
 
+_STEPS = Steps(
+    encode_bitmap,
+    decode_bitmap,
+    encode_offsets,
+    decode_offsets,
+    nonzero_elements,
+    partition_rotated,
+    unite_rows,
+    join_rotated,
+)
+partition_elements = _STEPS.partition_elements
+unite_elements = _STEPS.unite_elements
+join_elements = _STEPS.join_elements
+
 __all__ = [
     "HashedPartition",
     "NonzeroElements",
@@ -52,11 +67,12 @@ __all__ = [
     "encode_offsets",
     "hierarchical_hash",
     "join_columns",
-    "join_rotated",
+    "join_elements",
     "nonzero_elements",
     "nonzero_rows",
     "owned_by_hash",
     "owners_by_hash",
+    "partition_elements",
     "partition_hashed",
     "partition_rotated",
     "positions_in",
@@ -65,5 +81,6 @@ __all__ = [
     "scatter_rows",
     "sum_rows",
     "top_k",
+    "unite_elements",
     "unite_rows",
 ]

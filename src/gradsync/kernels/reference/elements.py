@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gradsync.kernels.checks import (
+    WORD_BITS,
     check_floating,
     check_index_out,
     check_indices,
@@ -15,8 +16,6 @@ from gradsync.kernels.checks import (
     describe,
 )
 from gradsync.kernels.reference.rows import is_nonzero, magnitudes
-
-WORD_BITS = 64
 
 
 class NonzeroElements:

@@ -12,6 +12,7 @@ from gradsync.kernels.checks import (
     check_message,
     check_range,
     check_size,
+    counts_nbytes,
     num_blocks,
 )
 
@@ -27,11 +28,35 @@ def encode_offsets(indices: Tensor, size: int, bits: int, out: Tensor) -> None:
     check_ascending("encode_offsets", "indices", indices, strictly=True)
     blocks, offsets = indices.long() >> bits, indices.long() & ((1 << bits) - 1)
     counts = torch.bincount(blocks, minlength=num_blocks(size, bits))
-    if bits == 8:
+    if bits == 16:
+        out.copy_(torch.cat([counts.int().view(torch.uint8), offsets.to(torch.int16).view(torch.uint8)]))
+    elif is_unary(len(indices), size, bits):
+        out.copy_(torch.cat([unary_counts(blocks, len(counts)), offsets]))
+    else:
         offsets = torch.where(counts[blocks] == _FULL, (offsets - 1) & 255, offsets)
         out.copy_(torch.cat([counts.clamp(max=255), offsets]))
-        return
-    out.copy_(torch.cat([counts.int().view(torch.uint8), offsets.to(torch.int16).view(torch.uint8)]))
+
+
+def is_unary(count: int, size: int, bits: int) -> bool:
+    """Whether counts are ones and zeros, where that is shorter than a byte for each block."""
+    blocks = num_blocks(size, bits)
+    return bits == 8 and counts_nbytes(count, blocks, bits) < blocks
+
+
+def unary_counts(blocks: Tensor, num: int) -> Tensor:
+    """Bytes: a one for each index, whose ascending blocks these are, and a zero behind each of `num` blocks."""
+    bits = blocks.new_zeros(-(-(len(blocks) + num) // 8) * 8)
+    bits[blocks + torch.arange(len(blocks), device=blocks.device)] = 1
+    return (bits.view(-1, 8) << torch.arange(8, device=blocks.device)).sum(1).to(torch.uint8)
+
+
+def sizes_from_unary(message: Tensor, count: int, num: int) -> Tensor:
+    """The number of indices of each block; a message that has no such counts gives another total than `count`."""
+    bits = (message.long().unsqueeze(1) >> torch.arange(8, device=message.device) & 1).flatten()[: count + num]
+    zeros = (bits == 0).nonzero().flatten()
+    if len(zeros) != num or (num > 0 and int(zeros[-1]) != len(bits) - 1):
+        return message.new_full((num,), count + 1, dtype=torch.int64)
+    return zeros.diff(prepend=zeros.new_full((1,), -1)) - 1
 
 
 def decode_offsets(message: Tensor, size: int, bits: int, out: Tensor) -> None:
@@ -40,13 +65,15 @@ def decode_offsets(message: Tensor, size: int, bits: int, out: Tensor) -> None:
     check_index_out("out", out, len(out), size)
     check_message("message", message, len(out), size, bits)
     blocks = num_blocks(size, bits)
-    if bits == 8:
-        counts, offsets = message.long().split([blocks, len(out)])
-        counts, offsets = _unmark_full(counts, offsets)
+    aligned = message.clone()
+    head, body = aligned.split([len(message) - len(out) * bits // 8, len(out) * bits // 8])
+    offsets = body.long() if bits == 8 else body.view(torch.int16).long() & 0xFFFF
+    if bits == 16:
+        counts = head.view(torch.int32).long()
+    elif is_unary(len(out), size, bits):
+        counts = sizes_from_unary(head, len(out), blocks)
     else:
-        aligned = message.clone()
-        counts = aligned[: 4 * blocks].view(torch.int32).long()
-        offsets = aligned[4 * blocks :].view(torch.int16).long() & 0xFFFF
+        counts, offsets = _unmark_full(head.long(), offsets)
     if (counts < 0).any() or counts.sum() != len(out):
         raise ValueError(f"decode_offsets: the message is malformed: its counts do not add up to {len(out)}")
     base = torch.arange(blocks, device=message.device) << bits

@@ -105,7 +105,10 @@ def partition_rotated(indices: Tensor, size: int, n: int, seed: int) -> RotatedP
 
 @torch.no_grad()
 def join_rotated(positions: Sequence[Tensor], values: Sequence[Tensor], seed: int, out: Tensor) -> None:
-    """See `gradsync.kernels.join_rotated`."""
+    """The inverse of `partition_rotated`: the owners' elements where they belong in `out`, zero everywhere else.
+
+    Of each owner positions (count,) int32, ascending, and values. Raises as `gradsync.kernels.join_elements` does.
+    """
     n = len(positions)
     check_owners(n)
     if len(values) != n:

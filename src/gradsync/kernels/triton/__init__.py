@@ -11,6 +11,7 @@ Loops over what a program is given or has computed are `while`: Triton's interpr
 Triton comes with torch for CUDA and is imported with this package, which `import gradsync` does not load.
 """
 
+from gradsync.kernels.in_steps import Steps
 from gradsync.kernels.triton.elements import (
     NonzeroElements,
     count_bits,
@@ -33,6 +34,20 @@ from gradsync.kernels.triton.rows import (
     unite_rows,
 )
 
+_STEPS = Steps(
+    encode_bitmap,
+    decode_bitmap,
+    encode_offsets,
+    decode_offsets,
+    nonzero_elements,
+    partition_rotated,
+    unite_rows,
+    join_rotated,
+)
+partition_elements = _STEPS.partition_elements
+unite_elements = _STEPS.unite_elements
+join_elements = _STEPS.join_elements
+
 __all__ = [
     "NonzeroElements",
     "NonzeroRows",
@@ -44,11 +59,12 @@ __all__ = [
     "encode_offsets",
     "hierarchical_hash",
     "join_columns",
-    "join_rotated",
+    "join_elements",
     "nonzero_elements",
     "nonzero_rows",
     "owned_by_hash",
     "owners_by_hash",
+    "partition_elements",
     "partition_hashed",
     "partition_rotated",
     "positions_in",
@@ -56,5 +72,6 @@ __all__ = [
     "scatter_rows",
     "sum_rows",
     "top_k",
+    "unite_elements",
     "unite_rows",
 ]

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradsync.kernels.checks import check_floating, check_index_out, check_indices, check_shape, check_size
-from gradsync.kernels.reference.elements import WORD_BITS, check_words
+from gradsync.kernels.checks import WORD_BITS, check_floating, check_index_out, check_indices, check_shape, check_size
+from gradsync.kernels.reference.elements import check_words
 from gradsync.kernels.triton.boundary import BLOCK, bits_of, blocks, check_contiguous, common_device, launch
 from gradsync.kernels.triton.ordered import faults_of, refuse
 

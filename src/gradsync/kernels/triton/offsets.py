@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gradsync.kernels.checks import check_index_out, check_indices, check_message, check_size, num_blocks
+from gradsync.kernels.reference.offsets import is_unary, sizes_from_unary, unary_counts
 from gradsync.kernels.triton.boundary import BLOCK, blocks, check_contiguous, common_device, launch
 from gradsync.kernels.triton.ordered import faults_of, place_after, refuse
 
@@ -35,22 +36,29 @@ def _write_counts(
 
 @triton.jit
 def _write_offsets(
-    indices: tl.tensor, count: tl.tensor, out: tl.tensor, BITS: tl.constexpr, BLOCK: tl.constexpr
+    indices: tl.tensor,
+    count: tl.tensor,
+    out: tl.tensor,
+    BITS: tl.constexpr,
+    TURNED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ) -> None:
-    """Lane by lane: an offset, which a full block of 8 bits turns by one.
+    """Lane by lane: an offset, which a full block that is counted in a byte turns by one.
 
     An index is in a full block if the first and last of its block are as far before and after it as they would be.
     """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     index = tl.load(indices + at, mask=at < count, other=0).to(tl.int64)
     offset = index & ((1 << BITS) - 1)
-    if BITS == 8:
+    if TURNED:
         begin = at - offset
         whole = (begin >= 0) & (begin + 255 < count)
         first = tl.load(indices + begin, mask=whole, other=-1).to(tl.int64)
         last = tl.load(indices + begin + 255, mask=whole, other=-1).to(tl.int64)
         full = (first == index - offset) & (last == first + 255)
-        tl.store(out + at, tl.where(full, (offset - 1) & 255, offset), mask=at < count)
+        offset = tl.where(full, (offset - 1) & 255, offset)
+    if BITS == 8:
+        tl.store(out + at, offset, mask=at < count)
     else:
         tl.store(out + 2 * at, offset & 255, mask=at < count)
         tl.store(out + 2 * at + 1, offset >> 8, mask=at < count)
@@ -89,6 +97,7 @@ def _read_offsets(
     out: tl.tensor,
     faults: tl.tensor,
     BITS: tl.constexpr,
+    TURNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Lane by lane; programs that store to the same fault store the same 1. Any counts are safe: nothing is trusted."""
@@ -99,7 +108,7 @@ def _read_offsets(
     begin = tl.load(ends + block, mask=known, other=0) - length
     inner = known & (at > begin)
     if BITS == 8:
-        turn = (length == 256).to(tl.int64)
+        turn = (TURNED & (length == 256)).to(tl.int64)
         offset = (tl.load(offsets + at, mask=known, other=0).to(tl.int64) + turn) & 255
         before = (tl.load(offsets + at - 1, mask=inner, other=0).to(tl.int64) + turn) & 255
     else:
@@ -124,9 +133,14 @@ def encode_offsets(indices: Tensor, size: int, bits: int, out: Tensor) -> None:
     faults: list[int] = faults_of(indices, size).tolist()
     refuse(faults, "encode_offsets", indices, size, "size", ascending=True, strictly=True)
     num, count = num_blocks(size, bits), len(indices)
+    unary = is_unary(count, size, bits)
+    if unary:
+        out[: len(out) - count].copy_(unary_counts(indices.long() >> bits, num))
+    else:
+        launch(_write_counts, blocks(num), device, indices, count, num, out, BITS=bits, BLOCK=BLOCK)
     offsets = out[len(out) - count * bits // 8 :]
-    launch(_write_counts, blocks(num), device, indices, count, num, out, BITS=bits, BLOCK=BLOCK)
-    launch(_write_offsets, blocks(count), device, indices, count, offsets, BITS=bits, BLOCK=BLOCK)
+    turned = bits == 8 and not unary
+    launch(_write_offsets, blocks(count), device, indices, count, offsets, BITS=bits, TURNED=turned, BLOCK=BLOCK)
 
 
 def decode_offsets(message: Tensor, size: int, bits: int, out: Tensor) -> None:
@@ -139,11 +153,16 @@ def decode_offsets(message: Tensor, size: int, bits: int, out: Tensor) -> None:
     check_contiguous("out", out)
     num, count = num_blocks(size, bits), len(out)
     head, offsets = message.split([len(message) - count * bits // 8, count * bits // 8])
-    sizes = _with_full(head.long(), offsets) if bits == 8 else head.clone().view(torch.int32).long()
+    unary = is_unary(count, size, bits)
+    if bits == 16:
+        sizes = head.clone().view(torch.int32).long()
+    else:
+        sizes = sizes_from_unary(head, count, num) if unary else _with_full(head.long(), offsets)
     ends = sizes.cumsum(0)
     faults = ((sizes < 0).any() | (sizes.sum() != count)).int().view(1)
     arguments = ends, num, sizes, offsets, count, size, out, faults
-    launch(_read_offsets, blocks(count), device, *arguments, BITS=bits, BLOCK=BLOCK)
+    turned = bits == 8 and not unary
+    launch(_read_offsets, blocks(count), device, *arguments, BITS=bits, TURNED=turned, BLOCK=BLOCK)
     if faults.item():
         raise ValueError(
             f"decode_offsets: the message is malformed: its counts do not add up to {count}, or its indices do not "

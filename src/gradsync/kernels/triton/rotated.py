@@ -153,7 +153,7 @@ def partition_rotated(indices: Tensor, size: int, n: int, seed: int) -> RotatedP
 
 
 def join_rotated(positions: Sequence[Tensor], values: Sequence[Tensor], seed: int, out: Tensor) -> None:
-    """See `gradsync.kernels.join_rotated`."""
+    """See `reference.rotated.join_rotated`."""
     n = len(positions)
     check_owners(n)
     if len(values) != n:

@@ -1,0 +1,136 @@
+"""The kernels on messages of elements, in steps of simpler ones: their definition, and how they run on CUDA devices.
+
+In between are lists of all indices, which the native versions do without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradsync.kernels.checks import (
+    OFFSET_BITS,
+    WORD_BITS,
+    PackedPositions,
+    check_each,
+    check_floating,
+    check_owners,
+    check_packed,
+    check_rotated_size,
+    check_shape,
+    packed_nbytes,
+)
+
+
+class Steps(NamedTuple):
+    """The kernels of one implementation that those here are made of."""
+
+    encode_bitmap: Callable[..., None]
+    decode_bitmap: Callable[..., None]
+    encode_offsets: Callable[..., None]
+    decode_offsets: Callable[..., None]
+    nonzero_elements: Callable[..., Any]
+    partition_rotated: Callable[..., Any]
+    unite_rows: Callable[..., Any]
+    join_rotated: Callable[..., None]
+
+    def encode(self, indices: Tensor, size: int, out: PackedPositions) -> None:
+        """Writes (count,) ascending positions of [0, size) as they travel."""
+        check_packed(out, size)
+        check_shape("indices", indices, out.count)
+        packed = _without_padding(out, size)
+        if out.bits == 1:
+            self.encode_bitmap(indices, size, packed.view(torch.int64))
+        elif out.bits in OFFSET_BITS:
+            self.encode_offsets(indices, size, out.bits, packed)
+        else:
+            packed.view(_list_dtype(out.bits)).copy_(indices)
+
+    def decode(self, positions: PackedPositions, size: int, dtype: torch.dtype) -> Tensor:
+        """The (count,) positions of [0, size) that came."""
+        check_packed(positions, size)
+        packed = _without_padding(positions, size)
+        indices = torch.empty(positions.count, dtype=dtype, device=packed.device)
+        if positions.bits == 1:
+            self.decode_bitmap(packed.view(torch.int64), indices)
+            _check_positions(indices, size)
+        elif positions.bits in OFFSET_BITS:
+            self.decode_offsets(packed, size, positions.bits, indices)
+        else:
+            listed = packed.view(_list_dtype(positions.bits))
+            _check_positions(listed, size)
+            indices.copy_(listed)
+        return indices
+
+    def partition_elements(self, x: Tensor, n: int, seed: int) -> ElementPartition:
+        """See `gradsync.kernels.partition_elements`."""
+        check_owners(n)
+        check_rotated_size(x.numel(), n)
+        return ElementPartition(x, n, seed, self)
+
+    def unite_elements(self, parts: Sequence[PackedPositions], size: int) -> ElementUnion:
+        """See `gradsync.kernels.unite_elements`."""
+        return ElementUnion(parts, size, self)
+
+    def join_elements(self, parts: Sequence[PackedPositions], values: Sequence[Tensor], seed: int, out: Tensor) -> None:
+        """See `gradsync.kernels.join_elements`."""
+        check_owners(len(parts))
+        check_each("values", values, len(parts))
+        runs = -(-out.numel() // len(parts))
+        self.join_rotated([self.decode(part, runs, torch.int32) for part in parts], values, seed, out)
+
+
+class ElementPartition:
+    """See `gradsync.kernels.ElementPartition`."""
+
+    def __init__(self, x: Tensor, n: int, seed: int, steps: Steps) -> None:
+        self._steps, self._runs = steps, -(-x.numel() // n)
+        found = steps.nonzero_elements(x)
+        indices = torch.empty(found.count, dtype=torch.int64, device=x.device)
+        self._values = x.new_empty(found.count)
+        found.write(indices, self._values)
+        self._partition = steps.partition_rotated(indices, x.numel(), n, seed)
+        self.counts: list[int] = self._partition.counts
+
+    def write(self, positions: Sequence[PackedPositions], outs: Sequence[Tensor]) -> None:
+        check_each("positions", positions, len(self.counts))
+        check_each("outs", outs, len(self.counts))
+        lists = [torch.empty(count, dtype=torch.int32, device=self._values.device) for count in self.counts]
+        self._partition.write(self._values, lists, outs)
+        for indices, packed in zip(lists, positions, strict=True):
+            self._steps.encode(indices, self._runs, packed)
+
+
+class ElementUnion:
+    """See `gradsync.kernels.ElementUnion`."""
+
+    def __init__(self, parts: Sequence[PackedPositions], size: int, steps: Steps) -> None:
+        self._steps, self._size = steps, size
+        self._union = steps.unite_rows([steps.decode(part, size, torch.int64) for part in parts], size)
+        self._device = parts[0].packed.device
+        self.count: int = self._union.count
+
+    def sum(self, values: Sequence[Tensor], positions: PackedPositions, out: Tensor, *, scale: float = 1.0) -> None:
+        check_floating("out", out)
+        check_shape("out", out, self.count)
+        indices = torch.empty(self.count, dtype=torch.int64, device=self._device)
+        self._union.write_indices(indices)
+        self._steps.encode(indices, self._size, positions)
+        self._union.sum([part.view(-1, 1) for part in values], [out.view(-1, 1)], scale=scale)
+
+
+def _without_padding(positions: PackedPositions, size: int) -> Tensor:
+    return positions.packed[: packed_nbytes(positions.count, size, positions.bits)]
+
+
+def _list_dtype(bits: int) -> torch.dtype:
+    return torch.int32 if bits == WORD_BITS // 2 else torch.int64
+
+
+def _check_positions(indices: Tensor, size: int) -> None:
+    """Refuses what does not ascend within [0, size)."""
+    if len(indices) and (int(indices[0]) < 0 or int(indices[-1]) >= size or bool((indices.diff() <= 0).any())):
+        raise ValueError(f"the message is malformed: its indices do not ascend or are outside [0, size={size})")

@@ -1,0 +1,189 @@
+"""Messages of elements, made, summed and joined without lists of indices: the definition's bits, safe from damage."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from gradsync.kernels import PackedPositions, cpu, packed_nbytes, reference
+from tests.kernels.native import DTYPES, assert_same_bits, native, special_values
+from tests.kernels.on_device import every
+from tests.kernels.shapes import random_indices
+
+BITS = (1, 8, 16, 32, 64)
+DENSITIES = [0.0, 0.0005, 0.01, 0.3, 1.0]  # on both sides of unary counts, and of the native decoders' ways
+
+
+def room_for(count: int, size: int, bits: int) -> PackedPositions:
+    """Filled with 77, as the padding must stay."""
+    return PackedPositions(torch.full((-(-packed_nbytes(count, size, bits) // 8) * 8,), 77).byte(), count, bits)
+
+
+def sparse(size: int, density: float, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Special values at random places, and zeros of both signs."""
+    indices = random_indices(size, density)
+    x = torch.zeros(size, dtype=dtype)
+    x[::3] = -0.0
+    x[indices] = special_values(dtype)[2:][(indices + seed) % 5]
+    return x
+
+
+def partitioned(
+    kernels, x: Tensor, n: int, bits: tuple[int, ...], **options
+) -> tuple[list[PackedPositions], list[Tensor]]:
+    """Of each owner its positions, in formats by turns, and its values."""
+    split = kernels.partition_elements(x, n, 3, **options)
+    runs = -(-len(x) // n)
+    parts = [room_for(count, runs, bits[owner % len(bits)]) for owner, count in enumerate(split.counts)]
+    values = [x.new_full((count,), 77) for count in split.counts]
+    split.write(parts, values)
+    return parts, values
+
+
+def assert_same_parts(got: list[PackedPositions], expected: list[PackedPositions]) -> None:
+    assert [(part.count, part.bits) for part in got] == [(part.count, part.bits) for part in expected]
+    for mine, theirs in zip(got, expected, strict=True):
+        assert torch.equal(mine.packed, theirs.packed)
+
+
+@native
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n", [1, 3, 8, 70])
+def test_messages_are_the_definitions_and_join_to_the_tensor(
+    n: int, dtype: torch.dtype, threads: int, module: ModuleType
+) -> None:
+    options = {"threads": threads, "module": module}
+    for size, density in [(0, 1.0), (1, 1.0), (64, 0.0), *((70_021, density) for density in DENSITIES)]:
+        x = sparse(size, density, dtype)
+        parts, values = partitioned(cpu, x, n, BITS, **options)
+        expected = partitioned(reference, x, n, BITS)
+        assert_same_parts(parts, expected[0])
+        for mine, theirs in zip(values, expected[1], strict=True):
+            assert_same_bits(mine, theirs)
+        for kernels, more in ((cpu, options), (reference, {})):
+            whole = torch.full((size + 16,), 77, dtype=dtype)
+            kernels.join_elements(parts, values, 3, whole[:size], **more)
+            assert_same_bits(whole[:size], torch.where(x == 0, torch.zeros_like(x), x))
+            assert (whole[size:] == 77).all()
+
+
+@native
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sums_are_those_of_the_definition(dtype: torch.dtype, threads: int, module: ModuleType) -> None:
+    shares = [(8, 1.0), (1, 0.0), (16, 1.0), (32, 0.01)]  # of the density, in a format each
+    for size in (0, 1, 4095, 140_021):
+        for density in DENSITIES:
+            tensors = [sparse(size, density * share, dtype, bits) for bits, share in shares]
+            split = [partitioned(reference, x, 1, (bits,)) for x, (bits, _) in zip(tensors, shares, strict=True)]
+            parts, values = [part for (part,), _ in split], [value for _, (value,) in split]
+            native_union = cpu.unite_elements(parts, size, threads=threads, module=module)
+            unions = native_union, reference.unite_elements(parts, size)
+            assert unions[0].count == unions[1].count
+            for bits in BITS:
+                outs = []
+                for union in unions:
+                    outs.append((room_for(union.count, size, bits), torch.full((union.count,), 77, dtype=dtype)))
+                    union.sum(values, *outs[-1], scale=0.25)
+                assert_same_parts([outs[0][0]], [outs[1][0]])
+                assert_same_bits(outs[0][1], outs[1][1])
+
+
+@native
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_any_bytes_are_joined_or_refused_as_by_the_definition(module: ModuleType, data: st.DataObject) -> None:
+    size, bits = data.draw(st.integers(1, 3000), label="size"), data.draw(st.sampled_from(BITS), label="bits")
+    runs, count = -(-size // 2), data.draw(st.integers(0, 8), label="count")
+    values = [torch.ones(min(count, runs)), torch.ones(0)]
+    nbytes = packed_nbytes(len(values[0]), runs, bits)
+    few = st.sampled_from([0, 0, 0, 1, 2, 3, 7, 200])
+    message = torch.tensor(data.draw(st.lists(few, min_size=nbytes, max_size=nbytes), label="bytes"))
+    parts = [PackedPositions(message.byte(), len(values[0]), bits), room_for(0, runs, 32)]
+    results: list[Tensor | None] = []
+    for kernels, options in ((reference, {}), (cpu, {"module": module, "threads": 2})):
+        out = torch.full((size,), 7.0)
+        try:
+            kernels.join_elements(parts, values, 3, out, **options)
+            results.append(out)
+        except ValueError:
+            assert (out == 7).all()
+            results.append(None)
+    assert (results[0] is None) == (results[1] is None)
+    if results[0] is not None and results[1] is not None:
+        assert torch.equal(results[0], results[1])
+
+
+@every
+def test_parts_that_cannot_be_joined_are_refused_before_anything_is_written(kernels) -> None:
+    size, n = 10, 3
+    parts, values = partitioned(reference, torch.arange(1.0, 11.0), n, (32,))
+    lists = [part.packed[: 4 * part.count].view(torch.int32).tolist() for part in parts]
+    out = torch.full((size,), 7.0)
+
+    def listed(positions: list[int]) -> PackedPositions:
+        packed = torch.tensor(positions, dtype=torch.int32).view(torch.uint8)
+        return PackedPositions(packed, len(positions), 32)
+
+    longest = max(range(n), key=lambda owner: len(lists[owner]))
+    for owner in set(range(n)) - {longest}:  # the last run of 3 has one element: two owners have nothing in it
+        beyond = [listed([*p, size // n] if o == owner else p) for o, p in enumerate(lists)]
+        more = [torch.cat([v, torch.ones(1)]) if o == owner else v for o, v in enumerate(values)]
+        with pytest.raises(ValueError, match=rf"index \d+ of part {owner} is outside .*size=10"):
+            kernels.join_elements(beyond, more, 0, out)
+    for bad in ([-1, *lists[0][1:]], lists[0][::-1], [9, *lists[0][1:]]):
+        with pytest.raises(ValueError, match="the message is malformed"):
+            kernels.join_elements([listed(bad), *parts[1:]], values, 0, out)
+    with pytest.raises(ValueError, match="one of values for each part is needed, got 2 for 3"):
+        kernels.join_elements(parts, values[:2], 0, out)
+    with pytest.raises(ValueError, match="values must be"):
+        kernels.join_elements(parts, [values[0][:1], *values[1:]], 0, out)
+    with pytest.raises(TypeError, match="values must be"):
+        kernels.join_elements(parts, [value.double() for value in values], 0, out)
+    with pytest.raises(ValueError, match="out must be"):
+        kernels.join_elements(parts, values, 0, out.view(2, 5))
+    with pytest.raises(ValueError, match=r"number of owners must be in \[1, 65536\]"):
+        kernels.join_elements([], [], 0, out)
+    assert (out == 7).all()
+
+
+@every
+def test_buffers_that_do_not_fit_positions_are_refused(kernels) -> None:
+    x = torch.tensor([1.0, 0.0, 2.0, 0.0, 3.0])
+    split = kernels.partition_elements(x, 1, 0)
+    right, values = room_for(3, 5, 32), torch.zeros(3)
+    for wrong, message in (
+        (PackedPositions(right.packed[:8], 3, 32), "packed must be of 12 bytes|of shape"),
+        (PackedPositions(torch.zeros(24).byte(), 3, 32), "packed must be of 12 bytes"),
+        (PackedPositions(right.packed, 3, 12), "bits must be 1, 8, 16, 32 or 64, got 12"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            split.write([wrong], [values])
+        with pytest.raises(ValueError, match=message):
+            kernels.unite_elements([wrong], 5)
+    with pytest.raises(ValueError, match="there cannot be 6 positions"):
+        kernels.unite_elements([PackedPositions(right.packed, 6, 1)], 5)
+    with pytest.raises(TypeError, match="packed must be uint8"):
+        kernels.unite_elements([PackedPositions(torch.zeros(12).int(), 3, 32)], 5)
+    with pytest.raises(ValueError, match="one of outs for each part is needed, got 0 for 1"):
+        split.write([right], [])
+    with pytest.raises(ValueError, match="outs must be"):
+        split.write([right], [values[:2]])
+    with pytest.raises(TypeError, match="outs must be"):
+        split.write([right], [values.double()])
+    split.write([right], [values])
+    union = kernels.unite_elements([right], 5)
+    with pytest.raises(ValueError, match="out must be"):
+        union.sum([values], right, values[:2])
+    with pytest.raises(TypeError, match="(values|outs) must be"):
+        union.sum([values.double()], right, values)
+    with pytest.raises(ValueError, match="number of owners"):
+        kernels.partition_elements(x, 0, 0)
+    with pytest.raises(TypeError, match="x must be"):
+        kernels.partition_elements(x.int(), 1, 0)
