@@ -243,7 +243,7 @@ class AutogradHooks:
         self._homes = {}
         self._staying = set()
         self._tenants = []
-        for lane in engine.lanes():
+        for lane in engine.lanes:
             homes = ((name, self._parameters[name], lane.gradients.home(name)) for name in lane.bucket.names)
             tenants = [(name, parameter, home) for name, parameter, home in homes if home is not None]
             self._homes |= {name: home for name, _, home in tenants}

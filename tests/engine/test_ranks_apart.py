@@ -250,7 +250,7 @@ def engines_and_their_memory_go_with_detach() -> None:
     attached = DistributedDataParallel(nn.Linear(3, 3))
     handle = gradsync.attach(attached, timeout=MILD)
     attached(torch.ones(1, 3)).sum().backward()
-    memory = weakref.ref(handle._engine.lanes()[0].gradients)
+    memory = weakref.ref(handle._engine.lanes["0"].gradients)
     handle.detach()
     steps = [bucket.steps for bucket in handle.statistics()]
     gc.collect()
