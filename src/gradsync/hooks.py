@@ -97,6 +97,7 @@ class AutogradHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._homes, self._tenants = {}, []  # what `attach` returned may live on, the buckets' memory need not
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

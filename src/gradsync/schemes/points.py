@@ -271,7 +271,10 @@ class _Space:
 
     async def sum(self, x: Tables, group: Group, scale: float) -> Tables:
         """`scale` times the sum of all ranks' tables, whose rows are sorted and distinct."""
-        held, device = self._split(x, group.rank), x[0].values.device
+        device = x[0].values.device
+        for owners in self.owners:
+            owners.prepare(group, device)
+        held = self._split(x, group.rank)
         for each in self.plan.rounds:
             outgoing = {m.destination: self._pack(held, m) for m in each.messages if m.source == group.rank}
             incoming = {m.source: m for m in each.messages if m.destination == group.rank}
