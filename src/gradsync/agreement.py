@@ -50,18 +50,7 @@ def agreed_engine(
     Raises:
         RuntimeError, ValueError: as `gradsync.attach` says.
     """
-    if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError(
-            "torch.distributed is not initialised; call torch.distributed.init_process_group() first "
-            "(torchrun sets the environment it needs)"
-        )
-    if dist.get_rank(process_group) < 0:
-        raise RuntimeError("this rank is not a member of process_group; call attach() on its members only")
-    group: Group
-    if dist.get_world_size(process_group) == 1:
-        group = LocalGroup.world(1)[0]
-    else:
-        group = torch_group(process_group, timeout_s=timeout_s)
+    group = _group_of(process_group, timeout_s)
     engines: list[Engine] = []
     if plan is None:
         # Measurements and trials let timing decide on the order of sums.
@@ -85,6 +74,20 @@ def agreed_engine(
     _attached.update(model.modules())
     _attached_parameters.update({p: True for p in parameters.values()})
     return engine, parameters
+
+
+def _group_of(process_group: dist.ProcessGroup | None, timeout_s: float) -> Group:
+    """The ranks to agree with, and to talk to from then on."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed is not initialised; call torch.distributed.init_process_group() first "
+            "(torchrun sets the environment it needs)"
+        )
+    if dist.get_rank(process_group) < 0:
+        raise RuntimeError("this rank is not a member of process_group; call attach() on its members only")
+    if dist.get_world_size(process_group) == 1:
+        return LocalGroup.world(1)[0]
+    return torch_group(process_group, timeout_s=timeout_s)
 
 
 def agree_that_all_did(engine: Engine, what: str, problem: Exception | None) -> None:

@@ -25,7 +25,7 @@ from gradsync.schemes import (
     hash_lists,
     to_expression,
 )
-from gradsync.schemes.hash_lists import kept_nbytes, owned_by_hash
+from gradsync.schemes.hash_lists import owned_by_hash
 from gradsync.schemes.zen_hash import HEAD_BYTES, expected_overflow
 from gradsync.sparse import SparseRows
 from gradsync.steps import Pattern, transfers
@@ -38,6 +38,10 @@ NUMEL, RANKS = 40_009, 4
 def no_lists() -> None:
     """None of an earlier test's, whose groups may be garbage that was not collected yet."""
     hash_lists.forget()
+
+
+def kept_nbytes() -> int:
+    return sum(each.numel() * each.element_size() for lists in hash_lists._made.values() for each in lists.of_owners)
 
 
 def sparse(density: float, rank: int, numel: int = NUMEL, dtype: torch.dtype = torch.float32) -> Tensor:

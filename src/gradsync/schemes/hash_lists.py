@@ -62,8 +62,3 @@ def forget() -> None:
     """Frees all lists that are kept."""
     with _asked_by_one:
         _kept.clear()
-
-
-def kept_nbytes() -> int:
-    """What all lists take that are kept at present."""
-    return sum(each.numel() * each.element_size() for lists in _made.values() for each in lists.of_owners)
