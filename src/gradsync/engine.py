@@ -52,9 +52,7 @@ class Engine:
         self.late = False  # some rank took part in the last step at its optimiser's step only
         self._device = next(iter(self.parameters.values())).device if self.parameters else torch.device("cpu")
         self._observer = Observer(self.specs, sparse_names)
-        self._planning = Planning(
-            plan, self._observer, self.call, world_size=group.size, device=self._device, timeout_s=timeout_s
-        )
+        self._planning = Planning(plan, self._observer, group, self.call, device=self._device, timeout_s=timeout_s)
         self._running: Synchronization | None = None
         self._failure: str | None = None
         self._closed = False

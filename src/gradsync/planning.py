@@ -61,17 +61,17 @@ class Planning:
         self,
         plan: Plan | Planner,
         observer: Observer,
+        group: Group,
         call: Call,
         *,
-        world_size: int,
         device: torch.device,
         timeout_s: float,
     ) -> None:
         self._planner = None if isinstance(plan, Plan) else plan
         self._reviser = plan if isinstance(plan, RevisingPlanner) else None
         self._observer = observer
+        self._group = group  # to be talked to by `call` only
         self._call = call
-        self._world_size = world_size
         self._device = device
         self._timeout_s = timeout_s
         self._observations_left = 0 if isinstance(plan, Plan) else MAX_OBSERVATIONS
@@ -161,7 +161,7 @@ class Planning:
         """What the planner makes of what is known now: the plans worth trying, the best guess first."""
         assert self._planner is not None
         self._known_to_plan = self._known()
-        made = self._planner(self._known_to_plan, self._world_size)
+        made = self._planner(self._known_to_plan, self._group.size)
         plans = [made] if isinstance(made, Plan) else list(made)
         if not plans:
             raise ValueError("the planner made no plan; it must return a Plan, or a list of at least one")
@@ -173,7 +173,7 @@ class Planning:
         return list(self._observer.profiles.values())
 
     def _check(self, plan: Plan) -> None:
-        plan.check({name: profile.tensor for name, profile in self._observer.profiles.items()}, self._world_size)
+        plan.check({name: profile.tensor for name, profile in self._observer.profiles.items()}, self._group.size)
         if any(bucket.what is not What.GRADIENT for bucket in plan.buckets):
             raise ValueError("this version synchronises gradients only; the plan has buckets of parameters")
 
