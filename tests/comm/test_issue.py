@@ -34,8 +34,8 @@ Start = Callable[[str], Coroutine[Any, Any, Any]]
 
 
 @contextmanager
-def issue_thread() -> Iterator[JobThread]:
-    thread = JobThread("gradsync-test")
+def issue_thread(device: torch.device | None = None) -> Iterator[JobThread]:
+    thread = JobThread("gradsync-test", device)
     yield thread
     thread.stop()
 
@@ -309,6 +309,7 @@ def test_whoever_waits_is_ordered_behind_what_the_thread_issued(monkeypatch: pyt
             log.append((threading.current_thread().name, self.by))
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: None)
     reached, go_on = threading.Event(), threading.Event()
 
@@ -319,7 +320,7 @@ def test_whoever_waits_is_ordered_behind_what_the_thread_issued(monkeypatch: pyt
     async def synchronize(bucket: str) -> None:
         await (Pending(hold) if bucket == "0" else completed(None))
 
-    with issue_thread() as thread:
+    with issue_thread(torch.device("cuda")) as thread:
         running = Synchronization(
             [("0", "push"), ("0", "pull"), ("1", "push")],
             synchronize,
@@ -327,7 +328,6 @@ def test_whoever_waits_is_ordered_behind_what_the_thread_issued(monkeypatch: pyt
             timeout_s=WAIT_S,
             turn=threading.Lock(),
             thread=thread,
-            device=torch.device("cuda"),
         )
         running.mark_ready("0")
         assert reached.wait(WAIT_S)
