@@ -18,6 +18,7 @@ FLOORS: list[set[str]] = [
     {"density", "compressors", "gradients"},
     {"schemes", "observation", "footprint"},
     {"plan", "lane", "recording", "sparsity"},
+    {"planning"},
     {"engine", "planner", "simulator", "characterization"},
     {"agreement", "hooks", "lab", "report", "workloads"},
     {"ddp", "optim"},
@@ -33,7 +34,7 @@ _TENSORS = {"torch", "numpy", "jaxtyping"}
 OUTSIDE: list[set[str]] = [  # third-party libraries that a module may load when it is imported, by floor
     set(),
     *[_TENSORS] * 4,
-    *[_TENSORS | {"pydantic"}] * 6,
+    *[_TENSORS | {"pydantic"}] * 7,
     _TENSORS | {"pydantic"},
     {"typer", "rich"},
 ]

@@ -21,10 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .bucket import TensorSpec, describe_specs, trainable_parameters
-from .comm import Group, LocalGroup, TorchGroup, torch_group
-from .engine import Engine, Planner
+from .comm import Group, LocalGroup, gather_bytes, torch_group
+from .engine import Engine
 from .plan import Plan
 from .planner import MeasuringPlanner, default_plan
+from .planning import Planner
 
 T = TypeVar("T")
 
@@ -49,18 +50,7 @@ def agreed_engine(
     Raises:
         RuntimeError, ValueError: as `gradsync.attach` says.
     """
-    if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError(
-            "torch.distributed is not initialised; call torch.distributed.init_process_group() first "
-            "(torchrun sets the environment it needs)"
-        )
-    if dist.get_rank(process_group) < 0:
-        raise RuntimeError("this rank is not a member of process_group; call attach() on its members only")
-    group: Group
-    if dist.get_world_size(process_group) == 1:
-        group = LocalGroup.world(1)[0]
-    else:
-        group = torch_group(process_group, timeout_s=timeout_s)
+    group = _group_of(process_group, timeout_s)
     engines: list[Engine] = []
     if plan is None:
         # Measurements and trials let timing decide on the order of sums.
@@ -86,10 +76,24 @@ def agreed_engine(
     return engine, parameters
 
 
+def _group_of(process_group: dist.ProcessGroup | None, timeout_s: float) -> Group:
+    """The ranks to agree with, and to talk to from then on."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed is not initialised; call torch.distributed.init_process_group() first "
+            "(torchrun sets the environment it needs)"
+        )
+    if dist.get_rank(process_group) < 0:
+        raise RuntimeError("this rank is not a member of process_group; call attach() on its members only")
+    if dist.get_world_size(process_group) == 1:
+        return LocalGroup.world(1)[0]
+    return torch_group(process_group, timeout_s=timeout_s)
+
+
 def agree_that_all_did(engine: Engine, what: str, problem: Exception | None) -> None:
     """Raises on every rank if some rank has a problem: this rank's own, else that of the first rank that has one."""
     text = "" if problem is None else str(problem)
-    texts = engine.call(what, lambda group: exchange_texts(group, text, engine.timeout_s))
+    texts = engine.call(what, lambda group: gather_texts(group, text, engine.timeout_s))
     if problem is not None:
         raise problem
     for rank, theirs in enumerate(texts):
@@ -175,29 +179,21 @@ def _agree(group: Group, make: Callable[[], T], describe: Callable[[T], dict[str
     except Exception as error:  # told to all, then raised
         problem = error
     digests = [hashlib.sha256(text.encode()).hexdigest() for text in words.values()]
-    texts = exchange_texts(group, f"error {problem}" if problem else " ".join(["ready", *digests]), timeout_s)
+    texts = gather_texts(group, f"error {problem}" if problem else " ".join(["ready", *digests]), timeout_s)
     if problem is not None:
         raise problem
     for rank, text in enumerate(texts):
         if text.startswith("error "):
             raise RuntimeError(f"rank {rank} could not attach: {text.removeprefix('error ')}")
     if len(set(texts)) > 1:
-        everyone = {what: exchange_texts(group, mine, timeout_s) for what, mine in words.items()}
+        everyone = {what: gather_texts(group, mine, timeout_s) for what, mine in words.items()}
         raise ValueError(_first_difference(everyone))
     return made
 
 
-def exchange_texts(group: Group, text: str, timeout_s: float) -> list[str]:
-    """Every rank's text, by rank, as UTF-8 bytes."""
-    device = torch.device("cuda", torch.cuda.current_device()) if _needs_cuda(group) else torch.device("cpu")
-    mine = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(device)
-    sizes = group.all_gather(torch.tensor([mine.numel()], device=device)).wait(timeout_s)
-    parts = group.all_gather(mine, [int(size) for size in sizes]).wait(timeout_s)
-    return [bytes(part.cpu().numpy().tobytes()).decode() for part in parts]
-
-
-def _needs_cuda(group: Group) -> bool:
-    return isinstance(group, TorchGroup) and group.backend == "nccl"
+def gather_texts(group: Group, text: str, timeout_s: float) -> list[str]:
+    """Every rank's text, by rank."""
+    return [content.decode() for content in gather_bytes(group, text.encode() or b" ", timeout_s)]
 
 
 def _first_difference(everyone: dict[str, list[str]]) -> str:

@@ -16,10 +16,11 @@ from torch.optim import Optimizer
 from .agreement import DEFAULT_TIMEOUT_S, agree_that_all_did, agreed_engine, forget, matches
 from .comm import Group, GroupError
 from .ddp import UNEVEN_INPUTS, DDPState, ddp_hook
-from .engine import Engine, Planner
+from .engine import Engine
 from .hooks import AutogradHooks, broadcast_tensors
 from .lane import BucketStatistics
 from .plan import Plan
+from .planning import Planner
 from .timeline import Task
 
 # A caller need not keep what `attach` returns: it lives as long as any module of the model, as a wrapper (of

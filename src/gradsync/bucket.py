@@ -136,6 +136,12 @@ class Bucket:
         return [segment.name for segment in self.segments]
 
     @property
+    def title(self) -> str:
+        """What errors call it."""
+        others = f" and {len(self.segments) - 1} more" if len(self.segments) > 1 else ""
+        return f"bucket {self.id!r} ({self.segments[0].name}{others})"
+
+    @property
     def specs(self) -> tuple[TensorSpec, ...]:
         """What its scheme sees: the tables, or one flat tensor, the flags at its end if they ride."""
         if self.layout is Layout.ROWS:

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from pydantic import AfterValidator
 
-from .comm import Group, TorchGroup
-from .comm.gloo import torch_group
+from .comm import Group, gather_bytes, torch_group
 from .density import MOST_FOUND, DensityProfile
 from .footprint import Footprint, Footprints, Gradient, Shape, footprints_from_bytes, footprints_to_bytes
 from .sparsity import Frozen, Sparsity, elements_of, full_sparsity, mean_over_steps, rows_of, sparsity_of
@@ -217,7 +216,7 @@ def _gathered(
             content = footprints_to_bytes([footprints_of([step], sample)[0] for step in mine])
         except ValueError as error:
             problem = error
-        parts = _exchange(content if problem is None else b"E" + str(problem).encode(), talk)
+        parts = gather_bytes(talk, content if problem is None else b"E" + str(problem).encode(), TIMEOUT_S)
     finally:
         if own is not None:
             own.close()
@@ -237,15 +236,6 @@ def _with_unused(ranks: Sequence[Footprints]) -> list[Footprints]:
     known = {name: f for rank in reversed(ranks) for name, f in rank.items()}
     nothing = {n: Footprint(f.shape, f.sampling, torch.empty(0, dtype=torch.int64)) for n, f in known.items()}
     return [{**nothing, **rank} for rank in ranks]
-
-
-def _exchange(content: bytes, group: Group) -> list[bytes]:
-    on_cuda = isinstance(group, TorchGroup) and group.backend == "nccl"
-    device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
-    buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
-    sizes = group.all_gather(torch.tensor([buffer.numel()], device=device)).wait(TIMEOUT_S)
-    parts = group.all_gather(buffer, [int(size) for size in sizes]).wait(TIMEOUT_S)
-    return [part.cpu().numpy().tobytes() for part in parts]
 
 
 def _tensor(name: str, steps: Sequence[Sequence[Footprint]], partitions: int | None) -> TensorCharacterization:

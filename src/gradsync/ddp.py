@@ -20,9 +20,9 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from .agreement import DEFAULT_TIMEOUT_S, agreed_engine, forget
-from .engine import Planner
 from .hooks import at_end_of_backward
 from .plan import Plan
+from .planning import Planner
 
 UNEVEN_INPUTS = (
     "uneven inputs (join) are not supported: give every rank the same number of steps, for example with "

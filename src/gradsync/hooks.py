@@ -63,10 +63,10 @@ class AutogradHooks:
         ]
         self._sync = True
         self._armed: bool | None = None  # the last forward's wish to synchronise; None once it was fulfilled
-        self._exchanges = 0  # synchronised since attach
-        self._used: dict[int, int] = {}  # optimiser -> exchanges when it stepped last
+        self._synchronizations = 0  # since attach
+        self._used: dict[int, int] = {}  # optimiser -> that when it stepped last
         self._rounds = 0  # of backward and optimiser step since attach; ranks that count differently must not average
-        self._round_counted = True  # a round is an exchange and a step after it
+        self._round_counted = True  # a round is a synchronization and a step after it
         self._versions: dict[str, int] | None = None  # of the gradients, when they must not be changed before the step
         self._lendable: set[str] = set()  # whose gradients autograd makes dense, and small: it may add into their homes
         self._task = -1  # autograd's number of the backward under way
@@ -76,9 +76,8 @@ class AutogradHooks:
         self._settled: set[str] = set()  # parameters whose grad is their home already
         self._plan: Plan | None = None  # the plan by which gradients live where they do
         self._homes: dict[str, Tensor] = {}
-        self._staying: set[str] = (
-            set()
-        )  # parameters in buckets of tables: a dense gradient stays where autograd made it
+        # Parameters in buckets of tables: a dense gradient stays where autograd made it.
+        self._staying: set[str] = set()
         self._tenants: list[tuple[Lane, list[tuple[str, nn.Parameter, Tensor]]]] = []
         self._handles = [
             parameter.register_post_accumulate_grad_hook(_GradientHook(self, name))
@@ -97,6 +96,7 @@ class AutogradHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._homes, self._tenants = {}, []  # what `attach` returned may live on, the buckets' memory need not
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -177,14 +177,14 @@ class AutogradHooks:
         if not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
             return
         # An optimiser whose gradients are newer than its last step owes nothing, whatever forwards came after them.
-        nothing_new = self._used.get(id(optimizer), 0) == self._exchanges
+        nothing_new = self._used.get(id(optimizer), 0) == self._synchronizations
         if self._armed and nothing_new and not self._engine.in_step:
             self._begin(late=True)
             self._end()
         elif self._versions is not None:
             self._require_untouched(self._versions)
         self._versions = None
-        self._used[id(optimizer)] = self._exchanges
+        self._used[id(optimizer)] = self._synchronizations
         if not self._round_counted:  # several optimisers may step, and a sharded one in an outer and an inner step
             self._rounds += 1
             self._round_counted = True
@@ -243,7 +243,7 @@ class AutogradHooks:
         self._homes = {}
         self._staying = set()
         self._tenants = []
-        for lane in engine.lanes():
+        for lane in engine.lanes:
             homes = ((name, self._parameters[name], lane.gradients.home(name)) for name in lane.bucket.names)
             tenants = [(name, parameter, home) for name, parameter, home in homes if home is not None]
             self._homes |= {name: home for name, _, home in tenants}
@@ -263,7 +263,7 @@ class AutogradHooks:
     def _end(self) -> None:
         engine = self._engine
         self._armed = None
-        self._exchanges += 1
+        self._synchronizations += 1
         self._round_counted = False
         for name in engine.missing():
             self._load_leftover(name)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from .bucket import Bucket, Layout, StepMarks
+from .bucket import Bucket, Layout, StepMarks, TensorSpec
 from .comm import Group, Ledger, RecordingGroup
 from .density import DensityProfile, ParameterProfile, joined
-from .gradients import Gradients, gradients_of
+from .gradients import Gradients, gradients_of, marks_of_ranks
 from .schemes import Scheme, State
 from .steps import Pattern, Step, Transfer, transfers
 from .timeline import Task, covered_s
@@ -62,6 +62,28 @@ class StateSlice:
         return part
 
 
+def slices_of(state: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> list[StateSlice]:
+    """The slices that `Engine.state_dict` gave, for a model with parameters of these `specs`.
+
+    Raises:
+        ValueError: for another version, or state of parameters that this model does not have.
+    """
+    if state.get("version") != 1:
+        raise ValueError(f"expected a gradsync state of version 1, got version {state.get('version')!r}")
+    if missing := sorted({"step", "state"} - set(state)):
+        raise ValueError(f"the state has no {missing[0]!r}: it is not what state_dict() gave")
+    slices = [StateSlice.from_key(key, values) for key, values in state["state"].items()]
+    for part in slices:
+        if part.name not in specs:
+            raise ValueError(f"the state holds {part.name!r}, which is no parameter to synchronise here")
+        if part.start + part.values.numel() > specs[part.name].numel:
+            raise ValueError(
+                f"the state of {part.name!r} reaches to element {part.start + part.values.numel()}, the parameter "
+                f"has {specs[part.name].numel}"
+            )
+    return slices
+
+
 @dataclass
 class Lane:
     """One bucket at run time on this rank."""
@@ -88,13 +110,34 @@ class Lane:
         lane.flags_apart = bucket.layout is Layout.FLAT and not bucket.flags_ride
         return lane
 
+    @property
+    def carries_marks(self) -> bool:
+        """Whether all ranks know each other's marks once the bucket is synchronised."""
+        return self.bucket.layout is Layout.FLAT or self.flags_apart
+
     def begin(self) -> None:
         """A new step: nothing is loaded."""
         self.gradients.begin()
         self.waiting = set(self.bucket.names)
 
+    def load(self, name: str, gradient: Tensor | None, *, used: bool) -> bool:
+        """A parameter's gradient is ready, see `Engine.load`; returns whether those of the whole bucket are."""
+        if gradient is not None and gradient.dtype is not self.bucket.dtype:
+            raise RuntimeError(
+                f"the gradient of {name!r} is {gradient.dtype}, it was {self.bucket.dtype} when gradsync was "
+                "attached; change a model's element type before attach()"
+            )
+        if name not in self.waiting:
+            raise RuntimeError(
+                f"the gradient of {name!r} became ready twice in one backward; re-entrant activation checkpointing "
+                "does that: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            )
+        self.gradients.load(name, gradient, used=used)
+        self.waiting.discard(name)
+        return not self.waiting
+
     async def synchronize(self, *, check_finite: bool, marks: StepMarks) -> Any:
-        """The bucket's turns in an exchange; the next state is kept beside the present one."""
+        """The bucket's turns in a step; the next state is kept beside the present one."""
         x = self.gradients.take(check_finite=check_finite, marks=marks)
         result, self.next_state = await self.scheme.synchronize(x, self.state, self.group, 1.0 / self.group.size)
         if self.flags_apart:
@@ -192,3 +235,73 @@ class Lane:
             flags_bytes = self.gradients.flags.numel() * self.gradients.flags.element_size()
             steps.append(Transfer("flags", Pattern.ALL_REDUCE, (float(flags_bytes),) * self.group.size))
         return steps
+
+
+class Lanes:
+    """All buckets of a plan at run time, in its order."""
+
+    def __init__(self, lanes: Iterable[Lane] = ()) -> None:
+        self._by_bucket = {lane.bucket.id: lane for lane in lanes}
+        if self._by_bucket and not any(lane.carries_marks for lane in self):
+            next(iter(self)).flags_apart = True  # only tables: nothing the marks could ride in
+        self._of: dict[str, list[Lane]] = {}
+        for lane in self:
+            for name in dict.fromkeys(lane.bucket.names):
+                self._of.setdefault(name, []).append(lane)
+
+    def __iter__(self) -> Iterator[Lane]:
+        return iter(self._by_bucket.values())
+
+    def __len__(self) -> int:
+        return len(self._by_bucket)
+
+    def __getitem__(self, bucket: str) -> Lane:
+        return self._by_bucket[bucket]
+
+    def of(self, name: str) -> list[Lane]:
+        """The buckets that hold the parameter, or slices of it."""
+        return self._of[name]
+
+    @property
+    def have_state(self) -> bool:
+        return any(lane.state for lane in self)
+
+    def state_slices(self) -> Iterator[StateSlice]:
+        """Copies of all state."""
+        return (part for lane in self for part in lane.state_slices())
+
+    def commit(self, *, keep: bool) -> None:
+        """The next states become the states, if the step is to be kept."""
+        for lane in self:
+            lane.commit(keep=keep)
+
+    def restore(self, state: Sequence[StateSlice]) -> None:
+        """This state, and no other."""
+        for lane in self:
+            lane.reset_state()
+            lane.take_over(state)
+
+    def inherit(self, state: Iterable[StateSlice]) -> None:
+        """What the schemes of another plan kept goes over to these.
+
+        Raises:
+            ValueError: when some of it has no place here.
+        """
+        for part in state:
+            heirs = [lane for lane in self.of(part.name) if part.point in lane.state]
+            if not heirs:
+                raise ValueError(
+                    f"the new plan has no place for the state {part.key!r}: plans that follow each other, or are tried "
+                    "in turns, must have schemes with the same state for the same parameters"
+                )
+            for lane in heirs:
+                lane.take_over([part])
+
+    def marks(self) -> tuple[bool, bool]:
+        """What the ranks told each other in the accepted step, see `marks_of_ranks`."""
+        return marks_of_ranks(next(lane for lane in self if lane.carries_marks).gradients)
+
+    def expected_steps(self, profiles: Mapping[str, ParameterProfile]) -> dict[str, list[Step]]:
+        """By bucket, what a training step does with it, where that is known."""
+        steps = {lane.bucket.id: lane.expected_steps(profiles) for lane in self}
+        return {bucket: expected for bucket, expected in steps.items() if expected is not None}

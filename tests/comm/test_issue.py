@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from gradsync.comm import (
-    Exchange,
     Group,
     GroupError,
     JobThread,
@@ -21,6 +20,7 @@ from gradsync.comm import (
     LocalGroup,
     Pending,
     RecordingGroup,
+    Synchronization,
     drive,
     run_local,
 )
@@ -34,8 +34,8 @@ Start = Callable[[str], Coroutine[Any, Any, Any]]
 
 
 @contextmanager
-def issue_thread() -> Iterator[JobThread]:
-    thread = JobThread("gradsync-test")
+def issue_thread(device: torch.device | None = None) -> Iterator[JobThread]:
+    thread = JobThread("gradsync-test", device)
     yield thread
     thread.stop()
 
@@ -45,8 +45,10 @@ def completed(value: Any) -> Pending[Any]:
     return Pending(lambda _: value)
 
 
-def exchange_of(start: Start, order: list[tuple[str, str]], thread: JobThread, timeout_s: float = WAIT_S) -> Exchange:
-    return Exchange(
+def synchronization(
+    start: Start, order: list[tuple[str, str]], thread: JobThread, timeout_s: float = WAIT_S
+) -> Synchronization:
+    return Synchronization(
         order,
         start,
         where=lambda bucket, stage: f"bucket {bucket}, stage {stage}",
@@ -56,14 +58,14 @@ def exchange_of(start: Start, order: list[tuple[str, str]], thread: JobThread, t
     )
 
 
-def finish(start: Start, order: list[tuple[str, str]], timeout_s: float = WAIT_S) -> Exchange:
-    """Runs an exchange whose buckets get ready in order."""
+def finish(start: Start, order: list[tuple[str, str]], timeout_s: float = WAIT_S) -> Synchronization:
+    """Runs a step whose buckets get ready in order."""
     with issue_thread() as thread:
-        exchange = exchange_of(start, order, thread, timeout_s)
+        running = synchronization(start, order, thread, timeout_s)
         for bucket in dict.fromkeys(bucket for bucket, _ in order):
-            exchange.mark_ready(bucket)
-        exchange.wait()
-        return exchange
+            running.mark_ready(bucket)
+        running.wait()
+        return running
 
 
 def two_rounds(group: Group, issued: list[tuple[str, str]]) -> Start:
@@ -86,12 +88,12 @@ def test_all_ranks_issue_in_the_planned_order_whatever_gets_ready_first(seed: in
         dice = random.Random(1000 * seed + group.rank)
         issued: list[tuple[str, str]] = []
         with issue_thread() as thread:
-            exchange = exchange_of(two_rounds(group, issued), ORDER, thread)
+            running = synchronization(two_rounds(group, issued), ORDER, thread)
             for bucket in dice.sample(["0", "1", "2"], 3):
                 time.sleep(dice.uniform(0, 0.003))
-                exchange.mark_ready(bucket)
-            exchange.wait()
-        return issued, exchange.results
+                running.mark_ready(bucket)
+            running.wait()
+        return issued, running.results
 
     for issued, results in run_local(size, rank_main):
         assert issued == ORDER
@@ -112,8 +114,8 @@ def test_a_bucket_is_issued_while_the_one_before_is_still_on_its_way() -> None:
         issued.set()
         return await completed(False)
 
-    exchange = finish(synchronize, [("0", "push"), ("1", "push")], timeout_s=10)
-    assert exchange.results == {"0": True, "1": False}
+    running = finish(synchronize, [("0", "push"), ("1", "push")], timeout_s=10)
+    assert running.results == {"0": True, "1": False}
 
 
 def test_nothing_is_issued_before_its_turn_though_it_is_ready() -> None:
@@ -123,11 +125,11 @@ def test_nothing_is_issued_before_its_turn_though_it_is_ready() -> None:
         started.append(bucket)
 
     with issue_thread() as thread:
-        exchange = exchange_of(synchronize, [("0", "push"), ("1", "push")], thread)
-        exchange.mark_ready("1")
+        running = synchronization(synchronize, [("0", "push"), ("1", "push")], thread)
+        running.mark_ready("1")
         assert started == []
-        exchange.mark_ready("0")
-        exchange.wait()
+        running.mark_ready("0")
+        running.wait()
     assert started == ["0", "1"]
 
 
@@ -178,16 +180,16 @@ def test_a_cancelled_step_issues_nothing_more_and_says_what_it_waited_for() -> N
         started.append(bucket)
 
     with issue_thread() as thread:
-        exchange = exchange_of(synchronize, [("0", "push"), ("1", "push")], thread)
-        exchange.mark_ready("0")
-        exchange.cancel()
-        exchange.mark_ready("1")
+        running = synchronization(synchronize, [("0", "push"), ("1", "push")], thread)
+        running.mark_ready("0")
+        running.cancel()
+        running.mark_ready("1")
         with pytest.raises(CancelledStepError, match="the step was given up"):
-            exchange.wait()
+            running.wait()
     assert "1" not in started
 
 
-def test_an_operation_that_times_out_gets_the_exchange_s_timeout() -> None:
+def test_an_operation_that_times_out_gets_the_step_s_timeout() -> None:
     patience: list[float] = []
 
     async def synchronize(bucket: str) -> None:
@@ -202,16 +204,16 @@ def test_tasks_tell_link_and_kernel_times_in_order() -> None:
         await completed(None)
         await completed(None)
 
-    exchange = finish(synchronize, [("0", "push"), ("0", "pull")])
-    assert [(task.name, task.stream) for task in exchange.tasks] == [
+    running = finish(synchronize, [("0", "push"), ("0", "pull")])
+    assert [(task.name, task.stream) for task in running.tasks] == [
         ("0:push", "kernel"),
         ("0:push", "link"),
         ("0:pull", "kernel"),
         ("0:pull", "link"),
         ("0:finish", "kernel"),
     ]
-    assert all(0 <= task.start_s <= task.end_s for task in exchange.tasks)
-    assert 0 <= covered_s(exchange.tasks, 0.0, exchange.tasks[-1].end_s) <= exchange.tasks[-1].end_s
+    assert all(0 <= task.start_s <= task.end_s for task in running.tasks)
+    assert 0 <= covered_s(running.tasks, 0.0, running.tasks[-1].end_s) <= running.tasks[-1].end_s
 
 
 def test_gradients_are_off_whoever_issues() -> None:
@@ -233,11 +235,11 @@ def test_early_buckets_are_issued_by_the_thread_and_the_last_one_by_whoever_wait
         early.set()
 
     with issue_thread() as thread:
-        exchange = exchange_of(synchronize, [("0", "push"), ("1", "push")], thread)
-        exchange.mark_ready("0")
+        running = synchronization(synchronize, [("0", "push"), ("1", "push")], thread)
+        running.mark_ready("0")
         assert early.wait(10)
-        exchange.mark_ready("1")
-        exchange.wait()
+        running.mark_ready("1")
+        running.wait()
     assert issuers == {"0": "gradsync-test", "1": threading.current_thread().name}
 
 
@@ -289,8 +291,8 @@ def test_operations_in_flight_carry_the_bytes_that_the_ledger_counts() -> None:
 
     recording[1].all_gather(torch.zeros(3))
     recording[1].all_gather(torch.zeros(5))
-    exchange = finish(gather, [("3", "gather"), ("5", "gather")])
-    links = {task.name: task.nbytes for task in exchange.tasks if task.stream == "link"}
+    running = finish(gather, [("3", "gather"), ("5", "gather")])
+    links = {task.name: task.nbytes for task in running.tasks if task.stream == "link"}
     assert links == {"3:gather": 12.0, "5:gather": 20.0}
     assert sum(links.values()) == recording[0].ledger.sent_bytes
 
@@ -307,6 +309,7 @@ def test_whoever_waits_is_ordered_behind_what_the_thread_issued(monkeypatch: pyt
             log.append((threading.current_thread().name, self.by))
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: None)
     reached, go_on = threading.Event(), threading.Event()
 
@@ -317,21 +320,20 @@ def test_whoever_waits_is_ordered_behind_what_the_thread_issued(monkeypatch: pyt
     async def synchronize(bucket: str) -> None:
         await (Pending(hold) if bucket == "0" else completed(None))
 
-    with issue_thread() as thread:
-        exchange = Exchange(
+    with issue_thread(torch.device("cuda")) as thread:
+        running = Synchronization(
             [("0", "push"), ("0", "pull"), ("1", "push")],
             synchronize,
             where=lambda bucket, stage: bucket,
             timeout_s=WAIT_S,
             turn=threading.Lock(),
             thread=thread,
-            device=torch.device("cuda"),
         )
-        exchange.mark_ready("0")
+        running.mark_ready("0")
         assert reached.wait(WAIT_S)
-        exchange.mark_ready("1")  # while the thread is at work: it goes on to the end
+        running.mark_ready("1")  # while the thread is at work: it goes on to the end
         go_on.set()
-        while not exchange.results.keys() >= {"0", "1"}:
+        while not running.results.keys() >= {"0", "1"}:
             time.sleep(0.001)
-        exchange.wait()
+        running.wait()
     assert log[-1] == (threading.current_thread().name, "gradsync-test")

@@ -145,7 +145,7 @@ def state_survives_a_failed_step() -> None:
     specs = {name: TensorSpec.of(p) for name, p in trainable_parameters(model).items()}
     plan = Plan.make(specs, dist.get_world_size(), [(["kept.weight"], Coarse()), (["broken.weight"], Breaking())])
     handle = gradsync.attach(model, plan=plan, timeout=10)
-    lane = handle._engine.lanes()[0]
+    lane = handle._engine.lanes["0"]
 
     def backward(sign: float) -> None:
         (model["kept"](rows()).mean() + sign * model["broken"](rows().abs()).mean()).backward()

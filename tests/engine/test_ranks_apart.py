@@ -250,7 +250,7 @@ def engines_and_their_memory_go_with_detach() -> None:
     attached = DistributedDataParallel(nn.Linear(3, 3))
     handle = gradsync.attach(attached, timeout=MILD)
     attached(torch.ones(1, 3)).sum().backward()
-    memory = weakref.ref(handle._engine.lanes()[0].gradients)
+    memory = weakref.ref(handle._engine.lanes["0"].gradients)
     handle.detach()
     steps = [bucket.steps for bucket in handle.statistics()]
     gc.collect()
@@ -262,6 +262,13 @@ def engines_and_their_memory_go_with_detach() -> None:
     del by_hand
     gc.collect()
     wait_for_threads(before)
+    model = nn.Linear(3, 3)
+    handle = gradsync.attach(model, timeout=MILD)
+    model(torch.ones(1, 3)).sum().backward()
+    memory = weakref.ref(handle._engine.lanes["0"].gradients)
+    handle.detach()
+    gc.collect()
+    assert memory() is None, "what attach returned keeps no buckets"
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ import gradsync
 from gradsync.bucket import Bucket, TensorSpec
 from gradsync.comm import Group
 from gradsync.density import ParameterProfile
-from gradsync.engine import Planner
 from gradsync.planner import default_plan, default_plans
+from gradsync.planning import Planner
 from gradsync.schemes import AllReduce, State
 from gradsync.schemes.base import register
 from gradsync.trial import ROUNDS, TURN_STEPS

@@ -209,7 +209,7 @@ CHAIN = str(Point(Communication.RING, Aggregation.INCREMENTAL, Partition.CENTRAL
 
 
 def point_member(scheme: Any, title: str) -> Member:
-    """A point of the design space: all of them do the same to a piece, so that fewer cases tell."""
+    """A point of the design space: all of them do the same to a partial sum, so that fewer cases tell."""
     return Member(
         scheme,
         roundings=lambda n: 2,
@@ -512,20 +512,20 @@ def replayed_bytes(scheme: Any, inputs: Sequence[Any]) -> list[int]:
         arrived: list[dict[Any, list[Any]]] = [{} for _ in inputs]
         for message in each.messages:
             sent[message.source] += LENGTH_BYTES
-            for piece in message.pieces:
+            for partial in message.partials:
                 travelled = []
-                for of, table, indices in zip(maps, tables[0], held[message.source][piece], strict=True):
-                    whole = len(piece[1]) in (1, size)
+                for of, table, indices in zip(maps, tables[0], held[message.source][partial], strict=True):
+                    whole = len(partial[1]) in (1, size)
                     dtype = table.values.dtype if whole else torch.promote_types(table.values.dtype, torch.float32)
                     form = PartFormat(of.length, table.dim, dtype, scheme.formats)
                     sent[message.source] += 8 + int(form.nbytes(len(indices)))
                     dense = form.choice(len(indices)) is IndexFormat.DENSE
                     travelled.append(torch.arange(of.length) if dense else indices)
-                arrived[message.destination][piece] = travelled
+                arrived[message.destination][partial] = travelled
         for rank in range(size):
             held[rank].update(arrived[rank])
         for merge in each.merges:
-            parts = [held[merge.rank].pop(piece) for piece in merge.pieces]
+            parts = [held[merge.rank].pop(partial) for partial in merge.partials]
             held[merge.rank][merge.sum] = [torch.unique(torch.cat(column)) for column in zip(*parts, strict=True)]
     return sent
 

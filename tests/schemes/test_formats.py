@@ -109,9 +109,9 @@ def test_the_smallest_message_is_chosen_and_its_size_is_the_formula(length: int,
 
 
 def test_formats_take_over_at_the_densities_of_their_sizes() -> None:
-    """16 bits below 0.056 %, 8 bits up to 12.5 %, then a bit for each element."""
+    """16 bits below 0.049 %, 8 bits up to 12.5 %, then a bit for each element."""
     length = 1 << 24
-    chosen = {density: smallest(density * length, length) for density in (5e-6, 1e-4, 5e-4, 6e-4, 0.05, 0.12, 0.13)}
+    chosen = {density: smallest(density * length, length) for density in (5e-6, 1e-4, 4.8e-4, 5e-4, 0.05, 0.12, 0.13)}
     assert list(chosen.values()) == [
         IndexFormat.LIST,
         *[IndexFormat.OFFSETS_16] * 2,

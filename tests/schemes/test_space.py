@@ -21,7 +21,7 @@ from gradsync.schemes import (
     from_expression,
 )
 from gradsync.schemes.points import NAMES
-from gradsync.schemes.space import Message, Piece, Schedule, schedule
+from gradsync.schemes.space import Message, PartialSum, Schedule, schedule
 
 every_point = pytest.mark.parametrize("point", POINTS, ids=str)
 SIZES = [1, 2, 3, 4, 5, 7, 8, 16]
@@ -33,9 +33,9 @@ def gamma(ranks: int) -> float:
     return float(ranks**0.6)
 
 
-def rows_of(pieces: Iterable[Piece], blocks: int) -> float:
+def rows_of(partials: Iterable[PartialSum], blocks: int) -> float:
     """Rows in a message, in those of one rank's tensor; parts are equally dense."""
-    return sum(gamma(len(ranks)) / blocks for _, ranks in pieces)
+    return sum(gamma(len(ranks)) / blocks for _, ranks in partials)
 
 
 def busiest(plan: Schedule, stages: Iterable[str] | None = None) -> float:
@@ -43,7 +43,7 @@ def busiest(plan: Schedule, stages: Iterable[str] | None = None) -> float:
     received = [0.0] * plan.size
     for each in plan.rounds:
         for message in each.messages if stages is None or each.stage in stages else ():
-            received[message.destination] += rows_of(message.pieces, plan.blocks)
+            received[message.destination] += rows_of(message.partials, plan.blocks)
     return max(received)
 
 
@@ -62,28 +62,28 @@ def test_every_rank_ends_with_every_blocks_sum(point: Point, size: int) -> None:
         sent: list[Message] = list(each.messages)
         for message in sent:
             assert message.source != message.destination
-            assert set(message.pieces) <= held[message.source], "nobody sends what it does not have"
+            assert set(message.partials) <= held[message.source], "nobody sends what it does not have"
         for message in sent:
-            assert message.pieces
-            held[message.destination] |= set(message.pieces)
+            assert message.partials
+            held[message.destination] |= set(message.partials)
         for merge in each.merges:
-            counted = [rank for _, ranks in merge.pieces for rank in ranks]
+            counted = [rank for _, ranks in merge.partials for rank in ranks]
             assert len(counted) == len(set(counted)), "no rank's tensor is added twice"
-            assert set(merge.pieces) <= held[merge.rank]
-            held[merge.rank] = held[merge.rank] - set(merge.pieces) | {merge.sum}
-    assert all((block, everyone) in pieces for pieces in held for block in range(plan.blocks))
+            assert set(merge.partials) <= held[merge.rank]
+            held[merge.rank] = held[merge.rank] - set(merge.partials) | {merge.sum}
+    assert all((block, everyone) in partials for partials in held for block in range(plan.blocks))
 
 
 @pytest.mark.parametrize("size", SIZES)
 @every_point
 def test_all_ranks_add_a_blocks_pieces_in_the_same_order(point: Point, size: int) -> None:
-    """A sum that several ranks take for themselves is one of the same pieces, in the same order: the same bits."""
+    """A sum that several ranks take for themselves is one of the same parts, in the same order: the same bits."""
     plan = schedule(point, size)
-    taken: dict[Piece, set[tuple[Piece, ...]]] = {}
+    taken: dict[PartialSum, set[tuple[PartialSum, ...]]] = {}
     for each in plan.rounds:
         for merge in each.merges:
-            taken.setdefault(merge.sum, set()).add(merge.pieces)
-    assert len([piece for piece in taken if len(piece[1]) == size]) == plan.blocks
+            taken.setdefault(merge.sum, set()).add(merge.partials)
+    assert len([partial for partial in taken if len(partial[1]) == size]) == plan.blocks
     assert all(len(orders) == 1 for orders in taken.values())
 
 
@@ -170,14 +170,14 @@ def test_sums_may_go_any_way_to_all(communication: Communication, pull_by: Commu
     for size in (1, 3, 4, 6):
         for aggregation in Aggregation:
             plan = schedule(point(communication, aggregation, Partition.PARALLELISM), size, pull_by)
-            received = [set[Piece]() for _ in range(size)]
+            received = [set[PartialSum]() for _ in range(size)]
             for each in plan.rounds:
                 for message in each.messages:
-                    received[message.destination] |= set(message.pieces)
+                    received[message.destination] |= set(message.partials)
                 for merge in each.merges:
                     received[merge.rank].add(merge.sum)
             everyone = tuple(range(size))
-            assert all((block, everyone) in pieces for pieces in received for block in range(plan.blocks))
+            assert all((block, everyone) in partials for partials in received for block in range(plan.blocks))
 
 
 def test_named_points_have_the_names_of_records() -> None:

@@ -11,15 +11,37 @@ from torch import Tensor
 from gradsync import kernels
 from gradsync.bucket import TensorSpec
 from gradsync.cluster import Placement
+from gradsync.comm import Ledger, LocalGroup, RecordingGroup, drive, run_local
 from gradsync.density import profile_rows
+from gradsync.engine import Engine
 from gradsync.kernels.hierarchy import HashMemory
-from gradsync.schemes import BalancedElements, ZenHash, from_expression, hash_lists, to_expression
-from gradsync.schemes.hash_lists import kept_nbytes, owned_by_hash
+from gradsync.plan import Plan
+from gradsync.schemes import (
+    AllReduce,
+    BalancedElements,
+    RowPoint,
+    ZenHash,
+    from_expression,
+    hash_lists,
+    to_expression,
+)
+from gradsync.schemes.hash_lists import owned_by_hash
 from gradsync.schemes.zen_hash import HEAD_BYTES, expected_overflow
+from gradsync.sparse import SparseRows
 from gradsync.steps import Pattern, transfers
-from tests.schemes.family import bits, run_scheme
+from tests.schemes.family import bits, mine, run_scheme
 
 NUMEL, RANKS = 40_009, 4
+
+
+@pytest.fixture(autouse=True)
+def no_lists() -> None:
+    """None of an earlier test's, whose groups may be garbage that was not collected yet."""
+    hash_lists.forget()
+
+
+def kept_nbytes() -> int:
+    return sum(each.numel() * each.element_size() for lists in hash_lists._made.values() for each in lists.of_owners)
 
 
 def sparse(density: float, rank: int, numel: int = NUMEL, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -109,18 +131,78 @@ def test_memory_is_counted_with_the_lists(expected: int) -> None:
     assert lists == 4 * NUMEL
 
 
-def test_lists_are_made_once_and_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hash_lists, "_kept", {})
-    monkeypatch.setattr(hash_lists, "MOST_BYTES", 9000)
+def test_lists_are_made_once_and_go_with_the_last_group_they_are_kept_for() -> None:
     cpu = torch.device("cpu")
-    first, second = owned_by_hash(1000, 4, 0, cpu), owned_by_hash(1000, 4, 1, cpu)
-    assert owned_by_hash(1000, 4, 0, cpu) is first
-    assert kept_nbytes() == 8000
-    owned_by_hash(1000, 8, 0, cpu)
-    assert owned_by_hash(1000, 4, 0, cpu) is first, "asked for after the second"
-    assert owned_by_hash(1000, 4, 1, cpu) is not second
-    owned_by_hash(100_000, 4, 0, cpu)
-    assert kept_nbytes() == 400_000, "what is needed is kept whatever it takes"
+    ours, theirs = (RecordingGroup(LocalGroup.world(1)[0], Ledger()) for _ in range(2))
+    first = owned_by_hash(1001, 4, 0, cpu, kept_for=ours)
+    owned_by_hash(1001, 4, 1, cpu, kept_for=ours)
+    assert owned_by_hash(1001, 4, 0, cpu, kept_for=theirs) is first
+    assert kept_nbytes() == 2 * 4004
+    del ours
+    assert kept_nbytes() == 4004, "the other seed's were for nobody else"
+    assert owned_by_hash(1001, 4, 0, cpu) is first
+    del theirs
+    assert kept_nbytes() == 0
+
+
+def table_of(x: Tensor) -> tuple[SparseRows, ...]:
+    return (SparseRows.from_dense(x.view(-1, 1)),)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "x"),
+    [(ZenHash(), sparse(0.1, 0, 1013)), (RowPoint(owners="hash"), table_of(sparse(0.1, 0, 1013)))],
+    ids=["elements", "rows"],
+)
+def test_lists_are_made_in_the_first_step_alone(scheme: Any, x: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, make = [], kernels.owned_by_hash
+    monkeypatch.setattr(kernels, "owned_by_hash", lambda *key: made.append(key) or make(*key))
+
+    def three_steps(group: LocalGroup) -> None:
+        recording = RecordingGroup(group, Ledger())
+        for _ in range(3):
+            drive(scheme.synchronize(mine(x), {}, recording, 1.0), timeout_s=20)
+
+    run_local(2, three_steps)
+    assert made == [(1013, 2, 0)]
+
+
+def engine_of(plan: Any, numel: int) -> Engine:
+    return Engine({"weight": torch.zeros(numel)}, LocalGroup.world(1)[0], plan, timeout_s=5)
+
+
+def step(engine: Engine) -> None:
+    engine.begin()
+    engine.load("weight", torch.ones(engine.specs["weight"].numel))
+    engine.finish()
+
+
+def plan_with(scheme: Any, numel: int) -> Plan:
+    return Plan.make({"weight": TensorSpec((numel,), torch.float32)}, 1, [(["weight"], scheme)])
+
+
+def test_lists_go_when_the_last_engine_that_runs_such_a_plan_is_closed() -> None:
+    first, second = (engine_of(plan_with(ZenHash(), 1019), 1019) for _ in range(2))
+    step(first)
+    lists = kept_nbytes()
+    assert lists >= 4 * 1019
+    step(second)
+    assert kept_nbytes() == lists, "both read the same"
+    first.close()
+    step(second)
+    assert kept_nbytes() == lists
+    second.close()
+    assert kept_nbytes() == 0
+
+
+def test_lists_go_with_the_plan_that_needed_them() -> None:
+    plans = iter([ZenHash(), AllReduce()])
+    engine = engine_of(lambda profiles, world_size: plan_with(next(plans), 1021), 1021)
+    step(engine)
+    assert kept_nbytes() >= 4 * 1021
+    step(engine)
+    assert kept_nbytes() == 0
+    engine.close()
 
 
 @pytest.mark.parametrize(

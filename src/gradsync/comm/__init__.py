@@ -7,8 +7,9 @@ from .group import Group as Group
 from .group import GroupError as GroupError
 from .group import Pending as Pending
 from .group import TorchGroup as TorchGroup
+from .group import gather_bytes as gather_bytes
 from .group import split as split
-from .issue import Exchange as Exchange
+from .issue import Synchronization as Synchronization
 from .issue import drive as drive
 from .local import LocalGroup as LocalGroup
 from .local import run_local as run_local

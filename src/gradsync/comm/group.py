@@ -423,6 +423,16 @@ def _new_communicator(
     return made
 
 
+def gather_bytes(group: Group, content: bytes, timeout_s: float) -> list[bytes]:
+    """Every rank's bytes, at least one of each, by rank."""
+    on_cuda = isinstance(group, TorchGroup) and group.backend == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+    mine = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
+    sizes = group.all_gather(torch.tensor([mine.numel()], device=device)).wait(timeout_s)
+    parts = group.all_gather(mine, [int(size) for size in sizes]).wait(timeout_s)
+    return [part.cpu().numpy().tobytes() for part in parts]
+
+
 def split(buffer: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     """Consecutive views of `sizes` elements."""
     return list(torch.split(buffer, list(sizes)))

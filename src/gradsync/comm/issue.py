@@ -1,11 +1,11 @@
 """Issuing: everything a step sends goes out in the total order the plan fixes, by one thread at a time.
 
 Where is the event loop? There is none. A scheme is a coroutine whose every `await` is on a `Pending`; the wait for one
-`Pending` is one *stage* of the scheme. An `Exchange` holds the order of (bucket, stage) turns of a step. At a bucket's
-turn whoever issues waits for what the bucket awaits, resumes the coroutine up to its next `await`, and goes on to the
-next turn while that operation is in flight. So operations of several buckets overlap, yet every rank issues them in the
-same order whatever the timing: two threads on one communicator, or an order decided by timing, would make ranks read
-each other's messages.
+`Pending` is one *stage* of the scheme. A `Synchronization` holds the order of (bucket, stage) turns of a step. At a
+bucket's turn whoever issues waits for what the bucket awaits, resumes the coroutine up to its next `await`, and goes on
+to the next turn while that operation is in flight. So operations of several buckets overlap, yet every rank issues them
+in the same order whatever the timing: two threads on one communicator, or an order decided by timing, would make ranks
+read each other's messages.
 
 Who issues? The communication thread, as far as buckets are ready while backward goes on; the thread that waits for the
 end does the rest itself. Handing over costs two changes of threads, which many small steps would feel. A lock, the
@@ -46,7 +46,7 @@ class CancelledStepError(RuntimeError):
     """The step was given up before all of its buckets were ready."""
 
 
-class Exchange:
+class Synchronization:
     """What one step synchronises: coroutines by bucket, their readiness, their results.
 
     `start(bucket)` makes the bucket's coroutine, at the bucket's first turn. `turn` is held by whoever uses the group.
@@ -62,7 +62,6 @@ class Exchange:
         timeout_s: float,
         turn: threading.Lock,
         thread: JobThread,
-        device: torch.device | None = None,
     ) -> None:
         self._order = order
         self._start = start
@@ -70,7 +69,7 @@ class Exchange:
         self._timeout_s = timeout_s
         self._turn = turn
         self._thread = thread
-        self._on_cuda = device is not None and device.type == "cuda"
+        self._on_cuda = thread.device is not None and thread.device.type == "cuda"
         self._buckets = {bucket for bucket, _ in order}
         self.ready_s: dict[str, float] = {}  # when each bucket's data was complete
         self._position = 0  # in the order

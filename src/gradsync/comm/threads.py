@@ -28,7 +28,7 @@ class JobThread:
 
     def __init__(self, name: str, device: torch.device | None = None) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._device = device
+        self.device = device
         self._stopped = False
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
@@ -54,8 +54,8 @@ class JobThread:
             _running.discard(self)
 
     def _loop(self) -> None:
-        if self._device is not None and self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
+        if self.device is not None and self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
         while (job := self._jobs.get()) is not None:
             job()
             del job  # a job that is over keeps nothing alive while the thread waits

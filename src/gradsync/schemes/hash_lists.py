@@ -2,22 +2,36 @@
 
 Every rank reads the bitmaps of all owners, so it keeps all lists: an integer for each element of the tensor, as much
 memory as a gradient in float32. The paper's figure for extra memory leaves them out.
+
+A bucket has a group object of its own (`lane.py`), for which its lists are kept: they are there from step to step, are
+shared by buckets of a length, and go with the last of the buckets, when its plan is replaced or its engine closed.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from threading import Lock
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from .. import kernels
+from ..comm import Group
 from ..sparse import index_dtype
 
-MOST_BYTES = 4 << 30  # of all lists that are kept; those asked for last are kept whatever they take
-
 _Key = tuple[int, int, int, str]  # length, owners, seed, device
-_kept: dict[_Key, tuple[Tensor, ...]] = {}  # the ones asked for last come last
+
+
+@dataclass(frozen=True, eq=False)
+class _Lists:
+    """What a tuple is not: it can be referred to weakly."""
+
+    of_owners: tuple[Tensor, ...]
+
+
+_made: WeakValueDictionary[_Key, _Lists] = WeakValueDictionary()
+_kept: WeakKeyDictionary[Group, dict[_Key, _Lists]] = WeakKeyDictionary()
 _asked_by_one = Lock()  # ranks may be threads
 
 
@@ -26,28 +40,25 @@ def lists_nbytes(length: int) -> int:
     return length * index_dtype(length).itemsize
 
 
-def owned_by_hash(length: int, owners: int, seed: int, device: torch.device) -> tuple[Tensor, ...]:
-    """The ascending indices of each owner, made once for a length, number of owners and seed, as long as there is room.
+def owned_by_hash(
+    length: int, owners: int, seed: int, device: torch.device, *, kept_for: Group | None = None
+) -> tuple[Tensor, ...]:
+    """The ascending indices of each owner, made unless they are kept already; kept as long as `kept_for` exists.
 
     See `kernels.owned_by_hash`.
     """
     key = (length, owners, seed, str(device))
     with _asked_by_one:
-        lists = _kept.pop(key, None)
+        lists = _made.get(key)
         if lists is None:
-            lists = tuple(kernels.owned_by_hash(length, owners, seed, device=device))
-        _kept[key] = lists
-        while len(_kept) > 1 and kept_nbytes() > MOST_BYTES:
-            del _kept[next(iter(_kept))]
-    return lists
+            lists = _Lists(tuple(kernels.owned_by_hash(length, owners, seed, device=device)))
+            _made[key] = lists
+        if kept_for is not None:
+            _kept.setdefault(kept_for, {})[key] = lists
+    return lists.of_owners
 
 
 def forget() -> None:
     """Frees all lists that are kept."""
     with _asked_by_one:
         _kept.clear()
-
-
-def kept_nbytes() -> int:
-    """What all lists take that are kept at present."""
-    return sum(each.numel() * each.element_size() for lists in _kept.values() for each in lists)

@@ -1,8 +1,8 @@
 """Any point of the design space as a scheme, for tables and for flat buckets (Zen, Wang et al., OSDI 2025, section 3).
 
-The points differ in their schedules (`space.py`) only; here is what happens to a piece on its way: it is laid into a
-message, in the smallest format there is, read, and added to others. The schemes with a name of their own (`AGSparse`,
-`BalancedParallelism`, `BalancedElements`) go further than their points demand; these are their rivals.
+The points differ in their schedules (`space.py`) only; here is what happens to a partial sum on its way: it is laid
+into a message, in the smallest format there is, read, and added to others. The schemes with a name of their own
+(`AGSparse`, `BalancedParallelism`, `BalancedElements`) go further than their points demand; these are their rivals.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from .space import (
     Communication,
     Merge,
     Message,
+    PartialSum,
     Partition,
-    Piece,
     Point,
     Schedule,
     schedule,
 )
 from .tables import ABSENT, Tables, specs_of
 
-COUNT_BYTES = 8  # of a piece: its rows of a table, or ABSENT
+COUNT_BYTES = 8  # of a partial sum: its rows of a table, or ABSENT
 SMALLEST = "smallest"
 OWNERS = {None: (), Balance.BALANCED: ("rotated_stripe", "hash"), Balance.IMBALANCED: ("even_split",)}
 
@@ -128,7 +128,8 @@ class RowPoint(DesignPoint, Scheme[Tables]):
     """A point of the design space for row-sparse tables. Exact.
 
     Rows have owners, whole ones: a map of columns, as `BalancedParallelism` has it, is none of the paper's.
-    Wire: see `space.schedule`; a piece is its rows' values and their positions, in the smallest format.
+    Wire: see `space.schedule`; a partial sum is its rows' values and their positions, in the smallest
+    format.
     """
 
     layout = Layout.ROWS
@@ -240,7 +241,7 @@ def _in_blocks(x: Tensor, block: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _Space:
-    """The blocks of a bucket's tables, and what becomes of their pieces."""
+    """The blocks of a bucket's tables, and what becomes of their partial sums."""
 
     plan: Schedule
     specs: tuple[TensorSpec, ...]
@@ -270,7 +271,10 @@ class _Space:
 
     async def sum(self, x: Tables, group: Group, scale: float) -> Tables:
         """`scale` times the sum of all ranks' tables, whose rows are sorted and distinct."""
-        held, device = self._split(x, group.rank), x[0].values.device
+        device = x[0].values.device
+        for owners in self.owners:
+            owners.prepare(group, device)
+        held = self._split(x, group.rank)
         for each in self.plan.rounds:
             outgoing = {m.destination: self._pack(held, m) for m in each.messages if m.source == group.rank}
             incoming = {m.source: m for m in each.messages if m.destination == group.rank}
@@ -288,27 +292,27 @@ class _Space:
         """What `sum` does to tables of these profiles."""
         known: dict[tuple[int, int], float] = {}
 
-        def nbytes(pieces: Sequence[Piece]) -> float:
-            for block, ranks in pieces:
+        def nbytes(partials: Sequence[PartialSum]) -> float:
+            for block, ranks in partials:
                 if (block, len(ranks)) not in known:
                     known[block, len(ranks)] = self._expected_nbytes((block, ranks), profiles)
-            return LENGTH_BYTES + sum(known[block, len(ranks)] for block, ranks in pieces)
+            return LENGTH_BYTES + sum(known[block, len(ranks)] for block, ranks in partials)
 
         own, tables = [(block, (0,)) for block in range(self.plan.blocks)], len(self.specs)
         yield Compute("sum_rows", 2 * nbytes(own), calls=tables)
         if self.plan.blocks > 1:
             yield Compute("split_rows", 2 * nbytes(own), calls=tables * len(own))
         for each in self.plan.rounds:
-            sizes = [(message.source, message.destination, nbytes(message.pieces)) for message in each.messages]
+            sizes = [(message.source, message.destination, nbytes(message.partials)) for message in each.messages]
             transfer = Transfer.of_messages(each.stage, self.plan.size, sizes)
             packed = Counter({m.source: 0 for m in each.messages})
             for message in each.messages:
-                packed[message.source] += len(message.pieces)
+                packed[message.source] += len(message.partials)
             yield Compute("pack_rows", 2 * transfer.busiest_bytes, calls=tables * max(packed.values(), default=0))
             yield transfer
             merged: dict[int, float] = {}
             for merge in each.merges:
-                merged[merge.rank] = merged.get(merge.rank, 0.0) + nbytes((*merge.pieces, merge.sum))
+                merged[merge.rank] = merged.get(merge.rank, 0.0) + nbytes((*merge.partials, merge.sum))
             if merged:
                 merges = Counter(merge.rank for merge in each.merges)
                 yield Compute("sum_rows", max(merged.values()), calls=tables * max(merges.values()))
@@ -316,16 +320,16 @@ class _Space:
             whole = [(block, self.everyone) for block in range(self.plan.blocks)]
             yield Compute("join_rows", 2 * nbytes(whole), calls=tables * len(whole))
 
-    def _split(self, x: Tables, rank: int) -> dict[Piece, Tables]:
-        """This rank's pieces of all blocks."""
+    def _split(self, x: Tables, rank: int) -> dict[PartialSum, Tables]:
+        """What this rank has of all blocks."""
         parts = [owners.split(table) for owners, table in zip(self.owners, x, strict=True)]
-        return {(block, (rank,)): piece for block, piece in enumerate(zip(*parts, strict=True))}
+        return {(block, (rank,)): tables for block, tables in enumerate(zip(*parts, strict=True))}
 
-    def _pack(self, held: dict[Piece, Tables], message: Message) -> Tensor:
-        """The pieces as bytes: behind the message's length the counts of all, then one by one their rows."""
-        tables = [table for piece in message.pieces for table in held[piece]]
+    def _pack(self, held: dict[PartialSum, Tables], message: Message) -> Tensor:
+        """The partial sums as bytes: behind the message's length the counts of all, then one by one their rows."""
+        tables = [table for partial in message.partials for table in held[partial]]
         counts = [table.nnz if table.present else ABSENT for table in tables]
-        forms = [form for piece in message.pieces for form in self._formats_of(piece)]
+        forms = [form for partial in message.partials for form in self._formats_of(partial)]
         sizes = [int(form.nbytes(table.nnz)) for form, table in zip(forms, tables, strict=True)]
         head = LENGTH_BYTES + COUNT_BYTES * len(counts)
         packed = tables[0].values.new_empty(head + sum(sizes), dtype=torch.uint8)
@@ -334,9 +338,9 @@ class _Space:
             form.part(room, table.nnz).put(table.indices, table.values)
         return packed
 
-    def _unpack(self, packed: Tensor, message: Message) -> dict[Piece, Tables]:
+    def _unpack(self, packed: Tensor, message: Message) -> dict[PartialSum, Tables]:
         """What `_pack` made bytes of."""
-        forms = [form for piece in message.pieces for form in self._formats_of(piece)]
+        forms = [form for partial in message.partials for form in self._formats_of(partial)]
         head = LENGTH_BYTES + COUNT_BYTES * len(forms)
         counts = packed[LENGTH_BYTES:head].clone().view(torch.int64).tolist()  # the host cuts the message
         sizes = [int(form.nbytes(max(count, 0))) for form, count in zip(forms, counts, strict=True)]
@@ -344,36 +348,36 @@ class _Space:
         for form, count, part in zip(forms, counts, torch.split(packed[head:], sizes), strict=True):
             positions, values = form.part(part, max(count, 0)).get()
             tables.append(SparseRows(positions, values, form.length, count != ABSENT))
-        by_piece = zip(*[iter(tables)] * len(self.specs), strict=True)
-        return dict(zip(message.pieces, by_piece, strict=True))
+        by_sum = zip(*[iter(tables)] * len(self.specs), strict=True)
+        return dict(zip(message.partials, by_sum, strict=True))
 
-    def _merge(self, held: dict[Piece, Tables], merge: Merge, scale: float) -> None:
-        """Replaces pieces by their sum; scaled and rounded when it is that over all ranks."""
-        pieces = [held.pop(piece) for piece in merge.pieces]
+    def _merge(self, held: dict[PartialSum, Tables], merge: Merge, scale: float) -> None:
+        """Replaces partial sums by the sum of them; scaled and rounded when it is that over all ranks."""
+        parts = [held.pop(partial) for partial in merge.partials]
         last = merge.sum[1] == self.everyone
-        sums = (_added(tables, scale if last else 1.0) for tables in zip(*pieces, strict=True))
+        sums = (_added(tables, scale if last else 1.0) for tables in zip(*parts, strict=True))
         held[merge.sum] = tuple(
             replace(total, values=total.values.to(spec.dtype)) if last else total
             for total, spec in zip(sums, self.specs, strict=True)
         )
 
-    def _formats_of(self, piece: Piece) -> tuple[PartFormat, ...]:
+    def _formats_of(self, partial: PartialSum) -> tuple[PartFormat, ...]:
         """One for each table; sums of 16-bit floats over some of the ranks travel in float32, to be rounded once."""
-        if len(piece[1]) == 1:
+        if len(partial[1]) == 1:
             return self.own_formats
-        return self.total_formats if piece[1] == self.everyone else self.partial_formats
+        return self.total_formats if partial[1] == self.everyone else self.partial_formats
 
     def _bound(self, messages: Sequence[Message]) -> int:
         """The size that no message of a round is larger than; the same on every rank."""
-        most_pieces = max((len(message.pieces) for message in messages), default=0)
+        most_partials = max((len(message.partials) for message in messages), default=0)
         kinds = (self.own_formats, self.partial_formats, self.total_formats)
         largest = max(sum(COUNT_BYTES + form.most_nbytes for form in forms) for forms in kinds)
-        return LENGTH_BYTES + most_pieces * largest
+        return LENGTH_BYTES + most_partials * largest
 
-    def _expected_nbytes(self, piece: Piece, profiles: Sequence[DensityProfile]) -> float:
-        """Of a piece in a message, with its counts."""
-        (block, ranks), total = piece, 0.0
-        for form, owners, profile in zip(self._formats_of(piece), self.owners, profiles, strict=True):
+    def _expected_nbytes(self, partial: PartialSum, profiles: Sequence[DensityProfile]) -> float:
+        """Of a partial sum in a message, with its counts."""
+        (block, ranks), total = partial, 0.0
+        for form, owners, profile in zip(self._formats_of(partial), self.owners, profiles, strict=True):
             rows = owners.share(block, profile, len(ranks)) * profile.union_rows(len(ranks))
             total += COUNT_BYTES + form.nbytes(min(rows, float(form.length)))
         return total

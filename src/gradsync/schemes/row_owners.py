@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..comm import Group
 from ..density import DensityProfile
 from ..sparse import SparseRows
 from .hash_lists import owned_by_hash
@@ -31,6 +32,9 @@ class RowOwners(ABC):
     def length(self) -> int:
         """Rows that an owner may have, at most."""
         return -(-self.num_rows // self.owners)
+
+    def prepare(self, group: Group, device: torch.device) -> None:  # noqa: B027 (not abstract: most maps are formulas)
+        """Makes what takes long to make, and is kept for the coming steps as long as `group` exists."""
 
     @abstractmethod
     def split(self, rows: SparseRows) -> list[SparseRows]:
@@ -130,6 +134,9 @@ class HashedRows(RowOwners):
         """More rows than the mean by 8 standard deviations, without a look at the lists."""
         mean = self.num_rows / self.owners
         return min(self.num_rows, math.ceil(mean + 8 * math.sqrt(mean)) + 8)
+
+    def prepare(self, group: Group, device: torch.device) -> None:
+        owned_by_hash(self.num_rows, self.owners, self.seed, device, kept_for=group)
 
     def split(self, rows: SparseRows) -> list[SparseRows]:
         partition = kernels.partition_hashed(rows.indices, self.num_rows, self.owners, self.seed)

@@ -4,8 +4,8 @@ Four choices make a point. A tensor travels whole (centralization), or each part
 (push) and hands the sum to all (pull). Messages go round a ring, along a hierarchy of pairs, or straight to where they
 are wanted. Sums are taken wherever a tensor arrives (incremental), or once, where all of them have arrived (one-shot).
 
-A `Schedule` says it in rounds of messages. What a message carries are *pieces*: (block, ranks), the sum over these
-ranks of one block of the tensor. It is both run and counted (`points.py`).
+A `Schedule` says it in rounds of messages. What a message carries are *partial sums*: (block, ranks), the sum over
+these ranks of one block of the tensor. It is both run and counted (`points.py`).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _points() -> Iterator[Point]:
 POINTS = tuple(_points())  # all 18
 
 Ranks = tuple[int, ...]  # ascending
-Piece = tuple[int, Ranks]  # the sum over these ranks of one block
+PartialSum = tuple[int, Ranks]  # the sum over these ranks of one block
 
 
 @dataclass(frozen=True)
@@ -86,19 +86,19 @@ class Message:
 
     source: int
     destination: int
-    pieces: tuple[Piece, ...]
+    partials: tuple[PartialSum, ...]
 
 
 @dataclass(frozen=True)
 class Merge:
-    """Pieces of a block that a rank has, to be replaced by their sum, added in this order."""
+    """Partial sums of a block that a rank has, to be replaced by their sum, added in this order."""
 
     rank: int
-    pieces: tuple[Piece, ...]
+    partials: tuple[PartialSum, ...]
 
     @property
-    def sum(self) -> Piece:
-        return self.pieces[0][0], tuple(sorted(rank for _, ranks in self.pieces for rank in ranks))
+    def sum(self) -> PartialSum:
+        return self.partials[0][0], tuple(sorted(rank for _, ranks in self.partials for rank in ranks))
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How `size` ranks, each with its own pieces of all blocks, come to have every block's sum over all ranks."""
+    """How `size` ranks, each with its own values of all blocks, come to have every block's sum over all ranks."""
 
     size: int
     blocks: int  # parts of the tensor, of about equal length; block i is owned by rank i; 1: it is not split
@@ -185,7 +185,7 @@ def _core(size: int) -> int:
 
 
 def _push(point: Point, size: int) -> Iterator[list[_Hop]]:
-    """Round by round, so that every block's pieces reach its owner."""
+    """Round by round, so that all that there is of a block reaches its owner."""
     ranks = range(size)
     match point.communication, point.aggregation:
         case Communication.POINT_TO_POINT, Aggregation.ONE_SHOT:
@@ -211,22 +211,22 @@ def _side(rank: int, length: int) -> tuple[int, ...]:
     return tuple(range(start, start + length))
 
 
-def _gather(stage: str, communication: Communication, pieces: Sequence[Piece]) -> list[Round]:
-    """Rank i has `pieces[i]`, and all of that many ranks want all of them."""
-    size = len(pieces)
+def _gather(stage: str, communication: Communication, partials: Sequence[PartialSum]) -> list[Round]:
+    """Rank i has `partials[i]`, and all of that many ranks want all of them."""
+    size = len(partials)
     ranks = range(size)
     rounds: list[tuple[Message, ...]] = []
     match communication:
         case Communication.POINT_TO_POINT:
-            rounds = [tuple(Message(r, other, (pieces[r],)) for r in ranks for other in ranks if other != r)]
+            rounds = [tuple(Message(r, other, (partials[r],)) for r in ranks for other in ranks if other != r)]
         case Communication.RING:
             for k in range(size - 1):
-                rounds.append(tuple(Message(r, (r + 1) % size, (pieces[(r - k) % size],)) for r in ranks))
+                rounds.append(tuple(Message(r, (r + 1) % size, (partials[(r - k) % size],)) for r in ranks))
         case Communication.HIERARCHY:  # Bruck et al., 1997: any number of ranks
             distance = 1
             while distance < size:
                 count = min(distance, size - distance)
-                runs = [tuple(pieces[(r + i) % size] for i in range(count)) for r in ranks]
+                runs = [tuple(partials[(r + i) % size] for i in range(count)) for r in ranks]
                 rounds.append(tuple(Message(r, (r - distance) % size, runs[r]) for r in ranks))
                 distance *= 2
     return [Round(stage, messages) for messages in rounds if messages]
@@ -234,10 +234,10 @@ def _gather(stage: str, communication: Communication, pieces: Sequence[Piece]) -
 
 def _announce(rank: int, size: int) -> Round:
     """A rank sends its tensor to all others; everybody adds it, its own too: the order is the same everywhere."""
-    own: Piece = (0, (rank,))
+    own: PartialSum = (0, (rank,))
     merged = (((0, tuple(range(rank))), own),) if rank else ()
     messages = tuple(Message(rank, other, (own,)) for other in range(size) if other != rank)
-    return Round("gather", messages, tuple(Merge(each, pieces) for each in range(size) for pieces in merged))
+    return Round("gather", messages, tuple(Merge(each, partials) for each in range(size) for partials in merged))
 
 
 def _doubling(size: int) -> list[Round]:
@@ -255,7 +255,7 @@ def _doubling(size: int) -> list[Round]:
 
 
 class _Held:
-    """What every rank holds of every block while pieces are on their way; `at_once`: added when all are together."""
+    """What every rank holds of every block while sums are on their way; `at_once`: added when all are together."""
 
     def __init__(self, size: int, blocks: int, *, at_once: bool = False) -> None:
         self._everyone = tuple(range(size))
@@ -264,15 +264,15 @@ class _Held:
 
     def play(self, stage: str, hops: Sequence[_Hop], *, hands_over: bool = False) -> Round:
         """One round. `hands_over`: senders do not keep what they send."""
-        messages = tuple(Message(hop.source, hop.destination, self._pieces(hop)) for hop in hops)
+        messages = tuple(Message(hop.source, hop.destination, self._partials(hop)) for hop in hops)
         for hop in hops if hands_over else ():
             self._of[hop.source].update({block: [] for block in hop.blocks})
         for message in messages:
-            for block, ranks in message.pieces:
+            for block, ranks in message.partials:
                 self._of[message.destination][block].append(ranks)
         return Round(stage, messages, tuple(self._merges()))
 
-    def _pieces(self, hop: _Hop) -> tuple[Piece, ...]:
+    def _partials(self, hop: _Hop) -> tuple[PartialSum, ...]:
         return tuple((block, ranks) for block in hop.blocks for ranks in sorted(self._of[hop.source][block]))
 
     def _merges(self) -> Iterator[Merge]:

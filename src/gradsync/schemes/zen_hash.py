@@ -72,7 +72,7 @@ class ZenHash(Scheme[Tensor]):
         return ("push", "pull")
 
     async def synchronize(self, x: Tensor, state: State, group: Group, scale: float) -> tuple[Tensor, State]:
-        owned = owned_by_hash(x.numel(), group.size, self.seed, x.device)
+        owned = owned_by_hash(x.numel(), group.size, self.seed, x.device, kept_for=group)
         hashed = self._hash(nonzeros(x)[0], group.size)
         # Push: to each owner what lies in its memory, and then what lies nowhere.
         memory, everyone = self._memory(0, group.size), range(group.size)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from gradsync.workloads.base import Batch, DataWorkload, evaluating
+from gradsync.workloads.softmax import NEGATIVES, log_uniform, rng_of_negatives
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,3 +43,32 @@ class LanguageWorkload(DataWorkload):
                 num_tokens += counted
         loss = total / num_tokens
         return {"loss": loss, "perplexity": math.exp(loss)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledSoftmaxWorkload(LanguageWorkload):
+    """A language workload that is trained by sampled softmax (`softmax.py`): a batch ends with the step's negatives."""
+
+    num_negatives: int
+    negatives: str = "own"  # each rank draws its own, or "shared": in a step all ranks draw the same
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_negatives < 1:
+            raise ValueError(f"num_negatives must be at least 1, got {self.num_negatives}")
+        if self.negatives not in NEGATIVES:
+            raise ValueError(f"negatives must be own or shared, got {self.negatives!r}")
+
+    @property
+    @abstractmethod
+    def scored(self) -> range:
+        """The ids that are drawn from, by descending frequency."""
+
+    def batches(self, rank: int, world_size: int, seed: int, start_step: int = 0) -> Iterator[Batch]:
+        """Samples in the order of `Workload.batches`, each step's with its negatives, (num_negatives,) int64."""
+        batches = super().batches(rank, world_size, seed, start_step)
+        return ((*batch, self._draw(seed, step, rank)) for step, batch in enumerate(batches, start_step))
+
+    def _draw(self, seed: int, step: int, rank: int) -> Tensor:
+        rng = rng_of_negatives(self.negatives, seed=seed, step=step, rank=rank)
+        return torch.from_numpy(log_uniform(rng, self.num_negatives, len(self.scored)) + self.scored.start)

@@ -11,7 +11,6 @@ resumed or taken beside the training (calibration) without disturbing it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -25,8 +24,8 @@ from torch.optim import Optimizer
 from gradsync.workloads.base import Batch, adagrad_of_tables
 from gradsync.workloads.data import Array
 from gradsync.workloads.gcide import open_words
-from gradsync.workloads.language import LanguageWorkload
-from gradsync.workloads.softmax import NEGATIVES, log_uniform, rng_of_negatives, sampled_softmax_loss
+from gradsync.workloads.language import SampledSoftmaxWorkload
+from gradsync.workloads.softmax import sampled_softmax_loss
 
 HELD_OUT_RATIO = 0.02
 EVALUATION_WINDOWS = 128  # a full softmax over 100,000 words costs about 0.5 ms a word
@@ -72,7 +71,7 @@ class LSTMLanguageModel(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LSTMWorkload(LanguageWorkload):
+class LSTMWorkload(SampledSoftmaxWorkload):
     """What is the next word? 13 million parameters, 99 % of them in tables of words."""
 
     name: ClassVar[str] = "lstm"
@@ -88,20 +87,17 @@ class LSTMWorkload(LanguageWorkload):
     dim: int = 64  # row length of the tables, and width of the LSTM's projection
     hidden: int = 256  # cells of the LSTM
     num_negatives: int = 2048
-    negatives: str = "own"  # each rank draws its own, or "shared": in a step all ranks draw the same
     data: str = "gcide"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for option, least in {"unroll": 1, "vocabulary": 2, "dim": 1, "num_negatives": 1}.items():
+        for option, least in {"unroll": 1, "vocabulary": 2, "dim": 1}.items():
             if (value := getattr(self, option)) < least:
                 raise ValueError(f"{option} must be at least {least}, got {value}")
         if self.hidden <= self.dim:
             raise ValueError(
                 f"hidden must be more than dim (it is projected down to it), got {self.hidden}, {self.dim}"
             )
-        if self.negatives not in NEGATIVES:
-            raise ValueError(f"negatives must be own or shared, got {self.negatives!r}")
 
     def open(self, cache: Path) -> tuple[Array, str]:
         return open_words(self.data, cache)
@@ -118,15 +114,10 @@ class LSTMWorkload(LanguageWorkload):
         window = torch.from_numpy(words)
         return window[:, :-1], window[:, 1:]
 
-    def batches(self, rank: int, world_size: int, seed: int, start_step: int = 0) -> Iterator[Batch]:
-        """Windows in the order of `Workload.batches`, each step's with its negatives."""
-        windows = super().batches(rank, world_size, seed, start_step)
-        return ((*window, self._draw(seed, step, rank)) for step, window in enumerate(windows, start_step))
-
-    def _draw(self, seed: int, step: int, rank: int) -> Tensor:
-        """The negatives of a step, (num_negatives,) int64."""
-        rng = rng_of_negatives(self.negatives, seed=seed, step=step, rank=rank)
-        return torch.from_numpy(log_uniform(rng, self.num_negatives, self.vocabulary))
+    @property
+    def scored(self) -> range:
+        """All words."""
+        return range(self.vocabulary)
 
     def model(self, *, sparse: bool, seed: int = 0) -> LSTMLanguageModel:
         with torch.random.fork_rng(devices=[]):

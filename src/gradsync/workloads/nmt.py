@@ -7,7 +7,6 @@ rest are dense. There is no dropout: the loss depends on weights and batch alone
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,9 +19,9 @@ from torch.optim import Optimizer
 
 from gradsync.workloads.base import Batch, adagrad_of_tables
 from gradsync.workloads.data import Array
-from gradsync.workloads.language import LanguageWorkload
+from gradsync.workloads.language import SampledSoftmaxWorkload
 from gradsync.workloads.phrases import MAX_WORDS, open_pairs
-from gradsync.workloads.softmax import NEGATIVES, log_uniform, rng_of_negatives, sampled_softmax_loss
+from gradsync.workloads.softmax import sampled_softmax_loss
 
 PADDING, UNKNOWN, BORDER = 0, 1, 2  # ids before those of words; the border opens and closes an English sentence
 HELD_OUT_RATIO = 0.02
@@ -94,7 +93,7 @@ class TranslationModel(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NMTWorkload(LanguageWorkload):
+class NMTWorkload(SampledSoftmaxWorkload):
     """How is this said in English? 3.7 million parameters, 97 % of them in tables of words."""
 
     name: ClassVar[str] = "nmt"
@@ -109,19 +108,16 @@ class NMTWorkload(LanguageWorkload):
     english_words: int = 16_000  # alike, read and scored
     dim: int = 64  # row length of the tables, and width of the transformer
     num_negatives: int = 1024
-    negatives: str = "own"  # each rank draws its own, or "shared": in a step all ranks draw the same
     data: str = "ding"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         least_words = BORDER + 2
-        for option, least in {"german_words": least_words, "english_words": least_words, "num_negatives": 1}.items():
+        for option, least in {"german_words": least_words, "english_words": least_words}.items():
             if (value := getattr(self, option)) < least:
                 raise ValueError(f"{option} must be at least {least}, got {value}")
         if self.dim < 1 or self.dim % NUM_HEADS:
             raise ValueError(f"dim must be a positive multiple of {NUM_HEADS} (heads of attention), got {self.dim}")
-        if self.negatives not in NEGATIVES:
-            raise ValueError(f"negatives must be own or shared, got {self.negatives!r}")
 
     def open(self, cache: Path) -> tuple[Array, str]:
         return open_pairs(self.data, cache)
@@ -135,15 +131,10 @@ class NMTWorkload(LanguageWorkload):
         between[np.arange(len(rows)), 1 + (english != PADDING).sum(axis=1)] = BORDER
         return torch.from_numpy(german), torch.from_numpy(between)
 
-    def batches(self, rank: int, world_size: int, seed: int, start_step: int = 0) -> Iterator[Batch]:
-        """Pairs in the order of `Workload.batches`, each step's with its negatives."""
-        pairs = super().batches(rank, world_size, seed, start_step)
-        return ((*pair, self._draw(seed, step, rank)) for step, pair in enumerate(pairs, start_step))
-
-    def _draw(self, seed: int, step: int, rank: int) -> Tensor:
-        """The negatives of a step, (num_negatives,) int64; never padding."""
-        rng = rng_of_negatives(self.negatives, seed=seed, step=step, rank=rank)
-        return torch.from_numpy(log_uniform(rng, self.num_negatives, self.english_words - 1) + PADDING + 1)
+    @property
+    def scored(self) -> range:
+        """All English words; never padding."""
+        return range(PADDING + 1, self.english_words)
 
     def model(self, *, sparse: bool, seed: int = 0) -> TranslationModel:
         with torch.random.fork_rng(devices=[]):

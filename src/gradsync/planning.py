@@ -1,0 +1,206 @@
+"""Which plan runs: when the planner is asked, what it is told, and that all ranks go by the same plan.
+
+The first plan is made of what is known of the model. After the first step, at times the second, the planner is asked
+again, with what these showed on all ranks: readiness order, layouts, densities. If it then returns several plans, the
+best guess first, each runs for some steps and the fastest stays (`trial.py`). A planner that measured the network is
+asked again while training goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from .comm import Group
+from .costs import CostModel
+from .density import ParameterProfile
+from .lane import Lanes
+from .observation import Observer
+from .plan import Plan, What
+from .trial import Trial, fastest
+
+logger = logging.getLogger(__name__)
+
+Planner = Callable[[Sequence[ParameterProfile], int], Plan | Sequence[Plan]]
+Call = Callable[[str, Callable[[Group], Any]], Any]  # `Engine.call`
+
+# A table that no module announced travels dense at first, and so do dense gradients with many zeros: their rows show in
+# the second step.
+MAX_OBSERVATIONS = 2
+LOOK_AGAIN_STEPS = 499  # a prime: what alternates from step to step is not always met in the same state
+
+
+@runtime_checkable
+class RevisingPlanner(Protocol):
+    """A planner that knows the network it plans for, and is asked again while training runs.
+
+    It is asked again if it has measured the network; it is told to where the first steps show sparse gradients.
+    """
+
+    cost: CostModel | None  # once measured
+
+    def __call__(self, profiles: Sequence[ParameterProfile], world_size: int) -> Plan | Sequence[Plan]: ...
+
+    def measure(self, group: Group, timeout_s: float) -> None:
+        """Called on all ranks at once, before the first plan that depends on what gradients look like."""
+
+    def revise(self, plan: Plan, before: Sequence[ParameterProfile], now: Sequence[ParameterProfile]) -> Plan:
+        """The plan to go on with, the same on all ranks; `before` is what was known when the plan was made."""
+
+
+class Planning:
+    """Decides after each step on `plan`, that of the next one, by what `observer` saw; a given `Plan` stays."""
+
+    def __init__(
+        self,
+        plan: Plan | Planner,
+        observer: Observer,
+        group: Group,
+        call: Call,
+        *,
+        device: torch.device,
+        timeout_s: float,
+    ) -> None:
+        self._planner = None if isinstance(plan, Plan) else plan
+        self._reviser = plan if isinstance(plan, RevisingPlanner) else None
+        self._observer = observer
+        self._group = group  # to be talked to by `call` only
+        self._call = call
+        self._device = device
+        self._timeout_s = timeout_s
+        self._observations_left = 0 if isinstance(plan, Plan) else MAX_OBSERVATIONS
+        self._steps_to_look = LOOK_AGAIN_STEPS
+        self._trial: Trial[Plan] | None = None
+        self._known_to_plan: list[ParameterProfile] = []  # when the plan was made
+        self.plan = plan if isinstance(plan, Plan) else self._planned()[0]
+        self._check(self.plan)
+
+    @property
+    def settled(self) -> bool:
+        """Whether the first steps have decided what they decide."""
+        return self._trial is None and not self._observations_left
+
+    @property
+    def looks(self) -> bool:
+        """Whether this step shows what gradients look like."""
+        return self._observations_left > 0 or self._steps_to_look == 1
+
+    @property
+    def on_trial(self) -> list[Plan]:
+        """Plans that are tried at present, the best guess first."""
+        return [] if self._trial is None else self._trial.candidates
+
+    @property
+    def measured_cost(self) -> CostModel | None:
+        """What the planner measured the network to be."""
+        return None if self._reviser is None else self._reviser.cost
+
+    def step_ended(self, lanes: Lanes) -> None:
+        """A step by `plan` is over, in these lanes; collective when the ranks have something to decide.
+
+        Raises:
+            ValueError: for a plan that is not for this model.
+            RuntimeError: on all ranks, when they made different plans.
+        """
+        if self._observations_left:
+            self._observe(lanes)
+        elif self._trial is not None:
+            self._try(self._trial)
+        elif self._reviser is not None and self._reviser.cost is not None:
+            self._look_again(self._reviser, lanes)
+
+    def _observe(self, lanes: Lanes) -> None:
+        """Reduces what a first step showed over the ranks, and makes the plans that all of them now make."""
+        self._share("first observations", lanes)
+        self._observations_left = 0 if self._observer.complete else self._observations_left - 1
+        if (reviser := self._reviser) is not None and reviser.cost is None and self._observer.sparsity_known:
+            self._call("measurement of the network", lambda group: reviser.measure(group, self._timeout_s))
+        plans = self._planned()
+        self._require_same(plans)
+        if self._observations_left == 0 and len(plans) > 1:
+            self._trial = Trial(plans)
+        self._switch_to(plans[0])
+
+    def _try(self, trial: Trial[Plan]) -> None:
+        """Counts a step of a trial; at its end the ranks agree on the fastest plan."""
+        if not trial.step_ended(time.perf_counter()):
+            return
+        if not trial.done:
+            self._switch_to(trial.current)
+            return
+        self._trial = None
+        medians_s = self._gather("times of a trial", torch.tensor(trial.medians_s, dtype=torch.float64))
+        best, times_s = fastest([part.tolist() for part in medians_s])
+        for number, (plan, time_s) in enumerate(zip(trial.candidates, times_s, strict=True)):
+            verdict = "kept" if number == best else "left"
+            logger.info("tried a plan of %d buckets: %.1f ms a step, %s", len(plan.buckets), time_s * 1e3, verdict)
+        self._switch_to(trial.candidates[best])
+
+    def _look_again(self, reviser: RevisingPlanner, lanes: Lanes) -> None:
+        """From time to time: reduces what the step showed over the ranks, who go on by the plan that fits it."""
+        self._steps_to_look -= 1
+        if self._steps_to_look > 0:
+            return
+        self._steps_to_look = LOOK_AGAIN_STEPS
+        self._share("observations", lanes)
+        plan = reviser.revise(self.plan, self._known_to_plan, self._known())
+        self._check(plan)
+        self._require_same([plan])
+        if plan.digest != self.plan.digest:
+            logger.info("gradients look different now; the plan is revised")
+            self._known_to_plan = self._known()
+            self._switch_to(plan)
+
+    def _planned(self) -> list[Plan]:
+        """What the planner makes of what is known now: the plans worth trying, the best guess first."""
+        assert self._planner is not None
+        self._known_to_plan = self._known()
+        made = self._planner(self._known_to_plan, self._group.size)
+        plans = [made] if isinstance(made, Plan) else list(made)
+        if not plans:
+            raise ValueError("the planner made no plan; it must return a Plan, or a list of at least one")
+        for plan in plans:
+            self._check(plan)
+        return plans
+
+    def _known(self) -> list[ParameterProfile]:
+        return list(self._observer.profiles.values())
+
+    def _check(self, plan: Plan) -> None:
+        plan.check({name: profile.tensor for name, profile in self._observer.profiles.items()}, self._group.size)
+        if any(bucket.what is not What.GRADIENT for bucket in plan.buckets):
+            raise ValueError("this version synchronises gradients only; the plan has buckets of parameters")
+
+    def _switch_to(self, plan: Plan) -> None:
+        """An equal plan is no other one: what runs by it goes on."""
+        if plan.digest != self.plan.digest:
+            self.plan = plan
+
+    def _share(self, what: str, lanes: Lanes) -> None:
+        for lane in lanes:
+            lane.close_prediction(self._observer.profiles)
+        self._observer.share(lambda name: lanes.of(name)[0].gradients, lambda mine: self._gather(what, mine))
+
+    def _require_same(self, plans: Sequence[Plan]) -> None:
+        """A planner that is not deterministic would make the ranks wait for each other: raises on all of them."""
+        digests = [plan.digest for plan in plans]
+        mine = torch.tensor(list(hashlib.sha256(" ".join(digests).encode()).digest()), dtype=torch.uint8)
+        everyone = [part.tolist() for part in self._gather("digest of the new plans", mine)]
+        other = next((rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]), None)
+        if other is not None:
+            raise RuntimeError(
+                f"the plans made after this step differ: rank {other} has made others than rank 0 (here: "
+                f"{', '.join(digest[:12] for digest in digests)}); a planner must depend on nothing but its arguments"
+            )
+
+    def _gather(self, what: str, mine: Tensor) -> list[Tensor]:
+        """Hands a small tensor to all ranks; returns everybody's, by rank."""
+        buffer = mine.to(self._device)
+        parts: list[Tensor] = self._call(what, lambda group: group.all_gather(buffer).wait(self._timeout_s))
+        return parts
