@@ -90,9 +90,13 @@ class Gradient:
         return all(spec.dim == 1 for spec in self.specs)
 
     @property
+    def numel(self) -> int:
+        return sum(spec.numel for spec in self.specs)
+
+    @property
     def density(self) -> float:
         """Mean over the ranks."""
-        return sum(map(self.elements, self.ranks)) / len(self.ranks) / sum(spec.numel for spec in self.specs)
+        return statistics.fmean(map(self.elements, self.ranks)) / self.numel
 
     def elements(self, rows: Rows) -> int:
         return sum(len(of_table) * spec.dim for of_table, spec in zip(rows, self.specs, strict=True))
@@ -224,27 +228,32 @@ def _draws(pattern: Pattern, spec: BalanceSpec, n: int) -> Iterator[Gradient]:
     return (drawn(pattern, spec.elements, n, spec.seed + draw) for draw in range(spec.repeats))
 
 
+@dataclass
+class _Figures:
+    """Of one gradient, draw by draw."""
+
+    of_maps: dict[str, list[tuple[float, float]]] = field(default_factory=dict)  # push and pull
+    again: list[float] = field(default_factory=list)  # push of the baseline with other seeds
+    densities: list[float] = field(default_factory=list)
+
+    def add(self, gradient: Gradient, n: int, seed: int) -> None:
+        for owners in BY_ROW if gradient.is_flat else (*BY_ROW, OF_TABLES):  # an element has no columns
+            both = (push_imbalance(gradient, owners, n, seed), pull_imbalance(gradient, owners, n, seed))
+            self.of_maps.setdefault(owners, []).append(both)
+        self.again.append(push_imbalance(gradient, BASELINE, n, -1 - seed))  # which is no other draw's seed
+        self.densities.append(gradient.density)
+
+
 def _records(
     name: str, n: int, gradients: Iterator[Gradient], spec: BalanceSpec, options: dict[str, Any]
 ) -> list[Record]:
-    found: dict[str, list[tuple[float, float]]] = {}  # by map, of each draw push and pull
-    again, densities = [], []
+    figures = _Figures()
     for draw, gradient in enumerate(gradients):
-        seed = spec.seed + draw
-        for owners in BY_ROW if gradient.is_flat else (*BY_ROW, OF_TABLES):  # an element has no columns
-            both = (push_imbalance(gradient, owners, n, seed), pull_imbalance(gradient, owners, n, seed))
-            found.setdefault(owners, []).append(both)
-        again.append(push_imbalance(gradient, BASELINE, n, -1 - seed))  # which is no other draw's seed
-        densities.append(gradient.density)
-        specs = gradient.specs
-    baseline = found.pop(BASELINE)
+        figures.add(gradient, n, spec.seed + draw)
+        elements = gradient.numel
+    baseline = figures.of_maps[BASELINE]
     pushes = [push for push, _ in baseline]
-    params = {
-        "gradient": name,
-        "ranks": n,
-        "elements": sum(each.numel for each in specs),
-        "density": statistics.fmean(densities),
-    }
+    params = {"gradient": name, "ranks": n, "elements": elements, "density": statistics.fmean(figures.densities)}
     return [
         Record(
             case="balance",
@@ -257,7 +266,7 @@ def _records(
             subject_s=None,
             baseline_s=None,
             ratio=_ratios([push for push, _ in of_draws], pushes),
-            aa=_ratios(again, pushes),
+            aa=_ratios(figures.again, pushes),
             balance=Balance(
                 subject=_means(of_draws),
                 baseline=_means(baseline),
@@ -268,7 +277,8 @@ def _records(
             environment=machine(),
             commit=commit(),
         )
-        for owners, of_draws in found.items()
+        for owners, of_draws in figures.of_maps.items()
+        if owners != BASELINE
     ]
 
 
