@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from ..bench.balance import SUBJECTS as MAPS
+from ..bench.balance import BalanceSpec, run_balance
 from ..bench.characterization import SUBJECT, LookSpec, run_looks
 from ..bench.kernels import WORK, KernelsSpec, run_kernels
 from ..bench.methods import METHODS
 from ..bench.options import parse_options
+from ..bench.patterns import UNIT
 from ..bench.sync import DENSE_SIZES_BYTES, SUBJECTS, SyncSpec, run_sync
 from ..bench.topk import TopKWorkload
 from ..bench.topk import kind_of as exchange_kind_of
 from ..bench.topk import names as exchange_names
 from ..bench.train import TrainSpec, run_training
 from ..footprint import DEFAULT_SAMPLE
+from ..report.balance import balance_table
 from ..report.record import Record, save_records
 from ..report.tables import judgements, records_table
 from ..workloads import declared_options, kind_of, names
 from .progress import WIDE, beside, console, event_bar, plain_errors
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 app = typer.Typer(help="Measure methods beside each other and keep the records.", no_args_is_help=True)
 
@@ -199,6 +206,37 @@ def characterize(
     finish(records, [], json, bounds)
 
 
+@app.command()
+def balance(
+    workload: Annotated[
+        str, typer.Option(help="Workloads whose gradients are shared out too, comma-separated; '' for none.")
+    ] = "deepfm,lstm,topk",
+    option: Options = None,
+    elements: Annotated[int, typer.Option(help=f"Of the gradients that are drawn, a multiple of {UNIT}.")] = 1 << 24,
+    ranks: Annotated[
+        str, typer.Option(help="Numbers of ranks, all of which are owners, comma-separated.")
+    ] = "8,16,128",
+    repeats: Annotated[
+        int, typer.Option(min=2, help="Draws of each gradient, each with other seeds of the maps.")
+    ] = 10,
+    json: Json = None,
+    quick: Quick = False,
+    require: Require = None,
+) -> None:
+    """How evenly owner maps share out gradients, beside the paper's hash: imbalance of push and pull, no times."""
+    chosen = tuple(workload.split(",")) if workload else ()
+    with plain_errors():
+        if not re.fullmatch(r"\d+(,\d+)*", ranks):
+            raise ValueError(f"--ranks must look like 8,16, got {ranks!r}")
+        numbers = tuple(map(int, ranks.split(",")))
+        options = parse_options(chosen, option or (), exchange_kind_of)
+        spec = BalanceSpec(chosen, options, elements, numbers, QUICK_REPEATS if quick else repeats)
+    bounds = bounds_of(require, MAPS)
+    with plain_errors(), event_bar("imbalance of owner maps", len(spec.cases), "drawing") as on_event:
+        records = run_balance(spec, on_event)
+    finish(records, [], json, bounds, balance_table)
+
+
 def bounds_of(requirements: Sequence[str] | None, subjects: Sequence[str]) -> list[tuple[str, float]]:
     """(subject, bound) of each requirement; a wrong one ends the command before anything runs."""
     bounds = []
@@ -214,7 +252,13 @@ def bounds_of(requirements: Sequence[str] | None, subjects: Sequence[str]) -> li
     return bounds
 
 
-def finish(records: list[Record], notes: list[str], json: str | None, bounds: list[tuple[str, float]]) -> None:
+def finish(
+    records: list[Record],
+    notes: list[str],
+    json: str | None,
+    bounds: list[tuple[str, float]],
+    table: Callable[..., Table] = records_table,
+) -> None:
     """Prints the records as a table and how they stand to the bounds, and writes them if asked to."""
     import json as encoder
 
@@ -223,7 +267,7 @@ def finish(records: list[Record], notes: list[str], json: str | None, bounds: li
     if json == "-":
         typer.echo(encoder.dumps([record.model_dump(mode="json") for record in records], indent=1))
     else:
-        console.print(records_table(records, compact=console.width < WIDE))
+        console.print(table(records, compact=console.width < WIDE))
     if json is not None and json != "-":
         save_records(records, json)
         console.print(f"Records: {json}")

@@ -12,7 +12,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
-Metric = Literal["step_s", "sync_s", "kernel_s", "plan_s", "time_to_loss_s"]
+from ..sparsity import Estimate
+
+Metric = Literal["step_s", "sync_s", "kernel_s", "plan_s", "time_to_loss_s", "imbalance"]
 
 
 class Spread(BaseModel):
@@ -44,18 +46,41 @@ class WireBytes(BaseModel):
     baseline: float | None = None
 
 
+class Imbalance(BaseModel):
+    """How much more than an even share the most loaded owner has, mean over draws (Zen, OSDI 2025, section 2); ideal 1.
+
+    In differences of two of them, by how much.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    push: Estimate  # of the rank whose elements are shared out worst
+    pull: Estimate  # of the sums
+
+
+class Balance(BaseModel):
+    """Two owner maps on the same draws."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    subject: Imbalance
+    baseline: Imbalance
+    excess: Imbalance  # subject less baseline, draw by draw
+
+
 class Record(BaseModel):
     """One comparison. `ratio` = subject / baseline of pairs measured side by side: below 1, the subject is faster.
 
     `bound_s` is what the network allows for the subject's transfers. `predicted_s` is the cost model's word for the
     whole subject, with costs fitted in the same run; None where nothing predicts it, as for training steps. `cpu_s` is
     the processor time of all ranks together: where they share a machine, the subject cannot take less than that over
-    `environment["cores"]`, whatever the network allows.
+    `environment["cores"]`, whatever the network allows. Of the metric `imbalance`, which takes no time, `ratio` and
+    `aa` are those of push imbalance, draw by draw.
     """
 
     model_config = ConfigDict(extra="forbid")
 
-    case: Literal["sync", "train", "compress", "kernels", "plan", "simulate", "characterize"]
+    case: Literal["sync", "train", "compress", "kernels", "plan", "simulate", "characterize", "balance"]
     metric: Metric
     subject: str
     baseline: str
@@ -74,6 +99,7 @@ class Record(BaseModel):
     seeds: list[int] = []
     wire_bytes: WireBytes | None = None
     payload_bytes: WireBytes | None = None  # what the schemes handed to the transport
+    balance: Balance | None = None  # of the metric `imbalance`
     versions: dict[str, str] = {}
     environment: dict[str, Any] = {}
     commit: str | None = None

@@ -1,0 +1,56 @@
+"""Owner maps beside each other: one row for a gradient and a number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from .record import Imbalance, Record
+from .tables import NOTHING
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def balance_columns(records: Sequence[Record]) -> list[str]:
+    """The headings of `balance_rows`: the baseline, then the maps in the order of the records."""
+    baselines = list(dict.fromkeys(record.baseline for record in records))
+    return ["gradient", "ranks", "density, %", *baselines, *dict.fromkeys(record.subject for record in records)]
+
+
+def balance_rows(records: Sequence[Record], *, compact: bool = False) -> list[list[str]]:
+    """`push / pull` of each map, and in brackets by how much its push exceeds the baseline's; `compact`: push only."""
+    columns = balance_columns(records)[3:]
+    rows: dict[tuple[str, int], dict[str, str]] = {}
+    for record in records:
+        assert record.balance is not None, "the records are those of `bench balance`"
+        params = record.params
+        row = rows.setdefault((params["gradient"], params["ranks"]), {"density": f"{100 * params['density']:.2f}"})
+        row[record.baseline] = _in_words(record.balance.baseline, compact=compact)
+        excess = record.balance.excess.push
+        row[record.subject] = _in_words(record.balance.subject, compact=compact)
+        if not compact:
+            row[record.subject] += f" ({excess.value:+.3f} +-{excess.error:.3f})"
+    return [
+        [gradient, str(ranks), row["density"], *(row.get(column, NOTHING) for column in columns)]
+        for (gradient, ranks), row in rows.items()
+    ]
+
+
+def _in_words(imbalance: Imbalance, *, compact: bool) -> str:
+    push, pull = f"{imbalance.push.value:.3f}", f"{imbalance.pull.value:.3f}"
+    return push if compact else f"{push} / {pull}"
+
+
+def balance_table(records: Sequence[Record], *, compact: bool = False) -> Table:
+    """The rows for a terminal; narrow ones get push only."""
+    from rich.table import Table
+    from rich.text import Text
+
+    figures = "push" if compact else "push / pull (push less that of the first map, +- standard error)"
+    table = Table(title=Text("Imbalance of owner maps"), caption=Text(f"{figures}, mean over draws; 1: even"))
+    for number, heading in enumerate(balance_columns(records)):
+        table.add_column(heading.replace("_", " "), justify="right" if number else "left", overflow="fold")
+    for row in balance_rows(records, compact=compact):
+        table.add_row(*map(Text, row))
+    return table
