@@ -38,7 +38,8 @@ Planner = Callable[[Sequence[ParameterProfile], int], Plan | Sequence[Plan]]
 class RevisingPlanner(Protocol):
     """A planner that knows the network it plans for, and is asked again while training runs.
 
-    It is asked again if it has measured the network; it is told to where the first steps show sparse gradients.
+    It is asked again if it has measured the network; it is told to where the first steps show sparse gradients,
+    and where nodes have several ranks.
     """
 
     cost: CostModel | None  # once measured
@@ -472,7 +473,8 @@ class Engine:
         """Reduces what a first step showed over the ranks, and makes the plans that all of them now make."""
         self._share("first observations")
         self._observations_left = 0 if self._observer.complete else self._observations_left - 1
-        if (reviser := self._reviser) is not None and reviser.cost is None and self._observer.sparsity_known:
+        to_measure = self._observer.sparsity_known or self.group.placement.is_hierarchy
+        if (reviser := self._reviser) is not None and reviser.cost is None and to_measure:
             self.call("measurement of the network", lambda group: reviser.measure(group, self.timeout_s))
         plans = self._planned()
         self._require_same([plan.digest for plan in plans])
