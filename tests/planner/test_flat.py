@@ -27,13 +27,13 @@ from gradsync.schemes import (
     Scheme,
     SparseReduceScatter,
 )
-from gradsync.schemes.selection import CHANGE_MARGIN
+from gradsync.schemes.selection import CHANGE_MARGIN, TOLERANCE
 from gradsync.steps import Compute
 
 NODES = Placement.regular(2, 2)
 COST = CostModel(alpha_s=1e-4, bandwidth_bytes_per_s=25e6, intra=Link(2e9, 1e-5), stage_s=1e-3)
 NETWORK = Network(COST, NODES)
-NEARLY_AS_SLOW = Network(replace(COST, intra=Link(60e6, 1e-5)), NODES)
+NEARLY_AS_SLOW = Network(replace(COST, intra=Link(68e6, 1e-5)), NODES)
 ONE_A_NODE = Network(COST, Placement.one_per_node(4))
 SPARSE_INSIDE = dict.fromkeys(("scatter_elements", "sum_scattered", "gather_elements"), KernelCost(0.0, 5e-9))
 SLOW_KERNELS = Network(replace(COST, kernels=SPARSE_INSIDE), NODES)
@@ -87,7 +87,7 @@ def test_a_dense_bucket_is_left_to_the_transport_where_nodes_save_no_tenth(
 
 def test_a_little_saved_is_no_reason_to_leave_the_plain_scheme() -> None:
     share = seconds(OVER_NODES, dense("w"), NEARLY_AS_SLOW) / seconds(AllReduce(), dense("w"), NEARLY_AS_SLOW)
-    assert 1 - CHANGE_MARGIN < share < 0.99
+    assert 1 - CHANGE_MARGIN < share < 1 / (1 + TOLERANCE)  # else the first of nearly equal ones was taken anyway
 
 
 def test_elements_are_summed_inside_nodes_first_unless_they_are_very_few() -> None:
