@@ -67,7 +67,9 @@ def test_only_the_named_kernels_run_and_torch_keeps_its_threads() -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("kernel", ["unite_rows", "decode_bitmap", "partition_hashed", "hierarchical_hash"])
+@pytest.mark.parametrize(
+    "kernel", ["unite_rows", "decode_bitmap", "partition_hashed", "owned_by_hash", "hierarchical_hash", "top_k"]
+)
 @pytest.mark.usefixtures("tiny")
 def test_kernels_for_cuda_do_on_the_same_numbers_what_their_definitions_do_on_the_cpu(kernel: str) -> None:
     params = dict(kernels.CASES)[kernel]

@@ -8,13 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsync.kernels import cpu, reference
+from gradsync.kernels import cpu, owned_by_hash, reference, use
 from gradsync.kernels.reference.hashing import hash_key
 from tests.kernels.native import DTYPES, assert_same_bits, native, special_values
 from tests.kernels.on_device import every
 from tests.kernels.shapes import columns_of_2048, random_indices, zipf_rows
-
-both = pytest.mark.parametrize("kernels", [cpu, reference], ids=["native", "reference"])
 
 
 def murmur_owner(index: int, n: int, key: int) -> int:
@@ -195,13 +193,20 @@ def test_what_cannot_be_hashed_is_refused(kernels) -> None:
         kernels.partition_hashed(torch.tensor([1, 1]), 2**31 + 1, 1, 0).write(two, [two.int()], [two])
 
 
-@both
+@every
 def test_lists_of_no_owner_or_size_are_refused(kernels) -> None:
     for n in (0, 2**16 + 1):
         with pytest.raises(ValueError, match=r"number of owners must be in \[1, 65536\]"):
             kernels.owned_by_hash(10, n, 0)
     with pytest.raises(ValueError, match="size must not be negative"):
         kernels.owned_by_hash(-1, 2, 0)
+
+
+def test_lists_are_made_on_the_device_that_is_named_or_refused() -> None:
+    for make in (owned_by_hash, reference.owned_by_hash):
+        assert make(5, 1, 0, device=torch.device("cpu"))[0].tolist() == [0, 1, 2, 3, 4]
+    with use("native"), pytest.raises(TypeError, match="on the CPU, got lists .* on meta"):
+        owned_by_hash(5, 1, 0, device=torch.device("meta"))
 
 
 @native

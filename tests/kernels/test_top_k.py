@@ -13,8 +13,8 @@ from torch import Tensor
 from gradsync import kernels
 from gradsync.kernels import cpu, reference
 from tests.kernels.native import DTYPES, assert_same_bits, native, special_values
+from tests.kernels.on_device import every
 
-both = pytest.mark.parametrize("kernels", [cpu, reference], ids=["native", "reference"])
 SAMPLED = 40_007  # more elements than are looked at before a threshold is guessed
 
 
@@ -110,7 +110,7 @@ def test_nan_and_infinity_are_the_largest_and_travel(dtype: torch.dtype, size: i
         assert chosen(implementation, x, 7, **options)[0].tolist() == list(range(7))
 
 
-@both
+@every
 def test_outputs_that_do_not_fit_are_refused(kernels) -> None:
     x, three = torch.ones(5), torch.zeros(3)
     with pytest.raises(ValueError, match="indices must be of at most x's 5 elements"):

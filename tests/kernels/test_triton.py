@@ -67,6 +67,21 @@ def nonzero_elements(kernels: Any, size: int) -> list[Tensor]:
     return outs
 
 
+def top_k(kernels: Any, size: int) -> list[Tensor]:
+    """Eleven numbers over and over: the last that is taken has many as large as it."""
+    outs = []
+    for number, dtype in enumerate(DTYPES):
+        for k in {size, size // 3}:
+            whole = torch.full((k + 1,), 77, dtype=INDEX_DTYPES[number % 2]), torch.full((k + 1,), 77, dtype=dtype)
+            kernels.top_k(values_of(torch.arange(size), dtype), whole[0][:-1], whole[1][:-1])
+            outs += whole
+    return outs
+
+
+def owned_by_hash(kernels: Any, size: int) -> list[Tensor]:
+    return [owned for n in (1, 7) for owned in kernels.owned_by_hash(size, n, 3)]
+
+
 def owners_by_hash(kernels: Any, size: int) -> list[Tensor]:
     indices, outs = torch.arange(size) * 0x7FFFFFFFFFF, [torch.zeros(size, dtype=dtype) for dtype in INDEX_DTYPES]
     for n, out in zip((7, 1 << 16), outs, strict=True):
@@ -230,9 +245,9 @@ def hierarchical_hash(kernels: Any, size: int) -> list[Tensor]:
 CASES: dict[str, Callable[[Any, int], list[Tensor]]] = {
     case.__name__: case
     for case in (
-        encode_bitmap, decode_bitmap, count_bits, nonzero_elements, owners_by_hash, partition_hashed, partition_rotated,
-        join_rotated, rotated_index, positions_in, encode_offsets, decode_offsets, sum_rows, unite_rows, join_columns,
-        scatter_rows, nonzero_rows, hierarchical_hash,
+        encode_bitmap, decode_bitmap, count_bits, nonzero_elements, top_k, owners_by_hash, partition_hashed,
+        partition_rotated, join_rotated, rotated_index, owned_by_hash, positions_in, encode_offsets, decode_offsets,
+        sum_rows, unite_rows, join_columns, scatter_rows, nonzero_rows, hierarchical_hash,
     )
 }  # fmt: skip
 
@@ -255,6 +270,36 @@ def test_more_owners_than_a_byte_can_number_get_what_is_theirs() -> None:
     for n in (256, 257, 1 << 15, 1 << 16):
         expected, got = (module.partition_hashed(torch.arange(500), 500, n, 1).counts for module in (reference, TRITON))
         assert got == expected
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("magnitudes", [1, 40, 1 << 40])
+def test_the_largest_of_many_blocks_are_those_of_the_definition(magnitudes: int, dtype: torch.dtype) -> None:
+    """Two histograms of 4096 elements, five blocks of 1024: ties across them all, across some, and hardly any."""
+    numbers = torch.randint(-magnitudes, magnitudes + 1, (5000,), generator=torch.Generator().manual_seed(0))
+    x = (numbers / magnitudes).to(dtype)
+    for k in (1, 700, 4999):
+        got, expected = ((torch.zeros(k).int(), torch.zeros(k, dtype=dtype)) for _ in range(2))
+        TRITON.top_k(x, *got)
+        reference.top_k(x, *expected)
+        assert torch.equal(got[0], expected[0])
+        assert_same_bits(got[1], expected[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_nan_is_the_largest_and_infinity_the_next(dtype: torch.dtype) -> None:
+    x = special_values(dtype)  # 0, -0, NaN, inf, -inf, the smallest subnormal, the largest number
+    for k, expected in ((1, [2]), (2, [2, 3]), (3, [2, 3, 4]), (4, [2, 3, 4, 6]), (6, [0, 2, 3, 4, 5, 6])):
+        indices, values = torch.zeros(k).long(), torch.zeros(k, dtype=dtype)
+        TRITON.top_k(x, indices, values)
+        assert indices.tolist() == expected
+        assert_same_bits(values, x[indices])
+
+
+def test_lists_that_are_made_piece_by_piece_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.import_module("gradsync.kernels.triton.hashing"), "_DEALT_AT_ONCE", 300)
+    for got, expected in zip(TRITON.owned_by_hash(700, 3, 5), reference.owned_by_hash(700, 3, 5), strict=True):
+        assert_same_bits(got, expected)
 
 
 def test_sums_over_many_parts_and_hot_rows_keep_their_order() -> None:
@@ -281,6 +326,9 @@ def test_what_cannot_be_worked_on_in_place_is_refused() -> None:
         lambda: triton.partition_rotated(apart, 10, 2, 0),
         lambda: triton.owners_by_hash(three, 2, 0, apart),
         lambda: triton.nonzero_elements(two.repeat(2)[::2]),
+        lambda: triton.top_k(two.repeat(2)[::2], three[:1], two[:1]),
+        lambda: triton.top_k(two, apart[:2], two),
+        lambda: triton.top_k(two, three[:2], rows[:2, 0]),
         lambda: triton.unite_rows([apart], 10),
         lambda: triton.partition_hashed(three, 10, 1, 0).write(rows[:, 0], [apart.clone()], [rows[:, 1].clone()]),
     ):
@@ -298,12 +346,15 @@ def test_what_cannot_be_worked_on_in_place_is_refused() -> None:
     assert not rows.any()
 
 
-def test_an_explicit_choice_of_triton_reaches_every_kernel_that_it_has() -> None:
+def test_an_explicit_choice_of_triton_reaches_every_kernel_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     with kernels.use("triton"):
         assert kernels.active() == "triton"
         for kernel in CASES:
             assert kernels._pick(kernel, [torch.zeros(1)]) is getattr(device.load(), kernel)
-        assert kernels._pick("owned_by_hash", []) is reference.owned_by_hash
+            with monkeypatch.context() as without:
+                without.delattr(device.load(), kernel)
+                assert kernels._pick(kernel, []) is getattr(reference, kernel)
+        assert_same_bits(kernels.owned_by_hash(9, 2, 0)[1].cpu(), reference.owned_by_hash(9, 2, 0)[1])
 
 
 def test_tensors_on_a_device_go_to_triton_and_no_others() -> None:

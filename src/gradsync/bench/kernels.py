@@ -217,7 +217,11 @@ def owners_by_hash(g: torch.Generator, *, nnz: int, size: int, owners: int) -> W
 def owned_by_hash(g: torch.Generator, *, size: int, owners: int) -> Work:
     """The lists behind the hash bitmaps, allocated anew as at setup."""
     out = torch.zeros(size, dtype=torch.int32)
-    return Work(lambda module: torch.cat(module.owned_by_hash(size, owners, 1), out=out), [out], tensor_bytes(out))
+
+    def run(module: ModuleType) -> None:
+        torch.cat(module.owned_by_hash(size, owners, 1, device=out.device), out=out)
+
+    return Work(run, [out], tensor_bytes(out))
 
 
 def hierarchical_hash(g: torch.Generator, *, nnz: int, size: int, owners: int) -> Work:

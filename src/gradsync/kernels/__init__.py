@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from gradsync.kernels import cpu, device, reference
@@ -366,16 +367,21 @@ def partition_hashed(indices: Tensor, size: int, n: int, seed: int) -> HashedPar
     return partition
 
 
-def owned_by_hash(size: int, n: int, seed: int) -> list[Tensor]:
+def owned_by_hash(size: int, n: int, seed: int, *, device: torch.device | None = None) -> list[Tensor]:
     """Per owner all indices of [0, size) that hash to it, ascending: the lists behind the hash bitmaps of Zen.
 
     Together they are as large as an int32 (from 2^31 elements on, int64) for each element, on every rank: made once per
     size and seed, and kept.
 
+    Args:
+        device: where the lists are made; by default the CPU, of `triton` the current CUDA device.
+
     Raises:
         ValueError: a negative size, or n not in [1, 2^16].
+        TypeError: native: another device than the CPU.
     """
-    owned: list[Tensor] = _pick("owned_by_hash", [], size)(size, n, seed)
+    like = [] if device is None else [torch.empty(0, dtype=torch.int32, device=device)]
+    owned: list[Tensor] = _pick("owned_by_hash", like, size)(size, n, seed, device=device)
     return owned
 
 

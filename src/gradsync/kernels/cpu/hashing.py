@@ -35,11 +35,18 @@ def partition_hashed(
 
 
 def owned_by_hash(
-    size: int, n: int, seed: int, *, threads: int | None = None, module: ModuleType | None = None
+    size: int,
+    n: int,
+    seed: int,
+    *,
+    device: torch.device | None = None,
+    threads: int | None = None,
+    module: ModuleType | None = None,
 ) -> list[Tensor]:
-    """See `gradsync.kernels.owned_by_hash`."""
+    """See `gradsync.kernels.owned_by_hash`. Another device than the CPU is refused."""
     check_owners(n)
     check_size("size", size)
+    plain("lists", torch.empty(0, dtype=torch.int32, device=device))
     owned: Any = (module or load()).OwnedByHash(size, n, hash_key(seed), threads_for(threads, size))
     dtype = torch.int32 if size <= INT32_INDICES else torch.int64
     lists = [torch.empty(count, dtype=dtype) for count in owned.counts]

@@ -48,6 +48,14 @@ def nonzero_elements(x: Tensor) -> NonzeroElements:
 @torch.no_grad()
 def top_k(x: Tensor, indices: Tensor, values: Tensor) -> None:
     """See `gradsync.kernels.top_k`."""
+    check_top_k(x, indices, values)
+    chosen = _largest(magnitudes(x), len(indices))
+    indices.copy_(chosen)
+    values.copy_(x[chosen])
+
+
+def check_top_k(x: Tensor, indices: Tensor, values: Tensor) -> None:
+    """Refuses outputs that the largest elements of `x` do not fit."""
     check_floating("x", x)
     if x.ndim != 1:
         raise ValueError(f"x must be 1-D, got {tuple(x.shape)}")
@@ -58,9 +66,6 @@ def top_k(x: Tensor, indices: Tensor, values: Tensor) -> None:
     check_index_out("indices", indices, k, len(x))
     check_floating("values", values, x.dtype)
     check_shape("values", values, k)
-    chosen = _largest(magnitudes(x), k)
-    indices.copy_(chosen)
-    values.copy_(x[chosen])
 
 
 def _largest(keys: Tensor, k: int) -> Tensor:

@@ -79,11 +79,11 @@ def partition_hashed(indices: Tensor, size: int, n: int, seed: int) -> HashedPar
     return HashedPartition(indices, size, n, seed)
 
 
-def owned_by_hash(size: int, n: int, seed: int) -> list[Tensor]:
+def owned_by_hash(size: int, n: int, seed: int, *, device: torch.device | None = None) -> list[Tensor]:
     """See `gradsync.kernels.owned_by_hash`."""
     check_owners(n)
     check_size("size", size)
-    indices = torch.arange(size, dtype=torch.int32 if size <= INT32_INDICES else torch.int64)
+    indices = torch.arange(size, dtype=torch.int32 if size <= INT32_INDICES else torch.int64, device=device)
     owners = hashed(indices, n, hash_key(seed))
     counts: list[int] = torch.bincount(owners, minlength=n).tolist()
     return [owned.clone() for owned in indices[torch.argsort(owners, stable=True)].split(counts)]

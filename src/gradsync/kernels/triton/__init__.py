@@ -1,10 +1,10 @@
 """The kernels for CUDA, in Triton: each function does what its namesake in `gradsync.kernels` says, on the device.
 
-A kernel reads its inputs once or twice and writes its outputs; scans and sorts between kernels are torch operations on
-the device. The host waits only where the contract makes it: for counts and for errors, together in one transfer where
-they come together. Each output element has one writer, or takes atomic ORs of integers or one compare-and-swap, so that
-no kernel has a race and all but `hierarchical_hash` give the same bits in every run. No tensor is copied: what cannot
-be worked on in place is refused.
+A kernel reads its inputs once or twice (`top_k`: as often as they have digits) and writes its outputs; scans and sorts
+between kernels are torch operations on the device. The host waits only where the contract makes it: for counts and for
+errors, together in one transfer where they come together. Each output element has one writer, or takes atomic ORs or
+sums of integers or one compare-and-swap, so that no kernel has a race and all but `hierarchical_hash` give the same
+bits in every run. No tensor is copied: what cannot be worked on in place is refused.
 
 Loops over what a program is given or has computed are `while`: Triton's interpreter cannot count to it by `range`.
 
@@ -18,8 +18,9 @@ from gradsync.kernels.triton.elements import (
     encode_bitmap,
     nonzero_elements,
 )
-from gradsync.kernels.triton.hashing import owners_by_hash, partition_hashed, positions_in
+from gradsync.kernels.triton.hashing import owned_by_hash, owners_by_hash, partition_hashed, positions_in
 from gradsync.kernels.triton.hierarchy import hierarchical_hash
+from gradsync.kernels.triton.largest import top_k
 from gradsync.kernels.triton.offsets import decode_offsets, encode_offsets
 from gradsync.kernels.triton.rotated import join_rotated, partition_rotated, rotated_index
 from gradsync.kernels.triton.rows import (
@@ -46,6 +47,7 @@ __all__ = [
     "join_rotated",
     "nonzero_elements",
     "nonzero_rows",
+    "owned_by_hash",
     "owners_by_hash",
     "partition_hashed",
     "partition_rotated",
@@ -53,5 +55,6 @@ __all__ = [
     "rotated_index",
     "scatter_rows",
     "sum_rows",
+    "top_k",
     "unite_rows",
 ]

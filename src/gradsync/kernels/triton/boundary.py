@@ -87,6 +87,11 @@ def on(device: torch.device, numbers: Sequence[int] | Tensor) -> Tensor:
     return table.to(device, non_blocking=True)
 
 
+def default_device() -> torch.device:
+    """Where tensors are made for a caller who gives none and names no device; the CPU is that of the interpreter."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
 def addresses(tensors: Sequence[Tensor]) -> list[int]:
     return [tensor.data_ptr() for tensor in tensors]
 

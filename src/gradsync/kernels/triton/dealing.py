@@ -76,10 +76,14 @@ class OwnerPartition:
 
     def read_counts(self, faults: Tensor) -> list[int]:
         """Reads the counts to the host and, in the same transfer, the faults, which it returns."""
-        begins: list[int] = torch.cat([self._begins, faults]).tolist()
-        begins, found = begins[: -len(faults)], begins[-len(faults) :]
+        numbers: list[int] = torch.cat([self._begins, faults]).tolist()
+        begins, found = numbers[: len(self._begins)], numbers[len(self._begins) :]
         self.counts = [stop - start for start, stop in zip(begins[:-1], begins[1:], strict=True)]
         return found
+
+    def dealt_indices(self) -> list[Tensor]:
+        """Per owner its indices; all are in one tensor's memory."""
+        return list(self._indices[self._order].split(self.counts))
 
     def write(self, values: Tensor, places: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
         check_dealt(self.counts, values, (self._places, places), outs)

@@ -9,11 +9,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradsync.kernels.checks import check_ascending, check_index_out, check_indices, check_owners, check_size
+from gradsync.kernels.checks import (
+    INT32_INDICES,
+    check_ascending,
+    check_index_out,
+    check_indices,
+    check_owners,
+    check_size,
+)
 from gradsync.kernels.reference.hashing import MAX_INDEX, hash_key, signed
-from gradsync.kernels.triton.boundary import BLOCK, blocks, check_contiguous, common_device, launch
+from gradsync.kernels.triton.boundary import (
+    BLOCK,
+    blocks,
+    check_contiguous,
+    common_device,
+    default_device,
+    launch,
+)
 from gradsync.kernels.triton.dealing import OwnerPartition, narrow_owners
 from gradsync.kernels.triton.ordered import faults_of, place_after, refuse
+
+_DEALT_AT_ONCE = 1 << 27  # elements: torch sorts less than 2^31, and takes several int64 for each while it does
 
 
 @triton.jit
@@ -98,6 +114,26 @@ class HashedPartition(OwnerPartition):
 def partition_hashed(indices: Tensor, size: int, n: int, seed: int) -> HashedPartition:
     """See `gradsync.kernels.partition_hashed`."""
     return HashedPartition(indices, size, n, seed)
+
+
+def owned_by_hash(size: int, n: int, seed: int, *, device: torch.device | None = None) -> list[Tensor]:
+    """See `gradsync.kernels.owned_by_hash`."""
+    check_owners(n)
+    check_size("size", size)
+    begins = range(0, max(size, 1), _DEALT_AT_ONCE)
+    parts = [_owned_from(begin, min(begin + _DEALT_AT_ONCE, size), size, n, seed, device) for begin in begins]
+    return [torch.cat(lists) for lists in zip(*parts, strict=True)]
+
+
+def _owned_from(begin: int, stop: int, size: int, n: int, seed: int, device: torch.device | None) -> list[Tensor]:
+    """What each owner has of [begin, stop)."""
+    dtype = torch.int32 if size <= INT32_INDICES else torch.int64
+    everything = torch.arange(begin, stop, dtype=dtype, device=device or default_device())
+    owners = narrow_owners(everything, n)
+    _write_owners(everything, n, seed, owners)
+    split = OwnerPartition(everything, owners, n, divisor=1, places="indices")
+    split.read_counts(everything.new_empty(0))
+    return split.dealt_indices()
 
 
 def positions_in(owned: Tensor, indices: Tensor, out: Tensor) -> None:

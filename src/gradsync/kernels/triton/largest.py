@@ -1,0 +1,130 @@
+"""The elements of the largest magnitude, in Triton: a radix select without a wait for the device.
+
+Magnitudes are integers, digit by digit from the upper end: a histogram of the next digit, of the elements that agree in
+those before it, says which digit the k-th largest has. So the host only counts passes, and learns nothing. What is
+taken is kept as in `elements`: a count for each block, whose running sum says where the block writes.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gradsync.kernels.reference.elements import check_top_k
+from gradsync.kernels.triton.boundary import BLOCK, bits_of, blocks, check_contiguous, common_device, launch, on
+
+_DIGIT_BITS = 8  # a pass over the elements for each; `_count_digits` and `_find_digit` have 2^8 counts
+_COUNTED = 4096  # elements of one program's histogram: it ends in an atomic sum for each count
+
+
+@triton.jit(do_not_specialize=["shift"])
+def _count_digits(
+    x: tl.tensor,
+    count: tl.tensor,
+    bound: tl.tensor,
+    shift: tl.tensor,
+    counts: tl.tensor,
+    MOST: tl.constexpr,
+    DIGIT_BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Programs meet in the counts: the sums of integers are atomic, and in any order give the same."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    upper = (tl.load(x + at, mask=at < count, other=0) & MOST) >> shift
+    agrees = (at < count) & ((upper >> DIGIT_BITS) == tl.load(bound).to(upper.dtype))
+    digit = tl.arange(0, 1 << DIGIT_BITS)
+    found = tl.histogram((upper & ((1 << DIGIT_BITS) - 1)).to(tl.int32), 1 << DIGIT_BITS, mask=agrees)
+    tl.atomic_add(counts + digit, found.to(tl.int64), mask=found > 0, sem="relaxed")
+
+
+@triton.jit
+def _find_digit(counts: tl.tensor, bound: tl.tensor, longer: tl.tensor, DIGIT_BITS: tl.constexpr) -> None:
+    """One program: `longer` gets what is known of the k-th largest with the digit found, as `_bound` says."""
+    digit = tl.arange(0, 1 << DIGIT_BITS)
+    count = tl.load(counts + digit)
+    wanted = tl.load(bound + 1)
+    not_below = tl.sum(count, 0) - tl.cumsum(count, 0) + count  # descends
+    found = tl.sum((not_below >= wanted).to(tl.int64), 0) - 1
+    tl.store(longer, (tl.load(bound) << DIGIT_BITS) + found)
+    tl.store(longer + 1, wanted - tl.sum(tl.where(digit > found, count, 0), 0))
+
+
+@triton.jit
+def compared(bits: tl.tensor, inside: tl.tensor, bound: tl.tensor, MOST: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Which of these elements are larger than the k-th largest and which as large, as int32 of 0 and 1."""
+    least = tl.load(bound).to(bits.dtype)
+    larger = inside & ((bits & MOST) > least)
+    equal = inside & ((bits & MOST) == least)
+    return larger.to(tl.int32), equal.to(tl.int32)
+
+
+@triton.jit
+def _count_largest(
+    x: tl.tensor, count: tl.tensor, bound: tl.tensor, counts: tl.tensor, MOST: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
+    """Each program stores two sums, in the two rows of `counts`."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    larger, equal = compared(tl.load(x + at, mask=at < count, other=0), at < count, bound, MOST)
+    tl.store(counts + tl.program_id(0), tl.sum(larger, 0))
+    tl.store(counts + tl.num_programs(0) + tl.program_id(0), tl.sum(equal, 0))
+
+
+@triton.jit
+def _take_largest(
+    x: tl.tensor,
+    count: tl.tensor,
+    bound: tl.tensor,
+    ends: tl.tensor,
+    indices: tl.tensor,
+    values: tl.tensor,
+    MOST: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Each program writes behind all that is taken of the blocks before its own: no other writes there."""
+    program = tl.program_id(0).to(tl.int64)
+    at = program * BLOCK + tl.arange(0, BLOCK)
+    bits = tl.load(x + at, mask=at < count, other=0)
+    larger, equal = compared(bits, at < count, bound, MOST)
+    larger_before = tl.load(ends + program) - tl.sum(larger, 0)
+    equal_before = tl.load(ends + tl.num_programs(0) + program) - tl.sum(equal, 0)
+    ties = tl.load(bound + 1)
+    first = (equal != 0) & (equal_before + tl.cumsum(equal, 0) <= ties)
+    taken = ((larger != 0) | first).to(tl.int32)
+    place = larger_before + tl.minimum(equal_before, ties) + tl.cumsum(taken, 0) - 1
+    tl.store(indices + place, at, mask=taken != 0)
+    tl.store(values + place, bits, mask=taken != 0)
+
+
+def _bound(bits: Tensor, k: int) -> Tensor:
+    """(2,) int64 on the device: the k-th largest magnitude, and how many of that magnitude are among the k.
+
+    On the way there, its upper digits only, and how many of the magnitudes that begin with them.
+    """
+    bound, most = on(bits.device, [0, k]), torch.iinfo(bits.dtype).max
+    for shift in range(8 * bits.element_size() - _DIGIT_BITS, -1, -_DIGIT_BITS):
+        counts = torch.zeros(1 << _DIGIT_BITS, dtype=torch.int64, device=bits.device)
+        arguments = bits, len(bits), bound, shift, counts
+        constants = {"MOST": most, "DIGIT_BITS": _DIGIT_BITS, "BLOCK": _COUNTED}
+        launch(_count_digits, blocks(len(bits), _COUNTED), bits.device, *arguments, **constants)
+        longer = torch.empty_like(bound)
+        launch(_find_digit, 1, bits.device, counts, bound, longer, DIGIT_BITS=_DIGIT_BITS)
+        bound = longer
+    return bound
+
+
+def top_k(x: Tensor, indices: Tensor, values: Tensor) -> None:
+    """See `gradsync.kernels.top_k`."""
+    check_top_k(x, indices, values)
+    device = common_device([x, indices, values])
+    for name, tensor in (("x", x), ("indices", indices), ("values", values)):
+        check_contiguous(name, tensor)
+    if len(indices) == 0:
+        return
+    bits = bits_of(x)
+    bound, constants = _bound(bits, len(indices)), {"MOST": torch.iinfo(bits.dtype).max, "BLOCK": BLOCK}
+    counts = torch.empty(2, blocks(len(x)), dtype=torch.int32, device=device)
+    launch(_count_largest, blocks(len(x)), device, bits, len(x), bound, counts, **constants)
+    arguments = bits, len(x), bound, counts.cumsum(1), indices, bits_of(values)
+    launch(_take_largest, blocks(len(x)), device, *arguments, **constants)
