@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -81,7 +81,7 @@ def test_one_rank_a_node_costs_what_it_costs_without_a_placement(pattern: Patter
     [
         (Transfer("", Pattern.ALL_TO_ALL, (MB,) * 4), 2, 4 * MB),  # two ranks send to two each
         (Transfer("", Pattern.ALL_REDUCE, (4 * MB,) * 4), 6, 6 * MB),  # one of two ring neighbours is on the node
-        (Transfer("", Pattern.ALL_GATHER, (MB,) * 4), 2, 3 * MB),  # a ring as well: what crosses does so once
+        (Transfer("", Pattern.ALL_GATHER, (MB,) * 4), 3, 3 * MB),  # a ring as well: what crosses does so once
         (Transfer("", Pattern.ALL_GATHER, (10.0, 20.0, 30.0, 40.0)), 2, 140),  # direct: rank 2 and 3 to two each
         (Transfer("", Pattern.BROADCAST, (MB, 0.0, 0.0, 0.0)), 2, 2 * MB),
         (Transfer.of_messages("", 4, [(0, 2, MB), (1, 3, MB), (3, 2, 9 * MB)]), 1, 2 * MB),
@@ -91,6 +91,19 @@ def test_one_rank_a_node_costs_what_it_costs_without_a_placement(pattern: Patter
 def test_the_ranks_of_a_node_share_its_link(step: Transfer, messages: int, node_bytes: float) -> None:
     crossing_s = messages * 1e-3 + node_bytes / 1e6
     assert SHARED.seconds(step, TWO_BY_TWO) == pytest.approx(crossing_s, abs=5e-6)
+
+
+@pytest.mark.parametrize(
+    ("at_once_bytes", "messages", "node_bytes"),
+    [(3 * MB - 1, 3, 3 * MB), (3 * MB, 2, 4 * MB)],  # round a ring: three rounds; at once: two ranks send to two each
+)
+def test_an_all_gather_costs_what_its_way_through_the_transport_does(
+    at_once_bytes: float, messages: int, node_bytes: float
+) -> None:
+    gather = Transfer("", Pattern.ALL_GATHER, (MB,) * 4)
+    crossing_s = messages * 1e-3 + node_bytes / 1e6
+    model = replace(SHARED, at_once_bytes=at_once_bytes)
+    assert model.seconds(gather, TWO_BY_TWO) == pytest.approx(crossing_s, abs=5e-6)
 
 
 def test_what_stays_inside_nodes_does_not_load_their_links() -> None:

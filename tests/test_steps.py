@@ -96,5 +96,10 @@ def test_transfers_at_once_are_those_of_each_group(pattern: Pattern, parts: list
 def test_what_a_ring_forwards_passes_every_member() -> None:
     large = Transfer("gather", Pattern.ALL_GATHER, (2.0 * DIRECT_BYTES,) * 3)
     assert list(large.hops()) == [(m, (m + 1) % 3, 4.0 * DIRECT_BYTES) for m in range(3)]
+    assert list(large.hops(4.0 * DIRECT_BYTES)) == [
+        (m, p, 2.0 * DIRECT_BYTES) for m in range(3) for p in range(3) if p != m
+    ]
+    uneven = Transfer("gather", Pattern.ALL_GATHER, (2.0 * DIRECT_BYTES, 2.0 * DIRECT_BYTES, 1.0))
+    assert not uneven.goes_round() and len(list(uneven.hops())) == 6
     small = Transfer("gather", Pattern.ALL_GATHER, (1.0, 2.0, 3.0))
     assert list(small.hops()) == [(m, peer, m + 1.0) for m in range(3) for peer in range(3) if peer != m]

@@ -130,7 +130,7 @@ def attach(
         optimizer: the optimiser of the parameters, if it is known already.
         plan: what to synchronise how. None: all-reduce for dense and a sparse scheme for sparse gradients, decided from
             what all ranks see in the first step, and logged; models with some MiB of dense gradients, or sparse ones,
-            then try bucket sizes, orders and schemes for 20 to 70 steps (not if `torch.use_deterministic_algorithms` is
+            then try bucket sizes, orders and schemes for 20 to 90 steps (not if `torch.use_deterministic_algorithms` is
             on now: timing decides, and bucket sizes change rounding). Or a function of (profiles, world size) that
             returns a plan, or several to be tried.
         process_group: the ranks that share the model; None: all.

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .cluster import Link, Placement
-from .steps import Compute, Pattern, Step, Transfer, busiest
+from .steps import DIRECT_BYTES, Compute, Step, Transfer, busiest
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,9 @@ class CostModel:
 
     `stage_s` is what any transfer takes, be it one message: to wake threads, and to wait for the slowest rank. Latency
     and bandwidth are those of a node's link, which all of its ranks share; ranks of one node have an `intra` link each.
-    Without one they have a link like the node's.
+    Without one they have a link like the node's. How much of an all-gather crosses between nodes depends on its way: up
+    to `at_once_bytes` of a member go straight to the others. (Among the ranks of one node, and among ranks of as many
+    nodes, both ways load the links alike.)
     """
 
     alpha_s: float
@@ -36,6 +38,7 @@ class CostModel:
     kernels: Mapping[str, KernelCost] = field(default_factory=dict)
     intra: Link | None = None
     stage_s: float = 0.0
+    at_once_bytes: float = float(DIRECT_BYTES)
 
     def seconds(self, step: Step, placement: Placement | None = None) -> float:
         """`placement`: of all ranks; None: each on a node of its own."""
@@ -56,8 +59,8 @@ class CostModel:
             raise ValueError(f"the transfer is among {transfer.size} ranks, the placement has {placement.size}")
         intra = self.intra or Link(self.bandwidth_bytes_per_s, self.alpha_s)
         nodes = placement.nodes
-        inside = busiest(hop for hop in transfer.hops() if nodes[hop[0]] == nodes[hop[1]])
-        between_s = node_link_bytes(transfer, placement) / self.bandwidth_bytes_per_s
+        inside = busiest(hop for hop in transfer.hops(self.at_once_bytes) if nodes[hop[0]] == nodes[hop[1]])
+        between_s = node_link_bytes(transfer, placement, self.at_once_bytes) / self.bandwidth_bytes_per_s
         return self._latency_s(transfer, placement, intra) + max(between_s, inside / intra.bandwidth_bytes_per_s)
 
     def _latency_s(self, transfer: Transfer, placement: Placement, intra: Link) -> float:
@@ -65,7 +68,7 @@ class CostModel:
         nodes = placement.nodes
         messages = [(member, peer) for member in range(transfer.size) for peer, _ in transfer.peers(member)]
         latencies = [self.alpha_s if nodes[source] != nodes[to] else intra.latency_s for source, to in messages]
-        if transfer.pattern is Pattern.ALL_REDUCE and not transfer.direct:
+        if transfer.goes_round(self.at_once_bytes):
             return transfer.rounds * max(latencies)
         return busiest((source, to, latency_s) for (source, to), latency_s in zip(messages, latencies, strict=True))
 
@@ -96,8 +99,8 @@ class CostModel:
         return cls(max(float(solution[0]), 0.0), 1.0 / float(solution[1]), **known)
 
 
-def node_link_bytes(transfer: Transfer, placement: Placement) -> float:
-    """The most bytes that leave one node, or reach one: of all of its ranks together."""
+def node_link_bytes(transfer: Transfer, placement: Placement, at_once_bytes: float = DIRECT_BYTES) -> float:
+    """The most bytes that leave one node, or reach one: of all of its ranks together; see `Transfer.hops`."""
     nodes = placement.nodes
-    hops = ((nodes[source], nodes[to], nbytes) for source, to, nbytes in transfer.hops())
+    hops = ((nodes[source], nodes[to], nbytes) for source, to, nbytes in transfer.hops(at_once_bytes))
     return busiest(hop for hop in hops if hop[0] != hop[1])

@@ -40,7 +40,8 @@ LOOK_AGAIN_STEPS = 499  # a prime: what alternates from step to step is not alwa
 class RevisingPlanner(Protocol):
     """A planner that knows the network it plans for, and is asked again while training runs.
 
-    It is asked again if it has measured the network; it is told to where the first steps show sparse gradients.
+    It is asked again if it has measured the network; it is told to where the first steps show sparse gradients, and
+    where nodes have several ranks.
     """
 
     cost: CostModel | None  # once measured
@@ -119,7 +120,8 @@ class Planning:
         """Reduces what a first step showed over the ranks, and makes the plans that all of them now make."""
         self._share("first observations", lanes)
         self._observations_left = 0 if self._observer.complete else self._observations_left - 1
-        if (reviser := self._reviser) is not None and reviser.cost is None and self._observer.sparsity_known:
+        to_measure = self._observer.sparsity_known or self._group.placement.is_hierarchy
+        if (reviser := self._reviser) is not None and reviser.cost is None and to_measure:
             self._call("measurement of the network", lambda group: reviser.measure(group, self._timeout_s))
         plans = self._planned()
         self._require_same(plans)

@@ -114,18 +114,24 @@ class Transfer:
             case Pattern.MESSAGES:
                 yield from ((to, nbytes) for source, to, nbytes in self.messages if source == member)
 
-    def hops(self) -> Iterator[tuple[int, int, float]]:
-        """(source, destination, bytes) of what passes between two members; what a ring forwards counts every time."""
+    def hops(self, at_once_bytes: float = DIRECT_BYTES) -> Iterator[tuple[int, int, float]]:
+        """(source, destination, bytes) of what passes between two members; what a ring forwards counts every time.
+
+        `at_once_bytes`: what a member sends in an all-gather at most for its messages to go straight to the others.
+        """
         if self.pattern is Pattern.MESSAGES:
             yield from self.messages
             return
         for group in self._groups:
-            parts = [self.part_bytes[member] for member in group]
-            if self.pattern is Pattern.ALL_GATHER and not self.direct and len(set(parts)) == 1 and len(group) > 1:
-                successors = zip(group, [*group[1:], group[0]], strict=True)  # large equal parts go round a ring
-                yield from ((member, successor, sum(parts) - parts[0]) for member, successor in successors)
+            if self._gathers_round(group, at_once_bytes):
+                passed_on = (len(group) - 1) * self.part_bytes[group[0]]
+                yield from zip(group, [*group[1:], group[0]], [passed_on] * len(group), strict=True)
             else:
                 yield from ((member, peer, nbytes) for member in group for peer, nbytes in self.peers(member))
+
+    def goes_round(self, at_once_bytes: float = DIRECT_BYTES) -> bool:
+        """Whether members pass on what they get, in rounds that wait for one another; for the bytes see `hops`."""
+        return any(self._rings(group) or self._gathers_round(group, at_once_bytes) for group in self._groups)
 
     def sent_bytes(self, member: int) -> float:
         return sum(nbytes for _, nbytes in self.peers(member))
@@ -166,6 +172,11 @@ class Transfer:
         """Whether this group's all-reduce is large enough for a ring."""
         large = (len(group) - 1) * self.part_bytes[group[0]] > DIRECT_BYTES
         return self.pattern is Pattern.ALL_REDUCE and large
+
+    def _gathers_round(self, group: tuple[int, ...], at_once_bytes: float) -> bool:
+        """Whether this group's all-gather goes round a ring: large parts do where they are equal."""
+        parts = {self.part_bytes[member] for member in group}
+        return self.pattern is Pattern.ALL_GATHER and len(parts) == 1 and (len(group) - 1) * max(parts) > at_once_bytes
 
 
 def busiest(hops: Iterable[tuple[int, int, float]]) -> float:

@@ -14,11 +14,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from gradsync.comm import LENGTH_BYTES, GlooGroup, GroupError, LocalGroup, TorchGroup, run_local, torch_group
+from gradsync.comm import (
+    LENGTH_BYTES,
+    GlooGroup,
+    GroupError,
+    Ledger,
+    LocalGroup,
+    RecordingGroup,
+    TorchGroup,
+    run_local,
+    torch_group,
+)
 from gradsync.comm.gloo import FAST_BYTES_PER_S, MOST_DIRECT_BYTES
 from gradsync.comm.group import Group
 from gradsync.comm.rounds import CHUNK_BYTES
-from gradsync.steps import DIRECT_BYTES
+from gradsync.forecast import network_cost
+from gradsync.steps import DIRECT_BYTES, Pattern, Transfer
 from tests.world import Ranks
 from tests.world import World as ShortLived
 
@@ -257,8 +268,8 @@ def test_the_rate_is_measured_and_the_same_on_all_ranks(world: World) -> None:
     assert first > 1e6 and all(rate == first for rate in others)
 
 
-def ways_by_size(alpha_s: float, bytes_per_s: float) -> list[str]:
-    """Which way all-gathers of 1/4, 3/4 and 2 MiB sent by a rank take."""
+def ways_by_size(alpha_s: float, bytes_per_s: float) -> tuple[list[str], list[str]]:
+    """Which way all-gathers of 1/4, 3/4 and 2 MiB sent by a rank take; and which one they are priced by."""
     group = GlooGroup(timeout_s=20, bytes_per_s=bytes_per_s)
     group.alpha_s, group.stage_s, ways = alpha_s, 0.0, []
     direct, ring = GlooGroup._all_to_all, TorchGroup.all_gather
@@ -274,10 +285,14 @@ def ways_by_size(alpha_s: float, bytes_per_s: float) -> list[str]:
         patch.object(GlooGroup, "_all_to_all", noted("direct", direct)),
         patch.object(TorchGroup, "all_gather", noted("ring", ring)),
     ):
-        for nbytes in (DIRECT_BYTES, 3 * DIRECT_BYTES, 2 * MOST_DIRECT_BYTES):
-            group.all_gather(torch.zeros(nbytes // (group.size - 1), dtype=torch.uint8)).wait(20)
+        parts = [nbytes // (group.size - 1) for nbytes in (DIRECT_BYTES, 3 * DIRECT_BYTES, 2 * MOST_DIRECT_BYTES)]
+        for part in parts:
+            group.all_gather(torch.zeros(part, dtype=torch.uint8)).wait(20)
+    cost = network_cost(RecordingGroup(group, Ledger()))
+    assert cost is not None
+    gathers = [Transfer("", Pattern.ALL_GATHER, (float(part),) * group.size) for part in parts]
     group.close()
-    return ways
+    return ways, ["ring" if gather.goes_round(cost.at_once_bytes) else "direct" for gather in gathers]
 
 
 @pytest.mark.parametrize(
@@ -286,7 +301,7 @@ def ways_by_size(alpha_s: float, bytes_per_s: float) -> list[str]:
 def test_messages_start_at_once_where_latency_costs_more_than_their_order_saves(
     world: World, alpha_s: float, ways: list[str]
 ) -> None:
-    assert world(3).run(ways_by_size, alpha_s, SLOW) == [ways] * 3
+    assert world(3).run(ways_by_size, alpha_s, SLOW) == [(ways, ways)] * 3
 
 
 def left_over_after_half_a_start() -> tuple[int, int]:

@@ -236,16 +236,24 @@ NESTED_CASES = {
 }
 
 
-def nested_member(intra: Any, inter: Any, shapes: str, **promises: Any) -> Member:
-    """Two schemes, one inside nodes of several shapes and one between them."""
+def nested_member(intra: Any, inter: Any, shapes: str, *, planned: bool = False, **promises: Any) -> Member:
+    """Two schemes, one inside nodes of several shapes and one between them; `planned` for what the ranks bring."""
     scheme = Hierarchical(intra, inter)
+
+    def ranks_per_node(size: int) -> int:
+        return SHAPES[shapes].get(size, 1)
+
+    def plan(inputs: Sequence[Tables]) -> Scheme[Any]:
+        return replace(scheme, ranks_per_node=ranks_per_node(len(inputs))).planned_for(profiles_of(inputs))
+
     return Member(
         scheme,
         roundings=promises.pop("roundings", lambda n: 2),
-        title=f"{intra.name} and {inter.name} on {shapes}",
+        title=f"{intra.name} and {inter.name} on {shapes}{' as measured' if planned else ''}",
+        plan=plan if planned else None,
         sizes=tuple(size for size in SHAPES[shapes] if size < 8),
         only=NESTED_CASES[scheme.layout],
-        ranks_per_node=lambda size: SHAPES[shapes].get(size, 1),
+        ranks_per_node=ranks_per_node,
         types=(torch.float32, torch.bfloat16),
         **promises,
     )
@@ -257,6 +265,7 @@ NESTED_MEMBERS = [
         ("2x2 and 2x3", ReduceScatter(), AllReduce(), {"roundings": lambda n: n + 1}),
         ("3x2", ReduceScatter(), BalancedElements(), {"sections": 4, "dealt": True}),
         ("2x2 and 2x3", SparseReduceScatter(), BalancedElements(), {"sections": 8, "dealt": True}),
+        ("3x2", SparseReduceScatter(), BalancedElements(), {"sections": 8, "dealt": True, "planned": True}),
         ("3x2", SparseReduceScatter(), AllReduce(), {"roundings": lambda n: n + 1, "sections": 4, "dealt": True}),
         ("2x2 and 2x3", ReduceScatter(), DOUBLING_OF_ELEMENTS, {"sections": 2, "spread": 0.3}),
         ("2x2 and 2x3", TABLE_STRIPES, BalancedParallelism(), {"sections": 4}),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -214,6 +214,20 @@ def test_a_failure_is_heard_of_in_the_groups_of_all_nodes() -> None:
         return str(caught.value)
 
     assert run_local(4, rank_main, placement=Placement.regular(2, 2))[0] == "rank 3: out of coffee"
+
+
+@pytest.mark.parametrize("intra", [ReduceScatter(), SparseReduceScatter()])
+def test_the_parts_of_a_flat_bucket_have_room_for_the_fullest_of_them(intra: Any) -> None:
+    """Every tenth of 10 000 elements, and all of the first 500; two ranks of a node bring the same."""
+    indices = torch.arange(10_000)
+    indices = indices[(indices % 10 == 0) | (indices < 500)]
+    (profile,) = profiles_of([torch.zeros(10_000).index_fill(0, indices, 1.0)] * 4)
+    scheme = Hierarchical(intra, BalancedElements(), 2).planned_for([profile])
+    assert isinstance(scheme, Hierarchical) and isinstance(scheme.inter, BalancedElements)
+    part = int((indices < 5000).sum()) if intra == ReduceScatter() else len(indices) // 2
+    assert [part <= room <= 1.5 * part + 32 for room in scheme.inter.capacity] == [True] * 2
+    assert scheme.unplanned == Hierarchical(intra, BalancedElements(), 2)
+    assert scheme.has_room_for([profile]) and not scheme.has_room_for([replace(profile, rows=2.0 * profile.rows)])
 
 
 def test_plans_name_hierarchies_with_their_parts() -> None:

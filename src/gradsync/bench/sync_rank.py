@@ -399,7 +399,8 @@ def agreed_cost(fit: Sequence[tuple[int, float, float]], stage: float, memory: f
     if group.placement.is_hierarchy and node.bytes_per_s is not None and node.alpha_s is not None:
         intra = Link(node.bytes_per_s, node.alpha_s)
     kernels = agreed(kernel_costs(REHEARSED), lambda mine: group.all_gather(mine).wait(TIMEOUT_S))
-    return CostModel.fit(samples, memory_bytes_per_s=-negated, kernels=kernels, intra=intra, stage_s=stage)
+    known = {"kernels": kernels, "intra": intra, "stage_s": stage, "at_once_bytes": group.at_once_bytes}
+    return CostModel.fit(samples, memory_bytes_per_s=-negated, **known)
 
 
 def exchange(text: str) -> dict[str, Any]:

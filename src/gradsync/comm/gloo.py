@@ -134,13 +134,18 @@ class GlooGroup(TorchGroup):
     def _fast(self) -> bool:
         return self.bytes_per_s is not None and self.bytes_per_s >= FAST_BYTES_PER_S
 
-    def _starts_at_once(self, sent_bytes: float) -> bool:
-        """Whether at most so many bytes cost less at once than in rounds or a ring, which pay more latencies."""
+    @property
+    def at_once_bytes(self) -> float:
+        """Up to which a member's messages cost less at once than in rounds or a ring, which pay more latencies."""
         limit = float(DIRECT_BYTES)
         if self.alpha_s is not None and self.bytes_per_s is not None:
             latency_s = self.stage_s + (self.size - 1) * self.alpha_s
             limit = max(limit, latency_s * self.bytes_per_s / DIRECT_EXCESS)
-        return sent_bytes <= min(limit, MOST_DIRECT_BYTES)
+        return min(limit, float(MOST_DIRECT_BYTES))
+
+    def _starts_at_once(self, sent_bytes: float) -> bool:
+        """Whether messages of at most so many bytes a member do."""
+        return sent_bytes <= self.at_once_bytes
 
     def _exchange(self, outgoing: list[Tensor], incoming: list[Tensor], *, together: bool) -> Pending[list[Tensor]]:
         incoming[self.rank].copy_(outgoing[self.rank])

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from ..cluster import Placement
+from ..steps import DIRECT_BYTES
 from .board import Board
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,11 @@ class Group(ABC):
     @property
     def size(self) -> int:
         return len(self.members)
+
+    @property
+    def at_once_bytes(self) -> float:
+        """What a member may send in an all-gather for all of its messages to start at once."""
+        return float(DIRECT_BYTES)
 
     @property
     def placement(self) -> Placement:

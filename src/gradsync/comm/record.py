@@ -63,6 +63,10 @@ class RecordingGroup(Group):
         self._inside = inner.size > 1 and inner.placement.num_nodes == 1
         self._subgroups: dict[tuple[int, ...], RecordingGroup] = {}
 
+    @property
+    def at_once_bytes(self) -> float:
+        return self.inner.at_once_bytes
+
     def subgroup(self, places: tuple[int, ...]) -> Group:
         """Writes into the same ledger."""
         if len(places) == self.size:

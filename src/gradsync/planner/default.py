@@ -18,14 +18,12 @@ from ..plan import BucketPlan, Plan, default_order
 from ..schemes import (
     DOUBLING_OF_ROWS,
     AGSparse,
-    AllReduce,
-    BalancedElements,
     BalancedParallelism,
-    Hierarchical,
     Scheme,
     select,
 )
 from ..steps import Step, transfers
+from .flat import across_at_once, dense_schemes, element_schemes, flat_scheme, flat_spec, over_nodes
 from .measure import Network
 
 FIRST_BUCKET_BYTES = 1 << 20  # DDP's first bucket: an early start of communication
@@ -45,7 +43,7 @@ def default_plans(profiles: Sequence[ParameterProfile], world_size: int, network
     cores from backward. Tables that are ready early may travel at once or with the others. The last dense bucket may
     go first, as it is ready first, or fill the link between a table's stages, which wait for one another. Dense
     gradients that were found to be sparse cost a search and save bytes. The scheme that comes second for the tables is
-    tried too where it is not far off.
+    tried too where it is not far off; and flat buckets without a stage inside nodes, which takes cores.
     """
     if world_size == 1:
         return [default_plan(profiles, world_size)]
@@ -56,6 +54,7 @@ def default_plans(profiles: Sequence[ParameterProfile], world_size: int, network
         sizes.insert(1, between)
     ways: list[dict[str, Any]] = [{"bucket_bytes": size} for size in sizes]
     ways += [{"dense_between": True}, {"tables_at_the_end": True}, {"by_layout": True}, {"second_scheme": True}]
+    ways += [{"bucket_bytes": size, "one_level": True} for size in (sizes[0], sizes[-1])]
     plans = [default_plan(profiles, world_size, network, **way) for way in ways]
     return list({plan.digest: plan for plan in plans}.values())
 
@@ -70,6 +69,7 @@ def default_plan(
     dense_between: bool = False,
     by_layout: bool = False,
     second_scheme: bool = False,
+    one_level: bool = False,
 ) -> Plan:
     """Dense parameters in DDP-sized buckets in ready order, sparse tables of a dtype that are ready together in one.
 
@@ -78,16 +78,20 @@ def default_plan(
     `dense_between`: the last dense bucket has its turn before the last stage of the tables behind it, not before all.
     Dense gradients that were found to be sparse are exchanged as such, unless `by_layout`: by rows together with the
     tables, by elements each in a bucket of its own. `second_scheme`: tables take the second cheapest scheme, if it is
-    not far off.
+    not far off. `one_level`: flat buckets are summed among all ranks at once, not inside nodes first.
     Deterministic in its arguments, which are the same on every rank. Parameters come in model order; before readiness
     was measured (`position` all equal) the reverse of that order is taken, as backward runs.
     """
     specs = {p.name: p.tensor for p in profiles}
-    found = {} if by_layout else found_schemes(profiles, world_size, network)
+    levels = Placement.one_per_node(world_size) if one_level else _placement(world_size, network)
+    found = {} if by_layout else found_schemes(profiles, world_size, network, levels)
     profiles = [replace(p, sparse=p.sparse or _by_rows(found.get(p.name))) for p in profiles]
     ready = sorted(reversed(profiles), key=lambda p: p.position)
     by_element = [p for p in ready if p.name in found and not p.sparse]
-    buckets = _dense_buckets([p for p in ready if not p.sparse and p.name not in found], bucket_bytes)
+    dense = _dense_buckets([p for p in ready if not p.sparse and p.name not in found], bucket_bytes)
+    buckets: list[PlannedBucket] = [
+        (ps, flat_scheme(dense_schemes(levels), flat_spec(ps), (), network)) for ps in dense
+    ]
     buckets += [([p], found[p.name]) for p in by_element]
     at_the_end = tables_at_the_end or len({p.position for p in profiles}) <= 1
     runs = [[p for p in ready if p.sparse]] if at_the_end else _table_runs(ready)
@@ -99,7 +103,8 @@ def default_plan(
         buckets.sort(key=lambda bucket: max(p.position for p in bucket[0]))
     named = [([p.name for p in members], scheme) for members, scheme in buckets]
     plan = Plan.make(specs, world_size, named)
-    return plan.model_copy(update={"order": tuple(_order(plan, dense_between=dense_between))})
+    turns = _order(plan, dense_between=dense_between)
+    return plan.model_copy(update={"order": tuple(across_at_once(turns, plan))})
 
 
 PlannedBucket = tuple[list[ParameterProfile], Scheme[Any]]
@@ -114,14 +119,12 @@ def _by_dtype(profiles: Sequence[ParameterProfile]) -> list[tuple[str, list[Para
     return [(dtype, list(same)) for dtype, same in groupby(ordered, key=lambda p: str(p.tensor.dtype))]
 
 
-def _dense_buckets(ready: Sequence[ParameterProfile], bucket_bytes: int) -> list[PlannedBucket]:
+def _dense_buckets(ready: Sequence[ParameterProfile], bucket_bytes: int) -> Iterator[list[ParameterProfile]]:
     """A dtype's buckets are cut on their own; within it ready order stays."""
     known = {p.name: p for p in ready}
-    buckets: list[PlannedBucket] = []
     for _, same in _by_dtype(ready):
         for names in cut_by_bytes([(p.name, p.tensor.nbytes) for p in same], FIRST_BUCKET_BYTES, bucket_bytes):
-            buckets.append(([known[name] for name in names], AllReduce()))
-    return buckets
+            yield [known[name] for name in names]
 
 
 def _table_runs(ready: Sequence[ParameterProfile]) -> list[list[ParameterProfile]]:
@@ -158,26 +161,35 @@ def _order(plan: Plan, *, dense_between: bool) -> Iterator[tuple[str, str]]:
 
 
 def found_schemes(
-    profiles: Sequence[ParameterProfile], world_size: int, network: Network | None = None
+    profiles: Sequence[ParameterProfile],
+    world_size: int,
+    network: Network | None = None,
+    levels: Placement | None = None,
 ) -> dict[str, Scheme[Any]]:
-    """The sparse scheme of each dense gradient that was found to be sparse and saves enough by it, by name."""
-    found = {p.name: _scheme_of_found(p, world_size, network) for p in profiles if p.found and world_size > 1}
+    """The sparse scheme of each dense gradient that was found to be sparse and saves enough by it, by name.
+
+    `levels`: the nodes that schemes of flat buckets may know of; None: where the ranks are.
+    """
+    levels = levels or _placement(world_size, network)
+    found = {p.name: _scheme_of_found(p, world_size, network, levels) for p in profiles if p.found and world_size > 1}
     return {name: scheme for name, scheme in found.items() if scheme is not None}
 
 
-def _scheme_of_found(profile: ParameterProfile, world_size: int, network: Network | None) -> Scheme[Any] | None:
+def _scheme_of_found(
+    profile: ParameterProfile, world_size: int, network: Network | None, levels: Placement
+) -> Scheme[Any] | None:
     """By its rows or by its elements, whichever is cheaper; None if neither saves enough."""
-    placement, spec = _placement(world_size, network), profile.tensor
-    flat = TensorSpec((spec.numel,), spec.dtype)
+    placement, spec, flat = _placement(world_size, network), profile.tensor, flat_spec([profile])
     prices: list[tuple[float, Scheme[Any]]] = []
     if profile.density is not None:
         by_row = sparse_schemes([profile], world_size, network)[0]
         prices.append((price(by_row.steps((spec,), (profile.density,), placement), network), by_row))
     if profile.elements is not None:
-        by_element = BalancedElements().planned_for([profile.elements])
+        by_element = flat_scheme(element_schemes(levels), flat, (profile.elements,), network)
         prices.append((price(by_element.steps((flat,), (profile.elements,), placement), network), by_element))
     lowest, scheme = min(prices, key=lambda priced: priced[0])
-    return scheme if lowest <= MOST_OF_DENSE * price(AllReduce().steps((flat,), (), placement), network) else None
+    dense = flat_scheme(dense_schemes(levels), flat, (), network)
+    return scheme if lowest <= MOST_OF_DENSE * price(dense.steps((flat,), (), placement), network) else None
 
 
 def price(steps: Sequence[Step], network: Network | None) -> float:
@@ -193,11 +205,9 @@ def _placement(world_size: int, network: Network | None) -> Placement:
 
 def timed_schemes(placement: Placement) -> tuple[Scheme[Any], ...]:
     """The schemes of tables from which the fastest is chosen where more than bytes is known."""
-    schemes: list[Scheme[Any]] = [*SPARSE_SCHEMES, DOUBLING_OF_ROWS]
-    if placement.is_hierarchy and placement.ranks_per_node is not None:
-        inside = BalancedParallelism(owners="table_stripe")
-        schemes += [Hierarchical(inside, between, placement.ranks_per_node) for between in SPARSE_SCHEMES]
-    return tuple(schemes)
+    inside = BalancedParallelism(owners="table_stripe")
+    hierarchies = over_nodes([(inside, between) for between in SPARSE_SCHEMES], placement)
+    return (*SPARSE_SCHEMES, DOUBLING_OF_ROWS, *hierarchies)
 
 
 def sparse_schemes(

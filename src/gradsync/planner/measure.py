@@ -19,7 +19,16 @@ from ..cluster import Placement
 from ..comm import Group
 from ..costs import CostModel, KernelCost
 from ..forecast import network_cost
-from ..schemes import DOUBLING_OF_ROWS, AGSparse, AllReduce, BalancedElements, BalancedParallelism, Scheme
+from ..schemes import (
+    DOUBLING_OF_ROWS,
+    AGSparse,
+    AllReduce,
+    BalancedElements,
+    BalancedParallelism,
+    ReduceScatter,
+    Scheme,
+    SparseReduceScatter,
+)
 from ..schemes.rehearsal import Sample, rehearse
 
 PLANNED: tuple[Scheme[Any], ...] = (
@@ -29,6 +38,7 @@ PLANNED: tuple[Scheme[Any], ...] = (
     BalancedElements(),
     AllReduce(),
 )  # what default plans are made of
+INSIDE_NODES: tuple[Scheme[Any], ...] = (ReduceScatter(), SparseReduceScatter())  # and, where several ranks are there
 
 
 @dataclass(frozen=True)
@@ -44,7 +54,8 @@ def measured_network(group: Group, timeout_s: float) -> Network | None:
     links = network_cost(group)
     if links is None:
         return None
-    kernels = agreed(kernel_costs(PLANNED), lambda mine: group.all_gather(mine).wait(timeout_s))
+    rehearsed = (*PLANNED, *INSIDE_NODES) if group.placement.is_hierarchy else PLANNED
+    kernels = agreed(kernel_costs(rehearsed), lambda mine: group.all_gather(mine).wait(timeout_s))
     return Network(replace(links, kernels=kernels), group.placement)
 
 

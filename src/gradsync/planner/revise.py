@@ -8,12 +8,11 @@ from typing import Any
 from ..bucket import Layout, TensorSpec
 from ..density import DensityProfile, ParameterProfile
 from ..plan import BucketPlan, Plan
-from ..schemes import AllReduce, BalancedElements, Scheme, select, to_expression
+from ..schemes import Scheme, select, to_expression
 from ..schemes.selection import CHANGE_MARGIN
 from .default import MOST_OF_DENSE, price, timed_schemes
+from .flat import dense_schemes, element_schemes, is_dense
 from .measure import Network
-
-OF_ELEMENTS: tuple[Scheme[Any], ...] = (AllReduce(), BalancedElements())
 
 
 def revised(plan: Plan, before: Sequence[ParameterProfile], now: Sequence[ParameterProfile], network: Network) -> Plan:
@@ -39,7 +38,8 @@ def _revised(
     network: Network,
 ) -> BucketPlan:
     scheme = bucket.make_scheme()
-    rivals = timed_schemes(network.placement) if scheme.layout is Layout.ROWS else OF_ELEMENTS
+    of_flat = (*dense_schemes(network.placement), *element_schemes(network.placement))
+    rivals = timed_schemes(network.placement) if scheme.layout is Layout.ROWS else of_flat
     then, seen = (_densities(bucket.names, known, scheme.layout) for known in (before, now))
     pieces = [(start, stop) for _, start, stop in bucket.segments]
     cut = scheme.layout is Layout.FLAT and pieces != [(0, now[bucket.names[0]].tensor.numel)]
@@ -53,7 +53,7 @@ def _revised(
         network.placement,
         network.cost,
         current=scheme,
-        margin=1 - MOST_OF_DENSE if isinstance(scheme, AllReduce) else CHANGE_MARGIN,
+        margin=1 - MOST_OF_DENSE if is_dense(scheme) else CHANGE_MARGIN,
         handicaps=_handicaps(rivals, scheme, specs, then, seen, network) if then else {},
     )
     chosen = choice.chosen.scheme

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, TypeVar
 
+import torch
+
 from ..bucket import Bucket, Layout, TensorSpec
 from ..cluster import Placement
 from ..comm import Group, Pending
@@ -66,18 +68,23 @@ class Hierarchical(Scheme[Any]):
         return replace(self, **parts)
 
     def planned_for(self, profiles: Sequence[DensityProfile]) -> Scheme[Any]:
-        """With room for the rows of tables; how many elements a part of a flat bucket has needs more than profiles."""
-        if self.layout is Layout.FLAT:
-            return self
-        sums = [profile.of_sums(self.ranks_per_node) for profile in profiles]
+        """With room inside the nodes, and across them for what the ranks of a node have together."""
+        sums = self._across(profiles)
         parts: dict[str, Any] = {"intra": self.intra.planned_for(profiles), "inter": self.inter.planned_for(sums)}
         return replace(self, **parts)
 
     def has_room_for(self, profiles: Sequence[DensityProfile]) -> bool:
-        if self.layout is Layout.FLAT:
-            return True
-        sums = [profile.of_sums(self.ranks_per_node) for profile in profiles]
-        return self.intra.has_room_for(profiles) and self.inter.has_room_for(sums)
+        return self.intra.has_room_for(profiles) and self.inter.has_room_for(self._across(profiles))
+
+    def _across(self, profiles: Sequence[DensityProfile]) -> Sequence[DensityProfile]:
+        """Of the sums of nodes; of a flat bucket those in the fullest of the parts, as one plan is for all of them."""
+        if self.layout is Layout.ROWS or not profiles:
+            return [profile.of_sums(self.ranks_per_node) for profile in profiles]
+        (known,) = profiles
+        flat = (TensorSpec((known.num_rows,), torch.float32),)  # of whatever type: it is about numbers of elements
+        owners = range(self.ranks_per_node)
+        parts = [self.intra.part_of(flat, (known,), self.ranks_per_node, owner)[1] for owner in owners]
+        return max(parts, key=lambda part: part[0].rows)
 
     def stages(self, size: int) -> tuple[str, ...]:
         nodes = self._nodes(size)
