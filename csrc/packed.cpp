@@ -396,6 +396,7 @@ template <typename Index> size_t PackedReader::read(uint64_t end, int64_t base, 
     if (end >= size_ && item_ != part_.count)
         refuse_message("it has " + std::to_string(item_) + " indices in [0, size=" + std::to_string(size_) +
                        "), expected " + std::to_string(part_.count));
+    if (end >= size_ && unary_ && unary_from(bit_) != 0) refuse_message("there are bits behind its counts");
     return found;
 }
 

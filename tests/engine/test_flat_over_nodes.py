@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsync import engine
+from gradsync import planning
 from gradsync.cluster import Link, Placement
 from gradsync.comm import Group, LocalGroup, run_local
 from gradsync.costs import CostModel
@@ -85,7 +85,7 @@ def test_flat_buckets_are_summed_inside_nodes_first_and_give_the_mean_in_the_byt
 
 def test_a_bucket_that_fills_up_is_planned_anew_on_all_ranks_alike() -> None:
     jump = 6
-    with mock.patch.object(engine, "LOOK_AGAIN_STEPS", LOOK_AGAIN_STEPS):
+    with mock.patch.object(planning, "LOOK_AGAIN_STEPS", LOOK_AGAIN_STEPS):
         everyone = run_local(4, lambda group: train(group, [0.05] * jump + [1.0] * 7), placement=NODES)
     histories = [schemes for schemes, _ in everyone]
     assert all(history == histories[0] for history in histories)

@@ -156,7 +156,7 @@ def table_of(x: Tensor) -> tuple[SparseRows, ...]:
 )
 def test_lists_are_made_in_the_first_step_alone(scheme: Any, x: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made, make = [], kernels.owned_by_hash
-    monkeypatch.setattr(kernels, "owned_by_hash", lambda *key: made.append(key) or make(*key))
+    monkeypatch.setattr(kernels, "owned_by_hash", lambda *key, **device: made.append(key) or make(*key, **device))
 
     def three_steps(group: LocalGroup) -> None:
         recording = RecordingGroup(group, Ledger())

@@ -52,9 +52,9 @@ def unary_counts(blocks: Tensor, num: int) -> Tensor:
 
 def sizes_from_unary(message: Tensor, count: int, num: int) -> Tensor:
     """The number of indices of each block; a message that has no such counts gives another total than `count`."""
-    bits = (message.long().unsqueeze(1) >> torch.arange(8, device=message.device) & 1).flatten()[: count + num]
-    zeros = (bits == 0).nonzero().flatten()
-    if len(zeros) != num or (num > 0 and int(zeros[-1]) != len(bits) - 1):
+    bits = (message.long().unsqueeze(1) >> torch.arange(8, device=message.device) & 1).flatten()
+    zeros = (bits[: count + num] == 0).nonzero().flatten()
+    if len(zeros) != num or int(zeros[-1]) != count + num - 1 or bool(bits[count + num :].any()):
         return message.new_full((num,), count + 1, dtype=torch.int64)
     return zeros.diff(prepend=zeros.new_full((1,), -1)) - 1
 
