@@ -120,18 +120,17 @@ void write_offsets(const Index *__restrict index, size_t count, uint64_t base, c
 // Where the items of each block end, where it has some; else 0. Every item notes its own end in its block's place, and
 // the last one stays: none waits for the one before it, as it would to count.
 template <typename Index>
-void note_ends(const Index *__restrict index, size_t count, uint64_t block, uint32_t *__restrict ends, size_t blocks) {
+void note_ends(const Index *__restrict index, size_t count, int shift, uint32_t *__restrict ends, size_t blocks) {
     std::fill(ends, ends + blocks, 0);
-    const int shift = block == kBlock8 ? 8 : 16;
     for (size_t i = 0; i < count; ++i) ends[static_cast<uint64_t>(index[i]) >> shift] = static_cast<uint32_t>(i + 1);
 }
 
 // The same, for many items in a block: in steps that grow until they pass its last one.
 template <typename Index>
-void seek_ends(const Index *index, size_t count, uint64_t block, uint32_t *ends, size_t blocks) {
+void seek_ends(const Index *index, size_t count, int shift, uint32_t *ends, size_t blocks) {
     size_t begin = 0;
     for (size_t b = 0; b < blocks; ++b) {
-        const auto inside = [=](Index i) { return static_cast<uint64_t>(i) / block == b; };
+        const auto inside = [=](Index i) { return static_cast<uint64_t>(i) >> shift == b; };
         size_t step = 16;
         while (begin + step < count && inside(index[begin + step])) begin += step, step *= 2;
         begin = std::partition_point(index + begin, index + std::min(count, begin + step), inside) - index;
@@ -142,10 +141,10 @@ void seek_ends(const Index *index, size_t count, uint64_t block, uint32_t *ends,
 template <typename Index>
 void write_counts(const Index *index, size_t count, Format format, uint64_t blocks, char *message, char *offsets) {
     constexpr size_t kMany = 16;  // items in a block
-    const uint64_t block = block_size(format);
+    const int shift = format == Format::offsets16 ? 16 : 8;
     const Scratch<uint32_t> ends(blocks);
-    if (count / kMany >= blocks) seek_ends(index, count, block, ends.begin(), blocks);
-    else note_ends(index, count, block, ends.begin(), blocks);
+    if (count / kMany >= blocks) seek_ends(index, count, shift, ends.begin(), blocks);
+    else note_ends(index, count, shift, ends.begin(), blocks);
     uint32_t begin = 0;
     for (size_t b = 0; b < blocks; ++b) {
         const uint32_t end = std::max(begin, ends[b]);
@@ -155,15 +154,18 @@ void write_counts(const Index *index, size_t count, Format format, uint64_t bloc
     }
 }
 
+// The ones of many indices in a word are put together before it is stored.
 template <typename Index> void write_unary(const Index *index, size_t count, uint64_t blocks, char *message) {
-    UnaryWriter writer(message);
-    size_t item = 0;
-    for (uint64_t block = 0; block < blocks; ++block) {
-        const size_t begin = item;
-        while (item < count && static_cast<uint64_t>(index[item]) >> 8 == block) ++item;
-        writer.add(item - begin);
+    const size_t nbytes = unary_nbytes(count, blocks);
+    std::memset(message, 0, nbytes);
+    uint64_t word = 0, first = 0;  // bits that are not stored yet, and where they begin: with a byte
+    const auto flush = [&] { std::memcpy(message + first / 8, &word, std::min(sizeof word, nbytes - first / 8)); };
+    for (size_t i = 0; i < count; ++i) {
+        const uint64_t bit = (static_cast<uint64_t>(index[i]) >> 8) + i;
+        if (bit - first >= kWordBits) flush(), word = 0, first = bit / 8 * 8;
+        word |= uint64_t{1} << (bit - first);
     }
-    writer.finish();
+    flush();
 }
 
 template <typename Index>
