@@ -64,10 +64,11 @@ public:
 private:
     // p in [-owners, owners) as a place in [0, owners), without a branch that nobody could predict.
     uint32_t wrapped(uint32_t p) const { return p + (owners_ & -(p >> 31)); }
-    // A multiply-xorshift mix of the key and q (murmur3's finaliser), scaled to [0, owners).
+    // A multiply-xorshift mix of the key and q, scaled to [0, owners): murmur3's finaliser, with the key once more between
+    // its multiplications. Without that, evenly spaced q are shared out less evenly than by chance.
     uint32_t rotation(uint32_t q) const {
         uint32_t h = q ^ key_;
-        h = (h ^ h >> 16) * 0x85ebca6bu;
+        h = (h ^ h >> 16) * 0x85ebca6bu ^ key_ * 0x9e3779b9u;
         h = (h ^ h >> 13) * 0xc2b2ae35u;
         h ^= h >> 16;
         return static_cast<uint32_t>(uint64_t{h} * owners_ >> 32);

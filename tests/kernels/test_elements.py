@@ -198,13 +198,13 @@ def test_the_partition_is_exact_up_to_the_last_position_of_int32(n: int, module:
 
 
 SIZE = 1 << 22
-BALANCE = {  # indices, largest max / mean at 16 owners: as for random placement, and none for whole runs
-    "uniform 1 %": (lambda: random_indices(SIZE, 0.01, seed=1), 1.06),
+BALANCE = {  # indices, largest max / mean at 16 owners, mean over seeds: as for random placement; whole runs are even
+    "uniform 1 %": (lambda: random_indices(SIZE, 0.01, seed=1), 1.05),
     "zipf rows of 256": (lambda: zipf_rows(SIZE, 256, 400), 1.0),
     "zipf rows of 16": (lambda: zipf_rows(SIZE, 16, 6000), 1.0),
     "dense first 1 %": (lambda: torch.arange(SIZE // 100 // 16 * 16), 1.0),
-    "20 hot columns of 2048": (lambda: columns_of_2048(SIZE, torch.arange(7, 2048, 103)[:20]), 1.06),
-    "one hot column of 2048": (lambda: columns_of_2048(SIZE, torch.tensor([5])), 1.35),
+    "20 hot columns of 2048": (lambda: columns_of_2048(SIZE, torch.arange(7, 2048, 103)[:20]), 1.05),
+    "one hot column of 2048": (lambda: columns_of_2048(SIZE, torch.tensor([5])), 1.2),
 }
 
 
@@ -212,9 +212,12 @@ BALANCE = {  # indices, largest max / mean at 16 owners: as for random placement
 @pytest.mark.parametrize("shape", BALANCE)
 def test_no_pattern_loads_one_owner(shape: str, kernels) -> None:
     indices, largest = BALANCE[shape][0](), BALANCE[shape][1]
-    counts = kernels.partition_rotated(indices, SIZE, 16, seed=2).counts
-    assert sum(counts) == len(indices)
-    assert max(counts) * 16 / len(indices) <= largest
+    loads = []
+    for seed in range(8):
+        counts = kernels.partition_rotated(indices, SIZE, 16, seed=seed).counts
+        assert sum(counts) == len(indices)
+        loads.append(max(counts) * 16 / len(indices))
+    assert sum(loads) / len(loads) <= largest
 
 
 def test_rotations_of_neighbours_are_uniform_and_change_with_the_seed() -> None:

@@ -136,20 +136,20 @@ def test_parts_that_cannot_be_joined_are_refused_before_anything_is_written(kern
         beyond = [listed([*p, size // n] if o == owner else p) for o, p in enumerate(lists)]
         more = [torch.cat([v, torch.ones(1)]) if o == owner else v for o, v in enumerate(values)]
         with pytest.raises(ValueError, match=rf"index \d+ of part {owner} is outside .*size=10"):
-            kernels.join_elements(beyond, more, 0, out)
+            kernels.join_elements(beyond, more, 3, out)
     for bad in ([-1, *lists[0][1:]], lists[0][::-1], [9, *lists[0][1:]]):
         with pytest.raises(ValueError, match="the message is malformed"):
-            kernels.join_elements([listed(bad), *parts[1:]], values, 0, out)
+            kernels.join_elements([listed(bad), *parts[1:]], values, 3, out)
     with pytest.raises(ValueError, match="one of values for each part is needed, got 2 for 3"):
-        kernels.join_elements(parts, values[:2], 0, out)
+        kernels.join_elements(parts, values[:2], 3, out)
     with pytest.raises(ValueError, match="values must be"):
-        kernels.join_elements(parts, [values[0][:1], *values[1:]], 0, out)
+        kernels.join_elements(parts, [values[0][:1], *values[1:]], 3, out)
     with pytest.raises(TypeError, match="values must be"):
-        kernels.join_elements(parts, [value.double() for value in values], 0, out)
+        kernels.join_elements(parts, [value.double() for value in values], 3, out)
     with pytest.raises(ValueError, match="out must be"):
-        kernels.join_elements(parts, values, 0, out.view(2, 5))
+        kernels.join_elements(parts, values, 3, out.view(2, 5))
     with pytest.raises(ValueError, match=r"number of owners must be in \[1, 65536\]"):
-        kernels.join_elements([], [], 0, out)
+        kernels.join_elements([], [], 3, out)
     assert (out == 7).all()
 
 

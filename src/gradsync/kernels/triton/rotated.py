@@ -40,9 +40,9 @@ from gradsync.kernels.triton.ordered import FAULTS, faults_of, refuse
 
 @triton.jit
 def rotation(q: tl.tensor, n: tl.tensor, key: tl.tensor) -> tl.tensor:
-    """As the reference's rho(q), int64 in [0, n): murmur3's 32-bit finaliser of q and the key, scaled."""
+    """As the reference's rho(q), int64 in [0, n)."""
     h = (q ^ key).to(tl.uint32)
-    h = (h ^ (h >> 16)) * 0x85EBCA6B
+    h = ((h ^ (h >> 16)) * 0x85EBCA6B) ^ (key.to(tl.uint32) * 0x9E3779B9)
     h = (h ^ (h >> 13)) * 0xC2B2AE35
     return ((h ^ (h >> 16)).to(tl.int64) * n) >> 32
 
