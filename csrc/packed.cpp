@@ -242,6 +242,7 @@ uint64_t PackedReader::unary_from(uint64_t bit) const {
 }
 
 void PackedReader::skip_to(uint64_t begin) {
+    if (begin == next_) return;
     switch (part_.format) {
     case Format::bitmap:
         item_ += popcount(reinterpret_cast<const uint64_t *>(part_.data) + next_ / kWordBits,
@@ -285,11 +286,12 @@ void PackedReader::skip_to(uint64_t begin) {
     next_ = begin;
 }
 
-template <typename Index> size_t PackedReader::read_bitmap(uint64_t end, int64_t base, Index *out) {
+template <typename Index> size_t PackedReader::read_bitmap(uint64_t end, int64_t base, Index *out, size_t room) {
     const auto *words = reinterpret_cast<const uint64_t *>(part_.data);
     const size_t first = next_ / kWordBits, stop = words_for(std::min(end, size_));
     const size_t count = popcount(words + first, stop - first);
-    if (count > part_.count - item_) refuse_message("it has more than " + std::to_string(part_.count) + " bits set");
+    if (count > std::min(room, part_.count - item_))
+        refuse_message("it has more than " + std::to_string(part_.count) + " bits set");
     decode_words(words + first, stop - first, base + next_, out, count);
     return count;
 }
@@ -309,7 +311,7 @@ template <typename Index> size_t PackedReader::read_counted(uint64_t end, int64_
     return found;
 }
 
-template <typename Index> size_t PackedReader::read_unary(uint64_t end, int64_t base, Index *out) {
+template <typename Index> size_t PackedReader::read_unary(uint64_t end, int64_t base, Index *out, size_t room) {
     constexpr uint64_t kStep = 56;  // bits that unary_from() surely has
     const uint64_t stop = std::min(blocks_, blocks_of(end, kBlock8));
     uint64_t block = next_ / kBlock8;
@@ -327,7 +329,7 @@ template <typename Index> size_t PackedReader::read_unary(uint64_t end, int64_t 
             bit_ += kStep;
         }
         const size_t ones = popcount(bits);
-        if (ones > part_.count - item_ - found)
+        if (ones > std::min(room, part_.count - item_) - found)
             refuse_message("its counts add up to more than " + std::to_string(part_.count));
         const char *const offsets = offsets_ + item_ + found;
         for (size_t i = 0; i < ones; ++i, bits &= bits - 1) {
@@ -340,7 +342,7 @@ template <typename Index> size_t PackedReader::read_unary(uint64_t end, int64_t 
     return found;
 }
 
-template <typename Index> size_t PackedReader::read_offsets16(uint64_t end, int64_t base, Index *out) {
+template <typename Index> size_t PackedReader::read_offsets16(uint64_t end, int64_t base, Index *out, size_t room) {
     size_t found = 0;
     for (uint64_t at = next_; at < std::min(end, size_);) {
         const uint64_t block = at / kBlock16, first = block * kBlock16;
@@ -353,6 +355,7 @@ template <typename Index> size_t PackedReader::read_offsets16(uint64_t end, int6
             while (some < count && load<uint16_t>(from + some * sizeof(uint16_t)) < limit) ++some;
             count = some;
         }
+        if (count > room - found) refuse_message("a block has more offsets than places");
         const auto to_add = static_cast<Index>(static_cast<int64_t>(first) + base);
         for (size_t i = 0; i < count; ++i) out[found + i] = to_add + load<uint16_t>(from + i * sizeof(uint16_t));
         found += count;
@@ -367,22 +370,27 @@ template <typename Index> size_t PackedReader::read_offsets16(uint64_t end, int6
     return found;
 }
 
-template <typename Integer, typename Index> size_t PackedReader::read_list(uint64_t end, int64_t base, Index *out) {
+template <typename Integer, typename Index>
+size_t PackedReader::read_list(uint64_t end, int64_t base, Index *out, size_t room) {
     const auto *list = reinterpret_cast<const Integer *>(part_.data);
+    const auto first = static_cast<int64_t>(next_);
     size_t item = item_;
-    for (; item < part_.count && list[item] < static_cast<int64_t>(end); ++item)
+    for (; item < part_.count && list[item] < static_cast<int64_t>(end); ++item) {
+        if (item - item_ == room || list[item] < first)
+            refuse_message("index " + std::to_string(list[item]) + " is out of order");
         out[item - item_] = static_cast<Index>(list[item] + base);
+    }
     return item - item_;
 }
 
 template <typename Index> size_t PackedReader::read(uint64_t end, int64_t base, Index *out, size_t room) {
     size_t found = 0;
     switch (part_.format) {
-    case Format::bitmap: found = read_bitmap(end, base, out); break;
-    case Format::offsets8: found = unary_ ? read_unary(end, base, out) : read_counted(end, base, out, room); break;
-    case Format::offsets16: found = read_offsets16(end, base, out); break;
-    case Format::list32: found = read_list<int32_t>(end, base, out); break;
-    case Format::list64: found = read_list<int64_t>(end, base, out); break;
+    case Format::bitmap: found = read_bitmap(end, base, out, room); break;
+    case Format::offsets8: found = unary_ ? read_unary(end, base, out, room) : read_counted(end, base, out, room); break;
+    case Format::offsets16: found = read_offsets16(end, base, out, room); break;
+    case Format::list32: found = read_list<int32_t>(end, base, out, room); break;
+    case Format::list64: found = read_list<int64_t>(end, base, out, room); break;
     }
     const size_t item = find_descent(out, 0, found);
     if (item < found)

@@ -36,17 +36,17 @@ public:
     // Goes on at `begin`, a multiple of 256.
     void skip_to(uint64_t begin);
     // base + each position from where the last call ended up to `end`, a multiple of 256 or at least `size`; how many.
-    // `room`: entries that may be written to, which is at least as many; kLanes more make it faster.
+    // `room`: entries that may be written to, as many as there may be; kLanes more make it faster.
     template <typename Index> size_t read(uint64_t end, int64_t base, Index *out, size_t room);
     // Those read or skipped until now.
     size_t item() const { return item_; }
 
 private:
-    template <typename Index> size_t read_bitmap(uint64_t end, int64_t base, Index *out);
+    template <typename Index> size_t read_bitmap(uint64_t end, int64_t base, Index *out, size_t room);
     template <typename Index> size_t read_counted(uint64_t end, int64_t base, Index *out, size_t room);
-    template <typename Index> size_t read_unary(uint64_t end, int64_t base, Index *out);
-    template <typename Index> size_t read_offsets16(uint64_t end, int64_t base, Index *out);
-    template <typename Integer, typename Index> size_t read_list(uint64_t end, int64_t base, Index *out);
+    template <typename Index> size_t read_unary(uint64_t end, int64_t base, Index *out, size_t room);
+    template <typename Index> size_t read_offsets16(uint64_t end, int64_t base, Index *out, size_t room);
+    template <typename Integer, typename Index> size_t read_list(uint64_t end, int64_t base, Index *out, size_t room);
     uint32_t counted(uint64_t block, size_t item) const;
     uint32_t count16(uint64_t block) const;
     void begin_block16(uint64_t block);

@@ -47,6 +47,7 @@ void require_fit(size_t count) {
 ElementPartition::ElementPartition(const void *x, size_t numel, size_t itemsize, RotatedStripe stripe, uint64_t *words,
                                    int threads)
     : x_(x), numel_(numel), itemsize_(itemsize), stripe_(stripe), words_(words), counts_(stripe.owners()) {
+    check_bits(numel);
     if (itemsize == 2) mark<uint16_t>(threads);
     else if (itemsize == 4) mark<uint32_t>(threads);
     else mark<uint64_t>(threads);
@@ -141,6 +142,8 @@ void ElementPartition::write_as(const std::vector<PackedOut> &positions, const s
 
 ElementUnion::ElementUnion(std::vector<Packed> parts, uint64_t size, uint64_t *words, int threads)
     : parts_(std::move(parts)), size_(size), words_(words) {
+    check_bits(size);
+    std::vector<std::vector<size_t>> begins(threads), ends(threads);  // items of each part that each thread has read
     on_threads(threads, [&](int t) {
         const Share share(size_, kChunk, t, threads);
         std::fill(words_ + words_for(share.begin), words_ + words_for(share.end), 0);
@@ -148,14 +151,18 @@ ElementUnion::ElementUnion(std::vector<Packed> parts, uint64_t size, uint64_t *w
         for (const Packed &part : parts_) {
             PackedReader reader(part, size_);
             reader.skip_to(share.begin);
+            begins[t].push_back(reader.item());
             for (uint64_t begin = share.begin; begin < share.end || begin == 0; begin += kChunk) {
                 const size_t found = reader.read(std::min(begin + kChunk, share.end), -static_cast<int64_t>(begin),
                                                  positions, kChunk + PackedReader::kLanes);
                 uint64_t *const to = words_ + begin / kWordBits;
                 for (size_t i = 0; i < found; ++i) set_bit(to, positions[i]);
             }
+            ends[t].push_back(reader.item());
         }
     });
+    for (int t = 1; t < threads; ++t)  // else what does not ascend was skipped
+        if (begins[t] != ends[t - 1]) throw std::invalid_argument("the message is malformed: its indices do not ascend");
     count_ = count_bits(words_, words_for(size_), threads);
     require_fit(count_);
 }

@@ -146,14 +146,22 @@ template <typename T> static void check_parts(const std::vector<T> &x, RotatedSt
         for (const T &sum : sums) CHECK(widen(sum) >= 2 && widen(sum) <= 2 * owners);
     }
     for (std::vector<char> &message : messages) {
-        if (message.empty()) continue;
-        message[random_bits() % message.size()] ^= 1 << random_bits() % 8;
-        try {
-            join_elements(stripe, parts, from, joined.data(), size, sizeof(T), threads);
-            ElementUnion(parts, runs, marks.data(), threads);
-        } catch (const std::invalid_argument &) {
-        } catch (const BadIndex &) {
+        const std::vector<char> right = message;
+        for (int turn = 0; turn < 4 && !message.empty(); ++turn) {
+            message = right;
+            if (turn < 2) message[random_bits() % message.size()] ^= 1 << random_bits() % 8;
+            else std::fill_n(message.begin(), message.size() / 2 + 1, static_cast<char>(turn == 2 ? 0 : 255));
+            try {
+                join_elements(stripe, parts, from, joined.data(), size, sizeof(T), threads);
+            } catch (const std::invalid_argument &) {
+            } catch (const BadIndex &) {
+            }
+            try {
+                ElementUnion(parts, runs, marks.data(), threads);
+            } catch (const std::invalid_argument &) {
+            }
         }
+        message = right;
     }
 }
 

@@ -120,16 +120,57 @@ def test_any_bytes_are_joined_or_refused_as_by_the_definition(module: ModuleType
         assert torch.equal(results[0], results[1])
 
 
+def listed(positions: list[int] | Tensor, bits: int = 32) -> PackedPositions:
+    numbers = torch.as_tensor(positions).to(torch.int32 if bits == 32 else torch.int64)
+    return PackedPositions(numbers.view(torch.uint8), len(numbers), bits)
+
+
+def crowded(bits: int, size: int, count: int) -> PackedPositions:
+    """A message whose counts put far more positions into its first block than this has."""
+    part = room_for(count, size, bits)
+    part.packed.zero_()
+    if bits == 16:
+        part.packed[: 4 * -(-size // 65536)].view(torch.int32)[0] = count
+    else:
+        part.packed[: count // 8] = 255  # unary counts: ones, then zeros
+    return part
+
+
+DAMAGED = {
+    "a negative one within": (listed([5, 4500, -1, 8000]), 9000),
+    "a descent between chunks": (listed([1, 5000, 2, 6000]), 8192),
+    "two descents that even out": (listed([1, 9000, 5000, 8191, 12000]), 16384),
+    "beyond 32 bits": (listed([1, 2**32 + 5, 7000], 64), 9000),
+    "below 32 bits": (listed([1, 5000 - 2**32, 7000], 64), 9000),
+    "all alike": (listed([3] * 20_000), 40_000),
+    "all alike, 64 bits": (listed([3] * 20_000, 64), 40_000),
+    "all in the first block of 256": (crowded(8, 10_000_000, 100_000), 10_000_000),
+    "all in the first block of 65536": (crowded(16, 10_000_000, 100_000), 10_000_000),
+}
+
+
+@native
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_parts_are_refused_however_many_positions_they_claim(
+    name: str, threads: int, module: ModuleType
+) -> None:
+    part, size = DAMAGED[name]
+    options = {"threads": threads, "module": module}
+    with pytest.raises(ValueError, match="the message is malformed"):
+        cpu.unite_elements([part], size, **options)
+    out = torch.full((size,), 7.0)
+    with pytest.raises(ValueError, match="the message is malformed"):
+        cpu.join_elements([part], [torch.ones(part.count)], 0, out, **options)
+    assert (out == 7).all()
+
+
 @every
 def test_parts_that_cannot_be_joined_are_refused_before_anything_is_written(kernels) -> None:
     size, n = 10, 3
     parts, values = partitioned(reference, torch.arange(1.0, 11.0), n, (32,))
     lists = [part.packed[: 4 * part.count].view(torch.int32).tolist() for part in parts]
     out = torch.full((size,), 7.0)
-
-    def listed(positions: list[int]) -> PackedPositions:
-        packed = torch.tensor(positions, dtype=torch.int32).view(torch.uint8)
-        return PackedPositions(packed, len(positions), 32)
 
     longest = max(range(n), key=lambda owner: len(lists[owner]))
     for owner in set(range(n)) - {longest}:  # the last run of 3 has one element: two owners have nothing in it
@@ -169,6 +210,8 @@ def test_buffers_that_do_not_fit_positions_are_refused(kernels) -> None:
             kernels.unite_elements([wrong], 5)
     with pytest.raises(ValueError, match="there cannot be 6 positions"):
         kernels.unite_elements([PackedPositions(right.packed, 6, 1)], 5)
+    with pytest.raises(ValueError, match="unite_elements needs at least one part"):
+        kernels.unite_elements([], 5)
     with pytest.raises(TypeError, match="packed must be uint8"):
         kernels.unite_elements([PackedPositions(torch.zeros(12).int(), 3, 32)], 5)
     with pytest.raises(ValueError, match="one of outs for each part is needed, got 0 for 1"):

@@ -1,4 +1,4 @@
-"""How much memory the default sparse schemes take beside messages and result: a quarter of the messages and a bitmap."""
+"""The memory that the default sparse schemes take beside messages and result: a quarter of the messages, a bitmap."""
 
 from __future__ import annotations
 

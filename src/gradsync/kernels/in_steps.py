@@ -21,6 +21,7 @@ from gradsync.kernels.checks import (
     check_packed,
     check_rotated_size,
     check_shape,
+    check_some,
     packed_nbytes,
 )
 
@@ -73,11 +74,13 @@ class Steps(NamedTuple):
 
     def unite_elements(self, parts: Sequence[PackedPositions], size: int) -> ElementUnion:
         """See `gradsync.kernels.unite_elements`."""
+        check_some("unite_elements", parts)
         return ElementUnion(parts, size, self)
 
     def join_elements(self, parts: Sequence[PackedPositions], values: Sequence[Tensor], seed: int, out: Tensor) -> None:
         """See `gradsync.kernels.join_elements`."""
         check_owners(len(parts))
+        check_rotated_size(out.numel(), len(parts))
         check_each("values", values, len(parts))
         runs = -(-out.numel() // len(parts))
         self.join_rotated([self.decode(part, runs, torch.int32) for part in parts], values, seed, out)

@@ -72,6 +72,8 @@ class BalancedElements(Scheme[Tensor]):
         return replace(self, capacity=tuple(with_margin(count, known.num_rows) for count in rows))
 
     def has_room_for(self, profiles: Sequence[DensityProfile]) -> bool:
+        if not profiles:
+            return True
         (known,) = profiles
         most = max(known.rows, known.most_rows)
         return bool(self.capacity) and most <= self.capacity[0] and _union_rows(known) <= self.capacity[1]

@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradsync.kernels.checks import WORD_BITS, PackedPositions, check_owners, check_rotated_size, check_size
+from gradsync.kernels.checks import (
+    WORD_BITS,
+    PackedPositions,
+    check_owners,
+    check_rotated_size,
+    check_size,
+    check_some,
+)
 from gradsync.kernels.cpu.boundary import load, plain, plains, threads_for
 from gradsync.kernels.reference.rotated import rotation_key
 
@@ -37,6 +44,7 @@ class ElementUnion:
     def __init__(
         self, parts: Sequence[PackedPositions], size: int, threads: int | None, module: ModuleType | None
     ) -> None:
+        check_some("unite_elements", parts)
         check_size("size", size)
         self._threads = threads_for(threads, size)
         words = plain("words", _bitmap(size, 1))
@@ -73,6 +81,7 @@ def join_elements(
 ) -> None:
     """See `gradsync.kernels.join_elements`."""
     check_owners(len(parts))
+    check_rotated_size(out.numel(), len(parts))
     arrays = *_split(parts), plains("values", values), rotation_key(seed), plain("out", out)
     (module or load()).join_elements(*arrays, threads_for(threads, out.numel()))
 
