@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "elements.hpp"
 #include "rows.hpp"
 #include "scalars.hpp"
 
@@ -154,6 +155,16 @@ std::vector<Stripe<T>> stripes_of(const char *what, const std::vector<A> &arrays
         if (width > 0) result.push_back({place, start * unit, width * unit});
     }
     return result;
+}
+
+inline void check_owners(uint64_t owners) {
+    if (owners < 1 || owners > kMaxOwners)
+        refuse("the number of owners must be in [1, " + std::to_string(kMaxOwners) + "], got " + std::to_string(owners));
+}
+
+inline RotatedStripe stripe_of(uint64_t owners, uint32_t key) {
+    check_owners(owners);
+    return {static_cast<uint32_t>(owners), key};
 }
 
 inline void check_threads(int threads) {

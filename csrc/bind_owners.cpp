@@ -16,16 +16,6 @@ using namespace nanobind::literals;
 namespace MODULE_NAME {
 namespace {
 
-void check_owners(uint64_t owners) {
-    if (owners < 1 || owners > kMaxOwners)
-        refuse("the number of owners must be in [1, " + std::to_string(kMaxOwners) + "], got " + std::to_string(owners));
-}
-
-RotatedStripe stripe_of(uint32_t owners, uint32_t key) {
-    check_owners(owners);
-    return {owners, key};
-}
-
 Hash hash_of(uint64_t owners, uint64_t key) {
     check_owners(owners);
     return {key, owners};

@@ -67,14 +67,6 @@ void check_words(const Array &words, size_t count) {
     check_flat("words", words, count);
 }
 
-RotatedStripe stripe_of(size_t owners, uint32_t key) {
-    if (owners < 1 || owners > kMaxOwners)
-        refuse("the number of owners must be in [1, " + std::to_string(kMaxOwners) + "], got " + std::to_string(owners));
-    return {static_cast<uint32_t>(owners), key};
-}
-
-uint64_t runs_of(uint64_t size, uint64_t owners) { return size / owners + (size % owners != 0); }
-
 // The two-phase kernels together with the arrays that they point into.
 struct BoundElementPartition {
     ReadOnlyArray x;
@@ -87,7 +79,7 @@ struct BoundElementPartition {
         check_floating("x", x);
         check_flat("x", x);
         const RotatedStripe stripe = stripe_of(owners, key);
-        check_words(words, owners * ElementPartition::row_words(x.shape(0), owners));
+        check_words(words, owners * words_for(stripe.runs(x.shape(0))));
         nb::gil_scoped_release unlocked;
         partition.emplace(x.data(), x.shape(0), x.itemsize(), stripe, static_cast<uint64_t *>(words.data()), threads);
     }
@@ -100,10 +92,11 @@ struct BoundElementPartition {
         check_each("packed", packed.size(), counts().size());
         check_each("bits", bits.size(), counts().size());
         check_each("outs", outs.size(), counts().size());
+        const uint64_t runs = partition->stripe().runs(x.shape(0));
         std::vector<PackedOut> positions;
         std::vector<void *> values;
         for (size_t owner = 0; owner < packed.size(); ++owner) {
-            positions.push_back(out_of(packed[owner], counts()[owner], bits[owner], runs_of(x.shape(0), packed.size())));
+            positions.push_back(out_of(packed[owner], counts()[owner], bits[owner], runs));
             check_same_dtype("outs", outs[owner], x);
             check_flat("outs", outs[owner], counts()[owner]);
             values.push_back(outs[owner].data());
@@ -160,7 +153,7 @@ void join(const std::vector<ReadOnlyArray> &packed, const std::vector<size_t> &c
     check_flat("out", out);
     const uint64_t size = out.shape(0);
     const RotatedStripe stripe = stripe_of(packed.size(), key);
-    const std::vector<Packed> parts = parts_of(packed, counts, bits, runs_of(size, packed.size()));
+    const std::vector<Packed> parts = parts_of(packed, counts, bits, stripe.runs(size));
     check_each("values", values.size(), parts.size());
     std::vector<const void *> from;
     for (size_t p = 0; p < values.size(); ++p) {

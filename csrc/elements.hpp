@@ -49,6 +49,8 @@ public:
         : owners_(owners), key_(key), inverse_(owners == 1 ? 0 : ~uint64_t{0} / owners + 1) {}
 
     uint32_t owners() const { return owners_; }
+    // Of so many elements; each owner has at most one of a run.
+    uint64_t runs(uint64_t size) const { return size / owners_ + (size % owners_ != 0); }
 
     // i / owners, exact for i < 2^31 * owners.
     uint64_t local(uint64_t i) const {

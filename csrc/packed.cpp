@@ -214,10 +214,6 @@ PackedReader::PackedReader(Packed part, uint64_t size)
       offsets_(part.data + counts_nbytes(part.count, blocks_, part.format)),
       unary_(is_unary(part.count, blocks_, part.format)) {}
 
-uint32_t PackedReader::count16(uint64_t block) const {
-    return load<uint32_t>(part_.data + block * sizeof(uint32_t));  // a negative one is too many
-}
-
 // Items of a block of 8-bit offsets, of which `item` is the first.
 uint32_t PackedReader::counted(uint64_t block, size_t item) const {
     const uint32_t count = static_cast<uint8_t>(part_.data[block]);
@@ -227,7 +223,7 @@ uint32_t PackedReader::counted(uint64_t block, size_t item) const {
 }
 
 void PackedReader::begin_block16(uint64_t block) {
-    const size_t count = count16(block);
+    const size_t count = load<uint32_t>(part_.data + block * sizeof(uint32_t));  // a negative one is too many
     if (count > part_.count - item_) refuse_message("its counts add up to more than " + std::to_string(part_.count));
     block_end_ = item_ + count;
     in_block_ = true;

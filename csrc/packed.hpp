@@ -48,7 +48,6 @@ private:
     template <typename Index> size_t read_offsets16(uint64_t end, int64_t base, Index *out, size_t room);
     template <typename Integer, typename Index> size_t read_list(uint64_t end, int64_t base, Index *out, size_t room);
     uint32_t counted(uint64_t block, size_t item) const;
-    uint32_t count16(uint64_t block) const;
     void begin_block16(uint64_t block);
     uint64_t unary_from(uint64_t bit) const;
 

@@ -51,7 +51,7 @@ ElementPartition::ElementPartition(const void *x, size_t numel, size_t itemsize,
     if (itemsize == 2) mark<uint16_t>(threads);
     else if (itemsize == 4) mark<uint32_t>(threads);
     else mark<uint64_t>(threads);
-    const size_t row_size = row_words(numel, stripe.owners());
+    const size_t row_size = row_words();
     for (uint32_t owner = 0; owner < stripe.owners(); ++owner) {
         counts_[owner] = count_bits(row(owner), row_size, threads);
         require_fit(counts_[owner]);
@@ -61,7 +61,7 @@ ElementPartition::ElementPartition(const void *x, size_t numel, size_t itemsize,
 // Threads share whole words of the owners' rows.
 template <typename Unsigned> void ElementPartition::mark(int threads) {
     const auto *x = static_cast<const Unsigned *>(x_);
-    const uint64_t owners = stripe_.owners(), row_size = row_words(numel_, stripe_.owners());
+    const uint64_t owners = stripe_.owners(), row_size = row_words();
     on_threads(threads, [&](int t) {
         const Share rows(row_size, 1, t, threads);
         for (uint64_t owner = 0; owner < owners; ++owner)
@@ -86,7 +86,7 @@ void ElementPartition::write(const std::vector<PackedOut> &positions, const std:
     else if (itemsize_ == 4) write_as<uint32_t>(positions, values, threads);
     else write_as<uint64_t>(positions, values, threads);
     const uint32_t owners = stripe_.owners();
-    const uint64_t size = (numel_ + owners - 1) / owners;
+    const uint64_t size = stripe_.runs(numel_);
 #pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1)
     for (uint32_t owner = 0; owner < owners; ++owner) write_marks(row(owner), size, counts_[owner], positions[owner]);
 }
@@ -97,7 +97,7 @@ template <typename Unsigned>
 void ElementPartition::write_as(const std::vector<PackedOut> &positions, const std::vector<void *> &values,
                                 int threads) const {
     constexpr size_t kBlockBytes = 64 << 10, kLine = 64 / sizeof(Unsigned);
-    const uint64_t owners = stripe_.owners(), row_size = row_words(numel_, stripe_.owners());
+    const uint64_t owners = stripe_.owners(), row_size = row_words();
     const uint64_t step = std::clamp<uint64_t>(kBlockBytes / (owners * itemsize_ * kWordBits), 1, kChunk / kWordBits);
     const size_t total = std::accumulate(counts_.begin(), counts_.end(), size_t{0});
     const bool most = total * kLine > numel_;
@@ -109,7 +109,7 @@ void ElementPartition::write_as(const std::vector<PackedOut> &positions, const s
         for (uint32_t owner = 0; owner < owners; ++owner) {
             const size_t item = popcount(row(owner), share.begin);
             next.push_back(static_cast<Unsigned *>(values[owner]) + item);
-            writers.emplace_back(positions[owner], counts_[owner], (numel_ + owners - 1) / owners, item);
+            writers.emplace_back(positions[owner], counts_[owner], stripe_.runs(numel_), item);
         }
         const RotatedStripe stripe = stripe_;
         std::vector<size_t> found(owners);
@@ -233,7 +233,7 @@ template <typename Value>
 static void join_as(RotatedStripe stripe, const std::vector<Packed> &parts, const std::vector<const void *> &values,
                     Value *out, uint64_t size, int threads) {
     constexpr uint64_t kBlockBytes = 16 << 10, kLeast = 256;
-    const uint64_t owners = stripe.owners(), runs = (size + owners - 1) / owners;
+    const uint64_t owners = stripe.owners(), runs = stripe.runs(size);
     const uint64_t block = std::clamp(kBlockBytes / (owners * sizeof(Value)) / kLeast * kLeast, kLeast, kChunk);
     const bool stream = size * sizeof(Value) >= kStreamedBytes;
     on_threads(threads, [&](int t) {
@@ -268,7 +268,7 @@ static void join_as(RotatedStripe stripe, const std::vector<Packed> &parts, cons
 
 void join_elements(RotatedStripe stripe, const std::vector<Packed> &parts, const std::vector<const void *> &values,
                    void *out, uint64_t size, size_t itemsize, int threads) {
-    check_parts(stripe, parts, (size + stripe.owners() - 1) / stripe.owners(), size);
+    check_parts(stripe, parts, stripe.runs(size), size);
     if (itemsize == 2) join_as(stripe, parts, values, static_cast<uint16_t *>(out), size, threads);
     else if (itemsize == 4) join_as(stripe, parts, values, static_cast<uint32_t *>(out), size, threads);
     else join_as(stripe, parts, values, static_cast<uint64_t *>(out), size, threads);

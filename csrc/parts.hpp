@@ -14,10 +14,10 @@ namespace MODULE_NAME {
 // Which elements are not zero, for each owner: a row of bits of its part.
 class ElementPartition {
 public:
-    // `words` has row_words() for each owner; they are the partition's from now on.
+    // `words` has words_for() the stripe's runs() for each owner; they are the partition's from now on.
     ElementPartition(const void *x, size_t numel, size_t itemsize, RotatedStripe stripe, uint64_t *words, int threads);
 
-    static size_t row_words(size_t numel, uint32_t owners) { return words_for((numel + owners - 1) / owners); }
+    const RotatedStripe &stripe() const { return stripe_; }
     const std::vector<size_t> &counts() const { return counts_; }
     void write(const std::vector<PackedOut> &positions, const std::vector<void *> &values, int threads) const;
 
@@ -25,7 +25,8 @@ private:
     template <typename Unsigned> void mark(int threads);
     template <typename Unsigned>
     void write_as(const std::vector<PackedOut> &positions, const std::vector<void *> &values, int threads) const;
-    uint64_t *row(uint32_t owner) const { return words_ + owner * row_words(numel_, stripe_.owners()); }
+    size_t row_words() const { return words_for(stripe_.runs(numel_)); }
+    uint64_t *row(uint32_t owner) const { return words_ + owner * row_words(); }
 
     const void *x_;
     size_t numel_, itemsize_;

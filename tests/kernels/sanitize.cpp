@@ -114,8 +114,8 @@ template <typename T> static void check_rows(size_t num_rows, size_t dim, int th
 template <typename T> static void check_parts(const std::vector<T> &x, RotatedStripe stripe, int threads) {
     constexpr Format kFormats[] = {Format::bitmap, Format::offsets8, Format::offsets16, Format::list32, Format::list64};
     const uint32_t owners = stripe.owners();
-    const size_t size = x.size(), runs = (size + owners - 1) / owners;
-    std::vector<uint64_t> words(owners * ElementPartition::row_words(size, owners)), marks(words_for(runs));
+    const size_t size = x.size(), runs = stripe.runs(size);
+    std::vector<uint64_t> words(owners * words_for(runs)), marks(words_for(runs));
     const ElementPartition split(x.data(), size, sizeof(T), stripe, words.data(), threads);
     std::vector<std::vector<char>> messages;
     std::vector<std::vector<T>> outs;

@@ -15,7 +15,7 @@ class _Storages(TorchDispatchMode):
     """Watches the storages that operations of this thread make, as long as these live."""
 
     def __init__(self, given: Sequence[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
         self._given = {tensor.untyped_storage()._cdata for tensor in given}
         self._live: dict[int, int] = {}
         self.peak_bytes: int = 0

@@ -14,6 +14,7 @@ from gradsync.kernels.checks import (
     check_size,
     counts_nbytes,
     num_blocks,
+    unary_nbytes,
 )
 
 _FULL = 256  # indices of a full block of 8-bit offsets: one more than its count byte can say
@@ -45,7 +46,7 @@ def is_unary(count: int, size: int, bits: int) -> bool:
 
 def unary_counts(blocks: Tensor, num: int) -> Tensor:
     """Bytes: a one for each index, whose ascending blocks these are, and a zero behind each of `num` blocks."""
-    bits = blocks.new_zeros(-(-(len(blocks) + num) // 8) * 8)
+    bits = blocks.new_zeros(8 * unary_nbytes(len(blocks), num))
     bits[blocks + torch.arange(len(blocks), device=blocks.device)] = 1
     return (bits.view(-1, 8) << torch.arange(8, device=blocks.device)).sum(1).to(torch.uint8)
 
