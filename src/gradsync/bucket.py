@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import torch
@@ -102,6 +102,59 @@ class Segment:
 
 
 @dataclass(frozen=True)
+class FlatSpec:
+    """Segments of tensors that lie end to end in one flat tensor, as a compressor sees them."""
+
+    segments: tuple[Segment, ...]
+    shapes: tuple[tuple[int, ...], ...]  # of the tensor where the segment is all of it, else (segment.numel,)
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        numels = [int(torch.Size(shape).numel()) for shape in self.shapes]
+        if numels != [segment.numel for segment in self.segments]:
+            raise ValueError(f"FlatSpec needs one shape for each segment, got {self.segments} and {self.shapes}")
+
+    @classmethod
+    def of(cls, tensor: Tensor, name: str = "") -> FlatSpec:
+        """One tensor, flattened."""
+        return cls((Segment(name, 0, tensor.numel()),), (tuple(tensor.shape),), tensor.dtype)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Elements of each segment."""
+        return tuple(segment.numel for segment in self.segments)
+
+    @property
+    def numel(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.itemsize
+
+    def cut(self, start: int, stop: int) -> FlatSpec:
+        """Elements [start, stop) of the flat tensor."""
+        segments, shapes, offset = [], [], 0
+        for segment, shape in zip(self.segments, self.shapes, strict=True):
+            low, high = max(start, offset), min(stop, offset + segment.numel)
+            whole = high - low == segment.numel
+            if low < high or (whole and start <= offset < stop):
+                first = segment.start + low - offset
+                segments.append(Segment(segment.name, first, first + high - low))
+                shapes.append(shape if whole else (high - low,))
+            offset += segment.numel
+        return FlatSpec(tuple(segments), tuple(shapes), self.dtype)
+
+    def with_dtype(self, dtype: torch.dtype) -> FlatSpec:
+        """The same elements in another type."""
+        return replace(self, dtype=dtype)
+
+
+@dataclass(frozen=True)
 class Bucket:
     """Segments that travel together; `tensors` holds the spec of each segment's parameter. One dtype for all."""
 
@@ -147,6 +200,16 @@ class Bucket:
         if self.layout is Layout.ROWS:
             return self.tensors
         return (TensorSpec((self.numel + (self.num_flags if self.flags_ride else 0),), self.dtype),)
+
+    @property
+    def flat_spec(self) -> FlatSpec:
+        """The segments as a flat tensor, without flags."""
+        whole = [segment.numel == spec.numel for segment, spec in zip(self.segments, self.tensors, strict=True)]
+        shapes = [
+            spec.shape if is_whole else (segment.numel,)
+            for is_whole, segment, spec in zip(whole, self.segments, self.tensors, strict=True)
+        ]
+        return FlatSpec(self.segments, tuple(shapes), self.dtype)
 
     @property
     def num_flags(self) -> int:

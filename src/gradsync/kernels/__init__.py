@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from gradsync.kernels import cpu, device, reference
-from gradsync.kernels.checks import PackedPositions, RowsPart, Stripes, offsets_nbytes, packed_nbytes
+from gradsync.kernels.checks import PackedPositions, RowsPart, Sections, Stripes, offsets_nbytes, packed_nbytes
 from gradsync.kernels.hierarchy import HashedIndices
 from gradsync.kernels.phases import (
     ElementPartition,
@@ -48,6 +48,7 @@ __all__ = [
     "RotatedPartition",
     "RowUnion",
     "RowsPart",
+    "Sections",
     "Stripes",
     "accumulation_dtype",
     "active",
