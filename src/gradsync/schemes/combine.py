@@ -17,8 +17,9 @@ from ..bucket import Bucket, Layout, TensorSpec
 from ..cluster import Placement
 from ..comm import Group, Pending
 from ..density import DensityProfile
+from ..expressions import register
 from ..steps import Compute, Step, Transfer
-from .base import Partitioned, Scheme, State, register
+from .base import Partitioned, Scheme, State
 from .dense import AllReduce, ReduceScatter
 
 T = TypeVar("T")
