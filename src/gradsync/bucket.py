@@ -138,7 +138,7 @@ class FlatSpec:
         return self.numel * self.itemsize
 
     def cut(self, start: int, stop: int) -> FlatSpec:
-        """Elements [start, stop) of the flat tensor."""
+        """Elements [start, stop) of the flat tensor; where there are none, one segment that is empty."""
         segments, shapes, offset = [], [], 0
         for segment, shape in zip(self.segments, self.shapes, strict=True):
             low, high = max(start, offset), min(stop, offset + segment.numel)
@@ -148,6 +148,9 @@ class FlatSpec:
                 segments.append(Segment(segment.name, first, first + high - low))
                 shapes.append(shape if whole else (high - low,))
             offset += segment.numel
+        if not segments:
+            last = self.segments[-1]
+            segments, shapes = [Segment(last.name, last.stop, last.stop)], [(0,)]
         return FlatSpec(tuple(segments), tuple(shapes), self.dtype)
 
     def with_dtype(self, dtype: torch.dtype) -> FlatSpec:
