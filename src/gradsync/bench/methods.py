@@ -6,7 +6,7 @@ broke takes no other method along. Names are those of the records.
 
 # No `from __future__ import annotations`: DDP compares the annotations of a hook with the types themselves.
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -21,11 +21,10 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from ..attach import Attachment, attach
-from ..density import ParameterProfile
-from ..plan import Plan
 from ..planner import SPARSE_SCHEMES as PLANNED_SCHEMES
-from ..planner import default_plan
-from ..schemes import Scheme
+from ..schemes import HalfPrecision, Scheme
+from . import compressors
+from .plans import SchemeOf, carried, dense_planned, planned
 
 ONE_BUCKET_MB = 1 << 20  # larger than any model here: DDP then puts everything into one bucket
 
@@ -86,25 +85,31 @@ def _gradsync(model: nn.Module, timeout: timedelta, *, plan: Any = None) -> tupl
     return model, attach(model, plan=plan, timeout=timeout)
 
 
-def planned(scheme: Scheme[Any], profiles: Sequence[ParameterProfile], world_size: int) -> Plan:
-    """The default plan with `scheme` for the sparse tables, whatever their densities."""
-    plan = default_plan(profiles, world_size)
-    specs = {p.name: p.tensor for p in profiles}
-    sparse = {p.name: p.density for p in profiles if p.sparse}
-    buckets: list[tuple[list[str], Scheme[Any]]] = []
-    for bucket in plan.buckets:
-        if set(bucket.names) <= sparse.keys():
-            known = [density for name in bucket.names if (density := sparse[name]) is not None]
-            measured = len(known) == len(bucket.names)
-            buckets.append((bucket.names, scheme.planned_for(known) if measured else scheme))
-        else:
-            buckets.append((bucket.names, bucket.make_scheme()))
-    return Plan.make(specs, world_size, buckets)
+def _lossy(name: str, scheme_of: SchemeOf, *, matrices_only: bool = False) -> Method:
+    """gradsync with a plan that sends dense gradients by this scheme, and tables as the default plan does."""
+    return Method(name, True, False, partial(_gradsync, plan=partial(dense_planned, scheme_of, matrices_only)))
+
+
+def compressing(name: str) -> Method:
+    """The method that sends dense gradients by the compressor of this name.
+
+    Raises:
+        ValueError: for an unknown name, or a number that the compressor does not take.
+    """
+    found = compressors.named(name)
+    return _lossy(name, partial(carried, found.trained), matrices_only=found.matrices_only)
 
 
 def _powersgd(rank: int) -> Callable[[dist.ProcessGroup], powerSGD_hook.PowerSGDState]:
     return partial(powerSGD_hook.PowerSGDState, matrix_approximation_rank=rank, start_powerSGD_iter=2)
 
+
+def _half(values: str) -> SchemeOf:
+    return lambda spec, world_size: HalfPrecision(values=values)
+
+
+# Schemes of dense buckets that are no compressor's, by the names of methods.
+DENSE_SCHEMES: dict[str, SchemeOf] = {"bf16": _half("bfloat16"), "fp16": _half("float16")}
 
 # Measured beside the planner's choice, by the names of plans.
 SPARSE_SCHEMES: dict[str, Scheme[Any]] = {s.name: s for s in PLANNED_SCHEMES}
@@ -130,6 +135,7 @@ METHODS: dict[str, Method] = {
         ),
         Method("gradsync_dense", False, True, _gradsync),
         *(Method(n, True, True, partial(_gradsync, plan=partial(planned, s))) for n, s in SPARSE_SCHEMES.items()),
+        *(_lossy(n, s) for n, s in DENSE_SCHEMES.items()),
     )
 }
 
@@ -140,13 +146,16 @@ DDP_SWEEP = ("ddp_default", "ddp_1mb", "ddp_100mb", "ddp_one_bucket")
 
 
 def method(name: str) -> Method:
-    """The method of this name.
+    """The method of this name: one of `METHODS`, or gradsync with a compressor.
 
     Raises:
-        ValueError: listing the names there are.
+        ValueError: for an unknown name, listing the names there are, or a number that its compressor does not take.
     """
-    if name not in METHODS:
+    if name in METHODS:
+        return METHODS[name]
+    if not compressors.is_known(name):
         raise ValueError(
-            f"unknown method {name!r}; there are {', '.join(METHODS)} and {DDP} (the best of the bucket sweep)"
+            f"unknown method {name!r}; there are {', '.join(METHODS)}, {DDP} (the best of the bucket sweep), and "
+            f"compressors: {compressors.NAMES_IN_WORDS}"
         )
-    return METHODS[name]
+    return compressing(name)

@@ -1,0 +1,95 @@
+"""Compressors by the names that records and `gradsync bench` give them: `topk0.01`, `int8`, `topk0.01_no_feedback`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..compressors import Compressor, ErrorFeedback, TopK
+
+WITHOUT, WITH = "_no_feedback", "_feedback"  # suffixes, where a name is to say what its family does not
+
+
+@dataclass(frozen=True)
+class Family:
+    """Compressors that share a name, told apart by a number behind it or, without `numbers`, one of them.
+
+    `feedback`: it trains with error feedback; None: it remembers by itself what it left out.
+    `matrices_only`: tensors of one dimension travel as they are.
+    """
+
+    make: Callable[..., Compressor[Any]]
+    feedback: bool | None
+    numbers: tuple[float, ...] = ()  # measured unless others are named
+    matrices_only: bool = False
+
+
+FAMILIES: dict[str, Family] = {
+    "topk": Family(TopK, feedback=True, numbers=(0.01,)),
+}
+
+
+@dataclass(frozen=True)
+class Named:
+    """A compressor, as it is and as it trains."""
+
+    name: str
+    bare: Compressor[Any]
+    trained: Compressor[Any]
+    matrices_only: bool
+
+    @property
+    def with_feedback(self) -> Compressor[Any] | None:
+        """None where it remembers by itself what it left out."""
+        return None if FAMILIES[_parted(self.name)[0]].feedback is None else ErrorFeedback(self.bare)
+
+
+def usual_names() -> tuple[str, ...]:
+    """One of each family, or as many as it has usual numbers."""
+    return tuple(f"{family}{number}" for family, of in FAMILIES.items() for number in of.numbers or ("",))
+
+
+def is_known(name: str) -> bool:
+    """Whether a name is of one of the families, whatever its number is."""
+    try:
+        _parted(name)
+    except ValueError:
+        return False
+    return True
+
+
+def named(name: str) -> Named:
+    """The compressor of this name.
+
+    Raises:
+        ValueError: for an unknown name, listing what there is, or a number that the compressor does not take.
+    """
+    known, number, suffix = _parted(name)
+    family = FAMILIES[known]
+    bare = family.make(*number)
+    feedback = suffix == WITH or (family.feedback is True and suffix != WITHOUT)
+    return Named(name, bare, ErrorFeedback(bare) if feedback else bare, family.matrices_only)
+
+
+def _parted(name: str) -> tuple[str, tuple[float, ...], str]:
+    """Family, its number if it has one, and the suffix."""
+    stem, suffix = name, ""
+    number: tuple[float, ...] = ()
+    for ending in (WITHOUT, WITH):
+        if not suffix and name.endswith(ending):
+            stem, suffix = name.removesuffix(ending), ending
+    if stem in FAMILIES and not FAMILIES[stem].numbers:
+        family = stem
+    else:
+        match = re.fullmatch(r"(.*?[a-z_])(\d+(?:\.\d+)?)", stem)
+        if match is None or match[1] not in FAMILIES or not FAMILIES[match[1]].numbers:
+            raise ValueError(f"unknown compressor {name!r}; there are {NAMES_IN_WORDS}")
+        family, number = match[1], (float(match[2]) if "." in match[2] else int(match[2]),)
+    if suffix and FAMILIES[family].feedback is None:
+        raise ValueError(f"{stem} remembers by itself what it left out: there is no {name!r}")
+    return family, number, suffix
+
+
+NAMES_IN_WORDS = f"{', '.join(usual_names())}, with other numbers too, and {WITHOUT} or {WITH} behind them"
