@@ -60,6 +60,11 @@ def is_known(name: str) -> bool:
     return True
 
 
+def needs_feedback(name: str) -> bool:
+    """Whether its family trains with error feedback."""
+    return FAMILIES[_parted(name)[0]].feedback is True
+
+
 def named(name: str) -> Named:
     """The compressor of this name.
 

@@ -22,9 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..attach import Attachment, attach
 from ..planner import SPARSE_SCHEMES as PLANNED_SCHEMES
-from ..schemes import HalfPrecision, Scheme
+from ..schemes import Scheme
 from . import compressors
-from .plans import SchemeOf, carried, dense_planned, planned
+from .plans import DENSE_SCHEMES, lossy_planner, planned
 
 ONE_BUCKET_MB = 1 << 20  # larger than any model here: DDP then puts everything into one bucket
 
@@ -85,31 +85,18 @@ def _gradsync(model: nn.Module, timeout: timedelta, *, plan: Any = None) -> tupl
     return model, attach(model, plan=plan, timeout=timeout)
 
 
-def _lossy(name: str, scheme_of: SchemeOf, *, matrices_only: bool = False) -> Method:
-    """gradsync with a plan that sends dense gradients by this scheme, and tables as the default plan does."""
-    return Method(name, True, False, partial(_gradsync, plan=partial(dense_planned, scheme_of, matrices_only)))
-
-
-def compressing(name: str) -> Method:
-    """The method that sends dense gradients by the compressor of this name.
+def lossy(name: str) -> Method:
+    """gradsync with a plan that sends dense gradients as this name says, and tables as the default plan does.
 
     Raises:
-        ValueError: for an unknown name, or a number that the compressor does not take.
+        ValueError: for an unknown name, or a number that its compressor does not take.
     """
-    found = compressors.named(name)
-    return _lossy(name, partial(carried, found.trained), matrices_only=found.matrices_only)
+    return Method(name, True, False, partial(_gradsync, plan=lossy_planner(name)))
 
 
 def _powersgd(rank: int) -> Callable[[dist.ProcessGroup], powerSGD_hook.PowerSGDState]:
     return partial(powerSGD_hook.PowerSGDState, matrix_approximation_rank=rank, start_powerSGD_iter=2)
 
-
-def _half(values: str) -> SchemeOf:
-    return lambda spec, world_size: HalfPrecision(values=values)
-
-
-# Schemes of dense buckets that are no compressor's, by the names of methods.
-DENSE_SCHEMES: dict[str, SchemeOf] = {"bf16": _half("bfloat16"), "fp16": _half("float16")}
 
 # Measured beside the planner's choice, by the names of plans.
 SPARSE_SCHEMES: dict[str, Scheme[Any]] = {s.name: s for s in PLANNED_SCHEMES}
@@ -135,7 +122,7 @@ METHODS: dict[str, Method] = {
         ),
         Method("gradsync_dense", False, True, _gradsync),
         *(Method(n, True, True, partial(_gradsync, plan=partial(planned, s))) for n, s in SPARSE_SCHEMES.items()),
-        *(_lossy(n, s) for n, s in DENSE_SCHEMES.items()),
+        *map(lossy, DENSE_SCHEMES),
     )
 }
 
@@ -158,4 +145,4 @@ def method(name: str) -> Method:
             f"unknown method {name!r}; there are {', '.join(METHODS)}, {DDP} (the best of the bucket sweep), and "
             f"compressors: {compressors.NAMES_IN_WORDS}"
         )
-    return compressing(name)
+    return lossy(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from ..bucket import Bucket, FlatSpec, Layout, Segment, TensorSpec
@@ -16,12 +17,35 @@ from ..schemes import (
     CompressedAllGather,
     CompressedAllReduce,
     CompressedTwoWay,
+    HalfPrecision,
     Scheme,
     Sparsified,
 )
 from ..steps import transfers
+from . import compressors
 
+PlanMaker = Callable[[Sequence[ParameterProfile], int], Plan]
 SchemeOf = Callable[[FlatSpec, int], Scheme[Any]]  # of a dense bucket among so many ranks
+
+
+def _half(values: str) -> SchemeOf:
+    return lambda spec, world_size: HalfPrecision(values=values)
+
+
+# Schemes of dense buckets that are no compressor's, by the names of methods.
+DENSE_SCHEMES: dict[str, SchemeOf] = {"bf16": _half("bfloat16"), "fp16": _half("float16")}
+
+
+def lossy_planner(name: str) -> PlanMaker:
+    """What makes the plans of a method: one of `DENSE_SCHEMES`, or a compressor.
+
+    Raises:
+        ValueError: for an unknown name, or a number that the compressor does not take.
+    """
+    if name in DENSE_SCHEMES:
+        return partial(dense_planned, DENSE_SCHEMES[name], False)
+    found = compressors.named(name)
+    return partial(dense_planned, partial(carried, found.trained), found.matrices_only)
 
 
 def planned(scheme: Scheme[Any], profiles: Sequence[ParameterProfile], world_size: int) -> Plan:

@@ -14,6 +14,7 @@ from ..bench.balance import SUBJECTS as MAPS
 from ..bench.balance import BalanceSpec, run_balance
 from ..bench.characterization import SUBJECT, LookSpec, run_looks
 from ..bench.compress import QUICK_SIZES_BYTES, SIZES_BYTES, CompressSpec, run_compress
+from ..bench.converge import ConvergeSpec, run_converge, usual_methods
 from ..bench.kernels import WORK, KernelsSpec, run_kernels
 from ..bench.methods import METHODS
 from ..bench.options import parse_options
@@ -25,7 +26,7 @@ from ..bench.topk import names as exchange_names
 from ..bench.train import TrainSpec, run_training
 from ..footprint import DEFAULT_SAMPLE
 from ..report.balance import balance_table
-from ..report.compress import compress_tables, size_in_words, size_of
+from ..report.compress import compress_tables, loss_table, size_in_words, size_of
 from ..report.record import Record, save_records
 from ..report.tables import judgements, records_table
 from ..workloads import declared_options, kind_of, names
@@ -279,6 +280,42 @@ def compress(
     with plain_errors(), event_bar("compressors", spec.turns, "making inputs") as on_event:
         records = run_compress(spec, on_event)
     finish(records, [], json, bounds, compress_tables)
+
+
+@app.command()
+def converge(
+    workload: Annotated[str, typer.Option(help=f"What to train, comma-separated: {', '.join(names())}.")] = "gpt,lstm",
+    option: Options = None,
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Comma-separated; by default {', '.join(usual_methods())}. Compressors: {compressors.NAMES_IN_WORDS}."
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Of each run.")] = 100,
+    ranks: Annotated[int, typer.Option(min=1, help="Simulated in one process.")] = 2,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each method, with other weights and batches.")] = 3,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes at once, of one thread each.")] = 2,
+    json: Json = None,
+    quick: Quick = False,
+    require: Require = None,
+) -> None:
+    """What lossy methods learn in as many steps as dense gradients: held-out losses, no times, no network."""
+    chosen = _listed(workload)
+    with plain_errors():
+        spec = ConvergeSpec(
+            workloads=chosen,
+            methods=_listed(methods) if methods else usual_methods(),
+            options=parse_options(chosen, option or ()),
+            steps=min(steps, 5) if quick else steps,
+            ranks=ranks,
+            seeds=1 if quick else seeds,
+            jobs=jobs,
+        )
+    bounds = bounds_of(require, spec.methods)
+    with plain_errors(), event_bar("losses", len(spec.runs), "opening the data") as on_event:
+        records = run_converge(spec, on_event)
+    finish(records, [], json, bounds, loss_table)
 
 
 def _listed(text: str) -> tuple[str, ...]:
