@@ -101,10 +101,10 @@ def test_evaluation_covers_the_held_out_images_and_leaves_weights_statistics_and
 @pytest.mark.parametrize("kind", NETWORKS)
 def test_the_networks_learn_the_digits(kind: type[ImageWorkload]) -> None:
     workload = small(kind, batch_size=32)
-    model, losses = train(workload, 60, sparse=False)
-    assert max(losses) < 5  # no blow-up of the first steps; ten classes by chance: 2.3
-    assert np.mean(losses[-10:]) < 0.3
-    assert workload.evaluate(model)["accuracy"] > 0.9
+    model, losses = train(workload, 40, sparse=False)
+    assert max(losses) < 3  # no blow-up of the first steps; ten classes by chance: 2.3
+    assert np.mean(losses[-10:]) < 0.6
+    assert workload.evaluate(model)["accuracy"] > 0.8
 
 
 def test_generated_images_are_refused() -> None:
