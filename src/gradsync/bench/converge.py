@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, reduce
@@ -87,18 +87,14 @@ def run_converge(spec: ConvergeSpec, on_event: Callable[[dict[str, Any]], None])
     options = {name: opened(name, **spec.options).options for name in spec.workloads}  # data are fetched here
     losses: dict[tuple[str, str, int], float] = {}
     with _executor(spec.jobs) as executor:
-        futures = {
-            executor.submit(final_loss, workload, spec.options, name, seed, spec.steps, spec.ranks): (
-                workload,
-                name,
-                seed,
-            )
-            for workload, name, seed in spec.runs
-        }
-        for future in as_completed(futures):
-            losses[futures[future]] = future.result()
-            workload, name, seed = futures[future]
-            on_event({"workload": workload, "method": name, "seed": seed, "loss": future.result()})
+        futures: dict[Future[float], tuple[str, str, int]] = {}
+        for workload, name, seed in spec.runs:
+            started = executor.submit(final_loss, workload, spec.options, name, seed, spec.steps, spec.ranks)
+            futures[started] = workload, name, seed
+        for ended in as_completed(futures):
+            losses[futures[ended]] = ended.result()
+            workload, name, seed = futures[ended]
+            on_event({"workload": workload, "method": name, "seed": seed, "loss": ended.result()})
     about = {"versions": versions(), "environment": machine(), "commit": commit()}
     records = [
         _record(workload, name, losses, spec, options[workload])
@@ -137,7 +133,7 @@ def _record(
         subject_s=None,
         baseline_s=None,
         ratio=Spread.of([a / b for a, b in zip(subject, baseline, strict=True)]) if finite else None,
-        aa=None,
+        aa=Spread.of([a / b for a, b in zip(baseline, [*baseline[1:], baseline[0]], strict=True)]) if finite else None,
         losses=Losses(subject=subject, baseline=baseline) if finite else None,
         seeds=seeds,
         failed=None if finite else "the loss is not finite",

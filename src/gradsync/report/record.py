@@ -111,7 +111,8 @@ class Record(BaseModel):
     whole subject, with costs fitted in the same run; None where nothing predicts it, as for training steps. `cpu_s` is
     the processor time of all ranks together: where they share a machine, the subject cannot take less than that over
     `environment["cores"]`, whatever the network allows. Of the metric `imbalance`, which takes no time, `ratio` and
-    `aa` are those of push imbalance, draw by draw; of `loss`, `ratio` is that of the held-out losses, seed by seed.
+    `aa` are those of push imbalance, draw by draw; of `loss`, `ratio` is that of the
+    held-out losses, seed by seed, and `aa` that of the baseline's with one seed and the next.
     """
 
     model_config = ConfigDict(extra="forbid")
