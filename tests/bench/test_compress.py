@@ -34,7 +34,8 @@ def small_copy() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def records() -> list[Record]:
-    spec = CompressSpec(("topk0.1",), SIZES, (1,), ("dense20",), {"batch_size": 8}, training_steps=1, repeats=2)
+    lstm = {"data": "zipf", "vocabulary": 2000, "num_negatives": 128, "batch_size": 8, "dim": 8, "hidden": 32}
+    spec = CompressSpec(("topk0.1",), SIZES, (1,), ("lstm",), lstm, training_steps=1, repeats=2)
     return run_compress(spec, lambda event: None)
 
 
@@ -75,7 +76,7 @@ def test_errors_are_held_against_the_declared_law(records: list[Record]) -> None
     assert (error.law, error.declared, error.holds) == ("contraction", 0.25, True)
     assert error.relative == pytest.approx(3 / 5) and error.measured == pytest.approx(16 / 25)
     (real,) = [r for r in records if r.error is not None]
-    assert real.error is not None and real.error.holds and real.params["workload"] == "dense20"
+    assert real.error is not None and real.error.holds and real.params["workload"] == "lstm"
     assert 0 < real.error.relative < 0.9**0.5 and real.options["batch_size"] == 8
 
 
@@ -104,7 +105,7 @@ def test_records_survive_and_become_tables(records: list[Record], tmp_path: Path
     assert [row[2] for row in rows] == ["1 KB", "16 KB"] and all(len(row) == len(headings) for row in rows)
     with (console := Console(width=200)).capture() as shown:
         console.print(compress_tables(records), compress_tables(records, compact=True))
-    assert "topk0.1" in shown.get() and "error, dense20" in shown.get()
+    assert "topk0.1" in shown.get() and "error, lstm" in shown.get()
 
 
 @pytest.mark.parametrize("text", ["1KB", "64 kb", "256MB", "12B"])

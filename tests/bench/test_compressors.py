@@ -11,7 +11,7 @@ import torch
 from gradsync.bench import compressors
 from gradsync.bench.compressors import named, usual_names
 from gradsync.bench.methods import METHODS, method
-from gradsync.bench.plans import busiest_bytes, carried, dense_planned, lossy_planner
+from gradsync.bench.plans import busiest_bytes, carried, dense_planned, give_up_momentum, lossy_planner
 from gradsync.bucket import FlatSpec, TensorSpec
 from gradsync.compressors import ErrorFeedback, SparseMessage, Summand, TopK
 from gradsync.density import ParameterProfile
@@ -34,7 +34,7 @@ def test_a_name_tells_ratio_and_feedback() -> None:
     assert named("topk0.05").trained == named("topk0.05_feedback").trained == ErrorFeedback(TopK(0.05))
     assert named("topk0.05").bare == named("topk0.05_no_feedback").trained == TopK(0.05)
     for name in usual_names():
-        assert (named(name).trained != named(name).bare) == compressors.needs_feedback(name)
+        assert (named(name).trained != named(name).bare) == (named(name).family.feedback is True)
 
 
 @pytest.mark.parametrize(
@@ -55,6 +55,28 @@ def test_methods_with_compressors_keep_tables_sparse_and_are_lossy() -> None:
     for name in ("topk0.01", "bf16"):
         assert method(name).sparse and not method(name).exact
     assert method("bf16") is METHODS["bf16"]
+
+
+def test_momentum_moves_from_the_optimizer_into_a_method_that_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def make(ratio: float, momentum: float) -> TopK:
+        asked.append(momentum)
+        return TopK(ratio)
+
+    family = compressors.Family(make, feedback=None, numbers=(0.5,), matrices_only=True, momentum=True)
+    monkeypatch.setitem(compressors.FAMILIES, "corrected", family)
+    layer = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+    assert give_up_momentum("topk0.5", optimizer) == give_up_momentum("bf16", optimizer) == 0.0
+    assert give_up_momentum("corrected0.5", optimizer) == 0.9
+    momenta = {id(p): group["momentum"] for group in optimizer.param_groups for p in group["params"]}
+    assert momenta == {id(layer.weight): 0.0, id(layer.bias): 0.9}
+    assert give_up_momentum("corrected0.5", torch.optim.Adagrad(layer.parameters())) == 0.0
+    lossy_planner("corrected0.5", 0.9)
+    assert asked[-1] == 0.9
+    with pytest.raises(ValueError, match="remembers by itself"):
+        named("corrected0.5_no_feedback")
 
 
 def test_dense_floating_buckets_are_compressed_and_no_others() -> None:

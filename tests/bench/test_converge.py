@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from gradsync.bench import converge
-from gradsync.bench.converge import BASELINE, ConvergeSpec, planner_of, run_converge, trained
+from gradsync.bench.converge import BASELINE, ConvergeSpec, run_converge, trained
 from gradsync.report.compress import loss_rows
 from gradsync.workloads import Workload, load
 
@@ -22,7 +21,7 @@ def task() -> Workload:
 
 
 def loss_of(task: Workload, name: str) -> float:
-    return trained(task, planner_of(name), seed=0, steps=STEPS, ranks=RANKS)
+    return trained(task, name, seed=0, steps=STEPS, ranks=RANKS)
 
 
 def test_dense_ranks_train_by_the_mean_of_their_gradients(task: Workload) -> None:
@@ -75,14 +74,6 @@ def test_records_hold_losses_by_seed_beside_dense(monkeypatch: pytest.MonkeyPatc
     headings, rows = loss_rows(records)
     assert headings == ["method", "dense20"] and [row[0] for row in rows] == [BASELINE, "bf16", "topk0.01"]
     assert rows[0][1] == "1.5000" and rows[1][1].startswith("1.5500 (1.050") and "not finite" in rows[2][1]
-
-
-def test_processes_of_their_own_give_what_one_thread_gives() -> None:
-    options, threads = {"batch_size": 8}, torch.get_num_threads()
-    (record,) = run_converge(ConvergeSpec(("dense20",), ("bf16",), options, STEPS, RANKS, 1, 1), lambda event: None)
-    expected = [trained(load("dense20", **options), planner_of("bf16"), seed=0, steps=STEPS, ranks=RANKS)]
-    assert record.losses is not None and record.losses.subject == pytest.approx(expected, rel=1e-5)
-    assert torch.get_num_threads() == threads
 
 
 def test_unknown_methods_and_numbers_are_refused() -> None:

@@ -17,13 +17,14 @@ class Family:
     """Compressors that share a name, told apart by a number behind it or, without `numbers`, one of them.
 
     `feedback`: it trains with error feedback; None: it remembers by itself what it left out.
-    `matrices_only`: tensors of one dimension travel as they are.
+    `matrices_only`: tensors of one dimension travel as they are. `momentum`: it does the optimiser's momentum.
     """
 
     make: Callable[..., Compressor[Any]]
     feedback: bool | None
     numbers: tuple[float, ...] = ()  # measured unless others are named
     matrices_only: bool = False
+    momentum: bool = False
 
 
 FAMILIES: dict[str, Family] = {
@@ -35,15 +36,14 @@ FAMILIES: dict[str, Family] = {
 class Named:
     """A compressor, as it is and as it trains."""
 
-    name: str
+    family: Family
     bare: Compressor[Any]
     trained: Compressor[Any]
-    matrices_only: bool
 
     @property
     def with_feedback(self) -> Compressor[Any] | None:
         """None where it remembers by itself what it left out."""
-        return None if FAMILIES[_parted(self.name)[0]].feedback is None else ErrorFeedback(self.bare)
+        return None if self.family.feedback is None else ErrorFeedback(self.bare)
 
 
 def usual_names() -> tuple[str, ...]:
@@ -60,22 +60,17 @@ def is_known(name: str) -> bool:
     return True
 
 
-def needs_feedback(name: str) -> bool:
-    """Whether its family trains with error feedback."""
-    return FAMILIES[_parted(name)[0]].feedback is True
-
-
-def named(name: str) -> Named:
-    """The compressor of this name.
+def named(name: str, momentum: float = 0.0) -> Named:
+    """The compressor of this name, with the momentum that the optimiser gave up for it, if it is of those that ask.
 
     Raises:
         ValueError: for an unknown name, listing what there is, or a number that the compressor does not take.
     """
     known, number, suffix = _parted(name)
     family = FAMILIES[known]
-    bare = family.make(*number)
+    bare = family.make(*number, momentum=momentum) if family.momentum else family.make(*number)
     feedback = suffix == WITH or (family.feedback is True and suffix != WITHOUT)
-    return Named(name, bare, ErrorFeedback(bare) if feedback else bare, family.matrices_only)
+    return Named(family, bare, ErrorFeedback(bare) if feedback else bare)
 
 
 def _parted(name: str) -> tuple[str, tuple[float, ...], str]:

@@ -27,7 +27,7 @@ from ..planner import default_plan
 from ..report.record import Losses, Record, Spread
 from ..workloads import Workload, load
 from . import compressors
-from .plans import DENSE_SCHEMES, PlanMaker, lossy_planner
+from .plans import DENSE_SCHEMES, PlanMaker, give_up_momentum, lossy_planner
 from .provenance import commit, machine, versions
 
 BASELINE = "dense"  # all-reduce of what the ranks have, in float32
@@ -36,7 +36,7 @@ BASELINE = "dense"  # all-reduce of what the ranks have, in float32
 def usual_methods() -> tuple[str, ...]:
     """All there are, and without error feedback those that need it."""
     names = compressors.usual_names()
-    bare = [f"{name}{compressors.WITHOUT}" for name in names if compressors.needs_feedback(name)]
+    bare = [f"{name}{compressors.WITHOUT}" for name in names if compressors.named(name).family.feedback]
     return tuple(dict.fromkeys((*DENSE_SCHEMES, *names, *bare)))
 
 
@@ -66,8 +66,8 @@ class ConvergeSpec:
         return [(workload, name, seed) for workload in self.workloads for name in names for seed in range(self.seeds)]
 
 
-def planner_of(name: str) -> PlanMaker:
-    """What makes the method's plan.
+def planner_of(name: str, momentum: float = 0.0) -> PlanMaker:
+    """What makes the method's plan, see `lossy_planner`.
 
     Raises:
         ValueError: for an unknown name, listing what there is.
@@ -75,7 +75,7 @@ def planner_of(name: str) -> PlanMaker:
     if name != BASELINE and name not in DENSE_SCHEMES and not compressors.is_known(name):
         others = ", ".join((BASELINE, *DENSE_SCHEMES))
         raise ValueError(f"unknown method {name!r}; there are {others}, and compressors: {compressors.NAMES_IN_WORDS}")
-    return default_plan if name == BASELINE else lossy_planner(name)
+    return default_plan if name == BASELINE else lossy_planner(name, momentum)
 
 
 def run_converge(spec: ConvergeSpec, on_event: Callable[[dict[str, Any]], None]) -> list[Record]:
@@ -147,25 +147,26 @@ def final_loss(workload: str, options: dict[str, Any], name: str, seed: int, ste
     """The held-out loss after so many steps, in one thread; the same number whenever it is asked for."""
     torch.set_num_threads(1)
     task = opened(workload, **options)
-    return trained(task, planner_of(name), seed=seed, steps=steps, ranks=ranks)
+    return trained(task, name, seed=seed, steps=steps, ranks=ranks)
 
 
-def trained(task: Workload, planner: PlanMaker, *, seed: int, steps: int, ranks: int) -> float:
+def trained(task: Workload, name: str, *, seed: int, steps: int, ranks: int) -> float:
     """The held-out loss of a fresh model."""
     model = task.model(sparse=True, seed=seed)
     optimizer = task.optimizer(model)
+    planner = planner_of(name, give_up_momentum(name, optimizer))
     batches = [task.batches(rank, ranks, seed) for rank in range(ranks)]
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    parameters = dict(model.named_parameters())
     together: Ranks | None = None
     for _ in range(steps):
         gradients = []
         for mine in batches:
             optimizer.zero_grad()
             task.loss(model, next(mine)).backward()
-            gradients.append({name: p.grad for name, p in parameters.items() if p.grad is not None})
+            gradients.append({each: p.grad for each, p in parameters.items() if p.grad is not None})
         together = together or Ranks.of(gradients[0], planner, ranks)
-        for name, gradient in together.mean(gradients).items():
-            parameters[name].grad = gradient
+        for parameter, gradient in together.mean(gradients).items():
+            parameters[parameter].grad = gradient
         optimizer.step()
     return float(task.evaluate(model)["loss"])
 

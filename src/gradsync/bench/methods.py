@@ -66,6 +66,28 @@ def _itself(group: dist.ProcessGroup) -> object:
     return group
 
 
+def int8_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
+    """DDP hook: buckets are gathered as 8-bit integers, with one scale each; every rank decodes those of all.
+
+    What torch's `quantization_pertensor_hook` does, which needs CUDA; like there, what rounding takes away is lost.
+    """
+    buffer = bucket.buffer()
+    world_size = dist.get_world_size(process_group)
+    scale = (buffer.abs().max() / 127).clamp_min(torch.finfo(torch.float32).tiny).float()
+    message = torch.cat([scale.view(1).view(torch.int8), (buffer / scale).round_().to(torch.int8)])
+    messages = [torch.empty_like(message) for _ in range(world_size)]
+
+    def decode(_: Any) -> Tensor:
+        buffer.zero_()
+        for each in messages:
+            buffer.add_(each[4:], alpha=float(each[:4].view(torch.float32)) / world_size)
+        return buffer
+
+    work = dist.all_gather(messages, message, group=process_group, async_op=True)
+    decoded: Future[Tensor] = work.get_future().then(decode)
+    return decoded
+
+
 def _ddp(
     model: nn.Module,
     timeout: timedelta,
@@ -85,13 +107,15 @@ def _gradsync(model: nn.Module, timeout: timedelta, *, plan: Any = None) -> tupl
     return model, attach(model, plan=plan, timeout=timeout)
 
 
-def lossy(name: str) -> Method:
+def lossy(name: str, momentum: float = 0.0) -> Method:
     """gradsync with a plan that sends dense gradients as this name says, and tables as the default plan does.
+
+    `momentum`: what `give_up_momentum` took from the optimiser.
 
     Raises:
         ValueError: for an unknown name, or a number that its compressor does not take.
     """
-    return Method(name, True, False, partial(_gradsync, plan=lossy_planner(name)))
+    return Method(name, True, False, partial(_gradsync, plan=lossy_planner(name, momentum)))
 
 
 def _powersgd(rank: int) -> Callable[[dist.ProcessGroup], powerSGD_hook.PowerSGDState]:
@@ -113,6 +137,7 @@ METHODS: dict[str, Method] = {
         Method("ddp_sparse_1mb", True, True, partial(_ddp, bucket_mb=1)),
         Method("ddp_bf16", False, False, partial(_ddp, hook=bf16_hook)),
         Method("ddp_fp16", False, False, partial(_ddp, hook=default_hooks.fp16_compress_hook)),
+        Method("ddp_int8", False, False, partial(_ddp, hook=int8_hook)),
         Method("ddp_sparse_bf16", True, False, partial(_ddp, hook=bf16_hook)),
         *(
             Method(

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from torch.optim import Optimizer
+
 from ..bucket import Bucket, FlatSpec, Layout, Segment, TensorSpec
 from ..cluster import Placement
 from ..compressors import Compressor, SparseMessage, Summand
@@ -36,16 +38,35 @@ def _half(values: str) -> SchemeOf:
 DENSE_SCHEMES: dict[str, SchemeOf] = {"bf16": _half("bfloat16"), "fp16": _half("float16")}
 
 
-def lossy_planner(name: str) -> PlanMaker:
-    """What makes the plans of a method: one of `DENSE_SCHEMES`, or a compressor.
+def lossy_planner(name: str, momentum: float = 0.0) -> PlanMaker:
+    """What makes the plans of a method: one of `DENSE_SCHEMES`, or a compressor, see `compressors.named`.
 
     Raises:
         ValueError: for an unknown name, or a number that the compressor does not take.
     """
     if name in DENSE_SCHEMES:
         return partial(dense_planned, DENSE_SCHEMES[name], False)
-    found = compressors.named(name)
-    return partial(dense_planned, partial(carried, found.trained), found.matrices_only)
+    found = compressors.named(name, momentum)
+    return partial(dense_planned, partial(carried, found.trained), found.family.matrices_only)
+
+
+def give_up_momentum(name: str, optimizer: Optimizer) -> float:
+    """Takes from the optimiser the momentum that the method does by itself, and says how much it was.
+
+    Nothing, 0, for methods that do none, and of optimisers without momentum as SGD has it. Parameters that travel dense
+    keep it: what their ranks would each do, the optimiser does with the mean.
+    """
+    if name in DENSE_SCHEMES or not compressors.is_known(name) or not compressors.named(name).family.momentum:
+        return 0.0
+    given = 0.0
+    for group in list(optimizer.param_groups):
+        if momentum := group.get("momentum", 0.0):
+            taken = [p for p in group["params"] if p.dim() > 1 or not compressors.named(name).family.matrices_only]
+            kept = [p for p in group["params"] if all(p is not other for other in taken)]
+            group["params"] = kept
+            optimizer.add_param_group({**group, "params": taken, "momentum": 0.0})
+            given = momentum
+    return given
 
 
 def planned(scheme: Scheme[Any], profiles: Sequence[ParameterProfile], world_size: int) -> Plan:
