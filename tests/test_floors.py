@@ -12,11 +12,12 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "gradsync"
 
 FLOORS: list[set[str]] = [
-    {"cluster", "steps", "timeline", "trial"},
+    {"cluster", "expressions", "steps", "timeline", "trial"},
     {"costs", "kernels", "comm"},
     {"bucket", "forecast", "sparse"},
-    {"density", "compressors", "gradients"},
-    {"schemes", "observation", "footprint"},
+    {"density", "gradients", "positions"},
+    {"compressors"},
+    {"schemes", "observation", "footprint", "state"},
     {"plan", "lane", "recording", "sparsity"},
     {"planning"},
     {"engine", "planner", "simulator", "characterization"},
@@ -33,7 +34,7 @@ TRITON = "gradsync.kernels.triton"  # imported only where tensors are on a devic
 _TENSORS = {"torch", "numpy", "jaxtyping"}
 OUTSIDE: list[set[str]] = [  # third-party libraries that a module may load when it is imported, by floor
     set(),
-    *[_TENSORS] * 4,
+    *[_TENSORS] * 5,
     *[_TENSORS | {"pydantic"}] * 7,
     _TENSORS | {"pydantic"},
     {"typer", "rich"},

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import torch
@@ -28,6 +28,7 @@ class TensorSpec:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    flat: FlatSpec | None = field(default=None, compare=False, repr=False)  # of a bucket: what lies in it, before flags
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
@@ -102,6 +103,62 @@ class Segment:
 
 
 @dataclass(frozen=True)
+class FlatSpec:
+    """Segments of tensors that lie end to end in one flat tensor, as a compressor sees them."""
+
+    segments: tuple[Segment, ...]
+    shapes: tuple[tuple[int, ...], ...]  # of the tensor where the segment is all of it, else (segment.numel,)
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        numels = [int(torch.Size(shape).numel()) for shape in self.shapes]
+        if numels != [segment.numel for segment in self.segments]:
+            raise ValueError(f"FlatSpec needs one shape for each segment, got {self.segments} and {self.shapes}")
+
+    @classmethod
+    def of(cls, tensor: Tensor, name: str = "") -> FlatSpec:
+        """One tensor, flattened."""
+        return cls((Segment(name, 0, tensor.numel()),), (tuple(tensor.shape),), tensor.dtype)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Elements of each segment."""
+        return tuple(segment.numel for segment in self.segments)
+
+    @property
+    def numel(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.itemsize
+
+    def cut(self, start: int, stop: int) -> FlatSpec:
+        """Elements [start, stop) of the flat tensor; where there are none, one segment that is empty."""
+        segments, shapes, offset = [], [], 0
+        for segment, shape in zip(self.segments, self.shapes, strict=True):
+            low, high = max(start, offset), min(stop, offset + segment.numel)
+            whole = high - low == segment.numel
+            if low < high or (whole and start <= offset < stop):
+                first = segment.start + low - offset
+                segments.append(Segment(segment.name, first, first + high - low))
+                shapes.append(shape if whole else (high - low,))
+            offset += segment.numel
+        if not segments:
+            last = self.segments[-1]
+            segments, shapes = [Segment(last.name, last.stop, last.stop)], [(0,)]
+        return FlatSpec(tuple(segments), tuple(shapes), self.dtype)
+
+    def with_dtype(self, dtype: torch.dtype) -> FlatSpec:
+        """The same elements in another type."""
+        return replace(self, dtype=dtype)
+
+
+@dataclass(frozen=True)
 class Bucket:
     """Segments that travel together; `tensors` holds the spec of each segment's parameter. One dtype for all."""
 
@@ -109,7 +166,7 @@ class Bucket:
     segments: tuple[Segment, ...]
     tensors: tuple[TensorSpec, ...]
     layout: Layout
-    flags_ride: bool = True  # the scheme sums every element exactly, so the flags may travel in the flat tensor
+    flags_ride: bool = True  # the scheme carries them: they may travel in the flat tensor
 
     def __post_init__(self) -> None:
         if not self.segments or len(self.segments) != len(self.tensors):
@@ -146,7 +203,18 @@ class Bucket:
         """What its scheme sees: the tables, or one flat tensor, the flags at its end if they ride."""
         if self.layout is Layout.ROWS:
             return self.tensors
-        return (TensorSpec((self.numel + (self.num_flags if self.flags_ride else 0),), self.dtype),)
+        flags = self.num_flags if self.flags_ride else 0
+        return (TensorSpec((self.numel + flags,), self.dtype, self.flat_spec),)
+
+    @property
+    def flat_spec(self) -> FlatSpec:
+        """The segments as a flat tensor, without flags."""
+        whole = [segment.numel == spec.numel for segment, spec in zip(self.segments, self.tensors, strict=True)]
+        shapes = [
+            spec.shape if is_whole else (segment.numel,)
+            for is_whole, segment, spec in zip(whole, self.segments, self.tensors, strict=True)
+        ]
+        return FlatSpec(self.segments, tuple(shapes), self.dtype)
 
     @property
     def num_flags(self) -> int:

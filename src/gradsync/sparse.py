@@ -136,8 +136,12 @@ class SparseVector:
         kernels.scatter_rows(self.indices, self.values[:, None], dense[:, None], accumulate=False)
         return dense
 
-    def subtract_from(self, dense: Tensor) -> Tensor:
-        """Overwrites `dense` (length,) by what these elements leave of it; returns it."""
-        values = self.values.to(dense.dtype).neg()
+    def add_to(self, dense: Tensor) -> Tensor:
+        """Adds these elements to `dense` (length,), whose type may be wider; returns it."""
+        values = self.values.to(dense.dtype)
         kernels.scatter_rows(self.indices, values[:, None], dense[:, None], accumulate=True)
         return dense
+
+    def subtract_from(self, dense: Tensor) -> Tensor:
+        """Overwrites `dense` (length,), whose type may be wider, by what these elements leave of it; returns it."""
+        return SparseVector(self.indices, self.values.neg(), self.length).add_to(dense)

@@ -14,6 +14,7 @@ from gradsync.bucket import Layout, TensorSpec
 from gradsync.cluster import Placement
 from gradsync.comm import LENGTH_BYTES, Ledger, LocalGroup, RecordingGroup, drive, run_local
 from gradsync.density import DensityProfile, profile_rows, profile_tables
+from gradsync.positions import IndexFormat
 from gradsync.schemes import (
     BLOCKS_OF_256,
     DOUBLING_OF_ELEMENTS,
@@ -40,7 +41,6 @@ from gradsync.schemes import (
     ZenHash,
 )
 from gradsync.schemes.formats import PartFormat
-from gradsync.schemes.positions import IndexFormat
 from gradsync.sparse import SparseRows
 
 Tables = tuple[SparseRows, ...]

@@ -15,9 +15,9 @@ from gradsync.bucket import Bucket, Layout, Segment, TensorSpec
 from gradsync.cluster import Placement
 from gradsync.comm import GroupError, LocalGroup, drive, run_local
 from gradsync.density import DensityProfile
+from gradsync.positions import ALIGNMENT_BYTES, SPARSE_FORMATS, IndexFormat
 from gradsync.schemes import BalancedParallelism, registered
 from gradsync.schemes.points import SMALLEST
-from gradsync.schemes.positions import ALIGNMENT_BYTES, SPARSE_FORMATS, IndexFormat
 from gradsync.sparse import SparseRows
 from gradsync.steps import Transfer, transfers
 from tests.schemes.family import (

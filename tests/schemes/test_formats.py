@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 
 from gradsync.bucket import TensorSpec
+from gradsync.positions import SPARSE_FORMATS, IndexFormat, aligned, smallest
 from gradsync.schemes.capacity import RowCapacity
 from gradsync.schemes.formats import PartFormat, RowFormat
 from gradsync.schemes.owners import MOST_SHARED, column_owners, striped
-from gradsync.schemes.positions import SPARSE_FORMATS, IndexFormat, aligned, smallest
 from gradsync.schemes.tables import ABSENT, SAME_AS, Agreement, RowGroup, Survey, common_groups
 from gradsync.sparse import INT32_ROWS, SparseRows, index_dtype
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import workloads
-from ..bucket import TensorSpec
+from ..bucket import FlatSpec
 from ..compressors import ErrorFeedback, TopK
 from ..workloads import Batch, GPTWorkload, Workload
 
@@ -40,7 +40,7 @@ class TopKWorkload(GPTWorkload):
         """What a rank sends of its next step, (parameters,) float32, mostly zero; after the steps before."""
         compressor = ErrorFeedback(TopK(self.ratio))
         numel = sum(parameter.numel() for parameter in model.parameters())
-        state = compressor.init(TensorSpec((numel,), torch.float32))
+        state = compressor.init(FlatSpec.of(torch.empty(numel, device="meta")))
         for batch in islice(batches, self.feedback_steps + 1):
             payload, state = compressor.compress(self.gradient(model, batch), state)
         return compressor.decompress(payload)

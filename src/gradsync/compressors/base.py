@@ -1,43 +1,285 @@
-"""The compressor protocol."""
+"""The compressor protocol: what a compressor is, what it remembers, and what travels."""
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Generic, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any, ClassVar, Generic, TypeVar
 
+import torch
 from torch import Tensor
 
-from ..bucket import TensorSpec
+from .. import kernels
+from ..bucket import FlatSpec
+from ..expressions import Nameable
+from ..sparse import SparseVector
+from .law import Law
 
-State = Mapping[str, Tensor]  # what a compressor remembers -> one element for each element of the tensor
-
-P = TypeVar("P")  # what travels
+ALIGNMENT_BYTES = 8  # where the fields of a message begin
 
 
-class Compressor(ABC, Generic[P]):
+@dataclass(frozen=True)
+class State:
+    """What a compressor knows and remembers of one flat tensor. Nothing in it is overwritten: a step can be taken back.
+
+    `elements` goes with the elements of the tensor wherever a plan cuts it, `tensors` with each segment as a whole.
+    """
+
+    spec: FlatSpec
+    stream: int = 0  # tells apart those who compress at the same time: what they draw, each for itself, differs by it
+    step: int = 0  # how often it was compressed before
+    elements: Mapping[str, Tensor] = field(default_factory=dict)  # each (numel,)
+    tensors: Mapping[str, tuple[Tensor, ...]] = field(default_factory=dict)  # each one tensor for every segment
+    agreed: Tensor | None = None  # what the ranks agreed on for this step, see `Compressor.observe`
+
+    def next(self, **changes: Any) -> State:
+        """The state after one more step."""
+        return replace(self, step=self.step + 1, agreed=None, **changes)
+
+    def sections(self, seed: int, *, shared: bool = False) -> kernels.Sections:
+        """The segments with their seeds of this step, `shared` by all streams or this one's own.
+
+        They depend on the names of the tensors, not on which other ones lie beside them.
+        """
+        own = -1 if shared else self.stream
+        seeds = [_mixed(_key(segment.name), seed, own, self.step) for segment in self.spec.segments]
+        starts = tuple(segment.start for segment in self.spec.segments)
+        return kernels.Sections(self.spec.lengths, starts, tuple(seeds))
+
+
+@cache
+def _key(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+def _mixed(*numbers: int) -> int:
+    """64 bits that depend on all the numbers: splitmix64 (Steele et al., 2014) over each."""
+    most = (1 << 64) - 1
+    mixed = 0
+    for number in numbers:
+        mixed = (mixed + number + 0x9E3779B97F4A7C15) & most
+        mixed = ((mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9) & most
+        mixed = ((mixed ^ mixed >> 27) * 0x94D049BB133111EB) & most
+        mixed ^= mixed >> 31
+    return mixed
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What travels of a tensor, with what all ranks know without being told."""
+
+    maker: Compressor[Any]
+    spec: FlatSpec  # of what was compressed
+    step: int
+    data: Tensor  # what travels
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.numel() * self.data.element_size()
+
+
+@dataclass(frozen=True)
+class Message(Payload):
+    """Bytes, (nbytes,) uint8, which nobody can sum: each receiver decodes what each rank sent."""
+
+
+@dataclass(frozen=True)
+class SparseMessage(Message):
+    """A message of few elements, which schemes for sparse tensors can sum."""
+
+
+@dataclass(frozen=True)
+class Summand(Payload):
+    """Numbers whose sum over ranks decodes to the sum of what each decodes to: an all-reduce takes them."""
+
+    agreed: Tensor | None = None
+
+
+P = TypeVar("P", bound=Payload)
+
+
+class Compressor(Nameable, ABC, Generic[P]):
     """How a flat tensor of one rank becomes a payload, and a payload a tensor again.
 
     A frozen dataclass of settings. State is passed in and the next state comes back: nothing is kept here, and nothing
-    passed in is overwritten, so that a step can be taken back.
+    passed in is overwritten. It knows no ranks: a scheme sums what they sent, in the way that its payload allows.
     """
 
-    def init(self, spec: TensorSpec) -> State:
-        """The state before the first step; most compressors have none."""
-        return {}
+    kind: ClassVar[str] = "compressor"
+    payload: ClassVar[type[Payload]] = Message  # decides which schemes may carry it; of some, their settings decide
+
+    @property
+    def title(self) -> str:
+        """What tells it from other compressors in a table."""
+        return self.name
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the ranks agree on something before they compress: see `observe`."""
+        return False
+
+    def num_agreed(self, spec: FlatSpec) -> int:
+        """How many numbers `observe` gives for a tensor of `spec`."""
+        return 0
+
+    def num_kept(self, spec: FlatSpec, step: int = 0) -> int:
+        """How many elements at most are not zero in what comes back of a tensor of `spec`."""
+        return spec.numel
+
+    def number_dtype(self, spec: FlatSpec) -> torch.dtype:
+        """The type of a `Summand`'s numbers."""
+        return spec.dtype
+
+    @property
+    def most_summands(self) -> int | None:
+        """How many of its `Summand`s can be summed before numbers overflow; None: any number."""
+        return None
+
+    @abstractmethod
+    def law(self, spec: FlatSpec) -> Law:
+        """What it promises of its error on any tensor of `spec`."""
+
+    def init(self, spec: FlatSpec, stream: int = 0) -> State:
+        """The state before the first step.
+
+        Raises:
+            TypeError: for tensors that are not floating point.
+        """
+        check_floating(spec)
+        return State(spec, stream)
+
+    def observe(self, x: Tensor, state: State) -> Tensor | None:
+        """What the ranks agree on before they compress, if `agrees`: their largest, one by one, becomes `agreed`.
+
+        (num_agreed(spec),) float32.
+        """
+        return None
 
     @abstractmethod
     def compress(self, x: Tensor, state: State) -> tuple[P, State]:
-        """The payload of `x`, (numel,) floating, and the next state."""
+        """The payload of `x`, (numel,), and the next state.
+
+        Raises:
+            ValueError: for another tensor than the state is of.
+        """
+
+    def compress_with_feedback(self, x: Tensor, residual: Tensor, state: State) -> tuple[P, Tensor, State]:
+        """The payload of x + residual, what it leaves of that (new, in the residual's type), and the next state."""
+        corrected = residual + x
+        payload, next_state = self.compress(corrected.to(x.dtype), state)
+        return payload, self.remainder(corrected, payload), next_state
 
     @abstractmethod
     def decompress(self, payload: P) -> Tensor:
-        """A tensor of the shape and dtype of what was compressed."""
+        """A tensor like the one that was compressed, (numel,).
+
+        Raises:
+            ValueError: for a payload of another compressor, or one that is damaged where that can be told.
+        """
+
+    def sum_into(self, out: Tensor, payloads: Sequence[P], scale: float = 1.0) -> None:
+        """Overwrites `out`, (numel,) floating, by `scale` times the sum of what the payloads decode to, in their order.
+
+        The sum is made in float32 (float64 for float64), and rounded once.
+        """
+        total = out.new_zeros(out.numel(), dtype=kernels.accumulation_dtype(out.dtype))
+        for payload in payloads:
+            total += self.decompress(payload)
+        out.copy_(total.mul_(scale))
 
     @abstractmethod
-    def nbytes(self, spec: TensorSpec) -> int:
-        """The size of the payload of a tensor of `spec`."""
+    def nbytes(self, spec: FlatSpec, step: int = 0) -> int:
+        """The size of what `compress` makes of a tensor of `spec` at that step."""
 
     def remainder(self, x: Tensor, payload: P) -> Tensor:
         """What the payload leaves of `x`, whose dtype may be a wider one; overwrites `x`."""
         return x.sub_(self.decompress(payload))
+
+
+class Sparsifier(Compressor[SparseMessage]):
+    """A compressor that sends some elements as they are and nothing of the others."""
+
+    payload = SparseMessage
+
+    @abstractmethod
+    def elements(self, payload: SparseMessage) -> SparseVector:
+        """The elements that travel.
+
+        Raises:
+            ValueError: as `decompress`.
+        """
+
+    def decompress(self, payload: SparseMessage) -> Tensor:
+        return self.elements(payload).to_dense()
+
+    def sum_into(self, out: Tensor, payloads: Sequence[SparseMessage], scale: float = 1.0) -> None:
+        total = out.new_zeros(out.numel(), dtype=kernels.accumulation_dtype(out.dtype))
+        for payload in payloads:
+            self.elements(payload).add_to(total)
+        out.copy_(total.mul_(scale))
+
+    def remainder(self, x: Tensor, payload: SparseMessage) -> Tensor:
+        return self.elements(payload).subtract_from(x)
+
+
+def check_floating(spec: FlatSpec) -> None:
+    """
+    Raises:
+        TypeError: for tensors that are not floating point.
+    """
+    if not spec.dtype.is_floating_point:
+        raise TypeError(f"compressors take floating-point tensors, got {spec.dtype}")
+
+
+def check_tensor(x: Tensor, state: State) -> None:
+    """
+    Raises:
+        ValueError: for another tensor than the state is of.
+    """
+    if x.dim() != 1 or x.numel() != state.spec.numel or x.dtype is not state.spec.dtype:
+        raise ValueError(
+            f"the state is of a flat {state.spec.dtype} tensor of {state.spec.numel} elements, got {x.dtype} of shape "
+            f"{tuple(x.shape)}"
+        )
+
+
+def check_payload(maker: Compressor[Any], payload: Payload) -> None:
+    """
+    Raises:
+        ValueError: for a payload of another compressor, or of another length than its compressor makes.
+    """
+    if payload.maker != maker:
+        raise ValueError(f"expected a payload of {maker}, got one of {payload.maker}")
+    if payload.nbytes != maker.nbytes(payload.spec, payload.step):
+        raise ValueError(
+            f"a payload of {payload.spec.numel} elements by {maker} has {maker.nbytes(payload.spec, payload.step)} "
+            f"bytes, got {payload.nbytes}"
+        )
+
+
+Field = tuple[torch.dtype, int]  # of a message: type and number of elements
+
+
+def fields_nbytes(*layout: Field) -> int:
+    """The size of a message of these fields; all but the last are padded."""
+    if not layout:
+        return 0
+    *first, (dtype, count) = layout
+    return sum(_padded(dtype.itemsize * count) for dtype, count in first) + dtype.itemsize * count
+
+
+def fields(message: Tensor, *layout: Field) -> list[Tensor]:
+    """Views of the fields of a message, (nbytes,) uint8, one after the other."""
+    views, offset = [], 0
+    for dtype, count in layout:
+        nbytes = dtype.itemsize * count
+        views.append(message[offset : offset + nbytes].view(dtype))
+        offset += _padded(nbytes)
+    return views
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -2,52 +2,94 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from ..bucket import TensorSpec
+from ..bucket import FlatSpec
+from ..expressions import register
 from ..kernels import accumulation_dtype
-from .base import Compressor, State
+from .base import Compressor, Payload, State, check_tensor
+from .law import Law
 
-P = TypeVar("P")
+P = TypeVar("P", bound=Payload)
 RESIDUAL = "residual"  # its key in the state
 
 
+@register
 @dataclass(frozen=True)
 class ErrorFeedback(Compressor[P]):
-    """Sends C(x + residual) and keeps what is left: p = x + e; q = C(p); e' = p - q. (Seide et al., 2014, one way)
+    """Sends C(x + residual) and keeps what is left: p = x + e; q = C(p); e' = p - q. (Seide et al., 2014)
 
     So sent + residual = x + the residual before, in every element, and all that was ever sent + the residual = all that
     ever came in: nothing is lost, it comes later. The residual is float32 (float64 for float64) whatever is
     compressed, so that it also takes up the rounding of a 16-bit payload. It is in units of the gradient: after a jump
-    of the learning rate it is applied at the new one. NaN and infinity leave NaN in it: do not keep the state of a
-    step that had them.
-    Wire: as the compressor's.
+    of the learning rate it is applied at the new one, and a rate of 0 loses nothing. NaN and infinity leave NaN in it:
+    do not keep the state of a step that had them.
+    A scheme whose owners compress the sums again has one at each end (two-way).
+    Wire: as the compressor's, whose payload it is.
     """
 
     compressor: Compressor[P]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.compressor, Compressor):
+            raise ValueError(f"ErrorFeedback.compressor must be a compressor, got {self.compressor!r}")
         if isinstance(self.compressor, ErrorFeedback):
             raise ValueError("ErrorFeedback of ErrorFeedback: the inner one leaves nothing to feed back; use one")
+        object.__setattr__(self, "payload", self.compressor.payload)
 
-    def init(self, spec: TensorSpec) -> State:
-        return {**self.compressor.init(spec), RESIDUAL: torch.zeros(spec.numel, dtype=accumulation_dtype(spec.dtype))}
+    @property
+    def title(self) -> str:
+        return f"{self.compressor.title} with feedback"
+
+    @property
+    def agrees(self) -> bool:
+        return self.compressor.agrees
+
+    def num_agreed(self, spec: FlatSpec) -> int:
+        return self.compressor.num_agreed(spec)
+
+    def num_kept(self, spec: FlatSpec, step: int = 0) -> int:
+        return self.compressor.num_kept(spec, step)
+
+    def number_dtype(self, spec: FlatSpec) -> torch.dtype:
+        return self.compressor.number_dtype(spec)
+
+    @property
+    def most_summands(self) -> int | None:
+        return self.compressor.most_summands
+
+    def law(self, spec: FlatSpec) -> Law:
+        """Of what one step leaves out, which the next ones make good."""
+        return self.compressor.law(spec)
+
+    def init(self, spec: FlatSpec, stream: int = 0) -> State:
+        inner = self.compressor.init(spec, stream)
+        residual = torch.zeros(spec.numel, dtype=accumulation_dtype(spec.dtype))
+        return replace(inner, elements={**inner.elements, RESIDUAL: residual})
+
+    def observe(self, x: Tensor, state: State) -> Tensor | None:
+        return self.compressor.observe((state.elements[RESIDUAL].to(x.device) + x).to(x.dtype), state)
 
     @torch.no_grad()
     def compress(self, x: Tensor, state: State) -> tuple[P, State]:
-        corrected = state[RESIDUAL].to(x.device) + x
-        payload, next_state = self.compressor.compress(corrected.to(x.dtype), state)
-        return payload, {**next_state, RESIDUAL: self.compressor.remainder(corrected, payload)}
+        check_tensor(x, state)
+        before = state.elements[RESIDUAL].to(x.device)
+        payload, residual, next_state = self.compressor.compress_with_feedback(x, before, state)
+        return payload, replace(next_state, elements={**next_state.elements, RESIDUAL: residual})
 
     def decompress(self, payload: P) -> Tensor:
         return self.compressor.decompress(payload)
 
-    def nbytes(self, spec: TensorSpec) -> int:
-        return self.compressor.nbytes(spec)
+    def sum_into(self, out: Tensor, payloads: Sequence[P], scale: float = 1.0) -> None:
+        self.compressor.sum_into(out, payloads, scale)
+
+    def nbytes(self, spec: FlatSpec, step: int = 0) -> int:
+        return self.compressor.nbytes(spec, step)
 
     def remainder(self, x: Tensor, payload: P) -> Tensor:
         return self.compressor.remainder(x, payload)

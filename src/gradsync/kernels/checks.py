@@ -22,6 +22,26 @@ WORD_BITS = 64  # of a bitmap
 
 
 @dataclass(frozen=True)
+class Sections:
+    """Tensors, or slices of tensors, end to end in a flat one.
+
+    Scales and budgets are a section's own. What is drawn for an element depends on its section's seed and on its place
+    in the whole tensor, not on what lies beside it.
+    """
+
+    lengths: tuple[int, ...]  # their sum is the flat tensor's
+    starts: tuple[int, ...] = ()  # the place of each section's first element in its tensor; empty: 0
+    seeds: tuple[int, ...] = ()  # of each, 64 bits; empty: nothing is drawn
+
+    def __post_init__(self) -> None:
+        for name, given in (("starts", self.starts), ("seeds", self.seeds)):
+            if given and len(given) != len(self.lengths):
+                raise ValueError(f"Sections.{name} must be one for each of {len(self.lengths)}, got {len(given)}")
+        if any(number < 0 for number in (*self.lengths, *self.starts)):
+            raise ValueError(f"Sections must not have negative lengths or starts, got {self.lengths}, {self.starts}")
+
+
+@dataclass(frozen=True)
 class PackedPositions:
     """Ascending positions in a part, without duplicates, as they travel."""
 

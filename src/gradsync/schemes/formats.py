@@ -16,8 +16,8 @@ from torch import Tensor
 
 from .. import kernels
 from ..comm import LENGTH_BYTES
+from ..positions import SPARSE_FORMATS, IndexFormat, Positions, aligned, smallest
 from ..sparse import index_dtype
-from .positions import SPARSE_FORMATS, IndexFormat, Positions, aligned, smallest
 from .tables import Columns, Piece, RowGroup
 
 Spans = tuple[Columns, ...]  # of the columns of a group, side by side

@@ -20,6 +20,7 @@ from ..bucket import TensorSpec
 from ..cluster import Placement
 from ..costs import CostModel
 from ..density import DensityProfile
+from ..positions import IndexFormat
 from ..schemes import (
     BLOCKS_OF_256,
     Aggregation,
@@ -35,7 +36,6 @@ from ..schemes import (
     Communication as Way,
 )
 from ..schemes.points import DOUBLING_OF_ELEMENTS, PARAMETER_SERVER_OF_ELEMENTS
-from ..schemes.positions import IndexFormat
 from ..steps import transfers
 
 NODES, RANKS_PER_NODE = 16, 8

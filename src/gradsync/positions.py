@@ -14,8 +14,8 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from .. import kernels
-from ..sparse import index_dtype
+from . import kernels
+from .sparse import index_dtype
 
 ALIGNMENT_BYTES = 8
 

@@ -1,0 +1,76 @@
+"""The compressors under test: one row a member, and the data they meet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gradsync.bucket import FlatSpec, Segment
+from gradsync.compressors import Compressor, ErrorFeedback, Payload, State, TopK
+
+
+@dataclass(frozen=True)
+class Member:
+    """`drops_nonfinite`: NaN and infinity may be among what is not sent (the engine's flag tells of them).
+
+    `merges`: what a tensor becomes depends on the others in its bucket.
+    `tolerance`: of what error feedback keeps, relative to the largest element, beyond the rounding of float32.
+    """
+
+    compressor: Compressor
+    drops_nonfinite: bool = False
+    merges: bool = False
+    tolerance: float = 0.0
+
+
+MEMBERS: dict[str, Member] = {
+    "top_k": Member(TopK(0.01)),
+    "top_k of all": Member(TopK(1.0)),
+    "error_feedback of top_k": Member(ErrorFeedback(TopK(0.05))),
+}
+LENGTHS = (0, 1, 700, 33, 0, 2, 4097)  # tensors that share a bucket
+
+
+def spec_of(dtype: torch.dtype, lengths: Sequence[int] = LENGTHS) -> FlatSpec:
+    segments = tuple(Segment(f"tensor {number}", 0, length) for number, length in enumerate(lengths))
+    return FlatSpec(segments, tuple((length,) for length in lengths), dtype)
+
+
+def gradient(size: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def data(size: int = 4096) -> dict[str, Tensor]:
+    """What a law must hold on."""
+    normal = gradient(size, torch.float32)
+    spike = torch.zeros(size)
+    spike[size // 3] = 5.0
+    return {
+        "zeros": torch.zeros(size),
+        "normal": normal,
+        "shifted": 0.3 + 0.1 * normal,
+        "constant": torch.full((size,), -2.5),
+        "spike": spike,
+        "alternating": torch.ones(size) * torch.tensor([1.0, -1.0]).repeat(size // 2),
+        "heavy tail": normal**5,
+        "small": 1e-20 * normal,
+        "mostly zero": normal * (gradient(size, torch.float32, 1) > 1.5),
+    }
+
+
+def compressed(compressor: Compressor, x: Tensor, state: State | None = None) -> tuple[Payload, State]:
+    """As one rank alone does it: what ranks agree on is its own."""
+    state = state if state is not None else compressor.init(FlatSpec.of(x))
+    return compressor.compress(x, with_agreement(compressor, [x], [state])[0])
+
+
+def with_agreement(compressor: Compressor, inputs: Sequence[Tensor], states: Sequence[State]) -> list[State]:
+    """The states of ranks that have agreed on what they need to."""
+    observed = [compressor.observe(x, state) for x, state in zip(inputs, states, strict=True)]
+    if observed[0] is None:
+        return list(states)
+    agreed = torch.stack(observed).amax(dim=0)
+    return [replace(state, agreed=agreed) for state in states]
