@@ -63,11 +63,11 @@ every_size = pytest.mark.parametrize("size", SIZES)
 
 
 def runs(members: list[Member], *, sizes: tuple[int, ...] | None = None, dtypes: bool = False) -> Any:
-    """(member, case, size), and with `dtypes` dtype: of all that these members may meet, enough that every two meet.
+    """(member, case, size), and with `dtypes` dtype: a part of all that these members may meet.
 
     Each case meets about three ranks in float32 and, with `dtypes`, in one of the other dtypes, and one larger and one
-    smaller group, or one of the two. Which ones goes round with cases and members, so that every member meets every
-    dtype and size, and so does every case.
+    smaller group, or one of the two. Which ones goes round with cases and members: every member meets every dtype and
+    size, but a case that few members meet may miss some.
     """
     names = ["member", "case", "size", "dtype"][: 4 if dtypes else 3]
     rows = [
