@@ -534,6 +534,9 @@ static bool overrun(const std::string &kernel) {
     } else if (kernel == "top_k") {
         const std::vector<float> x(127);
         top_k(x.data(), 128, 4, 1, 1);
+    } else if (kernel == "narrow") {
+        std::vector<Bfloat16> narrowed(11);
+        narrow_values(values.data(), 12, 1.0, narrowed.data(), 1);
     } else if (kernel == "encode_bitmap") {
         std::vector<uint64_t> words(2);
         encode_bitmap({indices.data(), true, 3}, 3 * kWordBits, words.data());
