@@ -89,6 +89,7 @@ def run_compress(spec: CompressSpec, on_event: Callable[[dict[str, Any]], None])
         ValueError: for an unknown workload.
         ImportError: where the native kernels are not built.
     """
+    about = {"versions": versions(), "environment": environment_of(KernelsSpec()), "commit": commit()}
     records = []
     source, target = (torch.ones(COPY_BYTES // 4) for _ in range(2))
     copy = partial(target.copy_, source)
@@ -106,7 +107,6 @@ def run_compress(spec: CompressSpec, on_event: Callable[[dict[str, Any]], None])
         found = [error_record(name, workload, flat, x, spec) for name in spec.names]
         records += [record.model_copy(update={"options": options}) for record in found]
         on_event({"workload": workload})
-    about = {"versions": versions(), "environment": environment_of(KernelsSpec()), "commit": commit()}
     return [record.model_copy(update=about) for record in records]
 
 

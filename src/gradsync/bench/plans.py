@@ -30,12 +30,11 @@ PlanMaker = Callable[[Sequence[ParameterProfile], int], Plan]
 SchemeOf = Callable[[FlatSpec, int], Scheme[Any]]  # of a dense bucket among so many ranks
 
 
-def _half(values: str) -> SchemeOf:
-    return lambda spec, world_size: HalfPrecision(values=values)
-
-
 # Schemes of dense buckets that are no compressor's, by the names of methods.
-DENSE_SCHEMES: dict[str, SchemeOf] = {"bf16": _half("bfloat16"), "fp16": _half("float16")}
+DENSE_SCHEMES: dict[str, Scheme[Any]] = {
+    "bf16": HalfPrecision(values="bfloat16"),
+    "fp16": HalfPrecision(values="float16"),
+}
 
 
 def lossy_planner(name: str, momentum: float = 0.0) -> PlanMaker:
@@ -45,7 +44,7 @@ def lossy_planner(name: str, momentum: float = 0.0) -> PlanMaker:
         ValueError: for an unknown name, or a number that the compressor does not take.
     """
     if name in DENSE_SCHEMES:
-        return partial(dense_planned, DENSE_SCHEMES[name], False)
+        return partial(dense_planned, lambda spec, world_size: DENSE_SCHEMES[name], False)
     found = compressors.named(name, momentum)
     return partial(dense_planned, partial(carried, found.trained), found.family.matrices_only)
 
