@@ -64,7 +64,7 @@ def test_momentum_moves_from_the_optimizer_into_a_method_that_does_it(monkeypatc
         asked.append(momentum)
         return TopK(ratio)
 
-    family = compressors.Family(make, feedback=None, numbers=(0.5,), matrices_only=True, momentum=True)
+    family = compressors.Family(make, feedback=None, numbers=(0.5,), matrices_only=True, asks=("momentum",))
     monkeypatch.setitem(compressors.FAMILIES, "corrected", family)
     layer = torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
@@ -73,10 +73,17 @@ def test_momentum_moves_from_the_optimizer_into_a_method_that_does_it(monkeypatc
     momenta = {id(p): group["momentum"] for group in optimizer.param_groups for p in group["params"]}
     assert momenta == {id(layer.weight): 0.0, id(layer.bias): 0.9}
     assert give_up_momentum("corrected0.5", torch.optim.Adagrad(layer.parameters())) == 0.0
-    lossy_planner("corrected0.5", 0.9)
+    lossy_planner("corrected0.5", 0.9)(PROFILES, 4)
     assert asked[-1] == 0.9
     with pytest.raises(ValueError, match="remembers by itself"):
         named("corrected0.5_no_feedback")
+
+
+def test_what_sums_is_made_for_the_ranks_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    family = compressors.Family(lambda summands: TopK(1 / summands), feedback=True, asks=("summands",))
+    monkeypatch.setitem(compressors.FAMILIES, "of_ranks", family)
+    (scheme,) = [b.make_scheme() for b in lossy_planner("of_ranks")(PROFILES, 4).buckets if "weight" in b.names]
+    assert scheme.compressor == ErrorFeedback(TopK(0.25))
 
 
 def test_dense_floating_buckets_are_compressed_and_no_others() -> None:

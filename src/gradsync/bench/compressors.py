@@ -10,6 +10,7 @@ from typing import Any
 from ..compressors import Compressor, ErrorFeedback, TopK
 
 WITHOUT, WITH = "_no_feedback", "_feedback"  # suffixes, where a name is to say what its family does not
+USUAL_RANKS = 8  # that sum, where nothing else is known
 
 
 @dataclass(frozen=True)
@@ -17,14 +18,15 @@ class Family:
     """Compressors that share a name, told apart by a number behind it or, without `numbers`, one of them.
 
     `feedback`: it trains with error feedback; None: it remembers by itself what it left out.
-    `matrices_only`: tensors of one dimension travel as they are. `momentum`: it does the optimiser's momentum.
+    `matrices_only`: tensors of one dimension travel as they are. `asks`: settings that it is made
+    with beside the number: `momentum`, the optimiser's, which it does in its place; `summands`, the number of ranks.
     """
 
     make: Callable[..., Compressor[Any]]
     feedback: bool | None
     numbers: tuple[float, ...] = ()  # measured unless others are named
     matrices_only: bool = False
-    momentum: bool = False
+    asks: tuple[str, ...] = ()
 
 
 FAMILIES: dict[str, Family] = {
@@ -60,15 +62,15 @@ def is_known(name: str) -> bool:
     return True
 
 
-def named(name: str, momentum: float = 0.0) -> Named:
-    """The compressor of this name, with the momentum that the optimiser gave up for it, if it is of those that ask.
+def named(name: str, *, momentum: float = 0.0, summands: int = USUAL_RANKS) -> Named:
+    """The compressor of this name; the settings are for those that ask for them.
 
     Raises:
         ValueError: for an unknown name, listing what there is, or a number that the compressor does not take.
     """
     known, number, suffix = _parted(name)
-    family = FAMILIES[known]
-    bare = family.make(*number, momentum=momentum) if family.momentum else family.make(*number)
+    family, settings = FAMILIES[known], {"momentum": momentum, "summands": summands}
+    bare = family.make(*number, **{setting: settings[setting] for setting in family.asks})
     feedback = suffix == WITH or (family.feedback is True and suffix != WITHOUT)
     return Named(family, bare, ErrorFeedback(bare) if feedback else bare)
 

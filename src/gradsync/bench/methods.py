@@ -167,7 +167,7 @@ def method(name: str) -> Method:
         return METHODS[name]
     if not compressors.is_known(name):
         raise ValueError(
-            f"unknown method {name!r}; there are {', '.join(METHODS)}, {DDP} (the best of the bucket sweep), and "
+            f"unknown method {name!r}; there are {', '.join(METHODS)} and {DDP} (the best of the bucket sweep), and "
             f"compressors: {compressors.NAMES_IN_WORDS}"
         )
     return lossy(name)

@@ -45,8 +45,12 @@ def lossy_planner(name: str, momentum: float = 0.0) -> PlanMaker:
     """
     if name in DENSE_SCHEMES:
         return partial(dense_planned, lambda spec, world_size: DENSE_SCHEMES[name], False)
-    found = compressors.named(name, momentum)
-    return partial(dense_planned, partial(carried, found.trained), found.family.matrices_only)
+    matrices_only = compressors.named(name).family.matrices_only
+    return partial(dense_planned, partial(_carried_of, name, momentum), matrices_only)
+
+
+def _carried_of(name: str, momentum: float, spec: FlatSpec, world_size: int) -> Scheme[Any]:
+    return carried(compressors.named(name, momentum=momentum, summands=world_size).trained, spec, world_size)
 
 
 def give_up_momentum(name: str, optimizer: Optimizer) -> float:
@@ -55,12 +59,14 @@ def give_up_momentum(name: str, optimizer: Optimizer) -> float:
     Nothing, 0, for methods that do none, and of optimisers without momentum as SGD has it. Parameters that travel dense
     keep it: what their ranks would each do, the optimiser does with the mean.
     """
-    if name in DENSE_SCHEMES or not compressors.is_known(name) or not compressors.named(name).family.momentum:
+    if name in DENSE_SCHEMES or not compressors.is_known(name):
         return 0.0
-    given = 0.0
+    family, given = compressors.named(name).family, 0.0
+    if "momentum" not in family.asks:
+        return 0.0
     for group in list(optimizer.param_groups):
         if momentum := group.get("momentum", 0.0):
-            taken = [p for p in group["params"] if p.dim() > 1 or not compressors.named(name).family.matrices_only]
+            taken = [p for p in group["params"] if p.dim() > 1 or not family.matrices_only]
             kept = [p for p in group["params"] if all(p is not other for other in taken)]
             group["params"] = kept
             optimizer.add_param_group({**group, "params": taken, "momentum": 0.0})
