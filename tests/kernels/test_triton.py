@@ -18,7 +18,15 @@ import torch
 from torch import Tensor
 
 from gradsync import kernels
-from gradsync.kernels import PackedPositions, device, offsets_nbytes, packed_nbytes, reference
+from gradsync.kernels import (
+    PackedPositions,
+    Sections,
+    accumulation_dtype,
+    device,
+    offsets_nbytes,
+    packed_nbytes,
+    reference,
+)
 from tests.kernels.native import DTYPES, assert_same_bits, special_values
 from tests.kernels.on_device import DEVICE, TRITON, needs_triton
 from tests.kernels.shapes import random_indices
@@ -75,6 +83,15 @@ def top_k(kernels: Any, size: int) -> list[Tensor]:
             whole = torch.full((k + 1,), 77, dtype=INDEX_DTYPES[number % 2]), torch.full((k + 1,), 77, dtype=dtype)
             kernels.top_k(values_of(torch.arange(size), dtype), whole[0][:-1], whole[1][:-1])
             outs += whole
+        indices, values = (
+            torch.zeros(size // 4 + size // 5).long(),
+            torch.zeros(size // 4 + size // 5, dtype=torch.half),
+        )
+        x, left = values_of(torch.arange(size), dtype), torch.zeros(size, dtype=accumulation_dtype(dtype))
+        sections, counts = Sections((size // 2, size - size // 2)), (size // 4, size // 5)
+        given = {"residual": torch.full_like(left, 1e-3), "next_residual": left}
+        kernels.top_k(x, indices, values, sections=sections, counts=counts, **given)
+        outs += [indices, values, left]
     return outs
 
 
