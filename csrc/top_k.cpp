@@ -27,6 +27,10 @@ template <typename P> using Key = typename Unsigned<sizeof(P)>::type;
 
 template <typename K> constexpr K kMagnitude = std::numeric_limits<K>::max() >> 1;  // all bits but the sign
 
+template <typename V> constexpr Accumulator<V> kLargest = std::numeric_limits<Accumulator<V>>::max();
+template <> constexpr float kLargest<Bfloat16> = 0x1.fep127f;
+template <> constexpr float kLargest<Float16> = 65504.0f;
+
 template <typename P> Key<P> magnitude(const P &value) {
     Key<P> bits;
     std::memcpy(&bits, &value, sizeof bits);
@@ -244,9 +248,14 @@ private:
     RankBitmap chosen_;
 };
 
+// Rounded to nearest; what is finite stays finite.
 template <typename V, typename Wide> V rounded(Wide value) {
-    if constexpr (std::is_same_v<Accumulator<V>, V>) return static_cast<V>(value);
-    else return narrow<V>(static_cast<float>(value));
+    if constexpr (sizeof(V) >= sizeof(Wide)) return static_cast<V>(value);
+    else {
+        const Wide largest = static_cast<Wide>(kLargest<V>), within = std::max(-largest, std::min(largest, value));
+        const auto wide = static_cast<Accumulator<V>>(value - value == 0 ? within : value);  // infinity, NaN as they are
+        return narrow<V>(wide);
+    }
 }
 
 template <typename P, typename V>

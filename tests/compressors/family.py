@@ -49,7 +49,7 @@ MEMBERS: dict[str, Member] = {
     "threshold with little room": Member(Threshold(0.5, most_ratio=0.01)),
     "gaussian_k": Member(GaussianK(0.05)),
     "momentum_correction": Member(MomentumCorrection(TopK(0.05)), adds_momentum=True),
-    "warmup": Member(Warmup(((0, TopK(0.1)), (2, TopK(0.05))))),
+    "warmup": Member(Warmup((TopK(0.1), TopK(0.05)), (0, 2))),
 }
 LENGTHS = (0, 1, 700, 33, 0, 2, 4097)  # tensors that share a bucket
 

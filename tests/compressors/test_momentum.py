@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 from gradsync.bucket import FlatSpec
 from gradsync.compressors import (
     Biased,
+    Compressor,
     Contraction,
     ErrorFeedback,
     MomentumCorrection,
@@ -21,6 +23,7 @@ from gradsync.compressors import (
     Warmup,
     dgc,
 )
+from gradsync.expressions import from_expression, to_expression
 from tests.compressors.family import gradient, spec_of
 from tests.kernels.native import assert_same_bits
 
@@ -132,7 +135,7 @@ def test_warmup_changes_the_size_with_the_step() -> None:
 
 
 def test_payloads_of_other_steps_are_not_summed() -> None:
-    compressor, x = Warmup(((0, TopK(0.5)), (1, TopK(0.1)))), gradient(100, torch.float32)
+    compressor, x = Warmup((TopK(0.5), TopK(0.1)), (0, 1)), gradient(100, torch.float32)
     first, state = compressor.compress(x, compressor.init(FlatSpec.of(x)))
     second, _ = compressor.compress(x, state)
     with pytest.raises(ValueError, match=r"must be of one step, got \[0, 1\]"):
@@ -152,16 +155,19 @@ def test_settings_out_of_range_are_refused() -> None:
         for inner in (ErrorFeedback, MomentumCorrection):
             with pytest.raises(ValueError, match=f"{outer.__name__} of {inner.__name__}"):
                 outer(inner(top_k))
-    for stages, match in (
-        ((), "must begin at step 0 and ascend"),
-        (((1, top_k),), "must begin at step 0 and ascend"),
-        (((0, top_k), (0, top_k)), "must begin at step 0 and ascend"),
-        (((0, ErrorFeedback(top_k)),), "put the feedback around the Warmup"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            Warmup(stages)
+    for starts in ((), (0,), (1, 2), (0, 0), (0, 2, 1)):
+        with pytest.raises(ValueError, match="one step for each of 2 compressors, ascending from 0, got"):
+            Warmup((top_k, top_k), starts)
+    with pytest.raises(ValueError, match="put the feedback around the Warmup"):
+        Warmup((top_k, ErrorFeedback(top_k)), (0, 1))
+
+
+def test_a_plan_can_name_all_of_it() -> None:
+    compressor = dgc(0.001, warmup=(0.25, 0.01), steps_per_ratio=2, clip=1.0)
+    tree = json.loads(json.dumps(to_expression(compressor)))
+    assert from_expression(tree, Compressor, "compressor") == compressor
 
 
 def test_a_warmup_of_other_laws_has_the_last() -> None:
     spec = FlatSpec.of(torch.zeros(10))
-    assert isinstance(Warmup(((0, TopK(0.5)), (1, Threshold(0.1)))).law(spec), Biased)
+    assert isinstance(Warmup((TopK(0.5), Threshold(0.1)), (0, 1)).law(spec), Biased)

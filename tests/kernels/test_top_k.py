@@ -146,13 +146,12 @@ def test_sections_residuals_and_thresholds_that_do_not_fit_are_refused(kernels) 
         kernels.top_k(x, *out, residual=x[1:], next_residual=x.clone())
     with pytest.raises(TypeError, match="residual must be"):
         kernels.top_k(x, *out, residual=x, next_residual=x.double())
-    if hasattr(kernels, "count_above"):
-        with pytest.raises(ValueError, match="thresholds must be of shape"):
-            kernels.select_above(x, torch.ones(2), *out)
-        with pytest.raises(TypeError, match="thresholds must be"):
-            kernels.count_above(x, torch.ones(1).double(), torch.zeros(1).long())
-        with pytest.raises(TypeError, match="counts must be int64"):
-            kernels.count_above(x, torch.ones(1), torch.zeros(1).int())
+    with pytest.raises(ValueError, match="thresholds must be of shape"):
+        kernels.select_above(x, torch.ones(2), *out)
+    with pytest.raises(TypeError, match="thresholds must be"):
+        kernels.count_above(x, torch.ones(1).double(), torch.zeros(1).long())
+    with pytest.raises(TypeError, match="counts must be int64"):
+        kernels.count_above(x, torch.ones(1), torch.zeros(1).int())
 
 
 def test_elements_that_are_apart_are_refused_not_copied() -> None:
@@ -214,36 +213,22 @@ def test_of_each_section_its_largest_are_taken_with_the_residual_and_the_rest_is
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_native_choice_by_sections_equals_the_definition(dtype: torch.dtype, threads: int, module: ModuleType) -> None:
-    x, residual = bucket(dtype)
-    some, sections = (0, 1, 70, 0, 0, 400, 33, 50), Sections(LENGTHS)
+    (x, residual), sections = bucket(dtype), Sections(LENGTHS)
+    some, none = (0, 1, 70, 0, 0, 400, 33, 50), [0] * len(LENGTHS)
     bounds = torch.tensor([0.0, 1.0, 7.0, 50.0, 0.0, 25.0, -1.0, float("nan")], dtype=accumulation_dtype(dtype))
-    for counts in (some, LENGTHS, [0] * len(LENGTHS)):
-        for values in DTYPES if counts == some else [dtype]:
-            for fed in (True, False):
-                got, expected = outputs(x, sum(counts), values), outputs(x, sum(counts), values)
-                for (indices, sent, left), kernel, options in (
-                    (got, cpu, {"threads": threads, "module": module}),
-                    (expected, reference, {}),
-                ):
-                    given = {"residual": residual, "next_residual": left} if fed else {}
-                    kernel.top_k(x, indices, sent, sections=sections, counts=counts, **given, **options)
-                for mine, theirs in zip(got, expected, strict=True):
-                    assert_same_bits(mine, theirs)
-                written = set()
-                for (indices, sent, left), kernel, options in (
-                    (got, cpu, {"threads": threads, "module": module}),
-                    (expected, reference, {}),
-                ):
-                    given = {"residual": residual, "next_residual": left} if fed else {}
-                    written.add(
-                        kernel.select_above(
-                            x, bounds, indices, sent, sections=sections, counts=counts, **given, **options
-                        )
-                    )
-                (count,) = written
-                assert_same_bits(got[0][:count], expected[0][:count])
-                assert_same_bits(got[1][:count], expected[1][:count])
-                assert_same_bits(got[2], expected[2])
+    for counts, sent, fed in [(some, sent, fed) for sent in DTYPES for fed in (True, False)] + [
+        (counts, dtype, True) for counts in (LENGTHS, none)
+    ]:
+        results = []
+        for kernel, options in ((cpu, {"threads": threads, "module": module}), (reference, {})):
+            top, above = outputs(x, sum(counts), sent), outputs(x, sum(counts), sent)
+            given = [{"residual": residual, "next_residual": outs[2]} if fed else {} for outs in (top, above)]
+            options |= {"sections": sections, "counts": counts}
+            kernel.top_k(x, *top[:2], **given[0], **options)
+            count = kernel.select_above(x, bounds, *above[:2], **given[1], **options)
+            results.append([*top, above[0][:count], above[1][:count], above[2]])
+        for got, expected in zip(*results, strict=True):
+            assert_same_bits(got, expected)
     counted = [torch.zeros(len(LENGTHS)).long() for _ in range(2)]
     cpu.count_above(x, bounds, counted[0], sections=sections, threads=threads, module=module)
     reference.count_above(x, bounds, counted[1], sections=sections)

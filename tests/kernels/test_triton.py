@@ -95,6 +95,25 @@ def top_k(kernels: Any, size: int) -> list[Tensor]:
     return outs
 
 
+def select_above(kernels: Any, size: int) -> list[Tensor]:
+    outs = []
+    for dtype in DTYPES:
+        bound = torch.tensor([1.0, 1e-4], dtype=accumulation_dtype(dtype))
+        given = {"sections": Sections((size // 2, size - size // 2)), "counts": (size // 2, size // 5)}
+        outs += [torch.zeros(sum(given["counts"])).long(), torch.zeros(sum(given["counts"]), dtype=dtype)]
+        outs.append(
+            torch.tensor(kernels.select_above(values_of(torch.arange(size), dtype), bound, *outs[-2:], **given))
+        )
+    return outs
+
+
+def count_above(kernels: Any, size: int) -> list[Tensor]:
+    counts = torch.zeros(2).long()
+    sections = Sections((size // 2, size - size // 2))
+    kernels.count_above(values_of(torch.arange(size), torch.half), torch.tensor([1.0, 1e-4]), counts, sections=sections)
+    return [counts]
+
+
 def owned_by_hash(kernels: Any, size: int) -> list[Tensor]:
     return [owned for n in (1, 7) for owned in kernels.owned_by_hash(size, n, 3)]
 
@@ -294,7 +313,8 @@ def hierarchical_hash(kernels: Any, size: int) -> list[Tensor]:
 CASES: dict[str, Callable[[Any, int], list[Tensor]]] = {
     case.__name__: case
     for case in (
-        encode_bitmap, decode_bitmap, count_bits, nonzero_elements, top_k, owners_by_hash, partition_hashed,
+        encode_bitmap, decode_bitmap, count_bits, nonzero_elements, top_k, select_above,
+        count_above, owners_by_hash, partition_hashed,
         partition_rotated, partition_elements, unite_elements, join_elements, rotated_index, owned_by_hash,
         positions_in, encode_offsets, decode_offsets, sum_rows, unite_rows, join_columns, scatter_rows, nonzero_rows,
         hierarchical_hash,

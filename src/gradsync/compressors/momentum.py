@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..bucket import FlatSpec
+from ..expressions import register
 from ..kernels import accumulation_dtype
 from .base import Payload, SparseMessage, Sparsifier, State, check_tensor
 from .feedback import RESIDUAL, Feedback
@@ -20,6 +21,7 @@ P = TypeVar("P", bound=Payload)
 MOMENTUM = "momentum"  # its key in the state
 
 
+@register
 @dataclass(frozen=True)
 class MomentumCorrection(Feedback[P]):
     """Each rank's own momentum, and what is left of it: u = m u + g; v = v + u; sends C(v), and v keeps the rest.
@@ -117,6 +119,6 @@ def dgc(
     Raises:
         ValueError: for settings out of their range.
     """
-    stages = [(number * steps_per_ratio, TopK(each)) for number, each in enumerate((*warmup, ratio))]
-    sparsifier = Warmup(tuple(stages)) if warmup else TopK(ratio)
+    starts = tuple(number * steps_per_ratio for number in range(len(warmup) + 1))
+    sparsifier = Warmup(tuple(map(TopK, (*warmup, ratio))), starts) if warmup else TopK(ratio)
     return MomentumCorrection(sparsifier, momentum, nesterov, masking, clip, ranks)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..bucket import FlatSpec
+from ..expressions import register
 from ..kernels import Sections
 from ..positions import Positions, smallest
 from ..sparse import SparseVector, index_dtype
@@ -40,13 +41,14 @@ def least_share(kept: tuple[int, ...], of: tuple[int, ...]) -> float:
     return min((count / numel for count, numel in zip(kept, of, strict=True) if numel), default=1.0)
 
 
+@register
 @dataclass(frozen=True)
 class TopK(Sparsifier):
     """Keeps the `ratio` largest elements of each tensor by magnitude. (Aji & Heafield, 2017)
 
     Exactly k = max(1, round(ratio * numel)) of a tensor; of equal ones the first. NaN is larger than infinity, so both
     are sent. Biased, a contraction by k/numel: wrap it in ErrorFeedback. Values travel as they are, or rounded to 16
-    bits, of which the residual takes up the rest; float16 has no numbers beyond 65504, and few below 1e-5.
+    bits, of which the residual takes up the rest: also of what is beyond 65504 in float16, or too small for it.
     Wire: k values, and their positions in the format that is the smallest for k of so many.
     """
 
@@ -66,7 +68,7 @@ class TopK(Sparsifier):
         share = least_share(self._counts(spec), spec.lengths)
         wire = self._wire_dtype(spec)
         if wire is torch.float16 and spec.dtype is not torch.float16:
-            return Biased("float16 has a small range: larger values become infinite, smaller ones 0")
+            return Biased("float16 has a small range: of larger values 65504 is sent, of smaller ones 0")
         return Contraction(share if wire is spec.dtype else share * (1 - BFLOAT16_ROUNDING**2))
 
     def compress(self, x: Tensor, state: State) -> tuple[SparseMessage, State]:
@@ -98,6 +100,9 @@ class TopK(Sparsifier):
         positions.encode(indices)
         return payload
 
+    def num_kept(self, spec: FlatSpec, step: int = 0) -> int:
+        return sum(self._counts(spec))
+
     def _counts(self, spec: FlatSpec) -> tuple[int, ...]:
         return tuple(map(self.kept, spec.lengths))
 
@@ -105,7 +110,7 @@ class TopK(Sparsifier):
         return {"same": spec.dtype, "bfloat16": torch.bfloat16, "float16": torch.float16}[self.values]
 
     def _layout(self, spec: FlatSpec) -> tuple[Field, Field]:
-        return packed_layout(sum(self._counts(spec)), spec.numel, self._wire_dtype(spec))
+        return packed_layout(self.num_kept(spec), spec.numel, self._wire_dtype(spec))
 
     def _parts(self, payload: SparseMessage) -> tuple[Tensor, Positions]:
         """Values and positions, as views of the message."""
@@ -125,6 +130,7 @@ def packed_positions(packed: Tensor, most: int, length: int, count: int | None =
     return Positions(packed[: int(form.nbytes(count, length))], count, length, form)
 
 
+@register
 @dataclass(frozen=True)
 class BlockTopK(Sparsifier):
     """Keeps whole blocks of consecutive elements: the `ratio` largest of each tensor by their Euclidean norm.
@@ -172,6 +178,10 @@ class BlockTopK(Sparsifier):
     def nbytes(self, spec: FlatSpec, step: int = 0) -> int:
         return fields_nbytes(*self._layout(spec))
 
+    def num_kept(self, spec: FlatSpec, step: int = 0) -> int:
+        """There is room for the last block of a tensor to be among those that are sent, and for it not to be."""
+        return sum(min(kept * self.block, n) for kept, n in zip(self._kept(spec), spec.lengths, strict=True))
+
     def _blocks(self, spec: FlatSpec) -> tuple[int, ...]:
         return tuple(-(-length // self.block) for length in spec.lengths)
 
@@ -179,10 +189,8 @@ class BlockTopK(Sparsifier):
         return tuple(share_of(self.ratio, blocks) for blocks in self._blocks(spec))
 
     def _layout(self, spec: FlatSpec) -> tuple[Field, Field]:
-        """There is room for the last block of a tensor to be among those that are sent, and for it not to be."""
         positions, _ = packed_layout(sum(self._kept(spec)), sum(self._blocks(spec)), spec.dtype)
-        room = sum(min(kept * self.block, n) for kept, n in zip(self._kept(spec), spec.lengths, strict=True))
-        return positions, (spec.dtype, room)
+        return positions, (spec.dtype, self.num_kept(spec))
 
     def _parts(self, payload: SparseMessage) -> tuple[Tensor, Positions]:
         """Values and the positions of blocks, as views of the message."""

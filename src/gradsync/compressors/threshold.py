@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..bucket import FlatSpec
+from ..expressions import register
 from ..kernels import Sections
 from ..sparse import SparseVector, index_dtype
 from .base import Field, SparseMessage, Sparsifier, State, check_payload, check_tensor, fields, fields_nbytes
@@ -29,7 +30,7 @@ class Thresholded(Sparsifier):
 
     def elements(self, payload: SparseMessage) -> SparseVector:
         check_payload(self, payload)
-        spec, most = payload.spec, self._capacity(payload.spec)
+        spec, most = payload.spec, self.num_kept(payload.spec)
         header, packed, values = fields(payload.data, *self._layout(spec))
         count = int(header)  # the host must know: it decides what there is to be decoded
         if not 0 <= count <= most:
@@ -40,9 +41,9 @@ class Thresholded(Sparsifier):
         return fields_nbytes(*self._layout(spec))
 
     def _layout(self, spec: FlatSpec) -> tuple[Field, ...]:
-        return (torch.int64, 1), *packed_layout(self._capacity(spec), spec.numel, spec.dtype)
+        return (torch.int64, 1), *packed_layout(self.num_kept(spec), spec.numel, spec.dtype)
 
-    def _capacity(self, spec: FlatSpec) -> int:
+    def num_kept(self, spec: FlatSpec, step: int = 0) -> int:
         return sum(map(self.most, spec.lengths))
 
     def _message(
@@ -69,6 +70,7 @@ class Thresholded(Sparsifier):
         return SparseMessage(self, spec, state.step, data)
 
 
+@register
 @dataclass(frozen=True)
 class Threshold(Thresholded):
     """Keeps the elements whose magnitude is above `value`, of each tensor at most the `most_ratio` largest.
@@ -111,6 +113,7 @@ class Threshold(Thresholded):
         return torch.full((len(state.spec.lengths),), self.value, dtype=dtype, device=x.device)
 
 
+@register
 @dataclass(frozen=True)
 class GaussianK(Thresholded):
     """Keeps about the `ratio` largest elements of each tensor, as if they were normal. (Shi et al., 2019)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from ..bucket import FlatSpec
+from ..expressions import register
 from .base import Compressor, Payload, State
 from .feedback import Feedback
 from .law import Contraction, Law
@@ -16,6 +19,7 @@ from .law import Contraction, Law
 P = TypeVar("P", bound=Payload)
 
 
+@register
 @dataclass(frozen=True)
 class Warmup(Compressor[P]):
     """One compressor after the other, by how often it compressed before. (Lin et al., 2018, for ratios of top-k)
@@ -25,36 +29,59 @@ class Warmup(Compressor[P]):
     Wire: as the stage's of that step.
     """
 
-    stages: tuple[tuple[int, Compressor[P]], ...]  # (first step, compressor), the first at step 0
+    compressors: tuple[Compressor[P], ...]  # one a stage
+    starts: tuple[int, ...]  # the first step of each, of the first 0
 
     def __post_init__(self) -> None:
-        starts = [start for start, _ in self.stages]
-        if not starts or starts[0] != 0 or starts != sorted(set(starts)):
-            raise ValueError(f"Warmup.stages must begin at step 0 and ascend, got steps {starts}")
-        compressors = [compressor for _, compressor in self.stages]
-        if any(isinstance(compressor, Feedback) for compressor in compressors):
+        object.__setattr__(self, "starts", tuple(self.starts))  # a list, if a plan was read from a file
+        starts = list(self.starts)
+        if len(starts) != len(self.compressors) or starts[:1] != [0] or starts != sorted(set(starts)):
+            raise ValueError(
+                f"Warmup.starts must be one step for each of {len(self.compressors)} compressors, ascending from 0, "
+                f"got {starts}"
+            )
+        if any(isinstance(compressor, Feedback) for compressor in self.compressors):
             raise ValueError("Warmup of compressors with feedback: put the feedback around the Warmup")
-        kinds = {compressor.payload for compressor in compressors}
+        kinds = {(compressor.payload.__name__, compressor.agrees) for compressor in self.compressors}
         if len(kinds) > 1:
-            raise ValueError(f"Warmup.stages must make payloads of one kind, got {sorted(k.__name__ for k in kinds)}")
-        object.__setattr__(self, "payload", kinds.pop())
+            raise ValueError(f"Warmup.compressors must make payloads of one kind, and all agree or none, got {kinds}")
+        object.__setattr__(self, "payload", self.compressors[0].payload)
 
     def at(self, step: int) -> Compressor[P]:
         """The compressor of a step."""
-        return next(compressor for start, compressor in reversed(self.stages) if start <= step)
+        return self.compressors[bisect_right(self.starts, step) - 1]
+
+    @property
+    def title(self) -> str:
+        return f"{self.compressors[-1].title} with warm-up"
+
+    @property
+    def agrees(self) -> bool:
+        return self.compressors[0].agrees
+
+    def num_agreed(self, spec: FlatSpec) -> int:
+        """The same in all stages."""
+        return self.compressors[0].num_agreed(spec)
+
+    def num_kept(self, spec: FlatSpec, step: int = 0) -> int:
+        return self.at(step).num_kept(spec, step)
+
+    def number_dtype(self, spec: FlatSpec) -> torch.dtype:
+        """The same in all stages."""
+        return self.compressors[0].number_dtype(spec)
 
     @property
     def most_summands(self) -> int | None:
-        limits = [compressor.most_summands for _, compressor in self.stages]
+        limits = [compressor.most_summands for compressor in self.compressors]
         return min((limit for limit in limits if limit is not None), default=None)
 
     def law(self, spec: FlatSpec) -> Law:
-        laws = [compressor.law(spec) for _, compressor in self.stages]
+        laws = [compressor.law(spec) for compressor in self.compressors]
         deltas = [law.delta for law in laws if isinstance(law, Contraction)]
         return Contraction(min(deltas)) if len(deltas) == len(laws) else laws[-1]
 
     def init(self, spec: FlatSpec, stream: int = 0) -> State:
-        states = [compressor.init(spec, stream) for _, compressor in self.stages]
+        states = [compressor.init(spec, stream) for compressor in self.compressors]
         elements = {name: kept for state in states for name, kept in state.elements.items()}
         tensors = {name: kept for state in states for name, kept in state.tensors.items()}
         return replace(states[0], elements=elements, tensors=tensors)

@@ -61,6 +61,7 @@ __all__ = [
     "hierarchical_hash",
     "join_columns",
     "join_elements",
+    "narrow",
     "nonzero_elements",
     "nonzero_rows",
     "offsets_nbytes",
@@ -88,7 +89,7 @@ _KERNELS = (
     "sum_rows", "unite_rows", "join_columns", "scatter_rows", "nonzero_rows", "nonzero_elements", "encode_bitmap",
     "decode_bitmap", "count_bits", "encode_offsets", "decode_offsets", "partition_elements", "unite_elements",
     "join_elements", "partition_rotated", "rotated_index", "owners_by_hash", "partition_hashed", "owned_by_hash",
-    "positions_in", "hierarchical_hash", "top_k", "select_above", "count_above",
+    "positions_in", "hierarchical_hash", "top_k", "select_above", "count_above", "narrow",
 )  # fmt: skip
 _TABLE: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {  # kernel: (reference, native)
     kernel: (getattr(reference, kernel), getattr(cpu, kernel)) for kernel in _KERNELS
@@ -233,7 +234,7 @@ def top_k(
     Args:
         x: (numel,) floating.
         indices: (k,) int64, or int32 for up to 2^31 elements; of the whole `x`.
-        values: (k,) floating: p rounded to its dtype.
+        values: (k,) floating: p rounded to its dtype; what is finite stays finite.
         sections: of each, its own largest are taken; by default all of `x` is one.
         counts: how many of each section, together k.
         residual: (numel,), in the accumulation dtype of `x`: added to it first.
@@ -294,6 +295,22 @@ def count_above(x: Tensor, thresholds: Tensor, counts: Tensor, *, sections: Sect
         TypeError: other dtypes.
     """
     _pick("count_above", [x, thresholds, counts], x.numel())(x, thresholds, counts, sections=sections)
+
+
+def narrow(x: Tensor, out: Tensor, *, scale: float = 1.0) -> None:
+    """Writes `scale` times `x` in a narrower type, rounded to nearest, ties to even; what is finite stays finite.
+
+    Infinity and NaN stay what they are; values below the range of the type become zero.
+
+    Args:
+        x: (numel,) float32 or float64, which is rounded to float32 first.
+        out: (numel,) bfloat16 or float16.
+
+    Raises:
+        ValueError: another shape of `out`.
+        TypeError: other dtypes.
+    """
+    _pick("narrow", [x, out], x.numel())(x, out, scale=scale)
 
 
 def encode_bitmap(indices: Tensor, size: int, out: Tensor) -> None:

@@ -81,11 +81,20 @@ class Choice:
     def take(self, p: Tensor, chosen: Tensor) -> int:
         """Writes the elements at these indices to the beginning of the outputs; returns how many."""
         count, exact = len(chosen), p[chosen]
-        values = self.values[:count].copy_(exact)
+        values = rounded_to(self.values[:count], exact)
         self.indices[:count] = chosen
         if self.next_residual is not None:
             self.next_residual[chosen] = exact - values.to(exact.dtype)
         return count
+
+
+def rounded_to(values: Tensor, exact: Tensor) -> Tensor:
+    """Writes `exact` in the dtype of `values`, which are returned; what is finite stays finite."""
+    exact = exact.to(accumulation_dtype(exact.dtype))
+    if values.itemsize < exact.itemsize:
+        most = torch.finfo(values.dtype).max
+        exact = torch.where(exact.isinf(), exact, exact.clamp(-most, most))
+    return values.copy_(exact)
 
 
 @torch.no_grad()

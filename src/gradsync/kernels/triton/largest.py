@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gradsync.kernels.checks import Sections
-from gradsync.kernels.reference.largest import Choice
+from gradsync.kernels.reference.largest import Choice, rounded_to
 from gradsync.kernels.triton.boundary import BLOCK, bits_of, blocks, check_contiguous, common_device, launch, on
 
 _DIGIT_BITS = 8  # a pass over the elements for each; `_count_digits` and `_find_digit` have 2^8 counts
@@ -129,6 +129,7 @@ def _write_largest(x: Tensor, indices: Tensor, values: Tensor) -> None:
     launch(_take_largest, blocks(len(x)), x.device, *arguments, **constants)
 
 
+@torch.no_grad()
 def top_k(
     x: Tensor,
     indices: Tensor,
@@ -155,6 +156,6 @@ def top_k(
         indices[chosen] += offset
         taken += count
     if exact is not values:
-        values.copy_(exact)
+        rounded_to(values, exact)
     if next_residual is not None:
         next_residual[indices.long()] = exact - values.to(exact.dtype)
