@@ -56,6 +56,10 @@ class MomentumCorrection(Feedback[P]):
         if self.ranks < 1:
             raise ValueError(f"MomentumCorrection.ranks must be at least 1, got {self.ranks}")
 
+    @property
+    def title(self) -> str:
+        return f"{self.compressor.title} with momentum"
+
     def init(self, spec: FlatSpec, stream: int = 0) -> State:
         before = super().init(spec, stream)
         return replace(before, elements={**before.elements, MOMENTUM: torch.zeros_like(before.elements[RESIDUAL])})
