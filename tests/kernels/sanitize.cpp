@@ -566,6 +566,9 @@ static bool overrun(const std::string &kernel) {
         const std::vector<float> x(127), thresholds(1);
         std::vector<int64_t> counts(1);
         count_above(x.data(), {{128, 128}}, thresholds.data(), counts.data(), 1);
+    } else if (kernel == "narrow") {
+        std::vector<Bfloat16> narrowed(11);
+        narrow_values(values.data(), 12, 1.0, narrowed.data(), 1);
     } else if (kernel == "encode_bitmap") {
         std::vector<uint64_t> words(2);
         encode_bitmap({indices.data(), true, 3}, 3 * kWordBits, words.data());
