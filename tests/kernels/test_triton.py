@@ -114,6 +114,13 @@ def count_above(kernels: Any, size: int) -> list[Tensor]:
     return [counts]
 
 
+def narrow(kernels: Any, size: int) -> list[Tensor]:
+    outs = [torch.zeros(size, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)]
+    for out in outs:
+        kernels.narrow(values_of(torch.arange(size), torch.float32), out, scale=0.5)
+    return outs
+
+
 def owned_by_hash(kernels: Any, size: int) -> list[Tensor]:
     return [owned for n in (1, 7) for owned in kernels.owned_by_hash(size, n, 3)]
 
@@ -313,11 +320,11 @@ def hierarchical_hash(kernels: Any, size: int) -> list[Tensor]:
 CASES: dict[str, Callable[[Any, int], list[Tensor]]] = {
     case.__name__: case
     for case in (
-        encode_bitmap, decode_bitmap, count_bits, nonzero_elements, top_k, select_above,
-        count_above, owners_by_hash, partition_hashed,
-        partition_rotated, partition_elements, unite_elements, join_elements, rotated_index, owned_by_hash,
+        encode_bitmap, decode_bitmap, count_bits, nonzero_elements, top_k, select_above, count_above,
+        owners_by_hash, partition_hashed, partition_rotated, partition_elements, unite_elements, join_elements,
+        rotated_index, owned_by_hash,
         positions_in, encode_offsets, decode_offsets, sum_rows, unite_rows, join_columns, scatter_rows, nonzero_rows,
-        hierarchical_hash,
+        hierarchical_hash, narrow,
     )
 }  # fmt: skip
 
