@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from ..compressors import Compressor, ErrorFeedback, TopK
+from ..compressors import BlockTopK, Compressor, ErrorFeedback, GaussianK, Threshold, TopK, dgc
 
 WITHOUT, WITH = "_no_feedback", "_feedback"  # suffixes, where a name is to say what its family does not
 USUAL_RANKS = 8  # that sum, where nothing else is known
@@ -31,6 +32,11 @@ class Family:
 
 FAMILIES: dict[str, Family] = {
     "topk": Family(TopK, feedback=True, numbers=(0.01,)),
+    "bf16topk": Family(partial(TopK, values="bfloat16"), feedback=True, numbers=(0.01,)),
+    "blocktopk": Family(BlockTopK, feedback=True, numbers=(0.01,)),
+    "gaussiank": Family(GaussianK, feedback=True, numbers=(0.01,)),
+    "threshold": Family(Threshold, feedback=True, numbers=(0.001,)),
+    "dgc": Family(dgc, feedback=None, numbers=(0.01,), matrices_only=True, asks=("momentum",)),
 }
 
 
