@@ -9,7 +9,21 @@ import torch
 from torch import Tensor
 
 from gradsync.bucket import FlatSpec, Segment
-from gradsync.compressors import Compressor, ErrorFeedback, Payload, State, TopK
+from gradsync.compressors import (
+    QSGD,
+    BlockInt,
+    Cast,
+    Compressor,
+    ErrorFeedback,
+    Float8,
+    Natural,
+    Payload,
+    SharedBlockInt,
+    SharedTernGrad,
+    State,
+    TernGrad,
+    TopK,
+)
 
 
 @dataclass(frozen=True)
@@ -30,6 +44,20 @@ MEMBERS: dict[str, Member] = {
     "top_k": Member(TopK(0.01)),
     "top_k of all": Member(TopK(1.0)),
     "error_feedback of top_k": Member(ErrorFeedback(TopK(0.05))),
+    "bfloat16": Member(Cast("bfloat16")),
+    "float16": Member(Cast("float16")),
+    "int8": Member(BlockInt(8)),
+    "stochastic int4": Member(BlockInt(4, 100, stochastic=True)),
+    "shared int8": Member(SharedBlockInt(3)),
+    "stochastic shared int8": Member(SharedBlockInt(3, stochastic=True)),
+    "qsgd of 8 bits": Member(QSGD(127)),
+    "qsgd of 4 bits": Member(QSGD(7, norm="max")),
+    "terngrad": Member(TernGrad(block=256)),
+    "clipped terngrad": Member(TernGrad(clip=2.5)),
+    "shared terngrad": Member(SharedTernGrad(4)),
+    "natural": Member(Natural()),
+    "e4m3": Member(Float8("e4m3", 256)),
+    "e5m2": Member(Float8("e5m2")),
 }
 LENGTHS = (0, 1, 700, 33, 0, 2, 4097)  # tensors that share a bucket
 

@@ -27,7 +27,7 @@ from gradsync.schemes import (
     from_expression,
     to_expression,
 )
-from gradsync.schemes.precision import rounded
+from gradsync.compressors.cast import rounded
 from gradsync.sparse import SparseRows
 from gradsync.steps import transfers
 from tests.schemes.family import ROUNDED_MEMBERS, assert_is_scaled_sum, bits, make_inputs, run, run_scheme

@@ -13,13 +13,13 @@ from .. import kernels
 from ..bucket import Bucket, Layout, TensorSpec
 from ..cluster import Placement
 from ..comm import Group
+from ..compressors.cast import DTYPES, rounded
 from ..density import DensityProfile
 from ..sparse import SparseRows
 from ..steps import Compute, Step
 from .base import Scheme, State, register
 from .dense import AllReduce
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @register
@@ -113,9 +113,3 @@ class HalfPrecision(Scheme[Any]):
     def _rounded(self, table: SparseRows, scale: float) -> SparseRows:
         indices, values = kernels.sum_rows([(table.indices, table.values)], table.num_rows, scale=scale)
         return replace(table, indices=indices, values=rounded(values, DTYPES[self.values]))
-
-
-def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """In a narrower type; what is finite stays finite."""
-    most = torch.finfo(dtype).max
-    return torch.where(x.isinf(), x, x.clamp(-most, most)).to(dtype)

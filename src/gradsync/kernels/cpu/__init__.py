@@ -19,6 +19,7 @@ from gradsync.kernels.cpu.hashing import owned_by_hash, owners_by_hash, partitio
 from gradsync.kernels.cpu.hierarchy import hierarchical_hash
 from gradsync.kernels.cpu.offsets import decode_offsets, encode_offsets
 from gradsync.kernels.cpu.parts import join_elements, partition_elements, unite_elements
+from gradsync.kernels.cpu.quantize import block_scales, dequantize, quantize
 from gradsync.kernels.cpu.rotated import partition_rotated, rotated_index
 from gradsync.kernels.cpu.rows import (
     NonzeroRows,
@@ -34,9 +35,11 @@ __all__ = [
     "NonzeroElements",
     "NonzeroRows",
     "RowUnion",
+    "block_scales",
     "count_bits",
     "decode_bitmap",
     "decode_offsets",
+    "dequantize",
     "encode_bitmap",
     "encode_offsets",
     "hierarchical_hash",
@@ -51,6 +54,7 @@ __all__ = [
     "partition_hashed",
     "partition_rotated",
     "positions_in",
+    "quantize",
     "rotated_index",
     "scatter_rows",
     "sum_rows",

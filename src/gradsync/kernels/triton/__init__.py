@@ -23,6 +23,7 @@ from gradsync.kernels.triton.hashing import owned_by_hash, owners_by_hash, parti
 from gradsync.kernels.triton.hierarchy import hierarchical_hash
 from gradsync.kernels.triton.largest import top_k
 from gradsync.kernels.triton.offsets import decode_offsets, encode_offsets
+from gradsync.kernels.triton.quantize import block_scales, dequantize, quantize
 from gradsync.kernels.triton.rotated import join_rotated, partition_rotated, rotated_index
 from gradsync.kernels.triton.rows import (
     NonzeroRows,
@@ -52,9 +53,11 @@ __all__ = [
     "NonzeroElements",
     "NonzeroRows",
     "RowUnion",
+    "block_scales",
     "count_bits",
     "decode_bitmap",
     "decode_offsets",
+    "dequantize",
     "encode_bitmap",
     "encode_offsets",
     "hierarchical_hash",
@@ -68,6 +71,7 @@ __all__ = [
     "partition_hashed",
     "partition_rotated",
     "positions_in",
+    "quantize",
     "rotated_index",
     "scatter_rows",
     "sum_rows",
