@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..bucket import FlatSpec
+from ..expressions import register
 from ..kernels import accumulation_dtype
 from .base import Compressor, State, Summand, check_payload, check_tensor
 from .law import Biased, Contraction, Exact, Law
@@ -16,6 +17,7 @@ from .law import Biased, Contraction, Exact, Law
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+@register
 @dataclass(frozen=True)
 class Cast(Compressor[Summand]):
     """Rounds to 16 bits, to the nearest; tensors of 16 bits pass as they are.
@@ -33,6 +35,10 @@ class Cast(Compressor[Summand]):
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"Cast.dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+
+    @property
+    def title(self) -> str:
+        return self.dtype
 
     def law(self, spec: FlatSpec) -> Law:
         if not self._rounds(spec):
@@ -66,16 +72,16 @@ class Cast(Compressor[Summand]):
         out.copy_(total.mul_(scale))
 
     def nbytes(self, spec: FlatSpec, step: int = 0) -> int:
-        return spec.numel * self._sent(spec).itemsize
+        return spec.numel * self.number_dtype(spec).itemsize
+
+    def number_dtype(self, spec: FlatSpec) -> torch.dtype:
+        return DTYPES[self.dtype] if self._rounds(spec) else spec.dtype
 
     def _payload(self, x: Tensor, state: State) -> Summand:
-        return Summand(self, state.spec, state.step, rounded(x, self._sent(state.spec)))
+        return Summand(self, state.spec, state.step, rounded(x, self.number_dtype(state.spec)))
 
     def _rounds(self, spec: FlatSpec) -> bool:
         return spec.itemsize > DTYPES[self.dtype].itemsize
-
-    def _sent(self, spec: FlatSpec) -> torch.dtype:
-        return DTYPES[self.dtype] if self._rounds(spec) else spec.dtype
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..bucket import FlatSpec
+from ..expressions import register
 from ..kernels import AnyGrid, FloatGrid, Grid, Sections
 from .base import (
     Compressor,
@@ -128,6 +129,16 @@ class SharedScaleQuantizer(Quantizer[Summand]):
     summands: int
 
     @property
+    def agrees(self) -> bool:
+        return True
+
+    def num_agreed(self, spec: FlatSpec) -> int:
+        return kernels.num_scales(Sections(spec.lengths), self.grid)
+
+    def number_dtype(self, spec: FlatSpec) -> torch.dtype:
+        return torch.int8
+
+    @property
     def most_summands(self) -> int:
         return self.summands
 
@@ -140,7 +151,7 @@ class SharedScaleQuantizer(Quantizer[Summand]):
     def observe(self, x: Tensor, state: State) -> Tensor:
         check_tensor(x, state)
         sections = state.sections(self.seed)
-        scales = x.new_empty(kernels.num_scales(sections, self.grid), dtype=torch.float32)
+        scales = x.new_empty(self.num_agreed(state.spec), dtype=torch.float32)
         kernels.block_scales(x, sections, self.found, scales)
         return scales
 
@@ -159,6 +170,7 @@ class SharedScaleQuantizer(Quantizer[Summand]):
         return payload.data.view(torch.uint8), payload.agreed
 
 
+@register
 @dataclass(frozen=True)
 class BlockInt(MessageQuantizer):
     """Whole levels -s to s of the largest magnitude a of each block; s = 127 for 8 bits, 7 for 4.
@@ -187,6 +199,7 @@ class BlockInt(MessageQuantizer):
         return of_largest(_length(spec, self.block), LEVELS[self.bits], self.stochastic)
 
 
+@register
 @dataclass(frozen=True)
 class SharedBlockInt(SharedScaleQuantizer):
     """As `BlockInt` with 8 bits, of the largest magnitude in a block on any rank, in levels up to s = 127 // summands.
@@ -211,6 +224,7 @@ class SharedBlockInt(SharedScaleQuantizer):
         return of_largest(self.summands * _length(spec, self.block), self.grid.levels, self.stochastic)
 
 
+@register
 @dataclass(frozen=True)
 class QSGD(MessageQuantizer):
     """Levels -s to s of the norm of each bucket of L elements, rounded up as likely as the fraction says.
@@ -246,6 +260,7 @@ class QSGD(MessageQuantizer):
         return Unbiased(math.sqrt(length) / s - 1 if length >= 4 * s * s else length / (4 * s * s))
 
 
+@register
 @dataclass(frozen=True)
 class TernGrad(MessageQuantizer):
     """-a, 0 or a for each element, a the largest magnitude: a with the probability |x| / a. (Wen et al., 2017)
@@ -275,6 +290,7 @@ class TernGrad(MessageQuantizer):
             find_clipped_scales(scales, x, residual, sections, self.block, self.clip)
 
 
+@register
 @dataclass(frozen=True)
 class SharedTernGrad(SharedScaleQuantizer):
     """As `TernGrad`, with the largest scale of any rank: codes -1, 0 and 1, whose int8 sums decode to sums.
@@ -306,6 +322,7 @@ class SharedTernGrad(SharedScaleQuantizer):
         return scales
 
 
+@register
 @dataclass(frozen=True)
 class Natural(MessageQuantizer):
     """Sign and power of two, a neighbouring one, up with the probability that keeps the mean. (Horvath et al., 2019)
@@ -325,6 +342,7 @@ class Natural(MessageQuantizer):
         return Unbiased(1 / 8)
 
 
+@register
 @dataclass(frozen=True)
 class Float8(MessageQuantizer):
     """Floats of 8 bits, times a scale that makes the largest magnitude of a block the largest of them; to the nearest.

@@ -133,7 +133,12 @@ def stored_scales(found: Tensor, grid: AnyGrid) -> Tensor:
     """Infinity for what float32 does not hold, and zero where it does not hold the inverse."""
     scales = found.float()
     scales = torch.where(scales.isfinite(), scales, float("inf"))
-    return torch.where((grid.top / scales).isfinite(), scales, 0.0)
+    return torch.where(_in_levels(scales, grid).isfinite(), scales, 0.0)
+
+
+def _in_levels(scales: Tensor, grid: AnyGrid) -> Tensor:
+    """Levels in a unit. Of a number and a tensor, torch would multiply by the reciprocal: another rounding."""
+    return torch.full_like(scales, grid.top) / scales
 
 
 def _chunk_squares(p: Tensor) -> Tensor:
@@ -163,8 +168,8 @@ def _steps(scales: Tensor, grid: AnyGrid, dtype: torch.dtype) -> tuple[Tensor | 
     if grid.scale == "none":
         return 1.0, 1.0
     wide = scales.to(dtype)
-    inverse = torch.where((grid.top / scales).isfinite(), grid.top / wide, 0.0)
-    return inverse[:, None], (wide / grid.top)[:, None]
+    inverse = torch.where(_in_levels(scales, grid).isfinite(), _in_levels(wide, grid), 0.0)
+    return inverse[:, None], (wide / torch.full_like(wide, grid.top))[:, None]
 
 
 def _rounded(scaled: Tensor, run: Run, grid: AnyGrid) -> tuple[Tensor, Tensor]:
