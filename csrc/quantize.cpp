@@ -21,10 +21,14 @@ constexpr size_t kFused = 32 * kTile;  // its codes to follow its scale while a 
 
 template <typename A> using Bits = std::conditional_t<sizeof(A) == 8, int64_t, int32_t>;
 
-template <typename A> Bits<A> magnitude_bits(A value) {
+template <typename A> Bits<A> integer_bits(A value) {
     Bits<A> bits;
     std::memcpy(&bits, &value, sizeof bits);
-    return bits & std::numeric_limits<Bits<A>>::max();
+    return bits;
+}
+
+template <typename A> Bits<A> magnitude_bits(A value) {
+    return integer_bits(value) & std::numeric_limits<Bits<A>>::max();
 }
 
 template <typename A> A value_of(Bits<A> bits) {
@@ -46,7 +50,7 @@ const Accumulator<T> *corrected(const T *x, const Accumulator<T> *residual, size
             add_row(buffer, residual, x, count);
             return buffer;
         }
-        std::fill_n(buffer, count, A{0});
+        std::fill_n(buffer, count, A{-0.0f});  // added, it changes nothing
         add_row(buffer, x, count);
         return buffer;
     }
@@ -148,7 +152,7 @@ template <typename T> float scale_of(const Input<T> &input, const Block &block, 
 }
 
 // A float to the nearest number of 8 bits with so many of them for the fraction; NaN is zero.
-template <int kFraction, int kBias> uint8_t small_float(float value, float top) {
+template <int kFraction, int kBias> uint32_t small_float(float value, float top) {
     constexpr int kDropped = 23 - kFraction;
     const float kept = value == value ? value : 0.0f;
     const float magnitude = std::min(std::fabs(kept), top);
@@ -158,10 +162,10 @@ template <int kFraction, int kBias> uint8_t small_float(float value, float top) 
     const uint32_t subnormal = bits_of(magnitude + unit) - bits_of(unit);
     const uint32_t normal =
         (bits - (static_cast<uint32_t>(127 - kBias) << 23) + (1u << (kDropped - 1)) - 1 + (bits >> kDropped & 1)) >> kDropped;
-    return static_cast<uint8_t>(sign | (bits < kLeast ? subnormal : normal));
+    return sign | (bits < kLeast ? subnormal : normal);
 }
 
-template <int kFraction, int kBias> float small_value(uint8_t code) {
+template <int kFraction, int kBias> float small_value(uint32_t code) {
     const uint32_t magnitude = code & 0x7fu;
     const float value = float_of(magnitude << (23 - kFraction)) * float_of(static_cast<uint32_t>(254 - kBias) << 23);
     // e4m3 has no infinity and one NaN; e5m2 has both as IEEE has them.
@@ -173,26 +177,39 @@ template <int kFraction, int kBias> float small_value(uint8_t code) {
 constexpr int32_t kExponents = 126;     // codes 1 to 126 are 2^-109 to 2^16, 0 is zero and 127 NaN
 constexpr int32_t kExponentBias = 17;  // from the exponent field of a float to the code
 
-inline uint8_t exponent_code(float value, uint32_t draw) {
+inline uint32_t exponent_code(float value, uint32_t draw) {
     const uint32_t bits = bits_of(value), magnitude = bits & 0x7fffffffu;
     const int32_t rounded = static_cast<int32_t>((magnitude + (draw >> 9)) >> 23) - kExponentBias;
     const int32_t code = std::min(std::max(rounded, 0), kExponents);
     const int32_t sign = code == 0 ? 0 : static_cast<int32_t>(bits >> 24 & 0x80);
-    return static_cast<uint8_t>(magnitude >= 0x7f800000u ? 0x7f : sign | code);
+    return magnitude >= 0x7f800000u ? 0x7fu : static_cast<uint32_t>(sign | code);
 }
 
-inline float exponent_value(uint8_t code) {
+inline float exponent_value(uint32_t code) {
     const uint32_t exponent = code & 0x7fu;
     const uint32_t magnitude = exponent == 0 ? 0u : exponent == 0x7f ? 0x7fc00000u : (exponent + kExponentBias) << 23;
     return float_of((code & 0x80u) << 24 | magnitude);
+}
+
+// Adding it to a number of far fewer bits rounds that to a whole one, ties to even.
+template <typename A> constexpr A kWhole = sizeof(A) == 8 ? static_cast<A>(0x1.8p52) : static_cast<A>(0x1.8p23);
+
+template <typename A> A whole_below(A value) {
+#if defined(__AVX2__)
+    return std::floor(value);
+#else
+    const A whole = (value + kWhole<A>)-kWhole<A>;
+    return whole - (whole > value ? A{1} : A{0});
+#endif
 }
 
 // The code of each element, and what it leaves; `low` is the place of the first. No more than a tile.
 template <Rounding rounding, bool keeps, typename A>
 void round_tile(const A *__restrict p, size_t count, Steps<A> steps, float top, Draws draws, uint32_t low,
                 uint8_t *__restrict codes, A *__restrict next) {
-    constexpr A kWhole = sizeof(A) == 8 ? static_cast<A>(0x1.8p52) : static_cast<A>(0x1.8p23);  // ulp 1: added, rounds
     const A most = static_cast<A>(top);
+    // Codes that take much arithmetic are made in lanes as wide as the numbers, so that the registers do.
+    [[maybe_unused]] uint32_t wide[kTile];
 #pragma omp simd
     for (uint32_t i = 0; i < static_cast<uint32_t>(count); ++i) {
         const A scaled = p[i] * steps.inverse;
@@ -201,24 +218,29 @@ void round_tile(const A *__restrict p, size_t count, Steps<A> steps, float top, 
             A kept = scaled == scaled ? scaled : A{0};
             kept = kept > most ? most : kept;
             kept = kept < -most ? -most : kept;
-            level = (kept + kWhole) - kWhole;
-            if constexpr (rounding == Rounding::stochastic) {
-                level -= level > kept ? A{1} : A{0};  // floor
+            if constexpr (rounding == Rounding::nearest) {
+                const A shifted = kept + kWhole<A>;
+                level = shifted - kWhole<A>;
+                codes[i] = static_cast<uint8_t>(integer_bits(shifted));  // its lowest bits are the level's
+            } else {
+                level = whole_below(kept);
                 level += static_cast<A>(uniform(draws(low + i))) < kept - level ? A{1} : A{0};
+                wide[i] = static_cast<uint32_t>(static_cast<int32_t>(level));
             }
-            codes[i] = static_cast<uint8_t>(static_cast<int32_t>(level));
         } else if constexpr (rounding == Rounding::e4m3) {
-            codes[i] = small_float<3, 7>(static_cast<float>(scaled), top);
-            level = small_value<3, 7>(codes[i]);
+            wide[i] = small_float<3, 7>(static_cast<float>(scaled), top);
+            level = small_value<3, 7>(wide[i]);
         } else if constexpr (rounding == Rounding::e5m2) {
-            codes[i] = small_float<2, 15>(static_cast<float>(scaled), top);
-            level = small_value<2, 15>(codes[i]);
+            wide[i] = small_float<2, 15>(static_cast<float>(scaled), top);
+            level = small_value<2, 15>(wide[i]);
         } else {
-            codes[i] = exponent_code(static_cast<float>(scaled), draws(low + i));
-            level = exponent_value(codes[i]);
+            wide[i] = exponent_code(static_cast<float>(scaled), draws(low + i));
+            level = exponent_value(wide[i]);
         }
         if constexpr (keeps) next[i] = p[i] - level * steps.step;
     }
+    if constexpr (rounding != Rounding::nearest)
+        for (size_t i = 0; i < count; ++i) codes[i] = static_cast<uint8_t>(wide[i]);
 }
 
 template <bool keeps, typename A>

@@ -63,7 +63,8 @@ def test_what_was_sent_is_sent_again_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    "compressor", [BlockInt(), BlockInt(4, 99, stochastic=True), QSGD(7), TernGrad(clip=2.5), Float8(), SharedBlockInt(4)]
+    "compressor",
+    [BlockInt(), BlockInt(4, 99, stochastic=True), QSGD(7), TernGrad(clip=2.5), Float8(), SharedBlockInt(4)],
 )
 def test_powers_of_two_are_scale(compressor: Compressor) -> None:
     x = gradient(1000, torch.float32)
@@ -111,7 +112,8 @@ def test_natural_compression_rounds_to_powers_of_two_and_its_worst_is_an_eighth(
 
 
 @pytest.mark.parametrize(
-    "compressor", [SharedBlockInt(5), SharedBlockInt(5, 100, stochastic=True), SharedTernGrad(5), SharedTernGrad(clip=2.5)]
+    "compressor",
+    [SharedBlockInt(5), SharedBlockInt(5, 100, stochastic=True), SharedTernGrad(5), SharedTernGrad(clip=2.5)],
 )
 def test_sums_of_codes_are_codes_of_the_sum(compressor: Compressor) -> None:
     inputs = [gradient(1000, torch.float32, seed) * 10.0**-seed for seed in range(5)]

@@ -2,6 +2,7 @@
 // behaviour sanitizers to watch; results are checked against plain loops. Given the name of a kernel, hands it a buffer
 // that is one entry short instead, which the sanitizer must notice. Built and run by test_sanitizers.py.
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>

@@ -288,12 +288,12 @@ def hierarchical_hash(kernels: Any, size: int) -> list[Tensor]:
 
 GRIDS = (
     Grid(127, 8, 300),
-    Grid(7, 4, 101, "norm", stochastic=True),
-    Grid(1, 2, 33, stochastic=True),
+    Grid(7, 4, 301, "norm", stochastic=True),
+    Grid(1, 2, 333, stochastic=True),
     Grid(100, 8, 0, "norm"),
     FloatGrid("e4m3", 256),
     FloatGrid("e5m2"),
-    FloatGrid("exponent", 100),
+    FloatGrid("exponent", 400),
 )
 
 
@@ -312,7 +312,10 @@ def quantize(kernels: Any, size: int) -> list[Tensor]:
     outs = []
     for sections, grid, x, residual in quantised(size):
         codes = torch.full((codes_nbytes(sections, grid),), 77, dtype=torch.uint8)
-        scales, left = torch.zeros(num_scales(sections, grid)), torch.zeros(len(x), dtype=reference.accumulation_dtype(x.dtype))
+        scales, left = (
+            torch.zeros(num_scales(sections, grid)),
+            torch.zeros(len(x), dtype=reference.accumulation_dtype(x.dtype)),
+        )
         kernels.quantize(x, sections, grid, codes, scales, residual=residual, next_residual=left)
         outs += [codes, scales, left]
     return outs

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gradsync.bucket import Layout, TensorSpec
 from gradsync.cluster import Placement
+from gradsync.compressors.cast import rounded
 from gradsync.density import DensityProfile
 from gradsync.schemes import (
     DOUBLING_OF_ELEMENTS,
@@ -27,7 +28,6 @@ from gradsync.schemes import (
     from_expression,
     to_expression,
 )
-from gradsync.compressors.cast import rounded
 from gradsync.sparse import SparseRows
 from gradsync.steps import transfers
 from tests.schemes.family import ROUNDED_MEMBERS, assert_is_scaled_sum, bits, make_inputs, run, run_scheme

@@ -327,7 +327,11 @@ def _parts(g: torch.Generator, *, nnz: int, size: int, owners: int) -> tuple[lis
 
 def _grid(block: int, **settings: Any) -> automatic.AnyGrid:
     """Of whole levels, or where a format is named, of small floats."""
-    return automatic.FloatGrid(block=block, **settings) if "format" in settings else automatic.Grid(block=block, **settings)
+    return (
+        automatic.FloatGrid(block=block, **settings)
+        if "format" in settings
+        else automatic.Grid(block=block, **settings)
+    )
 
 
 def quantize(g: torch.Generator, *, size: int, feedback: bool = False, **settings: Any) -> Work:

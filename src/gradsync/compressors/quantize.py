@@ -18,6 +18,7 @@ from .. import kernels
 from ..bucket import FlatSpec
 from ..expressions import register
 from ..kernels import AnyGrid, FloatGrid, Grid, Sections
+from ..kernels.grids import runs
 from .base import (
     Compressor,
     Message,
@@ -394,8 +395,8 @@ def find_clipped_scales(
     kernels.block_scales(x, sections, Grid(1, block=block), scales, residual=residual)
     norms = torch.empty_like(scales)
     kernels.block_scales(x, sections, Grid(1, block=block, scale="norm"), norms, residual=residual)
-    counts = [min(block or n, n - begin) for n in sections.lengths for begin in range(0, n, block or n or 1)]
-    roots = torch.tensor(counts, dtype=torch.float32, device=scales.device).sqrt()
+    counts = [torch.full((run.blocks,), float(run.length)) for run in runs(sections, Grid(1, block=block))]
+    roots = torch.cat([torch.empty(0), *counts]).sqrt().to(scales.device)
     torch.minimum(scales, norms * clip / roots, out=scales)
 
 

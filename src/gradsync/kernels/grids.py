@@ -31,7 +31,9 @@ class Grid:
         if self.bits not in MOST_LEVELS:
             raise ValueError(f"Grid.bits must be 8, 4 or 2, got {self.bits}")
         if not 1 <= self.levels <= MOST_LEVELS[self.bits]:
-            raise ValueError(f"Grid.levels must be in [1, {MOST_LEVELS[self.bits]}] for {self.bits} bits, got {self.levels}")
+            raise ValueError(
+                f"Grid.levels must be in [1, {MOST_LEVELS[self.bits]}] for {self.bits} bits, got {self.levels}"
+            )
         if self.scale not in SCALES:
             raise ValueError(f"Grid.scale must be one of {', '.join(SCALES)}, got {self.scale!r}")
         _check_block(self)

@@ -22,7 +22,6 @@ from .base import Scheme, State
 from .dense import AllReduce
 
 
-
 @register
 @dataclass(frozen=True)
 class HalfPrecision(Scheme[Any]):

@@ -95,9 +95,7 @@ def check_found(grid: AnyGrid) -> None:
         raise ValueError(f"block_scales needs a grid with scales of its own, got {grid}")
 
 
-def check_dequantize(
-    parts: Sequence[tuple[Tensor, Tensor]], sections: Sections, grid: AnyGrid, out: Tensor
-) -> None:
+def check_dequantize(parts: Sequence[tuple[Tensor, Tensor]], sections: Sections, grid: AnyGrid, out: Tensor) -> None:
     """Refuses what does not fit the sections."""
     check_floating("out", out)
     check_shape("out", out, sum(sections.lengths))

@@ -1,8 +1,8 @@
-"""Codes of few bits, in Triton: first the scales of all blocks, then the codes of all tiles; sums of any number of codes.
+"""Codes of few bits, in Triton: first the scales of all blocks, then the codes of all tiles; sums of several codes.
 
 A program works on a tile of one block: on bytes of its codes and the elements of each. It finds its block in a table of
-the runs of equal blocks, which the host knows. Maxima of magnitudes are atomic on their bits as integers, which order as
-the numbers do; squares are summed in the order of the definition. Products are rounded before they are added.
+the runs of equal blocks, which the host knows. Maxima of magnitudes are atomic on their bits as integers, which have
+the same order; squares are summed in the order of the definition.
 """
 
 from __future__ import annotations
@@ -25,12 +25,20 @@ from gradsync.kernels.reference.quantize import (
     sum_in_pairs,
 )
 from gradsync.kernels.reference.rows import accumulation_dtype
-from gradsync.kernels.triton.boundary import BLOCK, addresses, bits_of, blocks, check_contiguous, common_device, launch, on
+from gradsync.kernels.triton.boundary import (
+    BLOCK,
+    addresses,
+    bits_of,
+    blocks,
+    check_contiguous,
+    common_device,
+    launch,
+    on,
+)
 from gradsync.kernels.triton.rows import KINDS, narrowed, widened
 
 _CHUNK = 512  # squares that are summed by 16 lanes
 _COLUMNS = 10  # of the table of runs
-_SUMS = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 
 @triton.jit
@@ -134,7 +142,7 @@ def _sum_squares(
 @triton.jit
 def small_code(value: tl.tensor, TOP: tl.constexpr, FRACTION: tl.constexpr, BIAS: tl.constexpr) -> tl.tensor:
     """int32: the nearest number of 8 bits; NaN is zero."""
-    kept = tl.where(value == value, value, 0.0)
+    kept = tl.where(tl.abs(value) >= 0, value, 0.0)  # NaN is not
     magnitude = tl.minimum(tl.abs(kept), tl.full(kept.shape, TOP, tl.float32))
     bits = magnitude.to(tl.int32, bitcast=True)
     sign = (kept.to(tl.int32, bitcast=True) >> 24) & 0x80
@@ -212,7 +220,6 @@ def _encode(
     codes: tl.tensor,
     next_residual: tl.tensor,
     KIND: tl.constexpr,
-    SUM: tl.constexpr,
     CORRECTS: tl.constexpr,
     KEEPS: tl.constexpr,
     ROUNDING: tl.constexpr,
@@ -222,20 +229,21 @@ def _encode(
     TILE: tl.constexpr,
 ) -> None:
     """Each program writes its bytes and what their elements leave."""
+    accumulator: tl.constexpr = tl.float64 if KIND == "f64" else tl.float32
     row = run_of(table, num_runs, COLUMNS)
     number = tl.program_id(0).to(tl.int64) - tl.load(row)
     length, nbytes, tiles = tl.load(row + 2), tl.load(row + 3), tl.load(row + 8)
     block = number // tiles
     byte = (number % tiles) * TILE + tl.arange(0, TILE)
     begin = tl.load(row + 1) + block * length
-    inverse = tl.full([], 1, SUM)
-    step = tl.full([], 1, SUM)
+    inverse = tl.full([], 1, accumulator)
+    step = tl.full([], 1, accumulator)
     if ROUNDING != "exponent":
         scale = tl.load(scales + tl.load(row + 4) + block)
         narrow = tl.div_rn(tl.full([], TOP, tl.float32), scale)
-        wide = divided(tl.full([], TOP, SUM), scale.to(SUM), SUM)
-        inverse = tl.where(tl.abs(narrow) < float("inf"), wide, tl.full([], 0, SUM))
-        step = divided(scale.to(SUM), tl.full([], TOP, SUM), SUM)
+        wide = divided(tl.full([], TOP, accumulator), scale.to(accumulator), accumulator)
+        inverse = tl.where(tl.abs(narrow) < float("inf"), wide, tl.full([], 0, accumulator))
+        step = divided(scale.to(accumulator), tl.full([], TOP, accumulator), accumulator)
     packed = tl.zeros([TILE], tl.int32)
     for part in tl.static_range(8 // BITS):
         element = part * nbytes + byte
@@ -245,23 +253,25 @@ def _encode(
         place = tl.load(row + 5) + block * length + element
         if ROUNDING == "e4m3":
             code = small_code(scaled.to(tl.float32), TOP, 3, 7)
-            level = small_value(code, 3, 7).to(SUM)
+            level = small_value(code, 3, 7).to(accumulator)
         elif ROUNDING == "e5m2":
             code = small_code(scaled.to(tl.float32), TOP, 2, 15)
-            level = small_value(code, 2, 15).to(SUM)
+            level = small_value(code, 2, 15).to(accumulator)
         elif ROUNDING == "exponent":
             code = exponent_code(scaled.to(tl.float32), drawn_at(row, place))
-            level = exponent_value(code).to(SUM)
+            level = exponent_value(code).to(accumulator)
         else:
-            kept = tl.where(scaled == scaled, scaled, 0.0)
-            most = tl.full([TILE], TOP, SUM)
+            kept = tl.where(tl.abs(scaled) >= 0, scaled, 0.0)  # NaN is not
+            most = tl.full([TILE], TOP, accumulator)
             kept = tl.minimum(tl.maximum(kept, -most), most)
-            whole = tl.full([TILE], 6755399441055744 if SUM == tl.float64 else 12582912, SUM)  # ulp 1: added, it rounds
+            whole = tl.full(
+                [TILE], 6755399441055744 if accumulator == tl.float64 else 12582912, accumulator
+            )  # ulp 1: added, it rounds
             level = (kept + whole) - whole
             if ROUNDING == "stochastic":
-                level = level - (level > kept).to(SUM)  # floor
-                drawn = (drawn_at(row, place) >> 8).to(tl.int32).to(SUM) * (1.0 / 16777216)
-                level = level + (drawn < kept - level).to(SUM)
+                level = level - (level > kept).to(accumulator)  # floor
+                drawn = (drawn_at(row, place) >> 8).to(tl.int32).to(accumulator) * (1.0 / 16777216)
+                level = level + (drawn < kept - level).to(accumulator)
             if BITS == 8:
                 code = level.to(tl.int32) & 0xFF
             else:
@@ -281,7 +291,6 @@ def _decode(
     out: tl.tensor,
     factor: tl.tensor,
     KIND: tl.constexpr,
-    SUM: tl.constexpr,
     ROUNDING: tl.constexpr,
     TOP: tl.constexpr,
     BITS: tl.constexpr,
@@ -289,6 +298,7 @@ def _decode(
     TILE: tl.constexpr,
 ) -> None:
     """Each program writes the elements of its bytes."""
+    accumulator: tl.constexpr = tl.float64 if KIND == "f64" else tl.float32
     row = run_of(table, num_runs, COLUMNS)
     number = tl.program_id(0).to(tl.int64) - tl.load(row)
     length, nbytes, tiles = tl.load(row + 2), tl.load(row + 3), tl.load(row + 8)
@@ -296,18 +306,18 @@ def _decode(
     byte = (number % tiles) * TILE + tl.arange(0, TILE)
     begin = tl.load(row + 1) + block * length
     for part in tl.static_range(8 // BITS):
-        total = tl.zeros([TILE], SUM)
+        total = tl.zeros([TILE], accumulator)
         n = 0
         while n < num_parts:
             codes = tl.load(addresses + 2 * n).to(tl.pointer_type(tl.uint8))
             code = tl.load(codes + tl.load(row + 9) + block * nbytes + byte, mask=byte < nbytes, other=0).to(tl.int32)
-            level = level_of((code >> (part * BITS)) & ((1 << BITS) - 1), ROUNDING, TOP, BITS).to(SUM)
+            level = level_of((code >> (part * BITS)) & ((1 << BITS) - 1), ROUNDING, TOP, BITS).to(accumulator)
             if ROUNDING == "exponent":
                 total += level
             else:
                 scales = tl.load(addresses + 2 * n + 1).to(tl.pointer_type(tl.float32))
                 scale = tl.load(scales + tl.load(row + 4) + block)
-                total += level * divided(scale.to(SUM), tl.full([], TOP, SUM), SUM)
+                total += level * divided(scale.to(accumulator), tl.full([], TOP, accumulator), accumulator)
             n += 1
         element = part * nbytes + byte
         inside = (byte < nbytes) & (element < length)
@@ -335,7 +345,12 @@ def quantize(
     table, programs, tile = _table(sections, grid, _bytes_tile(sections, grid), of_bytes=True)
     before, after = (x if kept is None else kept for kept in (residual, next_residual))
     arguments = bits_of(x), before, on(device, table), len(table), scales, codes, after
-    constants = {**_decoding(x, grid), "CORRECTS": residual is not None, "KEEPS": next_residual is not None, "TILE": tile}
+    constants = {
+        **_decoding(x, grid),
+        "CORRECTS": residual is not None,
+        "KEEPS": next_residual is not None,
+        "TILE": tile,
+    }
     launch(_encode, programs, device, *arguments, **constants)
 
 
@@ -376,7 +391,6 @@ def _decoding(x: Tensor, grid: AnyGrid) -> dict[str, object]:
     """The constants that say what codes are."""
     return {
         "KIND": KINDS[x.dtype],
-        "SUM": _SUMS[accumulation_dtype(x.dtype)],
         "ROUNDING": grid.rounding,
         "TOP": int(grid.top),
         "BITS": grid.bits,
