@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .. import kernels
 from ..bucket import FlatSpec
 from ..expressions import register
-from ..kernels import accumulation_dtype
 from .base import Compressor, State, Summand, check_payload, check_tensor
 from .law import Biased, Contraction, Exact, Law
 
@@ -65,7 +65,7 @@ class Cast(Compressor[Summand]):
 
     @torch.no_grad()
     def sum_into(self, out: Tensor, payloads: Sequence[Summand], scale: float = 1.0) -> None:
-        total = out.new_zeros(out.numel(), dtype=accumulation_dtype(out.dtype))
+        total = out.new_zeros(out.numel(), dtype=kernels.accumulation_dtype(out.dtype))
         for payload in payloads:
             check_payload(self, payload)
             total += payload.data
@@ -78,13 +78,12 @@ class Cast(Compressor[Summand]):
         return DTYPES[self.dtype] if self._rounds(spec) else spec.dtype
 
     def _payload(self, x: Tensor, state: State) -> Summand:
-        return Summand(self, state.spec, state.step, rounded(x, self.number_dtype(state.spec)))
+        data = x.new_empty(x.numel(), dtype=self.number_dtype(state.spec))
+        if data.itemsize < x.itemsize:
+            kernels.narrow(x, data)
+        else:
+            data.copy_(x)
+        return Summand(self, state.spec, state.step, data)
 
     def _rounds(self, spec: FlatSpec) -> bool:
         return spec.itemsize > DTYPES[self.dtype].itemsize
-
-
-def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """In a narrower type; what is finite stays finite."""
-    most = torch.finfo(dtype).max
-    return torch.where(x.isinf(), x, x.clamp(-most, most)).to(dtype)
