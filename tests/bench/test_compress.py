@@ -117,7 +117,7 @@ def test_sizes_are_read_as_they_are_written(text: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--compressors", "topq"), "unknown compressor 'topq'; there are topk0.01"),
+        (("--compressors", "topq"), "unknown compressor 'topq'; there are bf16, "),
         (("--sizes", "1mile"), "a size must look like 64KB"),
         (("--threads", "none"), "--threads must look like"),
         (("--workload", "gptt"), "unknown workload 'gptt'"),

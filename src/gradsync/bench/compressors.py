@@ -8,7 +8,23 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..compressors import BlockTopK, Compressor, ErrorFeedback, GaussianK, Threshold, TopK, dgc
+from ..compressors import (
+    QSGD,
+    BlockInt,
+    BlockTopK,
+    Cast,
+    Compressor,
+    ErrorFeedback,
+    Float8,
+    GaussianK,
+    Natural,
+    SharedBlockInt,
+    SharedTernGrad,
+    TernGrad,
+    Threshold,
+    TopK,
+    dgc,
+)
 
 WITHOUT, WITH = "_no_feedback", "_feedback"  # suffixes, where a name is to say what its family does not
 USUAL_RANKS = 8  # that sum, where nothing else is known
@@ -31,6 +47,17 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
+    "bf16": Family(partial(Cast, "bfloat16"), feedback=False),
+    "fp16": Family(partial(Cast, "float16"), feedback=False),
+    "int8": Family(partial(BlockInt, 8), feedback=True),
+    "int4": Family(partial(BlockInt, 4), feedback=True),
+    "int8_shared": Family(SharedBlockInt, feedback=True, asks=("summands",)),
+    "qsgd": Family(lambda bits: QSGD(2 ** (bits - 1) - 1), feedback=False, numbers=(8, 4)),
+    "terngrad": Family(TernGrad, feedback=False),
+    "terngrad_shared": Family(SharedTernGrad, feedback=False, asks=("summands",)),
+    "natural": Family(Natural, feedback=False),
+    "fp8": Family(partial(Float8, "e4m3"), feedback=True),
+    "fp8_e5m2": Family(partial(Float8, "e5m2"), feedback=True),
     "topk": Family(TopK, feedback=True, numbers=(0.01,)),
     "bf16topk": Family(partial(TopK, values="bfloat16"), feedback=True, numbers=(0.01,)),
     "blocktopk": Family(BlockTopK, feedback=True, numbers=(0.01,)),
