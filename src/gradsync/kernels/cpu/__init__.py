@@ -19,6 +19,7 @@ from gradsync.kernels.cpu.hashing import owned_by_hash, owners_by_hash, partitio
 from gradsync.kernels.cpu.hierarchy import hierarchical_hash
 from gradsync.kernels.cpu.offsets import decode_offsets, encode_offsets
 from gradsync.kernels.cpu.parts import join_elements, partition_elements, unite_elements
+from gradsync.kernels.cpu.randomized import hadamard, random_k
 from gradsync.kernels.cpu.rotated import partition_rotated, rotated_index
 from gradsync.kernels.cpu.rows import (
     NonzeroRows,
@@ -39,6 +40,7 @@ __all__ = [
     "decode_offsets",
     "encode_bitmap",
     "encode_offsets",
+    "hadamard",
     "hierarchical_hash",
     "join_columns",
     "join_elements",
@@ -51,6 +53,7 @@ __all__ = [
     "partition_hashed",
     "partition_rotated",
     "positions_in",
+    "random_k",
     "rotated_index",
     "scatter_rows",
     "sum_rows",

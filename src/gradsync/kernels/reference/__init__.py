@@ -4,6 +4,7 @@ Runs on any device and dtype, so it is also the fallback. `gradsync.kernels` say
 """
 
 from gradsync.kernels.in_steps import Steps
+from gradsync.kernels.reference.draws import draws, uniform
 from gradsync.kernels.reference.elements import (
     NonzeroElements,
     count_bits,
@@ -21,6 +22,7 @@ from gradsync.kernels.reference.hashing import (
 )
 from gradsync.kernels.reference.hierarchy import hierarchical_hash
 from gradsync.kernels.reference.offsets import decode_offsets, encode_offsets
+from gradsync.kernels.reference.randomized import hadamard, random_k
 from gradsync.kernels.reference.rotated import (
     RotatedPartition,
     join_rotated,
@@ -63,8 +65,10 @@ __all__ = [
     "count_bits",
     "decode_bitmap",
     "decode_offsets",
+    "draws",
     "encode_bitmap",
     "encode_offsets",
+    "hadamard",
     "hierarchical_hash",
     "join_columns",
     "join_elements",
@@ -76,11 +80,13 @@ __all__ = [
     "partition_hashed",
     "partition_rotated",
     "positions_in",
+    "random_k",
     "rotated_index",
     "rotation",
     "scatter_rows",
     "sum_rows",
     "top_k",
+    "uniform",
     "unite_elements",
     "unite_rows",
 ]

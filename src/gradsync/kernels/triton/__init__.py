@@ -23,6 +23,7 @@ from gradsync.kernels.triton.hashing import owned_by_hash, owners_by_hash, parti
 from gradsync.kernels.triton.hierarchy import hierarchical_hash
 from gradsync.kernels.triton.largest import top_k
 from gradsync.kernels.triton.offsets import decode_offsets, encode_offsets
+from gradsync.kernels.triton.randomized import hadamard, random_k
 from gradsync.kernels.triton.rotated import join_rotated, partition_rotated, rotated_index
 from gradsync.kernels.triton.rows import (
     NonzeroRows,
@@ -57,6 +58,7 @@ __all__ = [
     "decode_offsets",
     "encode_bitmap",
     "encode_offsets",
+    "hadamard",
     "hierarchical_hash",
     "join_columns",
     "join_elements",
@@ -68,6 +70,7 @@ __all__ = [
     "partition_hashed",
     "partition_rotated",
     "positions_in",
+    "random_k",
     "rotated_index",
     "scatter_rows",
     "sum_rows",
