@@ -14,9 +14,10 @@ from ..bucket import Bucket, Layout, TensorSpec
 from ..cluster import Placement
 from ..comm import Group
 from ..density import DensityProfile
+from ..expressions import register
 from ..sparse import SparseRows
 from ..steps import Compute, Step
-from .base import Scheme, State, register
+from .base import Scheme, State
 from .dense import AllReduce
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -51,6 +52,11 @@ class HalfPrecision(Scheme[Any]):
     @property
     def title(self) -> str:
         return f"{self.inner.title} {self.values}"
+
+    @property
+    def carries_flags(self) -> bool:
+        """Rounding makes no flag zero."""
+        return self.inner.carries_flags
 
     @property
     def unplanned(self) -> Scheme[Any]:
