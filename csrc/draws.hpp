@@ -1,24 +1,32 @@
-// Random draws that need no state: each is a hash of what it is for. See gradsync.kernels.reference.draws.
+// Random numbers by counting: what an element draws depends on its section's seed and on its place in the tensor alone.
 #pragma once
 
 #include <cstdint>
 
 namespace MODULE_NAME {
 
-inline uint32_t mixed(uint32_t h) {
-    h = (h ^ h >> 16) * 0x7feb352du;
-    h = (h ^ h >> 15) * 0x846ca68bu;
+// A bijection of 32 bits in which each bit of the input changes each of the output half of the time.
+inline uint32_t mix(uint32_t h) {
+    h ^= h >> 16;
+    h *= 0x7feb352du;
+    h ^= h >> 15;
+    h *= 0x846ca68bu;
     return h ^ h >> 16;
 }
 
-// 32 bits for the element at place upper * 2^32 + lower of a tensor.
-inline uint32_t draw(uint32_t lower, uint32_t upper, uint64_t seed) {
-    const uint32_t first = mixed(lower ^ static_cast<uint32_t>(seed));
-    return mixed(first + static_cast<uint32_t>(seed >> 32) + upper * 0x9e3779b9u);
-}
+// The draws of all places of a tensor whose upper 32 bits are those of `place`.
+class Draws {
+public:
+    Draws(uint64_t seed, uint64_t place)
+        : key_(static_cast<uint32_t>(seed)),
+          added_(static_cast<uint32_t>(seed >> 32) + static_cast<uint32_t>(place >> 32) * 0x9e3779b9u) {}
+    uint32_t operator()(uint32_t low) const { return mix(mix(low ^ key_) + added_); }
 
-inline uint32_t draw(uint64_t place, uint64_t seed) {
-    return draw(static_cast<uint32_t>(place), static_cast<uint32_t>(place >> 32), seed);
-}
+private:
+    uint32_t key_, added_;
+};
+
+// A draw as a number in [0, 1), in steps of 2^-24.
+inline float uniform(uint32_t draw) { return static_cast<float>(static_cast<int32_t>(draw >> 8)) * 0x1p-24f; }
 
 }  // namespace MODULE_NAME

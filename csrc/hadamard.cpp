@@ -21,10 +21,11 @@ inline double signed_by(double value, uint32_t bit) { return bit ? -value : valu
 template <typename Group> void for_signs(const Rotated &chunk, size_t count, Group group) {
     const uint64_t word = chunk.place / kSignBits;
     const uint32_t lag = chunk.place % kSignBits;
-    uint32_t next = draw(word, chunk.seed);
+    const auto draw = [&](uint64_t place) { return Draws(chunk.seed, place)(static_cast<uint32_t>(place)); };
+    uint32_t next = draw(word);
     for (size_t i = 0, j = 1; i < count; i += kSignBits, ++j) {
         const uint32_t current = next;
-        next = draw(word + j, chunk.seed);
+        next = draw(word + j);
         const uint32_t bits = lag == 0 ? current : current >> lag | next << (kSignBits - lag);
         group(i, std::min(kSignBits, count - i), bits);
     }

@@ -13,7 +13,7 @@ constexpr uint32_t kRounds = 4;
 
 // (value + draw in [0, range)) mod range, for value < range < 2^31.
 inline uint32_t added(uint32_t value, uint32_t other, uint32_t round, uint32_t range, uint64_t key) {
-    const uint32_t step = static_cast<uint32_t>(uint64_t{draw(other, round, key)} * range >> 32);
+    const uint32_t step = static_cast<uint32_t>(uint64_t{Draws(key, uint64_t{round} << 32)(other)} * range >> 32);
     const uint32_t sum = value + step, wrapped = sum - range;
     return sum < wrapped ? sum : wrapped;
 }

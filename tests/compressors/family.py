@@ -9,7 +9,18 @@ import torch
 from torch import Tensor
 
 from gradsync.bucket import FlatSpec, Segment
-from gradsync.compressors import Compressor, ErrorFeedback, Payload, State, TopK
+from gradsync.compressors import (
+    THC,
+    Compressor,
+    CountSketch,
+    DCTTopK,
+    ErrorFeedback,
+    Payload,
+    RandomK,
+    SketchML,
+    State,
+    TopK,
+)
 
 
 @dataclass(frozen=True)
@@ -18,18 +29,28 @@ class Member:
 
     `merges`: what a tensor becomes depends on the others in its bucket.
     `tolerance`: of what error feedback keeps, relative to the largest element, beyond the rounding of float32.
+    `decodes_sums`: a sum of payloads decodes to something else than the sum of what each decodes to.
     """
 
     compressor: Compressor
     drops_nonfinite: bool = False
     merges: bool = False
     tolerance: float = 0.0
+    decodes_sums: bool = False
 
 
 MEMBERS: dict[str, Member] = {
     "top_k": Member(TopK(0.01)),
     "top_k of all": Member(TopK(1.0)),
     "error_feedback of top_k": Member(ErrorFeedback(TopK(0.05))),
+    "random_k": Member(RandomK(0.05), drops_nonfinite=True),
+    "random_k in blocks, scaled": Member(RandomK(0.25, block=32, scaled=True), drops_nonfinite=True, tolerance=1e-6),
+    "random_k of each rank's own, scaled": Member(RandomK(0.25, shared=False, scaled=True), drops_nonfinite=True),
+    "thc": Member(THC(summands=8)),
+    "thc, clipped": Member(THC(summands=8, clip=2.5, chunk=256)),
+    "dct_top_k": Member(DCTTopK()),
+    "sketch_ml": Member(SketchML(0.05, buckets=16)),
+    "count_sketch": Member(CountSketch(0.2, keep=0.01), drops_nonfinite=True, decodes_sums=True),
 }
 LENGTHS = (0, 1, 700, 33, 0, 2, 4097)  # tensors that share a bucket
 

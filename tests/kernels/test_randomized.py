@@ -15,19 +15,19 @@ from gradsync.kernels import Sections, accumulation_dtype, cpu, reference
 from tests.kernels.native import DTYPES, assert_same_bits, native, special_values
 from tests.kernels.on_device import every
 
-LENGTHS = (0, 1, 700, 33, 0, 2, 20_011)  # tensors that share a bucket
+LENGTHS = (0, 1, 700, 33, 0, 2, 11_011)  # tensors that share a bucket
 PLACES = (0, 5, 2**32 - 30, 7, 0, 2**40, 31)  # of their first elements: across a 32-bit word too
 SEEDS = (1, 2, 2**63 + 5, 2**64 - 1, 0, 6, 7)
 SECTIONS = Sections(LENGTHS, PLACES, SEEDS)
 
 
 def drawn(
-    module: Any, sections: Sections, counts: list[int], block: int = 1, dtype: torch.dtype = torch.int64, **options: Any
+    kernels: Any, sections: Sections, counts: list[int], block: int = 1, dtype: torch.dtype = torch.int64, **options: Any
 ) -> Tensor:
     """Nothing is written behind them."""
     k = sum(count * max(1, min(block, n)) for count, n in zip(counts, sections.lengths, strict=True))
     indices = torch.full((k + 9,), 77, dtype=dtype)
-    module.random_k(sections, counts, indices[:k], block=block, **options)
+    kernels.random_k(sections, counts, indices[:k], block=block, **options)
     assert (indices[k:] == 77).all()
     return indices[:k]
 
@@ -47,8 +47,8 @@ def test_of_each_section_so_many_different_elements_are_drawn(block: int) -> Non
 
 @pytest.mark.parametrize(("size", "k", "block"), [(2, 1, 1), (10, 3, 1), (101, 7, 1), (100, 4, 5), (23, 2, 5)])
 def test_every_element_and_every_pair_is_drawn_as_often(size: int, k: int, block: int) -> None:
-    """Chi-square over 2000 seeds: below the mean + 5 standard deviations of its distribution."""
-    draws, hits = 2000, torch.zeros(size)
+    """Chi-square over 1000 seeds: below the mean + 5 standard deviations of its distribution."""
+    draws, hits = 1000, torch.zeros(size)
     pairs = torch.zeros(size, size)
     for seed in range(draws):
         chosen = torch.zeros(size)
@@ -93,10 +93,10 @@ def test_of_more_than_32_bits_of_elements_some_are_drawn(module: ModuleType) -> 
 
 
 def rotated(
-    module: Any, x: Tensor, sections: Sections, chunk: int, *, out: torch.dtype | None = None, **options: Any
+    kernels: Any, x: Tensor, sections: Sections, chunk: int, *, out: torch.dtype | None = None, **options: Any
 ) -> Tensor:
     room = torch.full((len(x) + 3,), 77, dtype=out or accumulation_dtype(x.dtype))
-    module.hadamard(x, sections, room[: len(x)], chunk=chunk, **options)
+    kernels.hadamard(x, sections, room[: len(x)], chunk=chunk, **options)
     assert (room[len(x) :] == 77).all()
     return room[: len(x)]
 
@@ -111,7 +111,7 @@ def test_the_transform_is_hadamard_s_with_random_signs() -> None:
         rows = torch.stack([rotated(reference, row, Sections((n,), (0,), (3,)), n) for row in torch.eye(n).double()])
         matrix = torch.ones(1, 1).double()
         for _ in range(bits):
-            matrix = torch.kron(torch.tensor([[1, 1], [1, -1]]).double(), matrix)
+            matrix = torch.cat([torch.cat([matrix, matrix], dim=1), torch.cat([matrix, -matrix], dim=1)])
         signs = (rows[:, 0] * math.sqrt(n)).round()
         assert signs.abs().tolist() == [1.0] * n
         torch.testing.assert_close(rows, signs[:, None] * matrix / math.sqrt(n), rtol=1e-14, atol=0)
@@ -120,14 +120,13 @@ def test_the_transform_is_hadamard_s_with_random_signs() -> None:
 def test_rotations_keep_norms_are_undone_and_spread_a_spike() -> None:
     x = numbers(sum(LENGTHS), torch.float64)
     there = rotated(reference, x, SECTIONS, 4096)
-    assert there.norm() == pytest.approx(x.norm(), rel=1e-13)
+    assert float(there.norm()) == pytest.approx(float(x.norm()), rel=1e-13)
     torch.testing.assert_close(rotated(reference, there, SECTIONS, 4096, inverse=True), x, rtol=0, atol=1e-13)
     spike = torch.zeros(4096)
     spike[77] = 64.0
     assert rotated(reference, spike, Sections((4096,), (0,), (1,)), 4096).abs().unique().tolist() == [1.0]
-    places = torch.arange(100_000)
-    signs = sum(reference.draws(places, 5) >> bit & 1 for bit in range(32))
-    assert abs(float(signs.double().mean()) - 16) < 5 * math.sqrt(8 / len(places))
+    signs = sum(reference.draws(5, 0, 100_000) >> bit & 1 for bit in range(32))
+    assert abs(float(signs.double().mean()) - 16) < 5 * math.sqrt(8 / 100_000)
 
 
 @native
@@ -136,7 +135,7 @@ def test_rotations_keep_norms_are_undone_and_spread_a_spike() -> None:
 def test_native_rotations_equal_the_definition(dtype: torch.dtype, threads: int, module: ModuleType) -> None:
     x = numbers(sum(LENGTHS), dtype)
     x[-9:-2] = special_values(dtype)
-    for chunk in (1, 8, 32, 2048, 8192):
+    for chunk in (1, 8, 2048, 8192):
         there = rotated(cpu, x, SECTIONS, chunk, threads=threads, module=module)
         assert_same_bits(there, rotated(reference, x, SECTIONS, chunk))
         back = rotated(cpu, there, SECTIONS, chunk, out=dtype, inverse=True, threads=threads, module=module)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gradsync import kernels
-from gradsync.kernels import PackedPositions, device, offsets_nbytes, packed_nbytes, reference
+from gradsync.kernels import PackedPositions, Sections, accumulation_dtype, device, offsets_nbytes, packed_nbytes, reference
 from tests.kernels.native import DTYPES, assert_same_bits, special_values
 from tests.kernels.on_device import DEVICE, TRITON, needs_triton
 from tests.kernels.shapes import random_indices
@@ -274,13 +274,40 @@ def hierarchical_hash(kernels: Any, size: int) -> list[Tensor]:
     return outs
 
 
+def random_k(kernels: Any, size: int) -> list[Tensor]:
+    sections, outs = some_sections(size), []
+    for block, dtype in ((1, torch.int32), (7, torch.int64)):
+        runs = [length // max(1, min(block, length)) for length in sections.lengths]
+        for counts in (runs, [count // 2 for count in runs]):
+            k = sum(c * max(1, min(block, n)) for c, n in zip(counts, sections.lengths, strict=True))
+            outs.append(torch.full((k + 3,), 77, dtype=dtype))
+            kernels.random_k(sections, counts, outs[-1][:-3], block=block)
+    return outs
+
+
+def hadamard(kernels: Any, size: int) -> list[Tensor]:
+    sections, outs = some_sections(size), []
+    for dtype in DTYPES:
+        x = values_of(torch.arange(sum(sections.lengths)), dtype)
+        there = torch.full((len(x) + 3,), 77, dtype=accumulation_dtype(dtype))
+        back = torch.full((len(x) + 3,), 77, dtype=dtype)
+        kernels.hadamard(x, sections, there[:-3], chunk=256)
+        kernels.hadamard(there[:-3].clone(), sections, back[:-3], chunk=8, inverse=True)
+        outs += [there, back]
+    return outs
+
+
+def some_sections(size: int) -> Sections:
+    return Sections((size, 0, size // 3), (3, 0, 2**32 - 9), (2**64 - 1, 5, 7))
+
+
 CASES: dict[str, Callable[[Any, int], list[Tensor]]] = {
     case.__name__: case
     for case in (
         encode_bitmap, decode_bitmap, count_bits, nonzero_elements, top_k, owners_by_hash, partition_hashed,
         partition_rotated, partition_elements, unite_elements, join_elements, rotated_index, owned_by_hash,
         positions_in, encode_offsets, decode_offsets, sum_rows, unite_rows, join_columns, scatter_rows, nonzero_rows,
-        hierarchical_hash,
+        hierarchical_hash, random_k, hadamard,
     )
 }  # fmt: skip
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .. import kernels as automatic
-from ..kernels import cpu, offsets_nbytes, reference
+from ..kernels import Sections, cpu, offsets_nbytes, reference
 from ..kernels import device as on_device
 from ..report.record import Record, Spread
 from .provenance import commit, machine, versions
@@ -130,6 +130,25 @@ def top_k(g: torch.Generator, *, size: int, density: float) -> Work:
     x, k = torch.randn(size, generator=g), round(density * size)
     indices, values = torch.zeros(k, dtype=torch.int32), torch.zeros(k)
     return Work(lambda module: module.top_k(x, indices, values), [indices, values], tensor_bytes(x, indices, values))
+
+
+def random_k(g: torch.Generator, *, size: int, density: float, block: int) -> Work:
+    """Elements of a dense tensor that are drawn, and nothing of it read."""
+    count = round(density * size / block)
+    indices = torch.zeros(count * block, dtype=torch.int32)
+    sections = Sections((size,), (0,), (int(torch.randint(2**62, (), generator=g)),))
+    return Work(
+        lambda module: module.random_k(sections, [count], indices, block=block), [indices], tensor_bytes(indices)
+    )
+
+
+def hadamard(g: torch.Generator, *, size: int, chunk: int, inverse: bool) -> Work:
+    """A dense tensor rotated at random, or back."""
+    x, out = torch.randn(size, generator=g), torch.zeros(size)
+    sections = Sections((size,), (0,), (int(torch.randint(2**62, (), generator=g)),))
+    return Work(
+        lambda module: module.hadamard(x, sections, out, chunk=chunk, inverse=inverse), [out], tensor_bytes(x, out)
+    )
 
 
 def _bitmap(g: torch.Generator, size: int, density: float) -> tuple[Tensor, Tensor]:
@@ -331,7 +350,7 @@ WORK: dict[str, Callable[..., Work]] = {
         sum_rows, unite_rows, join_columns, scatter_rows, nonzero_rows, nonzero_elements, encode_bitmap, decode_bitmap,
         count_bits, encode_offsets, decode_offsets, partition_elements, unite_elements,
         join_elements, partition_rotated, rotated_index, owners_by_hash,
-        partition_hashed, owned_by_hash, positions_in, hierarchical_hash, top_k,
+        partition_hashed, owned_by_hash, positions_in, hierarchical_hash, top_k, random_k, hadamard,
     )
 }  # fmt: skip
 _TABLE = {"ranks": 8, "size": 1_250_000, "dtype": "float32"}  # an eighth of ten million rows: one of 8 owners' share
@@ -391,6 +410,10 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (  # kernel, parameters of its w
     ("hierarchical_hash", {"nnz": 1_000_000, "size": _ELEMENTS, "owners": 8}),
     ("top_k", {"size": 8 * _BITS, "density": 0.001}),
     ("top_k", {"size": 8 * _BITS, "density": 0.01}),
+    ("random_k", {"size": _DENSE, "density": 0.01, "block": 1}),
+    ("random_k", {"size": _DENSE, "density": 0.01, "block": 64}),
+    ("hadamard", {"size": _DENSE, "chunk": 4096, "inverse": False}),
+    ("hadamard", {"size": _DENSE, "chunk": 4096, "inverse": True}),
 )
 
 

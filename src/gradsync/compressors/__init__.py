@@ -14,4 +14,9 @@ from .law import Contraction as Contraction
 from .law import Exact as Exact
 from .law import Law as Law
 from .law import Unbiased as Unbiased
+from .randomk import RandomK as RandomK
+from .sketch import CountSketch as CountSketch
+from .sketch import SketchML as SketchML
 from .sparsify import TopK as TopK
+from .transform import THC as THC
+from .transform import DCTTopK as DCTTopK

@@ -68,12 +68,13 @@ def run_draws(sections: Sections, counts: Sequence[int], block: int) -> list[Run
 
 
 class Rotation(NamedTuple):
-    """2^bits elements that are rotated together."""
+    """`count` chunks, one after the other, of 2^bits elements that are rotated together."""
 
     begin: int  # in the flat tensor
     place: int  # in its tensor
     seed: int
     bits: int
+    count: int
 
 
 def rotations(sections: Sections, chunk: int) -> Iterator[Rotation]:
@@ -84,15 +85,17 @@ def rotations(sections: Sections, chunk: int) -> Iterator[Rotation]:
         done = 0
         while done < length:
             bits = min(chunk, length - done).bit_length() - 1
-            yield Rotation(begin + done, start + done, seed, bits)
-            done += 1 << bits
+            count = length - done >> bits  # one, where it is not a whole `chunk`
+            yield Rotation(begin + done, start + done, seed, bits, count)
+            done += count << bits
         begin += length
 
 
 def rotation_sizes(lengths: Sequence[int], chunk: int) -> list[int]:
     """Elements of each chunk that `hadamard` rotates."""
     sections = Sections(tuple(lengths), seeds=(0,) * len(lengths))
-    return [1 << rotation.bits for rotation in rotations(sections, chunk)]
+    check_rotation(sections, chunk)
+    return [1 << rotation.bits for rotation in rotations(sections, chunk) for _ in range(rotation.count)]
 
 
 def check_rotation(sections: Sections, chunk: int) -> None:

@@ -4,7 +4,7 @@ Runs on any device and dtype, so it is also the fallback. `gradsync.kernels` say
 """
 
 from gradsync.kernels.in_steps import Steps
-from gradsync.kernels.reference.draws import draws, uniform
+from gradsync.kernels.reference.draws import draws, draws_at, uniform
 from gradsync.kernels.reference.elements import (
     NonzeroElements,
     count_bits,
@@ -66,6 +66,7 @@ __all__ = [
     "decode_bitmap",
     "decode_offsets",
     "draws",
+    "draws_at",
     "encode_bitmap",
     "encode_offsets",
     "hadamard",

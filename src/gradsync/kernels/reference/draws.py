@@ -1,32 +1,35 @@
-"""Random draws that need no state, in plain torch operations: each is a hash of a seed and of a place."""
+"""Random numbers by counting: what an element draws depends on its section's seed and on its place in the tensor."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from gradsync.kernels.checks import Sections
-from gradsync.kernels.draws import GOLDEN, MULTIPLIERS
-
-_WORD = 2**32 - 1
+_LOW = (1 << 32) - 1  # all 32 bits
 
 
-def _mixed(h: Tensor) -> Tensor:
-    h = (h ^ h >> 16) * MULTIPLIERS[0] & _WORD
-    h = (h ^ h >> 15) * MULTIPLIERS[1] & _WORD
+def draws(seed: int, start: int, count: int, device: torch.device | None = None) -> Tensor:
+    """(count,) int64 in [0, 2^32): those of places `start` and on of a tensor with this seed of 64 bits."""
+    return draws_at(torch.arange(start, start + count, device=device), seed)
+
+
+def draws_at(places: Tensor, seed: int) -> Tensor:
+    """As `draws`, of any places, int64."""
+    lower, upper = places & _LOW, places >> 32
+    added = (seed >> 32 & _LOW) + upper * 0x9E3779B9
+    return _mix(_mix(lower ^ (seed & _LOW)) + added)
+
+
+def uniform(seed: int, start: int, count: int, device: torch.device | None = None) -> Tensor:
+    """(count,) float32 in [0, 1), in steps of 2^-24: as `draws`."""
+    return (draws(seed, start, count, device) >> 8).float() * 2**-24
+
+
+def _mix(h: Tensor) -> Tensor:
+    """A bijection of 32 bits in which each bit of the input changes each of the output half of the time."""
+    h = h & _LOW
+    h = h ^ h >> 16
+    h = (h * 0x7FEB352D) & _LOW
+    h = h ^ h >> 15
+    h = (h * 0x846CA68B) & _LOW
     return h ^ h >> 16
-
-
-def draws(places: Tensor, seed: int) -> Tensor:
-    """32 bits, as int64, for each place, int64, of a tensor whose draws have this 64-bit seed."""
-    first = _mixed(places & _WORD ^ seed & _WORD)
-    return _mixed(first + (seed >> 32) + (places >> 32) * GOLDEN & _WORD)
-
-
-def uniform(sections: Sections, device: torch.device | None = None) -> Tensor:
-    """A number in [0, 1) for each element of the sections, (numel,) float32: the upper 24 bits of its draw."""
-    parts = [torch.empty(0, dtype=torch.int64, device=device)]
-    starts = sections.starts or (0,) * len(sections.lengths)
-    for length, start, seed in zip(sections.lengths, starts, sections.seeds, strict=True):
-        parts.append(draws(torch.arange(start, start + length, device=device), seed))
-    return (torch.cat(parts) >> 8).to(torch.float32) * 2.0**-24

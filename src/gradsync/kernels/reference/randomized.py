@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradsync.kernels.checks import Sections, check_floating, check_index_out, check_sections, check_shape
 from gradsync.kernels.draws import RunDraw, check_rotation, rotations, run_draws
-from gradsync.kernels.reference.draws import draws
+from gradsync.kernels.reference.draws import draws_at
 from gradsync.kernels.reference.rows import accumulation_dtype
 
 _ROUNDS = 4
@@ -44,8 +44,8 @@ def _permuted(numbers: Tensor, drawn: RunDraw) -> Tensor:
     """A Feistel network: rounds add to one half of a number what is drawn for the other half."""
     left, right = numbers // drawn.b, numbers % drawn.b
     for number in range(0, _ROUNDS, 2):
-        left = (left + (draws(right + (number << 32), drawn.key) * drawn.a >> 32)) % drawn.a
-        right = (right + (draws(left + (number + 1 << 32), drawn.key) * drawn.b >> 32)) % drawn.b
+        left = (left + (draws_at(right + (number << 32), drawn.key) * drawn.a >> 32)) % drawn.a
+        right = (right + (draws_at(left + (number + 1 << 32), drawn.key) * drawn.b >> 32)) % drawn.b
     return left * drawn.b + right
 
 
@@ -70,10 +70,10 @@ def rotation_scale(bits: int) -> float:
 def hadamard(x: Tensor, sections: Sections, out: Tensor, *, chunk: int, inverse: bool = False) -> None:
     """See `gradsync.kernels.hadamard`."""
     check_hadamard(x, sections, out, chunk, inverse)
-    for begin, place, seed, bits in rotations(sections, chunk):
-        part = x[begin : begin + (1 << bits)].to(accumulation_dtype(x.dtype))
+    for begin, place, seed, bits, count in rotations(sections, chunk):
+        part = x[begin : begin + (count << bits)].to(accumulation_dtype(x.dtype))
         places = torch.arange(place, place + len(part), device=x.device)
-        negative = (draws(places // _SIGNS, seed) >> places % _SIGNS & 1).bool()
+        negative = (draws_at(places // _SIGNS, seed) >> places % _SIGNS & 1).bool()
         if not inverse:
             part = torch.where(negative, -part, part)
         for stage in range(bits):

@@ -37,7 +37,7 @@ def draws(lower: tl.tensor, upper: tl.tensor, seed: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _added(value: tl.tensor, other: tl.tensor, number: tl.constexpr, size: tl.tensor, key: tl.tensor) -> tl.tensor:
+def added(value: tl.tensor, other: tl.tensor, number: tl.constexpr, size: tl.tensor, key: tl.tensor) -> tl.tensor:
     """int64: value + draw in [0, size), modulo size."""
     drawn = draws(other.to(tl.uint32), tl.full([1], number, tl.uint32), key)
     total = value + ((drawn.to(tl.int64) * size) >> 32)
@@ -47,10 +47,10 @@ def _added(value: tl.tensor, other: tl.tensor, number: tl.constexpr, size: tl.te
 @triton.jit
 def permuted(numbers: tl.tensor, a: tl.tensor, b: tl.tensor, key: tl.tensor) -> tl.tensor:
     left, right = numbers // b, numbers % b
-    left = _added(left, right, 0, a, key)
-    right = _added(right, left, 1, b, key)
-    left = _added(left, right, 2, a, key)
-    right = _added(right, left, 3, b, key)
+    left = added(left, right, 0, a, key)
+    right = added(right, left, 1, b, key)
+    left = added(left, right, 2, a, key)
+    right = added(right, left, 3, b, key)
     return left * b + right
 
 
@@ -96,7 +96,7 @@ def _signed(bits: int) -> int:
 
 
 @triton.jit
-def _signs(place: tl.tensor, seed: tl.tensor) -> tl.tensor:
+def signs(place: tl.tensor, seed: tl.tensor) -> tl.tensor:
     """Whether the elements at these places are negated."""
     word = place // 32
     drawn = draws(word.to(tl.uint32), (word >> 32).to(tl.uint32), seed)
@@ -113,7 +113,6 @@ def _rotate(
     BITS: tl.constexpr,
     CHUNKS: tl.constexpr,
     INVERSE: tl.constexpr,
-    WIDE: tl.constexpr,
 ) -> None:
     """Each program rotates CHUNKS chunks of 2^BITS elements in registers."""
     SIZE: tl.constexpr = 1 << BITS
@@ -122,17 +121,17 @@ def _rotate(
     inside = chunk < num_chunks
     at = tl.load(table + 3 * chunk, mask=inside, other=0) + lane % SIZE
     place = tl.load(table + 3 * chunk + 1, mask=inside, other=0) + lane % SIZE
-    negated = _signs(place, tl.load(table + 3 * chunk + 2, mask=inside, other=0))
-    v = tl.load(x + at, mask=inside, other=0).to(WIDE)
+    negated = signs(place, tl.load(table + 3 * chunk + 2, mask=inside, other=0))
+    v = tl.load(x + at, mask=inside, other=0).to(scale.dtype.element_ty)
     if not INVERSE:
-        v = tl.where(negated, -v, v)
+        v = tl.where(negated, v * -1.0, v)  # 0 - v would not be -0.0
     for stage in tl.static_range(BITS):
         pairs = tl.permute(tl.reshape(v, [CHUNKS * SIZE // (2 << stage), 2, 1 << stage]), [0, 2, 1])
         first, second = tl.split(pairs)
         v = tl.reshape(tl.permute(tl.join(first + second, first - second), [0, 2, 1]), [CHUNKS * SIZE])
     v = v * tl.load(scale)
     if INVERSE:
-        v = tl.where(negated, -v, v)
+        v = tl.where(negated, v * -1.0, v)
     tl.store(out + at, v.to(out.dtype.element_ty), mask=inside)
 
 
@@ -143,14 +142,12 @@ def hadamard(x: Tensor, sections: Sections, out: Tensor, *, chunk: int, inverse:
     check_contiguous("x", x)
     check_contiguous("out", out)
     by_size: dict[int, list[int]] = {}
-    for begin, place, seed, bits in rotations(sections, chunk):
-        by_size.setdefault(bits, []).extend((begin, place, _signed(seed)))
+    for begin, place, seed, bits, count in rotations(sections, chunk):
+        for at in range(0, count << bits, 1 << bits):
+            by_size.setdefault(bits, []).extend((begin + at, place + at, _signed(seed)))
     wide = accumulation_dtype(x.dtype)
     for bits, rows in by_size.items():
         together, count = max(1, _MIN_PIECE >> bits), len(rows) // 3
         scale = torch.tensor([rotation_scale(bits)], dtype=wide).to(device, non_blocking=True)
-        constants = {"BITS": bits, "CHUNKS": together, "INVERSE": int(inverse), "WIDE": _TYPES[wide]}
+        constants = {"BITS": bits, "CHUNKS": together, "INVERSE": int(inverse)}
         launch(_rotate, blocks(count, together), device, x, on(device, rows), count, scale, out, **constants)
-
-
-_TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
