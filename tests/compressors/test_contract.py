@@ -146,7 +146,9 @@ def test_payloads_add_up(member: Member) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         out = torch.full((spec.numel,), 7.0, dtype=dtype)
         compressor.sum_into(out, payloads, 1 / 3)
-        torch.testing.assert_close(out.double(), total / 3, rtol=3 * torch.finfo(dtype).eps, atol=3e-7 + member.tolerance)
+        torch.testing.assert_close(
+            out.double(), total / 3, rtol=3 * torch.finfo(dtype).eps, atol=3e-7 + member.tolerance
+        )
     if issubclass(compressor.payload, Summand):
         summed = replace(payloads[0], data=sum(payload.data for payload in payloads))
         torch.testing.assert_close(compressor.decompress(summed).double(), total, rtol=1e-6, atol=1e-6)

@@ -22,7 +22,12 @@ SECTIONS = Sections(LENGTHS, PLACES, SEEDS)
 
 
 def drawn(
-    kernels: Any, sections: Sections, counts: list[int], block: int = 1, dtype: torch.dtype = torch.int64, **options: Any
+    kernels: Any,
+    sections: Sections,
+    counts: list[int],
+    block: int = 1,
+    dtype: torch.dtype = torch.int64,
+    **options: Any,
 ) -> Tensor:
     """Nothing is written behind them."""
     k = sum(count * max(1, min(block, n)) for count, n in zip(counts, sections.lengths, strict=True))

@@ -18,7 +18,15 @@ import torch
 from torch import Tensor
 
 from gradsync import kernels
-from gradsync.kernels import PackedPositions, Sections, accumulation_dtype, device, offsets_nbytes, packed_nbytes, reference
+from gradsync.kernels import (
+    PackedPositions,
+    Sections,
+    accumulation_dtype,
+    device,
+    offsets_nbytes,
+    packed_nbytes,
+    reference,
+)
 from tests.kernels.native import DTYPES, assert_same_bits, special_values
 from tests.kernels.on_device import DEVICE, TRITON, needs_triton
 from tests.kernels.shapes import random_indices

@@ -81,9 +81,7 @@ class RandomK(Sparsifier):
         if not self.shared:
             stream = int(fields(payload.data, (torch.int64, 1))[0])
         state = State(payload.spec, stream, payload.step)
-        return SparseVector(
-            self._drawn(state, values.device), self._decoded(values, payload.spec), payload.spec.numel
-        )
+        return SparseVector(self._drawn(state, values.device), self._decoded(values, payload.spec), payload.spec.numel)
 
     def nbytes(self, spec: FlatSpec, step: int = 0) -> int:
         values = spec.dtype, self.num_kept(spec)

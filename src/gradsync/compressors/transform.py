@@ -32,8 +32,8 @@ class THC(Compressor[Summand]):
     rank whose norm is the largest: beyond them is cut off, which is for ErrorFeedback to make good.
     levels = min(2^(bits - 1) - 1, 127 // summands): the sum of so many ranks' fits int8. With the T of all, the sum
     decodes to the sum of what each decodes to.
-    Without clip unbiased. In a chunk of n elements, E T^2 <= 2 (ln 2n + 1) |x|^2 / n over the signs, so omega is at most
-    (ln 2n + 1) / (2 levels^2), relative to the rank whose T is taken. A chunk with NaN or infinity decodes to NaN.
+    Without clip unbiased. In a chunk of n elements, E T^2 <= 2 (ln 2n + 1) |x|^2 / n over the signs, so omega is at
+    most (ln 2n + 1) / (2 levels^2), relative to the rank whose T is taken. A chunk with NaN or infinity decodes to NaN.
     Wire: a byte an element, and before it 4 bytes a chunk to agree on T.
     """
 
@@ -57,7 +57,7 @@ class THC(Compressor[Summand]):
     @property
     def levels(self) -> int:
         """Of either sign."""
-        return min(2 ** (self.bits - 1) - 1, _INT8_MOST // self.summands)
+        return min((1 << self.bits - 1) - 1, _INT8_MOST // self.summands)
 
     @property
     def most_summands(self) -> int:
@@ -294,14 +294,17 @@ def _tiles(x: Tensor, tiling: Tiling) -> Tensor:
         padded[:rows, :columns] = x.view(rows, columns)
     else:  # the last row of a vector is not full
         padded.view(-1)[: x.numel()] = x
-    tiles = padded.view(tiling.down, height, tiling.across, width).transpose(1, 2)
     left, right = cosines(height, x.dtype, x.device), cosines(width, x.dtype, x.device)
-    return (left @ tiles @ right.T).reshape(tiling.tiles, height * width)
+    rotated = (padded.view(-1, width) @ right.T).view(tiling.down, height, tiling.across * width)
+    tiles = (left @ rotated).view(tiling.down, height, tiling.across, width)
+    return tiles.transpose(1, 2).reshape(tiling.tiles, height * width)
 
 
 def _untiled(coefficients: Tensor, tiling: Tiling) -> Tensor:
     """The elements, in order; behind them zeros, where the last row of a vector is not full."""
     rows, columns, height, width = tiling
     left, right = (cosines(side, coefficients.dtype, coefficients.device) for side in (height, width))
-    tiles = left.T @ coefficients.view(tiling.down, tiling.across, height, width) @ right
-    return tiles.transpose(1, 2).reshape(tiling.down * height, tiling.across * width)[:rows, :columns].flatten()
+    tiles = coefficients.view(tiling.down, tiling.across, height, width).transpose(1, 2)
+    rotated = left.T @ tiles.reshape(tiling.down, height, tiling.across * width)
+    padded = (rotated.view(-1, width) @ right).view(tiling.down * height, tiling.across * width)
+    return padded[:rows, :columns].flatten()

@@ -27,11 +27,11 @@ def draw(place: int, seed: int) -> int:
 
 
 class RunDraw(NamedTuple):
-    """How `count` of a section's `runs` of neighbours are drawn: by a permutation of [0, a) x [0, b)."""
+    """How `taken` of a section's `runs` of neighbours are drawn: by a permutation of [0, a) x [0, b)."""
 
     offset: int  # of the section in the flat tensor
     length: int
-    count: int
+    taken: int
     run: int  # elements of one
     runs: int
     shift: int  # where the first run begins; the section is a ring to them
@@ -68,13 +68,13 @@ def run_draws(sections: Sections, counts: Sequence[int], block: int) -> list[Run
 
 
 class Rotation(NamedTuple):
-    """`count` chunks, one after the other, of 2^bits elements that are rotated together."""
+    """`chunks`, one after the other, of 2^bits elements that are rotated together."""
 
     begin: int  # in the flat tensor
     place: int  # in its tensor
     seed: int
     bits: int
-    count: int
+    chunks: int
 
 
 def rotations(sections: Sections, chunk: int) -> Iterator[Rotation]:
@@ -95,7 +95,7 @@ def rotation_sizes(lengths: Sequence[int], chunk: int) -> list[int]:
     """Elements of each chunk that `hadamard` rotates."""
     sections = Sections(tuple(lengths), seeds=(0,) * len(lengths))
     check_rotation(sections, chunk)
-    return [1 << rotation.bits for rotation in rotations(sections, chunk) for _ in range(rotation.count)]
+    return [1 << rotation.bits for rotation in rotations(sections, chunk) for _ in range(rotation.chunks)]
 
 
 def check_rotation(sections: Sections, chunk: int) -> None:
@@ -103,4 +103,6 @@ def check_rotation(sections: Sections, chunk: int) -> None:
     if not 1 <= chunk <= MAX_ROTATED or chunk & (chunk - 1):
         raise ValueError(f"chunk must be a power of two up to {MAX_ROTATED}, got {chunk}")
     if len(sections.seeds) != len(sections.lengths):
-        raise ValueError(f"hadamard draws signs: it needs a seed for each of {len(sections.lengths)} sections, got none")
+        raise ValueError(
+            f"hadamard draws signs: it needs a seed for each of {len(sections.lengths)} sections, got none"
+        )

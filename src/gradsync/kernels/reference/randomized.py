@@ -20,7 +20,7 @@ _SIGNS = 32  # that one draw gives
 def random_k(sections: Sections, counts: Sequence[int], indices: Tensor, *, block: int = 1) -> None:
     """See `gradsync.kernels.random_k`."""
     found = run_draws(sections, counts, block)
-    check_index_out("indices", indices, sum(d.count * d.run for d in found), sum(sections.lengths))
+    check_index_out("indices", indices, sum(d.taken * d.run for d in found), sum(sections.lengths))
     at = 0
     for drawn in found:
         elements = _elements(drawn, indices.device)
@@ -29,7 +29,7 @@ def random_k(sections: Sections, counts: Sequence[int], indices: Tensor, *, bloc
 
 
 def _elements(drawn: RunDraw, device: torch.device) -> Tensor:
-    numbers = _permuted(torch.arange(drawn.count, device=device), drawn)
+    numbers = _permuted(torch.arange(drawn.taken, device=device), drawn)
     while True:  # as long as some are sent outside of what there is
         outside = (numbers >= drawn.runs).nonzero().flatten()
         if len(outside) == 0:

@@ -78,14 +78,14 @@ def _draw_runs(table: tl.tensor, places: tl.tensor, indices: tl.tensor, BLOCK: t
 def random_k(sections: Sections, counts: Sequence[int], indices: Tensor, *, block: int = 1) -> None:
     """See `gradsync.kernels.random_k`."""
     found = run_draws(sections, counts, block)
-    check_index_out("indices", indices, sum(d.count * d.run for d in found), sum(sections.lengths))
+    check_index_out("indices", indices, sum(d.taken * d.run for d in found), sum(sections.lengths))
     check_contiguous("indices", indices)
     device = common_device([indices])
     rows, places, begin = [], [], 0
     for number, drawn in enumerate(found):
         rows += [*drawn[:-1], _signed(drawn.key), begin]
-        places += [(number, first) for first in range(0, drawn.count * drawn.run, BLOCK)]
-        begin += drawn.count * drawn.run
+        places += [(number, first) for first in range(0, drawn.taken * drawn.run, BLOCK)]
+        begin += drawn.taken * drawn.run
     table, programs = on(device, rows), on(device, [entry for place in places for entry in place])
     launch(_draw_runs, len(places), device, table, programs, indices, BLOCK=BLOCK)
 
@@ -115,20 +115,20 @@ def _rotate(
     INVERSE: tl.constexpr,
 ) -> None:
     """Each program rotates CHUNKS chunks of 2^BITS elements in registers."""
-    SIZE: tl.constexpr = 1 << BITS
-    lane = tl.arange(0, CHUNKS * SIZE)
-    chunk = tl.program_id(0).to(tl.int64) * CHUNKS + lane // SIZE
+    size: tl.constexpr = 1 << BITS
+    lane = tl.arange(0, CHUNKS * size)
+    chunk = tl.program_id(0).to(tl.int64) * CHUNKS + lane // size
     inside = chunk < num_chunks
-    at = tl.load(table + 3 * chunk, mask=inside, other=0) + lane % SIZE
-    place = tl.load(table + 3 * chunk + 1, mask=inside, other=0) + lane % SIZE
+    at = tl.load(table + 3 * chunk, mask=inside, other=0) + lane % size
+    place = tl.load(table + 3 * chunk + 1, mask=inside, other=0) + lane % size
     negated = signs(place, tl.load(table + 3 * chunk + 2, mask=inside, other=0))
     v = tl.load(x + at, mask=inside, other=0).to(scale.dtype.element_ty)
     if not INVERSE:
         v = tl.where(negated, v * -1.0, v)  # 0 - v would not be -0.0
     for stage in tl.static_range(BITS):
-        pairs = tl.permute(tl.reshape(v, [CHUNKS * SIZE // (2 << stage), 2, 1 << stage]), [0, 2, 1])
+        pairs = tl.permute(tl.reshape(v, [CHUNKS * size // (2 << stage), 2, 1 << stage]), [0, 2, 1])
         first, second = tl.split(pairs)
-        v = tl.reshape(tl.permute(tl.join(first + second, first - second), [0, 2, 1]), [CHUNKS * SIZE])
+        v = tl.reshape(tl.permute(tl.join(first + second, first - second), [0, 2, 1]), [CHUNKS * size])
     v = v * tl.load(scale)
     if INVERSE:
         v = tl.where(negated, v * -1.0, v)
