@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "convert.hpp"
 #include "elements.hpp"
 #include "hadamard.hpp"
 #include "hashing.hpp"
@@ -235,6 +236,15 @@ template <typename T, typename Index> static void check_top_k(size_t size, size_
         CHECK(indices == expected);
         for (size_t i = 0; i < k; ++i) CHECK(widen(values[i]) == widen(x[indices[i]]));
     }
+}
+
+template <typename In, typename Out> static void check_narrowed(size_t size, int threads) {
+    std::vector<In> x(size);
+    for (size_t i = 0; i < size; ++i) x[i] = static_cast<In>(i % 100 == 7 ? 3e38 : i % 256);
+    std::vector<Out> out(size);
+    narrow_values(x.data(), size, 0.5, out.data(), threads);
+    for (size_t i = 0; i < size; ++i)
+        CHECK(i % 100 == 7 ? widen(out[i]) > 6e4f : widen(out[i]) == static_cast<float>(i % 256) / 2);
 }
 
 template <typename Index> static void check_offsets(size_t size, size_t every, Format format) {
@@ -561,6 +571,9 @@ static bool overrun(const std::string &kernel) {
         random_k<int32_t>({{0, 8, 4, 1, 8, 0, 3, 3, 1}}, found.data(), 1);
     } else if (kernel == "hadamard") {
         hadamard(tight.data(), out.data(), rotated_chunks({12}, {0}, {1}, 8), false, 1);
+    } else if (kernel == "narrow") {
+        std::vector<Bfloat16> narrowed(11);
+        narrow_values(values.data(), 12, 1.0, narrowed.data(), 1);
     } else if (kernel == "encode_bitmap") {
         std::vector<uint64_t> words(2);
         encode_bitmap({indices.data(), true, 3}, 3 * kWordBits, words.data());
@@ -626,6 +639,10 @@ int main(int argc, char **argv) {
         check_hadamard<double>(threads);
         check_random_k<int32_t>(threads);
         check_random_k<int64_t>(threads);
+        for (size_t size : {0, 1, 1023, 2049}) {
+            check_narrowed<float, Bfloat16>(size, threads);
+            check_narrowed<double, Float16>(size, threads);
+        }
     }
     check_all_offsets();
     check_refusals();

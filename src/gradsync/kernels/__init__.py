@@ -62,6 +62,7 @@ __all__ = [
     "hierarchical_hash",
     "join_columns",
     "join_elements",
+    "narrow",
     "nonzero_elements",
     "nonzero_rows",
     "offsets_nbytes",
@@ -90,7 +91,7 @@ _KERNELS = (
     "sum_rows", "unite_rows", "join_columns", "scatter_rows", "nonzero_rows", "nonzero_elements", "encode_bitmap",
     "decode_bitmap", "count_bits", "encode_offsets", "decode_offsets", "partition_elements", "unite_elements",
     "join_elements", "partition_rotated", "rotated_index", "owners_by_hash", "partition_hashed", "owned_by_hash",
-    "positions_in", "hierarchical_hash", "top_k", "random_k", "hadamard",
+    "positions_in", "hierarchical_hash", "top_k", "narrow", "random_k", "hadamard",
 )  # fmt: skip
 _TABLE: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {  # kernel: (reference, native)
     kernel: (getattr(reference, kernel), getattr(cpu, kernel)) for kernel in _KERNELS
@@ -275,6 +276,22 @@ def hadamard(x: Tensor, sections: Sections, out: Tensor, *, chunk: int, inverse:
         TypeError: other dtypes.
     """
     _pick("hadamard", [x, out], x.numel())(x, sections, out, chunk=chunk, inverse=inverse)
+
+
+def narrow(x: Tensor, out: Tensor, *, scale: float = 1.0) -> None:
+    """Writes `scale` times `x` in a narrower type, rounded to nearest, ties to even; what is finite stays finite.
+
+    Infinity and NaN stay what they are; values below the range of the type become zero.
+
+    Args:
+        x: (numel,) float32 or float64, which is rounded to float32 first.
+        out: (numel,) bfloat16 or float16.
+
+    Raises:
+        ValueError: another shape of `out`.
+        TypeError: other dtypes.
+    """
+    _pick("narrow", [x, out], x.numel())(x, out, scale=scale)
 
 
 def encode_bitmap(indices: Tensor, size: int, out: Tensor) -> None:
