@@ -420,8 +420,8 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (  # kernel, parameters of its w
     ("top_k", {"size": 8 * _BITS, "density": 0.01}),
     ("random_k", {"size": _DENSE, "density": 0.01, "block": 1}),
     ("random_k", {"size": _DENSE, "density": 0.01, "block": 64}),
-    ("hadamard", {"size": _DENSE, "chunk": 4096, "inverse": False}),
-    ("hadamard", {"size": _DENSE, "chunk": 4096, "inverse": True}),
+    ("hadamard", {"size": 8 * _BITS, "chunk": 4096, "inverse": False}),
+    ("hadamard", {"size": 8 * _BITS, "chunk": 4096, "inverse": True}),
 )
 
 
