@@ -11,15 +11,20 @@ from torch import Tensor
 from gradsync.bucket import FlatSpec, Segment
 from gradsync.compressors import (
     THC,
+    BlockTopK,
     Compressor,
     CountSketch,
     DCTTopK,
     ErrorFeedback,
+    GaussianK,
+    MomentumCorrection,
     Payload,
     RandomK,
     SketchML,
     State,
+    Threshold,
     TopK,
+    Warmup,
 )
 
 
@@ -28,6 +33,7 @@ class Member:
     """`drops_nonfinite`: NaN and infinity may be among what is not sent (the engine's flag tells of them).
 
     `merges`: what a tensor becomes depends on the others in its bucket.
+    `adds_momentum`: its residual takes up more than what came in.
     `tolerance`: of what error feedback keeps, relative to the largest element, beyond the rounding of float32.
     `decodes_sums`: a sum of payloads decodes to something else than the sum of what each decodes to.
     """
@@ -35,6 +41,7 @@ class Member:
     compressor: Compressor
     drops_nonfinite: bool = False
     merges: bool = False
+    adds_momentum: bool = False
     tolerance: float = 0.0
     decodes_sums: bool = False
 
@@ -42,6 +49,7 @@ class Member:
 MEMBERS: dict[str, Member] = {
     "top_k": Member(TopK(0.01)),
     "top_k of all": Member(TopK(1.0)),
+    "top_k in bfloat16": Member(TopK(0.05, values="bfloat16")),
     "error_feedback of top_k": Member(ErrorFeedback(TopK(0.05))),
     "random_k": Member(RandomK(0.05), drops_nonfinite=True),
     "random_k in blocks, scaled": Member(RandomK(0.25, block=32, scaled=True), drops_nonfinite=True, tolerance=1e-6),
@@ -51,6 +59,12 @@ MEMBERS: dict[str, Member] = {
     "dct_top_k": Member(DCTTopK()),
     "sketch_ml": Member(SketchML(0.05, buckets=16)),
     "count_sketch": Member(CountSketch(0.2, keep=0.01), drops_nonfinite=True, decodes_sums=True),
+    "block_top_k": Member(BlockTopK(0.05, block=16)),
+    "threshold": Member(Threshold(0.5, most_ratio=1)),
+    "threshold with little room": Member(Threshold(0.5, most_ratio=0.01)),
+    "gaussian_k": Member(GaussianK(0.05)),
+    "momentum_correction": Member(MomentumCorrection(TopK(0.05)), adds_momentum=True),
+    "warmup": Member(Warmup((TopK(0.1), TopK(0.05)), (0, 2))),
 }
 LENGTHS = (0, 1, 700, 33, 0, 2, 4097)  # tensors that share a bucket
 

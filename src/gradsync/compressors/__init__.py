@@ -20,9 +20,15 @@ from .law import Contraction as Contraction
 from .law import Exact as Exact
 from .law import Law as Law
 from .law import Unbiased as Unbiased
+from .momentum import MomentumCorrection as MomentumCorrection
+from .momentum import dgc as dgc
 from .randomk import RandomK as RandomK
 from .sketch import CountSketch as CountSketch
 from .sketch import SketchML as SketchML
+from .sparsify import BlockTopK as BlockTopK
 from .sparsify import TopK as TopK
+from .threshold import GaussianK as GaussianK
+from .threshold import Threshold as Threshold
 from .transform import THC as THC
 from .transform import DCTTopK as DCTTopK
+from .warmup import Warmup as Warmup

@@ -12,7 +12,6 @@ from gradsync.kernels.reference.elements import (
     decode_bitmap,
     encode_bitmap,
     nonzero_elements,
-    top_k,
 )
 from gradsync.kernels.reference.hashing import (
     HashedPartition,
@@ -22,6 +21,7 @@ from gradsync.kernels.reference.hashing import (
     positions_in,
 )
 from gradsync.kernels.reference.hierarchy import hierarchical_hash
+from gradsync.kernels.reference.largest import count_above, select_above, top_k
 from gradsync.kernels.reference.offsets import decode_offsets, encode_offsets
 from gradsync.kernels.reference.randomized import hadamard, random_k
 from gradsync.kernels.reference.rotated import (
@@ -63,6 +63,7 @@ __all__ = [
     "RotatedPartition",
     "RowUnion",
     "accumulation_dtype",
+    "count_above",
     "count_bits",
     "decode_bitmap",
     "decode_offsets",
@@ -87,6 +88,7 @@ __all__ = [
     "rotated_index",
     "rotation",
     "scatter_rows",
+    "select_above",
     "sum_rows",
     "top_k",
     "uniform",
