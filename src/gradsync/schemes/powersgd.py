@@ -8,6 +8,7 @@ bucket, as those of equal layers do, are views of it and take one call together.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -118,8 +119,11 @@ class PowerSGD(Scheme[Tensor]):
 
     async def synchronize(self, x: Tensor, state: State, group: Group, scale: float) -> tuple[Tensor, State]:
         own = cast(FactoredState, state[SENT][0])
-        parts, values, behind = own.parts, x[: own.spec.numel], x[own.spec.numel :]
-        kept = values + own.elements[RESIDUAL].to(x.device)  # M, of which the end of the step leaves what was not sent
+        parts, residual = own.parts, own.elements[RESIDUAL].to(x.device)
+        values, behind = x[: own.spec.numel], x[own.spec.numel :]
+        kept = own.spare.room_like(residual)
+        torch.add(values, residual, out=kept)  # M, of which the end of the step leaves what was not sent
+        spare = Spare.of(residual)
         if not self._compresses(parts, own.step):
             values.copy_(kept)
             left = kept.sub_(values)  # what 16 bits cannot hold
@@ -127,7 +131,7 @@ class PowerSGD(Scheme[Tensor]):
             # All-reduce, one half after the other.
             for half in x.split(even_ranges(x.numel(), 2)):
                 await group.all_reduce(half)
-            return x, {SENT: (own.next(elements={RESIDUAL: left}),)}
+            return x, {SENT: (own.next(elements={RESIDUAL: left}, spare=spare),)}
 
         matrices, dense = parts.matrices(kept), parts.dense(kept)
         before = parts.joined(own.tensors[Q], x.device)
@@ -163,7 +167,7 @@ class PowerSGD(Scheme[Tensor]):
         for q, new, old in zip(*(self._qs(parts, each) for each in (after, summed, before)), strict=True):
             torch.where(new.any(dim=2, keepdim=True), new, old, out=q)
         factors = parts.by_segment(after, self.rank)
-        return x, {SENT: (own.next(elements={RESIDUAL: kept}, tensors={Q: factors}),)}
+        return x, {SENT: (own.next(elements={RESIDUAL: kept}, tensors={Q: factors}, spare=spare),)}
 
     def steps(
         self,
@@ -305,10 +309,32 @@ class Parts:
 
 
 @dataclass(frozen=True)
+class Spare:
+    """The memory of a tensor, for another one as soon as nobody holds that one: to ask the host for new pages would
+    cost as much as all products of a step. What devices cost less for is asked for anew.
+    """
+
+    memory: Tensor | None = None
+    tensor: weakref.ref[Tensor] | None = None
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Spare:
+        """`tensor`, which others hold."""
+        return cls(tensor.detach(), weakref.ref(tensor)) if tensor.device.type == "cpu" else cls()
+
+    def room_like(self, tensor: Tensor) -> Tensor:
+        """For any values."""
+        if self.memory is None or self.tensor is None or self.tensor() is not None or self.memory.shape != tensor.shape:
+            return torch.empty_like(tensor)
+        return self.memory.detach()
+
+
+@dataclass(frozen=True)
 class FactoredState(CompressorState):
-    """With what follows from the tensor's shapes."""
+    """With what follows from the tensor's shapes, and memory."""
 
     parts: Parts = field(default=Parts(), repr=False)
+    spare: Spare = field(default=Spare(), repr=False, compare=False)
 
 
 def _evenly_spaced(found: Sequence[tuple[int, int]]) -> Iterator[tuple[list[int], tuple[int, ...]]]:
