@@ -164,6 +164,12 @@ def _offsets(g: torch.Generator, size: int, density: float, bits: int) -> tuple[
     return indices, message
 
 
+def narrow(g: torch.Generator, *, size: int, dtype: str) -> Work:
+    """Scaled gradients to 16 bits."""
+    x, out = torch.randn(size, generator=g), torch.zeros(size, dtype=getattr(torch, dtype))
+    return Work(lambda module: module.narrow(x, out, scale=0.25), [out], tensor_bytes(x, out))
+
+
 def encode_offsets(g: torch.Generator, *, size: int, density: float, bits: int) -> Work:
     """Indices to offsets within blocks."""
     indices, message = _offsets(g, size, density, bits)
@@ -331,7 +337,7 @@ WORK: dict[str, Callable[..., Work]] = {
         sum_rows, unite_rows, join_columns, scatter_rows, nonzero_rows, nonzero_elements, encode_bitmap, decode_bitmap,
         count_bits, encode_offsets, decode_offsets, partition_elements, unite_elements,
         join_elements, partition_rotated, rotated_index, owners_by_hash,
-        partition_hashed, owned_by_hash, positions_in, hierarchical_hash, top_k,
+        partition_hashed, owned_by_hash, positions_in, hierarchical_hash, top_k, narrow,
     )
 }  # fmt: skip
 _TABLE = {"ranks": 8, "size": 1_250_000, "dtype": "float32"}  # an eighth of ten million rows: one of 8 owners' share
@@ -389,6 +395,8 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (  # kernel, parameters of its w
     ("positions_in", {"size": _DENSE, "density": 0.01, "owners": 8}),
     ("positions_in", {"size": _DENSE, "density": 0.1, "owners": 8}),
     ("hierarchical_hash", {"nnz": 1_000_000, "size": _ELEMENTS, "owners": 8}),
+    ("narrow", {"size": _DENSE, "dtype": "bfloat16"}),
+    ("narrow", {"size": _DENSE, "dtype": "float16"}),
     ("top_k", {"size": 8 * _BITS, "density": 0.001}),
     ("top_k", {"size": 8 * _BITS, "density": 0.01}),
 )
