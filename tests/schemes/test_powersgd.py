@@ -57,13 +57,15 @@ def matrix(x: Tensor) -> Tensor:
 class Ranks:
     """Ranks that take steps together, each with its state."""
 
-    def __init__(self, scheme: Scheme[Any], size: int, like: Bucket | None = None) -> None:
-        self.scheme, self.size, self.bucket = scheme, size, like or bucket()
-        self.states = [scheme.init(self.bucket, group) for group in LocalGroup.world(size)]
+    def __init__(
+        self, scheme: Scheme[Any], size: int, like: Bucket | None = None, placement: Placement | None = None
+    ) -> None:
+        self.scheme, self.size, self.placement = scheme, size, placement
+        self.states = [scheme.init(like or bucket(), group) for group in LocalGroup.world(size, placement)]
 
     def step(self, inputs: Sequence[Tensor], scale: float | None = None) -> Tensor:
         """What all of them have afterwards."""
-        self.outcome: Outcome = run_scheme(self.scheme, inputs, scale or 1 / self.size, self.states)
+        self.outcome: Outcome = run_scheme(self.scheme, inputs, scale or 1 / self.size, self.states, self.placement)
         self.states = self.outcome.states
         first = self.outcome.results[0]
         for result in self.outcome.results:
@@ -235,11 +237,24 @@ def test_a_step_can_be_taken_back() -> None:
     assert torch.equal(ranks.step(inputs), first)
 
 
-def test_nodes_hand_on_the_factors_of_their_parts() -> None:
-    like = bucket(torch.float32)
-    scheme = Hierarchical(ReduceScatter(), PowerSGD(2), ranks_per_node=1)
-    got = Ranks(scheme, 2, like).step([gradient(rank, like) for rank in range(2)])
-    assert torch.equal(got, Ranks(PowerSGD(2), 2, like).step([gradient(rank, like) for rank in range(2)]))
+@pytest.mark.parametrize("shapes", [SHAPES, ((3,), (2, 2))], ids=["usual", "parts without matrices"])
+def test_nothing_is_lost_between_nodes_either(shapes: tuple[tuple[int, ...], ...]) -> None:
+    """Ranks of a node sum first; between nodes each keeps the residual of its part of the node's sums."""
+    like = bucket(torch.float32, shapes)
+    scheme = Hierarchical(ReduceScatter(), PowerSGD(2), ranks_per_node=2)
+    ranks = Ranks(scheme, 4, like, Placement.regular(2, 2))
+    brought, given = torch.zeros(like.numel).double(), torch.zeros(like.numel).double()
+    for step in range(3):
+        inputs = [gradient(10 * step + rank, like) for rank in range(4)]
+        given += 4 * ranks.step(inputs)[: like.numel].double()
+        brought += sum(x[: like.numel].double() for x in inputs)
+        for rank, ledger in enumerate(ranks.outcome.ledgers):
+            expected = transfers(scheme.steps(like.specs, (), Placement.regular(2, 2), step))
+            assert ledger.sent_bytes == pytest.approx(sum(t.sent_bytes(rank) for t in expected))
+    kept = [ranks.kept(rank).elements["residual"].double() for rank in range(4)]
+    left = torch.cat([kept[0] + kept[2], kept[1] + kept[3]])[: like.numel]
+    torch.testing.assert_close(given + left, brought, rtol=0, atol=1e-4)
+    assert ranks.outcome.awaits == [len(scheme.stages(4))] * 4
 
 
 def test_plans_name_it_and_illegal_settings_are_refused() -> None:
