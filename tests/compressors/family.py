@@ -9,7 +9,18 @@ import torch
 from torch import Tensor
 
 from gradsync.bucket import FlatSpec, Segment
-from gradsync.compressors import Compressor, ErrorFeedback, Payload, State, TopK
+from gradsync.compressors import (
+    BlockTopK,
+    Compressor,
+    ErrorFeedback,
+    GaussianK,
+    MomentumCorrection,
+    Payload,
+    State,
+    Threshold,
+    TopK,
+    Warmup,
+)
 
 
 @dataclass(frozen=True)
@@ -17,19 +28,28 @@ class Member:
     """`drops_nonfinite`: NaN and infinity may be among what is not sent (the engine's flag tells of them).
 
     `merges`: what a tensor becomes depends on the others in its bucket.
+    `adds_momentum`: its residual takes up more than what came in.
     `tolerance`: of what error feedback keeps, relative to the largest element, beyond the rounding of float32.
     """
 
     compressor: Compressor
     drops_nonfinite: bool = False
     merges: bool = False
+    adds_momentum: bool = False
     tolerance: float = 0.0
 
 
 MEMBERS: dict[str, Member] = {
     "top_k": Member(TopK(0.01)),
     "top_k of all": Member(TopK(1.0)),
+    "top_k in bfloat16": Member(TopK(0.05, values="bfloat16")),
     "error_feedback of top_k": Member(ErrorFeedback(TopK(0.05))),
+    "block_top_k": Member(BlockTopK(0.05, block=16)),
+    "threshold": Member(Threshold(0.5, most_ratio=1)),
+    "threshold with little room": Member(Threshold(0.5, most_ratio=0.01)),
+    "gaussian_k": Member(GaussianK(0.05)),
+    "momentum_correction": Member(MomentumCorrection(TopK(0.05)), adds_momentum=True),
+    "warmup": Member(Warmup((TopK(0.1), TopK(0.05)), (0, 2))),
 }
 LENGTHS = (0, 1, 700, 33, 0, 2, 4097)  # tensors that share a bucket
 

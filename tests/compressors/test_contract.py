@@ -116,6 +116,8 @@ def test_the_error_is_as_the_law_says(member: Member) -> None:
 @dtypes
 def test_residual_plus_sent_equals_what_came_in(member: Member, dtype: torch.dtype) -> None:
     compressor = member.compressor
+    if member.adds_momentum:
+        pytest.skip("what is sent and left has momentum in it: see test_momentum.py")
     if not isinstance(compressor, ErrorFeedback):
         compressor = ErrorFeedback(compressor)
     spec = spec_of(dtype)

@@ -210,6 +210,30 @@ template <typename T, typename Index> static void check_elements(size_t size, si
     }
 }
 
+// Two sections with a residual that doubles every element: k of the second and all of the first, which is empty or has
+// one element; then of the second what is above a threshold.
+template <typename T, typename Index> static void check_sections(const std::vector<T> &x, size_t k, int threads) {
+    using Wide = Accumulator<T>;
+    const size_t first = x.empty() ? 0 : 1, second = x.size() - first, kept = std::min(k, second);
+    std::vector<Wide> residual, left(x.size());
+    for (const T &element : x) residual.push_back(widen(element));
+    std::vector<Index> indices(first + kept);
+    std::vector<Bfloat16> values(first + kept);
+    const Choice<T> choice{x.data(), residual.data(), left.data()};
+    const std::vector<Section> sections{{first, first}, {second, kept}};
+    top_k(choice, sections, indices.data(), values.data(), threads);
+    Wide sum = 0, expected = 0;
+    for (size_t i = 0; i < x.size(); ++i) sum += left[i], expected += 2 * residual[i];
+    for (const Bfloat16 &value : values) sum += widen(value);
+    CHECK(sum == expected);
+    const std::vector<Wide> thresholds{0, 6};
+    std::vector<int64_t> counts(2);
+    count_above(residual.data(), sections, thresholds.data(), counts.data(), threads);
+    const size_t count = select_above(Choice<T>{x.data()}, sections, thresholds.data(), indices.data(), values.data(), threads);
+    CHECK(count == static_cast<size_t>(counts[0]) + std::min<size_t>(counts[1], kept));
+    for (size_t i = counts[0]; i < count; ++i) CHECK(std::abs(widen(x[indices[i]])) > 6);
+}
+
 // Few distinct magnitudes, so that ties are cut; on both sides of the size from which a sample is taken. The last
 // element alone is the largest, `repeat` at a time are equal.
 template <typename T, typename Index> static void check_top_k(size_t size, size_t repeat, int threads) {
@@ -223,15 +247,14 @@ template <typename T, typename Index> static void check_top_k(size_t size, size_
     for (size_t k : {size_t{0}, size / 100, size / 3, size}) {
         std::vector<Index> indices(k), expected;
         std::vector<T> values(k);
-        const RankBitmap chosen = top_k(x.data(), size, sizeof(T), k, threads);
-        CHECK(chosen.count() == k);
-        write_elements(chosen, x.data(), sizeof(T), indices.data(), values.data(), threads);
+        top_k(Choice<T>{x.data()}, {{size, k}}, indices.data(), values.data(), threads);
         for (size_t magnitude = 10; magnitude-- > 0;)
             for (size_t i = 0; i < by_magnitude[magnitude].size() && expected.size() < k; ++i)
                 expected.push_back(by_magnitude[magnitude][i]);
         std::sort(expected.begin(), expected.end());
         CHECK(indices == expected);
         for (size_t i = 0; i < k; ++i) CHECK(widen(values[i]) == widen(x[indices[i]]));
+        check_sections<T, Index>(x, k, threads);
     }
 }
 
@@ -533,7 +556,19 @@ static bool overrun(const std::string &kernel) {
         NonzeroElements(x.data(), 128, 4, 1);
     } else if (kernel == "top_k") {
         const std::vector<float> x(127);
-        top_k(x.data(), 128, 4, 1, 1);
+        top_k(Choice<float>{x.data()}, {{128, 1}}, found.data(), tight.data(), 1);
+    } else if (kernel == "select_above") {
+        const std::vector<float> x(128), residual(128), thresholds(1, 1);
+        std::vector<float> left(127);
+        select_above(Choice<float>{x.data(), residual.data(), left.data()}, {{128, 1}}, thresholds.data(), found.data(),
+                     tight.data(), 1);
+    } else if (kernel == "count_above") {
+        const std::vector<float> x(127), thresholds(1);
+        std::vector<int64_t> counts(1);
+        count_above(x.data(), {{128, 128}}, thresholds.data(), counts.data(), 1);
+    } else if (kernel == "narrow") {
+        std::vector<Bfloat16> narrowed(11);
+        narrow_values(values.data(), 12, 1.0, narrowed.data(), 1);
     } else if (kernel == "encode_bitmap") {
         std::vector<uint64_t> words(2);
         encode_bitmap({indices.data(), true, 3}, 3 * kWordBits, words.data());

@@ -18,7 +18,15 @@ import torch
 from torch import Tensor
 
 from gradsync import kernels
-from gradsync.kernels import PackedPositions, device, offsets_nbytes, packed_nbytes, reference
+from gradsync.kernels import (
+    PackedPositions,
+    Sections,
+    accumulation_dtype,
+    device,
+    offsets_nbytes,
+    packed_nbytes,
+    reference,
+)
 from tests.kernels.native import DTYPES, assert_same_bits, special_values
 from tests.kernels.on_device import DEVICE, TRITON, needs_triton
 from tests.kernels.shapes import random_indices
@@ -75,6 +83,41 @@ def top_k(kernels: Any, size: int) -> list[Tensor]:
             whole = torch.full((k + 1,), 77, dtype=INDEX_DTYPES[number % 2]), torch.full((k + 1,), 77, dtype=dtype)
             kernels.top_k(values_of(torch.arange(size), dtype), whole[0][:-1], whole[1][:-1])
             outs += whole
+        indices, values = (
+            torch.zeros(size // 4 + size // 5).long(),
+            torch.zeros(size // 4 + size // 5, dtype=torch.half),
+        )
+        x, left = values_of(torch.arange(size), dtype), torch.zeros(size, dtype=accumulation_dtype(dtype))
+        sections, counts = Sections((size // 2, size - size // 2)), (size // 4, size // 5)
+        given = {"residual": torch.full_like(left, 1e-3), "next_residual": left}
+        kernels.top_k(x, indices, values, sections=sections, counts=counts, **given)
+        outs += [indices, values, left]
+    return outs
+
+
+def select_above(kernels: Any, size: int) -> list[Tensor]:
+    outs = []
+    for dtype in DTYPES:
+        bound = torch.tensor([1.0, 1e-4], dtype=accumulation_dtype(dtype))
+        given = {"sections": Sections((size // 2, size - size // 2)), "counts": (size // 2, size // 5)}
+        outs += [torch.zeros(sum(given["counts"])).long(), torch.zeros(sum(given["counts"]), dtype=dtype)]
+        outs.append(
+            torch.tensor(kernels.select_above(values_of(torch.arange(size), dtype), bound, *outs[-2:], **given))
+        )
+    return outs
+
+
+def count_above(kernels: Any, size: int) -> list[Tensor]:
+    counts = torch.zeros(2).long()
+    sections = Sections((size // 2, size - size // 2))
+    kernels.count_above(values_of(torch.arange(size), torch.half), torch.tensor([1.0, 1e-4]), counts, sections=sections)
+    return [counts]
+
+
+def narrow(kernels: Any, size: int) -> list[Tensor]:
+    outs = [torch.zeros(size, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)]
+    for out in outs:
+        kernels.narrow(values_of(torch.arange(size), torch.float32), out, scale=0.5)
     return outs
 
 
@@ -277,10 +320,11 @@ def hierarchical_hash(kernels: Any, size: int) -> list[Tensor]:
 CASES: dict[str, Callable[[Any, int], list[Tensor]]] = {
     case.__name__: case
     for case in (
-        encode_bitmap, decode_bitmap, count_bits, nonzero_elements, top_k, owners_by_hash, partition_hashed,
-        partition_rotated, partition_elements, unite_elements, join_elements, rotated_index, owned_by_hash,
+        encode_bitmap, decode_bitmap, count_bits, nonzero_elements, top_k, select_above, count_above,
+        owners_by_hash, partition_hashed, partition_rotated, partition_elements, unite_elements, join_elements,
+        rotated_index, owned_by_hash,
         positions_in, encode_offsets, decode_offsets, sum_rows, unite_rows, join_columns, scatter_rows, nonzero_rows,
-        hierarchical_hash,
+        hierarchical_hash, narrow,
     )
 }  # fmt: skip
 

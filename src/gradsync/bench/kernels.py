@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .. import kernels as automatic
-from ..kernels import cpu, offsets_nbytes, reference
+from ..kernels import Sections, cpu, offsets_nbytes, reference
 from ..kernels import device as on_device
 from ..report.record import Record, Spread
 from .provenance import commit, machine, versions
@@ -125,11 +125,41 @@ def nonzero_elements(g: torch.Generator, *, size: int, density: float) -> Work:
     )
 
 
-def top_k(g: torch.Generator, *, size: int, density: float) -> Work:
-    """The largest elements of a dense tensor."""
-    x, k = torch.randn(size, generator=g), round(density * size)
-    indices, values = torch.zeros(k, dtype=torch.int32), torch.zeros(k)
-    return Work(lambda module: module.top_k(x, indices, values), [indices, values], tensor_bytes(x, indices, values))
+def top_k(g: torch.Generator, *, size: int, density: float, feedback: bool = False, sections: int = 1) -> Work:
+    """The largest elements of each of some dense tensors, alone or with error feedback."""
+    lengths = [size * (section + 1) // sections - size * section // sections for section in range(sections)]
+    counts = [round(density * length) for length in lengths]
+    x, k = torch.randn(size, generator=g), sum(counts)
+    outs = [torch.zeros(k, dtype=torch.int32), torch.zeros(k)]
+    fed: dict[str, Any] = {}
+    if feedback:
+        outs.append(torch.zeros(size))
+        fed = {"residual": torch.randn(size, generator=g), "next_residual": outs[-1]}
+    given = {"sections": Sections(tuple(lengths)), "counts": counts, **fed}
+    read = tensor_bytes(x, *([fed["residual"]] if feedback else []))
+    return Work(lambda module: module.top_k(x, outs[0], outs[1], **given), outs, read + tensor_bytes(*outs))
+
+
+def select_above(g: torch.Generator, *, size: int, threshold: float, feedback: bool) -> Work:
+    """What is above a threshold, of normal numbers; there is room for all of it."""
+    x = torch.randn(size, generator=g)
+    residual = torch.randn(size, generator=g) if feedback else torch.zeros(size)
+    count = int(((x + residual).abs() > threshold).sum())
+    outs = [torch.zeros(count, dtype=torch.int32), torch.zeros(count), *([torch.zeros(size)] if feedback else [])]
+    given = {"residual": residual, "next_residual": outs[-1]} if feedback else {}
+    bound, read = torch.tensor([threshold]), tensor_bytes(x, *([residual] if feedback else []))
+
+    def run(module: ModuleType) -> None:
+        module.select_above(x, bound, outs[0], outs[1], **given)
+
+    return Work(run, outs, read + tensor_bytes(*outs))
+
+
+def count_above(g: torch.Generator, *, size: int, threshold: float) -> Work:
+    """How many elements are above a threshold."""
+    x, counts = torch.randn(size, generator=g), torch.zeros(1, dtype=torch.int64)
+    bound = torch.tensor([threshold])
+    return Work(lambda module: module.count_above(x, bound, counts), [counts], tensor_bytes(x, counts))
 
 
 def _bitmap(g: torch.Generator, size: int, density: float) -> tuple[Tensor, Tensor]:
@@ -337,7 +367,8 @@ WORK: dict[str, Callable[..., Work]] = {
         sum_rows, unite_rows, join_columns, scatter_rows, nonzero_rows, nonzero_elements, encode_bitmap, decode_bitmap,
         count_bits, encode_offsets, decode_offsets, partition_elements, unite_elements,
         join_elements, partition_rotated, rotated_index, owners_by_hash,
-        partition_hashed, owned_by_hash, positions_in, hierarchical_hash, top_k, narrow,
+        partition_hashed, owned_by_hash, positions_in, hierarchical_hash, top_k,
+        select_above, count_above, narrow,
     )
 }  # fmt: skip
 _TABLE = {"ranks": 8, "size": 1_250_000, "dtype": "float32"}  # an eighth of ten million rows: one of 8 owners' share
@@ -398,7 +429,11 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (  # kernel, parameters of its w
     ("narrow", {"size": _DENSE, "dtype": "bfloat16"}),
     ("narrow", {"size": _DENSE, "dtype": "float16"}),
     ("top_k", {"size": 8 * _BITS, "density": 0.001}),
+    ("top_k", {"size": 100 * 5000, "density": 0.01, "feedback": True, "sections": 100}),
     ("top_k", {"size": 8 * _BITS, "density": 0.01}),
+    ("top_k", {"size": 8 * _BITS, "density": 0.01, "feedback": True}),
+    ("select_above", {"size": 8 * _BITS, "threshold": 3.5, "feedback": True}),
+    ("count_above", {"size": 8 * _BITS, "threshold": 2.5}),
 )
 
 

@@ -20,4 +20,10 @@ from .law import Contraction as Contraction
 from .law import Exact as Exact
 from .law import Law as Law
 from .law import Unbiased as Unbiased
+from .momentum import MomentumCorrection as MomentumCorrection
+from .momentum import dgc as dgc
+from .sparsify import BlockTopK as BlockTopK
 from .sparsify import TopK as TopK
+from .threshold import GaussianK as GaussianK
+from .threshold import Threshold as Threshold
+from .warmup import Warmup as Warmup

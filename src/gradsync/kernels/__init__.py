@@ -52,6 +52,7 @@ __all__ = [
     "Stripes",
     "accumulation_dtype",
     "active",
+    "count_above",
     "count_bits",
     "decode_bitmap",
     "decode_offsets",
@@ -73,6 +74,7 @@ __all__ = [
     "positions_in",
     "rotated_index",
     "scatter_rows",
+    "select_above",
     "sum_rows",
     "top_k",
     "unite_elements",
@@ -87,7 +89,7 @@ _KERNELS = (
     "sum_rows", "unite_rows", "join_columns", "scatter_rows", "nonzero_rows", "nonzero_elements", "encode_bitmap",
     "decode_bitmap", "count_bits", "encode_offsets", "decode_offsets", "partition_elements", "unite_elements",
     "join_elements", "partition_rotated", "rotated_index", "owners_by_hash", "partition_hashed", "owned_by_hash",
-    "positions_in", "hierarchical_hash", "top_k", "narrow",
+    "positions_in", "hierarchical_hash", "top_k", "select_above", "count_above", "narrow",
 )  # fmt: skip
 _TABLE: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {  # kernel: (reference, native)
     kernel: (getattr(reference, kernel), getattr(cpu, kernel)) for kernel in _KERNELS
@@ -214,22 +216,85 @@ def nonzero_elements(x: Tensor) -> NonzeroElements:
     return found
 
 
-def top_k(x: Tensor, indices: Tensor, values: Tensor) -> None:
-    """Writes the k elements of `x` of the largest magnitude, k as the outputs say, in the order of their indices.
+def top_k(
+    x: Tensor,
+    indices: Tensor,
+    values: Tensor,
+    *,
+    sections: Sections | None = None,
+    counts: Sequence[int] | None = None,
+    residual: Tensor | None = None,
+    next_residual: Tensor | None = None,
+) -> None:
+    """Writes the elements of the largest magnitude of p = x + residual, in the order of their indices.
 
     Exact. Magnitudes compare by their bits: a NaN is larger than infinity. Of equal ones, those with the smallest
-    indices are taken.
+    indices are taken. With a residual, one pass over memory adds it, finds what to take and keeps the rest.
 
     Args:
         x: (numel,) floating.
-        indices: (k,) int64, or int32 for up to 2^31 elements.
-        values: (k,), in the dtype of `x`.
+        indices: (k,) int64, or int32 for up to 2^31 elements; of the whole `x`.
+        values: (k,) floating: p rounded to its dtype; what is finite stays finite.
+        sections: of each, its own largest are taken; by default all of `x` is one.
+        counts: how many of each section, together k.
+        residual: (numel,), in the accumulation dtype of `x`: added to it first.
+        next_residual: as `residual`, and not its memory: p without what was taken, as rounded.
 
     Raises:
-        ValueError: k larger than numel; shapes that do not fit; native: more than 2^34 elements.
+        ValueError: more than a section has; shapes that do not fit; native: more than 2^34 elements.
         TypeError: other or different dtypes.
     """
-    _pick("top_k", [x, indices, values], x.numel())(x, indices, values)
+    tensors = _given(x, indices, values, residual, next_residual)
+    options = {"sections": sections, "counts": counts, "residual": residual, "next_residual": next_residual}
+    _pick("top_k", tensors, x.numel())(x, indices, values, **options)
+
+
+def select_above(
+    x: Tensor,
+    thresholds: Tensor,
+    indices: Tensor,
+    values: Tensor,
+    *,
+    sections: Sections | None = None,
+    counts: Sequence[int] | None = None,
+    residual: Tensor | None = None,
+    next_residual: Tensor | None = None,
+) -> int:
+    """Writes the elements of p = x + residual that are not within the threshold of their section; returns how many.
+
+    Where there are more than its count, the largest of them, as `top_k` takes them. They are written one behind the
+    other, in the order of their indices; what is behind the last is unspecified. A NaN is within no threshold, and
+    nothing is within one that is NaN or negative.
+
+    Args:
+        thresholds: (sections,), in the accumulation dtype of `x`.
+        indices: (most,) as of `top_k`.
+        values: (most,) as of `top_k`.
+        counts: at most how many of each section, together `most`.
+        x, sections, residual, next_residual: as of `top_k`.
+
+    Raises:
+        ValueError, TypeError: as `top_k`.
+    """
+    tensors = _given(x, thresholds, indices, values, residual, next_residual)
+    options = {"sections": sections, "counts": counts, "residual": residual, "next_residual": next_residual}
+    written: int = _pick("select_above", tensors, x.numel())(x, thresholds, indices, values, **options)
+    return written
+
+
+def count_above(x: Tensor, thresholds: Tensor, counts: Tensor, *, sections: Sections | None = None) -> None:
+    """Counts the elements of each section that are not within its threshold, as `select_above` finds them.
+
+    Args:
+        x: (numel,) floating.
+        thresholds: (sections,), in the accumulation dtype of `x`.
+        counts: (sections,) int64.
+
+    Raises:
+        ValueError: shapes that do not fit.
+        TypeError: other dtypes.
+    """
+    _pick("count_above", [x, thresholds, counts], x.numel())(x, thresholds, counts, sections=sections)
 
 
 def narrow(x: Tensor, out: Tensor, *, scale: float = 1.0) -> None:
@@ -499,6 +564,10 @@ def hierarchical_hash(
         indices, n, slots=slots, serial=serial, rehashes=rehashes, seed=seed, threads=threads
     )
     return found
+
+
+def _given(*tensors: Tensor | None) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 def _pick(kernel: str, tensors: Sequence[Tensor], entries: int = 0) -> Callable[..., Any]:

@@ -14,10 +14,10 @@ from gradsync.kernels.cpu.elements import (
     decode_bitmap,
     encode_bitmap,
     nonzero_elements,
-    top_k,
 )
 from gradsync.kernels.cpu.hashing import owned_by_hash, owners_by_hash, partition_hashed, positions_in
 from gradsync.kernels.cpu.hierarchy import hierarchical_hash
+from gradsync.kernels.cpu.largest import count_above, select_above, top_k
 from gradsync.kernels.cpu.offsets import decode_offsets, encode_offsets
 from gradsync.kernels.cpu.parts import join_elements, partition_elements, unite_elements
 from gradsync.kernels.cpu.rotated import partition_rotated, rotated_index
@@ -35,6 +35,7 @@ __all__ = [
     "NonzeroElements",
     "NonzeroRows",
     "RowUnion",
+    "count_above",
     "count_bits",
     "decode_bitmap",
     "decode_offsets",
@@ -55,6 +56,7 @@ __all__ = [
     "positions_in",
     "rotated_index",
     "scatter_rows",
+    "select_above",
     "sum_rows",
     "supports",
     "top_k",

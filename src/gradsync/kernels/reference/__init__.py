@@ -11,7 +11,6 @@ from gradsync.kernels.reference.elements import (
     decode_bitmap,
     encode_bitmap,
     nonzero_elements,
-    top_k,
 )
 from gradsync.kernels.reference.hashing import (
     HashedPartition,
@@ -21,6 +20,7 @@ from gradsync.kernels.reference.hashing import (
     positions_in,
 )
 from gradsync.kernels.reference.hierarchy import hierarchical_hash
+from gradsync.kernels.reference.largest import count_above, select_above, top_k
 from gradsync.kernels.reference.offsets import decode_offsets, encode_offsets
 from gradsync.kernels.reference.rotated import (
     RotatedPartition,
@@ -61,6 +61,7 @@ __all__ = [
     "RotatedPartition",
     "RowUnion",
     "accumulation_dtype",
+    "count_above",
     "count_bits",
     "decode_bitmap",
     "decode_offsets",
@@ -81,6 +82,7 @@ __all__ = [
     "rotated_index",
     "rotation",
     "scatter_rows",
+    "select_above",
     "sum_rows",
     "top_k",
     "unite_elements",
