@@ -249,4 +249,5 @@ NB_MODULE(MODULE_NAME, m) {
     bind_packed(m);
     bind_owners(m);
     bind_top_k(m);
+    bind_quantize(m);
 }

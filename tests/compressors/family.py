@@ -10,13 +10,21 @@ from torch import Tensor
 
 from gradsync.bucket import FlatSpec, Segment
 from gradsync.compressors import (
+    QSGD,
+    BlockInt,
     BlockTopK,
+    Cast,
     Compressor,
     ErrorFeedback,
+    Float8,
     GaussianK,
     MomentumCorrection,
+    Natural,
     Payload,
+    SharedBlockInt,
+    SharedTernGrad,
     State,
+    TernGrad,
     Threshold,
     TopK,
     Warmup,
@@ -50,6 +58,20 @@ MEMBERS: dict[str, Member] = {
     "gaussian_k": Member(GaussianK(0.05)),
     "momentum_correction": Member(MomentumCorrection(TopK(0.05)), adds_momentum=True),
     "warmup": Member(Warmup((TopK(0.1), TopK(0.05)), (0, 2))),
+    "bfloat16": Member(Cast("bfloat16")),
+    "float16": Member(Cast("float16")),
+    "int8": Member(BlockInt(8)),
+    "stochastic int4": Member(BlockInt(4, 100, stochastic=True)),
+    "shared int8": Member(SharedBlockInt(3)),
+    "stochastic shared int8": Member(SharedBlockInt(3, stochastic=True)),
+    "qsgd of 8 bits": Member(QSGD(127)),
+    "qsgd of 4 bits": Member(QSGD(7, norm="max")),
+    "terngrad": Member(TernGrad(block=256)),
+    "clipped terngrad": Member(TernGrad(clip=2.5)),
+    "shared terngrad": Member(SharedTernGrad(4)),
+    "natural": Member(Natural()),
+    "e4m3": Member(Float8("e4m3", 256)),
+    "e5m2": Member(Float8("e5m2")),
 }
 LENGTHS = (0, 1, 700, 33, 0, 2, 4097)  # tensors that share a bucket
 

@@ -2,6 +2,7 @@
 // behaviour sanitizers to watch; results are checked against plain loops. Given the name of a kernel, hands it a buffer
 // that is one entry short instead, which the sanitizer must notice. Built and run by test_sanitizers.py.
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -16,6 +17,7 @@
 #include "hierarchy.hpp"
 #include "packed.hpp"
 #include "parts.hpp"
+#include "quantize.hpp"
 #include "rows.hpp"
 #include "sum_rows.hpp"
 #include "top_k.hpp"
@@ -510,6 +512,44 @@ static void check_streamed_elements() {
     CHECK(static_cast<uint64_t>(std::count(out.begin(), out.end(), 0.0f)) == size - 3 && out[0] == 9);
 }
 
+// Codes of all kinds with what they leave, and sums of them; blocks within a tile, of several, and of several pieces.
+template <typename T> static void check_quantize(int threads) {
+    using A = Accumulator<T>;
+    const std::vector<uint64_t> lengths{0, 1, 77, 40000}, starts{0, 5, (uint64_t{1} << 32) - 40, 0}, seeds{1, 2, 3, ~0ull};
+    const Rounding whole[] = {Rounding::nearest, Rounding::stochastic};
+    std::vector<Grid> grids;
+    for (size_t block : {0, 3, 1500, 33000})
+        for (ScaleOf scale : {ScaleOf::max, ScaleOf::norm})
+            for (Rounding rounding : whole) {
+                grids.push_back({rounding, scale, 127, 8, block});
+                grids.push_back({rounding, scale, 7, 4, block});
+                grids.push_back({rounding, scale, 1, 2, block});
+            }
+    grids.push_back({Rounding::nearest, ScaleOf::given, 100, 8, 0});
+    grids.push_back({Rounding::e4m3, ScaleOf::max, 448, 8, 256});
+    grids.push_back({Rounding::e5m2, ScaleOf::max, 57344, 8, 0});
+    grids.push_back({Rounding::exponent, ScaleOf::none, 1, 8, 0});
+    for (const Grid &grid : grids) {
+        const BlockLayout layout(lengths, starts, seeds, grid);
+        CHECK(layout.numel() == 40078);
+        std::vector<T> x(layout.numel()), out(layout.numel());
+        for (T &value : x) value = narrow<T>(static_cast<A>(static_cast<int32_t>(random_bits()) * 0x1p-28));
+        x[5] = narrow<T>(static_cast<A>(NAN));
+        x[7] = narrow<T>(static_cast<A>(INFINITY));
+        const std::vector<A> residual(layout.numel(), A{0.25});
+        std::vector<A> left(layout.numel());
+        std::vector<uint8_t> codes(layout.codes_nbytes());
+        std::vector<float> scales(layout.num_blocks(), 2.0f);
+        quantize<T>(x.data(), layout, grid, codes.data(), scales.data(), residual.data(), left.data(), threads);
+        quantize<T>(x.data(), layout, grid, codes.data(), scales.data(), nullptr, nullptr, threads);
+        if (grid.scale == ScaleOf::max) block_scales<T>(x.data(), layout, grid, scales.data(), residual.data(), threads);
+        for (uint8_t &code : codes) code ^= 1 << random_bits() % 8;
+        dequantize<T>({{codes.data(), scales.data()}, {codes.data(), scales.data()}}, layout, grid, out.data(), 0.5, threads);
+        dequantize<T>({}, layout, grid, out.data(), 1, threads);
+        for (const T &value : out) CHECK(widen(value) == 0);
+    }
+}
+
 // Sums of more rows than the caches hold, into stripes of whole lines and others.
 template <typename T> static void check_streamed_sum(bool sorted) {
     const size_t dim = 48, rows = kStreamedBytes / (dim * sizeof(T)) + 77;
@@ -615,6 +655,17 @@ static bool overrun(const std::string &kernel) {
         const std::vector<int32_t> first(1);
         join_elements(RotatedStripe(1, 0), {{reinterpret_cast<const char *>(first.data()), 1, Format::list32}},
                       {values.data()}, tight.data() + 9, 3, sizeof(float), 1);
+    } else if (kernel == "quantize" || kernel == "block_scales" || kernel == "dequantize") {
+        const Grid grid{Rounding::nearest, ScaleOf::max, 7, 4, 4};
+        const BlockLayout layout({12}, {}, {}, grid);
+        std::vector<uint8_t> codes(6), short_codes(5);
+        std::vector<float> scales(3), short_scales(2);
+        if (kernel == "quantize")
+            quantize<float>(values.data(), layout, grid, short_codes.data(), scales.data(), nullptr, nullptr, 1);
+        else if (kernel == "block_scales")
+            block_scales<float>(values.data(), layout, grid, short_scales.data(), nullptr, 1);
+        else
+            dequantize<float>({{codes.data(), scales.data()}}, layout, grid, tight.data(), 1.0, 1);
     } else {
         return false;
     }
@@ -628,6 +679,10 @@ int main(int argc, char **argv) {
         check_all<double>(threads);
         check_all<Bfloat16>(threads);
         check_all<Float16>(threads);
+        check_quantize<float>(threads);
+        check_quantize<double>(threads);
+        check_quantize<Bfloat16>(threads);
+        check_quantize<Float16>(threads);
         check_all_hashing(threads);
         for (size_t size : {0, 1, 1023, 2049}) {
             check_narrowed<float, Bfloat16>(size, threads);

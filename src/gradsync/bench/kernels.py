@@ -361,14 +361,59 @@ def _parts(g: torch.Generator, *, nnz: int, size: int, owners: int) -> tuple[lis
     return positions, values
 
 
+def _grid(block: int, **settings: Any) -> automatic.AnyGrid:
+    """Of whole levels, or where a format is named, of small floats."""
+    return (
+        automatic.FloatGrid(block=block, **settings)
+        if "format" in settings
+        else automatic.Grid(block=block, **settings)
+    )
+
+
+def quantize(g: torch.Generator, *, size: int, feedback: bool = False, **settings: Any) -> Work:
+    """A gradient to codes of few bits, alone or with what the step before left of it."""
+    grid, sections = _grid(**settings), automatic.Sections((size,), seeds=(1,))
+    x, codes, scales = torch.randn(size, generator=g), *_coded(sections, grid)
+    kept = {name: torch.zeros(size) for name in ("residual", "next_residual")} if feedback else {}
+
+    def run(module: ModuleType) -> None:
+        module.quantize(x, sections, grid, codes, scales, **kept)
+
+    outs = [codes, scales, *(kept[name] for name in kept if name == "next_residual")]
+    return Work(run, outs, tensor_bytes(x, codes, scales, *kept.values()))
+
+
+def block_scales(g: torch.Generator, *, size: int, **settings: Any) -> Work:
+    """What ranks agree on before they send codes that can be summed."""
+    grid, sections = _grid(**settings), automatic.Sections((size,))
+    x, (_, scales) = torch.randn(size, generator=g), _coded(sections, grid)
+    return Work(lambda module: module.block_scales(x, sections, grid, scales), [scales], tensor_bytes(x, scales))
+
+
+def dequantize(g: torch.Generator, *, size: int, ranks: int, **settings: Any) -> Work:
+    """The codes of as many ranks, summed."""
+    grid, sections = _grid(**settings), automatic.Sections((size,), seeds=(1,))
+    parts, out = [_coded(sections, grid) for _ in range(ranks)], torch.zeros(size)
+    for codes, scales in parts:
+        automatic.quantize(torch.randn(size, generator=g), sections, grid, codes, scales)
+    nbytes = tensor_bytes(out, *(tensor for part in parts for tensor in part))
+    return Work(lambda module: module.dequantize(parts, sections, grid, out, scale=1 / ranks), [out], nbytes)
+
+
+def _coded(sections: automatic.Sections, grid: automatic.AnyGrid) -> tuple[Tensor, Tensor]:
+    """Room for codes and scales."""
+    codes = torch.zeros(automatic.codes_nbytes(sections, grid), dtype=torch.uint8)
+    return codes, torch.zeros(automatic.num_scales(sections, grid))
+
+
 WORK: dict[str, Callable[..., Work]] = {
     work.__name__: work
     for work in (
         sum_rows, unite_rows, join_columns, scatter_rows, nonzero_rows, nonzero_elements, encode_bitmap, decode_bitmap,
         count_bits, encode_offsets, decode_offsets, partition_elements, unite_elements,
         join_elements, partition_rotated, rotated_index, owners_by_hash,
-        partition_hashed, owned_by_hash, positions_in, hierarchical_hash, top_k,
-        select_above, count_above, narrow,
+        partition_hashed, owned_by_hash, positions_in, hierarchical_hash, top_k, select_above, count_above, narrow,
+        quantize, block_scales, dequantize,
     )
 }  # fmt: skip
 _TABLE = {"ranks": 8, "size": 1_250_000, "dtype": "float32"}  # an eighth of ten million rows: one of 8 owners' share
@@ -434,6 +479,19 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (  # kernel, parameters of its w
     ("top_k", {"size": 8 * _BITS, "density": 0.01, "feedback": True}),
     ("select_above", {"size": 8 * _BITS, "threshold": 3.5, "feedback": True}),
     ("count_above", {"size": 8 * _BITS, "threshold": 2.5}),
+    ("quantize", {"size": _DENSE, "levels": 127, "bits": 8, "block": 256}),
+    ("quantize", {"size": _DENSE, "levels": 127, "bits": 8, "block": 256, "feedback": True}),
+    ("quantize", {"size": _DENSE, "levels": 127, "bits": 8, "block": 512, "scale": "norm", "stochastic": True}),
+    ("quantize", {"size": _DENSE, "levels": 7, "bits": 4, "block": 256}),
+    ("quantize", {"size": _DENSE, "levels": 1, "bits": 2, "block": 0, "stochastic": True}),
+    ("quantize", {"size": _DENSE, "format": "e4m3", "block": 256}),
+    ("quantize", {"size": _DENSE, "format": "exponent", "block": 0}),
+    ("block_scales", {"size": _DENSE, "levels": 127, "bits": 8, "block": 256}),
+    ("dequantize", {"size": _DENSE, "ranks": 1, "levels": 127, "bits": 8, "block": 256}),
+    ("dequantize", {"size": _DENSE, "ranks": 8, "levels": 127, "bits": 8, "block": 256}),
+    ("dequantize", {"size": _DENSE, "ranks": 1, "levels": 7, "bits": 4, "block": 256}),
+    ("dequantize", {"size": _DENSE, "ranks": 1, "format": "e4m3", "block": 256}),
+    ("dequantize", {"size": _DENSE, "ranks": 1, "format": "exponent", "block": 0}),
 )
 
 

@@ -13,6 +13,7 @@ from .base import check_payload as check_payload
 from .base import check_tensor as check_tensor
 from .base import fields as fields
 from .base import fields_nbytes as fields_nbytes
+from .cast import Cast as Cast
 from .feedback import ErrorFeedback as ErrorFeedback
 from .law import Absolute as Absolute
 from .law import Biased as Biased
@@ -22,6 +23,13 @@ from .law import Law as Law
 from .law import Unbiased as Unbiased
 from .momentum import MomentumCorrection as MomentumCorrection
 from .momentum import dgc as dgc
+from .quantize import QSGD as QSGD
+from .quantize import BlockInt as BlockInt
+from .quantize import Float8 as Float8
+from .quantize import Natural as Natural
+from .quantize import SharedBlockInt as SharedBlockInt
+from .quantize import SharedTernGrad as SharedTernGrad
+from .quantize import TernGrad as TernGrad
 from .sparsify import BlockTopK as BlockTopK
 from .sparsify import TopK as TopK
 from .threshold import GaussianK as GaussianK
