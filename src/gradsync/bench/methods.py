@@ -21,11 +21,12 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from ..attach import Attachment, attach
+from ..bucket import Layout
 from ..density import ParameterProfile
 from ..plan import Plan
 from ..planner import SPARSE_SCHEMES as PLANNED_SCHEMES
 from ..planner import default_plan
-from ..schemes import Scheme
+from ..schemes import PowerSGD, Scheme
 
 ONE_BUCKET_MB = 1 << 20  # larger than any model here: DDP then puts everything into one bucket
 
@@ -102,6 +103,18 @@ def planned(scheme: Scheme[Any], profiles: Sequence[ParameterProfile], world_siz
     return Plan.make(specs, world_size, buckets)
 
 
+def low_rank_planned(scheme: PowerSGD, profiles: Sequence[ParameterProfile], world_size: int) -> Plan:
+    """The default plan with PowerSGD for dense floating-point buckets, sparse or not what they hold."""
+    plan = default_plan(profiles, world_size, by_layout=True)
+    specs = {p.name: p.tensor for p in profiles}
+    buckets: list[tuple[list[str], Scheme[Any]]] = []
+    for bucket in plan.buckets:
+        default = bucket.make_scheme()
+        fits = default.layout is Layout.FLAT and specs[bucket.names[0]].dtype.is_floating_point
+        buckets.append((bucket.names, scheme if fits else default))
+    return Plan.make(specs, world_size, buckets)
+
+
 def _powersgd(rank: int) -> Callable[[dist.ProcessGroup], powerSGD_hook.PowerSGDState]:
     return partial(powerSGD_hook.PowerSGDState, matrix_approximation_rank=rank, start_powerSGD_iter=2)
 
@@ -126,6 +139,10 @@ METHODS: dict[str, Method] = {
             Method(
                 f"ddp_powersgd{r}", False, False, partial(_ddp, hook=powerSGD_hook.powerSGD_hook, state=_powersgd(r))
             )
+            for r in (1, 2, 4)
+        ),
+        *(
+            Method(f"powersgd{r}", True, False, partial(_gradsync, plan=partial(low_rank_planned, PowerSGD(r))))
             for r in (1, 2, 4)
         ),
         Method("gradsync_dense", False, True, _gradsync),
