@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from .. import kernels
 from ..bucket import FlatSpec
 from ..expressions import register
+from ..kernels import Grid
 from .base import Compressor, Message, State, Summand, check_payload, check_tensor, fields, fields_nbytes
 from .law import Biased, Contraction, Law, Unbiased
 
@@ -125,15 +127,23 @@ class THC(Compressor[Summand]):
         return rotated
 
     def _quantised(self, rotated: Tensor, most: Tensor, state: State) -> Tensor:
-        """(numel,) int8; overwrites what it is given. A T that has no inverse counts as zero."""
-        inverse = (self.levels / most).to(rotated.dtype)
-        inverse = torch.where(inverse.isfinite() & most.isfinite(), inverse, 0)
-        rotated *= inverse.repeat_interleave(self._sizes(state.spec, rotated.device))
-        sections, offset = state.sections(self.seed), 0
+        """(numel,) int8. A T that has no inverse counts as zero."""
+        codes = rotated.new_empty(rotated.numel(), dtype=torch.uint8)
+        grid = Grid(self.levels, scale="given", stochastic=True)
+        kernels.quantize(rotated, self._chunks(state.sections(self.seed)), grid, codes, most)
+        return codes.view(torch.int8)
+
+    def _chunks(self, sections: kernels.Sections) -> kernels.Sections:
+        """The chunks as sections of their own, whose elements draw as in their tensors."""
+        lengths: list[int] = []
+        starts: list[int] = []
+        seeds: list[int] = []
         for length, start, seed in zip(sections.lengths, sections.starts, sections.seeds, strict=True):
-            rotated[offset : offset + length] += kernels.reference.uniform(seed, start, length, rotated.device)
-            offset += length
-        return rotated.floor_().nan_to_num_(nan=0).clamp_(-self.levels, self.levels).to(torch.int8)
+            sizes = kernels.rotation_sizes((length,), self.chunk)
+            lengths += sizes
+            starts += accumulate(sizes[:-1], initial=start) if sizes else ()
+            seeds += [seed] * len(sizes)
+        return kernels.Sections(tuple(lengths), tuple(starts), tuple(seeds))
 
     def _decoded(self, codes: Tensor, payload: Summand, dtype: torch.dtype) -> Tensor:
         if payload.agreed is None:
