@@ -80,4 +80,5 @@ def test_method_synchronises(name: str, world: Callable[[int], Ranks]) -> None:
         elif name in LOSSY:
             assert 0 < worst < LOSSY[name]
         else:
-            assert name.startswith("ddp_powersgd") and 0 < worst < 1
+            assert "powersgd" in name and worst < STEPS, "what earlier steps left comes on top"
+            assert (worst > 0) is (name != "powersgd4"), "8 x 8 numbers are fewer than those of its factors"

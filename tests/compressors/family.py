@@ -11,18 +11,23 @@ from torch import Tensor
 from gradsync.bucket import FlatSpec, Segment
 from gradsync.compressors import (
     QSGD,
+    THC,
     BlockInt,
     BlockTopK,
     Cast,
     Compressor,
+    CountSketch,
+    DCTTopK,
     ErrorFeedback,
     Float8,
     GaussianK,
     MomentumCorrection,
     Natural,
     Payload,
+    RandomK,
     SharedBlockInt,
     SharedTernGrad,
+    SketchML,
     State,
     TernGrad,
     Threshold,
@@ -38,6 +43,7 @@ class Member:
     `merges`: what a tensor becomes depends on the others in its bucket.
     `adds_momentum`: its residual takes up more than what came in.
     `tolerance`: of what error feedback keeps, relative to the largest element, beyond the rounding of float32.
+    `decodes_sums`: a sum of payloads decodes to something else than the sum of what each decodes to.
     """
 
     compressor: Compressor
@@ -45,6 +51,7 @@ class Member:
     merges: bool = False
     adds_momentum: bool = False
     tolerance: float = 0.0
+    decodes_sums: bool = False
 
 
 MEMBERS: dict[str, Member] = {
@@ -52,6 +59,14 @@ MEMBERS: dict[str, Member] = {
     "top_k of all": Member(TopK(1.0)),
     "top_k in bfloat16": Member(TopK(0.05, values="bfloat16")),
     "error_feedback of top_k": Member(ErrorFeedback(TopK(0.05))),
+    "random_k": Member(RandomK(0.05), drops_nonfinite=True),
+    "random_k in blocks, scaled": Member(RandomK(0.25, block=32, scaled=True), drops_nonfinite=True, tolerance=1e-6),
+    "random_k of each rank's own, scaled": Member(RandomK(0.25, shared=False, scaled=True), drops_nonfinite=True),
+    "thc": Member(THC(summands=8)),
+    "thc, clipped": Member(THC(summands=8, clip=2.5, chunk=256)),
+    "dct_top_k": Member(DCTTopK()),
+    "sketch_ml": Member(SketchML(0.05, buckets=16)),
+    "count_sketch": Member(CountSketch(0.2, keep=0.01), drops_nonfinite=True, decodes_sums=True),
     "block_top_k": Member(BlockTopK(0.05, block=16)),
     "threshold": Member(Threshold(0.5, most_ratio=1)),
     "threshold with little room": Member(Threshold(0.5, most_ratio=0.01)),

@@ -26,7 +26,7 @@ from tests.compressors.family import MEMBERS, Member, compressed, data, gradient
 from tests.kernels.native import DTYPES, assert_same_bits, special_values
 
 SIZES = [0, 1, 7, 8, 31, 32, 33, 1000]
-DRAWS = 200  # of a law's mean; it may miss by so many standard deviations of the mean:
+DRAWS = 100  # of a law's mean; it may miss by so many standard deviations of the mean:
 SIGMAS = 4.5
 
 members = pytest.mark.parametrize("member", MEMBERS.values(), ids=MEMBERS)
@@ -84,29 +84,30 @@ def test_the_error_is_as_the_law_says(member: Member) -> None:
     compressor = member.compressor
     for case, x in data().items():
         law = compressor.law(FlatSpec.of(x))
-        draws = DRAWS if isinstance(law, Unbiased) else 1
+        in_expectation = isinstance(law, Unbiased) or (isinstance(law, Contraction) and law.in_expectation)
+        draws = DRAWS if in_expectation else 1
         # Sums of errors, not single ones: an element that is rarely sent at all may be in none of the draws.
         signs = gradient(x.numel(), torch.float64, seed=1).sign()
         directions = torch.stack([x.double().sign(), x.double(), signs])
         errors, projected = [], []
-        for stream in range(draws):
-            payload, _ = compressed(compressor, x, compressor.init(FlatSpec.of(x), stream))
+        for draw in range(draws):  # of all ranks, by the step, or of each, by its stream
+            payload, _ = compressed(compressor, x, replace(compressor.init(FlatSpec.of(x), draw), step=draw))
             error = compressor.decompress(payload).double() - x.double()
             errors.append(float(error.square().sum()))
             projected.append(directions @ error)
         norm = float(x.double().square().sum())
         rounding = 1e-12 * norm
+        spread = SIGMAS * torch.tensor(errors).std().item() / math.sqrt(draws) if draws > 1 else 0.0
         match law:
             case Exact():
                 assert errors == [0.0], case
             case Unbiased(omega):
-                spread = torch.tensor(errors).std().item() / math.sqrt(draws)
-                assert sum(errors) / draws <= omega * norm + SIGMAS * spread + rounding, case
+                assert sum(errors) / draws <= omega * norm + spread + rounding, case
                 sums = torch.stack(projected)
                 bound = SIGMAS * sums.std(dim=0) / math.sqrt(draws) + 1e-6 * directions.abs() @ x.abs().double()
                 assert (sums.mean(dim=0).abs() <= bound).all(), case
             case Contraction(delta):
-                assert errors[0] <= (1 - delta) * norm + rounding, case
+                assert sum(errors) / draws <= (1 - delta) * norm + spread + rounding, case
             case Absolute(tau):
                 assert math.sqrt(errors[0] / x.numel()) <= tau
             case Biased():
@@ -143,15 +144,23 @@ def test_payloads_add_up(member: Member) -> None:
     states = with_agreement(compressor, inputs, [compressor.init(spec, stream) for stream in range(3)])
     payloads = [compressor.compress(x, state)[0] for x, state in zip(inputs, states, strict=True)]
     total = sum(compressor.decompress(payload).double() for payload in payloads)
+    if member.decodes_sums:
+        summed = replace(payloads[0], data=sum(payload.data for payload in payloads))
+        total = compressor.decompress(summed).double()
+    largest = float(total.abs().max())
     for dtype in (torch.float32, torch.bfloat16):
         out = torch.full((spec.numel,), 7.0, dtype=dtype)
         compressor.sum_into(out, payloads, 1 / 3)
-        torch.testing.assert_close(out.double(), total / 3, rtol=3 * torch.finfo(dtype).eps, atol=3e-7)
+        torch.testing.assert_close(
+            out.double(), total / 3, rtol=3 * torch.finfo(dtype).eps, atol=3e-7 * largest + member.tolerance
+        )
     if issubclass(compressor.payload, Summand):
         summed = replace(payloads[0], data=sum(payload.data for payload in payloads))
         numbers = summed.data.dtype  # of 16 bits, sums are rounded
         rounding = 4 * torch.finfo(numbers).eps if numbers.is_floating_point else 1e-6
-        torch.testing.assert_close(compressor.decompress(summed).double(), total, rtol=rounding, atol=rounding)
+        torch.testing.assert_close(
+            compressor.decompress(summed).double(), total, rtol=rounding, atol=rounding * largest
+        )
 
 
 @members

@@ -15,7 +15,7 @@ import gradsync
 from gradsync import Plan
 from gradsync.bucket import TensorSpec, trainable_parameters
 from gradsync.compressors import ErrorFeedback, TopK
-from gradsync.schemes import CompressedAllGather, CompressedTwoWay, Scheme, Sparsified
+from gradsync.schemes import CompressedAllGather, CompressedTwoWay, PowerSGD, Scheme, Sparsified
 from tests.engine.models import Perceptron
 from tests.engine.twins import averaged
 from tests.world import Ranks
@@ -23,6 +23,7 @@ from tests.world import Ranks
 World = Callable[[int], Ranks]
 FEEDBACK = ErrorFeedback(TopK(0.2))
 TWO_WAY, GATHERED = CompressedTwoWay(FEEDBACK), CompressedAllGather(FEEDBACK)
+LOW_RANK = PowerSGD(1, min_compression=1.0)
 
 
 def plan_for(model: nn.Module, scheme: Scheme[Any], *cuts: list[tuple[str, int, int]]) -> Plan:
@@ -44,7 +45,7 @@ def train(model: nn.Module, steps: int, seed: int) -> list[Tensor]:
 
 
 def resumes_bit_by_bit() -> None:
-    for scheme in (TWO_WAY, GATHERED, Sparsified(FEEDBACK)):
+    for scheme in (TWO_WAY, GATHERED, Sparsified(FEEDBACK), LOW_RANK):
         torch.manual_seed(0)
         model = Perceptron()
         handle = gradsync.attach(model, plan=plan_for(model, scheme), timeout=10)
@@ -80,6 +81,39 @@ def residuals_follow_parameters_into_other_cuts() -> None:
     assert torch.equal(torch.cat([state["weight[0:11]/sent.residual"], state["weight[11:18]/sent.residual"]]), before)
     assert int(state["weight[0:11]//sent.step"]) == 3
     handle.detach()
+
+
+def factors_follow_their_parameters_into_other_buckets() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 12), nn.Linear(12, 8))
+    names = [(name, 0, p.numel()) for name, p in model.named_parameters()]
+    handle = gradsync.attach(model, plan=plan_for(model, LOW_RANK), timeout=10)
+    train(model, 3, seed=0)
+    saved = handle.state_dict()
+    handle.detach()
+    apart = plan_for(model, LOW_RANK, names[2:], names[:2])
+    handle = gradsync.attach(model, plan=apart, timeout=10)
+    handle.load_state_dict(saved)
+    state = handle.state_dict()["state"]
+    assert state.keys() == saved["state"].keys()
+    assert {key for key in state if key.endswith(".q")} >= {"0.weight[0:72]//sent.q", "1.weight[0:96]//sent.q"}
+    for key, value in state.items():
+        assert torch.equal(value, saved["state"][key]), key
+    handle.detach()
+    expected = averaged(torch.autograd.grad(loss_of(model), model[1].weight)[0])
+    cut = [*names[:2], ("1.weight", 0, 40)], [("1.weight", 40, 96), names[3]]  # no matrix any more: dense
+    handle = gradsync.attach(model, plan=plan_for(model, LOW_RANK, *cut), timeout=10)
+    handle.load_state_dict(saved)
+    model.zero_grad()
+    loss_of(model).backward()
+    left = averaged(saved["state"]["1.weight[0:96]/sent.residual"]).view(8, 12)
+    torch.testing.assert_close(model[1].weight.grad, expected + left)
+    assert not handle.state_dict()["state"]["1.weight[40:96]/sent.residual"].any()
+    handle.detach()
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    return model(torch.randn(5, 6, generator=torch.Generator().manual_seed(dist.get_rank()))).square().mean()
 
 
 def what_nobody_used_stays_none_and_inf_spoils_the_step() -> None:
@@ -123,6 +157,10 @@ def test_a_resumed_run_is_the_same_bit_by_bit(world: World) -> None:
 
 def test_residuals_follow_parameters_into_other_cuts(world: World) -> None:
     world(2).run(residuals_follow_parameters_into_other_cuts)
+
+
+def test_factors_follow_their_parameters_into_other_buckets(world: World) -> None:
+    world(2).run(factors_follow_their_parameters_into_other_buckets)
 
 
 def test_flags_ride_with_payloads(world: World) -> None:

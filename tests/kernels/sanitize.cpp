@@ -13,11 +13,13 @@
 
 #include "convert.hpp"
 #include "elements.hpp"
+#include "hadamard.hpp"
 #include "hashing.hpp"
 #include "hierarchy.hpp"
 #include "packed.hpp"
 #include "parts.hpp"
 #include "quantize.hpp"
+#include "random_k.hpp"
 #include "rows.hpp"
 #include "sum_rows.hpp"
 #include "top_k.hpp"
@@ -570,6 +572,36 @@ template <typename T> static void check_streamed_sum(bool sorted) {
 }
 
 // Calls a kernel with a buffer that is one entry short; whether there is such a kernel.
+template <typename T> static void check_hadamard(int threads) {
+    using A = Accumulator<T>;
+    for (uint32_t chunk : {1u, 4u, 8u, 64u, 8192u}) {
+        const std::vector<uint64_t> lengths{0, 1, chunk, chunk + 37, 3 * chunk - 1}, starts{0, 5, 0xfffffff0u, 33, 1};
+        const auto chunks = rotated_chunks(lengths, starts, {1, 2, 3, 4, ~uint64_t{0}}, chunk);
+        size_t numel = 0;
+        for (uint64_t length : lengths) numel += length;
+        std::vector<T> x(numel), back(numel);
+        std::vector<A> there(numel);
+        for (size_t i = 0; i < numel; ++i) x[i] = narrow<T>(static_cast<A>(i % 7));
+        hadamard(x.data(), there.data(), chunks, false, threads);
+        hadamard(there.data(), back.data(), chunks, true, threads);
+        for (size_t i = 0; i < numel; ++i) CHECK(std::abs(widen(back[i]) - widen(x[i])) < 0.01);
+    }
+}
+
+template <typename Index> static void check_random_k(int threads) {
+    for (uint64_t run : {1, 5}) {
+        const uint64_t length = 40003, runs = length / run, a = 300, b = (runs - 1) / a + 1;
+        for (uint64_t count : {uint64_t{1}, runs / 3, runs}) {
+            std::vector<Index> indices(count * run + 1);
+            random_k<Index>({{7, length, count, run, runs, run > 1 ? length - 2 : 0, static_cast<uint32_t>(a),
+                              static_cast<uint32_t>(b), 99}, {0, 1, 1, 1, 1, 0, 1, 1, 3}}, indices.data(), threads);
+            CHECK(indices.back() == 0);
+            std::sort(indices.begin(), indices.end());
+            for (size_t i = 1; i < indices.size(); ++i) CHECK(indices[i] > indices[i - 1] && indices[i] < Index(7 + length));
+        }
+    }
+}
+
 static bool overrun(const std::string &kernel) {
     const std::vector<int64_t> indices{0, 1, 2}, two{0, 1};
     const std::vector<int32_t> positions{0, 1};
@@ -596,6 +628,11 @@ static bool overrun(const std::string &kernel) {
         NonzeroElements(x.data(), 128, 4, 1);
     } else if (kernel == "top_k") {
         const std::vector<float> x(127);
+        top_k(x.data(), 128, 4, 1, 1);
+    } else if (kernel == "random_k") {
+        random_k<int32_t>({{0, 8, 4, 1, 8, 0, 3, 3, 1}}, found.data(), 1);
+    } else if (kernel == "hadamard") {
+        hadamard(tight.data(), out.data(), rotated_chunks({12}, {0}, {1}, 8), false, 1);
         top_k(Choice<float>{x.data()}, {{128, 1}}, found.data(), tight.data(), 1);
     } else if (kernel == "select_above") {
         const std::vector<float> x(128), residual(128), thresholds(1, 1);
@@ -684,6 +721,11 @@ int main(int argc, char **argv) {
         check_quantize<Bfloat16>(threads);
         check_quantize<Float16>(threads);
         check_all_hashing(threads);
+        check_hadamard<float>(threads);
+        check_hadamard<Bfloat16>(threads);
+        check_hadamard<double>(threads);
+        check_random_k<int32_t>(threads);
+        check_random_k<int64_t>(threads);
         for (size_t size : {0, 1, 1023, 2049}) {
             check_narrowed<float, Bfloat16>(size, threads);
             check_narrowed<double, Float16>(size, threads);

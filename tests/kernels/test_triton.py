@@ -375,6 +375,33 @@ def dequantize(kernels: Any, size: int) -> list[Tensor]:
     return outs
 
 
+def random_k(kernels: Any, size: int) -> list[Tensor]:
+    sections, outs = some_sections(size), []
+    for block, dtype in ((1, torch.int32), (7, torch.int64)):
+        runs = [length // max(1, min(block, length)) for length in sections.lengths]
+        for counts in (runs, [count // 2 for count in runs]):
+            k = sum(c * max(1, min(block, n)) for c, n in zip(counts, sections.lengths, strict=True))
+            outs.append(torch.full((k + 3,), 77, dtype=dtype))
+            kernels.random_k(sections, counts, outs[-1][:-3], block=block)
+    return outs
+
+
+def hadamard(kernels: Any, size: int) -> list[Tensor]:
+    sections, outs = some_sections(size), []
+    for dtype in DTYPES:
+        x = values_of(torch.arange(sum(sections.lengths)), dtype)
+        there = torch.full((len(x) + 3,), 77, dtype=accumulation_dtype(dtype))
+        back = torch.full((len(x) + 3,), 77, dtype=dtype)
+        kernels.hadamard(x, sections, there[:-3], chunk=256)
+        kernels.hadamard(there[:-3].clone(), sections, back[:-3], chunk=8, inverse=True)
+        outs += [there, back]
+    return outs
+
+
+def some_sections(size: int) -> Sections:
+    return Sections((size, 0, size // 3), (3, 0, 2**32 - 9), (2**64 - 1, 5, 7))
+
+
 CASES: dict[str, Callable[[Any, int], list[Tensor]]] = {
     case.__name__: case
     for case in (
@@ -382,7 +409,7 @@ CASES: dict[str, Callable[[Any, int], list[Tensor]]] = {
         owners_by_hash, partition_hashed, partition_rotated, partition_elements, unite_elements, join_elements,
         rotated_index, owned_by_hash,
         positions_in, encode_offsets, decode_offsets, sum_rows, unite_rows, join_columns, scatter_rows, nonzero_rows,
-        hierarchical_hash, narrow, quantize, block_scales, dequantize,
+        hierarchical_hash, narrow, quantize, block_scales, dequantize, random_k, hadamard,
     )
 }  # fmt: skip
 
@@ -526,7 +553,9 @@ def signature_of(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, A
         else "i32" if -(2**31) <= a < 2**31 else "i64"
         for a in arguments
     ]  # fmt: skip
-    names = {name: value if isinstance(value, (int, float, str)) else f"tl.{value}" for name, value in constants.items()}
+    names = {
+        name: value if isinstance(value, (int, float, str)) else f"tl.{value}" for name, value in constants.items()
+    }
     return kernel.fn.__module__, kernel.fn.__name__, kinds, names
 
 

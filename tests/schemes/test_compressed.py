@@ -80,7 +80,9 @@ def test_every_way_gives_all_ranks_the_same_mean(member: Member, size: int) -> N
         used = (first[NUMEL:] > 0).tolist()
         assert used == [True, size > 1, True, True, True, *[False] * (len(used) - 5)], "flags arrive"
         if not isinstance(scheme, CompressedTwoWay):  # which compresses twice, and in other parts
-            torch.testing.assert_close(first[:NUMEL].double(), expected, rtol=2e-6, atol=3e-7)
+            numbers = member.compressor.number_dtype(bucket().flat_spec)  # of a sum on the way
+            eps = torch.finfo(numbers).eps if numbers.is_floating_point else 1e-6
+            torch.testing.assert_close(first[:NUMEL].double(), expected, rtol=size * eps + 2e-6, atol=size * eps)
 
 
 @members
@@ -154,7 +156,7 @@ def test_plans_name_compressors(member: Member) -> None:
 def test_an_expression_of_the_wrong_kind_is_refused() -> None:
     with pytest.raises(ValueError, match="'top_k' is a compressor, expected a scheme"):
         from_expression({"top_k": {"ratio": 0.1}})
-    with pytest.raises(ValueError, match="unknown compressor 'tip_k'; there are error_feedback, "):
+    with pytest.raises(ValueError, match="unknown compressor 'tip_k'; there are .*top_k"):
         from_expression({"compressed_all_gather": {"compressor": {"tip_k": {"ratio": 0.1}}}})
     with pytest.raises(ValueError, match="must be a compressor, got AllReduce"):
         from_expression({"compressed_all_gather": {"compressor": {"all_reduce": {}}}})

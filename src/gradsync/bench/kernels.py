@@ -162,6 +162,25 @@ def count_above(g: torch.Generator, *, size: int, threshold: float) -> Work:
     return Work(lambda module: module.count_above(x, bound, counts), [counts], tensor_bytes(x, counts))
 
 
+def random_k(g: torch.Generator, *, size: int, density: float, block: int) -> Work:
+    """Elements of a dense tensor that are drawn, and nothing of it read."""
+    count = round(density * size / block)
+    indices = torch.zeros(count * block, dtype=torch.int32)
+    sections = Sections((size,), (0,), (int(torch.randint(2**62, (), generator=g)),))
+    return Work(
+        lambda module: module.random_k(sections, [count], indices, block=block), [indices], tensor_bytes(indices)
+    )
+
+
+def hadamard(g: torch.Generator, *, size: int, chunk: int, inverse: bool) -> Work:
+    """A dense tensor rotated at random, or back."""
+    x, out = torch.randn(size, generator=g), torch.zeros(size)
+    sections = Sections((size,), (0,), (int(torch.randint(2**62, (), generator=g)),))
+    return Work(
+        lambda module: module.hadamard(x, sections, out, chunk=chunk, inverse=inverse), [out], tensor_bytes(x, out)
+    )
+
+
 def _bitmap(g: torch.Generator, size: int, density: float) -> tuple[Tensor, Tensor]:
     indices, words = some_of(size, density, g), torch.zeros(-(-size // 64), dtype=torch.int64)
     automatic.encode_bitmap(indices, size, words)
@@ -413,7 +432,7 @@ WORK: dict[str, Callable[..., Work]] = {
         count_bits, encode_offsets, decode_offsets, partition_elements, unite_elements,
         join_elements, partition_rotated, rotated_index, owners_by_hash,
         partition_hashed, owned_by_hash, positions_in, hierarchical_hash, top_k, select_above, count_above, narrow,
-        quantize, block_scales, dequantize,
+        quantize, block_scales, dequantize, random_k, hadamard,
     )
 }  # fmt: skip
 _TABLE = {"ranks": 8, "size": 1_250_000, "dtype": "float32"}  # an eighth of ten million rows: one of 8 owners' share
@@ -476,6 +495,10 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (  # kernel, parameters of its w
     ("top_k", {"size": 8 * _BITS, "density": 0.001}),
     ("top_k", {"size": 100 * 5000, "density": 0.01, "feedback": True, "sections": 100}),
     ("top_k", {"size": 8 * _BITS, "density": 0.01}),
+    ("random_k", {"size": _DENSE, "density": 0.01, "block": 1}),
+    ("random_k", {"size": _DENSE, "density": 0.01, "block": 64}),
+    ("hadamard", {"size": 8 * _BITS, "chunk": 4096, "inverse": False}),
+    ("hadamard", {"size": 8 * _BITS, "chunk": 4096, "inverse": True}),
     ("top_k", {"size": 8 * _BITS, "density": 0.01, "feedback": True}),
     ("select_above", {"size": 8 * _BITS, "threshold": 3.5, "feedback": True}),
     ("count_above", {"size": 8 * _BITS, "threshold": 2.5}),

@@ -20,6 +20,7 @@ from ..schemes import (
     CompressedAllReduce,
     CompressedTwoWay,
     HalfPrecision,
+    PowerSGD,
     Scheme,
     Sparsified,
 )
@@ -34,6 +35,7 @@ SchemeOf = Callable[[FlatSpec, int], Scheme[Any]]  # of a dense bucket among so 
 DENSE_SCHEMES: dict[str, Scheme[Any]] = {
     "bf16": HalfPrecision(values="bfloat16"),
     "fp16": HalfPrecision(values="float16"),
+    **{f"powersgd{rank}": PowerSGD(rank) for rank in (1, 2, 4)},
 }
 
 

@@ -30,8 +30,13 @@ from .quantize import Natural as Natural
 from .quantize import SharedBlockInt as SharedBlockInt
 from .quantize import SharedTernGrad as SharedTernGrad
 from .quantize import TernGrad as TernGrad
+from .randomk import RandomK as RandomK
+from .sketch import CountSketch as CountSketch
+from .sketch import SketchML as SketchML
 from .sparsify import BlockTopK as BlockTopK
 from .sparsify import TopK as TopK
 from .threshold import GaussianK as GaussianK
 from .threshold import Threshold as Threshold
+from .transform import THC as THC
+from .transform import DCTTopK as DCTTopK
 from .warmup import Warmup as Warmup

@@ -195,8 +195,10 @@ class Compressor(Nameable, ABC, Generic[P]):
         """The size of what `compress` makes of a tensor of `spec` at that step."""
 
     def remainder(self, x: Tensor, payload: P) -> Tensor:
-        """What the payload leaves of `x`, whose dtype may be a wider one; overwrites `x`."""
-        return x.sub_(self.decompress(payload))
+        """What the payload, as it is summed, leaves of `x`, whose dtype may be a wider one; overwrites `x`."""
+        sent = torch.empty_like(x)
+        self.sum_into(sent, [payload])
+        return x.sub_(sent)
 
 
 class Sparsifier(Compressor[SparseMessage]):

@@ -25,9 +25,10 @@ class Unbiased:
 
 @dataclass(frozen=True)
 class Contraction:
-    """E |C(x) - x|^2 <= (1 - delta) |x|^2 with 0 < delta <= 1. Biased: it needs error feedback."""
+    """|C(x) - x|^2 <= (1 - delta) |x|^2 with 0 < delta <= 1. Biased: it needs error feedback."""
 
     delta: float
+    in_expectation: bool = False  # over what the compressor draws; else for every draw
 
     def __post_init__(self) -> None:
         if not 0 < self.delta <= 1:

@@ -16,6 +16,7 @@ Stripes = Sequence[tuple[int, int]]  # [start, stop) of columns
 
 INT32_INDICES = 2**31  # tables up to this size have indices that fit int32
 MAX_OWNERS = 2**16
+MAX_ROTATED = 2**13  # elements of a chunk that a level-1 cache holds
 OFFSET_BITS = (8, 16)
 PADDING_BYTES = 8  # less than so many may follow packed positions
 WORD_BITS = 64  # of a bitmap
@@ -132,6 +133,11 @@ def check_index_out(name: str, out: Tensor, count: int, bound: int) -> None:
     check_shape(name, out, count)
     if out.dtype == torch.int32 and bound > INT32_INDICES:
         raise ValueError(f"{name} of int32 cannot hold indices up to {bound - 1}: use int64")
+
+
+def check_sections(name: str, tensor: Tensor, sections: Sections) -> None:
+    """Refuses a tensor that is not flat and as long as its sections are together."""
+    check_shape(name, tensor, sum(sections.lengths))
 
 
 def check_stripes(name: str, tensors: Sequence[Tensor], stripes: Stripes, rows: int, dim: int) -> None:

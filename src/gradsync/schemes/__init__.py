@@ -28,6 +28,7 @@ from .points import SPLIT_OF_ELEMENTS as SPLIT_OF_ELEMENTS
 from .points import SPLIT_OF_ROWS as SPLIT_OF_ROWS
 from .points import ElementPoint as ElementPoint
 from .points import RowPoint as RowPoint
+from .powersgd import PowerSGD as PowerSGD
 from .precision import HalfPrecision as HalfPrecision
 from .regions import OkTopkLike as OkTopkLike
 from .scatter import SparseReduceScatter as SparseReduceScatter

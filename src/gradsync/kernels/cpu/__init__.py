@@ -21,6 +21,7 @@ from gradsync.kernels.cpu.largest import count_above, select_above, top_k
 from gradsync.kernels.cpu.offsets import decode_offsets, encode_offsets
 from gradsync.kernels.cpu.parts import join_elements, partition_elements, unite_elements
 from gradsync.kernels.cpu.quantize import block_scales, dequantize, quantize
+from gradsync.kernels.cpu.randomized import hadamard, random_k
 from gradsync.kernels.cpu.rotated import partition_rotated, rotated_index
 from gradsync.kernels.cpu.rows import (
     NonzeroRows,
@@ -44,6 +45,7 @@ __all__ = [
     "dequantize",
     "encode_bitmap",
     "encode_offsets",
+    "hadamard",
     "hierarchical_hash",
     "join_columns",
     "join_elements",
@@ -58,6 +60,7 @@ __all__ = [
     "partition_rotated",
     "positions_in",
     "quantize",
+    "random_k",
     "rotated_index",
     "scatter_rows",
     "select_above",

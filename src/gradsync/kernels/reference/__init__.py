@@ -5,7 +5,7 @@ Runs on any device and dtype, so it is also the fallback. `gradsync.kernels` say
 
 from gradsync.kernels.in_steps import Steps
 from gradsync.kernels.reference.convert import narrow
-from gradsync.kernels.reference.draws import draws, uniform
+from gradsync.kernels.reference.draws import draws, draws_at, uniform
 from gradsync.kernels.reference.elements import (
     NonzeroElements,
     count_bits,
@@ -24,6 +24,7 @@ from gradsync.kernels.reference.hierarchy import hierarchical_hash
 from gradsync.kernels.reference.largest import count_above, select_above, top_k
 from gradsync.kernels.reference.offsets import decode_offsets, encode_offsets
 from gradsync.kernels.reference.quantize import block_scales, dequantize, quantize
+from gradsync.kernels.reference.randomized import hadamard, random_k
 from gradsync.kernels.reference.rotated import (
     RotatedPartition,
     join_rotated,
@@ -70,8 +71,10 @@ __all__ = [
     "decode_offsets",
     "dequantize",
     "draws",
+    "draws_at",
     "encode_bitmap",
     "encode_offsets",
+    "hadamard",
     "hierarchical_hash",
     "join_columns",
     "join_elements",
@@ -85,6 +88,7 @@ __all__ = [
     "partition_rotated",
     "positions_in",
     "quantize",
+    "random_k",
     "rotated_index",
     "rotation",
     "scatter_rows",

@@ -10,7 +10,11 @@ _LOW = (1 << 32) - 1  # all 32 bits
 
 def draws(seed: int, start: int, count: int, device: torch.device | None = None) -> Tensor:
     """(count,) int64 in [0, 2^32): those of places `start` and on of a tensor with this seed of 64 bits."""
-    places = torch.arange(start, start + count, device=device)
+    return draws_at(torch.arange(start, start + count, device=device), seed)
+
+
+def draws_at(places: Tensor, seed: int) -> Tensor:
+    """As `draws`, of any places, int64."""
     lower, upper = places & _LOW, places >> 32
     added = (seed >> 32 & _LOW) + upper * 0x9E3779B9
     return _mix(_mix(lower ^ (seed & _LOW)) + added)

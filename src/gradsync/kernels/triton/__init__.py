@@ -27,6 +27,7 @@ from gradsync.kernels.triton.hierarchy import hierarchical_hash
 from gradsync.kernels.triton.largest import top_k
 from gradsync.kernels.triton.offsets import decode_offsets, encode_offsets
 from gradsync.kernels.triton.quantize import block_scales, dequantize, quantize
+from gradsync.kernels.triton.randomized import hadamard, random_k
 from gradsync.kernels.triton.rotated import join_rotated, partition_rotated, rotated_index
 from gradsync.kernels.triton.rows import (
     NonzeroRows,
@@ -64,6 +65,7 @@ __all__ = [
     "dequantize",
     "encode_bitmap",
     "encode_offsets",
+    "hadamard",
     "hierarchical_hash",
     "join_columns",
     "join_elements",
@@ -77,6 +79,7 @@ __all__ = [
     "partition_rotated",
     "positions_in",
     "quantize",
+    "random_k",
     "rotated_index",
     "scatter_rows",
     "select_above",

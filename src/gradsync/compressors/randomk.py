@@ -1,0 +1,122 @@
+"""Random sparsifiers: which elements travel is drawn, and depends on no gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..bucket import FlatSpec
+from ..expressions import register
+from ..sparse import SparseVector, index_dtype
+from .base import Payload, SparseMessage, Sparsifier, State, Summand, check_payload, check_tensor, fields, fields_nbytes
+from .law import Contraction, Law, Unbiased
+
+
+@register
+@dataclass(frozen=True)
+class RandomK(Sparsifier):
+    """Keeps random elements of each tensor, in the same share, others at every step. (Stich et al., 2018)
+
+    Of the runs of `block` neighbours in a tensor (of a shorter one: its elements) k = max(1, round(ratio * runs)) are
+    drawn, all different, each element with the same probability; longer runs are read in fewer pieces of memory.
+    `scaled`: elements / kept times what was kept, which is unbiased, with omega = elements / kept - 1, and needs no
+    error feedback. Else as it is: in the mean over the draws a contraction by kept / elements, to be wrapped in
+    ErrorFeedback.
+    `shared`: all ranks draw the same elements, by the tensor's name and the step, so their values can be summed by an
+    all-reduce. Else each rank draws its own; they are independent, so that the mean of n scaled ones has omega / n.
+    Which elements are NaN or infinite makes no difference: they may not be sent.
+    Wire: the kept values; if not shared, and 8 bytes that tell whose draws they are.
+    """
+
+    ratio: float  # kept share, in (0, 1]
+    block: int = 1
+    shared: bool = True
+    scaled: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ratio <= 1:
+            raise ValueError(f"RandomK.ratio must be in (0, 1], got {self.ratio}")
+        if self.block < 1:
+            raise ValueError(f"RandomK.block must be at least 1, got {self.block}")
+        object.__setattr__(self, "payload", Summand if self.shared else SparseMessage)
+
+    def runs(self, numel: int) -> tuple[int, int]:
+        """How many runs are kept of so many elements, and the elements of one."""
+        run = max(1, min(self.block, numel))
+        return min(max(1, round(self.ratio * (numel // run))), numel // run), run
+
+    def kept(self, numel: int) -> int:
+        """Elements that are sent of so many."""
+        count, run = self.runs(numel)
+        return count * run
+
+    def num_kept(self, spec: FlatSpec, step: int = 0) -> int:
+        return sum(map(self.kept, spec.lengths))
+
+    def law(self, spec: FlatSpec) -> Law:
+        delta = min((self.kept(n) / n for n in spec.lengths if n), default=1.0)
+        return Unbiased(1 / delta - 1) if self.scaled else Contraction(delta, in_expectation=True)
+
+    @torch.no_grad()
+    def compress(self, x: Tensor, state: State) -> tuple[Any, State]:
+        check_tensor(x, state)
+        return self._payload(x[self._drawn(state, x.device).long()], state), state.next()
+
+    @torch.no_grad()
+    def compress_with_feedback(self, x: Tensor, residual: Tensor, state: State) -> tuple[Any, Tensor, State]:
+        check_tensor(x, state)
+        left, indices = residual + x, self._drawn(state, x.device)
+        values = left[indices.long()].to(x.dtype)
+        sent = SparseVector(indices, self._decoded(values, state.spec), x.numel())
+        return self._payload(values, state), sent.subtract_from(left), state.next()
+
+    def elements(self, payload: Any) -> SparseVector:
+        check_payload(self, payload)
+        values, stream = self._values(payload), 0
+        if not self.shared:
+            stream = int(fields(payload.data, (torch.int64, 1))[0])
+        state = State(payload.spec, stream, payload.step)
+        return SparseVector(self._drawn(state, values.device), self._decoded(values, payload.spec), payload.spec.numel)
+
+    def nbytes(self, spec: FlatSpec, step: int = 0) -> int:
+        values = spec.dtype, self.num_kept(spec)
+        return fields_nbytes(values) if self.shared else fields_nbytes((torch.int64, 1), values)
+
+    def _drawn(self, state: State, device: torch.device) -> Tensor:
+        """Indices into the flat tensor, ascending."""
+        spec = state.spec
+        indices = torch.empty(self.num_kept(spec), dtype=index_dtype(spec.numel), device=device)
+        counts = [self.runs(length)[0] for length in spec.lengths]
+        kernels.random_k(state.sections(self.seed, shared=self.shared), counts, indices, block=self.block)
+        # Memory is read in order, and the elements of a sparse tensor are in order.
+        words = torch.empty(-(-spec.numel // 64), dtype=torch.int64, device=device)
+        kernels.encode_bitmap(indices, spec.numel, words)
+        kernels.decode_bitmap(words, indices)
+        return indices
+
+    def _payload(self, values: Tensor, state: State) -> Payload:
+        if self.shared:
+            return Summand(self, state.spec, state.step, values)
+        message = values.new_zeros(self.nbytes(state.spec), dtype=torch.uint8)
+        payload = SparseMessage(self, state.spec, state.step, message)
+        fields(message, (torch.int64, 1))[0].fill_(state.stream)
+        self._values(payload).copy_(values)
+        return payload
+
+    def _values(self, payload: Payload) -> Tensor:
+        if self.shared:
+            return payload.data
+        return fields(payload.data, (torch.int64, 1), (payload.spec.dtype, self.num_kept(payload.spec)))[1]
+
+    def _decoded(self, values: Tensor, spec: FlatSpec) -> Tensor:
+        if not self.scaled:
+            return values
+        kept = torch.tensor([self.kept(n) for n in spec.lengths], device=values.device)
+        factors = torch.tensor([n / max(1, self.kept(n)) for n in spec.lengths], device=values.device)
+        wide = values.to(kernels.accumulation_dtype(values.dtype))
+        return (wide * factors.to(wide.dtype).repeat_interleave(kept)).to(values.dtype)

@@ -1,0 +1,223 @@
+"""Sketches: summaries of a tensor, or of its largest elements, that are smaller than what they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..bucket import FlatSpec
+from ..expressions import register
+from ..positions import Positions, smallest
+from ..sparse import SparseVector
+from .base import (
+    Compressor,
+    Field,
+    SparseMessage,
+    Sparsifier,
+    State,
+    Summand,
+    check_payload,
+    check_tensor,
+    fields,
+    fields_nbytes,
+)
+from .law import Biased, Contraction, Law
+from .sparsify import TopK
+
+_GOLDEN = 0x9E3779B97F4A7C15  # the seeds of a tensor's rows are so far apart
+
+
+@register
+@dataclass(frozen=True)
+class SketchML(Sparsifier):
+    """The largest elements of each tensor, each as the mean of a quantile bucket of them. (Jiang et al., 2018)
+
+    Of the k elements that TopK(ratio) takes of a tensor, the negative ones and the others are each cut into buckets of
+    about as many neighbours in value, min(buckets, k) together. An element is told by its bucket, and decodes to the
+    bucket's mean: the sign stays, and so does the order. What the paper adds, a MinMax sketch of the bucket numbers, is
+    not here: a number is a byte as it is.
+    A contraction by k / elements over the largest bucket's size, at most ceil(2 k / buckets); much better where
+    neighbours are alike. Wrap it in ErrorFeedback.
+    Wire: a byte an element, float32 means (float64 for float64), and positions as of TopK.
+    """
+
+    ratio: float  # kept share, in (0, 1]
+    buckets: int = 256
+
+    def __post_init__(self) -> None:
+        TopK(self.ratio)
+        if not 2 <= self.buckets <= 256:
+            raise ValueError(f"SketchML.buckets must be in [2, 256], got {self.buckets}")
+
+    def num_kept(self, spec: FlatSpec, step: int = 0) -> int:
+        return TopK(self.ratio).num_kept(spec, step)
+
+    def law(self, spec: FlatSpec) -> Law:
+        kept = [(TopK(self.ratio).kept(n), n) for n in spec.lengths if n]
+        return Contraction(min((k / n / -(-2 * k // min(self.buckets, k)) for k, n in kept), default=1.0))
+
+    @torch.no_grad()
+    def compress(self, x: Tensor, state: State) -> tuple[SparseMessage, State]:
+        check_tensor(x, state)
+        largest = TopK(self.ratio)
+        sparse = largest.elements(largest.compress(x, state)[0])
+        payload = SparseMessage(self, state.spec, state.step, x.new_zeros(self.nbytes(state.spec), dtype=torch.uint8))
+        positions, means, numbers = self._parts(payload)
+        positions.encode(sparse.indices)
+        taken = offset = 0
+        for length in state.spec.lengths:
+            part = slice(taken, taken + largest.kept(length))
+            buckets = self._buckets(length)
+            means[offset : offset + buckets], numbers[part] = _bucketed(sparse.values[part], buckets)
+            taken, offset = part.stop, offset + buckets
+        return payload, state.next()
+
+    def elements(self, payload: SparseMessage) -> SparseVector:
+        check_payload(self, payload)
+        positions, means, numbers = self._parts(payload)
+        values = torch.empty(len(numbers), dtype=payload.spec.dtype, device=means.device)
+        taken = offset = 0
+        for length in payload.spec.lengths:
+            part = slice(taken, taken + TopK(self.ratio).kept(length))
+            buckets = self._buckets(length)
+            bucket = numbers[part].long()
+            if bool((bucket >= buckets).any()):
+                raise ValueError(f"a payload of {self} names a bucket that is none of {buckets}")
+            values[part] = means[offset : offset + buckets][bucket].to(values.dtype)
+            taken, offset = part.stop, offset + buckets
+        return SparseVector(positions.decode(), values, payload.spec.numel)
+
+    def nbytes(self, spec: FlatSpec, step: int = 0) -> int:
+        return fields_nbytes(*self._layout(spec))
+
+    def _buckets(self, numel: int) -> int:
+        return min(self.buckets, TopK(self.ratio).kept(numel))
+
+    def _layout(self, spec: FlatSpec) -> tuple[Field, ...]:
+        count = self.num_kept(spec)
+        positions = int(smallest(count, spec.numel).nbytes(count, spec.numel))
+        means = kernels.accumulation_dtype(spec.dtype), sum(map(self._buckets, spec.lengths))
+        return (torch.uint8, positions), means, (torch.uint8, count)
+
+    def _parts(self, payload: SparseMessage) -> tuple[Positions, Tensor, Tensor]:
+        """Positions, means and bucket numbers, as views of the message."""
+        spec, count = payload.spec, self.num_kept(payload.spec)
+        packed, means, numbers = fields(payload.data, *self._layout(spec))
+        return Positions(packed, count, spec.numel, smallest(count, spec.numel)), means, numbers
+
+
+def _bucketed(values: Tensor, buckets: int) -> tuple[Tensor, Tensor]:
+    """The means of the buckets, ascending, float64, and (k,) int64: of each value, which bucket it is in."""
+    count = len(values)
+    ascending, order = values.double().sort(stable=True)
+    ranks = torch.arange(count, device=values.device)
+    negative = (ascending < 0).sum()
+    other = count - negative
+    below = (negative * buckets + count // 2) // max(1, count)  # buckets of the negative ones
+    below = below.clamp(min=(negative > 0).long(), max=buckets - (other > 0).long())
+    lower = ranks * below // negative.clamp(min=1)
+    upper = below + (ranks - negative) * (buckets - below) // other.clamp(min=1)
+    bucket = torch.where(ranks < negative, lower, upper)
+    sums = torch.zeros(buckets, dtype=torch.float64, device=values.device).index_add_(0, bucket, ascending)
+    sizes = torch.zeros_like(sums).index_add_(0, bucket, torch.ones_like(ascending))
+    return sums / sizes.clamp(min=1), torch.empty_like(order).index_copy_(0, order, bucket)
+
+
+@register
+@dataclass(frozen=True)
+class CountSketch(Compressor[Summand]):
+    """Counters that each stand for many elements, summed by an all-reduce. (FetchSGD: Rothchild et al., 2020)
+
+    Each of `rows` hashes, by the tensor's name and the step, gives every element a counter of its row and a sign; the
+    counter adds up its elements with their signs. An element's estimate is the median over the rows of its counters
+    with its signs, and the `keep` largest estimates of a tensor are what comes back, the others zero.
+    Counters are linear, what they decode to is not: the sum of the counters of all ranks decodes to what is large in
+    the sum of the tensors, not to the sum of what each would decode to. The error is small only with a probability
+    that grows with `rows`, and relative to the norm of what is not large: wrap it in ErrorFeedback.
+    NaN and infinity reach the elements that share a counter with them in most rows.
+    Wire: float32 counters (float64 for float64), together `ratio` of the elements, at least one a row.
+    """
+
+    payload = Summand
+
+    ratio: float  # counters for each element, in (0, 1]
+    keep: float  # elements that are kept, in (0, 1]
+    rows: int = 5
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, share in (("ratio", self.ratio), ("keep", self.keep)):
+            if not 0 < share <= 1:
+                raise ValueError(f"CountSketch.{name} must be in (0, 1], got {share}")
+        if self.rows < 1 or self.rows % 2 == 0:
+            raise ValueError(f"CountSketch.rows must be odd and positive, got {self.rows}")
+
+    def columns(self, numel: int) -> int:
+        """Counters of a row."""
+        return max(1, round(self.ratio * numel / self.rows)) if numel else 0
+
+    def num_kept(self, spec: FlatSpec, step: int = 0) -> int:
+        return TopK(self.keep).num_kept(spec, step)
+
+    def number_dtype(self, spec: FlatSpec) -> torch.dtype:
+        return kernels.accumulation_dtype(spec.dtype)
+
+    def law(self, spec: FlatSpec) -> Law:
+        return Biased("estimates are near with a probability only, relative to the norm of all elements")
+
+    @torch.no_grad()
+    def compress(self, x: Tensor, state: State) -> tuple[Summand, State]:
+        check_tensor(x, state)
+        counters = [x.new_empty(0, dtype=self.number_dtype(state.spec))]
+        for part, hashes in zip(x.split(state.spec.lengths), self._hashes(state, x.device), strict=True):
+            columns = self.columns(len(part))
+            for column, sign in hashes:
+                row = x.new_zeros(columns, dtype=counters[0].dtype)
+                counters.append(row.index_add_(0, column, part * sign.to(row.dtype)))
+        return Summand(self, state.spec, state.step, torch.cat(counters)), state.next()
+
+    def decompress(self, payload: Summand) -> Tensor:
+        check_payload(self, payload)
+        spec = payload.spec
+        out = torch.zeros(spec.numel, dtype=spec.dtype, device=payload.data.device)
+        begin = offset = 0
+        state = State(spec, step=payload.step)
+        for length, hashes in zip(spec.lengths, self._hashes(state, out.device), strict=True):
+            columns, estimates = self.columns(length), []
+            for column, sign in hashes:
+                estimates.append(payload.data[begin : begin + columns][column] * sign)
+                begin += columns
+            estimate = torch.stack(estimates).median(dim=0).values.to(spec.dtype)
+            largest = torch.empty(TopK(self.keep).kept(length), dtype=torch.int64, device=out.device)
+            values = estimate.new_empty(len(largest))
+            kernels.top_k(estimate, largest, values)
+            out[offset + largest] = values
+            offset += length
+        return out
+
+    def sum_into(self, out: Tensor, payloads: Sequence[Summand], scale: float = 1.0) -> None:
+        """Decodes the sum of the counters."""
+        total = payloads[0].data.clone()
+        for payload in payloads[1:]:
+            check_payload(self, payload)
+            total += payload.data
+        summed = Summand(self, payloads[0].spec.with_dtype(total.dtype), payloads[0].step, total)
+        out.copy_(self.decompress(summed).mul_(scale))
+
+    def nbytes(self, spec: FlatSpec, step: int = 0) -> int:
+        return self.rows * sum(map(self.columns, spec.lengths)) * self.number_dtype(spec).itemsize
+
+    def _hashes(self, state: State, device: torch.device) -> list[list[tuple[Tensor, Tensor]]]:
+        """For each tensor and row, the column and the sign, -1 or 1, of every element."""
+        sections = state.sections(self.seed, shared=True)
+        found = []
+        for length, start, seed in zip(sections.lengths, sections.starts, sections.seeds, strict=True):
+            places = torch.arange(start, start + length, device=device)
+            keys = ((seed + row * _GOLDEN) % 2**64 for row in range(self.rows))
+            rows = (kernels.reference.draws_at(places, key) for key in keys)
+            found.append([(drawn * self.columns(length) >> 32, 1 - 2 * (drawn & 1)) for drawn in rows])
+        return found

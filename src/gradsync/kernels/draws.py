@@ -1,0 +1,108 @@
+"""What is drawn for whole sections, worked out before the first element: the same for every implementation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from gradsync.kernels.checks import MAX_ROTATED, Sections
+
+_WORD = 2**32 - 1
+GOLDEN = 0x9E3779B9
+MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
+
+
+def mixed(h: int) -> int:
+    """32 bits, each of which depends on all of `h` (Wellons' lowbias32)."""
+    h = (h ^ h >> 16) * MULTIPLIERS[0] & _WORD
+    h = (h ^ h >> 15) * MULTIPLIERS[1] & _WORD
+    return h ^ h >> 16
+
+
+def draw(place: int, seed: int) -> int:
+    """32 bits for one element; see `gradsync.kernels.reference.draws`."""
+    first = mixed((place ^ seed) & _WORD)
+    return mixed(first + (seed >> 32) + (place >> 32) * GOLDEN & _WORD)
+
+
+class RunDraw(NamedTuple):
+    """How `taken` of a section's `runs` of neighbours are drawn: by a permutation of [0, a) x [0, b)."""
+
+    offset: int  # of the section in the flat tensor
+    length: int
+    taken: int
+    run: int  # elements of one
+    runs: int
+    shift: int  # where the first run begins; the section is a ring to them
+    a: int
+    b: int
+    key: int
+
+
+def run_draws(sections: Sections, counts: Sequence[int], block: int) -> list[RunDraw]:
+    """One for each section.
+
+    Raises:
+        ValueError: no seeds, more runs than there are, or a block that is not positive.
+    """
+    if block < 1:
+        raise ValueError(f"block must be at least 1, got {block}")
+    if len(sections.seeds) != len(sections.lengths):
+        raise ValueError(f"random_k draws: it needs a seed for each of {len(sections.lengths)} sections, got none")
+    if len(counts) != len(sections.lengths):
+        raise ValueError(f"counts must be one for each of {len(sections.lengths)} sections, got {len(counts)}")
+    found, offset = [], 0
+    starts = sections.starts or (0,) * len(counts)
+    for length, start, seed, count in zip(sections.lengths, starts, sections.seeds, counts, strict=True):
+        run = max(1, min(block, length))
+        runs = length // run
+        if not 0 <= count <= runs:
+            raise ValueError(f"counts must be at most the runs of {run} in {length} elements, {runs}, got {count}")
+        a = max(1, math.isqrt(max(runs - 1, 0)) + 1)
+        shift = draw(start, seed) * length >> 32 if run > 1 else 0
+        key = draw(start, seed ^ _WORD) << 32 | draw(start, seed)  # of parts of one tensor, each its own
+        found.append(RunDraw(offset, length, count, run, runs, shift, a, max(1, -(-runs // a)), key))
+        offset += length
+    return found
+
+
+class Rotation(NamedTuple):
+    """`chunks`, one after the other, of 2^bits elements that are rotated together."""
+
+    begin: int  # in the flat tensor
+    place: int  # in its tensor
+    seed: int
+    bits: int
+    chunks: int
+
+
+def rotations(sections: Sections, chunk: int) -> Iterator[Rotation]:
+    """Of each section, as many chunks of `chunk` elements as there are, then powers of two in descending order."""
+    begin = 0
+    starts = sections.starts or (0,) * len(sections.lengths)
+    for length, start, seed in zip(sections.lengths, starts, sections.seeds, strict=True):
+        done = 0
+        while done < length:
+            bits = min(chunk, length - done).bit_length() - 1
+            count = length - done >> bits  # one, where it is not a whole `chunk`
+            yield Rotation(begin + done, start + done, seed, bits, count)
+            done += count << bits
+        begin += length
+
+
+def rotation_sizes(lengths: Sequence[int], chunk: int) -> list[int]:
+    """Elements of each chunk that `hadamard` rotates."""
+    sections = Sections(tuple(lengths), seeds=(0,) * len(lengths))
+    check_rotation(sections, chunk)
+    return [1 << rotation.bits for rotation in rotations(sections, chunk) for _ in range(rotation.chunks)]
+
+
+def check_rotation(sections: Sections, chunk: int) -> None:
+    """Refuses chunks that are not powers of two in [1, MAX_ROTATED], and sections without seeds."""
+    if not 1 <= chunk <= MAX_ROTATED or chunk & (chunk - 1):
+        raise ValueError(f"chunk must be a power of two up to {MAX_ROTATED}, got {chunk}")
+    if len(sections.seeds) != len(sections.lengths):
+        raise ValueError(
+            f"hadamard draws signs: it needs a seed for each of {len(sections.lengths)} sections, got none"
+        )

@@ -1,0 +1,351 @@
+"""PowerSGD: gradients as products of two thin factors, which an all-reduce sums (Vogels et al., NeurIPS 2019).
+
+Factors are kept by rows, P as (rank, rows) and Q as (rank, columns): products with a wide matrix are then as fast as
+its memory allows, where columns cost two to three times as much. Matrices of one shape that lie evenly spaced in the
+bucket, as those of equal layers do, are views of it and take one call together.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..bucket import Bucket, FlatSpec, Layout, TensorSpec
+from ..cluster import Placement
+from ..comm import Group
+from ..compressors import State as CompressorState
+from ..density import DensityProfile
+from ..expressions import register
+from ..steps import Compute, Pattern, Step, Transfer
+from .base import Scheme, State
+from .compressed import SENT, parted
+from .dense import even_ranges
+
+RESIDUAL, Q = "residual", "q"  # what is kept: for each element, and for each segment
+MATRICES = ("tensors", "bucket")
+
+
+@register
+@dataclass(frozen=True)
+class PowerSGD(Scheme[Tensor]):
+    """One step of power iteration a training step on each matrix, from where the last one ended. Not exact.
+
+    With M a rank's gradient and what it has not sent yet: P = sum over the ranks of M Q, made orthonormal; Q = sum of
+    M^T P; the result is `scale` P Q^T, and this Q is where the next step begins (warm start). So the result is the
+    projection of the ranks' sum: n ranks do what one would do with the sum, and what has rank `rank` arrives as it is.
+
+    A tensor of two or more dimensions is a matrix of its first one by all others, and is compressed if it has at least
+    `min_compression` times as many elements as its factors. Everything else, also tensors that the plan cuts, travels
+    as it is in the same message as P: one all-reduce each for P and for Q.
+
+    Each rank keeps what its own factors leave of its M, M - P (M^T P)^T, and adds it to the next gradient. In the sum
+    over the ranks, sent + residual = gradient + residual before; of one rank, the residual is never larger than M, as
+    P is orthonormal. (M less the average of what all sent, which torch's hook keeps, has the same sum; but there each
+    rank's difference from the mean is never sent and grows like a random walk. Ours also needs no other rank's Q: it is
+    made while these are on their way.) A column of Q that comes out zero stays what it was: a gradient that was zero
+    once is not given up.
+
+    `matrices="bucket"` takes the whole bucket for one matrix, as square as it can be (torch's `batched_powerSGD_hook`).
+    That is two products a bucket, with factors of about 2 `rank` times the root of its elements. But it approximates
+    rows cut from unrelated tensors, biases too: far less accurate for the same rank, dependent on the plan's buckets,
+    and its Q begins anew where these change.
+
+    `start_step`: the first steps are dense; each half of the bucket has a turn. So is a bucket without matrices.
+    Factors and what travels with them are float32, for 16-bit gradients too (float64 for float64).
+    Wire: 2(n-1)/n of rank (rows + columns) numbers for each matrix, and of all else.
+    """
+
+    rank: int = 2
+    min_compression: float = 2.0
+    matrices: str = "tensors"  # or "bucket"
+    start_step: int = 0
+    seed: int = 0  # of the first Q, which also depends on the tensor's name
+
+    name = "powersgd"
+    layout = Layout.FLAT
+    exact = False
+
+    def __post_init__(self) -> None:
+        for setting, least in (("rank", 1), ("start_step", 0), ("seed", 0)):
+            given = getattr(self, setting)
+            if type(given) is not int or given < least:
+                raise ValueError(f"PowerSGD.{setting} must be a whole number of at least {least}, got {given!r}")
+        given = self.min_compression
+        if not isinstance(given, int | float) or not 1 <= given < math.inf:
+            raise ValueError(f"PowerSGD.min_compression must be a number of at least 1, got {given!r}")
+        if self.matrices not in MATRICES:
+            raise ValueError(f"PowerSGD.matrices must be one of {', '.join(MATRICES)}, got {self.matrices!r}")
+
+    @property
+    def title(self) -> str:
+        return f"{self.name} of rank {self.rank}" + (" on whole buckets" if self.matrices == "bucket" else "")
+
+    @property
+    def carries_flags(self) -> bool:
+        return True
+
+    def check(self, specs: tuple[TensorSpec, ...]) -> None:
+        """
+        Raises:
+            ValueError: for element types that have no low-rank factors.
+        """
+        (flat,) = specs
+        if not flat.dtype.is_floating_point:
+            raise ValueError(f"{self.name} is for floating-point gradients, got {flat}")
+
+    def stages(self, size: int) -> tuple[str, ...]:
+        return ("p", "q")
+
+    def init(self, bucket: Bucket, group: Group) -> State:
+        spec = bucket.flat_spec
+        dtype, parts = kernels.accumulation_dtype(spec.dtype), self.parts_of(spec)
+        fresh = FactoredState(spec, group.rank, parts=parts)
+        factors = [torch.empty(0, dtype=dtype)] * len(spec.segments)
+        seeds = fresh.sections(self.seed, shared=True).seeds
+        for run in parts.runs:
+            for place in run.places:
+                generator = torch.Generator().manual_seed(seeds[place])
+                factors[place] = torch.randn(self.rank * run.columns, generator=generator, dtype=dtype)
+        residual = torch.zeros(spec.numel, dtype=dtype)
+        return {SENT: (replace(fresh, elements={RESIDUAL: residual}, tensors={Q: tuple(factors)}),)}
+
+    async def synchronize(self, x: Tensor, state: State, group: Group, scale: float) -> tuple[Tensor, State]:
+        own = cast(FactoredState, state[SENT][0])
+        parts, residual = own.parts, own.elements[RESIDUAL].to(x.device)
+        values, behind = x[: own.spec.numel], x[own.spec.numel :]
+        kept = own.spare.room_like(residual)
+        torch.add(values, residual, out=kept)  # M, of which the end of the step leaves what was not sent
+        spare = Spare.of(residual)
+        if not self._compresses(parts, own.step):
+            values.copy_(kept)
+            left = kept.sub_(values)  # what 16 bits cannot hold
+            x.mul_(scale)
+            # All-reduce, one half after the other.
+            for half in x.split(even_ranges(x.numel(), 2)):
+                await group.all_reduce(half)
+            return x, {SENT: (own.next(elements={RESIDUAL: left}, spare=spare),)}
+
+        matrices, dense = parts.matrices(kept), parts.dense(kept)
+        before = parts.joined(own.tensors[Q], x.device)
+        message = kept.new_empty(self._message_numel(parts) + len(behind))
+        p_numel = self.rank * parts.num_rows
+        p_sums, others = message[:p_numel], message[p_numel:]
+        ps = parts.factors(p_sums, self.rank, of_rows=True)
+        for p, q, m in zip(ps, self._qs(parts, before), matrices, strict=True):
+            torch.bmm(q, m.mT, out=p)
+        torch.cat([*dense, behind.to(kept.dtype)], out=others)
+        # All-reduce: P, what is not compressed, and the flags.
+        await group.all_reduce(message)
+        # By reflections: a column that is zero, or depends on others, becomes one that is orthonormal to them.
+        ps = [torch.linalg.qr(p.mT)[0] for p in ps]
+        own_q = torch.empty_like(before)
+        for p, q, m in zip(ps, self._qs(parts, own_q), matrices, strict=True):
+            torch.bmm(p.mT, m, out=q)
+        # All-reduce: Q. What this rank leaves needs only its own.
+        arriving = group.all_reduce(own_q.clone())
+        for p, q, m in zip(ps, self._qs(parts, own_q), matrices, strict=True):
+            m.baddbmm_(p, q, alpha=-1)
+        torch._foreach_zero_(dense)
+        others.mul_(scale)
+        summed = await arriving
+
+        sums = values if values.dtype is kept.dtype else torch.empty_like(kept)
+        for p, q, m in zip(ps, self._qs(parts, summed * scale), parts.matrices(sums), strict=True):
+            torch.bmm(p, q, out=m)
+        if sums is not values:
+            values.copy_(sums)
+        torch._foreach_copy_([*parts.dense(values), behind], others.split([*parts.dense_lengths, len(behind)]))
+        after = torch.empty_like(summed)
+        for q, new, old in zip(*(self._qs(parts, each) for each in (after, summed, before)), strict=True):
+            torch.where(new.any(dim=2, keepdim=True), new, old, out=q)
+        factors = parts.by_segment(after, self.rank)
+        return x, {SENT: (own.next(elements={RESIDUAL: kept}, tensors={Q: factors}, spare=spare),)}
+
+    def steps(
+        self,
+        specs: tuple[TensorSpec, ...],
+        profiles: tuple[DensityProfile, ...],
+        placement: Placement,
+        round: int = 0,
+    ) -> tuple[Step, ...]:
+        spec, behind = parted(specs)
+        n, parts = placement.size, self.parts_of(spec)
+        if not self._compresses(parts, round):
+            first, second = (float(length * spec.itemsize) for length in even_ranges(spec.numel + behind, 2))
+            return (
+                Compute("scale", 4 * spec.nbytes),
+                Transfer("p", Pattern.ALL_REDUCE, (first,) * n),
+                Transfer("q", Pattern.ALL_REDUCE, (second,) * n),
+            )
+        itemsize = kernels.accumulation_dtype(spec.dtype).itemsize
+        numel, p_bytes = itemsize * spec.numel, itemsize * (self._message_numel(parts) + behind)
+        q_bytes = itemsize * self.rank * parts.num_columns
+        return (
+            Compute("low_rank_rows", float(spec.nbytes + 3 * numel + p_bytes)),
+            Transfer("p", Pattern.ALL_REDUCE, (float(p_bytes),) * n),
+            Compute("low_rank_columns", float(numel + p_bytes + q_bytes)),
+            Transfer("q", Pattern.ALL_REDUCE, (float(q_bytes),) * n),
+            Compute("low_rank_product", float(2 * numel + spec.nbytes + p_bytes + q_bytes)),
+        )
+
+    def parts_of(self, spec: FlatSpec) -> Parts:
+        """Which elements of a flat tensor are compressed together, and which are not."""
+        by_shape: dict[tuple[int, int], list[tuple[int, int]]] = {}  # where matrices begin, and in which segment
+        for offset, place, rows, columns in self._matrices(spec):
+            if rows * columns >= self.min_compression * self.rank * (rows + columns):
+                by_shape.setdefault((rows, columns), []).append((offset, place))
+        runs = [
+            Run(rows, columns, offsets[0], offsets[1] - offsets[0] if len(offsets) > 1 else rows * columns, places)
+            for (rows, columns), found in by_shape.items()
+            for offsets, places in _evenly_spaced(found)
+        ]
+        taken = sorted((run.offset + i * run.spacing, run.rows * run.columns) for run in runs for i in range(run.count))
+        gaps, end = [], 0
+        for offset, numel in taken:
+            gaps += [offset - end, numel]
+            end = offset + numel
+        return Parts(tuple(runs), (*gaps, spec.numel - end), len(spec.segments))
+
+    def _matrices(self, spec: FlatSpec) -> Iterator[tuple[int, int, int, int]]:
+        """(offset, segment, rows, columns) of what may be compressed."""
+        if self.matrices == "bucket":
+            side = max(math.isqrt(spec.numel), 1)
+            yield 0, 0, spec.numel // side, side
+            return
+        offset = 0
+        for place, (shape, numel) in enumerate(zip(spec.shapes, spec.lengths, strict=True)):
+            if len(shape) > 1 and numel:
+                yield offset, place, shape[0], numel // shape[0]
+            offset += numel
+
+    def _compresses(self, parts: Parts, step: int) -> bool:
+        return step >= self.start_step and bool(parts.runs)
+
+    def _message_numel(self, parts: Parts) -> int:
+        """Of P and what is not compressed."""
+        return self.rank * parts.num_rows + sum(parts.dense_lengths)
+
+    def _qs(self, parts: Parts, flat: Tensor) -> list[Tensor]:
+        return parts.factors(flat, self.rank, of_rows=False)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Matrices of one shape, evenly spaced in a flat tensor."""
+
+    rows: int
+    columns: int
+    offset: int
+    spacing: int  # from where one begins to where the next one does
+    places: tuple[int, ...]  # the segments they are
+
+    @property
+    def count(self) -> int:
+        return len(self.places)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What of a flat tensor is compressed together, and what is not. Factors lie run by run."""
+
+    runs: tuple[Run, ...] = ()
+    lengths: tuple[int, ...] = ()  # of what is not compressed and what is, in turns
+    num_segments: int = 0
+
+    @cached_property
+    def num_rows(self) -> int:
+        return sum(run.count * run.rows for run in self.runs)
+
+    @cached_property
+    def num_columns(self) -> int:
+        return sum(run.count * run.columns for run in self.runs)
+
+    @property
+    def dense_lengths(self) -> tuple[int, ...]:
+        return self.lengths[::2]
+
+    def matrices(self, flat: Tensor) -> list[Tensor]:
+        """Views of each run, (count, rows, columns)."""
+        start = flat.storage_offset()
+        return [
+            flat.as_strided((run.count, run.rows, run.columns), (run.spacing, run.columns, 1), start + run.offset)
+            for run in self.runs
+        ]
+
+    def dense(self, flat: Tensor) -> list[Tensor]:
+        """Views of what is not compressed; one at least, empty ones among them."""
+        return list(flat.split(self.lengths)[::2])
+
+    def factors(self, flat: Tensor, rank: int, *, of_rows: bool) -> list[Tensor]:
+        """Views of each run's factors, (count, rank, rows or columns)."""
+        lengths = [run.rows if of_rows else run.columns for run in self.runs]
+        numels = [run.count * rank * length for run, length in zip(self.runs, lengths, strict=True)]
+        views = zip(flat.split(numels), self.runs, lengths, strict=True)
+        return [view.view(run.count, rank, length) for view, run, length in views]
+
+    def joined(self, factors: Sequence[Tensor], device: torch.device) -> Tensor:
+        """Those of each segment, run by run."""
+        return torch.cat([factors[place] for place in self._places]).to(device)
+
+    def by_segment(self, flat: Tensor, rank: int) -> tuple[Tensor, ...]:
+        """Those of each segment, (rank * columns,); empty for what has none."""
+        factors = [flat[:0]] * self.num_segments
+        numels = [rank * run.columns for run in self.runs for _ in run.places]
+        for place, factor in zip(self._places, flat.split(numels), strict=True):
+            factors[place] = factor
+        return tuple(factors)
+
+    @cached_property
+    def _places(self) -> list[int]:
+        return [place for run in self.runs for place in run.places]
+
+
+@dataclass(frozen=True)
+class Spare:
+    """The memory of a tensor, for another one as soon as nobody holds that one: to ask the host for new pages would
+    cost as much as all products of a step. What devices cost less for is asked for anew.
+    """
+
+    memory: Tensor | None = None
+    tensor: weakref.ref[Tensor] | None = None
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Spare:
+        """`tensor`, which others hold."""
+        return cls(tensor.detach(), weakref.ref(tensor)) if tensor.device.type == "cpu" else cls()
+
+    def room_like(self, tensor: Tensor) -> Tensor:
+        """For any values."""
+        if self.memory is None or self.tensor is None or self.tensor() is not None or self.memory.shape != tensor.shape:
+            return torch.empty_like(tensor)
+        return self.memory.detach()
+
+
+@dataclass(frozen=True)
+class FactoredState(CompressorState):
+    """With what follows from the tensor's shapes, and memory."""
+
+    parts: Parts = field(default=Parts(), repr=False)
+    spare: Spare = field(default=Spare(), repr=False, compare=False)
+
+
+def _evenly_spaced(found: Sequence[tuple[int, int]]) -> Iterator[tuple[list[int], tuple[int, ...]]]:
+    """(offsets, places) in runs that are evenly spaced, each as long as it can be from the first that is left."""
+    left = dict(found)
+    while left:
+        first, *others = left
+        longest = [first]
+        for second in others:
+            run = [first]
+            while (following := run[-1] + second - first) in left:
+                run.append(following)
+            longest = max(longest, run, key=len)
+        yield longest, tuple(left.pop(offset) for offset in longest)
