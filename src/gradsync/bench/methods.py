@@ -6,7 +6,7 @@ broke takes no other method along. Names are those of the records.
 
 # No `from __future__ import annotations`: DDP compares the annotations of a hook with the types themselves.
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -21,12 +21,10 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from ..attach import Attachment, attach
-from ..bucket import Layout
-from ..density import ParameterProfile
-from ..plan import Plan
 from ..planner import SPARSE_SCHEMES as PLANNED_SCHEMES
-from ..planner import default_plan
-from ..schemes import PowerSGD, Scheme
+from ..schemes import Scheme
+from . import compressors
+from .plans import DENSE_SCHEMES, lossy_planner, planned
 
 ONE_BUCKET_MB = 1 << 20  # larger than any model here: DDP then puts everything into one bucket
 
@@ -68,6 +66,28 @@ def _itself(group: dist.ProcessGroup) -> object:
     return group
 
 
+def int8_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
+    """DDP hook: buckets are gathered as 8-bit integers, with one scale each; every rank decodes those of all.
+
+    What torch's `quantization_pertensor_hook` does, which needs CUDA; like there, what rounding takes away is lost.
+    """
+    buffer = bucket.buffer()
+    world_size = dist.get_world_size(process_group)
+    scale = (buffer.abs().max() / 127).clamp_min(torch.finfo(torch.float32).tiny).float()
+    message = torch.cat([scale.view(1).view(torch.int8), (buffer / scale).round_().to(torch.int8)])
+    messages = [torch.empty_like(message) for _ in range(world_size)]
+
+    def decode(_: Any) -> Tensor:
+        buffer.zero_()
+        for each in messages:
+            buffer.add_(each[4:], alpha=float(each[:4].view(torch.float32)) / world_size)
+        return buffer
+
+    work = dist.all_gather(messages, message, group=process_group, async_op=True)
+    decoded: Future[Tensor] = work.get_future().then(decode)
+    return decoded
+
+
 def _ddp(
     model: nn.Module,
     timeout: timedelta,
@@ -87,32 +107,15 @@ def _gradsync(model: nn.Module, timeout: timedelta, *, plan: Any = None) -> tupl
     return model, attach(model, plan=plan, timeout=timeout)
 
 
-def planned(scheme: Scheme[Any], profiles: Sequence[ParameterProfile], world_size: int) -> Plan:
-    """The default plan with `scheme` for the sparse tables, whatever their densities."""
-    plan = default_plan(profiles, world_size)
-    specs = {p.name: p.tensor for p in profiles}
-    sparse = {p.name: p.density for p in profiles if p.sparse}
-    buckets: list[tuple[list[str], Scheme[Any]]] = []
-    for bucket in plan.buckets:
-        if set(bucket.names) <= sparse.keys():
-            known = [density for name in bucket.names if (density := sparse[name]) is not None]
-            measured = len(known) == len(bucket.names)
-            buckets.append((bucket.names, scheme.planned_for(known) if measured else scheme))
-        else:
-            buckets.append((bucket.names, bucket.make_scheme()))
-    return Plan.make(specs, world_size, buckets)
+def lossy(name: str, momentum: float = 0.0) -> Method:
+    """gradsync with a plan that sends dense gradients as this name says, and tables as the default plan does.
 
+    `momentum`: what `give_up_momentum` took from the optimiser.
 
-def low_rank_planned(scheme: PowerSGD, profiles: Sequence[ParameterProfile], world_size: int) -> Plan:
-    """The default plan with PowerSGD for dense floating-point buckets, sparse or not what they hold."""
-    plan = default_plan(profiles, world_size, by_layout=True)
-    specs = {p.name: p.tensor for p in profiles}
-    buckets: list[tuple[list[str], Scheme[Any]]] = []
-    for bucket in plan.buckets:
-        default = bucket.make_scheme()
-        fits = default.layout is Layout.FLAT and specs[bucket.names[0]].dtype.is_floating_point
-        buckets.append((bucket.names, scheme if fits else default))
-    return Plan.make(specs, world_size, buckets)
+    Raises:
+        ValueError: for an unknown name, or a number that its compressor does not take.
+    """
+    return Method(name, True, False, partial(_gradsync, plan=lossy_planner(name, momentum)))
 
 
 def _powersgd(rank: int) -> Callable[[dist.ProcessGroup], powerSGD_hook.PowerSGDState]:
@@ -134,6 +137,7 @@ METHODS: dict[str, Method] = {
         Method("ddp_sparse_1mb", True, True, partial(_ddp, bucket_mb=1)),
         Method("ddp_bf16", False, False, partial(_ddp, hook=bf16_hook)),
         Method("ddp_fp16", False, False, partial(_ddp, hook=default_hooks.fp16_compress_hook)),
+        Method("ddp_int8", False, False, partial(_ddp, hook=int8_hook)),
         Method("ddp_sparse_bf16", True, False, partial(_ddp, hook=bf16_hook)),
         *(
             Method(
@@ -141,12 +145,9 @@ METHODS: dict[str, Method] = {
             )
             for r in (1, 2, 4)
         ),
-        *(
-            Method(f"powersgd{r}", True, False, partial(_gradsync, plan=partial(low_rank_planned, PowerSGD(r))))
-            for r in (1, 2, 4)
-        ),
         Method("gradsync_dense", False, True, _gradsync),
         *(Method(n, True, True, partial(_gradsync, plan=partial(planned, s))) for n, s in SPARSE_SCHEMES.items()),
+        *map(lossy, DENSE_SCHEMES),
     )
 }
 
@@ -157,13 +158,16 @@ DDP_SWEEP = ("ddp_default", "ddp_1mb", "ddp_100mb", "ddp_one_bucket")
 
 
 def method(name: str) -> Method:
-    """The method of this name.
+    """The method of this name: one of `METHODS`, or gradsync with a compressor.
 
     Raises:
-        ValueError: listing the names there are.
+        ValueError: for an unknown name, listing the names there are, or a number that its compressor does not take.
     """
-    if name not in METHODS:
+    if name in METHODS:
+        return METHODS[name]
+    if not compressors.is_known(name):
         raise ValueError(
-            f"unknown method {name!r}; there are {', '.join(METHODS)} and {DDP} (the best of the bucket sweep)"
+            f"unknown method {name!r}; there are {', '.join(METHODS)} and {DDP} (the best of the bucket sweep), and "
+            f"compressors: {compressors.NAMES_IN_WORDS}"
         )
-    return METHODS[name]
+    return lossy(name)

@@ -22,7 +22,8 @@ from .. import workloads
 from ..attach import Attachment
 from ..lab.counters import interface_bytes
 from ..workloads import Batch, Workload
-from .methods import DDP, Method, method
+from .methods import DDP, Method, lossy, method
+from .plans import give_up_momentum
 from .rank import event, run_rank
 from .train import AGAIN, TrainSpec
 
@@ -80,6 +81,8 @@ def enter(workload: Workload, name: str, way: Method, spec: TrainSpec) -> Contes
     optimizer = workload.optimizer(model)
     who = Contestant(name, model, None, optimizer, batches)
     with attempt(who):
+        if momentum := give_up_momentum(name, optimizer):
+            way = lossy(name, momentum)
         who.model, who.attachment = way.wrap(model, timedelta(seconds=spec.method_timeout_s))
     return who
 

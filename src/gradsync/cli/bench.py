@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from ..bench import compressors
 from ..bench.balance import SUBJECTS as MAPS
 from ..bench.balance import BalanceSpec, run_balance
 from ..bench.characterization import SUBJECT, LookSpec, run_looks
+from ..bench.compress import QUICK_SIZES_BYTES, SIZES_BYTES, CompressSpec, run_compress
+from ..bench.converge import ConvergeSpec, run_converge, usual_methods
 from ..bench.kernels import WORK, KernelsSpec, run_kernels
 from ..bench.methods import METHODS
 from ..bench.options import parse_options
@@ -23,13 +26,14 @@ from ..bench.topk import names as exchange_names
 from ..bench.train import TrainSpec, run_training
 from ..footprint import DEFAULT_SAMPLE
 from ..report.balance import balance_table
+from ..report.compress import compress_tables, loss_table, size_in_words, size_of
 from ..report.record import Record, save_records
 from ..report.tables import judgements, records_table
 from ..workloads import declared_options, kind_of, names
 from .progress import WIDE, beside, console, event_bar, plain_errors
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import RenderableType
 
 app = typer.Typer(help="Measure methods beside each other and keep the records.", no_args_is_help=True)
 
@@ -124,7 +128,7 @@ def train(
         str,
         typer.Option(
             help="Comma-separated; the first is the baseline. ddp, wherever it stands: the best of DDP's bucket sizes. "
-            f"There are ddp, {', '.join(METHODS)}."
+            f"There are ddp, {', '.join(METHODS)}; and compressors: {compressors.NAMES_IN_WORDS}."
         ),
     ] = "ddp,ddp_sparse,ddp_sparse_bf16,gradsync",
     nodes: Nodes = 4,
@@ -224,17 +228,104 @@ def balance(
     require: Require = None,
 ) -> None:
     """How evenly owner maps share out gradients, beside the paper's hash: imbalance of push and pull, no times."""
-    chosen = tuple(workload.split(",")) if workload else ()
+    chosen = _listed(workload)
     with plain_errors():
-        if not re.fullmatch(r"\d+(,\d+)*", ranks):
-            raise ValueError(f"--ranks must look like 8,16, got {ranks!r}")
-        numbers = tuple(map(int, ranks.split(",")))
+        numbers = _numbers("--ranks", ranks)
         options = parse_options(chosen, option or (), exchange_kind_of)
         spec = BalanceSpec(chosen, options, elements, numbers, QUICK_REPEATS if quick else repeats)
     bounds = bounds_of(require, MAPS)
     with plain_errors(), event_bar("imbalance of owner maps", len(spec.cases), "drawing") as on_event:
         records = run_balance(spec, on_event)
     finish(records, [], json, bounds, balance_table)
+
+
+@app.command()
+def compress(
+    names: Annotated[
+        str | None,
+        typer.Option(
+            "--compressors", help=f"Comma-separated; by default one of each kind: {compressors.NAMES_IN_WORDS}."
+        ),
+    ] = None,
+    sizes: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Of tensors; by default {','.join(size_in_words(n).replace(' ', '') for n in SIZES_BYTES)}."
+        ),
+    ] = None,
+    threads: Annotated[str, typer.Option(help="Numbers of threads, comma-separated.")] = "1,2",
+    workload: Annotated[
+        str, typer.Option(help="Workloads on whose gradients errors are measured, comma-separated; '' for none.")
+    ] = "gpt,lstm,deepfm",
+    option: Options = None,
+    steps: Annotated[int, typer.Option(min=0, help="Of training, before the gradient that is looked at.")] = 20,
+    repeats: Annotated[int, typer.Option(min=5, help="Measurements of each operation.")] = 11,
+    json: Json = None,
+    quick: Quick = False,
+    require: Require = None,
+) -> None:
+    """Compressors: encoding and decoding beside a copy of as many bytes, wire bytes, and errors on real gradients."""
+    with plain_errors():
+        chosen = _listed(workload) if workload != "gpt,lstm,deepfm" or not quick else ("gpt",)
+        spec = CompressSpec(
+            names=_listed(names) if names else compressors.usual_names(),
+            sizes_bytes=tuple(map(size_of, _listed(sizes))) if sizes else QUICK_SIZES_BYTES if quick else SIZES_BYTES,
+            threads=_numbers("--threads", "1" if quick else threads),
+            workloads=chosen,
+            options=parse_options(chosen, option or ()),
+            training_steps=min(steps, QUICK_REPEATS) if quick else steps,
+            repeats=QUICK_REPEATS if quick else repeats,
+        )
+    bounds = bounds_of(require, spec.names)
+    with plain_errors(), event_bar("compressors", spec.turns, "making inputs") as on_event:
+        records = run_compress(spec, on_event)
+    finish(records, [], json, bounds, compress_tables)
+
+
+@app.command()
+def converge(
+    workload: Annotated[str, typer.Option(help=f"What to train, comma-separated: {', '.join(names())}.")] = "gpt,lstm",
+    option: Options = None,
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Comma-separated; by default {', '.join(usual_methods())}. Compressors: {compressors.NAMES_IN_WORDS}."
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Of each run.")] = 100,
+    ranks: Annotated[int, typer.Option(min=1, help="Simulated in one process.")] = 2,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each method, with other weights and batches.")] = 3,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes at once, of one thread each.")] = 2,
+    json: Json = None,
+    quick: Quick = False,
+    require: Require = None,
+) -> None:
+    """What lossy methods learn in as many steps as dense gradients: held-out losses, no times, no network."""
+    chosen = _listed(workload)
+    with plain_errors():
+        spec = ConvergeSpec(
+            workloads=chosen,
+            methods=_listed(methods) if methods else usual_methods(),
+            options=parse_options(chosen, option or ()),
+            steps=min(steps, 5) if quick else steps,
+            ranks=ranks,
+            seeds=1 if quick else seeds,
+            jobs=jobs,
+        )
+    bounds = bounds_of(require, spec.methods)
+    with plain_errors(), event_bar("losses", len(spec.runs), "opening the data") as on_event:
+        records = run_converge(spec, on_event)
+    finish(records, [], json, bounds, loss_table)
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    return tuple(text.split(",")) if text else ()
+
+
+def _numbers(name: str, text: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise ValueError(f"{name} must look like 8,16, got {text!r}")
+    return tuple(map(int, text.split(",")))
 
 
 def bounds_of(requirements: Sequence[str] | None, subjects: Sequence[str]) -> list[tuple[str, float]]:
@@ -257,7 +348,7 @@ def finish(
     notes: list[str],
     json: str | None,
     bounds: list[tuple[str, float]],
-    table: Callable[..., Table] = records_table,
+    table: Callable[..., RenderableType] = records_table,
 ) -> None:
     """Prints the records as a table and how they stand to the bounds, and writes them if asked to."""
     import json as encoder

@@ -11,6 +11,7 @@ from .group import gather_bytes as gather_bytes
 from .group import split as split
 from .issue import Synchronization as Synchronization
 from .issue import drive as drive
+from .issue import drive_in_turns as drive_in_turns
 from .local import LocalGroup as LocalGroup
 from .local import run_local as run_local
 from .record import Ledger as Ledger

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from ..sparsity import Estimate
 
-Metric = Literal["step_s", "sync_s", "kernel_s", "plan_s", "time_to_loss_s", "imbalance"]
+Metric = Literal["step_s", "sync_s", "kernel_s", "plan_s", "time_to_loss_s", "imbalance", "cost", "error", "loss"]
 
 
 class Spread(BaseModel):
@@ -68,6 +68,42 @@ class Balance(BaseModel):
     excess: Imbalance  # subject less baseline, draw by draw
 
 
+class FittedCost(BaseModel):
+    """What an operation takes: `call_s + byte_s * bytes`, the bytes it must read and write; as `costs.KernelCost`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kernel: str  # as steps of schemes name it
+    call_s: float
+    byte_s: float
+
+    @property
+    def knee_bytes(self) -> float:
+        """From here on bytes cost more than the call."""
+        return self.call_s / self.byte_s
+
+
+class CompressionError(BaseModel):
+    """What a compressor left out of a gradient, beside what it promises. Norms are Euclidean, |C(x) - x| / |x|."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    relative: float  # root mean square over the draws
+    law: str  # exact, unbiased, contraction, absolute or biased
+    declared: float | None = None  # omega, delta or tau
+    measured: float | None = None  # the same of this gradient
+    holds: bool | None = None  # whether the measured one is within the declared one; None where nothing is promised
+
+
+class Losses(BaseModel):
+    """Held-out losses, by seed."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    subject: list[float]
+    baseline: list[float]
+
+
 class Record(BaseModel):
     """One comparison. `ratio` = subject / baseline of pairs measured side by side: below 1, the subject is faster.
 
@@ -75,12 +111,13 @@ class Record(BaseModel):
     whole subject, with costs fitted in the same run; None where nothing predicts it, as for training steps. `cpu_s` is
     the processor time of all ranks together: where they share a machine, the subject cannot take less than that over
     `environment["cores"]`, whatever the network allows. Of the metric `imbalance`, which takes no time, `ratio` and
-    `aa` are those of push imbalance, draw by draw.
+    `aa` are those of push imbalance, draw by draw; of `loss`, `ratio` is that of the
+    held-out losses, seed by seed, and `aa` that of the baseline's with one seed and the next.
     """
 
     model_config = ConfigDict(extra="forbid")
 
-    case: Literal["sync", "train", "compress", "kernels", "plan", "simulate", "characterize", "balance"]
+    case: Literal["sync", "train", "compress", "kernels", "plan", "simulate", "characterize", "balance", "converge"]
     metric: Metric
     subject: str
     baseline: str
@@ -100,6 +137,9 @@ class Record(BaseModel):
     wire_bytes: WireBytes | None = None
     payload_bytes: WireBytes | None = None  # what the schemes handed to the transport
     balance: Balance | None = None  # of the metric `imbalance`
+    cost: FittedCost | None = None  # of the metric `cost`
+    error: CompressionError | None = None  # of the metric `error`
+    losses: Losses | None = None  # of the metric `loss`
     versions: dict[str, str] = {}
     environment: dict[str, Any] = {}
     commit: str | None = None

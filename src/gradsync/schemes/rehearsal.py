@@ -7,7 +7,6 @@ kernel as the scheme calls it, with all that lies around it.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 
 from ..bucket import Layout, TensorSpec
 from ..cluster import Placement
-from ..comm import LocalGroup, Pending
+from ..comm import LocalGroup, drive_in_turns
 from ..density import DensityProfile, profile_rows
 from ..sparse import SparseRows
 from ..steps import Compute, Step, Transfer
@@ -62,20 +61,7 @@ def segments_s(scheme: Scheme[Any], inputs: Sequence[Any]) -> list[float]:
     groups = LocalGroup.world(len(inputs))
     copies = [x.clone() if isinstance(x, torch.Tensor) else x for x in inputs]  # flat buckets are overwritten
     runs = [scheme.synchronize(x, {}, group, 1.0) for x, group in zip(copies, groups, strict=True)]
-    arrived: list[Any] = [None] * len(runs)
-    found: list[float] = []
-    ended = 0
-    while not ended:
-        pending: list[Pending[Any]] = []
-        began_s = time.thread_time()
-        for run, value in zip(runs, arrived, strict=True):
-            try:
-                pending.append(run.send(value))
-            except StopIteration:
-                ended += 1
-        found.append((time.thread_time() - began_s) / len(runs))
-        arrived = [each.wait(0.0) for each in pending]
-    return found
+    return drive_in_turns(runs)[1]
 
 
 def _tables() -> Iterator[tuple[list[Tables], tuple[TensorSpec, ...], DensityProfile]]:

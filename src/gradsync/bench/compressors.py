@@ -1,0 +1,130 @@
+"""Compressors by the names that records and `gradsync bench` give them: `topk0.01`, `int8`, `topk0.01_no_feedback`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ..compressors import (
+    QSGD,
+    BlockInt,
+    BlockTopK,
+    Cast,
+    Compressor,
+    ErrorFeedback,
+    Float8,
+    GaussianK,
+    Natural,
+    SharedBlockInt,
+    SharedTernGrad,
+    TernGrad,
+    Threshold,
+    TopK,
+    dgc,
+)
+
+WITHOUT, WITH = "_no_feedback", "_feedback"  # suffixes, where a name is to say what its family does not
+USUAL_RANKS = 8  # that sum, where nothing else is known
+
+
+@dataclass(frozen=True)
+class Family:
+    """Compressors that share a name, told apart by a number behind it or, without `numbers`, one of them.
+
+    `feedback`: it trains with error feedback; None: it remembers by itself what it left out.
+    `matrices_only`: tensors of one dimension travel as they are. `asks`: settings that it is made
+    with beside the number: `momentum`, the optimiser's, which it does in its place; `summands`, the number of ranks.
+    """
+
+    make: Callable[..., Compressor[Any]]
+    feedback: bool | None
+    numbers: tuple[float, ...] = ()  # measured unless others are named
+    matrices_only: bool = False
+    asks: tuple[str, ...] = ()
+
+
+FAMILIES: dict[str, Family] = {
+    "bf16": Family(partial(Cast, "bfloat16"), feedback=False),
+    "fp16": Family(partial(Cast, "float16"), feedback=False),
+    "int8": Family(partial(BlockInt, 8), feedback=True),
+    "int4": Family(partial(BlockInt, 4), feedback=True),
+    "int8_shared": Family(SharedBlockInt, feedback=True, asks=("summands",)),
+    "qsgd": Family(lambda bits: QSGD(2 ** (bits - 1) - 1), feedback=False, numbers=(8, 4)),
+    "terngrad": Family(TernGrad, feedback=False),
+    "terngrad_shared": Family(SharedTernGrad, feedback=False, asks=("summands",)),
+    "natural": Family(Natural, feedback=False),
+    "fp8": Family(partial(Float8, "e4m3"), feedback=True),
+    "fp8_e5m2": Family(partial(Float8, "e5m2"), feedback=True),
+    "topk": Family(TopK, feedback=True, numbers=(0.01,)),
+    "bf16topk": Family(partial(TopK, values="bfloat16"), feedback=True, numbers=(0.01,)),
+    "blocktopk": Family(BlockTopK, feedback=True, numbers=(0.01,)),
+    "gaussiank": Family(GaussianK, feedback=True, numbers=(0.01,)),
+    "threshold": Family(Threshold, feedback=True, numbers=(0.001,)),
+    "dgc": Family(dgc, feedback=None, numbers=(0.01,), matrices_only=True, asks=("momentum",)),
+}
+
+
+@dataclass(frozen=True)
+class Named:
+    """A compressor, as it is and as it trains."""
+
+    family: Family
+    bare: Compressor[Any]
+    trained: Compressor[Any]
+
+    @property
+    def with_feedback(self) -> Compressor[Any] | None:
+        """None where it remembers by itself what it left out."""
+        return None if self.family.feedback is None else ErrorFeedback(self.bare)
+
+
+def usual_names() -> tuple[str, ...]:
+    """One of each family, or as many as it has usual numbers."""
+    return tuple(f"{family}{number}" for family, of in FAMILIES.items() for number in of.numbers or ("",))
+
+
+def is_known(name: str) -> bool:
+    """Whether a name is of one of the families, whatever its number is."""
+    try:
+        _parted(name)
+    except ValueError:
+        return False
+    return True
+
+
+def named(name: str, *, momentum: float = 0.0, summands: int = USUAL_RANKS) -> Named:
+    """The compressor of this name; the settings are for those that ask for them.
+
+    Raises:
+        ValueError: for an unknown name, listing what there is, or a number that the compressor does not take.
+    """
+    known, number, suffix = _parted(name)
+    family, settings = FAMILIES[known], {"momentum": momentum, "summands": summands}
+    bare = family.make(*number, **{setting: settings[setting] for setting in family.asks})
+    feedback = suffix == WITH or (family.feedback is True and suffix != WITHOUT)
+    return Named(family, bare, ErrorFeedback(bare) if feedback else bare)
+
+
+def _parted(name: str) -> tuple[str, tuple[float, ...], str]:
+    """Family, its number if it has one, and the suffix."""
+    stem, suffix = name, ""
+    number: tuple[float, ...] = ()
+    for ending in (WITHOUT, WITH):
+        if not suffix and name.endswith(ending):
+            stem, suffix = name.removesuffix(ending), ending
+    if stem in FAMILIES and not FAMILIES[stem].numbers:
+        family = stem
+    else:
+        match = re.fullmatch(r"(.*?[a-z_])(\d+(?:\.\d+)?)", stem)
+        if match is None or match[1] not in FAMILIES or not FAMILIES[match[1]].numbers:
+            raise ValueError(f"unknown compressor {name!r}; there are {NAMES_IN_WORDS}")
+        family, number = match[1], (float(match[2]) if "." in match[2] else int(match[2]),)
+    if suffix and FAMILIES[family].feedback is None:
+        raise ValueError(f"{stem} remembers by itself what it left out: there is no {name!r}")
+    return family, number, suffix
+
+
+NAMES_IN_WORDS = f"{', '.join(usual_names())}, with other numbers too, and {WITHOUT} or {WITH} behind them"

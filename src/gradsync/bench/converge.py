@@ -1,0 +1,214 @@
+"""What lossy methods learn in as many steps as dense gradients: held-out losses over several seeds, no times.
+
+The ranks are simulated in one process. They share one model, as theirs would be equal: each computes the gradients of
+its own batch, the schemes of the method's plan make one of them, rank after rank in one thread, and one optimiser takes
+the step. Tables with sparse gradients are summed exactly.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache, reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..bucket import Layout, TensorSpec
+from ..comm import LocalGroup, drive_in_turns
+from ..density import ParameterProfile
+from ..plan import Plan
+from ..planner import default_plan
+from ..report.record import Losses, Record, Spread
+from ..workloads import Workload, load
+from . import compressors
+from .plans import DENSE_SCHEMES, PlanMaker, give_up_momentum, lossy_planner
+from .provenance import commit, machine, versions
+
+BASELINE = "dense"  # all-reduce of what the ranks have, in float32
+
+
+def usual_methods() -> tuple[str, ...]:
+    """All there are, and without error feedback those that need it."""
+    names = compressors.usual_names()
+    bare = [f"{name}{compressors.WITHOUT}" for name in names if compressors.named(name).family.feedback]
+    return tuple(dict.fromkeys((*DENSE_SCHEMES, *names, *bare)))
+
+
+@dataclass(frozen=True)
+class ConvergeSpec:
+    """Which methods train what, for how many steps, on how many ranks, from which seeds."""
+
+    workloads: tuple[str, ...] = ("gpt", "lstm")
+    methods: tuple[str, ...] = field(default_factory=usual_methods)
+    options: dict[str, Any] = field(default_factory=dict)
+    steps: int = 100
+    ranks: int = 2
+    seeds: int = 3  # 0, 1, ...
+    jobs: int = 2  # processes at once, each with one thread
+
+    def __post_init__(self) -> None:
+        for name in self.methods:
+            planner_of(name)
+        for what, number in (("steps", self.steps), ("ranks", self.ranks), ("seeds", self.seeds), ("jobs", self.jobs)):
+            if number < 1:
+                raise ValueError(f"{what} must be at least 1, got {number}")
+
+    @property
+    def runs(self) -> list[tuple[str, str, int]]:
+        """(workload, method, seed), the baseline's first."""
+        names = dict.fromkeys((BASELINE, *self.methods))
+        return [(workload, name, seed) for workload in self.workloads for name in names for seed in range(self.seeds)]
+
+
+def planner_of(name: str, momentum: float = 0.0) -> PlanMaker:
+    """What makes the method's plan, see `lossy_planner`.
+
+    Raises:
+        ValueError: for an unknown name, listing what there is.
+    """
+    if name != BASELINE and name not in DENSE_SCHEMES and not compressors.is_known(name):
+        others = ", ".join((BASELINE, *DENSE_SCHEMES))
+        raise ValueError(f"unknown method {name!r}; there are {others}, and compressors: {compressors.NAMES_IN_WORDS}")
+    return default_plan if name == BASELINE else lossy_planner(name, momentum)
+
+
+def run_converge(spec: ConvergeSpec, on_event: Callable[[dict[str, Any]], None]) -> list[Record]:
+    """A record for each workload and method beside the dense one.
+
+    Raises:
+        ValueError: for an unknown workload.
+    """
+    options = {name: opened(name, **spec.options).options for name in spec.workloads}  # data are fetched here
+    losses: dict[tuple[str, str, int], float] = {}
+    with _executor(spec.jobs) as executor:
+        futures: dict[Future[float], tuple[str, str, int]] = {}
+        for workload, name, seed in spec.runs:
+            started = executor.submit(final_loss, workload, spec.options, name, seed, spec.steps, spec.ranks)
+            futures[started] = workload, name, seed
+        for ended in as_completed(futures):
+            losses[futures[ended]] = ended.result()
+            workload, name, seed = futures[ended]
+            on_event({"workload": workload, "method": name, "seed": seed, "loss": ended.result()})
+    about = {"versions": versions(), "environment": machine(), "commit": commit()}
+    records = [
+        _record(workload, name, losses, spec, options[workload])
+        for workload in spec.workloads
+        for name in spec.methods
+        if name != BASELINE
+    ]
+    return [record.model_copy(update=about) for record in records]
+
+
+@contextmanager
+def _executor(jobs: int) -> Iterator[Executor]:
+    """Processes that share nothing with this one, so that threads of torch here do no harm there."""
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as executor:
+        try:
+            yield executor
+        except BaseException:
+            executor.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _record(
+    workload: str, name: str, losses: Mapping[tuple[str, str, int], float], spec: ConvergeSpec, options: dict[str, Any]
+) -> Record:
+    seeds = list(range(spec.seeds))
+    subject, baseline = ([losses[workload, method, seed] for seed in seeds] for method in (name, BASELINE))
+    finite = all(map(math.isfinite, (*subject, *baseline)))
+    return Record(
+        case="converge",
+        metric="loss",
+        subject=name,
+        baseline=BASELINE,
+        params={"workload": workload, "steps": spec.steps, "ranks": spec.ranks},
+        options=options,
+        repeats=spec.seeds,
+        subject_s=None,
+        baseline_s=None,
+        ratio=Spread.of([a / b for a, b in zip(subject, baseline, strict=True)]) if finite else None,
+        aa=Spread.of([a / b for a, b in zip(baseline, [*baseline[1:], baseline[0]], strict=True)]) if finite else None,
+        losses=Losses(subject=subject, baseline=baseline) if finite else None,
+        seeds=seeds,
+        failed=None if finite else "the loss is not finite",
+    )
+
+
+opened = cache(load)
+
+
+def final_loss(workload: str, options: dict[str, Any], name: str, seed: int, steps: int, ranks: int) -> float:
+    """The held-out loss after so many steps, in one thread; the same number whenever it is asked for."""
+    torch.set_num_threads(1)
+    task = opened(workload, **options)
+    return trained(task, name, seed=seed, steps=steps, ranks=ranks)
+
+
+def trained(task: Workload, name: str, *, seed: int, steps: int, ranks: int) -> float:
+    """The held-out loss of a fresh model."""
+    model = task.model(sparse=True, seed=seed)
+    optimizer = task.optimizer(model)
+    planner = planner_of(name, give_up_momentum(name, optimizer))
+    batches = [task.batches(rank, ranks, seed) for rank in range(ranks)]
+    parameters = dict(model.named_parameters())
+    together: Ranks | None = None
+    for _ in range(steps):
+        gradients = []
+        for mine in batches:
+            optimizer.zero_grad()
+            task.loss(model, next(mine)).backward()
+            gradients.append({each: p.grad for each, p in parameters.items() if p.grad is not None})
+        together = together or Ranks.of(gradients[0], planner, ranks)
+        for parameter, gradient in together.mean(gradients).items():
+            parameters[parameter].grad = gradient
+        optimizer.step()
+    return float(task.evaluate(model)["loss"])
+
+
+class Ranks:
+    """All ranks of a group in one thread, with the states of a plan's schemes on each."""
+
+    def __init__(self, plan: Plan, specs: Mapping[str, TensorSpec], size: int) -> None:
+        self._groups = LocalGroup.world(size)
+        self._buckets = [(bucket.bucket(specs), bucket.make_scheme()) for bucket in plan.buckets]
+        self._states = [[scheme.init(bucket, group) for group in self._groups] for bucket, scheme in self._buckets]
+
+    @classmethod
+    def of(cls, gradients: Mapping[str, Tensor], planner: PlanMaker, size: int) -> Ranks:
+        """By the plan for parameters with such gradients."""
+        profiles = [
+            ParameterProfile(name, TensorSpec.of(gradient), gradient.layout is torch.sparse_coo)
+            for name, gradient in gradients.items()
+        ]
+        return cls(planner(profiles, size), {profile.name: profile.tensor for profile in profiles}, size)
+
+    @torch.no_grad()
+    def mean(self, gradients: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """What the ranks agree on, of one step's gradients of each."""
+        means: dict[str, Tensor] = {}
+        size = len(self._groups)
+        for number, (bucket, scheme) in enumerate(self._buckets):
+            if bucket.layout is Layout.ROWS:
+                for name in bucket.names:
+                    total = reduce(torch.add, (mine[name] for mine in gradients))
+                    means[name] = (total / size).coalesce()
+                continue
+            flags = torch.zeros(bucket.num_flags if bucket.flags_ride else 0, dtype=bucket.dtype)
+            flat = [torch.cat([*(mine[name].reshape(-1) for name in bucket.names), flags]) for mine in gradients]
+            done, _ = drive_in_turns(
+                [
+                    scheme.synchronize(x, state, group, 1 / size)
+                    for x, state, group in zip(flat, self._states[number], self._groups, strict=True)
+                ]
+            )
+            self._states[number] = [state for _, state in done]
+            parts = done[0][0][: bucket.numel].split([segment.numel for segment in bucket.segments])
+            for name, part in zip(bucket.names, parts, strict=True):
+                means[name] = part.view_as(gradients[0][name])
+        return means

@@ -1,0 +1,129 @@
+"""Names of compressors mean what records say they mean, and plans carry each by the scheme that moves the least."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from gradsync.bench import compressors
+from gradsync.bench.compressors import named, usual_names
+from gradsync.bench.methods import METHODS, method
+from gradsync.bench.plans import busiest_bytes, carried, dense_planned, give_up_momentum, lossy_planner
+from gradsync.bucket import FlatSpec, TensorSpec
+from gradsync.compressors import ErrorFeedback, SparseMessage, Summand, TopK
+from gradsync.density import ParameterProfile
+from gradsync.planner import default_plan
+from gradsync.schemes import AllReduce, CompressedAllGather, HalfPrecision, Sparsified, ways
+
+PROFILES = [
+    ParameterProfile(name, TensorSpec(shape, dtype), sparse)
+    for name, shape, dtype, sparse in (
+        ("table", (1000, 8), torch.float32, True),
+        ("weight", (64, 32), torch.float32, False),
+        ("bias", (32,), torch.float32, False),
+        ("phase", (8, 8), torch.complex64, False),
+        ("gain", (), torch.float32, False),
+    )
+]
+
+
+def test_a_name_tells_ratio_and_feedback() -> None:
+    assert named("topk0.05").trained == named("topk0.05_feedback").trained == ErrorFeedback(TopK(0.05))
+    assert named("topk0.05").bare == named("topk0.05_no_feedback").trained == TopK(0.05)
+    for name in usual_names():
+        assert (named(name).trained != named(name).bare) == (named(name).family.feedback is True)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("topk", "unknown method 'topk'; there are gradsync, .* compressors: .*topk0.01"),
+        ("0.01", "unknown method '0.01'"),
+        ("topk0.01_no_no_feedback", "unknown method"),
+        ("topk7", r"TopK.ratio must be in \(0, 1\], got 7"),
+    ],
+)
+def test_unknown_names_and_wrong_numbers_are_refused(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        method(name)
+
+
+def test_methods_with_compressors_keep_tables_sparse_and_are_lossy() -> None:
+    for name in ("topk0.01", "bf16"):
+        assert method(name).sparse and not method(name).exact
+    assert method("bf16") is METHODS["bf16"]
+
+
+def test_momentum_moves_from_the_optimizer_into_a_method_that_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def make(ratio: float, momentum: float) -> TopK:
+        asked.append(momentum)
+        return TopK(ratio)
+
+    family = compressors.Family(make, feedback=None, numbers=(0.5,), matrices_only=True, asks=("momentum",))
+    monkeypatch.setitem(compressors.FAMILIES, "corrected", family)
+    layer = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+    assert give_up_momentum("topk0.5", optimizer) == give_up_momentum("bf16", optimizer) == 0.0
+    assert give_up_momentum("corrected0.5", optimizer) == 0.9
+    momenta = {id(p): group["momentum"] for group in optimizer.param_groups for p in group["params"]}
+    assert momenta == {id(layer.weight): 0.0, id(layer.bias): 0.9}
+    assert give_up_momentum("corrected0.5", torch.optim.Adagrad(layer.parameters())) == 0.0
+    lossy_planner("corrected0.5", 0.9)(PROFILES, 4)
+    assert asked[-1] == 0.9
+    with pytest.raises(ValueError, match="remembers by itself"):
+        named("corrected0.5_no_feedback")
+
+
+def test_what_sums_is_made_for_the_ranks_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    family = compressors.Family(lambda summands: TopK(1 / summands), feedback=True, asks=("summands",))
+    monkeypatch.setitem(compressors.FAMILIES, "of_ranks", family)
+    (scheme,) = [b.make_scheme() for b in lossy_planner("of_ranks")(PROFILES, 4).buckets if "weight" in b.names]
+    assert scheme.compressor == ErrorFeedback(TopK(0.25))
+
+
+def test_dense_floating_buckets_are_compressed_and_no_others() -> None:
+    plan = lossy_planner("topk0.01")(PROFILES, 4)
+    plan.check({p.name: p.tensor for p in PROFILES}, 4)
+    schemes = {name: bucket.make_scheme() for bucket in plan.buckets for name in bucket.names}
+    default = {name: bucket.make_scheme() for bucket in default_plan(PROFILES, 4).buckets for name in bucket.names}
+    assert schemes["table"] == default["table"] and schemes["phase"] == default["phase"] == AllReduce()
+    assert schemes["weight"] == schemes["bias"] == schemes["gain"]
+    assert schemes["weight"].compressor == ErrorFeedback(TopK(0.01))  # type: ignore[attr-defined]
+    halves = lossy_planner("bf16")(PROFILES, 4)
+    assert [b.make_scheme() for b in halves.buckets if "weight" in b.names] == [HalfPrecision()]
+
+
+def test_what_is_for_matrices_leaves_the_others_to_a_bucket_of_their_own() -> None:
+    plan = dense_planned(partial(carried, TopK(0.5)), True, PROFILES, 4)
+    plan.check({p.name: p.tensor for p in PROFILES}, 4)
+    assert {tuple(sorted(b.names)) for b in plan.buckets if b.make_scheme() == AllReduce()} >= {("bias", "gain")}
+    (compressed,) = [b.names for b in plan.buckets if "weight" in b.names]
+    assert compressed == ["weight"]
+
+
+SPEC = FlatSpec.of(torch.empty(100_000, device="meta"))
+
+
+@pytest.mark.parametrize("name", [*usual_names(), "topk0.3"])
+@pytest.mark.parametrize("size", [2, 4, 64])
+def test_no_legal_way_moves_fewer_bytes(name: str, size: int) -> None:
+    compressor = named(name).trained
+    chosen = carried(compressor, SPEC, size)
+    if issubclass(compressor.payload, Summand):
+        return
+    allowed: list[Any] = [
+        w for w in ways(compressor) if issubclass(compressor.payload, SparseMessage) == (w.name != "compressed_two_way")
+    ]
+    allowed += [way for way in ways(compressor) if isinstance(way, CompressedAllGather)]
+    assert chosen in allowed
+    assert busiest_bytes(chosen, SPEC, size) == min(busiest_bytes(way, SPEC, size) for way in allowed)
+
+
+def test_many_ranks_sum_what_a_sparsifier_leaves_and_few_gather_it() -> None:
+    assert isinstance(carried(TopK(0.01), SPEC, 2), CompressedAllGather)
+    assert isinstance(carried(TopK(0.3), SPEC, 64), Sparsified)

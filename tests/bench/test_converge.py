@@ -1,0 +1,83 @@
+"""Simulated ranks learn what real ones would: the mean of their gradients, what compressors leave out fed back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gradsync.bench import converge
+from gradsync.bench.converge import BASELINE, ConvergeSpec, run_converge, trained
+from gradsync.report.compress import loss_rows
+from gradsync.workloads import Workload, load
+
+RANKS, STEPS = 2, 4
+
+
+@pytest.fixture(scope="module")
+def task() -> Workload:
+    """A table with sparse gradients, and dense layers."""
+    return load("deepfm", data="zipf", dim=4, batch_size=64)
+
+
+def loss_of(task: Workload, name: str) -> float:
+    return trained(task, name, seed=0, steps=STEPS, ranks=RANKS)
+
+
+def test_dense_ranks_train_by_the_mean_of_their_gradients(task: Workload) -> None:
+    model = task.model(sparse=False, seed=0)
+    optimizer = task.optimizer(model)
+    batches = [task.batches(rank, RANKS, 0) for rank in range(RANKS)]
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        for mine in batches:
+            (task.loss(model, next(mine)) / RANKS).backward()
+        optimizer.step()
+    assert loss_of(task, BASELINE) == pytest.approx(task.evaluate(model)["loss"], rel=1e-5)
+
+
+def test_losses_are_those_of_the_method_and_come_out_the_same_again(task: Workload) -> None:
+    dense, sent = loss_of(task, BASELINE), loss_of(task, "topk0.01")
+    assert loss_of(task, "topk0.01") == sent != loss_of(task, "topk0.01_no_feedback")
+    assert loss_of(task, "topk1") == pytest.approx(dense, rel=1e-5) and sent != pytest.approx(dense, rel=1e-5)
+
+
+class Inline:
+    """Runs at once what a process would."""
+
+    def __enter__(self) -> Inline:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def submit(self, function: Any, *arguments: Any) -> Any:
+        future: Any = converge.Future()
+        future.set_result(function(*arguments))
+        return future
+
+
+def test_records_hold_losses_by_seed_beside_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(converge, "_executor", lambda jobs: Inline())
+    monkeypatch.setattr(converge, "opened", lambda name, **options: load("dense20"))
+    made = {BASELINE: [1.0, 2.0], "bf16": [1.1, 2.0], "topk0.01": [1.5, float("nan")]}
+    monkeypatch.setattr(converge, "final_loss", lambda workload, options, name, seed, steps, ranks: made[name][seed])
+    events: list[Any] = []
+    spec = ConvergeSpec(("dense20",), ("bf16", "topk0.01"), seeds=2)
+    records = run_converge(spec, events.append)
+    assert len(events) == len(spec.runs) == 6
+    half, lost = records
+    assert half.losses is not None and half.losses.subject == [1.1, 2.0] and half.losses.baseline == [1.0, 2.0]
+    assert half.ratio is not None and half.ratio.median == pytest.approx(1.05) and half.seeds == [0, 1]
+    assert half.within(1.0)
+    assert lost.failed == "the loss is not finite" and lost.losses is None
+    headings, rows = loss_rows(records)
+    assert headings == ["method", "dense20"] and [row[0] for row in rows] == [BASELINE, "bf16", "topk0.01"]
+    assert rows[0][1] == "1.5000" and rows[1][1].startswith("1.5500 (1.050") and "not finite" in rows[2][1]
+
+
+def test_unknown_methods_and_numbers_are_refused() -> None:
+    with pytest.raises(ValueError, match="unknown method 'ddp'; there are dense, bf16, fp16, and compressors: bf16"):
+        ConvergeSpec(methods=("ddp",))
+    with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
+        ConvergeSpec(steps=0)
