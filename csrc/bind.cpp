@@ -245,4 +245,5 @@ NB_MODULE(MODULE_NAME, m) {
     m.def("decode_bitmap", &decode, "words"_a.noconvert(), "out"_a.noconvert(), "threads"_a);
     bind_packed(m);
     bind_owners(m);
+    bind_signs(m);
 }

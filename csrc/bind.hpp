@@ -7,5 +7,6 @@ namespace MODULE_NAME {
 
 void bind_packed(nanobind::module_ &m);
 void bind_owners(nanobind::module_ &m);
+void bind_signs(nanobind::module_ &m);
 
 }  // namespace MODULE_NAME

@@ -18,7 +18,15 @@ import torch
 from torch import Tensor
 
 from gradsync import kernels
-from gradsync.kernels import PackedPositions, device, offsets_nbytes, packed_nbytes, reference
+from gradsync.kernels import (
+    PackedPositions,
+    Sections,
+    device,
+    offsets_nbytes,
+    packed_nbytes,
+    reference,
+    sign_scales_shape,
+)
 from tests.kernels.native import DTYPES, assert_same_bits, special_values
 from tests.kernels.on_device import DEVICE, TRITON, needs_triton
 from tests.kernels.shapes import random_indices
@@ -75,6 +83,38 @@ def top_k(kernels: Any, size: int) -> list[Tensor]:
             whole = torch.full((k + 1,), 77, dtype=INDEX_DTYPES[number % 2]), torch.full((k + 1,), 77, dtype=dtype)
             kernels.top_k(values_of(torch.arange(size), dtype), whole[0][:-1], whole[1][:-1])
             outs += whole
+    return outs
+
+
+SIGNED = [("mean", 5), ("two", 0), ("rms", 1024), ("one", 0)]  # and elements a block
+
+
+def pack_signs(kernels: Any, size: int) -> list[Tensor]:
+    """Each dtype with another scale, with and without a residual; sections begin inside of bytes."""
+    sections, outs = Sections((size // 3, 0, size - size // 3)), []
+    for dtype, (scale, block) in zip(DTYPES, SIGNED, strict=True):
+        x = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+        x[::7] = -0.0
+        for residual in (None, torch.linspace(-1, 1, size, dtype=reference.accumulation_dtype(dtype))):
+            words = torch.full((-(-size // 8) + 1,), 77, dtype=torch.uint8)
+            scales = torch.zeros(sign_scales_shape(sections, block=block, scale=scale))
+            left = None if residual is None else torch.full_like(residual, 77)
+            options: dict[str, Any] = {"block": block, "scale": scale, "residual": residual, "next_residual": left}
+            kernels.pack_signs(x, sections, words[:-1], scales, **options)
+            outs += [words, scales, *([] if left is None else [left])]
+    return outs
+
+
+def unpack_signs(kernels: Any, size: int) -> list[Tensor]:
+    sections, outs, generator = Sections((size // 3, 0, size - size // 3)), [], torch.Generator().manual_seed(0)
+    for dtype, (scale, block) in zip(DTYPES, SIGNED, strict=True):
+        shape = sign_scales_shape(sections, block=block, scale=scale)
+        parts = [
+            (torch.randint(256, (-(-size // 8),), generator=generator).byte(), torch.randn(shape, generator=generator))
+            for _ in range(3)
+        ]
+        outs.append(torch.full((size + 1,), 77, dtype=dtype))
+        kernels.unpack_signs(parts, sections, outs[-1][:-1], block=block, scale=scale, factor=1 / 3)
     return outs
 
 
@@ -280,7 +320,7 @@ CASES: dict[str, Callable[[Any, int], list[Tensor]]] = {
         encode_bitmap, decode_bitmap, count_bits, nonzero_elements, top_k, owners_by_hash, partition_hashed,
         partition_rotated, partition_elements, unite_elements, join_elements, rotated_index, owned_by_hash,
         positions_in, encode_offsets, decode_offsets, sum_rows, unite_rows, join_columns, scatter_rows, nonzero_rows,
-        hierarchical_hash,
+        hierarchical_hash, pack_signs, unpack_signs,
     )
 }  # fmt: skip
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .. import kernels as automatic
-from ..kernels import cpu, offsets_nbytes, reference
+from ..kernels import SignScale, cpu, offsets_nbytes, reference
 from ..kernels import device as on_device
 from ..report.record import Record, Spread
 from .provenance import commit, machine, versions
@@ -130,6 +130,41 @@ def top_k(g: torch.Generator, *, size: int, density: float) -> Work:
     x, k = torch.randn(size, generator=g), round(density * size)
     indices, values = torch.zeros(k, dtype=torch.int32), torch.zeros(k)
     return Work(lambda module: module.top_k(x, indices, values), [indices, values], tensor_bytes(x, indices, values))
+
+
+def _signs(
+    g: torch.Generator, size: int, block: int, scale: SignScale
+) -> tuple[automatic.Sections, dict[str, Any], Tensor, tuple[Tensor, Tensor]]:
+    """One section, the options, its elements, and room for what they become."""
+    sections, options = automatic.Sections((size,)), {"block": block, "scale": scale}
+    scales = torch.zeros(automatic.sign_scales_shape(sections, block=block, scale=scale))
+    return sections, options, torch.randn(size, generator=g), (torch.zeros(-(-size // 8), dtype=torch.uint8), scales)
+
+
+def pack_signs(g: torch.Generator, *, size: int, block: int, scale: SignScale, feedback: bool) -> Work:
+    """A dense tensor to its signs and scales, with error feedback or without."""
+    sections, options, x, outs = _signs(g, size, block, scale)
+    residuals = [torch.randn(size, generator=g), torch.zeros(size)] if feedback else []
+    options |= dict(zip(("residual", "next_residual"), residuals, strict=False))
+    return Work(
+        lambda module: module.pack_signs(x, sections, *outs, **options),
+        [*outs, *residuals[1:]],
+        tensor_bytes(x, *outs, *residuals),
+    )
+
+
+def unpack_signs(g: torch.Generator, *, size: int, block: int, scale: SignScale, ranks: int) -> Work:
+    """The signs of as many ranks to the sum of what they stand for."""
+    sections, options, out, _ = _signs(g, size, block, scale)
+    parts = []
+    for _ in range(ranks):
+        _, _, x, part = _signs(g, size, block, scale)
+        automatic.pack_signs(x, sections, *part, **options)
+        parts.append(part)
+    inputs = [tensor for part in parts for tensor in part]
+    return Work(
+        lambda module: module.unpack_signs(parts, sections, out, **options), [out], tensor_bytes(out, *inputs)
+    )
 
 
 def _bitmap(g: torch.Generator, size: int, density: float) -> tuple[Tensor, Tensor]:
@@ -331,7 +366,8 @@ WORK: dict[str, Callable[..., Work]] = {
         sum_rows, unite_rows, join_columns, scatter_rows, nonzero_rows, nonzero_elements, encode_bitmap, decode_bitmap,
         count_bits, encode_offsets, decode_offsets, partition_elements, unite_elements,
         join_elements, partition_rotated, rotated_index, owners_by_hash,
-        partition_hashed, owned_by_hash, positions_in, hierarchical_hash, top_k,
+        partition_hashed, owned_by_hash, positions_in, hierarchical_hash, top_k, pack_signs,
+        unpack_signs,
     )
 }  # fmt: skip
 _TABLE = {"ranks": 8, "size": 1_250_000, "dtype": "float32"}  # an eighth of ten million rows: one of 8 owners' share
@@ -391,6 +427,12 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (  # kernel, parameters of its w
     ("hierarchical_hash", {"nnz": 1_000_000, "size": _ELEMENTS, "owners": 8}),
     ("top_k", {"size": 8 * _BITS, "density": 0.001}),
     ("top_k", {"size": 8 * _BITS, "density": 0.01}),
+    ("pack_signs", {"size": _DENSE, "block": 0, "scale": "mean", "feedback": False}),
+    ("pack_signs", {"size": _DENSE, "block": 0, "scale": "mean", "feedback": True}),
+    ("pack_signs", {"size": _DENSE, "block": 32768, "scale": "mean", "feedback": True}),
+    ("pack_signs", {"size": _DENSE, "block": 0, "scale": "two", "feedback": True}),
+    ("unpack_signs", {"size": _DENSE, "block": 0, "scale": "mean", "ranks": 1}),
+    ("unpack_signs", {"size": _DENSE, "block": 0, "scale": "mean", "ranks": 8}),
 )
 
 

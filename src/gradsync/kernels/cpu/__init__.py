@@ -29,6 +29,7 @@ from gradsync.kernels.cpu.rows import (
     sum_rows,
     unite_rows,
 )
+from gradsync.kernels.cpu.signs import pack_signs, unpack_signs
 
 __all__ = [
     "NonzeroElements",
@@ -47,6 +48,7 @@ __all__ = [
     "nonzero_rows",
     "owned_by_hash",
     "owners_by_hash",
+    "pack_signs",
     "partition_elements",
     "partition_hashed",
     "partition_rotated",
@@ -58,4 +60,5 @@ __all__ = [
     "top_k",
     "unite_elements",
     "unite_rows",
+    "unpack_signs",
 ]

@@ -38,6 +38,7 @@ from gradsync.kernels.reference.rows import (
     sum_rows,
     unite_rows,
 )
+from gradsync.kernels.reference.signs import pack_signs, unpack_signs
 
 _STEPS = Steps(
     encode_bitmap,
@@ -72,6 +73,7 @@ __all__ = [
     "nonzero_rows",
     "owned_by_hash",
     "owners_by_hash",
+    "pack_signs",
     "partition_elements",
     "partition_hashed",
     "partition_rotated",
@@ -83,4 +85,5 @@ __all__ = [
     "top_k",
     "unite_elements",
     "unite_rows",
+    "unpack_signs",
 ]

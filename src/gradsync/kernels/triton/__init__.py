@@ -33,6 +33,7 @@ from gradsync.kernels.triton.rows import (
     sum_rows,
     unite_rows,
 )
+from gradsync.kernels.triton.signs import pack_signs, unpack_signs
 
 _STEPS = Steps(
     encode_bitmap,
@@ -64,6 +65,7 @@ __all__ = [
     "nonzero_rows",
     "owned_by_hash",
     "owners_by_hash",
+    "pack_signs",
     "partition_elements",
     "partition_hashed",
     "partition_rotated",
@@ -74,4 +76,5 @@ __all__ = [
     "top_k",
     "unite_elements",
     "unite_rows",
+    "unpack_signs",
 ]
