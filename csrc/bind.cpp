@@ -7,6 +7,7 @@
 
 #include "arrays.hpp"
 #include "bind.hpp"
+#include "convert.hpp"
 #include "elements.hpp"
 #include "rows.hpp"
 #include "sum_rows.hpp"
@@ -139,6 +140,26 @@ void choose_top_k(const ReadOnlyArray &x, const Array &indices, const Array &val
     });
 }
 
+void narrow_into(const ReadOnlyArray &x, const Array &out, double scale, int threads) {
+    check_threads(threads);
+    check_floating("x", x);
+    check_flat("x", x);
+    check_floating("out", out);
+    check_flat("out", out, x.shape(0));
+    if (x.dtype().bits < 32) refuse_kind("x", "float32 or float64", x);
+    if (out.dtype().bits != 16) refuse_kind("out", "bfloat16 or float16", out);
+    with_floating(x.dtype(), [&](auto from) {
+        with_floating(out.dtype(), [&](auto to) {
+            using In = decltype(from);
+            using Out = decltype(to);
+            if constexpr (sizeof(In) > 2 && sizeof(Out) == 2) {
+                nb::gil_scoped_release unlocked;
+                narrow_values(static_cast<const In *>(x.data()), x.shape(0), scale, static_cast<Out *>(out.data()), threads);
+            }
+        });
+    });
+}
+
 void join(const std::vector<ReadOnlyArray> &parts, const StripeList &stripes, const Array &out, int threads) {
     check_threads(threads);
     if (out.ndim() != 2) refuse_shape("out", "2-D", out);
@@ -237,6 +258,7 @@ NB_MODULE(MODULE_NAME, m) {
         .def_prop_ro("count", &BoundNonzeroElements::count)
         .def("write", &BoundNonzeroElements::write, "indices"_a.noconvert(), "values"_a.noconvert(), "threads"_a);
     m.def("top_k", &choose_top_k, "x"_a.noconvert(), "indices"_a.noconvert(), "values"_a.noconvert(), "threads"_a);
+    m.def("narrow", &narrow_into, "x"_a.noconvert(), "out"_a.noconvert(), "scale"_a, "threads"_a);
     m.def("join_columns", &join, "parts"_a.noconvert(), "stripes"_a, "out"_a.noconvert(), "threads"_a);
     m.def("scatter_rows", &scatter, "indices"_a.noconvert(), "values"_a.noconvert(), "dense"_a.noconvert(),
           "accumulate"_a, "threads"_a);

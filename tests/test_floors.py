@@ -12,12 +12,12 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "gradsync"
 
 FLOORS: list[set[str]] = [
-    {"cluster", "steps", "timeline", "trial"},
+    {"cluster", "expressions", "steps", "timeline", "trial"},
     {"costs", "kernels", "comm"},
     {"bucket", "forecast", "sparse"},
     {"density", "gradients", "positions"},
     {"compressors"},
-    {"schemes", "observation", "footprint"},
+    {"schemes", "observation", "footprint", "state"},
     {"plan", "lane", "recording", "sparsity"},
     {"planning"},
     {"engine", "planner", "simulator", "characterization"},

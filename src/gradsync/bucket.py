@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import torch
@@ -28,6 +28,7 @@ class TensorSpec:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    flat: FlatSpec | None = field(default=None, compare=False, repr=False)  # of a bucket: what lies in it, before flags
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
@@ -137,7 +138,7 @@ class FlatSpec:
         return self.numel * self.itemsize
 
     def cut(self, start: int, stop: int) -> FlatSpec:
-        """Elements [start, stop) of the flat tensor."""
+        """Elements [start, stop) of the flat tensor; where there are none, one segment that is empty."""
         segments, shapes, offset = [], [], 0
         for segment, shape in zip(self.segments, self.shapes, strict=True):
             low, high = max(start, offset), min(stop, offset + segment.numel)
@@ -147,6 +148,9 @@ class FlatSpec:
                 segments.append(Segment(segment.name, first, first + high - low))
                 shapes.append(shape if whole else (high - low,))
             offset += segment.numel
+        if not segments:
+            last = self.segments[-1]
+            segments, shapes = [Segment(last.name, last.stop, last.stop)], [(0,)]
         return FlatSpec(tuple(segments), tuple(shapes), self.dtype)
 
     def with_dtype(self, dtype: torch.dtype) -> FlatSpec:
@@ -162,7 +166,7 @@ class Bucket:
     segments: tuple[Segment, ...]
     tensors: tuple[TensorSpec, ...]
     layout: Layout
-    flags_ride: bool = True  # the scheme sums every element exactly, so the flags may travel in the flat tensor
+    flags_ride: bool = True  # the scheme carries them: they may travel in the flat tensor
 
     def __post_init__(self) -> None:
         if not self.segments or len(self.segments) != len(self.tensors):
@@ -199,7 +203,8 @@ class Bucket:
         """What its scheme sees: the tables, or one flat tensor, the flags at its end if they ride."""
         if self.layout is Layout.ROWS:
             return self.tensors
-        return (TensorSpec((self.numel + (self.num_flags if self.flags_ride else 0),), self.dtype),)
+        flags = self.num_flags if self.flags_ride else 0
+        return (TensorSpec((self.numel + flags,), self.dtype, self.flat_spec),)
 
     @property
     def flat_spec(self) -> FlatSpec:

@@ -19,11 +19,12 @@ from torch import Tensor
 from .bucket import PHASES, StepMarks, TensorSpec
 from .comm import Group, GroupError, JobThread, Synchronization
 from .forecast import forecast, network_cost
-from .lane import BucketStatistics, Lane, Lanes, slices_of
+from .lane import BucketStatistics, Lane, Lanes
 from .observation import Observer
 from .plan import Plan, describe
 from .planning import Planner, Planning
 from .recording import active
+from .state import slices_of
 from .timeline import Task
 
 logger = logging.getLogger(__name__)
@@ -151,6 +152,9 @@ class Engine:
         for lane in self.lanes:
             lane.accept(running.results[lane.bucket.id])
         self._steps_good = not (self.lanes.have_state and any(lane.gradients.troubled for lane in self.lanes))
+        if not self._steps_good:
+            for lane in self.lanes:
+                lane.spoil()
         self._record(running, backward_ended_s)
         self._marks_checked = False
         if self._device.type == "cpu":

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .bucket import NO_MARKS, NUM_MARKS, Bucket, Layout, Segment, StepMarks
+from .kernels import accumulation_dtype
 from .sparse import SparseRows
 
 
@@ -70,7 +71,7 @@ class FlatGradients:
         """What the scheme gets; the flags are set to who used what, whether something is not finite, and the marks."""
         values = self.flat[: self.bucket.numel]
         loaded = [float(segment.name in self._loaded) for segment in self.bucket.segments]
-        troubled = float(check_finite and not bool(torch.isfinite(values).all()))
+        troubled = float(check_finite and not all_finite(values))
         self.flags.copy_(torch.tensor([*loaded, troubled, *marks.flags()], dtype=self.flat.dtype))
         return self.flat if self.bucket.flags_ride else values
 
@@ -91,6 +92,10 @@ class FlatGradients:
     def troubled(self) -> bool:
         """Whether some rank's values were not finite in the accepted step (if the check was asked for)."""
         return bool(self.flags[-1 - NUM_MARKS] > 0)
+
+    def spoil(self) -> None:
+        """All synchronised values NaN."""
+        self.flat[: self.bucket.numel].fill_(torch.nan)
 
     def unload(self, name: str, out: Tensor | None, *, sparse: bool, shape: torch.Size) -> Tensor:
         """The synchronised gradient: the home itself, or for a cut parameter `out` with this bucket's elements set."""
@@ -182,6 +187,11 @@ class RowGradients:
         rows = SparseRows.from_torch(gradient) if is_rows else SparseRows.from_dense(dense_of(gradient))
         # Rows kept from an earlier backward count as brought: absent means that no rows are sent.
         return rows if used or rows.nnz else SparseRows.absent(self._shapes[name], self.bucket.dtype, self._device)
+
+
+def all_finite(values: Tensor) -> bool:
+    """Whether no element is NaN or infinite: in one pass, unless their sum leaves the range."""
+    return bool(values.sum(dtype=accumulation_dtype(values.dtype)).isfinite()) or bool(values.isfinite().all())
 
 
 def dense_of(gradient: Tensor) -> Tensor:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from .bucket import Bucket, Layout, StepMarks, TensorSpec
+from .bucket import Bucket, Layout, StepMarks
 from .comm import Group, Ledger, RecordingGroup
 from .density import DensityProfile, ParameterProfile, joined
-from .gradients import Gradients, gradients_of, marks_of_ranks
+from .gradients import FlatGradients, Gradients, gradients_of, marks_of_ranks
 from .schemes import Scheme, State
+from .state import StateSlice, has_place, slices, with_slices
 from .steps import Pattern, Step, Transfer, transfers
 from .timeline import Task, covered_s
 
@@ -31,57 +31,6 @@ class BucketStatistics:
     predicted_bytes: float | None  # the same from `Scheme.steps`; None while the density is not known
     communication_s: float  # time in which the bucket had an operation in flight
     exposed_s: float  # the part of it after the end of backward
-
-
-@dataclass(frozen=True)
-class StateSlice:
-    """State of elements [start, start + numel) of one parameter at one compress point."""
-
-    name: str
-    start: int
-    point: str
-    values: Tensor
-
-    @property
-    def key(self) -> str:
-        """Its name in a `state_dict`."""
-        return f"{self.name}[{self.start}:{self.start + self.values.numel()}]/{self.point}"
-
-    @classmethod
-    def from_key(cls, key: str, values: Tensor) -> StateSlice:
-        """
-        Raises:
-            ValueError: when the key is none, or does not fit the values.
-        """
-        form = re.fullmatch(r"(?P<name>.*)\[(?P<start>\d+):(?P<stop>\d+)\]/(?P<point>[^/]+)", key)
-        if form is None:
-            raise ValueError(f"expected a state's key to read name[start:stop]/point, got {key!r}")
-        part = cls(form["name"], int(form["start"]), form["point"], values)
-        if part.key != key or values.dim() != 1:
-            raise ValueError(f"the state {key!r} has values of shape {tuple(values.shape)}")
-        return part
-
-
-def slices_of(state: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> list[StateSlice]:
-    """The slices that `Engine.state_dict` gave, for a model with parameters of these `specs`.
-
-    Raises:
-        ValueError: for another version, or state of parameters that this model does not have.
-    """
-    if state.get("version") != 1:
-        raise ValueError(f"expected a gradsync state of version 1, got version {state.get('version')!r}")
-    if missing := sorted({"step", "state"} - set(state)):
-        raise ValueError(f"the state has no {missing[0]!r}: it is not what state_dict() gave")
-    slices = [StateSlice.from_key(key, values) for key, values in state["state"].items()]
-    for part in slices:
-        if part.name not in specs:
-            raise ValueError(f"the state holds {part.name!r}, which is no parameter to synchronise here")
-        if part.start + part.values.numel() > specs[part.name].numel:
-            raise ValueError(
-                f"the state of {part.name!r} reaches to element {part.start + part.values.numel()}, the parameter "
-                f"has {specs[part.name].numel}"
-            )
-    return slices
 
 
 @dataclass
@@ -149,6 +98,14 @@ class Lane:
         self.gradients.accept(result)
         self.steps += 1
 
+    def spoil(self) -> None:
+        """After a step in which some rank saw NaN or infinity: the state stays, so the result must not be used.
+
+        NaN says so, to a GradScaler too; nor does a finite result of a lossy scheme hide what the rank saw.
+        """
+        if self.state and not self.scheme.exact and isinstance(self.gradients, FlatGradients):
+            self.gradients.spoil()
+
     def commit(self, *, keep: bool) -> None:
         """The next state becomes the state, if the step is to be kept."""
         if self.next_state is not None and keep:
@@ -161,24 +118,11 @@ class Lane:
 
     def state_slices(self) -> Iterator[StateSlice]:
         """Copies of the state, one for each segment and compress point."""
-        for point, flat in self.state.items():
-            offset = 0
-            for segment in self.bucket.segments:
-                part = flat[offset : offset + segment.numel]
-                yield StateSlice(segment.name, segment.start, point, part.clone())
-                offset += segment.numel
+        return slices(self.bucket, self.state)
 
-    def take_over(self, slices: Iterable[StateSlice]) -> None:
+    def take_over(self, saved: Sequence[StateSlice]) -> None:
         """Lays those elements of the slices that this bucket holds into its state; other plans cut elsewhere."""
-        for saved in slices:
-            offset = 0
-            for segment in self.bucket.segments:
-                low = max(saved.start, segment.start)
-                high = min(saved.start + saved.values.numel(), segment.stop)
-                if saved.name == segment.name and low < high and saved.point in self.state:
-                    target = self.state[saved.point][offset + low - segment.start : offset + high - segment.start]
-                    target.copy_(saved.values[low - saved.start : high - saved.start])
-                offset += segment.numel
+        self.state = with_slices(self.bucket, self.state, saved)
 
     def record(self, tasks: list[Task], backward_ended_s: float, ended_s: float) -> None:
         """Adds a finished step's bytes and times to the totals."""
@@ -287,15 +231,15 @@ class Lanes:
         Raises:
             ValueError: when some of it has no place here.
         """
-        for part in state:
-            heirs = [lane for lane in self.of(part.name) if part.point in lane.state]
-            if not heirs:
+        saved = list(state)
+        for part in saved:
+            if not any(has_place(lane.state, part) for lane in self.of(part.name)):
                 raise ValueError(
                     f"the new plan has no place for the state {part.key!r}: plans that follow each other, or are tried "
                     "in turns, must have schemes with the same state for the same parameters"
                 )
-            for lane in heirs:
-                lane.take_over([part])
+        for lane in self:
+            lane.take_over(saved)
 
     def marks(self) -> tuple[bool, bool]:
         """What the ranks told each other in the accepted step, see `marks_of_ranks`."""

@@ -15,7 +15,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from .bucket import Bucket, Layout, Segment, TensorSpec, model_digest
-from .schemes import Scheme, from_expression, to_expression
+from .expressions import to_expression
+from .schemes import Scheme, from_expression
 
 
 class What(StrEnum):
@@ -52,7 +53,7 @@ class BucketPlan(BaseModel):
         """The bucket over a model's parameters."""
         segments = tuple(Segment(*segment) for segment in self.segments)
         scheme = self.make_scheme()
-        return Bucket(self.id, segments, tuple(specs[s.name] for s in segments), scheme.layout, scheme.exact)
+        return Bucket(self.id, segments, tuple(specs[s.name] for s in segments), scheme.layout, scheme.carries_flags)
 
 
 class Plan(BaseModel):

@@ -6,11 +6,15 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
+import torch
 
 from gradsync.bench.sync import SyncSpec, sync_records
-from gradsync.bench.sync_rank import bound_rounds
+from gradsync.bench.sync_rank import bound_rounds, gradients_of_step
+from gradsync.bucket import Layout
+from gradsync.comm import LocalGroup, run_local
 from gradsync.costs import CostModel, KernelCost
 from gradsync.steps import DIRECT_BYTES, Pattern, Transfer
+from gradsync.workloads import load
 
 ALPHA_S, BYTES_PER_S = 1e-3, 1e8
 COST = asdict(CostModel(ALPHA_S, BYTES_PER_S, 3e8, {"sum_tables": KernelCost(call_s=2e-3, byte_s=1e-8)}))
@@ -128,3 +132,26 @@ def test_the_order_of_turns_favours_neither_the_pick_nor_the_judgement() -> None
 def test_ddps_ways_may_be_the_fastest_of_all() -> None:
     record = selecting({"ddp_sparse": [3.0] * 8, "ddp": [1.0] * 8, "sparse": [2.0] * 8}, "sparse")
     assert (record.baseline, record.ratio.median) == ("ddp", 2.0)
+
+
+def test_a_step_without_sparse_gradients_brings_all_of_them_end_to_end() -> None:
+    workload = load("resnet8", data="digits", batch_size=8)
+    models = [workload.model(sparse=True) for _ in range(2)]
+
+    def rank_main(group: LocalGroup) -> Any:
+        found = gradients_of_step(workload, models[group.rank], group, seed=0)
+        found.prepare()
+        return found, found.x()
+
+    for rank, (found, brought) in enumerate(run_local(2, rank_main)):
+        loss = workload.loss(models[rank], next(workload.batches(rank, 2, seed=0)))
+        gradients = torch.autograd.grad(loss, list(models[rank].parameters()))
+        assert found.layout is Layout.FLAT
+        assert torch.equal(brought, torch.cat([gradient.flatten() for gradient in gradients]))
+
+
+def test_a_step_with_sparse_gradients_brings_these_by_rows() -> None:
+    workload = load("lstm", data="zipf", batch_size=2, vocabulary=500, num_negatives=16)
+    models = [workload.model(sparse=True) for _ in range(2)]
+    for found in run_local(2, lambda group: gradients_of_step(workload, models[group.rank], group, seed=0)):
+        assert (found.layout, len(found.specs)) == (Layout.ROWS, 3)

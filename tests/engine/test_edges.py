@@ -93,6 +93,8 @@ def an_inf_anywhere_keeps_all_state() -> None:
     bad = torch.full((2, 3), float("inf") if dist.get_rank() == 1 else 1.0)
     (model["kept"](torch.rand(2, 3)).sum() + model["plain"](bad).sum()).backward()
     torch.testing.assert_close(state(), before)
+    grad = model["kept"].weight.grad
+    assert grad is not None and grad.isnan().all(), "what was not kept must not be used"
     handle.detach()
 
 

@@ -18,8 +18,7 @@ import gradsync
 from gradsync import Plan
 from gradsync.bucket import Bucket, Layout, TensorSpec, trainable_parameters
 from gradsync.comm import Group
-from gradsync.schemes import Scheme
-from gradsync.schemes.base import State, register
+from gradsync.schemes import Scheme, State, register
 from tests.engine.models import Convolutions, Perceptron
 from tests.engine.twins import assert_same_on_all_ranks, averaged, compare_with_ddp, make_twins
 from tests.world import Ranks

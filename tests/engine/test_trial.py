@@ -19,8 +19,7 @@ from gradsync.comm import Group
 from gradsync.density import ParameterProfile
 from gradsync.planner import default_plan, default_plans
 from gradsync.planning import Planner
-from gradsync.schemes import AllReduce, State
-from gradsync.schemes.base import register
+from gradsync.schemes import AllReduce, State, register
 from gradsync.trial import ROUNDS, TURN_STEPS
 from tests.engine.models import Perceptron
 from tests.engine.twins import assert_same_on_all_ranks, averaged

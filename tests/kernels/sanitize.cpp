@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "convert.hpp"
 #include "elements.hpp"
 #include "hashing.hpp"
 #include "hierarchy.hpp"
@@ -265,6 +266,15 @@ template <typename T> static void check_all_signs(int threads) {
         for (size_t size : {0, 1, 31, 32, 33, 1025, 70000}) check_signs<T>({size / 3, 0, size - size / 3}, block, threads);
     check_signs<T>({}, 0, threads);
     check_signs<T>({1, 1, 2, 1}, 0, threads);
+}
+
+template <typename In, typename Out> static void check_narrowed(size_t size, int threads) {
+    std::vector<In> x(size);
+    for (size_t i = 0; i < size; ++i) x[i] = static_cast<In>(i % 100 == 7 ? 3e38 : i % 256);
+    std::vector<Out> out(size);
+    narrow_values(x.data(), size, 0.5, out.data(), threads);
+    for (size_t i = 0; i < size; ++i)
+        CHECK(i % 100 == 7 ? widen(out[i]) > 6e4f : widen(out[i]) == static_cast<float>(i % 256) / 2);
 }
 
 template <typename Index> static void check_offsets(size_t size, size_t every, Format format) {
@@ -626,6 +636,10 @@ int main(int argc, char **argv) {
         check_all<Bfloat16>(threads);
         check_all<Float16>(threads);
         check_all_hashing(threads);
+        for (size_t size : {0, 1, 1023, 2049}) {
+            check_narrowed<float, Bfloat16>(size, threads);
+            check_narrowed<double, Float16>(size, threads);
+        }
     }
     check_all_offsets();
     check_refusals();

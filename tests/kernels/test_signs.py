@@ -59,7 +59,9 @@ def unpacked(
 ) -> Tensor:  # fmt: skip
     size = sum(lengths)
     out = torch.full((size + 8,), 77.0, dtype=dtype)
-    kernels.unpack_signs(parts, Sections(tuple(lengths)), out[:size], block=block, scale=scale, factor=factor, **options)
+    kernels.unpack_signs(
+        parts, Sections(tuple(lengths)), out[:size], block=block, scale=scale, factor=factor, **options
+    )
     assert (out[size:] == 77).all()
     return out[:size]
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from gradsync import expressions
 from gradsync.bucket import Layout, TensorSpec
 from gradsync.cluster import Placement
 from gradsync.comm import Group
@@ -19,7 +20,6 @@ from gradsync.schemes import (
     BalancedParallelism,
     Scheme,
     State,
-    base,
     from_expression,
     register,
     registered,
@@ -59,7 +59,7 @@ class EveryOther(Scheme[Tensor]):
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Schemes registered by a test are forgotten after it."""
-    monkeypatch.setattr(base, "_registry", dict(base._registry))
+    monkeypatch.setattr(expressions, "_registry", dict(expressions._registry))
     yield
 
 

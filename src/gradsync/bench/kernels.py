@@ -162,9 +162,7 @@ def unpack_signs(g: torch.Generator, *, size: int, block: int, scale: SignScale,
         automatic.pack_signs(x, sections, *part, **options)
         parts.append(part)
     inputs = [tensor for part in parts for tensor in part]
-    return Work(
-        lambda module: module.unpack_signs(parts, sections, out, **options), [out], tensor_bytes(out, *inputs)
-    )
+    return Work(lambda module: module.unpack_signs(parts, sections, out, **options), [out], tensor_bytes(out, *inputs))
 
 
 def _bitmap(g: torch.Generator, size: int, density: float) -> tuple[Tensor, Tensor]:
@@ -197,6 +195,12 @@ def _offsets(g: torch.Generator, size: int, density: float, bits: int) -> tuple[
     message = torch.zeros(offsets_nbytes(len(indices), size, bits), dtype=torch.uint8)
     automatic.encode_offsets(indices, size, bits, message)
     return indices, message
+
+
+def narrow(g: torch.Generator, *, size: int, dtype: str) -> Work:
+    """Scaled gradients to 16 bits."""
+    x, out = torch.randn(size, generator=g), torch.zeros(size, dtype=getattr(torch, dtype))
+    return Work(lambda module: module.narrow(x, out, scale=0.25), [out], tensor_bytes(x, out))
 
 
 def encode_offsets(g: torch.Generator, *, size: int, density: float, bits: int) -> Work:
@@ -366,7 +370,7 @@ WORK: dict[str, Callable[..., Work]] = {
         sum_rows, unite_rows, join_columns, scatter_rows, nonzero_rows, nonzero_elements, encode_bitmap, decode_bitmap,
         count_bits, encode_offsets, decode_offsets, partition_elements, unite_elements,
         join_elements, partition_rotated, rotated_index, owners_by_hash,
-        partition_hashed, owned_by_hash, positions_in, hierarchical_hash, top_k, pack_signs,
+        partition_hashed, owned_by_hash, positions_in, hierarchical_hash, top_k, narrow, pack_signs,
         unpack_signs,
     )
 }  # fmt: skip
@@ -425,6 +429,8 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (  # kernel, parameters of its w
     ("positions_in", {"size": _DENSE, "density": 0.01, "owners": 8}),
     ("positions_in", {"size": _DENSE, "density": 0.1, "owners": 8}),
     ("hierarchical_hash", {"nnz": 1_000_000, "size": _ELEMENTS, "owners": 8}),
+    ("narrow", {"size": _DENSE, "dtype": "bfloat16"}),
+    ("narrow", {"size": _DENSE, "dtype": "float16"}),
     ("top_k", {"size": 8 * _BITS, "density": 0.001}),
     ("top_k", {"size": 8 * _BITS, "density": 0.01}),
     ("pack_signs", {"size": _DENSE, "block": 0, "scale": "mean", "feedback": False}),

@@ -41,6 +41,7 @@ from ..schemes import (
 )
 from ..sparse import SparseRows
 from ..steps import Compute, Pattern, Transfer, transfers
+from ..workloads import Workload
 from . import topk
 from .memory import peak_bytes
 from .methods import SPARSE_SCHEMES
@@ -267,15 +268,9 @@ class Gradients:
 
 
 def workload_case(name: str, group: TorchGroup, spec: SyncSpec, cost: CostModel) -> dict[str, Any]:
-    """The sparse gradients of one real step: sparse schemes beside DDP's ways."""
+    """The gradients of one real step: the schemes for them beside DDP's ways."""
     workload = topk.load(name, **spec.options)
-    model = workload.model(sparse=True, seed=spec.seed)
-    batches = workload.batches(group.rank, group.size, spec.seed)
-    if isinstance(workload, TopKWorkload):
-        found = elements_of_step(workload.sparsified(model, batches), group)
-    else:
-        workload.loss(model, next(batches)).backward()
-        found = rows_of_step(sparse_gradients(model), group)
+    found = gradients_of_step(workload, workload.model(sparse=True, seed=spec.seed), group, spec.seed)
     planned, selected = schemes_of(found.layout, found.specs, found.profiles, group.placement, spec, cost)
     params = {
         "workload": name,
@@ -294,6 +289,18 @@ def workload_case(name: str, group: TorchGroup, spec: SyncSpec, cost: CostModel)
     )
     memory = {title: exchange_bytes(exchange, found.given) for title, (exchange, _) in exchanges.items()}
     return {**case, "options": workload.options, "memory_bytes": memory}
+
+
+def gradients_of_step(workload: Workload, model: nn.Module, group: TorchGroup, seed: int) -> Gradients:
+    """The sparse ones of the first step, by rows; where there are none, all of them end to end, by elements."""
+    batches = workload.batches(group.rank, group.size, seed)
+    if isinstance(workload, TopKWorkload):
+        return elements_of_step(workload.sparsified(model, batches), group)
+    workload.loss(model, next(batches)).backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    if sparse := [gradient for gradient in gradients if gradient.layout is torch.sparse_coo]:
+        return rows_of_step(sparse, group)
+    return elements_of_step(torch.cat([gradient.flatten() for gradient in gradients]), group)
 
 
 def exchange_bytes(exchange: Contender, given: Sequence[Tensor]) -> int:
@@ -321,9 +328,9 @@ def rows_of_step(gradients: list[Tensor], group: TorchGroup) -> Gradients:
     )
 
 
-def elements_of_step(sparsified: Tensor, group: Group) -> Gradients:
-    """All parameters as one flat tensor, mostly zero; DDP sums all of it, in 32 or 16 bits."""
-    bucket = torch.empty_like(sparsified)  # exchanges overwrite it
+def elements_of_step(gradient: Tensor, group: Group) -> Gradients:
+    """The gradients of all parameters as one flat tensor; DDP sums all of it, in 32 or 16 bits."""
+    bucket = torch.empty_like(gradient)  # exchanges overwrite it
 
     def bf16() -> None:
         half = bucket.to(torch.bfloat16)
@@ -331,13 +338,13 @@ def elements_of_step(sparsified: Tensor, group: Group) -> Gradients:
         bucket.copy_(half)
 
     def prepare() -> None:
-        bucket.copy_(sparsified)
+        bucket.copy_(gradient)
 
     return Gradients(
         Layout.FLAT,
         lambda: bucket,
         (TensorSpec.of(bucket),),
-        (measured_elements(sparsified, group),),
+        (measured_elements(gradient, group),),
         {"ddp": Contender(lambda: dist.all_reduce(bucket), prepare), "ddp_bf16": Contender(bf16, prepare)},
         (bucket,),
         prepare,
@@ -361,10 +368,6 @@ def schemes_of(
     named = {scheme.title: scheme for scheme in everything}
     assert len(named) == len(everything), "titles tell schemes apart"
     return named, selection.chosen.scheme.title
-
-
-def sparse_gradients(model: nn.Module) -> list[Tensor]:
-    return [p.grad for p in model.parameters() if p.grad is not None and p.grad.layout is torch.sparse_coo]
 
 
 def measured_profiles(tables: tuple[SparseRows, ...], group: TorchGroup) -> tuple[DensityProfile, ...]:

@@ -1,5 +1,6 @@
 """Compressors: a tensor of one rank -> a payload -> a tensor that is near the first one. They know nothing of ranks."""
 
+from ..expressions import register as register
 from .base import Compressor as Compressor
 from .base import Message as Message
 from .base import Payload as Payload
@@ -7,6 +8,11 @@ from .base import SparseMessage as SparseMessage
 from .base import Sparsifier as Sparsifier
 from .base import State as State
 from .base import Summand as Summand
+from .base import check_floating as check_floating
+from .base import check_payload as check_payload
+from .base import check_tensor as check_tensor
+from .base import fields as fields
+from .base import fields_nbytes as fields_nbytes
 from .feedback import ErrorFeedback as ErrorFeedback
 from .law import Absolute as Absolute
 from .law import Biased as Biased

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..bucket import FlatSpec
+from ..expressions import Nameable
 from ..sparse import SparseVector
 from .law import Law
 
@@ -100,14 +101,37 @@ class Summand(Payload):
 P = TypeVar("P", bound=Payload)
 
 
-class Compressor(ABC, Generic[P]):
+class Compressor(Nameable, ABC, Generic[P]):
     """How a flat tensor of one rank becomes a payload, and a payload a tensor again.
 
     A frozen dataclass of settings. State is passed in and the next state comes back: nothing is kept here, and nothing
     passed in is overwritten. It knows no ranks: a scheme sums what they sent, in the way that its payload allows.
     """
 
-    payload: ClassVar[type[Payload]] = Message
+    kind: ClassVar[str] = "compressor"
+    payload: ClassVar[type[Payload]] = Message  # decides which schemes may carry it; of some, their settings decide
+
+    @property
+    def title(self) -> str:
+        """What tells it from other compressors in a table."""
+        return self.name
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the ranks agree on something before they compress: see `observe`."""
+        return False
+
+    def num_agreed(self, spec: FlatSpec) -> int:
+        """How many numbers `observe` gives for a tensor of `spec`."""
+        return 0
+
+    def num_kept(self, spec: FlatSpec, step: int = 0) -> int:
+        """How many elements at most are not zero in what comes back of a tensor of `spec`."""
+        return spec.numel
+
+    def number_dtype(self, spec: FlatSpec) -> torch.dtype:
+        """The type of a `Summand`'s numbers."""
+        return spec.dtype
 
     @property
     def most_summands(self) -> int | None:
@@ -128,9 +152,9 @@ class Compressor(ABC, Generic[P]):
         return State(spec, stream)
 
     def observe(self, x: Tensor, state: State) -> Tensor | None:
-        """What the ranks need to agree on before they compress: their largest, element by element, becomes `agreed`.
+        """What the ranks agree on before they compress, if `agrees`: their largest, one by one, becomes `agreed`.
 
-        (m,) float32, the same m on all ranks; None: nothing, which is known without looking at `x`.
+        (num_agreed(spec),) float32.
         """
         return None
 

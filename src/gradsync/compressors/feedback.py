@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..bucket import FlatSpec
+from ..expressions import register
 from ..kernels import accumulation_dtype
 from .base import Compressor, Payload, State, check_tensor
 from .law import Law
@@ -18,6 +19,7 @@ P = TypeVar("P", bound=Payload)
 RESIDUAL = "residual"  # its key in the state
 
 
+@register
 @dataclass(frozen=True)
 class ErrorFeedback(Compressor[P]):
     """Sends C(x + residual) and keeps what is left: p = x + e; q = C(p); e' = p - q. (Seide et al., 2014)
@@ -39,6 +41,23 @@ class ErrorFeedback(Compressor[P]):
         if isinstance(self.compressor, ErrorFeedback):
             raise ValueError("ErrorFeedback of ErrorFeedback: the inner one leaves nothing to feed back; use one")
         object.__setattr__(self, "payload", self.compressor.payload)
+
+    @property
+    def title(self) -> str:
+        return f"{self.compressor.title} with feedback"
+
+    @property
+    def agrees(self) -> bool:
+        return self.compressor.agrees
+
+    def num_agreed(self, spec: FlatSpec) -> int:
+        return self.compressor.num_agreed(spec)
+
+    def num_kept(self, spec: FlatSpec, step: int = 0) -> int:
+        return self.compressor.num_kept(spec, step)
+
+    def number_dtype(self, spec: FlatSpec) -> torch.dtype:
+        return self.compressor.number_dtype(spec)
 
     @property
     def most_summands(self) -> int | None:

@@ -9,12 +9,14 @@ from torch import Tensor
 
 from .. import kernels
 from ..bucket import FlatSpec
+from ..expressions import register
 from ..positions import Positions, smallest
 from ..sparse import SparseVector, index_dtype
 from .base import SparseMessage, Sparsifier, State, check_payload, check_tensor, fields, fields_nbytes
 from .law import Contraction, Law
 
 
+@register
 @dataclass(frozen=True)
 class TopK(Sparsifier):
     """Keeps the `ratio` largest elements of each tensor by magnitude, as they are. (Aji & Heafield, 2017)
@@ -40,7 +42,7 @@ class TopK(Sparsifier):
     @torch.no_grad()
     def compress(self, x: Tensor, state: State) -> tuple[SparseMessage, State]:
         check_tensor(x, state)
-        spec, count = state.spec, self._count(state.spec)
+        spec, count = state.spec, self.num_kept(state.spec)
         indices = x.new_empty(count, dtype=index_dtype(spec.numel))
         payload = SparseMessage(self, spec, state.step, x.new_zeros(self.nbytes(spec), dtype=torch.uint8))
         values, positions = self._parts(payload)
@@ -59,16 +61,16 @@ class TopK(Sparsifier):
         return SparseVector(positions.decode(), values, payload.spec.numel)
 
     def nbytes(self, spec: FlatSpec, step: int = 0) -> int:
-        count = self._count(spec)
+        count = self.num_kept(spec)
         positions = smallest(count, spec.numel).nbytes(count, spec.numel)
         return fields_nbytes((torch.uint8, int(positions)), (spec.dtype, count))
 
-    def _count(self, spec: FlatSpec) -> int:
+    def num_kept(self, spec: FlatSpec, step: int = 0) -> int:
         return sum(map(self.kept, spec.lengths))
 
     def _parts(self, payload: SparseMessage) -> tuple[Tensor, Positions]:
         """Values and positions, as views of the message."""
-        spec, count = payload.spec, self._count(payload.spec)
+        spec, count = payload.spec, self.num_kept(payload.spec)
         form = smallest(count, spec.numel)
         layout = (torch.uint8, int(form.nbytes(count, spec.numel))), (spec.dtype, count)
         packed, values = fields(payload.data, *layout)

@@ -70,6 +70,7 @@ __all__ = [
     "hierarchical_hash",
     "join_columns",
     "join_elements",
+    "narrow",
     "nonzero_elements",
     "nonzero_rows",
     "offsets_nbytes",
@@ -99,7 +100,7 @@ _KERNELS = (
     "sum_rows", "unite_rows", "join_columns", "scatter_rows", "nonzero_rows", "nonzero_elements", "encode_bitmap",
     "decode_bitmap", "count_bits", "encode_offsets", "decode_offsets", "partition_elements", "unite_elements",
     "join_elements", "partition_rotated", "rotated_index", "owners_by_hash", "partition_hashed", "owned_by_hash",
-    "positions_in", "hierarchical_hash", "top_k", "pack_signs",
+    "positions_in", "hierarchical_hash", "top_k", "narrow", "pack_signs",
     "unpack_signs",
 )  # fmt: skip
 _TABLE: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {  # kernel: (reference, native)
@@ -309,6 +310,22 @@ def unpack_signs(
     """
     tensors = [tensor for part in parts for tensor in part]
     _pick("unpack_signs", [*tensors, out])(parts, sections, out, block=block, scale=scale, factor=factor)
+
+
+def narrow(x: Tensor, out: Tensor, *, scale: float = 1.0) -> None:
+    """Writes `scale` times `x` in a narrower type, rounded to nearest, ties to even; what is finite stays finite.
+
+    Infinity and NaN stay what they are; values below the range of the type become zero.
+
+    Args:
+        x: (numel,) float32 or float64, which is rounded to float32 first.
+        out: (numel,) bfloat16 or float16.
+
+    Raises:
+        ValueError: another shape of `out`.
+        TypeError: other dtypes.
+    """
+    _pick("narrow", [x, out], x.numel())(x, out, scale=scale)
 
 
 def encode_bitmap(indices: Tensor, size: int, out: Tensor) -> None:

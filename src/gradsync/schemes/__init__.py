@@ -1,15 +1,20 @@
 """Schemes: how one bucket becomes the synchronised one. Each runs (`synchronize`) and tells what it does (`steps`)."""
 
+from ..expressions import register as register
+from ..expressions import to_expression as to_expression
 from .base import Partitioned as Partitioned
 from .base import Scheme as Scheme
 from .base import State as State
 from .base import from_expression as from_expression
-from .base import register as register
 from .base import registered as registered
-from .base import to_expression as to_expression
 from .capacity import RowCapacity as RowCapacity
 from .centralized import AGSparse as AGSparse
 from .combine import Hierarchical as Hierarchical
+from .compressed import CompressedAllGather as CompressedAllGather
+from .compressed import CompressedAllReduce as CompressedAllReduce
+from .compressed import CompressedTwoWay as CompressedTwoWay
+from .compressed import Sparsified as Sparsified
+from .compressed import ways as ways
 from .dense import AllReduce as AllReduce
 from .dense import ReduceScatter as ReduceScatter
 from .elements import BalancedElements as BalancedElements

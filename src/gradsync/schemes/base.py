@@ -1,37 +1,44 @@
-"""The scheme protocol, its two halves, and the expressions by which a plan names schemes."""
+"""The scheme protocol, its two halves, and what of it a plan can name."""
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 from torch import Tensor
 
+from .. import expressions
 from ..bucket import Bucket, Layout, TensorSpec
 from ..cluster import Placement
 from ..comm import Group
+from ..compressors import State as CompressorState
 from ..density import DensityProfile
+from ..expressions import Nameable
 from ..steps import Step
 
-State = Mapping[str, Tensor]  # compress point -> one element for each element of the bucket
+# By compress point: one element for each element of the bucket, or what compressors keep of parts of it.
+State = Mapping[str, Tensor | tuple[CompressorState, ...]]
 
 X = TypeVar("X")  # Tensor for flat buckets, tuple[SparseRows, ...] for tables
 S = TypeVar("S")  # what a rank owns between push and pull
 
 
-class Scheme(ABC, Generic[X]):
+class Scheme(Nameable, ABC, Generic[X]):
     """How one bucket becomes `scale` times its sum over the group, the same bits on every rank.
 
     A frozen dataclass of settings. State is passed in and the next state comes back: nothing is kept here, and nothing
     passed in as state is overwritten, so that a step can be taken back.
     """
 
-    name: ClassVar[str]
+    kind: ClassVar[str] = "scheme"
     layout: Layout  # of the class, or of what the scheme is made of
-    exact: bool = True  # the result is the sum up to rounding: flags may ride in the same message; as `layout`
+    exact: bool = True  # the result is the sum up to rounding; as `layout`
+
+    @property
+    def carries_flags(self) -> bool:
+        """Whether numbers that lie behind a flat bucket's arrive: of their sum at least whether it is zero."""
+        return self.exact
 
     @property
     def title(self) -> str:
@@ -149,42 +156,10 @@ class Partitioned(Scheme[X], Generic[X, S]):
         return (*self.push_steps(specs, profiles, n), *self.pull_steps(specs, profiles, n, n))
 
 
-_registry: dict[str, type[Scheme[Any]]] = {}
-
-C = TypeVar("C", bound=type[Scheme[Any]])
-
-
-def register(scheme: C) -> C:
-    """Class decorator: makes a scheme nameable in plans, as its class name in snake case unless it has a `name`.
-
-    Raises:
-        ValueError: when the name is taken by another class.
-    """
-    if "name" not in vars(scheme):
-        scheme.name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", scheme.__name__).lower()
-    if not is_dataclass(scheme):
-        raise ValueError(f"a scheme must be a (frozen) dataclass, {scheme.__name__} is not")
-    taken = _registry.setdefault(scheme.name, scheme)
-    if taken is not scheme:
-        raise ValueError(f"the scheme name {scheme.name!r} is taken by {taken.__module__}.{taken.__qualname__}")
-    return scheme
-
-
 def registered() -> dict[str, type[Scheme[Any]]]:
     """All schemes a plan can name."""
-    return dict(_registry)
-
-
-def to_expression(scheme: Scheme[Any]) -> dict[str, Any]:
-    """The scheme as a tree of registered names and numbers, `{"name": {"field": value}}`.
-
-    Raises:
-        ValueError: for a scheme that is not registered, which no plan could name (a subclass counts for itself).
-    """
-    if _registry.get(getattr(scheme, "name", "")) is not type(scheme):
-        raise ValueError(f"the scheme {type(scheme).__name__} is not registered; decorate its class with @register")
-    settings = {f.name: getattr(scheme, f.name) for f in fields(scheme)}  # type: ignore[arg-type]  # dataclass by register
-    return {scheme.name: {name: _plain(value) for name, value in settings.items()}}
+    known: dict[str, type[Scheme[Any]]] = expressions.registered(Scheme)
+    return known
 
 
 def from_expression(expression: Any) -> Scheme[Any]:
@@ -193,30 +168,5 @@ def from_expression(expression: Any) -> Scheme[Any]:
     Raises:
         ValueError: naming what is unknown or illegal, and what there is.
     """
-    if not isinstance(expression, dict) or len(expression) != 1:
-        raise ValueError(f'a scheme is written {{"name": {{settings}}}}, got {expression!r}')
-    ((name, settings),) = expression.items()
-    if name not in _registry:
-        raise ValueError(f"unknown scheme {name!r}; there are {', '.join(sorted(_registry))}")
-    if not isinstance(settings, dict):
-        raise ValueError(f"the settings of scheme {name!r} must be an object, got {settings!r}")
-    scheme = _registry[name]
-    known = {f.name: f for f in fields(scheme)}  # type: ignore[arg-type]  # dataclass by register
-    if unknown := sorted(set(settings) - set(known)):
-        raise ValueError(f"scheme {name!r} has no setting {unknown[0]!r}; it has {', '.join(known) or 'none'}")
-    arguments = {k: from_expression(v) if _is_scheme_field(known[k]) else v for k, v in settings.items()}
-    try:
-        return scheme(**arguments)
-    except TypeError as error:
-        raise ValueError(f"scheme {name!r}: {error}") from None
-
-
-def _plain(value: Any) -> Any:
-    """A setting as JSON gives it back: tuples are lists there."""
-    if isinstance(value, Scheme):
-        return to_expression(value)
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _is_scheme_field(field: Any) -> bool:
-    return any(kind in str(field.type) for kind in ("Scheme", "Partitioned"))
+    scheme: Scheme[Any] = expressions.from_expression(expression, Scheme, "scheme")
+    return scheme

@@ -13,9 +13,10 @@ from ..bucket import Layout, TensorSpec
 from ..cluster import Placement
 from ..comm import Group
 from ..density import DensityProfile
+from ..expressions import register
 from ..sparse import SparseRows
 from ..steps import Compute, Pattern, Step
-from .base import Scheme, State, register
+from .base import Scheme, State
 from .capacity import RowCapacity, opened, write_header
 from .formats import RowFormat, head_nbytes
 from .tables import Agreement, Survey, Tables, common_groups, expected_groups, specs_of

@@ -12,13 +12,15 @@ from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
-from ..bucket import Bucket, Layout, TensorSpec
+from ..bucket import Bucket, FlatSpec, Layout, TensorSpec
 from ..cluster import Placement
 from ..comm import Group, Pending
 from ..density import DensityProfile
+from ..expressions import register
 from ..steps import Compute, Step, Transfer
-from .base import Partitioned, Scheme, State, register
+from .base import Partitioned, Scheme, State
 from .dense import AllReduce, ReduceScatter
 
 T = TypeVar("T")
@@ -104,17 +106,32 @@ class Hierarchical(Scheme[Any]):
         self.inter.check(self.intra.part_of(specs, (), self.ranks_per_node, 0)[0])
 
     def init(self, bucket: Bucket, group: Group) -> State:
-        """
+        """What `inter` keeps of the part that this rank has between nodes.
+
         Raises:
-            ValueError: on every rank, where nodes do not have as many ranks as planned; for parts that keep state.
+            ValueError: on every rank, where nodes do not have as many ranks as planned; for state that has no place.
         """
         self._check_placement(group.placement)
-        for part in (self.intra, self.inter):
-            if part.init(bucket, group):
-                raise ValueError(f"{part.name} keeps state, for which Hierarchical has no place")
-        if group.placement.is_hierarchy:
-            group.within_node(), group.across_nodes()  # made here, where all ranks come by between their operations
-        return {}
+        if self.intra.init(bucket, group):
+            raise ValueError(f"{self.intra.name} keeps state, for which Hierarchical has no place inside nodes")
+        if self.ranks_per_node == 1:
+            return self.inter.init(bucket, group)
+        if not group.placement.is_hierarchy:
+            return {}
+        # Made here, where all ranks come by between their operations.
+        node, across = group.within_node(), group.across_nodes()
+        if self.layout is Layout.ROWS:
+            part = bucket
+        else:
+            (spec,), _ = self.intra.part_of(bucket.specs, (), self.ranks_per_node, node.rank)
+            part = bucket if spec.flat is None else _bucket_of(bucket, spec.flat)
+        state = self.inter.init(part, across)
+        if part is bucket and state:
+            raise ValueError(f"{self.inter.name} keeps state, for which Hierarchical of {self.intra.name} has no place")
+        for point, kept in state.items():
+            if isinstance(kept, Tensor):
+                raise ValueError(f"{self.inter.name} keeps {point!r} of the whole bucket, between nodes it has a part")
+        return state
 
     async def synchronize(self, x: Any, state: State, group: Group, scale: float) -> tuple[Any, State]:
         self._check_placement(group.placement)
@@ -128,11 +145,11 @@ class Hierarchical(Scheme[Any]):
         push = self.intra.push(x, {}, node, 1.0, wide=True)
         shard, _ = await _in_turns(push, len(self.intra.push_stages(g)))
         # Across the nodes.
-        sums = self.inter.synchronize(self.intra.part(shard), {}, across, scale)
-        part, _ = await _in_turns(sums, len(self.inter.stages(nodes)))
+        sums = self.inter.synchronize(self.intra.part(shard), state, across, scale)
+        part, next_state = await _in_turns(sums, len(self.inter.stages(nodes)))
         # Pull: from each rank of the node its part of the sum.
         pull = self.intra.pull(self.intra.with_part(shard, part), {}, node)
-        return await _in_turns(pull, len(self.intra.pull_stages(g))), state
+        return await _in_turns(pull, len(self.intra.pull_stages(g))), next_state
 
     def steps(
         self,
@@ -173,6 +190,13 @@ class Hierarchical(Scheme[Any]):
                 f"Hierarchical is planned for {self.ranks_per_node} ranks on each node, the nodes have "
                 f"{', '.join(map(str, counts))}; make a plan for this placement"
             )
+
+
+def _bucket_of(bucket: Bucket, part: FlatSpec) -> Bucket:
+    """The part of a flat bucket, in another type perhaps, without flags."""
+    specs = dict(zip(bucket.names, bucket.tensors, strict=True))
+    tensors = tuple(replace(specs[segment.name], dtype=part.dtype) for segment in part.segments)
+    return replace(bucket, segments=part.segments, tensors=tensors, flags_ride=False)
 
 
 _OF_HALVES = {Partitioned: " of two halves (push and pull)", Scheme: ""}

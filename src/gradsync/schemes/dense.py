@@ -12,8 +12,9 @@ from ..bucket import Layout, TensorSpec
 from ..cluster import Placement
 from ..comm import Group
 from ..density import DensityProfile
+from ..expressions import register
 from ..steps import Compute, Pattern, Step, Transfer
-from .base import Partitioned, Scheme, State, register
+from .base import Partitioned, Scheme, State
 
 
 @register
@@ -77,7 +78,7 @@ class ReduceScatter(Partitioned[Tensor, OwnedRange]):
         self, x: Tensor, state: State, group: Group, scale: float, *, wide: bool = False
     ) -> tuple[OwnedRange, State]:
         # Push: to each owner its range.
-        ranges, accumulated = _ranges(x.numel(), group.size), kernels.accumulation_dtype(x.dtype)
+        ranges, accumulated = even_ranges(x.numel(), group.size), kernels.accumulation_dtype(x.dtype)
         mine = ranges[group.rank]
         parts = await group.all_to_all(x, ranges, [mine] * group.size, largest=ranges[0])
         total = x.new_zeros(ranges[0], dtype=accumulated)
@@ -91,7 +92,7 @@ class ReduceScatter(Partitioned[Tensor, OwnedRange]):
         # Pull: from each owner its range of the sum.
         whole = shard.whole
         parts = await group.all_gather(shard.values)
-        for room, part in zip(torch.split(whole, _ranges(whole.numel(), group.size)), parts, strict=True):
+        for room, part in zip(torch.split(whole, even_ranges(whole.numel(), group.size)), parts, strict=True):
             room.copy_(part[: len(room)])
         return whole
 
@@ -105,7 +106,7 @@ class ReduceScatter(Partitioned[Tensor, OwnedRange]):
         self, specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfile, ...], size: int
     ) -> tuple[Step, ...]:
         (flat,) = specs
-        ranges = tuple(float(length * flat.itemsize) for length in _ranges(flat.numel, size))
+        ranges = tuple(float(length * flat.itemsize) for length in even_ranges(flat.numel, size))
         return (
             Transfer("push", Pattern.ALL_TO_ALL, ranges),
             Compute("sum_ranges", (size + 1) * ranges[0]),
@@ -115,20 +116,22 @@ class ReduceScatter(Partitioned[Tensor, OwnedRange]):
         self, specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfile, ...], size: int, summed: int
     ) -> tuple[Step, ...]:
         (flat,) = specs
-        length = float(_ranges(flat.numel, size)[0] * flat.itemsize)
+        length = float(even_ranges(flat.numel, size)[0] * flat.itemsize)
         return Transfer("pull", Pattern.ALL_GATHER, (length,) * size), Compute("join_ranges", 2 * size * length)
 
     def part_of(
         self, specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfile, ...], size: int, owner: int
     ) -> tuple[tuple[TensorSpec, ...], tuple[DensityProfile, ...]]:
         (flat,) = specs
-        length = _ranges(flat.numel, size)[0]
+        length = even_ranges(flat.numel, size)[0]
         sums = tuple(profile.of_sums(size) for profile in profiles)
-        part = TensorSpec((length,), kernels.accumulation_dtype(flat.dtype))
-        return (part,), tuple(profile.of_range(owner * length, (owner + 1) * length) for profile in sums)
+        wide, start = kernels.accumulation_dtype(flat.dtype), owner * length
+        known = None if flat.flat is None else flat.flat.cut(start, start + length).with_dtype(wide)
+        part = TensorSpec((length,), wide, known)
+        return (part,), tuple(profile.of_range(start, start + length) for profile in sums)
 
 
-def _ranges(numel: int, size: int) -> list[int]:
+def even_ranges(numel: int, size: int) -> list[int]:
     """Lengths of the owners' ranges: as equal as whole elements allow, the last ones shorter or empty."""
     length = -(-numel // size)
     return [max(min(length, numel - owner * length), 0) for owner in range(size)]

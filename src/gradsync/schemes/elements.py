@@ -15,9 +15,10 @@ from ..bucket import Layout, TensorSpec
 from ..cluster import Placement
 from ..comm import LENGTH_BYTES, Group
 from ..density import DensityProfile
+from ..expressions import register
 from ..sparse import index_dtype
 from ..steps import Compute, Pattern, Step, Transfer
-from .base import Scheme, State, register
+from .base import Scheme, State
 from .capacity import whole_numbers, with_margin
 from .dense import AllReduce
 from .formats import Part, PartFormat

@@ -12,9 +12,10 @@ from .. import kernels
 from ..bucket import Layout, TensorSpec
 from ..comm import Group
 from ..density import DensityProfile
+from ..expressions import register
 from ..sparse import SparseRows
 from ..steps import Compute, Pattern, Step, Transfer
-from .base import Partitioned, State, register
+from .base import Partitioned, State
 from .capacity import RowCapacity, opened, write_header
 from .formats import RowFormat, Section, head_nbytes
 from .owners import MOST_SHARED, StripedGroups, striped

@@ -21,10 +21,11 @@ from ..bucket import Layout, TensorSpec
 from ..cluster import Placement
 from ..comm import LENGTH_BYTES, Group
 from ..density import DensityProfile
+from ..expressions import register
 from ..positions import SPARSE_FORMATS, IndexFormat
 from ..sparse import SparseRows
 from ..steps import Compute, Step, Transfer
-from .base import Scheme, State, register
+from .base import Scheme, State
 from .elements import elements_of
 from .formats import PartFormat
 from .row_owners import EvenSplit, HashedRows, RotatedStripe, RowOwners

@@ -14,9 +14,10 @@ from ..bucket import Bucket, Layout, TensorSpec
 from ..cluster import Placement
 from ..comm import Group
 from ..density import DensityProfile
+from ..expressions import register
 from ..sparse import SparseRows
 from ..steps import Compute, Step
-from .base import Scheme, State, register
+from .base import Scheme, State
 from .dense import AllReduce
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -53,6 +54,11 @@ class HalfPrecision(Scheme[Any]):
         return f"{self.inner.title} {self.values}"
 
     @property
+    def carries_flags(self) -> bool:
+        """Rounding makes no flag zero."""
+        return self.inner.carries_flags
+
+    @property
     def unplanned(self) -> Scheme[Any]:
         return HalfPrecision(self.inner.unplanned, self.values)
 
@@ -75,8 +81,7 @@ class HalfPrecision(Scheme[Any]):
         if isinstance(x, Tensor):
             if not self._rounds(x.dtype):
                 return await self.inner.synchronize(x, state, group, scale)
-            scaled = rounded(x * scale, DTYPES[self.values])
-            total, next_state = await self.inner.synchronize(scaled, state, group, 1.0)
+            total, next_state = await self.inner.synchronize(self._narrowed(x, scale), state, group, 1.0)
             return x.copy_(total), next_state
         if not self._rounds(x[0].values.dtype):
             return await self.inner.synchronize(x, state, group, scale)
@@ -112,10 +117,9 @@ class HalfPrecision(Scheme[Any]):
 
     def _rounded(self, table: SparseRows, scale: float) -> SparseRows:
         indices, values = kernels.sum_rows([(table.indices, table.values)], table.num_rows, scale=scale)
-        return replace(table, indices=indices, values=rounded(values, DTYPES[self.values]))
+        return replace(table, indices=indices, values=self._narrowed(values.flatten(), 1.0).view(values.shape))
 
-
-def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """In a narrower type; what is finite stays finite."""
-    most = torch.finfo(dtype).max
-    return torch.where(x.isinf(), x, x.clamp(-most, most)).to(dtype)
+    def _narrowed(self, x: Tensor, scale: float) -> Tensor:
+        narrowed = x.new_empty(x.numel(), dtype=DTYPES[self.values])
+        kernels.narrow(x, narrowed, scale=scale)
+        return narrowed

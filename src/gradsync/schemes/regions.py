@@ -17,9 +17,10 @@ from ..bucket import Layout, TensorSpec
 from ..cluster import Placement
 from ..comm import Group
 from ..density import DensityProfile
+from ..expressions import register
 from ..sparse import index_dtype
 from ..steps import Compute, Pattern, Step, Transfer
-from .base import Scheme, State, register
+from .base import Scheme, State
 from .elements import Sums, counts_in, elements_of, nonzeros
 from .formats import Part, PartFormat
 

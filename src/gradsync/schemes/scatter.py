@@ -14,9 +14,10 @@ from .. import kernels
 from ..bucket import Layout, TensorSpec
 from ..comm import LENGTH_BYTES, Group
 from ..density import DensityProfile
+from ..expressions import register
 from ..sparse import index_dtype
 from ..steps import Compute, Pattern, Step, Transfer
-from .base import Partitioned, State, register
+from .base import Partitioned, State
 from .dense import OwnedRange
 from .elements import elements_of, join_parts, nonzeros, part_format, write_parts
 from .formats import Part, PartFormat

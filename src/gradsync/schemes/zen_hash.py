@@ -17,11 +17,12 @@ from ..bucket import Layout, TensorSpec
 from ..cluster import Placement
 from ..comm import LENGTH_BYTES, Group
 from ..density import DensityProfile
+from ..expressions import register
 from ..kernels.hierarchy import HashMemory
 from ..positions import IndexFormat
 from ..sparse import index_dtype
 from ..steps import Compute, Step, Transfer
-from .base import Scheme, State, register
+from .base import Scheme, State
 from .elements import counts_in, elements_of, nonzeros
 from .formats import PartFormat
 from .hash_lists import lists_nbytes, owned_by_hash

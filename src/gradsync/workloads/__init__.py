@@ -18,6 +18,10 @@ from typing import Any, get_type_hints
 from gradsync.workloads.base import Batch as Batch
 from gradsync.workloads.base import Workload as Workload
 from gradsync.workloads.bert import BertWorkload as BertWorkload
+from gradsync.workloads.convolutional import AlexNetWorkload as AlexNetWorkload
+from gradsync.workloads.convolutional import ResNet8 as ResNet8
+from gradsync.workloads.convolutional import ResNet20 as ResNet20
+from gradsync.workloads.convolutional import ResNet32 as ResNet32
 from gradsync.workloads.data import DataUnavailableError as DataUnavailableError
 from gradsync.workloads.deepfm import DeepFMWorkload as DeepFMWorkload
 from gradsync.workloads.dense import Dense20 as Dense20
@@ -32,6 +36,10 @@ _KINDS: tuple[type[Workload], ...] = (
     NMTWorkload,
     BertWorkload,
     GPTWorkload,
+    ResNet8,
+    ResNet20,
+    ResNet32,
+    AlexNetWorkload,
     Dense20,
     Dense160,
 )

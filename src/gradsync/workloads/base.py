@@ -106,18 +106,19 @@ class Workload(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class DataWorkload(Workload):
-    """A workload on samples that are fetched, or generated in their place."""
+    """A workload on samples that are fetched, or on others in their place."""
 
     real: ClassVar[str]  # the name of the data that are no stand-in
+    stand_in: ClassVar[str] = "zipf"  # and of those that are: generated, for tests
     held_out_ratio: ClassVar[float]  # of the samples, the last ones
 
-    data: str  # `real`, or "zipf" (generated, for tests), or "any" (zipf, with a warning, without the real ones)
+    data: str  # `real`, or `stand_in`, or "any" (the stand-in, with a warning, without the real ones)
     cache_dir: str | Path | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.data not in (self.real, "zipf", "any"):
-            raise ValueError(f"data must be {self.real}, zipf or any, got {self.data!r}")
+        if self.data not in (self.real, self.stand_in, "any"):
+            raise ValueError(f"data must be {self.real}, {self.stand_in} or any, got {self.data!r}")
 
     @abstractmethod
     def open(self, cache: Path) -> tuple[Array, str]:
@@ -134,7 +135,7 @@ class DataWorkload(Workload):
 
     @property
     def source(self) -> str:
-        """`real`, or `zipf` for the generated stand-in, which is not real data."""
+        """`real`, or the stand-in, of which `zipf` is generated and not real data."""
         return self._opened[1]
 
     @property
@@ -152,14 +153,15 @@ class DataWorkload(Workload):
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[torch.device]:
-    """Without gradients and in evaluation mode; the mode is afterwards as before. Gives the model's device."""
-    was_training = model.training
+    """Without gradients and in evaluation mode; modes are afterwards as before, module by module. Gives the device."""
+    was_training = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         with torch.no_grad():
             yield next(model.parameters()).device
     finally:
-        model.train(was_training)
+        for module, mode in was_training:
+            module.training = mode
 
 
 def shuffled_rows(

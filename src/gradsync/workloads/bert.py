@@ -14,10 +14,10 @@ from typing import ClassVar
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.optim import Optimizer
 
-from gradsync.workloads.base import Batch, DataWorkload, adagrad_of_tables, evaluating
+from gradsync.workloads.base import Batch, adagrad_of_tables
+from gradsync.workloads.classification import ClassificationWorkload
 from gradsync.workloads.data import Array
 from gradsync.workloads.entries import LABELS, MAX_PIECES, PADDING, VOCABULARY, open_entries
 from gradsync.workloads.transformer import NUM_LAYERS, check_dim, num_parameters_of_layers, transformer_layers
@@ -57,12 +57,14 @@ class BertClassifier(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BertWorkload(DataWorkload):
+class BertWorkload(ClassificationWorkload):
     """Noun, adjective, verb or adverb? 4.3 million parameters, 90 % of them in the table of WordPieces."""
 
     name: ClassVar[str] = "bert"
     real: ClassVar[str] = "gcide"
     held_out_ratio: ClassVar[float] = HELD_OUT_RATIO
+    evaluation_samples: ClassVar[int | None] = None  # all, one entry in fifty
+    evaluation_batch: ClassVar[int] = EVALUATION_BATCH
 
     batch_size: int = 32  # entries a rank and step
     learning_rate: float = 0.05  # of the table
@@ -88,25 +90,9 @@ class BertWorkload(DataWorkload):
             torch.manual_seed(seed)
             return BertClassifier(self.dim, sparse=sparse)
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        pieces, labels = batch
-        return functional.cross_entropy(model(pieces), labels)
-
     def optimizer(self, model: nn.Module) -> Optimizer:
         """Adagrad; the transformer learns at a tenth of the tables' rate."""
         return adagrad_of_tables(model, self.learning_rate, dense_ratio=DENSE_RATE_RATIO)
-
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Loss and accuracy over the held-out entries, one in fifty."""
-        held_out = np.arange(self.num_train, self.num_samples)
-        total, right = 0.0, 0
-        with evaluating(model) as device:
-            for first in range(0, len(held_out), EVALUATION_BATCH):
-                pieces, labels = self.batch(held_out[first : first + EVALUATION_BATCH])
-                logits = model(pieces.to(device)).cpu()
-                total += float(functional.cross_entropy(logits, labels, reduction="sum"))
-                right += int((logits.argmax(dim=1) == labels).sum())
-        return {"loss": total / len(held_out), "accuracy": right / len(held_out)}
 
     def describe(self) -> str:
         in_table = VOCABULARY * self.dim

@@ -8,11 +8,9 @@ Entries are shuffled before they are joined, as the sentences of the One Billion
 
 from __future__ import annotations
 
-import gzip
 import logging
 import re
 import time
-import zlib
 from array import array
 from collections import defaultdict
 from itertools import count
@@ -26,6 +24,7 @@ from gradsync.workloads.data import (
     cached_array,
     check_counts,
     fetch_debian,
+    gunzipped,
     real_or_zipf,
     zipf_ranks,
 )
@@ -95,11 +94,7 @@ def _prepare(path: Path) -> Array:
 
 def read_entries(path: Path) -> list[str]:
     """The entries, each from its head word to the next; without the preface, which dates the build."""
-    try:
-        with gzip.open(path) as file:  # dictzip is gzip with an index in its header
-            text = file.read().decode("utf8", "replace")
-    except (OSError, EOFError, zlib.error) as error:
-        raise RuntimeError(f"{path} cannot be read ({error}); delete it or install {FILE.package} again") from error
+    text = gunzipped(path, FILE, path).decode("utf8", "replace")  # dictzip is gzip with an index in its header
     entries = re.split(r"\n(?=\S)", text)
     first = next((index for index, entry in enumerate(entries) if "\\" in entry), len(entries))  # a pronunciation
     return entries[first:]

@@ -7,6 +7,7 @@ place it refuses.
 """
 
 from gradsync.kernels.cpu.boundary import load, supports
+from gradsync.kernels.cpu.convert import narrow
 from gradsync.kernels.cpu.elements import (
     NonzeroElements,
     count_bits,
@@ -44,6 +45,7 @@ __all__ = [
     "join_columns",
     "join_elements",
     "load",
+    "narrow",
     "nonzero_elements",
     "nonzero_rows",
     "owned_by_hash",

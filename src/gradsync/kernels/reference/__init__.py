@@ -4,6 +4,7 @@ Runs on any device and dtype, so it is also the fallback. `gradsync.kernels` say
 """
 
 from gradsync.kernels.in_steps import Steps
+from gradsync.kernels.reference.convert import narrow
 from gradsync.kernels.reference.elements import (
     NonzeroElements,
     count_bits,
@@ -69,6 +70,7 @@ __all__ = [
     "hierarchical_hash",
     "join_columns",
     "join_elements",
+    "narrow",
     "nonzero_elements",
     "nonzero_rows",
     "owned_by_hash",

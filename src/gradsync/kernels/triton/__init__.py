@@ -12,6 +12,7 @@ Triton comes with torch for CUDA and is imported with this package, which `impor
 """
 
 from gradsync.kernels.in_steps import Steps
+from gradsync.kernels.triton.convert import narrow
 from gradsync.kernels.triton.elements import (
     NonzeroElements,
     count_bits,
@@ -61,6 +62,7 @@ __all__ = [
     "hierarchical_hash",
     "join_columns",
     "join_elements",
+    "narrow",
     "nonzero_elements",
     "nonzero_rows",
     "owned_by_hash",

@@ -44,7 +44,7 @@ from gradsync.kernels.triton.boundary import (
 )
 from gradsync.kernels.triton.ordered import FAULTS, faults_of, place_after, refuse
 
-SUMMED = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", torch.float16: "f16"}
+KINDS = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
 @triton.jit
@@ -297,7 +297,7 @@ class RowUnion:
             torch.full((1,), scale, dtype=accumulation_dtype(first.dtype), device=device),
         )  # fmt: skip
         programs = blocks(self.count, shape["ROWS"]) * blocks(width, shape["COLUMNS"])
-        launch(_sum, programs, device, *arguments, KIND=SUMMED[first.dtype], BITS=pointee(first), **shape)
+        launch(_sum, programs, device, *arguments, KIND=KINDS[first.dtype], BITS=pointee(first), **shape)
 
     def _check_sum(self, values: Sequence[Tensor], outs: Sequence[Tensor], stripes: Stripes | None) -> Stripes:
         """Refuses what does not fit the union; gives the stripes, by default one of all columns."""
@@ -307,7 +307,7 @@ class RowUnion:
             )
         first = values[0]
         check_matrix("values", first)
-        if first.dtype not in SUMMED:
+        if first.dtype not in KINDS:
             raise TypeError(f"the Triton kernels do not sum {first.dtype}: use the reference implementation")
         dim = first.shape[1]
         stripes = [(0, dim)] if stripes is None else stripes
@@ -377,7 +377,7 @@ def scatter_rows(indices: Tensor, values: Tensor, dense: Tensor, *, accumulate: 
     programs = blocks(len(indices), shape["ROWS"]) * blocks(dim, shape["COLUMNS"])
     arguments = rows, order, len(rows), bits_of(values), values.stride(0), bits_of(dense), dense.stride(0), dim
     if accumulate:
-        launch(_accumulate, programs, device, *arguments, KIND=SUMMED[dense.dtype], **shape)
+        launch(_accumulate, programs, device, *arguments, KIND=KINDS[dense.dtype], **shape)
     else:
         launch(_scatter, programs, device, *arguments, **shape)
 

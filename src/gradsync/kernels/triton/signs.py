@@ -28,7 +28,7 @@ from gradsync.kernels.triton.boundary import (
     launch,
     on,
 )
-from gradsync.kernels.triton.rows import SUMMED, narrowed, widened
+from gradsync.kernels.triton.rows import KINDS, narrowed, widened
 
 
 @triton.jit
@@ -139,7 +139,9 @@ def _sum_levels(
         words = tl.load(parts + part).to(tl.pointer_type(tl.uint8))
         byte = tl.load(words + at // 8, mask=inside, other=0).to(tl.int32)
         negative = (byte >> (at % 8).to(tl.int32)) & 1
-        chosen = tl.where(negative != 0, tl.load(level + (2 * part + 1) * num_blocks), tl.load(level + 2 * part * num_blocks))
+        chosen = tl.where(
+            negative != 0, tl.load(level + (2 * part + 1) * num_blocks), tl.load(level + 2 * part * num_blocks)
+        )
         total += chosen.to(total.dtype)
         part += 1
     tl.store(out + at, narrowed(total * scale, KIND), mask=inside)
@@ -197,7 +199,7 @@ def pack_signs(
         if tensor is not None:
             check_contiguous(name, tensor)
     p = torch.empty_like(x, dtype=accumulation_dtype(x.dtype)) if next_residual is None else next_residual.detach()
-    constants = {"KIND": SUMMED[x.dtype], "FEEDBACK": residual is not None, "BLOCK": BLOCK}
+    constants = {"KIND": KINDS[x.dtype], "FEEDBACK": residual is not None, "BLOCK": BLOCK}
     before = p if residual is None else residual.detach()
     launch(_pack_bits, blocks(len(x)), device, bits_of(x), len(x), before, p, words, **constants)
     lengths = _block_lengths(sections, block)
@@ -243,4 +245,4 @@ def unpack_signs(
     table = on(device, addresses([words for words, _ in parts]))
     number = torch.tensor(factor, dtype=accumulation_dtype(out.dtype)).to(device)
     arguments = begins, counts, runs, table, len(parts), levels, len(lengths), number, bits_of(out)
-    launch(_sum_levels, len(begins), device, *arguments, KIND=SUMMED[out.dtype], BLOCK=GROUP)
+    launch(_sum_levels, len(begins), device, *arguments, KIND=KINDS[out.dtype], BLOCK=GROUP)

@@ -1,0 +1,43 @@
+#include "convert.hpp"
+
+#include <algorithm>
+#include <cstdint>
+
+namespace MODULE_NAME {
+namespace {
+
+constexpr size_t kBlock = 1024;  // values that are scaled before they are rounded: they stay in the cache
+
+template <typename Out> constexpr float kLargest = 65504.0f;
+template <> constexpr float kLargest<Bfloat16> = 0x1.fep127f;
+
+template <typename In, typename Out> void narrow_block(const In *x, size_t count, In scale, Out *out) {
+    const In largest = kLargest<Out>;
+    float scaled[kBlock];
+#pragma omp simd
+    for (size_t i = 0; i < count; ++i) {
+        const In value = x[i] * scale;
+        const In below = value > largest ? largest : value, within = below < -largest ? -largest : below;
+        scaled[i] = static_cast<float>(value - value == 0 ? within : value);  // infinity and NaN as they are
+    }
+    narrow_row(out, scaled, count);
+}
+
+}  // namespace
+
+template <typename In, typename Out>
+void narrow_values(const In *x, size_t count, double scale, Out *out, int threads) {
+    const size_t blocks = (count + kBlock - 1) / kBlock;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (size_t b = 0; b < blocks; ++b) {
+        const size_t begin = b * kBlock;
+        narrow_block(x + begin, std::min(kBlock, count - begin), static_cast<In>(scale), out + begin);
+    }
+}
+
+template void narrow_values(const float *, size_t, double, Bfloat16 *, int);
+template void narrow_values(const float *, size_t, double, Float16 *, int);
+template void narrow_values(const double *, size_t, double, Bfloat16 *, int);
+template void narrow_values(const double *, size_t, double, Float16 *, int);
+
+}  // namespace MODULE_NAME

@@ -1,0 +1,388 @@
+"""Schemes that carry payloads of compressors: summed on their way, gathered, or exchanged, summed and compressed again.
+
+Which of them a compressor may take its payload decides (`ways`): an all-reduce sums numbers that it does not
+understand, so their sum must mean something. Who gathers payloads decodes those of all ranks, (n - 1) payloads a rank;
+two-way moves 2 (n - 1) / n of one, and compresses a second time. (ByteComp's indivisible and divisible schemes)
+
+Numbers behind the elements of the bucket, its flags, travel with each payload, as whether they are zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..bucket import Bucket, FlatSpec, Layout, Segment, TensorSpec
+from ..cluster import Placement
+from ..comm import Group
+from ..compressors import Compressor, Payload, SparseMessage, Summand
+from ..compressors import State as CompressorState
+from ..density import DensityProfile
+from ..expressions import register
+from ..positions import aligned
+from ..steps import Compute, Pattern, Step, Transfer
+from .base import Scheme, State
+from .dense import even_ranges
+from .elements import BalancedElements
+
+SENT, SUMS = "sent", "sums"  # the compress points: what a rank sends, and an owner's sums
+
+
+class Compressed(Scheme[Tensor]):
+    """What the schemes of this file have in common."""
+
+    compressor: Compressor[Any]
+    layout = Layout.FLAT
+    exact = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.compressor, Compressor):
+            raise ValueError(f"{type(self).__name__}.compressor must be a compressor, got {self.compressor!r}")
+
+    @property
+    def title(self) -> str:
+        return f"{self.name} of {self.compressor.title}"
+
+    @property
+    def carries_flags(self) -> bool:
+        return True
+
+    def check(self, specs: tuple[TensorSpec, ...]) -> None:
+        """
+        Raises:
+            ValueError: for element types that no compressor takes.
+        """
+        (flat,) = specs
+        if not flat.dtype.is_floating_point:
+            raise ValueError(f"{self.name} is for floating-point gradients, got {flat}")
+
+    def init(self, bucket: Bucket, group: Group) -> State:
+        """
+        Raises:
+            ValueError: on every rank, for more ranks than the compressor's numbers can be summed of.
+        """
+        most = self.compressor.most_summands
+        if issubclass(self.compressor.payload, Summand) and most is not None and group.size > most:
+            raise ValueError(
+                f"{self.compressor.title} makes numbers of which {most} can be summed, there are {group.size} ranks"
+            )
+        return {SENT: (self.compressor.init(bucket.flat_spec, group.rank),)}
+
+    def agreement(self) -> tuple[str, ...]:
+        """The stage in which the ranks agree on what the compressor needs."""
+        return ("agree",) if self.compressor.agrees else ()
+
+    async def agreed(self, values: Tensor, state: CompressorState, group: Group) -> CompressorState:
+        """The state with what the ranks agree on: the largest that one of them observed."""
+        observed = self.compressor.observe(values, state) if self.compressor.agrees else None
+        if observed is None:
+            return state
+        return replace(state, agreed=torch.stack(await group.all_gather(observed)).amax(dim=0))
+
+    def agreement_steps(self, spec: FlatSpec, size: int) -> tuple[Step, ...]:
+        """What `agreed` does."""
+        if not self.compressor.agrees:
+            return ()
+        nbytes = 4.0 * self.compressor.num_agreed(spec)
+        return (
+            Compute(f"observe_{self.compressor.title}", float(spec.nbytes)),
+            Transfer("agree", Pattern.ALL_GATHER, (nbytes,) * size),
+        )
+
+    def compute(self, what: str, spec: FlatSpec, payloads: int, round: int) -> Compute:
+        """Work on a tensor and so many payloads of it."""
+        nbytes = spec.nbytes + payloads * self.compressor.nbytes(spec, round)
+        return Compute(f"{what}_{self.compressor.title}", float(nbytes))
+
+
+@register
+@dataclass(frozen=True)
+class CompressedAllReduce(Compressed):
+    """The transport sums payloads, one decode makes the sum of them. For numbers whose sum means something.
+
+    Where a compressor needs what all ranks know (a common scale), they agree on it first.
+    Wire: 2(n-1)/n of a payload.
+    """
+
+    compressor: Compressor[Any]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not issubclass(self.compressor.payload, Summand):
+            raise ValueError(
+                f"no all-reduce can sum the payloads of {self.compressor.title}: use compressed_all_gather or "
+                "compressed_two_way"
+            )
+
+    def stages(self, size: int) -> tuple[str, ...]:
+        return (*self.agreement(), "all_reduce")
+
+    async def synchronize(self, x: Tensor, state: State, group: Group, scale: float) -> tuple[Tensor, State]:
+        (own,) = state[SENT]
+        values, behind = x[: own.spec.numel], x[own.spec.numel :]
+        own = await self.agreed(values, own, group)
+        payload, next_state = self.compressor.compress(values, own)
+        numbers = payload.data.numel()
+        # All-reduce: the numbers, and whether those behind are zero.
+        summed = await group.all_reduce(torch.cat([payload.data, (behind != 0).to(payload.data.dtype)]))
+        self.compressor.sum_into(values, [replace(payload, data=summed[:numbers])], scale)
+        behind.copy_(summed[numbers:] != 0)
+        return x, {SENT: (next_state,)}
+
+    def steps(
+        self,
+        specs: tuple[TensorSpec, ...],
+        profiles: tuple[DensityProfile, ...],
+        placement: Placement,
+        round: int = 0,
+    ) -> tuple[Step, ...]:
+        spec, behind = parted(specs)
+        nbytes = self.compressor.nbytes(spec, round)
+        itemsize = self.compressor.number_dtype(spec).itemsize
+        return (
+            *self.agreement_steps(spec, placement.size),
+            self.compute("compress", spec, 1, round),
+            Transfer("all_reduce", Pattern.ALL_REDUCE, (float(nbytes + behind * itemsize),) * placement.size),
+            self.compute("decompress", spec, 1, round),
+        )
+
+
+@register
+@dataclass(frozen=True)
+class CompressedAllGather(Compressed):
+    """Every rank's payload reaches all, who decode and add them in the order of the ranks.
+
+    The sum is made in float32 (float64 for float64), rounded once.
+    Wire: n-1 payloads, sent and received by each rank.
+    """
+
+    compressor: Compressor[Any]
+
+    def stages(self, size: int) -> tuple[str, ...]:
+        return (*self.agreement(), "all_gather")
+
+    async def synchronize(self, x: Tensor, state: State, group: Group, scale: float) -> tuple[Tensor, State]:
+        (own,) = state[SENT]
+        values, behind = x[: own.spec.numel], x[own.spec.numel :]
+        own = await self.agreed(values, own, group)
+        payload, next_state = self.compressor.compress(values, own)
+        # All-gather: from each rank its payload.
+        messages = await group.all_gather(message_of(payload, behind))
+        self.compressor.sum_into(values, [payload_of(message, payload) for message in messages], scale)
+        behind.copy_(any_flags(messages, payload, len(behind)))
+        return x, {SENT: (next_state,)}
+
+    def steps(
+        self,
+        specs: tuple[TensorSpec, ...],
+        profiles: tuple[DensityProfile, ...],
+        placement: Placement,
+        round: int = 0,
+    ) -> tuple[Step, ...]:
+        spec, behind = parted(specs)
+        nbytes = message_nbytes(self.compressor.nbytes(spec, round), behind)
+        return (
+            *self.agreement_steps(spec, placement.size),
+            self.compute("compress", spec, 1, round),
+            Transfer("all_gather", Pattern.ALL_GATHER, (float(nbytes),) * placement.size),
+            self.compute("decompress", spec, placement.size, round),
+        )
+
+
+@register
+@dataclass(frozen=True)
+class CompressedTwoWay(Compressed):
+    """Each rank sums an equal range of the bucket of payloads that all send it; its sums travel compressed as well.
+
+    `sums` compresses them, by default as `compressor` does: with error feedback at both ends there are two residuals,
+    that of the sums at their owner, in units of the sum before it is scaled. A tensor that lies in several ranges is
+    compressed in as many parts.
+    Wire: 2(n-1)/n of a payload.
+    """
+
+    compressor: Compressor[Any]
+    sums: Compressor[Any] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sums is not None and not isinstance(self.sums, Compressor):
+            raise ValueError(f"CompressedTwoWay.sums must be a compressor, or None, got {self.sums!r}")
+        for way in (self.compressor, self._sums):
+            if way.agrees:
+                raise ValueError(f"{way.title} makes payloads for an all-reduce: owners do not agree on anything")
+
+    @property
+    def _sums(self) -> Compressor[Any]:
+        return self.sums if self.sums is not None else self.compressor
+
+    def stages(self, size: int) -> tuple[str, ...]:
+        return ("push", "pull")
+
+    def init(self, bucket: Bucket, group: Group) -> State:
+        ranges = _ranges(bucket.flat_spec, group.size)
+        sums = ranges[group.rank].with_dtype(kernels.accumulation_dtype(bucket.dtype))
+        return {
+            SENT: tuple(self.compressor.init(each, group.rank) for each in ranges),
+            SUMS: (self._sums.init(sums, group.rank),),
+        }
+
+    async def synchronize(self, x: Tensor, state: State, group: Group, scale: float) -> tuple[Tensor, State]:
+        parts, (sums_state,) = state[SENT], state[SUMS]
+        lengths = [part.spec.numel for part in parts]
+        values, behind = x[: sum(lengths)], x[sum(lengths) :]
+        ranges = torch.split(values, lengths)
+        # Push: to each owner its range.
+        sent = [self.compressor.compress(each, part) for each, part in zip(ranges, parts, strict=True)]
+        outgoing = [message_of(payload, behind) for payload, _ in sent]
+        template = sent[group.rank][0]
+        incoming = [len(outgoing[group.rank])] * group.size
+        most = max(map(len, outgoing))
+        messages = await group.all_to_all(torch.cat(outgoing), list(map(len, outgoing)), incoming, largest=most)
+        total = values.new_empty(lengths[group.rank], dtype=sums_state.spec.dtype)
+        self.compressor.sum_into(total, [payload_of(message, template) for message in messages])
+        behind.copy_(any_flags(messages, template, len(behind)))
+        # Pull: from each owner its sums.
+        payload, next_sums = self._sums.compress(total, sums_state)
+        specs = [part.spec.with_dtype(total.dtype) for part in parts]
+        sizes = [message_nbytes(self._sums.nbytes(spec, payload.step)) for spec in specs]
+        summed = await group.all_gather(message_of(payload), sizes)
+        for room, spec, message in zip(ranges, specs, summed, strict=True):
+            self._sums.sum_into(room, [payload_of(message, replace(payload, spec=spec))], scale)
+        return x, {SENT: tuple(next_state for _, next_state in sent), SUMS: (next_sums,)}
+
+    def steps(
+        self,
+        specs: tuple[TensorSpec, ...],
+        profiles: tuple[DensityProfile, ...],
+        placement: Placement,
+        round: int = 0,
+    ) -> tuple[Step, ...]:
+        spec, behind = parted(specs)
+        n, ranges = placement.size, _ranges(spec, placement.size)
+        pushed = [float(message_nbytes(self.compressor.nbytes(each, round), behind)) for each in ranges]
+        wide = kernels.accumulation_dtype(spec.dtype)
+        pulled = [float(message_nbytes(self._sums.nbytes(each.with_dtype(wide), round))) for each in ranges]
+        return (
+            self.compute("compress", spec, 1, round),
+            Transfer("push", Pattern.ALL_TO_ALL, tuple(pushed)),
+            self.compute("decompress", ranges[0], n, round),
+            Compute(f"compress_{self._sums.title}", wide.itemsize * ranges[0].numel + pulled[0]),
+            Transfer("pull", Pattern.ALL_GATHER, tuple(pulled)),
+            Compute(f"decompress_{self._sums.title}", spec.nbytes + sum(pulled)),
+        )
+
+
+@register
+@dataclass(frozen=True)
+class Sparsified(Compressed):
+    """A scheme for sparse elements sums what a sparsifier leaves: to their owners, and from there to all.
+
+    Wire: that of `inner` for as many elements as the compressor sends, none of which need be another rank's.
+    """
+
+    compressor: Compressor[Any]
+    inner: Scheme[Any] = BalancedElements()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not issubclass(self.compressor.payload, SparseMessage):
+            raise ValueError(
+                f"{self.compressor.title} leaves no sparse elements: use another of the compressed schemes"
+            )
+        if not isinstance(self.inner, Scheme) or self.inner.layout is not Layout.FLAT or not self.inner.exact:
+            raise ValueError(f"Sparsified.inner must be an exact scheme of flat buckets, got {self.inner!r}")
+
+    @property
+    def title(self) -> str:
+        return f"{self.inner.title} of {self.compressor.title}"
+
+    def stages(self, size: int) -> tuple[str, ...]:
+        return self.inner.stages(size)
+
+    def init(self, bucket: Bucket, group: Group) -> State:
+        """
+        Raises:
+            ValueError: for an inner scheme that keeps state.
+        """
+        if self.inner.init(bucket, group):
+            raise ValueError(f"{self.inner.name} keeps state, for which Sparsified has no place")
+        return super().init(bucket, group)
+
+    async def synchronize(self, x: Tensor, state: State, group: Group, scale: float) -> tuple[Tensor, State]:
+        (own,) = state[SENT]
+        values = x[: own.spec.numel]
+        payload, next_state = self.compressor.compress(values, own)
+        self.compressor.sum_into(values, [payload])
+        total, _ = await self.inner.synchronize(x, {}, group, scale)
+        return total, {SENT: (next_state,)}
+
+    def steps(
+        self,
+        specs: tuple[TensorSpec, ...],
+        profiles: tuple[DensityProfile, ...],
+        placement: Placement,
+        round: int = 0,
+    ) -> tuple[Step, ...]:
+        spec, behind = parted(specs)
+        kept = DensityProfile(spec.numel + behind, float(self.compressor.num_kept(spec, round) + behind))
+        return (
+            self.compute("compress", spec, 1, round),
+            self.compute("decompress", spec, 1, round),
+            *self.inner.steps(specs, (kept,), placement, round),
+        )
+
+
+def ways(compressor: Compressor[Any]) -> tuple[Scheme[Any], ...]:
+    """All schemes that may carry the payloads of a compressor, whatever is the cheapest."""
+    found: list[Scheme[Any]] = [CompressedAllGather(compressor)]
+    if issubclass(compressor.payload, Summand):
+        found.append(CompressedAllReduce(compressor))
+    if not compressor.agrees:
+        found.append(CompressedTwoWay(compressor))
+    if issubclass(compressor.payload, SparseMessage):
+        found.append(Sparsified(compressor))
+    return tuple(found)
+
+
+def parted(specs: tuple[TensorSpec, ...]) -> tuple[FlatSpec, int]:
+    """The elements of a flat bucket, as one tensor where nothing is known of them, and how many numbers lie behind."""
+    (whole,) = specs
+    if whole.flat is None:
+        return FlatSpec((Segment("", 0, whole.numel),), ((whole.numel,),), whole.dtype), 0
+    return whole.flat, whole.numel - whole.flat.numel
+
+
+def _ranges(spec: FlatSpec, size: int) -> list[FlatSpec]:
+    """Of each owner."""
+    ends = [0]
+    for length in even_ranges(spec.numel, size):
+        ends.append(ends[-1] + length)
+    return [spec.cut(start, stop) for start, stop in zip(ends, ends[1:], strict=False)]
+
+
+def message_nbytes(payload_nbytes: int, behind: int = 0) -> int:
+    """The size of a message: padded, so that what comes after it begins where any element type can be viewed."""
+    return int(aligned(payload_nbytes + behind))
+
+
+def message_of(payload: Payload, behind: Tensor | None = None) -> Tensor:
+    """The payload as bytes, and a byte for each number behind that tells whether it is zero."""
+    flags = payload.data.new_empty(0, dtype=torch.uint8) if behind is None else (behind != 0).view(torch.uint8)
+    padding = message_nbytes(payload.nbytes, len(flags)) - payload.nbytes - len(flags)
+    return torch.cat([payload.data.view(torch.uint8), flags, flags.new_zeros(padding)])
+
+
+def payload_of(message: Tensor, template: Payload) -> Payload:
+    """The payload at the beginning of a message; all ranks' are alike but for their numbers."""
+    nbytes = template.maker.nbytes(template.spec, template.step)
+    return replace(template, data=message[:nbytes].view(template.data.dtype))
+
+
+def any_flags(messages: Sequence[Tensor], payload: Payload, count: int) -> Tensor:
+    """Which of the `count` numbers behind the payloads are not zero on some rank."""
+    return torch.stack([message[payload.nbytes : payload.nbytes + count] for message in messages]).amax(dim=0)

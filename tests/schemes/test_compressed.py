@@ -1,0 +1,160 @@
+"""Schemes that carry payloads: the same bits on all ranks, the mean of what was decoded, bytes as predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradsync.bucket import Bucket, Layout, Segment, TensorSpec
+from gradsync.cluster import Placement
+from gradsync.comm import LocalGroup
+from gradsync.compressors import Compressor, ErrorFeedback, Summand, TopK
+from gradsync.schemes import (
+    AllReduce,
+    CompressedAllGather,
+    CompressedAllReduce,
+    CompressedTwoWay,
+    HalfPrecision,
+    Scheme,
+    Sparsified,
+    from_expression,
+    to_expression,
+    ways,
+)
+from gradsync.steps import transfers
+from tests.compressors.family import MEMBERS, Member, gradient, with_agreement
+from tests.schemes.family import Outcome, run_scheme
+
+LENGTHS = (700, 1, 33, 0, 2050)
+NUMEL = sum(LENGTHS)
+SIZES = (1, 2, 3)
+
+members = pytest.mark.parametrize("member", MEMBERS.values(), ids=MEMBERS)
+
+
+def bucket(dtype: torch.dtype = torch.float32) -> Bucket:
+    segments = tuple(Segment(f"tensor {number}", 0, length) for number, length in enumerate(LENGTHS))
+    return Bucket("0", segments, tuple(TensorSpec((length,), dtype) for length in LENGTHS), Layout.FLAT)
+
+
+def inputs_of(size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
+    """Gradients with flags behind; rank 0 has not used the second tensor."""
+    flags = torch.zeros(bucket().num_flags, dtype=dtype)
+    made = [torch.cat([gradient(NUMEL, dtype, seed + 10 * rank), flags]) for rank in range(size)]
+    for rank, x in enumerate(made):
+        x[NUMEL : NUMEL + len(LENGTHS)] = 1.0
+        x[NUMEL + 1] = float(rank > 0)
+    return made
+
+
+def run(scheme: Scheme[Any], inputs: Sequence[Tensor], states: Any = None) -> tuple[Outcome, Any]:
+    """The outcome of a step, and the states after it."""
+    groups = LocalGroup.world(len(inputs))
+    states = states or [scheme.init(bucket(inputs[0].dtype), group) for group in groups]
+    outcome = run_scheme(scheme, inputs, 1 / len(inputs), states)
+    return outcome, outcome.states
+
+
+def decoded_mean(compressor: Compressor, inputs: Sequence[Tensor]) -> Tensor:
+    """The mean of what each rank's payload decodes to, computed in one place."""
+    values = [x[:NUMEL] for x in inputs]
+    states = [compressor.init(bucket(x.dtype).flat_spec, rank) for rank, x in enumerate(values)]
+    agreed = with_agreement(compressor, values, states)
+    payloads = [compressor.compress(x, state)[0] for x, state in zip(values, agreed, strict=True)]
+    return torch.stack([compressor.decompress(payload).double() for payload in payloads]).mean(dim=0)
+
+
+@members
+@pytest.mark.parametrize("size", SIZES)
+def test_every_way_gives_all_ranks_the_same_mean(member: Member, size: int) -> None:
+    inputs = inputs_of(size)
+    expected = decoded_mean(member.compressor, inputs)
+    for scheme in ways(member.compressor):
+        outcome, _ = run(scheme, inputs)
+        first = outcome.results[0]
+        assert all(torch.equal(result, first) for result in outcome.results), scheme.title
+        used = (first[NUMEL:] > 0).tolist()
+        assert used == [True, size > 1, True, True, True, *[False] * (len(used) - 5)], "flags arrive"
+        if not isinstance(scheme, CompressedTwoWay):  # which compresses twice, and in other parts
+            torch.testing.assert_close(first[:NUMEL].double(), expected, rtol=2e-6, atol=3e-7)
+
+
+@members
+@pytest.mark.parametrize("size", SIZES)
+def test_bytes_are_as_predicted(member: Member, size: int) -> None:
+    inputs, specs = inputs_of(size), bucket().specs
+    for scheme in ways(member.compressor):
+        if isinstance(scheme, Sparsified):
+            continue  # its inner scheme's own contract: it depends on which elements the ranks share
+        outcome, _ = run(scheme, inputs)
+        expected = transfers(scheme.steps(specs, (), Placement.one_per_node(size)))
+        assert [t.stage for t in expected] == list(scheme.stages(size))
+        for rank, ledger in enumerate(outcome.ledgers):
+            got = [(entry.pattern, entry.sent_bytes) for entry in ledger.entries]
+            assert got == [(t.pattern, pytest.approx(t.sent_bytes(rank))) for t in expected], scheme.title
+
+
+@pytest.mark.parametrize(
+    "scheme", [CompressedTwoWay(ErrorFeedback(TopK(0.2))), CompressedAllGather(ErrorFeedback(TopK(0.2)))]
+)
+def test_nothing_is_lost_on_any_way(scheme: Scheme[Any]) -> None:
+    """What was given out, and all residuals, are all gradients: those of what ranks sent, and of owners' sums."""
+    size, states, given, brought = 3, None, torch.zeros(NUMEL).double(), torch.zeros(NUMEL).double()
+    for step in range(5):
+        inputs = inputs_of(size, seed=100 * step)
+        outcome, states = run(scheme, inputs, states)
+        given += outcome.results[0][:NUMEL].double() * size
+        brought += sum(x[:NUMEL].double() for x in inputs)
+    left = sum(part for state in states for part in [residuals(state["sent"])])
+    if "sums" in states[0]:
+        left = left + torch.cat([residuals(state["sums"]) for state in states])
+    torch.testing.assert_close(given + left, brought, rtol=0, atol=2e-5)
+    assert left.abs().max() > 0.1
+
+
+def residuals(kept: Any) -> Tensor:
+    return torch.cat([part.elements["residual"] for part in kept]).double()
+
+
+def test_sums_of_16_bit_gradients_are_made_in_float32() -> None:
+    inputs = inputs_of(3, torch.bfloat16)
+    expected = decoded_mean(TopK(1.0), inputs)
+    for scheme in (CompressedAllGather(TopK(1.0)), CompressedTwoWay(TopK(1.0))):
+        result = run(scheme, inputs)[0].results[0][:NUMEL]
+        assert result.dtype == torch.bfloat16
+        torch.testing.assert_close(result.double(), expected, rtol=2**-8, atol=1e-30)
+
+
+def test_payloads_that_no_all_reduce_can_sum_are_refused() -> None:
+    with pytest.raises(ValueError, match="no all-reduce can sum the payloads of top_k"):
+        CompressedAllReduce(TopK(0.1))
+    with pytest.raises(ValueError, match="must be an exact scheme of flat buckets"):
+        Sparsified(TopK(0.1), HalfPrecision(AllReduce()))
+    with pytest.raises(ValueError, match="compressor must be a compressor, got"):
+        CompressedAllGather(AllReduce())
+    summands = [m.compressor for m in MEMBERS.values() if issubclass(m.compressor.payload, Summand)]
+    for compressor in summands:
+        with pytest.raises(ValueError, match="leaves no sparse elements"):
+            Sparsified(compressor)
+
+
+@members
+def test_plans_name_compressors(member: Member) -> None:
+    for scheme in ways(member.compressor):
+        assert from_expression(to_expression(scheme)) == scheme
+    two_way = CompressedTwoWay(member.compressor, sums=TopK(0.5)) if not member.compressor.agrees else None
+    if two_way is not None:
+        assert from_expression(to_expression(two_way)) == two_way
+
+
+def test_an_expression_of_the_wrong_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match="'top_k' is a compressor, expected a scheme"):
+        from_expression({"top_k": {"ratio": 0.1}})
+    with pytest.raises(ValueError, match="unknown compressor 'tip_k'; there are error_feedback, "):
+        from_expression({"compressed_all_gather": {"compressor": {"tip_k": {"ratio": 0.1}}}})
+    with pytest.raises(ValueError, match="must be a compressor, got AllReduce"):
+        from_expression({"compressed_all_gather": {"compressor": {"all_reduce": {}}}})
