@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradsync.bucket import FlatSpec, Segment
-from gradsync.compressors import Compressor, ErrorFeedback, Payload, State, TopK
+from gradsync.compressors import Compressor, ErrorFeedback, OneBit, Payload, ScaledSign, Sign, Signum, State, TopK
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,20 @@ class Member:
     tolerance: float = 0.0
 
 
+ROUNDED_SCALE = 2**-8  # a scale is float32; what comes back in 16 bits is rounded to these
+
 MEMBERS: dict[str, Member] = {
     "top_k": Member(TopK(0.01)),
     "top_k of all": Member(TopK(1.0)),
     "error_feedback of top_k": Member(ErrorFeedback(TopK(0.05))),
+    "scaled_sign": Member(ScaledSign(), tolerance=ROUNDED_SCALE),
+    "scaled_sign of blocks": Member(ScaledSign(block=100), tolerance=ROUNDED_SCALE),
+    "scaled_sign by rms": Member(ScaledSign("rms"), tolerance=ROUNDED_SCALE),
+    "one_bit": Member(OneBit(), tolerance=ROUNDED_SCALE),
+    "one_bit of blocks": Member(OneBit(block=64), tolerance=ROUNDED_SCALE),
+    "sign": Member(Sign(), drops_nonfinite=True),
+    "signum": Member(Signum(0.5), drops_nonfinite=True),
+    "error_feedback of scaled_sign": Member(ErrorFeedback(ScaledSign()), tolerance=ROUNDED_SCALE),
 }
 LENGTHS = (0, 1, 700, 33, 0, 2, 4097)  # tensors that share a bucket
 

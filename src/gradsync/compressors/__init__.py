@@ -20,4 +20,8 @@ from .law import Contraction as Contraction
 from .law import Exact as Exact
 from .law import Law as Law
 from .law import Unbiased as Unbiased
+from .sign import OneBit as OneBit
+from .sign import ScaledSign as ScaledSign
+from .sign import Sign as Sign
+from .sign import Signum as Signum
 from .sparsify import TopK as TopK
