@@ -19,6 +19,15 @@ if TYPE_CHECKING:
     from tests.world import Ranks
 
 
+@pytest.fixture
+def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks on loopback, `gradsync.bench.launch.Loopback`, are `tests.forked.Forked`."""
+    from gradsync.bench import launch
+    from tests.forked import AS_SUBPROCESS
+
+    monkeypatch.setattr(launch, "subprocess", AS_SUBPROCESS)
+
+
 @pytest.fixture(scope="session")
 def world() -> Iterator[Callable[[int], Ranks]]:
     """`world(n).run(function, *arguments)`: calls a module-level function on n <= 4 ranks that stand ready."""

@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 GRACE_S = 15.0  # for the other ranks, once one has failed
 COLLECTIVE_TIMEOUT_S = 20.0  # of the default process group
+PRELOADED = ["torch", "torch.distributed", "gradsync", "torch.testing"]  # of the one server that forks
 ORACLE_BACKEND = "gloo_with_one_thread"
 
 
@@ -127,7 +128,7 @@ class World:
         if self._processes:
             return
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "gradsync", "torch.testing"])
+        context.set_forkserver_preload(PRELOADED)
         port = 0
         if not self._store_on_rank_0:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

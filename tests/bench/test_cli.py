@@ -23,7 +23,9 @@ def gradsync(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.timeout(180)
 def test_bench_sync_prints_records_as_json_and_nothing_else() -> None:
-    workloads = ["--workload", "deepfm,topk", "--option", "data=any"]
+    workloads = ["--workload", "deepfm,topk"]
+    for small in ("data=any", "dim=64", "batch_size=4"):
+        workloads += ["--option", small]
     done = gradsync("bench", "sync", "--quick", "--loopback", "--nodes", "2", *workloads, "--json", "-")
     assert done.returncode == 0, done.stderr
     records = [Record.model_validate(row) for row in json.loads(done.stdout)]

@@ -121,6 +121,7 @@ def test_the_help_names_the_options_of_every_workload(command: str) -> None:
             assert re.search(rf"{name}: {options}\.", " ".join(done.output.split())), name
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.timeout(100)
 def test_a_training_run_has_the_options_and_the_perplexity_of_both_methods() -> None:
     options = parse_options(["lstm"], SMALL_LSTM)
@@ -142,6 +143,7 @@ def test_a_training_run_has_the_options_and_the_perplexity_of_both_methods() -> 
     assert record.loss == pytest.approx(record.baseline_loss, rel=1e-4), "the same mean, so the same words are likely"
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.timeout(100)
 def test_an_exchange_has_the_options_in_the_records_of_its_workload(tmp_path: Any) -> None:
     file = tmp_path / "records.json"

@@ -186,6 +186,7 @@ def test_an_unknown_method_is_refused_with_the_names_there_are() -> None:
         run_training(TrainSpec(methods=("nccl",)), lambda event: None)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.timeout(200)
 def test_methods_train_alike_in_one_run_on_loopback() -> None:
     names = ("ddp_default", "ddp_sparse", "ddp_sparse_bf16", "ddp_fp16", "ddp_powersgd1", "gradsync", "agsparse")
@@ -246,6 +247,7 @@ run_rank(train_rank.measure)
 """
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.timeout(100)
 def test_a_method_that_fails_on_one_rank_drops_out_on_all_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -272,6 +274,7 @@ def test_a_method_that_fails_on_one_rank_drops_out_on_all_and_the_others_go_on(
     assert [len(m.losses) for m in run.methods[3:]] == [4 + 4, 4 + 4]
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_rank_that_fails_is_reported_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     # The parent finds a workload, the ranks, which are processes of their own, do not.
     spec = TrainSpec(workload="nothing", methods=("ddp_default",), nodes=2, loopback=True, repeats=1)

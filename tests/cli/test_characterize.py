@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from gradsync.characterization import Characterization, characterize_footprints
 from gradsync.cli import app
 from gradsync.footprint import Footprint, Shape
 from gradsync.recording import load_recording, save_recording
+from tests.forked import run_on_two_ranks
 
 SMALL = ["--workload", "lstm", "--option", "data=zipf", "--option", "vocabulary=500", "--option", "num_negatives=16"]
 SCRIPT = """
@@ -75,18 +75,18 @@ def test_a_recording_is_shown_as_table_json_and_plots(tmp_path: Path) -> None:
     assert 'src="http' not in page
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.timeout(90)
 def test_a_script_is_run_recorded_and_ended(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT, encoding="utf-8")
     (tmp_path / "rank5.npz").write_text("of an earlier run of more ranks")
-    program = [sys.executable, "-c", "from gradsync.cli import main; main()"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    program = tmp_path / "gradsync"
+    program.write_text("from gradsync.cli import main; main()", encoding="utf-8")
     options = ["--steps", "3", "--out", str(tmp_path), "--json", str(tmp_path / "found.json")]
-    arguments = [*command, *program, "characterize", *options, "--", str(script), "--rate", "0.1"]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Sparsity of gradients") == 1
+    arguments = [str(program), "characterize", *options, "--", str(script), "--rate", "0.1"]
+    printed = run_on_two_ranks([sys.executable, *arguments], tmp_path, limit_s=60)
+    assert "".join(printed).count("Sparsity of gradients") == 1
     found = Characterization.from_json((tmp_path / "found.json").read_text(encoding="utf-8"))
     rows = found.tensors["0.weight"].rows
     assert found.steps == 3 and rows is not None

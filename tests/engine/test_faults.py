@@ -68,7 +68,7 @@ def test_a_killed_rank_is_noticed_naming_bucket_stage_and_step(short_lived: Worl
         assert after.startswith(f"gradient synchronisation stopped earlier: {first}; detach() and attach again"), after
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize(("short_lived", "victim"), [(False, 2), (True, 0)], indirect=["short_lived"])
 def test_a_stopped_rank_is_noticed_at_the_timeout(short_lived: World, victim: int) -> None:
     short_lived.start(fall, victim, signal.SIGSTOP)
     outcomes = short_lived.outcomes(limit_s=10 * TIMEOUT_S, lost={victim})

@@ -576,6 +576,9 @@ static bool overrun(const std::string &kernel) {
         const std::vector<uint8_t> words(1);
         const std::vector<float> scale(1);
         unpack_signs<float>(Blocks({12}, 0), SignScale::mean, {{words.data(), scale.data()}}, out.data(), 1.0, 1);
+    } else if (kernel == "narrow") {
+        std::vector<Bfloat16> narrowed(11);
+        narrow_values(values.data(), 12, 1.0, narrowed.data(), 1);
     } else if (kernel == "encode_bitmap") {
         std::vector<uint64_t> words(2);
         encode_bitmap({indices.data(), true, 3}, 3 * kWordBits, words.data());

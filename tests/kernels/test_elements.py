@@ -25,12 +25,9 @@ def guarded(count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 @native
-@pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("density", DENSITIES)
-def test_nonzero_elements_equal_the_definition(
-    density: float, dtype: torch.dtype, threads: int, module: ModuleType
-) -> None:
+def test_nonzero_elements_equal_the_definition(density: float, dtype: torch.dtype, module: ModuleType) -> None:
     specials = special_values(dtype)
     for size in SIZES:
         x = torch.zeros(size, dtype=dtype)
@@ -38,8 +35,8 @@ def test_nonzero_elements_equal_the_definition(
         chosen = random_indices(size, density)
         x[chosen] = specials[torch.arange(len(chosen)) % len(specials)]
         expected = torch.tensor([i for i, value in enumerate(x.tolist()) if value != 0], dtype=torch.int64)
-        found = cpu.nonzero_elements(x, threads=threads, module=module), reference.nonzero_elements(x)
-        for elements in found:
+        found = [cpu.nonzero_elements(x, threads=threads, module=module) for threads in (1, 2, 5)]
+        for elements in (*found, reference.nonzero_elements(x)):
             assert elements.count == len(expected)
             for index_dtype in (torch.int32, torch.int64):
                 (indices, all_indices), (values, all_values) = (
@@ -68,10 +65,9 @@ def test_outputs_that_do_not_fit_the_elements_are_refused(kernels) -> None:
 
 
 @native
-@pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("density", DENSITIES)
 @pytest.mark.parametrize("size", SIZES)
-def test_a_bitmap_gives_back_its_indices(size: int, density: float, threads: int, module: ModuleType) -> None:
+def test_a_bitmap_gives_back_its_indices(size: int, density: float, module: ModuleType) -> None:
     indices = random_indices(size, density)
     words, by_definition = (torch.full((-(-size // 64),), -1) for _ in range(2))
     shuffled = torch.cat([indices.flip(0), indices[:5]]).int()
@@ -80,13 +76,17 @@ def test_a_bitmap_gives_back_its_indices(size: int, density: float, threads: int
     assert torch.equal(words, by_definition)
     bits = [i for w, word in enumerate(words.tolist()) for i in range(64 * w, 64 * w + 64) if word >> i % 64 & 1]
     assert bits == indices.tolist()
-    assert cpu.count_bits(words, threads=threads, module=module) == reference.count_bits(words) == len(indices)
+    assert reference.count_bits(words) == len(indices)
+    for threads in (1, 2, 5):
+        assert cpu.count_bits(words, threads=threads, module=module) == len(indices)
+        for dtype in (torch.int32, torch.int64):
+            out, whole = guarded(len(indices), dtype)
+            cpu.decode_bitmap(words, out, threads=threads, module=module)
+            assert torch.equal(out.long(), indices)
+            assert (whole[-16:] == 77).all()
     for dtype in (torch.int32, torch.int64):
-        out, whole = guarded(len(indices), dtype)
-        cpu.decode_bitmap(words, out, threads=threads, module=module)
-        assert torch.equal(out.long(), indices)
-        assert (whole[-16:] == 77).all()
-        reference.decode_bitmap(words, out.zero_())
+        out = torch.zeros(len(indices), dtype=dtype)
+        reference.decode_bitmap(words, out)
         assert torch.equal(out.long(), indices)
 
 
@@ -118,8 +118,8 @@ def partition(kernels, indices: Tensor, values: Tensor, size: int, n: int, seed:
 
 @native
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 7, 16, 1000])
-@pytest.mark.parametrize("size", [0, 1, 1000, 5003])
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 7, 16, 100])
+@pytest.mark.parametrize("size", [0, 1, 64, 5003])
 def test_the_rotated_partition_is_a_bijection_with_its_inverse(
     size: int, n: int, threads: int, module: ModuleType
 ) -> None:
@@ -139,20 +139,18 @@ def test_the_rotated_partition_is_a_bijection_with_its_inverse(
 
 
 @native
-@pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 7, 16])
-def test_the_native_partition_equals_its_definition(
-    n: int, dtype: torch.dtype, threads: int, module: ModuleType
-) -> None:
+def test_the_native_partition_equals_its_definition(n: int, dtype: torch.dtype, module: ModuleType) -> None:
     for size, density in [(0, 1.0), (64, 1.0), (10_007, 0.1)]:
         indices = random_indices(size, density)
         values = special_values(dtype)[indices % 7]
         for seed in (0, 1, -3, 2**70):
-            got = partition(cpu, indices.int(), values, size, n, seed, threads=threads, module=module)
             expected = partition(reference, indices, values, size, n, seed)
-            for mine, theirs in zip([*got[0], *got[1]], [*expected[0], *expected[1]], strict=True):
-                assert_same_bits(mine, theirs)
+            for threads in (1, 2, 5):
+                got = partition(cpu, indices.int(), values, size, n, seed, threads=threads, module=module)
+                for mine, theirs in zip([*got[0], *got[1]], [*expected[0], *expected[1]], strict=True):
+                    assert_same_bits(mine, theirs)
 
 
 @native
@@ -179,7 +177,7 @@ def test_rows_are_dealt_to_owners_as_elements_are(
 
 
 @native
-@pytest.mark.parametrize("n", [1, 2, 3, 7, 1 << 16])
+@pytest.mark.parametrize("n", [1, 3, 1 << 16])
 def test_the_partition_is_exact_up_to_the_last_position_of_int32(n: int, module: ModuleType) -> None:
     size = n * 2**31
     indices = torch.tensor([0, size // 3, size - n, size - 1][1 if n == 1 else 0 :]).unique()

@@ -35,19 +35,21 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         pytest.skip("no C++ compiler with the libraries of the address and undefined behaviour sanitizers")
     common = [*SANITIZE, *(["-fopenmp"] if compiles(folder, "-fopenmp") else [])]
     machines = {"base": [], **({"avx2": ["-march=x86-64-v3"]} if BASE.has_avx2() else {})}
-    # The longest first. The driver is not worth the time to optimise.
+    # The longest first. The driver is not worth the time to optimise, and calls kernels whatever they are built for.
     sources = [(Path(__file__).with_name("sanitize.cpp"), "-O0"), *((path, "-O1") for path in kernel_sources())]
-    jobs = [
-        [str(path), "-c", "-o", str(folder / f"{path.stem}.{variant}.o"), level, *machine, *common]
-        for path, level in sources
-        for variant, machine in machines.items()
-    ]
+    jobs: list[list[str]] = []
+    objects: dict[str, list[str]] = {variant: [] for variant in machines}
+    for path, level in sources:
+        depends = level != "-O0" and "__AVX2__" in with_headers(path)
+        for variant, machine in machines.items() if depends else [("any", [])]:
+            compiled = str(folder / f"{path.stem}.{variant}.o")
+            jobs.append([str(path), "-c", "-o", compiled, level, *machine, *common])
+            for program in [variant] if depends else machines:
+                # Of an inline function the first definition is linked: the kernels', which are optimised.
+                objects[program].insert(0, compiled)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(build, jobs))
-    for variant in machines:
-        # Of an inline function the first definition is linked: the kernels', which are optimised.
-        objects = [str(folder / f"{path.stem}.{variant}.o") for path, _ in reversed(sources)]
-        build([*objects, "-o", str(folder / variant), *common])
+        list(pool.map(build, [[*objects[name], "-o", str(folder / name), *common] for name in machines]))
     return {variant: folder / variant for variant in machines}
 
 
@@ -55,6 +57,12 @@ def kernel_sources() -> list[Path]:
     """All but the binding to Python, the largest first."""
     files = [path for path in (ROOT / "csrc").glob("*.cpp") if not path.name.startswith("bind")]
     return sorted(files, key=lambda path: -path.stat().st_size)
+
+
+def with_headers(path: Path) -> str:
+    """The text of a source and of all that it includes of ours."""
+    text = path.read_text(encoding="utf-8")
+    return text + "".join(with_headers(path.with_name(name)) for name in re.findall(r'^#include "(.+)"', text, re.M))
 
 
 def build(arguments: list[str]) -> None:
