@@ -11,7 +11,6 @@
 #include "elements.hpp"
 #include "rows.hpp"
 #include "sum_rows.hpp"
-#include "top_k.hpp"
 
 using namespace nanobind::literals;
 
@@ -122,23 +121,6 @@ struct BoundNonzeroElements {
         });
     }
 };
-
-void choose_top_k(const ReadOnlyArray &x, const Array &indices, const Array &values, int threads) {
-    check_threads(threads);
-    check_floating("x", x);
-    check_flat("x", x);
-    check_index("indices", indices);
-    check_flat("indices", indices);
-    const size_t numel = x.shape(0), k = indices.shape(0);
-    if (k > numel) refuse_shape("indices", "of at most x's " + std::to_string(numel) + " elements", indices);
-    check_same_dtype("values", values, x);
-    check_flat("values", values, k);
-    with_index_out("indices", indices, k, numel, [&](auto *to) {
-        nb::gil_scoped_release unlocked;
-        const RankBitmap chosen = top_k(x.data(), numel, x.itemsize(), k, threads);
-        write_elements(chosen, x.data(), x.itemsize(), to, values.data(), threads);
-    });
-}
 
 void narrow_into(const ReadOnlyArray &x, const Array &out, double scale, int threads) {
     check_threads(threads);
@@ -257,7 +239,6 @@ NB_MODULE(MODULE_NAME, m) {
         .def(nb::init<ReadOnlyArray, int>(), "x"_a.noconvert(), "threads"_a)
         .def_prop_ro("count", &BoundNonzeroElements::count)
         .def("write", &BoundNonzeroElements::write, "indices"_a.noconvert(), "values"_a.noconvert(), "threads"_a);
-    m.def("top_k", &choose_top_k, "x"_a.noconvert(), "indices"_a.noconvert(), "values"_a.noconvert(), "threads"_a);
     m.def("narrow", &narrow_into, "x"_a.noconvert(), "out"_a.noconvert(), "scale"_a, "threads"_a);
     m.def("join_columns", &join, "parts"_a.noconvert(), "stripes"_a, "out"_a.noconvert(), "threads"_a);
     m.def("scatter_rows", &scatter, "indices"_a.noconvert(), "values"_a.noconvert(), "dense"_a.noconvert(),
@@ -268,4 +249,6 @@ NB_MODULE(MODULE_NAME, m) {
     bind_packed(m);
     bind_owners(m);
     bind_signs(m);
+    bind_top_k(m);
+    bind_quantize(m);
 }

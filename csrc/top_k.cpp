@@ -2,146 +2,229 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
+#include <functional>
 #include <limits>
+#include <type_traits>
 #include <utility>
 
 #include "nonzero.hpp"
+#include "rank_bitmap.hpp"
 
 namespace MODULE_NAME {
 namespace {
 
-constexpr size_t kSamples = 16384;
-constexpr double kDeviations = 4;     // of the sample: how far below its k-th largest the threshold is taken
+constexpr size_t kSamples = 16384;     // sections of no more are looked at as a whole
+constexpr double kDeviations = 4;      // of the sample: how far below its k-th largest the threshold is taken
 constexpr size_t kMostCandidates = 4;  // times k (and the samples): from there on, a select over all costs no more
+constexpr size_t kBlockWords = 16;     // of the bitmap: their elements are compared while they are in the cache
 
-template <typename Key> constexpr Key kMagnitude = std::numeric_limits<Key>::max() >> 1;  // all bits but the sign
+template <size_t size> struct Unsigned;
+template <> struct Unsigned<2> { using type = uint16_t; };
+template <> struct Unsigned<4> { using type = uint32_t; };
+template <> struct Unsigned<8> { using type = uint64_t; };
+template <typename P> using Key = typename Unsigned<sizeof(P)>::type;
 
-template <typename Key> struct Nth {
-    Key key;       // the k-th largest
-    size_t equal;  // how many of this key are among the k
-};
+template <typename K> constexpr K kMagnitude = std::numeric_limits<K>::max() >> 1;  // all bits but the sign
 
-// Digit by digit, the highest first: which one the k-th largest of [0, count) has; 0 < k <= count.
-template <typename Key, typename KeyAt> Nth<Key> nth_largest(size_t count, size_t k, KeyAt key_at) {
-    constexpr int kDigitBits = 11;
-    Key found = 0, fixed = 0;  // the digits known so far, and where they are
-    for (int bits = 8 * sizeof(Key) - 1; bits > 0; bits -= kDigitBits) {
-        const int shift = std::max(bits - kDigitBits, 0);
-        const Key digits = static_cast<Key>((Key{1} << (bits - shift)) - 1);
-        size_t counts[size_t{1} << kDigitBits] = {};
-        for (size_t i = 0; i < count; ++i) {
-            const Key key = key_at(i);
-            if ((key & fixed) == found) ++counts[key >> shift & digits];
-        }
-        Key digit = digits;
-        while (counts[digit] < k) k -= counts[digit--];
-        found = static_cast<Key>(found | digit << shift);
-        fixed = static_cast<Key>(fixed | digits << shift);
-    }
-    return {found, k};
+template <typename V> constexpr Accumulator<V> kLargest = std::numeric_limits<Accumulator<V>>::max();
+template <> constexpr float kLargest<Bfloat16> = 0x1.fep127f;
+template <> constexpr float kLargest<Float16> = 65504.0f;
+
+template <typename P> Key<P> magnitude(const P &value) {
+    Key<P> bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return bits & kMagnitude<Key<P>>;
 }
 
-// Bit i: |x[i]| >= threshold, for count <= 64 elements.
-template <typename Key> uint64_t at_least_mask(const Key *x, size_t count, Key threshold) {
+// The largest keys, known digit by digit, the highest first.
+template <typename K> struct Nth {
+    K key = 0;     // the digits of the k-th largest that are known so far
+    size_t equal;  // how many that begin with them are among the k
+    K fixed = 0;   // where the digits are that are known
+    int bits = 8 * sizeof(K) - 1;  // below these
+
+    explicit Nth(size_t k) : equal(k) {}
+
+    template <typename KeyAt> void find_digit(size_t count, KeyAt key_at) {
+        constexpr int kDigitBits = 11;
+        const int shift = std::max(bits - kDigitBits, 0);
+        const K digits = static_cast<K>((K{1} << (bits - shift)) - 1);
+        size_t counts[size_t{1} << kDigitBits] = {};
+        for (size_t i = 0; i < count; ++i) {
+            const K candidate = key_at(i);
+            if ((candidate & fixed) == key) ++counts[candidate >> shift & digits];
+        }
+        K digit = digits;
+        while (counts[digit] < equal) equal -= counts[digit--];
+        key = static_cast<K>(key | digit << shift);
+        fixed = static_cast<K>(fixed | digits << shift);
+        bits = shift;
+    }
+};
+
+// The k-th largest of [0, count); 0 < k <= count.
+template <typename K, typename KeyAt> Nth<K> nth_largest(size_t count, size_t k, KeyAt key_at) {
+    Nth<K> nth(k);
+    while (nth.bits > 0) nth.find_digit(count, key_at);
+    return nth;
+}
+
+// Bit i: |p[i]| >= threshold, for count <= 64 elements.
+template <typename P> uint64_t at_least_mask(const P *p, size_t count, Key<P> threshold) {
     uint64_t mask = 0;
-    for (size_t i = 0; i < count; ++i) mask |= uint64_t{(x[i] & kMagnitude<Key>) >= threshold} << i;
+    for (size_t i = 0; i < count; ++i) mask |= uint64_t{magnitude(p[i]) >= threshold} << i;
     return mask;
 }
 
 // The same for 64 elements. Magnitudes have no sign, so that they compare as signed integers.
 #if defined(__AVX2__)
-inline uint64_t at_least_mask(const uint16_t *x, uint16_t threshold) {
-    const __m256i magnitude = _mm256_set1_epi16(kMagnitude<uint16_t>);
-    const __m256i below = _mm256_set1_epi16(static_cast<int16_t>(threshold - 1));
-    const auto above = [&](int i) {
-        return _mm256_cmpgt_epi16(_mm256_and_si256(load256(x + 16 * i), magnitude), below);
-    };
+template <typename P> uint64_t at_least_mask(const P *p, Key<P> threshold) {
     uint64_t mask = 0;
-    for (int i = 0; i < 2; ++i) {
-        const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packs_epi16(above(2 * i), above(2 * i + 1)), 0xd8);
-        mask |= uint64_t{static_cast<uint32_t>(_mm256_movemask_epi8(bytes))} << (32 * i);
-    }
-    return mask;
-}
-
-inline uint64_t at_least_mask(const uint32_t *x, uint32_t threshold) {
-    const __m256i magnitude = _mm256_set1_epi32(kMagnitude<uint32_t>);
-    const __m256i below = _mm256_set1_epi32(static_cast<int32_t>(threshold - 1));
-    uint64_t mask = 0;
-    for (int i = 0; i < 8; ++i) {
-        const __m256i above = _mm256_cmpgt_epi32(_mm256_and_si256(load256(x + 8 * i), magnitude), below);
-        mask |= uint64_t{static_cast<uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(above)))} << (8 * i);
-    }
-    return mask;
-}
-
-inline uint64_t at_least_mask(const uint64_t *x, uint64_t threshold) {
-    const __m256i magnitude = _mm256_set1_epi64x(kMagnitude<uint64_t>);
-    const __m256i below = _mm256_set1_epi64x(static_cast<int64_t>(threshold - 1));
-    uint64_t mask = 0;
-    for (int i = 0; i < 16; ++i) {
-        const __m256i above = _mm256_cmpgt_epi64(_mm256_and_si256(load256(x + 4 * i), magnitude), below);
-        mask |= uint64_t{static_cast<uint32_t>(_mm256_movemask_pd(_mm256_castsi256_pd(above)))} << (4 * i);
+    if constexpr (sizeof(P) == 2) {
+        const __m256i magnitude = _mm256_set1_epi16(kMagnitude<uint16_t>);
+        const __m256i below = _mm256_set1_epi16(static_cast<int16_t>(threshold - 1));
+        const auto above = [&](int i) {
+            return _mm256_cmpgt_epi16(_mm256_and_si256(load256(p + 16 * i), magnitude), below);
+        };
+        for (int i = 0; i < 2; ++i) {
+            const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packs_epi16(above(2 * i), above(2 * i + 1)), 0xd8);
+            mask |= uint64_t{static_cast<uint32_t>(_mm256_movemask_epi8(bytes))} << (32 * i);
+        }
+    } else if constexpr (sizeof(P) == 4) {
+        const __m256i magnitude = _mm256_set1_epi32(kMagnitude<uint32_t>);
+        const __m256i below = _mm256_set1_epi32(static_cast<int32_t>(threshold - 1));
+        for (int i = 0; i < 8; ++i) {
+            const __m256i above = _mm256_cmpgt_epi32(_mm256_and_si256(load256(p + 8 * i), magnitude), below);
+            mask |= uint64_t{static_cast<uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(above)))} << (8 * i);
+        }
+    } else {
+        const __m256i magnitude = _mm256_set1_epi64x(kMagnitude<uint64_t>);
+        const __m256i below = _mm256_set1_epi64x(static_cast<int64_t>(threshold - 1));
+        for (int i = 0; i < 16; ++i) {
+            const __m256i above = _mm256_cmpgt_epi64(_mm256_and_si256(load256(p + 4 * i), magnitude), below);
+            mask |= uint64_t{static_cast<uint32_t>(_mm256_movemask_pd(_mm256_castsi256_pd(above)))} << (4 * i);
+        }
     }
     return mask;
 }
 #else
-template <typename Key> uint64_t at_least_mask(const Key *x, Key threshold) {
-    return at_least_mask(x, kWordBits, threshold);
+template <typename P> uint64_t at_least_mask(const P *p, Key<P> threshold) {
+    return at_least_mask(p, kWordBits, threshold);
 }
 #endif
 
-template <typename Key> class Selection {
-public:
-    Selection(const Key *x, size_t numel, size_t k, int threads)
-        : x_(x), numel_(numel), k_(k), threads_(threads), chosen_(numel, threads) {}
+// The word of a bitmap whose elements begin at p[begin].
+template <typename P> uint64_t mask_at(const P *p, size_t begin, size_t numel, Key<P> threshold) {
+    const size_t rest = numel - begin;
+    return rest >= kWordBits ? at_least_mask(p + begin, threshold) : at_least_mask(p + begin, rest, threshold);
+}
 
-    RankBitmap choose() && {
-        if (k_ == 0) {
-            chosen_.rank_bits();
+// The smallest magnitude that is not within the threshold.
+template <typename P> Key<P> least_above(Accumulator<P> threshold) {
+    if (!(threshold >= 0)) return 0;
+    const P rounded = narrow<P>(threshold);
+    return static_cast<Key<P>>(magnitude(rounded) + (widen(rounded) > threshold ? 0 : 1));
+}
+
+// Of one section. `summed`: there is a residual.
+template <typename T, bool summed> class Selection {
+public:
+    using P = std::conditional_t<summed, Accumulator<T>, T>;
+
+    Selection(Choice<T> choice, size_t numel, int threads)
+        : choice_(choice), numel_(numel), threads_(threads), chosen_(numel, threads) {}
+
+    RankBitmap largest(size_t k) && {
+        if (k == 0 || k == numel_) {
+            mark<true>(k == 0 ? kNone : Key<P>{0});
         } else if (numel_ <= kSamples) {
-            choose_from_all();
+            sum(0, numel_);
+            Nth<Key<P>> nth(k);
+            nth.find_digit(numel_, key_at());
+            mark<false>(nth.key);
+            if (chosen_.count() > k) choose_from_marked(k);
         } else {
-            mark(suggested_threshold());
-            if (chosen_.count() < k_ || chosen_.count() > kMostCandidates * (k_ + kSamples)) choose_from_all();
-            else if (chosen_.count() > k_) choose_from_marked();
+            mark<true>(suggested_threshold(k));
+            if (chosen_.count() < k) choose_from_all(k);
+            else cut(k);
         }
         return std::move(chosen_);
     }
 
+    RankBitmap above(Accumulator<T> threshold, size_t most) && {
+        mark<true>(least_above<P>(threshold));
+        if (most == 0) mark<false>(kNone);
+        else cut(most);
+        return std::move(chosen_);
+    }
+
+    const P *elements() const {
+        if constexpr (summed) return choice_.left;
+        else return choice_.x;
+    }
+
 private:
+    static constexpr Key<P> kNone = kMagnitude<Key<P>> + 1;  // larger than all magnitudes
+
+    auto key_at() const {
+        return [p = elements()](size_t i) { return magnitude(p[i]); };
+    }
+
+    void sum([[maybe_unused]] size_t begin, [[maybe_unused]] size_t end) const {
+        if constexpr (std::is_same_v<T, double> && summed)
+            for (size_t i = begin; i < end; ++i) choice_.left[i] = choice_.residual[i] + choice_.x[i];
+        else if constexpr (summed)
+            add_row(choice_.left + begin, choice_.residual + begin, choice_.x + begin, end - begin);
+    }
+
+    P sum_at(size_t i) const {
+        if constexpr (summed) return choice_.residual[i] + widen(choice_.x[i]);
+        else return choice_.x[i];
+    }
+
     // One element of each of as many equal parts, at a place in it that a multiplicative hash gives.
-    Key suggested_threshold() const {
-        const Scratch<Key> sample(kSamples);
+    Key<P> suggested_threshold(size_t k) const {
+        const Scratch<Key<P>> sample(kSamples);
         for (size_t i = 0; i < kSamples; ++i) {
             const size_t begin = share_begin(numel_, i, kSamples), part = share_begin(numel_, i + 1, kSamples) - begin;
             const uint32_t hash = static_cast<uint32_t>(i) * 0x9e3779b9u;
-            sample[i] = x_[begin + (uint64_t{hash} * part >> 32)] & kMagnitude<Key>;
+            sample[i] = magnitude(sum_at(begin + (uint64_t{hash} * part >> 32)));
         }
-        const double expected = static_cast<double>(kSamples) * k_ / numel_;
+        const double expected = static_cast<double>(kSamples) * k / numel_;
         const size_t nth = std::min<size_t>(kSamples, expected + kDeviations * (std::sqrt(expected) + 1));
-        return nth_largest<Key>(kSamples, nth, [&](size_t i) { return sample[i]; }).key;
+        return nth_largest<Key<P>>(kSamples, nth, [&](size_t i) { return sample[i]; }).key;
     }
 
-    void mark(Key threshold) {
-        const size_t whole = numel_ / kWordBits;
+    template <bool sums> void mark(Key<P> threshold) {
+        const P *const p = elements();
+        const size_t num_words = chosen_.num_words();
 #pragma omp parallel for num_threads(threads_) schedule(static) if (threads_ > 1)
-        for (size_t w = 0; w < whole; ++w) chosen_.words()[w] = at_least_mask(x_ + w * kWordBits, threshold);
-        if (whole < chosen_.num_words())
-            chosen_.words()[whole] = at_least_mask(x_ + whole * kWordBits, numel_ % kWordBits, threshold);
+        for (size_t first = 0; first < num_words; first += kBlockWords) {
+            const size_t stop = std::min(first + kBlockWords, num_words);
+            if (sums) sum(first * kWordBits, std::min(stop * kWordBits, numel_));
+            for (size_t w = first; w < stop; ++w) chosen_.words()[w] = mask_at(p, w * kWordBits, numel_, threshold);
+        }
         chosen_.rank_bits();
     }
 
-    void choose_from_marked() {
-        const Scratch<Key> keys(chosen_.count());
+    // The k largest of those that are marked, if there are more.
+    void cut(size_t k) {
+        if (chosen_.count() > kMostCandidates * (k + kSamples)) choose_from_all(k);
+        else if (chosen_.count() > k) choose_from_marked(k);
+    }
+
+    void choose_from_marked(size_t k) {
+        const P *const p = elements();
+        const Scratch<Key<P>> keys(chosen_.count());
 #pragma omp parallel for num_threads(threads_) schedule(static) if (threads_ > 1)
         for (size_t w = 0; w < chosen_.num_words(); ++w) {
-            Key *key = &keys[chosen_.rank_of_word(w)];
+            Key<P> *key = &keys[chosen_.rank_of_word(w)];
             for (uint64_t bits = chosen_.words()[w]; bits != 0; bits &= bits - 1)
-                *key++ = x_[w * kWordBits + lowest_bit(bits)] & kMagnitude<Key>;
+                *key++ = magnitude(p[w * kWordBits + lowest_bit(bits)]);
         }
-        Nth<Key> nth = nth_largest<Key>(keys.size(), k_, [&](size_t i) { return keys[i]; });
-        const Key *key = keys.begin();
+        Nth<Key<P>> nth = nth_largest<Key<P>>(keys.size(), k, [&](size_t i) { return keys[i]; });
+        const Key<P> *key = keys.begin();
         for (size_t w = 0; w < chosen_.num_words(); ++w) {
             uint64_t kept = 0;
             for (uint64_t bits = chosen_.words()[w]; bits != 0; bits &= bits - 1, ++key)
@@ -151,31 +234,147 @@ private:
         chosen_.rank_bits();
     }
 
-    void choose_from_all() {
-        const auto key_at = [this](size_t i) -> Key { return x_[i] & kMagnitude<Key>; };
-        Nth<Key> nth = nth_largest<Key>(numel_, k_, key_at);
-        mark(static_cast<Key>(nth.key + 1));
+    void choose_from_all(size_t k) {
+        Nth<Key<P>> nth = nth_largest<Key<P>>(numel_, k, key_at());
+        mark<false>(static_cast<Key<P>>(nth.key + 1));
         for (size_t i = 0; nth.equal > 0; ++i)
-            if (key_at(i) == nth.key) set_bit(chosen_.words(), i), --nth.equal;
+            if (key_at()(i) == nth.key) set_bit(chosen_.words(), i), --nth.equal;
         chosen_.rank_bits();
     }
 
-    const Key *x_;
-    size_t numel_, k_;
+    Choice<T> choice_;
+    size_t numel_;
     int threads_;
     RankBitmap chosen_;
 };
 
-template <typename Key> RankBitmap top_k_as(const void *x, size_t numel, size_t k, int threads) {
-    return Selection<Key>(static_cast<const Key *>(x), numel, k, threads).choose();
+// Rounded to nearest; what is finite stays finite.
+template <typename V, typename Wide> V rounded(Wide value) {
+    if constexpr (sizeof(V) >= sizeof(Wide)) return static_cast<V>(value);
+    else {
+        const Wide largest = static_cast<Wide>(kLargest<V>), within = std::max(-largest, std::min(largest, value));
+        const auto wide = static_cast<Accumulator<V>>(value - value == 0 ? within : value);  // infinity, NaN as they are
+        return narrow<V>(wide);
+    }
+}
+
+template <typename P, typename V>
+void take_values(const RankBitmap &chosen, const P *p, Accumulator<P> *left, V *values, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (size_t w = 0; w < chosen.num_words(); ++w) {
+        V *value = values + chosen.rank_of_word(w);
+        for (uint64_t bits = chosen.words()[w]; bits != 0; bits &= bits - 1, ++value) {
+            const size_t i = w * kWordBits + lowest_bit(bits);
+            const Accumulator<P> exact = widen(p[i]);
+            *value = rounded<V>(exact);
+            if (left) left[i] = exact - static_cast<Accumulator<P>>(widen(*value));
+        }
+    }
+}
+
+// Where a section begins: in the whole tensor, and in the outputs.
+struct Place {
+    size_t begin, room;
+};
+
+template <typename T, bool summed>
+using Write = std::function<void(const RankBitmap &, const typename Selection<T, summed>::P *, Place, int threads)>;
+
+// Without thresholds the largest; each section's are handed to `write`. Returns how many of each were chosen.
+template <typename T, bool summed>
+std::vector<size_t> choose_each(Choice<T> choice, const std::vector<Section> &sections, const Accumulator<T> *thresholds,
+                                int threads, const Write<T, summed> &write) {
+    std::vector<Place> places{{0, 0}};
+    for (const Section &section : sections)
+        places.push_back({places.back().begin + section.length, places.back().room + section.most});
+    std::vector<size_t> counts(sections.size());
+    const auto choose = [&](size_t s, int threads) {
+        Selection<T, summed> selection(choice.from(places[s].begin), sections[s].length, threads);
+        const auto *elements = selection.elements();
+        const RankBitmap chosen = thresholds ? std::move(selection).above(thresholds[s], sections[s].most)
+                                             : std::move(selection).largest(sections[s].most);
+        write(chosen, elements, places[s], threads);
+        counts[s] = chosen.count();
+    };
+    // Small sections side by side, large ones one after the other, each by all threads.
+#pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1)
+    for (size_t s = 0; s < sections.size(); ++s)
+        if (sections[s].length <= kSamples) choose(s, 1);
+    for (size_t s = 0; s < sections.size(); ++s)
+        if (sections[s].length > kSamples) choose(s, threads);
+    return counts;
+}
+
+template <typename T, bool summed, typename V, typename Index>
+std::vector<size_t> choose_to(Choice<T> choice, const std::vector<Section> &sections, const Accumulator<T> *thresholds,
+                              Index *indices, V *values, int threads) {
+    const auto write = [=](const RankBitmap &chosen, const auto *elements, Place place, int threads) {
+        Index *const to = indices + place.room;
+        chosen.write_indices(to, threads);
+        for (size_t i = 0; i < chosen.count(); ++i) to[i] += static_cast<Index>(place.begin);
+        take_values(chosen, elements, summed ? choice.left + place.begin : nullptr, values + place.room, threads);
+    };
+    return choose_each<T, summed>(choice, sections, thresholds, threads, write);
+}
+
+template <typename T, typename V, typename Index>
+std::vector<size_t> choose_to(Choice<T> choice, const std::vector<Section> &sections, const Accumulator<T> *thresholds,
+                              Index *indices, V *values, int threads) {
+    return choice.residual ? choose_to<T, true>(choice, sections, thresholds, indices, values, threads)
+                           : choose_to<T, false>(choice, sections, thresholds, indices, values, threads);
 }
 
 }  // namespace
 
-RankBitmap top_k(const void *x, size_t numel, size_t itemsize, size_t k, int threads) {
-    if (itemsize == 2) return top_k_as<uint16_t>(x, numel, k, threads);
-    if (itemsize == 4) return top_k_as<uint32_t>(x, numel, k, threads);
-    return top_k_as<uint64_t>(x, numel, k, threads);
+template <typename T, typename V, typename Index>
+void top_k(Choice<T> choice, const std::vector<Section> &sections, Index *indices, V *values, int threads) {
+    choose_to(choice, sections, static_cast<const Accumulator<T> *>(nullptr), indices, values, threads);
 }
+
+template <typename T, typename V, typename Index>
+size_t select_above(Choice<T> choice, const std::vector<Section> &sections, const Accumulator<T> *thresholds,
+                    Index *indices, V *values, int threads) {
+    const std::vector<size_t> counts = choose_to(choice, sections, thresholds, indices, values, threads);
+    size_t room = 0, total = 0;
+    for (size_t s = 0; s < sections.size(); ++s) {
+        std::copy(indices + room, indices + room + counts[s], indices + total);
+        std::copy(values + room, values + room + counts[s], values + total);
+        room += sections[s].most;
+        total += counts[s];
+    }
+    return total;
+}
+
+template <typename T>
+void count_above(const T *x, const std::vector<Section> &sections, const Accumulator<T> *thresholds, int64_t *counts,
+                 int threads) {
+    for (size_t s = 0; s < sections.size(); ++s) {
+        const Key<T> least = least_above<T>(thresholds[s]);
+        const size_t numel = sections[s].length;
+        int64_t count = 0;
+#pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : count) if (threads > 1 && numel > kSamples)
+        for (size_t w = 0; w < words_for(numel); ++w) count += popcount(mask_at(x, w * kWordBits, numel, least));
+        counts[s] = count;
+        x += numel;
+    }
+}
+
+#define INSTANTIATE_OUTPUTS(T, V, Index)                                                                             \
+    template void top_k(Choice<T>, const std::vector<Section> &, Index *, V *, int);                                 \
+    template size_t select_above(Choice<T>, const std::vector<Section> &, const Accumulator<T> *, Index *, V *, int);
+#define INSTANTIATE(T)                                                                                     \
+    INSTANTIATE_OUTPUTS(T, float, int32_t)                                                                 \
+    INSTANTIATE_OUTPUTS(T, float, int64_t)                                                                 \
+    INSTANTIATE_OUTPUTS(T, double, int32_t)                                                                \
+    INSTANTIATE_OUTPUTS(T, double, int64_t)                                                                \
+    INSTANTIATE_OUTPUTS(T, Bfloat16, int32_t)                                                              \
+    INSTANTIATE_OUTPUTS(T, Bfloat16, int64_t)                                                              \
+    INSTANTIATE_OUTPUTS(T, Float16, int32_t)                                                               \
+    INSTANTIATE_OUTPUTS(T, Float16, int64_t)                                                               \
+    template void count_above(const T *, const std::vector<Section> &, const Accumulator<T> *, int64_t *, int);
+INSTANTIATE(float)
+INSTANTIATE(double)
+INSTANTIATE(Bfloat16)
+INSTANTIATE(Float16)
 
 }  // namespace MODULE_NAME

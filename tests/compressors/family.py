@@ -9,7 +9,30 @@ import torch
 from torch import Tensor
 
 from gradsync.bucket import FlatSpec, Segment
-from gradsync.compressors import Compressor, ErrorFeedback, OneBit, Payload, ScaledSign, Sign, Signum, State, TopK
+from gradsync.compressors import (
+    QSGD,
+    BlockInt,
+    BlockTopK,
+    Cast,
+    Compressor,
+    ErrorFeedback,
+    Float8,
+    GaussianK,
+    MomentumCorrection,
+    Natural,
+    OneBit,
+    Payload,
+    ScaledSign,
+    SharedBlockInt,
+    SharedTernGrad,
+    Sign,
+    Signum,
+    State,
+    TernGrad,
+    Threshold,
+    TopK,
+    Warmup,
+)
 
 
 @dataclass(frozen=True)
@@ -17,12 +40,14 @@ class Member:
     """`drops_nonfinite`: NaN and infinity may be among what is not sent (the engine's flag tells of them).
 
     `merges`: what a tensor becomes depends on the others in its bucket.
+    `adds_momentum`: its residual takes up more than what came in.
     `tolerance`: of what error feedback keeps, relative to the largest element, beyond the rounding of float32.
     """
 
     compressor: Compressor
     drops_nonfinite: bool = False
     merges: bool = False
+    adds_momentum: bool = False
     tolerance: float = 0.0
 
 
@@ -31,7 +56,28 @@ ROUNDED_SCALE = 2**-8  # a scale is float32; what comes back in 16 bits is round
 MEMBERS: dict[str, Member] = {
     "top_k": Member(TopK(0.01)),
     "top_k of all": Member(TopK(1.0)),
+    "top_k in bfloat16": Member(TopK(0.05, values="bfloat16")),
     "error_feedback of top_k": Member(ErrorFeedback(TopK(0.05))),
+    "block_top_k": Member(BlockTopK(0.05, block=16)),
+    "threshold": Member(Threshold(0.5, most_ratio=1)),
+    "threshold with little room": Member(Threshold(0.5, most_ratio=0.01)),
+    "gaussian_k": Member(GaussianK(0.05)),
+    "momentum_correction": Member(MomentumCorrection(TopK(0.05)), adds_momentum=True),
+    "warmup": Member(Warmup((TopK(0.1), TopK(0.05)), (0, 2))),
+    "bfloat16": Member(Cast("bfloat16")),
+    "float16": Member(Cast("float16")),
+    "int8": Member(BlockInt(8)),
+    "stochastic int4": Member(BlockInt(4, 100, stochastic=True)),
+    "shared int8": Member(SharedBlockInt(3)),
+    "stochastic shared int8": Member(SharedBlockInt(3, stochastic=True)),
+    "qsgd of 8 bits": Member(QSGD(127)),
+    "qsgd of 4 bits": Member(QSGD(7, norm="max")),
+    "terngrad": Member(TernGrad(block=256)),
+    "clipped terngrad": Member(TernGrad(clip=2.5)),
+    "shared terngrad": Member(SharedTernGrad(4)),
+    "natural": Member(Natural()),
+    "e4m3": Member(Float8("e4m3", 256)),
+    "e5m2": Member(Float8("e5m2")),
     "scaled_sign": Member(ScaledSign(), tolerance=ROUNDED_SCALE),
     "scaled_sign of blocks": Member(ScaledSign(block=100), tolerance=ROUNDED_SCALE),
     "scaled_sign by rms": Member(ScaledSign("rms"), tolerance=ROUNDED_SCALE),

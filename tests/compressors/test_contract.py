@@ -85,14 +85,15 @@ def test_the_error_is_as_the_law_says(member: Member) -> None:
     for case, x in data().items():
         law = compressor.law(FlatSpec.of(x))
         draws = DRAWS if isinstance(law, Unbiased) else 1
-        errors, mean_error = [], torch.zeros(x.numel(), dtype=torch.float64)
-        square = torch.zeros(x.numel(), dtype=torch.float64)
+        # Sums of errors, not single ones: an element that is rarely sent at all may be in none of the draws.
+        signs = gradient(x.numel(), torch.float64, seed=1).sign()
+        directions = torch.stack([x.double().sign(), x.double(), signs])
+        errors, projected = [], []
         for stream in range(draws):
             payload, _ = compressed(compressor, x, compressor.init(FlatSpec.of(x), stream))
             error = compressor.decompress(payload).double() - x.double()
             errors.append(float(error.square().sum()))
-            mean_error += error / draws
-            square += error.square() / draws
+            projected.append(directions @ error)
         norm = float(x.double().square().sum())
         rounding = 1e-12 * norm
         match law:
@@ -101,9 +102,9 @@ def test_the_error_is_as_the_law_says(member: Member) -> None:
             case Unbiased(omega):
                 spread = torch.tensor(errors).std().item() / math.sqrt(draws)
                 assert sum(errors) / draws <= omega * norm + SIGMAS * spread + rounding, case
-                # Over all elements at once: the largest of so many draws of a normal is below 6 sigma.
-                bound = 6 * (square / draws).sqrt() + 1e-6 * x.abs().double() + 1e-30
-                assert (mean_error.abs() <= bound).all(), case
+                sums = torch.stack(projected)
+                bound = SIGMAS * sums.std(dim=0) / math.sqrt(draws) + 1e-6 * directions.abs() @ x.abs().double()
+                assert (sums.mean(dim=0).abs() <= bound).all(), case
             case Contraction(delta):
                 assert errors[0] <= (1 - delta) * norm + rounding, case
             case Absolute(tau):
@@ -116,6 +117,8 @@ def test_the_error_is_as_the_law_says(member: Member) -> None:
 @dtypes
 def test_residual_plus_sent_equals_what_came_in(member: Member, dtype: torch.dtype) -> None:
     compressor = member.compressor
+    if member.adds_momentum:
+        pytest.skip("what is sent and left has momentum in it: see test_momentum.py")
     if not isinstance(compressor, ErrorFeedback):
         compressor = ErrorFeedback(compressor)
     spec = spec_of(dtype)
@@ -124,7 +127,8 @@ def test_residual_plus_sent_equals_what_came_in(member: Member, dtype: torch.dty
         x = gradient(spec.numel, dtype, seed=step)
         came_in = state.elements["residual"] + x
         payload, state = compressed(compressor, x, state)
-        sent = compressor.decompress(payload).to(came_in.dtype)
+        sent = torch.empty_like(came_in)
+        compressor.sum_into(sent, [payload])  # as receivers do, who round the sum and not what is in it
         left = state.elements["residual"]
         assert left.dtype == came_in.dtype
         rounding = torch.finfo(came_in.dtype).eps * came_in.abs().max() * 2
@@ -145,7 +149,9 @@ def test_payloads_add_up(member: Member) -> None:
         torch.testing.assert_close(out.double(), total / 3, rtol=3 * torch.finfo(dtype).eps, atol=3e-7)
     if issubclass(compressor.payload, Summand):
         summed = replace(payloads[0], data=sum(payload.data for payload in payloads))
-        torch.testing.assert_close(compressor.decompress(summed).double(), total, rtol=1e-6, atol=1e-6)
+        numbers = summed.data.dtype  # of 16 bits, sums are rounded
+        rounding = 4 * torch.finfo(numbers).eps if numbers.is_floating_point else 1e-6
+        torch.testing.assert_close(compressor.decompress(summed).double(), total, rtol=rounding, atol=rounding)
 
 
 @members

@@ -2,6 +2,7 @@
 // behaviour sanitizers to watch; results are checked against plain loops. Given the name of a kernel, hands it a buffer
 // that is one entry short instead, which the sanitizer must notice. Built and run by test_sanitizers.py.
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -16,6 +17,7 @@
 #include "hierarchy.hpp"
 #include "packed.hpp"
 #include "parts.hpp"
+#include "quantize.hpp"
 #include "rows.hpp"
 #include "signs.hpp"
 #include "sum_rows.hpp"
@@ -211,6 +213,30 @@ template <typename T, typename Index> static void check_elements(size_t size, si
     }
 }
 
+// Two sections with a residual that doubles every element: k of the second and all of the first, which is empty or has
+// one element; then of the second what is above a threshold.
+template <typename T, typename Index> static void check_sections(const std::vector<T> &x, size_t k, int threads) {
+    using Wide = Accumulator<T>;
+    const size_t first = x.empty() ? 0 : 1, second = x.size() - first, kept = std::min(k, second);
+    std::vector<Wide> residual, left(x.size());
+    for (const T &element : x) residual.push_back(widen(element));
+    std::vector<Index> indices(first + kept);
+    std::vector<Bfloat16> values(first + kept);
+    const Choice<T> choice{x.data(), residual.data(), left.data()};
+    const std::vector<Section> sections{{first, first}, {second, kept}};
+    top_k(choice, sections, indices.data(), values.data(), threads);
+    Wide sum = 0, expected = 0;
+    for (size_t i = 0; i < x.size(); ++i) sum += left[i], expected += 2 * residual[i];
+    for (const Bfloat16 &value : values) sum += widen(value);
+    CHECK(sum == expected);
+    const std::vector<Wide> thresholds{0, 6};
+    std::vector<int64_t> counts(2);
+    count_above(residual.data(), sections, thresholds.data(), counts.data(), threads);
+    const size_t count = select_above(Choice<T>{x.data()}, sections, thresholds.data(), indices.data(), values.data(), threads);
+    CHECK(count == static_cast<size_t>(counts[0]) + std::min<size_t>(counts[1], kept));
+    for (size_t i = counts[0]; i < count; ++i) CHECK(std::abs(widen(x[indices[i]])) > 6);
+}
+
 // Few distinct magnitudes, so that ties are cut; on both sides of the size from which a sample is taken. The last
 // element alone is the largest, `repeat` at a time are equal.
 template <typename T, typename Index> static void check_top_k(size_t size, size_t repeat, int threads) {
@@ -224,15 +250,14 @@ template <typename T, typename Index> static void check_top_k(size_t size, size_
     for (size_t k : {size_t{0}, size / 100, size / 3, size}) {
         std::vector<Index> indices(k), expected;
         std::vector<T> values(k);
-        const RankBitmap chosen = top_k(x.data(), size, sizeof(T), k, threads);
-        CHECK(chosen.count() == k);
-        write_elements(chosen, x.data(), sizeof(T), indices.data(), values.data(), threads);
+        top_k(Choice<T>{x.data()}, {{size, k}}, indices.data(), values.data(), threads);
         for (size_t magnitude = 10; magnitude-- > 0;)
             for (size_t i = 0; i < by_magnitude[magnitude].size() && expected.size() < k; ++i)
                 expected.push_back(by_magnitude[magnitude][i]);
         std::sort(expected.begin(), expected.end());
         CHECK(indices == expected);
         for (size_t i = 0; i < k; ++i) CHECK(widen(values[i]) == widen(x[indices[i]]));
+        check_sections<T, Index>(x, k, threads);
     }
 }
 
@@ -521,6 +546,44 @@ static void check_streamed_elements() {
     CHECK(static_cast<uint64_t>(std::count(out.begin(), out.end(), 0.0f)) == size - 3 && out[0] == 9);
 }
 
+// Codes of all kinds with what they leave, and sums of them; blocks within a tile, of several, and of several pieces.
+template <typename T> static void check_quantize(int threads) {
+    using A = Accumulator<T>;
+    const std::vector<uint64_t> lengths{0, 1, 77, 40000}, starts{0, 5, (uint64_t{1} << 32) - 40, 0}, seeds{1, 2, 3, ~0ull};
+    const Rounding whole[] = {Rounding::nearest, Rounding::stochastic};
+    std::vector<Grid> grids;
+    for (size_t block : {0, 3, 1500, 33000})
+        for (ScaleOf scale : {ScaleOf::max, ScaleOf::norm})
+            for (Rounding rounding : whole) {
+                grids.push_back({rounding, scale, 127, 8, block});
+                grids.push_back({rounding, scale, 7, 4, block});
+                grids.push_back({rounding, scale, 1, 2, block});
+            }
+    grids.push_back({Rounding::nearest, ScaleOf::given, 100, 8, 0});
+    grids.push_back({Rounding::e4m3, ScaleOf::max, 448, 8, 256});
+    grids.push_back({Rounding::e5m2, ScaleOf::max, 57344, 8, 0});
+    grids.push_back({Rounding::exponent, ScaleOf::none, 1, 8, 0});
+    for (const Grid &grid : grids) {
+        const BlockLayout layout(lengths, starts, seeds, grid);
+        CHECK(layout.numel() == 40078);
+        std::vector<T> x(layout.numel()), out(layout.numel());
+        for (T &value : x) value = narrow<T>(static_cast<A>(static_cast<int32_t>(random_bits()) * 0x1p-28));
+        x[5] = narrow<T>(static_cast<A>(NAN));
+        x[7] = narrow<T>(static_cast<A>(INFINITY));
+        const std::vector<A> residual(layout.numel(), A{0.25});
+        std::vector<A> left(layout.numel());
+        std::vector<uint8_t> codes(layout.codes_nbytes());
+        std::vector<float> scales(layout.num_blocks(), 2.0f);
+        quantize<T>(x.data(), layout, grid, codes.data(), scales.data(), residual.data(), left.data(), threads);
+        quantize<T>(x.data(), layout, grid, codes.data(), scales.data(), nullptr, nullptr, threads);
+        if (grid.scale == ScaleOf::max) block_scales<T>(x.data(), layout, grid, scales.data(), residual.data(), threads);
+        for (uint8_t &code : codes) code ^= 1 << random_bits() % 8;
+        dequantize<T>({{codes.data(), scales.data()}, {codes.data(), scales.data()}}, layout, grid, out.data(), 0.5, threads);
+        dequantize<T>({}, layout, grid, out.data(), 1, threads);
+        for (const T &value : out) CHECK(widen(value) == 0);
+    }
+}
+
 // Sums of more rows than the caches hold, into stripes of whole lines and others.
 template <typename T> static void check_streamed_sum(bool sorted) {
     const size_t dim = 48, rows = kStreamedBytes / (dim * sizeof(T)) + 77;
@@ -567,7 +630,16 @@ static bool overrun(const std::string &kernel) {
         NonzeroElements(x.data(), 128, 4, 1);
     } else if (kernel == "top_k") {
         const std::vector<float> x(127);
-        top_k(x.data(), 128, 4, 1, 1);
+        top_k(Choice<float>{x.data()}, {{128, 1}}, found.data(), tight.data(), 1);
+    } else if (kernel == "select_above") {
+        const std::vector<float> x(128), residual(128), thresholds(1, 1);
+        std::vector<float> left(127);
+        select_above(Choice<float>{x.data(), residual.data(), left.data()}, {{128, 1}}, thresholds.data(), found.data(),
+                     tight.data(), 1);
+    } else if (kernel == "count_above") {
+        const std::vector<float> x(127), thresholds(1);
+        std::vector<int64_t> counts(1);
+        count_above(x.data(), {{128, 128}}, thresholds.data(), counts.data(), 1);
     } else if (kernel == "pack_signs") {
         std::vector<uint8_t> words(1);
         std::vector<float> scale(1);
@@ -625,6 +697,17 @@ static bool overrun(const std::string &kernel) {
         const std::vector<int32_t> first(1);
         join_elements(RotatedStripe(1, 0), {{reinterpret_cast<const char *>(first.data()), 1, Format::list32}},
                       {values.data()}, tight.data() + 9, 3, sizeof(float), 1);
+    } else if (kernel == "quantize" || kernel == "block_scales" || kernel == "dequantize") {
+        const Grid grid{Rounding::nearest, ScaleOf::max, 7, 4, 4};
+        const BlockLayout layout({12}, {}, {}, grid);
+        std::vector<uint8_t> codes(6), short_codes(5);
+        std::vector<float> scales(3), short_scales(2);
+        if (kernel == "quantize")
+            quantize<float>(values.data(), layout, grid, short_codes.data(), scales.data(), nullptr, nullptr, 1);
+        else if (kernel == "block_scales")
+            block_scales<float>(values.data(), layout, grid, short_scales.data(), nullptr, 1);
+        else
+            dequantize<float>({{codes.data(), scales.data()}}, layout, grid, tight.data(), 1.0, 1);
     } else {
         return false;
     }
@@ -638,6 +721,10 @@ int main(int argc, char **argv) {
         check_all<double>(threads);
         check_all<Bfloat16>(threads);
         check_all<Float16>(threads);
+        check_quantize<float>(threads);
+        check_quantize<double>(threads);
+        check_quantize<Bfloat16>(threads);
+        check_quantize<Float16>(threads);
         check_all_hashing(threads);
         for (size_t size : {0, 1, 1023, 2049}) {
             check_narrowed<float, Bfloat16>(size, threads);

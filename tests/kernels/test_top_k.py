@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from gradsync import kernels
-from gradsync.kernels import cpu, reference
+from gradsync.kernels import Sections, accumulation_dtype, cpu, reference
 from tests.kernels.native import DTYPES, assert_same_bits, native, special_values
 from tests.kernels.on_device import every
 
@@ -118,13 +118,40 @@ def test_outputs_that_do_not_fit_are_refused(kernels) -> None:
     with pytest.raises(ValueError, match="values must be of shape"):
         kernels.top_k(x, three.long(), torch.zeros(2))
     with pytest.raises(TypeError, match="values must be"):
-        kernels.top_k(x, three.long(), three.double())
+        kernels.top_k(x, three.long(), three.int())
     with pytest.raises(TypeError, match="indices must be int64 or int32"):
         kernels.top_k(x, three, three)
     with pytest.raises(TypeError, match="x must be float"):
         kernels.top_k(x.int(), three.long(), three.int())
     with pytest.raises(ValueError, match="x must be 1-D"):
         kernels.top_k(x[None], three.long(), three)
+
+
+@every
+def test_sections_residuals_and_thresholds_that_do_not_fit_are_refused(kernels) -> None:
+    x, out, two = torch.ones(5), (torch.zeros(2).long(), torch.zeros(2)), Sections((3, 2))
+    with pytest.raises(ValueError, match="sections must be of x's 5 elements, got 6"):
+        kernels.top_k(x, *out, sections=Sections((3, 3)), counts=(1, 1))
+    with pytest.raises(ValueError, match="counts must be one for each of 2 sections, got none"):
+        kernels.top_k(x, *out, sections=two)
+    with pytest.raises(ValueError, match="counts must be one for each of 2 sections, got 1"):
+        kernels.top_k(x, *out, sections=two, counts=(2,))
+    with pytest.raises(ValueError, match="counts must be within the 2 elements of section 1, got 3"):
+        kernels.top_k(x, *out, sections=two, counts=(0, 3))
+    with pytest.raises(ValueError, match=r"must be of shape \(3,\)"):
+        kernels.top_k(x, *out, sections=two, counts=(2, 1))
+    with pytest.raises(ValueError, match="residual and next_residual belong together"):
+        kernels.top_k(x, *out, residual=x)
+    with pytest.raises(ValueError, match="residual must be of shape"):
+        kernels.top_k(x, *out, residual=x[1:], next_residual=x.clone())
+    with pytest.raises(TypeError, match="residual must be"):
+        kernels.top_k(x, *out, residual=x, next_residual=x.double())
+    with pytest.raises(ValueError, match="thresholds must be of shape"):
+        kernels.select_above(x, torch.ones(2), *out)
+    with pytest.raises(TypeError, match="thresholds must be"):
+        kernels.count_above(x, torch.ones(1).double(), torch.zeros(1).long())
+    with pytest.raises(TypeError, match="counts must be int64"):
+        kernels.count_above(x, torch.ones(1), torch.zeros(1).int())
 
 
 def test_elements_that_are_apart_are_refused_not_copied() -> None:
@@ -144,3 +171,91 @@ def test_every_implementation_can_be_chosen() -> None:
         with kernels.use(implementation):
             kernels.top_k(torch.tensor([1.0, -3.0, 2.0]), indices.zero_(), values.zero_())
             assert (indices.tolist(), values.tolist()) == ([1, 2], [-3.0, 2.0])
+
+
+LENGTHS = (0, 1, 700, 64, 0, SAMPLED, 33, 5000)
+
+
+def bucket(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Sections of other magnitudes, some with ties, and a residual; then what is special."""
+    generator = torch.Generator().manual_seed(3)
+    parts = [torch.randn(length, generator=generator) * 10.0 ** (i % 4) for i, length in enumerate(LENGTHS)]
+    parts[2].round_()
+    x, residual = torch.cat(parts), torch.randn(sum(LENGTHS), generator=generator).round_()
+    x[700:707], residual[700:800] = special_values(torch.float32), 0.0
+    return x.to(dtype), residual.to(accumulation_dtype(dtype))
+
+
+def outputs(x: Tensor, room: int, values: torch.dtype) -> list[Tensor]:
+    left = torch.full((len(x),), 77, dtype=accumulation_dtype(x.dtype))
+    return [torch.full((room,), 77, dtype=torch.int32), torch.full((room,), 77, dtype=values), left]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_of_each_section_its_largest_are_taken_with_the_residual_and_the_rest_is_left(dtype: torch.dtype) -> None:
+    (x, residual), counts = bucket(dtype), (0, 1, 70, 0, 0, 400, 33, 50)
+    indices, values, left = outputs(x, sum(counts), dtype)
+    sections = Sections(LENGTHS)
+    given = {"sections": sections, "counts": counts, "residual": residual, "next_residual": left}
+    reference.top_k(x, indices, values, **given)
+    p, start, taken = residual + x, 0, 0
+    for length, count in zip(LENGTHS, counts, strict=True):
+        alone = chosen(reference, p[start : start + length], count)
+        assert torch.equal(indices[taken : taken + count], alone[0] + start)
+        assert_same_bits(values[taken : taken + count], alone[1].to(dtype))
+        start, taken = start + length, taken + count
+    expected = p.clone()
+    expected[indices] -= values
+    assert_same_bits(left, expected)
+
+
+@native
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_native_choice_by_sections_equals_the_definition(dtype: torch.dtype, threads: int, module: ModuleType) -> None:
+    (x, residual), sections = bucket(dtype), Sections(LENGTHS)
+    some, none = (0, 1, 70, 0, 0, 400, 33, 50), [0] * len(LENGTHS)
+    bounds = torch.tensor([0.0, 1.0, 7.0, 50.0, 0.0, 25.0, -1.0, float("nan")], dtype=accumulation_dtype(dtype))
+    for counts, sent, fed in [(some, sent, fed) for sent in DTYPES for fed in (True, False)] + [
+        (counts, dtype, True) for counts in (LENGTHS, none)
+    ]:
+        results = []
+        for kernel, options in ((cpu, {"threads": threads, "module": module}), (reference, {})):
+            top, above = outputs(x, sum(counts), sent), outputs(x, sum(counts), sent)
+            given = [{"residual": residual, "next_residual": outs[2]} if fed else {} for outs in (top, above)]
+            options |= {"sections": sections, "counts": counts}
+            kernel.top_k(x, *top[:2], **given[0], **options)
+            count = kernel.select_above(x, bounds, *above[:2], **given[1], **options)
+            results.append([*top, above[0][:count], above[1][:count], above[2]])
+        for got, expected in zip(*results, strict=True):
+            assert_same_bits(got, expected)
+    counted = [torch.zeros(len(LENGTHS)).long() for _ in range(2)]
+    cpu.count_above(x, bounds, counted[0], sections=sections, threads=threads, module=module)
+    reference.count_above(x, bounds, counted[1], sections=sections)
+    assert counted[0].tolist() == counted[1].tolist()
+
+
+@pytest.mark.parametrize("kernels", [reference, cpu], ids=["reference", "native"])
+def test_above_a_threshold_is_what_is_not_within_it_and_of_too_many_the_largest(kernels) -> None:
+    x = torch.tensor([1.0, -2.0, 0.0, float("nan"), 2.0, -3.0, float("inf"), 0.5])
+    for threshold, most, expected in (
+        (2.0, 8, [3, 5, 6]),
+        (1.0, 8, [1, 3, 4, 5, 6]),
+        (1.0, 4, [1, 3, 5, 6]),
+        (float("inf"), 8, [3]),
+        (0.0, 8, [0, 1, 3, 4, 5, 6, 7]),
+        (float("nan"), 8, list(range(8))),
+        (9.0, 0, []),
+    ):
+        bound, indices, values = torch.tensor([threshold]), torch.zeros(most).long(), torch.zeros(most)
+        count = kernels.select_above(x, bound, indices, values)
+        assert indices[:count].tolist() == expected
+        assert_same_bits(values[:count], x[expected])
+
+
+def test_what_16_bits_round_off_is_left() -> None:
+    x, left = torch.tensor([1.0, 2.0 + 2.0**-12, -4.0 - 2.0**-9]), torch.zeros(3)
+    indices, values = torch.zeros(2).long(), torch.zeros(2, dtype=torch.bfloat16)
+    cpu.top_k(x, indices, values, residual=torch.zeros(3), next_residual=left)
+    assert (indices.tolist(), values.tolist()) == ([1, 2], [2.0, -4.0])
+    assert left.tolist() == [1.0, 2.0**-12, -(2.0**-9)]

@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,14 +19,20 @@ from torch import Tensor
 
 from gradsync import kernels
 from gradsync.kernels import (
+    FloatGrid,
+    Grid,
     PackedPositions,
     Sections,
+    accumulation_dtype,
+    codes_nbytes,
     device,
+    num_scales,
     offsets_nbytes,
     packed_nbytes,
     reference,
     sign_scales_shape,
 )
+from tests.compressors.family import gradient
 from tests.kernels.native import DTYPES, assert_same_bits, special_values
 from tests.kernels.on_device import DEVICE, TRITON, needs_triton
 from tests.kernels.shapes import random_indices
@@ -83,6 +89,41 @@ def top_k(kernels: Any, size: int) -> list[Tensor]:
             whole = torch.full((k + 1,), 77, dtype=INDEX_DTYPES[number % 2]), torch.full((k + 1,), 77, dtype=dtype)
             kernels.top_k(values_of(torch.arange(size), dtype), whole[0][:-1], whole[1][:-1])
             outs += whole
+        indices, values = (
+            torch.zeros(size // 4 + size // 5).long(),
+            torch.zeros(size // 4 + size // 5, dtype=torch.half),
+        )
+        x, left = values_of(torch.arange(size), dtype), torch.zeros(size, dtype=accumulation_dtype(dtype))
+        sections, counts = Sections((size // 2, size - size // 2)), (size // 4, size // 5)
+        given = {"residual": torch.full_like(left, 1e-3), "next_residual": left}
+        kernels.top_k(x, indices, values, sections=sections, counts=counts, **given)
+        outs += [indices, values, left]
+    return outs
+
+
+def select_above(kernels: Any, size: int) -> list[Tensor]:
+    outs = []
+    for dtype in DTYPES:
+        bound = torch.tensor([1.0, 1e-4], dtype=accumulation_dtype(dtype))
+        given = {"sections": Sections((size // 2, size - size // 2)), "counts": (size // 2, size // 5)}
+        outs += [torch.zeros(sum(given["counts"])).long(), torch.zeros(sum(given["counts"]), dtype=dtype)]
+        outs.append(
+            torch.tensor(kernels.select_above(values_of(torch.arange(size), dtype), bound, *outs[-2:], **given))
+        )
+    return outs
+
+
+def count_above(kernels: Any, size: int) -> list[Tensor]:
+    counts = torch.zeros(2).long()
+    sections = Sections((size // 2, size - size // 2))
+    kernels.count_above(values_of(torch.arange(size), torch.half), torch.tensor([1.0, 1e-4]), counts, sections=sections)
+    return [counts]
+
+
+def narrow(kernels: Any, size: int) -> list[Tensor]:
+    outs = [torch.zeros(size, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)]
+    for out in outs:
+        kernels.narrow(values_of(torch.arange(size), torch.float32), out, scale=0.5)
     return outs
 
 
@@ -314,13 +355,67 @@ def hierarchical_hash(kernels: Any, size: int) -> list[Tensor]:
     return outs
 
 
+GRIDS = (
+    Grid(127, 8, 300),
+    Grid(7, 4, 301, "norm", stochastic=True),
+    Grid(1, 2, 333, stochastic=True),
+    Grid(100, 8, 0, "norm"),
+    FloatGrid("e4m3", 256),
+    FloatGrid("e5m2"),
+    FloatGrid("exponent", 400),
+)
+
+
+def quantised(size: int) -> Iterator[tuple[Sections, Any, Tensor, Tensor | None]]:
+    """Sections with an empty one and one whose places pass 2^32; blocks of zeros and with what is not finite."""
+    sections = Sections((size, 0, size // 3), (2**32 - size // 2, 0, 7), (2**63 + 5, 1, 2))
+    for number, grid in enumerate(GRIDS):
+        dtype = DTYPES[number % 4]
+        x = gradient(sum(sections.lengths), torch.float64, number).pow_(3).to(dtype)
+        x[400:600], x[900:903] = 0, special_values(dtype)[2:5][: len(x[900:903])]
+        wide = reference.accumulation_dtype(dtype)
+        yield sections, grid, x, None if number % 3 else gradient(len(x), wide, 99)
+
+
+def quantize(kernels: Any, size: int) -> list[Tensor]:
+    outs = []
+    for sections, grid, x, residual in quantised(size):
+        codes = torch.full((codes_nbytes(sections, grid),), 77, dtype=torch.uint8)
+        scales, left = (
+            torch.zeros(num_scales(sections, grid)),
+            torch.zeros(len(x), dtype=reference.accumulation_dtype(x.dtype)),
+        )
+        kernels.quantize(x, sections, grid, codes, scales, residual=residual, next_residual=left)
+        outs += [codes, scales, left]
+    return outs
+
+
+def block_scales(kernels: Any, size: int) -> list[Tensor]:
+    outs = []
+    for sections, grid, x, residual in quantised(size):
+        if grid.scale != "none":
+            outs.append(torch.zeros(num_scales(sections, grid)))
+            kernels.block_scales(x, sections, grid, outs[-1], residual=residual)
+    return outs
+
+
+def dequantize(kernels: Any, size: int) -> list[Tensor]:
+    outs, made = [], iter(quantize(reference, size))
+    for sections, grid, x, _ in quantised(size):
+        codes, scales, _ = next(made), next(made), next(made)
+        outs.append(torch.full_like(x, 77))
+        kernels.dequantize([(codes, scales), (codes.flip(0), scales)], sections, grid, outs[-1], scale=0.3)
+    return outs
+
+
 CASES: dict[str, Callable[[Any, int], list[Tensor]]] = {
     case.__name__: case
     for case in (
-        encode_bitmap, decode_bitmap, count_bits, nonzero_elements, top_k, owners_by_hash, partition_hashed,
-        partition_rotated, partition_elements, unite_elements, join_elements, rotated_index, owned_by_hash,
+        encode_bitmap, decode_bitmap, count_bits, nonzero_elements, top_k, select_above, count_above,
+        owners_by_hash, partition_hashed, partition_rotated, partition_elements, unite_elements, join_elements,
+        rotated_index, owned_by_hash,
         positions_in, encode_offsets, decode_offsets, sum_rows, unite_rows, join_columns, scatter_rows, nonzero_rows,
-        hierarchical_hash, pack_signs, unpack_signs,
+        hierarchical_hash, narrow, quantize, block_scales, dequantize, pack_signs, unpack_signs,
     )
 }  # fmt: skip
 
@@ -464,7 +559,9 @@ def signature_of(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, A
         else "i32" if -(2**31) <= a < 2**31 else "i64"
         for a in arguments
     ]  # fmt: skip
-    names = {name: value if isinstance(value, (int, str)) else f"tl.{value}" for name, value in constants.items()}
+    names = {
+        name: value if isinstance(value, (int, float, str)) else f"tl.{value}" for name, value in constants.items()
+    }
     return kernel.fn.__module__, kernel.fn.__name__, kinds, names
 
 

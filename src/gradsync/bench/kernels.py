@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .. import kernels as automatic
-from ..kernels import SignScale, cpu, offsets_nbytes, reference
+from ..kernels import Sections, SignScale, cpu, offsets_nbytes, reference
 from ..kernels import device as on_device
 from ..report.record import Record, Spread
 from .provenance import commit, machine, versions
@@ -125,11 +125,41 @@ def nonzero_elements(g: torch.Generator, *, size: int, density: float) -> Work:
     )
 
 
-def top_k(g: torch.Generator, *, size: int, density: float) -> Work:
-    """The largest elements of a dense tensor."""
-    x, k = torch.randn(size, generator=g), round(density * size)
-    indices, values = torch.zeros(k, dtype=torch.int32), torch.zeros(k)
-    return Work(lambda module: module.top_k(x, indices, values), [indices, values], tensor_bytes(x, indices, values))
+def top_k(g: torch.Generator, *, size: int, density: float, feedback: bool = False, sections: int = 1) -> Work:
+    """The largest elements of each of some dense tensors, alone or with error feedback."""
+    lengths = [size * (section + 1) // sections - size * section // sections for section in range(sections)]
+    counts = [round(density * length) for length in lengths]
+    x, k = torch.randn(size, generator=g), sum(counts)
+    outs = [torch.zeros(k, dtype=torch.int32), torch.zeros(k)]
+    fed: dict[str, Any] = {}
+    if feedback:
+        outs.append(torch.zeros(size))
+        fed = {"residual": torch.randn(size, generator=g), "next_residual": outs[-1]}
+    given = {"sections": Sections(tuple(lengths)), "counts": counts, **fed}
+    read = tensor_bytes(x, *([fed["residual"]] if feedback else []))
+    return Work(lambda module: module.top_k(x, outs[0], outs[1], **given), outs, read + tensor_bytes(*outs))
+
+
+def select_above(g: torch.Generator, *, size: int, threshold: float, feedback: bool) -> Work:
+    """What is above a threshold, of normal numbers; there is room for all of it."""
+    x = torch.randn(size, generator=g)
+    residual = torch.randn(size, generator=g) if feedback else torch.zeros(size)
+    count = int(((x + residual).abs() > threshold).sum())
+    outs = [torch.zeros(count, dtype=torch.int32), torch.zeros(count), *([torch.zeros(size)] if feedback else [])]
+    given = {"residual": residual, "next_residual": outs[-1]} if feedback else {}
+    bound, read = torch.tensor([threshold]), tensor_bytes(x, *([residual] if feedback else []))
+
+    def run(module: ModuleType) -> None:
+        module.select_above(x, bound, outs[0], outs[1], **given)
+
+    return Work(run, outs, read + tensor_bytes(*outs))
+
+
+def count_above(g: torch.Generator, *, size: int, threshold: float) -> Work:
+    """How many elements are above a threshold."""
+    x, counts = torch.randn(size, generator=g), torch.zeros(1, dtype=torch.int64)
+    bound = torch.tensor([threshold])
+    return Work(lambda module: module.count_above(x, bound, counts), [counts], tensor_bytes(x, counts))
 
 
 def _signs(
@@ -364,14 +394,59 @@ def _parts(g: torch.Generator, *, nnz: int, size: int, owners: int) -> tuple[lis
     return positions, values
 
 
+def _grid(block: int, **settings: Any) -> automatic.AnyGrid:
+    """Of whole levels, or where a format is named, of small floats."""
+    return (
+        automatic.FloatGrid(block=block, **settings)
+        if "format" in settings
+        else automatic.Grid(block=block, **settings)
+    )
+
+
+def quantize(g: torch.Generator, *, size: int, feedback: bool = False, **settings: Any) -> Work:
+    """A gradient to codes of few bits, alone or with what the step before left of it."""
+    grid, sections = _grid(**settings), automatic.Sections((size,), seeds=(1,))
+    x, codes, scales = torch.randn(size, generator=g), *_coded(sections, grid)
+    kept = {name: torch.zeros(size) for name in ("residual", "next_residual")} if feedback else {}
+
+    def run(module: ModuleType) -> None:
+        module.quantize(x, sections, grid, codes, scales, **kept)
+
+    outs = [codes, scales, *(kept[name] for name in kept if name == "next_residual")]
+    return Work(run, outs, tensor_bytes(x, codes, scales, *kept.values()))
+
+
+def block_scales(g: torch.Generator, *, size: int, **settings: Any) -> Work:
+    """What ranks agree on before they send codes that can be summed."""
+    grid, sections = _grid(**settings), automatic.Sections((size,))
+    x, (_, scales) = torch.randn(size, generator=g), _coded(sections, grid)
+    return Work(lambda module: module.block_scales(x, sections, grid, scales), [scales], tensor_bytes(x, scales))
+
+
+def dequantize(g: torch.Generator, *, size: int, ranks: int, **settings: Any) -> Work:
+    """The codes of as many ranks, summed."""
+    grid, sections = _grid(**settings), automatic.Sections((size,), seeds=(1,))
+    parts, out = [_coded(sections, grid) for _ in range(ranks)], torch.zeros(size)
+    for codes, scales in parts:
+        automatic.quantize(torch.randn(size, generator=g), sections, grid, codes, scales)
+    nbytes = tensor_bytes(out, *(tensor for part in parts for tensor in part))
+    return Work(lambda module: module.dequantize(parts, sections, grid, out, scale=1 / ranks), [out], nbytes)
+
+
+def _coded(sections: automatic.Sections, grid: automatic.AnyGrid) -> tuple[Tensor, Tensor]:
+    """Room for codes and scales."""
+    codes = torch.zeros(automatic.codes_nbytes(sections, grid), dtype=torch.uint8)
+    return codes, torch.zeros(automatic.num_scales(sections, grid))
+
+
 WORK: dict[str, Callable[..., Work]] = {
     work.__name__: work
     for work in (
         sum_rows, unite_rows, join_columns, scatter_rows, nonzero_rows, nonzero_elements, encode_bitmap, decode_bitmap,
         count_bits, encode_offsets, decode_offsets, partition_elements, unite_elements,
         join_elements, partition_rotated, rotated_index, owners_by_hash,
-        partition_hashed, owned_by_hash, positions_in, hierarchical_hash, top_k, narrow, pack_signs,
-        unpack_signs,
+        partition_hashed, owned_by_hash, positions_in, hierarchical_hash, top_k, select_above, count_above, narrow,
+        quantize, block_scales, dequantize, pack_signs, unpack_signs,
     )
 }  # fmt: skip
 _TABLE = {"ranks": 8, "size": 1_250_000, "dtype": "float32"}  # an eighth of ten million rows: one of 8 owners' share
@@ -432,6 +507,7 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (  # kernel, parameters of its w
     ("narrow", {"size": _DENSE, "dtype": "bfloat16"}),
     ("narrow", {"size": _DENSE, "dtype": "float16"}),
     ("top_k", {"size": 8 * _BITS, "density": 0.001}),
+    ("top_k", {"size": 100 * 5000, "density": 0.01, "feedback": True, "sections": 100}),
     ("top_k", {"size": 8 * _BITS, "density": 0.01}),
     ("pack_signs", {"size": _DENSE, "block": 0, "scale": "mean", "feedback": False}),
     ("pack_signs", {"size": _DENSE, "block": 0, "scale": "mean", "feedback": True}),
@@ -439,6 +515,22 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (  # kernel, parameters of its w
     ("pack_signs", {"size": _DENSE, "block": 0, "scale": "two", "feedback": True}),
     ("unpack_signs", {"size": _DENSE, "block": 0, "scale": "mean", "ranks": 1}),
     ("unpack_signs", {"size": _DENSE, "block": 0, "scale": "mean", "ranks": 8}),
+    ("top_k", {"size": 8 * _BITS, "density": 0.01, "feedback": True}),
+    ("select_above", {"size": 8 * _BITS, "threshold": 3.5, "feedback": True}),
+    ("count_above", {"size": 8 * _BITS, "threshold": 2.5}),
+    ("quantize", {"size": _DENSE, "levels": 127, "bits": 8, "block": 256}),
+    ("quantize", {"size": _DENSE, "levels": 127, "bits": 8, "block": 256, "feedback": True}),
+    ("quantize", {"size": _DENSE, "levels": 127, "bits": 8, "block": 512, "scale": "norm", "stochastic": True}),
+    ("quantize", {"size": _DENSE, "levels": 7, "bits": 4, "block": 256}),
+    ("quantize", {"size": _DENSE, "levels": 1, "bits": 2, "block": 0, "stochastic": True}),
+    ("quantize", {"size": _DENSE, "format": "e4m3", "block": 256}),
+    ("quantize", {"size": _DENSE, "format": "exponent", "block": 0}),
+    ("block_scales", {"size": _DENSE, "levels": 127, "bits": 8, "block": 256}),
+    ("dequantize", {"size": _DENSE, "ranks": 1, "levels": 127, "bits": 8, "block": 256}),
+    ("dequantize", {"size": _DENSE, "ranks": 8, "levels": 127, "bits": 8, "block": 256}),
+    ("dequantize", {"size": _DENSE, "ranks": 1, "levels": 7, "bits": 4, "block": 256}),
+    ("dequantize", {"size": _DENSE, "ranks": 1, "format": "e4m3", "block": 256}),
+    ("dequantize", {"size": _DENSE, "ranks": 1, "format": "exponent", "block": 0}),
 )
 
 

@@ -19,27 +19,19 @@ P = TypeVar("P", bound=Payload)
 RESIDUAL = "residual"  # its key in the state
 
 
-@register
 @dataclass(frozen=True)
-class ErrorFeedback(Compressor[P]):
-    """Sends C(x + residual) and keeps what is left: p = x + e; q = C(p); e' = p - q. (Seide et al., 2014)
-
-    So sent + residual = x + the residual before, in every element, and all that was ever sent + the residual = all that
-    ever came in: nothing is lost, it comes later. The residual is float32 (float64 for float64) whatever is
-    compressed, so that it also takes up the rounding of a 16-bit payload. It is in units of the gradient: after a jump
-    of the learning rate it is applied at the new one, and a rate of 0 loses nothing. NaN and infinity leave NaN in it:
-    do not keep the state of a step that had them.
-    A scheme whose owners compress the sums again has one at each end (two-way).
-    Wire: as the compressor's, whose payload it is.
-    """
+class Feedback(Compressor[P]):
+    """A compressor around another one, which keeps what that one leaves; its payloads are the other's."""
 
     compressor: Compressor[P]
 
     def __post_init__(self) -> None:
+        name = type(self).__name__
         if not isinstance(self.compressor, Compressor):
-            raise ValueError(f"ErrorFeedback.compressor must be a compressor, got {self.compressor!r}")
-        if isinstance(self.compressor, ErrorFeedback):
-            raise ValueError("ErrorFeedback of ErrorFeedback: the inner one leaves nothing to feed back; use one")
+            raise ValueError(f"{name}.compressor must be a compressor, got {self.compressor!r}")
+        if isinstance(self.compressor, Feedback):
+            inner = type(self.compressor).__name__
+            raise ValueError(f"{name} of {inner}: the inner one leaves nothing to feed back; use one")
         object.__setattr__(self, "payload", self.compressor.payload)
 
     @property
@@ -72,16 +64,6 @@ class ErrorFeedback(Compressor[P]):
         residual = torch.zeros(spec.numel, dtype=accumulation_dtype(spec.dtype))
         return replace(inner, elements={**inner.elements, RESIDUAL: residual})
 
-    def observe(self, x: Tensor, state: State) -> Tensor | None:
-        return self.compressor.observe((state.elements[RESIDUAL].to(x.device) + x).to(x.dtype), state)
-
-    @torch.no_grad()
-    def compress(self, x: Tensor, state: State) -> tuple[P, State]:
-        check_tensor(x, state)
-        before = state.elements[RESIDUAL].to(x.device)
-        payload, residual, next_state = self.compressor.compress_with_feedback(x, before, state)
-        return payload, replace(next_state, elements={**next_state.elements, RESIDUAL: residual})
-
     def decompress(self, payload: P) -> Tensor:
         return self.compressor.decompress(payload)
 
@@ -93,3 +75,28 @@ class ErrorFeedback(Compressor[P]):
 
     def remainder(self, x: Tensor, payload: P) -> Tensor:
         return self.compressor.remainder(x, payload)
+
+
+@register
+@dataclass(frozen=True)
+class ErrorFeedback(Feedback[P]):
+    """Sends C(x + residual) and keeps what is left: p = x + e; q = C(p); e' = p - q. (Seide et al., 2014)
+
+    So sent + residual = x + the residual before, in every element, and all that was ever sent + the residual = all that
+    ever came in: nothing is lost, it comes later. The residual is float32 (float64 for float64) whatever is
+    compressed, so that it also takes up the rounding of a 16-bit payload. It is in units of the gradient: after a jump
+    of the learning rate it is applied at the new one, and a rate of 0 loses nothing. NaN and infinity leave NaN in it:
+    do not keep the state of a step that had them.
+    A scheme whose owners compress the sums again has one at each end (two-way).
+    Wire: as the compressor's, whose payload it is.
+    """
+
+    def observe(self, x: Tensor, state: State) -> Tensor | None:
+        return self.compressor.observe((state.elements[RESIDUAL].to(x.device) + x).to(x.dtype), state)
+
+    @torch.no_grad()
+    def compress(self, x: Tensor, state: State) -> tuple[P, State]:
+        check_tensor(x, state)
+        before = state.elements[RESIDUAL].to(x.device)
+        payload, residual, next_state = self.compressor.compress_with_feedback(x, before, state)
+        return payload, replace(next_state, elements={**next_state.elements, RESIDUAL: residual})

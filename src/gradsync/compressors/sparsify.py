@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -10,68 +12,214 @@ from torch import Tensor
 from .. import kernels
 from ..bucket import FlatSpec
 from ..expressions import register
+from ..kernels import Sections
 from ..positions import Positions, smallest
 from ..sparse import SparseVector, index_dtype
-from .base import SparseMessage, Sparsifier, State, check_payload, check_tensor, fields, fields_nbytes
-from .law import Contraction, Law
+from .base import Field, SparseMessage, Sparsifier, State, check_payload, check_tensor, fields, fields_nbytes
+from .law import Biased, Contraction, Law
+
+WireValues = Literal["same", "bfloat16", "float16"]  # "same": as the tensor
+BFLOAT16_ROUNDING = 2.0**-8  # the most, relative to a value
+
+
+def check_ratio(name: str, ratio: float) -> None:
+    """
+    Raises:
+        ValueError: for what is no share.
+    """
+    if not 0 < ratio <= 1:
+        raise ValueError(f"{name} must be in (0, 1], got {ratio}")
+
+
+def share_of(ratio: float, numel: int) -> int:
+    """Elements of so many, at least one if there is any."""
+    return min(max(1, round(ratio * numel)), numel)
+
+
+def least_share(kept: tuple[int, ...], of: tuple[int, ...]) -> float:
+    """The smallest share of any tensor that is sent."""
+    return min((count / numel for count, numel in zip(kept, of, strict=True) if numel), default=1.0)
 
 
 @register
 @dataclass(frozen=True)
 class TopK(Sparsifier):
-    """Keeps the `ratio` largest elements of each tensor by magnitude, as they are. (Aji & Heafield, 2017)
+    """Keeps the `ratio` largest elements of each tensor by magnitude. (Aji & Heafield, 2017)
 
     Exactly k = max(1, round(ratio * numel)) of a tensor; of equal ones the first. NaN is larger than infinity, so both
-    are sent. Biased, a contraction by k/numel: wrap it in ErrorFeedback.
+    are sent. Biased, a contraction by k/numel: wrap it in ErrorFeedback. Values travel as they are, or rounded to 16
+    bits, of which the residual takes up the rest: also of what is beyond 65504 in float16, or too small for it.
     Wire: k values, and their positions in the format that is the smallest for k of so many.
     """
 
     ratio: float  # kept share, in (0, 1]
+    values: WireValues = "same"
 
     def __post_init__(self) -> None:
-        if not 0 < self.ratio <= 1:
-            raise ValueError(f"TopK.ratio must be in (0, 1], got {self.ratio}")
+        check_ratio("TopK.ratio", self.ratio)
+        if self.values not in ("same", "bfloat16", "float16"):
+            raise ValueError(f"TopK.values must be same, bfloat16 or float16, got {self.values!r}")
 
     def kept(self, numel: int) -> int:
         """Elements that are sent of so many."""
-        return min(max(1, round(self.ratio * numel)), numel)
+        return share_of(self.ratio, numel)
 
     def law(self, spec: FlatSpec) -> Law:
-        return Contraction(min((self.kept(n) / n for n in spec.lengths if n), default=1.0))
+        share = least_share(self._counts(spec), spec.lengths)
+        wire = self._wire_dtype(spec)
+        if wire is torch.float16 and spec.dtype is not torch.float16:
+            return Biased("float16 has a small range: of larger values 65504 is sent, of smaller ones 0")
+        return Contraction(share if wire is spec.dtype else share * (1 - BFLOAT16_ROUNDING**2))
+
+    def compress(self, x: Tensor, state: State) -> tuple[SparseMessage, State]:
+        return self._message(x, state), state.next()
+
+    def compress_with_feedback(self, x: Tensor, residual: Tensor, state: State) -> tuple[SparseMessage, Tensor, State]:
+        left = torch.empty_like(residual)
+        return self._message(x, state, residual, left), left, state.next()
+
+    def elements(self, payload: SparseMessage) -> SparseVector:
+        check_payload(self, payload)
+        values, positions = self._parts(payload)
+        return SparseVector(positions.decode(), values.to(payload.spec.dtype), payload.spec.numel)
+
+    def nbytes(self, spec: FlatSpec, step: int = 0) -> int:
+        return fields_nbytes(*self._layout(spec))
+
+    @torch.no_grad()
+    def _message(
+        self, x: Tensor, state: State, residual: Tensor | None = None, left: Tensor | None = None
+    ) -> SparseMessage:
+        check_tensor(x, state)
+        spec, counts = state.spec, self._counts(state.spec)
+        payload = SparseMessage(self, spec, state.step, x.new_zeros(self.nbytes(spec), dtype=torch.uint8))
+        values, positions = self._parts(payload)
+        indices = positions.room()
+        sections = Sections(spec.lengths)
+        kernels.top_k(x, indices, values, sections=sections, counts=counts, residual=residual, next_residual=left)
+        positions.encode(indices)
+        return payload
+
+    def num_kept(self, spec: FlatSpec, step: int = 0) -> int:
+        return sum(self._counts(spec))
+
+    def _counts(self, spec: FlatSpec) -> tuple[int, ...]:
+        return tuple(map(self.kept, spec.lengths))
+
+    def _wire_dtype(self, spec: FlatSpec) -> torch.dtype:
+        return {"same": spec.dtype, "bfloat16": torch.bfloat16, "float16": torch.float16}[self.values]
+
+    def _layout(self, spec: FlatSpec) -> tuple[Field, Field]:
+        return packed_layout(self.num_kept(spec), spec.numel, self._wire_dtype(spec))
+
+    def _parts(self, payload: SparseMessage) -> tuple[Tensor, Positions]:
+        """Values and positions, as views of the message."""
+        spec = payload.spec
+        packed, values = fields(payload.data, *self._layout(spec))
+        return values, packed_positions(packed, len(values), spec.numel)
+
+
+def packed_layout(count: int, length: int, dtype: torch.dtype) -> tuple[Field, Field]:
+    """Positions of so many elements of [0, length), and their values."""
+    return (torch.uint8, int(smallest(count, length).nbytes(count, length))), (dtype, count)
+
+
+def packed_positions(packed: Tensor, most: int, length: int, count: int | None = None) -> Positions:
+    """`count` positions, by default `most`, in the format and at the beginning of the room for `most`."""
+    form, count = smallest(most, length), most if count is None else count
+    return Positions(packed[: int(form.nbytes(count, length))], count, length, form)
+
+
+@register
+@dataclass(frozen=True)
+class BlockTopK(Sparsifier):
+    """Keeps whole blocks of consecutive elements: the `ratio` largest of each tensor by their Euclidean norm.
+
+    Exactly max(1, round(ratio * blocks)) of the blocks of a tensor, the last of which may be shorter; of equal ones the
+    first, and those with NaN before those with infinity. There are few positions, and memory is read in runs. Biased,
+    a contraction by the share of blocks: wrap it in ErrorFeedback.
+    Wire: the values of so many whole blocks, and the positions of the blocks.
+    """
+
+    ratio: float  # kept share of the blocks, in (0, 1]
+    block: int = 256  # elements
+
+    def __post_init__(self) -> None:
+        check_ratio("BlockTopK.ratio", self.ratio)
+        if self.block < 1:
+            raise ValueError(f"BlockTopK.block must be at least 1, got {self.block}")
+
+    def law(self, spec: FlatSpec) -> Law:
+        return Contraction(least_share(self._kept(spec), self._blocks(spec)))
 
     @torch.no_grad()
     def compress(self, x: Tensor, state: State) -> tuple[SparseMessage, State]:
         check_tensor(x, state)
-        spec, count = state.spec, self.num_kept(state.spec)
-        indices = x.new_empty(count, dtype=index_dtype(spec.numel))
+        spec = state.spec
         payload = SparseMessage(self, spec, state.step, x.new_zeros(self.nbytes(spec), dtype=torch.uint8))
         values, positions = self._parts(payload)
-        taken = offset = 0
-        for length in spec.lengths:
-            part = slice(taken, taken + self.kept(length))
-            kernels.top_k(x[offset : offset + length], indices[part], values[part])
-            indices[part] += offset
-            taken, offset = part.stop, offset + length
-        positions.encode(indices)
+        norms, blocks = self._norms(x, spec), positions.room()
+        sections = Sections(self._blocks(spec))
+        kernels.top_k(norms, blocks, norms.new_empty(len(blocks)), sections=sections, counts=self._kept(spec))
+        positions.encode(blocks)
+        indices = self._elements_of(blocks, spec)
+        values[: len(indices)] = x[indices]
         return payload, state.next()
 
     def elements(self, payload: SparseMessage) -> SparseVector:
         check_payload(self, payload)
         values, positions = self._parts(payload)
-        return SparseVector(positions.decode(), values, payload.spec.numel)
+        blocks = positions.decode()
+        if len(blocks) and not 0 <= int(blocks.min()) <= int(blocks.max()) < positions.length:
+            raise ValueError(f"a payload of {self} names a block outside [0, {positions.length})")
+        indices = self._elements_of(blocks, payload.spec)
+        return SparseVector(indices, values[: len(indices)], payload.spec.numel)
 
     def nbytes(self, spec: FlatSpec, step: int = 0) -> int:
-        count = self.num_kept(spec)
-        positions = smallest(count, spec.numel).nbytes(count, spec.numel)
-        return fields_nbytes((torch.uint8, int(positions)), (spec.dtype, count))
+        return fields_nbytes(*self._layout(spec))
 
     def num_kept(self, spec: FlatSpec, step: int = 0) -> int:
-        return sum(map(self.kept, spec.lengths))
+        """There is room for the last block of a tensor to be among those that are sent, and for it not to be."""
+        return sum(min(kept * self.block, n) for kept, n in zip(self._kept(spec), spec.lengths, strict=True))
+
+    def _blocks(self, spec: FlatSpec) -> tuple[int, ...]:
+        return tuple(-(-length // self.block) for length in spec.lengths)
+
+    def _kept(self, spec: FlatSpec) -> tuple[int, ...]:
+        return tuple(share_of(self.ratio, blocks) for blocks in self._blocks(spec))
+
+    def _layout(self, spec: FlatSpec) -> tuple[Field, Field]:
+        positions, _ = packed_layout(sum(self._kept(spec)), sum(self._blocks(spec)), spec.dtype)
+        return positions, (spec.dtype, self.num_kept(spec))
 
     def _parts(self, payload: SparseMessage) -> tuple[Tensor, Positions]:
-        """Values and positions, as views of the message."""
-        spec, count = payload.spec, self.num_kept(payload.spec)
-        form = smallest(count, spec.numel)
-        layout = (torch.uint8, int(form.nbytes(count, spec.numel))), (spec.dtype, count)
-        packed, values = fields(payload.data, *layout)
-        return values, Positions(packed, count, spec.numel, form)
+        """Values and the positions of blocks, as views of the message."""
+        spec = payload.spec
+        packed, values = fields(payload.data, *self._layout(spec))
+        return values, packed_positions(packed, sum(self._kept(spec)), sum(self._blocks(spec)))
+
+    def _norms(self, x: Tensor, spec: FlatSpec) -> Tensor:
+        """Of each block; in float64, which squares of float32 neither leave nor vanish from."""
+        norms = x.new_empty(sum(self._blocks(spec)), dtype=torch.float64)
+        done = 0
+        for part in x.split(spec.lengths):
+            whole = len(part) // self.block
+            rows, rest = part[: whole * self.block].view(whole, self.block), part[whole * self.block :]
+            norms[done : done + whole] = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+            done += whole
+            if len(rest):
+                norms[done] = torch.linalg.vector_norm(rest, dtype=torch.float64)
+                done += 1
+        return norms
+
+    def _elements_of(self, blocks: Tensor, spec: FlatSpec) -> Tensor:
+        """The indices of the elements of these blocks, whose numbers ascend."""
+        number, device = blocks.long(), blocks.device
+        first_block = torch.tensor([0, *accumulate(self._blocks(spec))][:-1], device=device)
+        first_element = torch.tensor([0, *accumulate(spec.lengths)][:-1], device=device)
+        section = torch.searchsorted(first_block, number, right=True) - 1
+        skipped = (number - first_block[section]) * self.block  # elements of the tensor
+        lengths = (torch.tensor(spec.lengths, device=device)[section] - skipped).clamp_(max=self.block)
+        shift = first_element[section] + skipped - (lengths.cumsum(0) - lengths)
+        shifts = shift.repeat_interleave(lengths)
+        return (shifts + torch.arange(len(shifts), device=device)).to(index_dtype(spec.numel))

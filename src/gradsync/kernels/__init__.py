@@ -33,6 +33,7 @@ from gradsync.kernels.checks import (
     packed_nbytes,
     sign_scales_shape,
 )
+from gradsync.kernels.grids import AnyGrid, FloatGrid, Grid, codes_nbytes, num_scales
 from gradsync.kernels.hierarchy import HashedIndices
 from gradsync.kernels.phases import (
     ElementPartition,
@@ -46,8 +47,11 @@ from gradsync.kernels.phases import (
 from gradsync.kernels.reference import accumulation_dtype
 
 __all__ = [
+    "AnyGrid",
     "ElementPartition",
     "ElementUnion",
+    "FloatGrid",
+    "Grid",
     "HashedIndices",
     "HashedPartition",
     "Implementation",
@@ -62,9 +66,13 @@ __all__ = [
     "Stripes",
     "accumulation_dtype",
     "active",
+    "block_scales",
+    "codes_nbytes",
+    "count_above",
     "count_bits",
     "decode_bitmap",
     "decode_offsets",
+    "dequantize",
     "encode_bitmap",
     "encode_offsets",
     "hierarchical_hash",
@@ -73,6 +81,7 @@ __all__ = [
     "narrow",
     "nonzero_elements",
     "nonzero_rows",
+    "num_scales",
     "offsets_nbytes",
     "owned_by_hash",
     "owners_by_hash",
@@ -82,8 +91,10 @@ __all__ = [
     "partition_hashed",
     "partition_rotated",
     "positions_in",
+    "quantize",
     "rotated_index",
     "scatter_rows",
+    "select_above",
     "sign_scales_shape",
     "sum_rows",
     "top_k",
@@ -100,8 +111,8 @@ _KERNELS = (
     "sum_rows", "unite_rows", "join_columns", "scatter_rows", "nonzero_rows", "nonzero_elements", "encode_bitmap",
     "decode_bitmap", "count_bits", "encode_offsets", "decode_offsets", "partition_elements", "unite_elements",
     "join_elements", "partition_rotated", "rotated_index", "owners_by_hash", "partition_hashed", "owned_by_hash",
-    "positions_in", "hierarchical_hash", "top_k", "narrow", "pack_signs",
-    "unpack_signs",
+    "positions_in", "hierarchical_hash", "top_k", "select_above", "count_above", "narrow", "quantize", "block_scales",
+    "dequantize", "pack_signs", "unpack_signs",
 )  # fmt: skip
 _TABLE: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {  # kernel: (reference, native)
     kernel: (getattr(reference, kernel), getattr(cpu, kernel)) for kernel in _KERNELS
@@ -228,22 +239,85 @@ def nonzero_elements(x: Tensor) -> NonzeroElements:
     return found
 
 
-def top_k(x: Tensor, indices: Tensor, values: Tensor) -> None:
-    """Writes the k elements of `x` of the largest magnitude, k as the outputs say, in the order of their indices.
+def top_k(
+    x: Tensor,
+    indices: Tensor,
+    values: Tensor,
+    *,
+    sections: Sections | None = None,
+    counts: Sequence[int] | None = None,
+    residual: Tensor | None = None,
+    next_residual: Tensor | None = None,
+) -> None:
+    """Writes the elements of the largest magnitude of p = x + residual, in the order of their indices.
 
     Exact. Magnitudes compare by their bits: a NaN is larger than infinity. Of equal ones, those with the smallest
-    indices are taken.
+    indices are taken. With a residual, one pass over memory adds it, finds what to take and keeps the rest.
 
     Args:
         x: (numel,) floating.
-        indices: (k,) int64, or int32 for up to 2^31 elements.
-        values: (k,), in the dtype of `x`.
+        indices: (k,) int64, or int32 for up to 2^31 elements; of the whole `x`.
+        values: (k,) floating: p rounded to its dtype; what is finite stays finite.
+        sections: of each, its own largest are taken; by default all of `x` is one.
+        counts: how many of each section, together k.
+        residual: (numel,), in the accumulation dtype of `x`: added to it first.
+        next_residual: as `residual`, and not its memory: p without what was taken, as rounded.
 
     Raises:
-        ValueError: k larger than numel; shapes that do not fit; native: more than 2^34 elements.
+        ValueError: more than a section has; shapes that do not fit; native: more than 2^34 elements.
         TypeError: other or different dtypes.
     """
-    _pick("top_k", [x, indices, values], x.numel())(x, indices, values)
+    tensors = _given(x, indices, values, residual, next_residual)
+    options = {"sections": sections, "counts": counts, "residual": residual, "next_residual": next_residual}
+    _pick("top_k", tensors, x.numel())(x, indices, values, **options)
+
+
+def select_above(
+    x: Tensor,
+    thresholds: Tensor,
+    indices: Tensor,
+    values: Tensor,
+    *,
+    sections: Sections | None = None,
+    counts: Sequence[int] | None = None,
+    residual: Tensor | None = None,
+    next_residual: Tensor | None = None,
+) -> int:
+    """Writes the elements of p = x + residual that are not within the threshold of their section; returns how many.
+
+    Where there are more than its count, the largest of them, as `top_k` takes them. They are written one behind the
+    other, in the order of their indices; what is behind the last is unspecified. A NaN is within no threshold, and
+    nothing is within one that is NaN or negative.
+
+    Args:
+        thresholds: (sections,), in the accumulation dtype of `x`.
+        indices: (most,) as of `top_k`.
+        values: (most,) as of `top_k`.
+        counts: at most how many of each section, together `most`.
+        x, sections, residual, next_residual: as of `top_k`.
+
+    Raises:
+        ValueError, TypeError: as `top_k`.
+    """
+    tensors = _given(x, thresholds, indices, values, residual, next_residual)
+    options = {"sections": sections, "counts": counts, "residual": residual, "next_residual": next_residual}
+    written: int = _pick("select_above", tensors, x.numel())(x, thresholds, indices, values, **options)
+    return written
+
+
+def count_above(x: Tensor, thresholds: Tensor, counts: Tensor, *, sections: Sections | None = None) -> None:
+    """Counts the elements of each section that are not within its threshold, as `select_above` finds them.
+
+    Args:
+        x: (numel,) floating.
+        thresholds: (sections,), in the accumulation dtype of `x`.
+        counts: (sections,) int64.
+
+    Raises:
+        ValueError: shapes that do not fit.
+        TypeError: other dtypes.
+    """
+    _pick("count_above", [x, thresholds, counts], x.numel())(x, thresholds, counts, sections=sections)
 
 
 def pack_signs(
@@ -326,6 +400,81 @@ def narrow(x: Tensor, out: Tensor, *, scale: float = 1.0) -> None:
         TypeError: other dtypes.
     """
     _pick("narrow", [x, out], x.numel())(x, out, scale=scale)
+
+
+def quantize(
+    x: Tensor,
+    sections: Sections,
+    grid: AnyGrid,
+    codes: Tensor,
+    scales: Tensor,
+    *,
+    residual: Tensor | None = None,
+    next_residual: Tensor | None = None,
+) -> None:
+    """Writes a code of few bits for each element and a scale for each block; of x + residual, where there is one.
+
+    All in the type of sums, float32 or float64. With p = x + residual, s = `grid.top` and the block's scale a, rounded
+    to float32: the level is p * (s / a), rounded as the grid says and kept in [-s, s]; it counts as level * (a / s),
+    and next_residual = p - that. A block whose s / a float32 does not hold, all zero or nearly subnormal, counts as
+    zero and has the scale 0. Where float32 does not hold a, as with NaN or infinity among the elements, the scale is
+    infinite, and the whole block decodes to NaN. Stochastic: of f + r, f whole, the level is f + 1 if the element's
+    draw in [0, 1) is less than r, else f (what is drawn: `reference.uniform`). The squares of a norm are summed in
+    float64 in a fixed order.
+
+    Codes of 8 bits are the level in two's complement, or the bits of the small float. Of 4 and 2 bits they are level +
+    s, and byte j of a block with h bytes has those of elements j, j + h and so on, from its lowest bits on; what is
+    left of the last bytes is 0.
+
+    Args:
+        x: (numel,) floating.
+        sections: with seeds where the grid draws. Blocks begin anew in each.
+        codes: (codes_nbytes(sections, grid),) uint8.
+        scales: (num_scales(sections, grid),) float32; read where the grid says `given`. Those must be infinite where
+            an element is not finite: it counts as zero under a finite one.
+        residual: (numel,) float32, float64 for float64.
+        next_residual: as `residual`, other memory.
+
+    Raises:
+        ValueError: sizes that do not fit; a grid that draws, without seeds.
+        TypeError: other dtypes.
+    """
+    tensors = [tensor for tensor in (x, codes, scales, residual, next_residual) if tensor is not None]
+    run = _pick("quantize", tensors)
+    run(x, sections, grid, codes, scales, residual=residual, next_residual=next_residual)
+
+
+def block_scales(
+    x: Tensor, sections: Sections, grid: AnyGrid, scales: Tensor, *, residual: Tensor | None = None
+) -> None:
+    """Writes the scales that `quantize` would, and no codes: for a grid of `max` or `norm`.
+
+    Raises:
+        ValueError: sizes that do not fit; a grid without such scales.
+        TypeError: other dtypes.
+    """
+    tensors = [tensor for tensor in (x, scales, residual) if tensor is not None]
+    _pick("block_scales", tensors)(x, sections, grid, scales, residual=residual)
+
+
+def dequantize(
+    parts: Sequence[tuple[Tensor, Tensor]], sections: Sections, grid: AnyGrid, out: Tensor, *, scale: float = 1.0
+) -> None:
+    """Overwrites `out` by `scale` times the sum of what all codes and scales decode to, in their order.
+
+    One pass over `out`, whatever the number of parts. The sum is made in float32 (float64 for float64) from 0 on, and
+    rounded once. Codes may be damaged: each decodes to something.
+
+    Args:
+        parts: codes and scales, as of `quantize`.
+        out: (numel,) floating.
+
+    Raises:
+        ValueError: sizes that do not fit.
+        TypeError: other dtypes.
+    """
+    tensors = [*(tensor for part in parts for tensor in part), out]
+    _pick("dequantize", tensors)(parts, sections, grid, out, scale=scale)
 
 
 def encode_bitmap(indices: Tensor, size: int, out: Tensor) -> None:
@@ -579,6 +728,10 @@ def hierarchical_hash(
         indices, n, slots=slots, serial=serial, rehashes=rehashes, seed=seed, threads=threads
     )
     return found
+
+
+def _given(*tensors: Tensor | None) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 def _pick(kernel: str, tensors: Sequence[Tensor], entries: int = 0) -> Callable[..., Any]:

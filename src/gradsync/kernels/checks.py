@@ -97,6 +97,36 @@ def check_shape(name: str, tensor: Tensor, *shape: int) -> None:
         raise ValueError(f"{name} must be of shape {shape}, got {describe(tensor)}")
 
 
+def check_flat(name: str, tensor: Tensor) -> None:
+    """Refuses what is not 1-D."""
+    if tensor.ndim != 1:
+        raise ValueError(f"{name} must be 1-D, got {describe(tensor)}")
+
+
+def section_lengths(x: Tensor, sections: Sections | None) -> tuple[int, ...]:
+    """The lengths of the sections of `x`, by default it is one; refuses others than its elements."""
+    lengths = (x.numel(),) if sections is None else sections.lengths
+    if sum(lengths) != x.numel():
+        raise ValueError(f"sections must be of x's {x.numel()} elements, got {sum(lengths)}")
+    return lengths
+
+
+def section_counts(indices: Tensor, lengths: tuple[int, ...], counts: Sequence[int] | None) -> tuple[int, ...]:
+    """How many of each section are wanted, by default as many as there are indices; refuses more than there are."""
+    if counts is None:
+        if len(lengths) != 1:
+            raise ValueError(f"counts must be one for each of {len(lengths)} sections, got none")
+        if indices.numel() > lengths[0]:
+            raise ValueError(f"indices must be of at most x's {lengths[0]} elements, got {describe(indices)}")
+        return (indices.numel(),)
+    if len(counts) != len(lengths):
+        raise ValueError(f"counts must be one for each of {len(lengths)} sections, got {len(counts)}")
+    for number, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+        if not 0 <= count <= length:
+            raise ValueError(f"counts must be within the {length} elements of section {number}, got {count}")
+    return tuple(counts)
+
+
 def check_index_out(name: str, out: Tensor, count: int, bound: int) -> None:
     """Refuses an output that cannot hold `count` indices below `bound`."""
     check_indices(name, out)

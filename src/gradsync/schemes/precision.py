@@ -13,14 +13,13 @@ from .. import kernels
 from ..bucket import Bucket, Layout, TensorSpec
 from ..cluster import Placement
 from ..comm import Group
+from ..compressors.cast import DTYPES
 from ..density import DensityProfile
 from ..expressions import register
 from ..sparse import SparseRows
 from ..steps import Compute, Step
 from .base import Scheme, State
 from .dense import AllReduce
-
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @register

@@ -14,12 +14,13 @@ from gradsync.kernels.cpu.elements import (
     decode_bitmap,
     encode_bitmap,
     nonzero_elements,
-    top_k,
 )
 from gradsync.kernels.cpu.hashing import owned_by_hash, owners_by_hash, partition_hashed, positions_in
 from gradsync.kernels.cpu.hierarchy import hierarchical_hash
+from gradsync.kernels.cpu.largest import count_above, select_above, top_k
 from gradsync.kernels.cpu.offsets import decode_offsets, encode_offsets
 from gradsync.kernels.cpu.parts import join_elements, partition_elements, unite_elements
+from gradsync.kernels.cpu.quantize import block_scales, dequantize, quantize
 from gradsync.kernels.cpu.rotated import partition_rotated, rotated_index
 from gradsync.kernels.cpu.rows import (
     NonzeroRows,
@@ -36,9 +37,12 @@ __all__ = [
     "NonzeroElements",
     "NonzeroRows",
     "RowUnion",
+    "block_scales",
+    "count_above",
     "count_bits",
     "decode_bitmap",
     "decode_offsets",
+    "dequantize",
     "encode_bitmap",
     "encode_offsets",
     "hierarchical_hash",
@@ -55,8 +59,10 @@ __all__ = [
     "partition_hashed",
     "partition_rotated",
     "positions_in",
+    "quantize",
     "rotated_index",
     "scatter_rows",
+    "select_above",
     "sum_rows",
     "supports",
     "top_k",

@@ -28,14 +28,6 @@ def nonzero_elements(x: Tensor, *, threads: int | None = None, module: ModuleTyp
     return NonzeroElements(x, threads, module)
 
 
-def top_k(
-    x: Tensor, indices: Tensor, values: Tensor, *, threads: int | None = None, module: ModuleType | None = None
-) -> None:
-    """See `gradsync.kernels.top_k`."""
-    threads = threads_for(threads, x.numel())
-    (module or load()).top_k(plain("x", x), plain("indices", indices), plain("values", values), threads)
-
-
 def encode_bitmap(indices: Tensor, size: int, out: Tensor, *, module: ModuleType | None = None) -> None:
     """See `gradsync.kernels.encode_bitmap`. One thread: a second one buys nothing."""
     check_size("size", size)

@@ -5,13 +5,13 @@ Runs on any device and dtype, so it is also the fallback. `gradsync.kernels` say
 
 from gradsync.kernels.in_steps import Steps
 from gradsync.kernels.reference.convert import narrow
+from gradsync.kernels.reference.draws import draws, uniform
 from gradsync.kernels.reference.elements import (
     NonzeroElements,
     count_bits,
     decode_bitmap,
     encode_bitmap,
     nonzero_elements,
-    top_k,
 )
 from gradsync.kernels.reference.hashing import (
     HashedPartition,
@@ -21,7 +21,9 @@ from gradsync.kernels.reference.hashing import (
     positions_in,
 )
 from gradsync.kernels.reference.hierarchy import hierarchical_hash
+from gradsync.kernels.reference.largest import count_above, select_above, top_k
 from gradsync.kernels.reference.offsets import decode_offsets, encode_offsets
+from gradsync.kernels.reference.quantize import block_scales, dequantize, quantize
 from gradsync.kernels.reference.rotated import (
     RotatedPartition,
     join_rotated,
@@ -62,9 +64,13 @@ __all__ = [
     "RotatedPartition",
     "RowUnion",
     "accumulation_dtype",
+    "block_scales",
+    "count_above",
     "count_bits",
     "decode_bitmap",
     "decode_offsets",
+    "dequantize",
+    "draws",
     "encode_bitmap",
     "encode_offsets",
     "hierarchical_hash",
@@ -80,11 +86,14 @@ __all__ = [
     "partition_hashed",
     "partition_rotated",
     "positions_in",
+    "quantize",
     "rotated_index",
     "rotation",
     "scatter_rows",
+    "select_above",
     "sum_rows",
     "top_k",
+    "uniform",
     "unite_elements",
     "unite_rows",
     "unpack_signs",

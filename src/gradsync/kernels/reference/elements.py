@@ -13,9 +13,8 @@ from gradsync.kernels.checks import (
     check_range,
     check_shape,
     check_size,
-    describe,
 )
-from gradsync.kernels.reference.rows import is_nonzero, magnitudes
+from gradsync.kernels.reference.rows import is_nonzero
 
 
 class NonzeroElements:
@@ -42,39 +41,6 @@ class NonzeroElements:
 def nonzero_elements(x: Tensor) -> NonzeroElements:
     """See `gradsync.kernels.nonzero_elements`."""
     return NonzeroElements(x)
-
-
-@torch.no_grad()
-def top_k(x: Tensor, indices: Tensor, values: Tensor) -> None:
-    """See `gradsync.kernels.top_k`."""
-    check_top_k(x, indices, values)
-    chosen = _largest(magnitudes(x), len(indices))
-    indices.copy_(chosen)
-    values.copy_(x[chosen])
-
-
-def check_top_k(x: Tensor, indices: Tensor, values: Tensor) -> None:
-    """Refuses outputs that the largest elements of `x` do not fit."""
-    check_floating("x", x)
-    if x.ndim != 1:
-        raise ValueError(f"x must be 1-D, got {tuple(x.shape)}")
-    check_indices("indices", indices)
-    k = len(indices)
-    if k > len(x):
-        raise ValueError(f"indices must be of at most x's {len(x)} elements, got {describe(indices)}")
-    check_index_out("indices", indices, k, len(x))
-    check_floating("values", values, x.dtype)
-    check_shape("values", values, k)
-
-
-def _largest(keys: Tensor, k: int) -> Tensor:
-    """The indices of the k largest keys, ascending; of equal keys, the first ones."""
-    if k == 0:
-        return keys.new_empty(0, dtype=torch.int64)
-    least = torch.topk(keys, k, sorted=False).values.min()
-    above, equal = (keys > least).nonzero().flatten(), (keys == least).nonzero().flatten()
-    chosen: Tensor = torch.cat([above, equal[: k - len(above)]]).sort().values
-    return chosen
 
 
 def check_words(name: str, words: Tensor) -> None:

@@ -1,10 +1,11 @@
 """The kernels for CUDA, in Triton: each function does what its namesake in `gradsync.kernels` says, on the device.
 
 A kernel reads its inputs once or twice (`top_k`: as often as they have digits) and writes its outputs; scans and sorts
-between kernels are torch operations on the device. The host waits only where the contract makes it: for counts and for
-errors, together in one transfer where they come together. Each output element has one writer, or takes atomic ORs or
-sums of integers or one compare-and-swap, so that no kernel has a race and all but `hierarchical_hash` give the same
-bits in every run. No tensor is copied: what cannot be worked on in place is refused.
+between kernels are torch operations on the device, as are all of `select_above` and `count_above`. The host waits only
+where the contract makes it: for counts and for errors, together in one transfer where they come together. Each output
+element has one writer, or takes atomic ORs or sums of integers or one compare-and-swap, so that no kernel has a race
+and all but `hierarchical_hash` give the same bits in every run. No tensor is copied: what cannot be worked on in place
+is refused.
 
 Loops over what a program is given or has computed are `while`: Triton's interpreter cannot count to it by `range`.
 
@@ -12,6 +13,7 @@ Triton comes with torch for CUDA and is imported with this package, which `impor
 """
 
 from gradsync.kernels.in_steps import Steps
+from gradsync.kernels.reference.largest import count_above, select_above
 from gradsync.kernels.triton.convert import narrow
 from gradsync.kernels.triton.elements import (
     NonzeroElements,
@@ -24,6 +26,7 @@ from gradsync.kernels.triton.hashing import owned_by_hash, owners_by_hash, parti
 from gradsync.kernels.triton.hierarchy import hierarchical_hash
 from gradsync.kernels.triton.largest import top_k
 from gradsync.kernels.triton.offsets import decode_offsets, encode_offsets
+from gradsync.kernels.triton.quantize import block_scales, dequantize, quantize
 from gradsync.kernels.triton.rotated import join_rotated, partition_rotated, rotated_index
 from gradsync.kernels.triton.rows import (
     NonzeroRows,
@@ -54,9 +57,12 @@ __all__ = [
     "NonzeroElements",
     "NonzeroRows",
     "RowUnion",
+    "block_scales",
+    "count_above",
     "count_bits",
     "decode_bitmap",
     "decode_offsets",
+    "dequantize",
     "encode_bitmap",
     "encode_offsets",
     "hierarchical_hash",
@@ -72,8 +78,10 @@ __all__ = [
     "partition_hashed",
     "partition_rotated",
     "positions_in",
+    "quantize",
     "rotated_index",
     "scatter_rows",
+    "select_above",
     "sum_rows",
     "top_k",
     "unite_elements",

@@ -22,11 +22,11 @@ _POINTEES = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
 def launch(kernel: Any, programs: int, device: torch.device, *arguments: object, **constants: object) -> None:
-    """Starts so many programs of a kernel on `device`; none is fine."""
+    """Starts so many programs of a kernel on `device`; none is fine. Products are rounded before they are added."""
     if programs == 0:
         return
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # the CPU's is Triton's interpreter
-        kernel[(programs,)](*arguments, **constants)
+        kernel[(programs,)](*arguments, **constants, enable_fp_fusion=False)
 
 
 def blocks(entries: int, block: int = BLOCK) -> int:

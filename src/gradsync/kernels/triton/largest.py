@@ -7,12 +7,15 @@ taken is kept as in `elements`: a count for each block, whose running sum says w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradsync.kernels.reference.elements import check_top_k
+from gradsync.kernels.checks import Sections
+from gradsync.kernels.reference.largest import Choice, rounded_to
 from gradsync.kernels.triton.boundary import BLOCK, bits_of, blocks, check_contiguous, common_device, launch, on
 
 _DIGIT_BITS = 8  # a pass over the elements for each; `_count_digits` and `_find_digit` have 2^8 counts
@@ -114,17 +117,45 @@ def _bound(bits: Tensor, k: int) -> Tensor:
     return bound
 
 
-def top_k(x: Tensor, indices: Tensor, values: Tensor) -> None:
-    """See `gradsync.kernels.top_k`."""
-    check_top_k(x, indices, values)
-    device = common_device([x, indices, values])
-    for name, tensor in (("x", x), ("indices", indices), ("values", values)):
-        check_contiguous(name, tensor)
+def _write_largest(x: Tensor, indices: Tensor, values: Tensor) -> None:
+    """The len(indices) largest elements of `x`, one tensor of a dtype for both."""
     if len(indices) == 0:
         return
     bits = bits_of(x)
     bound, constants = _bound(bits, len(indices)), {"MOST": torch.iinfo(bits.dtype).max, "BLOCK": BLOCK}
-    counts = torch.empty(2, blocks(len(x)), dtype=torch.int32, device=device)
-    launch(_count_largest, blocks(len(x)), device, bits, len(x), bound, counts, **constants)
+    counts = torch.empty(2, blocks(len(x)), dtype=torch.int32, device=x.device)
+    launch(_count_largest, blocks(len(x)), x.device, bits, len(x), bound, counts, **constants)
     arguments = bits, len(x), bound, counts.cumsum(1), indices, bits_of(values)
-    launch(_take_largest, blocks(len(x)), device, *arguments, **constants)
+    launch(_take_largest, blocks(len(x)), x.device, *arguments, **constants)
+
+
+@torch.no_grad()
+def top_k(
+    x: Tensor,
+    indices: Tensor,
+    values: Tensor,
+    *,
+    sections: Sections | None = None,
+    counts: Sequence[int] | None = None,
+    residual: Tensor | None = None,
+    next_residual: Tensor | None = None,
+) -> None:
+    """See `gradsync.kernels.top_k`. Section by section; the residual is added and left by torch operations around."""
+    choice = Choice.of(x, indices, values, sections, counts, residual, next_residual)
+    given = {"x": x, "indices": indices, "values": values, "residual": residual, "next_residual": next_residual}
+    common_device([tensor for tensor in given.values() if tensor is not None])
+    for name, tensor in given.items():
+        if tensor is not None:
+            check_contiguous(name, tensor)
+    p = choice.elements()
+    exact = values if values.dtype == p.dtype else torch.empty(len(values), dtype=p.dtype, device=p.device)
+    taken = 0
+    for offset, part, count in choice.parts(p):
+        chosen = slice(taken, taken + count)
+        _write_largest(part, indices[chosen], exact[chosen])
+        indices[chosen] += offset
+        taken += count
+    if exact is not values:
+        rounded_to(values, exact)
+    if next_residual is not None:
+        next_residual[indices.long()] = exact - values.to(exact.dtype)

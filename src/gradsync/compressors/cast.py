@@ -1,0 +1,89 @@
+"""Narrower floating-point numbers: what an all-reduce can sum without being told anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..bucket import FlatSpec
+from ..expressions import register
+from .base import Compressor, State, Summand, check_payload, check_tensor
+from .law import Biased, Contraction, Exact, Law
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@register
+@dataclass(frozen=True)
+class Cast(Compressor[Summand]):
+    """Rounds to 16 bits, to the nearest; tensors of 16 bits pass as they are.
+
+    bfloat16 keeps 8 significant bits in the range of float32: an error of 2^-8 of an element at most, a contraction.
+    float16 keeps 11 (2^-11) of numbers from 6.1e-5 to 65504; below, they lose bits and then all. What is finite becomes
+    at most the largest number; infinity and NaN stay. Sums are rounded as whoever makes them does, and may overflow.
+    Wire: 2 bytes an element.
+    """
+
+    dtype: str = "bfloat16"
+
+    payload = Summand
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"Cast.dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+
+    @property
+    def title(self) -> str:
+        return self.dtype
+
+    def law(self, spec: FlatSpec) -> Law:
+        if not self._rounds(spec):
+            return Exact()
+        if self.dtype == "float16":
+            return Biased("numbers below 6e-8 become zero, and those above 65504 as large as that")
+        return Contraction(1 - 2.0**-16)
+
+    @torch.no_grad()
+    def compress(self, x: Tensor, state: State) -> tuple[Summand, State]:
+        check_tensor(x, state)
+        return self._payload(x, state), state.next()
+
+    @torch.no_grad()
+    def compress_with_feedback(self, x: Tensor, residual: Tensor, state: State) -> tuple[Summand, Tensor, State]:
+        check_tensor(x, state)
+        corrected = residual + x
+        payload = self._payload(corrected, state)
+        return payload, corrected.sub_(payload.data), state.next()
+
+    def decompress(self, payload: Summand) -> Tensor:
+        check_payload(self, payload)
+        return payload.data.to(payload.spec.dtype)
+
+    @torch.no_grad()
+    def sum_into(self, out: Tensor, payloads: Sequence[Summand], scale: float = 1.0) -> None:
+        total = out.new_zeros(out.numel(), dtype=kernels.accumulation_dtype(out.dtype))
+        for payload in payloads:
+            check_payload(self, payload)
+            total += payload.data
+        out.copy_(total.mul_(scale))
+
+    def nbytes(self, spec: FlatSpec, step: int = 0) -> int:
+        return spec.numel * self.number_dtype(spec).itemsize
+
+    def number_dtype(self, spec: FlatSpec) -> torch.dtype:
+        return DTYPES[self.dtype] if self._rounds(spec) else spec.dtype
+
+    def _payload(self, x: Tensor, state: State) -> Summand:
+        data = x.new_empty(x.numel(), dtype=self.number_dtype(state.spec))
+        if data.itemsize < x.itemsize:
+            kernels.narrow(x, data)
+        else:
+            data.copy_(x)
+        return Summand(self, state.spec, state.step, data)
+
+    def _rounds(self, spec: FlatSpec) -> bool:
+        return spec.itemsize > DTYPES[self.dtype].itemsize

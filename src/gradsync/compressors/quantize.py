@@ -1,0 +1,432 @@
+"""Quantisers: every element travels, in a code of 8 bits or fewer, with a scale for each block of them.
+
+L: the elements of a block, or of the longest tensor where that is shorter.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..bucket import FlatSpec
+from ..expressions import register
+from ..kernels import AnyGrid, FloatGrid, Grid, Sections
+from ..kernels.grids import runs
+from .base import (
+    Compressor,
+    Message,
+    P,
+    State,
+    Summand,
+    check_payload,
+    check_tensor,
+    fields,
+    fields_nbytes,
+)
+from .law import Biased, Contraction, Law, Unbiased
+
+LEVELS = {8: 127, 4: 7, 2: 1}  # of a code of so many bits, on either side of zero
+
+
+class Quantizer(Compressor[P]):
+    """A compressor whose codes are those of `kernels.quantize` on `grid`."""
+
+    @property
+    @abstractmethod
+    def grid(self) -> AnyGrid:
+        """What the codes stand for."""
+
+    @property
+    def seed(self) -> int:
+        """Of what is drawn."""
+        return 0
+
+    @torch.no_grad()
+    def compress(self, x: Tensor, state: State) -> tuple[P, State]:
+        payload, _, next_state = self._compress(x, None, state)
+        return payload, next_state
+
+    @torch.no_grad()
+    def compress_with_feedback(self, x: Tensor, residual: Tensor, state: State) -> tuple[P, Tensor, State]:
+        payload, left, next_state = self._compress(x, residual, state)
+        assert left is not None
+        return payload, left, next_state
+
+    def decompress(self, payload: P) -> Tensor:
+        out = payload.data.new_empty(payload.spec.numel, dtype=payload.spec.dtype)
+        self.sum_into(out, [payload])
+        return out
+
+    @torch.no_grad()
+    def sum_into(self, out: Tensor, payloads: Sequence[P], scale: float = 1.0) -> None:
+        if not payloads:
+            out.zero_()
+            return
+        parts = []
+        for payload in payloads:
+            check_payload(self, payload)
+            parts.append(self._parts(payload))
+        kernels.dequantize(parts, Sections(payloads[0].spec.lengths), self.grid, out, scale=scale)
+
+    def _compress(self, x: Tensor, residual: Tensor | None, state: State) -> tuple[P, Tensor | None, State]:
+        check_tensor(x, state)
+        payload, sections = self._empty(x, state), state.sections(self.seed)
+        codes, scales = self._parts(payload)
+        self._bring(scales, x, residual, sections)
+        left = None if residual is None else torch.empty_like(residual)
+        kernels.quantize(x, sections, self.grid, codes, scales, residual=residual, next_residual=left)
+        return payload, left, state.next()
+
+    def _bring(self, scales: Tensor, x: Tensor, residual: Tensor | None, sections: Sections) -> None:
+        """Writes the scales that the grid asks for."""
+
+    @abstractmethod
+    def _empty(self, x: Tensor, state: State) -> P:
+        """The payload before anything is written to it."""
+
+    @abstractmethod
+    def _parts(self, payload: P) -> tuple[Tensor, Tensor]:
+        """Codes and scales, as views of the payload."""
+
+
+class MessageQuantizer(Quantizer[Message]):
+    """Scales of one's own, which travel before the codes."""
+
+    def nbytes(self, spec: FlatSpec, step: int = 0) -> int:
+        return fields_nbytes(*self._layout(spec))
+
+    def _empty(self, x: Tensor, state: State) -> Message:
+        data = x.new_empty(self.nbytes(state.spec), dtype=torch.uint8)
+        _, (_, codes) = self._layout(state.spec)
+        data[: len(data) - codes].zero_()  # what is between scales and codes
+        return Message(self, state.spec, state.step, data)
+
+    def _parts(self, payload: Message) -> tuple[Tensor, Tensor]:
+        scales, codes = fields(payload.data, *self._layout(payload.spec))
+        return codes, scales
+
+    def _layout(self, spec: FlatSpec) -> tuple[tuple[torch.dtype, int], ...]:
+        sections = Sections(spec.lengths)
+        counts = kernels.num_scales(sections, self.grid), kernels.codes_nbytes(sections, self.grid)
+        return (torch.float32, counts[0]), (torch.uint8, counts[1])
+
+
+class SharedScaleQuantizer(Quantizer[Summand]):
+    """Scales of all ranks, which agree on their maxima: so the codes, int8, can be summed as they are.
+
+    The largest level is 127 // summands: no sum of so many codes overflows. The law is that of the tensors of all ranks
+    together, as one with blocks of summands x L elements: sums of errors, of squares and of what they are relative to,
+    over ranks.
+    """
+
+    payload = Summand
+    summands: int
+
+    @property
+    def agrees(self) -> bool:
+        return True
+
+    def num_agreed(self, spec: FlatSpec) -> int:
+        return kernels.num_scales(Sections(spec.lengths), self.grid)
+
+    def number_dtype(self, spec: FlatSpec) -> torch.dtype:
+        return torch.int8
+
+    @property
+    def most_summands(self) -> int:
+        return self.summands
+
+    @property
+    def found(self) -> Grid:
+        """How a rank finds the scales that it brings along."""
+        return Grid(1, block=self.grid.block)
+
+    @torch.no_grad()
+    def observe(self, x: Tensor, state: State) -> Tensor:
+        check_tensor(x, state)
+        sections = state.sections(self.seed)
+        scales = x.new_empty(self.num_agreed(state.spec), dtype=torch.float32)
+        kernels.block_scales(x, sections, self.found, scales)
+        return scales
+
+    def nbytes(self, spec: FlatSpec, step: int = 0) -> int:
+        return spec.numel
+
+    def _empty(self, x: Tensor, state: State) -> Summand:
+        if state.agreed is None:
+            raise ValueError(f"{self} needs scales that the ranks agreed on: State.agreed, from what they observe")
+        data = x.new_empty(state.spec.numel, dtype=torch.int8)
+        return Summand(self, state.spec, state.step, data, agreed=state.agreed)
+
+    def _parts(self, payload: Summand) -> tuple[Tensor, Tensor]:
+        if payload.agreed is None:
+            raise ValueError(f"a payload of {self} comes with the scales that the ranks agreed on, got none")
+        return payload.data.view(torch.uint8), payload.agreed
+
+
+@register
+@dataclass(frozen=True)
+class BlockInt(MessageQuantizer):
+    """Whole levels -s to s of the largest magnitude a of each block; s = 127 for 8 bits, 7 for 4.
+
+    To the nearest, an element is off by a / (2 s) at most, so |error|^2 / |x|^2 is at most r / (1 + r) with
+    r = (L - 1) / (4 s^2): a contraction; error feedback helps. `stochastic` rounds up as likely as the fraction says:
+    unbiased by omega = (sqrt(1 + (L - 1) / s^2) - 1) / 2. (Dettmers, 2016, for blocks: Dettmers et al., 2022)
+    Blocks whose magnitudes are all below 4e-37 count as zero.
+    Wire: bits / 8 bytes an element, 4 a block.
+    """
+
+    bits: int = 8
+    block: int = 256
+    stochastic: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_bits(self, self.bits, (8, 4))
+        _check_positive(self, "block", self.block)
+
+    @property
+    def grid(self) -> Grid:
+        return Grid(LEVELS[self.bits], self.bits, self.block, stochastic=self.stochastic)
+
+    def law(self, spec: FlatSpec) -> Law:
+        return of_largest(_length(spec, self.block), LEVELS[self.bits], self.stochastic)
+
+
+@register
+@dataclass(frozen=True)
+class SharedBlockInt(SharedScaleQuantizer):
+    """As `BlockInt` with 8 bits, of the largest magnitude in a block on any rank, in levels up to s = 127 // summands.
+
+    Wire: 1 byte an element in an all-reduce of int8, after one of 4 bytes a block (maxima).
+    """
+
+    summands: int  # ranks that sum, at most
+    block: int = 256
+    stochastic: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_summands(self, self.summands)
+        _check_positive(self, "block", self.block)
+
+    @property
+    def grid(self) -> Grid:
+        return Grid(127 // self.summands, 8, self.block, "given", self.stochastic)
+
+    def law(self, spec: FlatSpec) -> Law:
+        return of_largest(self.summands * _length(spec, self.block), self.grid.levels, self.stochastic)
+
+
+@register
+@dataclass(frozen=True)
+class QSGD(MessageQuantizer):
+    """Levels -s to s of the norm of each bucket of L elements, rounded up as likely as the fraction says.
+    (Alistarh et al., 2017)
+
+    Unbiased, by omega = sqrt(L) / s - 1 where sqrt(L) >= 2 s, else L / (4 s^2); exactly, E |error|^2 is
+    (norm / s)^2 times the sum of f (1 - f) over the fractions f. `norm="max"` takes the largest magnitude instead, with
+    the law of a stochastic `BlockInt`.
+    Wire: 2, 4 or 8 bits an element for s of 1, up to 7, up to 127; 4 bytes a bucket. No Elias codes.
+    """
+
+    levels: int
+    bucket: int = 512
+    norm: Literal["l2", "max"] = "l2"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.levels <= LEVELS[8]:
+            raise ValueError(f"QSGD.levels must be in [1, {LEVELS[8]}], got {self.levels}")
+        if self.norm not in ("l2", "max"):
+            raise ValueError(f"QSGD.norm must be l2 or max, got {self.norm!r}")
+        _check_positive(self, "bucket", self.bucket)
+
+    @property
+    def grid(self) -> Grid:
+        bits = min(bits for bits, most in LEVELS.items() if self.levels <= most)
+        return Grid(self.levels, bits, self.bucket, "norm" if self.norm == "l2" else "max", stochastic=True)
+
+    def law(self, spec: FlatSpec) -> Law:
+        length, s = _length(spec, self.bucket), self.levels
+        if self.norm == "max":
+            return of_largest(length, s, stochastic=True)
+        return Unbiased(math.sqrt(length) / s - 1 if length >= 4 * s * s else length / (4 * s * s))
+
+
+@register
+@dataclass(frozen=True)
+class TernGrad(MessageQuantizer):
+    """-a, 0 or a for each element, a the largest magnitude: a with the probability |x| / a. (Wen et al., 2017)
+
+    Unbiased by omega = (sqrt(L) - 1) / 2; exactly, E |error|^2 is the sum of a |x| - x^2. With `clip`, a is at most
+    clip times the root mean square of the block, and what is beyond counts as a: unbiased for the clipped tensor, so
+    biased for the tensor. `block=0`: one scale a tensor, as in the paper, which clips at 2.5.
+    Wire: 2 bits an element, 4 bytes a block.
+    """
+
+    block: int = 0
+    clip: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_block_and_clip(self, self.block, self.clip)
+
+    @property
+    def grid(self) -> Grid:
+        return Grid(1, 2, self.block, "max" if self.clip is None else "given", stochastic=True)
+
+    def law(self, spec: FlatSpec) -> Law:
+        return ternary(_length(spec, self.block), self.clip)
+
+    def _bring(self, scales: Tensor, x: Tensor, residual: Tensor | None, sections: Sections) -> None:
+        if self.clip is not None:
+            find_clipped_scales(scales, x, residual, sections, self.block, self.clip)
+
+
+@register
+@dataclass(frozen=True)
+class SharedTernGrad(SharedScaleQuantizer):
+    """As `TernGrad`, with the largest scale of any rank: codes -1, 0 and 1, whose int8 sums decode to sums.
+
+    Wire: 1 byte an element in an all-reduce of int8, after one of 4 bytes a block (maxima).
+    """
+
+    summands: int = 127  # ranks that sum, at most
+    block: int = 0
+    clip: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_summands(self, self.summands)
+        _check_block_and_clip(self, self.block, self.clip)
+
+    @property
+    def grid(self) -> Grid:
+        return Grid(1, 8, self.block, "given", stochastic=True)
+
+    def law(self, spec: FlatSpec) -> Law:
+        return ternary(self.summands * _length(spec, self.block), self.clip)
+
+    @torch.no_grad()
+    def observe(self, x: Tensor, state: State) -> Tensor:
+        scales = super().observe(x, state)
+        if self.clip is not None:
+            find_clipped_scales(scales, x, None, state.sections(self.seed), self.block, self.clip)
+        return scales
+
+
+@register
+@dataclass(frozen=True)
+class Natural(MessageQuantizer):
+    """Sign and power of two, a neighbouring one, up with the probability that keeps the mean. (Horvath et al., 2019)
+
+    Unbiased by omega = 1/8, reached at 4/3 of a power of two. That is for magnitudes of 2^-109 to 2^16: larger ones
+    count as 2^16, smaller ones as 2^-109 or zero. NaN and infinity become NaN.
+    Wire: 1 byte an element.
+    """
+
+    seed: int = 0
+
+    @property
+    def grid(self) -> FloatGrid:
+        return FloatGrid("exponent")
+
+    def law(self, spec: FlatSpec) -> Law:
+        return Unbiased(1 / 8)
+
+
+@register
+@dataclass(frozen=True)
+class Float8(MessageQuantizer):
+    """Floats of 8 bits, times a scale that makes the largest magnitude of a block the largest of them; to the nearest.
+
+    e4m3 keeps 4 significant bits, e5m2 3 in a wider range: an error of 2^-4 or 2^-3 of an element, and of those that
+    are too small for that, 2^-10 / 448 or 2^-17 / 57344 of the largest. (Micikevicius et al., 2022)
+    Wire: 1 byte an element, 4 a block.
+    """
+
+    format: Literal["e4m3", "e5m2"] = "e4m3"
+    block: int = 0
+
+    def __post_init__(self) -> None:
+        if self.format not in ("e4m3", "e5m2"):
+            raise ValueError(f"Float8.format must be e4m3 or e5m2, got {self.format!r}")
+        _check_not_negative(self, "block", self.block)
+
+    @property
+    def grid(self) -> FloatGrid:
+        return FloatGrid(self.format, self.block)
+
+    def law(self, spec: FlatSpec) -> Law:
+        relative, least = (2.0**-4, 2.0**-10) if self.format == "e4m3" else (2.0**-3, 2.0**-17)
+        small = _length(spec, self.block) * (least / self.grid.top) ** 2  # of elements that are rounded to zero
+        return Contraction(1 - relative**2 - small / (1 + small))
+
+
+def of_largest(length: int, levels: int, stochastic: bool) -> Law:
+    """Of levels of the largest of so many elements.
+
+    Both are reached where the largest is alone, and all others are alike: half a level, or 1 / (2 (1 + omega)) of one.
+    """
+    others = (length - 1) / levels**2
+    if stochastic:
+        return Unbiased((math.sqrt(1 + others) - 1) / 2)
+    return Contraction(1 / (1 + others / 4))
+
+
+def ternary(length: int, clip: float | None) -> Law:
+    if clip is not None:
+        return Biased("unbiased for the clipped tensor: what is cut off is lost")
+    return of_largest(length, 1, stochastic=True)
+
+
+def find_clipped_scales(
+    scales: Tensor, x: Tensor, residual: Tensor | None, sections: Sections, block: int, clip: float
+) -> None:
+    """Writes the largest magnitude of each block, or `clip` times its root mean square if that is less."""
+    kernels.block_scales(x, sections, Grid(1, block=block), scales, residual=residual)
+    norms = torch.empty_like(scales)
+    kernels.block_scales(x, sections, Grid(1, block=block, scale="norm"), norms, residual=residual)
+    counts = [torch.full((run.blocks,), float(run.length)) for run in runs(sections, Grid(1, block=block))]
+    roots = torch.cat([torch.empty(0), *counts]).sqrt().to(scales.device)
+    torch.minimum(scales, norms * clip / roots, out=scales)
+
+
+def _length(spec: FlatSpec, block: int) -> int:
+    """Of the longest block."""
+    longest = max(spec.lengths, default=0)
+    return max(1, min(block or longest, longest))
+
+
+def _check_bits(maker: object, bits: int, known: tuple[int, ...]) -> None:
+    if bits not in known:
+        raise ValueError(f"{type(maker).__name__}.bits must be one of {known}, got {bits}")
+
+
+def _check_positive(maker: object, name: str, number: int) -> None:
+    if number < 1:
+        raise ValueError(f"{type(maker).__name__}.{name} must be at least 1, got {number}")
+
+
+def _check_not_negative(maker: object, name: str, number: int) -> None:
+    if number < 0:
+        raise ValueError(f"{type(maker).__name__}.{name} must not be negative, got {number}")
+
+
+def _check_summands(maker: object, summands: int) -> None:
+    if not 1 <= summands <= LEVELS[8]:
+        raise ValueError(f"{type(maker).__name__}.summands must be in [1, {LEVELS[8]}], got {summands}")
+
+
+def _check_block_and_clip(maker: object, block: int, clip: float | None) -> None:
+    _check_not_negative(maker, "block", block)
+    if clip is not None and not clip > 0:
+        raise ValueError(f"{type(maker).__name__}.clip must be positive or None, got {clip}")

@@ -1,0 +1,111 @@
+"""Warm-up: other compressors, milder as a rule, for the first steps."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ..bucket import FlatSpec
+from ..expressions import register
+from .base import Compressor, Payload, State
+from .feedback import Feedback
+from .law import Contraction, Law
+
+P = TypeVar("P", bound=Payload)
+
+
+@register
+@dataclass(frozen=True)
+class Warmup(Compressor[P]):
+    """One compressor after the other, by how often it compressed before. (Lin et al., 2018, for ratios of top-k)
+
+    All make payloads of one kind and keep what they remember of each tensor side by side. Error feedback goes around
+    it, so that one residual lasts through all stages. Of contractions the law is the weakest, else the last stage's.
+    Wire: as the stage's of that step.
+    """
+
+    compressors: tuple[Compressor[P], ...]  # one a stage
+    starts: tuple[int, ...]  # the first step of each, of the first 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "starts", tuple(self.starts))  # a list, if a plan was read from a file
+        starts = list(self.starts)
+        if len(starts) != len(self.compressors) or starts[:1] != [0] or starts != sorted(set(starts)):
+            raise ValueError(
+                f"Warmup.starts must be one step for each of {len(self.compressors)} compressors, ascending from 0, "
+                f"got {starts}"
+            )
+        if any(isinstance(compressor, Feedback) for compressor in self.compressors):
+            raise ValueError("Warmup of compressors with feedback: put the feedback around the Warmup")
+        kinds = {(compressor.payload.__name__, compressor.agrees) for compressor in self.compressors}
+        if len(kinds) > 1:
+            raise ValueError(f"Warmup.compressors must make payloads of one kind, and all agree or none, got {kinds}")
+        object.__setattr__(self, "payload", self.compressors[0].payload)
+
+    def at(self, step: int) -> Compressor[P]:
+        """The compressor of a step."""
+        return self.compressors[bisect_right(self.starts, step) - 1]
+
+    @property
+    def title(self) -> str:
+        return f"{self.compressors[-1].title} with warm-up"
+
+    @property
+    def agrees(self) -> bool:
+        return self.compressors[0].agrees
+
+    def num_agreed(self, spec: FlatSpec) -> int:
+        """The same in all stages."""
+        return self.compressors[0].num_agreed(spec)
+
+    def num_kept(self, spec: FlatSpec, step: int = 0) -> int:
+        return self.at(step).num_kept(spec, step)
+
+    def number_dtype(self, spec: FlatSpec) -> torch.dtype:
+        """The same in all stages."""
+        return self.compressors[0].number_dtype(spec)
+
+    @property
+    def most_summands(self) -> int | None:
+        limits = [compressor.most_summands for compressor in self.compressors]
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def law(self, spec: FlatSpec) -> Law:
+        laws = [compressor.law(spec) for compressor in self.compressors]
+        deltas = [law.delta for law in laws if isinstance(law, Contraction)]
+        return Contraction(min(deltas)) if len(deltas) == len(laws) else laws[-1]
+
+    def init(self, spec: FlatSpec, stream: int = 0) -> State:
+        states = [compressor.init(spec, stream) for compressor in self.compressors]
+        elements = {name: kept for state in states for name, kept in state.elements.items()}
+        tensors = {name: kept for state in states for name, kept in state.tensors.items()}
+        return replace(states[0], elements=elements, tensors=tensors)
+
+    def observe(self, x: Tensor, state: State) -> Tensor | None:
+        return self.at(state.step).observe(x, state)
+
+    def compress(self, x: Tensor, state: State) -> tuple[P, State]:
+        return self.at(state.step).compress(x, state)
+
+    def compress_with_feedback(self, x: Tensor, residual: Tensor, state: State) -> tuple[P, Tensor, State]:
+        return self.at(state.step).compress_with_feedback(x, residual, state)
+
+    def decompress(self, payload: P) -> Tensor:
+        return self.at(payload.step).decompress(payload)
+
+    def sum_into(self, out: Tensor, payloads: Sequence[P], scale: float = 1.0) -> None:
+        steps = {payload.step for payload in payloads}
+        if len(steps) > 1:
+            raise ValueError(f"payloads to be summed must be of one step, got {sorted(steps)}")
+        self.at(steps.pop() if steps else 0).sum_into(out, payloads, scale)
+
+    def nbytes(self, spec: FlatSpec, step: int = 0) -> int:
+        return self.at(step).nbytes(spec, step)
+
+    def remainder(self, x: Tensor, payload: P) -> Tensor:
+        return self.at(payload.step).remainder(x, payload)

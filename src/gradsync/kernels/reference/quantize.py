@@ -1,0 +1,230 @@
+"""Tensors as codes of few bits and back, in plain torch operations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradsync.kernels.checks import Sections, check_floating, check_shape, describe
+from gradsync.kernels.grids import LARGEST_EXPONENT, AnyGrid, Run, check_drawn, codes_nbytes, num_scales, runs
+from gradsync.kernels.reference.draws import draws, uniform
+from gradsync.kernels.reference.rows import accumulation_dtype
+
+_CHUNK, _LANES = 512, 16  # squares that are summed by lanes, and the lanes
+_FLOATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+_EXPONENTS = 126  # codes of the powers of two
+_BIAS = 127 + LARGEST_EXPONENT - _EXPONENTS  # from the exponent field of a float32 to the code
+_INFINITY = 0x7F800000
+
+
+@torch.no_grad()
+def quantize(
+    x: Tensor,
+    sections: Sections,
+    grid: AnyGrid,
+    codes: Tensor,
+    scales: Tensor,
+    *,
+    residual: Tensor | None = None,
+    next_residual: Tensor | None = None,
+) -> None:
+    """See `gradsync.kernels.quantize`."""
+    check_quantize(x, sections, grid, scales, residual, next_residual)
+    check_codes(codes, sections, grid)
+    check_drawn(sections, grid)
+    for run in runs(sections, grid):
+        p = _corrected(x, residual, run)
+        if grid.scale in ("max", "norm"):
+            scales[run.scales] = _scales(p, grid)
+        inverse, step = _steps(scales[run.scales], grid, p.dtype)
+        code, level = _rounded(p * inverse, run, grid)
+        codes[run.bytes] = _packed(code, run.nbytes, grid).flatten()
+        if next_residual is not None:
+            next_residual[run.elements] = (p - level.to(p.dtype) * step).flatten()
+
+
+@torch.no_grad()
+def block_scales(
+    x: Tensor, sections: Sections, grid: AnyGrid, scales: Tensor, *, residual: Tensor | None = None
+) -> None:
+    """See `gradsync.kernels.block_scales`."""
+    check_quantize(x, sections, grid, scales, residual)
+    check_found(grid)
+    for run in runs(sections, grid):
+        scales[run.scales] = _scales(_corrected(x, residual, run), grid)
+
+
+@torch.no_grad()
+def dequantize(
+    parts: Sequence[tuple[Tensor, Tensor]], sections: Sections, grid: AnyGrid, out: Tensor, *, scale: float = 1.0
+) -> None:
+    """See `gradsync.kernels.dequantize`."""
+    check_dequantize(parts, sections, grid, out)
+    for run in runs(sections, grid):
+        total = out.new_zeros(run.blocks, run.length, dtype=accumulation_dtype(out.dtype))
+        for codes, scales in parts:
+            _, step = _steps(scales[run.scales], grid, total.dtype)
+            code = _unpacked(codes[run.bytes].view(run.blocks, run.nbytes), run.length, grid)
+            total += _levels(code, grid).to(total.dtype) * step
+        out[run.elements] = (total * scale).flatten().to(out.dtype)
+
+
+def check_quantize(
+    x: Tensor,
+    sections: Sections,
+    grid: AnyGrid,
+    scales: Tensor,
+    residual: Tensor | None,
+    next_residual: Tensor | None = None,
+) -> None:
+    """Refuses what does not fit the sections."""
+    check_floating("x", x)
+    check_shape("x", x, sum(sections.lengths))
+    _check_scales(scales, sections, grid)
+    for name, kept in (("residual", residual), ("next_residual", next_residual)):
+        if kept is not None:
+            check_floating(name, kept, accumulation_dtype(x.dtype))
+            check_shape(name, kept, len(x))
+
+
+def check_found(grid: AnyGrid) -> None:
+    """Refuses a grid whose scales are not to be found in the elements."""
+    if grid.scale not in ("max", "norm"):
+        raise ValueError(f"block_scales needs a grid with scales of its own, got {grid}")
+
+
+def check_dequantize(parts: Sequence[tuple[Tensor, Tensor]], sections: Sections, grid: AnyGrid, out: Tensor) -> None:
+    """Refuses what does not fit the sections."""
+    check_floating("out", out)
+    check_shape("out", out, sum(sections.lengths))
+    for codes, scales in parts:
+        check_codes(codes, sections, grid)
+        _check_scales(scales, sections, grid)
+
+
+def check_codes(codes: Tensor, sections: Sections, grid: AnyGrid) -> None:
+    if codes.dtype != torch.uint8:
+        raise TypeError(f"codes must be uint8, got {describe(codes)}")
+    check_shape("codes", codes, codes_nbytes(sections, grid))
+
+
+def _check_scales(scales: Tensor, sections: Sections, grid: AnyGrid) -> None:
+    check_floating("scales", scales, torch.float32)
+    check_shape("scales", scales, num_scales(sections, grid))
+
+
+def _corrected(x: Tensor, residual: Tensor | None, run: Run) -> Tensor:
+    """(blocks, length) in the type of sums."""
+    p = x[run.elements].to(accumulation_dtype(x.dtype))
+    return (p if residual is None else residual[run.elements] + p).view(run.blocks, run.length)
+
+
+def _scales(p: Tensor, grid: AnyGrid) -> Tensor:
+    """(blocks,) float32, as they are stored."""
+    found = p.abs().amax(dim=1) if grid.scale == "max" else sum_in_pairs(_chunk_squares(p)).sqrt()
+    return stored_scales(found, grid)
+
+
+def stored_scales(found: Tensor, grid: AnyGrid) -> Tensor:
+    """Infinity for what float32 does not hold, and zero where it does not hold the inverse."""
+    scales = found.float()
+    scales = torch.where(scales.isfinite(), scales, float("inf"))
+    return torch.where(_in_levels(scales, grid).isfinite(), scales, 0.0)
+
+
+def _in_levels(scales: Tensor, grid: AnyGrid) -> Tensor:
+    """Levels in a unit. Of a number and a tensor, torch would multiply by the reciprocal: another rounding."""
+    return torch.full_like(scales, grid.top) / scales
+
+
+def _chunk_squares(p: Tensor) -> Tensor:
+    """(blocks, chunks) float64: in a chunk, element i goes to lane i mod 16, in order; then halves of the lanes add."""
+    blocks, length = p.shape
+    chunks = -(-length // _CHUNK)
+    squares = torch.nn.functional.pad(p.double().square(), (0, chunks * _CHUNK - length))
+    lanes, *rest = squares.view(blocks, chunks, _CHUNK // _LANES, _LANES).unbind(dim=2)
+    for row in rest:
+        lanes = lanes + row
+    while lanes.shape[2] > 1:
+        lower, upper = lanes.chunk(2, dim=2)
+        lanes = lower + upper
+    return lanes[:, :, 0]
+
+
+def sum_in_pairs(sums: Tensor) -> Tensor:
+    """(blocks,) of (blocks, chunks): neighbours are added in pairs, then the sums of pairs, until one is left."""
+    while sums.shape[1] > 1:
+        sums = torch.nn.functional.pad(sums, (0, sums.shape[1] % 2))
+        sums = sums[:, 0::2] + sums[:, 1::2]
+    return sums[:, 0]
+
+
+def _steps(scales: Tensor, grid: AnyGrid, dtype: torch.dtype) -> tuple[Tensor | float, Tensor | float]:
+    """(blocks, 1) of each: levels in a unit, 0 where float32 does not hold them; units in a level."""
+    if grid.scale == "none":
+        return 1.0, 1.0
+    wide = scales.to(dtype)
+    inverse = torch.where(_in_levels(scales, grid).isfinite(), _in_levels(wide, grid), 0.0)
+    return inverse[:, None], (wide / torch.full_like(wide, grid.top))[:, None]
+
+
+def _rounded(scaled: Tensor, run: Run, grid: AnyGrid) -> tuple[Tensor, Tensor]:
+    """The codes, uint8 (of whole levels from 0 on, but of 8 bits: two's complement), and their levels."""
+    if grid.rounding == "exponent":
+        code = _exponent_codes(scaled.float(), draws(run.seed, run.place, scaled.numel(), scaled.device))
+        return code, _levels(code, grid)
+    if grid.rounding in _FLOATS:
+        level = scaled.float().nan_to_num(0.0).clamp(-grid.top, grid.top).to(_FLOATS[grid.rounding])
+        return level.view(torch.uint8), level.float()
+    kept = scaled.nan_to_num(0.0).clamp(-grid.top, grid.top)
+    if grid.rounding == "nearest":
+        level = kept.round()
+    else:
+        drawn = uniform(run.seed, run.place, kept.numel(), kept.device).view_as(kept)
+        level = kept.floor()
+        level = level + (drawn < kept - level)
+    level = level + 0.0  # of a negative zero: its code has no sign
+    shifted = level if grid.bits == 8 else level + grid.top
+    return shifted.to(torch.int8).view(torch.uint8), level
+
+
+def _exponent_codes(x: Tensor, drawn: Tensor) -> Tensor:
+    bits = x.view(torch.int32)
+    magnitude, sign = bits & 0x7FFFFFFF, bits >> 24 & 0x80
+    up = magnitude + (drawn >> 9).int().view_as(x)  # the carry out of the fraction; infinity and NaN may wrap
+    code = ((up >> 23) - _BIAS).clamp(0, _EXPONENTS)
+    code = torch.where(code == 0, 0, code | sign)
+    return torch.where(magnitude >= _INFINITY, 0x7F, code).to(torch.uint8)
+
+
+def _levels(code: Tensor, grid: AnyGrid) -> Tensor:
+    """What codes of a byte each stand for."""
+    if grid.rounding in _FLOATS:
+        return code.view(_FLOATS[grid.rounding]).float()
+    if grid.rounding == "exponent":
+        magnitude = code.int() & 0x7F
+        bits = torch.where(magnitude == 0, 0, (magnitude + _BIAS) << 23)
+        value = torch.where(magnitude == 0x7F, float("nan"), bits.view(torch.float32))
+        return torch.where(code >= 0x80, -value, value)
+    return code.view(torch.int8).float() if grid.bits == 8 else code.float() - grid.top
+
+
+def _packed(code: Tensor, nbytes: int, grid: AnyGrid) -> Tensor:
+    """(blocks, nbytes): byte j has the codes of elements j, j + nbytes, j + 2 nbytes, ... from its lowest bits on."""
+    per_byte = 8 // grid.bits
+    parts = torch.nn.functional.pad(code, (0, per_byte * nbytes - code.shape[1])).chunk(per_byte, dim=1)
+    packed = parts[0]
+    for number, part in enumerate(parts[1:], start=1):
+        packed = packed | part << number * grid.bits
+    return packed
+
+
+def _unpacked(packed: Tensor, length: int, grid: AnyGrid) -> Tensor:
+    """(blocks, length)."""
+    if grid.bits == 8:
+        return packed
+    most = (1 << grid.bits) - 1
+    parts = [packed >> shift & most for shift in range(0, 8, grid.bits)]
+    return torch.cat(parts, dim=1)[:, :length]

@@ -1,0 +1,441 @@
+"""Codes of few bits, in Triton: first the scales of all blocks, then the codes of all tiles; sums of several codes.
+
+A program works on a tile of one block: on bytes of its codes and the elements of each. It finds its block in a table of
+the runs of equal blocks, which the host knows. Maxima of magnitudes are atomic on their bits as integers, which have
+the same order; squares are summed in the order of the definition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gradsync.kernels.checks import Sections
+from gradsync.kernels.grids import AnyGrid, check_drawn, runs
+from gradsync.kernels.reference.quantize import (
+    check_codes,
+    check_dequantize,
+    check_found,
+    check_quantize,
+    stored_scales,
+    sum_in_pairs,
+)
+from gradsync.kernels.reference.rows import accumulation_dtype
+from gradsync.kernels.triton.boundary import (
+    BLOCK,
+    addresses,
+    bits_of,
+    blocks,
+    check_contiguous,
+    common_device,
+    launch,
+    on,
+)
+from gradsync.kernels.triton.rows import KINDS, narrowed, widened
+
+_CHUNK = 512  # squares that are summed by 16 lanes
+_COLUMNS = 10  # of the table of runs
+
+
+@triton.jit
+def run_of(table: tl.tensor, num_runs: tl.tensor, COLUMNS: tl.constexpr) -> tl.tensor:
+    """The row of this program's run: of each, column 0 has its first program."""
+    program = tl.program_id(0).to(tl.int64)
+    low = program * 0
+    high = low + num_runs
+    while high - low > 1:
+        middle = (low + high) // 2
+        before = tl.load(table + middle * COLUMNS) <= program
+        low = tl.where(before, middle, low)
+        high = tl.where(before, high, middle)
+    return table + low * COLUMNS
+
+
+@triton.jit
+def mixed(h: tl.tensor) -> tl.tensor:
+    h = h ^ (h >> 16)
+    h = h * 0x7FEB352D
+    h = h ^ (h >> 15)
+    h = h * 0x846CA68B
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def drawn_at(row: tl.tensor, place: tl.tensor) -> tl.tensor:
+    """32 bits for each place: columns 6 and 7 are the halves of the seed."""
+    key = tl.load(row + 6).to(tl.uint32)
+    added = tl.load(row + 7).to(tl.uint32) + (place >> 32).to(tl.uint32) * 0x9E3779B9
+    return mixed(mixed(place.to(tl.uint32) ^ key) + added)
+
+
+@triton.jit
+def corrected(
+    x: tl.tensor, residual: tl.tensor, at: tl.tensor, inside: tl.tensor, KIND: tl.constexpr, CORRECTS: tl.constexpr
+) -> tl.tensor:
+    """x + residual in the type of sums; 0 outside."""
+    p = widened(tl.load(x + at, mask=inside, other=0), KIND)
+    if CORRECTS:
+        p = tl.load(residual + at, mask=inside, other=0) + p
+    return p
+
+
+@triton.jit
+def _find_largest(
+    x: tl.tensor,
+    residual: tl.tensor,
+    table: tl.tensor,
+    num_runs: tl.tensor,
+    most: tl.tensor,
+    KIND: tl.constexpr,
+    CORRECTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """Programs meet in a block's magnitude: the maxima of integers are atomic, and in any order give the same."""
+    row = run_of(table, num_runs, COLUMNS)
+    number = tl.program_id(0).to(tl.int64) - tl.load(row)
+    length, tiles = tl.load(row + 2), tl.load(row + 8)
+    block = number // tiles
+    element = (number % tiles) * TILE + tl.arange(0, TILE)
+    inside = element < length
+    p = corrected(x, residual, tl.load(row + 1) + block * length + element, inside, KIND, CORRECTS)
+    if KIND == "f64":
+        bits = p.to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF
+    else:
+        bits = p.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    tl.atomic_max(most + tl.load(row + 4) + block, tl.max(bits, 0), sem="relaxed")
+
+
+@triton.jit
+def _sum_squares(
+    x: tl.tensor,
+    residual: tl.tensor,
+    table: tl.tensor,
+    num_runs: tl.tensor,
+    sums: tl.tensor,
+    KIND: tl.constexpr,
+    CORRECTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """Each program stores one sum: its chunk's, the lanes added up row by row, then the halves of the lanes."""
+    row = run_of(table, num_runs, COLUMNS)
+    number = tl.program_id(0).to(tl.int64) - tl.load(row)
+    length, tiles = tl.load(row + 2), tl.load(row + 8)
+    begin = tl.load(row + 1) + number // tiles * length
+    lane = tl.arange(0, 16)
+    lanes = tl.zeros([16], tl.float64)
+    for line in tl.static_range(TILE // 16):
+        element = (number % tiles) * TILE + line * 16 + lane
+        p = corrected(x, residual, begin + element, element < length, KIND, CORRECTS).to(tl.float64)
+        lanes += p * p
+    halves = tl.sum(tl.reshape(lanes, [2, 8]), 0)
+    halves = tl.sum(tl.reshape(halves, [2, 4]), 0)
+    halves = tl.sum(tl.reshape(halves, [2, 2]), 0)
+    tl.store(sums + tl.program_id(0), tl.sum(halves, 0))
+
+
+@triton.jit
+def small_code(value: tl.tensor, TOP: tl.constexpr, FRACTION: tl.constexpr, BIAS: tl.constexpr) -> tl.tensor:
+    """int32: the nearest number of 8 bits; NaN is zero."""
+    kept = tl.where(tl.abs(value) >= 0, value, 0.0)  # NaN is not
+    magnitude = tl.minimum(tl.abs(kept), tl.full(kept.shape, TOP, tl.float32))
+    bits = magnitude.to(tl.int32, bitcast=True)
+    sign = (kept.to(tl.int32, bitcast=True) >> 24) & 0x80
+    base = tl.full(bits.shape, (151 - BIAS - FRACTION) << 23, tl.int32)
+    subnormal = (magnitude + base.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True) - base
+    even = (bits >> (23 - FRACTION)) & 1
+    normal = (bits - ((127 - BIAS) << 23) + (1 << (22 - FRACTION)) - 1 + even) >> (23 - FRACTION)
+    return sign | tl.where(bits < ((128 - BIAS) << 23), subnormal, normal)
+
+
+@triton.jit
+def small_value(code: tl.tensor, FRACTION: tl.constexpr, BIAS: tl.constexpr) -> tl.tensor:
+    magnitude = code & 0x7F
+    factor = tl.full(code.shape, (254 - BIAS) << 23, tl.int32).to(tl.float32, bitcast=True)
+    value = (magnitude << (23 - FRACTION)).to(tl.float32, bitcast=True) * factor
+    bits = value.to(tl.int32, bitcast=True)
+    if FRACTION == 3:
+        bits = tl.where(magnitude == 0x7F, 0x7FC00000, bits)
+    else:
+        bits = tl.where(magnitude > 0x7C, 0x7FC00000, tl.where(magnitude == 0x7C, 0x7F800000, bits))
+    return (bits | ((code & 0x80) << 24)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def exponent_code(value: tl.tensor, draw: tl.tensor) -> tl.tensor:
+    """int32; see the constants in quantize.cpp."""
+    bits = value.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    up = magnitude.to(tl.uint32) + (draw >> 9)
+    code = tl.minimum(tl.maximum((up >> 23).to(tl.int32) - 17, 0), 126)
+    code = tl.where(code == 0, 0, code | ((bits >> 24) & 0x80))
+    return tl.where(magnitude >= 0x7F800000, 0x7F, code)
+
+
+@triton.jit
+def exponent_value(code: tl.tensor) -> tl.tensor:
+    magnitude = code & 0x7F
+    bits = tl.where(magnitude == 0, 0, tl.where(magnitude == 0x7F, 0x7FC00000, (magnitude + 17) << 23))
+    return (bits | ((code & 0x80) << 24)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def level_of(code: tl.tensor, ROUNDING: tl.constexpr, TOP: tl.constexpr, BITS: tl.constexpr) -> tl.tensor:
+    """float32 of an int32 code without sign."""
+    if ROUNDING == "e4m3":
+        level = small_value(code, 3, 7)
+    elif ROUNDING == "e5m2":
+        level = small_value(code, 2, 15)
+    elif ROUNDING == "exponent":
+        level = exponent_value(code)
+    elif BITS == 8:
+        level = (code - ((code & 0x80) << 1)).to(tl.float32)
+    else:
+        level = code.to(tl.float32) - TOP
+    return level
+
+
+@triton.jit
+def divided(a: tl.tensor, b: tl.tensor, SUM: tl.constexpr) -> tl.tensor:
+    """Rounded as IEEE does, which `/` of float32 is not."""
+    if SUM == tl.float64:
+        quotient = a / b
+    else:
+        quotient = tl.div_rn(a, b)
+    return quotient
+
+
+@triton.jit
+def _encode(
+    x: tl.tensor,
+    residual: tl.tensor,
+    table: tl.tensor,
+    num_runs: tl.tensor,
+    scales: tl.tensor,
+    codes: tl.tensor,
+    next_residual: tl.tensor,
+    KIND: tl.constexpr,
+    CORRECTS: tl.constexpr,
+    KEEPS: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    TOP: tl.constexpr,
+    BITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """Each program writes its bytes and what their elements leave."""
+    accumulator: tl.constexpr = tl.float64 if KIND == "f64" else tl.float32
+    row = run_of(table, num_runs, COLUMNS)
+    number = tl.program_id(0).to(tl.int64) - tl.load(row)
+    length, nbytes, tiles = tl.load(row + 2), tl.load(row + 3), tl.load(row + 8)
+    block = number // tiles
+    byte = (number % tiles) * TILE + tl.arange(0, TILE)
+    begin = tl.load(row + 1) + block * length
+    inverse = tl.full([], 1, accumulator)
+    step = tl.full([], 1, accumulator)
+    if ROUNDING != "exponent":
+        scale = tl.load(scales + tl.load(row + 4) + block)
+        narrow = tl.div_rn(tl.full([], TOP, tl.float32), scale)
+        wide = divided(tl.full([], TOP, accumulator), scale.to(accumulator), accumulator)
+        inverse = tl.where(tl.abs(narrow) < float("inf"), wide, tl.full([], 0, accumulator))
+        step = divided(scale.to(accumulator), tl.full([], TOP, accumulator), accumulator)
+    packed = tl.zeros([TILE], tl.int32)
+    for part in tl.static_range(8 // BITS):
+        element = part * nbytes + byte
+        inside = (byte < nbytes) & (element < length)
+        p = corrected(x, residual, begin + element, inside, KIND, CORRECTS)
+        scaled = p * inverse
+        place = tl.load(row + 5) + block * length + element
+        if ROUNDING == "e4m3":
+            code = small_code(scaled.to(tl.float32), TOP, 3, 7)
+            level = small_value(code, 3, 7).to(accumulator)
+        elif ROUNDING == "e5m2":
+            code = small_code(scaled.to(tl.float32), TOP, 2, 15)
+            level = small_value(code, 2, 15).to(accumulator)
+        elif ROUNDING == "exponent":
+            code = exponent_code(scaled.to(tl.float32), drawn_at(row, place))
+            level = exponent_value(code).to(accumulator)
+        else:
+            kept = tl.where(tl.abs(scaled) >= 0, scaled, 0.0)  # NaN is not
+            most = tl.full([TILE], TOP, accumulator)
+            kept = tl.minimum(tl.maximum(kept, -most), most)
+            whole = tl.full(
+                [TILE], 6755399441055744 if accumulator == tl.float64 else 12582912, accumulator
+            )  # ulp 1: added, it rounds
+            level = (kept + whole) - whole
+            if ROUNDING == "stochastic":
+                level = level - (level > kept).to(accumulator)  # floor
+                drawn = (drawn_at(row, place) >> 8).to(tl.int32).to(accumulator) * (1.0 / 16777216)
+                level = level + (drawn < kept - level).to(accumulator)
+            if BITS == 8:
+                code = level.to(tl.int32) & 0xFF
+            else:
+                code = (level + most).to(tl.int32)
+        packed = packed | tl.where(inside, code << (part * BITS), 0)
+        if KEEPS:
+            tl.store(next_residual + begin + element, p - level * step, mask=inside)
+    tl.store(codes + tl.load(row + 9) + block * nbytes + byte, packed.to(tl.uint8), mask=byte < nbytes)
+
+
+@triton.jit
+def _decode(
+    addresses: tl.tensor,
+    num_parts: tl.tensor,
+    table: tl.tensor,
+    num_runs: tl.tensor,
+    out: tl.tensor,
+    factor: tl.tensor,
+    KIND: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    TOP: tl.constexpr,
+    BITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """Each program writes the elements of its bytes."""
+    accumulator: tl.constexpr = tl.float64 if KIND == "f64" else tl.float32
+    row = run_of(table, num_runs, COLUMNS)
+    number = tl.program_id(0).to(tl.int64) - tl.load(row)
+    length, nbytes, tiles = tl.load(row + 2), tl.load(row + 3), tl.load(row + 8)
+    block = number // tiles
+    byte = (number % tiles) * TILE + tl.arange(0, TILE)
+    begin = tl.load(row + 1) + block * length
+    for part in tl.static_range(8 // BITS):
+        total = tl.zeros([TILE], accumulator)
+        n = 0
+        while n < num_parts:
+            codes = tl.load(addresses + 2 * n).to(tl.pointer_type(tl.uint8))
+            code = tl.load(codes + tl.load(row + 9) + block * nbytes + byte, mask=byte < nbytes, other=0).to(tl.int32)
+            level = level_of((code >> (part * BITS)) & ((1 << BITS) - 1), ROUNDING, TOP, BITS).to(accumulator)
+            if ROUNDING == "exponent":
+                total += level
+            else:
+                scales = tl.load(addresses + 2 * n + 1).to(tl.pointer_type(tl.float32))
+                scale = tl.load(scales + tl.load(row + 4) + block)
+                total += level * divided(scale.to(accumulator), tl.full([], TOP, accumulator), accumulator)
+            n += 1
+        element = part * nbytes + byte
+        inside = (byte < nbytes) & (element < length)
+        total = total * tl.load(factor)
+        tl.store(out + begin + element, narrowed(total, KIND), mask=inside)
+
+
+def quantize(
+    x: Tensor,
+    sections: Sections,
+    grid: AnyGrid,
+    codes: Tensor,
+    scales: Tensor,
+    *,
+    residual: Tensor | None = None,
+    next_residual: Tensor | None = None,
+) -> None:
+    """See `gradsync.kernels.quantize`."""
+    check_quantize(x, sections, grid, scales, residual, next_residual)
+    check_codes(codes, sections, grid)
+    check_drawn(sections, grid)
+    device = _device_of(x=x, codes=codes, scales=scales, residual=residual, next_residual=next_residual)
+    if grid.scale in ("max", "norm"):
+        _find_scales(x, sections, grid, scales, residual)
+    table, programs, tile = _table(sections, grid, _bytes_tile(sections, grid), of_bytes=True)
+    before, after = (x if kept is None else kept for kept in (residual, next_residual))
+    arguments = bits_of(x), before, on(device, table), len(table), scales, codes, after
+    constants = {
+        **_decoding(x, grid),
+        "CORRECTS": residual is not None,
+        "KEEPS": next_residual is not None,
+        "TILE": tile,
+    }
+    launch(_encode, programs, device, *arguments, **constants)
+
+
+def block_scales(
+    x: Tensor, sections: Sections, grid: AnyGrid, scales: Tensor, *, residual: Tensor | None = None
+) -> None:
+    """See `gradsync.kernels.block_scales`."""
+    check_quantize(x, sections, grid, scales, residual)
+    check_found(grid)
+    _device_of(x=x, scales=scales, residual=residual)
+    _find_scales(x, sections, grid, scales, residual)
+
+
+def dequantize(
+    parts: Sequence[tuple[Tensor, Tensor]], sections: Sections, grid: AnyGrid, out: Tensor, *, scale: float = 1.0
+) -> None:
+    """See `gradsync.kernels.dequantize`."""
+    check_dequantize(parts, sections, grid, out)
+    tensors = [tensor for part in parts for tensor in part]
+    device = common_device([out, *tensors])
+    check_contiguous("out", out)
+    check_contiguous("codes and scales", *tensors)
+    table, programs, tile = _table(sections, grid, _bytes_tile(sections, grid), of_bytes=True)
+    factor = torch.tensor([scale], dtype=accumulation_dtype(out.dtype)).to(device, non_blocking=True)
+    arguments = on(device, addresses(tensors)), len(parts), on(device, table), len(table), bits_of(out), factor
+    launch(_decode, programs, device, *arguments, **_decoding(out, grid), TILE=tile)
+
+
+def _device_of(**tensors: Tensor | None) -> torch.device:
+    """The device of those that there are, each without gaps."""
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    for name, tensor in given.items():
+        check_contiguous(name, tensor)
+    return common_device(list(given.values()))
+
+
+def _decoding(x: Tensor, grid: AnyGrid) -> dict[str, object]:
+    """The constants that say what codes are."""
+    return {
+        "KIND": KINDS[x.dtype],
+        "ROUNDING": grid.rounding,
+        "TOP": int(grid.top),
+        "BITS": grid.bits,
+        "COLUMNS": _COLUMNS,
+    }
+
+
+def _find_scales(x: Tensor, sections: Sections, grid: AnyGrid, scales: Tensor, residual: Tensor | None) -> None:
+    tile = _CHUNK if grid.scale == "norm" else BLOCK
+    table, programs, _ = _table(sections, grid, tile, of_bytes=False)
+    wide = accumulation_dtype(x.dtype)
+    arguments = bits_of(x), x if residual is None else residual, on(x.device, table), len(table)
+    constants = {"KIND": KINDS[x.dtype], "CORRECTS": residual is not None, "COLUMNS": _COLUMNS, "TILE": tile}
+    if grid.scale == "max":
+        integers = torch.int64 if wide == torch.float64 else torch.int32
+        most = torch.zeros(len(scales), dtype=integers, device=x.device)
+        launch(_find_largest, programs, x.device, *arguments, most, **constants)
+        scales.copy_(stored_scales(most.view(wide), grid))
+        return
+    sums = torch.empty(programs, dtype=torch.float64, device=x.device)
+    launch(_sum_squares, programs, x.device, *arguments, sums, **constants)
+    begin = 0
+    for run in runs(sections, grid):
+        part = sums[begin : begin + run.blocks * blocks(run.length, tile)].view(run.blocks, -1)
+        scales[run.scales] = stored_scales(sum_in_pairs(part).sqrt(), grid)
+        begin += part.numel()
+
+
+def _bytes_tile(sections: Sections, grid: AnyGrid) -> int:
+    """A power of two: bytes of a block that a program works on."""
+    longest = max((run.nbytes for run in runs(sections, grid)), default=1)
+    return min(BLOCK, 1 << (longest - 1).bit_length())
+
+
+def _table(sections: Sections, grid: AnyGrid, tile: int, *, of_bytes: bool) -> tuple[Tensor, int, int]:
+    """(runs, 10) int64 as `run_of` reads it, the number of programs, and the tile.
+
+    Of each run: its first program, first element, elements and bytes of a block, first block, place, the halves of the
+    seed, tiles of a block, first byte.
+    """
+    rows, programs = [], 0
+    for run in runs(sections, grid):
+        tiles = blocks(run.nbytes if of_bytes else run.length, tile)
+        halves = run.seed & 0xFFFFFFFF, run.seed >> 32
+        where = run.begin, run.length, run.nbytes, run.scale, run.place
+        rows.append((programs, *where, *halves, tiles, run.codes))
+        programs += run.blocks * tiles
+    return torch.tensor(rows, dtype=torch.int64).view(-1, _COLUMNS), programs, tile
