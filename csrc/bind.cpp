@@ -249,6 +249,7 @@ NB_MODULE(MODULE_NAME, m) {
     bind_packed(m);
     bind_owners(m);
     bind_randomized(m);
+    bind_signs(m);
     bind_top_k(m);
     bind_quantize(m);
 }

@@ -8,6 +8,7 @@ namespace MODULE_NAME {
 void bind_packed(nanobind::module_ &m);
 void bind_owners(nanobind::module_ &m);
 void bind_randomized(nanobind::module_ &m);
+void bind_signs(nanobind::module_ &m);
 void bind_top_k(nanobind::module_ &m);
 void bind_quantize(nanobind::module_ &m);
 

@@ -90,6 +90,10 @@ template <typename In> inline void add_row(float *to, const float *before, const
     for (; d < dim; ++d) to[d] = before[d] + widen(from[d]);
 }
 
+template <typename In> inline void widen_row(float *__restrict to, const In *__restrict from, size_t count) {
+    for (size_t i = 0; i < count; ++i) to[i] = widen(from[i]);
+}
+
 // `stream`: past the caches, where the machine can; see stream_bytes().
 template <bool stream = false, typename Out>
 inline void narrow_row(Out *__restrict to, const float *__restrict from, size_t count) {
@@ -149,6 +153,13 @@ inline void add_row(float *to, const float *before, const Float16 *from, size_t 
         _mm256_storeu_ps(to + d, _mm256_add_ps(_mm256_loadu_ps(before + d), wide));
     }
     for (; d < dim; ++d) to[d] = before[d] + widen(from[d]);
+}
+
+inline void widen_row(float *__restrict to, const Float16 *__restrict from, size_t count) {
+    size_t i = 0;
+    for (; i + 8 <= count; i += 8)
+        _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from + i))));
+    for (; i < count; ++i) to[i] = widen(from[i]);
 }
 
 inline void add_row(float *to, const Float16 *from, size_t dim) { add_row(to, to, from, dim); }

@@ -23,10 +23,14 @@ from gradsync.compressors import (
     GaussianK,
     MomentumCorrection,
     Natural,
+    OneBit,
     Payload,
     RandomK,
+    ScaledSign,
     SharedBlockInt,
     SharedTernGrad,
+    Sign,
+    Signum,
     SketchML,
     State,
     TernGrad,
@@ -53,6 +57,8 @@ class Member:
     tolerance: float = 0.0
     decodes_sums: bool = False
 
+
+ROUNDED_SCALE = 2**-8  # a scale is float32; what comes back in 16 bits is rounded to these
 
 MEMBERS: dict[str, Member] = {
     "top_k": Member(TopK(0.01)),
@@ -87,6 +93,14 @@ MEMBERS: dict[str, Member] = {
     "natural": Member(Natural()),
     "e4m3": Member(Float8("e4m3", 256)),
     "e5m2": Member(Float8("e5m2")),
+    "scaled_sign": Member(ScaledSign(), tolerance=ROUNDED_SCALE),
+    "scaled_sign of blocks": Member(ScaledSign(block=100), tolerance=ROUNDED_SCALE),
+    "scaled_sign by rms": Member(ScaledSign("rms"), tolerance=ROUNDED_SCALE),
+    "one_bit": Member(OneBit(), tolerance=ROUNDED_SCALE),
+    "one_bit of blocks": Member(OneBit(block=64), tolerance=ROUNDED_SCALE),
+    "sign": Member(Sign(), drops_nonfinite=True),
+    "signum": Member(Signum(0.5), drops_nonfinite=True),
+    "error_feedback of scaled_sign": Member(ErrorFeedback(ScaledSign()), tolerance=ROUNDED_SCALE),
 }
 LENGTHS = (0, 1, 700, 33, 0, 2, 4097)  # tensors that share a bucket
 

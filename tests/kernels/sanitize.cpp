@@ -21,6 +21,7 @@
 #include "quantize.hpp"
 #include "random_k.hpp"
 #include "rows.hpp"
+#include "signs.hpp"
 #include "sum_rows.hpp"
 #include "top_k.hpp"
 
@@ -262,6 +263,38 @@ template <typename T, typename Index> static void check_top_k(size_t size, size_
     }
 }
 
+// Ones with every third negative, of which all means are 1, and what error feedback leaves of twice as much: sections
+// that begin at any bit, and blocks of any length.
+template <typename T> static void check_signs(const std::vector<size_t> &lengths, size_t block, int threads) {
+    using A = Accumulator<T>;
+    const Blocks blocks(lengths, block);
+    const size_t size = blocks.numel();
+    std::vector<T> x(size), out(size);
+    for (size_t i = 0; i < size; ++i) x[i] = narrow<T>(i % 3 ? 1 : -1);
+    for (SignScale scale : {SignScale::mean, SignScale::rms, SignScale::two, SignScale::one})
+        for (bool feedback : {false, true}) {
+            std::vector<A> residual(feedback ? size : 0), left(feedback ? size : 0, A{7});
+            for (size_t i = 0; i < residual.size(); ++i) residual[i] = widen(x[i]);
+            std::vector<uint8_t> words((size + 7) / 8, 255);
+            std::vector<float> scales(blocks.count() * scales_per_block(scale), 7);
+            pack_signs<T>(blocks, scale, x.data(), feedback ? residual.data() : nullptr, feedback ? left.data() : nullptr,
+                          words.data(), scales.data(), threads);
+            for (size_t i = 0; i < words.size() * 8; ++i) CHECK((words[i / 8] >> i % 8 & 1) == (i < size && i % 3 == 0));
+            const Signs part{words.data(), scales.data()};
+            unpack_signs<T>(blocks, scale, {part, part}, out.data(), 0.5, threads);
+            const A decoded = feedback && scale != SignScale::one ? 2 : 1;
+            for (size_t i = 0; i < size; ++i) CHECK(widen(out[i]) == decoded * widen(x[i]));
+            for (size_t i = 0; i < left.size(); ++i) CHECK(left[i] == (2 - decoded) * widen(x[i]));
+        }
+}
+
+template <typename T> static void check_all_signs(int threads) {
+    for (size_t block : {0, 1, 5, 1000, 1024, 33000})
+        for (size_t size : {0, 1, 31, 32, 33, 1025, 70000}) check_signs<T>({size / 3, 0, size - size / 3}, block, threads);
+    check_signs<T>({}, 0, threads);
+    check_signs<T>({1, 1, 2, 1}, 0, threads);
+}
+
 template <typename In, typename Out> static void check_narrowed(size_t size, int threads) {
     std::vector<In> x(size);
     for (size_t i = 0; i < size; ++i) x[i] = static_cast<In>(i % 100 == 7 ? 3e38 : i % 256);
@@ -382,6 +415,7 @@ template <typename T> static void check_all(int threads) {
             check_elements<T, int32_t>(size, every, threads);
             check_elements<T, int64_t>(size, every, threads);
         }
+    check_all_signs<T>(threads);
     for (size_t size : {0, 1, 65, 500, 20011}) {
         check_top_k<T, int32_t>(size, 1, threads);
         check_top_k<T, int64_t>(size / 2, 100, threads);
@@ -643,6 +677,14 @@ static bool overrun(const std::string &kernel) {
         const std::vector<float> x(127), thresholds(1);
         std::vector<int64_t> counts(1);
         count_above(x.data(), {{128, 128}}, thresholds.data(), counts.data(), 1);
+    } else if (kernel == "pack_signs") {
+        std::vector<uint8_t> words(1);
+        std::vector<float> scale(1);
+        pack_signs<float>(Blocks({12}, 0), SignScale::mean, fewer.data(), nullptr, nullptr, words.data(), scale.data(), 1);
+    } else if (kernel == "unpack_signs") {
+        const std::vector<uint8_t> words(1);
+        const std::vector<float> scale(1);
+        unpack_signs<float>(Blocks({12}, 0), SignScale::mean, {{words.data(), scale.data()}}, out.data(), 1.0, 1);
     } else if (kernel == "narrow") {
         std::vector<Bfloat16> narrowed(11);
         narrow_values(values.data(), 12, 1.0, narrowed.data(), 1);

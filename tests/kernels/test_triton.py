@@ -30,6 +30,7 @@ from gradsync.kernels import (
     offsets_nbytes,
     packed_nbytes,
     reference,
+    sign_scales_shape,
 )
 from tests.compressors.family import gradient
 from tests.kernels.native import DTYPES, assert_same_bits, special_values
@@ -123,6 +124,38 @@ def narrow(kernels: Any, size: int) -> list[Tensor]:
     outs = [torch.zeros(size, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)]
     for out in outs:
         kernels.narrow(values_of(torch.arange(size), torch.float32), out, scale=0.5)
+    return outs
+
+
+SIGNED = [("mean", 5), ("two", 0), ("rms", 1024), ("one", 0)]  # and elements a block
+
+
+def pack_signs(kernels: Any, size: int) -> list[Tensor]:
+    """Each dtype with another scale, with and without a residual; sections begin inside of bytes."""
+    sections, outs = Sections((size // 3, 0, size - size // 3)), []
+    for dtype, (scale, block) in zip(DTYPES, SIGNED, strict=True):
+        x = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+        x[::7] = -0.0
+        for residual in (None, torch.linspace(-1, 1, size, dtype=reference.accumulation_dtype(dtype))):
+            words = torch.full((-(-size // 8) + 1,), 77, dtype=torch.uint8)
+            scales = torch.zeros(sign_scales_shape(sections, block=block, scale=scale))
+            left = None if residual is None else torch.full_like(residual, 77)
+            options: dict[str, Any] = {"block": block, "scale": scale, "residual": residual, "next_residual": left}
+            kernels.pack_signs(x, sections, words[:-1], scales, **options)
+            outs += [words, scales, *([] if left is None else [left])]
+    return outs
+
+
+def unpack_signs(kernels: Any, size: int) -> list[Tensor]:
+    sections, outs, generator = Sections((size // 3, 0, size - size // 3)), [], torch.Generator().manual_seed(0)
+    for dtype, (scale, block) in zip(DTYPES, SIGNED, strict=True):
+        shape = sign_scales_shape(sections, block=block, scale=scale)
+        parts = [
+            (torch.randint(256, (-(-size // 8),), generator=generator).byte(), torch.randn(shape, generator=generator))
+            for _ in range(3)
+        ]
+        outs.append(torch.full((size + 1,), 77, dtype=dtype))
+        kernels.unpack_signs(parts, sections, outs[-1][:-1], block=block, scale=scale, factor=1 / 3)
     return outs
 
 
@@ -409,7 +442,7 @@ CASES: dict[str, Callable[[Any, int], list[Tensor]]] = {
         owners_by_hash, partition_hashed, partition_rotated, partition_elements, unite_elements, join_elements,
         rotated_index, owned_by_hash,
         positions_in, encode_offsets, decode_offsets, sum_rows, unite_rows, join_columns, scatter_rows, nonzero_rows,
-        hierarchical_hash, narrow, quantize, block_scales, dequantize, random_k, hadamard,
+        hierarchical_hash, narrow, quantize, block_scales, dequantize, random_k, hadamard, pack_signs, unpack_signs,
     )
 }  # fmt: skip
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .. import kernels as automatic
-from ..kernels import Sections, cpu, offsets_nbytes, reference
+from ..kernels import Sections, SignScale, cpu, offsets_nbytes, reference
 from ..kernels import device as on_device
 from ..report.record import Record, Spread
 from .provenance import commit, machine, versions
@@ -179,6 +179,39 @@ def hadamard(g: torch.Generator, *, size: int, chunk: int, inverse: bool) -> Wor
     return Work(
         lambda module: module.hadamard(x, sections, out, chunk=chunk, inverse=inverse), [out], tensor_bytes(x, out)
     )
+
+
+def _signs(
+    g: torch.Generator, size: int, block: int, scale: SignScale
+) -> tuple[Sections, dict[str, Any], Tensor, tuple[Tensor, Tensor]]:
+    """One section, the options, its elements, and room for what they become."""
+    sections, options = Sections((size,)), {"block": block, "scale": scale}
+    scales = torch.zeros(automatic.sign_scales_shape(sections, block=block, scale=scale))
+    return sections, options, torch.randn(size, generator=g), (torch.zeros(-(-size // 8), dtype=torch.uint8), scales)
+
+
+def pack_signs(g: torch.Generator, *, size: int, block: int, scale: SignScale, feedback: bool) -> Work:
+    """A dense tensor to its signs and scales, with error feedback or without."""
+    sections, options, x, outs = _signs(g, size, block, scale)
+    residuals = [torch.randn(size, generator=g), torch.zeros(size)] if feedback else []
+    options |= dict(zip(("residual", "next_residual"), residuals, strict=False))
+    return Work(
+        lambda module: module.pack_signs(x, sections, *outs, **options),
+        [*outs, *residuals[1:]],
+        tensor_bytes(x, *outs, *residuals),
+    )
+
+
+def unpack_signs(g: torch.Generator, *, size: int, block: int, scale: SignScale, ranks: int) -> Work:
+    """The signs of as many ranks to the sum of what they stand for."""
+    sections, options, out, _ = _signs(g, size, block, scale)
+    parts = []
+    for _ in range(ranks):
+        _, _, x, part = _signs(g, size, block, scale)
+        automatic.pack_signs(x, sections, *part, **options)
+        parts.append(part)
+    inputs = [tensor for part in parts for tensor in part]
+    return Work(lambda module: module.unpack_signs(parts, sections, out, **options), [out], tensor_bytes(out, *inputs))
 
 
 def _bitmap(g: torch.Generator, size: int, density: float) -> tuple[Tensor, Tensor]:
@@ -391,7 +424,7 @@ def _grid(block: int, **settings: Any) -> automatic.AnyGrid:
 
 def quantize(g: torch.Generator, *, size: int, feedback: bool = False, **settings: Any) -> Work:
     """A gradient to codes of few bits, alone or with what the step before left of it."""
-    grid, sections = _grid(**settings), automatic.Sections((size,), seeds=(1,))
+    grid, sections = _grid(**settings), Sections((size,), seeds=(1,))
     x, codes, scales = torch.randn(size, generator=g), *_coded(sections, grid)
     kept = {name: torch.zeros(size) for name in ("residual", "next_residual")} if feedback else {}
 
@@ -404,14 +437,14 @@ def quantize(g: torch.Generator, *, size: int, feedback: bool = False, **setting
 
 def block_scales(g: torch.Generator, *, size: int, **settings: Any) -> Work:
     """What ranks agree on before they send codes that can be summed."""
-    grid, sections = _grid(**settings), automatic.Sections((size,))
+    grid, sections = _grid(**settings), Sections((size,))
     x, (_, scales) = torch.randn(size, generator=g), _coded(sections, grid)
     return Work(lambda module: module.block_scales(x, sections, grid, scales), [scales], tensor_bytes(x, scales))
 
 
 def dequantize(g: torch.Generator, *, size: int, ranks: int, **settings: Any) -> Work:
     """The codes of as many ranks, summed."""
-    grid, sections = _grid(**settings), automatic.Sections((size,), seeds=(1,))
+    grid, sections = _grid(**settings), Sections((size,), seeds=(1,))
     parts, out = [_coded(sections, grid) for _ in range(ranks)], torch.zeros(size)
     for codes, scales in parts:
         automatic.quantize(torch.randn(size, generator=g), sections, grid, codes, scales)
@@ -419,7 +452,7 @@ def dequantize(g: torch.Generator, *, size: int, ranks: int, **settings: Any) ->
     return Work(lambda module: module.dequantize(parts, sections, grid, out, scale=1 / ranks), [out], nbytes)
 
 
-def _coded(sections: automatic.Sections, grid: automatic.AnyGrid) -> tuple[Tensor, Tensor]:
+def _coded(sections: Sections, grid: automatic.AnyGrid) -> tuple[Tensor, Tensor]:
     """Room for codes and scales."""
     codes = torch.zeros(automatic.codes_nbytes(sections, grid), dtype=torch.uint8)
     return codes, torch.zeros(automatic.num_scales(sections, grid))
@@ -432,7 +465,7 @@ WORK: dict[str, Callable[..., Work]] = {
         count_bits, encode_offsets, decode_offsets, partition_elements, unite_elements,
         join_elements, partition_rotated, rotated_index, owners_by_hash,
         partition_hashed, owned_by_hash, positions_in, hierarchical_hash, top_k, select_above, count_above, narrow,
-        quantize, block_scales, dequantize, random_k, hadamard,
+        quantize, block_scales, dequantize, random_k, hadamard, pack_signs, unpack_signs,
     )
 }  # fmt: skip
 _TABLE = {"ranks": 8, "size": 1_250_000, "dtype": "float32"}  # an eighth of ten million rows: one of 8 owners' share
@@ -499,6 +532,12 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (  # kernel, parameters of its w
     ("random_k", {"size": _DENSE, "density": 0.01, "block": 64}),
     ("hadamard", {"size": 8 * _BITS, "chunk": 4096, "inverse": False}),
     ("hadamard", {"size": 8 * _BITS, "chunk": 4096, "inverse": True}),
+    ("pack_signs", {"size": _DENSE, "block": 0, "scale": "mean", "feedback": False}),
+    ("pack_signs", {"size": _DENSE, "block": 0, "scale": "mean", "feedback": True}),
+    ("pack_signs", {"size": _DENSE, "block": 32768, "scale": "mean", "feedback": True}),
+    ("pack_signs", {"size": _DENSE, "block": 0, "scale": "two", "feedback": True}),
+    ("unpack_signs", {"size": _DENSE, "block": 0, "scale": "mean", "ranks": 1}),
+    ("unpack_signs", {"size": _DENSE, "block": 0, "scale": "mean", "ranks": 8}),
     ("top_k", {"size": 8 * _BITS, "density": 0.01, "feedback": True}),
     ("select_above", {"size": 8 * _BITS, "threshold": 3.5, "feedback": True}),
     ("count_above", {"size": 8 * _BITS, "threshold": 2.5}),

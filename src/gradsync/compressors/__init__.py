@@ -31,6 +31,10 @@ from .quantize import SharedBlockInt as SharedBlockInt
 from .quantize import SharedTernGrad as SharedTernGrad
 from .quantize import TernGrad as TernGrad
 from .randomk import RandomK as RandomK
+from .sign import OneBit as OneBit
+from .sign import ScaledSign as ScaledSign
+from .sign import Sign as Sign
+from .sign import Signum as Signum
 from .sketch import CountSketch as CountSketch
 from .sketch import SketchML as SketchML
 from .sparsify import BlockTopK as BlockTopK

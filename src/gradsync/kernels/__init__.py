@@ -23,7 +23,16 @@ import torch
 from torch import Tensor
 
 from gradsync.kernels import cpu, device, reference
-from gradsync.kernels.checks import PackedPositions, RowsPart, Sections, Stripes, offsets_nbytes, packed_nbytes
+from gradsync.kernels.checks import (
+    PackedPositions,
+    RowsPart,
+    Sections,
+    SignScale,
+    Stripes,
+    offsets_nbytes,
+    packed_nbytes,
+    sign_scales_shape,
+)
 from gradsync.kernels.draws import rotation_sizes
 from gradsync.kernels.grids import AnyGrid, FloatGrid, Grid, codes_nbytes, num_scales
 from gradsync.kernels.hierarchy import HashedIndices
@@ -54,6 +63,7 @@ __all__ = [
     "RowUnion",
     "RowsPart",
     "Sections",
+    "SignScale",
     "Stripes",
     "accumulation_dtype",
     "active",
@@ -77,6 +87,7 @@ __all__ = [
     "offsets_nbytes",
     "owned_by_hash",
     "owners_by_hash",
+    "pack_signs",
     "packed_nbytes",
     "partition_elements",
     "partition_hashed",
@@ -88,10 +99,12 @@ __all__ = [
     "rotation_sizes",
     "scatter_rows",
     "select_above",
+    "sign_scales_shape",
     "sum_rows",
     "top_k",
     "unite_elements",
     "unite_rows",
+    "unpack_signs",
     "use",
 ]
 
@@ -103,7 +116,7 @@ _KERNELS = (
     "decode_bitmap", "count_bits", "encode_offsets", "decode_offsets", "partition_elements", "unite_elements",
     "join_elements", "partition_rotated", "rotated_index", "owners_by_hash", "partition_hashed", "owned_by_hash",
     "positions_in", "hierarchical_hash", "top_k", "select_above", "count_above", "narrow", "quantize", "block_scales",
-    "dequantize", "random_k", "hadamard",
+    "dequantize", "random_k", "hadamard", "pack_signs", "unpack_signs",
 )  # fmt: skip
 _TABLE: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {  # kernel: (reference, native)
     kernel: (getattr(reference, kernel), getattr(cpu, kernel)) for kernel in _KERNELS
@@ -351,6 +364,72 @@ def hadamard(x: Tensor, sections: Sections, out: Tensor, *, chunk: int, inverse:
         TypeError: other dtypes.
     """
     _pick("hadamard", [x, out], x.numel())(x, sections, out, chunk=chunk, inverse=inverse)
+
+
+def pack_signs(
+    x: Tensor,
+    sections: Sections,
+    words: Tensor,
+    scales: Tensor,
+    *,
+    block: int,
+    scale: SignScale,
+    residual: Tensor | None = None,
+    next_residual: Tensor | None = None,
+) -> None:
+    """Writes the signs of p = x + residual as bits, and what stands for the magnitudes of each block.
+
+    Bit i % 8 of byte i // 8 is set where p[i] < 0: neither zero is negative, nor is NaN, of which the scales tell. A
+    scale is a float32, of sums in float64 whose order is fixed (`csrc/blocks.hpp`):
+    - "mean": the mean of |p|;
+    - "rms": the root of the mean of p^2;
+    - "two": the mean of the elements that are not negative, and of those that are; of none, 0;
+    - "one": none, signs are of 1.
+    Where elements are NaN or infinite, so is what each element of the block decodes to, with "two" of its class.
+
+    Args:
+        x: (numel,) floating.
+        words: (ceil(numel / 8),) uint8.
+        scales: `sign_scales_shape`: (blocks,) float32, of "two" (blocks, 2), of "one" (0,).
+        block: elements of a section that share a scale, 0: all; the last block of a section may be shorter.
+        residual: (numel,) in `accumulation_dtype(x.dtype)`.
+        next_residual: likewise, elsewhere: what the decoded tensor lacks of p. With a residual, and only then.
+
+    Raises:
+        ValueError: shapes that do not fit, an unknown scale.
+        TypeError: other dtypes.
+    """
+    given = [tensor for tensor in (x, words, scales, residual, next_residual) if tensor is not None]
+    _pick("pack_signs", given)(
+        x, sections, words, scales, block=block, scale=scale, residual=residual, next_residual=next_residual
+    )
+
+
+def unpack_signs(
+    parts: Sequence[tuple[Tensor, Tensor]],
+    sections: Sections,
+    out: Tensor,
+    *,
+    block: int,
+    scale: SignScale,
+    factor: float = 1.0,
+) -> None:
+    """`factor` times the sum of what several `pack_signs` of the same sections stand for.
+
+    Sums run in the order of the parts, in float32 (float64 for float64), and are rounded once. With "one", they are the
+    votes for the positive less those for the negative sign.
+
+    Args:
+        parts: words and scales of each.
+        out: (numel,) floating; overwritten.
+        block, scale: as they were packed with.
+
+    Raises:
+        ValueError: no part, shapes that do not fit, an unknown scale.
+        TypeError: other dtypes.
+    """
+    tensors = [tensor for part in parts for tensor in part]
+    _pick("unpack_signs", [*tensors, out])(parts, sections, out, block=block, scale=scale, factor=factor)
 
 
 def narrow(x: Tensor, out: Tensor, *, scale: float = 1.0) -> None:

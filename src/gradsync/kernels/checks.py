@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar, get_args
 
 import torch
 from jaxtyping import Float, Int
@@ -13,6 +13,7 @@ from torch import Tensor
 Count = TypeVar("Count", int, float)  # of what is there, or is expected: the mean then
 RowsPart = tuple[Int[Tensor, "nnz"], Float[Tensor, "nnz dim"]]
 Stripes = Sequence[tuple[int, int]]  # [start, stop) of columns
+SignScale = Literal["mean", "rms", "two", "one"]  # what signs are of: see `gradsync.kernels.pack_signs`
 
 INT32_INDICES = 2**31  # tables up to this size have indices that fit int32
 MAX_OWNERS = 2**16
@@ -136,7 +137,8 @@ def check_index_out(name: str, out: Tensor, count: int, bound: int) -> None:
 
 
 def check_sections(name: str, tensor: Tensor, sections: Sections) -> None:
-    """Refuses a tensor that is not flat and as long as its sections are together."""
+    """Refuses what is not a flat floating-point tensor of all the sections."""
+    check_floating(name, tensor)
     check_shape(name, tensor, sum(sections.lengths))
 
 
@@ -271,3 +273,44 @@ def rows_buffers(out: RowsPart | None, count: int, first: Tensor) -> RowsPart:
             f"out must have room for {count} rows, got indices {tuple(indices.shape)} and values {tuple(values.shape)}"
         )
     return indices[:count], values[:count]
+
+
+def check_block(block: int) -> None:
+    """Refuses a negative number of elements."""
+    if block < 0:
+        raise ValueError(f"block must not be negative, got {block} (0: a section is one block)")
+
+
+def section_blocks(sections: Sections, block: int) -> int:
+    """How many blocks of so many elements, the last of a section maybe shorter; 0: a section is one block."""
+    check_block(block)
+    return sum(-(-length // (block or max(length, 1))) for length in sections.lengths)
+
+
+def sign_scales_shape(sections: Sections, *, block: int, scale: SignScale) -> tuple[int, ...]:
+    """The shape of the scales of `pack_signs`."""
+    if scale not in get_args(SignScale):
+        raise ValueError(f"scale must be {', '.join(get_args(SignScale))}, got {scale!r}")
+    if scale == "one":
+        return (0,)
+    blocks = section_blocks(sections, block)
+    return (blocks, 2) if scale == "two" else (blocks,)
+
+
+def check_signs(words: Tensor, scales: Tensor, sections: Sections, block: int, scale: SignScale) -> None:
+    """Refuses what are not the signs and scales of the sections."""
+    if words.dtype != torch.uint8:
+        raise TypeError(f"words must be uint8, got {describe(words)}")
+    check_shape("words", words, -(-sum(sections.lengths) // 8))
+    check_floating("scales", scales, torch.float32)
+    check_shape("scales", scales, *sign_scales_shape(sections, block=block, scale=scale))
+
+
+def check_residuals(x: Tensor, residual: Tensor | None, next_residual: Tensor | None, dtype: torch.dtype) -> None:
+    """Refuses one without the other, and what is not like `x` but of `dtype`."""
+    if (residual is None) != (next_residual is None):
+        raise ValueError("residual and next_residual: both or neither")
+    for name, tensor in (("residual", residual), ("next_residual", next_residual)):
+        if tensor is not None:
+            check_floating(name, tensor, dtype)
+            check_shape(name, tensor, x.numel())

@@ -42,4 +42,5 @@ from .space import Balance as Balance
 from .space import Communication as Communication
 from .space import Partition as Partition
 from .space import Point as Point
+from .vote import MajorityVote as MajorityVote
 from .zen_hash import ZenHash as ZenHash

@@ -32,6 +32,7 @@ from gradsync.kernels.cpu.rows import (
     sum_rows,
     unite_rows,
 )
+from gradsync.kernels.cpu.signs import pack_signs, unpack_signs
 
 __all__ = [
     "NonzeroElements",
@@ -55,6 +56,7 @@ __all__ = [
     "nonzero_rows",
     "owned_by_hash",
     "owners_by_hash",
+    "pack_signs",
     "partition_elements",
     "partition_hashed",
     "partition_rotated",
@@ -69,4 +71,5 @@ __all__ = [
     "top_k",
     "unite_elements",
     "unite_rows",
+    "unpack_signs",
 ]

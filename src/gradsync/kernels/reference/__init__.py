@@ -42,6 +42,7 @@ from gradsync.kernels.reference.rows import (
     sum_rows,
     unite_rows,
 )
+from gradsync.kernels.reference.signs import pack_signs, unpack_signs
 
 _STEPS = Steps(
     encode_bitmap,
@@ -83,6 +84,7 @@ __all__ = [
     "nonzero_rows",
     "owned_by_hash",
     "owners_by_hash",
+    "pack_signs",
     "partition_elements",
     "partition_hashed",
     "partition_rotated",
@@ -98,4 +100,5 @@ __all__ = [
     "uniform",
     "unite_elements",
     "unite_rows",
+    "unpack_signs",
 ]

@@ -38,6 +38,7 @@ from gradsync.kernels.triton.rows import (
     sum_rows,
     unite_rows,
 )
+from gradsync.kernels.triton.signs import pack_signs, unpack_signs
 
 _STEPS = Steps(
     encode_bitmap,
@@ -74,6 +75,7 @@ __all__ = [
     "nonzero_rows",
     "owned_by_hash",
     "owners_by_hash",
+    "pack_signs",
     "partition_elements",
     "partition_hashed",
     "partition_rotated",
@@ -87,4 +89,5 @@ __all__ = [
     "top_k",
     "unite_elements",
     "unite_rows",
+    "unpack_signs",
 ]

@@ -1,0 +1,199 @@
+"""Compressors that keep the signs: one bit an element, and what stands for the magnitudes.
+
+In all of them 0 counts as positive, and so does -0. Where a tensor is mostly zeros that matters: they come back as the
+scale, which error feedback takes back in the next step, but a vote without it moves weights that have no gradient.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..bucket import FlatSpec
+from ..expressions import register
+from ..kernels import SignScale, accumulation_dtype
+from .base import Compressor, Message, State, check_payload, check_tensor, fields, fields_nbytes
+from .law import Biased, Contraction, Law
+
+MOMENTUM = "momentum"  # its key in the state
+
+
+class Signs(Compressor[Message]):
+    """What the compressors of this file have in common. The message: the scales, float32, then the bits."""
+
+    @property
+    @abstractmethod
+    def kept(self) -> tuple[SignScale, int]:
+        """What is kept of the magnitudes of a block, and how many elements a block has (0: it is a tensor)."""
+
+    @torch.no_grad()
+    def compress(self, x: Tensor, state: State) -> tuple[Message, State]:
+        check_tensor(x, state)
+        return self._packed(x, state), state.next()
+
+    @torch.no_grad()
+    def compress_with_feedback(self, x: Tensor, residual: Tensor, state: State) -> tuple[Message, Tensor, State]:
+        check_tensor(x, state)
+        left = torch.empty_like(residual)
+        return self._packed(x, state, residual, left), left, state.next()
+
+    def decompress(self, payload: Message) -> Tensor:
+        out = torch.empty(payload.spec.numel, dtype=payload.spec.dtype, device=payload.data.device)
+        self.sum_into(out, [payload])
+        return out
+
+    def sum_into(self, out: Tensor, payloads: Sequence[Message], scale: float = 1.0) -> None:
+        for payload in payloads:
+            check_payload(self, payload)
+        parts = [self._parts(payload) for payload in payloads]
+        kind, block = self.kept
+        kernels.unpack_signs(parts, _sections(payloads[0].spec), out, block=block, scale=kind, factor=scale)
+
+    def nbytes(self, spec: FlatSpec, step: int = 0) -> int:
+        return fields_nbytes(*self._layout(spec))
+
+    def _packed(self, x: Tensor, state: State, residual: Tensor | None = None, left: Tensor | None = None) -> Message:
+        """The message of x + residual; `left` gets what it leaves. `x` may be wider than the state's tensor."""
+        data = torch.zeros(self.nbytes(state.spec), dtype=torch.uint8, device=x.device)
+        payload = Message(self, state.spec, state.step, data)
+        words, scales = self._parts(payload)
+        kind, block = self.kept
+        kernels.pack_signs(
+            x, _sections(state.spec), words, scales, block=block, scale=kind, residual=residual, next_residual=left
+        )
+        return payload
+
+    def _layout(self, spec: FlatSpec) -> tuple[tuple[torch.dtype, int], tuple[torch.dtype, int]]:
+        kind, block = self.kept
+        shape = kernels.sign_scales_shape(_sections(spec), block=block, scale=kind)
+        return (torch.float32, torch.Size(shape).numel()), (torch.uint8, -(-spec.numel // 8))
+
+    def _parts(self, payload: Message) -> tuple[Tensor, Tensor]:
+        """Bits and scales, as views of the message."""
+        scales, words = fields(payload.data, *self._layout(payload.spec))
+        return words, scales.view(-1, 2) if self.kept[0] == "two" else scales
+
+    def _least(self, spec: FlatSpec) -> Contraction:
+        """By 1 / d for blocks of at most d elements."""
+        block = self.kept[1]
+        longest = max(spec.lengths, default=0)
+        return Contraction(1 / max(1, min(block, longest) if block else longest))
+
+
+def _sections(spec: FlatSpec) -> kernels.Sections:
+    return kernels.Sections(spec.lengths)
+
+
+@register
+@dataclass(frozen=True)
+class ScaledSign(Signs):
+    """Signs times one magnitude for each tensor, or each `block` of its elements.
+
+    "mean": the mean magnitude. (EFSignSGD: Karimireddy et al., 2019) With d elements, |C(x) - x|^2 is
+    (1 - |x|_1^2 / (d |x|^2)) |x|^2, zeros counted as the others since they come back as the scale: a contraction by at
+    least 1 / d, for normal data by 2 / pi, of a constant exact. Needs ErrorFeedback.
+    "rms": the root mean square. (1-bit Adam: Tang et al., 2021) It keeps |x| but is no contraction: the squared error
+    is 2 - 2 |x|_1 / (sqrt(d) |x|) times |x|^2, which for one spike among 64 zeros is 1.75. Error feedback does not
+    shrink there: for tensors of even magnitudes, such as momenta.
+    Wire: 1 bit an element and 4 bytes a block.
+    """
+
+    scale: Literal["mean", "rms"] = "mean"
+    block: int = 0
+
+    def __post_init__(self) -> None:
+        if self.scale not in ("mean", "rms"):
+            raise ValueError(f"ScaledSign.scale must be mean or rms, got {self.scale!r}")
+        _check_block(self)
+
+    @property
+    def kept(self) -> tuple[SignScale, int]:
+        return self.scale, self.block
+
+    def law(self, spec: FlatSpec) -> Law:
+        if self.scale == "mean":
+            return self._least(spec)
+        return Biased("with the root mean square for a scale, a spike comes back with more error than there was signal")
+
+
+@register
+@dataclass(frozen=True)
+class OneBit(Signs):
+    """The mean of the negative elements and the mean of the others, for each tensor or `block`. (Seide et al., 2014)
+
+    Of all codes with two levels for these two classes the one of least squared error: never worse than ScaledSign, and
+    a contraction by at least 1 / d. The original's blocks are columns. Needs ErrorFeedback.
+    Wire: 1 bit an element and 8 bytes a block.
+    """
+
+    block: int = 0
+
+    def __post_init__(self) -> None:
+        _check_block(self)
+
+    @property
+    def kept(self) -> tuple[SignScale, int]:
+        return "two", self.block
+
+    def law(self, spec: FlatSpec) -> Law:
+        return self._least(spec)
+
+
+def _check_block(compressor: ScaledSign | OneBit) -> None:
+    if compressor.block < 0:
+        raise ValueError(f"{type(compressor).__name__}.block must not be negative, got {compressor.block}")
+
+
+@register
+@dataclass(frozen=True)
+class Sign(Signs):
+    """+1 or -1: signs of no magnitude, for `schemes.MajorityVote`. (SignSGD: Bernstein et al., 2018)
+
+    A zero is +1. NaN is +1 as well, infinity 1 of its sign: nothing of the message tells of them.
+    Wire: 1 bit an element.
+    """
+
+    @property
+    def kept(self) -> tuple[SignScale, int]:
+        return "one", 0
+
+    def law(self, spec: FlatSpec) -> Law:
+        return Biased("signs have no magnitude: there are gradients along which steps of signs only go astray")
+
+
+@register
+@dataclass(frozen=True)
+class Signum(Sign):
+    """The signs of a rank's momentum m = momentum * m + (1 - momentum) * gradient. (SIGNUM: Bernstein et al., 2018)
+
+    The momentum is float32 (float64 for float64) and begins with 0; with `momentum` 0 this is Sign. NaN and infinity
+    stay in it: do not keep the state of a step that had them. As Sign otherwise.
+    Wire: 1 bit an element.
+    """
+
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"Signum.momentum must be in [0, 1), got {self.momentum}")
+
+    def init(self, spec: FlatSpec, stream: int = 0) -> State:
+        zeros = torch.zeros(spec.numel, dtype=accumulation_dtype(spec.dtype))
+        return replace(super().init(spec, stream), elements={MOMENTUM: zeros})
+
+    @torch.no_grad()
+    def compress(self, x: Tensor, state: State) -> tuple[Message, State]:
+        check_tensor(x, state)
+        before = state.elements[MOMENTUM].to(x.device)
+        momentum = torch.mul(before, self.momentum).add_(x, alpha=1 - self.momentum)
+        return self._packed(momentum, state), state.next(elements={**state.elements, MOMENTUM: momentum})
+
+    def compress_with_feedback(self, x: Tensor, residual: Tensor, state: State) -> tuple[Message, Tensor, State]:
+        """What is left is left of the gradient, not of the momentum."""
+        return Compressor.compress_with_feedback(self, x, residual, state)

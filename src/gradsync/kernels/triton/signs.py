@@ -1,0 +1,248 @@
+"""Kernels on signs, in Triton.
+
+One pass over the elements writes bits and p, one sums the groups of each block, and, with a residual, one takes off
+what was decoded. Sums of groups are summed by the same kernel until each block has one: the order is that of the
+definition. Each element of an output has one writer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gradsync.kernels.checks import Sections, SignScale, check_residuals, check_sections, check_signs, check_some
+from gradsync.kernels.reference.blocks import GROUP, LANES
+from gradsync.kernels.reference.rows import accumulation_dtype
+from gradsync.kernels.reference.signs import levels_of
+from gradsync.kernels.triton.boundary import (
+    BLOCK,
+    addresses,
+    bits_of,
+    blocks,
+    check_contiguous,
+    common_device,
+    launch,
+    on,
+)
+from gradsync.kernels.triton.rows import KINDS, narrowed, widened
+
+
+@triton.jit
+def _pack_bits(
+    x: tl.tensor,
+    count: tl.tensor,
+    residual: tl.tensor,
+    p: tl.tensor,
+    words: tl.tensor,
+    KIND: tl.constexpr,
+    FEEDBACK: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Each program has BLOCK elements and their bytes. `p` gets the elements as they are compressed."""
+    byte = tl.program_id(0).to(tl.int64) * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
+    at = byte[:, None] * 8 + tl.arange(0, 8)[None, :]
+    number = widened(tl.load(x + at, mask=at < count, other=0), KIND)
+    if FEEDBACK:
+        number = tl.load(residual + at, mask=at < count, other=0) + number
+    tl.store(p + at, number, mask=at < count)
+    bits = (number < 0).to(tl.int32) << tl.arange(0, 8)[None, :]
+    tl.store(words + byte, tl.sum(bits, 1).to(tl.uint8), mask=byte * 8 < count)
+
+
+@triton.jit
+def _sum_groups(
+    addends: tl.tensor,
+    begins: tl.tensor,
+    counts: tl.tensor,
+    sums: tl.tensor,
+    TERM: tl.constexpr,
+    LANES: tl.constexpr,
+) -> None:
+    """Each program sums one group: lanes row by row, then the upper half of them to the lower one."""
+    program = tl.program_id(0).to(tl.int64)
+    begin, count = tl.load(begins + program), tl.load(counts + program)
+    lane = tl.arange(0, LANES)
+    total = tl.zeros([LANES], tl.float64)
+    row = tl.zeros([], tl.int64)
+    while row < count:
+        number = tl.load(addends + begin + row + lane, mask=row + lane < count, other=0)
+        wide = number.to(tl.float64)
+        if TERM == "magnitude":
+            wide = tl.abs(wide)
+        elif TERM == "square":
+            wide = wide * wide
+        elif TERM == "others":
+            wide = tl.where(number < 0, 0.0, wide)
+        elif TERM == "negative":
+            wide = tl.where(number < 0, wide, 0.0)
+        elif TERM == "negatives":
+            wide = (number < 0).to(tl.float64)
+        total += wide
+        row += LANES
+    width: tl.constexpr = LANES
+    total = tl.sum(tl.reshape(total, [2, width // 2]), 0)
+    total = tl.sum(tl.reshape(total, [2, width // 4]), 0)
+    total = tl.sum(tl.reshape(total, [2, width // 8]), 0)
+    total = tl.sum(tl.reshape(total, [2, width // 16]), 0)
+    tl.store(sums + program, tl.sum(total, 0))
+
+
+@triton.jit
+def _subtract_levels(
+    p: tl.tensor,
+    begins: tl.tensor,
+    counts: tl.tensor,
+    owners: tl.tensor,
+    positive: tl.tensor,
+    negative: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Each program works on one group, in place; `owners` is the block of each."""
+    program = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    inside = lane < tl.load(counts + program)
+    place = p + tl.load(begins + program) + lane
+    number = tl.load(place, mask=inside, other=0)
+    owner = tl.load(owners + program)
+    level = tl.where(number < 0, tl.load(negative + owner), tl.load(positive + owner))
+    tl.store(place, number - level.to(number.dtype), mask=inside)
+
+
+@triton.jit
+def _sum_levels(
+    begins: tl.tensor,
+    counts: tl.tensor,
+    owners: tl.tensor,
+    parts: tl.tensor,
+    num_parts: tl.tensor,
+    levels: tl.tensor,
+    num_blocks: tl.tensor,
+    factor: tl.tensor,
+    out: tl.tensor,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Each program sums one group over all parts, in order. `levels`: for each part and sign, one of each block."""
+    program = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    inside = lane < tl.load(counts + program)
+    at = tl.load(begins + program) + lane
+    level = levels + tl.load(owners + program)
+    scale = tl.load(factor)
+    total = tl.zeros([BLOCK], scale.dtype)
+    part = tl.zeros([], tl.int64)
+    while part < num_parts:
+        words = tl.load(parts + part).to(tl.pointer_type(tl.uint8))
+        byte = tl.load(words + at // 8, mask=inside, other=0).to(tl.int32)
+        negative = (byte >> (at % 8).to(tl.int32)) & 1
+        chosen = tl.where(
+            negative != 0, tl.load(level + (2 * part + 1) * num_blocks), tl.load(level + 2 * part * num_blocks)
+        )
+        total += chosen.to(total.dtype)
+        part += 1
+    tl.store(out + at, narrowed(total * scale, KIND), mask=inside)
+
+
+def _groups(lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of runs, end to end, of so many elements: begin, length and run of each of their groups."""
+    per_run = -(-lengths // GROUP)
+    runs = torch.repeat_interleave(torch.arange(len(lengths)), per_run)
+    nth = torch.arange(len(runs)) - (per_run.cumsum(0) - per_run)[runs]
+    begins = (lengths.cumsum(0) - lengths)[runs] + nth * GROUP
+    return begins, torch.minimum(lengths[runs] - nth * GROUP, torch.tensor(GROUP)), runs
+
+
+def _block_lengths(sections: Sections, block: int) -> Tensor:
+    lengths = [torch.empty(0, dtype=torch.int64)]
+    for length in sections.lengths:
+        whole = block or max(length, 1)
+        lengths.append(torch.full((length // whole,), whole))
+        lengths.append(torch.tensor([length % whole])[: length % whole])
+    return torch.cat(lengths)
+
+
+def _sums(p: Tensor, lengths: Tensor, term: str) -> Tensor:
+    """(blocks,) float64: the sums over blocks of so many elements."""
+    addends = p
+    while True:
+        begins, counts, runs = _groups(lengths)
+        sums = torch.empty(len(begins), dtype=torch.float64, device=p.device)
+        tables = on(p.device, begins), on(p.device, counts)
+        launch(_sum_groups, len(sums), p.device, addends, *tables, sums, TERM=term, LANES=LANES)
+        if len(sums) == len(lengths):
+            return sums
+        addends, lengths, term = sums, torch.bincount(runs, minlength=len(lengths)), "sum"
+
+
+def pack_signs(
+    x: Tensor,
+    sections: Sections,
+    words: Tensor,
+    scales: Tensor,
+    *,
+    block: int,
+    scale: SignScale,
+    residual: Tensor | None = None,
+    next_residual: Tensor | None = None,
+) -> None:
+    """See `gradsync.kernels.pack_signs`."""
+    check_sections("x", x, sections)
+    check_signs(words, scales, sections, block, scale)
+    check_residuals(x, residual, next_residual, accumulation_dtype(x.dtype))
+    given = {"x": x, "words": words, "scales": scales, "residual": residual, "next_residual": next_residual}
+    device = common_device([tensor for tensor in given.values() if tensor is not None])
+    for name, tensor in given.items():
+        if tensor is not None:
+            check_contiguous(name, tensor)
+    p = torch.empty_like(x, dtype=accumulation_dtype(x.dtype)) if next_residual is None else next_residual.detach()
+    constants = {"KIND": KINDS[x.dtype], "FEEDBACK": residual is not None, "BLOCK": BLOCK}
+    before = p if residual is None else residual.detach()
+    launch(_pack_bits, blocks(len(x)), device, bits_of(x), len(x), before, p, words, **constants)
+    lengths = _block_lengths(sections, block)
+    if scale == "mean":
+        scales.copy_(_sums(p, lengths, "magnitude") / on(device, lengths))
+    elif scale == "rms":
+        # Of float64, squares are rounded: made apart, where no compiler fuses them with the sums.
+        squares, term = (p.square(), "sum") if p.dtype == torch.float64 else (p, "square")
+        scales.copy_((_sums(squares, lengths, term) / on(device, lengths)).sqrt())
+    elif scale == "two":
+        below = _sums(p, lengths, "negatives")
+        counts = torch.stack([on(device, lengths) - below, below], dim=1)
+        sums = torch.stack([_sums(p, lengths, "others"), _sums(p, lengths, "negative")], dim=1)
+        scales.copy_((sums / counts).where(counts > 0, 0))
+    if next_residual is not None:
+        begins, counts, runs = (on(device, table) for table in _groups(lengths))
+        levels = (level.expand(len(lengths)).contiguous() for level in levels_of(scales, scale))
+        launch(_subtract_levels, len(begins), device, p, begins, counts, runs, *levels, BLOCK=GROUP)
+
+
+def unpack_signs(
+    parts: Sequence[tuple[Tensor, Tensor]],
+    sections: Sections,
+    out: Tensor,
+    *,
+    block: int,
+    scale: SignScale,
+    factor: float = 1.0,
+) -> None:
+    """See `gradsync.kernels.unpack_signs`."""
+    check_some("unpack_signs", parts)
+    check_sections("out", out, sections)
+    device = common_device([out, *(tensor for part in parts for tensor in part)])
+    check_contiguous("out", out)
+    for words, scales in parts:
+        check_signs(words, scales, sections, block, scale)
+        check_contiguous("words", words)
+    lengths = _block_lengths(sections, block)
+    levels = torch.stack(
+        [level.expand(len(lengths)) for _, scales in parts for level in levels_of(scales, scale)]
+    )  # one row for each part and sign
+    begins, counts, runs = (on(device, table) for table in _groups(lengths))
+    table = on(device, addresses([words for words, _ in parts]))
+    number = torch.tensor(factor, dtype=accumulation_dtype(out.dtype)).to(device)
+    arguments = begins, counts, runs, table, len(parts), levels, len(lengths), number, bits_of(out)
+    launch(_sum_levels, len(begins), device, *arguments, KIND=KINDS[out.dtype], BLOCK=GROUP)
