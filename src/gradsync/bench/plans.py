@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from ..bucket import Bucket, FlatSpec, Layout, Segment, TensorSpec
 from ..cluster import Placement
-from ..compressors import Compressor, SparseMessage, Summand
+from ..compressors import Compressor, Sign, Signum, SparseMessage, Summand
 from ..density import ParameterProfile
 from ..plan import Plan
 from ..planner import default_plan
@@ -20,6 +20,7 @@ from ..schemes import (
     CompressedAllReduce,
     CompressedTwoWay,
     HalfPrecision,
+    MajorityVote,
     PowerSGD,
     Scheme,
     Sparsified,
@@ -31,10 +32,12 @@ PlanMaker = Callable[[Sequence[ParameterProfile], int], Plan]
 SchemeOf = Callable[[FlatSpec, int], Scheme[Any]]  # of a dense bucket among so many ranks
 
 
-# Schemes of dense buckets that are no compressor's, by the names of methods.
+# Schemes of dense buckets that are not those which `carried` chooses for a compressor, by the names of methods.
 DENSE_SCHEMES: dict[str, Scheme[Any]] = {
     "bf16": HalfPrecision(values="bfloat16"),
     "fp16": HalfPrecision(values="float16"),
+    "sign": MajorityVote(Sign()),
+    "signum": MajorityVote(Signum()),
     **{f"powersgd{rank}": PowerSGD(rank) for rank in (1, 2, 4)},
 }
 
