@@ -93,7 +93,10 @@ class SparseMessage(Message):
 
 @dataclass(frozen=True)
 class Summand(Payload):
-    """Numbers whose sum over ranks decodes to the sum of what each decodes to: an all-reduce takes them."""
+    """Numbers whose sum over ranks decodes to the sum of what each decodes to, or of sketches to an estimate of it.
+
+    An all-reduce takes them.
+    """
 
     agreed: Tensor | None = None
 
