@@ -109,6 +109,7 @@ class FlatSpec:
     segments: tuple[Segment, ...]
     shapes: tuple[tuple[int, ...], ...]  # of the tensor where the segment is all of it, else (segment.numel,)
     dtype: torch.dtype
+    salt: int = 0  # tells apart what is drawn for tensors of the same names
 
     def __post_init__(self) -> None:
         numels = [int(torch.Size(shape).numel()) for shape in self.shapes]
@@ -151,7 +152,7 @@ class FlatSpec:
         if not segments:
             last = self.segments[-1]
             segments, shapes = [Segment(last.name, last.stop, last.stop)], [(0,)]
-        return FlatSpec(tuple(segments), tuple(shapes), self.dtype)
+        return replace(self, segments=tuple(segments), shapes=tuple(shapes))
 
     def with_dtype(self, dtype: torch.dtype) -> FlatSpec:
         """The same elements in another type."""

@@ -151,7 +151,8 @@ class Engine:
             self._running = None
         for lane in self.lanes:
             lane.accept(running.results[lane.bucket.id])
-        self._steps_good = not (self.lanes.have_state and any(lane.gradients.troubled for lane in self.lanes))
+        troubled = (lane.gradients.troubled or lane.broken for lane in self.lanes)
+        self._steps_good = not (self.lanes.have_state and any(troubled))
         if not self._steps_good:
             for lane in self.lanes:
                 lane.spoil()
@@ -274,7 +275,7 @@ class Engine:
     # Below here: how.
 
     def _synchronize(self, bucket_id: str) -> Any:
-        return self.lanes[bucket_id].synchronize(check_finite=self.lanes.have_state, marks=self._marks)
+        return self.lanes[bucket_id].synchronize(check_finite=self.lanes.have_state, marks=self._marks, step=self.step)
 
     def _where(self, bucket_id: str, stage: str) -> str:
         return f"{self.lanes[bucket_id].bucket.title}, stage {stage!r}, step {self.step}"

@@ -39,6 +39,11 @@ class FlatGradients:
                 )
             offset += segment.numel
 
+    @property
+    def values(self) -> Tensor:
+        """The elements of the parameters, without flags."""
+        return self.flat[: self.bucket.numel]
+
     def home(self, name: str) -> Tensor | None:
         """The view in which the parameter's gradient may live; None if the plan cut the parameter."""
         return self._homes.get(name)

@@ -11,9 +11,9 @@ from torch import Tensor
 from .bucket import Bucket, Layout, StepMarks
 from .comm import Group, Ledger, RecordingGroup
 from .density import DensityProfile, ParameterProfile, joined
-from .gradients import FlatGradients, Gradients, gradients_of, marks_of_ranks
+from .gradients import FlatGradients, Gradients, all_finite, gradients_of, marks_of_ranks
 from .schemes import Scheme, State
-from .state import StateSlice, has_place, slices, with_slices
+from .state import StateSlice, at_step, has_place, slices, with_slices, without
 from .steps import Pattern, Step, Transfer, transfers
 from .timeline import Task, covered_s
 
@@ -85,10 +85,11 @@ class Lane:
         self.waiting.discard(name)
         return not self.waiting
 
-    async def synchronize(self, *, check_finite: bool, marks: StepMarks) -> Any:
+    async def synchronize(self, *, check_finite: bool, marks: StepMarks, step: int) -> Any:
         """The bucket's turns in a step; the next state is kept beside the present one."""
         x = self.gradients.take(check_finite=check_finite, marks=marks)
-        result, self.next_state = await self.scheme.synchronize(x, self.state, self.group, 1.0 / self.group.size)
+        state = at_step(self.state, step)
+        result, self.next_state = await self.scheme.synchronize(x, state, self.group, 1.0 / self.group.size)
         if self.flags_apart:
             await self.group.all_reduce(self.gradients.flags)
         return result
@@ -97,6 +98,9 @@ class Lane:
         """The step's synchronised gradients."""
         self.gradients.accept(result)
         self.steps += 1
+        if self.next_state:
+            unused = {name for name in self.bucket.names if not self.gradients.used(name)}
+            self.next_state = without(self.next_state, self.state, unused) if unused else self.next_state
 
     def spoil(self) -> None:
         """After a step in which some rank saw NaN or infinity: the state stays, so the result must not be used.
@@ -105,6 +109,13 @@ class Lane:
         """
         if self.state and not self.scheme.exact and isinstance(self.gradients, FlatGradients):
             self.gradients.spoil()
+
+    @property
+    def broken(self) -> bool:
+        """Whether what compressors made of finite gradients is not finite: the same bits, so the same on all ranks."""
+        if not self.state or self.scheme.exact or not isinstance(self.gradients, FlatGradients):
+            return False
+        return not all_finite(self.gradients.values)
 
     def commit(self, *, keep: bool) -> None:
         """The next state becomes the state, if the step is to be kept."""
@@ -233,7 +244,7 @@ class Lanes:
         """
         saved = list(state)
         for part in saved:
-            if not any(has_place(lane.state, part) for lane in self.of(part.name)):
+            if not has_place([lane.state for lane in self.of(part.name)], part):
                 raise ValueError(
                     f"the new plan has no place for the state {part.key!r}: plans that follow each other, or are tried "
                     "in turns, must have schemes with the same state for the same parameters"

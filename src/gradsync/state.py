@@ -7,18 +7,17 @@ slashes for a tensor that goes with the segment as a whole, which another plan t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .bucket import Bucket, Segment, TensorSpec
+from .compressors import SENT, SUMS
 from .compressors import State as CompressorState
 
 Kept = Tensor | tuple[CompressorState, ...]  # at one compress point, see `schemes.State`
-STEP = "step"  # the name under which a compressor's count of steps is kept
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,10 @@ class StateSlice:
         """Whether it is of elements of this segment (of an empty parameter, of that)."""
         low, high = max(self.start, segment.start), min(self.stop, segment.stop)
         return self.name == segment.name and (low < high or self.start == self.stop == segment.start == segment.stop)
+
+    def overlap(self, segment: Segment) -> int:
+        """How many of its elements the segment has."""
+        return max(min(self.stop, segment.stop) - max(self.start, segment.start), 0) if self.overlaps(segment) else 0
 
     def copy_to(self, segment: Segment, target: Tensor) -> None:
         """Lays those of its elements that the segment has into `target`, (segment.numel,)."""
@@ -93,27 +96,108 @@ def slices(bucket: Bucket, state: Mapping[str, Kept]) -> Iterator[StateSlice]:
             segments = part.spec.segments
             for name, values in part.elements.items():
                 yield from _by_segment(f"{point}.{name}", segments, values)
-            for name, tensors in [*part.tensors.items(), (STEP, [torch.tensor(part.step)] * len(segments))]:
+            for name, tensors in part.tensors.items():
                 for segment, tensor in zip(segments, tensors, strict=True):
                     where = segment.name, segment.start, segment.stop
                     yield StateSlice(*where, f"{point}.{name}", tensor.clone(), whole=True)
 
 
+def at_step(state: Mapping[str, Kept], step: int) -> dict[str, Kept]:
+    """The state for a step of this number, the same on all ranks: what compressors draw, and when, depends on it."""
+    return {
+        point: kept if isinstance(kept, Tensor) else tuple(replace(part, step=step) for part in kept)
+        for point, kept in state.items()
+    }
+
+
+def without(state: Mapping[str, Kept], before: Mapping[str, Kept], names: Collection[str]) -> dict[str, Kept]:
+    """The next state, but for these parameters what was kept before: their result was given to nobody."""
+    return {point: _without(kept, before[point], names) for point, kept in state.items()}
+
+
 def with_slices(bucket: Bucket, state: Mapping[str, Kept], saved: Sequence[StateSlice]) -> dict[str, Kept]:
     """A fresh state of a bucket with those elements of the slices that it holds; other plans cut elsewhere.
 
-    Writes into the tensors of `state`. What goes with a segment as a whole is taken where it has the same shape.
+    Writes into the tensors of `state`. What goes with a segment as a whole is taken where it has the same shape. What
+    was left of sums that this rank no longer owns is still to be sent: it goes to what is left of its own gradient.
     """
-    return {point: _with_slices(bucket, point, kept, saved) for point, kept in state.items()}
+    taken = {point: _with_slices(bucket, point, kept, saved) for point, kept in state.items()}
+    for part in saved:
+        point, _, name = part.point.partition(".")
+        sent = taken.get(SENT)
+        if part.whole or point != SUMS or not name or not isinstance(sent, tuple):
+            continue
+        rest = part.values.clone()
+        for segment in _segments_of(taken.get(SUMS, ()), name):
+            low, high = max(part.start, segment.start), min(part.stop, segment.stop)
+            if part.name == segment.name and low < high:
+                rest[low - part.start : high - part.start] = 0
+        _add(replace(part, values=rest, point=name), sent)
+    return taken
 
 
-def has_place(state: Mapping[str, Kept], part: StateSlice) -> bool:
-    """Whether such a state keeps what this slice has, at the same point. What is whole may begin anew."""
-    points: set[str] = set()
-    for point, kept in state.items():
-        names = [""] if isinstance(kept, Tensor) else [f".{name}" for each in kept for name in each.elements]
-        points.update(point + name for name in names)
-    return part.whole or part.point in points
+def has_place(states: Iterable[Mapping[str, Kept]], part: StateSlice) -> bool:
+    """Whether such states keep all elements of this slice at the same point, see `with_slices`. What is whole may begin
+    anew.
+    """
+    point, _, name = part.point.partition(".")
+    points = {point, SENT} if point == SUMS else {point}
+    found = 0
+    for state in states:
+        kept = {at: state[at] for at in points if at in state}
+        if isinstance(state.get(part.point), Tensor):
+            return True
+        covered = max(
+            (sum(map(part.overlap, _segments_of(each, name))) for each in kept.values() if isinstance(each, tuple)),
+            default=0,
+        )
+        found += covered
+    return part.whole or found >= part.stop - part.start
+
+
+def _segments_of(kept: Kept, name: str) -> list[Segment]:
+    """Those of which compressors keep elements under this name."""
+    if isinstance(kept, Tensor):
+        return []
+    return [segment for part in kept if name in part.elements for segment in part.spec.segments]
+
+
+def _add(part: StateSlice, kept: tuple[CompressorState, ...]) -> None:
+    """Adds the values of a slice to those of the same name."""
+    for state in kept:
+        if part.point not in state.elements:
+            continue
+        offset = 0
+        for segment in state.spec.segments:
+            if part.overlap(segment):
+                low, high = max(part.start, segment.start), min(part.stop, segment.stop)
+                target = state.elements[part.point][offset : offset + segment.numel]
+                target[low - segment.start : high - segment.start] += part.values[low - part.start : high - part.start]
+            offset += segment.numel
+
+
+def _without(kept: Kept, before: Kept, names: Collection[str]) -> Kept:
+    if isinstance(kept, Tensor) or isinstance(before, Tensor):
+        return kept
+    return tuple(_part_without(*parts, names) for parts in zip(kept, before, strict=True))
+
+
+def _part_without(state: CompressorState, before: CompressorState, names: Collection[str]) -> CompressorState:
+    offset = 0
+    elements = {name: values.clone() for name, values in state.elements.items()}
+    for segment in state.spec.segments:
+        if segment.name in names:
+            for name, values in elements.items():
+                values[offset : offset + segment.numel] = before.elements[name][offset : offset + segment.numel]
+        offset += segment.numel
+    tensors = {
+        name: tuple(
+            old if segment.name in names else new
+            for segment, new, old in zip(state.spec.segments, kept, before.tensors[name], strict=True)
+        )
+        for name, kept in state.tensors.items()
+    }
+    return replace(state, elements=elements, tensors=tensors)
 
 
 def _by_segment(point: str, segments: Iterable[Segment], flat: Tensor) -> Iterator[StateSlice]:
@@ -148,8 +232,7 @@ def _restored(point: str, state: CompressorState, saved: Sequence[StateSlice]) -
         name: tuple(_whole(f"{point}.{name}", *each, saved) for each in zip(segments, parts, strict=True))
         for name, parts in state.tensors.items()
     }
-    steps = [_whole(f"{point}.{STEP}", segment, torch.tensor(state.step), saved) for segment in segments]
-    return replace(state, tensors=tensors, step=max((int(step) for step in steps), default=state.step))
+    return replace(state, tensors=tensors)
 
 
 def _whole(point: str, segment: Segment, fresh: Tensor, saved: Sequence[StateSlice]) -> Tensor:

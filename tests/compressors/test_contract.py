@@ -120,9 +120,13 @@ def test_residual_plus_sent_equals_what_came_in(member: Member, dtype: torch.dty
     compressor = member.compressor
     if member.adds_momentum:
         pytest.skip("what is sent and left has momentum in it: see test_momentum.py")
+    spec = spec_of(dtype)
+    if refused := no_feedback(compressor, spec):
+        with pytest.raises(ValueError, match=refused):
+            ErrorFeedback(compressor).init(spec)
+        return
     if not isinstance(compressor, ErrorFeedback):
         compressor = ErrorFeedback(compressor)
-    spec = spec_of(dtype)
     state = compressor.init(spec)
     for step in range(4):
         x = gradient(spec.numel, dtype, seed=step)
@@ -134,6 +138,30 @@ def test_residual_plus_sent_equals_what_came_in(member: Member, dtype: torch.dty
         assert left.dtype == came_in.dtype
         rounding = torch.finfo(came_in.dtype).eps * came_in.abs().max() * 2
         assert (sent + left - came_in).abs().max() <= rounding + member.tolerance * came_in.abs().max()
+
+
+def no_feedback(compressor: Compressor, spec: FlatSpec) -> str:
+    """Why error feedback refuses it, if it does."""
+    law = compressor.law(spec)
+    if not compressor.feeds_back:
+        return "CountSketch|count_sketch"
+    return "may diverge" if isinstance(law, Unbiased) and law.omega >= 1 else ""
+
+
+@members
+def test_residuals_stay_bounded(member: Member) -> None:
+    """Those of laws that promise it, and of signs by their mean magnitude."""
+    spec = spec_of(torch.float32, [600])
+    law = member.compressor.law(spec)
+    if isinstance(law, Biased) or member.adds_momentum or no_feedback(member.compressor, spec):
+        pytest.skip("nothing is promised, or error feedback refused")
+    feedback = isinstance(member.compressor, ErrorFeedback)
+    compressor = member.compressor if feedback else ErrorFeedback(member.compressor)
+    state, norms = compressor.init(spec), []
+    for step in range(120):
+        _, state = compressed(compressor, gradient(600, torch.float32, step), state)
+        norms.append(float(state.elements["residual"].norm()))
+    assert max(norms[60:]) <= 3 * max(norms[:60]) + 1e-3
 
 
 @members

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -72,14 +73,13 @@ def residuals_follow_parameters_into_other_cuts() -> None:
     train(model, 3, seed=0)
     saved = handle.state_dict()
     before = saved["state"]["weight[0:18]/sent.residual"].clone()
-    assert int(saved["state"]["bias[0:3]//sent.step"]) == 3
+    assert saved["step"] == 3
     handle.detach()
     cut = plan_for(model, GATHERED, [("weight", 11, 18), ("bias", 0, 3)], [("weight", 0, 11)])
     handle = gradsync.attach(model, plan=cut, timeout=10)
     handle.load_state_dict(saved)
     state = handle.state_dict()["state"]
     assert torch.equal(torch.cat([state["weight[0:11]/sent.residual"], state["weight[11:18]/sent.residual"]]), before)
-    assert int(state["weight[0:11]//sent.step"]) == 3
     handle.detach()
 
 
@@ -149,6 +149,67 @@ def a_jump_of_the_learning_rate_loses_nothing() -> None:
     left = averaged(handle.state_dict()["state"]["weight[0:18]/sent.residual"])
     torch.testing.assert_close(given + left, brought, rtol=1e-5, atol=1e-5)
     handle.detach()
+
+
+def left_in_all(handle: gradsync.Attachment) -> Tensor:
+    """What is still to be sent of the weight, on all ranks together, at both ends."""
+    total = torch.zeros(18)
+    for key, values in handle.state_dict()["state"].items():
+        form = re.fullmatch(r"weight\[(\d+):(\d+)\]/(sent|sums).residual", key)
+        if form is not None:
+            total[int(form[1]) : int(form[2])] += values
+    return averaged(total) * dist.get_world_size()
+
+
+def owners_hand_over_what_they_no_longer_own() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+    handle = gradsync.attach(model, plan=plan_for(model, TWO_WAY), timeout=10)
+    train(model, 3, seed=0)
+    saved, before = handle.state_dict(), left_in_all(handle)
+    assert before.any()
+    handle.detach()
+    cut = plan_for(model, TWO_WAY, [("bias", 0, 3), ("weight", 0, 4)], [("weight", 4, 18)])
+    handle = gradsync.attach(model, plan=cut, timeout=10)
+    handle.load_state_dict(saved)
+    torch.testing.assert_close(left_in_all(handle), before)
+    train(model, 2, seed=1)
+    handle.detach()
+
+
+def what_nobody_used_is_not_sent() -> None:
+    """Its gradient is None: what its residual would have sent would be lost."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"often": nn.Linear(6, 3, bias=False), "seldom": nn.Linear(6, 3, bias=False)})
+    handle = gradsync.attach(model, plan=plan_for(model, TWO_WAY), timeout=10)
+    brought, given = torch.zeros(18), torch.zeros(18)
+    for step in range(6):
+        model.zero_grad()
+        x = torch.randn(4, 6)
+        loss = model["often"](x).sum()
+        if step % 2 == 0:
+            loss = loss + model["seldom"](x).sum()
+            brought += averaged(x.sum(0).repeat(3))
+        loss.backward()
+        gradient = model["seldom"].weight.grad
+        assert (gradient is None) == (step % 2 == 1)
+        given += 0 if gradient is None else gradient.flatten()
+    left = sum(
+        torch.cat([torch.zeros(s), v, torch.zeros(18 - e)])
+        for key, v in handle.state_dict()["state"].items()
+        if key.startswith("seldom") and "residual" in key
+        for s, e in [tuple(map(int, re.findall(r"\[(\d+):(\d+)\]", key)[0]))]
+    )
+    torch.testing.assert_close(given + averaged(left), brought, rtol=1e-5, atol=1e-5)
+    handle.detach()
+
+
+def test_owners_hand_over_what_they_no_longer_own(world: World) -> None:
+    world(2).run(owners_hand_over_what_they_no_longer_own)
+
+
+def test_what_nobody_used_is_not_sent(world: World) -> None:
+    world(2).run(what_nobody_used_is_not_sent)
 
 
 def test_a_resumed_run_is_the_same_bit_by_bit(world: World) -> None:

@@ -80,7 +80,7 @@ FAMILIES: dict[str, Family] = {
     "randomk": Family(RandomK, feedback=True, numbers=(0.01,)),
     "randomk_own": Family(partial(RandomK, shared=False), feedback=True, numbers=(0.01,)),
     "sketchml": Family(SketchML, feedback=True, numbers=(0.01,)),
-    "countsketch": Family(lambda ratio: CountSketch(ratio, ratio / 5), feedback=True, numbers=(0.05,)),
+    "countsketch": Family(lambda ratio: CountSketch(ratio, ratio / 5), feedback=False, numbers=(0.05,)),
     "dct": Family(DCTTopK, feedback=True),
     "thc": Family(THC, feedback=True, asks=("summands",)),
     "dgc": Family(dgc, feedback=None, numbers=(0.01,), matrices_only=True, asks=("momentum",)),
@@ -98,7 +98,7 @@ class Named:
     @property
     def with_feedback(self) -> Compressor[Any] | None:
         """None where it remembers by itself what it left out."""
-        return None if self.family.feedback is None else ErrorFeedback(self.bare)
+        return ErrorFeedback(self.bare) if self.family.feedback else None
 
 
 def usual_names() -> tuple[str, ...]:

@@ -1,6 +1,8 @@
 """Compressors: a tensor of one rank -> a payload -> a tensor that is near the first one. They know nothing of ranks."""
 
 from ..expressions import register as register
+from .base import SENT as SENT
+from .base import SUMS as SUMS
 from .base import Compressor as Compressor
 from .base import Message as Message
 from .base import Payload as Payload

@@ -19,6 +19,7 @@ from ..sparse import SparseVector
 from .law import Law
 
 ALIGNMENT_BYTES = 8  # where the fields of a message begin
+SENT, SUMS = "sent", "sums"  # where schemes compress: what a rank sends, and an owner's sums; both in units of a sum
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class State:
         They depend on the names of the tensors, not on which other ones lie beside them.
         """
         own = -1 if shared else self.stream
-        seeds = [_mixed(_key(segment.name), seed, own, self.step) for segment in self.spec.segments]
+        drawn = seed, own, self.step, self.spec.salt
+        seeds = [_mixed(_key(segment.name), *drawn) for segment in self.spec.segments]
         starts = tuple(segment.start for segment in self.spec.segments)
         return kernels.Sections(self.spec.lengths, starts, tuple(seeds))
 
@@ -154,6 +156,17 @@ class Compressor(Nameable, ABC, Generic[P]):
         check_floating(spec)
         return State(spec, stream)
 
+    @property
+    def of_sums(self) -> Compressor[Any]:
+        """What an owner compresses the sums of payloads by, where nothing else is said: it does not do twice what a
+        rank does to its own gradient."""
+        return self
+
+    @property
+    def feeds_back(self) -> bool:
+        """Whether error feedback makes good what it leaves out: what its payloads add up to is what each decodes to."""
+        return True
+
     def observe(self, x: Tensor, state: State) -> Tensor | None:
         """What the ranks agree on before they compress, if `agrees`: their largest, one by one, becomes `agreed`.
 
@@ -172,7 +185,7 @@ class Compressor(Nameable, ABC, Generic[P]):
     def compress_with_feedback(self, x: Tensor, residual: Tensor, state: State) -> tuple[P, Tensor, State]:
         """The payload of x + residual, what it leaves of that (new, in the residual's type), and the next state."""
         corrected = residual + x
-        payload, next_state = self.compress(corrected.to(x.dtype), state)
+        payload, next_state = self.compress(narrowed(corrected, x.dtype), state)
         return payload, self.remainder(corrected, payload), next_state
 
     @abstractmethod
@@ -228,6 +241,18 @@ class Sparsifier(Compressor[SparseMessage]):
 
     def remainder(self, x: Tensor, payload: SparseMessage) -> Tensor:
         return self.elements(payload).subtract_from(x)
+
+
+def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """In a type as narrow or narrower: what is finite stays finite, so that a residual takes up the rest."""
+    if x.dtype is dtype:
+        return x
+    out = x.new_empty(x.numel(), dtype=dtype)
+    if dtype.itemsize == 2:
+        kernels.narrow(x, out)
+    else:
+        out.copy_(x)
+    return out
 
 
 def check_floating(spec: FlatSpec) -> None:

@@ -12,8 +12,8 @@ from torch import Tensor
 from ..bucket import FlatSpec
 from ..expressions import register
 from ..kernels import accumulation_dtype
-from .base import Compressor, Payload, State, check_tensor
-from .law import Law
+from .base import Compressor, Payload, State, check_tensor, narrowed
+from .law import Law, Unbiased
 
 P = TypeVar("P", bound=Payload)
 RESIDUAL = "residual"  # its key in the state
@@ -32,6 +32,10 @@ class Feedback(Compressor[P]):
         if isinstance(self.compressor, Feedback):
             inner = type(self.compressor).__name__
             raise ValueError(f"{name} of {inner}: the inner one leaves nothing to feed back; use one")
+        if not self.compressor.feeds_back:
+            raise ValueError(
+                f"{name} of {self.compressor.title}: what sums of it decode to is not what each leaves out"
+            )
         object.__setattr__(self, "payload", self.compressor.payload)
 
     @property
@@ -60,6 +64,16 @@ class Feedback(Compressor[P]):
         return self.compressor.law(spec)
 
     def init(self, spec: FlatSpec, stream: int = 0) -> State:
+        """
+        Raises:
+            ValueError: for a compressor whose error on such tensors may be larger than they are: residuals would grow.
+        """
+        law = self.law(spec)
+        if isinstance(law, Unbiased) and law.omega >= 1:
+            raise ValueError(
+                f"{type(self).__name__} of {self.compressor.title} may diverge, as its error is up to {law.omega:.3g} "
+                "times what it compresses; it is unbiased, use it as it is"
+            )
         inner = self.compressor.init(spec, stream)
         residual = torch.zeros(spec.numel, dtype=accumulation_dtype(spec.dtype))
         return replace(inner, elements={**inner.elements, RESIDUAL: residual})
@@ -92,7 +106,7 @@ class ErrorFeedback(Feedback[P]):
     """
 
     def observe(self, x: Tensor, state: State) -> Tensor | None:
-        return self.compressor.observe((state.elements[RESIDUAL].to(x.device) + x).to(x.dtype), state)
+        return self.compressor.observe(narrowed(state.elements[RESIDUAL].to(x.device) + x, x.dtype), state)
 
     @torch.no_grad()
     def compress(self, x: Tensor, state: State) -> tuple[P, State]:

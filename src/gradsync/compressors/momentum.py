@@ -12,8 +12,8 @@ from torch import Tensor
 from ..bucket import FlatSpec
 from ..expressions import register
 from ..kernels import accumulation_dtype
-from .base import Payload, SparseMessage, Sparsifier, State, check_tensor
-from .feedback import RESIDUAL, Feedback
+from .base import Compressor, Payload, SparseMessage, Sparsifier, State, check_tensor, narrowed
+from .feedback import RESIDUAL, ErrorFeedback, Feedback
 from .sparsify import TopK
 from .warmup import Warmup
 
@@ -60,13 +60,20 @@ class MomentumCorrection(Feedback[P]):
     def title(self) -> str:
         return f"{self.compressor.title} with momentum"
 
+    @property
+    def of_sums(self) -> Compressor[P]:
+        """Sums have their momentum already."""
+        return ErrorFeedback(self.compressor)
+
     def init(self, spec: FlatSpec, stream: int = 0) -> State:
         before = super().init(spec, stream)
+        if MOMENTUM in before.elements:
+            raise ValueError(f"MomentumCorrection of {self.compressor.title}, which has a momentum of its own: use one")
         return replace(before, elements={**before.elements, MOMENTUM: torch.zeros_like(before.elements[RESIDUAL])})
 
     def observe(self, x: Tensor, state: State) -> Tensor | None:
         x, residual, _ = self._advanced(x, state)
-        return self.compressor.observe((residual + x).to(x.dtype), state)
+        return self.compressor.observe(narrowed(residual + x, x.dtype), state)
 
     @torch.no_grad()
     def compress(self, x: Tensor, state: State) -> tuple[P, State]:

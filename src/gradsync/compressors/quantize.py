@@ -243,7 +243,7 @@ class QSGD(MessageQuantizer):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.levels <= LEVELS[8]:
+        if type(self.levels) is not int or not 1 <= self.levels <= LEVELS[8]:
             raise ValueError(f"QSGD.levels must be in [1, {LEVELS[8]}], got {self.levels}")
         if self.norm not in ("l2", "max"):
             raise ValueError(f"QSGD.norm must be l2 or max, got {self.norm!r}")

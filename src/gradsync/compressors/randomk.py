@@ -12,7 +12,18 @@ from .. import kernels
 from ..bucket import FlatSpec
 from ..expressions import register
 from ..sparse import SparseVector, index_dtype
-from .base import Payload, SparseMessage, Sparsifier, State, Summand, check_payload, check_tensor, fields, fields_nbytes
+from .base import (
+    Payload,
+    SparseMessage,
+    Sparsifier,
+    State,
+    Summand,
+    check_payload,
+    check_tensor,
+    fields,
+    fields_nbytes,
+    narrowed,
+)
 from .law import Contraction, Law, Unbiased
 
 
@@ -41,7 +52,7 @@ class RandomK(Sparsifier):
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:
             raise ValueError(f"RandomK.ratio must be in (0, 1], got {self.ratio}")
-        if self.block < 1:
+        if type(self.block) is not int or self.block < 1:
             raise ValueError(f"RandomK.block must be at least 1, got {self.block}")
         object.__setattr__(self, "payload", Summand if self.shared else SparseMessage)
 
@@ -71,7 +82,7 @@ class RandomK(Sparsifier):
     def compress_with_feedback(self, x: Tensor, residual: Tensor, state: State) -> tuple[Any, Tensor, State]:
         check_tensor(x, state)
         left, indices = residual + x, self._drawn(state, x.device)
-        values = left[indices.long()].to(x.dtype)
+        values = narrowed(left[indices.long()], x.dtype)
         sent = SparseVector(indices, self._decoded(values, state.spec), x.numel())
         return self._payload(values, state), sent.subtract_from(left), state.next()
 
@@ -117,6 +128,8 @@ class RandomK(Sparsifier):
         if not self.scaled:
             return values
         kept = torch.tensor([self.kept(n) for n in spec.lengths], device=values.device)
-        factors = torch.tensor([n / max(1, self.kept(n)) for n in spec.lengths], device=values.device)
+        factors = torch.tensor(
+            [n / max(1, self.kept(n)) for n in spec.lengths], dtype=torch.float64, device=values.device
+        )
         wide = values.to(kernels.accumulation_dtype(values.dtype))
         return (wide * factors.to(wide.dtype).repeat_interleave(kept)).to(values.dtype)

@@ -183,6 +183,11 @@ class Signum(Sign):
         if not 0 <= self.momentum < 1:
             raise ValueError(f"Signum.momentum must be in [0, 1), got {self.momentum}")
 
+    @property
+    def of_sums(self) -> Sign:
+        """Sums are of momenta already."""
+        return Sign()
+
     def init(self, spec: FlatSpec, stream: int = 0) -> State:
         zeros = torch.zeros(spec.numel, dtype=accumulation_dtype(spec.dtype))
         return replace(super().init(spec, stream), elements={MOMENTUM: zeros})

@@ -137,7 +137,8 @@ class CountSketch(Compressor[Summand]):
     with its signs, and the `keep` largest estimates of a tensor are what comes back, the others zero.
     Counters are linear, what they decode to is not: the sum of the counters of all ranks decodes to what is large in
     the sum of the tensors, not to the sum of what each would decode to. The error is small only with a probability
-    that grows with `rows`, and relative to the norm of what is not large: wrap it in ErrorFeedback.
+    that grows with `rows`, and relative to the norm of what is not large. Error feedback as of one rank is not for it:
+    what comes back is of the sum (FetchSGD keeps its residual in counters, which is not here).
     NaN and infinity reach the elements that share a counter with them in most rows.
     Wire: float32 counters (float64 for float64), together `ratio` of the elements, at least one a row.
     """
@@ -155,6 +156,10 @@ class CountSketch(Compressor[Summand]):
                 raise ValueError(f"CountSketch.{name} must be in (0, 1], got {share}")
         if self.rows < 1 or self.rows % 2 == 0:
             raise ValueError(f"CountSketch.rows must be odd and positive, got {self.rows}")
+
+    @property
+    def feeds_back(self) -> bool:
+        return False
 
     def columns(self, numel: int) -> int:
         """Counters of a row."""

@@ -35,6 +35,8 @@ class Warmup(Compressor[P]):
     def __post_init__(self) -> None:
         object.__setattr__(self, "starts", tuple(self.starts))  # a list, if a plan was read from a file
         starts = list(self.starts)
+        if others := [part for part in self.compressors if not isinstance(part, Compressor)]:
+            raise ValueError(f"Warmup.compressors must be compressors, got {others[0]!r}")
         if len(starts) != len(self.compressors) or starts[:1] != [0] or starts != sorted(set(starts)):
             raise ValueError(
                 f"Warmup.starts must be one step for each of {len(self.compressors)} compressors, ascending from 0, "
@@ -78,7 +80,8 @@ class Warmup(Compressor[P]):
     def law(self, spec: FlatSpec) -> Law:
         laws = [compressor.law(spec) for compressor in self.compressors]
         deltas = [law.delta for law in laws if isinstance(law, Contraction)]
-        return Contraction(min(deltas)) if len(deltas) == len(laws) else laws[-1]
+        drawn = any(isinstance(law, Contraction) and law.in_expectation for law in laws)
+        return Contraction(min(deltas), drawn) if len(deltas) == len(laws) else laws[-1]
 
     def init(self, spec: FlatSpec, stream: int = 0) -> State:
         states = [compressor.init(spec, stream) for compressor in self.compressors]

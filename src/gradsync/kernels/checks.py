@@ -23,6 +23,9 @@ PADDING_BYTES = 8  # less than so many may follow packed positions
 WORD_BITS = 64  # of a bitmap
 
 
+_MOST_ELEMENTS = 1 << 62  # of a tensor: places and sums of lengths fit 64 bits
+
+
 @dataclass(frozen=True)
 class Sections:
     """Tensors, or slices of tensors, end to end in a flat one.
@@ -41,6 +44,10 @@ class Sections:
                 raise ValueError(f"Sections.{name} must be one for each of {len(self.lengths)}, got {len(given)}")
         if any(number < 0 for number in (*self.lengths, *self.starts)):
             raise ValueError(f"Sections must not have negative lengths or starts, got {self.lengths}, {self.starts}")
+        if sum(self.lengths) + max(self.starts, default=0) >= _MOST_ELEMENTS:
+            raise ValueError(f"Sections must end before element 2^62, got {self.lengths}, {self.starts}")
+        if any(not 0 <= seed < 1 << 64 for seed in self.seeds):
+            raise ValueError(f"Sections.seeds must be of 64 bits, got {self.seeds}")
 
 
 @dataclass(frozen=True)
@@ -277,8 +284,8 @@ def rows_buffers(out: RowsPart | None, count: int, first: Tensor) -> RowsPart:
 
 def check_block(block: int) -> None:
     """Refuses a negative number of elements."""
-    if block < 0:
-        raise ValueError(f"block must not be negative, got {block} (0: a section is one block)")
+    if not 0 <= block < _MOST_ELEMENTS:
+        raise ValueError(f"block must be in [0, 2^62), got {block} (0: a section is one block)")
 
 
 def section_blocks(sections: Sections, block: int) -> int:

@@ -30,7 +30,7 @@ class Grid:
     def __post_init__(self) -> None:
         if self.bits not in MOST_LEVELS:
             raise ValueError(f"Grid.bits must be 8, 4 or 2, got {self.bits}")
-        if not 1 <= self.levels <= MOST_LEVELS[self.bits]:
+        if type(self.levels) is not int or not 1 <= self.levels <= MOST_LEVELS[self.bits]:
             raise ValueError(
                 f"Grid.levels must be in [1, {MOST_LEVELS[self.bits]}] for {self.bits} bits, got {self.levels}"
             )
@@ -141,5 +141,5 @@ def num_scales(sections: Sections, grid: AnyGrid) -> int:
 
 
 def _check_block(grid: AnyGrid) -> None:
-    if grid.block < 0:
-        raise ValueError(f"{type(grid).__name__}.block must not be negative, got {grid.block}")
+    if type(grid.block) is not int or not 0 <= grid.block < 1 << 62:
+        raise ValueError(f"{type(grid).__name__}.block must be in [0, 2^62), got {grid.block}")

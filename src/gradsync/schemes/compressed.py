@@ -20,7 +20,7 @@ from .. import kernels
 from ..bucket import Bucket, FlatSpec, Layout, Segment, TensorSpec
 from ..cluster import Placement
 from ..comm import Group
-from ..compressors import Compressor, Payload, SparseMessage, Summand
+from ..compressors import SENT, SUMS, Compressor, Payload, SparseMessage, Summand
 from ..compressors import State as CompressorState
 from ..density import DensityProfile
 from ..expressions import register
@@ -29,8 +29,6 @@ from ..steps import Compute, Pattern, Step, Transfer
 from .base import Scheme, State
 from .dense import even_ranges
 from .elements import BalancedElements
-
-SENT, SUMS = "sent", "sums"  # the compress points: what a rank sends, and an owner's sums
 
 
 class Compressed(Scheme[Tensor]):
@@ -105,7 +103,8 @@ class Compressed(Scheme[Tensor]):
 class CompressedAllReduce(Compressed):
     """The transport sums payloads, one decode makes the sum of them. For numbers whose sum means something.
 
-    Where a compressor needs what all ranks know (a common scale), they agree on it first.
+    Where a compressor needs what all ranks know (a common scale), they agree on it first. Numbers in float16 are
+    scaled before they are summed.
     Wire: 2(n-1)/n of a payload.
     """
 
@@ -128,9 +127,11 @@ class CompressedAllReduce(Compressed):
         own = await self.agreed(values, own, group)
         payload, next_state = self.compressor.compress(values, own)
         numbers = payload.data.numel()
+        small = payload.data.dtype is torch.float16  # whose range sums leave: there the scale comes first
+        sent = payload.data * scale if small else payload.data
         # All-reduce: the numbers, and whether those behind are zero.
-        summed = await group.all_reduce(torch.cat([payload.data, (behind != 0).to(payload.data.dtype)]))
-        self.compressor.sum_into(values, [replace(payload, data=summed[:numbers])], scale)
+        summed = await group.all_reduce(torch.cat([sent, (behind != 0).to(sent.dtype)]))
+        self.compressor.sum_into(values, [replace(payload, data=summed[:numbers])], 1.0 if small else scale)
         behind.copy_(summed[numbers:] != 0)
         return x, {SENT: (next_state,)}
 
@@ -199,9 +200,9 @@ class CompressedAllGather(Compressed):
 class CompressedTwoWay(Compressed):
     """Each rank sums an equal range of the bucket of payloads that all send it; its sums travel compressed as well.
 
-    `sums` compresses them, by default as `compressor` does: with error feedback at both ends there are two residuals,
-    that of the sums at their owner, in units of the sum before it is scaled. A tensor that lies in several ranges is
-    compressed in as many parts.
+    `sums` compresses them, by default as `compressor` does, with draws of its own; momentum is not added twice. With
+    error feedback at both ends there are two residuals, that of the sums at their owner, in units of the sum before it
+    is scaled. A tensor that lies in several ranges is compressed in as many parts.
     Wire: 2(n-1)/n of a payload.
     """
 
@@ -218,14 +219,14 @@ class CompressedTwoWay(Compressed):
 
     @property
     def _sums(self) -> Compressor[Any]:
-        return self.sums if self.sums is not None else self.compressor
+        return self.sums if self.sums is not None else self.compressor.of_sums
 
     def stages(self, size: int) -> tuple[str, ...]:
         return ("push", "pull")
 
     def init(self, bucket: Bucket, group: Group) -> State:
         ranges = _ranges(bucket.flat_spec, group.size)
-        sums = ranges[group.rank].with_dtype(kernels.accumulation_dtype(bucket.dtype))
+        sums = _sums_of(ranges[group.rank], kernels.accumulation_dtype(bucket.dtype))
         return {
             SENT: tuple(self.compressor.init(each, group.rank) for each in ranges),
             SUMS: (self._sums.init(sums, group.rank),),
@@ -248,7 +249,7 @@ class CompressedTwoWay(Compressed):
         behind.copy_(any_flags(messages, template, len(behind)))
         # Pull: from each owner its sums.
         payload, next_sums = self._sums.compress(total, sums_state)
-        specs = [part.spec.with_dtype(total.dtype) for part in parts]
+        specs = [_sums_of(part.spec, total.dtype) for part in parts]
         sizes = [message_nbytes(self._sums.nbytes(spec, payload.step)) for spec in specs]
         summed = await group.all_gather(message_of(payload), sizes)
         for room, spec, message in zip(ranges, specs, summed, strict=True):
@@ -266,7 +267,7 @@ class CompressedTwoWay(Compressed):
         n, ranges = placement.size, _ranges(spec, placement.size)
         pushed = [float(message_nbytes(self.compressor.nbytes(each, round), behind)) for each in ranges]
         wide = kernels.accumulation_dtype(spec.dtype)
-        pulled = [float(message_nbytes(self._sums.nbytes(each.with_dtype(wide), round))) for each in ranges]
+        pulled = [float(message_nbytes(self._sums.nbytes(_sums_of(each, wide), round))) for each in ranges]
         return (
             self.compute("compress", spec, 1, round),
             Transfer("push", Pattern.ALL_TO_ALL, tuple(pushed)),
@@ -363,6 +364,11 @@ def _ranges(spec: FlatSpec, size: int) -> list[FlatSpec]:
     for length in even_ranges(spec.numel, size):
         ends.append(ends[-1] + length)
     return [spec.cut(start, stop) for start, stop in zip(ends, ends[1:], strict=False)]
+
+
+def _sums_of(spec: FlatSpec, dtype: torch.dtype) -> FlatSpec:
+    """Of an owner's sums of such elements: what is drawn for them is not what was drawn for the elements."""
+    return replace(spec.with_dtype(dtype), salt=spec.salt + 1)
 
 
 def message_nbytes(payload_nbytes: int, behind: int = 0) -> int:

@@ -21,12 +21,13 @@ from .. import kernels
 from ..bucket import Bucket, FlatSpec, Layout, TensorSpec
 from ..cluster import Placement
 from ..comm import Group
+from ..compressors import SENT
 from ..compressors import State as CompressorState
 from ..density import DensityProfile
 from ..expressions import register
 from ..steps import Compute, Pattern, Step, Transfer
 from .base import Scheme, State
-from .compressed import SENT, parted
+from .compressed import parted
 from .dense import even_ranges
 
 RESIDUAL, Q = "residual", "q"  # what is kept: for each element, and for each segment
@@ -316,6 +317,7 @@ class Spare:
 
     memory: Tensor | None = None
     tensor: weakref.ref[Tensor] | None = None
+    lent: list[weakref.ref[Tensor]] = field(default_factory=list, compare=False)  # at most one, of the same memory
 
     @classmethod
     def of(cls, tensor: Tensor) -> Spare:
@@ -324,9 +326,14 @@ class Spare:
 
     def room_like(self, tensor: Tensor) -> Tensor:
         """For any values."""
-        if self.memory is None or self.tensor is None or self.tensor() is not None or self.memory.shape != tensor.shape:
+        held = [self.tensor, *self.lent]
+        if self.memory is None or any(ref is None or ref() is not None for ref in held):
             return torch.empty_like(tensor)
-        return self.memory.detach()
+        if self.memory.shape != tensor.shape:
+            return torch.empty_like(tensor)
+        room = self.memory.detach()
+        self.lent[:] = [weakref.ref(room)]
+        return room
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,11 @@ class HalfPrecision(Scheme[Any]):
         return dtype.itemsize > DTYPES[self.values].itemsize
 
     def _narrow(self, specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
-        return tuple(replace(s, dtype=DTYPES[self.values]) if self._rounds(s.dtype) else s for s in specs)
+        return tuple(self._narrow_one(spec) if self._rounds(spec.dtype) else spec for spec in specs)
+
+    def _narrow_one(self, spec: TensorSpec) -> TensorSpec:
+        narrow = DTYPES[self.values]
+        return replace(spec, dtype=narrow, flat=None if spec.flat is None else spec.flat.with_dtype(narrow))
 
     def _rounded(self, table: SparseRows, scale: float) -> SparseRows:
         indices, values = kernels.sum_rows([(table.indices, table.values)], table.num_rows, scale=scale)

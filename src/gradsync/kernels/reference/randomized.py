@@ -67,6 +67,7 @@ def rotation_scale(bits: int) -> float:
     return math.ldexp(math.sqrt(0.5) if bits % 2 else 1.0, -(bits // 2))
 
 
+@torch.no_grad()
 def hadamard(x: Tensor, sections: Sections, out: Tensor, *, chunk: int, inverse: bool = False) -> None:
     """See `gradsync.kernels.hadamard`."""
     check_hadamard(x, sections, out, chunk, inverse)

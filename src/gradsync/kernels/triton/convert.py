@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradsync.kernels.reference.convert import check_narrow
 from gradsync.kernels.triton.boundary import BLOCK, bits_of, blocks, check_contiguous, common_device, launch
-from gradsync.kernels.triton.rows import KINDS, narrowed
+from gradsync.kernels.triton.rows import kind_of, narrowed
 
 
 @triton.jit
@@ -38,6 +38,6 @@ def narrow(x: Tensor, out: Tensor, *, scale: float = 1.0) -> None:
     device = common_device([x, out])
     check_contiguous("x", x)
     check_contiguous("out", out)
-    factor = torch.full((1,), scale, dtype=x.dtype, device=device)  # in the type of x: as torch multiplies
-    constants = {"MOST": torch.finfo(out.dtype).max, "KIND": KINDS[out.dtype], "BLOCK": BLOCK}
+    factor = torch.tensor([scale], dtype=x.dtype, device=device)  # in the type of x: as torch multiplies
+    constants = {"MOST": torch.finfo(out.dtype).max, "KIND": kind_of("out", out), "BLOCK": BLOCK}
     launch(_narrow, blocks(len(x)), device, x.detach(), bits_of(out), len(x), factor, **constants)

@@ -35,7 +35,7 @@ from gradsync.kernels.triton.boundary import (
     launch,
     on,
 )
-from gradsync.kernels.triton.rows import KINDS, narrowed, widened
+from gradsync.kernels.triton.rows import kind_of, narrowed, widened
 
 _CHUNK = 512  # squares that are summed by 16 lanes
 _COLUMNS = 10  # of the table of runs
@@ -390,7 +390,7 @@ def _device_of(**tensors: Tensor | None) -> torch.device:
 def _decoding(x: Tensor, grid: AnyGrid) -> dict[str, object]:
     """The constants that say what codes are."""
     return {
-        "KIND": KINDS[x.dtype],
+        "KIND": kind_of("x", x),
         "ROUNDING": grid.rounding,
         "TOP": int(grid.top),
         "BITS": grid.bits,
@@ -403,7 +403,7 @@ def _find_scales(x: Tensor, sections: Sections, grid: AnyGrid, scales: Tensor, r
     table, programs, _ = _table(sections, grid, tile, of_bytes=False)
     wide = accumulation_dtype(x.dtype)
     arguments = bits_of(x), x if residual is None else residual, on(x.device, table), len(table)
-    constants = {"KIND": KINDS[x.dtype], "CORRECTS": residual is not None, "COLUMNS": _COLUMNS, "TILE": tile}
+    constants = {"KIND": kind_of("x", x), "CORRECTS": residual is not None, "COLUMNS": _COLUMNS, "TILE": tile}
     if grid.scale == "max":
         integers = torch.int64 if wide == torch.float64 else torch.int32
         most = torch.zeros(len(scales), dtype=integers, device=x.device)

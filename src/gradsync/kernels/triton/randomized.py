@@ -17,7 +17,8 @@ from gradsync.kernels.checks import Sections, check_index_out
 from gradsync.kernels.draws import rotations, run_draws
 from gradsync.kernels.reference.randomized import check_hadamard, rotation_scale
 from gradsync.kernels.reference.rows import accumulation_dtype
-from gradsync.kernels.triton.boundary import BLOCK, blocks, check_contiguous, common_device, launch, on
+from gradsync.kernels.triton.boundary import BLOCK, bits_of, blocks, check_contiguous, common_device, launch, on
+from gradsync.kernels.triton.rows import kind_of, narrowed, widened
 
 _MIN_PIECE = 1024  # elements that one program rotates, of as many chunks
 
@@ -113,6 +114,8 @@ def _rotate(
     BITS: tl.constexpr,
     CHUNKS: tl.constexpr,
     INVERSE: tl.constexpr,
+    KIND: tl.constexpr,
+    OUT_KIND: tl.constexpr,
 ) -> None:
     """Each program rotates CHUNKS chunks of 2^BITS elements in registers."""
     size: tl.constexpr = 1 << BITS
@@ -122,7 +125,7 @@ def _rotate(
     at = tl.load(table + 3 * chunk, mask=inside, other=0) + lane % size
     place = tl.load(table + 3 * chunk + 1, mask=inside, other=0) + lane % size
     negated = signs(place, tl.load(table + 3 * chunk + 2, mask=inside, other=0))
-    v = tl.load(x + at, mask=inside, other=0).to(scale.dtype.element_ty)
+    v = widened(tl.load(x + at, mask=inside, other=0), KIND)
     if not INVERSE:
         v = tl.where(negated, v * -1.0, v)  # 0 - v would not be -0.0
     for stage in tl.static_range(BITS):
@@ -132,7 +135,7 @@ def _rotate(
     v = v * tl.load(scale)
     if INVERSE:
         v = tl.where(negated, v * -1.0, v)
-    tl.store(out + at, v.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + at, narrowed(v, OUT_KIND), mask=inside)
 
 
 def hadamard(x: Tensor, sections: Sections, out: Tensor, *, chunk: int, inverse: bool = False) -> None:
@@ -146,8 +149,11 @@ def hadamard(x: Tensor, sections: Sections, out: Tensor, *, chunk: int, inverse:
         for at in range(0, count << bits, 1 << bits):
             by_size.setdefault(bits, []).extend((begin + at, place + at, _signed(seed)))
     wide = accumulation_dtype(x.dtype)
+    kinds = {"KIND": kind_of("x", x), "OUT_KIND": kind_of("out", out)}
+    memory = bits_of(x), bits_of(out)
     for bits, rows in by_size.items():
         together, count = max(1, _MIN_PIECE >> bits), len(rows) // 3
         scale = torch.tensor([rotation_scale(bits)], dtype=wide).to(device, non_blocking=True)
-        constants = {"BITS": bits, "CHUNKS": together, "INVERSE": int(inverse)}
-        launch(_rotate, blocks(count, together), device, x, on(device, rows), count, scale, out, **constants)
+        constants = {"BITS": bits, "CHUNKS": together, "INVERSE": int(inverse), **kinds}
+        table = on(device, rows)
+        launch(_rotate, blocks(count, together), device, memory[0], table, count, scale, memory[1], **constants)

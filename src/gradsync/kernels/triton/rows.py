@@ -47,6 +47,17 @@ from gradsync.kernels.triton.ordered import FAULTS, faults_of, place_after, refu
 KINDS = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
+def kind_of(name: str, tensor: Tensor) -> str:
+    """What `widened` and `narrowed` call the dtype.
+
+    Raises:
+        TypeError: for one that the kernels do not know.
+    """
+    if tensor.dtype not in KINDS:
+        raise TypeError(f"the Triton kernels do not know the dtype of {name}, got {tensor.dtype}: use the reference")
+    return KINDS[tensor.dtype]
+
+
 @triton.jit
 def place_in(width: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """The rows and columns of this program's tile of a table of `width` columns; the last ones may lie outside."""

@@ -28,7 +28,7 @@ from gradsync.kernels.triton.boundary import (
     launch,
     on,
 )
-from gradsync.kernels.triton.rows import KINDS, narrowed, widened
+from gradsync.kernels.triton.rows import kind_of, narrowed, widened
 
 
 @triton.jit
@@ -199,7 +199,7 @@ def pack_signs(
         if tensor is not None:
             check_contiguous(name, tensor)
     p = torch.empty_like(x, dtype=accumulation_dtype(x.dtype)) if next_residual is None else next_residual.detach()
-    constants = {"KIND": KINDS[x.dtype], "FEEDBACK": residual is not None, "BLOCK": BLOCK}
+    constants = {"KIND": kind_of("x", x), "FEEDBACK": residual is not None, "BLOCK": BLOCK}
     before = p if residual is None else residual.detach()
     launch(_pack_bits, blocks(len(x)), device, bits_of(x), len(x), before, p, words, **constants)
     lengths = _block_lengths(sections, block)
@@ -245,4 +245,4 @@ def unpack_signs(
     table = on(device, addresses([words for words, _ in parts]))
     number = torch.tensor(factor, dtype=accumulation_dtype(out.dtype)).to(device)
     arguments = begins, counts, runs, table, len(parts), levels, len(lengths), number, bits_of(out)
-    launch(_sum_levels, len(begins), device, *arguments, KIND=KINDS[out.dtype], BLOCK=GROUP)
+    launch(_sum_levels, len(begins), device, *arguments, KIND=kind_of("out", out), BLOCK=GROUP)
