@@ -435,8 +435,8 @@ def unpack_signs(
 def narrow(x: Tensor, out: Tensor, *, scale: float = 1.0) -> None:
     """Writes `scale` times `x` in a narrower type, rounded to nearest, ties to even.
 
-    A product that is finite in the type of `x` stays finite. Infinity and NaN stay what they are; values below the range
-    of the narrower type become zero.
+    A product that is finite in the type of `x` stays finite. Infinity and NaN stay what they are; values below the
+    range of the narrower type become zero.
 
     Args:
         x: (numel,) float32 or float64, which is rounded to float32 first.
