@@ -97,7 +97,7 @@ class Named:
 
     @property
     def with_feedback(self) -> Compressor[Any] | None:
-        """None where it remembers by itself what it left out."""
+        """None where it trains without, or remembers by itself what it left out."""
         return ErrorFeedback(self.bare) if self.family.feedback else None
 
 
