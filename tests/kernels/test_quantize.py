@@ -128,7 +128,7 @@ def test_what_does_not_fit_is_refused(kernels: Any) -> None:
     [
         (lambda: Grid(8, 4), r"Grid.levels must be in \[1, 7\] for 4 bits, got 8"),
         (lambda: Grid(1, 3), "Grid.bits must be 8, 4 or 2, got 3"),
-        (lambda: Grid(1, block=-1), r"Grid.block must be in \[0, 2^62\), got -1"),
+        (lambda: Grid(1, block=-1), r"Grid.block must be in \[0, 2\^62\), got -1"),
         (lambda: Grid(1, scale="mean"), "Grid.scale must be one of max, norm, given, got 'mean'"),
         (lambda: FloatGrid("e3m4"), "FloatGrid.format must be one of e4m3, e5m2, exponent, got 'e3m4'"),
     ],
