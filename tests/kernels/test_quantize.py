@@ -54,7 +54,9 @@ def reference_sum(x: Tensor) -> Tensor:
 def test_native_codes_and_sums_have_the_bits_of_the_definition(grid: Any, module: ModuleType) -> None:
     for number, dtype in enumerate(DTYPES):
         x = gradient(sum(SECTIONS.lengths), torch.float64, number).pow_(3).to(dtype)
-        x[5000:5700], x[100], x[-1000], x[300:330] = 0.0, float("nan"), float("inf"), 1e-40
+        x[5000:5700], x[300:330] = 0.0, 1e-40
+        if number in (0, 3):  # which leaves sections that are one block without codes
+            x[100], x[-1000] = float("nan"), float("inf")
         residual = None if number % 2 else reference_sum(gradient(len(x), dtype, 9))
         expected = encoded(reference, x, SECTIONS, grid, residual)
         got = encoded(cpu, x, SECTIONS, grid, residual, module=module, threads=1 + number)
@@ -66,8 +68,7 @@ def test_native_codes_and_sums_have_the_bits_of_the_definition(grid: Any, module
 @pytest.mark.parametrize("scale", ["max", "norm"])
 def test_scales_of_blocks_that_no_cache_holds_are_the_same_on_many_threads(scale: str, module: ModuleType) -> None:
     x, sections = gradient(100_003, torch.float32), Sections((40_000, 60_003))
-    for block in (0, 33_000):
-        grid = Grid(127, 8, block, scale)
+    for grid in (Grid(127, 8, 0, scale), Grid(127, 8, 33_000, scale), Grid(7, 4, 0, scale)):
         expected = encoded(reference, x, sections, grid)
         for threads in (1, 3):
             for mine, theirs in zip(
