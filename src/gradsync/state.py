@@ -137,21 +137,18 @@ def with_slices(bucket: Bucket, state: Mapping[str, Kept], saved: Sequence[State
 
 
 def has_place(states: Iterable[Mapping[str, Kept]], part: StateSlice) -> bool:
-    """Whether such states keep all elements of this slice at the same point, see `with_slices`. What is whole may begin
-    anew.
+    """Whether such states keep all elements of this slice at the same point, as `with_slices` lays them.
+
+    What goes with a segment as a whole may begin anew.
     """
     point, _, name = part.point.partition(".")
     points = {point, SENT} if point == SUMS else {point}
     found = 0
     for state in states:
-        kept = {at: state[at] for at in points if at in state}
         if isinstance(state.get(part.point), Tensor):
             return True
-        covered = max(
-            (sum(map(part.overlap, _segments_of(each, name))) for each in kept.values() if isinstance(each, tuple)),
-            default=0,
-        )
-        found += covered
+        kept = {at: state[at] for at in points if at in state}
+        found += max((sum(map(part.overlap, _segments_of(each, name))) for each in kept.values()), default=0)
     return part.whole or found >= part.stop - part.start
 
 

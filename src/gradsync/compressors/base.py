@@ -158,13 +158,15 @@ class Compressor(Nameable, ABC, Generic[P]):
 
     @property
     def of_sums(self) -> Compressor[Any]:
-        """What an owner compresses the sums of payloads by, where nothing else is said: it does not do twice what a
-        rank does to its own gradient."""
+        """What an owner compresses the sums of payloads by, where nothing else is said.
+
+        It does not do twice what a rank does to its own gradient, as momentum.
+        """
         return self
 
     @property
     def feeds_back(self) -> bool:
-        """Whether error feedback makes good what it leaves out: what its payloads add up to is what each decodes to."""
+        """Whether error feedback makes good what it leaves out: a sum of payloads decodes to what each decodes to."""
         return True
 
     def observe(self, x: Tensor, state: State) -> Tensor | None:
