@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gradsync import kernels
-from gradsync.kernels import cpu, device, reference
+from gradsync.kernels import choice, cpu, device, reference
 
 PARTS = [(torch.tensor([2, 0, 2]), torch.ones(3, 4))]
 
@@ -24,7 +24,7 @@ def not_built(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         raise ImportError(f"No module named {name!r}")
 
     monkeypatch.setattr(importlib, "import_module", import_module)
-    monkeypatch.setattr(kernels, "_fallback_logged", False)
+    monkeypatch.setattr(choice, "_fallback_logged", False)
     cpu.load.cache_clear()
     device.load.cache_clear()
     yield
@@ -74,7 +74,7 @@ def test_without_triton_tensors_on_a_device_go_to_the_reference_which_says_so_on
 ) -> None:
     monkeypatch.setattr(device, "supports", lambda tensors: True)
     with caplog.at_level(logging.WARNING, logger="gradsync.kernels"):
-        assert kernels._pick("count_bits", [torch.zeros(1)]) is reference.count_bits
+        assert choice.pick("count_bits", [torch.zeros(1)]) is reference.count_bits
         kernels.count_bits(torch.tensor([7]))
     assert [record.getMessage().endswith("which brings Triton") for record in caplog.records] == [True]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gradsync import kernels
+from gradsync.kernels import choice
 from tests.kernels.native import BASE
 
 ROOT = Path(__file__).parents[2]
@@ -91,7 +91,7 @@ def test_no_kernel_leaves_its_buffers_or_does_what_is_undefined(programs: dict[s
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kernel", [*kernels._TABLE, "scatter_rows adding"])
+@pytest.mark.parametrize("kernel", [*choice.KERNELS, "scatter_rows adding"])
 def test_a_kernel_that_leaves_its_buffer_is_noticed(kernel: str, program: Path) -> None:
     run = run_program(program, kernel)
     assert run.returncode not in (0, 2), f"{kernel} was given a buffer one entry short, and nothing was noticed"

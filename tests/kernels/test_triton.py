@@ -24,6 +24,7 @@ from gradsync.kernels import (
     PackedPositions,
     Sections,
     accumulation_dtype,
+    choice,
     codes_nbytes,
     device,
     num_scales,
@@ -546,20 +547,20 @@ def test_an_explicit_choice_of_triton_reaches_every_kernel_that_it_has(monkeypat
     with kernels.use("triton"):
         assert kernels.active() == "triton"
         for kernel in CASES:
-            assert kernels._pick(kernel, [torch.zeros(1)]) is getattr(device.load(), kernel)
+            assert choice.pick(kernel, [torch.zeros(1)]) is getattr(device.load(), kernel)
             with monkeypatch.context() as without:
                 without.delattr(device.load(), kernel)
-                assert kernels._pick(kernel, []) is getattr(reference, kernel)
+                assert choice.pick(kernel, []) is getattr(reference, kernel)
         assert_same_bits(kernels.owned_by_hash(9, 2, 0)[1].cpu(), reference.owned_by_hash(9, 2, 0)[1])
 
 
 def test_tensors_on_a_device_go_to_triton_and_no_others() -> None:
     there: Any = SimpleNamespace(is_cuda=True, dtype=torch.int64, layout=torch.strided, is_neg=lambda: False)
     other: Any = SimpleNamespace(is_cuda=True, dtype=torch.complex64, layout=torch.strided, is_neg=lambda: False)
-    assert kernels._pick("count_bits", [there]) is device.load().count_bits
+    assert choice.pick("count_bits", [there]) is device.load().count_bits
     assert not device.supports([there, torch.zeros(1)]) and not device.supports([there, other])
     with kernels.use("reference"):
-        assert kernels._pick("count_bits", [there]) is reference.count_bits
+        assert choice.pick("count_bits", [there]) is reference.count_bits
 
 
 COMPILE = """
