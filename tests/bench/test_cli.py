@@ -16,18 +16,15 @@ from gradsync.cli import app, bench, demo
 from gradsync.report.record import Record, Spread, TrainingRun
 
 
-def gradsync(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from gradsync.cli import main; main()", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
-
-
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.timeout(180)
 def test_bench_sync_prints_records_as_json_and_nothing_else() -> None:
     workloads = ["--workload", "deepfm,topk"]
     for small in ("data=any", "dim=64", "batch_size=4"):
         workloads += ["--option", small]
-    done = gradsync("bench", "sync", "--quick", "--loopback", "--nodes", "2", *workloads, "--json", "-")
-    assert done.returncode == 0, done.stderr
+    options = ["--quick", "--loopback", "--nodes", "2", *workloads, "--json", "-"]
+    done = CliRunner().invoke(app, ["bench", "sync", *options])
+    assert done.exit_code == 0, done.stderr
     records = [Record.model_validate(row) for row in json.loads(done.stdout)]
     of_rows, of_elements = (
         {r.subject for r in records if r.params.get("workload") == name} for name in ("deepfm", "topk")
@@ -47,7 +44,9 @@ def test_bench_sync_prints_records_as_json_and_nothing_else() -> None:
 
 @pytest.mark.timeout(180)
 def test_demo_leaves_results_report_and_trace(tmp_path: Path) -> None:
-    done = gradsync("demo", "--workload", "dense160", "--loopback", "--quick", "--nodes", "2", "--out", str(tmp_path))
+    options = ["--workload", "dense160", "--loopback", "--quick", "--nodes", "2", "--out", str(tmp_path)]
+    command = [sys.executable, "-c", "from gradsync.cli import main; main()", "demo", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
     assert done.returncode == 0, done.stderr
     assert "gradsync" in done.stdout and "all reduce" in done.stdout and "loopback" in done.stdout
     run = TrainingRun.model_validate_json((tmp_path / "results.json").read_text(encoding="utf-8"))
