@@ -134,7 +134,7 @@ def attach(
             what all ranks see in the first step, and logged; models with some MiB of dense gradients, or sparse ones,
             then try bucket sizes, orders and schemes for 20 to 90 steps (not if `torch.use_deterministic_algorithms` is
             on now: timing decides, and bucket sizes change rounding). Or a function of (profiles, world size) that
-            returns a plan, or several to be tried.
+            returns a plan, or several to be tried; `gradsync.planner.CompressingPlanner` is one, for a compressor.
         process_group: the ranks that share the model; None: all.
         timeout: seconds (or a timedelta) after which a rank that waits for the others raises.
         exclude: names or shell patterns (`"encoder.*"`) of parameters that are left alone.
