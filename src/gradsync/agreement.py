@@ -6,7 +6,6 @@ digests and text (never pickled objects), and raised together.
 
 from __future__ import annotations
 
-import fnmatch
 import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -18,13 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .bucket import TensorSpec, describe_specs, trainable_parameters
+from .bucket import TensorSpec, describe_specs, matches, trainable_parameters
 from .comm import Group, LocalGroup, gather_bytes, torch_group
 from .engine import Engine
 from .plan import Plan
-from .planner import MeasuringPlanner, default_plan
+from .planner import MeasuringPlanner, check_momentum, default_plan
 from .planning import Planner
 
 T = TypeVar("T")
@@ -42,6 +42,7 @@ def agreed_engine(
     timeout_s: float,
     exclude: Sequence[str] = (),
     settings: str = "",
+    optimizer: Optimizer | None = None,
 ) -> tuple[Engine, dict[str, nn.Parameter]]:
     """An engine for the model's parameters, on all ranks or on none; and these parameters by name.
 
@@ -59,6 +60,8 @@ def agreed_engine(
     def build() -> Engine:
         sparse_names = _sparse_tables(unwrapped(model))
         engines.append(Engine(parameters, group, plan, timeout_s=timeout_s, sparse_names=sparse_names))
+        if optimizer is not None:
+            check_momentum(engines[0].plan, parameters, optimizer)
         return engines[0]
 
     try:
@@ -128,7 +131,7 @@ def _examine(
         raise RuntimeError("FSDP models are not supported yet: FSDP synchronises its gradients itself")
     parameters = {n: p for n, p in trainable_parameters(unwrapped(model)).items() if not matches(n, exclude)}
     for pattern in exclude:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name, _ in unwrapped(model).named_parameters()):
+        if not any(matches(name, [pattern]) for name, _ in unwrapped(model).named_parameters()):
             raise ValueError(f"exclude names {pattern!r}, which no parameter of the model matches")
     for name, parameter in parameters.items():
         if parameter in _attached_parameters:
@@ -218,10 +221,6 @@ def _planner_name(planner: Planner) -> str:
 
 def _classes(model: nn.Module) -> set[type]:
     return {c for module in model.modules() for c in type(module).__mro__}
-
-
-def matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _sparse_tables(model: nn.Module) -> frozenset[str]:

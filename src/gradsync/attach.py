@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from .agreement import DEFAULT_TIMEOUT_S, agree_that_all_did, agreed_engine, forget, matches
+from .agreement import DEFAULT_TIMEOUT_S, agree_that_all_did, agreed_engine, forget
+from .bucket import matches
 from .comm import Group, GroupError
 from .ddp import UNEVEN_INPUTS, DDPState, ddp_hook
 from .engine import Engine
@@ -127,12 +128,13 @@ def attach(
     DistributedDataParallel gets gradsync as its communication hook.
 
     Args:
-        optimizer: the optimiser of the parameters, if it is known already.
+        optimizer: the optimiser of the parameters, if it is known already: momentum that a compressor has too is then
+            refused here, not at the first step.
         plan: what to synchronise how. None: all-reduce for dense and a sparse scheme for sparse gradients, decided from
             what all ranks see in the first step, and logged; models with some MiB of dense gradients, or sparse ones,
             then try bucket sizes, orders and schemes for 20 to 90 steps (not if `torch.use_deterministic_algorithms` is
             on now: timing decides, and bucket sizes change rounding). Or a function of (profiles, world size) that
-            returns a plan, or several to be tried.
+            returns a plan, or several to be tried; `gradsync.planner.CompressingPlanner` is one, for a compressor.
         process_group: the ranks that share the model; None: all.
         timeout: seconds (or a timedelta) after which a rank that waits for the others raises.
         exclude: names or shell patterns (`"encoder.*"`) of parameters that are left alone.
@@ -141,8 +143,8 @@ def attach(
     Raises:
         RuntimeError: without a process group, when attached already, inside a backward, for FSDP, or when another rank
             failed to attach.
-        ValueError: for a plan that does not fit, complex parameters, or models or plans that differ between the ranks;
-            on every rank, naming both digests and the first difference.
+        ValueError: for a plan that does not fit the model or the optimiser, complex parameters, or models or plans that
+            differ between the ranks; on every rank, naming both digests and the first difference.
 
     Example:
         >>> handle = gradsync.attach(model)  # doctest: +SKIP
@@ -150,11 +152,11 @@ def attach(
     """
     timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     if isinstance(model, DistributedDataParallel):
-        state = DDPState(model, plan=plan, timeout_s=timeout_s, exclude=exclude)
+        state = DDPState(model, plan=plan, timeout_s=timeout_s, exclude=exclude, optimizer=optimizer)
         _register(model, state)
         return Attachment(state.engine, state.no_sync, state.detach, model)
     settings = f"broadcast_buffers={broadcast_buffers}"
-    engine, parameters = agreed_engine(model, plan, process_group, timeout_s, exclude, settings)
+    engine, parameters = agreed_engine(model, plan, process_group, timeout_s, exclude, settings, optimizer)
     initial = [p for name, p in model.named_parameters() if not matches(name, exclude)]
     try:
         _level(engine, [*initial, *model.buffers()])

@@ -6,8 +6,9 @@ tell, for each segment, whether anybody used the parameter, and what the ranks m
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -242,3 +243,8 @@ def cut_by_bytes(sizes: Iterable[tuple[str, int]], first_bytes: int, most_bytes:
 def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters that require gradients by name; tied ones once, under their first name."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a parameter's name is one of the names, or fits one of the shell patterns."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from .agreement import DEFAULT_TIMEOUT_S, agreed_engine, forget
 from .hooks import at_end_of_backward
@@ -44,8 +45,11 @@ class DDPState:
         plan: Plan | Planner | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         exclude: Sequence[str] = (),
+        optimizer: Optimizer | None = None,
     ) -> None:
-        self.engine, parameters = agreed_engine(model, plan, model.process_group, timeout_s, exclude)
+        self.engine, parameters = agreed_engine(
+            model, plan, model.process_group, timeout_s, exclude, optimizer=optimizer
+        )
         self._model = weakref.ref(model)
         self._process_group = model.process_group
         self.detached = False

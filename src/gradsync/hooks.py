@@ -25,6 +25,7 @@ from .comm import Group
 from .engine import Engine
 from .lane import Lane
 from .plan import Plan
+from .planner import check_momentum
 
 MOST_LENT_BYTES = 64 << 10  # autograd adding into zeroed memory saves a call; for more, copying passes over less memory
 BROADCAST_BYTES = 25 << 20  # a message of initial parameters: large enough for line rate, small beside the model
@@ -184,6 +185,8 @@ class AutogradHooks:
         elif self._versions is not None:
             self._require_untouched(self._versions)
         self._versions = None
+        if id(optimizer) not in self._used:  # attach may not have known it
+            check_momentum(self._engine.plan, self._parameters, optimizer)
         self._used[id(optimizer)] = self._synchronizations
         if not self._round_counted:  # several optimisers may step, and a sharded one in an outer and an inner step
             self._rounds += 1

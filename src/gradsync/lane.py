@@ -247,7 +247,8 @@ class Lanes:
             if not has_place([lane.state for lane in self.of(part.name)], part):
                 raise ValueError(
                     f"the new plan has no place for the state {part.key!r}: plans that follow each other, or are tried "
-                    "in turns, must have schemes with the same state for the same parameters"
+                    "in turns, must have schemes with the same state for the same parameters; a table whose gradient "
+                    "shows to be sparse in the first step must not be compressed before"
                 )
         for lane in self:
             lane.take_over(saved)

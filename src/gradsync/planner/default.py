@@ -86,9 +86,9 @@ def default_plan(
     levels = Placement.one_per_node(world_size) if one_level else _placement(world_size, network)
     found = {} if by_layout else found_schemes(profiles, world_size, network, levels)
     profiles = [replace(p, sparse=p.sparse or _by_rows(found.get(p.name))) for p in profiles]
-    ready = sorted(reversed(profiles), key=lambda p: p.position)
+    ready = in_ready_order(profiles)
     by_element = [p for p in ready if p.name in found and not p.sparse]
-    dense = _dense_buckets([p for p in ready if not p.sparse and p.name not in found], bucket_bytes)
+    dense = dense_buckets([p for p in ready if not p.sparse and p.name not in found], bucket_bytes)
     buckets: list[PlannedBucket] = [
         (ps, flat_scheme(dense_schemes(levels), flat_spec(ps), (), network)) for ps in dense
     ]
@@ -119,11 +119,16 @@ def _by_dtype(profiles: Sequence[ParameterProfile]) -> list[tuple[str, list[Para
     return [(dtype, list(same)) for dtype, same in groupby(ordered, key=lambda p: str(p.tensor.dtype))]
 
 
-def _dense_buckets(ready: Sequence[ParameterProfile], bucket_bytes: int) -> Iterator[list[ParameterProfile]]:
+def in_ready_order(profiles: Sequence[ParameterProfile]) -> list[ParameterProfile]:
+    """From model order; what was not measured is ready in the reverse of it, as backward runs."""
+    return sorted(reversed(profiles), key=lambda p: p.position)
+
+
+def dense_buckets(ready: Sequence[ParameterProfile], bucket_bytes: int) -> Iterator[list[ParameterProfile]]:
     """A dtype's buckets are cut on their own; within it ready order stays."""
-    known = {p.name: p for p in ready}
+    known, first_bytes = {p.name: p for p in ready}, min(FIRST_BUCKET_BYTES, bucket_bytes)
     for _, same in _by_dtype(ready):
-        for names in cut_by_bytes([(p.name, p.tensor.nbytes) for p in same], FIRST_BUCKET_BYTES, bucket_bytes):
+        for names in cut_by_bytes([(p.name, p.tensor.nbytes) for p in same], first_bytes, bucket_bytes):
             yield [known[name] for name in names]
 
 

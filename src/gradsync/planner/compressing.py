@@ -1,0 +1,152 @@
+"""Plans by a compressor of the user's choice: dense gradients take it, all others travel exactly, as by default."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..bucket import Bucket, FlatSpec, Layout, Segment, TensorSpec, matches
+from ..cluster import Placement
+from ..compressors import Compressor, SparseMessage, Summand
+from ..density import ParameterProfile
+from ..plan import Plan
+from ..schemes import AllReduce, CompressedAllReduce, CompressedTwoWay, Scheme, ways
+from ..steps import transfers
+from .default import BUCKET_BYTES, default_plan, dense_buckets, in_ready_order
+from .flat import is_dense
+
+Way = Compressor[Any] | Scheme[Any]
+
+
+@dataclass(frozen=True)
+class CompressingPlanner:
+    """A planner for `attach`: dense floating-point gradients travel by one compressor, in buckets as by default.
+
+    A compressor's payloads are carried by `cheapest_way`; a scheme of flat buckets, such as PowerSGD, is taken as it
+    is. What was found to be mostly zero is compressed as well. Tables with sparse gradients, integers, and what the
+    settings leave out are exact and travel as by default. Error feedback is part of the compressor: none is added here.
+    A table whose sparse gradients no `nn.Embedding` announces must be in `exact`: its residual would have no place in
+    the plan that follows the first step.
+
+    Raises:
+        ValueError: when made, for settings out of their range; when asked for a plan, for an `exact` that no parameter
+            matches, and a compressor whose numbers cannot be summed of so many ranks.
+
+    Example:
+        >>> from gradsync.compressors import ErrorFeedback, TopK
+        >>> planner = CompressingPlanner(ErrorFeedback(TopK(0.01)), exact=("*.bias",))
+        >>> handle = gradsync.attach(model, plan=planner)  # doctest: +SKIP
+    """
+
+    way: Way | Callable[[int], Way]  # or a function of the number of ranks, for what is made for so many
+    exact: tuple[str, ...] = ()  # names or shell patterns of parameters that are not compressed
+    matrices_only: bool = False  # tensors of one dimension, as biases and norms, are not compressed
+    fewest_elements: int = 0  # of tensors that are compressed
+    bucket_bytes: int = BUCKET_BYTES  # of dense gradients; the first bucket has 1 MiB at most, tensors are not cut
+
+    def __post_init__(self) -> None:
+        if not callable(self.way):
+            _check_way(self.way)
+        if isinstance(self.exact, str):
+            raise ValueError(f"CompressingPlanner.exact must be a tuple of names or patterns, got {self.exact!r}")
+        if self.fewest_elements < 0:
+            raise ValueError(f"CompressingPlanner.fewest_elements must be at least 0, got {self.fewest_elements}")
+        if self.bucket_bytes < 1:
+            raise ValueError(f"CompressingPlanner.bucket_bytes must be at least 1, got {self.bucket_bytes}")
+
+    def __call__(self, profiles: Sequence[ParameterProfile], world_size: int) -> Plan:
+        self._require_names([p.name for p in profiles])
+        scheme_of = self._scheme_of(world_size)
+        lossy = {p.name for p in profiles if not p.sparse and self.compresses(p.name, p.tensor)}
+        default = default_plan([_as_dense(p) if p.name in lossy else p for p in profiles], world_size)
+        made = [(bucket.names, bucket.make_scheme()) for bucket in default.buckets]
+        dense = {name for names, scheme in made if is_dense(scheme) for name in names}
+        ready = in_ready_order([p for p in profiles if p.name in dense])
+        compressed = dense_buckets([p for p in ready if p.name in lossy], self.bucket_bytes)
+        exact = dense_buckets([p for p in ready if p.name not in lossy], self.bucket_bytes)
+        buckets: list[tuple[list[str], Scheme[Any]]] = [
+            *((_names(members), scheme_of(members)) for members in compressed),
+            *((_names(members), AllReduce()) for members in exact),
+            *((names, scheme) for names, scheme in made if not is_dense(scheme)),
+        ]
+        position = {p.name: p.position for p in profiles}
+        buckets.sort(key=lambda bucket: max(position[name] for name in bucket[0]))
+        return Plan.make({p.name: p.tensor for p in profiles}, world_size, buckets)
+
+    def compresses(self, name: str, tensor: TensorSpec) -> bool:
+        """Whether a parameter is compressed if its gradient is dense."""
+        return (
+            tensor.dtype.is_floating_point
+            and tensor.numel >= self.fewest_elements
+            and (len(tensor.shape) > 1 or not self.matrices_only)
+            and not matches(name, self.exact)
+        )
+
+    def _require_names(self, names: Sequence[str]) -> None:
+        for pattern in self.exact:
+            if not any(matches(name, [pattern]) for name in names):
+                raise ValueError(
+                    f"CompressingPlanner.exact names {pattern!r}, which no parameter to synchronise matches"
+                )
+
+    def _scheme_of(self, world_size: int) -> Callable[[Sequence[ParameterProfile]], Scheme[Any]]:
+        """Of the parameters of a bucket."""
+        way = self.way(world_size) if callable(self.way) else self.way
+        _check_way(way)
+        if isinstance(way, Scheme):
+            return lambda members: way
+        return lambda members: cheapest_way(way, _end_to_end(members), world_size)
+
+
+def cheapest_way(compressor: Compressor[Any], spec: FlatSpec, world_size: int) -> Scheme[Any]:
+    """Of the schemes that may carry a compressor's payloads, that which moves the fewest bytes over the busiest link.
+
+    Numbers that can be summed go by all-reduce, messages are gathered or, from some number of ranks on, sent to owners
+    who compress their sums; what is left of few elements is gathered or summed as such. Owners do not compress sums of
+    sparsifiers: these would be sparse twice over.
+
+    Raises:
+        ValueError: for a compressor whose numbers cannot be summed of so many ranks.
+    """
+    if issubclass(compressor.payload, Summand):
+        most = compressor.most_summands
+        if most is not None and world_size > most:
+            raise ValueError(
+                f"{compressor.title} makes numbers of which {most} can be summed, there are {world_size} ranks: make "
+                "it for as many, or give the planner a function of their number"
+            )
+        return CompressedAllReduce(compressor)
+    sparse = issubclass(compressor.payload, SparseMessage)
+    allowed = [way for way in ways(compressor) if not (sparse and isinstance(way, CompressedTwoWay))]
+    return min(allowed, key=lambda way: busiest_bytes(way, spec, world_size))
+
+
+def busiest_bytes(scheme: Scheme[Any], spec: FlatSpec, world_size: int) -> float:
+    """What one step of a flat scheme moves over the busiest link, each rank on a node of its own."""
+    whole = TensorSpec((spec.numel,), spec.dtype, spec)
+    steps = scheme.steps((whole,), (), Placement.one_per_node(world_size))
+    return sum(transfer.busiest_bytes for transfer in transfers(steps))
+
+
+def _check_way(way: object) -> None:
+    if not isinstance(way, Compressor | Scheme):
+        raise ValueError(
+            f"CompressingPlanner.way must be a compressor, a scheme, or a function of the number of ranks, got {way!r}"
+        )
+    if isinstance(way, Scheme) and way.layout is not Layout.FLAT:
+        raise ValueError(f"CompressingPlanner.way is for dense gradients, but {way.name} is a scheme of sparse tables")
+
+
+def _as_dense(profile: ParameterProfile) -> ParameterProfile:
+    """Whatever was found in it."""
+    return replace(profile, density=None, elements=None)
+
+
+def _names(members: Sequence[ParameterProfile]) -> list[str]:
+    return [p.name for p in members]
+
+
+def _end_to_end(members: Sequence[ParameterProfile]) -> FlatSpec:
+    segments = tuple(Segment(p.name, 0, p.tensor.numel) for p in members)
+    return Bucket("", segments, tuple(p.tensor for p in members), Layout.FLAT).flat_spec
