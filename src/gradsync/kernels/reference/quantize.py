@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradsync.kernels.checks import Sections, check_floating, check_shape, describe
 from gradsync.kernels.grids import LARGEST_EXPONENT, AnyGrid, Run, check_drawn, codes_nbytes, num_scales, runs
-from gradsync.kernels.reference.draws import draws, uniform
+from gradsync.kernels.reference.draws import noise
 from gradsync.kernels.reference.rows import accumulation_dtype
 
 _CHUNK, _LANES = 512, 16  # squares that are summed by lanes, and the lanes
@@ -173,7 +173,7 @@ def _steps(scales: Tensor, grid: AnyGrid, dtype: torch.dtype) -> tuple[Tensor | 
 def _rounded(scaled: Tensor, run: Run, grid: AnyGrid) -> tuple[Tensor, Tensor]:
     """The codes, uint8 (of whole levels from 0 on, but of 8 bits: two's complement), and their levels."""
     if grid.rounding == "exponent":
-        code = _exponent_codes(scaled.float(), draws(run.seed, run.place, scaled.numel(), scaled.device))
+        code = _exponent_codes(_in_float(scaled), _noise(scaled, run))
         return code, _levels(code, grid)
     if grid.rounding in _FLOATS:
         level = scaled.float().nan_to_num(0.0).clamp(-grid.top, grid.top).to(_FLOATS[grid.rounding])
@@ -182,18 +182,27 @@ def _rounded(scaled: Tensor, run: Run, grid: AnyGrid) -> tuple[Tensor, Tensor]:
     if grid.rounding == "nearest":
         level = kept.round()
     else:
-        drawn = uniform(run.seed, run.place, kept.numel(), kept.device).view_as(kept)
-        level = kept.floor()
-        level = level + (drawn < kept - level)
+        fixed = (kept * 2**24).long()  # towards zero
+        level = ((fixed + (_noise(kept, run) >> 8)) >> 24).to(kept.dtype)
     level = level + 0.0  # of a negative zero: its code has no sign
     shifted = level if grid.bits == 8 else level + grid.top
     return shifted.to(torch.int8).view(torch.uint8), level
 
 
+def _noise(p: Tensor, run: Run) -> Tensor:
+    return noise(run.seed, run.place, p.numel(), p.device).view_as(p)
+
+
+def _in_float(x: Tensor) -> Tensor:
+    """As float32, in which what is finite stays finite."""
+    most = torch.finfo(torch.float32).max
+    return torch.where(x.isfinite(), x.clamp(-most, most), x).float()
+
+
 def _exponent_codes(x: Tensor, drawn: Tensor) -> Tensor:
     bits = x.view(torch.int32)
     magnitude, sign = bits & 0x7FFFFFFF, bits >> 24 & 0x80
-    up = magnitude + (drawn >> 9).int().view_as(x)  # the carry out of the fraction; infinity and NaN may wrap
+    up = magnitude + (drawn >> 9).int()  # the carry out of the fraction; infinity and NaN may wrap
     code = ((up >> 23) - _BIAS).clamp(0, _EXPONENTS)
     code = torch.where(code == 0, 0, code | sign)
     return torch.where(magnitude >= _INFINITY, 0x7F, code).to(torch.uint8)

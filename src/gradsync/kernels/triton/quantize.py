@@ -56,20 +56,30 @@ def run_of(table: tl.tensor, num_runs: tl.tensor, COLUMNS: tl.constexpr) -> tl.t
 
 
 @triton.jit
-def mixed(h: tl.tensor) -> tl.tensor:
+def mixed(h: tl.tensor, added: tl.tensor) -> tl.tensor:
     h = h ^ (h >> 16)
     h = h * 0x7FEB352D
-    h = h ^ (h >> 15)
+    h = (h ^ (h >> 15)) + added
     h = h * 0x846CA68B
     return h ^ (h >> 16)
 
 
 @triton.jit
-def drawn_at(row: tl.tensor, place: tl.tensor) -> tl.tensor:
-    """32 bits for each place: columns 6 and 7 are the halves of the seed."""
-    key = tl.load(row + 6).to(tl.uint32)
-    added = tl.load(row + 7).to(tl.uint32) + (place >> 32).to(tl.uint32) * 0x9E3779B9
-    return mixed(mixed(place.to(tl.uint32) ^ key) + added)
+def drawn(row: tl.tensor, upper: tl.tensor, lower: tl.constexpr) -> tl.tensor:
+    """The draw of one place, by its halves: columns 6 and 7 are those of the seed."""
+    key, added = tl.load(row + 6).to(tl.uint32), tl.load(row + 7).to(tl.uint32)
+    return mixed(mixed(key ^ lower, 0) + added + upper.to(tl.uint32) * 0x9E3779B9, 0)
+
+
+@triton.jit
+def noise_from(row: tl.tensor, first: tl.tensor, after: tl.tensor) -> tl.tensor:
+    """See `gradsync.kernels.reference.noise`: of the places `after` the first, which is a number."""
+    place = first + after
+    upper = first >> 32
+    wrapped = (place >> 32) != upper
+    key = tl.where(wrapped, drawn(row, upper + 1, 0), drawn(row, upper, 0))
+    added = tl.where(wrapped, drawn(row, upper + 1, 1), drawn(row, upper, 1))
+    return mixed(place.to(tl.uint32) ^ key, added)
 
 
 @triton.jit
@@ -167,6 +177,15 @@ def small_value(code: tl.tensor, FRACTION: tl.constexpr, BIAS: tl.constexpr) -> 
 
 
 @triton.jit
+def in_float(value: tl.tensor) -> tl.tensor:
+    """As float32, in which what is finite stays finite."""
+    if value.dtype == tl.float64:
+        most = tl.full(value.shape, 3.4028234663852886e38, tl.float64)
+        value = tl.where(value - value == 0, tl.minimum(tl.maximum(value, -most), most), value)
+    return value.to(tl.float32)
+
+
+@triton.jit
 def exponent_code(value: tl.tensor, draw: tl.tensor) -> tl.tensor:
     """int32; see the constants in quantize.cpp."""
     bits = value.to(tl.int32, bitcast=True)
@@ -234,7 +253,8 @@ def _encode(
     number = tl.program_id(0).to(tl.int64) - tl.load(row)
     length, nbytes, tiles = tl.load(row + 2), tl.load(row + 3), tl.load(row + 8)
     block = number // tiles
-    byte = (number % tiles) * TILE + tl.arange(0, TILE)
+    lane = tl.arange(0, TILE)
+    byte = (number % tiles) * TILE + lane
     begin = tl.load(row + 1) + block * length
     inverse = tl.full([], 1, accumulator)
     step = tl.full([], 1, accumulator)
@@ -250,7 +270,7 @@ def _encode(
         inside = (byte < nbytes) & (element < length)
         p = corrected(x, residual, begin + element, inside, KIND, CORRECTS)
         scaled = p * inverse
-        place = tl.load(row + 5) + block * length + element
+        first = tl.load(row + 5) + block * length + part * nbytes + (number % tiles) * TILE
         if ROUNDING == "e4m3":
             code = small_code(scaled.to(tl.float32), TOP, 3, 7)
             level = small_value(code, 3, 7).to(accumulator)
@@ -258,20 +278,20 @@ def _encode(
             code = small_code(scaled.to(tl.float32), TOP, 2, 15)
             level = small_value(code, 2, 15).to(accumulator)
         elif ROUNDING == "exponent":
-            code = exponent_code(scaled.to(tl.float32), drawn_at(row, place))
+            code = exponent_code(in_float(scaled), noise_from(row, first, lane))
             level = exponent_value(code).to(accumulator)
         else:
             kept = tl.where(tl.abs(scaled) >= 0, scaled, 0.0)  # NaN is not
             most = tl.full([TILE], TOP, accumulator)
             kept = tl.minimum(tl.maximum(kept, -most), most)
-            whole = tl.full(
-                [TILE], 6755399441055744 if accumulator == tl.float64 else 12582912, accumulator
-            )  # ulp 1: added, it rounds
-            level = (kept + whole) - whole
             if ROUNDING == "stochastic":
-                level = level - (level > kept).to(accumulator)  # floor
-                drawn = (drawn_at(row, place) >> 8).to(tl.int32).to(accumulator) * (1.0 / 16777216)
-                level = level + (drawn < kept - level).to(accumulator)
+                fixed = (kept * 16777216).to(tl.int32)  # towards zero
+                level = ((fixed + (noise_from(row, first, lane) >> 8).to(tl.int32)) >> 24).to(accumulator)
+            else:
+                whole = tl.full(
+                    [TILE], 6755399441055744 if accumulator == tl.float64 else 12582912, accumulator
+                )  # ulp 1: added, it rounds
+                level = (kept + whole) - whole
             if BITS == 8:
                 code = level.to(tl.int32) & 0xFF
             else:
