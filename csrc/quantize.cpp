@@ -5,6 +5,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "blocks.hpp"
 #include "draws.hpp"
 #include "elements.hpp"
 #include "rows.hpp"
@@ -14,11 +15,9 @@ namespace MODULE_NAME {
 
 namespace {
 
-constexpr size_t kTile = 1024;         // elements that are worked on in the L1 cache
-constexpr size_t kChunk = 512;         // squares that are summed by lanes; a tile has a whole number of them
-constexpr size_t kLanes = 16;          // of these sums
-constexpr size_t kPiece = 16 * kTile;  // what a thread takes of a block that is too large for
-constexpr size_t kFused = 32 * kTile;  // its codes to follow its scale while a cache holds it
+constexpr size_t kTile = kGroup;         // elements that are worked on in the L1 cache, and summed together
+constexpr size_t kStretch = 16 * kTile;  // what a thread takes of a block that is too large for
+constexpr size_t kFused = 32 * kTile;    // its codes to follow its scale while a cache holds it
 
 template <typename A> using Bits = std::conditional_t<sizeof(A) == 8, int64_t, int32_t>;
 
@@ -64,9 +63,8 @@ template <typename A> Bits<A> largest(const A *p, size_t count, Bits<A> before) 
     return before;
 }
 
-// Of up to a chunk: element i goes to lane i mod 16, in order; then the upper half of the lanes is added to the lower
-// one until one is left.
-template <typename A> double chunk_squares(const A *p, size_t count) {
+// Of up to a group, in the order of blocks.hpp.
+template <typename A> double sum_of_squares(const A *p, size_t count) {
     double lanes[kLanes] = {};
     size_t i = 0;
     for (; i + kLanes <= count; i += kLanes)
@@ -78,19 +76,7 @@ template <typename A> double chunk_squares(const A *p, size_t count) {
         const double value = p[i + l];
         lanes[l] += value * value;
     }
-    for (size_t half = kLanes / 2; half > 0; half /= 2)
-        for (size_t l = 0; l < half; ++l) lanes[l] += lanes[l + half];
-    return lanes[0];
-}
-
-// Neighbours are added in pairs, then the sums of pairs, until one is left. Overwrites them.
-double sum_in_pairs(double *sums, size_t count) {
-    if (count == 0) return 0;
-    for (; count > 1; count = count / 2 + count % 2) {
-        for (size_t i = 0; i < count / 2; ++i) sums[i] = sums[2 * i] + sums[2 * i + 1];
-        if (count % 2) sums[count / 2] = sums[count - 1];
-    }
-    return sums[0];
+    return sum_of_lanes(lanes);
 }
 
 float inverse_of(float scale, float top) {
@@ -137,19 +123,19 @@ template <typename T> Bits<Accumulator<T>> largest_of(const Input<T> &input, siz
     return most;
 }
 
-// One sum for each chunk.
+// One sum for each group.
 template <typename T> void squares_of(const Input<T> &input, size_t begin, size_t count, double *sums) {
     each_tile(input, begin, count, [&](const auto *p, size_t done, size_t some) {
-        for (size_t i = 0; i < some; i += kChunk) sums[(done + i) / kChunk] = chunk_squares(p + i, std::min(kChunk, some - i));
+        sums[done / kGroup] = sum_of_squares(p, some);
     });
 }
 
 template <typename T> float scale_of(const Input<T> &input, const Block &block, const Grid &grid) {
     if (grid.scale == ScaleOf::max)
         return stored_scale(value_of<Accumulator<T>>(largest_of(input, block.begin, block.length)), grid.top);
-    double sums[kFused / kChunk];
+    double sums[kFused / kGroup];
     squares_of(input, block.begin, block.length, sums);
-    return stored_scale(std::sqrt(sum_in_pairs(sums, (block.length + kChunk - 1) / kChunk)), grid.top);
+    return stored_scale(std::sqrt(sum_of_groups(sums, (block.length + kGroup - 1) / kGroup)), grid.top);
 }
 
 // A float to the nearest number of 8 bits with so many of them for the fraction; NaN is zero.
@@ -320,48 +306,48 @@ void encode_bytes(const Input<T> &input, const Block &block, size_t first, size_
     }
 }
 
-// A part of a block, of a multiple of a chunk but at its end.
-struct Piece {
+// A part of a block, of a multiple of a group but at its end.
+struct Stretch {
     size_t block, begin, count;
 };
 
-struct Pieces {
+struct Stretches {
     std::vector<Block> blocks;
-    std::vector<Piece> pieces;
+    std::vector<Stretch> stretches;
 
     // `units`: those of a block.
-    template <typename Units> Pieces(const BlockLayout &layout, Units units) {
+    template <typename Units> Stretches(const BlockLayout &layout, Units units) {
         layout.each(0, layout.num_blocks(), [&](const Block &block) {
-            for (size_t begin = 0; begin < units(block); begin += kPiece)
-                pieces.push_back({blocks.size(), begin, std::min(kPiece, units(block) - begin)});
+            for (size_t begin = 0; begin < units(block); begin += kStretch)
+                stretches.push_back({blocks.size(), begin, std::min(kStretch, units(block) - begin)});
             blocks.push_back(block);
         });
     }
 };
 
-// Of blocks of any length: all pieces on their own, then what they found together.
+// Of blocks of any length: all stretches on their own, then what they found together.
 template <typename T>
-void scales_in_pieces(const Input<T> &input, const BlockLayout &layout, const Grid &grid, float *scales, int threads) {
+void scales_by_stretch(const Input<T> &input, const BlockLayout &layout, const Grid &grid, float *scales, int threads) {
     using A = Accumulator<T>;
-    constexpr size_t kSums = kPiece / kChunk;
-    const Pieces all(layout, [](const Block &block) { return block.length; });
-    const size_t count = all.pieces.size();
+    constexpr size_t kSums = kStretch / kGroup;
+    const Stretches all(layout, [](const Block &block) { return block.length; });
+    const size_t count = all.stretches.size();
     const bool norm = grid.scale == ScaleOf::norm;
     Scratch<double> sums(norm ? count * kSums : 0);
     Scratch<Bits<A>> most(norm ? 0 : count);
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
     for (size_t i = 0; i < count; ++i) {
-        const Piece &piece = all.pieces[i];
-        const size_t begin = all.blocks[piece.block].begin + piece.begin;
-        if (norm) squares_of(input, begin, piece.count, &sums[i * kSums]);
-        else most[i] = largest_of(input, begin, piece.count);
+        const Stretch &stretch = all.stretches[i];
+        const size_t begin = all.blocks[stretch.block].begin + stretch.begin;
+        if (norm) squares_of(input, begin, stretch.count, &sums[i * kSums]);
+        else most[i] = largest_of(input, begin, stretch.count);
     }
-    for (size_t i = 0; i < count;) {  // only the last piece of a block has fewer sums: they lie side by side
-        const size_t first = i, block = all.pieces[i].block;
-        while (i < count && all.pieces[i].block == block) ++i;
+    for (size_t i = 0; i < count;) {  // only the last stretch of a block has fewer sums: they lie side by side
+        const size_t first = i, block = all.stretches[i].block;
+        while (i < count && all.stretches[i].block == block) ++i;
         const Block &whole = all.blocks[block];
         const double found =
-            norm ? std::sqrt(sum_in_pairs(&sums[first * kSums], (whole.length + kChunk - 1) / kChunk))
+            norm ? std::sqrt(sum_of_groups(&sums[first * kSums], (whole.length + kGroup - 1) / kGroup))
                  : value_of<A>(*std::max_element(&most[first], &most[first] + (i - first)));
         scales[whole.scale] = stored_scale(found, grid.top);
     }
@@ -425,13 +411,13 @@ void quantize(const T *x, const BlockLayout &layout, const Grid &grid, uint8_t *
             encode_bytes(input, block, 0, bytes(block), scale_at(block), grid, codes, next);
         });
     }
-    if (finds) scales_in_pieces(input, layout, grid, scales, threads);
-    const Pieces all(layout, bytes);
+    if (finds) scales_by_stretch(input, layout, grid, scales, threads);
+    const Stretches all(layout, bytes);
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (size_t i = 0; i < all.pieces.size(); ++i) {
-        const Piece &piece = all.pieces[i];
-        const Block &block = all.blocks[piece.block];
-        encode_bytes(input, block, piece.begin, piece.begin + piece.count, scale_at(block), grid, codes, next);
+    for (size_t i = 0; i < all.stretches.size(); ++i) {
+        const Stretch &stretch = all.stretches[i];
+        const Block &block = all.blocks[stretch.block];
+        encode_bytes(input, block, stretch.begin, stretch.begin + stretch.count, scale_at(block), grid, codes, next);
     }
 }
 
@@ -439,7 +425,7 @@ template <typename T>
 void block_scales(const T *x, const BlockLayout &layout, const Grid &grid, float *scales,
                   const Accumulator<T> *residual, int threads) {
     const Input<T> input{x, residual};
-    if (!are_small(layout, grid)) return scales_in_pieces(input, layout, grid, scales, threads);
+    if (!are_small(layout, grid)) return scales_by_stretch(input, layout, grid, scales, threads);
     each_block(layout, threads, [&](const Block &block) { scales[block.scale] = scale_of(input, block, grid); });
 }
 
@@ -525,11 +511,11 @@ void dequantize(const std::vector<Codes> &parts, const BlockLayout &layout, cons
             decode_bytes(parts, block, 0, bytes(block), grid, out, numel, scale);
         });
     } else {
-        const Pieces all(layout, bytes);
+        const Stretches all(layout, bytes);
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-        for (size_t i = 0; i < all.pieces.size(); ++i) {
-            const Piece &piece = all.pieces[i];
-            decode_bytes(parts, all.blocks[piece.block], piece.begin, piece.begin + piece.count, grid, out, numel, scale);
+        for (size_t i = 0; i < all.stretches.size(); ++i) {
+            const Stretch &stretch = all.stretches[i];
+            decode_bytes(parts, all.blocks[stretch.block], stretch.begin, stretch.begin + stretch.count, grid, out, numel, scale);
             order_stores();
         }
     }

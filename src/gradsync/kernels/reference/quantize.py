@@ -9,10 +9,10 @@ from torch import Tensor
 
 from gradsync.kernels.checks import Sections, check_floating, check_shape, describe
 from gradsync.kernels.grids import LARGEST_EXPONENT, AnyGrid, Run, check_drawn, codes_nbytes, num_scales, runs
+from gradsync.kernels.reference.blocks import ordered_sum
 from gradsync.kernels.reference.draws import noise
 from gradsync.kernels.reference.rows import accumulation_dtype
 
-_CHUNK, _LANES = 512, 16  # squares that are summed by lanes, and the lanes
 _FLOATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 _EXPONENTS = 126  # codes of the powers of two
 _BIAS = 127 + LARGEST_EXPONENT - _EXPONENTS  # from the exponent field of a float32 to the code
@@ -123,7 +123,7 @@ def _corrected(x: Tensor, residual: Tensor | None, run: Run) -> Tensor:
 
 def _scales(p: Tensor, grid: AnyGrid) -> Tensor:
     """(blocks,) float32, as they are stored."""
-    found = p.abs().amax(dim=1) if grid.scale == "max" else sum_in_pairs(_chunk_squares(p)).sqrt()
+    found = p.abs().amax(dim=1) if grid.scale == "max" else ordered_sum(p.double().square()).sqrt()
     return stored_scales(found, grid)
 
 
@@ -137,28 +137,6 @@ def stored_scales(found: Tensor, grid: AnyGrid) -> Tensor:
 def _in_levels(scales: Tensor, grid: AnyGrid) -> Tensor:
     """Levels in a unit. Of a number and a tensor, torch would multiply by the reciprocal: another rounding."""
     return torch.full_like(scales, grid.top) / scales
-
-
-def _chunk_squares(p: Tensor) -> Tensor:
-    """(blocks, chunks) float64: in a chunk, element i goes to lane i mod 16, in order; then halves of the lanes add."""
-    blocks, length = p.shape
-    chunks = -(-length // _CHUNK)
-    squares = torch.nn.functional.pad(p.double().square(), (0, chunks * _CHUNK - length))
-    lanes, *rest = squares.view(blocks, chunks, _CHUNK // _LANES, _LANES).unbind(dim=2)
-    for row in rest:
-        lanes = lanes + row
-    while lanes.shape[2] > 1:
-        lower, upper = lanes.chunk(2, dim=2)
-        lanes = lower + upper
-    return lanes[:, :, 0]
-
-
-def sum_in_pairs(sums: Tensor) -> Tensor:
-    """(blocks,) of (blocks, chunks): neighbours are added in pairs, then the sums of pairs, until one is left."""
-    while sums.shape[1] > 1:
-        sums = torch.nn.functional.pad(sums, (0, sums.shape[1] % 2))
-        sums = sums[:, 0::2] + sums[:, 1::2]
-    return sums[:, 0]
 
 
 def _steps(scales: Tensor, grid: AnyGrid, dtype: torch.dtype) -> tuple[Tensor | float, Tensor | float]:

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from gradsync.kernels.checks import Sections
 from gradsync.kernels.grids import AnyGrid, check_drawn, runs
+from gradsync.kernels.reference.blocks import GROUP, LANES, ordered_sum
 from gradsync.kernels.reference.quantize import (
     check_codes,
     check_dequantize,
     check_found,
     check_quantize,
     stored_scales,
-    sum_in_pairs,
 )
 from gradsync.kernels.reference.rows import accumulation_dtype
 from gradsync.kernels.triton.boundary import (
@@ -37,7 +37,6 @@ from gradsync.kernels.triton.boundary import (
 )
 from gradsync.kernels.triton.rows import kind_of, narrowed, widened
 
-_CHUNK = 512  # squares that are summed by 16 lanes
 _COLUMNS = 10  # of the table of runs
 
 
@@ -121,6 +120,16 @@ def _find_largest(
 
 
 @triton.jit
+def sum_of_lanes(lanes: tl.tensor, LANES: tl.constexpr) -> tl.tensor:
+    """The upper half is added to the lower one until one of 32 is left."""
+    halves = tl.sum(tl.reshape(lanes, [2, LANES // 2]), 0)
+    halves = tl.sum(tl.reshape(halves, [2, LANES // 4]), 0)
+    halves = tl.sum(tl.reshape(halves, [2, LANES // 8]), 0)
+    halves = tl.sum(tl.reshape(halves, [2, LANES // 16]), 0)
+    return tl.sum(halves, 0)
+
+
+@triton.jit
 def _sum_squares(
     x: tl.tensor,
     residual: tl.tensor,
@@ -130,23 +139,21 @@ def _sum_squares(
     KIND: tl.constexpr,
     CORRECTS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    LANES: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Each program stores one sum: its chunk's, the lanes added up row by row, then the halves of the lanes."""
+    """Each program stores one sum: its group's, the lanes added up row by row, then the halves of the lanes."""
     row = run_of(table, num_runs, COLUMNS)
     number = tl.program_id(0).to(tl.int64) - tl.load(row)
     length, tiles = tl.load(row + 2), tl.load(row + 8)
     begin = tl.load(row + 1) + number // tiles * length
-    lane = tl.arange(0, 16)
-    lanes = tl.zeros([16], tl.float64)
-    for line in tl.static_range(TILE // 16):
-        element = (number % tiles) * TILE + line * 16 + lane
+    lane = tl.arange(0, LANES)
+    lanes = tl.zeros([LANES], tl.float64)
+    for line in tl.static_range(TILE // LANES):
+        element = (number % tiles) * TILE + line * LANES + lane
         p = corrected(x, residual, begin + element, element < length, KIND, CORRECTS).to(tl.float64)
         lanes += p * p
-    halves = tl.sum(tl.reshape(lanes, [2, 8]), 0)
-    halves = tl.sum(tl.reshape(halves, [2, 4]), 0)
-    halves = tl.sum(tl.reshape(halves, [2, 2]), 0)
-    tl.store(sums + tl.program_id(0), tl.sum(halves, 0))
+    tl.store(sums + tl.program_id(0), sum_of_lanes(lanes, LANES))
 
 
 @triton.jit
@@ -419,7 +426,7 @@ def _decoding(x: Tensor, grid: AnyGrid) -> dict[str, object]:
 
 
 def _find_scales(x: Tensor, sections: Sections, grid: AnyGrid, scales: Tensor, residual: Tensor | None) -> None:
-    tile = _CHUNK if grid.scale == "norm" else BLOCK
+    tile = GROUP if grid.scale == "norm" else BLOCK
     table, programs, _ = _table(sections, grid, tile, of_bytes=False)
     wide = accumulation_dtype(x.dtype)
     arguments = bits_of(x), x if residual is None else residual, on(x.device, table), len(table)
@@ -431,11 +438,11 @@ def _find_scales(x: Tensor, sections: Sections, grid: AnyGrid, scales: Tensor, r
         scales.copy_(stored_scales(most.view(wide), grid))
         return
     sums = torch.empty(programs, dtype=torch.float64, device=x.device)
-    launch(_sum_squares, programs, x.device, *arguments, sums, **constants)
+    launch(_sum_squares, programs, x.device, *arguments, sums, **constants, LANES=LANES)
     begin = 0
     for run in runs(sections, grid):
         part = sums[begin : begin + run.blocks * blocks(run.length, tile)].view(run.blocks, -1)
-        scales[run.scales] = stored_scales(sum_in_pairs(part).sqrt(), grid)
+        scales[run.scales] = stored_scales(ordered_sum(part).sqrt(), grid)
         begin += part.numel()
 
 

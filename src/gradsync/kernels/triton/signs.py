@@ -28,6 +28,7 @@ from gradsync.kernels.triton.boundary import (
     launch,
     on,
 )
+from gradsync.kernels.triton.quantize import sum_of_lanes
 from gradsync.kernels.triton.rows import kind_of, narrowed, widened
 
 
@@ -83,12 +84,7 @@ def _sum_groups(
             wide = (number < 0).to(tl.float64)
         total += wide
         row += LANES
-    width: tl.constexpr = LANES
-    total = tl.sum(tl.reshape(total, [2, width // 2]), 0)
-    total = tl.sum(tl.reshape(total, [2, width // 4]), 0)
-    total = tl.sum(tl.reshape(total, [2, width // 8]), 0)
-    total = tl.sum(tl.reshape(total, [2, width // 16]), 0)
-    tl.store(sums + program, tl.sum(total, 0))
+    tl.store(sums + program, sum_of_lanes(total, LANES))
 
 
 @triton.jit
