@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "rows.hpp"
+
 namespace MODULE_NAME {
 namespace {
 
@@ -11,7 +13,8 @@ constexpr size_t kBlock = 1024;  // values that are scaled before they are round
 template <typename Out> constexpr float kLargest = 65504.0f;
 template <> constexpr float kLargest<Bfloat16> = 0x1.fep127f;
 
-template <typename In, typename Out> void narrow_block(const In *x, size_t count, In scale, Out *out) {
+template <bool stream, typename In, typename Out>
+void narrow_block(const In *x, size_t count, In scale, Out *out) {
     const In largest = kLargest<Out>;
     float scaled[kBlock];
 #pragma omp simd
@@ -20,7 +23,7 @@ template <typename In, typename Out> void narrow_block(const In *x, size_t count
         const In below = value > largest ? largest : value, within = below < -largest ? -largest : below;
         scaled[i] = static_cast<float>(value - value == 0 ? within : value);  // infinity and NaN as they are
     }
-    narrow_row(out, scaled, count);
+    narrow_row<stream>(out, scaled, count);
 }
 
 }  // namespace
@@ -28,10 +31,15 @@ template <typename In, typename Out> void narrow_block(const In *x, size_t count
 template <typename In, typename Out>
 void narrow_values(const In *x, size_t count, double scale, Out *out, int threads) {
     const size_t blocks = (count + kBlock - 1) / kBlock;
+    const bool stream = count * sizeof(Out) >= kStreamedBytes;
+    const auto narrow_some = stream ? narrow_block<true, In, Out> : narrow_block<false, In, Out>;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (size_t b = 0; b < blocks; ++b) {
-        const size_t begin = b * kBlock;
-        narrow_block(x + begin, std::min(kBlock, count - begin), static_cast<In>(scale), out + begin);
+    for (int t = 0; t < threads; ++t) {
+        for (size_t b = share_begin(blocks, t, threads); b < share_begin(blocks, t + 1, threads); ++b) {
+            const size_t begin = b * kBlock;
+            narrow_some(x + begin, std::min(kBlock, count - begin), static_cast<In>(scale), out + begin);
+        }
+        order_stores();
     }
 }
 

@@ -26,7 +26,21 @@ private:
     uint32_t key_, added_;
 };
 
-// A draw as a number in [0, 1), in steps of 2^-24.
-inline float uniform(uint32_t draw) { return static_cast<float>(static_cast<int32_t>(draw >> 8)) * 0x1p-24f; }
+// What rounding draws, for the places that `Draws` has: half as much arithmetic for each, with keys that are draws.
+class Noise {
+public:
+    Noise(uint64_t seed, uint64_t place) : key_(Draws(seed, place)(0)), added_(Draws(seed, place)(1)) {}
+    uint32_t operator()(uint32_t low) const {  // mix(), keyed before and within
+        uint32_t h = low ^ key_;
+        h ^= h >> 16;
+        h *= 0x7feb352du;
+        h ^= h >> 15;
+        h = (h + added_) * 0x846ca68bu;
+        return h ^ h >> 16;
+    }
+
+private:
+    uint32_t key_, added_;
+};
 
 }  // namespace MODULE_NAME

@@ -5,19 +5,19 @@
 #include <limits>
 #include <type_traits>
 
+#include "blocks.hpp"
 #include "draws.hpp"
 #include "elements.hpp"
+#include "rows.hpp"
 #include "scratch.hpp"
 
 namespace MODULE_NAME {
 
 namespace {
 
-constexpr size_t kTile = 1024;         // elements that are worked on in the L1 cache
-constexpr size_t kChunk = 512;         // squares that are summed by lanes; a tile has a whole number of them
-constexpr size_t kLanes = 16;          // of these sums
-constexpr size_t kPiece = 16 * kTile;  // what a thread takes of a block that is too large for
-constexpr size_t kFused = 32 * kTile;  // its codes to follow its scale while a cache holds it
+constexpr size_t kTile = kGroup;         // elements that are worked on in the L1 cache, and summed together
+constexpr size_t kStretch = 16 * kTile;  // what a thread takes of a block that is too large for
+constexpr size_t kFused = 32 * kTile;    // its codes to follow its scale while a cache holds it
 
 template <typename A> using Bits = std::conditional_t<sizeof(A) == 8, int64_t, int32_t>;
 
@@ -63,9 +63,8 @@ template <typename A> Bits<A> largest(const A *p, size_t count, Bits<A> before) 
     return before;
 }
 
-// Of up to a chunk: element i goes to lane i mod 16, in order; then the upper half of the lanes is added to the lower
-// one until one is left.
-template <typename A> double chunk_squares(const A *p, size_t count) {
+// Of up to a group, in the order of blocks.hpp.
+template <typename A> double sum_of_squares(const A *p, size_t count) {
     double lanes[kLanes] = {};
     size_t i = 0;
     for (; i + kLanes <= count; i += kLanes)
@@ -77,19 +76,7 @@ template <typename A> double chunk_squares(const A *p, size_t count) {
         const double value = p[i + l];
         lanes[l] += value * value;
     }
-    for (size_t half = kLanes / 2; half > 0; half /= 2)
-        for (size_t l = 0; l < half; ++l) lanes[l] += lanes[l + half];
-    return lanes[0];
-}
-
-// Neighbours are added in pairs, then the sums of pairs, until one is left. Overwrites them.
-double sum_in_pairs(double *sums, size_t count) {
-    if (count == 0) return 0;
-    for (; count > 1; count = count / 2 + count % 2) {
-        for (size_t i = 0; i < count / 2; ++i) sums[i] = sums[2 * i] + sums[2 * i + 1];
-        if (count % 2) sums[count / 2] = sums[count - 1];
-    }
-    return sums[0];
+    return sum_of_lanes(lanes);
 }
 
 float inverse_of(float scale, float top) {
@@ -136,19 +123,19 @@ template <typename T> Bits<Accumulator<T>> largest_of(const Input<T> &input, siz
     return most;
 }
 
-// One sum for each chunk.
+// One sum for each group.
 template <typename T> void squares_of(const Input<T> &input, size_t begin, size_t count, double *sums) {
     each_tile(input, begin, count, [&](const auto *p, size_t done, size_t some) {
-        for (size_t i = 0; i < some; i += kChunk) sums[(done + i) / kChunk] = chunk_squares(p + i, std::min(kChunk, some - i));
+        sums[done / kGroup] = sum_of_squares(p, some);
     });
 }
 
 template <typename T> float scale_of(const Input<T> &input, const Block &block, const Grid &grid) {
     if (grid.scale == ScaleOf::max)
         return stored_scale(value_of<Accumulator<T>>(largest_of(input, block.begin, block.length)), grid.top);
-    double sums[kFused / kChunk];
+    double sums[kFused / kGroup];
     squares_of(input, block.begin, block.length, sums);
-    return stored_scale(std::sqrt(sum_in_pairs(sums, (block.length + kChunk - 1) / kChunk)), grid.top);
+    return stored_scale(std::sqrt(sum_of_groups(sums, (block.length + kGroup - 1) / kGroup)), grid.top);
 }
 
 // A float to the nearest number of 8 bits with so many of them for the fraction; NaN is zero.
@@ -156,13 +143,12 @@ template <int kFraction, int kBias> uint32_t small_float(float value, float top)
     constexpr int kDropped = 23 - kFraction;
     const float kept = value == value ? value : 0.0f;
     const float magnitude = std::min(std::fabs(kept), top);
-    const uint32_t bits = bits_of(magnitude), sign = bits_of(kept) >> 24 & 0x80;
-    constexpr uint32_t kLeast = static_cast<uint32_t>(127 - kBias + 1) << 23;        // the smallest normal one
-    const float unit = float_of(static_cast<uint32_t>(127 - kBias + 1 + kDropped) << 23);  // whose ulp is a subnormal's
-    const uint32_t subnormal = bits_of(magnitude + unit) - bits_of(unit);
-    const uint32_t normal =
-        (bits - (static_cast<uint32_t>(127 - kBias) << 23) + (1u << (kDropped - 1)) - 1 + (bits >> kDropped & 1)) >> kDropped;
-    return sign | (bits < kLeast ? subnormal : normal);
+    constexpr uint32_t kLeast = static_cast<uint32_t>(127 - kBias + 1) << 23;  // the smallest normal one
+    const uint32_t power = std::max(bits_of(magnitude) & 0x7f800000u, kLeast), sign = bits_of(kept) >> 24 & 0x80;
+    // Added to a float whose ulp is the code's, the magnitude becomes a whole number of these.
+    const uint32_t unit = power + (static_cast<uint32_t>(kDropped) << 23);
+    const uint32_t fraction = bits_of(magnitude + float_of(unit)) - unit;
+    return sign | (fraction + ((power - kLeast) >> kDropped));
 }
 
 template <int kFraction, int kBias> float small_value(uint32_t code) {
@@ -177,35 +163,48 @@ template <int kFraction, int kBias> float small_value(uint32_t code) {
 constexpr int32_t kExponents = 126;     // codes 1 to 126 are 2^-109 to 2^16, 0 is zero and 127 NaN
 constexpr int32_t kExponentBias = 17;  // from the exponent field of a float to the code
 
+constexpr uint32_t kLargestBits = 0x7f7fffff;  // of a finite float
+
+// A mask, not a condition: of several of these, gcc would make a choice between all that can come of them. Below 2^31.
+inline uint32_t ones_if_less(uint32_t a, uint32_t b) {
+    return static_cast<uint32_t>(static_cast<int32_t>(a - b) >> 31);
+}
+
+// What is finite stays finite.
+inline float in_float(float value) { return value; }
+inline float in_float(double value) {
+    constexpr double kMost = std::numeric_limits<float>::max();
+    const double below = value > kMost ? kMost : value, within = below < -kMost ? -kMost : below;
+    return static_cast<float>(value - value == 0 ? within : value);
+}
+
 inline uint32_t exponent_code(float value, uint32_t draw) {
     const uint32_t bits = bits_of(value), magnitude = bits & 0x7fffffffu;
     const int32_t rounded = static_cast<int32_t>((magnitude + (draw >> 9)) >> 23) - kExponentBias;
-    const int32_t code = std::min(std::max(rounded, 0), kExponents);
-    const int32_t sign = code == 0 ? 0 : static_cast<int32_t>(bits >> 24 & 0x80);
-    return magnitude >= 0x7f800000u ? 0x7fu : static_cast<uint32_t>(sign | code);
+    const auto code = static_cast<uint32_t>(std::min(std::max(rounded, 0), kExponents));
+    const uint32_t signed_code = code | (bits >> 24 & 0x80u & ones_if_less(0, code));
+    const uint32_t special = ones_if_less(kLargestBits, magnitude);
+    return (signed_code & ~special) | (special & 0x7fu);
 }
 
 inline float exponent_value(uint32_t code) {
     const uint32_t exponent = code & 0x7fu;
-    const uint32_t magnitude = exponent == 0 ? 0u : exponent == 0x7f ? 0x7fc00000u : (exponent + kExponentBias) << 23;
-    return float_of((code & 0x80u) << 24 | magnitude);
+    const uint32_t power = (exponent + kExponentBias) << 23 & ones_if_less(0, exponent);
+    return float_of((code & 0x80u) << 24 | power | (0x7fc00000u & ones_if_less(kExponents, exponent)));
 }
 
 // Adding it to a number of far fewer bits rounds that to a whole one, ties to even.
 template <typename A> constexpr A kWhole = sizeof(A) == 8 ? static_cast<A>(0x1.8p52) : static_cast<A>(0x1.8p23);
 
-template <typename A> A whole_below(A value) {
-#if defined(__AVX2__)
-    return std::floor(value);
-#else
-    const A whole = (value + kWhole<A>)-kWhole<A>;
-    return whole - (whole > value ? A{1} : A{0});
-#endif
+// Up with the probability that the fraction says. In 2^-24 of a level, which 32 bits hold of levels up to 127.
+template <typename A> int32_t rounded_by(uint32_t noise, A level) {
+    const auto fixed = static_cast<int32_t>(level * A{0x1p24f});
+    return (fixed + static_cast<int32_t>(noise >> 8)) >> 24;  // to the whole one below
 }
 
 // The code of each element, and what it leaves; `low` is the place of the first. No more than a tile.
 template <Rounding rounding, bool keeps, typename A>
-void round_tile(const A *__restrict p, size_t count, Steps<A> steps, float top, Draws draws, uint32_t low,
+void round_tile(const A *__restrict p, size_t count, Steps<A> steps, float top, Noise noise, uint32_t low,
                 uint8_t *__restrict codes, A *__restrict next) {
     const A most = static_cast<A>(top);
     // Codes that take much arithmetic are made in lanes as wide as the numbers, so that the registers do.
@@ -223,9 +222,9 @@ void round_tile(const A *__restrict p, size_t count, Steps<A> steps, float top, 
                 level = shifted - kWhole<A>;
                 codes[i] = static_cast<uint8_t>(integer_bits(shifted));  // its lowest bits are the level's
             } else {
-                level = whole_below(kept);
-                level += static_cast<A>(uniform(draws(low + i))) < kept - level ? A{1} : A{0};
-                wide[i] = static_cast<uint32_t>(static_cast<int32_t>(level));
+                const int32_t whole = rounded_by(noise(low + i), kept);
+                wide[i] = static_cast<uint32_t>(whole);
+                level = static_cast<A>(whole);
             }
         } else if constexpr (rounding == Rounding::e4m3) {
             wide[i] = small_float<3, 7>(static_cast<float>(scaled), top);
@@ -234,7 +233,7 @@ void round_tile(const A *__restrict p, size_t count, Steps<A> steps, float top, 
             wide[i] = small_float<2, 15>(static_cast<float>(scaled), top);
             level = small_value<2, 15>(wide[i]);
         } else {
-            wide[i] = exponent_code(static_cast<float>(scaled), draws(low + i));
+            wide[i] = exponent_code(in_float(scaled), noise(low + i));
             level = exponent_value(wide[i]);
         }
         if constexpr (keeps) next[i] = p[i] - level * steps.step;
@@ -244,9 +243,9 @@ void round_tile(const A *__restrict p, size_t count, Steps<A> steps, float top, 
 }
 
 template <bool keeps, typename A>
-void round_tile(Rounding rounding, const A *p, size_t count, Steps<A> steps, float top, Draws draws, uint32_t low,
+void round_tile(Rounding rounding, const A *p, size_t count, Steps<A> steps, float top, Noise noise, uint32_t low,
                 uint8_t *codes, A *next) {
-    const auto as = [&](auto kind) { round_tile<kind(), keeps>(p, count, steps, top, draws, low, codes, next); };
+    const auto as = [&](auto kind) { round_tile<kind(), keeps>(p, count, steps, top, noise, low, codes, next); };
     switch (rounding) {
         case Rounding::nearest: return as(std::integral_constant<Rounding, Rounding::nearest>{});
         case Rounding::stochastic: return as(std::integral_constant<Rounding, Rounding::stochastic>{});
@@ -266,12 +265,12 @@ void encode_elements(const Input<T> &input, const Block &block, size_t first, si
     for (size_t begin = first; begin < stop;) {
         const uint64_t place = block.place + begin;
         const size_t count = std::min<uint64_t>(stop - begin, (uint64_t{1} << 32) - (place & 0xffffffffu));
-        const Draws draws(block.seed, place);
+        const Noise noise(block.seed, place);
         const auto low = static_cast<uint32_t>(place);
         const A *from = p + (begin - first);
         uint8_t *to = codes + (begin - first);
-        if (next) round_tile<true>(grid.rounding, from, count, steps, grid.top, draws, low, to, next + block.begin + begin);
-        else round_tile<false>(grid.rounding, from, count, steps, grid.top, draws, low, to, static_cast<A *>(nullptr));
+        if (next) round_tile<true>(grid.rounding, from, count, steps, grid.top, noise, low, to, next + block.begin + begin);
+        else round_tile<false>(grid.rounding, from, count, steps, grid.top, noise, low, to, static_cast<A *>(nullptr));
         begin += count;
     }
 }
@@ -307,48 +306,48 @@ void encode_bytes(const Input<T> &input, const Block &block, size_t first, size_
     }
 }
 
-// A part of a block, of a multiple of a chunk but at its end.
-struct Piece {
+// A part of a block, of a multiple of a group but at its end.
+struct Stretch {
     size_t block, begin, count;
 };
 
-struct Pieces {
+struct Stretches {
     std::vector<Block> blocks;
-    std::vector<Piece> pieces;
+    std::vector<Stretch> stretches;
 
     // `units`: those of a block.
-    template <typename Units> Pieces(const BlockLayout &layout, Units units) {
+    template <typename Units> Stretches(const BlockLayout &layout, Units units) {
         layout.each(0, layout.num_blocks(), [&](const Block &block) {
-            for (size_t begin = 0; begin < units(block); begin += kPiece)
-                pieces.push_back({blocks.size(), begin, std::min(kPiece, units(block) - begin)});
+            for (size_t begin = 0; begin < units(block); begin += kStretch)
+                stretches.push_back({blocks.size(), begin, std::min(kStretch, units(block) - begin)});
             blocks.push_back(block);
         });
     }
 };
 
-// Of blocks of any length: all pieces on their own, then what they found together.
+// Of blocks of any length: all stretches on their own, then what they found together.
 template <typename T>
-void scales_in_pieces(const Input<T> &input, const BlockLayout &layout, const Grid &grid, float *scales, int threads) {
+void scales_by_stretch(const Input<T> &input, const BlockLayout &layout, const Grid &grid, float *scales, int threads) {
     using A = Accumulator<T>;
-    constexpr size_t kSums = kPiece / kChunk;
-    const Pieces all(layout, [](const Block &block) { return block.length; });
-    const size_t count = all.pieces.size();
+    constexpr size_t kSums = kStretch / kGroup;
+    const Stretches all(layout, [](const Block &block) { return block.length; });
+    const size_t count = all.stretches.size();
     const bool norm = grid.scale == ScaleOf::norm;
     Scratch<double> sums(norm ? count * kSums : 0);
     Scratch<Bits<A>> most(norm ? 0 : count);
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
     for (size_t i = 0; i < count; ++i) {
-        const Piece &piece = all.pieces[i];
-        const size_t begin = all.blocks[piece.block].begin + piece.begin;
-        if (norm) squares_of(input, begin, piece.count, &sums[i * kSums]);
-        else most[i] = largest_of(input, begin, piece.count);
+        const Stretch &stretch = all.stretches[i];
+        const size_t begin = all.blocks[stretch.block].begin + stretch.begin;
+        if (norm) squares_of(input, begin, stretch.count, &sums[i * kSums]);
+        else most[i] = largest_of(input, begin, stretch.count);
     }
-    for (size_t i = 0; i < count;) {  // only the last piece of a block has fewer sums: they lie side by side
-        const size_t first = i, block = all.pieces[i].block;
-        while (i < count && all.pieces[i].block == block) ++i;
+    for (size_t i = 0; i < count;) {  // only the last stretch of a block has fewer sums: they lie side by side
+        const size_t first = i, block = all.stretches[i].block;
+        while (i < count && all.stretches[i].block == block) ++i;
         const Block &whole = all.blocks[block];
         const double found =
-            norm ? std::sqrt(sum_in_pairs(&sums[first * kSums], (whole.length + kChunk - 1) / kChunk))
+            norm ? std::sqrt(sum_of_groups(&sums[first * kSums], (whole.length + kGroup - 1) / kGroup))
                  : value_of<A>(*std::max_element(&most[first], &most[first] + (i - first)));
         scales[whole.scale] = stored_scale(found, grid.top);
     }
@@ -357,8 +356,10 @@ void scales_in_pieces(const Input<T> &input, const BlockLayout &layout, const Gr
 // Calls body(Block) for all blocks, those side by side on one thread.
 template <typename Body> void each_block(const BlockLayout &layout, int threads, Body body) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (int t = 0; t < threads; ++t)
+    for (int t = 0; t < threads; ++t) {
         layout.each(share_begin(layout.num_blocks(), t, threads), share_begin(layout.num_blocks(), t + 1, threads), body);
+        order_stores();
+    }
 }
 
 bool are_small(const BlockLayout &layout, const Grid &grid) { return grid.block != 0 && layout.block_limit() <= kFused; }
@@ -410,13 +411,13 @@ void quantize(const T *x, const BlockLayout &layout, const Grid &grid, uint8_t *
             encode_bytes(input, block, 0, bytes(block), scale_at(block), grid, codes, next);
         });
     }
-    if (finds) scales_in_pieces(input, layout, grid, scales, threads);
-    const Pieces all(layout, bytes);
+    if (finds) scales_by_stretch(input, layout, grid, scales, threads);
+    const Stretches all(layout, bytes);
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (size_t i = 0; i < all.pieces.size(); ++i) {
-        const Piece &piece = all.pieces[i];
-        const Block &block = all.blocks[piece.block];
-        encode_bytes(input, block, piece.begin, piece.begin + piece.count, scale_at(block), grid, codes, next);
+    for (size_t i = 0; i < all.stretches.size(); ++i) {
+        const Stretch &stretch = all.stretches[i];
+        const Block &block = all.blocks[stretch.block];
+        encode_bytes(input, block, stretch.begin, stretch.begin + stretch.count, scale_at(block), grid, codes, next);
     }
 }
 
@@ -424,7 +425,7 @@ template <typename T>
 void block_scales(const T *x, const BlockLayout &layout, const Grid &grid, float *scales,
                   const Accumulator<T> *residual, int threads) {
     const Input<T> input{x, residual};
-    if (!are_small(layout, grid)) return scales_in_pieces(input, layout, grid, scales, threads);
+    if (!are_small(layout, grid)) return scales_by_stretch(input, layout, grid, scales, threads);
     each_block(layout, threads, [&](const Block &block) { scales[block.scale] = scale_of(input, block, grid); });
 }
 
@@ -467,11 +468,12 @@ void add_codes(const Grid &grid, const uint8_t *codes, size_t count, A step, int
 // Bytes [first, stop) of a block's codes, of all parts.
 template <typename T>
 void decode_bytes(const std::vector<Codes> &parts, const Block &block, size_t first, size_t stop, const Grid &grid, T *out,
-                  double scale) {
+                  size_t numel, double scale) {
     using A = Accumulator<T>;
     const size_t per_byte = grid.codes_per_byte(), bytes = (block.length + per_byte - 1) / per_byte;
     const A factor = static_cast<A>(scale);
     A buffer[kTile];
+    const bool stream = numel * sizeof(T) >= kStreamedBytes;
     for (size_t begin = first; begin < stop; begin += kTile)
         for (size_t part = 0; part < per_byte; ++part) {
             const size_t element = part * bytes + begin;
@@ -479,7 +481,8 @@ void decode_bytes(const std::vector<Codes> &parts, const Block &block, size_t fi
             const size_t count = std::min({kTile, stop - begin, block.length - element});
             T *const to = out + block.begin + element;
             A *sums = buffer;
-            if constexpr (std::is_same_v<T, A>) sums = to;
+            if constexpr (std::is_same_v<T, A>)
+                if (!stream) sums = to;
             if (parts.empty()) std::fill_n(sums, count, A{0});
             for (size_t n = 0; n < parts.size(); ++n) {
                 const A step =
@@ -489,7 +492,10 @@ void decode_bytes(const std::vector<Codes> &parts, const Block &block, size_t fi
             }
             if (scale != 1)
                 for (size_t i = 0; i < count; ++i) sums[i] *= factor;
-            if constexpr (!std::is_same_v<T, A>) narrow_row(to, sums, count);
+            if constexpr (!std::is_same_v<T, A>)
+                stream ? narrow_row<true>(to, sums, count) : narrow_row<false>(to, sums, count);
+            else if (stream)
+                stream_bytes(reinterpret_cast<char *>(to), reinterpret_cast<const char *>(sums), count * sizeof(T));
         }
 }
 
@@ -498,16 +504,20 @@ void decode_bytes(const std::vector<Codes> &parts, const Block &block, size_t fi
 template <typename T>
 void dequantize(const std::vector<Codes> &parts, const BlockLayout &layout, const Grid &grid, T *out, double scale,
                 int threads) {
-    const size_t per_byte = grid.codes_per_byte();
+    const size_t per_byte = grid.codes_per_byte(), numel = layout.numel();
     const auto bytes = [&](const Block &block) { return (block.length + per_byte - 1) / per_byte; };
-    if (are_small(layout, grid))
-        return each_block(layout, threads,
-                          [&](const Block &block) { decode_bytes(parts, block, 0, bytes(block), grid, out, scale); });
-    const Pieces all(layout, bytes);
+    if (are_small(layout, grid)) {
+        each_block(layout, threads, [&](const Block &block) {
+            decode_bytes(parts, block, 0, bytes(block), grid, out, numel, scale);
+        });
+    } else {
+        const Stretches all(layout, bytes);
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (size_t i = 0; i < all.pieces.size(); ++i) {
-        const Piece &piece = all.pieces[i];
-        decode_bytes(parts, all.blocks[piece.block], piece.begin, piece.begin + piece.count, grid, out, scale);
+        for (size_t i = 0; i < all.stretches.size(); ++i) {
+            const Stretch &stretch = all.stretches[i];
+            decode_bytes(parts, all.blocks[stretch.block], stretch.begin, stretch.begin + stretch.count, grid, out, numel, scale);
+            order_stores();
+        }
     }
 }
 

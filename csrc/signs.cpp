@@ -1,6 +1,8 @@
 #include "signs.hpp"
 
 #include <cmath>
+#include <cstring>
+#include <limits>
 #include <type_traits>
 
 #include "rows.hpp"
@@ -298,6 +300,65 @@ inline void sum_levels(const std::vector<Signs> &parts, size_t nbytes, size_t at
     }
     for (int v = 0; v < 4; ++v) _mm256_storeu_ps(to + 8 * v, _mm256_mul_ps(total[v], _mm256_set1_ps(factor)));
 }
+
+constexpr size_t kMostTabled = 8;   // parts, of which an element has a byte of signs
+constexpr size_t kFewestTabled = 4;  // fewer are added up sooner than looked up
+
+// table[b] = factor * sum of the levels, in their order, of which each is that of its bit of b.
+inline void tabulate_sums(const Levels<float> *levels, size_t parts, float factor, float *table) {
+    table[0] = 0;
+    for (size_t p = 0; p < parts; ++p)
+        for (size_t b = 0, count = size_t{1} << p; b < count; ++b) {
+            table[b + count] = table[b] + levels[p].of[1];
+            table[b] += levels[p].of[0];
+        }
+    for (size_t b = 0; b < size_t{1} << parts; ++b) table[b] *= factor;
+}
+
+// Of 32 elements the bytes of signs, from the words of eight parts: of each 8 elements, 8 bytes of 8 bits turned round.
+inline __m256i bytes_by_element(__m256i words) {
+    const __m256i by_four = _mm256_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15,  //
+                                             0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m256i pairs = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    __m256i x = _mm256_permutevar8x32_epi32(_mm256_shuffle_epi8(words, by_four), pairs);
+    const auto swap = [&](auto by, int64_t mask) {
+        const __m256i changed =
+            _mm256_and_si256(_mm256_xor_si256(x, _mm256_srli_epi64(x, by)), _mm256_set1_epi64x(mask));
+        x = _mm256_xor_si256(x, _mm256_xor_si256(changed, _mm256_slli_epi64(changed, by)));
+    };
+    swap(std::integral_constant<int, 7>{}, 0x00aa00aa00aa00aa);
+    swap(std::integral_constant<int, 14>{}, 0x0000cccc0000cccc);
+    swap(std::integral_constant<int, 28>{}, 0x00000000f0f0f0f0);
+    return x;
+}
+
+// to[0, count) = what the table has for the parts' bits from `at` on. Writes whole lists of kLanes.
+inline void look_up_sums(const std::vector<Signs> &parts, size_t nbytes, size_t at, size_t count, const float *table,
+                         float *to) {
+    alignas(32) uint32_t words[kLanes][kMostTabled] = {};
+    const size_t lists = (count + kLanes - 1) / kLanes;
+    for (size_t p = 0; p < parts.size(); ++p) {
+        if (at % 8 == 0 && at / 8 + lists * sizeof(uint32_t) <= nbytes)
+            for (size_t i = 0; i < lists; ++i) std::memcpy(&words[i][p], parts[p].words + at / 8 + 4 * i, 4);
+        else
+            for (size_t i = 0; i < lists; ++i) words[i][p] = read_bits(parts[p].words, nbytes, at + i * kLanes);
+    }
+    for (size_t i = 0; i < lists; ++i) {
+        const __m256i signs = bytes_by_element(_mm256_load_si256(reinterpret_cast<const __m256i *>(words[i])));
+        const auto store = [&](size_t v, __m128i eight) {
+            // Into zeros: what the register held before, the processor would wait for.
+            const __m256 all = _mm256_castsi256_ps(_mm256_set1_epi32(-1));
+            const __m256i places = _mm256_cvtepu8_epi32(eight);
+            _mm256_storeu_ps(to + i * kLanes + 8 * v,
+                             _mm256_mask_i32gather_ps(_mm256_setzero_ps(), table, places, all, 4));
+        };
+        const __m128i lower = _mm256_castsi256_si128(signs), upper = _mm256_extracti128_si256(signs, 1);
+        store(0, lower);
+        store(1, _mm_srli_si128(lower, 8));
+        store(2, upper);
+        store(3, _mm_srli_si128(upper, 8));
+    }
+}
 #endif
 
 template <typename T> class Unpacking {
@@ -312,22 +373,42 @@ public:
 #pragma omp parallel for num_threads(threads_) schedule(static) if (threads_ > 1)
         for (int t = 0; t < threads_; ++t) {
             Levels<A> *const levels = levels_.begin() + t * parts_.size();
+            Table table;
             const size_t first = share_begin(blocks_.pieces(), t, threads_);
             const size_t end = share_begin(blocks_.pieces(), t + 1, threads_);
             blocks_.each_piece(first, end, [&](const Piece &piece) {
                 for (size_t p = 0; p < parts_.size(); ++p)
                     levels[p] = levels_of<A>(scale_, parts_[p].scales + piece.block * scales_per_block(scale_));
-                unpack_piece(piece, levels);
+                unpack_piece(piece, levels, table);
             });
             order_stores();
         }
     }
 
 private:
-    void unpack_piece(const Piece &piece, const Levels<A> *levels) {
-        A sums[kGroup];
+    struct Table {  // of sums, where they are looked up
+        size_t block = std::numeric_limits<size_t>::max();
+        float sums[256];
+    };
+
+    void sum_piece(const Piece &piece, const Levels<A> *levels, Table &table, A *sums) {
+        const size_t nbytes = (blocks_.numel() + 7) / 8;
+#if defined(__AVX2__)
+        if constexpr (std::is_same_v<A, float>)
+            if (parts_.size() >= kFewestTabled && parts_.size() <= kMostTabled && piece.block_count >= kGroup) {
+                if (table.block != piece.block) tabulate_sums(levels, parts_.size(), factor_, table.sums);
+                table.block = piece.block;
+                return look_up_sums(parts_, nbytes, piece.begin, piece.count, table.sums, sums);
+            }
+#endif
+        (void)table;
         for (size_t i = 0; i < piece.count; i += kLanes)
-            sum_levels(parts_, (blocks_.numel() + 7) / 8, piece.begin + i, levels, factor_, sums + i);
+            sum_levels(parts_, nbytes, piece.begin + i, levels, factor_, sums + i);
+    }
+
+    void unpack_piece(const Piece &piece, const Levels<A> *levels, Table &table) {
+        A sums[kGroup];
+        sum_piece(piece, levels, table, sums);
         T *const out = out_ + piece.begin;
         if constexpr (!std::is_same_v<T, A>)
             stream_ ? narrow_row<true>(out, sums, piece.count) : narrow_row<false>(out, sums, piece.count);

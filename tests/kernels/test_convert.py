@@ -52,6 +52,15 @@ def test_native_narrow_equals_the_definition(dtype: torch.dtype, threads: int, m
                 assert_same_bits(narrowed(cpu, x, dtype, scale, threads=threads, module=module), expected)
 
 
+@native
+def test_large_outputs_past_the_caches_are_the_same(module: ModuleType) -> None:
+    x = torch.randn((32 << 20) // 2 + 77, generator=torch.Generator().manual_seed(0))
+    for dtype in (torch.bfloat16, torch.float16):
+        for threads in (1, 3):
+            got = narrowed(cpu, x[1:], dtype, 0.3, threads=threads, module=module)
+            assert_same_bits(got, narrowed(reference, x[1:], dtype, 0.3))
+
+
 @needs_triton
 def test_narrow_on_the_device_equals_the_definition() -> None:
     for wide, dtype in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import ModuleType
 from typing import Any
 
@@ -77,6 +78,20 @@ def test_scales_of_blocks_that_no_cache_holds_are_the_same_on_many_threads(scale
                 assert_same_bits(mine, theirs)
 
 
+@native
+@pytest.mark.parametrize("grid", [Grid(127, 8, 256), Grid(7, 4, 0)], ids=str)
+def test_large_outputs_past_the_caches_are_the_same(grid: Any, module: ModuleType) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for dtype, numel in ((torch.float32, 32 << 18), (torch.bfloat16, 32 << 19)):
+        sections = Sections((3, numel))
+        codes = torch.randint(256, (codes_nbytes(sections, grid),), generator=generator).byte()
+        part = codes, torch.rand(num_scales(sections, grid), generator=generator)
+        outs = [torch.zeros(numel + 3, dtype=dtype) for _ in range(2)]
+        reference.dequantize([part], sections, grid, outs[0], scale=0.3)
+        cpu.dequantize([part], sections, grid, outs[1], scale=0.3, module=module, threads=2)
+        assert_same_bits(outs[1], outs[0])
+
+
 def test_the_layout_is_as_it_says() -> None:
     x, sections = torch.tensor([1.0, -1.0, 0.5, 0.0, 1.0, 4.0]), Sections((5, 1))
     for grid, expected in (
@@ -137,3 +152,31 @@ def test_what_does_not_fit_is_refused(kernels: Any) -> None:
 def test_grids_that_are_none_are_refused(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@every
+def test_powers_of_two_of_what_float32_does_not_hold_are_finite(kernels: Any) -> None:
+    x = torch.tensor([1e300, -1e39, 1e-300, float("inf"), float("nan")], dtype=torch.float64)
+    sections, grid = Sections((len(x),), seeds=(1,)), FloatGrid("exponent")
+    codes, none, out = torch.zeros(len(x), dtype=torch.uint8), torch.zeros(0), torch.zeros_like(x)
+    kernels.quantize(x, sections, grid, codes, none)
+    kernels.dequantize([(codes, none)], sections, grid, out)
+    assert out[:3].tolist() == [2.0**16, -(2.0**16), 0.0] and out[3:].isnan().all()
+
+
+def test_noise_is_uniform_and_that_of_no_other_place_or_seed() -> None:
+    count, start = 1 << 16, 2**32 - (1 << 15)
+    drawn = [reference.noise(seed, start, count) for seed in (1, 2, 1 + 2**32)]
+    assert torch.equal(drawn[0][1 << 15 :], reference.noise(1, 2**32, 1 << 15))
+    upper = [(noise >> 8).double() * 2**-24 for noise in drawn]
+    upper += [upper[0].roll(shift) for shift in (1, 2, 1 << 15)]  # the last: places whose lower halves are alike
+    bound = 5 / math.sqrt(12 * count)
+    for number, uniform in enumerate(upper):
+        assert uniform.min() >= 0 and uniform.max() < 1 and abs(uniform.mean() - 0.5) < bound
+        for other in upper[number + 1 :]:
+            correlation = ((uniform - 0.5) * (other - 0.5)).mean() * 12
+            assert abs(correlation) < 5 / math.sqrt(count)
+            apart = (uniform - other) % 1  # of keys that were only added, a constant
+            assert abs(apart.mean() - 0.5) < bound
+            counts = torch.histc(apart, 64, 0, 1)
+            assert (counts - count / 64).square().sum() / (count / 64) < 63 + 5 * math.sqrt(2 * 63)

@@ -120,9 +120,10 @@ def test_native_signs_have_the_bits_of_the_definition(
     scale=st.sampled_from(SCALES),
     threads=st.integers(1, 4),
     feedback=st.booleans(),
+    ranks=st.integers(1, 9),
 )
 def test_sections_may_begin_at_any_bit(
-    module: ModuleType, lengths: list[int], block: int, scale: SignScale, threads: int, feedback: bool
+    module: ModuleType, lengths: list[int], block: int, scale: SignScale, threads: int, feedback: bool, ranks: int
 ) -> None:
     x = numbers(sum(lengths), torch.float32)
     residual = numbers(len(x), torch.float32, 1) if feedback else None
@@ -130,8 +131,9 @@ def test_sections_may_begin_at_any_bit(
     expected = packed(reference, x, lengths, block, scale, residual)
     for mine, theirs in zip(got, expected, strict=True):
         assert mine is theirs or assert_same_bits(mine, theirs) is None
-    back = unpacked(cpu, [got[:2]] * 2, lengths, torch.float32, block, scale, threads=threads, module=module)
-    assert_same_bits(back, unpacked(reference, [got[:2]] * 2, lengths, torch.float32, block, scale))
+    parts = [(got[0].roll(rank), got[1] / (rank + 1)) for rank in range(ranks)]
+    back = unpacked(cpu, parts, lengths, torch.float32, block, scale, 0.3, threads=threads, module=module)
+    assert_same_bits(back, unpacked(reference, parts, lengths, torch.float32, block, scale, 0.3))
 
 
 @native

@@ -44,9 +44,9 @@ def quantize(
     to float32: the level is p * (s / a), rounded as the grid says and kept in [-s, s]; it counts as level * (a / s),
     and next_residual = p - that. A block whose s / a float32 does not hold, all zero or nearly subnormal, counts as
     zero and has the scale 0. Where float32 does not hold a, as with NaN or infinity among the elements, the scale is
-    infinite, and the whole block decodes to NaN. Stochastic: of f + r, f whole, the level is f + 1 if the element's
-    draw in [0, 1) is less than r, else f (what is drawn: `reference.uniform`). The squares of a norm are summed in
-    float64 in a fixed order.
+    infinite, and the whole block decodes to NaN. Stochastic: in units of 2^-24 of a level, to which it is cut, a number
+    below 2^24 is added (drawn: the upper bits of `reference.noise`), and the sum rounded down. The squares of a norm
+    are summed in float64 in a fixed order (`csrc/blocks.hpp`).
 
     Codes of 8 bits are the level in two's complement, or the bits of the small float. Of 4 and 2 bits they are level +
     s, and byte j of a block with h bytes has those of elements j, j + h and so on, from its lowest bits on; what is

@@ -5,7 +5,7 @@ Runs on any device and dtype, so it is also the fallback. `gradsync.kernels` say
 
 from gradsync.kernels.in_steps import Steps
 from gradsync.kernels.reference.convert import narrow
-from gradsync.kernels.reference.draws import draws, draws_at, uniform
+from gradsync.kernels.reference.draws import draws, draws_at, noise
 from gradsync.kernels.reference.elements import (
     NonzeroElements,
     count_bits,
@@ -80,6 +80,7 @@ __all__ = [
     "join_columns",
     "join_elements",
     "narrow",
+    "noise",
     "nonzero_elements",
     "nonzero_rows",
     "owned_by_hash",
@@ -97,7 +98,6 @@ __all__ = [
     "select_above",
     "sum_rows",
     "top_k",
-    "uniform",
     "unite_elements",
     "unite_rows",
     "unpack_signs",

@@ -21,7 +21,8 @@ def ordered_sum(addends: Tensor) -> Tensor:
     """
     sums = addends.double()
     while True:
-        padded = torch.nn.functional.pad(sums, (0, -sums.shape[1] % GROUP)).unflatten(1, (-1, LANES, LANES))
+        rows = min(LANES, -(-sums.shape[1] // LANES))  # of one short group not all
+        padded = torch.nn.functional.pad(sums, (0, -sums.shape[1] % (rows * LANES))).unflatten(1, (-1, rows, LANES))
         lanes = torch.zeros_like(padded[:, :, 0])
         for row in padded.unbind(2):
             lanes += row

@@ -20,16 +20,22 @@ def draws_at(places: Tensor, seed: int) -> Tensor:
     return _mix(_mix(lower ^ (seed & _LOW)) + added)
 
 
-def uniform(seed: int, start: int, count: int, device: torch.device | None = None) -> Tensor:
-    """(count,) float32 in [0, 1), in steps of 2^-24: as `draws`."""
-    return (draws(seed, start, count, device) >> 8).float() * 2**-24
+def noise(seed: int, start: int, count: int, device: torch.device | None = None) -> Tensor:
+    """As `draws`, with half as much arithmetic for each: what rounding draws.
+
+    All places with the same upper 32 bits share two keys, the draws of the first two of these places: one is mixed
+    with the place, one comes in between the steps of the mixing.
+    """
+    places = torch.arange(start, start + count, device=device)
+    key, added = (draws_at(places >> 32 << 32 | which, seed) for which in (0, 1))
+    return _mix(places & _LOW ^ key, added)
 
 
-def _mix(h: Tensor) -> Tensor:
+def _mix(h: Tensor, added: Tensor | int = 0) -> Tensor:
     """A bijection of 32 bits in which each bit of the input changes each of the output half of the time."""
     h = h & _LOW
     h = h ^ h >> 16
     h = (h * 0x7FEB352D) & _LOW
-    h = h ^ h >> 15
-    h = (h * 0x846CA68B) & _LOW
+    h = (h ^ h >> 15) + added
+    h = ((h & _LOW) * 0x846CA68B) & _LOW
     return h ^ h >> 16

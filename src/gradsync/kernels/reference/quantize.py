@@ -9,10 +9,10 @@ from torch import Tensor
 
 from gradsync.kernels.checks import Sections, check_floating, check_shape, describe
 from gradsync.kernels.grids import LARGEST_EXPONENT, AnyGrid, Run, check_drawn, codes_nbytes, num_scales, runs
-from gradsync.kernels.reference.draws import draws, uniform
+from gradsync.kernels.reference.blocks import ordered_sum
+from gradsync.kernels.reference.draws import noise
 from gradsync.kernels.reference.rows import accumulation_dtype
 
-_CHUNK, _LANES = 512, 16  # squares that are summed by lanes, and the lanes
 _FLOATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 _EXPONENTS = 126  # codes of the powers of two
 _BIAS = 127 + LARGEST_EXPONENT - _EXPONENTS  # from the exponent field of a float32 to the code
@@ -123,7 +123,7 @@ def _corrected(x: Tensor, residual: Tensor | None, run: Run) -> Tensor:
 
 def _scales(p: Tensor, grid: AnyGrid) -> Tensor:
     """(blocks,) float32, as they are stored."""
-    found = p.abs().amax(dim=1) if grid.scale == "max" else sum_in_pairs(_chunk_squares(p)).sqrt()
+    found = p.abs().amax(dim=1) if grid.scale == "max" else ordered_sum(p.double().square()).sqrt()
     return stored_scales(found, grid)
 
 
@@ -139,28 +139,6 @@ def _in_levels(scales: Tensor, grid: AnyGrid) -> Tensor:
     return torch.full_like(scales, grid.top) / scales
 
 
-def _chunk_squares(p: Tensor) -> Tensor:
-    """(blocks, chunks) float64: in a chunk, element i goes to lane i mod 16, in order; then halves of the lanes add."""
-    blocks, length = p.shape
-    chunks = -(-length // _CHUNK)
-    squares = torch.nn.functional.pad(p.double().square(), (0, chunks * _CHUNK - length))
-    lanes, *rest = squares.view(blocks, chunks, _CHUNK // _LANES, _LANES).unbind(dim=2)
-    for row in rest:
-        lanes = lanes + row
-    while lanes.shape[2] > 1:
-        lower, upper = lanes.chunk(2, dim=2)
-        lanes = lower + upper
-    return lanes[:, :, 0]
-
-
-def sum_in_pairs(sums: Tensor) -> Tensor:
-    """(blocks,) of (blocks, chunks): neighbours are added in pairs, then the sums of pairs, until one is left."""
-    while sums.shape[1] > 1:
-        sums = torch.nn.functional.pad(sums, (0, sums.shape[1] % 2))
-        sums = sums[:, 0::2] + sums[:, 1::2]
-    return sums[:, 0]
-
-
 def _steps(scales: Tensor, grid: AnyGrid, dtype: torch.dtype) -> tuple[Tensor | float, Tensor | float]:
     """(blocks, 1) of each: levels in a unit, 0 where float32 does not hold them; units in a level."""
     if grid.scale == "none":
@@ -173,7 +151,7 @@ def _steps(scales: Tensor, grid: AnyGrid, dtype: torch.dtype) -> tuple[Tensor | 
 def _rounded(scaled: Tensor, run: Run, grid: AnyGrid) -> tuple[Tensor, Tensor]:
     """The codes, uint8 (of whole levels from 0 on, but of 8 bits: two's complement), and their levels."""
     if grid.rounding == "exponent":
-        code = _exponent_codes(scaled.float(), draws(run.seed, run.place, scaled.numel(), scaled.device))
+        code = _exponent_codes(_in_float(scaled), _noise(scaled, run))
         return code, _levels(code, grid)
     if grid.rounding in _FLOATS:
         level = scaled.float().nan_to_num(0.0).clamp(-grid.top, grid.top).to(_FLOATS[grid.rounding])
@@ -182,18 +160,27 @@ def _rounded(scaled: Tensor, run: Run, grid: AnyGrid) -> tuple[Tensor, Tensor]:
     if grid.rounding == "nearest":
         level = kept.round()
     else:
-        drawn = uniform(run.seed, run.place, kept.numel(), kept.device).view_as(kept)
-        level = kept.floor()
-        level = level + (drawn < kept - level)
+        fixed = (kept * 2**24).long()  # towards zero
+        level = ((fixed + (_noise(kept, run) >> 8)) >> 24).to(kept.dtype)
     level = level + 0.0  # of a negative zero: its code has no sign
     shifted = level if grid.bits == 8 else level + grid.top
     return shifted.to(torch.int8).view(torch.uint8), level
 
 
+def _noise(p: Tensor, run: Run) -> Tensor:
+    return noise(run.seed, run.place, p.numel(), p.device).view_as(p)
+
+
+def _in_float(x: Tensor) -> Tensor:
+    """As float32, in which what is finite stays finite."""
+    most = torch.finfo(torch.float32).max
+    return torch.where(x.isfinite(), x.clamp(-most, most), x).float()
+
+
 def _exponent_codes(x: Tensor, drawn: Tensor) -> Tensor:
     bits = x.view(torch.int32)
     magnitude, sign = bits & 0x7FFFFFFF, bits >> 24 & 0x80
-    up = magnitude + (drawn >> 9).int().view_as(x)  # the carry out of the fraction; infinity and NaN may wrap
+    up = magnitude + (drawn >> 9).int()  # the carry out of the fraction; infinity and NaN may wrap
     code = ((up >> 23) - _BIAS).clamp(0, _EXPONENTS)
     code = torch.where(code == 0, 0, code | sign)
     return torch.where(magnitude >= _INFINITY, 0x7F, code).to(torch.uint8)

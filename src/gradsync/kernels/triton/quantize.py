@@ -16,13 +16,13 @@ from torch import Tensor
 
 from gradsync.kernels.checks import Sections
 from gradsync.kernels.grids import AnyGrid, check_drawn, runs
+from gradsync.kernels.reference.blocks import GROUP, LANES, ordered_sum
 from gradsync.kernels.reference.quantize import (
     check_codes,
     check_dequantize,
     check_found,
     check_quantize,
     stored_scales,
-    sum_in_pairs,
 )
 from gradsync.kernels.reference.rows import accumulation_dtype
 from gradsync.kernels.triton.boundary import (
@@ -37,7 +37,6 @@ from gradsync.kernels.triton.boundary import (
 )
 from gradsync.kernels.triton.rows import kind_of, narrowed, widened
 
-_CHUNK = 512  # squares that are summed by 16 lanes
 _COLUMNS = 10  # of the table of runs
 
 
@@ -56,20 +55,30 @@ def run_of(table: tl.tensor, num_runs: tl.tensor, COLUMNS: tl.constexpr) -> tl.t
 
 
 @triton.jit
-def mixed(h: tl.tensor) -> tl.tensor:
+def mixed(h: tl.tensor, added: tl.tensor) -> tl.tensor:
     h = h ^ (h >> 16)
     h = h * 0x7FEB352D
-    h = h ^ (h >> 15)
+    h = (h ^ (h >> 15)) + added
     h = h * 0x846CA68B
     return h ^ (h >> 16)
 
 
 @triton.jit
-def drawn_at(row: tl.tensor, place: tl.tensor) -> tl.tensor:
-    """32 bits for each place: columns 6 and 7 are the halves of the seed."""
-    key = tl.load(row + 6).to(tl.uint32)
-    added = tl.load(row + 7).to(tl.uint32) + (place >> 32).to(tl.uint32) * 0x9E3779B9
-    return mixed(mixed(place.to(tl.uint32) ^ key) + added)
+def drawn(row: tl.tensor, upper: tl.tensor, lower: tl.constexpr) -> tl.tensor:
+    """The draw of one place, by its halves: columns 6 and 7 are those of the seed."""
+    key, added = tl.load(row + 6).to(tl.uint32), tl.load(row + 7).to(tl.uint32)
+    return mixed(mixed(key ^ lower, 0) + added + upper.to(tl.uint32) * 0x9E3779B9, 0)
+
+
+@triton.jit
+def noise_from(row: tl.tensor, first: tl.tensor, after: tl.tensor) -> tl.tensor:
+    """See `gradsync.kernels.reference.noise`: of the places `after` the first, which is a number."""
+    place = first + after
+    upper = first >> 32
+    wrapped = (place >> 32) != upper
+    key = tl.where(wrapped, drawn(row, upper + 1, 0), drawn(row, upper, 0))
+    added = tl.where(wrapped, drawn(row, upper + 1, 1), drawn(row, upper, 1))
+    return mixed(place.to(tl.uint32) ^ key, added)
 
 
 @triton.jit
@@ -111,6 +120,16 @@ def _find_largest(
 
 
 @triton.jit
+def sum_of_lanes(lanes: tl.tensor, LANES: tl.constexpr) -> tl.tensor:
+    """The upper half is added to the lower one until one of 32 is left."""
+    halves = tl.sum(tl.reshape(lanes, [2, LANES // 2]), 0)
+    halves = tl.sum(tl.reshape(halves, [2, LANES // 4]), 0)
+    halves = tl.sum(tl.reshape(halves, [2, LANES // 8]), 0)
+    halves = tl.sum(tl.reshape(halves, [2, LANES // 16]), 0)
+    return tl.sum(halves, 0)
+
+
+@triton.jit
 def _sum_squares(
     x: tl.tensor,
     residual: tl.tensor,
@@ -120,23 +139,21 @@ def _sum_squares(
     KIND: tl.constexpr,
     CORRECTS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    LANES: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Each program stores one sum: its chunk's, the lanes added up row by row, then the halves of the lanes."""
+    """Each program stores one sum: its group's, the lanes added up row by row, then the halves of the lanes."""
     row = run_of(table, num_runs, COLUMNS)
     number = tl.program_id(0).to(tl.int64) - tl.load(row)
     length, tiles = tl.load(row + 2), tl.load(row + 8)
     begin = tl.load(row + 1) + number // tiles * length
-    lane = tl.arange(0, 16)
-    lanes = tl.zeros([16], tl.float64)
-    for line in tl.static_range(TILE // 16):
-        element = (number % tiles) * TILE + line * 16 + lane
+    lane = tl.arange(0, LANES)
+    lanes = tl.zeros([LANES], tl.float64)
+    for line in tl.static_range(TILE // LANES):
+        element = (number % tiles) * TILE + line * LANES + lane
         p = corrected(x, residual, begin + element, element < length, KIND, CORRECTS).to(tl.float64)
         lanes += p * p
-    halves = tl.sum(tl.reshape(lanes, [2, 8]), 0)
-    halves = tl.sum(tl.reshape(halves, [2, 4]), 0)
-    halves = tl.sum(tl.reshape(halves, [2, 2]), 0)
-    tl.store(sums + tl.program_id(0), tl.sum(halves, 0))
+    tl.store(sums + tl.program_id(0), sum_of_lanes(lanes, LANES))
 
 
 @triton.jit
@@ -164,6 +181,15 @@ def small_value(code: tl.tensor, FRACTION: tl.constexpr, BIAS: tl.constexpr) -> 
     else:
         bits = tl.where(magnitude > 0x7C, 0x7FC00000, tl.where(magnitude == 0x7C, 0x7F800000, bits))
     return (bits | ((code & 0x80) << 24)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def in_float(value: tl.tensor) -> tl.tensor:
+    """As float32, in which what is finite stays finite."""
+    if value.dtype == tl.float64:
+        most = tl.full(value.shape, 3.4028234663852886e38, tl.float64)
+        value = tl.where(value - value == 0, tl.minimum(tl.maximum(value, -most), most), value)
+    return value.to(tl.float32)
 
 
 @triton.jit
@@ -234,7 +260,8 @@ def _encode(
     number = tl.program_id(0).to(tl.int64) - tl.load(row)
     length, nbytes, tiles = tl.load(row + 2), tl.load(row + 3), tl.load(row + 8)
     block = number // tiles
-    byte = (number % tiles) * TILE + tl.arange(0, TILE)
+    lane = tl.arange(0, TILE)
+    byte = (number % tiles) * TILE + lane
     begin = tl.load(row + 1) + block * length
     inverse = tl.full([], 1, accumulator)
     step = tl.full([], 1, accumulator)
@@ -250,7 +277,7 @@ def _encode(
         inside = (byte < nbytes) & (element < length)
         p = corrected(x, residual, begin + element, inside, KIND, CORRECTS)
         scaled = p * inverse
-        place = tl.load(row + 5) + block * length + element
+        first = tl.load(row + 5) + block * length + part * nbytes + (number % tiles) * TILE
         if ROUNDING == "e4m3":
             code = small_code(scaled.to(tl.float32), TOP, 3, 7)
             level = small_value(code, 3, 7).to(accumulator)
@@ -258,20 +285,20 @@ def _encode(
             code = small_code(scaled.to(tl.float32), TOP, 2, 15)
             level = small_value(code, 2, 15).to(accumulator)
         elif ROUNDING == "exponent":
-            code = exponent_code(scaled.to(tl.float32), drawn_at(row, place))
+            code = exponent_code(in_float(scaled), noise_from(row, first, lane))
             level = exponent_value(code).to(accumulator)
         else:
             kept = tl.where(tl.abs(scaled) >= 0, scaled, 0.0)  # NaN is not
             most = tl.full([TILE], TOP, accumulator)
             kept = tl.minimum(tl.maximum(kept, -most), most)
-            whole = tl.full(
-                [TILE], 6755399441055744 if accumulator == tl.float64 else 12582912, accumulator
-            )  # ulp 1: added, it rounds
-            level = (kept + whole) - whole
             if ROUNDING == "stochastic":
-                level = level - (level > kept).to(accumulator)  # floor
-                drawn = (drawn_at(row, place) >> 8).to(tl.int32).to(accumulator) * (1.0 / 16777216)
-                level = level + (drawn < kept - level).to(accumulator)
+                fixed = (kept * 16777216).to(tl.int32)  # towards zero
+                level = ((fixed + (noise_from(row, first, lane) >> 8).to(tl.int32)) >> 24).to(accumulator)
+            else:
+                whole = tl.full(
+                    [TILE], 6755399441055744 if accumulator == tl.float64 else 12582912, accumulator
+                )  # ulp 1: added, it rounds
+                level = (kept + whole) - whole
             if BITS == 8:
                 code = level.to(tl.int32) & 0xFF
             else:
@@ -399,7 +426,7 @@ def _decoding(x: Tensor, grid: AnyGrid) -> dict[str, object]:
 
 
 def _find_scales(x: Tensor, sections: Sections, grid: AnyGrid, scales: Tensor, residual: Tensor | None) -> None:
-    tile = _CHUNK if grid.scale == "norm" else BLOCK
+    tile = GROUP if grid.scale == "norm" else BLOCK
     table, programs, _ = _table(sections, grid, tile, of_bytes=False)
     wide = accumulation_dtype(x.dtype)
     arguments = bits_of(x), x if residual is None else residual, on(x.device, table), len(table)
@@ -411,11 +438,11 @@ def _find_scales(x: Tensor, sections: Sections, grid: AnyGrid, scales: Tensor, r
         scales.copy_(stored_scales(most.view(wide), grid))
         return
     sums = torch.empty(programs, dtype=torch.float64, device=x.device)
-    launch(_sum_squares, programs, x.device, *arguments, sums, **constants)
+    launch(_sum_squares, programs, x.device, *arguments, sums, **constants, LANES=LANES)
     begin = 0
     for run in runs(sections, grid):
         part = sums[begin : begin + run.blocks * blocks(run.length, tile)].view(run.blocks, -1)
-        scales[run.scales] = stored_scales(sum_in_pairs(part).sqrt(), grid)
+        scales[run.scales] = stored_scales(ordered_sum(part).sqrt(), grid)
         begin += part.numel()
 
 

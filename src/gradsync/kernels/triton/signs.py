@@ -8,6 +8,7 @@ definition. Each element of an output has one writer.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import triton
@@ -28,6 +29,7 @@ from gradsync.kernels.triton.boundary import (
     launch,
     on,
 )
+from gradsync.kernels.triton.quantize import sum_of_lanes
 from gradsync.kernels.triton.rows import kind_of, narrowed, widened
 
 
@@ -83,12 +85,7 @@ def _sum_groups(
             wide = (number < 0).to(tl.float64)
         total += wide
         row += LANES
-    width: tl.constexpr = LANES
-    total = tl.sum(tl.reshape(total, [2, width // 2]), 0)
-    total = tl.sum(tl.reshape(total, [2, width // 4]), 0)
-    total = tl.sum(tl.reshape(total, [2, width // 8]), 0)
-    total = tl.sum(tl.reshape(total, [2, width // 16]), 0)
-    tl.store(sums + program, tl.sum(total, 0))
+    tl.store(sums + program, sum_of_lanes(total, LANES))
 
 
 @triton.jit
@@ -156,26 +153,30 @@ def _groups(lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return begins, torch.minimum(lengths[runs] - nth * GROUP, torch.tensor(GROUP)), runs
 
 
-def _block_lengths(sections: Sections, block: int) -> Tensor:
-    lengths = [torch.empty(0, dtype=torch.int64)]
-    for length in sections.lengths:
+@lru_cache(maxsize=16)  # the same buckets come at every step
+def _blocks(lengths: tuple[int, ...], block: int) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """The length of each block of sections of these lengths, and the groups of all blocks."""
+    found = [torch.empty(0, dtype=torch.int64)]
+    for length in lengths:
         whole = block or max(length, 1)
-        lengths.append(torch.full((length // whole,), whole))
-        lengths.append(torch.tensor([length % whole])[: length % whole])
-    return torch.cat(lengths)
+        found.append(torch.full((length // whole,), whole))
+        found.append(torch.tensor([length % whole])[: length % whole])
+    joined = torch.cat(found)
+    return joined, _groups(joined)
 
 
-def _sums(p: Tensor, lengths: Tensor, term: str) -> Tensor:
-    """(blocks,) float64: the sums over blocks of so many elements."""
+def _sums(p: Tensor, lengths: Tensor, groups: tuple[Tensor, Tensor, Tensor], term: str) -> Tensor:
+    """(blocks,) float64: the sums over blocks of so many elements, in these groups."""
     addends = p
     while True:
-        begins, counts, runs = _groups(lengths)
+        begins, counts, runs = groups
         sums = torch.empty(len(begins), dtype=torch.float64, device=p.device)
         tables = on(p.device, begins), on(p.device, counts)
         launch(_sum_groups, len(sums), p.device, addends, *tables, sums, TERM=term, LANES=LANES)
         if len(sums) == len(lengths):
             return sums
         addends, lengths, term = sums, torch.bincount(runs, minlength=len(lengths)), "sum"
+        groups = _groups(lengths)
 
 
 def pack_signs(
@@ -202,20 +203,20 @@ def pack_signs(
     constants = {"KIND": kind_of("x", x), "FEEDBACK": residual is not None, "BLOCK": BLOCK}
     before = p if residual is None else residual.detach()
     launch(_pack_bits, blocks(len(x)), device, bits_of(x), len(x), before, p, words, **constants)
-    lengths = _block_lengths(sections, block)
+    lengths, groups = _blocks(sections.lengths, block)
     if scale == "mean":
-        scales.copy_(_sums(p, lengths, "magnitude") / on(device, lengths))
+        scales.copy_(_sums(p, lengths, groups, "magnitude") / on(device, lengths))
     elif scale == "rms":
         # Of float64, squares are rounded: made apart, where no compiler fuses them with the sums.
         squares, term = (p.square(), "sum") if p.dtype == torch.float64 else (p, "square")
-        scales.copy_((_sums(squares, lengths, term) / on(device, lengths)).sqrt())
+        scales.copy_((_sums(squares, lengths, groups, term) / on(device, lengths)).sqrt())
     elif scale == "two":
-        below = _sums(p, lengths, "negatives")
+        below = _sums(p, lengths, groups, "negatives")
         counts = torch.stack([on(device, lengths) - below, below], dim=1)
-        sums = torch.stack([_sums(p, lengths, "others"), _sums(p, lengths, "negative")], dim=1)
+        sums = torch.stack([_sums(p, lengths, groups, term) for term in ("others", "negative")], dim=1)
         scales.copy_((sums / counts).where(counts > 0, 0))
     if next_residual is not None:
-        begins, counts, runs = (on(device, table) for table in _groups(lengths))
+        begins, counts, runs = (on(device, table) for table in groups)
         levels = (level.expand(len(lengths)).contiguous() for level in levels_of(scales, scale))
         launch(_subtract_levels, len(begins), device, p, begins, counts, runs, *levels, BLOCK=GROUP)
 
@@ -237,11 +238,11 @@ def unpack_signs(
     for words, scales in parts:
         check_signs(words, scales, sections, block, scale)
         check_contiguous("words", words)
-    lengths = _block_lengths(sections, block)
+    lengths, groups = _blocks(sections.lengths, block)
     levels = torch.stack(
         [level.expand(len(lengths)) for _, scales in parts for level in levels_of(scales, scale)]
     )  # one row for each part and sign
-    begins, counts, runs = (on(device, table) for table in _groups(lengths))
+    begins, counts, runs = (on(device, table) for table in groups)
     table = on(device, addresses([words for words, _ in parts]))
     number = torch.tensor(factor, dtype=accumulation_dtype(out.dtype)).to(device)
     arguments = begins, counts, runs, table, len(parts), levels, len(lengths), number, bits_of(out)
