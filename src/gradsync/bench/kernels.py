@@ -181,6 +181,34 @@ def hadamard(g: torch.Generator, *, size: int, chunk: int, inverse: bool) -> Wor
     )
 
 
+def count_sketch(g: torch.Generator, *, size: int, ratio: float, rows: int) -> Work:
+    """A dense tensor added up in counters."""
+    sections, columns, x, counters = _sketch(g, size, ratio, rows)
+    return Work(
+        lambda module: module.count_sketch(x, sections, columns, counters, rows=rows),
+        [counters],
+        tensor_bytes(x, counters),
+    )
+
+
+def sketch_estimates(g: torch.Generator, *, size: int, ratio: float, rows: int) -> Work:
+    """What counters tell of each element."""
+    sections, columns, x, counters = _sketch(g, size, ratio, rows)
+    counters.copy_(torch.randn(len(counters), generator=g))
+    return Work(
+        lambda module: module.sketch_estimates(counters, sections, columns, x, rows=rows),
+        [x],
+        tensor_bytes(x, counters),
+    )
+
+
+def _sketch(g: torch.Generator, size: int, ratio: float, rows: int) -> tuple[Sections, list[int], Tensor, Tensor]:
+    """One section, its columns, its elements, and room for counters, `ratio` an element."""
+    sections = Sections((size,), (0,), (int(torch.randint(2**62, (), generator=g)),))
+    columns = [round(ratio * size / rows / 32) * 32]
+    return sections, columns, torch.randn(size, generator=g), torch.zeros(rows * columns[0])
+
+
 def _signs(
     g: torch.Generator, size: int, block: int, scale: SignScale
 ) -> tuple[Sections, dict[str, Any], Tensor, tuple[Tensor, Tensor]]:
@@ -466,6 +494,7 @@ WORK: dict[str, Callable[..., Work]] = {
         join_elements, partition_rotated, rotated_index, owners_by_hash,
         partition_hashed, owned_by_hash, positions_in, hierarchical_hash, top_k, select_above, count_above, narrow,
         quantize, block_scales, dequantize, random_k, hadamard, pack_signs, unpack_signs,
+        count_sketch, sketch_estimates,
     )
 }  # fmt: skip
 _TABLE = {"ranks": 8, "size": 1_250_000, "dtype": "float32"}  # an eighth of ten million rows: one of 8 owners' share
@@ -532,6 +561,8 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (  # kernel, parameters of its w
     ("random_k", {"size": _DENSE, "density": 0.01, "block": 64}),
     ("hadamard", {"size": 8 * _BITS, "chunk": 4096, "inverse": False}),
     ("hadamard", {"size": 8 * _BITS, "chunk": 4096, "inverse": True}),
+    ("count_sketch", {"size": 8 * _BITS, "ratio": 0.05, "rows": 5}),
+    ("sketch_estimates", {"size": 8 * _BITS, "ratio": 0.05, "rows": 5}),
     ("pack_signs", {"size": _DENSE, "block": 0, "scale": "mean", "feedback": False}),
     ("pack_signs", {"size": _DENSE, "block": 0, "scale": "mean", "feedback": True}),
     ("pack_signs", {"size": _DENSE, "block": 32768, "scale": "mean", "feedback": True}),

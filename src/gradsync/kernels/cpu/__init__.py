@@ -33,6 +33,7 @@ from gradsync.kernels.cpu.rows import (
     unite_rows,
 )
 from gradsync.kernels.cpu.signs import pack_signs, unpack_signs
+from gradsync.kernels.cpu.sketches import count_sketch, sketch_estimates
 
 __all__ = [
     "NonzeroElements",
@@ -41,6 +42,7 @@ __all__ = [
     "block_scales",
     "count_above",
     "count_bits",
+    "count_sketch",
     "decode_bitmap",
     "decode_offsets",
     "dequantize",
@@ -66,6 +68,7 @@ __all__ = [
     "rotated_index",
     "scatter_rows",
     "select_above",
+    "sketch_estimates",
     "sum_rows",
     "supports",
     "top_k",

@@ -43,6 +43,7 @@ from gradsync.kernels.reference.rows import (
     unite_rows,
 )
 from gradsync.kernels.reference.signs import pack_signs, unpack_signs
+from gradsync.kernels.reference.sketches import count_sketch, sketch_estimates
 
 _STEPS = Steps(
     encode_bitmap,
@@ -68,6 +69,7 @@ __all__ = [
     "block_scales",
     "count_above",
     "count_bits",
+    "count_sketch",
     "decode_bitmap",
     "decode_offsets",
     "dequantize",
@@ -95,6 +97,7 @@ __all__ = [
     "rotation",
     "scatter_rows",
     "select_above",
+    "sketch_estimates",
     "sum_rows",
     "top_k",
     "uniform",

@@ -39,6 +39,7 @@ from gradsync.kernels.triton.rows import (
     unite_rows,
 )
 from gradsync.kernels.triton.signs import pack_signs, unpack_signs
+from gradsync.kernels.triton.sketches import count_sketch, sketch_estimates
 
 _STEPS = Steps(
     encode_bitmap,
@@ -61,6 +62,7 @@ __all__ = [
     "block_scales",
     "count_above",
     "count_bits",
+    "count_sketch",
     "decode_bitmap",
     "decode_offsets",
     "dequantize",
@@ -85,6 +87,7 @@ __all__ = [
     "rotated_index",
     "scatter_rows",
     "select_above",
+    "sketch_estimates",
     "sum_rows",
     "top_k",
     "unite_elements",
