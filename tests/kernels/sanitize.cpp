@@ -17,6 +17,7 @@
 #include "hadamard.hpp"
 #include "hashing.hpp"
 #include "hierarchy.hpp"
+#include "norms.hpp"
 #include "packed.hpp"
 #include "parts.hpp"
 #include "quantize.hpp"
@@ -637,6 +638,16 @@ template <typename Index> static void check_random_k(int threads) {
     }
 }
 
+template <typename T> static void check_squared_norms(int threads) {
+    const std::vector<T> x(5033, narrow<T>(2));
+    for (size_t block : {0, 1, 33, 1024, 2000}) {
+        const Blocks blocks({0, 5001, 32}, block);
+        std::vector<double> norms(blocks.count());
+        squared_norms(blocks, x.data(), norms.data(), threads);
+        CHECK(norms[0] == 4.0 * static_cast<double>(block > 0 ? block : 5001));
+    }
+}
+
 template <typename T> static void check_count_sketch(int threads) {
     using A = Accumulator<T>;
     const std::vector<uint64_t> lengths{0, 1, 31, 2000, 777}, starts{0, 5, 7, 0xfffffff0u, 33};
@@ -686,6 +697,9 @@ static bool overrun(const std::string &kernel) {
         random_k<int32_t>({{0, 8, 4, 1, 8, 0, 3, 3, 1}}, found.data(), 1);
     } else if (kernel == "hadamard") {
         hadamard(tight.data(), out.data(), rotated_chunks({12}, {0}, {1}, 8), false, 1);
+    } else if (kernel == "squared_norms") {
+        std::vector<double> norms(1);
+        squared_norms(Blocks({12}, 8), values.data(), norms.data(), 1);
     } else if (kernel == "count_sketch") {
         count_sketch(fewer.data(), sketched_sections({12}, {0}, {1}, {3}, 1), 1, out.data(), 1);
     } else if (kernel == "sketch_estimates") {
@@ -788,6 +802,8 @@ int main(int argc, char **argv) {
         check_hadamard<float>(threads);
         check_hadamard<Bfloat16>(threads);
         check_hadamard<double>(threads);
+        check_squared_norms<float>(threads);
+        check_squared_norms<Bfloat16>(threads);
         check_count_sketch<float>(threads);
         check_count_sketch<Float16>(threads);
         check_count_sketch<double>(threads);

@@ -33,6 +33,7 @@ from gradsync.kernels import (
     reference,
     sign_scales_shape,
 )
+from gradsync.kernels.checks import section_blocks
 from tests.compressors.family import gradient
 from tests.kernels.native import DTYPES, assert_same_bits, special_values
 from tests.kernels.on_device import DEVICE, TRITON, needs_triton
@@ -456,6 +457,16 @@ def sketch_estimates(kernels: Any, size: int) -> list[Tensor]:
     return outs
 
 
+def squared_norms(kernels: Any, size: int) -> list[Tensor]:
+    sections, outs = some_sections(size), []
+    for dtype in DTYPES:
+        for block in (0, 7, 1100):
+            outs.append(torch.full((section_blocks(sections, block) + 3,), 77.0, dtype=torch.float64))
+            x = gradient(sum(sections.lengths), dtype)
+            kernels.squared_norms(x, sections, outs[-1][:-3], block=block)
+    return outs
+
+
 def some_columns(size: int) -> tuple[int, int, int]:
     return size // 320 * 32 + 2, 3, 48
 
@@ -472,7 +483,7 @@ CASES: dict[str, Callable[[Any, int], list[Tensor]]] = {
         rotated_index, owned_by_hash,
         positions_in, encode_offsets, decode_offsets, sum_rows, unite_rows, join_columns, scatter_rows, nonzero_rows,
         hierarchical_hash, narrow, quantize, block_scales, dequantize, random_k, hadamard, pack_signs, unpack_signs,
-        count_sketch, sketch_estimates,
+        count_sketch, sketch_estimates, squared_norms,
     )
 }  # fmt: skip
 

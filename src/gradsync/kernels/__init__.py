@@ -50,7 +50,7 @@ from gradsync.kernels.precision import block_scales, dequantize, narrow, pack_si
 from gradsync.kernels.randomized import hadamard, random_k
 from gradsync.kernels.reference import accumulation_dtype
 from gradsync.kernels.rows import join_columns, nonzero_rows, scatter_rows, sum_rows, unite_rows
-from gradsync.kernels.selection import count_above, select_above, top_k
+from gradsync.kernels.selection import count_above, select_above, squared_norms, top_k
 from gradsync.kernels.sketches import count_sketch, sketch_estimates
 
 __all__ = [
@@ -108,6 +108,7 @@ __all__ = [
     "select_above",
     "sign_scales_shape",
     "sketch_estimates",
+    "squared_norms",
     "sum_rows",
     "top_k",
     "unite_elements",

@@ -22,6 +22,7 @@ from gradsync.kernels.reference.hashing import (
 )
 from gradsync.kernels.reference.hierarchy import hierarchical_hash
 from gradsync.kernels.reference.largest import count_above, select_above, top_k
+from gradsync.kernels.reference.norms import squared_norms
 from gradsync.kernels.reference.offsets import decode_offsets, encode_offsets
 from gradsync.kernels.reference.quantize import block_scales, dequantize, quantize
 from gradsync.kernels.reference.randomized import hadamard, random_k
@@ -98,6 +99,7 @@ __all__ = [
     "scatter_rows",
     "select_above",
     "sketch_estimates",
+    "squared_norms",
     "sum_rows",
     "top_k",
     "uniform",

@@ -21,7 +21,8 @@ def ordered_sum(addends: Tensor) -> Tensor:
     """
     sums = addends.double()
     while True:
-        padded = torch.nn.functional.pad(sums, (0, -sums.shape[1] % GROUP)).unflatten(1, (-1, LANES, LANES))
+        group = min(GROUP, -(-sums.shape[1] // LANES) * LANES)  # of a short one, no more rows than it has
+        padded = torch.nn.functional.pad(sums, (0, -sums.shape[1] % group)).unflatten(1, (-1, group // LANES, LANES))
         lanes = torch.zeros_like(padded[:, :, 0])
         for row in padded.unbind(2):
             lanes += row

@@ -54,6 +54,16 @@ def _pack_bits(
 
 
 @triton.jit
+def sum_of_lanes(total: tl.tensor, LANES: tl.constexpr) -> tl.tensor:
+    """The upper half of the lanes is added to the lower one, until one is left."""
+    total = tl.sum(tl.reshape(total, [2, LANES // 2]), 0)
+    total = tl.sum(tl.reshape(total, [2, LANES // 4]), 0)
+    total = tl.sum(tl.reshape(total, [2, LANES // 8]), 0)
+    total = tl.sum(tl.reshape(total, [2, LANES // 16]), 0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
 def _sum_groups(
     addends: tl.tensor,
     begins: tl.tensor,
@@ -83,12 +93,7 @@ def _sum_groups(
             wide = (number < 0).to(tl.float64)
         total += wide
         row += LANES
-    width: tl.constexpr = LANES
-    total = tl.sum(tl.reshape(total, [2, width // 2]), 0)
-    total = tl.sum(tl.reshape(total, [2, width // 4]), 0)
-    total = tl.sum(tl.reshape(total, [2, width // 8]), 0)
-    total = tl.sum(tl.reshape(total, [2, width // 16]), 0)
-    tl.store(sums + program, tl.sum(total, 0))
+    tl.store(sums + program, sum_of_lanes(total, LANES))
 
 
 @triton.jit
@@ -147,7 +152,7 @@ def _sum_levels(
     tl.store(out + at, narrowed(total * scale, KIND), mask=inside)
 
 
-def _groups(lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def groups_of(lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of runs, end to end, of so many elements: begin, length and run of each of their groups."""
     per_run = -(-lengths // GROUP)
     runs = torch.repeat_interleave(torch.arange(len(lengths)), per_run)
@@ -156,7 +161,7 @@ def _groups(lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return begins, torch.minimum(lengths[runs] - nth * GROUP, torch.tensor(GROUP)), runs
 
 
-def _block_lengths(sections: Sections, block: int) -> Tensor:
+def block_lengths(sections: Sections, block: int) -> Tensor:
     lengths = [torch.empty(0, dtype=torch.int64)]
     for length in sections.lengths:
         whole = block or max(length, 1)
@@ -165,11 +170,11 @@ def _block_lengths(sections: Sections, block: int) -> Tensor:
     return torch.cat(lengths)
 
 
-def _sums(p: Tensor, lengths: Tensor, term: str) -> Tensor:
+def sum_blocks(p: Tensor, lengths: Tensor, term: str) -> Tensor:
     """(blocks,) float64: the sums over blocks of so many elements."""
     addends = p
     while True:
-        begins, counts, runs = _groups(lengths)
+        begins, counts, runs = groups_of(lengths)
         sums = torch.empty(len(begins), dtype=torch.float64, device=p.device)
         tables = on(p.device, begins), on(p.device, counts)
         launch(_sum_groups, len(sums), p.device, addends, *tables, sums, TERM=term, LANES=LANES)
@@ -202,20 +207,20 @@ def pack_signs(
     constants = {"KIND": kind_of("x", x), "FEEDBACK": residual is not None, "BLOCK": BLOCK}
     before = p if residual is None else residual.detach()
     launch(_pack_bits, blocks(len(x)), device, bits_of(x), len(x), before, p, words, **constants)
-    lengths = _block_lengths(sections, block)
+    lengths = block_lengths(sections, block)
     if scale == "mean":
-        scales.copy_(_sums(p, lengths, "magnitude") / on(device, lengths))
+        scales.copy_(sum_blocks(p, lengths, "magnitude") / on(device, lengths))
     elif scale == "rms":
         # Of float64, squares are rounded: made apart, where no compiler fuses them with the sums.
         squares, term = (p.square(), "sum") if p.dtype == torch.float64 else (p, "square")
-        scales.copy_((_sums(squares, lengths, term) / on(device, lengths)).sqrt())
+        scales.copy_((sum_blocks(squares, lengths, term) / on(device, lengths)).sqrt())
     elif scale == "two":
-        below = _sums(p, lengths, "negatives")
+        below = sum_blocks(p, lengths, "negatives")
         counts = torch.stack([on(device, lengths) - below, below], dim=1)
-        sums = torch.stack([_sums(p, lengths, "others"), _sums(p, lengths, "negative")], dim=1)
+        sums = torch.stack([sum_blocks(p, lengths, "others"), sum_blocks(p, lengths, "negative")], dim=1)
         scales.copy_((sums / counts).where(counts > 0, 0))
     if next_residual is not None:
-        begins, counts, runs = (on(device, table) for table in _groups(lengths))
+        begins, counts, runs = (on(device, table) for table in groups_of(lengths))
         levels = (level.expand(len(lengths)).contiguous() for level in levels_of(scales, scale))
         launch(_subtract_levels, len(begins), device, p, begins, counts, runs, *levels, BLOCK=GROUP)
 
@@ -237,11 +242,11 @@ def unpack_signs(
     for words, scales in parts:
         check_signs(words, scales, sections, block, scale)
         check_contiguous("words", words)
-    lengths = _block_lengths(sections, block)
+    lengths = block_lengths(sections, block)
     levels = torch.stack(
         [level.expand(len(lengths)) for _, scales in parts for level in levels_of(scales, scale)]
     )  # one row for each part and sign
-    begins, counts, runs = (on(device, table) for table in _groups(lengths))
+    begins, counts, runs = (on(device, table) for table in groups_of(lengths))
     table = on(device, addresses([words for words, _ in parts]))
     number = torch.tensor(factor, dtype=accumulation_dtype(out.dtype)).to(device)
     arguments = begins, counts, runs, table, len(parts), levels, len(lengths), number, bits_of(out)
