@@ -6,6 +6,7 @@
 
 #include "arrays.hpp"
 #include "bind.hpp"
+#include "count_sketch.hpp"
 #include "hadamard.hpp"
 #include "random_k.hpp"
 
@@ -64,12 +65,67 @@ void rotate(const ReadOnlyArray &x, const std::vector<uint64_t> &lengths, const 
     });
 }
 
+// The sections of a tensor of so many elements, and of their counters.
+template <typename X, typename C>
+std::vector<Sketched> sketched(const char *what, const X &x, const std::vector<uint64_t> &lengths,
+                               const std::vector<uint64_t> &starts, const std::vector<uint64_t> &seeds,
+                               const std::vector<uint32_t> &columns, uint32_t rows, const C &counters) {
+    check_floating(what, x);
+    check_flat(what, x);
+    check_floating("counters", counters);
+    if (starts.size() != lengths.size() || seeds.size() != lengths.size() || columns.size() != lengths.size())
+        refuse("one start, one seed and one number of columns for each section are needed");
+    if (rows == 0) refuse("rows must be positive");
+    uint64_t numel = 0, needed = 0;
+    for (size_t s = 0; s < lengths.size(); ++s) {
+        if (columns[s] >= 1u << 31 || (columns[s] == 0 && lengths[s] > 0)) refuse("columns do not fit their section");
+        numel += lengths[s];
+        needed += uint64_t{columns[s]} * rows;
+    }
+    if (numel != x.shape(0)) refuse_shape(what, "as long as its sections, " + std::to_string(numel), x);
+    check_flat("counters", counters, needed);
+    const nb::dlpack::dtype wide = x.itemsize() == 8 ? nb::dtype<double>() : nb::dtype<float>();
+    if (counters.dtype() != wide) refuse_kind("counters", name_of(wide).c_str(), counters);
+    return sketched_sections(lengths, starts, seeds, columns, rows);
+}
+
+void sketch(const ReadOnlyArray &x, const std::vector<uint64_t> &lengths, const std::vector<uint64_t> &starts,
+            const std::vector<uint64_t> &seeds, const std::vector<uint32_t> &columns, uint32_t rows,
+            const Array &counters, int threads) {
+    check_threads(threads);
+    const auto sections = sketched("x", x, lengths, starts, seeds, columns, rows, counters);
+    with_floating(x.dtype(), [&](auto scalar) {
+        using T = decltype(scalar);
+        nb::gil_scoped_release unlocked;
+        count_sketch(static_cast<const T *>(x.data()), sections, rows, static_cast<Accumulator<T> *>(counters.data()),
+                     threads);
+    });
+}
+
+void estimate(const ReadOnlyArray &counters, const std::vector<uint64_t> &lengths, const std::vector<uint64_t> &starts,
+              const std::vector<uint64_t> &seeds, const std::vector<uint32_t> &columns, uint32_t rows, const Array &out,
+              int threads) {
+    check_threads(threads);
+    const auto sections = sketched("out", out, lengths, starts, seeds, columns, rows, counters);
+    if (rows % 2 == 0) refuse("rows must be odd, for a median");
+    with_floating(out.dtype(), [&](auto scalar) {
+        using T = decltype(scalar);
+        nb::gil_scoped_release unlocked;
+        sketch_estimates(static_cast<const Accumulator<T> *>(counters.data()), sections, rows,
+                         static_cast<T *>(out.data()), threads);
+    });
+}
+
 }  // namespace
 
 void bind_randomized(nb::module_ &m) {
     m.def("random_k", &draw_k, "sections"_a, "numel"_a, "indices"_a.noconvert(), "threads"_a);
     m.def("hadamard", &rotate, "x"_a.noconvert(), "lengths"_a, "starts"_a, "seeds"_a, "chunk"_a, "out"_a.noconvert(),
           "inverse"_a, "threads"_a);
+    m.def("count_sketch", &sketch, "x"_a.noconvert(), "lengths"_a, "starts"_a, "seeds"_a, "columns"_a, "rows"_a,
+          "counters"_a.noconvert(), "threads"_a);
+    m.def("sketch_estimates", &estimate, "counters"_a.noconvert(), "lengths"_a, "starts"_a, "seeds"_a, "columns"_a,
+          "rows"_a, "out"_a.noconvert(), "threads"_a);
 }
 
 }  // namespace MODULE_NAME

@@ -6,6 +6,7 @@
 
 #include "arrays.hpp"
 #include "bind.hpp"
+#include "norms.hpp"
 #include "top_k.hpp"
 
 using namespace nanobind::literals;
@@ -120,6 +121,20 @@ void count_each(const ReadOnlyArray &x, const ReadOnlyArray &thresholds, const A
     });
 }
 
+void norm_blocks(const ReadOnlyArray &x, const std::vector<size_t> &lengths, size_t block, const Array &norms,
+                 int threads) {
+    check_elements(x, threads);
+    const Blocks blocks(lengths, block);
+    if (blocks.numel() != x.shape(0))
+        refuse_shape("x", "as long as its sections, " + std::to_string(blocks.numel()), x);
+    if (norms.dtype() != nb::dtype<double>()) refuse_kind("norms", "float64", norms);
+    check_flat("norms", norms, blocks.count());
+    with_floating(x.dtype(), [&](auto element) {
+        nb::gil_scoped_release unlocked;
+        squared_norms(blocks, static_cast<const decltype(element) *>(x.data()), static_cast<double *>(norms.data()), threads);
+    });
+}
+
 }  // namespace
 
 void bind_top_k(nb::module_ &m) {
@@ -130,6 +145,7 @@ void bind_top_k(nb::module_ &m) {
           "next_residual"_a.noconvert().none(), "threads"_a);
     m.def("count_above", &count_each, "x"_a.noconvert(), "thresholds"_a.noconvert(), "counts"_a.noconvert(), "lengths"_a,
           "threads"_a);
+    m.def("squared_norms", &norm_blocks, "x"_a.noconvert(), "lengths"_a, "block"_a, "norms"_a.noconvert(), "threads"_a);
 }
 
 }  // namespace MODULE_NAME

@@ -12,10 +12,12 @@
 #include <vector>
 
 #include "convert.hpp"
+#include "count_sketch.hpp"
 #include "elements.hpp"
 #include "hadamard.hpp"
 #include "hashing.hpp"
 #include "hierarchy.hpp"
+#include "norms.hpp"
 #include "packed.hpp"
 #include "parts.hpp"
 #include "quantize.hpp"
@@ -636,6 +638,34 @@ template <typename Index> static void check_random_k(int threads) {
     }
 }
 
+template <typename T> static void check_squared_norms(int threads) {
+    const std::vector<T> x(5033, narrow<T>(2));
+    for (size_t block : {0, 1, 33, 1024, 2000}) {
+        const Blocks blocks({0, 5001, 32}, block);
+        std::vector<double> norms(blocks.count());
+        squared_norms(blocks, x.data(), norms.data(), threads);
+        CHECK(norms[0] == 4.0 * static_cast<double>(block > 0 ? block : 5001));
+    }
+}
+
+template <typename T> static void check_count_sketch(int threads) {
+    using A = Accumulator<T>;
+    const std::vector<uint64_t> lengths{0, 1, 31, 2000, 777}, starts{0, 5, 7, 0xfffffff0u, 33};
+    const std::vector<uint32_t> columns{0, 1, 3, 96, 20};
+    for (uint32_t rows : {1u, 5u}) {
+        const auto sections = sketched_sections(lengths, starts, {1, 2, 3, 4, ~uint64_t{0}}, columns, rows);
+        const std::vector<T> x(2809, narrow<T>(1));
+        std::vector<A> counters(120 * rows);
+        std::vector<T> out(x.size());
+        count_sketch(x.data(), sections, rows, counters.data(), threads);
+        A total = 0;
+        for (A counter : counters) total += std::abs(counter);
+        CHECK(total > 0 && total <= rows * 2809);
+        sketch_estimates(counters.data(), sections, rows, out.data(), threads);
+        CHECK(widen(out[0]) == 1);  // alone in its counters
+    }
+}
+
 static bool overrun(const std::string &kernel) {
     const std::vector<int64_t> indices{0, 1, 2}, two{0, 1};
     const std::vector<int32_t> positions{0, 1};
@@ -667,6 +697,13 @@ static bool overrun(const std::string &kernel) {
         random_k<int32_t>({{0, 8, 4, 1, 8, 0, 3, 3, 1}}, found.data(), 1);
     } else if (kernel == "hadamard") {
         hadamard(tight.data(), out.data(), rotated_chunks({12}, {0}, {1}, 8), false, 1);
+    } else if (kernel == "squared_norms") {
+        std::vector<double> norms(1);
+        squared_norms(Blocks({12}, 8), values.data(), norms.data(), 1);
+    } else if (kernel == "count_sketch") {
+        count_sketch(fewer.data(), sketched_sections({12}, {0}, {1}, {3}, 1), 1, out.data(), 1);
+    } else if (kernel == "sketch_estimates") {
+        sketch_estimates(values.data(), sketched_sections({12}, {0}, {1}, {3}, 1), 1, tight.data(), 1);
     } else if (kernel == "select_above") {
         const std::vector<float> x(128), residual(128), thresholds(1, 1);
         std::vector<float> left(127);
@@ -765,6 +802,11 @@ int main(int argc, char **argv) {
         check_hadamard<float>(threads);
         check_hadamard<Bfloat16>(threads);
         check_hadamard<double>(threads);
+        check_squared_norms<float>(threads);
+        check_squared_norms<Bfloat16>(threads);
+        check_count_sketch<float>(threads);
+        check_count_sketch<Float16>(threads);
+        check_count_sketch<double>(threads);
         check_random_k<int32_t>(threads);
         check_random_k<int64_t>(threads);
         for (size_t size : {0, 1, 1023, 2049}) {

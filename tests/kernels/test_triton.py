@@ -33,6 +33,7 @@ from gradsync.kernels import (
     reference,
     sign_scales_shape,
 )
+from gradsync.kernels.checks import section_blocks
 from tests.compressors.family import gradient
 from tests.kernels.native import DTYPES, assert_same_bits, special_values
 from tests.kernels.on_device import DEVICE, TRITON, needs_triton
@@ -433,6 +434,43 @@ def hadamard(kernels: Any, size: int) -> list[Tensor]:
     return outs
 
 
+def count_sketch(kernels: Any, size: int) -> list[Tensor]:
+    sections, columns, outs = some_sections(size), some_columns(size), []
+    for dtype in DTYPES:
+        x = gradient(sum(sections.lengths), dtype)
+        x[-1:] = float("nan")
+        for rows in (1, 4):
+            count = rows * sum(columns)
+            outs.append(torch.full((count + 3,), 77, dtype=accumulation_dtype(dtype)))
+            kernels.count_sketch(x, sections, columns, outs[-1][:count], rows=rows)
+    return outs
+
+
+def sketch_estimates(kernels: Any, size: int) -> list[Tensor]:
+    sections, columns, outs = some_sections(size), some_columns(size), []
+    for dtype in DTYPES:
+        for rows in (1, 5):
+            counters = gradient(rows * sum(columns), accumulation_dtype(dtype))
+            counters[:2] = torch.tensor([float("nan"), float("inf")])
+            outs.append(torch.full((sum(sections.lengths) + 3,), 77, dtype=dtype))
+            kernels.sketch_estimates(counters, sections, columns, outs[-1][:-3], rows=rows)
+    return outs
+
+
+def squared_norms(kernels: Any, size: int) -> list[Tensor]:
+    sections, outs = some_sections(size), []
+    for dtype in DTYPES:
+        for block in (0, 7, 1100):
+            outs.append(torch.full((section_blocks(sections, block) + 3,), 77.0, dtype=torch.float64))
+            x = gradient(sum(sections.lengths), dtype)
+            kernels.squared_norms(x, sections, outs[-1][:-3], block=block)
+    return outs
+
+
+def some_columns(size: int) -> tuple[int, int, int]:
+    return size // 320 * 32 + 2, 3, 48
+
+
 def some_sections(size: int) -> Sections:
     return Sections((size, 0, size // 3), (3, 0, 2**32 - 9), (2**64 - 1, 5, 7))
 
@@ -445,6 +483,7 @@ CASES: dict[str, Callable[[Any, int], list[Tensor]]] = {
         rotated_index, owned_by_hash,
         positions_in, encode_offsets, decode_offsets, sum_rows, unite_rows, join_columns, scatter_rows, nonzero_rows,
         hierarchical_hash, narrow, quantize, block_scales, dequantize, random_k, hadamard, pack_signs, unpack_signs,
+        count_sketch, sketch_estimates, squared_norms,
     )
 }  # fmt: skip
 

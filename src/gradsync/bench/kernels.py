@@ -162,6 +162,13 @@ def count_above(g: torch.Generator, *, size: int, threshold: float) -> Work:
     return Work(lambda module: module.count_above(x, bound, counts), [counts], tensor_bytes(x, counts))
 
 
+def squared_norms(g: torch.Generator, *, size: int, block: int) -> Work:
+    """What blocks are chosen by."""
+    x, sections = torch.randn(size, generator=g), Sections((size,))
+    norms = torch.zeros(-(-size // block), dtype=torch.float64)
+    return Work(lambda module: module.squared_norms(x, sections, norms, block=block), [norms], tensor_bytes(x, norms))
+
+
 def random_k(g: torch.Generator, *, size: int, density: float, block: int) -> Work:
     """Elements of a dense tensor that are drawn, and nothing of it read."""
     count = round(density * size / block)
@@ -179,6 +186,34 @@ def hadamard(g: torch.Generator, *, size: int, chunk: int, inverse: bool) -> Wor
     return Work(
         lambda module: module.hadamard(x, sections, out, chunk=chunk, inverse=inverse), [out], tensor_bytes(x, out)
     )
+
+
+def count_sketch(g: torch.Generator, *, size: int, ratio: float, rows: int) -> Work:
+    """A dense tensor added up in counters."""
+    sections, columns, x, counters = _sketch(g, size, ratio, rows)
+    return Work(
+        lambda module: module.count_sketch(x, sections, columns, counters, rows=rows),
+        [counters],
+        tensor_bytes(x, counters),
+    )
+
+
+def sketch_estimates(g: torch.Generator, *, size: int, ratio: float, rows: int) -> Work:
+    """What counters tell of each element."""
+    sections, columns, x, counters = _sketch(g, size, ratio, rows)
+    counters.copy_(torch.randn(len(counters), generator=g))
+    return Work(
+        lambda module: module.sketch_estimates(counters, sections, columns, x, rows=rows),
+        [x],
+        tensor_bytes(x, counters),
+    )
+
+
+def _sketch(g: torch.Generator, size: int, ratio: float, rows: int) -> tuple[Sections, list[int], Tensor, Tensor]:
+    """One section, its columns, its elements, and room for counters, `ratio` an element."""
+    sections = Sections((size,), (0,), (int(torch.randint(2**62, (), generator=g)),))
+    columns = [round(ratio * size / rows / 32) * 32]
+    return sections, columns, torch.randn(size, generator=g), torch.zeros(rows * columns[0])
 
 
 def _signs(
@@ -466,6 +501,7 @@ WORK: dict[str, Callable[..., Work]] = {
         join_elements, partition_rotated, rotated_index, owners_by_hash,
         partition_hashed, owned_by_hash, positions_in, hierarchical_hash, top_k, select_above, count_above, narrow,
         quantize, block_scales, dequantize, random_k, hadamard, pack_signs, unpack_signs,
+        count_sketch, sketch_estimates, squared_norms,
     )
 }  # fmt: skip
 _TABLE = {"ranks": 8, "size": 1_250_000, "dtype": "float32"}  # an eighth of ten million rows: one of 8 owners' share
@@ -528,10 +564,14 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (  # kernel, parameters of its w
     ("top_k", {"size": 8 * _BITS, "density": 0.001}),
     ("top_k", {"size": 100 * 5000, "density": 0.01, "feedback": True, "sections": 100}),
     ("top_k", {"size": 8 * _BITS, "density": 0.01}),
+    ("squared_norms", {"size": _DENSE, "block": 64}),
+    ("squared_norms", {"size": _DENSE, "block": 256}),
     ("random_k", {"size": _DENSE, "density": 0.01, "block": 1}),
     ("random_k", {"size": _DENSE, "density": 0.01, "block": 64}),
     ("hadamard", {"size": 8 * _BITS, "chunk": 4096, "inverse": False}),
     ("hadamard", {"size": 8 * _BITS, "chunk": 4096, "inverse": True}),
+    ("count_sketch", {"size": 8 * _BITS, "ratio": 0.05, "rows": 5}),
+    ("sketch_estimates", {"size": 8 * _BITS, "ratio": 0.05, "rows": 5}),
     ("pack_signs", {"size": _DENSE, "block": 0, "scale": "mean", "feedback": False}),
     ("pack_signs", {"size": _DENSE, "block": 0, "scale": "mean", "feedback": True}),
     ("pack_signs", {"size": _DENSE, "block": 32768, "scale": "mean", "feedback": True}),

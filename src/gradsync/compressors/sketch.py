@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,7 +29,7 @@ from .base import (
 from .law import Biased, Contraction, Law
 from .sparsify import TopK
 
-_GOLDEN = 0x9E3779B97F4A7C15  # the seeds of a tensor's rows are so far apart
+_MOST_LANES = 32  # neighbours that a sketch can move together
 
 
 @register
@@ -133,14 +134,16 @@ class CountSketch(Compressor[Summand]):
     """Counters that each stand for many elements, summed by an all-reduce. (FetchSGD: Rothchild et al., 2020)
 
     Each of `rows` hashes, by the tensor's name and the step, gives every element a counter of its row and a sign; the
-    counter adds up its elements with their signs. An element's estimate is the median over the rows of its counters
-    with its signs, and the `keep` largest estimates of a tensor are what comes back, the others zero.
+    counter adds up its elements with their signs. Up to 32 neighbours move together (`kernels.count_sketch`): they are
+    never added to each other, but meet as many others side by side. An element's estimate is the median over the rows
+    of its counters with its signs, and the `keep` largest estimates of a tensor are what comes back, the others zero.
     Counters are linear, what they decode to is not: the sum of the counters of all ranks decodes to what is large in
     the sum of the tensors, not to the sum of what each would decode to. The error is small only with a probability
     that grows with `rows`, and relative to the norm of what is not large. Error feedback as of one rank is not for it:
     what comes back is of the sum (FetchSGD keeps its residual in counters, which is not here).
-    NaN and infinity reach the elements that share a counter with them in most rows.
-    Wire: float32 counters (float64 for float64), together `ratio` of the elements, at least one a row.
+    NaN reaches the elements that share a counter with it in any row, infinity those that do in most.
+    Wire: float32 counters (float64 for float64), together `ratio` of the elements, a row of 4 and more rounded to a
+    multiple of a power of two, up to 32, that is at most its root; at least one a row.
     """
 
     payload = Summand
@@ -162,8 +165,12 @@ class CountSketch(Compressor[Summand]):
         return False
 
     def columns(self, numel: int) -> int:
-        """Counters of a row."""
-        return max(1, round(self.ratio * numel / self.rows)) if numel else 0
+        """Counters of a row: a number that lets neighbours move together, but in as many ways at least."""
+        if numel == 0:
+            return 0
+        columns = max(1, round(self.ratio * numel / self.rows))
+        lanes = min(_MOST_LANES, 1 << (math.isqrt(columns).bit_length() - 1))
+        return round(columns / lanes) * lanes
 
     def num_kept(self, spec: FlatSpec, step: int = 0) -> int:
         return TopK(self.keep).num_kept(spec, step)
@@ -177,32 +184,21 @@ class CountSketch(Compressor[Summand]):
     @torch.no_grad()
     def compress(self, x: Tensor, state: State) -> tuple[Summand, State]:
         check_tensor(x, state)
-        counters = [x.new_empty(0, dtype=self.number_dtype(state.spec))]
-        for part, hashes in zip(x.split(state.spec.lengths), self._hashes(state, x.device), strict=True):
-            columns = self.columns(len(part))
-            for column, sign in hashes:
-                row = x.new_zeros(columns, dtype=counters[0].dtype)
-                counters.append(row.index_add_(0, column, part * sign.to(row.dtype)))
-        return Summand(self, state.spec, state.step, torch.cat(counters)), state.next()
+        sections, columns = state.sections(self.seed, shared=True), self._columns(state.spec)
+        counters = x.new_empty(self.rows * sum(columns), dtype=self.number_dtype(state.spec))
+        kernels.count_sketch(x, sections, columns, counters, rows=self.rows)
+        return Summand(self, state.spec, state.step, counters), state.next()
 
     def decompress(self, payload: Summand) -> Tensor:
         check_payload(self, payload)
-        spec = payload.spec
-        out = torch.zeros(spec.numel, dtype=spec.dtype, device=payload.data.device)
-        begin = offset = 0
-        state = State(spec, step=payload.step)
-        for length, hashes in zip(spec.lengths, self._hashes(state, out.device), strict=True):
-            columns, estimates = self.columns(length), []
-            for column, sign in hashes:
-                estimates.append(payload.data[begin : begin + columns][column] * sign)
-                begin += columns
-            estimate = torch.stack(estimates).median(dim=0).values.to(spec.dtype)
-            largest = torch.empty(TopK(self.keep).kept(length), dtype=torch.int64, device=out.device)
-            values = estimate.new_empty(len(largest))
-            kernels.top_k(estimate, largest, values)
-            out[offset + largest] = values
-            offset += length
-        return out
+        spec, keep = payload.spec, TopK(self.keep)
+        sections = State(spec, step=payload.step).sections(self.seed, shared=True)
+        estimates = payload.data.new_empty(spec.numel, dtype=spec.dtype)
+        kernels.sketch_estimates(payload.data, sections, self._columns(spec), estimates, rows=self.rows)
+        largest = torch.empty(keep.num_kept(spec), dtype=torch.int64, device=estimates.device)
+        values = estimates.new_empty(len(largest))
+        kernels.top_k(estimates, largest, values, sections=sections, counts=[keep.kept(n) for n in spec.lengths])
+        return torch.zeros_like(estimates).index_copy_(0, largest, values)
 
     def sum_into(self, out: Tensor, payloads: Sequence[Summand], scale: float = 1.0) -> None:
         """Decodes the sum of the counters."""
@@ -216,13 +212,5 @@ class CountSketch(Compressor[Summand]):
     def nbytes(self, spec: FlatSpec, step: int = 0) -> int:
         return self.rows * sum(map(self.columns, spec.lengths)) * self.number_dtype(spec).itemsize
 
-    def _hashes(self, state: State, device: torch.device) -> list[list[tuple[Tensor, Tensor]]]:
-        """For each tensor and row, the column and the sign, -1 or 1, of every element."""
-        sections = state.sections(self.seed, shared=True)
-        found = []
-        for length, start, seed in zip(sections.lengths, sections.starts, sections.seeds, strict=True):
-            places = torch.arange(start, start + length, device=device)
-            keys = ((seed + row * _GOLDEN) % 2**64 for row in range(self.rows))
-            rows = (kernels.reference.draws_at(places, key) for key in keys)
-            found.append([(drawn * self.columns(length) >> 32, 1 - 2 * (drawn & 1)) for drawn in rows])
-        return found
+    def _columns(self, spec: FlatSpec) -> list[int]:
+        return [self.columns(length) for length in spec.lengths]

@@ -158,7 +158,8 @@ class BlockTopK(Sparsifier):
         spec = state.spec
         payload = SparseMessage(self, spec, state.step, x.new_zeros(self.nbytes(spec), dtype=torch.uint8))
         values, positions = self._parts(payload)
-        norms, blocks = self._norms(x, spec), positions.room()
+        norms, blocks = x.new_empty(sum(self._blocks(spec)), dtype=torch.float64), positions.room()
+        kernels.squared_norms(x, kernels.Sections(spec.lengths), norms, block=self.block)
         sections = Sections(self._blocks(spec))
         kernels.top_k(norms, blocks, norms.new_empty(len(blocks)), sections=sections, counts=self._kept(spec))
         positions.encode(blocks)
@@ -197,20 +198,6 @@ class BlockTopK(Sparsifier):
         spec = payload.spec
         packed, values = fields(payload.data, *self._layout(spec))
         return values, packed_positions(packed, sum(self._kept(spec)), sum(self._blocks(spec)))
-
-    def _norms(self, x: Tensor, spec: FlatSpec) -> Tensor:
-        """Of each block; in float64, which squares of float32 neither leave nor vanish from."""
-        norms = x.new_empty(sum(self._blocks(spec)), dtype=torch.float64)
-        done = 0
-        for part in x.split(spec.lengths):
-            whole = len(part) // self.block
-            rows, rest = part[: whole * self.block].view(whole, self.block), part[whole * self.block :]
-            norms[done : done + whole] = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
-            done += whole
-            if len(rest):
-                norms[done] = torch.linalg.vector_norm(rest, dtype=torch.float64)
-                done += 1
-        return norms
 
     def _elements_of(self, blocks: Tensor, spec: FlatSpec) -> Tensor:
         """The indices of the elements of these blocks, whose numbers ascend."""

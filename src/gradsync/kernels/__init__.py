@@ -50,7 +50,8 @@ from gradsync.kernels.precision import block_scales, dequantize, narrow, pack_si
 from gradsync.kernels.randomized import hadamard, random_k
 from gradsync.kernels.reference import accumulation_dtype
 from gradsync.kernels.rows import join_columns, nonzero_rows, scatter_rows, sum_rows, unite_rows
-from gradsync.kernels.selection import count_above, select_above, top_k
+from gradsync.kernels.selection import count_above, select_above, squared_norms, top_k
+from gradsync.kernels.sketches import count_sketch, sketch_estimates
 
 __all__ = [
     "AnyGrid",
@@ -76,6 +77,7 @@ __all__ = [
     "codes_nbytes",
     "count_above",
     "count_bits",
+    "count_sketch",
     "decode_bitmap",
     "decode_offsets",
     "dequantize",
@@ -105,6 +107,8 @@ __all__ = [
     "scatter_rows",
     "select_above",
     "sign_scales_shape",
+    "sketch_estimates",
+    "squared_norms",
     "sum_rows",
     "top_k",
     "unite_elements",

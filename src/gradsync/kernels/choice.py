@@ -17,7 +17,8 @@ KERNELS = (
     "decode_bitmap", "count_bits", "encode_offsets", "decode_offsets", "partition_elements", "unite_elements",
     "join_elements", "partition_rotated", "rotated_index", "owners_by_hash", "partition_hashed", "owned_by_hash",
     "positions_in", "hierarchical_hash", "top_k", "select_above", "count_above", "narrow", "quantize", "block_scales",
-    "dequantize", "random_k", "hadamard", "pack_signs", "unpack_signs",
+    "dequantize", "random_k", "hadamard", "pack_signs", "unpack_signs", "count_sketch",
+    "sketch_estimates", "squared_norms",
 )  # fmt: skip
 _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {  # kernel: (reference, native)
     kernel: (getattr(reference, kernel), getattr(cpu, kernel)) for kernel in KERNELS

@@ -9,7 +9,9 @@ from typing import NamedTuple
 from gradsync.kernels.checks import MAX_ROTATED, Sections
 
 _WORD = 2**32 - 1
+_ROW_KEY = 0x9E3779B97F4A7C15  # keys of one seed are so far apart
 GOLDEN = 0x9E3779B9
+MOST_LANES = 32  # that a draw has signs for
 MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
 
 
@@ -106,3 +108,32 @@ def check_rotation(sections: Sections, chunk: int) -> None:
         raise ValueError(
             f"hadamard draws signs: it needs a seed for each of {len(sections.lengths)} sections, got none"
         )
+
+
+def sketch_lanes(columns: int) -> int:
+    """Neighbours that share the draws of a count sketch: the largest power of two that divides a row, up to 32."""
+    return math.gcd(columns, MOST_LANES)
+
+
+def sketch_keys(seed: int, row: int) -> tuple[int, int]:
+    """What a row draws its counters and its signs by."""
+    return (seed + 2 * row * _ROW_KEY) % 2**64, (seed + (2 * row + 1) * _ROW_KEY) % 2**64
+
+
+def check_sketch(sections: Sections, columns: Sequence[int], rows: int) -> None:
+    """Refuses sections without seeds or counters, and more of them than a draw tells apart."""
+    if rows < 1:
+        raise ValueError(f"rows must be positive, got {rows}")
+    if len(sections.seeds) != len(sections.lengths):
+        raise ValueError(f"a sketch is drawn: it needs a seed for each of {len(sections.lengths)} sections, got none")
+    if len(columns) != len(sections.lengths):
+        raise ValueError(f"columns must be one for each of {len(sections.lengths)} sections, got {len(columns)}")
+    for length, count in zip(sections.lengths, columns, strict=True):
+        if not min(length, 1) <= count < 1 << 31:
+            raise ValueError(f"columns must be in [1, 2^31) for {length} elements, got {count}")
+
+
+def check_median(rows: int) -> None:
+    """Refuses as many rows as have no middle one."""
+    if rows % 2 == 0:
+        raise ValueError(f"rows must be odd, for a median, got {rows}")

@@ -89,3 +89,22 @@ def count_above(x: Tensor, thresholds: Tensor, counts: Tensor, *, sections: Sect
         TypeError: other dtypes.
     """
     pick("count_above", [x, thresholds, counts], x.numel())(x, thresholds, counts, sections=sections)
+
+
+def squared_norms(x: Tensor, sections: Sections, norms: Tensor, *, block: int) -> None:
+    """The squares of the Euclidean norms of blocks, in float64, which those of float32 neither leave nor vanish from.
+
+    They are added in an order that every implementation keeps, that of `reference.blocks.ordered_sum`. (Roots are not
+    taken: torch does not round them alike everywhere.)
+
+    Args:
+        x: (numel,) floating.
+        sections: of x; none of their blocks has elements of two.
+        norms: (blocks,) float64. Overwritten.
+        block: elements of a block; the last one of a section may be shorter. 0: a section is one block.
+
+    Raises:
+        ValueError: a negative block, shapes that do not fit.
+        TypeError: other dtypes.
+    """
+    pick("squared_norms", [x, norms], x.numel())(x, sections, norms, block=block)

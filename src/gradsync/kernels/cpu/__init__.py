@@ -18,6 +18,7 @@ from gradsync.kernels.cpu.elements import (
 from gradsync.kernels.cpu.hashing import owned_by_hash, owners_by_hash, partition_hashed, positions_in
 from gradsync.kernels.cpu.hierarchy import hierarchical_hash
 from gradsync.kernels.cpu.largest import count_above, select_above, top_k
+from gradsync.kernels.cpu.norms import squared_norms
 from gradsync.kernels.cpu.offsets import decode_offsets, encode_offsets
 from gradsync.kernels.cpu.parts import join_elements, partition_elements, unite_elements
 from gradsync.kernels.cpu.quantize import block_scales, dequantize, quantize
@@ -33,6 +34,7 @@ from gradsync.kernels.cpu.rows import (
     unite_rows,
 )
 from gradsync.kernels.cpu.signs import pack_signs, unpack_signs
+from gradsync.kernels.cpu.sketches import count_sketch, sketch_estimates
 
 __all__ = [
     "NonzeroElements",
@@ -41,6 +43,7 @@ __all__ = [
     "block_scales",
     "count_above",
     "count_bits",
+    "count_sketch",
     "decode_bitmap",
     "decode_offsets",
     "dequantize",
@@ -66,6 +69,8 @@ __all__ = [
     "rotated_index",
     "scatter_rows",
     "select_above",
+    "sketch_estimates",
+    "squared_norms",
     "sum_rows",
     "supports",
     "top_k",

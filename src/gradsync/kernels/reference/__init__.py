@@ -22,6 +22,7 @@ from gradsync.kernels.reference.hashing import (
 )
 from gradsync.kernels.reference.hierarchy import hierarchical_hash
 from gradsync.kernels.reference.largest import count_above, select_above, top_k
+from gradsync.kernels.reference.norms import squared_norms
 from gradsync.kernels.reference.offsets import decode_offsets, encode_offsets
 from gradsync.kernels.reference.quantize import block_scales, dequantize, quantize
 from gradsync.kernels.reference.randomized import hadamard, random_k
@@ -43,6 +44,7 @@ from gradsync.kernels.reference.rows import (
     unite_rows,
 )
 from gradsync.kernels.reference.signs import pack_signs, unpack_signs
+from gradsync.kernels.reference.sketches import count_sketch, sketch_estimates
 
 _STEPS = Steps(
     encode_bitmap,
@@ -68,6 +70,7 @@ __all__ = [
     "block_scales",
     "count_above",
     "count_bits",
+    "count_sketch",
     "decode_bitmap",
     "decode_offsets",
     "dequantize",
@@ -96,6 +99,8 @@ __all__ = [
     "rotation",
     "scatter_rows",
     "select_above",
+    "sketch_estimates",
+    "squared_norms",
     "sum_rows",
     "top_k",
     "unite_elements",

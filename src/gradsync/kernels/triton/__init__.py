@@ -25,6 +25,7 @@ from gradsync.kernels.triton.elements import (
 from gradsync.kernels.triton.hashing import owned_by_hash, owners_by_hash, partition_hashed, positions_in
 from gradsync.kernels.triton.hierarchy import hierarchical_hash
 from gradsync.kernels.triton.largest import top_k
+from gradsync.kernels.triton.norms import squared_norms
 from gradsync.kernels.triton.offsets import decode_offsets, encode_offsets
 from gradsync.kernels.triton.quantize import block_scales, dequantize, quantize
 from gradsync.kernels.triton.randomized import hadamard, random_k
@@ -39,6 +40,7 @@ from gradsync.kernels.triton.rows import (
     unite_rows,
 )
 from gradsync.kernels.triton.signs import pack_signs, unpack_signs
+from gradsync.kernels.triton.sketches import count_sketch, sketch_estimates
 
 _STEPS = Steps(
     encode_bitmap,
@@ -61,6 +63,7 @@ __all__ = [
     "block_scales",
     "count_above",
     "count_bits",
+    "count_sketch",
     "decode_bitmap",
     "decode_offsets",
     "dequantize",
@@ -85,6 +88,8 @@ __all__ = [
     "rotated_index",
     "scatter_rows",
     "select_above",
+    "sketch_estimates",
+    "squared_norms",
     "sum_rows",
     "top_k",
     "unite_elements",

@@ -25,6 +25,7 @@ from gradsync.kernels.reference.quantize import (
     stored_scales,
 )
 from gradsync.kernels.reference.rows import accumulation_dtype
+from gradsync.kernels.triton.blocks import sum_of_lanes
 from gradsync.kernels.triton.boundary import (
     BLOCK,
     addresses,
@@ -117,16 +118,6 @@ def _find_largest(
     else:
         bits = p.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     tl.atomic_max(most + tl.load(row + 4) + block, tl.max(bits, 0), sem="relaxed")
-
-
-@triton.jit
-def sum_of_lanes(lanes: tl.tensor, LANES: tl.constexpr) -> tl.tensor:
-    """The upper half is added to the lower one until one of 32 is left."""
-    halves = tl.sum(tl.reshape(lanes, [2, LANES // 2]), 0)
-    halves = tl.sum(tl.reshape(halves, [2, LANES // 4]), 0)
-    halves = tl.sum(tl.reshape(halves, [2, LANES // 8]), 0)
-    halves = tl.sum(tl.reshape(halves, [2, LANES // 16]), 0)
-    return tl.sum(halves, 0)
 
 
 @triton.jit

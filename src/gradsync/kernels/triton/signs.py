@@ -8,7 +8,6 @@ definition. Each element of an output has one writer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 import triton
@@ -16,9 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from gradsync.kernels.checks import Sections, SignScale, check_residuals, check_sections, check_signs, check_some
-from gradsync.kernels.reference.blocks import GROUP, LANES
+from gradsync.kernels.reference.blocks import GROUP
 from gradsync.kernels.reference.rows import accumulation_dtype
 from gradsync.kernels.reference.signs import levels_of
+from gradsync.kernels.triton.blocks import blocks_of, sum_blocks
 from gradsync.kernels.triton.boundary import (
     BLOCK,
     addresses,
@@ -29,7 +29,6 @@ from gradsync.kernels.triton.boundary import (
     launch,
     on,
 )
-from gradsync.kernels.triton.quantize import sum_of_lanes
 from gradsync.kernels.triton.rows import kind_of, narrowed, widened
 
 
@@ -53,39 +52,6 @@ def _pack_bits(
     tl.store(p + at, number, mask=at < count)
     bits = (number < 0).to(tl.int32) << tl.arange(0, 8)[None, :]
     tl.store(words + byte, tl.sum(bits, 1).to(tl.uint8), mask=byte * 8 < count)
-
-
-@triton.jit
-def _sum_groups(
-    addends: tl.tensor,
-    begins: tl.tensor,
-    counts: tl.tensor,
-    sums: tl.tensor,
-    TERM: tl.constexpr,
-    LANES: tl.constexpr,
-) -> None:
-    """Each program sums one group: lanes row by row, then the upper half of them to the lower one."""
-    program = tl.program_id(0).to(tl.int64)
-    begin, count = tl.load(begins + program), tl.load(counts + program)
-    lane = tl.arange(0, LANES)
-    total = tl.zeros([LANES], tl.float64)
-    row = tl.zeros([], tl.int64)
-    while row < count:
-        number = tl.load(addends + begin + row + lane, mask=row + lane < count, other=0)
-        wide = number.to(tl.float64)
-        if TERM == "magnitude":
-            wide = tl.abs(wide)
-        elif TERM == "square":
-            wide = wide * wide
-        elif TERM == "others":
-            wide = tl.where(number < 0, 0.0, wide)
-        elif TERM == "negative":
-            wide = tl.where(number < 0, wide, 0.0)
-        elif TERM == "negatives":
-            wide = (number < 0).to(tl.float64)
-        total += wide
-        row += LANES
-    tl.store(sums + program, sum_of_lanes(total, LANES))
 
 
 @triton.jit
@@ -144,41 +110,6 @@ def _sum_levels(
     tl.store(out + at, narrowed(total * scale, KIND), mask=inside)
 
 
-def _groups(lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of runs, end to end, of so many elements: begin, length and run of each of their groups."""
-    per_run = -(-lengths // GROUP)
-    runs = torch.repeat_interleave(torch.arange(len(lengths)), per_run)
-    nth = torch.arange(len(runs)) - (per_run.cumsum(0) - per_run)[runs]
-    begins = (lengths.cumsum(0) - lengths)[runs] + nth * GROUP
-    return begins, torch.minimum(lengths[runs] - nth * GROUP, torch.tensor(GROUP)), runs
-
-
-@lru_cache(maxsize=16)  # the same buckets come at every step
-def _blocks(lengths: tuple[int, ...], block: int) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """The length of each block of sections of these lengths, and the groups of all blocks."""
-    found = [torch.empty(0, dtype=torch.int64)]
-    for length in lengths:
-        whole = block or max(length, 1)
-        found.append(torch.full((length // whole,), whole))
-        found.append(torch.tensor([length % whole])[: length % whole])
-    joined = torch.cat(found)
-    return joined, _groups(joined)
-
-
-def _sums(p: Tensor, lengths: Tensor, groups: tuple[Tensor, Tensor, Tensor], term: str) -> Tensor:
-    """(blocks,) float64: the sums over blocks of so many elements, in these groups."""
-    addends = p
-    while True:
-        begins, counts, runs = groups
-        sums = torch.empty(len(begins), dtype=torch.float64, device=p.device)
-        tables = on(p.device, begins), on(p.device, counts)
-        launch(_sum_groups, len(sums), p.device, addends, *tables, sums, TERM=term, LANES=LANES)
-        if len(sums) == len(lengths):
-            return sums
-        addends, lengths, term = sums, torch.bincount(runs, minlength=len(lengths)), "sum"
-        groups = _groups(lengths)
-
-
 def pack_signs(
     x: Tensor,
     sections: Sections,
@@ -203,17 +134,17 @@ def pack_signs(
     constants = {"KIND": kind_of("x", x), "FEEDBACK": residual is not None, "BLOCK": BLOCK}
     before = p if residual is None else residual.detach()
     launch(_pack_bits, blocks(len(x)), device, bits_of(x), len(x), before, p, words, **constants)
-    lengths, groups = _blocks(sections.lengths, block)
+    lengths, groups = blocks_of(sections.lengths, block)
     if scale == "mean":
-        scales.copy_(_sums(p, lengths, groups, "magnitude") / on(device, lengths))
+        scales.copy_(sum_blocks(p, lengths, groups, "magnitude") / on(device, lengths))
     elif scale == "rms":
         # Of float64, squares are rounded: made apart, where no compiler fuses them with the sums.
         squares, term = (p.square(), "sum") if p.dtype == torch.float64 else (p, "square")
-        scales.copy_((_sums(squares, lengths, groups, term) / on(device, lengths)).sqrt())
+        scales.copy_((sum_blocks(squares, lengths, groups, term) / on(device, lengths)).sqrt())
     elif scale == "two":
-        below = _sums(p, lengths, groups, "negatives")
+        below = sum_blocks(p, lengths, groups, "negatives")
         counts = torch.stack([on(device, lengths) - below, below], dim=1)
-        sums = torch.stack([_sums(p, lengths, groups, term) for term in ("others", "negative")], dim=1)
+        sums = torch.stack([sum_blocks(p, lengths, groups, term) for term in ("others", "negative")], dim=1)
         scales.copy_((sums / counts).where(counts > 0, 0))
     if next_residual is not None:
         begins, counts, runs = (on(device, table) for table in groups)
@@ -238,7 +169,7 @@ def unpack_signs(
     for words, scales in parts:
         check_signs(words, scales, sections, block, scale)
         check_contiguous("words", words)
-    lengths, groups = _blocks(sections.lengths, block)
+    lengths, groups = blocks_of(sections.lengths, block)
     levels = torch.stack(
         [level.expand(len(lengths)) for _, scales in parts for level in levels_of(scales, scale)]
     )  # one row for each part and sign

@@ -1,0 +1,12 @@
+// The squares of the Euclidean norms of blocks of elements.
+#pragma once
+
+#include "blocks.hpp"
+#include "scalars.hpp"
+
+namespace MODULE_NAME {
+
+// Squares are taken and summed in double, in the order of blocks.hpp.
+template <typename T> void squared_norms(const Blocks &blocks, const T *x, double *norms, int threads);
+
+}  // namespace MODULE_NAME

@@ -1,0 +1,100 @@
+"""Sums over blocks of elements in Triton, in the order of `gradsync.kernels.reference.blocks`.
+
+A program sums a group; the sums of groups are summed by the same kernel until each block has one.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gradsync.kernels.reference.blocks import GROUP, LANES
+from gradsync.kernels.triton.boundary import launch, on
+
+Groups = tuple[Tensor, Tensor, Tensor]  # begin, length and block of each
+
+
+@triton.jit
+def sum_of_lanes(lanes: tl.tensor, LANES: tl.constexpr) -> tl.tensor:
+    """The upper half is added to the lower one until one of 32 is left."""
+    halves = tl.sum(tl.reshape(lanes, [2, LANES // 2]), 0)
+    halves = tl.sum(tl.reshape(halves, [2, LANES // 4]), 0)
+    halves = tl.sum(tl.reshape(halves, [2, LANES // 8]), 0)
+    halves = tl.sum(tl.reshape(halves, [2, LANES // 16]), 0)
+    return tl.sum(halves, 0)
+
+
+@triton.jit
+def _sum_groups(
+    addends: tl.tensor,
+    begins: tl.tensor,
+    counts: tl.tensor,
+    sums: tl.tensor,
+    TERM: tl.constexpr,
+    LANES: tl.constexpr,
+) -> None:
+    """Each program sums one group: lanes row by row, then the upper half of them to the lower one."""
+    program = tl.program_id(0).to(tl.int64)
+    begin, count = tl.load(begins + program), tl.load(counts + program)
+    lane = tl.arange(0, LANES)
+    total = tl.zeros([LANES], tl.float64)
+    row = tl.zeros([], tl.int64)
+    while row < count:
+        number = tl.load(addends + begin + row + lane, mask=row + lane < count, other=0)
+        wide = number.to(tl.float64)
+        if TERM == "magnitude":
+            wide = tl.abs(wide)
+        elif TERM == "square":
+            wide = wide * wide
+        elif TERM == "others":
+            wide = tl.where(number < 0, 0.0, wide)
+        elif TERM == "negative":
+            wide = tl.where(number < 0, wide, 0.0)
+        elif TERM == "negatives":
+            wide = (number < 0).to(tl.float64)
+        total += wide
+        row += LANES
+    tl.store(sums + program, sum_of_lanes(total, LANES))
+
+
+@lru_cache(maxsize=16)  # the same buckets come at every step
+def blocks_of(lengths: tuple[int, ...], block: int) -> tuple[Tensor, Groups]:
+    """The length of each block of sections of these lengths, and the groups of all blocks."""
+    found = [torch.empty(0, dtype=torch.int64)]
+    for length in lengths:
+        whole = block or max(length, 1)
+        found.append(torch.full((length // whole,), whole))
+        found.append(torch.tensor([length % whole])[: length % whole])
+    joined = torch.cat(found)
+    return joined, _groups_of(joined)
+
+
+def _groups_of(lengths: Tensor) -> Groups:
+    """Of blocks, end to end, of so many elements."""
+    per_block = -(-lengths // GROUP)
+    blocks = torch.repeat_interleave(torch.arange(len(lengths)), per_block)
+    nth = torch.arange(len(blocks)) - (per_block.cumsum(0) - per_block)[blocks]
+    begins = (lengths.cumsum(0) - lengths)[blocks] + nth * GROUP
+    return begins, torch.minimum(lengths[blocks] - nth * GROUP, torch.tensor(GROUP)), blocks
+
+
+def sum_blocks(p: Tensor, lengths: Tensor, groups: Groups, term: str) -> Tensor:
+    """(blocks,) float64: the sums over blocks of so many elements, in these groups."""
+    begins, counts, blocks = groups
+    sums = torch.empty(len(begins), dtype=torch.float64, device=p.device)
+    launch(
+        _sum_groups, len(sums), p.device, p, on(p.device, begins), on(p.device, counts), sums, TERM=term, LANES=LANES
+    )
+    return sum_of_groups(sums, blocks, len(lengths))
+
+
+def sum_of_groups(sums: Tensor, blocks: Tensor, num_blocks: int) -> Tensor:
+    """(num_blocks,): of the sums of groups, of which each belongs to a block, those of the blocks."""
+    if len(sums) == num_blocks:
+        return sums
+    left = torch.bincount(blocks, minlength=num_blocks)
+    return sum_blocks(sums, left, _groups_of(left), "sum")
