@@ -55,7 +55,10 @@ class Lane:
     @classmethod
     def make(cls, bucket: Bucket, scheme: Scheme[Any], parameters: Mapping[str, Tensor], group: Group) -> Lane:
         recording = RecordingGroup(group, Ledger())
-        lane = cls(bucket, scheme, gradients_of(bucket, parameters), recording, scheme.init(bucket, recording))
+        state = scheme.init(bucket, recording)
+        # State is of elements by their index, whatever plans and memory formats it meets, and so is what it is added to.
+        gradients = gradients_of(bucket, parameters, in_order=bool(state))
+        lane = cls(bucket, scheme, gradients, recording, state)
         lane.flags_apart = bucket.layout is Layout.FLAT and not bucket.flags_ride
         return lane
 

@@ -112,6 +112,40 @@ def factors_follow_their_parameters_into_other_buckets() -> None:
     handle.detach()
 
 
+def convolution(memory_format: torch.memory_format) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Conv2d(3, 4, 2).to(memory_format=memory_format)
+
+
+def train_convolution(model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.randn(2, 3, 4, 4, generator=generator)).square().mean().backward()
+        assert model.weight.grad.stride() == model.weight.stride()
+
+
+def state_is_in_the_order_of_elements_not_of_memory() -> None:
+    for scheme in (TWO_WAY, GATHERED, LOW_RANK):
+        saved = {}
+        for memory_format in (torch.contiguous_format, torch.channels_last):
+            model = convolution(memory_format)
+            handle = gradsync.attach(model, plan=plan_for(model, scheme), timeout=10)
+            train_convolution(model)
+            saved[memory_format] = handle.state_dict()
+            handle.detach()
+        expected, got = (each["state"] for each in saved.values())
+        assert got.keys() == expected.keys()
+        for key, values in expected.items():
+            torch.testing.assert_close(got[key], values, msg=f"{scheme.title}: {key}")
+        model = convolution(torch.channels_last)
+        cut = plan_for(model, scheme, [("weight", 0, 17)], [("weight", 17, 48), ("bias", 0, 4)])
+        handle = gradsync.attach(model, plan=cut, timeout=10)
+        handle.load_state_dict(saved[torch.channels_last])
+        train_convolution(model)
+        handle.detach()
+
+
 def loss_of(model: nn.Module) -> Tensor:
     return model(torch.randn(5, 6, generator=torch.Generator().manual_seed(dist.get_rank()))).square().mean()
 
@@ -222,6 +256,10 @@ def test_residuals_follow_parameters_into_other_cuts(world: World) -> None:
 
 def test_factors_follow_their_parameters_into_other_buckets(world: World) -> None:
     world(2).run(factors_follow_their_parameters_into_other_buckets)
+
+
+def test_state_is_in_the_order_of_elements_not_of_memory(world: World) -> None:
+    world(2).run(state_is_in_the_order_of_elements_not_of_memory)
 
 
 def test_flags_ride_with_payloads(world: World) -> None:

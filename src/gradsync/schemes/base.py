@@ -70,7 +70,7 @@ class Scheme(Nameable, ABC, Generic[X]):
         """
 
     def init(self, bucket: Bucket, group: Group) -> State:
-        """The state before the first step; most schemes have none."""
+        """The state before the first step, of all ranks or of none; most schemes have none."""
         return {}
 
     @abstractmethod
