@@ -150,7 +150,7 @@ class Engine:
         finally:
             self._running = None
         for lane in self.lanes:
-            lane.accept(running.results[lane.bucket.id])
+            lane.accept(running.results[lane.bucket.id], self.step)
         troubled = (lane.gradients.troubled or lane.broken for lane in self.lanes)
         self._steps_good = not (self.lanes.have_state and any(troubled))
         if not self._steps_good:
@@ -250,7 +250,8 @@ class Engine:
 
         Empty before a step, while densities are not known, and where the network was not measured.
         """
-        known, link_cost = self.lanes.expected_steps(self._observer.profiles), network_cost(self.group)
+        known = self.lanes.expected_steps(self._observer.profiles, max(self.step - 1, 0))
+        link_cost = network_cost(self.group)
         if self._ready_s.keys() != known.keys() or link_cost is None:
             return []
         cost = self._planning.measured_cost or link_cost

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import gradsync
 from gradsync import Plan
 from gradsync.bucket import TensorSpec, trainable_parameters
-from gradsync.compressors import ErrorFeedback, TopK
-from gradsync.schemes import CompressedAllGather, CompressedTwoWay, PowerSGD, Scheme, Sparsified
+from gradsync.compressors import ErrorFeedback, TopK, Warmup
+from gradsync.schemes import CompressedAllGather, CompressedTwoWay, HalfPrecision, PowerSGD, Scheme, Sparsified
 from tests.engine.models import Perceptron
 from tests.engine.twins import averaged
 from tests.world import Ranks
@@ -146,6 +146,34 @@ def state_is_in_the_order_of_elements_not_of_memory() -> None:
         handle.detach()
 
 
+def every_step_sends_the_bytes_that_are_predicted_for_it() -> None:
+    milder_first = ErrorFeedback(Warmup((TopK(0.5), TopK(0.1)), (0, 3)))
+    for scheme in (
+        CompressedTwoWay(milder_first),
+        CompressedTwoWay(FEEDBACK, milder_first),
+        CompressedAllGather(milder_first),
+        PowerSGD(1, min_compression=1.0, start_step=3),
+        HalfPrecision(CompressedAllGather(milder_first)),
+    ):
+        model = Perceptron()
+        handle = gradsync.attach(model, plan=plan_for(model, scheme), timeout=10)
+        sent = [0.0]
+        for _ in range(5):
+            train(model, 1, seed=0)
+            (bucket,) = handle.statistics()
+            assert bucket.sent_bytes == bucket.predicted_bytes, (scheme.title, len(sent))
+            sent.append(bucket.sent_bytes)
+        steps = [after - before for before, after in zip(sent, sent[1:], strict=False)]
+        assert steps[0] == steps[1] == steps[2] > steps[3] == steps[4]
+        saved = handle.state_dict()
+        handle.detach()
+        handle = gradsync.attach(model, plan=plan_for(model, scheme), timeout=10)
+        handle.load_state_dict(saved)
+        train(model, 1, seed=0)
+        assert handle.statistics()[0].sent_bytes == handle.statistics()[0].predicted_bytes == steps[-1]
+        handle.detach()
+
+
 def loss_of(model: nn.Module) -> Tensor:
     return model(torch.randn(5, 6, generator=torch.Generator().manual_seed(dist.get_rank()))).square().mean()
 
@@ -260,6 +288,10 @@ def test_factors_follow_their_parameters_into_other_buckets(world: World) -> Non
 
 def test_state_is_in_the_order_of_elements_not_of_memory(world: World) -> None:
     world(2).run(state_is_in_the_order_of_elements_not_of_memory)
+
+
+def test_every_step_sends_the_bytes_that_are_predicted_for_it(world: World) -> None:
+    world(2).run(every_step_sends_the_bytes_that_are_predicted_for_it)
 
 
 def test_flags_ride_with_payloads(world: World) -> None:

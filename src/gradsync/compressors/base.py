@@ -212,6 +212,10 @@ class Compressor(Nameable, ABC, Generic[P]):
     def nbytes(self, spec: FlatSpec, step: int = 0) -> int:
         """The size of what `compress` makes of a tensor of `spec` at that step."""
 
+    def unchanged_since(self, step: int) -> int:
+        """From which step on `nbytes` and `num_kept` are what they are at this one."""
+        return 0
+
     def remainder(self, x: Tensor, payload: P) -> Tensor:
         """What the payload, as it is summed, leaves of `x`, whose dtype may be a wider one; overwrites `x`."""
         sent = torch.empty_like(x)

@@ -87,6 +87,9 @@ class Feedback(Compressor[P]):
     def nbytes(self, spec: FlatSpec, step: int = 0) -> int:
         return self.compressor.nbytes(spec, step)
 
+    def unchanged_since(self, step: int) -> int:
+        return self.compressor.unchanged_since(step)
+
     def remainder(self, x: Tensor, payload: P) -> Tensor:
         return self.compressor.remainder(x, payload)
 

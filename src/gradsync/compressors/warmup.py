@@ -110,5 +110,9 @@ class Warmup(Compressor[P]):
     def nbytes(self, spec: FlatSpec, step: int = 0) -> int:
         return self.at(step).nbytes(spec, step)
 
+    def unchanged_since(self, step: int) -> int:
+        start = self.starts[bisect_right(self.starts, step) - 1]
+        return max(start, self.at(step).unchanged_since(step))
+
     def remainder(self, x: Tensor, payload: P) -> Tensor:
         return self.at(payload.step).remainder(x, payload)

@@ -92,6 +92,9 @@ class Compressed(Scheme[Tensor]):
             Transfer("agree", Pattern.ALL_GATHER, (nbytes,) * size),
         )
 
+    def unchanged_since(self, round: int) -> int:
+        return self.compressor.unchanged_since(round)
+
     def compute(self, what: str, spec: FlatSpec, payloads: int, round: int) -> Compute:
         """Work on a tensor and so many payloads of it."""
         nbytes = spec.nbytes + payloads * self.compressor.nbytes(spec, round)
@@ -277,6 +280,9 @@ class CompressedTwoWay(Compressed):
             Compute(f"decompress_{self._sums.title}", spec.nbytes + sum(pulled)),
         )
 
+    def unchanged_since(self, round: int) -> int:
+        return max(self.compressor.unchanged_since(round), self._sums.unchanged_since(round))
+
 
 @register
 @dataclass(frozen=True)
@@ -336,6 +342,9 @@ class Sparsified(Compressed):
             self.compute("decompress", spec, 1, round),
             *self.inner.steps(specs, (kept,), placement, round),
         )
+
+    def unchanged_since(self, round: int) -> int:
+        return max(self.compressor.unchanged_since(round), self.inner.unchanged_since(round))
 
 
 def ways(compressor: Compressor[Any]) -> tuple[Scheme[Any], ...]:

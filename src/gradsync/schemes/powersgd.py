@@ -197,6 +197,9 @@ class PowerSGD(Scheme[Tensor]):
             Compute("low_rank_product", float(2 * numel + spec.nbytes + p_bytes + q_bytes)),
         )
 
+    def unchanged_since(self, round: int) -> int:
+        return self.start_step if round >= self.start_step else 0
+
     def parts_of(self, spec: FlatSpec) -> Parts:
         """Which elements of a flat tensor are compressed together, and which are not."""
         by_shape: dict[tuple[int, int], list[tuple[int, int]]] = {}  # where matrices begin, and in which segment
