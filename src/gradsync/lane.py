@@ -251,14 +251,27 @@ class Lanes:
             ValueError: when some of it has no place here.
         """
         saved = list(state)
-        for part in saved:
-            if not has_place([lane.state for lane in self.of(part.name)], part):
-                raise ValueError(
-                    f"the new plan has no place for the state {part.key!r}: plans that follow each other, or are tried "
-                    "in turns, must have schemes with the same state for the same parameters"
-                )
+        self.require_place(
+            saved,
+            "plans that follow each other, or are tried in turns, must have schemes with the same state for the same "
+            "parameters",
+        )
         for lane in self:
             lane.take_over(saved)
+
+    def require_place(self, state: Iterable[StateSlice], advice: str) -> None:
+        """
+        Raises:
+            ValueError: with this advice, when some of the state has no place here.
+        """
+        for part in state:
+            lanes = self.of(part.name)
+            if not has_place([lane.state for lane in lanes], part):
+                ways = " and ".join(dict.fromkeys(lane.scheme.title for lane in lanes))
+                raise ValueError(
+                    f"the plan has no place for the state {part.key!r}, which would be lost, as {part.name!r} travels "
+                    f"by {ways}: {advice}"
+                )
 
     def marks(self) -> tuple[bool, bool]:
         """What the ranks told each other in the accepted step, see `marks_of_ranks`."""

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,7 +17,15 @@ import gradsync
 from gradsync import Plan
 from gradsync.bucket import TensorSpec, trainable_parameters
 from gradsync.compressors import ErrorFeedback, TopK, Warmup
-from gradsync.schemes import CompressedAllGather, CompressedTwoWay, HalfPrecision, PowerSGD, Scheme, Sparsified
+from gradsync.schemes import (
+    AllReduce,
+    CompressedAllGather,
+    CompressedTwoWay,
+    HalfPrecision,
+    PowerSGD,
+    Scheme,
+    Sparsified,
+)
 from tests.engine.models import Perceptron
 from tests.engine.twins import averaged
 from tests.world import Ranks
@@ -174,6 +183,49 @@ def every_step_sends_the_bytes_that_are_predicted_for_it() -> None:
         handle.detach()
 
 
+def what_has_no_place_is_not_lost_silently() -> None:
+    model = Perceptron()
+    handle = gradsync.attach(model, plan=plan_for(model, GATHERED), timeout=10)
+    train(model, 2, seed=0)
+    saved = handle.state_dict()
+    handle.detach()
+    rank = dist.get_rank()
+    handle = gradsync.attach(model, plan=plan_for(model, AllReduce()), timeout=10)
+    with pytest.raises(ValueError, match=r"no place for the state .*residual', .* by all_reduce: .* strict=False"):
+        handle.load_state_dict(saved)
+    assert handle.state_dict()["step"] == 0
+    handle.load_state_dict(saved, strict=False)
+    assert handle.state_dict()["step"] == 2
+    train(model, 1, seed=0)
+    handle.detach()
+
+    handle = gradsync.attach(model, plan=plan_for(model, GATHERED), timeout=10)
+    train(model, 1, seed=1)
+    before = handle.state_dict()
+    momentum = {key.replace("residual", "momentum"): values for key, values in saved["state"].items()}
+    ghost = {"ghost[0:1]/sent.residual": torch.ones(1)}
+    for bad, error in (
+        ({**saved, "state": saved["state"] | momentum}, "no place for the state .*momentum'"),
+        ({**saved, "state": saved["state"] | ghost}, "'ghost', which is no parameter to synchronise here"),
+        ({**saved, "step": "2"}, "step must be a whole number"),
+    ):
+        for broken in (0, 1):  # on one rank only
+            kind, text = (
+                (ValueError, error) if rank == broken else (RuntimeError, f"rank {broken} could not: .*{error}")
+            )
+            with pytest.raises(kind, match=text):
+                handle.load_state_dict(bad if rank == broken else saved)
+        after = handle.state_dict()
+        assert after["step"] == before["step"]
+        for key, values in before["state"].items():
+            assert torch.equal(after["state"][key], values), "nothing of it was applied"
+    handle.load_state_dict({**saved, "state": saved["state"] | momentum | ghost}, strict=False)
+    for key, values in saved["state"].items():
+        assert torch.equal(handle.state_dict()["state"][key], values), "what has a place is taken"
+    train(model, 1, seed=1)
+    handle.detach()
+
+
 def loss_of(model: nn.Module) -> Tensor:
     return model(torch.randn(5, 6, generator=torch.Generator().manual_seed(dist.get_rank()))).square().mean()
 
@@ -292,6 +344,10 @@ def test_state_is_in_the_order_of_elements_not_of_memory(world: World) -> None:
 
 def test_every_step_sends_the_bytes_that_are_predicted_for_it(world: World) -> None:
     world(2).run(every_step_sends_the_bytes_that_are_predicted_for_it)
+
+
+def test_what_has_no_place_is_not_lost_silently(world: World) -> None:
+    world(2).run(what_has_no_place_is_not_lost_silently)
 
 
 def test_flags_ride_with_payloads(world: World) -> None:
