@@ -12,7 +12,18 @@ from torch import Tensor
 from gradsync.bucket import Bucket, Layout, Segment, TensorSpec
 from gradsync.cluster import Placement
 from gradsync.comm import LocalGroup
-from gradsync.compressors import QSGD, Compressor, ErrorFeedback, RandomK, Summand, TernGrad, TopK, Unbiased, Warmup
+from gradsync.compressors import (
+    QSGD,
+    Compressor,
+    ErrorFeedback,
+    RandomK,
+    Summand,
+    TernGrad,
+    TopK,
+    Unbiased,
+    Warmup,
+    dgc,
+)
 from gradsync.schemes import (
     AllReduce,
     CompressedAllGather,
@@ -177,6 +188,16 @@ def test_steps_change_when_they_are_said_to_and_at_no_other_round(scheme: Scheme
     for round in range(6):
         assert steps(round) == steps(scheme.unchanged_since(round))
     assert steps(0) != steps(3)
+
+
+@pytest.mark.parametrize("way", range(len(ways(TopK(0.1)))))
+def test_ranks_that_clip_together_are_those_that_there_are(way: int) -> None:
+    for ranks in (1, 3):
+        scheme = ways(dgc(0.1, clip=1.0, ranks=ranks))[way]
+        with pytest.raises(ValueError, match=f"made for {ranks} ranks, 2 compress together: set its ranks"):
+            scheme.init(bucket(), LocalGroup.world(2)[0])
+    for legal in (dgc(0.1, clip=1.0, ranks=2), dgc(0.1)):
+        ways(legal)[way].init(bucket(), LocalGroup.world(2)[0])
 
 
 def test_sums_of_16_bit_gradients_are_made_in_float32() -> None:

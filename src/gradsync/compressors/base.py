@@ -143,6 +143,11 @@ class Compressor(Nameable, ABC, Generic[P]):
         """How many of its `Summand`s can be summed before numbers overflow; None: any number."""
         return None
 
+    @property
+    def made_for_ranks(self) -> int | None:
+        """How many ranks compress together, if its settings say so; None: any number."""
+        return None
+
     @abstractmethod
     def law(self, spec: FlatSpec) -> Law:
         """What it promises of its error on any tensor of `spec`."""

@@ -62,14 +62,23 @@ class Compressed(Scheme[Tensor]):
     def init(self, bucket: Bucket, group: Group) -> State:
         """
         Raises:
-            ValueError: on every rank, for more ranks than the compressor's numbers can be summed of.
+            ValueError: on every rank, for more ranks than the compressor's numbers can be summed of, or for others than
+                it is made for.
         """
+        self._check_ranks(group.size)
         most = self.compressor.most_summands
         if issubclass(self.compressor.payload, Summand) and most is not None and group.size > most:
             raise ValueError(
                 f"{self.compressor.title} makes numbers of which {most} can be summed, there are {group.size} ranks"
             )
         return {SENT: (self.compressor.init(bucket.flat_spec, group.rank),)}
+
+    def _check_ranks(self, size: int) -> None:
+        expected = self.compressor.made_for_ranks
+        if expected is not None and expected != size:
+            raise ValueError(
+                f"{self.compressor.title} is made for {expected} ranks, {size} compress together: set its ranks"
+            )
 
     def agreement(self) -> tuple[str, ...]:
         """The stage in which the ranks agree on what the compressor needs."""
@@ -228,6 +237,7 @@ class CompressedTwoWay(Compressed):
         return ("push", "pull")
 
     def init(self, bucket: Bucket, group: Group) -> State:
+        self._check_ranks(group.size)
         ranges = _ranges(bucket.flat_spec, group.size)
         sums = _sums_of(ranges[group.rank], kernels.accumulation_dtype(bucket.dtype))
         return {
