@@ -33,6 +33,7 @@ class Cast(Compressor[Summand]):
     payload = Summand
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.dtype not in DTYPES:
             raise ValueError(f"Cast.dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
 

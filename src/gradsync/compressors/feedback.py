@@ -26,6 +26,7 @@ class Feedback(Compressor[P]):
     compressor: Compressor[P]
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         name = type(self).__name__
         if not isinstance(self.compressor, Compressor):
             raise ValueError(f"{name}.compressor must be a compressor, got {self.compressor!r}")

@@ -49,6 +49,7 @@ class SketchML(Sparsifier):
     buckets: int = 256
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         TopK(self.ratio)
         if not 2 <= self.buckets <= 256:
             raise ValueError(f"SketchML.buckets must be in [2, 256], got {self.buckets}")
@@ -151,6 +152,7 @@ class CountSketch(Compressor[Summand]):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, share in (("ratio", self.ratio), ("keep", self.keep)):
             if not 0 < share <= 1:
                 raise ValueError(f"CountSketch.{name} must be in (0, 1], got {share}")

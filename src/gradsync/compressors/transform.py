@@ -48,6 +48,7 @@ class THC(Compressor[Summand]):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 1 <= self.summands <= _INT8_MOST:
             raise ValueError(f"THC.summands must be in [1, {_INT8_MOST}], got {self.summands}")
         if not 2 <= self.bits <= 8:
@@ -203,6 +204,7 @@ class DCTTopK(Compressor[Message]):
     k: int = 32
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 1 <= self.chunk <= 256:
             raise ValueError(f"DCTTopK.chunk must be in [1, 256] for 16-bit places, got {self.chunk}")
         if not 1 <= self.k <= self.chunk**2:

@@ -39,6 +39,7 @@ class Compressed(Scheme[Tensor]):
     exact = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not isinstance(self.compressor, Compressor):
             raise ValueError(f"{type(self).__name__}.compressor must be a compressor, got {self.compressor!r}")
 
