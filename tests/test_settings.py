@@ -11,7 +11,7 @@ import pytest
 from gradsync.compressors import Compressor, Sign, TopK, Warmup
 from gradsync.expressions import Nameable, registered
 from gradsync.schemes import MajorityVote, PowerSGD, ways
-from tests.compressors.family import MEMBERS
+from tests.compressors.family import MEMBERS, SHARES
 from tests.schemes.family import ALL_MEMBERS
 
 NAN = float("nan")
@@ -37,7 +37,8 @@ NAMED: dict[type[Nameable], Nameable] = {
 def wrong_settings() -> Iterator[Any]:
     for named in NAMED.values():
         for setting in fields(named):  # type: ignore[arg-type]
-            for wrong in WRONG.get(str(setting.type), ()):
+            outside = (0, 0.0, -0.5, 1.01, 2, float("inf")) if setting.name in SHARES else ()
+            for wrong in (*WRONG.get(str(setting.type), ()), *outside):
                 yield pytest.param(named, setting.name, wrong, id=f"{named.name}-{setting.name}-{wrong!r}")
 
 
@@ -46,7 +47,7 @@ def test_every_registered_class_is_among_them() -> None:
 
 
 @pytest.mark.parametrize(("named", "setting", "wrong"), list(wrong_settings()))
-def test_a_setting_of_a_wrong_type_is_refused(named: Nameable, setting: str, wrong: object) -> None:
+def test_a_setting_of_a_wrong_type_or_no_share_is_refused(named: Nameable, setting: str, wrong: object) -> None:
     with pytest.raises(ValueError, match=setting):
         replace(named, **{setting: wrong})  # type: ignore[type-var]
 

@@ -16,16 +16,19 @@ from torch import Tensor, nn
 import gradsync
 from gradsync import Plan
 from gradsync.bucket import TensorSpec, trainable_parameters
-from gradsync.compressors import ErrorFeedback, TopK, Warmup
+from gradsync.compressors import ErrorFeedback, Sign, TopK, Warmup
 from gradsync.schemes import (
     AllReduce,
     CompressedAllGather,
     CompressedTwoWay,
     HalfPrecision,
+    MajorityVote,
     PowerSGD,
     Scheme,
     Sparsified,
+    ways,
 )
+from tests.compressors.family import MEMBERS
 from tests.engine.models import Perceptron
 from tests.engine.twins import averaged
 from tests.world import Ranks
@@ -226,6 +229,29 @@ def what_has_no_place_is_not_lost_silently() -> None:
     handle.detach()
 
 
+def steps_that_are_not_finite_leave_no_trace(names: list[str]) -> None:
+    torch.manual_seed(0)
+    for name in names:
+        compressor = MEMBERS[name].compressor
+        votes = (MajorityVote(compressor), MajorityVote(compressor, "two_way")) if isinstance(compressor, Sign) else ()
+        for scheme in (*ways(compressor), *votes):
+            model = nn.Linear(6, 3)
+            handle = gradsync.attach(model, plan=plan_for(model, scheme), timeout=10)
+            loss_of(model).backward()
+            before = copy.deepcopy(handle.state_dict()["state"])
+            for value in (float("inf"), float("nan")):
+                model.zero_grad()
+                (loss_of(model) * (value if dist.get_rank() == 1 else 1.0)).backward()
+                assert all(p.grad.isnan().all() for p in model.parameters()), (name, scheme.title)
+                after = handle.state_dict()["state"]
+                assert after.keys() == before.keys()
+                assert all(torch.equal(after[key], kept) for key, kept in before.items()), (name, scheme.title)
+            model.zero_grad()
+            loss_of(model).backward()
+            assert all(p.grad.isfinite().all() for p in model.parameters()), (name, scheme.title)
+            handle.detach()
+
+
 def loss_of(model: nn.Module) -> Tensor:
     return model(torch.randn(5, 6, generator=torch.Generator().manual_seed(dist.get_rank()))).square().mean()
 
@@ -348,6 +374,11 @@ def test_every_step_sends_the_bytes_that_are_predicted_for_it(world: World) -> N
 
 def test_what_has_no_place_is_not_lost_silently(world: World) -> None:
     world(2).run(what_has_no_place_is_not_lost_silently)
+
+
+@pytest.mark.parametrize("quarter", range(4))
+def test_steps_that_are_not_finite_leave_no_trace(world: World, quarter: int) -> None:
+    world(2).run(steps_that_are_not_finite_leave_no_trace, list(MEMBERS)[quarter::4])
 
 
 def test_flags_ride_with_payloads(world: World) -> None:

@@ -71,7 +71,7 @@ class Quantizer(Compressor[P]):
             return
         parts = []
         for payload in payloads:
-            check_payload(self, payload)
+            check_payload(self, payload, out)
             parts.append(self._parts(payload))
         kernels.dequantize(parts, Sections(payloads[0].spec.lengths), self.grid, out, scale=scale)
 

@@ -50,7 +50,7 @@ class Signs(Compressor[Message]):
 
     def sum_into(self, out: Tensor, payloads: Sequence[Message], scale: float = 1.0) -> None:
         for payload in payloads:
-            check_payload(self, payload)
+            check_payload(self, payload, out)
         parts = [self._parts(payload) for payload in payloads]
         kind, block = self.kept
         kernels.unpack_signs(parts, _sections(payloads[0].spec), out, block=block, scale=kind, factor=scale)

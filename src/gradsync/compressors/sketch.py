@@ -208,9 +208,10 @@ class CountSketch(Compressor[Summand]):
 
     def sum_into(self, out: Tensor, payloads: Sequence[Summand], scale: float = 1.0) -> None:
         """Decodes the sum of the counters."""
+        for payload in payloads:
+            check_payload(self, payload, out)
         total = payloads[0].data.clone()
         for payload in payloads[1:]:
-            check_payload(self, payload)
             total += payload.data
         summed = Summand(self, payloads[0].spec.with_dtype(total.dtype), payloads[0].step, total)
         out.copy_(self.decompress(summed).mul_(scale))

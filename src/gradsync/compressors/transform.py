@@ -109,7 +109,7 @@ class THC(Compressor[Summand]):
     def sum_into(self, out: Tensor, payloads: Sequence[Summand], scale: float = 1.0) -> None:
         """One rotation for all, since they have one T."""
         for payload in payloads:
-            check_payload(self, payload)
+            check_payload(self, payload, out)
         total = payloads[0].data.to(torch.int32)
         for payload in payloads[1:]:
             total += payload.data
@@ -259,7 +259,7 @@ class DCTTopK(Compressor[Message]):
         """Sums coefficients, and transforms their sum."""
         parts = []
         for payload in payloads:
-            check_payload(self, payload)
+            check_payload(self, payload, out)
             parts.append(self._fields(payload))
         wide, taken, offset = kernels.accumulation_dtype(out.dtype), 0, 0
         spec = payloads[0].spec
