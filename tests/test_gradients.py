@@ -88,6 +88,30 @@ def test_homes_have_the_parameters_strides_as_autograd_gives_them(parameter: Ten
     assert torch.equal(flat[BIAS.numel() : -7].sort().values, parameter.flatten().sort().values)
 
 
+@pytest.mark.parametrize("cut", [[("p", 0, 24)], [("p", 0, 7), ("p", 7, 24)]], ids=["whole", "cut"])
+def test_in_order_elements_lie_by_their_index_and_gradients_come_back_in_the_parameters_strides(cut: list) -> None:
+    parameter = torch.randn(1, 2, 3, 4).to(memory_format=torch.channels_last)
+    segments = tuple(Segment(*each) for each in cut)
+    bucket = Bucket("0", segments, (TensorSpec.of(parameter),) * len(segments), Layout.FLAT)
+    gradients = gradients_of(bucket, {"p": parameter}, in_order=True)
+    assert gradients.home("p") is None
+    gradients.begin()
+    gradients.load("p", parameter)
+    flat = gradients.take(check_finite=False)
+    assert torch.equal(flat[:24], parameter.flatten())
+    gradients.accept(flat * 2)
+    for out in (None, torch.zeros_like(parameter), torch.zeros(1, 2, 3, 4)):
+        back = gradients.unload("p", out, sparse=False, shape=parameter.shape)
+        assert torch.equal(back, 2 * parameter)
+        assert back.stride() == (parameter if out is None else out).stride()
+        assert out is None or back is out
+
+
+def test_in_order_contiguous_gradients_live_in_the_bucket_nevertheless() -> None:
+    bucket = Bucket("0", (Segment("w", 0, 6),), (TensorSpec.of(WEIGHT),), Layout.FLAT)
+    assert gradients_of(bucket, {"w": WEIGHT}, in_order=True).home("w") is not None
+
+
 def test_an_expanded_parameter_has_a_home_without_shared_elements() -> None:
     parameter = torch.randn(3, 1).expand(3, 4)
     home = flat_gradients({"p": parameter}).home("p")

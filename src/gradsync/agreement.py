@@ -93,17 +93,6 @@ def _group_of(process_group: dist.ProcessGroup | None, timeout_s: float) -> Grou
     return torch_group(process_group, timeout_s=timeout_s)
 
 
-def agree_that_all_did(engine: Engine, what: str, problem: Exception | None) -> None:
-    """Raises on every rank if some rank has a problem: this rank's own, else that of the first rank that has one."""
-    text = "" if problem is None else str(problem)
-    texts = engine.call(what, lambda group: gather_texts(group, text, engine.timeout_s))
-    if problem is not None:
-        raise problem
-    for rank, theirs in enumerate(texts):
-        if theirs.strip():
-            raise RuntimeError(f"rank {rank} could not attach, {what}: {theirs}")
-
-
 def forget(modules: Iterable[nn.Module], parameters: Iterable[Tensor]) -> None:
     """The model may be attached again."""
     for module in modules:

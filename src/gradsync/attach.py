@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from .agreement import DEFAULT_TIMEOUT_S, agree_that_all_did, agreed_engine, forget
+from .agreement import DEFAULT_TIMEOUT_S, agreed_engine, forget
 from .bucket import matches
 from .comm import Group, GroupError
 from .ddp import UNEVEN_INPUTS, DDPState, ddp_hook
@@ -71,13 +71,18 @@ class Attachment:
         """Plan, step and scheme state by parameter; belongs into a checkpoint of this rank."""
         return self._engine.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `state_dict` gave; state follows parameters, whatever plan is in force now.
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Takes over what this rank's `state_dict` gave; on all ranks at once, between two steps.
+
+        State follows parameters, whatever plan is in force now. What nothing was saved for begins anew. What was saved
+        and has no place here would be lost: of unknown parameters, or of a compressor that the plan does not name.
+        Without `strict` it is dropped.
 
         Raises:
-            ValueError: for state of another version or of unknown parameters.
+            ValueError: before anything has changed, for state of another version, or that has no place here.
+            RuntimeError: where another rank raises, inside a step, and after `detach`.
         """
-        self._engine.load_state_dict(state)
+        self._engine.load_state_dict(state, strict=strict)
 
     def statistics(self) -> list[BucketStatistics]:
         """Bytes, time and overlap of each bucket since attach, or since the plan changed."""
@@ -182,7 +187,7 @@ def _level(engine: Engine, tensors: list[Tensor]) -> None:
         return None
 
     problem = engine.call(what, broadcast)
-    agree_that_all_did(engine, what, problem)
+    engine.agree(what, problem)
 
 
 def _register(model: DistributedDataParallel, state: DDPState) -> None:

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from .bucket import PHASES, StepMarks, TensorSpec
-from .comm import Group, GroupError, JobThread, Synchronization
+from .comm import Group, GroupError, JobThread, Synchronization, gather_bytes
 from .forecast import forecast, network_cost
 from .lane import BucketStatistics, Lane, Lanes
 from .observation import Observer
 from .plan import Plan, describe
 from .planning import Planner, Planning
 from .recording import active
-from .state import slices_of
+from .state import NOT_STRICT, slices_of
 from .timeline import Task
 
 logger = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ class Engine:
         finally:
             self._running = None
         for lane in self.lanes:
-            lane.accept(running.results[lane.bucket.id])
+            lane.accept(running.results[lane.bucket.id], self.step)
         troubled = (lane.gradients.troubled or lane.broken for lane in self.lanes)
         self._steps_good = not (self.lanes.have_state and any(troubled))
         if not self._steps_good:
@@ -211,6 +211,19 @@ class Engine:
                 raise GroupError(why) from None
             raise
 
+    def agree(self, what: str, problem: Exception | None) -> None:
+        """Raises on every rank if some rank has a problem: this rank's own, else that of the first rank that has one.
+
+        Nothing else is the matter: the engine goes on.
+        """
+        text = "" if problem is None else str(problem) or repr(problem)
+        texts = self.call(what, lambda group: gather_bytes(group, text.encode() or b" ", self.timeout_s))
+        if problem is not None:
+            raise problem
+        for rank, theirs in enumerate(texts):
+            if theirs.strip():
+                raise RuntimeError(f"{what}: rank {rank} could not: {theirs.decode()}")
+
     # What is kept and told.
 
     def state_dict(self) -> dict[str, Any]:
@@ -225,14 +238,19 @@ class Engine:
             "state": {part.key: part.values for part in self.lanes.state_slices()},
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `state_dict` gave, under this engine's own plan.
-
-        Raises:
-            ValueError: for another version, or state of parameters that this model does not have.
-        """
-        slices = slices_of(state, self.specs)
-        self.step = int(state["step"])
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Takes over what `state_dict` gave, under this engine's own plan, see `Attachment.load_state_dict`."""
+        if self.in_step:
+            raise RuntimeError("load_state_dict() was called inside a step; call it between two steps, on every rank")
+        slices, problem = [], None
+        try:
+            slices = slices_of(state, self.specs, strict=strict)
+            if strict:
+                self.lanes.require_place(slices, f"load it under a plan as it was saved by, or drop it by {NOT_STRICT}")
+        except ValueError as error:
+            problem = error
+        self.agree("loading of state", problem)
+        self.step = state["step"]
         self.lanes.restore(slices)
 
     def statistics(self) -> list[BucketStatistics]:
@@ -250,7 +268,8 @@ class Engine:
 
         Empty before a step, while densities are not known, and where the network was not measured.
         """
-        known, link_cost = self.lanes.expected_steps(self._observer.profiles), network_cost(self.group)
+        known = self.lanes.expected_steps(self._observer.profiles, max(self.step - 1, 0))
+        link_cost = network_cost(self.group)
         if self._ready_s.keys() != known.keys() or link_cost is None:
             return []
         cost = self._planning.measured_cost or link_cost

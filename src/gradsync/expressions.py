@@ -18,6 +18,34 @@ class Nameable:
     kind: ClassVar[str]  # of the family, for errors
     name: ClassVar[str]
 
+    def __post_init__(self) -> None:
+        """Holds numbers and texts to what they are annotated as; who overrides it calls this first.
+
+        Raises:
+            ValueError: for a float or a bool where a whole number belongs, and the like.
+        """
+        for setting in fields(self):  # type: ignore[arg-type]  # dataclass by register
+            annotation, given = str(setting.type), getattr(self, setting.name)
+            if annotation in _SETTINGS and not _is_of(given, *_SETTINGS[annotation][1:]):
+                raise ValueError(
+                    f"{type(self).__name__}.{setting.name} must be {_SETTINGS[annotation][0]}, got {given!r}"
+                )
+
+
+_SETTINGS: dict[str, tuple[Any, ...]] = {
+    "int": ("a whole number", int),
+    "float": ("a number", int, float),
+    "float | None": ("a number or None", int, float, type(None)),
+    "bool": ("True or False", bool),
+    "str": ("a text", str),
+    "str | None": ("a text or None", str, type(None)),
+}
+
+
+def _is_of(value: Any, *types: type) -> bool:
+    """Whether it is of one of the types, where a bool is no int."""
+    return isinstance(value, types) and (bool in types or not isinstance(value, bool))
+
 
 _registry: dict[str, type[Nameable]] = {}
 

@@ -17,26 +17,31 @@ from .sparse import SparseRows
 
 
 class FlatGradients:
-    """A flat bucket's memory: `flat` = the segments' elements one after the other, then the flags."""
+    """A flat bucket's memory: `flat` = the segments' elements one after the other, then the flags.
 
-    def __init__(self, bucket: Bucket, parameters: Mapping[str, Tensor]) -> None:
+    Elements lie as in the parameter's memory (channels-last, say), so that its gradient can live here; with `in_order`,
+    and of a parameter that the plan cut, in the order of their indices.
+    """
+
+    def __init__(self, bucket: Bucket, parameters: Mapping[str, Tensor], *, in_order: bool = False) -> None:
         self.bucket = bucket
         device = parameters[bucket.segments[0].name].device
         self.flat = torch.zeros(bucket.numel + bucket.num_flags, dtype=bucket.dtype, device=device)
         self.flags = self.flat[bucket.numel :]
         self._parts: dict[str, list[tuple[Segment, Tensor]]] = {}
         self._homes: dict[str, Tensor] = {}
+        self._strides: dict[str, tuple[int, ...]] = {}
         self._loaded: set[str] = set()
         offset = 0
         for segment in bucket.segments:
             part = self.flat[offset : offset + segment.numel]
             self._parts.setdefault(segment.name, []).append((segment, part))
             parameter = parameters[segment.name]
-            if segment.numel == parameter.numel():
-                # The parameter's own strides (channels-last, say), as optimisers expect of a gradient.
-                self._homes[segment.name] = part.as_strided(
-                    parameter.shape, torch.empty_like(parameter, device="meta").stride(), part.storage_offset()
-                )
+            # The parameter's own strides, as optimisers expect of a gradient.
+            like = torch.empty_like(parameter, device="meta")
+            self._strides[segment.name] = like.stride()
+            if segment.numel == parameter.numel() and (like.is_contiguous() or not in_order):
+                self._homes[segment.name] = part.as_strided(like.shape, like.stride(), part.storage_offset())
             offset += segment.numel
 
     @property
@@ -45,7 +50,7 @@ class FlatGradients:
         return self.flat[: self.bucket.numel]
 
     def home(self, name: str) -> Tensor | None:
-        """The view in which the parameter's gradient may live; None if the plan cut the parameter."""
+        """The view in which the parameter's gradient may live; None if its elements lie otherwise."""
         return self._homes.get(name)
 
     def begin(self) -> None:
@@ -69,8 +74,9 @@ class FlatGradients:
             if home is not None:
                 home.copy_(dense)
                 return
+            flat = dense.reshape(-1)
             for segment, part in self._parts[name]:
-                part.copy_(dense.reshape(-1)[segment.start : segment.stop])
+                part.copy_(flat[segment.start : segment.stop])
 
     def take(self, *, check_finite: bool, marks: StepMarks = NO_MARKS) -> Tensor:
         """What the scheme gets; the flags are set to who used what, whether something is not finite, and the marks."""
@@ -103,16 +109,16 @@ class FlatGradients:
         self.flat[: self.bucket.numel].fill_(torch.nan)
 
     def unload(self, name: str, out: Tensor | None, *, sparse: bool, shape: torch.Size) -> Tensor:
-        """The synchronised gradient: the home itself, or for a cut parameter `out` with this bucket's elements set."""
+        """The synchronised gradient: the home itself, or where there is none `out` with this bucket's elements set."""
         home = self._homes.get(name)
         if home is not None:
             return SparseRows.from_dense(home).to_torch(home.shape) if sparse else home
         if out is None or out.layout is not torch.strided:
-            out = torch.zeros(shape, dtype=self.flat.dtype, device=self.flat.device)
-        flat = out.view(-1) if out.is_contiguous() else out.reshape(-1)
+            out = self.flat.new_empty_strided(shape, self._strides[name]).zero_()
+        flat = out.reshape(-1)  # a view where out is contiguous
         for segment, part in self._parts[name]:
             flat[segment.start : segment.stop] = part
-        return out if flat.data_ptr() == out.data_ptr() else flat.view(out.shape)
+        return out if flat.data_ptr() == out.data_ptr() else out.copy_(flat.view(shape))
 
 
 class RowGradients:
@@ -220,6 +226,8 @@ def marks_of_ranks(gradients: Gradients) -> tuple[bool, bool]:
     return late, sum(phases) > 1
 
 
-def gradients_of(bucket: Bucket, parameters: Mapping[str, Tensor]) -> Gradients:
-    """The memory for a bucket over these parameters."""
-    return (FlatGradients if bucket.layout is Layout.FLAT else RowGradients)(bucket, parameters)
+def gradients_of(bucket: Bucket, parameters: Mapping[str, Tensor], *, in_order: bool = False) -> Gradients:
+    """The memory for a bucket over these parameters; `in_order`: see `FlatGradients`."""
+    if bucket.layout is Layout.FLAT:
+        return FlatGradients(bucket, parameters, in_order=in_order)
+    return RowGradients(bucket, parameters)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,15 +48,18 @@ class Lane:
     waiting: set[str] = field(default_factory=set)  # parameters that were not loaded in this step yet
     steps: int = 0
     sent_bytes: float = 0.0
-    predicted_bytes: float = 0.0  # of the first `predicted_steps`, by what was known of gradients then
-    predicted_steps: int = 0
+    predicted_bytes: float = 0.0  # of the steps that are not in `rounds`, by what was known of gradients then
+    rounds: Counter[int] = field(default_factory=Counter)  # steps since, by `Scheme.unchanged_since`
     communication_s: float = 0.0
     exposed_s: float = 0.0
 
     @classmethod
     def make(cls, bucket: Bucket, scheme: Scheme[Any], parameters: Mapping[str, Tensor], group: Group) -> Lane:
         recording = RecordingGroup(group, Ledger())
-        lane = cls(bucket, scheme, gradients_of(bucket, parameters), recording, scheme.init(bucket, recording))
+        state = scheme.init(bucket, recording)
+        # State is of elements by their index, whatever plans and memory formats it meets; so is what it is added to.
+        gradients = gradients_of(bucket, parameters, in_order=bool(state))
+        lane = cls(bucket, scheme, gradients, recording, state)
         lane.flags_apart = bucket.layout is Layout.FLAT and not bucket.flags_ride
         return lane
 
@@ -94,10 +98,11 @@ class Lane:
             await self.group.all_reduce(self.gradients.flags)
         return result
 
-    def accept(self, result: Any) -> None:
+    def accept(self, result: Any, step: int) -> None:
         """The step's synchronised gradients."""
         self.gradients.accept(result)
         self.steps += 1
+        self.rounds[self.scheme.unchanged_since(step)] += 1
         if self.next_state:
             unused = {name for name in self.bucket.names if not self.gradients.used(name)}
             self.next_state = without(self.next_state, self.state, unused) if unused else self.next_state
@@ -171,21 +176,24 @@ class Lane:
         """Counts the steps since by these profiles, before others replace them."""
         predicted = self._predicted_bytes(profiles)
         if predicted is not None:
-            self.predicted_bytes, self.predicted_steps = predicted, self.steps
+            self.predicted_bytes = predicted
+            self.rounds.clear()
 
     def _predicted_bytes(self, profiles: Mapping[str, ParameterProfile]) -> float | None:
-        expected = self.expected_steps(profiles)
-        if expected is None:
-            return None
-        steps = self.steps - self.predicted_steps
-        return self.predicted_bytes + steps * sum(t.sent_bytes(self.group.rank) for t in transfers(expected))
+        predicted = self.predicted_bytes
+        for round, steps in self.rounds.items():
+            expected = self.expected_steps(profiles, round)
+            if expected is None:
+                return None
+            predicted += steps * sum(t.sent_bytes(self.group.rank) for t in transfers(expected))
+        return predicted
 
-    def expected_steps(self, profiles: Mapping[str, ParameterProfile]) -> list[Step] | None:
-        """What a training step does with the bucket; None while the densities of its tables are not known."""
+    def expected_steps(self, profiles: Mapping[str, ParameterProfile], round: int) -> list[Step] | None:
+        """What the training step `round` does with the bucket; None while the densities of its tables are not known."""
         densities = self._densities(profiles)
         if densities is None and self.bucket.layout is Layout.ROWS:
             return None
-        steps = list(self.scheme.steps(self.bucket.specs, densities or (), self.group.placement))
+        steps = list(self.scheme.steps(self.bucket.specs, densities or (), self.group.placement, round))
         if self.flags_apart:
             flags_bytes = self.gradients.flags.numel() * self.gradients.flags.element_size()
             steps.append(Transfer("flags", Pattern.ALL_REDUCE, (float(flags_bytes),) * self.group.size))
@@ -243,21 +251,33 @@ class Lanes:
             ValueError: when some of it has no place here.
         """
         saved = list(state)
-        for part in saved:
-            if not has_place([lane.state for lane in self.of(part.name)], part):
-                raise ValueError(
-                    f"the new plan has no place for the state {part.key!r}: plans that follow each other, or are tried "
-                    "in turns, must have schemes with the same state for the same parameters; a table whose gradient "
-                    "shows to be sparse in the first step must not be compressed before"
-                )
+        self.require_place(
+            saved,
+            "plans that follow each other, or are tried in turns, must have schemes with the same state for the same "
+            "parameters; a table whose gradient shows to be sparse in the first step must not be compressed before",
+        )
         for lane in self:
             lane.take_over(saved)
+
+    def require_place(self, state: Iterable[StateSlice], advice: str) -> None:
+        """
+        Raises:
+            ValueError: with this advice, when some of the state has no place here.
+        """
+        for part in state:
+            lanes = self.of(part.name)
+            if not has_place([lane.state for lane in lanes], part):
+                ways = " and ".join(dict.fromkeys(lane.scheme.title for lane in lanes))
+                raise ValueError(
+                    f"the plan has no place for the state {part.key!r}, which would be lost, as {part.name!r} travels "
+                    f"by {ways}: {advice}"
+                )
 
     def marks(self) -> tuple[bool, bool]:
         """What the ranks told each other in the accepted step, see `marks_of_ranks`."""
         return marks_of_ranks(next(lane for lane in self if lane.carries_marks).gradients)
 
-    def expected_steps(self, profiles: Mapping[str, ParameterProfile]) -> dict[str, list[Step]]:
-        """By bucket, what a training step does with it, where that is known."""
-        steps = {lane.bucket.id: lane.expected_steps(profiles) for lane in self}
+    def expected_steps(self, profiles: Mapping[str, ParameterProfile], round: int) -> dict[str, list[Step]]:
+        """By bucket, what the training step `round` does with it, where that is known."""
+        steps = {lane.bucket.id: lane.expected_steps(profiles, round) for lane in self}
         return {bucket: expected for bucket, expected in steps.items() if expected is not None}

@@ -17,6 +17,8 @@ from .bucket import Bucket, Segment, TensorSpec
 from .compressors import SENT, SUMS
 from .compressors import State as CompressorState
 
+NOT_STRICT = "load_state_dict(..., strict=False)"  # what drops state that has no place
+
 Kept = Tensor | tuple[CompressorState, ...]  # at one compress point, see `schemes.State`
 
 
@@ -65,20 +67,26 @@ class StateSlice:
         target[low - segment.start : high - segment.start].copy_(self.values[low - self.start : high - self.start])
 
 
-def slices_of(saved: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> list[StateSlice]:
+def slices_of(saved: Mapping[str, Any], specs: Mapping[str, TensorSpec], *, strict: bool = True) -> list[StateSlice]:
     """The slices that `Engine.state_dict` gave, for a model with parameters of these `specs`.
 
     Raises:
-        ValueError: for another version, or state of parameters that this model does not have.
+        ValueError: for another version, and if `strict`, for state of parameters that this model does not have.
     """
     if saved.get("version") != 1:
         raise ValueError(f"expected a gradsync state of version 1, got version {saved.get('version')!r}")
     if missing := sorted({"step", "state"} - set(saved)):
         raise ValueError(f"the state has no {missing[0]!r}: it is not what state_dict() gave")
+    if type(saved["step"]) is not int or saved["step"] < 0:
+        raise ValueError(f"the state's step must be a whole number from 0 on, got {saved['step']!r}")
     slices = [StateSlice.from_key(key, values) for key, values in saved["state"].items()]
     for part in slices:
-        if part.name not in specs:
-            raise ValueError(f"the state holds {part.name!r}, which is no parameter to synchronise here")
+        if strict and part.name not in specs:
+            raise ValueError(
+                f"the state holds {part.name!r}, which is no parameter to synchronise here: drop it by {NOT_STRICT}"
+            )
+    slices = [part for part in slices if part.name in specs]
+    for part in slices:
         if part.stop > specs[part.name].numel:
             raise ValueError(
                 f"the state of {part.name!r} reaches to element {part.stop}, the parameter has {specs[part.name].numel}"

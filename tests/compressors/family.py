@@ -102,6 +102,7 @@ MEMBERS: dict[str, Member] = {
     "signum": Member(Signum(0.5), drops_nonfinite=True),
     "error_feedback of scaled_sign": Member(ErrorFeedback(ScaledSign()), tolerance=ROUNDED_SCALE),
 }
+SHARES = ("ratio", "keep", "most_ratio")  # settings in (0, 1]
 LENGTHS = (0, 1, 700, 33, 0, 2, 4097)  # tensors that share a bucket
 
 

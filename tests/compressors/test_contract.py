@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from gradsync.compressors import (
     TopK,
     Unbiased,
 )
-from tests.compressors.family import MEMBERS, Member, compressed, data, gradient, spec_of, with_agreement
+from tests.compressors.family import MEMBERS, SHARES, Member, compressed, data, gradient, spec_of, with_agreement
 from tests.kernels.native import DTYPES, assert_same_bits, special_values
 
 SIZES = [0, 1, 7, 8, 31, 32, 33, 1000]
@@ -233,13 +233,70 @@ def test_what_is_no_floating_point_tensor_of_the_state_is_refused(member: Member
 
 
 @members
+@dtypes
+@pytest.mark.parametrize("size", [0, 1, 2, 300])
+@pytest.mark.parametrize("value", [0.0, -0.0, 3.0, -1e-3])
+def test_constant_tensors_of_any_size_come_back_finite(
+    member: Member, dtype: torch.dtype, size: int, value: float
+) -> None:
+    compressor, x = member.compressor, torch.full((size,), value, dtype=dtype)
+    state = compressor.init(FlatSpec.of(x))
+    for _ in range(3):
+        payload, state = compressed(compressor, x, state)
+        back = compressor.decompress(payload)
+        assert (back.shape, back.dtype) == (x.shape, x.dtype)
+        assert back.isfinite().all()
+        assert value or not back.any() or isinstance(compressor.law(FlatSpec.of(x)), Biased), "zeros stay zeros"
+        assert all(kept.isfinite().all() for kept in state.elements.values())
+
+
+@members
+@pytest.mark.parametrize("ratio", [1e-9, 1.0], ids=["least", "all"])
+def test_of_each_tensor_one_element_at_least_is_kept_and_all_at_most(member: Member, ratio: float) -> None:
+    settings = {f.name: ratio for f in fields(member.compressor) if f.name in SHARES}
+    if not settings:
+        pytest.skip("no share of elements among its settings")
+    compressor, spec = replace(member.compressor, **settings), spec_of(torch.float32)
+    x = gradient(spec.numel, torch.float32)
+    payload, _ = compressed(compressor, x, compressor.init(spec))
+    back = compressor.decompress(payload)
+    assert payload.nbytes == compressor.nbytes(spec)
+    assert back.isfinite().all()
+    assert back.count_nonzero() <= compressor.num_kept(spec) <= spec.numel
+    if isinstance(law := compressor.law(spec), Contraction) and not law.in_expectation:
+        left = float((back - x).square().sum())
+        assert left <= (1 - law.delta) * float(x.square().sum()) + 1e-12
+
+
+@members
 def test_payloads_of_others_and_of_a_wrong_length_are_refused(member: Member) -> None:
     compressor = member.compressor
     payload, _ = compressed(compressor, gradient(1000, torch.float32))
-    with pytest.raises(ValueError, match="expected a payload of"):
-        compressor.decompress(replace(payload, maker=Stranger()))
-    with pytest.raises(ValueError, match="bytes, got"):
-        compressor.decompress(replace(payload, data=payload.data[:-1]))
+    longer = torch.cat([payload.data, payload.data[:1]])
+    for bad, message in (
+        (replace(payload, maker=Stranger()), "expected a payload of"),
+        (replace(payload, data=payload.data[:-1]), "bytes, got"),
+        (replace(payload, data=payload.data[:0]), "bytes, got"),
+        (replace(payload, data=longer), "bytes, got"),
+        (replace(payload, spec=FlatSpec.of(torch.zeros(3000))), "bytes, got|elements cannot be summed into 1000"),
+    ):
+        out = torch.full((1000,), 7.0)
+        with pytest.raises(ValueError, match=message):
+            compressor.decompress(bad)
+        with pytest.raises(ValueError, match=message):
+            compressor.sum_into(out, [payload, bad])
+        assert (out == 7.0).all(), "refused before anything is applied"
+
+
+@members
+def test_sums_into_tensors_of_another_size_are_refused(member: Member) -> None:
+    compressor = member.compressor
+    payload, _ = compressed(compressor, gradient(1000, torch.float32))
+    for size in (0, 1, 999, 1001):
+        out = torch.full((size,), 7.0)
+        with pytest.raises(ValueError, match="1000 elements"):
+            compressor.sum_into(out, [payload])
+        assert (out == 7.0).all()
 
 
 class Stranger(Compressor):

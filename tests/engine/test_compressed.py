@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,8 +16,19 @@ from torch import Tensor, nn
 import gradsync
 from gradsync import Plan
 from gradsync.bucket import TensorSpec, trainable_parameters
-from gradsync.compressors import ErrorFeedback, TopK
-from gradsync.schemes import CompressedAllGather, CompressedTwoWay, PowerSGD, Scheme, Sparsified
+from gradsync.compressors import ErrorFeedback, Sign, TopK, Warmup
+from gradsync.schemes import (
+    AllReduce,
+    CompressedAllGather,
+    CompressedTwoWay,
+    HalfPrecision,
+    MajorityVote,
+    PowerSGD,
+    Scheme,
+    Sparsified,
+    ways,
+)
+from tests.compressors.family import MEMBERS
 from tests.engine.models import Perceptron
 from tests.engine.twins import averaged
 from tests.world import Ranks
@@ -110,6 +122,134 @@ def factors_follow_their_parameters_into_other_buckets() -> None:
     torch.testing.assert_close(model[1].weight.grad, expected + left)
     assert not handle.state_dict()["state"]["1.weight[40:96]/sent.residual"].any()
     handle.detach()
+
+
+def convolution(memory_format: torch.memory_format) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Conv2d(3, 4, 2).to(memory_format=memory_format)
+
+
+def train_convolution(model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.randn(2, 3, 4, 4, generator=generator)).square().mean().backward()
+        assert model.weight.grad.stride() == model.weight.stride()
+
+
+def state_is_in_the_order_of_elements_not_of_memory() -> None:
+    for scheme in (TWO_WAY, GATHERED, LOW_RANK):
+        saved = {}
+        for memory_format in (torch.contiguous_format, torch.channels_last):
+            model = convolution(memory_format)
+            handle = gradsync.attach(model, plan=plan_for(model, scheme), timeout=10)
+            train_convolution(model)
+            saved[memory_format] = handle.state_dict()
+            handle.detach()
+        expected, got = (each["state"] for each in saved.values())
+        assert got.keys() == expected.keys()
+        for key, values in expected.items():
+            torch.testing.assert_close(got[key], values, msg=f"{scheme.title}: {key}")
+        model = convolution(torch.channels_last)
+        cut = plan_for(model, scheme, [("weight", 0, 17)], [("weight", 17, 48), ("bias", 0, 4)])
+        handle = gradsync.attach(model, plan=cut, timeout=10)
+        handle.load_state_dict(saved[torch.channels_last])
+        train_convolution(model)
+        handle.detach()
+
+
+def every_step_sends_the_bytes_that_are_predicted_for_it() -> None:
+    milder_first = ErrorFeedback(Warmup((TopK(0.5), TopK(0.1)), (0, 3)))
+    for scheme in (
+        CompressedTwoWay(milder_first),
+        CompressedTwoWay(FEEDBACK, milder_first),
+        CompressedAllGather(milder_first),
+        PowerSGD(1, min_compression=1.0, start_step=3),
+        HalfPrecision(CompressedAllGather(milder_first)),
+    ):
+        model = Perceptron()
+        handle = gradsync.attach(model, plan=plan_for(model, scheme), timeout=10)
+        sent = [0.0]
+        for _ in range(5):
+            train(model, 1, seed=0)
+            (bucket,) = handle.statistics()
+            assert bucket.sent_bytes == bucket.predicted_bytes, (scheme.title, len(sent))
+            sent.append(bucket.sent_bytes)
+        steps = [after - before for before, after in zip(sent, sent[1:], strict=False)]
+        assert steps[0] == steps[1] == steps[2] > steps[3] == steps[4]
+        saved = handle.state_dict()
+        handle.detach()
+        handle = gradsync.attach(model, plan=plan_for(model, scheme), timeout=10)
+        handle.load_state_dict(saved)
+        train(model, 1, seed=0)
+        assert handle.statistics()[0].sent_bytes == handle.statistics()[0].predicted_bytes == steps[-1]
+        handle.detach()
+
+
+def what_has_no_place_is_not_lost_silently() -> None:
+    model = Perceptron()
+    handle = gradsync.attach(model, plan=plan_for(model, GATHERED), timeout=10)
+    train(model, 2, seed=0)
+    saved = handle.state_dict()
+    handle.detach()
+    rank = dist.get_rank()
+    handle = gradsync.attach(model, plan=plan_for(model, AllReduce()), timeout=10)
+    with pytest.raises(ValueError, match=r"no place for the state .*residual', .* by all_reduce: .* strict=False"):
+        handle.load_state_dict(saved)
+    assert handle.state_dict()["step"] == 0
+    handle.load_state_dict(saved, strict=False)
+    assert handle.state_dict()["step"] == 2
+    train(model, 1, seed=0)
+    handle.detach()
+
+    handle = gradsync.attach(model, plan=plan_for(model, GATHERED), timeout=10)
+    train(model, 1, seed=1)
+    before = handle.state_dict()
+    momentum = {key.replace("residual", "momentum"): values for key, values in saved["state"].items()}
+    ghost = {"ghost[0:1]/sent.residual": torch.ones(1)}
+    for bad, error in (
+        ({**saved, "state": saved["state"] | momentum}, "no place for the state .*momentum'"),
+        ({**saved, "state": saved["state"] | ghost}, "'ghost', which is no parameter to synchronise here"),
+        ({**saved, "step": "2"}, "step must be a whole number"),
+    ):
+        for broken in (0, 1):  # on one rank only
+            kind, text = (
+                (ValueError, error) if rank == broken else (RuntimeError, f"rank {broken} could not: .*{error}")
+            )
+            with pytest.raises(kind, match=text):
+                handle.load_state_dict(bad if rank == broken else saved)
+        after = handle.state_dict()
+        assert after["step"] == before["step"]
+        for key, values in before["state"].items():
+            assert torch.equal(after["state"][key], values), "nothing of it was applied"
+    handle.load_state_dict({**saved, "state": saved["state"] | momentum | ghost}, strict=False)
+    for key, values in saved["state"].items():
+        assert torch.equal(handle.state_dict()["state"][key], values), "what has a place is taken"
+    train(model, 1, seed=1)
+    handle.detach()
+
+
+def steps_that_are_not_finite_leave_no_trace(names: list[str]) -> None:
+    torch.manual_seed(0)
+    for name in names:
+        compressor = MEMBERS[name].compressor
+        votes = (MajorityVote(compressor), MajorityVote(compressor, "two_way")) if isinstance(compressor, Sign) else ()
+        for scheme in (*ways(compressor), *votes):
+            model = nn.Linear(6, 3)
+            handle = gradsync.attach(model, plan=plan_for(model, scheme), timeout=10)
+            loss_of(model).backward()
+            before = copy.deepcopy(handle.state_dict()["state"])
+            for value in (float("inf"), float("nan")):
+                model.zero_grad()
+                (loss_of(model) * (value if dist.get_rank() == 1 else 1.0)).backward()
+                assert all(p.grad.isnan().all() for p in model.parameters()), (name, scheme.title)
+                after = handle.state_dict()["state"]
+                assert after.keys() == before.keys()
+                assert all(torch.equal(after[key], kept) for key, kept in before.items()), (name, scheme.title)
+            model.zero_grad()
+            loss_of(model).backward()
+            assert all(p.grad.isfinite().all() for p in model.parameters()), (name, scheme.title)
+            handle.detach()
 
 
 def loss_of(model: nn.Module) -> Tensor:
@@ -222,6 +362,23 @@ def test_residuals_follow_parameters_into_other_cuts(world: World) -> None:
 
 def test_factors_follow_their_parameters_into_other_buckets(world: World) -> None:
     world(2).run(factors_follow_their_parameters_into_other_buckets)
+
+
+def test_state_is_in_the_order_of_elements_not_of_memory(world: World) -> None:
+    world(2).run(state_is_in_the_order_of_elements_not_of_memory)
+
+
+def test_every_step_sends_the_bytes_that_are_predicted_for_it(world: World) -> None:
+    world(2).run(every_step_sends_the_bytes_that_are_predicted_for_it)
+
+
+def test_what_has_no_place_is_not_lost_silently(world: World) -> None:
+    world(2).run(what_has_no_place_is_not_lost_silently)
+
+
+@pytest.mark.parametrize("quarter", range(4))
+def test_steps_that_are_not_finite_leave_no_trace(world: World, quarter: int) -> None:
+    world(2).run(steps_that_are_not_finite_leave_no_trace, list(MEMBERS)[quarter::4])
 
 
 def test_flags_ride_with_payloads(world: World) -> None:

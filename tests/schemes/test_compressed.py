@@ -12,20 +12,33 @@ from torch import Tensor
 from gradsync.bucket import Bucket, Layout, Segment, TensorSpec
 from gradsync.cluster import Placement
 from gradsync.comm import LocalGroup
-from gradsync.compressors import QSGD, Compressor, ErrorFeedback, RandomK, Summand, TernGrad, TopK, Unbiased
+from gradsync.compressors import (
+    QSGD,
+    Compressor,
+    ErrorFeedback,
+    RandomK,
+    Summand,
+    TernGrad,
+    TopK,
+    Unbiased,
+    Warmup,
+    dgc,
+)
 from gradsync.schemes import (
     AllReduce,
     CompressedAllGather,
     CompressedAllReduce,
     CompressedTwoWay,
     HalfPrecision,
+    Hierarchical,
+    PowerSGD,
     Scheme,
     Sparsified,
     from_expression,
     to_expression,
     ways,
 )
-from gradsync.steps import transfers
+from gradsync.steps import Step, transfers
 from tests.compressors.family import MEMBERS, Member, gradient, with_agreement
 from tests.schemes.family import Outcome, run_scheme
 
@@ -149,6 +162,42 @@ def test_two_way_is_unbiased_where_its_compressor_is(compressor: Compressor) -> 
         total += outcome.results[0][:NUMEL].double() / steps
     truth = x[:NUMEL].double()
     assert float(total @ truth / (truth @ truth)) == pytest.approx(1.0, abs=0.15)
+
+
+MILDER_FIRST = ErrorFeedback(Warmup((TopK(0.5), TopK(0.1)), (0, 3)))
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        *ways(MILDER_FIRST),
+        CompressedTwoWay(TopK(0.1), MILDER_FIRST),
+        HalfPrecision(CompressedAllGather(MILDER_FIRST)),
+        Hierarchical(inter=CompressedAllGather(MILDER_FIRST), ranks_per_node=2),
+        PowerSGD(1, matrices="bucket", start_step=3),
+    ],
+    ids=lambda scheme: scheme.title,
+)
+def test_steps_change_when_they_are_said_to_and_at_no_other_round(scheme: Scheme) -> None:
+    placement = Placement.regular(2, getattr(scheme, "ranks_per_node", 1))
+
+    def steps(round: int) -> tuple[Step, ...]:
+        return scheme.steps(bucket().specs, (), placement, round)
+
+    assert [scheme.unchanged_since(round) for round in range(6)] == [0, 0, 0, 3, 3, 3]
+    for round in range(6):
+        assert steps(round) == steps(scheme.unchanged_since(round))
+    assert steps(0) != steps(3)
+
+
+@pytest.mark.parametrize("way", range(len(ways(TopK(0.1)))))
+def test_ranks_that_clip_together_are_those_that_there_are(way: int) -> None:
+    for ranks in (1, 3):
+        scheme = ways(dgc(0.1, clip=1.0, ranks=ranks))[way]
+        with pytest.raises(ValueError, match=f"made for {ranks} ranks, 2 compress together: set its ranks"):
+            scheme.init(bucket(), LocalGroup.world(2)[0])
+    for legal in (dgc(0.1, clip=1.0, ranks=2), dgc(0.1)):
+        ways(legal)[way].init(bucket(), LocalGroup.world(2)[0])
 
 
 def test_sums_of_16_bit_gradients_are_made_in_float32() -> None:

@@ -143,6 +143,11 @@ class Compressor(Nameable, ABC, Generic[P]):
         """How many of its `Summand`s can be summed before numbers overflow; None: any number."""
         return None
 
+    @property
+    def made_for_ranks(self) -> int | None:
+        """How many ranks compress together, if its settings say so; None: any number."""
+        return None
+
     @abstractmethod
     def law(self, spec: FlatSpec) -> Law:
         """What it promises of its error on any tensor of `spec`."""
@@ -205,12 +210,17 @@ class Compressor(Nameable, ABC, Generic[P]):
         """
         total = out.new_zeros(out.numel(), dtype=kernels.accumulation_dtype(out.dtype))
         for payload in payloads:
+            check_size(payload, out)
             total += self.decompress(payload)
         out.copy_(total.mul_(scale))
 
     @abstractmethod
     def nbytes(self, spec: FlatSpec, step: int = 0) -> int:
         """The size of what `compress` makes of a tensor of `spec` at that step."""
+
+    def unchanged_since(self, step: int) -> int:
+        """From which step on `nbytes` and `num_kept` are what they are at this one."""
+        return 0
 
     def remainder(self, x: Tensor, payload: P) -> Tensor:
         """What the payload, as it is summed, leaves of `x`, whose dtype may be a wider one; overwrites `x`."""
@@ -238,6 +248,7 @@ class Sparsifier(Compressor[SparseMessage]):
     def sum_into(self, out: Tensor, payloads: Sequence[SparseMessage], scale: float = 1.0) -> None:
         total = out.new_zeros(out.numel(), dtype=kernels.accumulation_dtype(out.dtype))
         for payload in payloads:
+            check_size(payload, out)
             self.elements(payload).add_to(total)
         out.copy_(total.mul_(scale))
 
@@ -278,10 +289,11 @@ def check_tensor(x: Tensor, state: State) -> None:
         )
 
 
-def check_payload(maker: Compressor[Any], payload: Payload) -> None:
+def check_payload(maker: Compressor[Any], payload: Payload, out: Tensor | None = None) -> None:
     """
     Raises:
-        ValueError: for a payload of another compressor, or of another length than its compressor makes.
+        ValueError: for a payload of another compressor, of another length than its compressor makes, or of another
+            tensor than `out`, which is to be overwritten by it.
     """
     if payload.maker != maker:
         raise ValueError(f"expected a payload of {maker}, got one of {payload.maker}")
@@ -290,6 +302,17 @@ def check_payload(maker: Compressor[Any], payload: Payload) -> None:
             f"a payload of {payload.spec.numel} elements by {maker} has {maker.nbytes(payload.spec, payload.step)} "
             f"bytes, got {payload.nbytes}"
         )
+    if out is not None:
+        check_size(payload, out)
+
+
+def check_size(payload: Payload, out: Tensor) -> None:
+    """
+    Raises:
+        ValueError: for a payload of another tensor than `out`, which is to be overwritten by it.
+    """
+    if out.numel() != payload.spec.numel:
+        raise ValueError(f"a payload of {payload.spec.numel} elements cannot be summed into {out.numel()}")
 
 
 Field = tuple[torch.dtype, int]  # of a message: type and number of elements

@@ -33,6 +33,7 @@ class Cast(Compressor[Summand]):
     payload = Summand
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.dtype not in DTYPES:
             raise ValueError(f"Cast.dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
 
@@ -67,7 +68,7 @@ class Cast(Compressor[Summand]):
     def sum_into(self, out: Tensor, payloads: Sequence[Summand], scale: float = 1.0) -> None:
         total = out.new_zeros(out.numel(), dtype=kernels.accumulation_dtype(out.dtype))
         for payload in payloads:
-            check_payload(self, payload)
+            check_payload(self, payload, out)
             total += payload.data
         out.copy_(total.mul_(scale))
 

@@ -26,6 +26,7 @@ class Feedback(Compressor[P]):
     compressor: Compressor[P]
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         name = type(self).__name__
         if not isinstance(self.compressor, Compressor):
             raise ValueError(f"{name}.compressor must be a compressor, got {self.compressor!r}")
@@ -86,6 +87,9 @@ class Feedback(Compressor[P]):
 
     def nbytes(self, spec: FlatSpec, step: int = 0) -> int:
         return self.compressor.nbytes(spec, step)
+
+    def unchanged_since(self, step: int) -> int:
+        return self.compressor.unchanged_since(step)
 
     def remainder(self, x: Tensor, payload: P) -> Tensor:
         return self.compressor.remainder(x, payload)

@@ -40,7 +40,7 @@ class MomentumCorrection(Feedback[P]):
     nesterov: bool = False
     masking: bool = True
     clip: float | None = None  # the largest norm of a tensor's gradient; None: any
-    ranks: int = 1  # that clip together
+    ranks: int = 1  # that clip together: schemes refuse another number
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,6 +59,10 @@ class MomentumCorrection(Feedback[P]):
     @property
     def title(self) -> str:
         return f"{self.compressor.title} with momentum"
+
+    @property
+    def made_for_ranks(self) -> int | None:
+        return None if self.clip is None else self.ranks
 
     @property
     def of_sums(self) -> Compressor[P]:

@@ -71,7 +71,7 @@ class Quantizer(Compressor[P]):
             return
         parts = []
         for payload in payloads:
-            check_payload(self, payload)
+            check_payload(self, payload, out)
             parts.append(self._parts(payload))
         kernels.dequantize(parts, Sections(payloads[0].spec.lengths), self.grid, out, scale=scale)
 
@@ -189,6 +189,7 @@ class BlockInt(MessageQuantizer):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _check_bits(self, self.bits, (8, 4))
         _check_positive(self, "block", self.block)
 
@@ -214,6 +215,7 @@ class SharedBlockInt(SharedScaleQuantizer):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _check_summands(self, self.summands)
         _check_positive(self, "block", self.block)
 
@@ -243,7 +245,8 @@ class QSGD(MessageQuantizer):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if type(self.levels) is not int or not 1 <= self.levels <= LEVELS[8]:
+        super().__post_init__()
+        if not 1 <= self.levels <= LEVELS[8]:
             raise ValueError(f"QSGD.levels must be in [1, {LEVELS[8]}], got {self.levels}")
         if self.norm not in ("l2", "max"):
             raise ValueError(f"QSGD.norm must be l2 or max, got {self.norm!r}")
@@ -277,6 +280,7 @@ class TernGrad(MessageQuantizer):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _check_block_and_clip(self, self.block, self.clip)
 
     @property
@@ -305,6 +309,7 @@ class SharedTernGrad(SharedScaleQuantizer):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _check_summands(self, self.summands)
         _check_block_and_clip(self, self.block, self.clip)
 
@@ -357,6 +362,7 @@ class Float8(MessageQuantizer):
     block: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.format not in ("e4m3", "e5m2"):
             raise ValueError(f"Float8.format must be e4m3 or e5m2, got {self.format!r}")
         _check_not_negative(self, "block", self.block)

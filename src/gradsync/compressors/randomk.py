@@ -50,9 +50,10 @@ class RandomK(Sparsifier):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0 < self.ratio <= 1:
             raise ValueError(f"RandomK.ratio must be in (0, 1], got {self.ratio}")
-        if type(self.block) is not int or self.block < 1:
+        if self.block < 1:
             raise ValueError(f"RandomK.block must be at least 1, got {self.block}")
         object.__setattr__(self, "payload", Summand if self.shared else SparseMessage)
 

@@ -50,7 +50,7 @@ class Signs(Compressor[Message]):
 
     def sum_into(self, out: Tensor, payloads: Sequence[Message], scale: float = 1.0) -> None:
         for payload in payloads:
-            check_payload(self, payload)
+            check_payload(self, payload, out)
         parts = [self._parts(payload) for payload in payloads]
         kind, block = self.kept
         kernels.unpack_signs(parts, _sections(payloads[0].spec), out, block=block, scale=kind, factor=scale)
@@ -108,6 +108,7 @@ class ScaledSign(Signs):
     block: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.scale not in ("mean", "rms"):
             raise ValueError(f"ScaledSign.scale must be mean or rms, got {self.scale!r}")
         _check_block(self)
@@ -135,6 +136,7 @@ class OneBit(Signs):
     block: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _check_block(self)
 
     @property
@@ -180,6 +182,7 @@ class Signum(Sign):
     momentum: float = 0.9
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0 <= self.momentum < 1:
             raise ValueError(f"Signum.momentum must be in [0, 1), got {self.momentum}")
 

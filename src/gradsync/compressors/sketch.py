@@ -50,6 +50,7 @@ class SketchML(Sparsifier):
     buckets: int = 256
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         TopK(self.ratio)
         if not 2 <= self.buckets <= 256:
             raise ValueError(f"SketchML.buckets must be in [2, 256], got {self.buckets}")
@@ -154,6 +155,7 @@ class CountSketch(Compressor[Summand]):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, share in (("ratio", self.ratio), ("keep", self.keep)):
             if not 0 < share <= 1:
                 raise ValueError(f"CountSketch.{name} must be in (0, 1], got {share}")
@@ -202,9 +204,10 @@ class CountSketch(Compressor[Summand]):
 
     def sum_into(self, out: Tensor, payloads: Sequence[Summand], scale: float = 1.0) -> None:
         """Decodes the sum of the counters."""
+        for payload in payloads:
+            check_payload(self, payload, out)
         total = payloads[0].data.clone()
         for payload in payloads[1:]:
-            check_payload(self, payload)
             total += payload.data
         summed = Summand(self, payloads[0].spec.with_dtype(total.dtype), payloads[0].step, total)
         out.copy_(self.decompress(summed).mul_(scale))

@@ -56,6 +56,7 @@ class TopK(Sparsifier):
     values: WireValues = "same"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_ratio("TopK.ratio", self.ratio)
         if self.values not in ("same", "bfloat16", "float16"):
             raise ValueError(f"TopK.values must be same, bfloat16 or float16, got {self.values!r}")
@@ -145,6 +146,7 @@ class BlockTopK(Sparsifier):
     block: int = 256  # elements
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_ratio("BlockTopK.ratio", self.ratio)
         if self.block < 1:
             raise ValueError(f"BlockTopK.block must be at least 1, got {self.block}")

@@ -85,6 +85,7 @@ class Threshold(Thresholded):
     most_ratio: float = 0.1  # capacity, in (0, 1]
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_ratio("Threshold.most_ratio", self.most_ratio)
         if not 0 <= self.value < float("inf"):
             raise ValueError(f"Threshold.value must be finite and not negative, got {self.value}")
@@ -129,6 +130,7 @@ class GaussianK(Thresholded):
     ratio: float  # of a tensor, aimed at; in (0, 1]
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_ratio("GaussianK.ratio", self.ratio)
 
     def most(self, numel: int) -> int:

@@ -48,6 +48,7 @@ class THC(Compressor[Summand]):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 1 <= self.summands <= _INT8_MOST:
             raise ValueError(f"THC.summands must be in [1, {_INT8_MOST}], got {self.summands}")
         if not 2 <= self.bits <= 8:
@@ -108,7 +109,7 @@ class THC(Compressor[Summand]):
     def sum_into(self, out: Tensor, payloads: Sequence[Summand], scale: float = 1.0) -> None:
         """One rotation for all, since they have one T."""
         for payload in payloads:
-            check_payload(self, payload)
+            check_payload(self, payload, out)
         total = payloads[0].data.to(torch.int32)
         for payload in payloads[1:]:
             total += payload.data
@@ -203,6 +204,7 @@ class DCTTopK(Compressor[Message]):
     k: int = 32
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 1 <= self.chunk <= 256:
             raise ValueError(f"DCTTopK.chunk must be in [1, 256] for 16-bit places, got {self.chunk}")
         if not 1 <= self.k <= self.chunk**2:
@@ -257,7 +259,7 @@ class DCTTopK(Compressor[Message]):
         """Sums coefficients, and transforms their sum."""
         parts = []
         for payload in payloads:
-            check_payload(self, payload)
+            check_payload(self, payload, out)
             parts.append(self._fields(payload))
         wide, taken, offset = kernels.accumulation_dtype(out.dtype), 0, 0
         spec = payloads[0].spec

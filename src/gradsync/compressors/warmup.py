@@ -33,11 +33,13 @@ class Warmup(Compressor[P]):
     starts: tuple[int, ...]  # the first step of each, of the first 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "starts", tuple(self.starts))  # a list, if a plan was read from a file
         starts = list(self.starts)
         if others := [part for part in self.compressors if not isinstance(part, Compressor)]:
             raise ValueError(f"Warmup.compressors must be compressors, got {others[0]!r}")
-        if len(starts) != len(self.compressors) or starts[:1] != [0] or starts != sorted(set(starts)):
+        whole = all(type(start) is int for start in starts)
+        if not whole or len(starts) != len(self.compressors) or starts[:1] != [0] or starts != sorted(set(starts)):
             raise ValueError(
                 f"Warmup.starts must be one step for each of {len(self.compressors)} compressors, ascending from 0, "
                 f"got {starts}"
@@ -109,6 +111,10 @@ class Warmup(Compressor[P]):
 
     def nbytes(self, spec: FlatSpec, step: int = 0) -> int:
         return self.at(step).nbytes(spec, step)
+
+    def unchanged_since(self, step: int) -> int:
+        start = self.starts[bisect_right(self.starts, step) - 1]
+        return max(start, self.at(step).unchanged_since(step))
 
     def remainder(self, x: Tensor, payload: P) -> Tensor:
         return self.at(payload.step).remainder(x, payload)

@@ -70,7 +70,7 @@ class Scheme(Nameable, ABC, Generic[X]):
         """
 
     def init(self, bucket: Bucket, group: Group) -> State:
-        """The state before the first step; most schemes have none."""
+        """The state before the first step, of all ranks or of none; most schemes have none."""
         return {}
 
     @abstractmethod
@@ -85,7 +85,14 @@ class Scheme(Nameable, ABC, Generic[X]):
         placement: Placement,
         round: int = 0,
     ) -> tuple[Step, ...]:
-        """What `synchronize` does to a bucket of `specs` whose data looks like `profiles`, in order."""
+        """What `synchronize` does to a bucket of `specs` whose data looks like `profiles`, in order.
+
+        `round` is the number of the training step, on which few schemes depend.
+        """
+
+    def unchanged_since(self, round: int) -> int:
+        """From which round on `steps` are what they are in this one."""
+        return 0
 
 
 class Partitioned(Scheme[X], Generic[X, S]):

@@ -174,6 +174,9 @@ class Hierarchical(Scheme[Any]):
             *_at_once("node", within, [self.intra.pull_steps(specs, profiles, g, n)] * nodes),
         )
 
+    def unchanged_since(self, round: int) -> int:
+        return max(self.intra.unchanged_since(round), self.inter.unchanged_since(round))
+
     def _nodes(self, size: int) -> int:
         """
         Raises:

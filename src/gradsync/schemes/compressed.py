@@ -39,6 +39,7 @@ class Compressed(Scheme[Tensor]):
     exact = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not isinstance(self.compressor, Compressor):
             raise ValueError(f"{type(self).__name__}.compressor must be a compressor, got {self.compressor!r}")
 
@@ -62,14 +63,23 @@ class Compressed(Scheme[Tensor]):
     def init(self, bucket: Bucket, group: Group) -> State:
         """
         Raises:
-            ValueError: on every rank, for more ranks than the compressor's numbers can be summed of.
+            ValueError: on every rank, for more ranks than the compressor's numbers can be summed of, or for others than
+                it is made for.
         """
+        self._check_ranks(group.size)
         most = self.compressor.most_summands
         if issubclass(self.compressor.payload, Summand) and most is not None and group.size > most:
             raise ValueError(
                 f"{self.compressor.title} makes numbers of which {most} can be summed, there are {group.size} ranks"
             )
         return {SENT: (self.compressor.init(bucket.flat_spec, group.rank),)}
+
+    def _check_ranks(self, size: int) -> None:
+        expected = self.compressor.made_for_ranks
+        if expected is not None and expected != size:
+            raise ValueError(
+                f"{self.compressor.title} is made for {expected} ranks, {size} compress together: set its ranks"
+            )
 
     def agreement(self) -> tuple[str, ...]:
         """The stage in which the ranks agree on what the compressor needs."""
@@ -91,6 +101,9 @@ class Compressed(Scheme[Tensor]):
             Compute(f"observe_{self.compressor.title}", float(spec.nbytes)),
             Transfer("agree", Pattern.ALL_GATHER, (nbytes,) * size),
         )
+
+    def unchanged_since(self, round: int) -> int:
+        return self.compressor.unchanged_since(round)
 
     def compute(self, what: str, spec: FlatSpec, payloads: int, round: int) -> Compute:
         """Work on a tensor and so many payloads of it."""
@@ -225,6 +238,7 @@ class CompressedTwoWay(Compressed):
         return ("push", "pull")
 
     def init(self, bucket: Bucket, group: Group) -> State:
+        self._check_ranks(group.size)
         ranges = _ranges(bucket.flat_spec, group.size)
         sums = _sums_of(ranges[group.rank], kernels.accumulation_dtype(bucket.dtype))
         return {
@@ -276,6 +290,9 @@ class CompressedTwoWay(Compressed):
             Transfer("pull", Pattern.ALL_GATHER, tuple(pulled)),
             Compute(f"decompress_{self._sums.title}", spec.nbytes + sum(pulled)),
         )
+
+    def unchanged_since(self, round: int) -> int:
+        return max(self.compressor.unchanged_since(round), self._sums.unchanged_since(round))
 
 
 @register
@@ -336,6 +353,9 @@ class Sparsified(Compressed):
             self.compute("decompress", spec, 1, round),
             *self.inner.steps(specs, (kept,), placement, round),
         )
+
+    def unchanged_since(self, round: int) -> int:
+        return max(self.compressor.unchanged_since(round), self.inner.unchanged_since(round))
 
 
 def ways(compressor: Compressor[Any]) -> tuple[Scheme[Any], ...]:

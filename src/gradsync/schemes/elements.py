@@ -49,10 +49,9 @@ class BalancedElements(Scheme[Tensor]):
     layout = Layout.FLAT
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.owners != "rotated_stripe":
             raise ValueError(f"BalancedElements.owners must be 'rotated_stripe', got {self.owners!r}")
-        if not isinstance(self.seed, int):
-            raise ValueError(f"BalancedElements.seed must be an integer, got {self.seed!r}")
         object.__setattr__(self, "capacity", whole_numbers("BalancedElements.capacity", self.capacity))
         if len(self.capacity) not in (0, 2):
             raise ValueError(

@@ -75,13 +75,13 @@ class PowerSGD(Scheme[Tensor]):
     exact = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for setting, least in (("rank", 1), ("start_step", 0), ("seed", 0)):
             given = getattr(self, setting)
-            if type(given) is not int or given < least:
+            if given < least:
                 raise ValueError(f"PowerSGD.{setting} must be a whole number of at least {least}, got {given!r}")
-        given = self.min_compression
-        if not isinstance(given, int | float) or not 1 <= given < math.inf:
-            raise ValueError(f"PowerSGD.min_compression must be a number of at least 1, got {given!r}")
+        if not 1 <= self.min_compression < math.inf:
+            raise ValueError(f"PowerSGD.min_compression must be a number of at least 1, got {self.min_compression}")
         if self.matrices not in MATRICES:
             raise ValueError(f"PowerSGD.matrices must be one of {', '.join(MATRICES)}, got {self.matrices!r}")
 
@@ -196,6 +196,9 @@ class PowerSGD(Scheme[Tensor]):
             Transfer("q", Pattern.ALL_REDUCE, (float(q_bytes),) * n),
             Compute("low_rank_product", float(2 * numel + spec.nbytes + p_bytes + q_bytes)),
         )
+
+    def unchanged_since(self, round: int) -> int:
+        return self.start_step if round >= self.start_step else 0
 
     def parts_of(self, spec: FlatSpec) -> Parts:
         """Which elements of a flat tensor are compressed together, and which are not."""

@@ -108,6 +108,9 @@ class HalfPrecision(Scheme[Any]):
         nbytes = specs[0].itemsize + DTYPES[self.values].itemsize  # of an element, in and out
         return Compute("round_values", nbytes * sum(brought)), *inner, Compute("widen_values", nbytes * sum(summed))
 
+    def unchanged_since(self, round: int) -> int:
+        return self.inner.unchanged_since(round)
+
     def _rounds(self, dtype: torch.dtype) -> bool:
         return dtype.itemsize > DTYPES[self.values].itemsize
 

@@ -1,0 +1,59 @@
+"""What plans name is held to its types: a float is no whole number, nor is a bool, whatever the class is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from gradsync.compressors import Compressor, Sign, TopK, Warmup
+from gradsync.expressions import Nameable, registered
+from gradsync.schemes import MajorityVote, PowerSGD, ways
+from tests.compressors.family import MEMBERS, SHARES
+from tests.schemes.family import ALL_MEMBERS
+
+NAN = float("nan")
+WRONG: dict[str, tuple[Any, ...]] = {
+    "int": (2.0, True, "2", None, NAN),
+    "float": (True, "0.5", None, NAN, float("-inf")),
+    "float | None": (True, "0.5", NAN),
+    "bool": (1, "yes", None),
+    "str": (3, None, "nonsense"),
+}
+NAMED: dict[type[Nameable], Nameable] = {
+    type(named): named
+    for named in (
+        *(member.compressor for member in MEMBERS.values()),
+        *(member.scheme for member in ALL_MEMBERS),
+        *(way for compressor in (TopK(0.1), MEMBERS["bfloat16"].compressor) for way in ways(compressor)),
+        MajorityVote(Sign()),
+        PowerSGD(),
+    )
+}
+
+
+def wrong_settings() -> Iterator[Any]:
+    for named in NAMED.values():
+        for setting in fields(named):  # type: ignore[arg-type]
+            outside = (0, 0.0, -0.5, 1.01, 2, float("inf")) if setting.name in SHARES else ()
+            for wrong in (*WRONG.get(str(setting.type), ()), *outside):
+                yield pytest.param(named, setting.name, wrong, id=f"{named.name}-{setting.name}-{wrong!r}")
+
+
+def test_every_registered_class_is_among_them() -> None:
+    assert {*NAMED} == {c for c in registered(Nameable).values() if c.__module__.startswith("gradsync.")}
+
+
+@pytest.mark.parametrize(("named", "setting", "wrong"), list(wrong_settings()))
+def test_a_setting_of_a_wrong_type_or_no_share_is_refused(named: Nameable, setting: str, wrong: object) -> None:
+    with pytest.raises(ValueError, match=setting):
+        replace(named, **{setting: wrong})  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("starts", [(0.0, 2), (False, 2), (0, "2"), (0, 2.5)])
+def test_stages_of_a_warm_up_begin_at_whole_steps(starts: Any) -> None:
+    stages: tuple[Compressor[Any], ...] = (TopK(0.5), TopK(0.1))
+    with pytest.raises(ValueError, match=r"Warmup\.starts must be"):
+        Warmup(stages, starts)
