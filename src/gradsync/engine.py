@@ -24,7 +24,7 @@ from .observation import Observer
 from .plan import Plan, describe
 from .planning import Planner, Planning
 from .recording import active
-from .state import NOT_STRICT, slices_of
+from .state import NOT_STRICT, StateSlice, slices_of
 from .timeline import Task
 
 logger = logging.getLogger(__name__)
@@ -242,12 +242,13 @@ class Engine:
         """Takes over what `state_dict` gave, under this engine's own plan, see `Attachment.load_state_dict`."""
         if self.in_step:
             raise RuntimeError("load_state_dict() was called inside a step; call it between two steps, on every rank")
-        slices, problem = [], None
+        slices: list[StateSlice] = []
+        problem: Exception | None = None
         try:
             slices = slices_of(state, self.specs, strict=strict)
             if strict:
                 self.lanes.require_place(slices, f"load it under a plan as it was saved by, or drop it by {NOT_STRICT}")
-        except ValueError as error:
+        except Exception as error:  # told to all, then raised
             problem = error
         self.agree("loading of state", problem)
         self.step = state["step"]
