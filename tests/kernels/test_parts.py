@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from types import ModuleType
 
 import hypothesis.strategies as st
@@ -52,14 +53,12 @@ def assert_same_parts(got: list[PackedPositions], expected: list[PackedPositions
 
 
 @native
-@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n", [1, 3, 8, 70])
-def test_messages_are_the_definitions_and_join_to_the_tensor(
-    n: int, dtype: torch.dtype, threads: int, module: ModuleType
-) -> None:
-    options = {"threads": threads, "module": module}
-    for size, density in [(0, 1.0), (1, 1.0), (64, 0.0), *((70_021, density) for density in DENSITIES)]:
+def test_messages_are_the_definitions_and_join_to_the_tensor(n: int, dtype: torch.dtype, module: ModuleType) -> None:
+    cases = [(0, 1.0), (1, 1.0), (64, 0.0), *((70_021, density) for density in DENSITIES)]
+    for (size, density), threads in zip(cases, cycle((3, 1)), strict=False):
+        options = {"threads": threads, "module": module}
         x = sparse(size, density, dtype)
         parts, values = partitioned(cpu, x, n, BITS, **options)
         expected = partitioned(reference, x, n, BITS)
@@ -74,12 +73,11 @@ def test_messages_are_the_definitions_and_join_to_the_tensor(
 
 
 @native
-@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_sums_are_those_of_the_definition(dtype: torch.dtype, threads: int, module: ModuleType) -> None:
+def test_sums_are_those_of_the_definition(dtype: torch.dtype, module: ModuleType) -> None:
     shares = [(8, 1.0), (1, 0.0), (16, 1.0), (32, 0.01)]  # of the density, in a format each
     for size in (0, 1, 4095, 140_021):
-        for density in DENSITIES:
+        for density, threads in zip(DENSITIES, cycle((3, 1)), strict=False):
             tensors = [sparse(size, density * share, dtype, bits) for bits, share in shares]
             split = [partitioned(reference, x, 1, (bits,)) for x, (bits, _) in zip(tensors, shares, strict=True)]
             parts, values = [part for (part,), _ in split], [value for _, (value,) in split]

@@ -36,7 +36,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     common = [*SANITIZE, *(["-fopenmp"] if compiles(folder, "-fopenmp") else [])]
     machines = {"base": [], **({"avx2": ["-march=x86-64-v3"]} if BASE.has_avx2() else {})}
     # The longest first. The driver is not worth the time to optimise, and calls kernels whatever they are built for.
-    sources = [(Path(__file__).with_name("sanitize.cpp"), "-O0"), *((path, "-O1") for path in kernel_sources())]
+    sources = [(Path(__file__).with_name("sanitize.cpp"), "-O0"), *((path, "-Og") for path in kernel_sources())]
     jobs: list[list[str]] = []
     objects: dict[str, list[str]] = {variant: [] for variant in machines}
     for path, level in sources:

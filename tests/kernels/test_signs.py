@@ -92,14 +92,12 @@ def test_sums_in_their_order_are_as_exact_as_any() -> None:
 
 
 @native
-@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_native_signs_have_the_bits_of_the_definition(
-    dtype: torch.dtype, scale: SignScale, threads: int, module: ModuleType
-) -> None:
-    size, options = sum(LENGTHS), {"threads": threads, "module": module}
-    for block in (0, 5, 32, 1000, 33_000):
+def test_native_signs_have_the_bits_of_the_definition(dtype: torch.dtype, scale: SignScale, module: ModuleType) -> None:
+    size = sum(LENGTHS)
+    for threads, block in zip((1, 3, 1, 3, 3), (0, 5, 32, 1000, 33_000), strict=True):
+        options = {"threads": threads, "module": module}
         parts = []
         for seed in range(3):
             x = numbers(size, dtype, seed)

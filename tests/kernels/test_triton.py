@@ -436,24 +436,22 @@ def hadamard(kernels: Any, size: int) -> list[Tensor]:
 
 def count_sketch(kernels: Any, size: int) -> list[Tensor]:
     sections, columns, outs = some_sections(size), some_columns(size), []
-    for dtype in DTYPES:
+    for dtype, rows in zip(DTYPES, (4, 1, 1, 2), strict=True):
         x = gradient(sum(sections.lengths), dtype)
         x[-1:] = float("nan")
-        for rows in (1, 4):
-            count = rows * sum(columns)
-            outs.append(torch.full((count + 3,), 77, dtype=accumulation_dtype(dtype)))
-            kernels.count_sketch(x, sections, columns, outs[-1][:count], rows=rows)
+        count = rows * sum(columns)
+        outs.append(torch.full((count + 3,), 77, dtype=accumulation_dtype(dtype)))
+        kernels.count_sketch(x, sections, columns, outs[-1][:count], rows=rows)
     return outs
 
 
 def sketch_estimates(kernels: Any, size: int) -> list[Tensor]:
     sections, columns, outs = some_sections(size), some_columns(size), []
-    for dtype in DTYPES:
-        for rows in (1, 5):
-            counters = gradient(rows * sum(columns), accumulation_dtype(dtype))
-            counters[:2] = torch.tensor([float("nan"), float("inf")])
-            outs.append(torch.full((sum(sections.lengths) + 3,), 77, dtype=dtype))
-            kernels.sketch_estimates(counters, sections, columns, outs[-1][:-3], rows=rows)
+    for dtype, rows in zip(DTYPES, (5, 1, 1, 3), strict=True):
+        counters = gradient(rows * sum(columns), accumulation_dtype(dtype))
+        counters[:2] = torch.tensor([float("nan"), float("inf")])
+        outs.append(torch.full((sum(sections.lengths) + 3,), 77, dtype=dtype))
+        kernels.sketch_estimates(counters, sections, columns, outs[-1][:-3], rows=rows)
     return outs
 
 

@@ -245,7 +245,7 @@ def tables_that_nobody_announced() -> str:
 
 def test_a_table_that_nobody_announced_must_be_exact(world: World) -> None:
     for text in world(2).run(tables_that_nobody_announced):
-        assert text.startswith("(): the new plan has no place for the state 'table[0:300]/sent.residual'")
+        assert text.startswith("(): the plan has no place for the state 'table[0:300]/sent.residual'")
         assert text.endswith("must not be compressed before")
 
 
