@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -111,6 +113,48 @@ def test_a_kernel_that_differs_from_its_definition_has_no_times() -> None:
     record = measured("count_bits", {}, Work(run, [out], 12), lambda: None, KernelsSpec(repeats=5), {})
     assert record.failed is not None and "differ" in record.failed
     assert record.subject_s is None and record.ratio is None
+
+
+EVEN = 1 << 16  # what the usual ways divide
+USUAL = [
+    (kernel, params | {"size": EVEN} | ({"sections": 4} if "sections" in params else {}))
+    for kernel, params in CASES
+    if kernel in ("top_k", "squared_norms", "hadamard", "pack_signs", "quantize", "dequantize")
+]
+
+
+@pytest.mark.parametrize(("kernel", "params"), USUAL, ids=str)
+def test_what_torch_is_timed_by_does_what_the_kernel_does(kernel: str, params: dict[str, Any]) -> None:
+    work = WORK[kernel](torch.Generator().manual_seed(0), **params)
+    if work.usual is None:
+        assert kernel == "dequantize" and params.get("format") != "e4m3", "torch has no shorter way"
+        return
+    expected, got = (written(kernel, params, work, run) for run in (partial(work.run, reference), work.usual))
+    # Another draw rounds to the other neighbour; another rounding of the scale moves what is half-way between two.
+    drawn = params.get("stochastic") or params.get("format") == "exponent"
+    for mine, theirs in zip(got, expected, strict=True):
+        far = ~torch.isclose(mine, theirs, rtol=1e-5, atol=1e-5)
+        assert drawn or far.double().mean() < 1e-3
+        assert ((mine - theirs).abs() <= 1.01 * theirs.abs().clamp(min=1.0))[far].all(), "one level at most"
+
+
+def written(kernel: str, params: dict[str, Any], work: Work, run: Callable[[], object]) -> list[torch.Tensor]:
+    """What a run writes, float64: of choices in any order, of codes as levels, of random rotations the norm."""
+    for out in work.outs:
+        out.zero_()
+    run()
+    outs = [out.double() for out in work.outs]
+    if kernel == "top_k":
+        return [outs[0].sort().values, outs[1].sort().values, *outs[2:]]
+    if kernel == "hadamard":
+        return [outs[0].norm()]
+    if kernel == "quantize" and "format" not in params:
+        bits, codes = params["bits"], work.outs[0]
+        planes = [codes >> shift & (2**bits - 1) for shift in range(0, 8, bits)]
+        return [codes.view(torch.int8).double() if bits == 8 else torch.cat(planes).double(), outs[1]]
+    if kernel == "quantize":  # numbers of 8 bits follow each other as their magnitudes do
+        return [(work.outs[0] & 0x7F).double(), (work.outs[0] >> 7).double(), outs[1]]
+    return outs
 
 
 @pytest.mark.parametrize(("bound", "code"), [("1000", 0), ("0.000001", 1)])

@@ -1,8 +1,9 @@
-"""The native CPU kernels, or those for CUDA, beside their definitions in torch operations on the same device.
+"""The native CPU kernels, or those for CUDA, beside torch operations on the same device.
 
-One process, no network. `bound_s` is the bytes that a kernel must read and write at least, each input and output once,
-over the rate of a copy that no cache holds, measured around the same turns. Times on a GPU are between events there:
-with what the host takes wherever the GPU waits for it.
+One process, no network. Results are those of the definition; torch is timed by the definition too, or where that keeps
+to an order of sums or draws, which costs time, by what one writes instead (`usual`). `bound_s` is the bytes that a
+kernel must read and write at least, each input and output once, over the rate of a copy that no cache holds, in the
+same turns. Times on a GPU are between events there: with what the host takes wherever the GPU waits for it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from types import ModuleType
@@ -27,10 +28,12 @@ from .. import kernels as automatic
 from ..kernels import Sections, SignScale, cpu, offsets_nbytes, reference
 from ..kernels import device as on_device
 from ..report.record import Record, Spread
+from . import usual
 from .provenance import commit, machine, versions
 
 COPY_BYTES = 256 << 20  # of the array that is copied: more than any cache holds
-COPIES = 3  # before and after the turns of a case
+TORCH_S = 10.0  # for the torch operations of a case, which may be a hundred times slower
+FEWEST_TURNS = 3  # of these all the same
 MIN_SAMPLE_S = 2e-3  # short calls are timed several at once
 STRIPES = 8  # owners that rows are spread over by columns
 
@@ -42,6 +45,7 @@ class Work:
     run: Callable[[ModuleType], object]  # with gradsync.kernels.cpu, .triton or .reference
     outs: Sequence[Tensor]
     nbytes: int  # every input read once, every output written once
+    usual: usual.Run | None = None  # what torch is timed by, if not by the definition
 
 
 def tensor_bytes(*tensors: Tensor) -> int:
@@ -136,8 +140,9 @@ def top_k(g: torch.Generator, *, size: int, density: float, feedback: bool = Fal
         outs.append(torch.zeros(size))
         fed = {"residual": torch.randn(size, generator=g), "next_residual": outs[-1]}
     given = {"sections": Sections(tuple(lengths)), "counts": counts, **fed}
-    read = tensor_bytes(x, *([fed["residual"]] if feedback else []))
-    return Work(lambda module: module.top_k(x, outs[0], outs[1], **given), outs, read + tensor_bytes(*outs))
+    nbytes = tensor_bytes(x, *([fed["residual"]] if feedback else []), *outs)
+    as_usual = usual.top_k(x, outs[0], outs[1], lengths, counts, **fed)
+    return Work(lambda module: module.top_k(x, outs[0], outs[1], **given), outs, nbytes, as_usual)
 
 
 def select_above(g: torch.Generator, *, size: int, threshold: float, feedback: bool) -> Work:
@@ -166,7 +171,12 @@ def squared_norms(g: torch.Generator, *, size: int, block: int) -> Work:
     """What blocks are chosen by."""
     x, sections = torch.randn(size, generator=g), Sections((size,))
     norms = torch.zeros(-(-size // block), dtype=torch.float64)
-    return Work(lambda module: module.squared_norms(x, sections, norms, block=block), [norms], tensor_bytes(x, norms))
+    return Work(
+        lambda module: module.squared_norms(x, sections, norms, block=block),
+        [norms],
+        tensor_bytes(x, norms),
+        usual.squared_norms(x, norms, block),
+    )
 
 
 def random_k(g: torch.Generator, *, size: int, density: float, block: int) -> Work:
@@ -184,7 +194,10 @@ def hadamard(g: torch.Generator, *, size: int, chunk: int, inverse: bool) -> Wor
     x, out = torch.randn(size, generator=g), torch.zeros(size)
     sections = Sections((size,), (0,), (int(torch.randint(2**62, (), generator=g)),))
     return Work(
-        lambda module: module.hadamard(x, sections, out, chunk=chunk, inverse=inverse), [out], tensor_bytes(x, out)
+        lambda module: module.hadamard(x, sections, out, chunk=chunk, inverse=inverse),
+        [out],
+        tensor_bytes(x, out),
+        usual.hadamard(x, out, chunk, inverse),
     )
 
 
@@ -234,6 +247,7 @@ def pack_signs(g: torch.Generator, *, size: int, block: int, scale: SignScale, f
         lambda module: module.pack_signs(x, sections, *outs, **options),
         [*outs, *residuals[1:]],
         tensor_bytes(x, *outs, *residuals),
+        usual.pack_signs(x, *outs, **options),
     )
 
 
@@ -467,7 +481,9 @@ def quantize(g: torch.Generator, *, size: int, feedback: bool = False, **setting
         module.quantize(x, sections, grid, codes, scales, **kept)
 
     outs = [codes, scales, *(kept[name] for name in kept if name == "next_residual")]
-    return Work(run, outs, tensor_bytes(x, codes, scales, *kept.values()))
+    return Work(
+        run, outs, tensor_bytes(x, codes, scales, *kept.values()), usual.quantize(x, codes, scales, grid, **kept)
+    )
 
 
 def block_scales(g: torch.Generator, *, size: int, **settings: Any) -> Work:
@@ -484,7 +500,12 @@ def dequantize(g: torch.Generator, *, size: int, ranks: int, **settings: Any) ->
     for codes, scales in parts:
         automatic.quantize(torch.randn(size, generator=g), sections, grid, codes, scales)
     nbytes = tensor_bytes(out, *(tensor for part in parts for tensor in part))
-    return Work(lambda module: module.dequantize(parts, sections, grid, out, scale=1 / ranks), [out], nbytes)
+    return Work(
+        lambda module: module.dequantize(parts, sections, grid, out, scale=1 / ranks),
+        [out],
+        nbytes,
+        usual.dequantize(parts, out, grid),
+    )
 
 
 def _coded(sections: Sections, grid: automatic.AnyGrid) -> tuple[Tensor, Tensor]:
@@ -705,50 +726,61 @@ def measured(
     )  # fmt: skip
     if not agree(work, definition or work, spec.subject):
         return record.model_copy(update={"failed": "the kernel and its definition in torch differ"})
-    copies = [sample_s(copy, 1, spec.device) for _ in range(COPIES)]
-    subject, baseline, again = take_turns(work, spec)
-    copies += [sample_s(copy, 1, spec.device) for _ in range(COPIES)]
-    bytes_per_s = 2 * COPY_BYTES / statistics.median(copies)
+    turns = take_turns(work, copy, spec)
+    bytes_per_s = 2 * COPY_BYTES / statistics.median(turns.copy)
     bound_s = work.nbytes / bytes_per_s
-    figures = {
-        "subject_s": Spread.of(subject),
-        "baseline_s": Spread.of(baseline),
-        "ratio": Spread.of([a / b for a, b in zip(subject, baseline, strict=True)]),
-        "aa": Spread.of([a / b for a, b in zip(again, baseline, strict=True)]),
-        "bound_s": bound_s,
-        "params": {
-            **params, "bound_ratio": Spread.of(subject).median / bound_s, "copy_bytes_per_s": bytes_per_s,
-        },
+    about = {
+        "torch": "usual" if work.usual else "definition", "torch_repeats": len(turns.torch),
+        "bound_ratio": Spread.of(turns.kernel).median / bound_s, "copy_bytes_per_s": bytes_per_s,
     }  # fmt: skip
+    figures = {
+        "subject_s": Spread.of(turns.kernel),
+        "baseline_s": Spread.of(turns.torch),
+        "ratio": Spread.of([a / b for a, b in zip(turns.kernel_beside, turns.torch, strict=True)]),
+        "aa": Spread.of([a / b for a, b in zip(turns.torch_again, turns.torch, strict=True)]),
+        "bound_s": bound_s,
+        "params": {**params, **about},
+    }
     return record.model_copy(update=figures)
 
 
 def agree(work: Work, definition: Work, subject: ModuleType) -> bool:
-    """Whether both implementations write the same; also warms both up."""
+    """Whether both implementations write the same."""
     results = []
     for module, done in ((reference, definition), (subject, work)):
         for out in done.outs:
             out.zero_()
         done.run(module)
         results.append([out.cpu().clone() for out in done.outs])
-    work.run(reference)
     return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def take_turns(work: Work, spec: KernelsSpec) -> tuple[list[float], list[float], list[float]]:
-    """Seconds a call: the kernel, torch, and torch again."""
-    kernel, torch_ops = partial(work.run, spec.subject), partial(work.run, reference)
+@dataclass(frozen=True)
+class Turns:
+    """Seconds a call: the kernel and the copy in every turn, torch twice in as many as there is time for."""
+
+    kernel: list[float] = field(default_factory=list)
+    copy: list[float] = field(default_factory=list)
+    torch: list[float] = field(default_factory=list)
+    torch_again: list[float] = field(default_factory=list)
+    kernel_beside: list[float] = field(default_factory=list)  # in the same turns as torch
+
+
+def take_turns(work: Work, copy: Callable[[], object], spec: KernelsSpec) -> Turns:
+    kernel, torch_ops = partial(work.run, spec.subject), work.usual or partial(work.run, reference)
+    torch_ops()  # warm
     kernel_calls, torch_calls = calls_a_sample(kernel, spec.device), calls_a_sample(torch_ops, spec.device)
-    samples = [
-        (
-            sample_s(kernel, kernel_calls, spec.device),
-            sample_s(torch_ops, torch_calls, spec.device),
-            sample_s(torch_ops, torch_calls, spec.device),
-        )
-        for _ in range(spec.repeats)
-    ]
-    subject, baseline, again = zip(*samples, strict=True)
-    return list(subject), list(baseline), list(again)
+    torch_turns = math.ceil(TORCH_S / (2 * torch_calls * sample_s(torch_ops, torch_calls, spec.device)))
+    torch_turns = min(spec.repeats, max(torch_turns, FEWEST_TURNS))
+    turns = Turns()
+    for number in range(spec.repeats):
+        turns.copy.append(sample_s(copy, 1, spec.device))
+        turns.kernel.append(sample_s(kernel, kernel_calls, spec.device))
+        if (number + 1) * torch_turns // spec.repeats > number * torch_turns // spec.repeats:
+            turns.kernel_beside.append(turns.kernel[-1])
+            turns.torch.append(sample_s(torch_ops, torch_calls, spec.device))
+            turns.torch_again.append(sample_s(torch_ops, torch_calls, spec.device))
+    return turns
 
 
 def calls_a_sample(run: Callable[[], object], device: str) -> int:
