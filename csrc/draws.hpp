@@ -29,6 +29,7 @@ private:
 // What rounding draws, for the places that `Draws` has: half as much arithmetic for each, with keys that are draws.
 class Noise {
 public:
+    Noise() : key_(0), added_(0) {}  // where nothing is drawn
     Noise(uint64_t seed, uint64_t place) : key_(Draws(seed, place)(0)), added_(Draws(seed, place)(1)) {}
     uint32_t operator()(uint32_t low) const {  // mix(), keyed before and within
         uint32_t h = low ^ key_;

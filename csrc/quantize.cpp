@@ -18,6 +18,7 @@ namespace {
 constexpr size_t kTile = kGroup;         // elements that are worked on in the L1 cache, and summed together
 constexpr size_t kStretch = 16 * kTile;  // what a thread takes of a block that is too large for
 constexpr size_t kFused = 32 * kTile;    // its codes to follow its scale while a cache holds it
+constexpr size_t kAhead = 1024;          // elements: so far on is fetched what memory has time for while codes are made
 
 template <typename A> using Bits = std::conditional_t<sizeof(A) == 8, int64_t, int32_t>;
 
@@ -262,10 +263,11 @@ void encode_elements(const Input<T> &input, const Block &block, size_t first, si
     using A = Accumulator<T>;
     A buffer[kTile];
     const A *p = input.at(block.begin + first, stop - first, buffer);
+    const bool draws = grid.rounding == Rounding::stochastic || grid.rounding == Rounding::exponent;
     for (size_t begin = first; begin < stop;) {
         const uint64_t place = block.place + begin;
         const size_t count = std::min<uint64_t>(stop - begin, (uint64_t{1} << 32) - (place & 0xffffffffu));
-        const Noise noise(block.seed, place);
+        const Noise noise = draws ? Noise(block.seed, place) : Noise();
         const auto low = static_cast<uint32_t>(place);
         const A *from = p + (begin - first);
         uint8_t *to = codes + (begin - first);
@@ -407,6 +409,10 @@ void quantize(const T *x, const BlockLayout &layout, const Grid &grid, uint8_t *
     const auto scale_at = [&](const Block &block) { return grid.scale == ScaleOf::none ? 1.0f : scales[block.scale]; };
     if (are_small(layout, grid)) {
         return each_block(layout, threads, [&](const Block &block) {
+            if (const size_t later = block.begin + kAhead; later + block.length <= layout.numel()) {
+                prefetch_row(x + later, block.length * sizeof(T));
+                if (residual) prefetch_row(residual + later, block.length * sizeof(*residual));
+            }
             if (finds) scales[block.scale] = scale_of(input, block, grid);
             encode_bytes(input, block, 0, bytes(block), scale_at(block), grid, codes, next);
         });
