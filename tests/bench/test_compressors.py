@@ -8,7 +8,7 @@ import torch
 from gradsync.bench import compressors
 from gradsync.bench.compressors import named, usual_names
 from gradsync.bench.methods import METHODS, method
-from gradsync.bench.plans import give_up_momentum, lossy_planner
+from gradsync.bench.plans import fit_optimizer, lossy_planner
 from gradsync.bucket import TensorSpec
 from gradsync.compressors import ErrorFeedback, TopK
 from gradsync.density import ParameterProfile
@@ -65,15 +65,23 @@ def test_momentum_moves_from_the_optimizer_into_a_method_that_does_it(monkeypatc
     monkeypatch.setitem(compressors.FAMILIES, "corrected", family)
     layer = torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
-    assert give_up_momentum("topk0.5", optimizer) == give_up_momentum("bf16", optimizer) == 0.0
-    assert give_up_momentum("corrected0.5", optimizer) == 0.9
+    assert fit_optimizer("topk0.5", optimizer) == fit_optimizer("bf16", optimizer) == 0.0
+    assert fit_optimizer("corrected0.5", optimizer) == 0.9
     momenta = {id(p): group["momentum"] for group in optimizer.param_groups for p in group["params"]}
     assert momenta == {id(layer.weight): 0.0, id(layer.bias): 0.9}
-    assert give_up_momentum("corrected0.5", torch.optim.Adagrad(layer.parameters())) == 0.0
+    assert fit_optimizer("corrected0.5", torch.optim.Adagrad(layer.parameters())) == 0.0
     lossy_planner("corrected0.5", 0.9)(PROFILES, 4)
     assert asked[-1] == 0.9
     with pytest.raises(ValueError, match="remembers by itself"):
         named("corrected0.5_no_feedback")
+
+
+@pytest.mark.parametrize(("name", "momentum"), [("sign", 0.9), ("signum", 0.0)])
+def test_sgd_takes_small_steps_by_votes(name: str, momentum: float) -> None:
+    optimizer = torch.optim.SGD(torch.nn.Linear(3, 2).parameters(), lr=0.1, momentum=0.9)
+    assert fit_optimizer(name, optimizer) == 0.0
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["momentum"]) == (pytest.approx(0.001), momentum)
 
 
 def test_what_sums_is_made_for_the_ranks_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from ..planner import default_plan
 from ..report.record import Losses, Record, Spread
 from ..workloads import Workload, load
 from . import compressors
-from .plans import DENSE_SCHEMES, PlanMaker, give_up_momentum, lossy_planner
+from .plans import DENSE_SCHEMES, PlanMaker, fit_optimizer, lossy_planner
 from .provenance import commit, machine, versions
 
 BASELINE = "dense"  # all-reduce of what the ranks have, in float32
@@ -154,7 +154,7 @@ def trained(task: Workload, name: str, *, seed: int, steps: int, ranks: int) -> 
     """The held-out loss of a fresh model."""
     model = task.model(sparse=True, seed=seed)
     optimizer = task.optimizer(model)
-    planner = planner_of(name, give_up_momentum(name, optimizer))
+    planner = planner_of(name, fit_optimizer(name, optimizer))
     batches = [task.batches(rank, ranks, seed) for rank in range(ranks)]
     parameters = dict(model.named_parameters())
     together: Ranks | None = None

@@ -110,7 +110,7 @@ def _gradsync(model: nn.Module, timeout: timedelta, *, plan: Any = None) -> tupl
 def lossy(name: str, momentum: float = 0.0) -> Method:
     """gradsync with a plan that sends dense gradients as this name says, and tables as the default plan does.
 
-    `momentum`: what `give_up_momentum` took from the optimiser.
+    `momentum`: what `fit_optimizer` took from the optimiser.
 
     Raises:
         ValueError: for an unknown name, or a number that its compressor does not take.

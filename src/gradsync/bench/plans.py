@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from ..compressors import Compressor, Sign, Signum
 from ..density import ParameterProfile
@@ -16,6 +16,8 @@ from ..schemes import HalfPrecision, MajorityVote, PowerSGD, Scheme
 from . import compressors
 
 PlanMaker = Callable[[Sequence[ParameterProfile], int], Plan]
+
+RATE_OF_VOTES = 0.01
 
 # Schemes of dense buckets that are not those which carry a compressor's payloads, by the names of methods.
 DENSE_SCHEMES: dict[str, Scheme[Any]] = {
@@ -43,12 +45,17 @@ def _among(name: str, momentum: float, world_size: int) -> Compressor[Any]:
     return compressors.named(name, momentum=momentum, summands=world_size).trained
 
 
-def give_up_momentum(name: str, optimizer: Optimizer) -> float:
-    """Takes from the optimiser the momentum that the method does by itself, and says how much it was.
+def fit_optimizer(name: str, optimizer: Optimizer) -> float:
+    """Makes an optimiser fit what the method hands it, and says how much momentum the method is to do by itself.
 
-    Nothing, 0, for methods that do none, and of optimisers without momentum as SGD has it. Parameters that travel dense
-    keep it: what their ranks would each do, the optimiser does with the mean.
+    A method that does the momentum takes it from the parameters that it compresses, if the optimiser has it as SGD
+    does; those that travel dense keep it: what their ranks would each do, the optimiser does with the mean. Votes are
+    no gradients: SGD, which moves every element by its whole learning rate then, takes `RATE_OF_VOTES` of it.
     """
+    if name in ("sign", "signum"):
+        for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():
+            group["lr"] *= RATE_OF_VOTES
+            group["momentum"] = 0.0 if name == "signum" else group["momentum"]  # which has its own
     if name in DENSE_SCHEMES or not compressors.is_known(name):
         return 0.0
     family = compressors.named(name).family

@@ -23,7 +23,7 @@ from ..attach import Attachment
 from ..lab.counters import interface_bytes
 from ..workloads import Batch, Workload
 from .methods import DDP, Method, lossy, method
-from .plans import give_up_momentum
+from .plans import fit_optimizer
 from .rank import event, run_rank
 from .train import AGAIN, TrainSpec
 
@@ -81,7 +81,7 @@ def enter(workload: Workload, name: str, way: Method, spec: TrainSpec) -> Contes
     optimizer = workload.optimizer(model)
     who = Contestant(name, model, None, optimizer, batches)
     with attempt(who):
-        if momentum := give_up_momentum(name, optimizer):
+        if momentum := fit_optimizer(name, optimizer):
             way = lossy(name, momentum)
         who.model, who.attachment = way.wrap(model, timedelta(seconds=spec.method_timeout_s))
     return who
