@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import fields, make_dataclass, replace
 from typing import Any
 
 import pytest
@@ -57,3 +57,13 @@ def test_stages_of_a_warm_up_begin_at_whole_steps(starts: Any) -> None:
     stages: tuple[Compressor[Any], ...] = (TopK(0.5), TopK(0.1))
     with pytest.raises(ValueError, match=r"Warmup\.starts must be"):
         Warmup(stages, starts)
+
+
+def test_settings_are_held_to_types_that_are_no_texts_too() -> None:
+    """As in a module without `from __future__ import annotations`."""
+    mine = make_dataclass("Mine", [("levels", int)], bases=(Nameable,), frozen=True)
+    mine.kind = "test"
+    assert mine(levels=2).levels == 2
+    for wrong in (2.5, True):
+        with pytest.raises(ValueError, match=r"Mine\.levels must be a whole number"):
+            mine(levels=wrong)

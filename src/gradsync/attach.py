@@ -76,11 +76,13 @@ class Attachment:
 
         State follows parameters, whatever plan is in force now. What nothing was saved for begins anew. What was saved
         and has no place here would be lost: of unknown parameters, or of a compressor that the plan does not name.
-        Without `strict` it is dropped.
+        Without `strict` it is dropped. What goes with a matrix as a whole begins anew where the plan cuts elsewhere.
 
         Raises:
             ValueError: before anything has changed, for state of another version, or that has no place here.
             RuntimeError: where another rank raises, inside a step, and after `detach`.
+
+        State of different steps on different ranks is refused like what has no place.
         """
         self._engine.load_state_dict(state, strict=strict)
 

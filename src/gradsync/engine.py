@@ -211,18 +211,23 @@ class Engine:
                 raise GroupError(why) from None
             raise
 
-    def agree(self, what: str, problem: Exception | None) -> None:
-        """Raises on every rank if some rank has a problem: this rank's own, else that of the first rank that has one.
+    def agree(self, what: str, problem: Exception | None, alike: str = "") -> None:
+        """Raises on every rank if some rank has a problem, this rank's own, else that of the first rank that has one.
 
-        Nothing else is the matter: the engine goes on.
+        Or if `alike` is not the same on all ranks. Nothing else is the matter: the engine goes on.
         """
         text = "" if problem is None else str(problem) or repr(problem)
-        texts = self.call(what, lambda group: gather_bytes(group, text.encode() or b" ", self.timeout_s))
+        message = f"{alike}\0{text}".encode()
+        told = self.call(what, lambda group: gather_bytes(group, message, self.timeout_s))
         if problem is not None:
             raise problem
-        for rank, theirs in enumerate(texts):
-            if theirs.strip():
-                raise RuntimeError(f"{what}: rank {rank} could not: {theirs.decode()}")
+        parts = [theirs.decode().partition("\0") for theirs in told]
+        for rank, (_, _, theirs) in enumerate(parts):
+            if theirs:
+                raise RuntimeError(f"{what}: rank {rank} could not: {theirs}")
+        if len({theirs for theirs, _, _ in parts}) > 1:
+            by_rank = ", ".join(f"{theirs} on rank {rank}" for rank, (theirs, _, _) in enumerate(parts))
+            raise ValueError(f"{what}: the ranks differ: {by_rank}")
 
     # What is kept and told.
 
@@ -250,7 +255,7 @@ class Engine:
                 self.lanes.require_place(slices, f"load it under a plan as it was saved by, or drop it by {NOT_STRICT}")
         except Exception as error:  # told to all, then raised
             problem = error
-        self.agree("loading of state", problem)
+        self.agree("loading of state", problem, f"step {state.get('step')}")
         self.step = state["step"]
         self.lanes.restore(slices)
 

@@ -25,7 +25,8 @@ class Nameable:
             ValueError: for a float or a bool where a whole number belongs, and the like.
         """
         for setting in fields(self):  # type: ignore[arg-type]  # dataclass by register
-            annotation, given = str(setting.type), getattr(self, setting.name)
+            annotation = str(getattr(setting.type, "__name__", setting.type))  # a text where annotations are postponed
+            given = getattr(self, setting.name)
             if annotation in _SETTINGS and not _is_of(given, *_SETTINGS[annotation][1:]):
                 raise ValueError(
                     f"{type(self).__name__}.{setting.name} must be {_SETTINGS[annotation][0]}, got {given!r}"

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .bucket import Bucket, Segment, TensorSpec
@@ -42,11 +43,14 @@ class StateSlice:
     def from_key(cls, key: str, values: Tensor) -> StateSlice:
         """
         Raises:
-            ValueError: when the key is none, or does not fit the values.
+            ValueError: when the key is none, or does not fit the values, or these are no state.
         """
         form = re.fullmatch(r"(?P<name>.*)\[(?P<start>\d+):(?P<stop>\d+)\]/(?P<whole>/?)(?P<point>[^/]+)", key)
         if form is None:
             raise ValueError(f"expected a state's key to read name[start:stop]/point, got {key!r}")
+        if not isinstance(values, Tensor) or values.layout is not torch.strided or not values.is_floating_point():
+            kind = f"{values.dtype} {values.layout}" if isinstance(values, Tensor) else type(values).__name__
+            raise ValueError(f"the state {key!r} must be a dense floating-point tensor, got {kind}")
         part = cls(form["name"], int(form["start"]), int(form["stop"]), form["point"], values, bool(form["whole"]))
         if not part.whole and values.shape != (part.stop - part.start,):
             raise ValueError(f"the state {key!r} has values of shape {tuple(values.shape)}")
@@ -147,9 +151,12 @@ def with_slices(bucket: Bucket, state: Mapping[str, Kept], saved: Sequence[State
 def has_place(states: Iterable[Mapping[str, Kept]], part: StateSlice) -> bool:
     """Whether such states keep all elements of this slice at the same point, as `with_slices` lays them.
 
-    What goes with a segment as a whole may begin anew.
+    What goes with a segment as a whole may begin anew, where such a thing is kept.
     """
     point, _, name = part.point.partition(".")
+    if part.whole:
+        kept_there = [state[point] for state in states if point in state]
+        return any(name in each.tensors for kept in kept_there if not isinstance(kept, Tensor) for each in kept)
     points = {point, SENT} if point == SUMS else {point}
     found = 0
     for state in states:
@@ -157,7 +164,7 @@ def has_place(states: Iterable[Mapping[str, Kept]], part: StateSlice) -> bool:
             return True
         kept = {at: state[at] for at in points if at in state}
         found += max((sum(map(part.overlap, _segments_of(each, name))) for each in kept.values()), default=0)
-    return part.whole or found >= part.stop - part.start
+    return found >= part.stop - part.start
 
 
 def _segments_of(kept: Kept, name: str) -> list[Segment]:
@@ -177,7 +184,8 @@ def _add(part: StateSlice, kept: tuple[CompressorState, ...]) -> None:
             if part.overlap(segment):
                 low, high = max(part.start, segment.start), min(part.stop, segment.stop)
                 target = state.elements[part.point][offset : offset + segment.numel]
-                target[low - segment.start : high - segment.start] += part.values[low - part.start : high - part.start]
+                addend = part.values[low - part.start : high - part.start].to(target.device)
+                target[low - segment.start : high - segment.start] += addend
             offset += segment.numel
 
 

@@ -78,6 +78,30 @@ def resumes_bit_by_bit() -> None:
         handle.detach()
 
 
+def state_of_other_steps_is_refused() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+    handle = gradsync.attach(model, plan=plan_for(model, GATHERED), timeout=10)
+    train(model, 2, seed=0)
+    saved = handle.state_dict()
+    with pytest.raises(ValueError, match=r"the ranks differ: step 7 on rank 0, step 8 on rank 1"):
+        handle.load_state_dict({**saved, "step": 7 + dist.get_rank()})
+    key = "weight[0:18]/sent.residual"
+    for wrong in (torch.zeros(18).to_sparse(), torch.zeros(18, dtype=torch.int64), "a residual"):
+        with pytest.raises(ValueError, match="must be a dense floating-point tensor, got"):
+            handle.load_state_dict({**saved, "state": {**saved["state"], key: wrong}})
+    ghost = {"weight[0:18]//sent.q": torch.ones(2, 6)}
+    with pytest.raises(ValueError, match=r"no place for the state 'weight\[0:18\]//sent.q'"):
+        handle.load_state_dict({**saved, "state": saved["state"] | ghost})
+    assert handle.state_dict()["step"] == 2
+    assert torch.equal(handle.state_dict()["state"][key], saved["state"][key])
+    handle.detach()
+
+
+def test_state_that_ranks_saved_at_different_steps_or_that_is_none_is_refused(world: World) -> None:
+    world(2).run(state_of_other_steps_is_refused)
+
+
 def residuals_follow_parameters_into_other_cuts() -> None:
     torch.manual_seed(0)
     model = nn.Linear(6, 3)

@@ -27,6 +27,7 @@ from gradsync.compressors import (
     SparseMessage,
     Summand,
     TopK,
+    Warmup,
 )
 from gradsync.density import DensityProfile, ParameterProfile
 from gradsync.plan import Plan
@@ -280,3 +281,10 @@ def trains_by_each() -> None:
 
 def test_a_model_trains_by_it(world: World) -> None:
     world(2).run(trains_by_each)
+
+
+def test_the_way_is_the_one_that_is_cheapest_after_warm_up() -> None:
+    spec = FlatSpec.of(torch.empty(1_000_000))
+    warm = ErrorFeedback(Warmup((TopK(0.25), TopK(0.001)), (0, 100)))
+    assert type(cheapest_way(warm, spec, 4)) is type(cheapest_way(ErrorFeedback(TopK(0.001)), spec, 4))
+    assert type(cheapest_way(ErrorFeedback(TopK(0.25)), spec, 4)) is not type(cheapest_way(warm, spec, 4))

@@ -12,7 +12,7 @@ from torch import nn
 import gradsync
 from gradsync import Plan
 from gradsync.bucket import TensorSpec
-from gradsync.compressors import TopK, dgc
+from gradsync.compressors import ErrorFeedback, TopK, dgc
 from gradsync.density import ParameterProfile
 from gradsync.planner import check_momentum, take_momentum
 from gradsync.schemes import (
@@ -51,7 +51,7 @@ DGC = dgc(0.1, momentum=0.8)
     [
         CompressedAllGather(DGC),
         Sparsified(DGC),
-        CompressedTwoWay(TopK(0.1), sums=DGC),
+        CompressedTwoWay(ErrorFeedback(TopK(0.1)), sums=DGC),
         Hierarchical(ReduceScatter(), CompressedAllGather(DGC), 2),
     ],
     ids=lambda scheme: scheme.title,

@@ -17,6 +17,7 @@ from gradsync.compressors import (
     Compressor,
     ErrorFeedback,
     RandomK,
+    ScaledSign,
     Summand,
     TernGrad,
     TopK,
@@ -171,7 +172,7 @@ MILDER_FIRST = ErrorFeedback(Warmup((TopK(0.5), TopK(0.1)), (0, 3)))
     "scheme",
     [
         *ways(MILDER_FIRST),
-        CompressedTwoWay(TopK(0.1), MILDER_FIRST),
+        CompressedTwoWay(ErrorFeedback(TopK(0.1)), MILDER_FIRST),
         HalfPrecision(CompressedAllGather(MILDER_FIRST)),
         Hierarchical(inter=CompressedAllGather(MILDER_FIRST), ranks_per_node=2),
         PowerSGD(1, matrices="bucket", start_step=3),
@@ -198,6 +199,21 @@ def test_ranks_that_clip_together_are_those_that_there_are(way: int) -> None:
             scheme.init(bucket(), LocalGroup.world(2)[0])
     for legal in (dgc(0.1, clip=1.0, ranks=2), dgc(0.1)):
         ways(legal)[way].init(bucket(), LocalGroup.world(2)[0])
+
+
+def test_error_feedback_of_sums_alone_is_refused() -> None:
+    with pytest.raises(ValueError, match="sums has error feedback and .* has none"):
+        CompressedTwoWay(QSGD(127), sums=ErrorFeedback(ScaledSign()))
+
+
+class OfThree(TopK):
+    made_for_ranks = 3
+
+
+def test_wrappers_are_made_for_the_ranks_of_what_is_in_them() -> None:
+    assert ErrorFeedback(OfThree(0.1)).made_for_ranks == 3
+    assert Warmup((OfThree(0.5), OfThree(0.1)), (0, 5)).made_for_ranks == 3
+    assert ErrorFeedback(TopK(0.1)).made_for_ranks is None
 
 
 def test_sums_of_16_bit_gradients_are_made_in_float32() -> None:

@@ -17,6 +17,7 @@ from .base import fields as fields
 from .base import fields_nbytes as fields_nbytes
 from .cast import Cast as Cast
 from .feedback import ErrorFeedback as ErrorFeedback
+from .feedback import Feedback as Feedback
 from .law import Absolute as Absolute
 from .law import Biased as Biased
 from .law import Contraction as Contraction

@@ -60,6 +60,10 @@ class Feedback(Compressor[P]):
     def most_summands(self) -> int | None:
         return self.compressor.most_summands
 
+    @property
+    def made_for_ranks(self) -> int | None:
+        return self.compressor.made_for_ranks
+
     def law(self, spec: FlatSpec) -> Law:
         """Of what one step leaves out, which the next ones make good."""
         return self.compressor.law(spec)

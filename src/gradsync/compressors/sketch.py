@@ -167,7 +167,7 @@ class CountSketch(Compressor[Summand]):
         return False
 
     def columns(self, numel: int) -> int:
-        """Counters of a row: a number that lets neighbours move together, but in as many ways at least."""
+        """Counters of a row: a number with a power of two as divisor, by which neighbours move together."""
         if numel == 0:
             return 0
         columns = max(1, round(self.ratio * numel / self.rows))

@@ -79,6 +79,11 @@ class Warmup(Compressor[P]):
         limits = [compressor.most_summands for compressor in self.compressors]
         return min((limit for limit in limits if limit is not None), default=None)
 
+    @property
+    def made_for_ranks(self) -> int | None:
+        numbers = (compressor.made_for_ranks for compressor in self.compressors)
+        return next((number for number in numbers if number is not None), None)
+
     def law(self, spec: FlatSpec) -> Law:
         laws = [compressor.law(spec) for compressor in self.compressors]
         deltas = [law.delta for law in laws if isinstance(law, Contraction)]

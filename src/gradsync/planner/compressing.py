@@ -16,6 +16,8 @@ from ..steps import transfers
 from .default import BUCKET_BYTES, default_plan, dense_buckets, in_ready_order
 from .flat import is_dense
 
+LATE = 1 << 62  # the number of a step after all warm-up
+
 Way = Compressor[Any] | Scheme[Any]
 
 
@@ -123,9 +125,9 @@ def cheapest_way(compressor: Compressor[Any], spec: FlatSpec, world_size: int) -
 
 
 def busiest_bytes(scheme: Scheme[Any], spec: FlatSpec, world_size: int) -> float:
-    """What one step of a flat scheme moves over the busiest link, each rank on a node of its own."""
+    """What a late step of a flat scheme moves over the busiest link, each rank on a node of its own."""
     whole = TensorSpec((spec.numel,), spec.dtype, spec)
-    steps = scheme.steps((whole,), (), Placement.one_per_node(world_size))
+    steps = scheme.steps((whole,), (), Placement.one_per_node(world_size), LATE)
     return sum(transfer.busiest_bytes for transfer in transfers(steps))
 
 

@@ -20,7 +20,7 @@ from .. import kernels
 from ..bucket import Bucket, FlatSpec, Layout, Segment, TensorSpec
 from ..cluster import Placement
 from ..comm import Group
-from ..compressors import SENT, SUMS, Compressor, Payload, SparseMessage, Summand
+from ..compressors import SENT, SUMS, Compressor, Feedback, Payload, SparseMessage, Summand
 from ..compressors import State as CompressorState
 from ..density import DensityProfile
 from ..expressions import register
@@ -229,6 +229,11 @@ class CompressedTwoWay(Compressed):
         for way in (self.compressor, self._sums):
             if way.agrees:
                 raise ValueError(f"{way.title} makes payloads for an all-reduce: owners do not agree on anything")
+        if isinstance(self._sums, Feedback) and not isinstance(self.compressor, Feedback):
+            raise ValueError(
+                f"CompressedTwoWay.sums has error feedback and {self.compressor.title} has none: when a plan cuts "
+                "elsewhere, what is left of sums goes to what is left of gradients; give it error feedback too"
+            )
 
     @property
     def _sums(self) -> Compressor[Any]:
