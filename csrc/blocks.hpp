@@ -8,6 +8,8 @@
 #include <cstddef>
 #include <vector>
 
+#include "scalars.hpp"
+
 namespace MODULE_NAME {
 
 constexpr size_t kLanes = 32;
@@ -18,6 +20,20 @@ inline double sum_of_lanes(double *lanes) {
     for (size_t width = kLanes / 2; width > 0; width /= 2)
         for (size_t i = 0; i < width; ++i) lanes[i] += lanes[i + width];
     return lanes[0];
+}
+
+// Of up to a group.
+template <typename T> double sum_of_squares(const T *x, size_t count) {
+    const auto square = [&](size_t i) {
+        const double value = widen(x[i]);
+        return value * value;
+    };
+    double lanes[kLanes] = {};
+    size_t i = 0;
+    for (; i + kLanes <= count; i += kLanes)
+        for (size_t l = 0; l < kLanes; ++l) lanes[l] += square(i + l);
+    for (size_t l = 0; i + l < count; ++l) lanes[l] += square(i + l);
+    return sum_of_lanes(lanes);
 }
 
 // What the sums of groups add up to, count > 0. Overwrites them.

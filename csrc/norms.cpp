@@ -5,21 +5,6 @@
 
 namespace MODULE_NAME {
 
-namespace {
-
-inline double square(double value) { return value * value; }
-
-template <typename T> double sum_of_squares(const T *x, size_t count) {
-    double lanes[kLanes] = {};
-    size_t i = 0;
-    for (; i + kLanes <= count; i += kLanes)
-        for (size_t l = 0; l < kLanes; ++l) lanes[l] += square(static_cast<double>(widen(x[i + l])));
-    for (size_t l = 0; i < count; ++i, ++l) lanes[l] += square(static_cast<double>(widen(x[i])));
-    return sum_of_lanes(lanes);
-}
-
-}  // namespace
-
 template <typename T> void squared_norms(const Blocks &blocks, const T *x, double *norms, int threads) {
     Scratch<double> sums(blocks.pieces());
     const auto each_of = [&](int t, auto body) {

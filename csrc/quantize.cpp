@@ -64,22 +64,6 @@ template <typename A> Bits<A> largest(const A *p, size_t count, Bits<A> before) 
     return before;
 }
 
-// Of up to a group, in the order of blocks.hpp.
-template <typename A> double sum_of_squares(const A *p, size_t count) {
-    double lanes[kLanes] = {};
-    size_t i = 0;
-    for (; i + kLanes <= count; i += kLanes)
-        for (size_t l = 0; l < kLanes; ++l) {
-            const double value = p[i + l];
-            lanes[l] += value * value;
-        }
-    for (size_t l = 0; i + l < count; ++l) {
-        const double value = p[i + l];
-        lanes[l] += value * value;
-    }
-    return sum_of_lanes(lanes);
-}
-
 float inverse_of(float scale, float top) {
     const float inverse = top / scale;
     return std::isfinite(inverse) ? inverse : 0.0f;

@@ -12,6 +12,7 @@ from torch import Tensor
 from .. import kernels
 from ..bucket import FlatSpec
 from ..expressions import register
+from ..kernels.draws import MOST_LANES
 from ..positions import Positions, smallest
 from ..sparse import SparseVector
 from .base import (
@@ -28,8 +29,6 @@ from .base import (
 )
 from .law import Biased, Contraction, Law
 from .sparsify import TopK
-
-_MOST_LANES = 32  # neighbours that a sketch can move together
 
 
 @register
@@ -171,7 +170,7 @@ class CountSketch(Compressor[Summand]):
         if numel == 0:
             return 0
         columns = max(1, round(self.ratio * numel / self.rows))
-        lanes = min(_MOST_LANES, 1 << (math.isqrt(columns).bit_length() - 1))
+        lanes = min(MOST_LANES, 1 << (math.isqrt(columns).bit_length() - 1))
         return round(columns / lanes) * lanes
 
     def num_kept(self, spec: FlatSpec, step: int = 0) -> int:

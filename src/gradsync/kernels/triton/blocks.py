@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from gradsync.kernels.reference.blocks import GROUP, LANES
-from gradsync.kernels.triton.boundary import launch, on
+from gradsync.kernels.triton.boundary import bits_of, launch, on
+from gradsync.kernels.triton.rows import kind_of, widened
 
 Groups = tuple[Tensor, Tensor, Tensor]  # begin, length and block of each
 
@@ -35,6 +36,7 @@ def _sum_groups(
     counts: tl.tensor,
     sums: tl.tensor,
     TERM: tl.constexpr,
+    KIND: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
     """Each program sums one group: lanes row by row, then the upper half of them to the lower one."""
@@ -44,7 +46,7 @@ def _sum_groups(
     total = tl.zeros([LANES], tl.float64)
     row = tl.zeros([], tl.int64)
     while row < count:
-        number = tl.load(addends + begin + row + lane, mask=row + lane < count, other=0)
+        number = widened(tl.load(addends + begin + row + lane, mask=row + lane < count, other=0), KIND)
         wide = number.to(tl.float64)
         if TERM == "magnitude":
             wide = tl.abs(wide)
@@ -84,17 +86,14 @@ def _groups_of(lengths: Tensor) -> Groups:
 
 def sum_blocks(p: Tensor, lengths: Tensor, groups: Groups, term: str) -> Tensor:
     """(blocks,) float64: the sums over blocks of so many elements, in these groups."""
-    begins, counts, blocks = groups
-    sums = torch.empty(len(begins), dtype=torch.float64, device=p.device)
-    launch(
-        _sum_groups, len(sums), p.device, p, on(p.device, begins), on(p.device, counts), sums, TERM=term, LANES=LANES
-    )
-    return sum_of_groups(sums, blocks, len(lengths))
-
-
-def sum_of_groups(sums: Tensor, blocks: Tensor, num_blocks: int) -> Tensor:
-    """(num_blocks,): of the sums of groups, of which each belongs to a block, those of the blocks."""
-    if len(sums) == num_blocks:
-        return sums
-    left = torch.bincount(blocks, minlength=num_blocks)
-    return sum_blocks(sums, left, _groups_of(left), "sum")
+    addends = p
+    while True:
+        begins, counts, blocks = groups
+        sums = torch.empty(len(begins), dtype=torch.float64, device=p.device)
+        tables = on(p.device, begins), on(p.device, counts)
+        constants = {"TERM": term, "KIND": kind_of("addends", addends), "LANES": LANES}
+        launch(_sum_groups, len(sums), p.device, bits_of(addends), *tables, sums, **constants)
+        if len(sums) == len(lengths):
+            return sums
+        addends, lengths, term = sums, torch.bincount(blocks, minlength=len(lengths)), "sum"
+        groups = _groups_of(lengths)

@@ -36,6 +36,7 @@ from gradsync.kernels.triton.boundary import (
     launch,
     on,
 )
+from gradsync.kernels.triton.draws import mixed
 from gradsync.kernels.triton.rows import kind_of, narrowed, widened
 
 _COLUMNS = 10  # of the table of runs
@@ -53,15 +54,6 @@ def run_of(table: tl.tensor, num_runs: tl.tensor, COLUMNS: tl.constexpr) -> tl.t
         low = tl.where(before, middle, low)
         high = tl.where(before, high, middle)
     return table + low * COLUMNS
-
-
-@triton.jit
-def mixed(h: tl.tensor, added: tl.tensor) -> tl.tensor:
-    h = h ^ (h >> 16)
-    h = h * 0x7FEB352D
-    h = (h ^ (h >> 15)) + added
-    h = h * 0x846CA68B
-    return h ^ (h >> 16)
 
 
 @triton.jit

@@ -18,23 +18,10 @@ from gradsync.kernels.draws import rotations, run_draws
 from gradsync.kernels.reference.randomized import check_hadamard, rotation_scale
 from gradsync.kernels.reference.rows import accumulation_dtype
 from gradsync.kernels.triton.boundary import BLOCK, bits_of, blocks, check_contiguous, common_device, launch, on
+from gradsync.kernels.triton.draws import draws
 from gradsync.kernels.triton.rows import kind_of, narrowed, widened
 
 _MIN_PIECE = 1024  # elements that one program rotates, of as many chunks
-
-
-@triton.jit
-def mixed(h: tl.tensor) -> tl.tensor:
-    h = (h ^ (h >> 16)) * tl.full([1], 0x7FEB352D, tl.uint32)
-    h = (h ^ (h >> 15)) * tl.full([1], 0x846CA68B, tl.uint32)
-    return h ^ (h >> 16)
-
-
-@triton.jit
-def draws(lower: tl.tensor, upper: tl.tensor, seed: tl.tensor) -> tl.tensor:
-    """See `gradsync.kernels.reference.draws`; of uint32 halves of the places, and an int64 seed."""
-    key = (seed >> 32).to(tl.uint32)
-    return mixed(mixed(lower ^ seed.to(tl.uint32)) + key + upper * tl.full([1], 0x9E3779B9, tl.uint32))
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from gradsync.kernels.checks import Sections
 from gradsync.kernels.draws import check_median, sketch_keys, sketch_lanes
 from gradsync.kernels.reference.sketches import check_count_sketch
 from gradsync.kernels.triton.boundary import BLOCK, bits_of, check_contiguous, common_device, launch, on
-from gradsync.kernels.triton.randomized import draws
+from gradsync.kernels.triton.draws import draws
 from gradsync.kernels.triton.rows import kind_of, narrowed, widened
 
 _COUNTERS = 256  # that one program adds up, as many elements to each
@@ -105,7 +105,7 @@ def _estimate(
     lane = (element % lanes)[:, None] ^ mask
     value = widened(tl.load(counters + tl.load(rows + 5) + window * lanes + lane, mask=inside, other=0), KIND)
     value = tl.where(((signs >> lane) & 1) != 0, value * -1.0, value) + 0.0
-    nan = value != value  # noqa: PLR0124
+    nan = value != value  # noqa: PLR0124 (Triton has no isnan; only NaN differs from itself)
     value = tl.where(used, tl.where(nan, 0.0, value), float("inf"))
     if ROWS > 1:
         value = tl.sort(value, 1)
