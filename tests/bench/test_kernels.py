@@ -13,7 +13,8 @@ import torch
 from typer.testing import CliRunner
 
 from gradsync.bench import kernels
-from gradsync.bench.kernels import CASES, WORK, KernelsSpec, Moved, Work, agree, measured, run_kernels
+from gradsync.bench.kernels import KernelsSpec, Moved, agree, measured, run_kernels
+from gradsync.bench.works import CASES, WORK, Work
 from gradsync.cli import app
 from gradsync.kernels import cpu, device, reference
 from gradsync.report.record import Record

@@ -15,7 +15,7 @@ from ..bench.balance import BalanceSpec, run_balance
 from ..bench.characterization import SUBJECT, LookSpec, run_looks
 from ..bench.compress import QUICK_SIZES_BYTES, SIZES_BYTES, CompressSpec, run_compress
 from ..bench.converge import ConvergeSpec, run_converge, usual_methods
-from ..bench.kernels import WORK, KernelsSpec, run_kernels
+from ..bench.kernels import KernelsSpec, run_kernels
 from ..bench.methods import METHODS
 from ..bench.options import parse_options
 from ..bench.patterns import UNIT
@@ -24,6 +24,7 @@ from ..bench.topk import TopKWorkload
 from ..bench.topk import kind_of as exchange_kind_of
 from ..bench.topk import names as exchange_names
 from ..bench.train import TrainSpec, run_training
+from ..bench.works import WORK
 from ..footprint import DEFAULT_SAMPLE
 from ..report.balance import balance_table
 from ..report.compress import compress_tables, loss_table, size_in_words, size_of
