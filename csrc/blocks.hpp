@@ -28,8 +28,13 @@ template <typename T> double sum_of_squares(const T *x, size_t count) {
         const double value = widen(x[i]);
         return value * value;
     };
-    double lanes[kLanes] = {};
-    size_t i = 0;
+    double lanes[kLanes];
+    size_t i = kLanes;
+    if (count < kLanes) {
+        for (size_t l = 0; l < kLanes; ++l) lanes[l] = l < count ? square(l) : 0;
+        return sum_of_lanes(lanes);
+    }
+    for (size_t l = 0; l < kLanes; ++l) lanes[l] = square(l);
     for (; i + kLanes <= count; i += kLanes)
         for (size_t l = 0; l < kLanes; ++l) lanes[l] += square(i + l);
     for (size_t l = 0; i + l < count; ++l) lanes[l] += square(i + l);

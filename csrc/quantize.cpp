@@ -6,7 +6,6 @@
 #include <type_traits>
 
 #include "blocks.hpp"
-#include "draws.hpp"
 #include "elements.hpp"
 #include "rows.hpp"
 #include "scratch.hpp"
@@ -20,14 +19,6 @@ constexpr size_t kStretch = 16 * kTile;  // what a thread takes of a block that 
 constexpr size_t kFused = 32 * kTile;    // its codes to follow its scale while a cache holds it
 constexpr size_t kAhead = 1024;          // elements: so far on is fetched what memory has time for while codes are made
 
-template <typename A> using Bits = std::conditional_t<sizeof(A) == 8, int64_t, int32_t>;
-
-template <typename A> Bits<A> integer_bits(A value) {
-    Bits<A> bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
-
 template <typename A> Bits<A> magnitude_bits(A value) {
     return integer_bits(value) & std::numeric_limits<Bits<A>>::max();
 }
@@ -38,23 +29,27 @@ template <typename A> A value_of(Bits<A> bits) {
     return value;
 }
 
-// x + residual as it lies there, or in `buffer`, of at most a tile.
+// x + residual into a tile. What will be needed is fetched as it goes, or the fetches would wait for each other.
 template <typename T>
-const Accumulator<T> *corrected(const T *x, const Accumulator<T> *residual, size_t count, Accumulator<T> *buffer) {
+[[gnu::noinline]] void correct(const T *x, const Accumulator<T> *residual, size_t count, Accumulator<T> *__restrict tile) {
     using A = Accumulator<T>;
-    if constexpr (std::is_same_v<T, A>) {
-        if (!residual) return x;
-        for (size_t i = 0; i < count; ++i) buffer[i] = residual[i] + x[i];
-        return buffer;
-    } else {
-        if (residual) {
-            add_row(buffer, residual, x, count);
-            return buffer;
+    const auto some = [&](size_t i, auto number) {
+        if constexpr (std::is_same_v<T, A>)
+            for (size_t j = i; j < i + number; ++j) tile[j] = residual[j] + x[j];
+        else {
+            widen_row(tile + i, x + i, number);
+            if (residual)
+                for (size_t j = i; j < i + number; ++j) tile[j] += residual[j];
         }
-        std::fill_n(buffer, count, A{-0.0f});  // added, it changes nothing
-        add_row(buffer, x, count);
-        return buffer;
+    };
+    constexpr size_t kLine = 64 / sizeof(A);
+    size_t i = 0;
+    for (; i + kLine <= count; i += kLine) {
+        __builtin_prefetch(x + i + kAhead);
+        if (residual) __builtin_prefetch(residual + i + kAhead);
+        some(i, std::integral_constant<size_t, kLine>{});
     }
+    some(i, count - i);
 }
 
 // By their bits: a NaN is the largest.
@@ -64,11 +59,6 @@ template <typename A> Bits<A> largest(const A *p, size_t count, Bits<A> before) 
     return before;
 }
 
-float inverse_of(float scale, float top) {
-    const float inverse = top / scale;
-    return std::isfinite(inverse) ? inverse : 0.0f;
-}
-
 // What is stored: infinity for what float32 does not hold, and zero where its inverse does not.
 float stored_scale(double value, float top) {
     const float scale = static_cast<float>(value);
@@ -76,20 +66,16 @@ float stored_scale(double value, float top) {
     return std::isfinite(top / scale) ? scale : 0.0f;
 }
 
-template <typename A> struct Steps {
-    A inverse, step;  // levels in a unit, and back
-    Steps(float scale, float top)
-        : inverse(inverse_of(scale, top) == 0 ? A{0} : static_cast<A>(top) / static_cast<A>(scale)),
-          step(static_cast<A>(scale) / static_cast<A>(top)) {}
-    Steps() : inverse(1), step(1) {}  // without scales
-};
-
 template <typename T> struct Input {
     using A = Accumulator<T>;
     const T *x;
     const A *residual;
-    const A *at(size_t begin, size_t count, A *buffer) const {
-        return corrected(x + begin, residual ? residual + begin : nullptr, count, buffer);
+    // Where they lie, or in `tile`: no more than that has room for.
+    const A *at(size_t begin, size_t count, A *tile) const {
+        if constexpr (std::is_same_v<T, A>)
+            if (!residual) return x + begin;
+        correct(x + begin, residual ? residual + begin : nullptr, count, tile);
+        return tile;
     }
 };
 
@@ -123,114 +109,11 @@ template <typename T> float scale_of(const Input<T> &input, const Block &block, 
     return stored_scale(std::sqrt(sum_of_groups(sums, (block.length + kGroup - 1) / kGroup)), grid.top);
 }
 
-// A float to the nearest number of 8 bits with so many of them for the fraction; NaN is zero.
-template <int kFraction, int kBias> uint32_t small_float(float value, float top) {
-    constexpr int kDropped = 23 - kFraction;
-    const float kept = value == value ? value : 0.0f;
-    const float magnitude = std::min(std::fabs(kept), top);
-    constexpr uint32_t kLeast = static_cast<uint32_t>(127 - kBias + 1) << 23;  // the smallest normal one
-    const uint32_t power = std::max(bits_of(magnitude) & 0x7f800000u, kLeast), sign = bits_of(kept) >> 24 & 0x80;
-    // Added to a float whose ulp is the code's, the magnitude becomes a whole number of these.
-    const uint32_t unit = power + (static_cast<uint32_t>(kDropped) << 23);
-    const uint32_t fraction = bits_of(magnitude + float_of(unit)) - unit;
-    return sign | (fraction + ((power - kLeast) >> kDropped));
-}
-
-template <int kFraction, int kBias> float small_value(uint32_t code) {
-    const uint32_t magnitude = code & 0x7fu;
-    const float value = float_of(magnitude << (23 - kFraction)) * float_of(static_cast<uint32_t>(254 - kBias) << 23);
-    // e4m3 has no infinity and one NaN; e5m2 has both as IEEE has them.
-    const bool special = kFraction == 3 ? magnitude == 0x7f : magnitude >= 0x7c;
-    const uint32_t as_special = kFraction == 2 && magnitude == 0x7c ? 0x7f800000u : 0x7fc00000u;
-    return float_of((code & 0x80u) << 24 | (special ? as_special : bits_of(value)));
-}
-
-constexpr int32_t kExponents = 126;     // codes 1 to 126 are 2^-109 to 2^16, 0 is zero and 127 NaN
-constexpr int32_t kExponentBias = 17;  // from the exponent field of a float to the code
-
-constexpr uint32_t kLargestBits = 0x7f7fffff;  // of a finite float
-
-// A mask, not a condition: of several of these, gcc would make a choice between all that can come of them. Below 2^31.
-inline uint32_t ones_if_less(uint32_t a, uint32_t b) {
-    return static_cast<uint32_t>(static_cast<int32_t>(a - b) >> 31);
-}
-
-// What is finite stays finite.
-inline float in_float(float value) { return value; }
-inline float in_float(double value) {
-    constexpr double kMost = std::numeric_limits<float>::max();
-    const double below = value > kMost ? kMost : value, within = below < -kMost ? -kMost : below;
-    return static_cast<float>(value - value == 0 ? within : value);
-}
-
-inline uint32_t exponent_code(float value, uint32_t draw) {
-    const uint32_t bits = bits_of(value), magnitude = bits & 0x7fffffffu;
-    const int32_t rounded = static_cast<int32_t>((magnitude + (draw >> 9)) >> 23) - kExponentBias;
-    const auto code = static_cast<uint32_t>(std::min(std::max(rounded, 0), kExponents));
-    const uint32_t signed_code = code | (bits >> 24 & 0x80u & ones_if_less(0, code));
-    const uint32_t special = ones_if_less(kLargestBits, magnitude);
-    return (signed_code & ~special) | (special & 0x7fu);
-}
-
-inline float exponent_value(uint32_t code) {
-    const uint32_t exponent = code & 0x7fu;
-    const uint32_t power = (exponent + kExponentBias) << 23 & ones_if_less(0, exponent);
-    return float_of((code & 0x80u) << 24 | power | (0x7fc00000u & ones_if_less(kExponents, exponent)));
-}
-
-// Adding it to a number of far fewer bits rounds that to a whole one, ties to even.
-template <typename A> constexpr A kWhole = sizeof(A) == 8 ? static_cast<A>(0x1.8p52) : static_cast<A>(0x1.8p23);
-
-// Up with the probability that the fraction says. In 2^-24 of a level, which 32 bits hold of levels up to 127.
-template <typename A> int32_t rounded_by(uint32_t noise, A level) {
-    const auto fixed = static_cast<int32_t>(level * A{0x1p24f});
-    return (fixed + static_cast<int32_t>(noise >> 8)) >> 24;  // to the whole one below
-}
-
-// The code of each element, and what it leaves; `low` is the place of the first. No more than a tile.
-template <Rounding rounding, bool keeps, typename A>
-void round_tile(const A *__restrict p, size_t count, Steps<A> steps, float top, Noise noise, uint32_t low,
-                uint8_t *__restrict codes, A *__restrict next) {
-    const A most = static_cast<A>(top);
-    // Codes that take much arithmetic are made in lanes as wide as the numbers, so that the registers do.
-    [[maybe_unused]] uint32_t wide[kTile];
-#pragma omp simd
-    for (uint32_t i = 0; i < static_cast<uint32_t>(count); ++i) {
-        const A scaled = p[i] * steps.inverse;
-        A level;
-        if constexpr (rounding == Rounding::nearest || rounding == Rounding::stochastic) {
-            A kept = scaled == scaled ? scaled : A{0};
-            kept = kept > most ? most : kept;
-            kept = kept < -most ? -most : kept;
-            if constexpr (rounding == Rounding::nearest) {
-                const A shifted = kept + kWhole<A>;
-                level = shifted - kWhole<A>;
-                codes[i] = static_cast<uint8_t>(integer_bits(shifted));  // its lowest bits are the level's
-            } else {
-                const int32_t whole = rounded_by(noise(low + i), kept);
-                wide[i] = static_cast<uint32_t>(whole);
-                level = static_cast<A>(whole);
-            }
-        } else if constexpr (rounding == Rounding::e4m3) {
-            wide[i] = small_float<3, 7>(static_cast<float>(scaled), top);
-            level = small_value<3, 7>(wide[i]);
-        } else if constexpr (rounding == Rounding::e5m2) {
-            wide[i] = small_float<2, 15>(static_cast<float>(scaled), top);
-            level = small_value<2, 15>(wide[i]);
-        } else {
-            wide[i] = exponent_code(in_float(scaled), noise(low + i));
-            level = exponent_value(wide[i]);
-        }
-        if constexpr (keeps) next[i] = p[i] - level * steps.step;
-    }
-    if constexpr (rounding != Rounding::nearest)
-        for (size_t i = 0; i < count; ++i) codes[i] = static_cast<uint8_t>(wide[i]);
-}
-
+// Of no more than a tile.
 template <bool keeps, typename A>
-void round_tile(Rounding rounding, const A *p, size_t count, Steps<A> steps, float top, Noise noise, uint32_t low,
-                uint8_t *codes, A *next) {
-    const auto as = [&](auto kind) { round_tile<kind(), keeps>(p, count, steps, top, noise, low, codes, next); };
+void round_as(Rounding rounding, const Numbers<A> &row, Steps<A> steps, float top, Noise noise, uint32_t low, uint8_t *codes,
+              A *next) {
+    const auto as = [&](auto kind) { round_each<kTile, kind(), keeps>(row, steps, top, noise, low, codes, next); };
     switch (rounding) {
         case Rounding::nearest: return as(std::integral_constant<Rounding, Rounding::nearest>{});
         case Rounding::stochastic: return as(std::integral_constant<Rounding, Rounding::stochastic>{});
@@ -253,10 +136,10 @@ void encode_elements(const Input<T> &input, const Block &block, size_t first, si
         const size_t count = std::min<uint64_t>(stop - begin, (uint64_t{1} << 32) - (place & 0xffffffffu));
         const Noise noise = draws ? Noise(block.seed, place) : Noise();
         const auto low = static_cast<uint32_t>(place);
-        const A *from = p + (begin - first);
+        const Numbers<A> row{p + (begin - first), count, p == buffer ? 0 : kAhead};
         uint8_t *to = codes + (begin - first);
-        if (next) round_tile<true>(grid.rounding, from, count, steps, grid.top, noise, low, to, next + block.begin + begin);
-        else round_tile<false>(grid.rounding, from, count, steps, grid.top, noise, low, to, static_cast<A *>(nullptr));
+        if (next) round_as<true>(grid.rounding, row, steps, grid.top, noise, low, to, next + block.begin + begin);
+        else round_as<false>(grid.rounding, row, steps, grid.top, noise, low, to, static_cast<A *>(nullptr));
         begin += count;
     }
 }
@@ -269,6 +152,7 @@ void encode_bytes(const Input<T> &input, const Block &block, size_t first, size_
     const Steps<Accumulator<T>> steps =
         grid.scale == ScaleOf::none ? Steps<Accumulator<T>>() : Steps<Accumulator<T>>(scale, grid.top);
     const size_t per_byte = grid.codes_per_byte(), bytes = (block.length + per_byte - 1) / per_byte;
+    const auto zero = static_cast<uint8_t>(grid.top);
     uint8_t levels[kTile];
     for (size_t begin = first; begin < stop; begin += kTile) {
         const size_t count = std::min(kTile, stop - begin);
@@ -277,7 +161,6 @@ void encode_bytes(const Input<T> &input, const Block &block, size_t first, size_
             encode_elements(input, block, begin, begin + count, steps, grid, to, next);
             continue;
         }
-        const auto zero = static_cast<uint8_t>(grid.top);
         for (size_t part = 0; part < per_byte; ++part) {
             const size_t element = part * bytes + begin;
             const size_t some = element < block.length ? std::min(count, block.length - element) : 0;
@@ -393,10 +276,6 @@ void quantize(const T *x, const BlockLayout &layout, const Grid &grid, uint8_t *
     const auto scale_at = [&](const Block &block) { return grid.scale == ScaleOf::none ? 1.0f : scales[block.scale]; };
     if (are_small(layout, grid)) {
         return each_block(layout, threads, [&](const Block &block) {
-            if (const size_t later = block.begin + kAhead; later + block.length <= layout.numel()) {
-                prefetch_row(x + later, block.length * sizeof(T));
-                if (residual) prefetch_row(residual + later, block.length * sizeof(*residual));
-            }
             if (finds) scales[block.scale] = scale_of(input, block, grid);
             encode_bytes(input, block, 0, bytes(block), scale_at(block), grid, codes, next);
         });
@@ -431,8 +310,8 @@ void add_codes(const uint8_t *__restrict codes, size_t count, A step, int shift,
         A level;
         if constexpr (code == Code::whole) level = static_cast<A>(static_cast<int8_t>(codes[i]));
         else if constexpr (code == Code::packed) level = static_cast<A>((codes[i] >> shift & mask) - zero);
-        else if constexpr (code == Code::e4m3) level = small_value<3, 7>(codes[i]);
-        else if constexpr (code == Code::e5m2) level = small_value<2, 15>(codes[i]);
+        else if constexpr (code == Code::e4m3) level = small_value<E4M3>(codes[i]);
+        else if constexpr (code == Code::e5m2) level = small_value<E5M2>(codes[i]);
         else level = exponent_value(codes[i]);
         sums[i] = (first ? A{0} : sums[i]) + level * step;
     }

@@ -6,11 +6,11 @@
 #include <cstdint>
 #include <vector>
 
+#include "rounding.hpp"
 #include "scalars.hpp"
 
 namespace MODULE_NAME {
 
-enum class Rounding : int { nearest, stochastic, e4m3, e5m2, exponent };
 enum class ScaleOf : int { max, norm, given, none };
 
 struct Grid {
