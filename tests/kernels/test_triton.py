@@ -466,7 +466,7 @@ def squared_norms(kernels: Any, size: int) -> list[Tensor]:
 
 
 def some_columns(size: int) -> tuple[int, int, int]:
-    return size // 320 * 32 + 2, 3, 48
+    return size // 320 * 32 + 2, 3, 272
 
 
 def some_sections(size: int) -> Sections:
