@@ -150,7 +150,7 @@ std::vector<Sketched> sketched_sections(const std::vector<uint64_t> &lengths, co
     uint64_t begin = 0, counters = 0;
     for (size_t s = 0; s < lengths.size(); ++s) {
         uint32_t lanes = kMostLanes;
-        while (columns[s] % lanes != 0) lanes /= 2;
+        while (lanes > 1 && (columns[s] % lanes != 0 || lanes * lanes > columns[s])) lanes /= 2;
         sections.push_back({begin, lengths[s], starts[s], seeds[s], counters, columns[s], lanes});
         begin += lengths[s];
         counters += uint64_t{columns[s]} * rows;

@@ -23,8 +23,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .bucket import TensorSpec, describe_specs, matches, trainable_parameters
 from .comm import Group, LocalGroup, gather_bytes, torch_group
 from .engine import Engine
+from .optim import OneMomentum
 from .plan import Plan
-from .planner import MeasuringPlanner, check_momentum, default_plan
+from .planner import MeasuringPlanner, default_plan
 from .planning import Planner
 
 T = TypeVar("T")
@@ -61,7 +62,7 @@ def agreed_engine(
         sparse_names = _sparse_tables(unwrapped(model))
         engines.append(Engine(parameters, group, plan, timeout_s=timeout_s, sparse_names=sparse_names))
         if optimizer is not None:
-            check_momentum(engines[0].plan, parameters, optimizer)
+            OneMomentum(parameters).check(engines[0].plan, optimizer)
         return engines[0]
 
     try:

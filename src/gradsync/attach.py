@@ -136,7 +136,7 @@ def attach(
 
     Args:
         optimizer: the optimiser of the parameters, if it is known already: momentum that a compressor has too is then
-            refused here, not at the first step.
+            refused here, not only before each step.
         plan: what to synchronise how. None: all-reduce for dense and a sparse scheme for sparse gradients, decided from
             what all ranks see in the first step, and logged; models with some MiB of dense gradients, or sparse ones,
             then try bucket sizes, orders and schemes for 20 to 90 steps (not if `torch.use_deterministic_algorithms` is

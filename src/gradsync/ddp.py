@@ -21,7 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from .agreement import DEFAULT_TIMEOUT_S, agreed_engine, forget
-from .hooks import at_end_of_backward
+from .hooks import at_end_of_backward, before_optimizer_steps
+from .optim import OneMomentum
 from .plan import Plan
 from .planning import Planner
 
@@ -57,13 +58,17 @@ class DDPState:
         self._names = {id(p): name for name, p in parameters.items()}
         self._given: list[tuple[GradBucket, Future[Tensor]]] = []
         self._modules = weakref.WeakSet(model.modules())
+        self._momentum = OneMomentum(parameters)
+        self._handle = before_optimizer_steps(self, DDPState._before_optimizer_step, optimizer)
         # DDP holds its state: a model that is dropped takes thread and communicator along.
-        weakref.finalize(self, self.engine.close).atexit = False
+        for end in (self.engine.close, self._handle.remove):
+            weakref.finalize(self, end).atexit = False
 
     def detach(self) -> None:
         """From now on the hook is DDP's own all-reduce: torch cannot take a hook off."""
         self.detached = True
         self._given.clear()
+        self._handle.remove()
         self.engine.close()
         forget(self._modules, self.engine.parameters.values())
 
@@ -96,6 +101,9 @@ class DDPState:
         for bucket, future in self._given:
             future.set_result(self._result(bucket))
         self._given.clear()
+
+    def _before_optimizer_step(self, optimizer: Optimizer) -> None:
+        self._momentum.check(self.engine.plan, optimizer)
 
     def _require_even_inputs(self) -> None:
         model = self._model()

@@ -24,7 +24,7 @@ from .observation import Observer
 from .plan import Plan, describe
 from .planning import Planner, Planning
 from .recording import active
-from .state import NOT_STRICT, StateSlice, slices_of
+from .state import NOT_STRICT, VERSION, StateSlice, slices_of
 from .timeline import Task
 
 logger = logging.getLogger(__name__)
@@ -237,7 +237,7 @@ class Engine:
             self.lanes.commit(keep=self._steps_good)
         plan = next(iter(self._planning.on_trial), self.plan)  # a trial is not for keeping
         return {
-            "version": 1,
+            "version": VERSION,
             "step": self.step,
             "plan": plan.to_json(),
             "state": {part.key: part.values for part in self.lanes.state_slices()},

@@ -14,18 +14,21 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from .bucket import Layout, TensorSpec
 from .comm import Group
 from .engine import Engine
 from .lane import Lane
+from .optim import OneMomentum
 from .plan import Plan
-from .planner import check_momentum
+
+T = TypeVar("T")
 
 MOST_LENT_BYTES = 64 << 10  # autograd adding into zeroed memory saves a call; for more, copying passes over less memory
 BROADCAST_BYTES = 25 << 20  # a message of initial parameters: large enough for line rate, small beside the model
@@ -68,6 +71,7 @@ class AutogradHooks:
         self._used: dict[int, int] = {}  # optimiser -> that when it stepped last
         self._rounds = 0  # of backward and optimiser step since attach; ranks that count differently must not average
         self._round_counted = True  # a round is a synchronization and a step after it
+        self._momentum = OneMomentum(self._parameters)
         self._versions: dict[str, int] | None = None  # of the gradients, when they must not be changed before the step
         self._lendable: set[str] = set()  # whose gradients autograd makes dense, and small: it may add into their homes
         self._task = -1  # autograd's number of the backward under way
@@ -84,13 +88,9 @@ class AutogradHooks:
             parameter.register_post_accumulate_grad_hook(_GradientHook(self, name))
             for name, parameter in self._parameters.items()
         ]
-        model_hook, step_hook = _uncompiled(_ModelHook), _uncompiled(_Hook)
+        model_hook = _uncompiled(_ModelHook)
         self._handles.append(model.register_forward_pre_hook(model_hook(self, AutogradHooks._before_forward)))
-        on_step = step_hook(self, lambda hooks, optimizer, *_: hooks._before_optimizer_step(optimizer))
-        if optimizer is not None:
-            self._handles.append(optimizer.register_step_pre_hook(on_step))
-        else:
-            self._handles.append(register_optimizer_step_pre_hook(on_step))
+        self._handles.append(before_optimizer_steps(self, AutogradHooks._before_optimizer_step, optimizer))
 
     def remove(self) -> None:
         """Takes the hooks off; gradients stay where they are."""
@@ -185,8 +185,7 @@ class AutogradHooks:
         elif self._versions is not None:
             self._require_untouched(self._versions)
         self._versions = None
-        if id(optimizer) not in self._used:  # attach may not have known it
-            check_momentum(self._engine.plan, self._parameters, optimizer)
+        self._momentum.check(self._engine.plan, optimizer)
         self._used[id(optimizer)] = self._synchronizations
         if not self._round_counted:  # several optimisers may step, and a sharded one in an outer and an inner step
             self._rounds += 1
@@ -293,6 +292,14 @@ class AutogradHooks:
             parameter.grad = engine.unload(name, parameter.grad, sparse=sparse)
 
 
+def before_optimizer_steps(
+    owner: T, function: Callable[[T, Optimizer], None], optimizer: Optimizer | None = None
+) -> RemovableHandle:
+    """Runs `function(owner, optimizer)` before each step of the optimiser, or of any, while the owner lives."""
+    hook = _uncompiled(_Hook)(owner, lambda alive, optimizer, *_: function(alive, optimizer))
+    return register_optimizer_step_pre_hook(hook) if optimizer is None else optimizer.register_step_pre_hook(hook)
+
+
 def broadcast_tensors(group: Group, tensors: list[Tensor], timeout_s: float) -> None:
     """Overwrites the tensors with member 0's, in few messages; same shapes everywhere."""
     if group.size == 1:
@@ -327,8 +334,8 @@ def _broadcast_piece(group: Group, tensors: list[Tensor], timeout_s: float) -> N
 class _Hook:
     """A hook that knows its owner weakly, does nothing in copies of the model, and never enters a pickle."""
 
-    def __init__(self, owner: AutogradHooks, function: Callable[..., Any]) -> None:
-        self._owner = weakref.ref(owner)
+    def __init__(self, owner: object, function: Callable[..., Any]) -> None:
+        self._owner: weakref.ref[Any] = weakref.ref(owner)
         self._function = function
 
     def __call__(self, *args: Any) -> None:

@@ -18,6 +18,7 @@ from .bucket import Bucket, Segment, TensorSpec
 from .compressors import SENT, SUMS
 from .compressors import State as CompressorState
 
+VERSION = 2  # of a `state_dict`; in the first one elements were as they lay in memory
 NOT_STRICT = "load_state_dict(..., strict=False)"  # what drops state that has no place
 
 Kept = Tensor | tuple[CompressorState, ...]  # at one compress point, see `schemes.State`
@@ -77,8 +78,11 @@ def slices_of(saved: Mapping[str, Any], specs: Mapping[str, TensorSpec], *, stri
     Raises:
         ValueError: for another version, and if `strict`, for state of parameters that this model does not have.
     """
-    if saved.get("version") != 1:
-        raise ValueError(f"expected a gradsync state of version 1, got version {saved.get('version')!r}")
+    if saved.get("version") != VERSION:
+        raise ValueError(
+            f"expected a gradsync state of version {VERSION}, got version {saved.get('version')!r}: load it with the "
+            "gradsync that saved it, or begin anew without"
+        )
     if missing := sorted({"step", "state"} - set(saved)):
         raise ValueError(f"the state has no {missing[0]!r}: it is not what state_dict() gave")
     if type(saved["step"]) is not int or saved["step"] < 0:

@@ -84,6 +84,13 @@ def test_sgd_takes_small_steps_by_votes(name: str, momentum: float) -> None:
     assert (group["lr"], group["momentum"]) == (pytest.approx(0.001), momentum)
 
 
+def test_signum_is_the_only_momentum_of_adam() -> None:
+    optimizer = torch.optim.AdamW(torch.nn.Linear(3, 2).parameters(), lr=0.1)
+    assert fit_optimizer("signum", optimizer) == 0.0
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["betas"]) == (0.1, (0.0, 0.999))
+
+
 def test_what_sums_is_made_for_the_ranks_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     family = compressors.Family(lambda summands: TopK(1 / summands), feedback=True, asks=("summands",))
     monkeypatch.setitem(compressors.FAMILIES, "of_ranks", family)

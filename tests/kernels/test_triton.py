@@ -466,7 +466,7 @@ def squared_norms(kernels: Any, size: int) -> list[Tensor]:
 
 
 def some_columns(size: int) -> tuple[int, int, int]:
-    return size // 320 * 32 + 2, 3, 48
+    return size // 320 * 32 + 2, 3, 272
 
 
 def some_sections(size: int) -> Sections:
@@ -498,6 +498,24 @@ def test_triton_gives_the_bits_of_the_definition(kernel: str, size: int) -> None
 def test_every_kernel_in_triton_has_its_case() -> None:
     module = device.load()
     assert {name for name in module.__all__ if inspect.isroutine(getattr(module, name))} == set(CASES)
+
+
+@pytest.mark.parametrize("grid", [Grid(7, 4, 300, stochastic=True), FloatGrid("exponent"), Grid(127, 8)], ids=str)
+def test_the_runs_of_a_bucket_are_worked_out_once_and_every_step_has_its_seeds(grid: Any) -> None:
+    x = gradient(1000, torch.float32)
+    kept = importlib.import_module("gradsync.kernels.triton.quantize")._runs
+    kept.cache_clear()
+    missed = []
+    for step in range(3):
+        sections = Sections((700, 300), (5, 0), (2**63 + step, step))
+        made = []
+        for version in (TRITON, reference):
+            codes = torch.zeros(codes_nbytes(sections, grid), dtype=torch.uint8)
+            version.quantize(x, sections, grid, codes, torch.zeros(num_scales(sections, grid)))
+            made.append(codes)
+        assert torch.equal(*made)
+        missed.append(kept.cache_info().misses)
+    assert missed[0] == missed[1] == missed[2] > 0
 
 
 def test_more_owners_than_a_byte_can_number_get_what_is_theirs() -> None:

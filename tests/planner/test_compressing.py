@@ -20,19 +20,23 @@ from gradsync.compressors import (
     BlockInt,
     Cast,
     Compressor,
+    CountSketch,
     ErrorFeedback,
     MomentumCorrection,
     RandomK,
     SharedBlockInt,
+    Signum,
     SparseMessage,
     Summand,
+    Threshold,
     TopK,
     Warmup,
+    dgc,
 )
 from gradsync.density import DensityProfile, ParameterProfile
 from gradsync.plan import Plan
 from gradsync.planner import CompressingPlanner, cheapest_way, default_plan
-from gradsync.planner.compressing import busiest_bytes
+from gradsync.planner.compressing import _advise_feedback, busiest_bytes
 from gradsync.schemes import (
     AllReduce,
     BalancedParallelism,
@@ -75,6 +79,43 @@ def planned(planner: CompressingPlanner, profiles: list[ParameterProfile], world
 
 def scheme_of_each(plan: Plan) -> dict[str, Scheme[Any]]:
     return {name: bucket.make_scheme() for bucket in plan.buckets for name in bucket.names}
+
+
+@pytest.mark.parametrize(
+    "way", [TopK(0.01), Warmup((TopK(0.25), TopK(0.01)), (0, 10)), Threshold(0.1), THC(4, clip=2.5)]
+)
+def test_what_needs_error_feedback_and_has_none_is_warned_of_once(
+    way: Compressor[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    _advise_feedback.cache_clear()
+    for _ in range(2):  # plans are asked for more than once
+        planned(CompressingPlanner(way), PROFILES)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert f"{way} is biased and loses what it leaves out" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        ErrorFeedback(TopK(0.01)),
+        dgc(0.01),
+        TopK(0.9),
+        QSGD(7),
+        Cast("bfloat16"),
+        BlockInt(8),
+        Signum(),
+        CountSketch(0.2, keep=0.01),
+        PowerSGD(2),
+    ],
+    ids=lambda way: way.title,
+)
+def test_what_is_meant_to_be_without_error_feedback_is_not_warned_of(
+    way: Compressor[Any] | Scheme[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    _advise_feedback.cache_clear()
+    planned(CompressingPlanner(way), PROFILES)
+    assert not caplog.records
 
 
 def compressed(planner: CompressingPlanner, profiles: list[ParameterProfile]) -> set[str]:

@@ -10,8 +10,9 @@ from torch.optim import SGD, Optimizer
 
 from ..compressors import Compressor, Sign, Signum
 from ..density import ParameterProfile
+from ..optim import take_momentum
 from ..plan import Plan
-from ..planner import CompressingPlanner, default_plan, take_momentum
+from ..planner import CompressingPlanner, default_plan
 from ..schemes import HalfPrecision, MajorityVote, PowerSGD, Scheme
 from . import compressors
 
@@ -50,12 +51,17 @@ def fit_optimizer(name: str, optimizer: Optimizer) -> float:
 
     A method that does the momentum takes it from the parameters that it compresses, if the optimiser has it as SGD
     does; those that travel dense keep it: what their ranks would each do, the optimiser does with the mean. Votes are
-    no gradients: SGD, which moves every element by its whole learning rate then, takes `RATE_OF_VOTES` of it.
+    no gradients: SGD, which moves every element by its whole learning rate then, takes `RATE_OF_VOTES` of it. With
+    Signum, which has momentum of its own, no optimiser keeps any.
     """
     if name in ("sign", "signum"):
         for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():
             group["lr"] *= RATE_OF_VOTES
-            group["momentum"] = 0.0 if name == "signum" else group["momentum"]  # which has its own
+    for group in optimizer.param_groups if name == "signum" else ():
+        if "momentum" in group:
+            group["momentum"] = 0.0
+        if "betas" in group:
+            group["betas"] = (0.0, *group["betas"][1:])
     if name in DENSE_SCHEMES or not compressors.is_known(name):
         return 0.0
     family = compressors.named(name).family

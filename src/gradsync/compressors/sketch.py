@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from .. import kernels
 from ..bucket import FlatSpec
 from ..expressions import register
-from ..kernels.draws import MOST_LANES
+from ..kernels.draws import most_lanes
 from ..positions import Positions, smallest
 from ..sparse import SparseVector
 from .base import (
@@ -170,7 +169,7 @@ class CountSketch(Compressor[Summand]):
         if numel == 0:
             return 0
         columns = max(1, round(self.ratio * numel / self.rows))
-        lanes = min(MOST_LANES, 1 << (math.isqrt(columns).bit_length() - 1))
+        lanes = most_lanes(columns)
         return round(columns / lanes) * lanes
 
     def num_kept(self, spec: FlatSpec, step: int = 0) -> int:

@@ -110,9 +110,14 @@ def check_rotation(sections: Sections, chunk: int) -> None:
         )
 
 
+def most_lanes(columns: int) -> int:
+    """The largest power of two up to the root of a row, and 32: no more lanes than windows."""
+    return min(MOST_LANES, 1 << max(math.isqrt(columns).bit_length() - 1, 0))
+
+
 def sketch_lanes(columns: int) -> int:
-    """Neighbours that share the draws of a count sketch: the largest power of two that divides a row, up to 32."""
-    return math.gcd(columns, MOST_LANES)
+    """Neighbours that share the draws of a count sketch: the largest such power of two that divides a row."""
+    return math.gcd(columns, most_lanes(columns))
 
 
 def sketch_keys(seed: int, row: int) -> tuple[int, int]:

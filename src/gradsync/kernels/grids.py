@@ -124,9 +124,14 @@ def runs(sections: Sections, grid: AnyGrid) -> Iterator[Run]:
                 codes, scale = codes + blocks * nbytes, scale + blocks
 
 
+def draws(grid: AnyGrid) -> bool:
+    """Whether codes are rounded at random."""
+    return grid.rounding in ("stochastic", "exponent")
+
+
 def check_drawn(sections: Sections, grid: AnyGrid) -> None:
     """Refuses sections without seeds where numbers are drawn."""
-    if grid.rounding in ("stochastic", "exponent") and sections.lengths and not sections.seeds:
+    if draws(grid) and sections.lengths and not sections.seeds:
         raise ValueError(f"{grid} draws numbers: Sections.seeds must have one for each section")
 
 

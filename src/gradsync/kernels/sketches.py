@@ -15,8 +15,9 @@ def count_sketch(x: Tensor, sections: Sections, columns: Sequence[int], counters
 
     In each row any two elements of a section share a counter with probability 1 / columns at most, or never where they
     are near each other, and their signs are independent. Neighbours move together, which is what makes it fast: a
-    section is cut into groups of as many as the largest power of two, up to 32, that divides `columns`. For a group, by
-    the place of its first element in its tensor, a row draws d and s of 32 bits: it goes to window
+    section is cut into groups of as many as the largest power of two, up to 32 and the root of `columns`, that divides
+    `columns`. (Of larger ones whole groups would meet often: with one window for all, always.) For a group, by the
+    place of its first element in its tensor, a row draws d and s of 32 bits: it goes to window
     d * (columns / lanes) >> 32 of as many counters, the element in lane i to counter j = i ^ (d mod lanes) of these,
     negated where bit j of s is 1. (The keys of row r are the seed + 2 r and + 2 r + 1 times 0x9E3779B97F4A7C15.) A
     counter adds in the order of the elements, from 0, in float32 (float64 for float64).

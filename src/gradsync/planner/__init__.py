@@ -6,5 +6,3 @@ from .default import SPARSE_SCHEMES as SPARSE_SCHEMES
 from .default import default_plan as default_plan
 from .default import default_plans as default_plans
 from .measuring import MeasuringPlanner as MeasuringPlanner
-from .momentum import check_momentum as check_momentum
-from .momentum import take_momentum as take_momentum

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from ..bucket import Bucket, FlatSpec, Layout, Segment, TensorSpec, matches
 from ..cluster import Placement
-from ..compressors import Compressor, SparseMessage, Summand
+from ..compressors import Compressor, Contraction, Exact, Feedback, Sign, SparseMessage, Summand, Unbiased
 from ..density import ParameterProfile
 from ..plan import Plan
 from ..schemes import AllReduce, CompressedAllReduce, CompressedTwoWay, Scheme, ways
 from ..steps import transfers
 from .default import BUCKET_BYTES, default_plan, dense_buckets, in_ready_order
 from .flat import is_dense
+
+logger = logging.getLogger(__name__)
 
 LATE = 1 << 62  # the number of a step after all warm-up
 
@@ -27,7 +31,8 @@ class CompressingPlanner:
 
     A compressor's payloads are carried by `cheapest_way`; a scheme of flat buckets, such as PowerSGD, is taken as it
     is. What was found to be mostly zero is compressed as well. Tables with sparse gradients, integers, and what the
-    settings leave out are exact and travel as by default. Error feedback is part of the compressor: none is added here.
+    settings leave out are exact and travel as by default. Error feedback is part of the compressor: none is added here,
+    and a warning says once of a compressor that by its law may lose most of a gradient without.
     A table whose sparse gradients no `nn.Embedding` announces must be in `exact`: its residual would have no place in
     the plan that follows the first step.
 
@@ -98,7 +103,14 @@ class CompressingPlanner:
         _check_way(way)
         if isinstance(way, Scheme):
             return lambda members: way
-        return lambda members: cheapest_way(way, _end_to_end(members), world_size)
+
+        def scheme_of(members: Sequence[ParameterProfile]) -> Scheme[Any]:
+            spec = _end_to_end(members)
+            if _needs_feedback(way, spec):
+                _advise_feedback(way)
+            return cheapest_way(way, spec, world_size)
+
+        return scheme_of
 
 
 def cheapest_way(compressor: Compressor[Any], spec: FlatSpec, world_size: int) -> Scheme[Any]:
@@ -122,6 +134,27 @@ def cheapest_way(compressor: Compressor[Any], spec: FlatSpec, world_size: int) -
     sparse = issubclass(compressor.payload, SparseMessage)
     allowed = [way for way in ways(compressor) if not (sparse and isinstance(way, CompressedTwoWay))]
     return min(allowed, key=lambda way: busiest_bytes(way, spec, world_size))
+
+
+def _needs_feedback(compressor: Compressor[Any], spec: FlatSpec) -> bool:
+    """Whether it may lose more than half of a gradient, or any share of it, and keeps nothing of that though it could.
+
+    Signs are meant to lose the magnitudes.
+    """
+    if isinstance(compressor, Feedback | Sign) or not compressor.feeds_back:
+        return False
+    law = compressor.law(spec)
+    return law.delta < 0.5 if isinstance(law, Contraction) else not isinstance(law, Exact | Unbiased)  # noqa: PLR2004
+
+
+@cache
+def _advise_feedback(compressor: Compressor[Any]) -> None:
+    """Once for each."""
+    logger.warning(
+        "%s is biased and loses what it leaves out of a gradient, which may be most of it: ErrorFeedback around it "
+        "sends that later",
+        compressor,
+    )
 
 
 def busiest_bytes(scheme: Scheme[Any], spec: FlatSpec, world_size: int) -> float:

@@ -8,6 +8,8 @@ the same order; squares are summed in the order of the definition.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -15,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gradsync.kernels.checks import Sections
-from gradsync.kernels.grids import AnyGrid, check_drawn, runs
+from gradsync.kernels.grids import AnyGrid, check_drawn, draws, runs
 from gradsync.kernels.reference.blocks import GROUP, LANES, ordered_sum
 from gradsync.kernels.reference.quantize import (
     check_codes,
@@ -39,7 +41,7 @@ from gradsync.kernels.triton.boundary import (
 from gradsync.kernels.triton.draws import mixed
 from gradsync.kernels.triton.rows import kind_of, narrowed, widened
 
-_COLUMNS = 10  # of the table of runs
+_COLUMNS = 8  # of the table of runs; two more where numbers are drawn
 
 
 @triton.jit
@@ -58,8 +60,8 @@ def run_of(table: tl.tensor, num_runs: tl.tensor, COLUMNS: tl.constexpr) -> tl.t
 
 @triton.jit
 def drawn(row: tl.tensor, upper: tl.tensor, lower: tl.constexpr) -> tl.tensor:
-    """The draw of one place, by its halves: columns 6 and 7 are those of the seed."""
-    key, added = tl.load(row + 6).to(tl.uint32), tl.load(row + 7).to(tl.uint32)
+    """The draw of one place, by its halves: columns 8 and 9 are those of the seed."""
+    key, added = tl.load(row + 8).to(tl.uint32), tl.load(row + 9).to(tl.uint32)
     return mixed(mixed(key ^ lower, 0) + added + upper.to(tl.uint32) * 0x9E3779B9, 0)
 
 
@@ -100,7 +102,7 @@ def _find_largest(
     """Programs meet in a block's magnitude: the maxima of integers are atomic, and in any order give the same."""
     row = run_of(table, num_runs, COLUMNS)
     number = tl.program_id(0).to(tl.int64) - tl.load(row)
-    length, tiles = tl.load(row + 2), tl.load(row + 8)
+    length, tiles = tl.load(row + 2), tl.load(row + 6)
     block = number // tiles
     element = (number % tiles) * TILE + tl.arange(0, TILE)
     inside = element < length
@@ -128,7 +130,7 @@ def _sum_squares(
     """Each program stores one sum: its group's, the lanes added up row by row, then the halves of the lanes."""
     row = run_of(table, num_runs, COLUMNS)
     number = tl.program_id(0).to(tl.int64) - tl.load(row)
-    length, tiles = tl.load(row + 2), tl.load(row + 8)
+    length, tiles = tl.load(row + 2), tl.load(row + 6)
     begin = tl.load(row + 1) + number // tiles * length
     lane = tl.arange(0, LANES)
     lanes = tl.zeros([LANES], tl.float64)
@@ -241,7 +243,7 @@ def _encode(
     accumulator: tl.constexpr = tl.float64 if KIND == "f64" else tl.float32
     row = run_of(table, num_runs, COLUMNS)
     number = tl.program_id(0).to(tl.int64) - tl.load(row)
-    length, nbytes, tiles = tl.load(row + 2), tl.load(row + 3), tl.load(row + 8)
+    length, nbytes, tiles = tl.load(row + 2), tl.load(row + 3), tl.load(row + 6)
     block = number // tiles
     lane = tl.arange(0, TILE)
     byte = (number % tiles) * TILE + lane
@@ -289,7 +291,7 @@ def _encode(
         packed = packed | tl.where(inside, code << (part * BITS), 0)
         if KEEPS:
             tl.store(next_residual + begin + element, p - level * step, mask=inside)
-    tl.store(codes + tl.load(row + 9) + block * nbytes + byte, packed.to(tl.uint8), mask=byte < nbytes)
+    tl.store(codes + tl.load(row + 7) + block * nbytes + byte, packed.to(tl.uint8), mask=byte < nbytes)
 
 
 @triton.jit
@@ -311,7 +313,7 @@ def _decode(
     accumulator: tl.constexpr = tl.float64 if KIND == "f64" else tl.float32
     row = run_of(table, num_runs, COLUMNS)
     number = tl.program_id(0).to(tl.int64) - tl.load(row)
-    length, nbytes, tiles = tl.load(row + 2), tl.load(row + 3), tl.load(row + 8)
+    length, nbytes, tiles = tl.load(row + 2), tl.load(row + 3), tl.load(row + 6)
     block = number // tiles
     byte = (number % tiles) * TILE + tl.arange(0, TILE)
     begin = tl.load(row + 1) + block * length
@@ -320,7 +322,7 @@ def _decode(
         n = 0
         while n < num_parts:
             codes = tl.load(addresses + 2 * n).to(tl.pointer_type(tl.uint8))
-            code = tl.load(codes + tl.load(row + 9) + block * nbytes + byte, mask=byte < nbytes, other=0).to(tl.int32)
+            code = tl.load(codes + tl.load(row + 7) + block * nbytes + byte, mask=byte < nbytes, other=0).to(tl.int32)
             level = level_of((code >> (part * BITS)) & ((1 << BITS) - 1), ROUNDING, TOP, BITS).to(accumulator)
             if ROUNDING == "exponent":
                 total += level
@@ -352,16 +354,18 @@ def quantize(
     device = _device_of(x=x, codes=codes, scales=scales, residual=residual, next_residual=next_residual)
     if grid.scale in ("max", "norm"):
         _find_scales(x, sections, grid, scales, residual)
-    table, programs, tile = _table(sections, grid, _bytes_tile(sections, grid), of_bytes=True)
+    found = _runs(sections.lengths, sections.starts, grid, device)
+    table = _with_seeds(found, sections, grid)
     before, after = (x if kept is None else kept for kept in (residual, next_residual))
-    arguments = bits_of(x), before, on(device, table), len(table), scales, codes, after
+    arguments = bits_of(x), before, table, len(table), scales, codes, after
     constants = {
         **_decoding(x, grid),
+        "COLUMNS": table.shape[1],
         "CORRECTS": residual is not None,
         "KEEPS": next_residual is not None,
-        "TILE": tile,
+        "TILE": found.tile,
     }
-    launch(_encode, programs, device, *arguments, **constants)
+    launch(_encode, found.programs, device, *arguments, **constants)
 
 
 def block_scales(
@@ -383,10 +387,11 @@ def dequantize(
     device = common_device([out, *tensors])
     check_contiguous("out", out)
     check_contiguous("codes and scales", *tensors)
-    table, programs, tile = _table(sections, grid, _bytes_tile(sections, grid), of_bytes=True)
+    found = _runs(sections.lengths, sections.starts, grid, device)
     factor = torch.tensor([scale], dtype=accumulation_dtype(out.dtype)).to(device, non_blocking=True)
-    arguments = on(device, addresses(tensors)), len(parts), on(device, table), len(table), bits_of(out), factor
-    launch(_decode, programs, device, *arguments, **_decoding(out, grid), TILE=tile)
+    parts_table = on(device, addresses(tensors))
+    arguments = parts_table, len(parts), found.table, len(found.table), bits_of(out), factor
+    launch(_decode, found.programs, device, *arguments, **_decoding(out, grid), COLUMNS=_COLUMNS, TILE=found.tile)
 
 
 def _device_of(**tensors: Tensor | None) -> torch.device:
@@ -404,15 +409,14 @@ def _decoding(x: Tensor, grid: AnyGrid) -> dict[str, object]:
         "ROUNDING": grid.rounding,
         "TOP": int(grid.top),
         "BITS": grid.bits,
-        "COLUMNS": _COLUMNS,
     }
 
 
 def _find_scales(x: Tensor, sections: Sections, grid: AnyGrid, scales: Tensor, residual: Tensor | None) -> None:
     tile = GROUP if grid.scale == "norm" else BLOCK
-    table, programs, _ = _table(sections, grid, tile, of_bytes=False)
+    table, _, programs, _ = _runs(sections.lengths, sections.starts, grid, x.device, tile)
     wide = accumulation_dtype(x.dtype)
-    arguments = bits_of(x), x if residual is None else residual, on(x.device, table), len(table)
+    arguments = bits_of(x), x if residual is None else residual, table, len(table)
     constants = {"KIND": kind_of("x", x), "CORRECTS": residual is not None, "COLUMNS": _COLUMNS, "TILE": tile}
     if grid.scale == "max":
         integers = torch.int64 if wide == torch.float64 else torch.int32
@@ -429,23 +433,38 @@ def _find_scales(x: Tensor, sections: Sections, grid: AnyGrid, scales: Tensor, r
         begin += part.numel()
 
 
-def _bytes_tile(sections: Sections, grid: AnyGrid) -> int:
-    """A power of two: bytes of a block that a program works on."""
-    longest = max((run.nbytes for run in runs(sections, grid)), default=1)
-    return min(BLOCK, 1 << (longest - 1).bit_length())
+class _Runs(NamedTuple):
+    table: Tensor  # (runs, 8) int64, on the device, as `run_of` reads it
+    owners: Tensor  # (runs,) int64: the section of each
+    programs: int
+    tile: int
 
 
-def _table(sections: Sections, grid: AnyGrid, tile: int, *, of_bytes: bool) -> tuple[Tensor, int, int]:
-    """(runs, 10) int64 as `run_of` reads it, the number of programs, and the tile.
+@lru_cache(maxsize=64)  # the same buckets come at every step
+def _runs(
+    lengths: tuple[int, ...], starts: tuple[int, ...], grid: AnyGrid, device: torch.device, tile: int = 0
+) -> _Runs:
+    """Programs for `tile` elements of a block each, or (0) for a power of two of its bytes.
 
-    Of each run: its first program, first element, elements and bytes of a block, first block, place, the halves of the
-    seed, tiles of a block, first byte.
+    Of each run: its first program, first element, elements and bytes of a block, first block, place, tiles of a block,
+    first byte.
     """
+    found = list(runs(Sections(lengths, starts, tuple(range(len(lengths)))), grid))  # sections' numbers for seeds
+    of_bytes, longest = tile == 0, max((run.nbytes for run in found), default=1)
+    tile = tile or min(BLOCK, 1 << (longest - 1).bit_length())
     rows, programs = [], 0
-    for run in runs(sections, grid):
+    for run in found:
         tiles = blocks(run.nbytes if of_bytes else run.length, tile)
-        halves = run.seed & 0xFFFFFFFF, run.seed >> 32
-        where = run.begin, run.length, run.nbytes, run.scale, run.place
-        rows.append((programs, *where, *halves, tiles, run.codes))
+        rows.append((programs, run.begin, run.length, run.nbytes, run.scale, run.place, tiles, run.codes))
         programs += run.blocks * tiles
-    return torch.tensor(rows, dtype=torch.int64).view(-1, _COLUMNS), programs, tile
+    table = torch.tensor(rows, dtype=torch.int64).view(-1, _COLUMNS)
+    owners = torch.tensor([run.seed for run in found], dtype=torch.int64)
+    return _Runs(table.to(device), owners, programs, tile)  # waits for the device, once: other streams read it too
+
+
+def _with_seeds(found: _Runs, sections: Sections, grid: AnyGrid) -> Tensor:
+    """The table with the halves of each run's seed, which is another one at every step, where numbers are drawn."""
+    if not draws(grid):
+        return found.table
+    halves = torch.tensor([(seed & 0xFFFFFFFF, seed >> 32) for seed in sections.seeds], dtype=torch.int64).view(-1, 2)
+    return torch.cat([found.table, on(found.table.device, halves[found.owners])], dim=1)
