@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -10,13 +11,33 @@ import pytest
 
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it in its workers, and consoles keep what they find when made
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch starts; ranks as processes share the cores
-import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything loads Triton
 
 if TYPE_CHECKING:
     from tests.world import Ranks
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Loads torch where tests run; pytest-xdist's controller, for which its workers wait to be started, runs none."""
+    if config.getoption("dist", "no") != "no":
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything loads Triton
+    # pytest hangs its handlers on every logger that does not propagate, six times a test: 42 of torch's, 1.3 ms.
+    for name in list(logging.root.manager.loggerDict):
+        logging.getLogger(name).propagate = True
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What may take longer than usual comes first: begun last, one worker would be idle until it is done."""
+    usual_s = float(config.getini("timeout"))
+
+    def allowed_s(item: pytest.Item) -> float:
+        marker = item.get_closest_marker("timeout")
+        return max(usual_s, marker.args[0]) if marker is not None else usual_s
+
+    items.sort(key=allowed_s, reverse=True)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ def train(method: str) -> int:
     else:
         wrapped, _ = model, gradsync.attach(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for _ in range(14):  # plans of other bucket sizes are on trial by then
+    for _ in range(3 if method == "ddp" else 14):  # plans of other bucket sizes are on trial by then
         optimizer.zero_grad()
         wrapped(torch.randn(8, 1024)).square().mean().backward()
         optimizer.step()

@@ -41,6 +41,7 @@ from tests.kernels.shapes import random_indices
 
 pytestmark = needs_triton
 SIZES = [0, 1, 1030]  # a block is 1024
+SKETCHED = 300  # a block is 256; a step of a kernel of sketches takes the interpreter long
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 
@@ -435,7 +436,7 @@ def hadamard(kernels: Any, size: int) -> list[Tensor]:
 
 
 def count_sketch(kernels: Any, size: int) -> list[Tensor]:
-    sections, columns, outs = some_sections(size), some_columns(size), []
+    sections, columns, outs = some_sections(min(size, SKETCHED)), some_columns(min(size, SKETCHED)), []
     for dtype, rows in zip(DTYPES, (4, 1, 1, 2), strict=True):
         x = gradient(sum(sections.lengths), dtype)
         x[-1:] = float("nan")
@@ -446,7 +447,7 @@ def count_sketch(kernels: Any, size: int) -> list[Tensor]:
 
 
 def sketch_estimates(kernels: Any, size: int) -> list[Tensor]:
-    sections, columns, outs = some_sections(size), some_columns(size), []
+    sections, columns, outs = some_sections(min(size, SKETCHED)), some_columns(min(size, SKETCHED)), []
     for dtype, rows in zip(DTYPES, (5, 1, 1, 3), strict=True):
         counters = gradient(rows * sum(columns), accumulation_dtype(dtype))
         counters[:2] = torch.tensor([float("nan"), float("inf")])
@@ -458,7 +459,7 @@ def sketch_estimates(kernels: Any, size: int) -> list[Tensor]:
 def squared_norms(kernels: Any, size: int) -> list[Tensor]:
     sections, outs = some_sections(size), []
     for dtype in DTYPES:
-        for block in (0, 7, 1100):
+        for block in (0, 29, 1100):  # the sums are of 32 lanes
             outs.append(torch.full((section_blocks(sections, block) + 3,), 77.0, dtype=torch.float64))
             x = gradient(sum(sections.lengths), dtype)
             kernels.squared_norms(x, sections, outs[-1][:-3], block=block)
@@ -466,7 +467,8 @@ def squared_norms(kernels: Any, size: int) -> list[Tensor]:
 
 
 def some_columns(size: int) -> tuple[int, int, int]:
-    return size // 320 * 32 + 2, 3, 272
+    """More than a block of counters for the first section, where it has more than one element; 16 lanes for the last."""
+    return size // SKETCHED * 256 + 2, 3, 272
 
 
 def some_sections(size: int) -> Sections:
