@@ -467,7 +467,7 @@ def squared_norms(kernels: Any, size: int) -> list[Tensor]:
 
 
 def some_columns(size: int) -> tuple[int, int, int]:
-    """More than a block of counters for the first section, where it has more than one element; 16 lanes for the last."""
+    """More than a block of counters for the first section, where it has any; 16 lanes for the last."""
     return size // SKETCHED * 256 + 2, 3, 272
 
 
