@@ -83,14 +83,14 @@ def program(request: pytest.FixtureRequest, programs: dict[str, Path]) -> Path:
     return programs[request.param]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_no_kernel_leaves_its_buffers_or_does_what_is_undefined(programs: dict[str, Path]) -> None:
     with ThreadPoolExecutor() as pool:
         for run in pool.map(run_program, programs.values()):
             assert run.returncode == 0, f"{run.args}: {run.stdout} {run.stderr}"
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("kernel", [*choice.KERNELS, "scatter_rows adding"])
 def test_a_kernel_that_leaves_its_buffer_is_noticed(kernel: str, program: Path) -> None:
     run = run_program(program, kernel)

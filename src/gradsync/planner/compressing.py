@@ -10,7 +10,18 @@ from typing import Any
 
 from ..bucket import Bucket, FlatSpec, Layout, Segment, TensorSpec, matches
 from ..cluster import Placement
-from ..compressors import Compressor, Contraction, Exact, Feedback, Sign, SparseMessage, Summand, Unbiased
+from ..compressors import (
+    Cast,
+    Compressor,
+    Contraction,
+    Exact,
+    Feedback,
+    Sign,
+    SparseMessage,
+    Summand,
+    TernGrad,
+    Unbiased,
+)
 from ..density import ParameterProfile
 from ..plan import Plan
 from ..schemes import AllReduce, CompressedAllReduce, CompressedTwoWay, Scheme, ways
@@ -139,9 +150,9 @@ def cheapest_way(compressor: Compressor[Any], spec: FlatSpec, world_size: int) -
 def _needs_feedback(compressor: Compressor[Any], spec: FlatSpec) -> bool:
     """Whether it may lose more than half of a gradient, or any share of it, and keeps nothing of that though it could.
 
-    Signs are meant to lose the magnitudes.
+    Signs are meant to lose the magnitudes, a cast loses what is outside of its range, and TernGrad what it clips.
     """
-    if isinstance(compressor, Feedback | Sign) or not compressor.feeds_back:
+    if isinstance(compressor, Feedback | Sign | Cast | TernGrad) or not compressor.feeds_back:
         return False
     law = compressor.law(spec)
     return law.delta < 0.5 if isinstance(law, Contraction) else not isinstance(law, Exact | Unbiased)  # noqa: PLR2004
