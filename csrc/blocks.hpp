@@ -29,12 +29,12 @@ template <typename T> double sum_of_squares(const T *x, size_t count) {
         return value * value;
     };
     double lanes[kLanes];
-    size_t i = kLanes;
     if (count < kLanes) {
         for (size_t l = 0; l < kLanes; ++l) lanes[l] = l < count ? square(l) : 0;
         return sum_of_lanes(lanes);
     }
     for (size_t l = 0; l < kLanes; ++l) lanes[l] = square(l);
+    size_t i = kLanes;
     for (; i + kLanes <= count; i += kLanes)
         for (size_t l = 0; l < kLanes; ++l) lanes[l] += square(i + l);
     for (size_t l = 0; i + l < count; ++l) lanes[l] += square(i + l);

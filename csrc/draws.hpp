@@ -45,12 +45,12 @@ public:
 #if defined(__AVX2__)
     // Of eight places side by side.
     __m256i of_eight(uint32_t low) const {
-        const auto all = [](uint32_t value) { return _mm256_set1_epi32(static_cast<int>(value)); };
+        const auto every = [](uint32_t value) { return _mm256_set1_epi32(static_cast<int>(value)); };
         const auto folded = [](__m256i h, int bits) { return _mm256_xor_si256(h, _mm256_srli_epi32(h, bits)); };
-        __m256i h = _mm256_add_epi32(all(low), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
-        h = folded(_mm256_xor_si256(h, all(key_)), 16);
-        h = folded(_mm256_mullo_epi32(h, all(0x7feb352du)), 15);
-        h = _mm256_mullo_epi32(_mm256_add_epi32(h, all(added_)), all(0x846ca68bu));
+        __m256i h = _mm256_add_epi32(every(low), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+        h = folded(_mm256_xor_si256(h, every(key_)), 16);
+        h = folded(_mm256_mullo_epi32(h, every(0x7feb352du)), 15);
+        h = _mm256_mullo_epi32(_mm256_add_epi32(h, every(added_)), every(0x846ca68bu));
         return folded(h, 16);
     }
 #endif

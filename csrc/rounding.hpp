@@ -124,7 +124,7 @@ size_t round_vectors(const Numbers<A> &, Steps<A>, float, Noise, uint32_t, uint8
 struct FloatVector {  // eight of them
     __m256 v;
     FloatVector(__m256 v) : v(v) {}
-    explicit FloatVector(float all) : v(_mm256_set1_ps(all)) {}
+    explicit FloatVector(float value) : v(_mm256_set1_ps(value)) {}
     explicit FloatVector(__m256i bits) : v(_mm256_castsi256_ps(bits)) {}
     __m256i bits() const { return _mm256_castps_si256(v); }
     FloatVector operator*(FloatVector o) const { return _mm256_mul_ps(v, o.v); }
@@ -135,14 +135,14 @@ struct FloatVector {  // eight of them
     FloatVector at_least(FloatVector o) const { return _mm256_max_ps(v, o.v); }
 };
 
-inline __m256i all(uint32_t value) { return _mm256_set1_epi32(static_cast<int>(value)); }
+inline __m256i every(uint32_t value) { return _mm256_set1_epi32(static_cast<int>(value)); }
 
 template <typename Format> __m256i small_floats(FloatVector values, float top) {
     const FloatVector kept = values.or_zero();
-    const FloatVector magnitude = FloatVector(_mm256_and_si256(kept.bits(), all(0x7fffffff))).at_most(FloatVector(top));
-    const __m256i least = all(Format::kLeast), sign = _mm256_and_si256(_mm256_srli_epi32(kept.bits(), 24), all(0x80));
-    const __m256i power = _mm256_max_epi32(_mm256_and_si256(magnitude.bits(), all(0x7f800000)), least);
-    const __m256i unit = _mm256_add_epi32(power, all(static_cast<uint32_t>(Format::kDropped) << 23));
+    const FloatVector magnitude = FloatVector(_mm256_and_si256(kept.bits(), every(0x7fffffff))).at_most(FloatVector(top));
+    const __m256i least = every(Format::kLeast), sign = _mm256_and_si256(_mm256_srli_epi32(kept.bits(), 24), every(0x80));
+    const __m256i power = _mm256_max_epi32(_mm256_and_si256(magnitude.bits(), every(0x7f800000)), least);
+    const __m256i unit = _mm256_add_epi32(power, every(static_cast<uint32_t>(Format::kDropped) << 23));
     const __m256i fraction = _mm256_sub_epi32((magnitude + FloatVector(unit)).bits(), unit);
     const __m256i exponent = _mm256_srli_epi32(_mm256_sub_epi32(power, least), Format::kDropped);
     return _mm256_or_si256(sign, _mm256_add_epi32(fraction, exponent));
@@ -150,39 +150,44 @@ template <typename Format> __m256i small_floats(FloatVector values, float top) {
 
 // Of codes that stand for finite numbers.
 template <typename Format> FloatVector small_values(__m256i codes) {
-    const __m256i magnitude = _mm256_slli_epi32(_mm256_and_si256(codes, all(0x7f)), Format::kDropped);
-    const __m256i sign = _mm256_slli_epi32(_mm256_and_si256(codes, all(0x80)), 24);
-    const FloatVector value = FloatVector(magnitude) * FloatVector(all(Format::kUnit));
+    const __m256i magnitude = _mm256_slli_epi32(_mm256_and_si256(codes, every(0x7f)), Format::kDropped);
+    const __m256i sign = _mm256_slli_epi32(_mm256_and_si256(codes, every(0x80)), 24);
+    const FloatVector value = FloatVector(magnitude) * FloatVector(every(Format::kUnit));
     return FloatVector(_mm256_or_si256(sign, value.bits()));
 }
 
 inline __m256i exponent_codes(FloatVector values, __m256i draws) {
-    const __m256i bits = values.bits(), magnitude = _mm256_and_si256(bits, all(0x7fffffff)), zero = _mm256_setzero_si256();
+    const __m256i bits = values.bits(), magnitude = _mm256_and_si256(bits, every(0x7fffffff)), zero = _mm256_setzero_si256();
     const __m256i up = _mm256_srli_epi32(_mm256_add_epi32(magnitude, _mm256_srli_epi32(draws, 9)), 23);
-    const __m256i rounded = _mm256_max_epi32(_mm256_sub_epi32(up, all(kExponentBias)), zero);
-    const __m256i code = _mm256_min_epi32(rounded, all(kExponents));
-    const __m256i minus = _mm256_and_si256(_mm256_srli_epi32(bits, 24), all(0x80));
+    const __m256i rounded = _mm256_max_epi32(_mm256_sub_epi32(up, every(kExponentBias)), zero);
+    const __m256i code = _mm256_min_epi32(rounded, every(kExponents));
+    const __m256i minus = _mm256_and_si256(_mm256_srli_epi32(bits, 24), every(0x80));
     const __m256i signed_code = _mm256_or_si256(code, _mm256_andnot_si256(_mm256_cmpeq_epi32(code, zero), minus));
-    return _mm256_blendv_epi8(signed_code, all(0x7f), _mm256_cmpgt_epi32(magnitude, all(kLargestBits)));
+    return _mm256_blendv_epi8(signed_code, every(0x7f), _mm256_cmpgt_epi32(magnitude, every(kLargestBits)));
 }
 
 inline FloatVector exponent_values(__m256i codes) {
-    const __m256i exponent = _mm256_and_si256(codes, all(0x7f)), zero = _mm256_setzero_si256();
-    const __m256i sign = _mm256_slli_epi32(_mm256_and_si256(codes, all(0x80)), 24);
-    const __m256i shifted = _mm256_slli_epi32(_mm256_add_epi32(exponent, all(kExponentBias)), 23);
+    const __m256i exponent = _mm256_and_si256(codes, every(0x7f)), zero = _mm256_setzero_si256();
+    const __m256i sign = _mm256_slli_epi32(_mm256_and_si256(codes, every(0x80)), 24);
+    const __m256i shifted = _mm256_slli_epi32(_mm256_add_epi32(exponent, every(kExponentBias)), 23);
     const __m256i power = _mm256_andnot_si256(_mm256_cmpeq_epi32(exponent, zero), shifted);
-    const __m256i special = _mm256_and_si256(_mm256_cmpgt_epi32(exponent, all(kExponents)), all(kNaN));
+    const __m256i special = _mm256_and_si256(_mm256_cmpgt_epi32(exponent, every(kExponents)), every(kNaN));
     return FloatVector(_mm256_or_si256(_mm256_or_si256(sign, power), special));
 }
 
 template <Rounding rounding> __m256i codes_of(FloatVector scaled, float top, const Noise &noise, uint32_t low) {
-    if constexpr (rounding == Rounding::e4m3) return small_floats<E4M3>(scaled, top);
-    if constexpr (rounding == Rounding::e5m2) return small_floats<E5M2>(scaled, top);
-    if constexpr (rounding == Rounding::exponent) return exponent_codes(scaled, noise.of_eight(low));
-    const FloatVector kept = scaled.or_zero().at_most(FloatVector(top)).at_least(FloatVector(-top));
-    if constexpr (rounding == Rounding::nearest) return _mm256_cvtps_epi32(kept.v);
-    const __m256i fixed = _mm256_cvttps_epi32((kept * FloatVector(0x1p24f)).v);
-    return _mm256_srai_epi32(_mm256_add_epi32(fixed, _mm256_srli_epi32(noise.of_eight(low), 8)), 24);
+    if constexpr (rounding == Rounding::e4m3) {
+        return small_floats<E4M3>(scaled, top);
+    } else if constexpr (rounding == Rounding::e5m2) {
+        return small_floats<E5M2>(scaled, top);
+    } else if constexpr (rounding == Rounding::exponent) {
+        return exponent_codes(scaled, noise.of_eight(low));
+    } else {
+        const FloatVector kept = scaled.or_zero().at_most(FloatVector(top)).at_least(FloatVector(-top));
+        if constexpr (rounding == Rounding::nearest) return _mm256_cvtps_epi32(kept.v);
+        const __m256i fixed = _mm256_cvttps_epi32((kept * FloatVector(0x1p24f)).v);
+        return _mm256_srai_epi32(_mm256_add_epi32(fixed, _mm256_srli_epi32(noise.of_eight(low), 8)), 24);
+    }
 }
 
 template <Rounding rounding> FloatVector levels_of(__m256i codes) {

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -248,10 +249,13 @@ def refusals_behind_ddp() -> list[str]:
     model.register_comm_hook(state, gradsync.ddp_hook)
     optimizer = sgd(model.parameters())
     texts = [refused_step(model, optimizer)]
+    state.detach()
+    step(model, optimizer)  # nothing is compressed any more
+    model = DistributedDataParallel(Perceptron())
+    model.register_comm_hook(gradsync.DDPState(model, plan=corrected, timeout_s=10), gradsync.ddp_hook)
+    optimizer = sgd(model.parameters())
     take_momentum(optimizer, matrices_of(model))
     step(model, optimizer)
-    state.detach()
-    step(model, sgd(model.parameters()))  # nothing is compressed any more
     return texts
 
 
@@ -274,3 +278,23 @@ def refusal_of_a_cycle() -> str:
 def test_momentum_that_a_scheduler_brings_later_is_refused(world: World) -> None:
     for text in world(2).run(refusal_of_a_cycle):
         assert "would apply 0.95 on top of it" in text and "cycle_momentum=False" in text
+
+
+def refusal_on_one_rank() -> str:
+    model = Perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.0)
+    handle = gradsync.attach(model, optimizer, plan=corrected, timeout=60)
+    step(model, optimizer)
+    if dist.get_rank() == 1:
+        optimizer.param_groups[0]["momentum"] = 0.9
+        return refused_step(model, optimizer)
+    step(model, optimizer)
+    with pytest.raises(RuntimeError, match="would apply 0.9 on top of it") as error:
+        step(model, optimizer)  # for which the other one does not come
+    handle.detach()
+    return str(error.value)
+
+
+def test_the_other_ranks_are_told_of_what_one_alone_refuses(world: World) -> None:
+    for text in world(2).run(refusal_on_one_rank):
+        assert "would apply 0.9 on top of it" in text

@@ -103,7 +103,11 @@ class DDPState:
         self._given.clear()
 
     def _before_optimizer_step(self, optimizer: Optimizer) -> None:
-        self._momentum.check(self.engine.plan, optimizer)
+        try:
+            self._momentum.check(self.engine.plan, optimizer)
+        except ValueError as error:
+            self.engine.fail(str(error))  # settings may differ by rank: the others would wait for this one
+            raise
 
     def _require_even_inputs(self) -> None:
         model = self._model()

@@ -185,7 +185,11 @@ class AutogradHooks:
         elif self._versions is not None:
             self._require_untouched(self._versions)
         self._versions = None
-        self._momentum.check(self._engine.plan, optimizer)
+        try:
+            self._momentum.check(self._engine.plan, optimizer)
+        except ValueError as error:
+            self._engine.fail(str(error))  # settings may differ by rank: the others would wait for this one
+            raise
         self._used[id(optimizer)] = self._synchronizations
         if not self._round_counted:  # several optimisers may step, and a sharded one in an outer and an inner step
             self._rounds += 1

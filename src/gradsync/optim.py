@@ -66,7 +66,7 @@ class OneMomentum:
     """Refuses momentum that an optimiser would apply on top of a compressor's, of these parameters by name.
 
     To be asked before every step: plans change, and schedulers cycle momentum. Without such a compressor it costs
-    nothing, else a look at each parameter group.
+    nothing, else a look at each parameter group, and at the parameters of those that have momentum.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:

@@ -66,6 +66,26 @@ def test_native_codes_and_sums_have_the_bits_of_the_definition(grid: Any, module
 
 
 @native
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("given", [2.0, 0.0, math.inf])
+def test_codes_of_floats_of_which_nothing_is_kept_have_the_bits_of_the_definition(
+    grid: Any, given: float, module: ModuleType
+) -> None:
+    """Read where they lie: finite, zeros of both signs, NaN and infinity, by scales that are given too."""
+    x = gradient(sum(SECTIONS.lengths), torch.float64, 4).pow_(3).float()
+    x[5000:5700], x[6000:6100:7], x[6001:6100:7] = 0.0, -0.0, 1e-40
+    x[7000], x[7040], x[7081] = float("nan"), float("inf"), float("-inf")
+    made = []
+    for kernels, options in ((reference, {}), (cpu, {"module": module, "threads": 1})):
+        codes = torch.zeros(codes_nbytes(SECTIONS, grid), dtype=torch.uint8)
+        scales = torch.full((num_scales(SECTIONS, grid),), given)
+        kernels.quantize(x, SECTIONS, grid, codes, scales, **options)
+        made.append((codes, scales))
+    for mine, theirs in zip(*made, strict=True):
+        assert_same_bits(mine, theirs)
+
+
+@native
 @pytest.mark.parametrize("scale", ["max", "norm"])
 def test_scales_of_blocks_that_no_cache_holds_are_the_same_on_many_threads(scale: str, module: ModuleType) -> None:
     x, sections = gradient(100_003, torch.float32), Sections((40_000, 60_003))

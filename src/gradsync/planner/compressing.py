@@ -32,6 +32,7 @@ from .flat import is_dense
 logger = logging.getLogger(__name__)
 
 LATE = 1 << 62  # the number of a step after all warm-up
+MOST_LOST = 0.5  # of a gradient's square, without a word about error feedback
 
 Way = Compressor[Any] | Scheme[Any]
 
@@ -118,7 +119,7 @@ class CompressingPlanner:
         def scheme_of(members: Sequence[ParameterProfile]) -> Scheme[Any]:
             spec = _end_to_end(members)
             if _needs_feedback(way, spec):
-                _advise_feedback(way)
+                _advise_feedback(str(way))
             return cheapest_way(way, spec, world_size)
 
         return scheme_of
@@ -155,11 +156,11 @@ def _needs_feedback(compressor: Compressor[Any], spec: FlatSpec) -> bool:
     if isinstance(compressor, Feedback | Sign | Cast | TernGrad) or not compressor.feeds_back:
         return False
     law = compressor.law(spec)
-    return law.delta < 0.5 if isinstance(law, Contraction) else not isinstance(law, Exact | Unbiased)  # noqa: PLR2004
+    return law.delta < MOST_LOST if isinstance(law, Contraction) else not isinstance(law, Exact | Unbiased)
 
 
 @cache
-def _advise_feedback(compressor: Compressor[Any]) -> None:
+def _advise_feedback(compressor: str) -> None:
     """Once for each."""
     logger.warning(
         "%s is biased and loses what it leaves out of a gradient, which may be most of it: ErrorFeedback around it "

@@ -440,7 +440,7 @@ class _Runs(NamedTuple):
     tile: int
 
 
-@lru_cache(maxsize=64)  # the same buckets come at every step
+@lru_cache(maxsize=1024)  # the same buckets come at every step, each with up to two tables
 def _runs(
     lengths: tuple[int, ...], starts: tuple[int, ...], grid: AnyGrid, device: torch.device, tile: int = 0
 ) -> _Runs:
