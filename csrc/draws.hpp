@@ -2,9 +2,8 @@
 #pragma once
 
 #include <cstdint>
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
+
+#include "scalars.hpp"
 
 namespace MODULE_NAME {
 
@@ -45,7 +44,6 @@ public:
 #if defined(__AVX2__)
     // Of eight places side by side.
     __m256i of_eight(uint32_t low) const {
-        const auto every = [](uint32_t value) { return _mm256_set1_epi32(static_cast<int>(value)); };
         const auto folded = [](__m256i h, int bits) { return _mm256_xor_si256(h, _mm256_srli_epi32(h, bits)); };
         __m256i h = _mm256_add_epi32(every(low), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
         h = folded(_mm256_xor_si256(h, every(key_)), 16);

@@ -135,8 +135,6 @@ struct FloatVector {  // eight of them
     FloatVector at_least(FloatVector o) const { return _mm256_max_ps(v, o.v); }
 };
 
-inline __m256i every(uint32_t value) { return _mm256_set1_epi32(static_cast<int>(value)); }
-
 template <typename Format> __m256i small_floats(FloatVector values, float top) {
     const FloatVector kept = values.or_zero();
     const FloatVector magnitude = FloatVector(_mm256_and_si256(kept.bits(), every(0x7fffffff))).at_most(FloatVector(top));

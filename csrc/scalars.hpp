@@ -101,6 +101,8 @@ inline void narrow_row(Out *__restrict to, const float *__restrict from, size_t 
 }
 
 #if defined(__AVX2__)  // and with it F16C, see has_avx2()
+inline __m256i every(uint32_t value) { return _mm256_set1_epi32(static_cast<int>(value)); }
+
 inline __m256 widen_vector(const Bfloat16 *from) {
     const __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from)));
     return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
