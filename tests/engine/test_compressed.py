@@ -57,6 +57,13 @@ def train(model: nn.Module, steps: int, seed: int) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
+def trained(model: nn.Module, scheme: Scheme[Any], steps: int) -> tuple[gradsync.Attachment, dict[str, Any]]:
+    """The model attached and trained, and the state that it has then."""
+    handle = gradsync.attach(model, plan=plan_for(model, scheme), timeout=10)
+    train(model, steps, seed=0)
+    return handle, handle.state_dict()
+
+
 def resumes_bit_by_bit() -> None:
     for scheme in (TWO_WAY, GATHERED, Sparsified(FEEDBACK), LOW_RANK):
         torch.manual_seed(0)
@@ -81,9 +88,7 @@ def resumes_bit_by_bit() -> None:
 def state_of_other_steps_is_refused() -> None:
     torch.manual_seed(0)
     model = nn.Linear(6, 3)
-    handle = gradsync.attach(model, plan=plan_for(model, GATHERED), timeout=10)
-    train(model, 2, seed=0)
-    saved = handle.state_dict()
+    handle, saved = trained(model, GATHERED, 2)
     with pytest.raises(ValueError, match=r"the ranks differ: step 7 on rank 0, step 8 on rank 1"):
         handle.load_state_dict({**saved, "step": 7 + dist.get_rank()})
     key = "weight[0:18]/sent.residual"
@@ -105,9 +110,7 @@ def test_state_that_ranks_saved_at_different_steps_or_that_is_none_is_refused(wo
 def residuals_follow_parameters_into_other_cuts() -> None:
     torch.manual_seed(0)
     model = nn.Linear(6, 3)
-    handle = gradsync.attach(model, plan=plan_for(model, GATHERED), timeout=10)
-    train(model, 3, seed=0)
-    saved = handle.state_dict()
+    handle, saved = trained(model, GATHERED, 3)
     before = saved["state"]["weight[0:18]/sent.residual"].clone()
     assert saved["step"] == 3
     handle.detach()
@@ -123,9 +126,7 @@ def factors_follow_their_parameters_into_other_buckets() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 12), nn.Linear(12, 8))
     names = [(name, 0, p.numel()) for name, p in model.named_parameters()]
-    handle = gradsync.attach(model, plan=plan_for(model, LOW_RANK), timeout=10)
-    train(model, 3, seed=0)
-    saved = handle.state_dict()
+    handle, saved = trained(model, LOW_RANK, 3)
     handle.detach()
     apart = plan_for(model, LOW_RANK, names[2:], names[:2])
     handle = gradsync.attach(model, plan=apart, timeout=10)
