@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import memory
 from .bucket import PHASES, StepMarks, TensorSpec
 from .comm import Group, GroupError, JobThread, Synchronization, gather_bytes
 from .forecast import forecast, network_cost
@@ -296,6 +297,7 @@ class Engine:
         self._thread.stop()
         self.group.close()
         self.lanes = Lanes()  # and so their memory goes; gradients keep what they live in
+        memory.release()
 
     # Below here: how.
 

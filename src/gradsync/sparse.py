@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import kernels
+from . import kernels, memory
 
 INT32_ROWS = 2**31  # tables up to this many rows, or elements, have indices of 4 bytes, larger ones of 8
 
@@ -132,7 +132,7 @@ class SparseVector:
 
     def to_dense(self) -> Tensor:
         """All elements, (length,)."""
-        dense = self.values.new_zeros(self.length)
+        dense = memory.zeros(self.length, self.values.dtype, self.values.device)
         kernels.scatter_rows(self.indices, self.values[:, None], dense[:, None], accumulate=False)
         return dense
 

@@ -227,20 +227,6 @@ def test_tensors_alike_are_compressed_in_one_go_however_they_lie() -> None:
     assert sum(parts.lengths) == bucket(shapes=shapes).numel
 
 
-def test_memory_is_used_again_once_nobody_holds_it() -> None:
-    ranks = Ranks(PowerSGD(2), 1)
-    ranks.step([gradient(0)])
-    held = ranks.kept().elements["residual"]
-    copy, where = held.clone(), held.data_ptr()
-    ranks.step([gradient(1)])
-    ranks.step([gradient(2)])
-    assert torch.equal(held, copy)
-    second = ranks.kept().elements["residual"].data_ptr()
-    ranks.step([gradient(3)])
-    ranks.step([gradient(4)])
-    assert ranks.kept().elements["residual"].data_ptr() == second != where
-
-
 def test_a_step_can_be_taken_back() -> None:
     ranks = Ranks(PowerSGD(2), 2)
     inputs = [gradient(rank) for rank in range(2)]

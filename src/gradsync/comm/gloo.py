@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import memory
 from ..cluster import Placement
 from ..steps import DIRECT_BYTES, Pattern, Transfer
 from .group import LENGTH_BYTES, Pending, TorchGroup, cut_messages, cut_to_lengths, split, swapped, with_lengths
@@ -90,7 +91,7 @@ class GlooGroup(TorchGroup):
             return self._all_to_all(buffer.repeat(self.size), [buffer.numel()] * self.size, lengths)
         if len(set(lengths)) == 1 or not buffer.is_cpu:
             return super().all_gather(buffer, lengths)  # its ring is near the line rate
-        parts = split(buffer.new_empty(sum(lengths)), lengths)
+        parts = split(memory.empty(sum(lengths), buffer.dtype, buffer.device), lengths)
         return self._exchange([buffer] * self.size, parts, together=self._fast)
 
     def all_to_all(
@@ -99,7 +100,11 @@ class GlooGroup(TorchGroup):
         small = largest is not None and self._starts_at_once((self.size - 1) * largest * buffer.element_size())
         if small or self._fast or not buffer.is_cpu:
             return self._all_to_all(buffer, sent, received)
-        return self._exchange(split(buffer, sent), split(buffer.new_empty(sum(received)), received), together=False)
+        return self._exchange(
+            split(buffer, sent),
+            split(memory.empty(sum(received), buffer.dtype, buffer.device), received),
+            together=False,
+        )
 
     def exchange(self, messages: Sequence[Tensor], bounds: Sequence[int]) -> Pending[list[Tensor]]:
         # gloo fills the first bytes of a receive that is larger than the message: only the message travels.
@@ -108,7 +113,7 @@ class GlooGroup(TorchGroup):
         if self._starts_at_once((self.size - 1) * max(bounds)) or not own.is_cpu:
             return self._exchange_at_once(torch.cat(outgoing), [len(part) for part in outgoing], own, bounds[rank])
         room = [0 if peer == rank else bounds[rank] for peer in range(self.size)]
-        incoming = split(own.new_empty(sum(room)), room)
+        incoming = split(memory.empty(sum(room), own.dtype, own.device), room)
         work = self._rounds.exchange(outgoing, incoming, together=self._fast, bounded=True)
         return self._pending(work, lambda: cut_to_lengths(incoming, rank, own))
 

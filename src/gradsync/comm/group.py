@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from .. import memory
 from ..cluster import Placement
 from ..steps import DIRECT_BYTES
 from .board import Board
@@ -243,7 +244,7 @@ class TorchGroup(Group):
         if len(set(lengths)) > 1:
             # Backends gather equal lengths only; sending the buffer to each member moves exactly the bytes needed.
             return self._all_to_all(buffer.repeat(self.size), [buffer.numel()] * self.size, lengths)
-        output = buffer.new_empty(sum(lengths))
+        output = memory.empty(sum(lengths), buffer.dtype, buffer.device)
         work = _all_gather_single(output, buffer, self._own)
         return self._pending(work, lambda: split(output, lengths), keep=buffer)
 
@@ -292,7 +293,7 @@ class TorchGroup(Group):
         return Pending(lambda timeout_s: cut_to_lengths(arrived.wait(timeout_s), self.rank, own))
 
     def _all_to_all(self, buffer: Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending[list[Tensor]]:
-        output = buffer.new_empty(sum(received))
+        output = memory.empty(sum(received), buffer.dtype, buffer.device)
         work = dist.all_to_all_single(output, buffer, list(received), list(sent), group=self._own, async_op=True)
         return self._pending(work, lambda: split(output, received), keep=buffer)
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from .. import kernels
+from .. import kernels, memory
 from ..bucket import FlatSpec
 from ..expressions import Nameable
 from ..sparse import SparseVector
@@ -191,7 +191,7 @@ class Compressor(Nameable, ABC, Generic[P]):
 
     def compress_with_feedback(self, x: Tensor, residual: Tensor, state: State) -> tuple[P, Tensor, State]:
         """The payload of x + residual, what it leaves of that (new, in the residual's type), and the next state."""
-        corrected = residual + x
+        corrected = torch.add(residual, x, out=memory.empty_like(residual))
         payload, next_state = self.compress(narrowed(corrected, x.dtype), state)
         return payload, self.remainder(corrected, payload), next_state
 
@@ -208,7 +208,7 @@ class Compressor(Nameable, ABC, Generic[P]):
 
         The sum is made in float32 (float64 for float64), and rounded once.
         """
-        total = out.new_zeros(out.numel(), dtype=kernels.accumulation_dtype(out.dtype))
+        total = memory.zeros(out.numel(), kernels.accumulation_dtype(out.dtype), out.device)
         for payload in payloads:
             check_size(payload, out)
             total += self.decompress(payload)
@@ -224,7 +224,7 @@ class Compressor(Nameable, ABC, Generic[P]):
 
     def remainder(self, x: Tensor, payload: P) -> Tensor:
         """What the payload, as it is summed, leaves of `x`, whose dtype may be a wider one; overwrites `x`."""
-        sent = torch.empty_like(x)
+        sent = memory.empty_like(x)
         self.sum_into(sent, [payload])
         return x.sub_(sent)
 
@@ -246,11 +246,17 @@ class Sparsifier(Compressor[SparseMessage]):
         return self.elements(payload).to_dense()
 
     def sum_into(self, out: Tensor, payloads: Sequence[SparseMessage], scale: float = 1.0) -> None:
-        total = out.new_zeros(out.numel(), dtype=kernels.accumulation_dtype(out.dtype))
         for payload in payloads:
             check_size(payload, out)
-            self.elements(payload).add_to(total)
-        out.copy_(total.mul_(scale))
+        parts = [self.elements(payload) for payload in payloads]
+        wide = kernels.accumulation_dtype(out.dtype)
+        total = (out if out.dtype is wide else memory.empty_like(out, wide)).zero_()
+        for part in parts:
+            part.add_to(total)
+        if scale != 1:
+            total.mul_(scale)
+        if total is not out:
+            out.copy_(total)
 
     def remainder(self, x: Tensor, payload: SparseMessage) -> Tensor:
         return self.elements(payload).subtract_from(x)
@@ -260,7 +266,7 @@ def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
     """In a type as narrow or narrower: what is finite stays finite, so that a residual takes up the rest."""
     if x.dtype is dtype:
         return x
-    out = x.new_empty(x.numel(), dtype=dtype)
+    out = memory.empty_like(x, dtype)
     if dtype.itemsize == 2:
         kernels.narrow(x, out)
     else:

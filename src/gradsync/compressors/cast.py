@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import kernels
+from .. import kernels, memory
 from ..bucket import FlatSpec
 from ..expressions import register
 from .base import Compressor, State, Summand, check_payload, check_tensor
@@ -56,7 +56,7 @@ class Cast(Compressor[Summand]):
     @torch.no_grad()
     def compress_with_feedback(self, x: Tensor, residual: Tensor, state: State) -> tuple[Summand, Tensor, State]:
         check_tensor(x, state)
-        corrected = residual + x
+        corrected = torch.add(residual, x, out=memory.empty_like(residual))
         payload = self._payload(corrected, state)
         return payload, corrected.sub_(payload.data), state.next()
 
@@ -79,7 +79,7 @@ class Cast(Compressor[Summand]):
         return DTYPES[self.dtype] if self._rounds(spec) else spec.dtype
 
     def _payload(self, x: Tensor, state: State) -> Summand:
-        data = x.new_empty(x.numel(), dtype=self.number_dtype(state.spec))
+        data = memory.empty_like(x, self.number_dtype(state.spec))
         if data.itemsize < x.itemsize:
             kernels.narrow(x, data)
         else:

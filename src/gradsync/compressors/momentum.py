@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from .. import memory
 from ..bucket import FlatSpec
 from ..expressions import register
 from ..kernels import accumulation_dtype
@@ -92,11 +93,11 @@ class MomentumCorrection(Feedback[P]):
         """The clipped gradient, what is added to it (v without the gradient itself), and the next u."""
         x = self._clipped(x, state.spec)
         before, velocity = (state.elements[name].to(x.device) for name in (RESIDUAL, MOMENTUM))
-        carried = velocity * self.momentum
+        following = torch.mul(velocity, self.momentum, out=memory.empty_like(velocity))
         if self.nesterov:
-            following = torch.add(carried, x, alpha=self.momentum)
-            return x, before + following, following
-        return x, before + carried, carried + x
+            following.add_(x, alpha=self.momentum)
+        residual = torch.add(before, following, out=memory.empty_like(before))
+        return x, residual, following if self.nesterov else following.add_(x)
 
     def _clipped(self, x: Tensor, spec: FlatSpec) -> Tensor:
         if self.clip is None:

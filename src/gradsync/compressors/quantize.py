@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .. import kernels
+from .. import kernels, memory
 from ..bucket import FlatSpec
 from ..expressions import register
 from ..kernels import AnyGrid, FloatGrid, Grid, Sections
@@ -60,7 +60,7 @@ class Quantizer(Compressor[P]):
         return payload, left, next_state
 
     def decompress(self, payload: P) -> Tensor:
-        out = payload.data.new_empty(payload.spec.numel, dtype=payload.spec.dtype)
+        out = memory.empty(payload.spec.numel, payload.spec.dtype, payload.data.device)
         self.sum_into(out, [payload])
         return out
 
@@ -80,7 +80,7 @@ class Quantizer(Compressor[P]):
         payload, sections = self._empty(x, state), state.sections(self.seed)
         codes, scales = self._parts(payload)
         self._bring(scales, x, residual, sections)
-        left = None if residual is None else torch.empty_like(residual)
+        left = None if residual is None else memory.empty_like(residual)
         kernels.quantize(x, sections, self.grid, codes, scales, residual=residual, next_residual=left)
         return payload, left, state.next()
 
@@ -103,7 +103,7 @@ class MessageQuantizer(Quantizer[Message]):
         return fields_nbytes(*self._layout(spec))
 
     def _empty(self, x: Tensor, state: State) -> Message:
-        data = x.new_empty(self.nbytes(state.spec), dtype=torch.uint8)
+        data = memory.empty(self.nbytes(state.spec), torch.uint8, x.device)
         _, (_, codes) = self._layout(state.spec)
         data[: len(data) - codes].zero_()  # what is between scales and codes
         return Message(self, state.spec, state.step, data)
@@ -162,7 +162,7 @@ class SharedScaleQuantizer(Quantizer[Summand]):
     def _empty(self, x: Tensor, state: State) -> Summand:
         if state.agreed is None:
             raise ValueError(f"{self} needs scales that the ranks agreed on: State.agreed, from what they observe")
-        data = x.new_empty(state.spec.numel, dtype=torch.int8)
+        data = memory.empty(state.spec.numel, torch.int8, x.device)
         return Summand(self, state.spec, state.step, data, agreed=state.agreed)
 
     def _parts(self, payload: Summand) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import kernels
+from .. import kernels, memory
 from ..bucket import FlatSpec
 from ..expressions import register
 from ..sparse import SparseVector, index_dtype
@@ -102,11 +102,11 @@ class RandomK(Sparsifier):
     def _drawn(self, state: State, device: torch.device) -> Tensor:
         """Indices into the flat tensor, ascending."""
         spec = state.spec
-        indices = torch.empty(self.num_kept(spec), dtype=index_dtype(spec.numel), device=device)
+        indices = memory.empty(self.num_kept(spec), index_dtype(spec.numel), device)
         counts = [self.runs(length)[0] for length in spec.lengths]
         kernels.random_k(state.sections(self.seed, shared=self.shared), counts, indices, block=self.block)
         # Memory is read in order, and the elements of a sparse tensor are in order.
-        words = torch.empty(-(-spec.numel // 64), dtype=torch.int64, device=device)
+        words = memory.empty(-(-spec.numel // 64), torch.int64, device)
         kernels.encode_bitmap(indices, spec.numel, words)
         kernels.decode_bitmap(words, indices)
         return indices
@@ -114,7 +114,7 @@ class RandomK(Sparsifier):
     def _payload(self, values: Tensor, state: State) -> Payload:
         if self.shared:
             return Summand(self, state.spec, state.step, values)
-        message = values.new_zeros(self.nbytes(state.spec), dtype=torch.uint8)
+        message = memory.zeros(self.nbytes(state.spec), torch.uint8, values.device)
         payload = SparseMessage(self, state.spec, state.step, message)
         fields(message, (torch.int64, 1))[0].fill_(state.stream)
         self._values(payload).copy_(values)

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .. import kernels
+from .. import kernels, memory
 from ..bucket import FlatSpec
 from ..expressions import register
 from ..kernels import SignScale, accumulation_dtype
@@ -40,11 +40,11 @@ class Signs(Compressor[Message]):
     @torch.no_grad()
     def compress_with_feedback(self, x: Tensor, residual: Tensor, state: State) -> tuple[Message, Tensor, State]:
         check_tensor(x, state)
-        left = torch.empty_like(residual)
+        left = memory.empty_like(residual)
         return self._packed(x, state, residual, left), left, state.next()
 
     def decompress(self, payload: Message) -> Tensor:
-        out = torch.empty(payload.spec.numel, dtype=payload.spec.dtype, device=payload.data.device)
+        out = memory.empty(payload.spec.numel, payload.spec.dtype, payload.data.device)
         self.sum_into(out, [payload])
         return out
 
@@ -60,7 +60,7 @@ class Signs(Compressor[Message]):
 
     def _packed(self, x: Tensor, state: State, residual: Tensor | None = None, left: Tensor | None = None) -> Message:
         """The message of x + residual; `left` gets what it leaves. `x` may be wider than the state's tensor."""
-        data = torch.zeros(self.nbytes(state.spec), dtype=torch.uint8, device=x.device)
+        data = memory.zeros(self.nbytes(state.spec), torch.uint8, x.device)
         payload = Message(self, state.spec, state.step, data)
         words, scales = self._parts(payload)
         kind, block = self.kept
@@ -199,7 +199,7 @@ class Signum(Sign):
     def compress(self, x: Tensor, state: State) -> tuple[Message, State]:
         check_tensor(x, state)
         before = state.elements[MOMENTUM].to(x.device)
-        momentum = torch.mul(before, self.momentum).add_(x, alpha=1 - self.momentum)
+        momentum = torch.mul(before, self.momentum, out=memory.empty_like(before)).add_(x, alpha=1 - self.momentum)
         return self._packed(momentum, state), state.next(elements={**state.elements, MOMENTUM: momentum})
 
     def compress_with_feedback(self, x: Tensor, residual: Tensor, state: State) -> tuple[Message, Tensor, State]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import kernels
+from .. import kernels, memory
 from ..bucket import FlatSpec
 from ..expressions import register
 from ..kernels.draws import most_lanes
@@ -65,7 +65,8 @@ class SketchML(Sparsifier):
         check_tensor(x, state)
         largest = TopK(self.ratio)
         sparse = largest.elements(largest.compress(x, state)[0])
-        payload = SparseMessage(self, state.spec, state.step, x.new_zeros(self.nbytes(state.spec), dtype=torch.uint8))
+        data = memory.zeros(self.nbytes(state.spec), torch.uint8, x.device)
+        payload = SparseMessage(self, state.spec, state.step, data)
         positions, means, numbers = self._parts(payload)
         positions.encode(sparse.indices)
         taken = offset = 0
@@ -185,7 +186,7 @@ class CountSketch(Compressor[Summand]):
     def compress(self, x: Tensor, state: State) -> tuple[Summand, State]:
         check_tensor(x, state)
         sections, columns = state.sections(self.seed, shared=True), self._columns(state.spec)
-        counters = x.new_empty(self.rows * sum(columns), dtype=self.number_dtype(state.spec))
+        counters = memory.empty(self.rows * sum(columns), self.number_dtype(state.spec), x.device)
         kernels.count_sketch(x, sections, columns, counters, rows=self.rows)
         return Summand(self, state.spec, state.step, counters), state.next()
 
@@ -193,12 +194,12 @@ class CountSketch(Compressor[Summand]):
         check_payload(self, payload)
         spec, keep = payload.spec, TopK(self.keep)
         sections = State(spec, step=payload.step).sections(self.seed, shared=True)
-        estimates = payload.data.new_empty(spec.numel, dtype=spec.dtype)
+        estimates = memory.empty(spec.numel, spec.dtype, payload.data.device)
         kernels.sketch_estimates(payload.data, sections, self._columns(spec), estimates, rows=self.rows)
         largest = torch.empty(keep.num_kept(spec), dtype=torch.int64, device=estimates.device)
         values = estimates.new_empty(len(largest))
         kernels.top_k(estimates, largest, values, sections=sections, counts=[keep.kept(n) for n in spec.lengths])
-        return torch.zeros_like(estimates).index_copy_(0, largest, values)
+        return estimates.zero_().index_copy_(0, largest, values)
 
     def sum_into(self, out: Tensor, payloads: Sequence[Summand], scale: float = 1.0) -> None:
         """Decodes the sum of the counters."""

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .. import kernels
+from .. import kernels, memory
 from ..bucket import FlatSpec
 from ..expressions import register
 from ..kernels import Sections
@@ -76,7 +76,7 @@ class TopK(Sparsifier):
         return self._message(x, state), state.next()
 
     def compress_with_feedback(self, x: Tensor, residual: Tensor, state: State) -> tuple[SparseMessage, Tensor, State]:
-        left = torch.empty_like(residual)
+        left = memory.empty_like(residual)
         return self._message(x, state, residual, left), left, state.next()
 
     def elements(self, payload: SparseMessage) -> SparseVector:
@@ -93,7 +93,7 @@ class TopK(Sparsifier):
     ) -> SparseMessage:
         check_tensor(x, state)
         spec, counts = state.spec, self._counts(state.spec)
-        payload = SparseMessage(self, spec, state.step, x.new_zeros(self.nbytes(spec), dtype=torch.uint8))
+        payload = SparseMessage(self, spec, state.step, memory.zeros(self.nbytes(spec), torch.uint8, x.device))
         values, positions = self._parts(payload)
         indices = positions.room()
         sections = Sections(spec.lengths)
@@ -158,7 +158,7 @@ class BlockTopK(Sparsifier):
     def compress(self, x: Tensor, state: State) -> tuple[SparseMessage, State]:
         check_tensor(x, state)
         spec = state.spec
-        payload = SparseMessage(self, spec, state.step, x.new_zeros(self.nbytes(spec), dtype=torch.uint8))
+        payload = SparseMessage(self, spec, state.step, memory.zeros(self.nbytes(spec), torch.uint8, x.device))
         values, positions = self._parts(payload)
         norms, blocks = x.new_empty(sum(self._blocks(spec)), dtype=torch.float64), positions.room()
         kernels.squared_norms(x, kernels.Sections(spec.lengths), norms, block=self.block)

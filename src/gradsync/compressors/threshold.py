@@ -9,7 +9,7 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from .. import kernels
+from .. import kernels, memory
 from ..bucket import FlatSpec
 from ..expressions import register
 from ..kernels import Sections
@@ -56,9 +56,9 @@ class Thresholded(Sparsifier):
     ) -> SparseMessage:
         """Of what is above the thresholds, one a tensor, in `x` or x + residual."""
         spec = state.spec
-        data = x.new_zeros(self.nbytes(spec), dtype=torch.uint8)
+        data = memory.zeros(self.nbytes(spec), torch.uint8, x.device)
         header, packed, values = fields(data, *self._layout(spec))
-        indices = torch.empty(len(values), dtype=index_dtype(spec.numel), device=x.device)
+        indices = memory.empty(len(values), index_dtype(spec.numel), x.device)
         counts = tuple(map(self.most, spec.lengths))
         sections = Sections(spec.lengths)
         count = kernels.select_above(
@@ -106,7 +106,7 @@ class Threshold(Thresholded):
     @torch.no_grad()
     def compress_with_feedback(self, x: Tensor, residual: Tensor, state: State) -> tuple[SparseMessage, Tensor, State]:
         check_tensor(x, state)
-        left = torch.empty_like(residual)
+        left = memory.empty_like(residual)
         return self._message(x, self._thresholds(x, state), state, residual, left), left, state.next()
 
     def _thresholds(self, x: Tensor, state: State) -> Tensor:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import kernels
+from .. import kernels, memory
 from ..bucket import FlatSpec
 from ..expressions import register
 from ..kernels import Grid
@@ -123,13 +123,13 @@ class THC(Compressor[Summand]):
         return torch.tensor(kernels.rotation_sizes(spec.lengths, self.chunk), dtype=torch.int64, device=device)
 
     def _rotated(self, x: Tensor, state: State) -> Tensor:
-        rotated = torch.empty_like(x, dtype=kernels.accumulation_dtype(x.dtype))
+        rotated = memory.empty_like(x, kernels.accumulation_dtype(x.dtype))
         kernels.hadamard(x, state.sections(self.seed, shared=True), rotated, chunk=self.chunk)
         return rotated
 
     def _quantised(self, rotated: Tensor, most: Tensor, state: State) -> Tensor:
         """(numel,) int8. A T that has no inverse counts as zero."""
-        codes = rotated.new_empty(rotated.numel(), dtype=torch.uint8)
+        codes = memory.empty_like(rotated, torch.uint8)
         grid = Grid(self.levels, scale="given", stochastic=True)
         kernels.quantize(rotated, self._chunks(state.sections(self.seed)), grid, codes, most)
         return codes.view(torch.int8)
@@ -152,7 +152,7 @@ class THC(Compressor[Summand]):
         wide = kernels.accumulation_dtype(dtype)
         unit = (payload.agreed.to(codes.device) / self.levels).to(wide)
         numbers = codes.to(wide).mul_(unit.repeat_interleave(self._sizes(payload.spec, codes.device)))
-        out = torch.empty_like(numbers, dtype=dtype)
+        out = memory.empty_like(numbers, dtype)
         sections = State(payload.spec, step=payload.step).sections(self.seed, shared=True)
         kernels.hadamard(numbers, sections, out, chunk=self.chunk, inverse=True)
         return out
@@ -235,7 +235,7 @@ class DCTTopK(Compressor[Message]):
     def compress(self, x: Tensor, state: State) -> tuple[Message, State]:
         check_tensor(x, state)
         spec = state.spec
-        payload = Message(self, spec, state.step, x.new_zeros(self.nbytes(spec), dtype=torch.uint8))
+        payload = Message(self, spec, state.step, memory.zeros(self.nbytes(spec), torch.uint8, x.device))
         places, values = self._fields(payload)
         wide, most = kernels.accumulation_dtype(x.dtype), torch.finfo(x.dtype).max
         taken = offset = 0
@@ -251,7 +251,7 @@ class DCTTopK(Compressor[Message]):
         return payload, state.next()
 
     def decompress(self, payload: Message) -> Tensor:
-        out = payload.data.new_empty(payload.spec.numel, dtype=payload.spec.dtype)
+        out = memory.empty(payload.spec.numel, payload.spec.dtype, payload.data.device)
         self.sum_into(out, [payload])
         return out
 

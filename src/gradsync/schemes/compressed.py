@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import kernels
+from .. import kernels, memory
 from ..bucket import Bucket, FlatSpec, Layout, Segment, TensorSpec
 from ..cluster import Placement
 from ..comm import Group
@@ -143,7 +143,9 @@ class CompressedAllReduce(Compressed):
         small = payload.data.dtype is torch.float16  # whose range sums leave: there the scale comes first
         sent = payload.data * scale if small else payload.data
         # All-reduce: the numbers, and whether those behind are zero.
-        summed = await group.all_reduce(torch.cat([sent, (behind != 0).to(sent.dtype)]))
+        message = memory.empty(numbers + len(behind), sent.dtype, sent.device)
+        torch.cat([sent, (behind != 0).to(sent.dtype)], out=message)
+        summed = await group.all_reduce(message)
         self.compressor.sum_into(values, [replace(payload, data=summed[:numbers])], 1.0 if small else scale)
         behind.copy_(summed[numbers:] != 0)
         return x, {SENT: (next_state,)}
@@ -258,19 +260,21 @@ class CompressedTwoWay(Compressed):
         ranges = torch.split(values, lengths)
         # Push: to each owner its range.
         sent = [self.compressor.compress(each, part) for each, part in zip(ranges, parts, strict=True)]
-        outgoing = [message_of(payload, behind) for payload, _ in sent]
+        sizes = [message_nbytes(payload.nbytes, len(behind)) for payload, _ in sent]
+        outgoing = memory.empty(sum(sizes), torch.uint8, x.device)
+        for room, (payload, _) in zip(outgoing.split(sizes), sent, strict=True):
+            write_message(room, payload, behind)
         template = sent[group.rank][0]
-        incoming = [len(outgoing[group.rank])] * group.size
-        most = max(map(len, outgoing))
-        messages = await group.all_to_all(torch.cat(outgoing), list(map(len, outgoing)), incoming, largest=most)
-        total = values.new_empty(lengths[group.rank], dtype=sums_state.spec.dtype)
+        incoming = [sizes[group.rank]] * group.size
+        messages = await group.all_to_all(outgoing, sizes, incoming, largest=max(sizes))
+        total = memory.empty(lengths[group.rank], sums_state.spec.dtype, values.device)
         self.compressor.sum_into(total, [payload_of(message, template) for message in messages])
         behind.copy_(any_flags(messages, template, len(behind)))
         # Pull: from each owner its sums.
         payload, next_sums = self._sums.compress(total, sums_state)
         specs = [_sums_of(part.spec, total.dtype) for part in parts]
-        sizes = [message_nbytes(self._sums.nbytes(spec, payload.step)) for spec in specs]
-        summed = await group.all_gather(message_of(payload), sizes)
+        pulled = [message_nbytes(self._sums.nbytes(spec, payload.step)) for spec in specs]
+        summed = await group.all_gather(message_of(payload), pulled)
         for room, spec, message in zip(ranges, specs, summed, strict=True):
             self._sums.sum_into(room, [payload_of(message, replace(payload, spec=spec))], scale)
         return x, {SENT: tuple(next_state for _, next_state in sent), SUMS: (next_sums,)}
@@ -403,9 +407,17 @@ def message_nbytes(payload_nbytes: int, behind: int = 0) -> int:
 
 def message_of(payload: Payload, behind: Tensor | None = None) -> Tensor:
     """The payload as bytes, and a byte for each number behind that tells whether it is zero."""
-    flags = payload.data.new_empty(0, dtype=torch.uint8) if behind is None else (behind != 0).view(torch.uint8)
-    padding = message_nbytes(payload.nbytes, len(flags)) - payload.nbytes - len(flags)
-    return torch.cat([payload.data.view(torch.uint8), flags, flags.new_zeros(padding)])
+    nbytes = message_nbytes(payload.nbytes, 0 if behind is None else len(behind))
+    return write_message(memory.empty(nbytes, torch.uint8, payload.data.device), payload, behind)
+
+
+def write_message(room: Tensor, payload: Payload, behind: Tensor | None = None) -> Tensor:
+    """Overwrites `room`, as many bytes as the message has, by it."""
+    room[: payload.nbytes] = payload.data.view(torch.uint8)
+    after = room[payload.nbytes :].zero_()
+    if behind is not None:
+        after[: len(behind)] = behind != 0
+    return room
 
 
 def payload_of(message: Tensor, template: Payload) -> Payload:

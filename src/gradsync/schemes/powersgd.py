@@ -8,7 +8,6 @@ bucket, as those of equal layers do, are views of it and take one call together.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,7 +16,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from .. import kernels
+from .. import kernels, memory
 from ..bucket import Bucket, FlatSpec, Layout, TensorSpec
 from ..cluster import Placement
 from ..comm import Group
@@ -122,9 +121,8 @@ class PowerSGD(Scheme[Tensor]):
         own = cast(FactoredState, state[SENT][0])
         parts, residual = own.parts, own.elements[RESIDUAL].to(x.device)
         values, behind = x[: own.spec.numel], x[own.spec.numel :]
-        kept = own.spare.room_like(residual)
+        kept = memory.empty_like(residual)
         torch.add(values, residual, out=kept)  # M, of which the end of the step leaves what was not sent
-        spare = Spare.of(residual)
         if not self._compresses(parts, own.step):
             values.copy_(kept)
             left = kept.sub_(values)  # what 16 bits cannot hold
@@ -132,11 +130,11 @@ class PowerSGD(Scheme[Tensor]):
             # All-reduce, one half after the other.
             for half in x.split(even_ranges(x.numel(), 2)):
                 await group.all_reduce(half)
-            return x, {SENT: (own.next(elements={RESIDUAL: left}, spare=spare),)}
+            return x, {SENT: (own.next(elements={RESIDUAL: left}),)}
 
         matrices, dense = parts.matrices(kept), parts.dense(kept)
         before = parts.joined(own.tensors[Q], x.device)
-        message = kept.new_empty(self._message_numel(parts) + len(behind))
+        message = memory.empty(self._message_numel(parts) + len(behind), kept.dtype, kept.device)
         p_numel = self.rank * parts.num_rows
         p_sums, others = message[:p_numel], message[p_numel:]
         ps = parts.factors(p_sums, self.rank, of_rows=True)
@@ -158,7 +156,7 @@ class PowerSGD(Scheme[Tensor]):
         others.mul_(scale)
         summed = await arriving
 
-        sums = values if values.dtype is kept.dtype else torch.empty_like(kept)
+        sums = values if values.dtype is kept.dtype else memory.empty_like(kept)
         for p, q, m in zip(ps, self._qs(parts, summed * scale), parts.matrices(sums), strict=True):
             torch.bmm(p, q, out=m)
         if sums is not values:
@@ -168,7 +166,7 @@ class PowerSGD(Scheme[Tensor]):
         for q, new, old in zip(*(self._qs(parts, each) for each in (after, summed, before)), strict=True):
             torch.where(new.any(dim=2, keepdim=True), new, old, out=q)
         factors = parts.by_segment(after, self.rank)
-        return x, {SENT: (own.next(elements={RESIDUAL: kept}, tensors={Q: factors}, spare=spare),)}
+        return x, {SENT: (own.next(elements={RESIDUAL: kept}, tensors={Q: factors}),)}
 
     def steps(
         self,
@@ -313,38 +311,10 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Spare:
-    """The memory of a tensor, for another one as soon as nobody holds that one: to ask the host for new pages would
-    cost as much as all products of a step. What devices cost less for is asked for anew.
-    """
-
-    memory: Tensor | None = None
-    tensor: weakref.ref[Tensor] | None = None
-    lent: list[weakref.ref[Tensor]] = field(default_factory=list, compare=False)  # at most one, of the same memory
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Spare:
-        """`tensor`, which others hold."""
-        return cls(tensor.detach(), weakref.ref(tensor)) if tensor.device.type == "cpu" else cls()
-
-    def room_like(self, tensor: Tensor) -> Tensor:
-        """For any values."""
-        held = [self.tensor, *self.lent]
-        if self.memory is None or any(ref is None or ref() is not None for ref in held):
-            return torch.empty_like(tensor)
-        if self.memory.shape != tensor.shape:
-            return torch.empty_like(tensor)
-        room = self.memory.detach()
-        self.lent[:] = [weakref.ref(room)]
-        return room
-
-
-@dataclass(frozen=True)
 class FactoredState(CompressorState):
-    """With what follows from the tensor's shapes, and memory."""
+    """With what follows from the tensor's shapes."""
 
     parts: Parts = field(default=Parts(), repr=False)
-    spare: Spare = field(default=Spare(), repr=False, compare=False)
 
 
 def _evenly_spaced(found: Sequence[tuple[int, int]]) -> Iterator[tuple[list[int], tuple[int, ...]]]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import kernels
+from .. import kernels, memory
 from ..bucket import Bucket, Layout, TensorSpec
 from ..cluster import Placement
 from ..comm import Group
@@ -126,6 +126,6 @@ class HalfPrecision(Scheme[Any]):
         return replace(table, indices=indices, values=self._narrowed(values.flatten(), 1.0).view(values.shape))
 
     def _narrowed(self, x: Tensor, scale: float) -> Tensor:
-        narrowed = x.new_empty(x.numel(), dtype=DTYPES[self.values])
+        narrowed = memory.empty_like(x, DTYPES[self.values])
         kernels.narrow(x, narrowed, scale=scale)
         return narrowed
