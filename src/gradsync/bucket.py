@@ -11,9 +11,12 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
+
+from .kernels import Sections
 
 
 class Layout(StrEnum):
@@ -117,19 +120,32 @@ class FlatSpec:
         if numels != [segment.numel for segment in self.segments]:
             raise ValueError(f"FlatSpec needs one shape for each segment, got {self.segments} and {self.shapes}")
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Of hundreds of segments: worked out once, as what follows from a spec is looked up at every step."""
+        return hash((self.segments, self.shapes, self.dtype, self.salt))
+
     @classmethod
     def of(cls, tensor: Tensor, name: str = "") -> FlatSpec:
         """One tensor, flattened."""
         return cls((Segment(name, 0, tensor.numel()),), (tuple(tensor.shape),), tensor.dtype)
 
-    @property
+    @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Elements of each segment."""
         return tuple(segment.numel for segment in self.segments)
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return sum(self.lengths)
+
+    @cached_property
+    def sections(self) -> Sections:
+        """As kernels see them, without seeds."""
+        return Sections(self.lengths, tuple(segment.start for segment in self.segments))
 
     @property
     def itemsize(self) -> int:

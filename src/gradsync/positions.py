@@ -7,9 +7,9 @@ travel knows which format is the smallest: nothing says so.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -49,7 +49,8 @@ class IndexFormat(StrEnum):
 SPARSE_FORMATS = (IndexFormat.LIST, IndexFormat.OFFSETS_16, IndexFormat.OFFSETS_8, IndexFormat.BITMAP)
 
 
-def smallest(count: float, length: int, formats: Sequence[IndexFormat] = SPARSE_FORMATS) -> IndexFormat:
+@lru_cache(maxsize=4096)
+def smallest(count: float, length: int, formats: tuple[IndexFormat, ...] = SPARSE_FORMATS) -> IndexFormat:
     """The format in which so many positions take the fewest bytes; of equal ones the first."""
     return min(formats, key=lambda each: each.nbytes(count, length))
 

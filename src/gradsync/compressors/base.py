@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, ClassVar, Generic, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,10 +47,9 @@ class State:
         They depend on the names of the tensors, not on which other ones lie beside them.
         """
         own = -1 if shared else self.stream
-        drawn = seed, own, self.step, self.spec.salt
-        seeds = [_mixed(_key(segment.name), *drawn) for segment in self.spec.segments]
-        starts = tuple(segment.start for segment in self.spec.segments)
-        return kernels.Sections(self.spec.lengths, starts, tuple(seeds))
+        keys = np.array([_key(segment.name) for segment in self.spec.segments], dtype=np.uint64)
+        seeds = _mixed(keys, seed, own, self.step, self.spec.salt)
+        return replace(self.spec.sections, seeds=tuple(seeds.tolist()))
 
 
 @cache
@@ -57,15 +57,14 @@ def _key(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
-def _mixed(*numbers: int) -> int:
-    """64 bits that depend on all the numbers: splitmix64 (Steele et al., 2014) over each."""
-    most = (1 << 64) - 1
-    mixed = 0
-    for number in numbers:
-        mixed = (mixed + number + 0x9E3779B97F4A7C15) & most
-        mixed = ((mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9) & most
-        mixed = ((mixed ^ mixed >> 27) * 0x94D049BB133111EB) & most
-        mixed ^= mixed >> 31
+def _mixed(keys: np.ndarray, *numbers: int) -> np.ndarray:
+    """64 bits for each key that depend on it and on all the numbers: splitmix64 (Steele et al., 2014) over each."""
+    mixed = np.zeros_like(keys)
+    for number in (keys, *(np.uint64(number & (1 << 64) - 1) for number in numbers)):
+        mixed = mixed + number + np.uint64(0x9E3779B97F4A7C15)
+        mixed = (mixed ^ mixed >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ mixed >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+        mixed = mixed ^ mixed >> np.uint64(31)
     return mixed
 
 
@@ -104,6 +103,7 @@ class Summand(Payload):
 
 
 P = TypeVar("P", bound=Payload)
+T = TypeVar("T")
 
 
 class Compressor(Nameable, ABC, Generic[P]):
@@ -319,6 +319,11 @@ def check_size(payload: Payload, out: Tensor) -> None:
     """
     if out.numel() != payload.spec.numel:
         raise ValueError(f"a payload of {payload.spec.numel} elements cannot be summed into {out.numel()}")
+
+
+def by_spec(method: Callable[[Any, FlatSpec], T]) -> Callable[[Any, FlatSpec], T]:
+    """For methods of settings and a spec alone that are asked several times a step: worked out once for each."""
+    return lru_cache(maxsize=1024)(method)
 
 
 Field = tuple[torch.dtype, int]  # of a message: type and number of elements

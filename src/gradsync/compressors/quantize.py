@@ -18,7 +18,7 @@ from .. import kernels, memory
 from ..bucket import FlatSpec
 from ..expressions import register
 from ..kernels import AnyGrid, FloatGrid, Grid, Sections
-from ..kernels.grids import runs
+from ..kernels.grids import draws, runs
 from .base import (
     Compressor,
     Message,
@@ -73,16 +73,19 @@ class Quantizer(Compressor[P]):
         for payload in payloads:
             check_payload(self, payload, out)
             parts.append(self._parts(payload))
-        kernels.dequantize(parts, Sections(payloads[0].spec.lengths), self.grid, out, scale=scale)
+        kernels.dequantize(parts, payloads[0].spec.sections, self.grid, out, scale=scale)
 
     def _compress(self, x: Tensor, residual: Tensor | None, state: State) -> tuple[P, Tensor | None, State]:
         check_tensor(x, state)
-        payload, sections = self._empty(x, state), state.sections(self.seed)
+        payload, sections = self._empty(x, state), self._sections(state)
         codes, scales = self._parts(payload)
         self._bring(scales, x, residual, sections)
         left = None if residual is None else memory.empty_like(residual)
         kernels.quantize(x, sections, self.grid, codes, scales, residual=residual, next_residual=left)
         return payload, left, state.next()
+
+    def _sections(self, state: State) -> Sections:
+        return state.sections(self.seed) if draws(self.grid) else state.spec.sections
 
     def _bring(self, scales: Tensor, x: Tensor, residual: Tensor | None, sections: Sections) -> None:
         """Writes the scales that the grid asks for."""
@@ -113,9 +116,9 @@ class MessageQuantizer(Quantizer[Message]):
         return codes, scales
 
     def _layout(self, spec: FlatSpec) -> tuple[tuple[torch.dtype, int], ...]:
-        sections = Sections(spec.lengths)
-        counts = kernels.num_scales(sections, self.grid), kernels.codes_nbytes(sections, self.grid)
-        return (torch.float32, counts[0]), (torch.uint8, counts[1])
+        grid = self.grid
+        scales, codes = kernels.num_scales(spec.sections, grid), kernels.codes_nbytes(spec.sections, grid)
+        return (torch.float32, scales), (torch.uint8, codes)
 
 
 class SharedScaleQuantizer(Quantizer[Summand]):
@@ -134,7 +137,7 @@ class SharedScaleQuantizer(Quantizer[Summand]):
         return True
 
     def num_agreed(self, spec: FlatSpec) -> int:
-        return kernels.num_scales(Sections(spec.lengths), self.grid)
+        return kernels.num_scales(spec.sections, self.grid)
 
     def number_dtype(self, spec: FlatSpec) -> torch.dtype:
         return torch.int8
@@ -151,7 +154,7 @@ class SharedScaleQuantizer(Quantizer[Summand]):
     @torch.no_grad()
     def observe(self, x: Tensor, state: State) -> Tensor:
         check_tensor(x, state)
-        sections = state.sections(self.seed)
+        sections = state.spec.sections
         scales = x.new_empty(self.num_agreed(state.spec), dtype=torch.float32)
         kernels.block_scales(x, sections, self.found, scales)
         return scales
@@ -324,7 +327,7 @@ class SharedTernGrad(SharedScaleQuantizer):
     def observe(self, x: Tensor, state: State) -> Tensor:
         scales = super().observe(x, state)
         if self.clip is not None:
-            find_clipped_scales(scales, x, None, state.sections(self.seed), self.block, self.clip)
+            find_clipped_scales(scales, x, None, state.spec.sections, self.block, self.clip)
         return scales
 
 

@@ -18,6 +18,7 @@ from .base import (
     Sparsifier,
     State,
     Summand,
+    by_spec,
     check_payload,
     check_tensor,
     fields,
@@ -68,7 +69,15 @@ class RandomK(Sparsifier):
         return count * run
 
     def num_kept(self, spec: FlatSpec, step: int = 0) -> int:
+        return self._num_kept(spec)
+
+    @by_spec
+    def _num_kept(self, spec: FlatSpec) -> int:
         return sum(map(self.kept, spec.lengths))
+
+    @by_spec
+    def _counts(self, spec: FlatSpec) -> tuple[int, ...]:
+        return tuple(self.runs(length)[0] for length in spec.lengths)
 
     def law(self, spec: FlatSpec) -> Law:
         delta = min((self.kept(n) / n for n in spec.lengths if n), default=1.0)
@@ -103,8 +112,7 @@ class RandomK(Sparsifier):
         """Indices into the flat tensor, ascending."""
         spec = state.spec
         indices = memory.empty(self.num_kept(spec), index_dtype(spec.numel), device)
-        counts = [self.runs(length)[0] for length in spec.lengths]
-        kernels.random_k(state.sections(self.seed, shared=self.shared), counts, indices, block=self.block)
+        kernels.random_k(state.sections(self.seed, shared=self.shared), self._counts(spec), indices, block=self.block)
         # Memory is read in order, and the elements of a sparse tensor are in order.
         words = memory.empty(-(-spec.numel // 64), torch.int64, device)
         kernels.encode_bitmap(indices, spec.numel, words)

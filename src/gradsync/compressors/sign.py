@@ -18,7 +18,7 @@ from .. import kernels, memory
 from ..bucket import FlatSpec
 from ..expressions import register
 from ..kernels import SignScale, accumulation_dtype
-from .base import Compressor, Message, State, check_payload, check_tensor, fields, fields_nbytes
+from .base import Compressor, Message, State, by_spec, check_payload, check_tensor, fields, fields_nbytes
 from .law import Biased, Contraction, Law
 
 MOMENTUM = "momentum"  # its key in the state
@@ -53,7 +53,7 @@ class Signs(Compressor[Message]):
             check_payload(self, payload, out)
         parts = [self._parts(payload) for payload in payloads]
         kind, block = self.kept
-        kernels.unpack_signs(parts, _sections(payloads[0].spec), out, block=block, scale=kind, factor=scale)
+        kernels.unpack_signs(parts, payloads[0].spec.sections, out, block=block, scale=kind, factor=scale)
 
     def nbytes(self, spec: FlatSpec, step: int = 0) -> int:
         return fields_nbytes(*self._layout(spec))
@@ -65,13 +65,14 @@ class Signs(Compressor[Message]):
         words, scales = self._parts(payload)
         kind, block = self.kept
         kernels.pack_signs(
-            x, _sections(state.spec), words, scales, block=block, scale=kind, residual=residual, next_residual=left
+            x, state.spec.sections, words, scales, block=block, scale=kind, residual=residual, next_residual=left
         )
         return payload
 
+    @by_spec
     def _layout(self, spec: FlatSpec) -> tuple[tuple[torch.dtype, int], tuple[torch.dtype, int]]:
         kind, block = self.kept
-        shape = kernels.sign_scales_shape(_sections(spec), block=block, scale=kind)
+        shape = kernels.sign_scales_shape(spec.sections, block=block, scale=kind)
         return (torch.float32, torch.Size(shape).numel()), (torch.uint8, -(-spec.numel // 8))
 
     def _parts(self, payload: Message) -> tuple[Tensor, Tensor]:
@@ -84,10 +85,6 @@ class Signs(Compressor[Message]):
         block = self.kept[1]
         longest = max(spec.lengths, default=0)
         return Contraction(1 / max(1, min(block, longest) if block else longest))
-
-
-def _sections(spec: FlatSpec) -> kernels.Sections:
-    return kernels.Sections(spec.lengths)
 
 
 @register

@@ -21,6 +21,7 @@ from .base import (
     Sparsifier,
     State,
     Summand,
+    by_spec,
     check_payload,
     check_tensor,
     fields,
@@ -98,6 +99,7 @@ class SketchML(Sparsifier):
     def _buckets(self, numel: int) -> int:
         return min(self.buckets, TopK(self.ratio).kept(numel))
 
+    @by_spec
     def _layout(self, spec: FlatSpec) -> tuple[Field, ...]:
         count = self.num_kept(spec)
         positions = int(smallest(count, spec.numel).nbytes(count, spec.numel))
@@ -214,5 +216,6 @@ class CountSketch(Compressor[Summand]):
     def nbytes(self, spec: FlatSpec, step: int = 0) -> int:
         return self.rows * sum(map(self.columns, spec.lengths)) * self.number_dtype(spec).itemsize
 
-    def _columns(self, spec: FlatSpec) -> list[int]:
-        return [self.columns(length) for length in spec.lengths]
+    @by_spec
+    def _columns(self, spec: FlatSpec) -> tuple[int, ...]:
+        return tuple(map(self.columns, spec.lengths))

@@ -15,7 +15,7 @@ from ..expressions import register
 from ..kernels import Sections
 from ..positions import Positions, smallest
 from ..sparse import SparseVector, index_dtype
-from .base import Field, SparseMessage, Sparsifier, State, check_payload, check_tensor, fields, fields_nbytes
+from .base import Field, SparseMessage, Sparsifier, State, by_spec, check_payload, check_tensor, fields, fields_nbytes
 from .law import Biased, Contraction, Law
 
 WireValues = Literal["same", "bfloat16", "float16"]  # "same": as the tensor
@@ -96,22 +96,23 @@ class TopK(Sparsifier):
         payload = SparseMessage(self, spec, state.step, memory.zeros(self.nbytes(spec), torch.uint8, x.device))
         values, positions = self._parts(payload)
         indices = positions.room()
-        sections = Sections(spec.lengths)
-        kernels.top_k(x, indices, values, sections=sections, counts=counts, residual=residual, next_residual=left)
+        kernels.top_k(x, indices, values, sections=spec.sections, counts=counts, residual=residual, next_residual=left)
         positions.encode(indices)
         return payload
 
     def num_kept(self, spec: FlatSpec, step: int = 0) -> int:
-        return sum(self._counts(spec))
+        return self._layout(spec)[1][1]
 
+    @by_spec
     def _counts(self, spec: FlatSpec) -> tuple[int, ...]:
         return tuple(map(self.kept, spec.lengths))
 
     def _wire_dtype(self, spec: FlatSpec) -> torch.dtype:
         return {"same": spec.dtype, "bfloat16": torch.bfloat16, "float16": torch.float16}[self.values]
 
+    @by_spec
     def _layout(self, spec: FlatSpec) -> tuple[Field, Field]:
-        return packed_layout(self.num_kept(spec), spec.numel, self._wire_dtype(spec))
+        return packed_layout(sum(self._counts(spec)), spec.numel, self._wire_dtype(spec))
 
     def _parts(self, payload: SparseMessage) -> tuple[Tensor, Positions]:
         """Values and positions, as views of the message."""
@@ -161,7 +162,7 @@ class BlockTopK(Sparsifier):
         payload = SparseMessage(self, spec, state.step, memory.zeros(self.nbytes(spec), torch.uint8, x.device))
         values, positions = self._parts(payload)
         norms, blocks = x.new_empty(sum(self._blocks(spec)), dtype=torch.float64), positions.room()
-        kernels.squared_norms(x, kernels.Sections(spec.lengths), norms, block=self.block)
+        kernels.squared_norms(x, spec.sections, norms, block=self.block)
         sections = Sections(self._blocks(spec))
         kernels.top_k(norms, blocks, norms.new_empty(len(blocks)), sections=sections, counts=self._kept(spec))
         positions.encode(blocks)
@@ -183,17 +184,21 @@ class BlockTopK(Sparsifier):
 
     def num_kept(self, spec: FlatSpec, step: int = 0) -> int:
         """There is room for the last block of a tensor to be among those that are sent, and for it not to be."""
-        return sum(min(kept * self.block, n) for kept, n in zip(self._kept(spec), spec.lengths, strict=True))
+        return self._layout(spec)[1][1]
 
+    @by_spec
     def _blocks(self, spec: FlatSpec) -> tuple[int, ...]:
         return tuple(-(-length // self.block) for length in spec.lengths)
 
+    @by_spec
     def _kept(self, spec: FlatSpec) -> tuple[int, ...]:
         return tuple(share_of(self.ratio, blocks) for blocks in self._blocks(spec))
 
+    @by_spec
     def _layout(self, spec: FlatSpec) -> tuple[Field, Field]:
         positions, _ = packed_layout(sum(self._kept(spec)), sum(self._blocks(spec)), spec.dtype)
-        return positions, (spec.dtype, self.num_kept(spec))
+        rooms = (min(kept * self.block, n) for kept, n in zip(self._kept(spec), spec.lengths, strict=True))
+        return positions, (spec.dtype, sum(rooms))
 
     def _parts(self, payload: SparseMessage) -> tuple[Tensor, Positions]:
         """Values and the positions of blocks, as views of the message."""

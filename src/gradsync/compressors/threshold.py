@@ -12,9 +12,8 @@ from torch import Tensor
 from .. import kernels, memory
 from ..bucket import FlatSpec
 from ..expressions import register
-from ..kernels import Sections
 from ..sparse import SparseVector, index_dtype
-from .base import Field, SparseMessage, Sparsifier, State, check_payload, check_tensor, fields, fields_nbytes
+from .base import Field, SparseMessage, Sparsifier, State, by_spec, check_payload, check_tensor, fields, fields_nbytes
 from .law import Absolute, Biased, Law
 from .sparsify import check_ratio, packed_layout, packed_positions, share_of
 
@@ -40,11 +39,16 @@ class Thresholded(Sparsifier):
     def nbytes(self, spec: FlatSpec, step: int = 0) -> int:
         return fields_nbytes(*self._layout(spec))
 
+    @by_spec
     def _layout(self, spec: FlatSpec) -> tuple[Field, ...]:
-        return (torch.int64, 1), *packed_layout(self.num_kept(spec), spec.numel, spec.dtype)
+        return (torch.int64, 1), *packed_layout(sum(self._counts(spec)), spec.numel, spec.dtype)
 
     def num_kept(self, spec: FlatSpec, step: int = 0) -> int:
-        return sum(map(self.most, spec.lengths))
+        return self._layout(spec)[2][1]
+
+    @by_spec
+    def _counts(self, spec: FlatSpec) -> tuple[int, ...]:
+        return tuple(map(self.most, spec.lengths))
 
     def _message(
         self,
@@ -59,10 +63,15 @@ class Thresholded(Sparsifier):
         data = memory.zeros(self.nbytes(spec), torch.uint8, x.device)
         header, packed, values = fields(data, *self._layout(spec))
         indices = memory.empty(len(values), index_dtype(spec.numel), x.device)
-        counts = tuple(map(self.most, spec.lengths))
-        sections = Sections(spec.lengths)
         count = kernels.select_above(
-            x, thresholds, indices, values, sections=sections, counts=counts, residual=residual, next_residual=left
+            x,
+            thresholds,
+            indices,
+            values,
+            sections=spec.sections,
+            counts=self._counts(spec),
+            residual=residual,
+            next_residual=left,
         )
         header.fill_(count)
         packed_positions(packed, len(values), spec.numel, count).encode(indices[:count])
@@ -156,7 +165,7 @@ class GaussianK(Thresholded):
         wanted = torch.tensor([share_of(self.ratio, length) for length in spec.lengths], device=x.device)
         counts = torch.empty_like(wanted)
         for _ in range(MOST_CORRECTIONS):
-            kernels.count_above(x, thresholds, counts, sections=Sections(spec.lengths))
+            kernels.count_above(x, thresholds, counts, sections=spec.sections)
             factors = torch.ones_like(thresholds)
             factors[3 * counts < 2 * wanted] = 0.5
             factors[3 * counts > 4 * wanted] = 1.5

@@ -16,7 +16,7 @@ from .. import kernels, memory
 from ..bucket import FlatSpec
 from ..expressions import register
 from ..kernels import Grid
-from .base import Compressor, Message, State, Summand, check_payload, check_tensor, fields, fields_nbytes
+from .base import Compressor, Message, State, Summand, by_spec, check_payload, check_tensor, fields, fields_nbytes
 from .law import Biased, Contraction, Law, Unbiased
 
 _INT8_MOST = 127
@@ -279,6 +279,7 @@ class DCTTopK(Compressor[Message]):
     def nbytes(self, spec: FlatSpec, step: int = 0) -> int:
         return fields_nbytes(*self._layout(spec))
 
+    @by_spec
     def _layout(self, spec: FlatSpec) -> tuple[tuple[torch.dtype, int], ...]:
         count = self.num_coefficients(spec)
         return (torch.int16, count), (spec.dtype, count)

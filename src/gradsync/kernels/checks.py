@@ -42,11 +42,11 @@ class Sections:
         for name, given in (("starts", self.starts), ("seeds", self.seeds)):
             if given and len(given) != len(self.lengths):
                 raise ValueError(f"Sections.{name} must be one for each of {len(self.lengths)}, got {len(given)}")
-        if any(number < 0 for number in (*self.lengths, *self.starts)):
+        if min(min(self.lengths, default=0), min(self.starts, default=0)) < 0:
             raise ValueError(f"Sections must not have negative lengths or starts, got {self.lengths}, {self.starts}")
         if sum(self.lengths) + max(self.starts, default=0) >= _MOST_ELEMENTS:
             raise ValueError(f"Sections must end before element 2^62, got {self.lengths}, {self.starts}")
-        if any(not 0 <= seed < 1 << 64 for seed in self.seeds):
+        if self.seeds and not 0 <= min(self.seeds) <= max(self.seeds) < 1 << 64:
             raise ValueError(f"Sections.seeds must be of 64 bits, got {self.seeds}")
 
 

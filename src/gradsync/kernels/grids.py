@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from gradsync.kernels.checks import Sections
@@ -137,12 +138,19 @@ def check_drawn(sections: Sections, grid: AnyGrid) -> None:
 
 def codes_nbytes(sections: Sections, grid: AnyGrid) -> int:
     """The bytes of the codes of all sections."""
-    return sum(run.blocks * run.nbytes for run in runs(sections, grid))
+    return _counts(sections.lengths, grid)[0]
 
 
 def num_scales(sections: Sections, grid: AnyGrid) -> int:
     """The blocks of all sections, each of which has a scale."""
-    return 0 if grid.scale == "none" else sum(run.blocks for run in runs(sections, grid))
+    return 0 if grid.scale == "none" else _counts(sections.lengths, grid)[1]
+
+
+@lru_cache(maxsize=1024)
+def _counts(lengths: tuple[int, ...], grid: AnyGrid) -> tuple[int, int]:
+    """Bytes of codes, and blocks."""
+    found = list(runs(Sections(lengths), grid))
+    return sum(run.blocks * run.nbytes for run in found), sum(run.blocks for run in found)
 
 
 def _check_block(grid: AnyGrid) -> None:
