@@ -3,6 +3,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <optional>
 
 #include "arrays.hpp"
@@ -142,6 +143,31 @@ void narrow_into(const ReadOnlyArray &x, const Array &out, double scale, int thr
     });
 }
 
+void sum_into(const std::vector<ReadOnlyArray> &parts, const Array &out, double scale, int threads) {
+    check_threads(threads);
+    check_floating("out", out);
+    check_flat("out", out);
+    for (const ReadOnlyArray &part : parts) {
+        check_floating("parts", part);
+        check_same_dtype("parts", part, parts[0]);
+        check_flat("parts", part, out.shape(0));
+    }
+    if (parts.empty()) {
+        std::fill_n(static_cast<char *>(out.data()), out.nbytes(), char{0});
+        return;
+    }
+    with_floating(parts[0].dtype(), [&](auto from) {
+        with_floating(out.dtype(), [&](auto to) {
+            using In = decltype(from);
+            using Out = decltype(to);
+            std::vector<const In *> values;
+            for (const ReadOnlyArray &part : parts) values.push_back(static_cast<const In *>(part.data()));
+            nb::gil_scoped_release unlocked;
+            sum_values(values, out.shape(0), scale, static_cast<Out *>(out.data()), threads);
+        });
+    });
+}
+
 void join(const std::vector<ReadOnlyArray> &parts, const StripeList &stripes, const Array &out, int threads) {
     check_threads(threads);
     if (out.ndim() != 2) refuse_shape("out", "2-D", out);
@@ -240,6 +266,7 @@ NB_MODULE(MODULE_NAME, m) {
         .def_prop_ro("count", &BoundNonzeroElements::count)
         .def("write", &BoundNonzeroElements::write, "indices"_a.noconvert(), "values"_a.noconvert(), "threads"_a);
     m.def("narrow", &narrow_into, "x"_a.noconvert(), "out"_a.noconvert(), "scale"_a, "threads"_a);
+    m.def("sum_parts", &sum_into, "parts"_a.noconvert(), "out"_a.noconvert(), "scale"_a, "threads"_a);
     m.def("join_columns", &join, "parts"_a.noconvert(), "stripes"_a, "out"_a.noconvert(), "threads"_a);
     m.def("scatter_rows", &scatter, "indices"_a.noconvert(), "values"_a.noconvert(), "dense"_a.noconvert(),
           "accumulate"_a, "threads"_a);

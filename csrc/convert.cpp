@@ -2,13 +2,14 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "rows.hpp"
 
 namespace MODULE_NAME {
 namespace {
 
-constexpr size_t kBlock = 1024;  // values that are scaled before they are rounded: they stay in the cache
+constexpr size_t kBlock = 1024;  // values that are scaled or summed before they are rounded: they stay in the cache
 
 template <typename Out> constexpr float kLargest = 65504.0f;
 template <> constexpr float kLargest<Bfloat16> = 0x1.fep127f;
@@ -26,26 +27,93 @@ void narrow_block(const In *x, size_t count, In scale, Out *out) {
     narrow_row<stream>(out, scaled, count);
 }
 
+// Calls body(begin, length) for each block of so many values.
+template <typename Body> void each_block(size_t count, int threads, Body body) {
+    const size_t blocks = (count + kBlock - 1) / kBlock;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int t = 0; t < threads; ++t) {
+        for (size_t b = share_begin(blocks, t, threads); b < share_begin(blocks, t + 1, threads); ++b)
+            body(b * kBlock, std::min(kBlock, count - b * kBlock));
+        order_stores();
+    }
+}
+
+// sums = from, or sums + from. Of one block.
+template <bool first, typename In> void add_values(float *sums, const In *from, size_t count) {
+    if constexpr (first) widen_row(sums, from, count);
+    else add_row(sums, from, count);
+}
+
+template <bool first, typename In> void add_values(double *__restrict sums, const In *__restrict from, size_t count) {
+    if constexpr (std::is_same_v<In, double>) {
+        for (size_t i = 0; i < count; ++i) sums[i] = first ? from[i] : sums[i] + from[i];
+    } else {
+        float wide[kBlock];
+        widen_row(wide, from, count);
+        for (size_t i = 0; i < count; ++i) sums[i] = first ? double{wide[i]} : sums[i] + double{wide[i]};
+    }
+}
+
+// A block's values in their own type; from double to 16 bits by way of float, as torch does.
+template <bool stream, typename A, typename Out> void write_block(const A *sums, size_t count, Out *out) {
+    if constexpr (std::is_same_v<A, Out>) {
+        if constexpr (stream)
+            stream_bytes(reinterpret_cast<char *>(out), reinterpret_cast<const char *>(sums), count * sizeof(Out));
+        else
+            std::copy(sums, sums + count, out);
+    } else if constexpr (std::is_same_v<A, float>) {
+        narrow_row<stream>(out, sums, count);
+    } else {
+        float rounded[kBlock];
+        for (size_t i = 0; i < count; ++i) rounded[i] = static_cast<float>(sums[i]);
+        write_block<stream>(rounded, count, out);
+    }
+}
+
+template <bool stream, typename In, typename Out>
+void sum_block(const std::vector<const In *> &parts, size_t begin, size_t count, double scale, Out *out) {
+    using A = std::conditional_t<sizeof(In) == 8 || sizeof(Out) == 8, double, float>;
+    A sums[kBlock];
+    add_values<true>(sums, parts[0] + begin, count);
+    for (size_t p = 1; p < parts.size(); ++p) add_values<false>(sums, parts[p] + begin, count);
+    if (scale != 1)
+        for (size_t i = 0; i < count; ++i) sums[i] *= static_cast<A>(scale);
+    write_block<stream>(sums, count, out + begin);
+}
+
 }  // namespace
 
 template <typename In, typename Out>
 void narrow_values(const In *x, size_t count, double scale, Out *out, int threads) {
-    const size_t blocks = (count + kBlock - 1) / kBlock;
     const bool stream = count * sizeof(Out) >= kStreamedBytes;
     const auto narrow_some = stream ? narrow_block<true, In, Out> : narrow_block<false, In, Out>;
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (int t = 0; t < threads; ++t) {
-        for (size_t b = share_begin(blocks, t, threads); b < share_begin(blocks, t + 1, threads); ++b) {
-            const size_t begin = b * kBlock;
-            narrow_some(x + begin, std::min(kBlock, count - begin), static_cast<In>(scale), out + begin);
-        }
-        order_stores();
-    }
+    each_block(count, threads, [&](size_t begin, size_t length) {
+        narrow_some(x + begin, length, static_cast<In>(scale), out + begin);
+    });
+}
+
+template <typename In, typename Out>
+void sum_values(const std::vector<const In *> &parts, size_t count, double scale, Out *out, int threads) {
+    const bool in_place = std::find(parts.begin(), parts.end(), static_cast<const void *>(out)) != parts.end();
+    const bool stream = !in_place && count * sizeof(Out) >= kStreamedBytes;  // else the lines are there already
+    const auto sum_some = stream ? sum_block<true, In, Out> : sum_block<false, In, Out>;
+    each_block(count, threads, [&](size_t begin, size_t length) { sum_some(parts, begin, length, scale, out); });
 }
 
 template void narrow_values(const float *, size_t, double, Bfloat16 *, int);
 template void narrow_values(const float *, size_t, double, Float16 *, int);
 template void narrow_values(const double *, size_t, double, Bfloat16 *, int);
 template void narrow_values(const double *, size_t, double, Float16 *, int);
+
+#define INSTANTIATE(In)                                                                         \
+    template void sum_values(const std::vector<const In *> &, size_t, double, float *, int);    \
+    template void sum_values(const std::vector<const In *> &, size_t, double, double *, int);   \
+    template void sum_values(const std::vector<const In *> &, size_t, double, Bfloat16 *, int); \
+    template void sum_values(const std::vector<const In *> &, size_t, double, Float16 *, int);
+INSTANTIATE(float)
+INSTANTIATE(double)
+INSTANTIATE(Bfloat16)
+INSTANTIATE(Float16)
+#undef INSTANTIATE
 
 }  // namespace MODULE_NAME

@@ -14,7 +14,8 @@ PACKAGE = Path(__file__).parents[1] / "src" / "gradsync"
 FLOORS: list[set[str]] = [
     {"cluster", "expressions", "steps", "timeline", "trial"},
     {"memory"},
-    {"costs", "kernels", "comm"},
+    {"costs", "kernels"},
+    {"comm"},
     {"bucket", "forecast", "sparse"},
     {"density", "gradients", "positions"},
     {"compressors"},
@@ -35,7 +36,7 @@ TRITON = "gradsync.kernels.triton"  # imported only where tensors are on a devic
 _TENSORS = {"torch", "numpy", "jaxtyping"}
 OUTSIDE: list[set[str]] = [  # third-party libraries that a module may load when it is imported, by floor
     set(),
-    *[_TENSORS] * 6,
+    *[_TENSORS] * 7,
     *[_TENSORS | {"pydantic"}] * 7,
     _TENSORS | {"pydantic"},
     {"typer", "rich"},

@@ -307,6 +307,30 @@ template <typename In, typename Out> static void check_narrowed(size_t size, int
         CHECK(i % 100 == 7 ? widen(out[i]) > 6e4f : widen(out[i]) == static_cast<float>(i % 256) / 2);
 }
 
+template <typename In, typename Out> static void check_summed(size_t size, int threads) {
+    std::vector<std::vector<In>> values;
+    for (size_t p = 0; p < 3; ++p) {
+        values.emplace_back(size);
+        for (size_t i = 0; i < size; ++i) values[p][i] = narrow<In>(static_cast<Accumulator<In>>(i % 64 + p));
+    }
+    std::vector<Out> out(size);
+    sum_values<In, Out>({values[0].data(), values[1].data(), values[2].data()}, size, 0.5, out.data(), threads);
+    for (size_t i = 0; i < size; ++i) CHECK(static_cast<double>(widen(out[i])) == static_cast<double>(3 * (i % 64) + 3) / 2);
+    if constexpr (std::is_same_v<In, Out>) {
+        sum_values<In, Out>({values[0].data(), values[1].data()}, size, 1, values[1].data(), threads);
+        for (size_t i = 0; i < size; ++i) CHECK(widen(values[1][i]) == static_cast<float>(2 * (i % 64) + 1));
+    }
+}
+
+// From one element past where a vector would begin.
+static void check_streamed_values() {
+    const size_t size = kStreamedBytes / sizeof(float) + 77;
+    const std::vector<Bfloat16> x(size, narrow<Bfloat16>(3));
+    std::vector<float> out(size + 1, 9);
+    sum_values<Bfloat16, float>({x.data(), x.data()}, size, 1, out.data() + 1, 2);
+    CHECK(static_cast<size_t>(std::count(out.begin(), out.end(), 6.0f)) == size && out[0] == 9);
+}
+
 template <typename Index> static void check_offsets(size_t size, size_t every, Format format) {
     std::vector<Index> indices;
     for (size_t i = 0; i < size; i += every) indices.push_back(static_cast<Index>(i));
@@ -726,6 +750,8 @@ static bool overrun(const std::string &kernel) {
     } else if (kernel == "narrow") {
         std::vector<Bfloat16> narrowed(11);
         narrow_values(values.data(), 12, 1.0, narrowed.data(), 1);
+    } else if (kernel == "sum_parts") {
+        sum_values<float, float>({values.data(), fewer.data()}, 12, 1.0, out.data(), 1);
     } else if (kernel == "encode_bitmap") {
         std::vector<uint64_t> words(2);
         encode_bitmap({indices.data(), true, 3}, 3 * kWordBits, words.data());
@@ -814,6 +840,11 @@ int main(int argc, char **argv) {
         for (size_t size : {0, 1, 1023, 2049}) {
             check_narrowed<float, Bfloat16>(size, threads);
             check_narrowed<double, Float16>(size, threads);
+            check_summed<float, float>(size, threads);
+            check_summed<Bfloat16, float>(size, threads);
+            check_summed<Float16, Float16>(size, threads);
+            check_summed<double, Bfloat16>(size, threads);
+            check_summed<Float16, double>(size, threads);
         }
     }
     check_all_offsets();
@@ -827,6 +858,7 @@ int main(int argc, char **argv) {
         }
     for (size_t width : {8, 32}) check_narrow_pieces(kStreamedBytes / 64 + 5, width, 0, true);
     check_streamed_elements();
+    check_streamed_values();
     for (bool sorted : {true, false}) {
         check_streamed_sum<float>(sorted);
         check_streamed_sum<Bfloat16>(sorted);

@@ -130,6 +130,16 @@ def narrow(kernels: Any, size: int) -> list[Tensor]:
     return outs
 
 
+def sum_parts(kernels: Any, size: int) -> list[Tensor]:
+    outs = []
+    for dtype in DTYPES:
+        parts = [values_of(torch.arange(size) + number, dtype) for number in range(3)]
+        for wanted in DTYPES:
+            outs.append(torch.full((size + 3,), 77, dtype=wanted))
+            kernels.sum_parts(parts, outs[-1][:size], scale=1 / 3)
+    return outs
+
+
 SIGNED = [("mean", 5), ("two", 0), ("rms", 1024), ("one", 0)]  # and elements a block
 
 
@@ -482,8 +492,8 @@ CASES: dict[str, Callable[[Any, int], list[Tensor]]] = {
         owners_by_hash, partition_hashed, partition_rotated, partition_elements, unite_elements, join_elements,
         rotated_index, owned_by_hash,
         positions_in, encode_offsets, decode_offsets, sum_rows, unite_rows, join_columns, scatter_rows, nonzero_rows,
-        hierarchical_hash, narrow, quantize, block_scales, dequantize, random_k, hadamard, pack_signs, unpack_signs,
-        count_sketch, sketch_estimates, squared_norms,
+        hierarchical_hash, narrow, sum_parts, quantize, block_scales, dequantize, random_k, hadamard, pack_signs,
+        unpack_signs, count_sketch, sketch_estimates, squared_norms,
     )
 }  # fmt: skip
 

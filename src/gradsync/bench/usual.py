@@ -44,6 +44,18 @@ def top_k(
     return run
 
 
+def sum_parts(parts: Sequence[Tensor], out: Tensor, scale: float) -> Run:
+    """In `out`, which is as wide as the sum."""
+
+    def run() -> None:
+        out.copy_(parts[0])
+        for part in parts[1:]:
+            out.add_(part)
+        out.mul_(scale)
+
+    return run
+
+
 def squared_norms(x: Tensor, norms: Tensor, block: int) -> Run | None:
     if len(x) % block:
         return None

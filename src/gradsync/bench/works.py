@@ -280,6 +280,18 @@ def narrow(g: torch.Generator, *, size: int, dtype: str) -> Work:
     return Work(lambda module: module.narrow(x, out, scale=0.25), [out], tensor_bytes(x, out))
 
 
+def sum_parts(g: torch.Generator, *, size: int, ranks: int, dtype: str) -> Work:
+    """The mean of as many ranks' gradients."""
+    parts = [torch.randn(size, generator=g).to(getattr(torch, dtype)) for _ in range(ranks)]
+    out, scale = torch.zeros(size), 1 / ranks
+    return Work(
+        lambda module: module.sum_parts(parts, out, scale=scale),
+        [out],
+        tensor_bytes(*parts, out),
+        usual.sum_parts(parts, out, scale),
+    )
+
+
 def encode_offsets(g: torch.Generator, *, size: int, density: float, bits: int) -> Work:
     """Indices to offsets within blocks."""
     indices, message = _offsets(g, size, density, bits)
@@ -500,7 +512,7 @@ WORK: dict[str, Callable[..., Work]] = {
         count_bits, encode_offsets, decode_offsets, partition_elements, unite_elements,
         join_elements, partition_rotated, rotated_index, owners_by_hash,
         partition_hashed, owned_by_hash, positions_in, hierarchical_hash, top_k, select_above, count_above, narrow,
-        quantize, block_scales, dequantize, random_k, hadamard, pack_signs, unpack_signs,
+        sum_parts, quantize, block_scales, dequantize, random_k, hadamard, pack_signs, unpack_signs,
         count_sketch, sketch_estimates, squared_norms,
     )
 }  # fmt: skip
@@ -561,6 +573,9 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (  # kernel, parameters of its w
     ("hierarchical_hash", {"nnz": 1_000_000, "size": _ELEMENTS, "owners": 8}),
     ("narrow", {"size": _DENSE, "dtype": "bfloat16"}),
     ("narrow", {"size": _DENSE, "dtype": "float16"}),
+    ("sum_parts", {"size": _DENSE, "ranks": 1, "dtype": "bfloat16"}),
+    ("sum_parts", {"size": _DENSE, "ranks": 4, "dtype": "bfloat16"}),
+    ("sum_parts", {"size": _DENSE, "ranks": 4, "dtype": "float32"}),
     ("top_k", {"size": 8 * _BITS, "density": 0.001}),
     ("top_k", {"size": 100 * 5000, "density": 0.01, "feedback": True, "sections": 100}),
     ("top_k", {"size": 8 * _BITS, "density": 0.01}),

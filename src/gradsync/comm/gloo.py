@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import memory
+from .. import kernels, memory
 from ..cluster import Placement
 from ..steps import DIRECT_BYTES, Pattern, Transfer
 from .group import LENGTH_BYTES, Pending, TorchGroup, cut_messages, cut_to_lengths, split, swapped, with_lengths
@@ -218,9 +218,11 @@ def _then(pending: Pending[list[Tensor]], finish: Callable[[list[Tensor], float]
 
 def _sum_into(buffer: Tensor, parts: Sequence[Tensor]) -> Tensor:
     """The sum in rank order, one addition after the other: the same bits on every processor. 16-bit floats in fp32."""
+    if buffer.dtype in (torch.float16, torch.bfloat16):
+        kernels.sum_parts(parts, buffer)
+        return buffer
     first, *others = parts
-    half = buffer.dtype in (torch.float16, torch.bfloat16)
-    total = first.float() if half else first.clone()
+    total = first.clone()
     for part in others:
         total += part
     return buffer.copy_(total)

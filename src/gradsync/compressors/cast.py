@@ -61,16 +61,15 @@ class Cast(Compressor[Summand]):
         return payload, corrected.sub_(payload.data), state.next()
 
     def decompress(self, payload: Summand) -> Tensor:
-        check_payload(self, payload)
-        return payload.data.to(payload.spec.dtype)
+        out = memory.empty_like(payload.data, payload.spec.dtype)
+        self.sum_into(out, [payload])
+        return out
 
     @torch.no_grad()
     def sum_into(self, out: Tensor, payloads: Sequence[Summand], scale: float = 1.0) -> None:
-        total = out.new_zeros(out.numel(), dtype=kernels.accumulation_dtype(out.dtype))
         for payload in payloads:
             check_payload(self, payload, out)
-            total += payload.data
-        out.copy_(total.mul_(scale))
+        kernels.sum_parts([payload.data for payload in payloads], out, scale=scale)
 
     def nbytes(self, spec: FlatSpec, step: int = 0) -> int:
         return spec.numel * self.number_dtype(spec).itemsize

@@ -207,9 +207,8 @@ class CountSketch(Compressor[Summand]):
         """Decodes the sum of the counters."""
         for payload in payloads:
             check_payload(self, payload, out)
-        total = payloads[0].data.clone()
-        for payload in payloads[1:]:
-            total += payload.data
+        total = torch.empty_like(payloads[0].data)
+        kernels.sum_parts([payload.data for payload in payloads], total)
         summed = Summand(self, payloads[0].spec.with_dtype(total.dtype), payloads[0].step, total)
         out.copy_(self.decompress(summed).mul_(scale))
 

@@ -46,7 +46,7 @@ from gradsync.kernels.phases import (
     RotatedPartition,
     RowUnion,
 )
-from gradsync.kernels.precision import block_scales, dequantize, narrow, pack_signs, quantize, unpack_signs
+from gradsync.kernels.precision import block_scales, dequantize, narrow, pack_signs, quantize, sum_parts, unpack_signs
 from gradsync.kernels.randomized import hadamard, random_k
 from gradsync.kernels.reference import accumulation_dtype
 from gradsync.kernels.rows import join_columns, nonzero_rows, scatter_rows, sum_rows, unite_rows
@@ -109,6 +109,7 @@ __all__ = [
     "sign_scales_shape",
     "sketch_estimates",
     "squared_norms",
+    "sum_parts",
     "sum_rows",
     "top_k",
     "unite_elements",

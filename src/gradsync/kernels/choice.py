@@ -16,8 +16,8 @@ KERNELS = (
     "sum_rows", "unite_rows", "join_columns", "scatter_rows", "nonzero_rows", "nonzero_elements", "encode_bitmap",
     "decode_bitmap", "count_bits", "encode_offsets", "decode_offsets", "partition_elements", "unite_elements",
     "join_elements", "partition_rotated", "rotated_index", "owners_by_hash", "partition_hashed", "owned_by_hash",
-    "positions_in", "hierarchical_hash", "top_k", "select_above", "count_above", "narrow", "quantize", "block_scales",
-    "dequantize", "random_k", "hadamard", "pack_signs", "unpack_signs", "count_sketch",
+    "positions_in", "hierarchical_hash", "top_k", "select_above", "count_above", "narrow", "sum_parts", "quantize",
+    "block_scales", "dequantize", "random_k", "hadamard", "pack_signs", "unpack_signs", "count_sketch",
     "sketch_estimates", "squared_norms",
 )  # fmt: skip
 _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {  # kernel: (reference, native)

@@ -1,4 +1,4 @@
-"""Kernels that change the numbers' format: narrower floats, quantised codes, packed signs."""
+"""Kernels that change the numbers' format: narrower floats and their sums, quantised codes, packed signs."""
 
 from __future__ import annotations
 
@@ -26,6 +26,24 @@ def narrow(x: Tensor, out: Tensor, *, scale: float = 1.0) -> None:
         TypeError: other dtypes.
     """
     pick("narrow", [x, out], x.numel())(x, out, scale=scale)
+
+
+def sum_parts(parts: Sequence[Tensor], out: Tensor, *, scale: float = 1.0) -> None:
+    """Overwrites `out` by `scale` times the sum of the parts, made in their order, one addition after the other.
+
+    One pass, whatever the number of parts. The sum begins with the first part, is kept in float32 (float64 where the
+    parts or `out` are), and is rounded once as torch rounds: to nearest, ties to even, what is beyond the type to
+    infinity, and float64 to 16 bits by way of float32. Of no parts it is zero.
+
+    Args:
+        parts: each (numel,) floating, all of one dtype, narrower or wider than that of `out`.
+        out: (numel,) floating. It may be one of the parts, but not lie in their memory otherwise.
+
+    Raises:
+        ValueError: parts of another shape.
+        TypeError: other dtypes.
+    """
+    pick("sum_parts", [*parts, out], out.numel())(parts, out, scale=scale)
 
 
 def quantize(

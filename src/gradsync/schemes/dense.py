@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import kernels
+from .. import kernels, memory
 from ..bucket import Layout, TensorSpec
 from ..cluster import Placement
 from ..comm import Group
@@ -78,15 +78,13 @@ class ReduceScatter(Partitioned[Tensor, OwnedRange]):
         self, x: Tensor, state: State, group: Group, scale: float, *, wide: bool = False
     ) -> tuple[OwnedRange, State]:
         # Push: to each owner its range.
-        ranges, accumulated = even_ranges(x.numel(), group.size), kernels.accumulation_dtype(x.dtype)
+        ranges = even_ranges(x.numel(), group.size)
         mine = ranges[group.rank]
         parts = await group.all_to_all(x, ranges, [mine] * group.size, largest=ranges[0])
-        total = x.new_zeros(ranges[0], dtype=accumulated)
-        total[:mine] = parts[0]
-        for part in parts[1:]:
-            total[:mine] += part
-        total.mul_(scale)
-        return OwnedRange(total if wide else total.to(x.dtype), x), state
+        total = memory.empty(ranges[0], kernels.accumulation_dtype(x.dtype) if wide else x.dtype, x.device)
+        total[mine:] = 0
+        kernels.sum_parts(parts, total[:mine], scale=scale)
+        return OwnedRange(total, x), state
 
     async def pull(self, shard: OwnedRange, state: State, group: Group) -> Tensor:
         # Pull: from each owner its range of the sum.

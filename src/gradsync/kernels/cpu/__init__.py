@@ -7,7 +7,7 @@ place it refuses.
 """
 
 from gradsync.kernels.cpu.boundary import load, supports
-from gradsync.kernels.cpu.convert import narrow
+from gradsync.kernels.cpu.convert import narrow, sum_parts
 from gradsync.kernels.cpu.elements import (
     NonzeroElements,
     count_bits,
@@ -71,6 +71,7 @@ __all__ = [
     "select_above",
     "sketch_estimates",
     "squared_norms",
+    "sum_parts",
     "sum_rows",
     "supports",
     "top_k",

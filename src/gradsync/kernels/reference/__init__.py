@@ -4,7 +4,7 @@ Runs on any device and dtype, so it is also the fallback. `gradsync.kernels` say
 """
 
 from gradsync.kernels.in_steps import Steps
-from gradsync.kernels.reference.convert import narrow
+from gradsync.kernels.reference.convert import narrow, sum_parts
 from gradsync.kernels.reference.draws import draws, draws_at, noise
 from gradsync.kernels.reference.elements import (
     NonzeroElements,
@@ -101,6 +101,7 @@ __all__ = [
     "select_above",
     "sketch_estimates",
     "squared_norms",
+    "sum_parts",
     "sum_rows",
     "top_k",
     "unite_elements",

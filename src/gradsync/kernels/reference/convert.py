@@ -1,11 +1,13 @@
-"""Values in a narrower type, in plain torch operations."""
+"""Values in another type and their sums, in plain torch operations."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from gradsync.kernels.checks import check_floating, check_shape, describe
+from gradsync.kernels.checks import check_flat, check_floating, check_shape, describe
 
 NARROW = (torch.bfloat16, torch.float16)
 
@@ -28,3 +30,26 @@ def check_narrow(x: Tensor, out: Tensor) -> None:
     if out.dtype not in NARROW:
         raise TypeError(f"out must be bfloat16 or float16, got {describe(out)}")
     check_shape("out", out, len(x))
+
+
+@torch.no_grad()
+def sum_parts(parts: Sequence[Tensor], out: Tensor, *, scale: float = 1.0) -> None:
+    """See `gradsync.kernels.sum_parts`."""
+    dtype = check_sum(parts, out)
+    if not parts:
+        out.zero_()
+        return
+    total = parts[0].to(dtype, copy=True)
+    for part in parts[1:]:
+        total += part
+    out.copy_(total.mul_(scale))
+
+
+def check_sum(parts: Sequence[Tensor], out: Tensor) -> torch.dtype:
+    """Refuses parts that do not fit together or to the output. Returns what their sum is kept in."""
+    check_floating("out", out)
+    check_flat("out", out)
+    for part in parts:
+        check_floating("parts", part, parts[0].dtype)
+        check_shape("parts", part, len(out))
+    return torch.float64 if torch.float64 in (out.dtype, *(part.dtype for part in parts)) else torch.float32

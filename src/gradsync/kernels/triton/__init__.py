@@ -14,7 +14,7 @@ Triton comes with torch for CUDA and is imported with this package, which `impor
 
 from gradsync.kernels.in_steps import Steps
 from gradsync.kernels.reference.largest import count_above, select_above
-from gradsync.kernels.triton.convert import narrow
+from gradsync.kernels.triton.convert import narrow, sum_parts
 from gradsync.kernels.triton.elements import (
     NonzeroElements,
     count_bits,
@@ -90,6 +90,7 @@ __all__ = [
     "select_above",
     "sketch_estimates",
     "squared_norms",
+    "sum_parts",
     "sum_rows",
     "top_k",
     "unite_elements",
