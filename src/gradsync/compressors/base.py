@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from typing import Any, ClassVar, Generic, TypeVar
@@ -104,6 +104,7 @@ class Summand(Payload):
 
 P = TypeVar("P", bound=Payload)
 T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 
 
 class Compressor(Nameable, ABC, Generic[P]):
@@ -324,6 +325,24 @@ def check_size(payload: Payload, out: Tensor) -> None:
 def by_spec(method: Callable[[Any, FlatSpec], T]) -> Callable[[Any, FlatSpec], T]:
     """For methods of settings and a spec alone that are asked several times a step: worked out once for each."""
     return lru_cache(maxsize=1024)(method)
+
+
+def alike(keys: Iterable[K]) -> dict[K, list[int]]:
+    """The places of equal keys: what is done to each of many small tensors is done to equal ones at once."""
+    places: dict[K, list[int]] = {}
+    for place, key in enumerate(keys):
+        places.setdefault(key, []).append(place)
+    return places
+
+
+def stacked(parts: Sequence[Tensor], places: Sequence[int]) -> Tensor:
+    """Those parts of one length, (places, length)."""
+    return torch.stack([parts[place] for place in places]) if len(places) > 1 else parts[places[0]][None]
+
+
+def unstack(rows: Tensor, parts: Sequence[Tensor], places: Sequence[int]) -> None:
+    """Overwrites those parts by rows."""
+    torch._foreach_copy_([parts[place] for place in places], list(rows.unbind()))
 
 
 Field = tuple[torch.dtype, int]  # of a message: type and number of elements

@@ -21,11 +21,14 @@ from .base import (
     Sparsifier,
     State,
     Summand,
+    alike,
     by_spec,
     check_payload,
     check_tensor,
     fields,
     fields_nbytes,
+    stacked,
+    unstack,
 )
 from .law import Biased, Contraction, Law
 from .sparsify import TopK
@@ -70,40 +73,42 @@ class SketchML(Sparsifier):
         payload = SparseMessage(self, state.spec, state.step, data)
         positions, means, numbers = self._parts(payload)
         positions.encode(sparse.indices)
-        taken = offset = 0
-        for length in state.spec.lengths:
-            part = slice(taken, taken + largest.kept(length))
-            buckets = self._buckets(length)
-            means[offset : offset + buckets], numbers[part] = _bucketed(sparse.values[part], buckets)
-            taken, offset = part.stop, offset + buckets
+        counts = self._counts(state.spec)
+        values, rooms, offset = sparse.values.split(counts), numbers.split(counts), 0
+        for count, places in alike(counts).items():
+            found, number = _bucketed(stacked(values, places), min(self.buckets, count))
+            means[offset : offset + found.numel()] = found.flatten()
+            unstack(number, rooms, places)
+            offset += found.numel()
         return payload, state.next()
 
     def elements(self, payload: SparseMessage) -> SparseVector:
         check_payload(self, payload)
         positions, means, numbers = self._parts(payload)
         values = torch.empty(len(numbers), dtype=payload.spec.dtype, device=means.device)
-        taken = offset = 0
-        for length in payload.spec.lengths:
-            part = slice(taken, taken + TopK(self.ratio).kept(length))
-            buckets = self._buckets(length)
-            bucket = numbers[part].long()
+        counts, offset = self._counts(payload.spec), 0
+        parts, rooms = numbers.split(counts), values.split(counts)
+        for count, places in alike(counts).items():
+            bucket, buckets = stacked(parts, places).long(), min(self.buckets, count)
             if bool((bucket >= buckets).any()):
                 raise ValueError(f"a payload of {self} names a bucket that is none of {buckets}")
-            values[part] = means[offset : offset + buckets][bucket].to(values.dtype)
-            taken, offset = part.stop, offset + buckets
+            found = means[offset : offset + len(places) * buckets].view(len(places), buckets)
+            unstack(found.gather(1, bucket), rooms, places)
+            offset += found.numel()
         return SparseVector(positions.decode(), values, payload.spec.numel)
 
     def nbytes(self, spec: FlatSpec, step: int = 0) -> int:
         return fields_nbytes(*self._layout(spec))
 
-    def _buckets(self, numel: int) -> int:
-        return min(self.buckets, TopK(self.ratio).kept(numel))
+    @by_spec
+    def _counts(self, spec: FlatSpec) -> tuple[int, ...]:
+        return tuple(map(TopK(self.ratio).kept, spec.lengths))
 
     @by_spec
     def _layout(self, spec: FlatSpec) -> tuple[Field, ...]:
         count = self.num_kept(spec)
         positions = int(smallest(count, spec.numel).nbytes(count, spec.numel))
-        means = kernels.accumulation_dtype(spec.dtype), sum(map(self._buckets, spec.lengths))
+        means = kernels.accumulation_dtype(spec.dtype), sum(min(self.buckets, count) for count in self._counts(spec))
         return (torch.uint8, positions), means, (torch.uint8, count)
 
     def _parts(self, payload: SparseMessage) -> tuple[Positions, Tensor, Tensor]:
@@ -114,20 +119,20 @@ class SketchML(Sparsifier):
 
 
 def _bucketed(values: Tensor, buckets: int) -> tuple[Tensor, Tensor]:
-    """The means of the buckets, ascending, float64, and (k,) int64: of each value, which bucket it is in."""
-    count = len(values)
-    ascending, order = values.double().sort(stable=True)
+    """Of each row: its buckets' means, ascending, float64, and int64: of each value, which bucket it is in."""
+    rows, count = values.shape
+    ascending, order = values.double().sort(dim=1, stable=True)
     ranks = torch.arange(count, device=values.device)
-    negative = (ascending < 0).sum()
+    negative = (ascending < 0).sum(dim=1, keepdim=True)
     other = count - negative
     below = (negative * buckets + count // 2) // max(1, count)  # buckets of the negative ones
     below = below.clamp(min=(negative > 0).long(), max=buckets - (other > 0).long())
     lower = ranks * below // negative.clamp(min=1)
     upper = below + (ranks - negative) * (buckets - below) // other.clamp(min=1)
     bucket = torch.where(ranks < negative, lower, upper)
-    sums = torch.zeros(buckets, dtype=torch.float64, device=values.device).index_add_(0, bucket, ascending)
-    sizes = torch.zeros_like(sums).index_add_(0, bucket, torch.ones_like(ascending))
-    return sums / sizes.clamp(min=1), torch.empty_like(order).index_copy_(0, order, bucket)
+    sums = torch.zeros(rows, buckets, dtype=torch.float64, device=values.device).scatter_add_(1, bucket, ascending)
+    sizes = torch.zeros_like(sums).scatter_add_(1, bucket, torch.ones_like(ascending))
+    return sums / sizes.clamp(min=1), torch.empty_like(order).scatter_(1, order, bucket)
 
 
 @register

@@ -13,7 +13,19 @@ from .. import kernels, memory
 from ..bucket import FlatSpec
 from ..expressions import register
 from ..sparse import SparseVector, index_dtype
-from .base import Field, SparseMessage, Sparsifier, State, by_spec, check_payload, check_tensor, fields, fields_nbytes
+from .base import (
+    Field,
+    SparseMessage,
+    Sparsifier,
+    State,
+    alike,
+    by_spec,
+    check_payload,
+    check_tensor,
+    fields,
+    fields_nbytes,
+    stacked,
+)
 from .law import Absolute, Biased, Law
 from .sparsify import check_ratio, packed_layout, packed_positions, share_of
 
@@ -157,10 +169,14 @@ class GaussianK(Thresholded):
         """Of each tensor, (segments,), in the accumulation dtype."""
         dtype, quantile = kernels.accumulation_dtype(x.dtype), -NormalDist().inv_cdf(self.ratio / 2)
         thresholds = torch.zeros(len(spec.lengths), dtype=dtype, device=x.device)
-        for number, part in enumerate(x.split(spec.lengths)):
-            if len(part):
-                variance, mean = torch.var_mean(part.to(dtype), correction=0)
-                thresholds[number] = mean.abs() + quantile * variance.sqrt()
+        parts = x.split(spec.lengths)
+        for length, places in alike(spec.lengths).items():
+            if length:
+                rows = stacked(parts, places).to(dtype)
+                mean = rows.mean(dim=1, keepdim=True)
+                centred = torch.sub(rows, mean, out=memory.empty(rows.numel(), dtype, x.device).view_as(rows))
+                deviation = torch.linalg.vector_norm(centred, dim=1) / length**0.5
+                thresholds[places] = mean[:, 0].abs() + quantile * deviation
         thresholds.nan_to_num_(nan=0.0)  # nothing is known of it: the largest are sent, and those are NaN and infinity
         wanted = torch.tensor([share_of(self.ratio, length) for length in spec.lengths], device=x.device)
         counts = torch.empty_like(wanted)

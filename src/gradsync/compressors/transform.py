@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -15,8 +15,22 @@ from torch import Tensor
 from .. import kernels, memory
 from ..bucket import FlatSpec
 from ..expressions import register
-from ..kernels import Grid
-from .base import Compressor, Message, State, Summand, by_spec, check_payload, check_tensor, fields, fields_nbytes
+from ..kernels import Grid, Sections
+from ..sparse import SparseVector, index_dtype
+from .base import (
+    Compressor,
+    Message,
+    State,
+    Summand,
+    alike,
+    by_spec,
+    check_payload,
+    check_tensor,
+    fields,
+    fields_nbytes,
+    stacked,
+    unstack,
+)
 from .law import Biased, Contraction, Law, Unbiased
 
 _INT8_MOST = 127
@@ -86,82 +100,78 @@ class THC(Compressor[Summand]):
     def observe(self, x: Tensor, state: State) -> Tensor:
         """T of each chunk; infinite, which a maximum keeps, where it is not a number."""
         check_tensor(x, state)
-        sizes = self._sizes(state.spec, x.device)
+        chunks, _ = self._chunks(state.spec)
+        most = torch.empty(len(chunks.lengths), device=x.device)
         if self.clip is None:
-            most = _of_chunks(self._rotated(x, state).abs(), "max", sizes)
+            kernels.block_scales(self._rotated(x, state), chunks, Grid(1), most)
         else:
-            norms = _of_chunks(x.to(kernels.accumulation_dtype(x.dtype)).square(), "sum", sizes).sqrt()
-            most = norms * (self.clip / sizes.sqrt()).clamp(max=1)
-        return most.float().nan_to_num(nan=math.inf, posinf=math.inf)
+            kernels.block_scales(x, chunks, Grid(1, scale="norm"), most)
+            sizes = torch.tensor(chunks.lengths, device=x.device)
+            most *= (self.clip / sizes.sqrt()).clamp(max=1)
+        return most
 
     @torch.no_grad()
     def compress(self, x: Tensor, state: State) -> tuple[Summand, State]:
         check_tensor(x, state)
         if state.agreed is None:
             raise ValueError("THC needs what the ranks agreed on: see Compressor.observe")
-        codes = self._quantised(self._rotated(x, state), state.agreed.to(x.device), state)
-        return Summand(self, state.spec, state.step, codes, state.agreed), state.next()
+        rotated, (chunks, tensors) = self._rotated(x, state), self._chunks(state.spec)
+        seeds = state.sections(self.seed).seeds
+        chunks = replace(chunks, seeds=tuple(seeds[tensor] for tensor in tensors))
+        codes = memory.empty_like(rotated, torch.uint8)
+        kernels.quantize(rotated, chunks, self._grid, codes, state.agreed.to(x.device))
+        return Summand(self, state.spec, state.step, codes.view(torch.int8), state.agreed), state.next()
 
     def decompress(self, payload: Summand) -> Tensor:
-        check_payload(self, payload)
-        return self._decoded(payload.data, payload, payload.spec.dtype)
+        out = memory.empty_like(payload.data, payload.spec.dtype)
+        self.sum_into(out, [payload])
+        return out
 
+    @torch.no_grad()
     def sum_into(self, out: Tensor, payloads: Sequence[Summand], scale: float = 1.0) -> None:
-        """One rotation for all, since they have one T."""
+        """One rotation for all, which have one step."""
+        if not payloads:
+            out.zero_()
+            return
+        parts = []
         for payload in payloads:
             check_payload(self, payload, out)
-        total = payloads[0].data.to(torch.int32)
-        for payload in payloads[1:]:
-            total += payload.data
-        wide = kernels.accumulation_dtype(out.dtype)
-        out.copy_(self._decoded(total, payloads[0], wide).mul_(scale))
+            if payload.agreed is None:
+                raise ValueError("a payload of THC carries what the ranks agreed on, got none")
+            parts.append((payload.data.view(torch.uint8), payload.agreed.to(out.device)))
+        spec, step = payloads[0].spec, payloads[0].step
+        numbers = memory.empty_like(out, kernels.accumulation_dtype(out.dtype))
+        kernels.dequantize(parts, self._chunks(spec)[0], self._grid, numbers, scale=scale)
+        kernels.hadamard(numbers, self._signs(State(spec, step=step)), out, chunk=self.chunk, inverse=True)
 
     def nbytes(self, spec: FlatSpec, step: int = 0) -> int:
         return spec.numel
 
-    def _sizes(self, spec: FlatSpec, device: torch.device) -> Tensor:
-        return torch.tensor(kernels.rotation_sizes(spec.lengths, self.chunk), dtype=torch.int64, device=device)
+    @property
+    def _grid(self) -> Grid:
+        """A T that has no inverse counts as zero."""
+        return Grid(self.levels, scale="given", stochastic=True)
+
+    def _signs(self, state: State) -> Sections:
+        return state.sections(self.seed, shared=True)
 
     def _rotated(self, x: Tensor, state: State) -> Tensor:
         rotated = memory.empty_like(x, kernels.accumulation_dtype(x.dtype))
-        kernels.hadamard(x, state.sections(self.seed, shared=True), rotated, chunk=self.chunk)
+        kernels.hadamard(x, self._signs(state), rotated, chunk=self.chunk)
         return rotated
 
-    def _quantised(self, rotated: Tensor, most: Tensor, state: State) -> Tensor:
-        """(numel,) int8. A T that has no inverse counts as zero."""
-        codes = memory.empty_like(rotated, torch.uint8)
-        grid = Grid(self.levels, scale="given", stochastic=True)
-        kernels.quantize(rotated, self._chunks(state.sections(self.seed)), grid, codes, most)
-        return codes.view(torch.int8)
-
-    def _chunks(self, sections: kernels.Sections) -> kernels.Sections:
-        """The chunks as sections of their own, whose elements draw as in their tensors."""
+    @by_spec
+    def _chunks(self, spec: FlatSpec) -> tuple[Sections, list[int]]:
+        """Each a section of its own, whose elements draw as in their tensor, and which tensor that is."""
         lengths: list[int] = []
         starts: list[int] = []
-        seeds: list[int] = []
-        for length, start, seed in zip(sections.lengths, sections.starts, sections.seeds, strict=True):
-            sizes = kernels.rotation_sizes((length,), self.chunk)
+        tensors: list[int] = []
+        for tensor, segment in enumerate(spec.segments):
+            sizes = kernels.rotation_sizes((segment.numel,), self.chunk)
             lengths += sizes
-            starts += accumulate(sizes[:-1], initial=start) if sizes else ()
-            seeds += [seed] * len(sizes)
-        return kernels.Sections(tuple(lengths), tuple(starts), tuple(seeds))
-
-    def _decoded(self, codes: Tensor, payload: Summand, dtype: torch.dtype) -> Tensor:
-        if payload.agreed is None:
-            raise ValueError("a payload of THC carries what the ranks agreed on, got none")
-        wide = kernels.accumulation_dtype(dtype)
-        unit = (payload.agreed.to(codes.device) / self.levels).to(wide)
-        numbers = codes.to(wide).mul_(unit.repeat_interleave(self._sizes(payload.spec, codes.device)))
-        out = memory.empty_like(numbers, dtype)
-        sections = State(payload.spec, step=payload.step).sections(self.seed, shared=True)
-        kernels.hadamard(numbers, sections, out, chunk=self.chunk, inverse=True)
-        return out
-
-
-def _of_chunks(values: Tensor, reduce: str, sizes: Tensor) -> Tensor:
-    if len(sizes) == 0:
-        return values.new_empty(0)
-    return torch.segment_reduce(values, reduce, lengths=sizes, initial=0.0)
+            starts += accumulate(sizes[:-1], initial=segment.start) if sizes else ()
+            tensors += [tensor] * len(sizes)
+        return Sections(tuple(lengths), tuple(starts)), tensors
 
 
 class Tiling(NamedTuple):
@@ -183,6 +193,30 @@ class Tiling(NamedTuple):
     @property
     def tiles(self) -> int:
         return self.down * self.across
+
+    @property
+    def size(self) -> int:
+        """Elements of a rectangle."""
+        return self.height * self.width
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The rectangles of all tensors of one shape, tensor by tensor."""
+
+    tiling: Tiling  # of each
+    places: tuple[int, ...]  # of the tensors among the segments
+    elements: slice  # of the coefficients
+    kept: slice  # of those that are sent
+
+    @property
+    def count(self) -> int:
+        return len(self.places) * self.tiling.tiles
+
+    def starts(self, device: torch.device) -> Tensor:
+        """Where each begins, (count, 1)."""
+        size = self.tiling.size
+        return torch.arange(self.elements.start, self.elements.stop, size, device=device)[:, None]
 
 
 @register
@@ -237,17 +271,17 @@ class DCTTopK(Compressor[Message]):
         spec = state.spec
         payload = Message(self, spec, state.step, memory.zeros(self.nbytes(spec), torch.uint8, x.device))
         places, values = self._fields(payload)
-        wide, most = kernels.accumulation_dtype(x.dtype), torch.finfo(x.dtype).max
-        taken = offset = 0
-        for shape, length in zip(spec.shapes, spec.lengths, strict=True):
-            tiling = self.tiling(shape)
-            coefficients = _tiles(x[offset : offset + length].to(wide), tiling)
-            kept = coefficients.abs().topk(self.kept(tiling), dim=1, sorted=False).indices.sort(dim=1).values
-            part = slice(taken, taken + kept.numel())
-            places[part] = kept.flatten().to(torch.int16)  # wraps: the bits are those of uint16
-            largest = coefficients.gather(1, kept).flatten()
-            values[part] = torch.where(largest.isfinite(), largest.clamp(-most, most), math.nan)
-            taken, offset = part.stop, offset + length
+        sections, counts = self._rectangles(spec)
+        parts, wide = x.split(spec.lengths), kernels.accumulation_dtype(x.dtype)
+        coefficients = memory.empty(sum(sections.lengths), wide, x.device)
+        for tiles in self._tiles(spec):
+            coefficients[tiles.elements] = _coefficients(stacked(parts, tiles.places).to(wide), tiles.tiling).flatten()
+        indices = memory.empty(len(places), index_dtype(len(coefficients)), x.device)
+        kernels.top_k(coefficients, indices, values, sections=sections, counts=counts)
+        for tiles in self._tiles(spec):
+            found = indices[tiles.kept].view(tiles.count, -1) - tiles.starts(x.device)
+            places[tiles.kept] = found.flatten().to(torch.int16)  # wraps: the bits are those of uint16
+        values.masked_fill_(~values.isfinite(), math.nan)
         return payload, state.next()
 
     def decompress(self, payload: Message) -> Tensor:
@@ -257,27 +291,54 @@ class DCTTopK(Compressor[Message]):
 
     def sum_into(self, out: Tensor, payloads: Sequence[Message], scale: float = 1.0) -> None:
         """Sums coefficients, and transforms their sum."""
-        parts = []
+        if not payloads:
+            out.zero_()
+            return
+        spec, wide = payloads[0].spec, kernels.accumulation_dtype(out.dtype)
+        coefficients = memory.zeros(sum(self._rectangles(spec)[0].lengths), wide, out.device)
         for payload in payloads:
             check_payload(self, payload, out)
-            parts.append(self._fields(payload))
-        wide, taken, offset = kernels.accumulation_dtype(out.dtype), 0, 0
-        spec = payloads[0].spec
-        for shape, length in zip(spec.shapes, spec.lengths, strict=True):
-            tiling = self.tiling(shape)
-            size, kept = tiling.height * tiling.width, self.kept(tiling)
-            coefficients = out.new_zeros(tiling.tiles, size, dtype=wide)
-            part = slice(taken, taken + tiling.tiles * kept)
-            for places, values in parts:
-                at = (places[part].long() & 0xFFFF).view(tiling.tiles, kept)
-                if bool((at >= size).any()):
-                    raise ValueError(f"a payload of {self} has a place outside of its rectangle of {size} elements")
-                coefficients.scatter_add_(1, at, values[part].view(tiling.tiles, kept).to(wide))
-            out[offset : offset + length] = _untiled(coefficients, tiling)[:length].mul_(scale)
-            taken, offset = part.stop, offset + length
+            places, values = self._fields(payload)
+            indices = places.long() & 0xFFFF
+            for tiles in self._tiles(spec):
+                found = indices[tiles.kept].view(tiles.count, -1)
+                if bool((found >= tiles.tiling.size).any()):
+                    raise ValueError(
+                        f"a payload of {self} has a place outside of its rectangle of {tiles.tiling.size} elements"
+                    )
+                found += tiles.starts(out.device)
+            SparseVector(indices, values, len(coefficients)).add_to(coefficients)
+        parts = out.split(spec.lengths)
+        for tiles in self._tiles(spec):
+            found = _elements(coefficients[tiles.elements].view(len(tiles.places), -1), tiles.tiling)
+            unstack(found[:, : len(parts[tiles.places[0]])].mul_(scale), parts, tiles.places)
 
     def nbytes(self, spec: FlatSpec, step: int = 0) -> int:
         return fields_nbytes(*self._layout(spec))
+
+    @by_spec
+    def _tiles(self, spec: FlatSpec) -> tuple[Tiles, ...]:
+        """Those of tensors of one shape after those of another."""
+        found: list[Tiles] = []
+        begin = taken = 0
+        for shape, places in alike(spec.shapes).items():
+            tiling = self.tiling(shape)
+            count = len(places) * tiling.tiles
+            if count:
+                elements, kept = count * tiling.size, count * self.kept(tiling)
+                found.append(Tiles(tiling, tuple(places), slice(begin, begin + elements), slice(taken, taken + kept)))
+                begin, taken = begin + elements, taken + kept
+        return tuple(found)
+
+    @by_spec
+    def _rectangles(self, spec: FlatSpec) -> tuple[Sections, tuple[int, ...]]:
+        """Each a section of the coefficients, and how many of it are sent."""
+        lengths: list[int] = []
+        counts: list[int] = []
+        for tiles in self._tiles(spec):
+            lengths += [tiles.tiling.size] * tiles.count
+            counts += [self.kept(tiles.tiling)] * tiles.count
+        return Sections(tuple(lengths)), tuple(counts)
 
     @by_spec
     def _layout(self, spec: FlatSpec) -> tuple[tuple[torch.dtype, int], ...]:
@@ -299,25 +360,27 @@ def cosines(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return matrix.to(dtype).to(device)
 
 
-def _tiles(x: Tensor, tiling: Tiling) -> Tensor:
-    """The coefficients, (tiles, height * width)."""
+def _coefficients(x: Tensor, tiling: Tiling) -> Tensor:
+    """Of tensors that are rows of `x`: (tensors, tiles, height * width)."""
     rows, columns, height, width = tiling
-    padded = x.new_zeros(tiling.down * height, tiling.across * width)
-    if x.numel() == rows * columns:
-        padded[:rows, :columns] = x.view(rows, columns)
+    tensors, numel = x.shape
+    padded = x.new_zeros(tensors, tiling.down * height, tiling.across * width)
+    if numel == rows * columns:
+        padded[:, :rows, :columns] = x.view(tensors, rows, columns)
     else:  # the last row of a vector is not full
-        padded.view(-1)[: x.numel()] = x
+        padded.view(tensors, -1)[:, :numel] = x
     left, right = cosines(height, x.dtype, x.device), cosines(width, x.dtype, x.device)
-    rotated = (padded.view(-1, width) @ right.T).view(tiling.down, height, tiling.across * width)
-    tiles = (left @ rotated).view(tiling.down, height, tiling.across, width)
-    return tiles.transpose(1, 2).reshape(tiling.tiles, height * width)
+    rotated = (padded.view(-1, width) @ right.T).view(-1, height, tiling.across * width)
+    tiles = (left @ rotated).view(tensors, tiling.down, height, tiling.across, width)
+    return tiles.transpose(2, 3).reshape(tensors, tiling.tiles, height * width)
 
 
-def _untiled(coefficients: Tensor, tiling: Tiling) -> Tensor:
-    """The elements, in order; behind them zeros, where the last row of a vector is not full."""
+def _elements(coefficients: Tensor, tiling: Tiling) -> Tensor:
+    """Of tensors whose coefficients are rows: their elements, in order, and zeros where the last row is not full."""
     rows, columns, height, width = tiling
+    tensors = len(coefficients)
     left, right = (cosines(side, coefficients.dtype, coefficients.device) for side in (height, width))
-    tiles = coefficients.view(tiling.down, tiling.across, height, width).transpose(1, 2)
-    rotated = left.T @ tiles.reshape(tiling.down, height, tiling.across * width)
-    padded = (rotated.view(-1, width) @ right).view(tiling.down * height, tiling.across * width)
-    return padded[:rows, :columns].flatten()
+    tiles = coefficients.view(tensors, tiling.down, tiling.across, height, width).transpose(2, 3)
+    rotated = left.T @ tiles.reshape(-1, height, tiling.across * width)
+    padded = (rotated.view(-1, width) @ right).view(tensors, tiling.down * height, tiling.across * width)
+    return padded[:, :rows, :columns].flatten(1)
