@@ -84,6 +84,9 @@ void write_elements(const RankBitmap &bitmap, const void *x, size_t itemsize, In
 template void write_elements(const RankBitmap &, const void *, size_t, int32_t *, void *, int);
 template void write_elements(const RankBitmap &, const void *, size_t, int64_t *, void *, int);
 
+RotatedStripe::RotatedStripe(uint32_t owners, uint32_t key)
+    : owners_(owners), key_(key), inverse_(owners == 1 ? 0 : ~uint64_t{0} / owners + 1) {}
+
 RotatedPartition::RotatedPartition(Indices indices, uint64_t size, RotatedStripe stripe, int threads)
     : stripe_(stripe), dealt_(require_sorted(indices, size), stripe.owners(), threads, [stripe](uint64_t element) {
           return stripe.owner(element, stripe.local(element));

@@ -45,8 +45,7 @@ private:
 
 class RotatedStripe {
 public:
-    RotatedStripe(uint32_t owners, uint32_t key)
-        : owners_(owners), key_(key), inverse_(owners == 1 ? 0 : ~uint64_t{0} / owners + 1) {}
+    RotatedStripe(uint32_t owners, uint32_t key);
 
     uint32_t owners() const { return owners_; }
     // Of so many elements; each owner has at most one of a run.

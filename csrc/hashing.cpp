@@ -18,6 +18,20 @@ template <typename Out> void owners_by_hash(Indices indices, Hash owner_of, Out 
 template void owners_by_hash(Indices, Hash, int32_t *, int);
 template void owners_by_hash(Indices, Hash, int64_t *, int);
 
+HashedPartition::HashedPartition(Indices indices, uint64_t size, Hash owner_of, int threads)
+    : dealt_(require_sorted(indices, size), static_cast<uint32_t>(owner_of.range()), threads, owner_of) {}
+
+template <typename Index>
+void HashedPartition::write(const void *values, size_t value_bytes, const std::vector<Index *> &indices,
+                            const std::vector<void *> &outs) const {
+    dealt_.write(values, value_bytes, indices, outs, [](uint64_t index) { return index; });
+}
+
+template void HashedPartition::write(const void *, size_t, const std::vector<int32_t *> &,
+                                     const std::vector<void *> &) const;
+template void HashedPartition::write(const void *, size_t, const std::vector<int64_t *> &,
+                                     const std::vector<void *> &) const;
+
 OwnedByHash::OwnedByHash(uint64_t size, Hash owner_of, int threads)
     : size_(size), owner_of_(owner_of), threads_(threads), counts_(owner_of.range(), 0) {
     begins_.assign(threads, counts_);

@@ -35,16 +35,13 @@ template <typename Out> void owners_by_hash(Indices indices, Hash owner_of, Out 
 class HashedPartition {
 public:
     // Throws BadIndex if an index is not in [0, size), NotSorted if they do not ascend.
-    HashedPartition(Indices indices, uint64_t size, Hash owner_of, int threads)
-        : dealt_(require_sorted(indices, size), static_cast<uint32_t>(owner_of.range()), threads, owner_of) {}
+    HashedPartition(Indices indices, uint64_t size, Hash owner_of, int threads);
 
     const Dealt &dealt() const { return dealt_; }
     // Per owner: its elements' indices, ascending, and their values: one of so many bytes for each element.
     template <typename Index>
     void write(const void *values, size_t value_bytes, const std::vector<Index *> &indices,
-               const std::vector<void *> &outs) const {
-        dealt_.write(values, value_bytes, indices, outs, [](uint64_t index) { return index; });
-    }
+               const std::vector<void *> &outs) const;
 
 private:
     Dealt dealt_;

@@ -17,6 +17,7 @@ from tests.kernels.native import BASE
 ROOT = Path(__file__).parents[2]
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+DRIVER = ["-O0", "-fno-sanitize=undefined"]  # calls kernels whatever they are built for, and has no code of theirs
 
 
 def compiles(folder: Path, *flags: str) -> bool:
@@ -35,15 +36,14 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         pytest.skip("no C++ compiler with the libraries of the address and undefined behaviour sanitizers")
     common = [*SANITIZE, *(["-fopenmp"] if compiles(folder, "-fopenmp") else [])]
     machines = {"base": [], **({"avx2": ["-march=x86-64-v3"]} if BASE.has_avx2() else {})}
-    # The longest first. The driver is not worth the time to optimise, and calls kernels whatever they are built for.
-    sources = [(Path(__file__).with_name("sanitize.cpp"), "-O0"), *((path, "-Og") for path in kernel_sources())]
+    driver = Path(__file__).with_name("sanitize.cpp")
     jobs: list[list[str]] = []
     objects: dict[str, list[str]] = {variant: [] for variant in machines}
-    for path, level in sources:
-        depends = level != "-O0" and "__AVX2__" in with_headers(path)
+    for path in [driver, *kernel_sources()]:  # the largest first
+        depends = path != driver and "__AVX2__" in with_headers(path)
         for variant, machine in machines.items() if depends else [("any", [])]:
             compiled = str(folder / f"{path.stem}.{variant}.o")
-            jobs.append([str(path), "-c", "-o", compiled, level, *machine, *common])
+            jobs.append([str(path), "-c", "-o", compiled, *common, *machine, *(DRIVER if path == driver else ["-Og"])])
             for program in [variant] if depends else machines:
                 # Of an inline function the first definition is linked: the kernels', which are optimised.
                 objects[program].insert(0, compiled)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -51,33 +52,32 @@ name_of = lambda member: member.name  # noqa: E731
 BALANCED = [member for member in MEMBERS if member.scheme.name == BalancedParallelism.name]
 every_member = pytest.mark.parametrize("member", ALL_MEMBERS, ids=name_of)
 every_row_member = pytest.mark.parametrize("member", ROW_MEMBERS, ids=name_of)
-every_row_case = pytest.mark.parametrize(
-    ("member", "case"),
-    [
-        pytest.param(m, case, id=f"{name_of(m)}-{case}")
-        for m in ALL_MEMBERS
-        if m.scheme.layout is Layout.ROWS
-        for case in m.cases
-    ],
-)
 every_size = pytest.mark.parametrize("size", SIZES)
 
 
 def runs(members: list[Member], *, sizes: tuple[int, ...] | None = None, dtypes: bool = False) -> Any:
-    """(member, case, size), and with `dtypes` dtype: a part of all that these members may meet.
+    """One test a member, which calls the function with (member, case, size), and with `dtypes` dtype, for each case.
 
-    Each case meets about three ranks in float32 and, with `dtypes`, in one of the other dtypes, and one larger and one
-    smaller group, or one of the two. Which ones goes round with cases and members: every member meets every dtype and
-    size, but a case that few members meet may miss some.
+    That is a part of all that these members may meet. Each case meets about three ranks in float32 and, with `dtypes`,
+    in one of the other dtypes, and one larger and one smaller group, or one of the two. Which ones goes round with
+    cases and members: every member meets every dtype and size, but a case that few members meet may miss some.
     """
-    names = ["member", "case", "size", "dtype"][: 4 if dtypes else 3]
-    rows = [
-        (m, case, size, dtype)[: len(names)]
-        for number, m in enumerate(members)
-        for turn, case in enumerate(m.cases, number)
-        for size, dtype in _met(m, turn, sizes or m.sizes, dtypes)
-    ]
-    return pytest.mark.parametrize(names, [pytest.param(*row, id=_title(*row)) for row in rows])
+
+    def of_member(promise: Callable[..., None]) -> Callable[[Member], None]:
+        @pytest.mark.parametrize("member", members, ids=name_of)
+        def test(member: Member) -> None:
+            for turn, case in enumerate(member.cases, members.index(member)):
+                for size, dtype in _met(member, turn, sizes or member.sizes, dtypes):
+                    try:
+                        promise(member, case, size, *([dtype] if dtypes else []))
+                    except BaseException as error:
+                        error.add_note(f"in the run {case}, {size} ranks, {dtype}")
+                        raise
+
+        test.__name__, test.__doc__ = promise.__name__, promise.__doc__
+        return test
+
+    return of_member
 
 
 def _met(member: Member, turn: int, sizes: tuple[int, ...], dtypes: bool) -> list[tuple[int, torch.dtype]]:
@@ -89,10 +89,6 @@ def _met(member: Member, turn: int, sizes: tuple[int, ...], dtypes: bool) -> lis
         others = [others[turn % 2]]
     met = [(usual, first), *([(usual, wider[turn % len(wider)])] if dtypes else [])]
     return met + [(size, first) for size in others]
-
-
-def _title(member: Member, *others: object) -> str:
-    return "-".join([member.name, *(str(other).removeprefix("torch.") for other in others)])
 
 
 every_size_and_dtype = pytest.mark.parametrize(
@@ -278,10 +274,10 @@ def test_rows_are_summed_in_float32(
         assert result.values.tolist() == [[rounded[size]] * 2]
 
 
-@every_row_case
-def test_rows_come_back_sorted_and_unique(member: Member, case: str) -> None:
-    inputs = make_inputs(member.scheme, case, 3, torch.float32)
-    for result in mean_of(member, case, 3, torch.float32).results:
+@runs([m for m in ALL_MEMBERS if m.scheme.layout is Layout.ROWS], sizes=(3,))
+def test_rows_come_back_sorted_and_unique(member: Member, case: str, size: int) -> None:
+    inputs = make_inputs(member.scheme, case, size, torch.float32)
+    for result in mean_of(member, case, size, torch.float32).results:
         for position, table in enumerate(result):
             union = torch.unique(torch.cat([x[position].indices for x in inputs]))
             assert torch.equal(table.indices, union)

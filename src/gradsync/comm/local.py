@@ -42,8 +42,10 @@ class _Meeting:
 
     def bring(self, number: int, rank: int, what: Any) -> None:
         with self.changed:
-            self.brought.setdefault(number, {})[rank] = what
-            self.changed.notify_all()
+            brought = self.brought.setdefault(number, {})
+            brought[rank] = what
+            if len(brought) == self.size:  # before, whoever woke would go on waiting
+                self.changed.notify_all()
 
     def collect(self, number: int, timeout_s: float) -> list[Any]:
         with self.changed:
