@@ -103,7 +103,7 @@ MEMBERS: dict[str, Member] = {
     "error_feedback of scaled_sign": Member(ErrorFeedback(ScaledSign()), tolerance=ROUNDED_SCALE),
 }
 SHARES = ("ratio", "keep", "most_ratio")  # settings in (0, 1]
-LENGTHS = (0, 1, 700, 33, 0, 2, 4097)  # tensors that share a bucket
+LENGTHS = (0, 1, 700, 33, 0, 2, 4097, 33, 700)  # tensors that share a bucket, some of them alike
 
 
 def spec_of(dtype: torch.dtype, lengths: Sequence[int] = LENGTHS) -> FlatSpec:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsync.bucket import FlatSpec
+from gradsync.bucket import FlatSpec, Segment
 from gradsync.compressors import THC, DCTTopK, Summand
 from gradsync.compressors.transform import cosines
 from tests.compressors.family import gradient, spec_of, with_agreement
@@ -139,3 +139,16 @@ def test_places_of_damaged_payloads_are_refused_and_large_ones_are_no_infinity()
     huge = torch.full((64, 64), 60000.0, dtype=torch.float16)
     payload, _ = DCTTopK().compress(huge.flatten(), DCTTopK().init(FlatSpec.of(huge)))
     assert DCTTopK().decompress(payload).isfinite().all()
+
+
+def test_matrices_of_equal_shapes_are_transformed_each_for_itself() -> None:
+    shapes = [(20, 33), (7,), (16, 3, 3, 3), (20, 33), (7,), (33, 20)]
+    parts = [gradient(math.prod(shape), torch.float64, seed) for seed, shape in enumerate(shapes)]
+    segments = tuple(Segment(f"tensor {i}", 0, len(part)) for i, part in enumerate(parts))
+    compressor, spec = DCTTopK(chunk=16, k=20), FlatSpec(segments, tuple(shapes), torch.float64)
+    together, _ = compressor.compress(torch.cat(parts), compressor.init(spec))
+    alone = []
+    for shape, part in zip(shapes, parts, strict=True):
+        payload, _ = compressor.compress(part, compressor.init(FlatSpec.of(part.view(shape))))
+        alone.append(compressor.decompress(payload))
+    torch.testing.assert_close(compressor.decompress(together), torch.cat(alone), rtol=0, atol=1e-12)
