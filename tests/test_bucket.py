@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from dataclasses import fields, replace
+
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
 from torch import nn
 
-from gradsync.bucket import Bucket, Layout, Segment, TensorSpec, cut_by_bytes, model_digest, trainable_parameters
+from gradsync.bucket import (
+    Bucket,
+    FlatSpec,
+    Layout,
+    Segment,
+    TensorSpec,
+    cut_by_bytes,
+    model_digest,
+    trainable_parameters,
+)
 
 WEIGHT = TensorSpec((4, 2, 3), torch.float16)
 
@@ -28,6 +41,16 @@ def test_a_flat_bucket_is_one_tensor_with_its_flags() -> None:
     assert (bucket.numel, bucket.num_flags, bucket.names, bucket.dtype) == (21, 7, ["w", "b"], torch.float16)
     assert bucket.specs == (TensorSpec((28,), torch.float16),)
     assert Bucket("0", segments, tensors, Layout.FLAT, flags_ride=False).specs == (TensorSpec((21,), torch.float16),)
+
+
+def test_a_flat_spec_travels_without_what_this_process_worked_out_of_it() -> None:
+    spec = FlatSpec((Segment("w", 6, 24), Segment("b", 0, 3)), ((18,), (3,)), torch.float32, salt=1)
+    assert (hash(spec), spec.lengths, spec.sections.starts) == (hash(spec), (18, 3), (6, 0))
+    for copied in (pickle.loads(pickle.dumps(spec)), copy.deepcopy(spec), replace(spec)):
+        assert copied == spec
+        assert hash(copied) == hash(spec)
+    assert vars(pickle.loads(pickle.dumps(spec))).keys() == {field.name for field in fields(spec)}
+    assert replace(spec, salt=2) != spec
 
 
 def test_a_bucket_of_tables_is_its_tables() -> None:

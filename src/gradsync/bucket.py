@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -119,6 +120,10 @@ class FlatSpec:
         numels = [int(torch.Size(shape).numel()) for shape in self.shapes]
         if numels != [segment.numel for segment in self.segments]:
             raise ValueError(f"FlatSpec needs one shape for each segment, got {self.segments} and {self.shapes}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Without what was worked out of it: hashes of names differ between processes."""
+        return FlatSpec, (self.segments, self.shapes, self.dtype, self.salt)
 
     def __hash__(self) -> int:
         return self._hash

@@ -130,6 +130,18 @@ class SparseVector:
         """As a list of indices and one of values."""
         return self.nnz * (self.indices.itemsize + self.values.itemsize)
 
+    def checked(self) -> SparseVector:
+        """This vector.
+
+        Raises:
+            ValueError: for an index outside [0, length).
+        """
+        if self.nnz:
+            first, last = int(self.indices.min()), int(self.indices.max())
+            if first < 0 or last >= self.length:
+                raise ValueError(f"indices of {self.length} elements must be below that, got {first} to {last}")
+        return self
+
     def to_dense(self) -> Tensor:
         """All elements, (length,)."""
         dense = memory.zeros(self.length, self.values.dtype, self.values.device)

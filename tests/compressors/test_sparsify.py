@@ -119,6 +119,17 @@ def test_blocks_are_compared_where_squares_would_vanish_or_overflow() -> None:
         assert compressor.elements(compressed(compressor, x)[0]).indices.tolist() == [2, 3]
 
 
+def test_a_position_outside_is_refused_before_anything_is_overwritten() -> None:
+    x = gradient(1000, torch.float32)
+    good, bad = (TopK(0.001).compress(x, TopK(0.001).init(FlatSpec.of(x)))[0] for _ in range(2))
+    for index in (1000, -1):
+        bad.data[:4] = torch.tensor([index], dtype=torch.int32).view(torch.uint8)  # one position travels in a list
+        out = torch.full((1000,), 7.0)
+        with pytest.raises(ValueError, match=f"below that, got {index}"):
+            TopK(0.001).sum_into(out, [good, bad])
+        assert (out == 7.0).all()
+
+
 def test_a_damaged_payload_is_told_where_it_can_be() -> None:
     x = gradient(10, torch.float32)
     payload, _ = compressed(GaussianK(0.5), x)

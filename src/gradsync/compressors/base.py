@@ -249,7 +249,7 @@ class Sparsifier(Compressor[SparseMessage]):
     def sum_into(self, out: Tensor, payloads: Sequence[SparseMessage], scale: float = 1.0) -> None:
         for payload in payloads:
             check_size(payload, out)
-        parts = [self.elements(payload) for payload in payloads]
+        parts = [self.elements(payload).checked() for payload in payloads]  # before anything is overwritten
         wide = kernels.accumulation_dtype(out.dtype)
         total = (out if out.dtype is wide else memory.empty_like(out, wide)).zero_()
         for part in parts:
