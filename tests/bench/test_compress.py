@@ -13,7 +13,16 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from gradsync.bench import compress
-from gradsync.bench.compress import COMPRESS, CompressSpec, break_even_ranks, error_of, fitted, run_compress
+from gradsync.bench.compress import (
+    COMPRESS,
+    MANY_BYTES,
+    CompressSpec,
+    break_even_ranks,
+    equal_tensors,
+    error_of,
+    fitted,
+    run_compress,
+)
 from gradsync.bucket import FlatSpec
 from gradsync.cli import app
 from gradsync.compressors import ErrorFeedback, TopK
@@ -35,17 +44,19 @@ def small_copy() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def records() -> list[Record]:
     lstm = {"data": "zipf", "vocabulary": 2000, "num_negatives": 128, "batch_size": 8, "dim": 8, "hidden": 32}
-    spec = CompressSpec(("topk0.1",), SIZES, (1,), ("lstm",), lstm, training_steps=1, repeats=2)
+    spec = CompressSpec(("topk0.1",), SIZES, 64, (1,), ("lstm",), lstm, training_steps=1, repeats=2)
     return run_compress(spec, lambda event: None)
 
 
 def test_a_run_times_every_operation_at_every_size(records: list[Record]) -> None:
     timed = [r for r in records if r.metric == "kernel_s"]
-    found = {(r.params["operation"], r.params["size_bytes"]) for r in timed}
+    found = {(r.params["operation"], r.params["size_bytes"], r.params["tensors"]) for r in timed}
     operations = ("compress", "compress_with_feedback", "decompress", "decompress_8")
-    assert found == {(operation, size) for operation in operations for size in SIZES} and len(found) == len(timed)
+    buckets = [*((size, 1) for size in SIZES), (MANY_BYTES, 64)]
+    assert found == {(operation, *bucket) for operation in operations for bucket in buckets}
+    assert len(found) == len(timed)
     for r in timed:
-        wire = TopK(0.1).nbytes(FlatSpec.of(torch.empty(r.params["size_bytes"] // 4)))
+        wire = TopK(0.1).nbytes(equal_tensors(r.params["size_bytes"] // 4, r.params["tensors"]))
         assert r.payload_bytes is not None and r.payload_bytes.subject == wire
         payloads = 8 if r.params["operation"] == "decompress_8" else 1
         assert r.params["moved_bytes"] == r.params["size_bytes"] + payloads * wire
@@ -102,7 +113,9 @@ def test_records_survive_and_become_tables(records: list[Record], tmp_path: Path
     save_records(records, tmp_path / "r.json")
     assert load_records(tmp_path / "r.json") == records
     headings, rows = time_rows(records)
-    assert [row[2] for row in rows] == ["1 KB", "16 KB"] and all(len(row) == len(headings) for row in rows)
+    assert [row[2] for row in rows] == ["1 KB", "16 KB", "1 MB, 64 tensors"] and all(
+        len(row) == len(headings) for row in rows
+    )
     with (console := Console(width=200)).capture() as shown:
         console.print(compress_tables(records), compress_tables(records, compact=True))
     assert "topk0.1" in shown.get() and "error, lstm" in shown.get()

@@ -1,6 +1,7 @@
 """What compressors cost and what they lose: encoding and decoding beside a copy, and errors on real gradients.
 
-One process, no network. Times are on normal data, one tensor of each size; in every turn an array that no cache holds
+One process, no network. Times are on normal data, one tensor of each size, and a bucket of many small ones, as
+networks of many layers have: it shows what a tensor costs beside its bytes. In every turn an array that no cache holds
 is copied beside them, so that a ratio is the time over that of a copy of as many bytes. Errors are those of the dense
 gradients of a workload, all its tensors in one bucket, after some steps of training.
 """
@@ -27,6 +28,7 @@ from .provenance import commit, versions
 
 SIZES_BYTES = tuple(1 << power for power in (10, 13, 16, 19, 22, 25, 28))
 QUICK_SIZES_BYTES = (1 << 10, 1 << 16, 1 << 22)
+MANY, MANY_BYTES = 128, 1 << 20  # tensors of a bucket, and their size together
 DECODED = 8  # payloads at once, as of so many ranks
 DRAWS = 16  # of what is drawn by chance, for its mean error
 SIGMAS, ROUNDING = 4.0, 1e-6  # how far a mean over draws may be off what is promised of expectations
@@ -48,6 +50,7 @@ class CompressSpec:
 
     names: tuple[str, ...] = field(default_factory=compressors.usual_names)
     sizes_bytes: tuple[int, ...] = SIZES_BYTES
+    many: int = MANY  # equal tensors of a bucket of MANY_BYTES, timed as well; 0: no such bucket
     threads: tuple[int, ...] = (1, 2)
     workloads: tuple[str, ...] = ("gpt", "lstm", "deepfm")
     options: dict[str, Any] = field(default_factory=dict)
@@ -60,6 +63,8 @@ class CompressSpec:
             compressors.named(name)
         if not self.sizes_bytes or min(self.sizes_bytes) < 4:
             raise ValueError(f"sizes must be at least 4 bytes, got {list(self.sizes_bytes)}")
+        if not 0 <= self.many <= MANY_BYTES // 4:
+            raise ValueError(f"a bucket of {MANY_BYTES} bytes has 0 to {MANY_BYTES // 4} tensors, got {self.many}")
         if not self.threads or min(self.threads) < 1:
             raise ValueError(f"threads must be positive numbers, got {list(self.threads)}")
         if self.repeats < 2:
@@ -70,7 +75,12 @@ class CompressSpec:
     @property
     def turns(self) -> int:
         """Events of a run."""
-        return len(self.names) * len(self.threads) * len(self.sizes_bytes) + len(self.workloads)
+        return len(self.names) * len(self.threads) * len(self.buckets) + len(self.workloads)
+
+    @property
+    def buckets(self) -> list[tuple[int, int]]:
+        """What is timed: bytes, and how many tensors they are."""
+        return [(nbytes, 1) for nbytes in self.sizes_bytes] + ([(MANY_BYTES, self.many)] if self.many else [])
 
 
 @dataclass(frozen=True)
@@ -98,9 +108,9 @@ def run_compress(spec: CompressSpec, on_event: Callable[[dict[str, Any]], None])
         for threads in spec.threads:
             with torch_threads(threads):
                 timed = []
-                for nbytes in spec.sizes_bytes:
-                    timed += times(name, nbytes, threads, copy, spec)
-                    on_event({"compressor": name, "threads": threads, "bytes": nbytes})
+                for nbytes, tensors in spec.buckets:
+                    timed += times(name, nbytes, tensors, threads, copy, spec)
+                    on_event({"compressor": name, "threads": threads, "bytes": nbytes, "tensors": tensors})
                 records += [*timed, *costs(timed)]
     for workload in spec.workloads:
         flat, x, options = real_gradient(load(workload, **spec.options), spec.training_steps, spec.seed)
@@ -116,10 +126,17 @@ def encoded(compressor: Compressor[Any], x: Tensor, state: State) -> tuple[Any, 
     return compressor.compress(x, replace(state, agreed=agreed))
 
 
-def operations(name: str, x: Tensor) -> list[Operation]:
-    """What is timed of a compressor, on this tensor."""
+def equal_tensors(numel: int, tensors: int) -> FlatSpec:
+    """So many, of as many elements each as there are for all."""
+    each = numel // tensors
+    segments = tuple(Segment(f"layer {number}", 0, each) for number in range(tensors))
+    return FlatSpec(segments, ((each,),) * tensors, torch.float32)
+
+
+def operations(name: str, x: Tensor, flat: FlatSpec) -> list[Operation]:
+    """What is timed of a compressor, on these tensors."""
     named = compressors.named(name)
-    bare, flat = named.bare, FlatSpec.of(x, name="timed")
+    bare = named.bare
     payload, _ = encoded(bare, x, bare.init(flat))
     out = torch.zeros_like(x)
     made = [Operation(COMPRESS, partial(encoded, bare, x, bare.init(flat)), 1)]
@@ -133,13 +150,15 @@ def operations(name: str, x: Tensor) -> list[Operation]:
     return made
 
 
-def times(name: str, nbytes: int, threads: int, copy: Callable[[], object], spec: CompressSpec) -> list[Record]:
+def times(
+    name: str, nbytes: int, tensors: int, threads: int, copy: Callable[[], object], spec: CompressSpec
+) -> list[Record]:
     """A record an operation; they and the copy take turns."""
-    x = torch.randn(nbytes // 4, generator=torch.Generator().manual_seed(spec.seed))
+    flat = equal_tensors(nbytes // 4, tensors)
+    x = torch.randn(flat.numel, generator=torch.Generator().manual_seed(spec.seed))
     bare = compressors.named(name).bare
-    flat = FlatSpec.of(x)
     wire = bare.nbytes(flat)
-    timed = operations(name, x)
+    timed = operations(name, x, flat)
     calls = [calls_a_sample(operation.run, "cpu") for operation in timed]
     turns = []
     for _ in range(spec.repeats):
@@ -154,6 +173,7 @@ def times(name: str, nbytes: int, threads: int, copy: Callable[[], object], spec
         params = {
             "operation": operation.name,
             "size_bytes": flat.nbytes,
+            "tensors": tensors,
             "threads": threads,
             "data": DATA,
             "moved_bytes": moved,
@@ -181,10 +201,11 @@ def times(name: str, nbytes: int, threads: int, copy: Callable[[], object], spec
 
 
 def costs(timed: Sequence[Record]) -> list[Record]:
-    """What compressing and decompressing cost a call and a byte, by the times of one compressor at all its sizes.
+    """What compressing and decompressing cost a call and a byte, by the times of one compressor on single tensors.
 
     Those of plans: with feedback where the compressor trains so.
     """
+    timed = [record for record in timed if record.params["tensors"] == 1]
     if len({record.params["size_bytes"] for record in timed}) < 2:
         return []
     named = compressors.named(timed[0].subject)

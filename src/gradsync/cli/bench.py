@@ -13,7 +13,7 @@ from ..bench import compressors
 from ..bench.balance import SUBJECTS as MAPS
 from ..bench.balance import BalanceSpec, run_balance
 from ..bench.characterization import SUBJECT, LookSpec, run_looks
-from ..bench.compress import QUICK_SIZES_BYTES, SIZES_BYTES, CompressSpec, run_compress
+from ..bench.compress import MANY, MANY_BYTES, QUICK_SIZES_BYTES, SIZES_BYTES, CompressSpec, run_compress
 from ..bench.converge import ConvergeSpec, run_converge, usual_methods
 from ..bench.kernels import KernelsSpec, run_kernels
 from ..bench.methods import METHODS
@@ -254,6 +254,9 @@ def compress(
             help=f"Of tensors; by default {','.join(size_in_words(n).replace(' ', '') for n in SIZES_BYTES)}."
         ),
     ] = None,
+    many: Annotated[
+        int, typer.Option(min=0, help=f"Equal tensors of a bucket of {size_in_words(MANY_BYTES)}; 0: no such bucket.")
+    ] = MANY,
     threads: Annotated[str, typer.Option(help="Numbers of threads, comma-separated.")] = "1,2",
     workload: Annotated[
         str, typer.Option(help="Workloads on whose gradients errors are measured, comma-separated; '' for none.")
@@ -271,6 +274,7 @@ def compress(
         spec = CompressSpec(
             names=_listed(names) if names else compressors.usual_names(),
             sizes_bytes=tuple(map(size_of, _listed(sizes))) if sizes else QUICK_SIZES_BYTES if quick else SIZES_BYTES,
+            many=many,
             threads=_numbers("--threads", "1" if quick else threads),
             workloads=chosen,
             options=parse_options(chosen, option or ()),

@@ -17,21 +17,21 @@ _LAWS = {"unbiased": "omega", "contraction": "delta", "absolute": "tau"}
 
 
 def time_rows(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
-    """Headings, and a row for each compressor, number of threads and size.
+    """Headings, and a row for each compressor, number of threads, size and number of tensors.
 
     Of each operation milliseconds, and in brackets GB/s of what it must read and write, and how much of a copy's rate
     that is.
     """
     timed = [record for record in records if record.metric == "kernel_s"]
     operations = list(dict.fromkeys(record.params["operation"] for record in timed))
-    rows: dict[tuple[str, int, int], dict[str, str]] = {}
+    rows: dict[tuple[str, int, str], dict[str, str]] = {}
     for record in timed:
-        size, threads = record.params["size_bytes"], record.params["threads"]
+        size, threads = _size(record), record.params["threads"]
         row = rows.setdefault((record.subject, threads, size), {"factor": _factor(record)})
         row[record.params["operation"]] = _rate(record)
     headings = ["compressor", "threads", "size", "dense / wire bytes", *map(_words, operations)]
     cells = [
-        [name, str(threads), size_in_words(size), row["factor"], *(row.get(o, NOTHING) for o in operations)]
+        [name, str(threads), size, row["factor"], *(row.get(o, NOTHING) for o in operations)]
         for (name, threads, size), row in rows.items()
     ]
     return headings, cells
@@ -112,6 +112,11 @@ def size_of(text: str) -> int:
     if match is None:
         raise ValueError(f"a size must look like 64KB or 256MB, got {text!r}")
     return int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2].upper()]
+
+
+def _size(record: Record) -> str:
+    tensors = record.params["tensors"]
+    return size_in_words(record.params["size_bytes"]) + (f", {tensors} tensors" if tensors > 1 else "")
 
 
 def _factor(record: Record) -> str:
