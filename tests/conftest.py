@@ -49,6 +49,26 @@ def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "subprocess", AS_SUBPROCESS)
 
 
+@pytest.fixture(scope="module")
+def stale_memory() -> Iterator[None]:
+    """All that `gradsync.memory` lends, however small, is full of what other tensors left, NaN among it."""
+    from itertools import cycle
+    from unittest.mock import patch
+
+    import torch
+
+    from gradsync import memory
+
+    left = cycle((0xFF, 0x5A, 0x7F))
+
+    def empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        lent = memory._blocks.lend(max(1, numel * dtype.itemsize)).fill_(next(left))
+        return lent[: numel * dtype.itemsize].view(dtype)
+
+    with patch.object(memory, "empty", empty):
+        yield
+
+
 @pytest.fixture(scope="session")
 def world() -> Iterator[Callable[[int], Ranks]]:
     """`world(n).run(function, *arguments)`: calls a module-level function on n <= 4 ranks that stand ready."""

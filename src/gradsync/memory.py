@@ -7,20 +7,19 @@ as a tensor dies: for tensors of every step that takes longer than most kernels 
 from __future__ import annotations
 
 import mmap
-import os
-import threading
 import weakref
-from collections import OrderedDict, deque
 
 import torch
 from torch import Tensor
 
 LEAST_BYTES = 1 << 18  # of a block; smaller tensors are the allocator's, which keeps what they leave
+KEPT_FOR = 1000  # lendings: what is idle of a size that so many have not asked for goes back to the system
 _STEPS = 8  # sizes of blocks between one power of two and the next
+_FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # a fork writes to pages of its own
 
 
 def empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """As `torch.empty`, (numel,), from memory that dead tensors left where there is some."""
+    """As `torch.empty`, (numel,), from memory that dead tensors left where there is some. It cannot be resized."""
     if device.type != "cpu" or numel * dtype.itemsize < LEAST_BYTES:
         return torch.empty(numel, dtype=dtype, device=device)
     return _blocks.lend(numel * dtype.itemsize).view(dtype)
@@ -44,56 +43,58 @@ def release() -> None:
 class Blocks:
     """Blocks of memory. Each comes back by itself once the last tensor on it is gone.
 
-    No more of them lies idle than was ever in use at once; those that lay longest go first.
+    It has no lock: a finaliser that closes an engine, and so releases all, may run in the middle of any of this.
     """
 
     def __init__(self) -> None:
-        self.begin()
+        self._idle: dict[int, list[mmap.mmap]] = {}  # by size
+        self._asked: dict[int, int] = {}  # for each size, the number of the lending that last asked for it
+        self._lendings = 0
 
-    def begin(self) -> None:
-        """Forgets all blocks: those that are lent go with their tensors."""
-        self._lock = threading.Lock()
-        self._returned: deque[mmap.mmap] = deque()  # by whoever drops a tensor, which may be in the middle of `lend`
-        self._idle: OrderedDict[int, mmap.mmap] = OrderedDict()  # by identity, the one that lay longest first
-        self.idle_bytes = self.lent_bytes = self.most_lent_bytes = 0
+    @property
+    def idle_bytes(self) -> int:
+        return sum(size * len(blocks) for size, blocks in list(self._idle.items()))
 
     def lend(self, nbytes: int) -> Tensor:
-        """(nbytes,) uint8."""
+        """(nbytes,) uint8.
+
+        Raises:
+            MemoryError: the system has no such memory.
+        """
         size = block_size(nbytes)
-        with self._lock:
-            self._take_back()
-            block = self._taken(size)
-            self.lent_bytes += size
-            self.most_lent_bytes = max(self.most_lent_bytes, self.lent_bytes)
-        if block is None:
-            block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._lendings += 1
+        self._asked[size] = self._lendings
+        if self._lendings % KEPT_FOR == 0:
+            self._drop_sizes_nobody_asks_for()
+        try:
+            block = self._idle[size].pop()
+        except (KeyError, IndexError):
+            block = self._new(size)
         lent = memoryview(block)  # which the tensors on it keep alive, and nobody else
-        weakref.finalize(lent, self._returned.append, block).atexit = False
+        weakref.finalize(lent, self._take_back, block).atexit = False
         return torch.frombuffer(lent, dtype=torch.uint8, count=nbytes)
 
     def release(self) -> None:
-        with self._lock:
-            self._take_back()
-            self._idle.clear()
-            self.idle_bytes = 0
+        self._idle.clear()
 
-    def _taken(self, size: int) -> mmap.mmap | None:
-        """An idle block of that size, the one that was in use last."""
-        for key in reversed(self._idle):
-            if len(self._idle[key]) == size:
-                self.idle_bytes -= size
-                return self._idle.pop(key)
-        return None
+    def _take_back(self, block: mmap.mmap) -> None:
+        self._idle.setdefault(len(block), []).append(block)
 
-    def _take_back(self) -> None:
-        while self._returned:
-            block = self._returned.popleft()
-            self._idle[id(block)] = block
-            self.lent_bytes -= len(block)
-            self.idle_bytes += len(block)
-        while self.idle_bytes > self.most_lent_bytes:
-            _, block = self._idle.popitem(last=False)
-            self.idle_bytes -= len(block)
+    def _new(self, size: int) -> mmap.mmap:
+        try:
+            return mmap.mmap(-1, size, flags=_FLAGS)
+        except OSError:
+            self.release()
+        try:
+            return mmap.mmap(-1, size, flags=_FLAGS)
+        except OSError as error:
+            raise MemoryError(f"the system has no {size} bytes of memory for a tensor") from error
+
+    def _drop_sizes_nobody_asks_for(self) -> None:
+        for size, last in list(self._asked.items()):
+            if self._lendings - last >= KEPT_FOR:
+                self._idle.pop(size, None)
+                self._asked.pop(size, None)
 
 
 def block_size(nbytes: int) -> int:
@@ -103,4 +104,3 @@ def block_size(nbytes: int) -> int:
 
 
 _blocks = Blocks()
-os.register_at_fork(after_in_child=_blocks.begin)  # another thread may have held the lock

@@ -25,6 +25,8 @@ from gradsync.compressors import (
 from tests.compressors.family import MEMBERS, SHARES, Member, compressed, data, gradient, spec_of, with_agreement
 from tests.kernels.native import DTYPES, assert_same_bits, special_values
 
+pytestmark = pytest.mark.usefixtures("stale_memory")
+
 SIZES = [0, 1, 7, 8, 31, 32, 33, 1000]
 DRAWS = 100  # of a law's mean; it may miss by so many standard deviations of the mean:
 SIGMAS = 4.5
@@ -58,6 +60,7 @@ def test_a_step_repeats_and_changes_nothing_that_was_passed_in(member: Member) -
     assert_same_state(first[1], again[1])
     assert_same_state(state, kept)
     assert_same_bits(x, before)
+    assert_same_bits(compressed(compressor, x.clone().requires_grad_(), state)[0].data, first[0].data)
     assert torch.equal(torch.get_rng_state(), generator), "draws are the compressor's own"
     assert (first[1].step, first[1].stream) == (2, 3)
 

@@ -43,6 +43,8 @@ from gradsync.steps import Step, transfers
 from tests.compressors.family import MEMBERS, Member, gradient, with_agreement
 from tests.schemes.family import Outcome, run_scheme
 
+pytestmark = pytest.mark.usefixtures("stale_memory")
+
 LENGTHS = (700, 1, 33, 0, 2050)
 NUMEL = sum(LENGTHS)
 SIZES = (1, 2, 3)

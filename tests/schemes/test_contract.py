@@ -45,6 +45,8 @@ from tests.schemes.family import (
     specs_of,
 )
 
+pytestmark = pytest.mark.usefixtures("stale_memory")
+
 REPEAT = "repeat"  # a round beyond the planned stages, where some rank's rows did not fit
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 

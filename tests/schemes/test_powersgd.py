@@ -18,6 +18,8 @@ from gradsync.schemes import Hierarchical, PowerSGD, ReduceScatter, Scheme, from
 from gradsync.steps import transfers
 from tests.schemes.family import Outcome, run_scheme
 
+pytestmark = pytest.mark.usefixtures("stale_memory")
+
 # Two layers alike, evenly spaced, a convolution, a scalar, an empty tensor and a matrix too small to be compressed.
 SHAPES = ((24, 40), (40,), (24, 40), (40,), (16, 8, 3, 3), (), (0, 5), (3, 4))
 MATRICES = [0, 2, 4]

@@ -190,6 +190,7 @@ class Compressor(Nameable, ABC, Generic[P]):
             ValueError: for another tensor than the state is of.
         """
 
+    @torch.no_grad()
     def compress_with_feedback(self, x: Tensor, residual: Tensor, state: State) -> tuple[P, Tensor, State]:
         """The payload of x + residual, what it leaves of that (new, in the residual's type), and the next state."""
         corrected = torch.add(residual, x, out=memory.empty_like(residual))
@@ -324,7 +325,7 @@ def check_size(payload: Payload, out: Tensor) -> None:
 
 def by_spec(method: Callable[[Any, FlatSpec], T]) -> Callable[[Any, FlatSpec], T]:
     """For methods of settings and a spec alone that are asked several times a step: worked out once for each."""
-    return lru_cache(maxsize=1024)(method)
+    return lru_cache(maxsize=256)(method)
 
 
 def alike(keys: Iterable[K]) -> dict[K, list[int]]:
