@@ -6,7 +6,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
@@ -47,21 +47,23 @@ class State:
         They depend on the names of the tensors, not on which other ones lie beside them.
         """
         own = -1 if shared else self.stream
-        keys = np.array([_key(segment.name) for segment in self.spec.segments], dtype=np.uint64)
-        seeds = _mixed(keys, seed, own, self.step, self.spec.salt)
+        seeds = _mixed(_keys(self.spec, seed, own), self.step, self.spec.salt)
         return replace(self.spec.sections, seeds=tuple(seeds.tolist()))
 
 
-@cache
-def _key(name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+@lru_cache(maxsize=256)
+def _keys(spec: FlatSpec, seed: int, stream: int) -> np.ndarray:
+    """What the seeds of all steps begin with, (segments,) uint64."""
+    names = [hashlib.blake2b(segment.name.encode(), digest_size=8).digest() for segment in spec.segments]
+    keys = np.array([int.from_bytes(name, "little") for name in names], dtype=np.uint64)
+    return _mixed(_mixed(np.zeros_like(keys), keys), seed, stream)
 
 
-def _mixed(keys: np.ndarray, *numbers: int) -> np.ndarray:
-    """64 bits for each key that depend on it and on all the numbers: splitmix64 (Steele et al., 2014) over each."""
-    mixed = np.zeros_like(keys)
-    for number in (keys, *(np.uint64(number & (1 << 64) - 1) for number in numbers)):
-        mixed = mixed + number + np.uint64(0x9E3779B97F4A7C15)
+def _mixed(mixed: np.ndarray, *numbers: int | np.ndarray) -> np.ndarray:
+    """64 bits that depend on those before and on all the numbers: splitmix64 (Steele et al., 2014) over each."""
+    for number in numbers:
+        wrapped = np.uint64(number & (1 << 64) - 1) if isinstance(number, int) else number
+        mixed = mixed + wrapped + np.uint64(0x9E3779B97F4A7C15)
         mixed = (mixed ^ mixed >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
         mixed = (mixed ^ mixed >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
         mixed = mixed ^ mixed >> np.uint64(31)
@@ -193,7 +195,7 @@ class Compressor(Nameable, ABC, Generic[P]):
     @torch.no_grad()
     def compress_with_feedback(self, x: Tensor, residual: Tensor, state: State) -> tuple[P, Tensor, State]:
         """The payload of x + residual, what it leaves of that (new, in the residual's type), and the next state."""
-        corrected = torch.add(residual, x, out=memory.empty_like(residual))
+        corrected = corrected_by(residual, x)
         payload, next_state = self.compress(narrowed(corrected, x.dtype), state)
         return payload, self.remainder(corrected, payload), next_state
 
@@ -262,6 +264,11 @@ class Sparsifier(Compressor[SparseMessage]):
 
     def remainder(self, x: Tensor, payload: SparseMessage) -> Tensor:
         return self.elements(payload).subtract_from(x)
+
+
+def corrected_by(residual: Tensor, x: Tensor) -> Tensor:
+    """residual + x, in the residual's type."""
+    return torch.add(residual, x, out=memory.empty_like(residual))
 
 
 def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import kernels, memory
 from ..bucket import FlatSpec
 from ..expressions import register
-from .base import Compressor, State, Summand, check_payload, check_tensor
+from .base import Compressor, State, Summand, check_payload, check_tensor, corrected_by
 from .law import Biased, Contraction, Exact, Law
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -56,7 +56,7 @@ class Cast(Compressor[Summand]):
     @torch.no_grad()
     def compress_with_feedback(self, x: Tensor, residual: Tensor, state: State) -> tuple[Summand, Tensor, State]:
         check_tensor(x, state)
-        corrected = torch.add(residual, x, out=memory.empty_like(residual))
+        corrected = corrected_by(residual, x)
         payload = self._payload(corrected, state)
         return payload, corrected.sub_(payload.data), state.next()
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..bucket import FlatSpec
 from ..expressions import register
 from ..kernels import accumulation_dtype
-from .base import Compressor, Payload, State, check_tensor, narrowed
+from .base import Compressor, Payload, State, check_tensor, corrected_by, narrowed
 from .law import Law, Unbiased
 
 P = TypeVar("P", bound=Payload)
@@ -113,8 +113,10 @@ class ErrorFeedback(Feedback[P]):
     Wire: as the compressor's, whose payload it is.
     """
 
+    @torch.no_grad()
     def observe(self, x: Tensor, state: State) -> Tensor | None:
-        return self.compressor.observe(narrowed(state.elements[RESIDUAL].to(x.device) + x, x.dtype), state)
+        corrected = corrected_by(state.elements[RESIDUAL].to(x.device), x)
+        return self.compressor.observe(narrowed(corrected, x.dtype), state)
 
     @torch.no_grad()
     def compress(self, x: Tensor, state: State) -> tuple[P, State]:

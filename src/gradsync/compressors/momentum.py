@@ -13,7 +13,7 @@ from .. import memory
 from ..bucket import FlatSpec
 from ..expressions import register
 from ..kernels import accumulation_dtype
-from .base import Compressor, Payload, SparseMessage, Sparsifier, State, check_tensor, narrowed
+from .base import Compressor, Payload, SparseMessage, Sparsifier, State, check_tensor, corrected_by, narrowed
 from .feedback import RESIDUAL, ErrorFeedback, Feedback
 from .sparsify import TopK
 from .warmup import Warmup
@@ -76,9 +76,10 @@ class MomentumCorrection(Feedback[P]):
             raise ValueError(f"MomentumCorrection of {self.compressor.title}, which has a momentum of its own: use one")
         return replace(before, elements={**before.elements, MOMENTUM: torch.zeros_like(before.elements[RESIDUAL])})
 
+    @torch.no_grad()
     def observe(self, x: Tensor, state: State) -> Tensor | None:
         x, residual, _ = self._advanced(x, state)
-        return self.compressor.observe(narrowed(residual + x, x.dtype), state)
+        return self.compressor.observe(narrowed(corrected_by(residual, x), x.dtype), state)
 
     @torch.no_grad()
     def compress(self, x: Tensor, state: State) -> tuple[P, State]:
@@ -96,7 +97,7 @@ class MomentumCorrection(Feedback[P]):
         following = torch.mul(velocity, self.momentum, out=memory.empty_like(velocity))
         if self.nesterov:
             following.add_(x, alpha=self.momentum)
-        residual = torch.add(before, following, out=memory.empty_like(before))
+        residual = corrected_by(before, following)
         return x, residual, following if self.nesterov else following.add_(x)
 
     def _clipped(self, x: Tensor, spec: FlatSpec) -> Tensor:

@@ -21,6 +21,7 @@ from .base import (
     by_spec,
     check_payload,
     check_tensor,
+    corrected_by,
     fields,
     fields_nbytes,
     narrowed,
@@ -91,7 +92,7 @@ class RandomK(Sparsifier):
     @torch.no_grad()
     def compress_with_feedback(self, x: Tensor, residual: Tensor, state: State) -> tuple[Any, Tensor, State]:
         check_tensor(x, state)
-        left, indices = residual + x, self._drawn(state, x.device)
+        left, indices = corrected_by(residual, x), self._drawn(state, x.device)
         values = narrowed(left[indices.long()], x.dtype)
         sent = SparseVector(indices, self._decoded(values, state.spec), x.numel())
         return self._payload(values, state), sent.subtract_from(left), state.next()
