@@ -255,7 +255,7 @@ class DCTTopK(Compressor[Message]):
 
     def kept(self, tiling: Tiling) -> int:
         """Coefficients of a rectangle."""
-        return max(1, round(self.k * tiling.height * tiling.width / self.chunk**2))
+        return max(1, round(self.k * tiling.size / self.chunk**2))
 
     def num_coefficients(self, spec: FlatSpec) -> int:
         """Those that are sent."""
@@ -263,7 +263,7 @@ class DCTTopK(Compressor[Message]):
 
     def law(self, spec: FlatSpec) -> Law:
         tilings = [self.tiling(shape) for shape, n in zip(spec.shapes, spec.lengths, strict=True) if n]
-        return Contraction(min((self.kept(t) / (t.height * t.width) for t in tilings), default=1.0))
+        return Contraction(min((self.kept(t) / t.size for t in tilings), default=1.0))
 
     @torch.no_grad()
     def compress(self, x: Tensor, state: State) -> tuple[Message, State]:
