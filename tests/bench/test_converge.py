@@ -64,7 +64,8 @@ def test_records_hold_losses_by_seed_beside_dense(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(converge, "final_loss", lambda workload, options, name, seed, steps, ranks: made[name][seed])
     events: list[Any] = []
     spec = ConvergeSpec(("dense20",), ("bf16", "topk0.01"), seeds=2)
-    records = run_converge(spec, events.append)
+    records, notes = run_converge(spec, events.append)
+    assert not notes
     assert len(events) == len(spec.runs) == 6
     half, lost = records
     assert half.losses is not None and half.losses.subject == [1.1, 2.0] and half.losses.baseline == [1.0, 2.0]
@@ -81,3 +82,29 @@ def test_unknown_methods_and_numbers_are_refused() -> None:
         ConvergeSpec(methods=("ddp",))
     with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
         ConvergeSpec(steps=0)
+
+
+def test_an_interrupted_run_keeps_the_methods_that_are_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(converge, "_executor", lambda jobs: Inline())
+    monkeypatch.setattr(converge, "opened", lambda name, **options: load("dense20"))
+    monkeypatch.setattr(converge, "final_loss", lambda *arguments: 1.0)
+    spec = ConvergeSpec(("dense20",), ("bf16", "topk0.01", "int8"), seeds=2)
+    seen: list[tuple[str, int]] = []
+
+    def done(name: str) -> bool:
+        return {(BASELINE, 0), (BASELINE, 1), (name, 0), (name, 1)} <= set(seen)
+
+    def interrupted_once_one_is_done(event: dict[str, Any]) -> None:
+        seen.append((event["method"], event["seed"]))
+        if any(map(done, spec.methods)):
+            raise KeyboardInterrupt
+
+    records, notes = run_converge(spec, interrupted_once_one_is_done)
+    assert [record.subject for record in records] == [name for name in spec.methods if done(name)] != []
+    assert notes == [f"interrupted: {len(seen)} of 8 runs are done; methods that miss one have no record"]
+
+    def at_once(event: dict[str, Any]) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_converge(spec, at_once)

@@ -60,6 +60,11 @@ class ConvergeSpec:
                 raise ValueError(f"{what} must be at least 1, got {number}")
 
     @property
+    def cases(self) -> list[tuple[str, str]]:
+        """(workload, method) of every record."""
+        return [(workload, name) for workload in self.workloads for name in self.methods if name != BASELINE]
+
+    @property
     def runs(self) -> list[tuple[str, str, int]]:
         """(workload, method, seed), the baseline's first."""
         names = dict.fromkeys((BASELINE, *self.methods))
@@ -78,31 +83,42 @@ def planner_of(name: str, momentum: float = 0.0) -> PlanMaker:
     return default_plan if name == BASELINE else lossy_planner(name, momentum)
 
 
-def run_converge(spec: ConvergeSpec, on_event: Callable[[dict[str, Any]], None]) -> list[Record]:
-    """A record for each workload and method beside the dense one.
+def run_converge(spec: ConvergeSpec, on_event: Callable[[dict[str, Any]], None]) -> tuple[list[Record], list[str]]:
+    """A record for each workload and method beside the dense one, and notes; when interrupted, of what is finished.
 
     Raises:
+        KeyboardInterrupt: where no method is finished.
         ValueError: for an unknown workload.
     """
     options = {name: opened(name, **spec.options).options for name in spec.workloads}  # data are fetched here
     losses: dict[tuple[str, str, int], float] = {}
-    with _executor(spec.jobs) as executor:
-        futures: dict[Future[float], tuple[str, str, int]] = {}
-        for workload, name, seed in spec.runs:
-            started = executor.submit(final_loss, workload, spec.options, name, seed, spec.steps, spec.ranks)
-            futures[started] = workload, name, seed
-        for ended in as_completed(futures):
-            losses[futures[ended]] = ended.result()
-            workload, name, seed = futures[ended]
-            on_event({"workload": workload, "method": name, "seed": seed, "loss": ended.result()})
+    notes: list[str] = []
+    try:
+        with _executor(spec.jobs) as executor:
+            futures: dict[Future[float], tuple[str, str, int]] = {}
+            for workload, name, seed in spec.runs:
+                started = executor.submit(final_loss, workload, spec.options, name, seed, spec.steps, spec.ranks)
+                futures[started] = workload, name, seed
+            for ended in as_completed(futures):
+                losses[futures[ended]] = ended.result()
+                workload, name, seed = futures[ended]
+                on_event({"workload": workload, "method": name, "seed": seed, "loss": ended.result()})
+    except KeyboardInterrupt:
+        if not any(_finished(losses, spec, *case) for case in spec.cases):
+            raise
+        notes = [f"interrupted: {len(losses)} of {len(spec.runs)} runs are done; methods that miss one have no record"]
     about = {"versions": versions(), "environment": machine(), "commit": commit()}
     records = [
         _record(workload, name, losses, spec, options[workload])
-        for workload in spec.workloads
-        for name in spec.methods
-        if name != BASELINE
+        for workload, name in spec.cases
+        if _finished(losses, spec, workload, name)
     ]
-    return [record.model_copy(update=about) for record in records]
+    return [record.model_copy(update=about) for record in records], notes
+
+
+def _finished(losses: Mapping[tuple[str, str, int], float], spec: ConvergeSpec, workload: str, name: str) -> bool:
+    """Whether the losses of all seeds are there, the method's and the baseline's."""
+    return all((workload, method, seed) in losses for method in (BASELINE, name) for seed in range(spec.seeds))
 
 
 @contextmanager

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Measure methods beside each other and keep the records.", no_args_is_help=True)
 
 QUICK_REPEATS = 5
+INTERRUPTED = 130  # exit status, as shells give it
 
 Nodes = Annotated[int, typer.Option(min=2, help="Nodes of the emulated cluster.")]
 RanksPerNode = Annotated[int, typer.Option(min=1, help="Ranks on each node.")]
@@ -305,7 +306,10 @@ def converge(
     quick: Quick = False,
     require: Require = None,
 ) -> None:
-    """What lossy methods learn in as many steps as dense gradients: held-out losses, no times, no network."""
+    """What lossy methods learn in as many steps as dense gradients: held-out losses, no times, no network.
+
+    Interrupted, it keeps the records of the methods that are finished.
+    """
     chosen = _listed(workload)
     with plain_errors():
         spec = ConvergeSpec(
@@ -319,8 +323,10 @@ def converge(
         )
     bounds = bounds_of(require, spec.methods)
     with plain_errors(), event_bar("losses", len(spec.runs), "opening the data") as on_event:
-        records = run_converge(spec, on_event)
-    finish(records, [], json, bounds, loss_table)
+        records, notes = run_converge(spec, on_event)
+    finish(records, notes, json, bounds, loss_table)
+    if len(records) < len(spec.cases):
+        raise typer.Exit(INTERRUPTED)
 
 
 def _listed(text: str) -> tuple[str, ...]:
