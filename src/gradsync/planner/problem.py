@@ -1,0 +1,164 @@
+"""What a search for a plan is about, as numbers: gradients that become ready one after another, ways to exchange them.
+
+ByteComp (EuroSys 2023) chooses an option for every tensor, MergeComp (arXiv 2103.15195) where to cut the sequence of
+tensors into buckets. Here both are one problem: cut the items into parts of consecutive ones, give each part an option.
+
+The machine. Backward makes the items ready in their order, on `COMPUTE`. A part is ready with its last item; then the
+demands of its option follow one another, each on one resource, which serves one at a time:
+
+- `COMPUTE` serves backward and demands; a demand goes first as soon as it can, and backward's rest waits for it;
+- `OFFLOAD` (another core, or the host's), `INTRA` (links inside a node) and `INTER` (links between nodes) serve what
+  waited longest first, but a part's n-th demand on a resource never before the n-th of an earlier part.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import pairwise
+
+
+class Resource(IntEnum):
+    """What serves one demand at a time."""
+
+    COMPUTE = 0  # where backward runs: its thread, or the GPU's stream
+    OFFLOAD = 1
+    INTRA = 2
+    INTER = 3
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds by amount, not falling: linear between knots, beyond the last knot as between the last two.
+
+    Where nothing is to be done (amount 0) it is the first knot's seconds, what a call takes.
+    """
+
+    amounts: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.amounts) != len(self.seconds) or len(self.amounts) < 2:
+            raise ValueError(f"a Curve needs at least 2 knots, got {self.amounts} and {self.seconds}")
+        if self.amounts[0] != 0.0 or any(a >= b for a, b in pairwise(self.amounts)):
+            raise ValueError(f"Curve.amounts must begin with 0 and rise, got {self.amounts}")
+        if self.seconds[0] < 0 or any(a > b for a, b in pairwise(self.seconds)):
+            raise ValueError(f"Curve.seconds must not be negative nor fall, got {self.seconds}")
+
+    @classmethod
+    def linear(cls, call_s: float, unit_s: float) -> Curve:
+        """`call_s`, and `unit_s` for every unit of the amount."""
+        return cls((0.0, 1.0), (call_s, call_s + unit_s))
+
+    @classmethod
+    def knee(cls, call_s: float, unit_s: float, knee: float) -> Curve:
+        """`call_s` up to the amount `knee`, then `unit_s` more for every unit (`bytecomp.md` 3.6)."""
+        return cls((0.0, knee, knee + 1.0), (call_s, call_s, call_s + unit_s))
+
+    def __call__(self, amount: float) -> float:
+        place = min(max(bisect_right(self.amounts, amount), 1), len(self.amounts) - 1)
+        (a, b), (s, t) = self.amounts[place - 1 : place + 1], self.seconds[place - 1 : place + 1]
+        return s + (amount - a) * (t - s) / (b - a)
+
+
+@dataclass(frozen=True)
+class Demand:
+    """One task of a part: `curve` of the sum of its items' `amounts`, of all items in order; None: of their bytes."""
+
+    resource: Resource
+    curve: Curve
+    amounts: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Option:
+    """A way to exchange a part: its demands, each of which waits for the one before it."""
+
+    name: str
+    chain: tuple[Demand, ...]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Items in ready order, and the options there are.
+
+    `gaps_s[i]`: backward's time between the readiness of item i-1, or its begin, and that of item i; `rest_s`: from the
+    last item to its end. `nbytes[i]`: dense bytes. `allowed[i]`: numbers of the options that item i may take; a part
+    may take those that all of its items may. Items `alone[i]` share their part with no other one.
+    """
+
+    gaps_s: tuple[float, ...]
+    nbytes: tuple[float, ...]
+    options: tuple[Option, ...]
+    allowed: tuple[frozenset[int], ...] | None = None  # None: all may take all
+    alone: tuple[bool, ...] | None = None  # None: none is
+    rest_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        count = len(self.gaps_s)
+        for name, values in (("nbytes", self.nbytes), ("allowed", self.allowed), ("alone", self.alone)):
+            if values is not None and len(values) != count:
+                raise ValueError(f"Problem.{name} must have one entry for each of the {count} items, got {len(values)}")
+        if min((*self.gaps_s, *self.nbytes, self.rest_s), default=0.0) < 0:
+            raise ValueError("Problem.gaps_s, nbytes and rest_s must not be negative")
+        if not self.options:
+            raise ValueError("Problem.options is empty: there must be a way to exchange the items")
+        for number, chosen in enumerate(self.allowed or ()):
+            if not chosen:
+                raise ValueError(f"item {number} may take no option: loosen the constraints")
+            if not chosen <= set(range(len(self.options))):
+                raise ValueError(f"item {number} may take options {sorted(chosen)}, there are {len(self.options)}")
+
+    @property
+    def size(self) -> int:
+        return len(self.gaps_s)
+
+    def seconds(self, option: int, start: int, stop: int) -> list[float]:
+        """What each demand of the option takes for the items [start, stop)."""
+        return [
+            demand.curve(sum((self.nbytes if demand.amounts is None else demand.amounts)[start:stop]))
+            for demand in self.options[option].chain
+        ]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Items [start, stop) in one bucket, exchanged by the option of that number."""
+
+    start: int
+    stop: int
+    option: int
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Parts that cover all items in order, and how long the machine takes from backward's begin to the last demand."""
+
+    parts: tuple[Part, ...]
+    seconds: float
+
+
+def layerwise(problem: Problem, option: int) -> tuple[Part, ...]:
+    """Every item in a part of its own."""
+    return tuple(Part(number, number + 1, option) for number in range(problem.size))
+
+
+def check_parts(problem: Problem, parts: Sequence[Part]) -> None:
+    """
+    Raises:
+        ValueError: where the parts do not cover the items in order, or take what their items may not.
+    """
+    reached = 0
+    for part in parts:
+        if part.start != reached or part.stop <= part.start:
+            raise ValueError(f"parts must follow one another from item 0 on, got {part} after item {reached}")
+        reached = part.stop
+        items = range(part.start, part.stop)
+        if problem.alone is not None and len(items) > 1 and any(problem.alone[i] for i in items):
+            raise ValueError(f"{part} has an item that must be alone")
+        if problem.allowed is not None and not all(part.option in problem.allowed[i] for i in items):
+            raise ValueError(f"{part} has an item that may not take option {part.option}")
+    if reached != problem.size:
+        raise ValueError(f"the parts end with item {reached}, there are {problem.size}")
