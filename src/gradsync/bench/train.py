@@ -16,6 +16,7 @@ from pydantic import BaseModel, Field, field_validator
 from .. import workloads
 from ..lab import Scenario
 from ..report.record import BucketRow, MethodRun, Record, Spread, TimelineTask, TrainingRun, WireBytes
+from ..workloads.emulated import ComputeTimes, measured_times
 from .launch import Loopback, cluster, once_more_after_crash, run_ranks
 from .methods import DDP, DDP_SWEEP, TORCH_SPARSE, method
 from .provenance import commit, machine, versions
@@ -36,6 +37,8 @@ class TrainSpec(BaseModel):
     link: str = "1gbit"
     scenario: dict[str, Any] = {}  # further settings of the lab's scenario
     loopback: bool = False
+    emulate_compute: bool = False  # forward, backward and optimiser are slept through, see `workloads/emulated.py`
+    compute: dict[bool, ComputeTimes] = {}  # what is slept: of models with sparse gradients, and without
     repeats: int = 5  # pairs of blocks that are judged
     block_steps: int = 8
     most_block_s: float = 8.0  # a block has fewer steps where the slowest method would take longer for it
@@ -80,6 +83,9 @@ def run_training(spec: TrainSpec, on_event: Callable[[dict[str, Any]], None]) ->
         if name != DDP:
             method(name)
     workload = workloads.load(spec.workload, **spec.options)  # fetched here: ranks in a lab reach no registry
+    if spec.emulate_compute:  # before ranks share the cores
+        kinds = sorted({method(name).sparse for name in (*spec.methods, *spec.sweep) if name != DDP})
+        spec = spec.model_copy(update={"compute": {kind: measured_times(workload, sparse=kind) for kind in kinds}})
     scenario = Scenario(nodes=spec.nodes, link=spec.link, ranks_per_node=spec.ranks_per_node, **spec.scenario)
     notes: list[str] = []
     with cluster(scenario, notes, loopback=spec.loopback) as where:
@@ -94,7 +100,7 @@ def run_training(spec: TrainSpec, on_event: Callable[[dict[str, Any]], None]) ->
     run = TrainingRun(
         workload=spec.workload,
         options=workload.options,
-        description=workload.describe(),
+        description=workload.describe() + (", computation emulated" if spec.emulate_compute else ""),
         source=workload.source,
         nodes=spec.nodes,
         link="loopback (not shaped)" if on_loopback else spec.link,
@@ -171,6 +177,8 @@ def _record(
     params = {"nodes": spec.nodes, "link": run.link, "workload": spec.workload}
     params["block_steps"] = steps_of(figures[baseline.name]) // max(len(base), 1) if base else spec.block_steps
     params |= {"ranks_per_node": spec.ranks_per_node, **spec.scenario, **spec.options}
+    if spec.emulate_compute:
+        params["emulate_compute"] = True
     params["baseline_method"] = picked if baseline.name == DDP else baseline.name
     if subject.name == DDP:
         params["subject_method"] = picked

@@ -22,10 +22,13 @@ from .. import workloads
 from ..attach import Attachment
 from ..lab.counters import interface_bytes
 from ..workloads import Batch, Workload
+from ..workloads.emulated import Emulated
 from .methods import DDP, Method, lossy, method
 from .plans import fit_optimizer
 from .rank import event, run_rank
 from .train import AGAIN, TrainSpec
+
+Task = Workload | Emulated
 
 CALIBRATION_STEPS = 3  # steps without synchronisation, from which the length of backward alone is known
 
@@ -74,7 +77,7 @@ def attempt(who: Contestant) -> Iterator[None]:
         who.failed = "failed on another rank"
 
 
-def enter(workload: Workload, name: str, way: Method, spec: TrainSpec) -> Contestant:
+def enter(workload: Task, name: str, way: Method, spec: TrainSpec) -> Contestant:
     """A fresh copy of the model under a method."""
     model = workload.model(sparse=way.sparse, seed=spec.seed)
     batches = workload.batches(dist.get_rank(), dist.get_world_size(), spec.seed)
@@ -87,7 +90,7 @@ def enter(workload: Workload, name: str, way: Method, spec: TrainSpec) -> Contes
     return who
 
 
-def train_step(workload: Workload, who: Contestant, *, sync: bool = True) -> tuple[float, float, float]:
+def train_step(workload: Task, who: Contestant, *, sync: bool = True) -> tuple[float, float, float]:
     """One optimiser step; (step, backward) seconds and the loss. Without `sync` nothing is communicated or updated."""
     began_s = time.perf_counter()
     batch = next(who.batches)
@@ -103,7 +106,7 @@ def train_step(workload: Workload, who: Contestant, *, sync: bool = True) -> tup
     return time.perf_counter() - began_s, backward_s, float(loss.detach())
 
 
-def run_block(workload: Workload, who: Contestant, steps: int, *, counted: bool) -> None:
+def run_block(workload: Task, who: Contestant, steps: int, *, counted: bool) -> None:
     """A block of steps."""
     if who.failed:
         return
@@ -125,7 +128,7 @@ def run_block(workload: Workload, who: Contestant, steps: int, *, counted: bool)
         who.sent_bytes += interface_bytes()[0] - sent_before
 
 
-def calibrate(workload: Workload, who: Contestant) -> None:
+def calibrate(workload: Task, who: Contestant) -> None:
     """Measures backward alone, on batches of the run's end, so that training sees the data in order."""
     if who.failed:
         return
@@ -137,7 +140,7 @@ def calibrate(workload: Workload, who: Contestant) -> None:
     who.batches = training
 
 
-def settle(workload: Workload, who: Contestant) -> None:
+def settle(workload: Task, who: Contestant) -> None:
     """Lets gradsync try its plans, then puts the model back: all methods train from the same start on the same data."""
     if who.failed or who.settled:
         return
@@ -161,7 +164,7 @@ def affordable_steps(contestants: list[Contestant], spec: TrainSpec) -> int:
     return max(1, min(spec.block_steps, int(spec.most_block_s / step_s.max())))
 
 
-def compete(workload: Workload, ways: dict[str, Method], spec: TrainSpec, repeats: int) -> list[Contestant]:
+def compete(workload: Task, ways: dict[str, Method], spec: TrainSpec, repeats: int) -> list[Contestant]:
     """All methods, block by block in turn; the order turns round from block to block."""
     contestants = [enter(workload, name, way, spec) for name, way in ways.items()]
     for who in contestants:
@@ -189,7 +192,7 @@ def pick(sweep: list[Contestant], spec: TrainSpec) -> str:
     return sweep[overall_s.index(min(overall_s))].name
 
 
-def result_of(workload: Workload, who: Contestant, spec: TrainSpec) -> dict[str, Any]:
+def result_of(workload: Task, who: Contestant, spec: TrainSpec) -> dict[str, Any]:
     """This rank's figures of one method as plain data."""
     if who.failed:
         return {"failed": who.failed, "failed_s": who.failed_s}
@@ -231,7 +234,9 @@ def result_of(workload: Workload, who: Contestant, spec: TrainSpec) -> dict[str,
 def measure(text: str) -> dict[str, Any]:
     """This rank's figures: of DDP's sweep, if one of the methods is the best of it, and of the methods themselves."""
     spec = TrainSpec.model_validate_json(text)
-    workload = workloads.load(spec.workload, **spec.options)
+    real = workloads.load(spec.workload, **spec.options)
+    size, rank = dist.get_world_size(), dist.get_rank()
+    workload = Emulated(real, spec.compute, rank, size) if spec.emulate_compute else real
     sweep, picked = {}, None
     if spec.sweep:
         contestants = compete(workload, {name: method(name) for name in spec.sweep}, spec, spec.sweep_repeats)

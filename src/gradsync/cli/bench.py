@@ -139,6 +139,13 @@ def train(
     repeats: Annotated[int, typer.Option(min=5, help="Pairs of blocks that are judged.")] = 10,
     block_steps: Annotated[int, typer.Option(min=1, help="Steps of a block.")] = 8,
     row_length: Annotated[int | None, typer.Option(help="Short for --option dim=N.")] = None,
+    emulate_compute: Annotated[
+        bool,
+        typer.Option(
+            help="Forward, backward and optimiser are slept through, for as long as they take one rank alone: as on "
+            "nodes with cores of their own. Nothing is learnt."
+        ),
+    ] = False,
     json: Json = None,
     quick: Quick = False,
     loopback: Loopback = False,
@@ -158,6 +165,7 @@ def train(
         repeats=QUICK_REPEATS if quick else repeats,
         block_steps=3 if quick else block_steps,
         loopback=loopback,
+        emulate_compute=emulate_compute,
     )
     bounds = bounds_of(require, spec.methods[1:])
     with plain_errors(), event_bar(f"{workload} on {nodes} nodes, {link}", spec.turns) as on_event:
