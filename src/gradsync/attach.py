@@ -74,9 +74,10 @@ class Attachment:
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Takes over what this rank's `state_dict` gave; on all ranks at once, between two steps.
 
-        State follows parameters, whatever plan is in force now. What nothing was saved for begins anew. What was saved
-        and has no place here would be lost: of unknown parameters, or of a compressor that the plan does not name.
-        Without `strict` it is dropped. What goes with a matrix as a whole begins anew where the plan cuts elsewhere.
+        State follows parameters, whatever plan is in force now. What nothing was saved for begins anew. What was left
+        to be sent of gradients that are not compressed now goes with the next ones. Other state that has no place here
+        would be lost: of unknown parameters, or the momentum of a compressor that the plan does not name. Without
+        `strict` it is dropped. What goes with a matrix as a whole begins anew where the plan cuts elsewhere.
 
         Raises:
             ValueError: before anything has changed, for state of another version, or that has no place here.

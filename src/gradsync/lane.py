@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .bucket import Bucket, Layout, StepMarks
@@ -14,7 +15,7 @@ from .comm import Group, Ledger, RecordingGroup
 from .density import DensityProfile, ParameterProfile, joined
 from .gradients import FlatGradients, Gradients, all_finite, gradients_of, marks_of_ranks
 from .schemes import Scheme, State
-from .state import StateSlice, at_step, has_place, slices, with_slices, without
+from .state import StateSlice, at_step, has_place, left_to_send, owed, slices, slices_owed, with_slices, without
 from .steps import Pattern, Step, Transfer, transfers
 from .timeline import Task, covered_s
 
@@ -45,6 +46,8 @@ class Lane:
     state: State
     flags_apart: bool = False  # the flags do not ride with the gradients but are summed after them
     next_state: State | None = None
+    owed: Tensor | None = None  # what another plan's schemes left to be sent: goes with the next gradients
+    next_owed: Tensor | None = None
     waiting: set[str] = field(default_factory=set)  # parameters that were not loaded in this step yet
     steps: int = 0
     sent_bytes: float = 0.0
@@ -92,6 +95,9 @@ class Lane:
     async def synchronize(self, *, check_finite: bool, marks: StepMarks, step: int) -> Any:
         """The bucket's turns in a step; the next state is kept beside the present one."""
         x = self.gradients.take(check_finite=check_finite, marks=marks)
+        if self.owed is not None:
+            assert isinstance(x, Tensor)
+            x[: self.bucket.numel] += self.owed.to(x.device)
         state = at_step(self.state, step)
         result, self.next_state = await self.scheme.synchronize(x, state, self.group, 1.0 / self.group.size)
         if self.flags_apart:
@@ -103,42 +109,54 @@ class Lane:
         self.gradients.accept(result)
         self.steps += 1
         self.rounds[self.scheme.unchanged_since(step)] += 1
-        if self.next_state:
-            unused = {name for name in self.bucket.names if not self.gradients.used(name)}
-            self.next_state = without(self.next_state, self.state, unused) if unused else self.next_state
+        if not self.next_state and self.owed is None:
+            return
+        unused = {name for name in self.bucket.names if not self.gradients.used(name)}
+        if unused and self.next_state:
+            self.next_state = without(self.next_state, self.state, unused)
+        if unused and self.owed is not None:  # their result was given to nobody
+            used = [segment.name not in unused for segment in self.bucket.segments]
+            lengths = torch.tensor([segment.numel for segment in self.bucket.segments])
+            self.next_owed = self.owed.masked_fill(torch.tensor(used).repeat_interleave(lengths), 0.0)
 
     def spoil(self) -> None:
         """After a step in which some rank saw NaN or infinity: the state stays, so the result must not be used.
 
         NaN says so, to a GradScaler too; nor does a finite result of a lossy scheme hide what the rank saw.
         """
-        if self.state and not self.scheme.exact and isinstance(self.gradients, FlatGradients):
+        lossy = self.state and not self.scheme.exact
+        if (lossy or self.owed is not None) and isinstance(self.gradients, FlatGradients):
             self.gradients.spoil()
 
     @property
     def broken(self) -> bool:
         """Whether what compressors made of finite gradients is not finite: the same bits, so the same on all ranks."""
-        if not self.state or self.scheme.exact or not isinstance(self.gradients, FlatGradients):
+        lossy = self.state and not self.scheme.exact
+        if not (lossy or self.owed is not None) or not isinstance(self.gradients, FlatGradients):
             return False
         return not all_finite(self.gradients.values)
 
     def commit(self, *, keep: bool) -> None:
         """The next state becomes the state, if the step is to be kept."""
         if self.next_state is not None and keep:
-            self.state = self.next_state
-        self.next_state = None
+            self.state, self.owed = self.next_state, self.next_owed
+        self.next_state = self.next_owed = None
 
     def reset_state(self) -> None:
-        self.next_state = None
+        self.next_state = self.owed = self.next_owed = None
         self.state = self.scheme.init(self.bucket, self.group)
 
     def state_slices(self) -> Iterator[StateSlice]:
         """Copies of the state, one for each segment and compress point."""
-        return slices(self.bucket, self.state)
+        yield from slices(self.bucket, self.state)
+        if self.owed is not None:
+            yield from slices_owed(self.bucket, self.owed)
 
     def take_over(self, saved: Sequence[StateSlice]) -> None:
         """Lays those elements of the slices that this bucket holds into its state; other plans cut elsewhere."""
         self.state = with_slices(self.bucket, self.state, saved)
+        if self.bucket.layout is Layout.FLAT:
+            self.owed = owed(self.bucket, self.state, saved)
 
     def record(self, tasks: list[Task], backward_ended_s: float, ended_s: float) -> None:
         """Adds a finished step's bytes and times to the totals."""
@@ -227,7 +245,7 @@ class Lanes:
 
     @property
     def have_state(self) -> bool:
-        return any(lane.state for lane in self)
+        return any(lane.state or lane.owed is not None for lane in self)
 
     def state_slices(self) -> Iterator[StateSlice]:
         """Copies of all state."""
@@ -245,12 +263,14 @@ class Lanes:
             lane.take_over(state)
 
     def inherit(self, state: Iterable[StateSlice]) -> None:
-        """What the schemes of another plan kept goes over to these.
+        """What the schemes of another plan kept goes over to these, or, where it is left to be sent, with gradients.
+
+        What went with a matrix as a whole is dropped where nobody keeps it any more: it only was a good start.
 
         Raises:
             ValueError: when some of it has no place here.
         """
-        saved = list(state)
+        saved = [part for part in state if not part.whole or self._keeps(part)]
         self.require_place(
             saved,
             "plans that follow each other, or are tried in turns, must have schemes with the same state for the same "
@@ -266,12 +286,17 @@ class Lanes:
         """
         for part in state:
             lanes = self.of(part.name)
-            if not has_place([lane.state for lane in lanes], part):
+            if left_to_send(part) and all(lane.bucket.layout is Layout.FLAT for lane in lanes):
+                continue
+            if not self._keeps(part):
                 ways = " and ".join(dict.fromkeys(lane.scheme.title for lane in lanes))
                 raise ValueError(
                     f"the plan has no place for the state {part.key!r}, which would be lost, as {part.name!r} travels "
                     f"by {ways}: {advice}"
                 )
+
+    def _keeps(self, part: StateSlice) -> bool:
+        return has_place([lane.state for lane in self.of(part.name)], part)
 
     def marks(self) -> tuple[bool, bool]:
         """What the ranks told each other in the accepted step, see `marks_of_ranks`."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .bucket import Bucket, Segment, TensorSpec
-from .compressors import SENT, SUMS
+from .compressors import RESIDUAL, SENT, SUMS
 from .compressors import State as CompressorState
 
 VERSION = 2  # of a `state_dict`; in the first one elements were as they lay in memory
@@ -150,6 +150,37 @@ def with_slices(bucket: Bucket, state: Mapping[str, Kept], saved: Sequence[State
                 rest[low - part.start : high - part.start] = 0
         _add(replace(part, values=rest, point=name), sent)
     return taken
+
+
+def left_to_send(part: StateSlice) -> bool:
+    """Whether it is what compressors left of gradients, or of sums: under any plan it can be sent with gradients."""
+    return not part.whole and part.point in (f"{SENT}.{RESIDUAL}", f"{SUMS}.{RESIDUAL}")
+
+
+def owed(bucket: Bucket, state: Mapping[str, Kept], saved: Sequence[StateSlice]) -> Tensor | None:
+    """What schemes of another plan left to be sent of a flat bucket that keeps no such thing itself: (bucket.numel,).
+
+    In units of the gradient, in the type that sums are made in; None where there is nothing.
+    """
+    if _segments_of(state.get(SENT, ()), RESIDUAL):
+        return None
+    flat: Tensor | None = None
+    offset = 0
+    for segment in bucket.segments:
+        for part in filter(left_to_send, saved):
+            if part.overlap(segment):
+                if flat is None:
+                    flat = torch.zeros(bucket.numel, dtype=part.values.dtype)
+                low, high = max(part.start, segment.start), min(part.stop, segment.stop)
+                room = flat[offset + low - segment.start : offset + high - segment.start]
+                room += part.values[low - part.start : high - part.start].to(room)
+        offset += segment.numel
+    return flat
+
+
+def slices_owed(bucket: Bucket, flat: Tensor) -> Iterator[StateSlice]:
+    """What is owed, as compressors would have left it."""
+    return _by_segment(f"{SENT}.{RESIDUAL}", bucket.segments, flat)
 
 
 def has_place(states: Iterable[Mapping[str, Kept]], part: StateSlice) -> bool:

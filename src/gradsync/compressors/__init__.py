@@ -16,6 +16,7 @@ from .base import check_tensor as check_tensor
 from .base import fields as fields
 from .base import fields_nbytes as fields_nbytes
 from .cast import Cast as Cast
+from .feedback import RESIDUAL as RESIDUAL
 from .feedback import ErrorFeedback as ErrorFeedback
 from .feedback import Feedback as Feedback
 from .law import Absolute as Absolute

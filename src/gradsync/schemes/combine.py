@@ -59,6 +59,7 @@ class Hierarchical(Scheme[Any]):
             )
         object.__setattr__(self, "layout", self.intra.layout)
         object.__setattr__(self, "exact", self.intra.exact and self.inter.exact)
+        object.__setattr__(self, "depends_on_shapes", self.inter.depends_on_shapes)
 
     @property
     def title(self) -> str:

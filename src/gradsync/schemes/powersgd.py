@@ -72,6 +72,7 @@ class PowerSGD(Scheme[Tensor]):
     name = "powersgd"
     layout = Layout.FLAT
     exact = False
+    depends_on_shapes = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,0 +1,226 @@
+"""A job as a `Problem`: every gradient an item, every way to synchronise it an option, and back from parts to a plan.
+
+What an option demands are the steps of its scheme under the job's cost model: nothing here has a formula of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby
+from typing import Any
+
+import torch
+
+from ..bucket import FlatSpec, Layout, Segment, TensorSpec
+from ..density import ParameterProfile
+from ..plan import Plan
+from ..schemes import Scheme
+from ..steps import Compute, Step, Transfer
+from .compressing import LATE
+from .default import in_ready_order
+from .measure import Network
+from .problem import Curve, Demand, Option, Part, Problem, Resource
+
+# Sizes at which a scheme's steps are looked at; between them its demands are taken as linear.
+KNOTS_BYTES = tuple(1 << exponent for exponent in range(10, 31, 2))
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is known of a training job: gradients, when they are ready since backward's begin, and what things cost."""
+
+    profiles: tuple[ParameterProfile, ...]
+    ready_s: Mapping[str, float]
+    backward_s: float
+    network: Network
+
+    def __post_init__(self) -> None:
+        unknown = [p.name for p in self.profiles if p.name not in self.ready_s]
+        if unknown:
+            raise ValueError(f"Job.ready_s says of {len(unknown)} parameters nothing, the first is {unknown[0]!r}")
+
+    @property
+    def world_size(self) -> int:
+        return self.network.placement.size
+
+
+@dataclass(frozen=True)
+class Way:
+    """A scheme for `members`, who share a bucket of their own; None: for dense gradients, however many in a bucket."""
+
+    scheme: Scheme[Any]
+    members: tuple[str, ...] | None = None
+    among: frozenset[str] | None = None  # without `members`: those that may take it; None: all dense ones
+
+
+@dataclass(frozen=True)
+class Formulation:
+    """A job's problem, what its items are, and the scheme of each option."""
+
+    problem: Problem
+    items: tuple[tuple[tuple[str, int, int], ...], ...]  # segments
+    schemes: tuple[Scheme[Any], ...]
+    specs: Mapping[str, TensorSpec]
+    world_size: int
+
+    def plan(self, parts: Sequence[Part]) -> Plan:
+        """The plan that these parts are."""
+        buckets = [(list(self._segments(part)), self.schemes[part.option]) for part in parts]
+        return Plan.make(self.specs, self.world_size, buckets)
+
+    def _segments(self, part: Part) -> Iterator[tuple[str, int, int]]:
+        """Pieces of a tensor that follow one another are one segment."""
+        pieces = [piece for item in self.items[part.start : part.stop] for piece in item]
+        for name, same in groupby(pieces, key=lambda piece: piece[0]):
+            of_name = list(same)
+            yield name, of_name[0][1], of_name[-1][2]
+
+
+def formulate(job: Job, ways: Sequence[Way]) -> Formulation:
+    """The job's problem with these ways as options.
+
+    Tables that share a way with members are one item, ready with the last of them.
+
+    Raises:
+        ValueError: for a gradient that no way takes.
+    """
+    known = {p.name: p for p in job.profiles}
+    items = _items(job, ways)
+    options: list[Option] = []
+    schemes: list[Scheme[Any]] = []
+    allowed: list[set[int]] = [set() for _ in items]
+    for way in ways:
+        if way.members is not None:
+            options.append(_option_of_members(way, [known[name] for name in way.members], job.network))
+            schemes.append(way.scheme)
+            allowed[items.index(way.members)].add(len(options) - 1)
+            continue
+        for dtype, mine in _by_dtype(items, known, way).items():
+            shapes = [_flat(known[name]) if number in mine else None for number, (name, *_) in enumerate(items)]
+            options.append(_option(way.scheme, dtype, shapes, job.network))
+            schemes.append(way.scheme)
+            for number in mine:
+                allowed[number].add(len(options) - 1)
+    for item, taken in zip(items, allowed, strict=True):
+        if not taken:
+            raise ValueError(f"there is no way for {item[0]!r}: the constraints leave none, allow at least all_reduce")
+    ready_s = [max(job.ready_s[name] for name in item) for item in items]
+    begins_s = [0.0, *ready_s]
+    problem = Problem(
+        gaps_s=tuple(max(b - a, 0.0) for a, b in zip(begins_s, ready_s, strict=False)),
+        nbytes=tuple(float(sum(known[name].tensor.nbytes for name in item)) for item in items),
+        options=tuple(options),
+        allowed=tuple(map(frozenset, allowed)),
+        rest_s=max(job.backward_s - max(ready_s, default=0.0), 0.0),
+    )
+    segments = tuple(tuple((name, 0, known[name].tensor.numel) for name in item) for item in items)
+    specs = {p.name: p.tensor for p in job.profiles}
+    return Formulation(problem, segments, tuple(schemes), specs, job.world_size)
+
+
+def _items(job: Job, ways: Sequence[Way]) -> list[tuple[str, ...]]:
+    """Names of each item, in ready order."""
+    together = {name: way.members for way in ways if way.members is not None for name in way.members}
+    names = [p.name for p in in_ready_order(job.profiles)]
+    items = dict.fromkeys(together.get(name, (name,)) for name in names)
+    place = {name: number for number, name in enumerate(names)}
+    return sorted(items, key=lambda item: (max(job.ready_s[name] for name in item), max(place[name] for name in item)))
+
+
+def _by_dtype(
+    items: Sequence[tuple[str, ...]], known: Mapping[str, ParameterProfile], way: Way
+) -> dict[torch.dtype, set[int]]:
+    """The items that may take the way, by their element type: those of different types share no bucket."""
+    found: dict[torch.dtype, set[int]] = {}
+    for number, (name, *others) in enumerate(items):
+        profile = known[name]
+        if not others and not profile.sparse and (way.among is None or name in way.among):
+            found.setdefault(profile.tensor.dtype, set()).add(number)
+    return found
+
+
+def _flat(profile: ParameterProfile) -> TensorSpec:
+    spec = profile.tensor
+    return TensorSpec(
+        (spec.numel,), spec.dtype, FlatSpec((Segment(profile.name, 0, spec.numel),), (spec.shape,), spec.dtype)
+    )
+
+
+def _option_of_members(way: Way, members: Sequence[ParameterProfile], network: Network) -> Option:
+    """Its demands do not depend on amounts: the members are always all of them."""
+    if way.scheme.layout is Layout.ROWS:
+        specs, seen = tuple(p.tensor for p in members), tuple(p.density for p in members)
+    else:
+        (only,) = members
+        specs, seen = (_flat(only),), (only.elements,)
+    profiles = tuple(density for density in seen if density is not None)
+    steps = way.scheme.steps(specs, profiles, network.placement, LATE)
+    demands = [Demand(where, Curve.linear(seconds, 0.0)) for where, seconds in _chain(steps, network)]
+    return Option(way.scheme.title, tuple(demands))
+
+
+def _option(scheme: Scheme[Any], dtype: torch.dtype, flats: Sequence[TensorSpec | None], network: Network) -> Option:
+    """Of a scheme for any dense gradients; None for items that may not take it."""
+    if scheme.depends_on_shapes:
+        return _option_by_shapes(scheme, flats, network)
+    chains = [
+        _chain(_steps(scheme, TensorSpec((nbytes // dtype.itemsize,), dtype), network), network)
+        for nbytes in KNOTS_BYTES
+    ]
+    demands = []
+    for place, (where, _) in enumerate(chains[0]):
+        seconds = list(accumulate((chain[place][1] for chain in chains), max))  # a ring may beat messages at once
+        demands.append(Demand(where, Curve((0.0, *map(float, KNOTS_BYTES)), (seconds[0], *seconds))))
+    return Option(scheme.title, tuple(demands))
+
+
+def _steps(scheme: Scheme[Any], spec: TensorSpec, network: Network) -> tuple[Step, ...]:
+    return scheme.steps((spec,), (), network.placement, LATE)
+
+
+def _option_by_shapes(scheme: Scheme[Any], flats: Sequence[TensorSpec | None], network: Network) -> Option:
+    """The amounts of a demand are the bytes of the step that an item has alone; in a bucket they add up."""
+    alone = [{} if flat is None else _by_name(_steps(scheme, flat, network)) for flat in flats]
+    longest = max(alone, key=len)
+    demands = []
+    for name, step in longest.items():
+        amounts = tuple(_amount(steps[name]) if name in steps else 0.0 for steps in alone)
+        seconds = [network.cost.seconds(_scaled(step, nbytes), network.placement) for nbytes in (0, *KNOTS_BYTES)]
+        curve = Curve((0.0, *map(float, KNOTS_BYTES)), tuple(accumulate(seconds, max)))
+        demands.append(Demand(_resource(step, network), curve, amounts))
+    return Option(scheme.title, tuple(demands))
+
+
+def _by_name(steps: Iterable[Step]) -> dict[str, Step]:
+    return {step.stage if isinstance(step, Transfer) else step.kernel: step for step in steps}
+
+
+def _amount(step: Step) -> float:
+    return step.nbytes if isinstance(step, Compute) else max(step.part_bytes)
+
+
+def _scaled(step: Step, nbytes: float) -> Step:
+    if isinstance(step, Compute):
+        return replace(step, nbytes=float(nbytes))
+    return replace(step, part_bytes=(float(nbytes),) * step.size)
+
+
+def _chain(steps: Iterable[Step], network: Network) -> list[tuple[Resource, float]]:
+    """(resource, seconds) of the steps; computations that follow one another on one resource are one."""
+    found: list[tuple[Resource, float]] = []
+    for step in steps:
+        where, seconds = _resource(step, network), network.cost.seconds(step, network.placement)
+        if found and isinstance(step, Compute) and found[-1][0] is where:
+            found[-1] = where, found[-1][1] + seconds
+        else:
+            found.append((where, seconds))
+    return found
+
+
+def _resource(step: Step, network: Network) -> Resource:
+    if isinstance(step, Compute):
+        return Resource.OFFLOAD
+    nodes = network.placement.nodes
+    stays = all(nodes[source] == nodes[to] for source, to, _ in step.hops())
+    return Resource.INTRA if stays else Resource.INTER
