@@ -1,0 +1,116 @@
+"""The ways that a plan may choose from: exact ones always, lossy ones as the user allows, for whom it allows them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from ..bucket import Layout, matches
+from ..compressors import Compressor, SparseMessage
+from ..density import ParameterProfile
+from ..schemes import CompressedTwoWay, Scheme, ways
+from .default import found_schemes, in_ready_order, sparse_schemes, timed_schemes
+from .flat import dense_schemes
+from .options import Job, Way
+
+Lossy = Compressor[Any] | Scheme[Any]
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """What of a job's gradients may lose how much; without `lossy` nothing loses anything.
+
+    `most_error` bounds, for each parameter, the root of the squared error that one step makes over the squared
+    gradient, as `errors` has it by lossy way and parameter; without figures a way is allowed. With error feedback a
+    step's error is sent later, and without it is lost: the bound is for either.
+    """
+
+    lossy: tuple[Lossy, ...] = ()
+    exact: tuple[str, ...] = ()  # names or shell patterns of parameters that lose nothing
+    matrices_only: bool = False  # tensors of one dimension, as biases and norms, lose nothing
+    most_error: float | None = None
+    errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by `name_of` a way, by parameter
+
+    def __post_init__(self) -> None:
+        for way in self.lossy:
+            if not isinstance(way, Compressor | Scheme) or (isinstance(way, Scheme) and way.layout is not Layout.FLAT):
+                raise ValueError(f"Constraints.lossy must be compressors, or schemes of flat buckets, got {way!r}")
+        if isinstance(self.exact, str):
+            raise ValueError(f"Constraints.exact must be a tuple of names or patterns, got {self.exact!r}")
+        if self.most_error is not None and not self.most_error >= 0:
+            raise ValueError(f"Constraints.most_error must not be negative, got {self.most_error}")
+
+    def allow(self, way: Lossy, profile: ParameterProfile) -> bool:
+        """Whether the parameter may lose what this way makes it lose."""
+        tensor = profile.tensor
+        if profile.sparse or not tensor.dtype.is_floating_point or matches(profile.name, self.exact):
+            return False
+        if self.matrices_only and len(tensor.shape) < 2:
+            return False
+        error = self.errors.get(name_of(way), {}).get(profile.name)
+        return self.most_error is None or error is None or error <= self.most_error
+
+
+def name_of(way: Lossy) -> str:
+    """By which its errors are known."""
+    return str(way)
+
+
+def ways_of(job: Job, constraints: Constraints | None = None) -> list[Way]:
+    """All ways of a job, exact ones first.
+
+    Raises:
+        ValueError: for an `exact` that no parameter matches.
+    """
+    constraints = constraints or Constraints()
+    names = [p.name for p in job.profiles]
+    for pattern in constraints.exact:
+        if not any(matches(name, [pattern]) for name in names):
+            raise ValueError(f"Constraints.exact names {pattern!r}, which no parameter to synchronise matches")
+    return [*exact_ways(job), *_lossy_ways(job, constraints)]
+
+
+def exact_ways(job: Job) -> list[Way]:
+    """Tables that are ready together in one bucket, by every scheme of tables; dense gradients by all-reduce.
+
+    And dense gradients that were found to be mostly zero by the scheme that suits them.
+    """
+    placement, network = job.network.placement, job.network
+    found = [Way(scheme) for scheme in dense_schemes(placement)]
+    for tables in _runs_of_tables(job.profiles):
+        members = tuple(p.name for p in tables)
+        known = tuple(p.density for p in tables if p.density is not None)
+        if len(known) == len(tables):
+            found += [Way(scheme.planned_for(known), members) for scheme in timed_schemes(placement)]
+        else:
+            found.append(Way(sparse_schemes(tables, job.world_size)[0], members))
+    by_element = found_schemes(job.profiles, job.world_size, network, placement)
+    return found + [Way(scheme, (name,)) for name, scheme in by_element.items() if scheme.layout is Layout.FLAT]
+
+
+def _runs_of_tables(profiles: Sequence[ParameterProfile]) -> Iterator[list[ParameterProfile]]:
+    """Tables of one element type that become ready one after another, without a dense gradient between them."""
+    for sparse, run in groupby(in_ready_order(profiles), key=lambda p: p.sparse):
+        if sparse:
+            by_dtype = sorted(run, key=lambda p: str(p.tensor.dtype))
+            yield from (list(same) for _, same in groupby(by_dtype, key=lambda p: p.tensor.dtype))
+
+
+def _lossy_ways(job: Job, constraints: Constraints) -> Iterator[Way]:
+    for lossy in constraints.lossy:
+        among = frozenset(p.name for p in job.profiles if constraints.allow(lossy, p))
+        if among:
+            yield from (Way(scheme, among=among) for scheme in _schemes_of(lossy, job.world_size))
+
+
+def _schemes_of(lossy: Lossy, world_size: int) -> Iterable[Scheme[Any]]:
+    """Those that may carry a compressor's payloads. Owners do not compress sums of sparsifiers: sparse twice over."""
+    if isinstance(lossy, Scheme):
+        return [lossy]
+    most = lossy.most_summands
+    if most is not None and world_size > most:
+        raise ValueError(f"{lossy.title} makes numbers of which {most} can be summed, there are {world_size} ranks")
+    sparse = issubclass(lossy.payload, SparseMessage)
+    return [way for way in ways(lossy) if not (sparse and isinstance(way, CompressedTwoWay))]

@@ -1,0 +1,171 @@
+"""A job as a problem: an option demands what its scheme's steps cost, and parts become a plan that fits the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from gradsync.bucket import FlatSpec, Segment, TensorSpec
+from gradsync.cluster import Link, Placement
+from gradsync.compressors import BlockInt, ErrorFeedback, TopK
+from gradsync.costs import CostModel, KernelCost
+from gradsync.density import DensityProfile, ParameterProfile
+from gradsync.planner.compressing import LATE
+from gradsync.planner.measure import Network
+from gradsync.planner.options import KNOTS_BYTES, Job, Way, formulate
+from gradsync.planner.problem import Part, Resource
+from gradsync.planner.ways import Constraints, exact_ways, ways_of
+from gradsync.schemes import (
+    AGSparse,
+    AllReduce,
+    CompressedAllGather,
+    CompressedTwoWay,
+    HalfPrecision,
+    Hierarchical,
+    PowerSGD,
+    ReduceScatter,
+    Scheme,
+    Sparsified,
+)
+from gradsync.steps import Compute
+
+COST = CostModel(3e-4, 25e6, kernels={"scale": KernelCost(1e-5, 1e-10)}, intra=Link(1e9, 1e-5), stage_s=1e-3)
+FEEDBACK = ErrorFeedback(BlockInt(8))
+
+
+def dense(name: str, *shape: int, position: int, dtype: torch.dtype = torch.float32) -> ParameterProfile:
+    return ParameterProfile(name, TensorSpec(shape, dtype), sparse=False, position=position)
+
+
+def table(name: str, rows: int, dim: int, position: int, found: float = 10.0) -> ParameterProfile:
+    density = DensityProfile(rows, found, {4: 2.0}, "same", found)
+    return ParameterProfile(
+        name, TensorSpec((rows, dim), torch.float32), sparse=True, density=density, position=position
+    )
+
+
+PARAMETERS = (
+    dense("head.weight", 512, 256, position=0),
+    dense("head.bias", 512, position=1),
+    dense("half", 64, 64, position=2, dtype=torch.bfloat16),
+    dense("body", 256, 256, position=3),
+    table("users", 1000, 8, position=4),
+    table("items", 1000, 8, position=5),
+    dense("first", 300, 7, position=6),
+)
+
+
+def job(placement: Placement | None = None) -> Job:
+    ready_s = {p.name: 0.001 * (p.position + 1) for p in PARAMETERS}
+    return Job(PARAMETERS, ready_s, 0.009, Network(COST, placement or Placement.one_per_node(4)))
+
+
+def whole(numel: int, *shape: int) -> TensorSpec:
+    flat = FlatSpec((Segment("x", 0, numel),), (shape or (numel,),), torch.float32)
+    return TensorSpec((numel,), torch.float32, flat)
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [AllReduce(), HalfPrecision(), CompressedTwoWay(FEEDBACK), CompressedAllGather(FEEDBACK), Sparsified(TopK(0.01))],
+    ids=lambda scheme: scheme.title,
+)
+@pytest.mark.parametrize("nodes", [(0, 1, 2, 3), (0, 0, 1, 1)])
+def test_an_option_demands_what_the_steps_of_its_scheme_cost(scheme: Scheme[Any], nodes: tuple[int, ...]) -> None:
+    here = job(Placement(nodes))
+    problem = formulate(here, [Way(AllReduce()), *exact_ways(here), Way(scheme, among=frozenset({"body"}))]).problem
+    chain = problem.options[-1].chain
+    for nbytes in KNOTS_BYTES[:-4]:
+        steps = scheme.steps((whole(nbytes // 4),), (), here.network.placement, LATE)
+        expected = {kind: 0.0 for kind in (True, False)}
+        for step in steps:
+            expected[isinstance(step, Compute)] += COST.seconds(step, here.network.placement)
+        computing = sum(d.curve(nbytes) for d in chain if d.resource is Resource.OFFLOAD)
+        moving = sum(d.curve(nbytes) for d in chain if d.resource is not Resource.OFFLOAD)
+        assert computing == pytest.approx(expected[True])
+        assert moving >= expected[False] * (1 - 1e-9), "seconds do not fall with the size"
+    largest = KNOTS_BYTES[-4]
+    steps = scheme.steps((whole(largest // 4),), (), here.network.placement, LATE)
+    total = sum(demand.curve(largest) for demand in chain)
+    assert total == pytest.approx(COST.total_s(steps, here.network.placement))
+
+
+def test_low_ranks_cost_what_the_shapes_in_the_bucket_ask_for() -> None:
+    here, scheme = job(), PowerSGD(2)
+    problem = formulate(here, [*exact_ways(here), Way(scheme, among=frozenset({"head.weight", "head.bias"}))]).problem
+    option = len(problem.options) - 1
+    together = FlatSpec(
+        (Segment("head.weight", 0, 512 * 256), Segment("head.bias", 0, 512)), ((512, 256), (512,)), torch.float32
+    )
+    spec = TensorSpec((together.numel,), torch.float32, together)
+    steps = scheme.steps((spec,), (), here.network.placement, LATE)
+    chosen = [d for d in problem.options[option].chain if d.resource is Resource.INTER]
+    seconds = [
+        s for d, s in zip(problem.options[option].chain, problem.seconds(option, 0, 2), strict=True) if d in chosen
+    ]
+    moving = [COST.seconds(step, here.network.placement) for step in steps if not isinstance(step, Compute)]
+    assert sum(seconds) == pytest.approx(sum(moving), rel=0.02)
+    assert sum(problem.seconds(option, 1, 2)) < sum(problem.seconds(option, 0, 1))
+
+
+def test_items_come_as_they_are_ready_and_tables_of_a_run_are_one() -> None:
+    here = job()
+    stated = formulate(here, exact_ways(here))
+    names = [tuple(name for name, _, _ in item) for item in stated.items]
+    assert names == [("head.weight",), ("head.bias",), ("half",), ("body",), ("users", "items"), ("first",)]
+    assert stated.problem.gaps_s == pytest.approx((0.001, 0.001, 0.001, 0.001, 0.002, 0.001))
+    assert stated.problem.rest_s == pytest.approx(0.002)
+    assert stated.problem.allowed is not None
+    of_tables = stated.problem.allowed[4]
+    assert all(stated.schemes[option].layout == "rows" for option in of_tables)
+    assert {AGSparse().name} <= {stated.schemes[option].name for option in of_tables}
+    assert not stated.problem.allowed[2] & stated.problem.allowed[3], "different types share no bucket"
+
+
+def test_parts_become_a_plan_that_fits_the_model() -> None:
+    here = job()
+    stated = formulate(here, ways_of(here, Constraints(lossy=(FEEDBACK,), exact=("head.bias",))))
+    problem = stated.problem
+    assert problem.allowed is not None
+    lossy = [n for n, scheme in enumerate(stated.schemes) if not scheme.exact]
+    parts = [Part(0, 1, lossy[0])]
+    parts += [Part(item, item + 1, min(problem.allowed[item])) for item in range(1, problem.size)]
+    plan = stated.plan(parts)
+    plan.check({p.name: p.tensor for p in PARAMETERS}, 4)
+    assert [bucket.names for bucket in plan.buckets][4] == ["users", "items"]
+    assert not plan.buckets[0].make_scheme().exact and plan.buckets[1].make_scheme().exact
+    assert problem.allowed[1].isdisjoint(lossy), "an exact one loses nothing"
+
+
+def test_ranks_on_nodes_may_sum_inside_them_first() -> None:
+    here = job(Placement.regular(2, 2))
+    stated = formulate(here, exact_ways(here))
+    inside_first = Hierarchical(ReduceScatter(), AllReduce(), 2)
+    option = stated.schemes.index(inside_first)
+    resources = [demand.resource for demand in stated.problem.options[option].chain]
+    assert resources.index(Resource.INTRA) < resources.index(Resource.INTER)
+    assert Resource.INTRA in resources[resources.index(Resource.INTER) :]
+
+
+def test_what_no_way_is_left_for_is_named() -> None:
+    here = job()
+    with pytest.raises(ValueError, match=r"no way for 'head.weight'.*allow at least all_reduce"):
+        formulate(here, [way for way in exact_ways(here) if way.members])
+    with pytest.raises(ValueError, match="exact names 'nothing', which no parameter"):
+        ways_of(here, Constraints(exact=("nothing",)))
+    with pytest.raises(ValueError, match="most_error must not be negative"):
+        Constraints(most_error=-0.1)
+    with pytest.raises(ValueError, match="lossy must be compressors"):
+        Constraints(lossy=(AGSparse(),))
+    with pytest.raises(ValueError, match="ready_s says of 1 parameters nothing, the first is 'first'"):
+        Job(PARAMETERS, {p.name: 0.0 for p in PARAMETERS[:-1]}, 0.1, here.network)
+
+
+def test_errors_exempt_parameters_from_ways_that_lose_too_much() -> None:
+    here = job()
+    errors = {str(FEEDBACK): {"body": 0.02, "first": 0.001}}
+    ways = ways_of(here, Constraints(lossy=(FEEDBACK,), most_error=0.01, errors=errors))
+    (among,) = {way.among for way in ways if way.among is not None}
+    assert among == {"head.weight", "head.bias", "half", "first"}
