@@ -13,8 +13,9 @@ from gradsync.compressors import BlockInt, ErrorFeedback, TopK
 from gradsync.costs import CostModel, KernelCost
 from gradsync.density import DensityProfile, ParameterProfile
 from gradsync.planner.compressing import LATE
+from gradsync.planner.job import Job
 from gradsync.planner.measure import Network
-from gradsync.planner.options import KNOTS_BYTES, Job, Way, formulate
+from gradsync.planner.options import KNOTS_BYTES, Way, formulate
 from gradsync.planner.problem import Part, Resource
 from gradsync.planner.ways import Constraints, exact_ways, ways_of
 from gradsync.schemes import (

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..bucket import TensorSpec
 from ..schemes import AllReduce, HalfPrecision, Scheme
 from .default import BUCKET_BYTES
-from .machine import play, step_s
+from .job import Job
+from .machine import step_s
 from .merge import fixed_size
-from .options import Formulation, Job, Way, formulate
-from .problem import Part, Resource, Solution
+from .options import Formulation, Way, formulate
+from .problem import Part, Solution
 
 WORTH_IT = 0.02  # share of DDP's step that another plan must save: less is within the spread of steps
 ALTERNATIVES = 3
@@ -84,9 +84,7 @@ def explain(job: Job, formulation: Formulation, solution: Solution, bound_s: flo
                 why_exact=_why_exact(formulation, solution, place, lossy) if scheme.exact else None,
             )
         )
-    return Explanation(
-        solution.seconds, sum(problem.gaps_s) + problem.rest_s, bound_s, rivals(job), tuple(reasons)
-    )
+    return Explanation(solution.seconds, sum(problem.gaps_s) + problem.rest_s, bound_s, rivals(job), tuple(reasons))
 
 
 def rivals(job: Job) -> dict[str, float]:
@@ -101,9 +99,7 @@ def rivals(job: Job) -> dict[str, float]:
     return found
 
 
-def _alternatives(
-    formulation: Formulation, parts: Sequence[Part], place: int
-) -> Iterator[tuple[Scheme, Alternative]]:
+def _alternatives(formulation: Formulation, parts: Sequence[Part], place: int) -> Iterator[tuple[Scheme, Alternative]]:
     problem, part = formulation.problem, parts[place]
     allowed = set(range(len(problem.options)))
     if problem.allowed is not None:

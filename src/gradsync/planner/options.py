@@ -19,30 +19,12 @@ from ..schemes import Scheme
 from ..steps import Compute, Step, Transfer
 from .compressing import LATE
 from .default import in_ready_order
+from .job import Job
 from .measure import Network
 from .problem import Curve, Demand, Option, Part, Problem, Resource
 
 # Sizes at which a scheme's steps are looked at; between them its demands are taken as linear.
 KNOTS_BYTES = tuple(1 << exponent for exponent in range(10, 31, 2))
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is known of a training job: gradients, when they are ready since backward's begin, and what things cost."""
-
-    profiles: tuple[ParameterProfile, ...]
-    ready_s: Mapping[str, float]
-    backward_s: float
-    network: Network
-
-    def __post_init__(self) -> None:
-        unknown = [p.name for p in self.profiles if p.name not in self.ready_s]
-        if unknown:
-            raise ValueError(f"Job.ready_s says of {len(unknown)} parameters nothing, the first is {unknown[0]!r}")
-
-    @property
-    def world_size(self) -> int:
-        return self.network.placement.size
 
 
 @dataclass(frozen=True)

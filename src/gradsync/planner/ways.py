@@ -13,7 +13,8 @@ from ..density import ParameterProfile
 from ..schemes import CompressedTwoWay, Scheme, ways
 from .default import found_schemes, in_ready_order, sparse_schemes, timed_schemes
 from .flat import dense_schemes
-from .options import Job, Way
+from .job import Job
+from .options import Way
 
 Lossy = Compressor[Any] | Scheme[Any]
 

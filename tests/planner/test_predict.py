@@ -1,0 +1,70 @@
+"""A predicted step: the turns of the engine on the costs of the job, backward stretched by what it shares cores with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gradsync.bucket import TensorSpec
+from gradsync.cluster import Placement
+from gradsync.costs import CostModel
+from gradsync.density import DensityProfile, ParameterProfile
+from gradsync.forecast import forecast
+from gradsync.plan import Plan
+from gradsync.planner.job import Job, Overlap
+from gradsync.planner.measure import Network
+from gradsync.planner.predict import predict
+from gradsync.schemes import AGSparse, AllReduce
+
+COST = CostModel(1e-3, 1e8)
+SPEC = TensorSpec((256, 256), torch.float32)
+TABLE = TensorSpec((1000, 8), torch.float32)
+DENSITY = DensityProfile(1000, 10.0, {4: 2.0}, "rows", 10.0)
+
+
+def job(overlap: Overlap | None = None, *, known: bool = True) -> Job:
+    profiles = [ParameterProfile(name, SPEC, sparse=False, position=n) for n, name in enumerate(("last", "middle"))]
+    profiles.append(ParameterProfile("table", TABLE, sparse=True, density=DENSITY if known else None, position=2))
+    ready_s = {"last": 0.01, "middle": 0.02, "table": 0.03}
+    network = Network(COST, Placement.one_per_node(4))
+    return Job(tuple(profiles), ready_s, 0.031, network, overlap or Overlap())
+
+
+def plan() -> Plan:
+    specs = {"last": SPEC, "middle": SPEC, "table": TABLE}
+    return Plan.make(specs, 4, [(["last"], AllReduce()), (["middle"], AllReduce()), (["table"], AGSparse())])
+
+
+def test_without_anything_shared_it_is_the_forecast_of_the_turns() -> None:
+    here = job()
+    found = predict(plan(), here)
+    buckets = {b.id: b.bucket({p.name: p.tensor for p in here.profiles}) for b in plan().buckets}
+    steps = {
+        b.id: b.make_scheme().steps(buckets[b.id].specs, (DENSITY,) if b.id == "2" else (), here.network.placement)
+        for b in plan().buckets
+    }
+    ready_s = {"0": 0.01, "1": 0.02, "2": 0.03}
+    assert list(found.tasks[1:]) == forecast(plan().order, steps, ready_s, COST, here.network.placement)
+    assert found.tasks[0].stream == "compute" and found.backward_s == 0.031
+    assert found.seconds == max(task.end_s for task in found.tasks) > 0.031
+
+
+def test_what_shares_the_cores_stretches_backward_and_so_the_exchange() -> None:
+    alone, shared = predict(plan(), job()), predict(plan(), job(Overlap(backward_by_transfer=2.0)))
+    in_flight = [task for task in shared.tasks if task.stream == "link" and task.start_s < shared.backward_s]
+    covered_s = sum(min(task.end_s, shared.backward_s) - task.start_s for task in in_flight)
+    assert shared.backward_s == pytest.approx(0.031 + covered_s / 2, rel=0.05)
+    assert shared.seconds > alone.seconds
+    slower = [task.start_s for task in shared.tasks if task.stream == "link"]
+    assert slower[0] == pytest.approx(next(t.start_s for t in alone.tasks if t.stream == "link"))
+    with pytest.raises(ValueError, match=r"backward_by_kernel must be at least 1, got 0.5"):
+        Overlap(backward_by_kernel=0.5)
+
+
+def test_plans_and_gradients_that_are_not_the_jobs_are_refused() -> None:
+    with pytest.raises(ValueError, match="the density of 'table' is not known: measure the job"):
+        predict(plan(), job(known=False))
+    with pytest.raises(ValueError, match="the plan is for 4 ranks, this job has 2"):
+        predict(plan(), replace(job(), network=Network(COST, Placement.one_per_node(2))))
