@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 
-from gradsync.planner.machine import charged_s, deferred_s, play, screened_s, step_s
+from gradsync.maxplus import NEVER, apply
+from gradsync.planner.machine import ROWS, Level, charged_s, deferred_s, finish, matrix, play, screened_s, step_s
 from gradsync.planner.problem import Curve, Demand, Option, Part, Problem, Resource, layerwise
 from tests.planner.random_problems import any_chains, one_channel, random_parts
 
@@ -70,6 +71,37 @@ def test_without_decoding_the_recurrence_is_the_machine() -> None:
         parts = random_parts(random_, problem)
         reached = step_s(problem, parts)
         assert screened_s(problem, parts) == charged_s(problem, parts) == deferred_s(problem, parts) == reached, seed
+
+
+def test_options_have_the_matrices_of_the_paper() -> None:
+    """`bytecomp.md` 3.7, with a = 2, h = 3, k = 5, d = 7, on the rows compute, offload and inter."""
+    plain, device, host = (
+        Option("plain", (fixed(Resource.INTER, 7),)),
+        Option("device", (fixed(Resource.COMPUTE, 3), fixed(Resource.INTER, 7))),
+        Option("host", (fixed(Resource.OFFLOAD, 5), fixed(Resource.INTER, 7))),
+    )
+    problem = Problem((2.0,), (1.0,), (plain, device, host))
+    rows = (Resource.COMPUTE, Resource.OFFLOAD, Resource.INTER)
+
+    def shown(option: int) -> list[list[float]]:
+        found = matrix(problem, Part(0, 1, option), Level.CHARGED)
+        return [[found[row][column] for column in rows] for row in rows]
+
+    assert shown(0) == [[2, NEVER, NEVER], [NEVER, 0, NEVER], [2 + 7, NEVER, 7]]
+    assert shown(1) == [[2 + 3, NEVER, NEVER], [NEVER, 0, NEVER], [2 + 3 + 7, NEVER, 7]]
+    assert shown(2) == [[2, NEVER, NEVER], [2 + 5, 5, NEVER], [2 + 5 + 7, 5 + 7, 7]]
+
+
+def test_the_product_of_matrices_is_the_recurrence() -> None:
+    for seed in range(300):
+        random_ = random.Random(seed)
+        problem = any_chains(random_)
+        parts = random_parts(random_, problem)
+        for level, reached_s in ((Level.SCREENED, screened_s), (Level.CHARGED, charged_s)):
+            rows: tuple[float, ...] = (0.0,) * ROWS
+            for part in parts:
+                rows = apply(matrix(problem, part, level), rows)
+            assert finish(rows, problem.rest_s, level) == reached_s(problem, parts), seed
 
 
 def test_the_machine_is_between_the_screened_and_the_charged_level() -> None:

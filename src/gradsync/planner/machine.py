@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
+from ..maxplus import Matrix, matrix_of
 from ..timeline import Task, Work, schedule
 from .problem import Option, Part, Problem, Resource, check_parts
 
@@ -114,6 +115,13 @@ def _recurrence_s(problem: Problem, parts: Sequence[Part], level: Level) -> floa
         )
     seconds: float = finish(rows, problem.rest_s, level)
     return seconds
+
+
+def matrix(problem: Problem, part: Part, level: Level) -> Matrix:
+    """What the part makes of the rows, as a (max,+) matrix."""
+    backward_s = sum(problem.gaps_s[part.start : part.stop])
+    option, seconds = problem.options[part.option], problem.seconds(part.option, part.start, part.stop)
+    return matrix_of(lambda rows: advance(rows, backward_s, option, seconds, level), ROWS)
 
 
 def follows(option: Option) -> tuple[bool, ...]:
