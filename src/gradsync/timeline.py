@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 
 @dataclass(frozen=True)
@@ -18,6 +21,179 @@ class Task:
     @property
     def duration_s(self) -> float:
         return self.end_s - self.start_s
+
+
+@dataclass(frozen=True)
+class Work:
+    """Work to be done on a stream; `schedule` says when."""
+
+    name: str
+    stream: str
+    duration_s: float
+    after: tuple[int, ...] = ()  # places in the list of those that must have ended, all before its own
+    interrupts: bool = False  # goes first, and what runs on its stream without this mark is pushed right
+    queue: str = ""  # works of one stream and one queue begin in the order of the list; "": in no queue
+    nbytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.duration_s < float("inf"):
+            raise ValueError(f"{self.name}: duration_s must be finite and not negative, got {self.duration_s}")
+
+
+def schedule(works: Sequence[Work]) -> list[Task]:
+    """When each work runs, by these rules.
+
+    - A stream serves one work at a time. A work waits from the moment when all works in `after` have ended.
+    - A work that `interrupts` begins as soon as it waits, unless another such one runs: then as soon as that ends. What
+      else runs on the stream stops, and goes on, before anything else, once no interrupting work waits there.
+    - Of other works a free stream serves the one that waited longest, but none of a queue before those of the queue
+      that are earlier in the list have begun, though the stream idle meanwhile.
+    - Of several interrupting works, too, the one that waited longest is first. Between works that waited equally long,
+      the one that is earlier in the list.
+    - At one moment works first end, then begin one at a time: on all streams together interrupting ones first, then
+      those that stopped, then the one that waited longest; a work of no duration ends before the next begins.
+
+    An interrupted work comes in pieces of the same name, so that tasks on a stream never overlap; `nbytes` are shared
+    out by duration.
+
+    Returns:
+        the tasks by start, those that start together by end, then as in the list.
+
+    Raises:
+        ValueError: where a work waits for itself or a later one.
+    """
+    for place, work in enumerate(works):
+        if any(not 0 <= earlier < place for earlier in work.after):
+            raise ValueError(f"work {place}, {work.name}, waits for {work.after}: it must be for earlier ones only")
+    pieces = sorted(_Scheduling(works).run(), key=lambda piece: (piece[1], piece[2], piece[0]))
+    return [_task(works[place], start_s, end_s) for place, start_s, end_s in pieces]
+
+
+def _task(work: Work, start_s: float, end_s: float) -> Task:
+    share = (end_s - start_s) / work.duration_s if work.duration_s else 1.0
+    return Task(work.name, work.stream, start_s, end_s, work.nbytes * share)
+
+
+class _Stream:
+    """What waits, runs and was stopped on one stream."""
+
+    def __init__(self) -> None:
+        self.urgent: list[tuple[float, int]] = []  # heaps of (waiting since, place)
+        self.ordinary: list[tuple[float, int]] = []
+        self.running: int | None = None
+        self.stopped: int | None = None
+
+    def first(self, works: Sequence[Work]) -> tuple[int, float, int] | None:
+        """Of the works that can begin now the one that is first: (rank, waiting since, place)."""
+        if self.running is not None and works[self.running].interrupts:
+            return None
+        if self.urgent:
+            return 0, *self.urgent[0]
+        if self.running is not None:
+            return None
+        if self.stopped is not None:
+            return 1, 0.0, self.stopped
+        return (2, *self.ordinary[0]) if self.ordinary else None
+
+
+class _Scheduling:
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+        self._streams = {work.stream: _Stream() for work in works}
+        self._missing = [len(set(work.after)) for work in works]
+        self._successors: dict[int, list[int]] = defaultdict(list)
+        self._queues: dict[tuple[str, str], list[int]] = defaultdict(list)
+        for place in reversed(range(len(works))):
+            for earlier in set(works[place].after):
+                self._successors[earlier].append(place)
+            if works[place].queue:
+                self._queues[works[place].stream, works[place].queue].append(place)  # the last one is next
+        self._waiting_since: dict[int, float] = {}
+        self._left_s = [work.duration_s for work in works]
+        self._began_s = [0.0] * len(works)
+        self._ends: list[tuple[float, int]] = []  # a heap; entries of works that were stopped are stale
+
+    def run(self) -> Iterator[tuple[int, float, float]]:
+        """Pieces of works: place, start, end."""
+        now_s = 0.0
+        for place, missing in enumerate(self._missing):
+            if not missing:
+                self._wait(place, now_s)
+        yield from self._begin(now_s)
+        while self._ends:
+            now_s = self._ends[0][0]
+            while self._ends and self._ends[0][0] == now_s:
+                _, place = heappop(self._ends)
+                if self._is_end(place, now_s):
+                    yield self._end(place, now_s)
+            yield from self._begin(now_s)
+
+    def _is_end(self, place: int, now_s: float) -> bool:
+        runs = self._streams[self._works[place].stream].running == place
+        return runs and self._began_s[place] + self._left_s[place] == now_s
+
+    def _wait(self, place: int, now_s: float) -> None:
+        self._waiting_since[place] = now_s
+        work = self._works[place]
+        if not work.queue or self._queues[work.stream, work.queue][-1] == place:
+            self._offer(place)
+
+    def _offer(self, place: int) -> None:
+        stream = self._streams[self._works[place].stream]
+        heap = stream.urgent if self._works[place].interrupts else stream.ordinary
+        heappush(heap, (self._waiting_since[place], place))
+
+    def _begin(self, now_s: float) -> Iterator[tuple[int, float, float]]:
+        """Begins what can begin, and ends at once what takes no time."""
+        while True:
+            offers = [offer for stream in self._streams.values() if (offer := stream.first(self._works)) is not None]
+            if not offers:
+                return
+            rank, _, place = min(offers)
+            work = self._works[place]
+            stream = self._streams[work.stream]
+            if rank == 0:
+                heappop(stream.urgent)
+                if stream.running is not None:
+                    yield from self._stop(stream, now_s)
+            elif rank == 1:
+                stream.stopped = None
+            else:
+                heappop(stream.ordinary)
+            stream.running = place
+            self._began_s[place] = now_s
+            if rank != 1:
+                self._advance_queue(place)
+            end_s = now_s + self._left_s[place]
+            if end_s == now_s:
+                yield self._end(place, now_s)
+            else:
+                heappush(self._ends, (end_s, place))
+
+    def _advance_queue(self, place: int) -> None:
+        work = self._works[place]
+        if work.queue:
+            queue = self._queues[work.stream, work.queue]
+            queue.pop()
+            if queue and queue[-1] in self._waiting_since:
+                self._offer(queue[-1])
+
+    def _stop(self, stream: _Stream, now_s: float) -> Iterator[tuple[int, float, float]]:
+        place = stream.running
+        assert place is not None and stream.stopped is None
+        stream.stopped = place
+        began_s = self._began_s[place]
+        self._left_s[place] = max(self._left_s[place] - (now_s - began_s), 0.0)
+        if now_s > began_s:
+            yield place, began_s, now_s
+
+    def _end(self, place: int, now_s: float) -> tuple[int, float, float]:
+        self._streams[self._works[place].stream].running = None
+        for later in self._successors[place]:
+            self._missing[later] -= 1
+            if not self._missing[later]:
+                self._wait(later, now_s)
+        return place, self._began_s[place], now_s
 
 
 def covered_s(tasks: list[Task], start_s: float, end_s: float) -> float:

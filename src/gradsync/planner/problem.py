@@ -117,10 +117,11 @@ class Problem:
 
     def seconds(self, option: int, start: int, stop: int) -> list[float]:
         """What each demand of the option takes for the items [start, stop)."""
-        return [
-            demand.curve(sum((self.nbytes if demand.amounts is None else demand.amounts)[start:stop]))
-            for demand in self.options[option].chain
-        ]
+        return [demand.curve(self.amount(demand, start, stop)) for demand in self.options[option].chain]
+
+    def amount(self, demand: Demand, start: int, stop: int) -> float:
+        """What the demand's seconds are of: the sum of its amounts of the items [start, stop)."""
+        return sum((self.nbytes if demand.amounts is None else demand.amounts)[start:stop])
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,120 @@
+"""(max,+) matrices, and a tree that keeps the product of many of them while some change.
+
+In this algebra the sum of two numbers is the larger one and their product what is + elsewhere. A recurrence that only
+adds constants and takes the larger is a matrix here: `apply(matrix, rows)` is the state after a step, and the product
+of the steps' matrices makes all of them at once (`bytecomp.md` 3.7).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+Vector = tuple[float, ...]
+Matrix = tuple[Vector, ...]
+
+NEVER = float("-inf")  # adds nothing to a maximum
+
+
+def identity(size: int) -> Matrix:
+    """Changes nothing."""
+    return tuple(tuple(0.0 if row == column else NEVER for column in range(size)) for row in range(size))
+
+
+def apply(matrix: Matrix, rows: Sequence[float]) -> Vector:
+    """The state after the step: entry i is the largest of matrix[i][j] + rows[j]."""
+    return tuple([max([entry + row for entry, row in zip(line, rows, strict=True)]) for line in matrix])
+
+
+def multiply(later: Matrix, earlier: Matrix) -> Matrix:
+    """The two steps as one."""
+    columns = tuple(zip(*earlier, strict=True))
+    return tuple([apply(columns, line) for line in later])
+
+
+def matrix_of(step: Callable[[list[float]], Sequence[float]], size: int) -> Matrix:
+    """The matrix of a (max,+) linear step, from what it makes of states that are 0 in one row and NEVER elsewhere."""
+    columns = [step([0.0 if row == column else NEVER for row in range(size)]) for column in range(size)]
+    return tuple(zip(*columns, strict=True))
+
+
+class Product:
+    """The product of a sequence of steps, the first one first, of which some change now and then.
+
+    Changing one step, or making one step of several, and asking what the whole does to a state, or would do after such
+    a change, takes O(log n) products.
+    """
+
+    def __init__(self, steps: Sequence[Matrix]) -> None:
+        if not steps:
+            raise ValueError("Product needs at least one step")
+        self._count = len(steps)
+        self._identity = identity(len(steps[0]))
+        self._leaves = 1 << (self._count - 1).bit_length()
+        self._nodes = [self._identity] * (2 * self._leaves)
+        self._idle = [False] * (2 * self._leaves)  # all steps below do nothing, whatever their nodes say
+        self._nodes[self._leaves : self._leaves + self._count] = steps
+        for node in reversed(range(1, self._leaves)):
+            self._join(node)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def after(self, rows: Sequence[float], start: int = 0, stop: int | None = None) -> Vector:
+        """The state to which the steps [start, stop) bring `rows`."""
+        reached = tuple(rows)
+        for node in self._cover(start, self._count if stop is None else stop):
+            self._wake(node)
+            reached = apply(self._nodes[node], reached)
+        return reached
+
+    def after_instead(self, rows: Sequence[float], start: int, stop: int, step: Matrix) -> Vector:
+        """The state to which all steps bring `rows` if `step` is made instead of those in [start, stop)."""
+        self._check(start, stop)
+        return self.after(apply(step, self.after(rows, 0, start)), stop)
+
+    def replace(self, start: int, stop: int, step: Matrix) -> None:
+        """From now on `step` is made instead of those in [start, stop); their places stay, and begin with it."""
+        self._check(start, stop)
+        changed = [self._leaves + start, *self._cover(start + 1, stop)]
+        for node in changed:
+            self._wake(node)
+        self._nodes[changed[0]] = step
+        for node in changed[1:]:
+            self._nodes[node] = self._identity
+            self._idle[node] = True
+        above = {node >> height for node in changed for height in range(1, node.bit_length())}
+        for node in sorted(above, reverse=True):
+            self._join(node)
+
+    def _check(self, start: int, stop: int) -> None:
+        if not 0 <= start < stop <= self._count:
+            raise ValueError(f"[{start}, {stop}) must be some of the {self._count} steps")
+
+    def _join(self, node: int) -> None:
+        self._nodes[node] = multiply(self._nodes[2 * node + 1], self._nodes[2 * node])
+
+    def _wake(self, node: int) -> None:
+        """Hands the idleness of the nodes above down to this one."""
+        for height in reversed(range(1, node.bit_length())):
+            above = node >> height
+            if self._idle[above]:
+                self._idle[above] = False
+                for below in (2 * above, 2 * above + 1):
+                    self._idle[below] = True
+                    self._nodes[below] = self._identity
+
+    def _cover(self, start: int, stop: int) -> list[int]:
+        """The fewest nodes whose steps are those in [start, stop), in order."""
+        first: list[int] = []
+        last: list[int] = []
+        low, high = start + self._leaves, stop + self._leaves
+        while low < high:
+            if low & 1:
+                first.append(low)
+                low += 1
+            if high & 1:
+                high -= 1
+                last.append(high)
+            low >>= 1
+            high >>= 1
+        return [*first, *reversed(last)]

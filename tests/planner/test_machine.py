@@ -1,0 +1,135 @@
+"""The machine plays plans by its rules, and the recurrences enclose what it says."""
+
+from __future__ import annotations
+
+import random
+
+from gradsync.maxplus import NEVER, apply
+from gradsync.planner.machine import ROWS, Level, charged_s, deferred_s, finish, matrix, play, screened_s, step_s
+from gradsync.planner.problem import Curve, Demand, Option, Part, Problem, Resource, layerwise
+from tests.planner.random_problems import any_chains, one_channel, random_parts
+
+
+def fixed(resource: Resource, *seconds: float) -> Demand:
+    """A demand with the seconds of each item given."""
+    return Demand(resource, Curve.linear(0.0, 1.0), seconds)
+
+
+def drawn(problem: Problem, parts: tuple[Part, ...]) -> list[tuple[str, str, float, float]]:
+    return [(task.name, task.stream, task.start_s, task.end_s) for task in play(problem, parts)]
+
+
+def test_encoding_and_decoding_interrupt_backward() -> None:
+    chain = (fixed(Resource.COMPUTE, 2, 2), fixed(Resource.INTER, 3, 3), fixed(Resource.COMPUTE, 1, 1))
+    problem = Problem((4.0, 8.0), (1.0, 1.0), (Option("signs", chain),), rest_s=2.0)
+    assert drawn(problem, layerwise(problem, 0)) == [
+        ("backward 0", "compute", 0.0, 4.0),
+        ("0: signs", "compute", 4.0, 6.0),
+        ("0: signs", "inter", 6.0, 9.0),
+        ("backward 1", "compute", 6.0, 9.0),
+        ("0: signs", "compute", 9.0, 10.0),
+        ("backward 1", "compute", 10.0, 15.0),
+        ("1: signs", "compute", 15.0, 17.0),
+        ("backward", "compute", 17.0, 19.0),
+        ("1: signs", "inter", 17.0, 20.0),
+        ("1: signs", "compute", 20.0, 21.0),
+    ]
+
+
+def test_the_first_demands_of_parts_keep_the_order_of_the_parts() -> None:
+    """Part 0 is encoded on another core; part 1 waits for it at the link though it was ready long before."""
+    host = Option("host", (fixed(Resource.OFFLOAD, 5, 5), fixed(Resource.INTER, 10, 10)))
+    device = Option("device", (fixed(Resource.COMPUTE, 0.5, 0.5), fixed(Resource.INTER, 10, 10)))
+    problem = Problem((0.0, 1.0), (1.0, 1.0), (host, device))
+    assert step_s(problem, (Part(0, 1, 0), Part(1, 2, 1))) == 25.0
+
+
+def test_the_second_demand_on_a_link_takes_its_turn_by_waiting_time() -> None:
+    """A hierarchical exchange of a small part waits for the large one's first phase, which came first."""
+    chain = (fixed(Resource.INTRA, 1, 6), fixed(Resource.INTER, 3, 3), fixed(Resource.INTRA, 1, 1))
+    problem = Problem((0.0, 0.0), (1.0, 1.0), (Option("two levels", chain),))
+    intra = [(name, begin) for name, stream, begin, _ in drawn(problem, layerwise(problem, 0)) if stream == "intra"]
+    assert intra == [("0: two levels", 0.0), ("1: two levels", 1.0), ("0: two levels", 7.0), ("1: two levels", 10.0)]
+
+
+def test_a_part_takes_its_curve_of_the_sum_of_its_items() -> None:
+    option = Option("dense", (Demand(Resource.INTER, Curve.linear(1.0, 2.0)),))
+    problem = Problem((1.0, 1.0), (3.0, 4.0), (option,))
+    (task,) = [task for task in play(problem, (Part(0, 2, 0),)) if task.stream == "inter"]
+    assert (task.start_s, task.duration_s, task.nbytes) == (2.0, 15.0, 7.0)
+
+
+def test_an_empty_problem_takes_what_backward_takes() -> None:
+    assert step_s(Problem((), (), (Option("dense", ()),), rest_s=2.0), ()) == 2.0
+    assert step_s(Problem((), (), (Option("dense", ()),)), ()) == 0.0
+
+
+def test_without_decoding_the_recurrence_is_the_machine() -> None:
+    for seed in range(300):
+        random_ = random.Random(seed)
+        problem = one_channel(random_, decode=False)
+        parts = random_parts(random_, problem)
+        reached = step_s(problem, parts)
+        assert screened_s(problem, parts) == charged_s(problem, parts) == deferred_s(problem, parts) == reached, seed
+
+
+def test_options_have_the_matrices_of_the_paper() -> None:
+    """`bytecomp.md` 3.7, with a = 2, h = 3, k = 5, d = 7, on the rows compute, offload and inter."""
+    plain, device, host = (
+        Option("plain", (fixed(Resource.INTER, 7),)),
+        Option("device", (fixed(Resource.COMPUTE, 3), fixed(Resource.INTER, 7))),
+        Option("host", (fixed(Resource.OFFLOAD, 5), fixed(Resource.INTER, 7))),
+    )
+    problem = Problem((2.0,), (1.0,), (plain, device, host))
+    rows = (Resource.COMPUTE, Resource.OFFLOAD, Resource.INTER)
+
+    def shown(option: int) -> list[list[float]]:
+        found = matrix(problem, Part(0, 1, option), Level.CHARGED)
+        return [[found[row][column] for column in rows] for row in rows]
+
+    assert shown(0) == [[2, NEVER, NEVER], [NEVER, 0, NEVER], [2 + 7, NEVER, 7]]
+    assert shown(1) == [[2 + 3, NEVER, NEVER], [NEVER, 0, NEVER], [2 + 3 + 7, NEVER, 7]]
+    assert shown(2) == [[2, NEVER, NEVER], [2 + 5, 5, NEVER], [2 + 5 + 7, 5 + 7, 7]]
+
+
+def test_the_product_of_matrices_is_the_recurrence() -> None:
+    for seed in range(300):
+        random_ = random.Random(seed)
+        problem = any_chains(random_)
+        parts = random_parts(random_, problem)
+        for level, reached_s in ((Level.SCREENED, screened_s), (Level.CHARGED, charged_s)):
+            rows: tuple[float, ...] = (0.0,) * ROWS
+            for part in parts:
+                rows = apply(matrix(problem, part, level), rows)
+            assert finish(rows, problem.rest_s, level) == reached_s(problem, parts), seed
+
+
+def test_the_machine_is_between_the_screened_and_the_charged_level() -> None:
+    for seed in range(300):
+        random_ = random.Random(seed)
+        problem = one_channel(random_, decode=True)
+        parts = random_parts(random_, problem)
+        assert screened_s(problem, parts) <= step_s(problem, parts) <= charged_s(problem, parts), seed
+
+
+def test_the_screened_level_is_a_bound_for_any_chains() -> None:
+    for seed in range(300):
+        random_ = random.Random(seed)
+        problem = any_chains(random_)
+        parts = random_parts(random_, problem)
+        assert screened_s(problem, parts) <= step_s(problem, parts), seed
+
+
+def test_charging_the_channel_alone_would_be_no_bound() -> None:
+    """Why the charged level charges COMPUTE too: decodings of earlier parts delay the last part's readiness."""
+    chain = (fixed(Resource.INTER, 1, 1, 1), fixed(Resource.COMPUTE, 4, 4, 0))
+    problem = Problem((1.0, 5.0, 5.0), (1.0,) * 3, (Option("decoded", chain),))
+    parts = layerwise(problem, 0)
+    of_the_channel = max(1 + 1 + 4, 6, 11) + 1.0  # what the last transfer ends at if decoding delays only transfers
+    assert of_the_channel < step_s(problem, parts) <= charged_s(problem, parts)
+
+
+def test_deferred_decoding_follows_the_last_transfer() -> None:
+    chain = (fixed(Resource.COMPUTE, 1, 1), fixed(Resource.INTER, 2, 2), fixed(Resource.COMPUTE, 3, 4))
+    problem = Problem((2.0, 9.0), (1.0, 1.0), (Option("signs", chain),))
+    assert deferred_s(problem, layerwise(problem, 0)) == 2 + 1 + 9 + 1 + 2 + 3 + 4
