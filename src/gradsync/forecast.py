@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from .cluster import Link, Placement
 from .comm import Group
 from .costs import CostModel
-from .steps import Compute, Step
+from .steps import FINISH, Compute, Step
 from .timeline import Task
 
 
@@ -72,7 +72,7 @@ class _Player:
             self._turn(bucket, stage)
         for bucket in dict.fromkeys(bucket for bucket, _ in order):
             while self._left[bucket] or bucket in self._in_flight:
-                self._turn(bucket, "finish")
+                self._turn(bucket, FINISH)
         return self._tasks
 
     def _turn(self, bucket: str, stage: str) -> None:

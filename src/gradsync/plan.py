@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 from .bucket import Bucket, Layout, Segment, TensorSpec, model_digest
 from .expressions import to_expression
 from .schemes import Scheme, from_expression
+from .steps import FINISH
 
 
 class What(StrEnum):
@@ -57,7 +58,11 @@ class BucketPlan(BaseModel):
 
 
 class Plan(BaseModel):
-    """Buckets, and the total order of (bucket, stage) in which they are issued."""
+    """Buckets, and the total order of (bucket, stage) in which they are issued.
+
+    Behind its last stage a bucket may have a turn `FINISH`, to do what is left; else that is done when all turns are
+    over.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -134,7 +139,7 @@ class Plan(BaseModel):
             turns[bucket_id].append(stage)
         for bucket in self.buckets:
             expected = list(bucket.make_scheme().stages(self.world))
-            if turns[bucket.id] != expected:
+            if turns[bucket.id] not in (expected, [*expected, FINISH]):
                 raise ValueError(f"the order gives bucket {bucket.id!r} the stages {turns[bucket.id]}, not {expected}")
 
     def to_json(self) -> str:

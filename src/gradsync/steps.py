@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+FINISH = "finish"  # the turn in which a bucket does what is left to do behind its last transfer
 DIRECT_BYTES = 256 << 10  # a collective in which a member sends no more goes straight to every other member
 
 

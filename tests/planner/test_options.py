@@ -14,6 +14,7 @@ from gradsync.costs import CostModel, KernelCost
 from gradsync.density import DensityProfile, ParameterProfile
 from gradsync.planner.compressing import LATE
 from gradsync.planner.job import Job
+from gradsync.planner.machine import play
 from gradsync.planner.measure import Network
 from gradsync.planner.options import KNOTS_BYTES, Way, formulate
 from gradsync.planner.problem import Part, Resource
@@ -30,7 +31,7 @@ from gradsync.schemes import (
     Scheme,
     Sparsified,
 )
-from gradsync.steps import Compute
+from gradsync.steps import FINISH, Compute
 
 COST = CostModel(3e-4, 25e6, kernels={"scale": KernelCost(1e-5, 1e-10)}, intra=Link(1e9, 1e-5), stage_s=1e-3)
 FEEDBACK = ErrorFeedback(BlockInt(8))
@@ -138,6 +139,30 @@ def test_parts_become_a_plan_that_fits_the_model() -> None:
     assert [bucket.names for bucket in plan.buckets][4] == ["users", "items"]
     assert not plan.buckets[0].make_scheme().exact and plan.buckets[1].make_scheme().exact
     assert problem.allowed[1].isdisjoint(lossy), "an exact one loses nothing"
+
+
+def test_turns_come_in_the_order_in_which_transfers_can_begin() -> None:
+    here = job()
+    stated = formulate(here, [*exact_ways(here), Way(CompressedTwoWay(FEEDBACK))])
+    two_way = [n for n, scheme in enumerate(stated.schemes) if isinstance(scheme, CompressedTwoWay)]
+    problem = stated.problem
+    assert problem.allowed is not None
+    parts = [
+        Part(item, item + 1, max(set(two_way) & allowed, default=min(allowed)))
+        for item, allowed in enumerate(problem.allowed)
+    ]
+    order = [turn for turn in stated.plan(parts).order if turn[1] != FINISH]
+    begins = {
+        number: [t.start_s for t in play(problem, parts) if t.stream == "inter" and t.name.startswith(f"{number}:")]
+        for number in range(len(parts))
+    }
+    taken = {str(number): iter(at_s) for number, at_s in begins.items()}
+    at_s = [next(taken[bucket]) for bucket, _ in order]
+    assert at_s == sorted(at_s) and len(at_s) == sum(map(len, begins.values()))
+    plan = stated.plan(parts)
+    plan.check({p.name: p.tensor for p in PARAMETERS}, 4)
+    last = {bucket: place for place, (bucket, _) in enumerate(plan.order)}
+    assert all(plan.order[last[str(n)]][1] == FINISH for n, part in enumerate(parts) if part.option in two_way)
 
 
 def test_ranks_on_nodes_may_sum_inside_them_first() -> None:

@@ -1,4 +1,4 @@
-"""A predicted step: the turns of the engine on the costs of the job, backward stretched by what it shares cores with."""
+"""A predicted step: the turns of the engine on the costs of the job, backward stretched by what it shares."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..steps import FINISH
 from ..timeline import Task
 from .group import GroupError, Pending
 from .threads import JobThread
@@ -165,7 +166,7 @@ class Synchronization:
         # Whatever is still in flight, and rounds beyond the planned stages, end in bucket order on every rank.
         for bucket in self._coroutines:
             while bucket in self._pending:
-                self._resume(bucket, "finish")
+                self._resume(bucket, FINISH)
         return True
 
     def _resume(self, bucket: str, stage: str) -> None:
@@ -182,7 +183,7 @@ class Synchronization:
                 operation = self._coroutines[bucket].send(value)
             except StopIteration as done:
                 self.results[bucket] = done.value
-                self._record(f"{bucket}:finish", "kernel", resumed_s)
+                self._record(f"{bucket}:{FINISH}", "kernel", resumed_s)
                 return
             self._record(f"{bucket}:{stage}", "kernel", resumed_s)
             self._pending[bucket] = (operation, stage, time.perf_counter())

@@ -16,15 +16,19 @@ from ..bucket import FlatSpec, Layout, Segment, TensorSpec
 from ..density import ParameterProfile
 from ..plan import Plan
 from ..schemes import Scheme
-from ..steps import Compute, Step, Transfer
+from ..steps import FINISH, Compute, Step, Transfer
+from ..timeline import Task
 from .compressing import LATE
 from .default import in_ready_order
 from .job import Job
+from .machine import play
 from .measure import Network
 from .problem import Curve, Demand, Option, Part, Problem, Resource
 
 # Sizes at which a scheme's steps are looked at; between them its demands are taken as linear.
 KNOTS_BYTES = tuple(1 << exponent for exponent in range(10, 31, 2))
+
+LINKS = (Resource.INTRA.name.lower(), Resource.INTER.name.lower())  # streams of the machine
 
 
 @dataclass(frozen=True)
@@ -47,9 +51,29 @@ class Formulation:
     world_size: int
 
     def plan(self, parts: Sequence[Part]) -> Plan:
-        """The plan that these parts are."""
+        """The plan that these parts are, with the turns in the order in which the machine begins their transfers."""
         buckets = [(list(self._segments(part)), self.schemes[part.option]) for part in parts]
-        return Plan.make(self.specs, self.world_size, buckets)
+        return Plan.make(self.specs, self.world_size, buckets, self._turns(parts))
+
+    def _turns(self, parts: Sequence[Part]) -> list[tuple[str, str]]:
+        tasks: dict[str, list[Task]] = {str(number): [] for number in range(len(parts))}
+        for task in play(self.problem, parts):
+            if task.stream in LINKS:
+                tasks[task.name.partition(":")[0]].append(task)
+        turns: list[tuple[float, int, int, str]] = []
+        for number, part in enumerate(parts):
+            stages = self.schemes[part.option].stages(self.world_size)
+            transfers = tasks[str(number)]
+            at_s = [task.start_s for task in transfers]
+            if len(at_s) != len(stages):  # what an option demands is not by stages: one after another
+                at_s = [at_s[0] if at_s else 0.0] * len(stages)
+            if transfers and self.problem.options[part.option].chain[-1].resource not in (
+                Resource.INTRA,
+                Resource.INTER,
+            ):
+                stages, at_s = (*stages, FINISH), [*at_s, max(transfers[-1].end_s, at_s[-1])]
+            turns += [(at, number, place, stage) for place, (at, stage) in enumerate(zip(at_s, stages, strict=True))]
+        return [(str(number), stage) for _, number, _, stage in sorted(turns)]
 
     def _segments(self, part: Part) -> Iterator[tuple[str, int, int]]:
         """Pieces of a tensor that follow one another are one segment."""
