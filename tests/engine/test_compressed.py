@@ -28,6 +28,7 @@ from gradsync.schemes import (
     Sparsified,
     ways,
 )
+from gradsync.steps import FINISH
 from gradsync.trial import TURN_STEPS
 from tests.compressors.family import MEMBERS
 from tests.engine.models import Perceptron
@@ -253,6 +254,24 @@ def what_was_left_goes_with_gradients_that_are_not_compressed() -> None:
         handle.detach()
 
 
+def what_is_left_to_do_may_have_a_turn_of_its_own() -> None:
+    torch.manual_seed(0)
+    model = Perceptron()
+    names = list(dict(model.named_parameters()))
+    cuts = [[(name, 0, p.numel())] for name, p in model.named_parameters()]
+    plan = plan_for(model, TWO_WAY, *cuts)
+    early = [(bucket.id, stage) for bucket in plan.buckets for stage in ("push", "pull", FINISH)]
+    results = []
+    for order in (plan.order, tuple(early)):
+        handle = gradsync.attach(model, plan=plan.model_copy(update={"order": order}), timeout=10)
+        results.append([gradients_of(model, seed=step) for step in range(3)])
+        finishes = [task.name for task in handle.timeline() if task.name.endswith(f":{FINISH}")]
+        assert finishes == [f"{number}:{FINISH}" for number in range(len(names))]
+        handle.detach()
+    for one, other in zip(*results, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in names)
+
+
 def nothing_is_lost_while_plans_take_turns() -> None:
     torch.manual_seed(0)
     model = Perceptron()
@@ -461,6 +480,10 @@ def test_every_step_sends_the_bytes_that_are_predicted_for_it(world: World) -> N
 
 def test_what_was_left_goes_with_gradients_that_are_not_compressed(world: World) -> None:
     world(2).run(what_was_left_goes_with_gradients_that_are_not_compressed)
+
+
+def test_what_is_left_to_do_may_have_a_turn_of_its_own(world: World) -> None:
+    world(2).run(what_is_left_to_do_may_have_a_turn_of_its_own)
 
 
 def test_nothing_is_lost_while_plans_take_turns(world: World) -> None:

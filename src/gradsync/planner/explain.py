@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..schemes import AllReduce, HalfPrecision, Scheme
 from .default import BUCKET_BYTES
@@ -91,7 +92,7 @@ def rivals(job: Job) -> dict[str, float]:
     """Steps of plans that need no search: DDP with its own buckets and others, by all-reduce, 32 bits and 16."""
     plain = replace(job, profiles=tuple(replace(p, sparse=False, density=None, elements=None) for p in job.profiles))
     found = {}
-    ways: list[tuple[str, Scheme]] = [("ddp", AllReduce()), ("ddp_bf16", HalfPrecision(values="bfloat16"))]
+    ways: list[tuple[str, Scheme[Any]]] = [("ddp", AllReduce()), ("ddp_bf16", HalfPrecision(values="bfloat16"))]
     for name, scheme in ways:
         stated = formulate(plain, [Way(scheme)])
         for suffix, nbytes in (("", BUCKET_BYTES), ("_1mb", 1 << 20), ("_one_bucket", 1 << 62)):
@@ -99,7 +100,9 @@ def rivals(job: Job) -> dict[str, float]:
     return found
 
 
-def _alternatives(formulation: Formulation, parts: Sequence[Part], place: int) -> Iterator[tuple[Scheme, Alternative]]:
+def _alternatives(
+    formulation: Formulation, parts: Sequence[Part], place: int
+) -> Iterator[tuple[Scheme[Any], Alternative]]:
     problem, part = formulation.problem, parts[place]
     allowed = set(range(len(problem.options)))
     if problem.allowed is not None:

@@ -67,10 +67,8 @@ class Formulation:
             at_s = [task.start_s for task in transfers]
             if len(at_s) != len(stages):  # what an option demands is not by stages: one after another
                 at_s = [at_s[0] if at_s else 0.0] * len(stages)
-            if transfers and self.problem.options[part.option].chain[-1].resource not in (
-                Resource.INTRA,
-                Resource.INTER,
-            ):
+            last = self.problem.options[part.option].chain[-1].resource
+            if transfers and last not in (Resource.INTRA, Resource.INTER):
                 stages, at_s = (*stages, FINISH), [*at_s, max(transfers[-1].end_s, at_s[-1])]
             turns += [(at, number, place, stage) for place, (at, stage) in enumerate(zip(at_s, stages, strict=True))]
         return [(str(number), stage) for _, number, _, stage in sorted(turns)]
