@@ -1,0 +1,56 @@
+"""The plans of a job that are worth a try, by its profile: what the search finds, and what it is held against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..plan import Plan
+from .default import default_plan
+from .job import Job
+from .joint import search
+from .options import Formulation, formulate
+from .predict import predict
+from .problem import Solution
+from .ways import Constraints, exact_ways, ways_of
+
+MOST_TRIED = 4
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What a search found for a job."""
+
+    formulation: Formulation
+    solution: Solution
+
+    @property
+    def plan(self) -> Plan:
+        return self.formulation.plan(self.solution.parts)
+
+
+def planned(job: Job, constraints: Constraints | None = None) -> Planned:
+    """The best plan that is found among the ways that the constraints allow.
+
+    Raises:
+        ValueError: for constraints that leave no way for a gradient.
+    """
+    formulation = formulate(job, ways_of(job, constraints))
+    return Planned(formulation, search(formulation.problem))
+
+
+def candidate_plans(job: Job, constraints: Constraints | None = None) -> list[Plan]:
+    """Plans worth a try on real steps, that with the shortest predicted step first; the same on every rank.
+
+    Among them is always one that is exact and needs no search: predictions are as good as what was measured.
+    """
+    if job.world_size == 1:
+        return [default_plan(job.profiles, 1)]
+    exact = formulate(job, exact_ways(job))
+    found: Sequence[Plan] = [
+        planned(job, constraints).plan,
+        exact.plan(search(exact.problem).parts),
+        default_plan(job.profiles, job.world_size, job.network),
+    ]
+    found = list({plan.digest: plan for plan in found}.values())
+    return sorted(found, key=lambda plan: predict(plan, job).seconds)[:MOST_TRIED]
