@@ -17,6 +17,7 @@ from ..maxplus import Matrix, Product, Vector, apply, identity, multiply
 from .machine import ROWS, Level, finish, matrix, step_s
 from .problem import Part, Problem, Resource, Solution
 
+ROUNDING = 1e-12  # products of the same steps in another order differ by less
 MOST_COMBINATIONS = 1 << 22  # of offloaded items in Algorithm 2: some seconds
 
 
@@ -50,7 +51,7 @@ def bytecomp_device(problem: Problem, options: Sequence[int] | None = None, *, d
         for option in options:
             if option != present and _may(problem, item, option):
                 seconds = plan.seconds_with(item, option)
-                if seconds < best_s:
+                if seconds < best_s * (1 - ROUNDING):
                     best, best_s = option, seconds
         if best != present:
             plan.choose(item, best)
@@ -69,7 +70,8 @@ def bytecomp_offload(
     """Algorithm 2: which items of a plan without merged ones to offload.
 
     Items that were changed from `dense` are grouped by size and option; of each group the first items in ready order
-    are offloaded, as many as give the least F over all combinations of such numbers, the fewest where several do.
+    are offloaded, as many as give the least F over all combinations of such numbers; of several that do, the one that
+    offloads the fewest of the first group, then of the second.
 
     Raises:
         ValueError: where there are more combinations than `most_combinations`: their number is exponential in groups.
