@@ -1,6 +1,6 @@
 """Why a plan is as it is: for every bucket the best alternatives, and for the job what plain DDP would take.
 
-All figures are of the machine of `problem`, under the costs that the plan was made by.
+All figures are predicted steps, from backward's begin to the last synchronised gradient, see `predict`.
 """
 
 from __future__ import annotations
@@ -9,113 +9,155 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..schemes import AllReduce, HalfPrecision, Scheme
-from .default import BUCKET_BYTES
+from ..bucket import Layout
+from ..plan import BucketPlan, Plan
+from ..schemes import HalfPrecision, Scheme, to_expression
+from ..steps import FINISH
+from .default import BUCKET_BYTES, default_plan
 from .job import Job
-from .machine import step_s
-from .merge import fixed_size
-from .options import Formulation, Way, formulate
-from .problem import Part, Solution
+from .options import Way
+from .predict import predict
+from .revise import reordered
 
 WORTH_IT = 0.02  # share of DDP's step that another plan must save: less is within the spread of steps
+SAME = 1e-3  # share of a step that is no difference
 ALTERNATIVES = 3
+DDP_BYTES = {"ddp": BUCKET_BYTES, "ddp_1mb": 1 << 20, "ddp_one_bucket": 1 << 62}
+BF16 = HalfPrecision(values="bfloat16")
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another way for a bucket, and the step's time if it took that, everything else as it is."""
+    """Another scheme for a bucket, and the predicted step if it took that, everything else as it is."""
 
-    way: str
+    scheme: Scheme[Any]
     step_s: float
 
 
 @dataclass(frozen=True)
 class BucketReasons:
-    """One bucket: what was chosen, what else there is, and why it loses nothing if it does not."""
+    """One bucket: what was chosen, what else there is, and why it loses nothing, if it does not."""
 
+    id: str
     names: tuple[str, ...]
-    nbytes: float
-    way: str
-    lossy: bool
+    nbytes: int
+    scheme: Scheme[Any]
     alternatives: tuple[Alternative, ...]  # the best ones
     why_exact: str | None
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """A plan's reasons. `rivals`: steps of plans that need no search, by name; `bound_s`: no plan's step is shorter."""
+    """A plan's reasons. `rivals`: predicted steps of plans that need no search, by name."""
 
     step_s: float
-    backward_s: float
-    bound_s: float | None
+    backward_s: float  # with what the exchange stretches it by
+    beside_s: float  # what a step takes beside
     rivals: Mapping[str, float]
     buckets: tuple[BucketReasons, ...]
 
     @property
     def verdict(self) -> str:
         """One sentence for the job."""
-        name, ddp_s = min(
-            ((name, seconds) for name, seconds in self.rivals.items() if name.startswith("ddp")), key=lambda r: r[1]
-        )
-        saved = 1 - self.step_s / ddp_s
+        name, ddp_s = min(((n, s) for n, s in self.rivals.items() if n in DDP_BYTES), key=lambda rival: rival[1])
+        saved = (ddp_s - self.step_s) / (self.beside_s + ddp_s)
         if saved <= WORTH_IT:
-            return f"plain DDP is within {WORTH_IT:.0%} ({name}: {ddp_s * 1e3:.1f} ms): keep it"
-        exact_s = self.rivals.get("well_cut", ddp_s)
-        if 1 - self.step_s / exact_s <= WORTH_IT:
-            return f"{saved:.0%} less than DDP, by where buckets are cut and by exact schemes alone"
-        return f"{saved:.0%} less than DDP ({name}: {ddp_s * 1e3:.1f} ms)"
+            return f"plain DDP ({name}) is within {WORTH_IT:.0%} of the step: keep it"
+        return f"a step takes {saved:.0%} less than with DDP ({name})"
 
 
-def explain(job: Job, formulation: Formulation, solution: Solution, bound_s: float | None = None) -> Explanation:
-    """The reasons of a solution."""
-    problem = formulation.problem
+def explain(plan: Plan, job: Job, ways: Sequence[Way]) -> Explanation:
+    """The plan's reasons, beside these ways.
+
+    Raises:
+        ValueError: for a plan that does not fit the job.
+    """
+    expected = predict(plan, job)
     reasons = []
-    for place, part in enumerate(solution.parts):
-        scheme = formulation.schemes[part.option]
-        others = sorted(_alternatives(formulation, solution.parts, place), key=lambda found: found[1].step_s)
-        best = tuple(alternative for _, alternative in others[:ALTERNATIVES])
-        lossy = next((alternative for other, alternative in others if not other.exact), None)
+    for place, bucket in enumerate(plan.buckets):
+        scheme = bucket.make_scheme()
+        others = sorted(_alternatives(plan, place, job, ways), key=lambda other: other.step_s)
+        lossy = next((other for other in others if not other.scheme.exact), None)
+        known = {p.name: p.tensor for p in job.profiles}
         reasons.append(
             BucketReasons(
-                names=tuple(name for item in formulation.items[part.start : part.stop] for name, _, _ in item),
-                nbytes=sum(problem.nbytes[part.start : part.stop]),
-                way=problem.options[part.option].name,
-                lossy=not scheme.exact,
-                alternatives=best,
-                why_exact=_why_exact(formulation, solution, place, lossy) if scheme.exact else None,
+                id=bucket.id,
+                names=tuple(bucket.names),
+                nbytes=sum((stop - start) * known[name].itemsize for name, start, stop in bucket.segments),
+                scheme=scheme,
+                alternatives=tuple(others[:ALTERNATIVES]),
+                why_exact=_why_exact(expected.seconds, lossy) if scheme.exact else None,
             )
         )
-    return Explanation(solution.seconds, sum(problem.gaps_s) + problem.rest_s, bound_s, rivals(job), tuple(reasons))
+    return Explanation(expected.seconds, expected.backward_s, job.beside_s, rivals(job), tuple(reasons))
 
 
 def rivals(job: Job) -> dict[str, float]:
-    """Steps of plans that need no search: DDP with its own buckets and others, by all-reduce, 32 bits and 16."""
-    plain = replace(job, profiles=tuple(replace(p, sparse=False, density=None, elements=None) for p in job.profiles))
+    """Predicted steps of DDP with several bucket sizes, in 32 bits and in 16: tables travel dense there."""
+    profiles = [replace(p, sparse=False, density=None, elements=None) for p in job.profiles]
+    dense = replace(job, profiles=tuple(profiles))
     found = {}
-    ways: list[tuple[str, Scheme[Any]]] = [("ddp", AllReduce()), ("ddp_bf16", HalfPrecision(values="bfloat16"))]
-    for name, scheme in ways:
-        stated = formulate(plain, [Way(scheme)])
-        for suffix, nbytes in (("", BUCKET_BYTES), ("_1mb", 1 << 20), ("_one_bucket", 1 << 62)):
-            found[name + suffix] = step_s(stated.problem, fixed_size(stated.problem, nbytes))
+    for name, nbytes in DDP_BYTES.items():
+        plan = default_plan(profiles, job.world_size, bucket_bytes=nbytes)
+        found[name] = predict(plan, dense).seconds
+        half = _with_scheme(plan, range(len(plan.buckets)), BF16)
+        found[name.replace("ddp", "ddp_bf16")] = predict(half, dense).seconds
     return found
 
 
-def _alternatives(
-    formulation: Formulation, parts: Sequence[Part], place: int
-) -> Iterator[tuple[Scheme[Any], Alternative]]:
-    problem, part = formulation.problem, parts[place]
-    allowed = set(range(len(problem.options)))
-    if problem.allowed is not None:
-        allowed = set.intersection(*(set(problem.allowed[item]) for item in range(part.start, part.stop)))
-    for option in sorted(allowed - {part.option}):
-        changed = [*parts[:place], replace(part, option=option), *parts[place + 1 :]]
-        yield formulation.schemes[option], Alternative(problem.options[option].name, step_s(problem, changed))
+def describe(explanation: Explanation) -> Iterator[str]:
+    """The explanation in words, a paragraph a bucket."""
+    for bucket in explanation.buckets:
+        first, *others = bucket.names
+        names = first if not others else f"{first} ... {others[-1]} ({len(bucket.names)} tensors)"
+        yield f"{names}, {bucket.nbytes / 1e6:.2f} MB -> {bucket.scheme.title}"
+        for other in bucket.alternatives:
+            yield f"    {other.scheme.title}: {(other.step_s - explanation.step_s) * 1e3:+.2f} ms a step"
+        if bucket.why_exact:
+            yield f"    exact: {bucket.why_exact}"
+    step_ms, backward_ms = explanation.step_s * 1e3, explanation.backward_s * 1e3
+    yield f"predicted: {step_ms:.1f} ms from backward's begin, {backward_ms:.1f} of them backward"
+    yield "without a search: " + ", ".join(f"{name} {s * 1e3:.1f} ms" for name, s in explanation.rivals.items())
+    yield explanation.verdict
 
 
-def _why_exact(formulation: Formulation, solution: Solution, place: int, lossy: Alternative | None) -> str:
+def _alternatives(plan: Plan, place: int, job: Job, ways: Sequence[Way]) -> Iterator[Alternative]:
+    bucket = plan.buckets[place]
+    present = bucket.make_scheme()
+    for way in ways:
+        if way.scheme.unplanned != present.unplanned and _may(bucket, present, way, job):
+            yield Alternative(way.scheme, predict(_with_scheme(plan, [place], way.scheme), job).seconds)
+
+
+def _may(bucket: BucketPlan, present: Scheme[Any], way: Way, job: Job) -> bool:
+    """Whether the way is one of this bucket."""
+    if way.members is not None:
+        return set(bucket.names) == set(way.members)
+    sparse = {p.name for p in job.profiles if p.sparse}
+    taken = way.among is None or way.among.issuperset(bucket.names)
+    return present.layout is Layout.FLAT and taken and sparse.isdisjoint(bucket.names)
+
+
+def _with_scheme(plan: Plan, places: Sequence[int], scheme: Scheme[Any]) -> Plan:
+    """The plan with this scheme for some of its buckets."""
+    expression = to_expression(scheme)
+    buckets = tuple(
+        bucket.model_copy(update={"scheme": expression}) if place in places else bucket
+        for place, bucket in enumerate(plan.buckets)
+    )
+    finishing = {bucket for bucket, stage in plan.order if stage == FINISH}
+    stages = {
+        bucket.id: (*bucket.make_scheme().stages(plan.world), *([FINISH] if bucket.id in finishing else []))
+        for bucket in buckets
+    }
+    return plan.model_copy(update={"buckets": buckets, "order": tuple(reordered(plan.order, stages))})
+
+
+def _why_exact(step_s: float, lossy: Alternative | None) -> str:
     if lossy is None:
         return "no lossy way is allowed for it"
-    if lossy.step_s > solution.seconds:
-        later = lossy.step_s - solution.seconds
-        return f"the step would take {later * 1e3:.2f} ms longer by {lossy.way}, the best of the lossy ways"
-    return "its exchange is hidden behind backward and other exchanges: nothing would be gained"
+    longer_s = lossy.step_s - step_s
+    if abs(longer_s) < SAME * step_s:
+        return "its exchange is hidden behind backward and other exchanges: a lossy way would gain nothing"
+    more_or_less = "longer" if longer_s > 0 else "shorter"
+    return f"by the best lossy way, {lossy.scheme.title}, the step would be {abs(longer_s) * 1e3:.2f} ms {more_or_less}"

@@ -31,6 +31,7 @@ class Job:
     backward_s: float
     network: Network
     overlap: Overlap = Overlap()
+    beside_s: float = 0.0  # what a step takes beside backward and the exchange: forward, optimiser, data
 
     def __post_init__(self) -> None:
         unknown = [p.name for p in self.profiles if p.name not in self.ready_s]

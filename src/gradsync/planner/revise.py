@@ -28,7 +28,7 @@ def revised(plan: Plan, before: Sequence[ParameterProfile], now: Sequence[Parame
     known_before, known = {p.name: p for p in before}, {p.name: p for p in now}
     buckets = tuple(_revised(bucket, known_before, known, network) for bucket in plan.buckets)
     stages = {bucket.id: bucket.make_scheme().stages(plan.world) for bucket in buckets}
-    return plan.model_copy(update={"buckets": buckets, "order": tuple(_reordered(plan.order, stages))})
+    return plan.model_copy(update={"buckets": buckets, "order": tuple(reordered(plan.order, stages))})
 
 
 def _revised(
@@ -85,7 +85,7 @@ def _densities(
     return seen if len(seen) == len(densities) else ()
 
 
-def _reordered(order: Sequence[tuple[str, str]], stages: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str]]:
+def reordered(order: Sequence[tuple[str, str]], stages: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str]]:
     """The turns in the places that the buckets have; a bucket with more stages than before adds them at its last."""
     left = {bucket: list(names) for bucket, names in stages.items()}
     turns = {bucket: sum(1 for name, _ in order if name == bucket) for bucket in stages}
