@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "gradsync"
 
 FLOORS: list[set[str]] = [
-    {"cluster", "expressions", "maxplus", "steps", "timeline", "trial"},
+    {"cluster", "drift", "expressions", "maxplus", "steps", "timeline", "trial"},
     {"memory"},
     {"costs", "kernels"},
     {"comm"},

@@ -1,0 +1,108 @@
+"""`gradsync plan` and `gradsync explain`: from a measured job to a plan, and why it is as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..bench import compressors
+from ..bench.plans import DENSE_SCHEMES
+from ..cluster import Cluster
+from ..plan import Plan
+from ..planner.candidates import planned
+from ..planner.explain import describe
+from ..planner.explain import explain as explained
+from ..planner.job import Job
+from ..planner.joint import certified
+from ..planner.ways import Constraints, Lossy, ways_of
+from ..profile import Profile
+from .progress import beside, console, plain_errors
+
+Measured = Annotated[Path, typer.Option("--profile", help="What `gradsync measure` wrote of the job.")]
+OnCluster = Annotated[
+    Path | None, typer.Option("--cluster", help="Plan for this cluster (TOML) instead of the one it was measured on.")
+]
+Allow = Annotated[
+    str,
+    typer.Option(
+        help=f"What dense gradients may be lost by, comma-separated: {', '.join(DENSE_SCHEMES)}, and compressors: "
+        f"{compressors.NAMES_IN_WORDS}. By default nothing is lost."
+    ),
+]
+Exact = Annotated[list[str] | None, typer.Option(help="Name or pattern of parameters that lose nothing; repeatable.")]
+MatricesOnly = Annotated[bool, typer.Option(help="Tensors of one dimension, as biases, lose nothing.")]
+MostError = Annotated[
+    float | None,
+    typer.Option(min=0.0, help="Most relative error of a step's gradient, of each parameter, as it was measured."),
+]
+
+
+def plan(
+    profile: Annotated[Path, typer.Argument(help="What `gradsync measure` wrote of the job.")] = Path("profile.json"),
+    cluster: OnCluster = None,
+    allow: Allow = "",
+    exact: Exact = None,
+    matrices_only: MatricesOnly = False,
+    most_error: MostError = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where the plan goes.")] = Path("plan.json"),
+) -> None:
+    """The best plan that is found for a measured job: what to merge, what to compress, and by which exchange."""
+    with plain_errors():
+        job, constraints = _job(profile, cluster), Constraints()
+        constraints = _constraints(job, allow, exact, matrices_only, most_error)
+        found = planned(job, constraints)
+        made = found.plan
+        made.save(out)
+        gap = certified(found.formulation.problem, found.solution).gap
+        _print(describe(explained(made, job, ways_of(job, constraints))))
+    console.print(f"The search's plan is at most {gap:.1%} from the best that its model allows.", highlight=False)
+    beside.print(f"Plan: {out}")
+
+
+def explain(
+    plan: Annotated[Path, typer.Argument(help="A plan, as `gradsync plan` or `Plan.save` wrote it.")],
+    profile: Measured = Path("profile.json"),
+    cluster: OnCluster = None,
+    allow: Allow = "",
+    exact: Exact = None,
+    matrices_only: MatricesOnly = False,
+    most_error: MostError = None,
+) -> None:
+    """Why a plan is as it is: each bucket's best alternatives, and whether plain DDP would do."""
+    with plain_errors():
+        job = _job(profile, cluster)
+        constraints = _constraints(job, allow, exact, matrices_only, most_error)
+        _print(describe(explained(Plan.load(plan), job, ways_of(job, constraints))))
+
+
+def _job(profile: Path, cluster: Path | None) -> Job:
+    for path in (profile, cluster):
+        if path is not None and not path.exists():
+            raise ValueError(f"there is no file {path}; `gradsync measure -- train.py` writes a profile")
+    return Job.of(Profile.load(profile), None if cluster is None else Cluster.load(cluster))
+
+
+def _constraints(
+    job: Job, allow: str, exact: Sequence[str] | None, matrices_only: bool, most_error: float | None
+) -> Constraints:
+    lossy = tuple(lossy_of(name, job.world_size) for name in allow.split(",") if name)
+    return Constraints(lossy, tuple(exact or ()), matrices_only, most_error, job.errors)
+
+
+def lossy_of(name: str, world_size: int) -> Lossy:
+    """The scheme or compressor of this name, as it trains.
+
+    Raises:
+        ValueError: for an unknown name, listing what there is.
+    """
+    if name in DENSE_SCHEMES:
+        return DENSE_SCHEMES[name]
+    return compressors.named(name, summands=world_size).trained
+
+
+def _print(lines: Sequence[str]) -> None:
+    for line in lines:
+        console.print(line, highlight=False, markup=False)
