@@ -11,7 +11,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch import Tensor
 from . import memory
 from .bucket import PHASES, StepMarks, TensorSpec
 from .comm import Group, GroupError, JobThread, Synchronization, gather_bytes
+from .density import ParameterProfile
 from .forecast import forecast, network_cost
 from .lane import BucketStatistics, Lane, Lanes
 from .observation import Observer
@@ -29,6 +31,8 @@ from .state import NOT_STRICT, VERSION, StateSlice, slices_of
 from .timeline import Task
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Engine:
@@ -52,9 +56,9 @@ class Engine:
         self.timeout_s = timeout_s
         self.step = 0
         self.late = False  # some rank took part in the last step at its optimiser's step only
-        self._device = next(iter(self.parameters.values())).device if self.parameters else torch.device("cpu")
+        self.device = next(iter(self.parameters.values())).device if self.parameters else torch.device("cpu")
         self._observer = Observer(self.specs, sparse_names)
-        self._planning = Planning(plan, self._observer, group, self.call, device=self._device, timeout_s=timeout_s)
+        self._planning = Planning(plan, self._observer, group, self.call, device=self.device, timeout_s=timeout_s)
         self._running: Synchronization | None = None
         self._failure: str | None = None
         self._closed = False
@@ -65,7 +69,9 @@ class Engine:
         self._ready_s: dict[str, float] = {}  # when each bucket was ready in the last step
         self._final_statistics: list[BucketStatistics] = []
         self._turn = threading.Lock()  # held by whoever uses the group
-        self._thread = JobThread("gradsync", self._device)
+        self._thread = JobThread("gradsync", self.device)
+        self._apart = False  # the step under way exchanges when backward has ended, and no plan is made by it
+        self._aside: Future[Any] | None = None  # what the communication thread does before the exchange
         self._adopt(self._planning.plan)
         self._announce()
 
@@ -88,6 +94,9 @@ class Engine:
         self._steps_good = False  # until it has ended well
         for lane in self.lanes:
             lane.begin()
+        self._aside = None
+        witness = active()
+        self._apart = witness is not None and witness.began(self)
         self._running = Synchronization(
             self.plan.order,
             self._synchronize,
@@ -95,6 +104,7 @@ class Engine:
             timeout_s=self.timeout_s,
             turn=self._turn,
             thread=self._thread,
+            early=not self._apart,
         )
 
     @property
@@ -119,11 +129,11 @@ class Engine:
             RuntimeError: when the parameter became ready twice in one step.
         """
         running = self._require_step()
-        if (recorder := active()) is not None:
-            recorder.take(self, name, gradient if used else None, self.specs[name].shape)
+        if (witness := active()) is not None:
+            witness.take(self, name, gradient if used else None, self.specs[name].shape)
         if used and gradient is not None:
             self._observer.arrived(name, sparse=gradient.layout is torch.sparse_coo)
-            if self._planning.looks:
+            if self._planning.looks and not self._apart:
                 self._observer.look(name, gradient)
         for lane in self.lanes.of(name):
             if lane.load(name, gradient, used=used):
@@ -143,7 +153,11 @@ class Engine:
         running = self._require_step()
         assert not self.missing()
         backward_ended_s = time.perf_counter() - running.began_s
+        if (witness := active()) is not None:
+            witness.backward_ended(self)
         try:
+            if self._aside is not None:
+                self._aside.result()
             running.wait()
         except BaseException as error:
             self.fail(str(error))
@@ -159,12 +173,15 @@ class Engine:
                 lane.spoil()
         self._record(running, backward_ended_s)
         self._marks_checked = False
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             self._check_marks()  # elsewhere the host would wait for the device: there the next step looks
-        self._plan_on()
+        if self._apart:
+            self._planning.step_passed()
+        else:
+            self._plan_on()
         self.step += 1
-        if (recorder := active()) is not None:
-            recorder.step_ended(self, self.parameters)  # may end the script
+        if witness is not None:
+            witness.step_ended(self, self.parameters)  # may end the script
 
     def fail(self, why: str) -> None:
         """From now on nothing is synchronised any more; the other ranks are told."""
@@ -183,6 +200,11 @@ class Engine:
     def used(self, name: str) -> bool:
         """Whether some rank used the parameter in the finished step."""
         return self.lanes.of(name)[0].gradients.used(name)
+
+    @property
+    def profiles(self) -> dict[str, ParameterProfile]:
+        """What all ranks know of each parameter's gradient."""
+        return self._observer.profiles
 
     def layout_is_sparse(self, name: str) -> bool:
         """The layout in which the gradient is given back: as it came, else as the ranks agreed."""
@@ -211,6 +233,24 @@ class Engine:
             if isinstance(error, GroupError):
                 raise GroupError(why) from None
             raise
+
+    def aside(self, job: Callable[[Group], T]) -> Future[T]:
+        """Inside a step that is set apart: runs `job(group)` on the communication thread, before the exchange.
+
+        It has the group to itself; so all ranks must give a job, and one that says the same to the group.
+        """
+        done: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                with self._turn, torch.no_grad():
+                    done.set_result(job(self.group))
+            except BaseException as error:  # raised again where the result is asked for
+                done.set_exception(error)
+
+        self._aside = done
+        self._thread.submit(run)
+        return done
 
     def agree(self, what: str, problem: Exception | None, alike: str = "") -> None:
         """Raises on every rank if some rank has a problem, this rank's own, else that of the first rank that has one.

@@ -27,6 +27,7 @@ from .engine import Engine
 from .lane import Lane
 from .optim import OneMomentum
 from .plan import Plan
+from .recording import active
 
 T = TypeVar("T")
 
@@ -117,6 +118,8 @@ class AutogradHooks:
             why = "a parameter of the model was replaced after gradsync was attached; detach() first, then attach again"
             self._engine.fail(why)
             raise RuntimeError(why)
+        if (witness := active()) is not None:
+            witness.forward_began(self._engine)
         self._armed = self._sync
         if self._sync and model.training:
             self._broadcast_buffers()

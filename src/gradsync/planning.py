@@ -116,6 +116,11 @@ class Planning:
         elif self._reviser is not None and self._reviser.cost is not None:
             self._look_again(self._reviser, lanes)
 
+    def step_passed(self) -> None:
+        """A step is over that was not as others are: it says nothing of the plan."""
+        if self._trial is not None:
+            self._trial.interrupt()
+
     def _observe(self, lanes: Lanes) -> None:
         """Reduces what a first step showed over the ranks, and makes the plans that all of them now make."""
         self._share("first observations", lanes)

@@ -1,4 +1,4 @@
-"""Footprints of a training script's gradients, one file a rank: what the engine hands over while a recorder is active.
+"""What engines hand over of their steps while a witness is active; footprints of gradients, one file a rank.
 
 with recording(Recorder(steps=5)) as recorder:
     ...                                        # the script: `attach`, training
@@ -11,10 +11,13 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from .footprint import DEFAULT_SAMPLE, Footprint, Footprints, Shape, read_footprints, write_footprints
+
+W = TypeVar("W", bound="Witness")
 
 PATTERN = "rank*.npz"
 POLL_S = 0.05
@@ -24,7 +27,27 @@ class RecordingDone(BaseException):  # noqa: N818 (no error; and no `except Exce
     """Ends a script at the end of the backward of the last step that was to be recorded, on every rank alike."""
 
 
-class Recorder:
+class Witness:
+    """Sees the steps of all engines while it is active, see `recording`; called by the thread that runs backward."""
+
+    def forward_began(self, engine: Any) -> None:
+        """The model's forward runs, to be followed by a backward."""
+
+    def began(self, engine: Any) -> bool:
+        """A step begins. True sets it apart: nothing is exchanged before backward has ended, and the plan stays."""
+        return False
+
+    def take(self, engine: Any, name: str, gradient: Tensor | None, shape: tuple[int, ...]) -> None:
+        """A gradient of this rank is ready; None: it did not use the parameter."""
+
+    def backward_ended(self, engine: Any) -> None:
+        """All gradients were taken."""
+
+    def step_ended(self, engine: Any, names: Iterable[str]) -> None:
+        """All gradients are synchronised; `names` are the parameters'. May end the script, by `RecordingDone`."""
+
+
+class Recorder(Witness):
     """Collects gradients of the first model that is attached, before they are exchanged: `steps` times one step in
     `every`, the first one at once.
 
@@ -37,18 +60,17 @@ class Recorder:
             raise ValueError(f"steps and every must be at least 1, got {steps} and {every}")
         self.steps, self.sample, self.every = steps, sample, every
         self.footprints: list[dict[str, Footprint]] = []
-        self._engine: object | None = None
+        self._engine: Any = None
         self._seen = 0  # steps
         self._current: dict[str, Footprint] = {}
 
-    def take(self, engine: object, name: str, gradient: Tensor | None, shape: tuple[int, ...]) -> None:
-        """A gradient of this rank is ready; None: it did not use the parameter."""
+    def take(self, engine: Any, name: str, gradient: Tensor | None, shape: tuple[int, ...]) -> None:
         if self._engine is None:
             self._engine = engine
         if self._engine is engine and self._seen % self.every == 0:
             self._current[name] = Footprint.of(gradient, Shape(shape), self.sample)
 
-    def step_ended(self, engine: object, names: Iterable[str]) -> None:
+    def step_ended(self, engine: Any, names: Iterable[str]) -> None:
         """Keeps the step, in the order of `names`. Raises `RecordingDone` when it was the last one to be recorded."""
         if self._engine is not engine:
             return
@@ -59,27 +81,27 @@ class Recorder:
             raise RecordingDone
 
 
-_active: Recorder | None = None
+_active: Witness | None = None
 
 
-def active() -> Recorder | None:
-    """The recorder that engines hand their gradients to."""
+def active() -> Witness | None:
+    """Whom engines tell of their steps."""
     return _active
 
 
 @contextmanager
-def recording(recorder: Recorder) -> Iterator[Recorder]:
-    """Inside, the recorder is active; `RecordingDone` ends the block and is not raised any further.
+def recording(witness: W) -> Iterator[W]:
+    """Inside, the witness is active; `RecordingDone` ends the block and is not raised any further.
 
     Raises:
         RuntimeError: inside another such block.
     """
     global _active  # noqa: PLW0603 (what is attached inside the user's script must find it)
     if _active is not None:
-        raise RuntimeError("gradients are being recorded already; end that recording first")
-    _active = recorder
+        raise RuntimeError("gradients are being recorded or measured already; end that first")
+    _active = witness
     try:
-        yield recorder
+        yield witness
     except RecordingDone:
         pass
     finally:

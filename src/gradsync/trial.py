@@ -43,6 +43,10 @@ class Trial(Generic[T]):
         """This rank's median step time of each candidate."""
         return [statistics.median(times) for times in self._times_s]
 
+    def interrupt(self) -> None:
+        """A step was not the current candidate's: its turn begins anew."""
+        self._ends_s.clear()
+
     def step_ended(self, now_s: float) -> bool:
         """A step of the current candidate is over, and whether its turn is; a step's time lies between two ends."""
         self._ends_s.append(now_s)

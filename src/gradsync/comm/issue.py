@@ -73,7 +73,7 @@ class Synchronization:
     """What one step synchronises: coroutines by bucket, their readiness, their results.
 
     `start(bucket)` makes the bucket's coroutine, at the bucket's first turn. `turn` is held by whoever uses the group.
-    `where(bucket, stage)` names both for error messages.
+    `where(bucket, stage)` names both for error messages. Unless `early`, nothing is issued before `wait`.
     """
 
     def __init__(
@@ -85,6 +85,7 @@ class Synchronization:
         timeout_s: float,
         turn: threading.Lock,
         thread: JobThread,
+        early: bool = True,
     ) -> None:
         self._order = order
         self._start = start
@@ -92,6 +93,7 @@ class Synchronization:
         self._timeout_s = timeout_s
         self._turn = turn
         self._thread = thread
+        self._early = early
         self._on_cuda = thread.device is not None and thread.device.type == "cuda"
         self._buckets = {bucket for bucket, _ in order}
         self.ready_s: dict[str, float] = {}  # when each bucket's data was complete
@@ -117,7 +119,7 @@ class Synchronization:
         if len(self.ready_s) == len(self._buckets):
             return  # all are: `wait` is about to be called
         position = self._position
-        if position < len(self._order) and self._order[position][0] in self.ready_s:
+        if self._early and position < len(self._order) and self._order[position][0] in self.ready_s:
             self._thread.submit(self.advance)
 
     def cancel(self) -> None:
