@@ -11,7 +11,7 @@ PIP_ARGS ?=
 setup: .venv/setup.stamp
 
 # torch is named here too: resolved in the same command as the rest, the pin keeps other builds of torch away.
-.venv/setup.stamp: pyproject.toml CMakeLists.txt constraints.txt $(wildcard csrc/*)
+.venv/setup.stamp: pyproject.toml CMakeLists.txt constraints.txt $(wildcard csrc/* csrc/*/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --disable-pip-version-check --quiet $(PIP_ARGS) -c constraints.txt '$(TORCH)' -e '.[dev]'
 	touch $@
@@ -35,5 +35,5 @@ bench: setup
 	$(BIN)/gradsync bench $(ARGS)
 
 clean:
-	rm -rf build dist demo-out .mypy_cache .pytest_cache .ruff_cache .hypothesis .venv src/gradsync/kernels/*.so
+	rm -rf build dist demo-out .mypy_cache .pytest_cache .ruff_cache .hypothesis .venv src/gradsync/kernels/*.so src/gradsync/planner/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
