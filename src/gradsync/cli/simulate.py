@@ -1,40 +1,90 @@
-"""`gradsync simulate`: published results beside what our schemes' own steps say."""
+"""`gradsync simulate`: published results beside what our schemes' own steps and the planner's machine say."""
 
 from __future__ import annotations
 
 import json as encoder
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from ..simulator import Communication, zen_table
+from ..simulator import Communication, Table, bytecomp_tables, mergecomp_tables, zen_table
 from ..simulator.zen import FIRST_OF_EIGHT, MODELS, RATES_BYTES_PER_S
 from .progress import console
+
+COUNTED = ("tensors", "buckets", "of 20 steps")  # units of whole numbers
 
 
 class Paper(StrEnum):
     """Whose tables there are."""
 
     ZEN = "zen"
+    BYTECOMP = "bytecomp"
+    MERGECOMP = "mergecomp"
 
 
 def simulate(
     paper: Annotated[Paper, typer.Option(help="Whose evaluation to simulate.")] = Paper.ZEN,
     json: Annotated[str | None, typer.Option(help="Write the rows here; - prints them instead of the table.")] = None,
 ) -> None:
-    """Communication of a paper's evaluation, from the steps of the schemes, beside the published values."""
-    rows = zen_table()
+    """A paper's evaluation beside the published values: of communication (zen), or of whole steps, up to a minute."""
+    rows: Sequence[Any]
+    if paper is Paper.ZEN:
+        rows, show = _zen()
+    else:
+        rows, show = _tables(bytecomp_tables() if paper is Paper.BYTECOMP else mergecomp_tables())
     text = encoder.dumps([asdict(row) for row in rows], indent=1)
     if json == "-":
         typer.echo(text)
         return
-    _print(rows)
+    show()
     if json is not None:
         Path(json).write_text(text + "\n", encoding="utf-8")
         console.print(f"Rows: {json}")
+
+
+def _zen() -> tuple[Sequence[Any], Callable[[], None]]:
+    rows = zen_table()
+    return rows, lambda: _print(rows)
+
+
+def _tables(tables: Sequence[Table]) -> tuple[Sequence[Any], Callable[[], None]]:
+    def show() -> None:
+        for each in tables:
+            _print_table(each)
+
+    return [figure for each in tables for figure in each.figures], show
+
+
+def _print_table(each: Table) -> None:
+    from rich.table import Table as Printed
+
+    table = Printed(title=each.title, title_justify="left")
+    columns = list(dict.fromkeys(figure.column for figure in each.figures))
+    usual = each.figures[0].unit
+    units = {figure.column: figure.unit for figure in each.figures}
+    table.add_column("")
+    for column in columns:
+        table.add_column(column if units[column] == usual else f"{column}, {units[column]}", justify="right")
+    found = {(figure.row, figure.column): figure for figure in each.figures}
+    for row in dict.fromkeys(figure.row for figure in each.figures):
+        cells = []
+        for column in columns:
+            figure = found.get((row, column))
+            if figure is None:
+                cells.append("")
+                continue
+            decimals = 0 if figure.unit in COUNTED else each.decimals
+            published = "" if figure.published is None else f" ({figure.published:,.{decimals}f})"
+            cells.append(f"{figure.value:,.{decimals}f}{published}")
+        table.add_row(row, *cells)
+    console.print(table)
+    for note in each.notes:
+        console.print(note, highlight=False)
+    console.print()
 
 
 def _print(rows: list[Communication]) -> None:
