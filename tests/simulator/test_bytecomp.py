@@ -24,8 +24,10 @@ from gradsync.simulator.bytecomp import (
     SYSTEMS,
     TWO_WAY,
     Costs,
+    Job,
     Simulated,
     ablated_s,
+    distance_table,
     misfit,
     planning_table,
     problem_of,
@@ -101,9 +103,8 @@ def test_the_fitted_rate_is_the_best_for_the_bars_of_fp32() -> None:
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.model)
-def test_bytecomp_over_fp32_is_within_15_per_cent_of_its_bars(job: object) -> None:
-    (found,) = (known for known in JOBS if known is job)
-    simulated = Simulated.of(found, ("FP32", "ByteComp", "16-bit, well cut", "ours", "upper bound"))
+def test_bytecomp_over_fp32_is_within_15_per_cent_of_its_bars(job: Job) -> None:
+    simulated = Simulated.of(job, ("FP32", "ByteComp", "16-bit, well cut", "ours", "upper bound"))
     published = simulated.published_over_fp32("ByteComp")
     assert simulated.over_fp32("ByteComp") == pytest.approx(published, rel=0.15)
     assert simulated.iteration_s("FP32") > simulated.iteration_s("ByteComp") > simulated.iteration_s("upper bound")
@@ -124,6 +125,15 @@ def test_what_misses_the_bars_is_named() -> None:
     assert unexplained_table([simulated]).figure("lstm EFSignSGD", "HiTopKComm, a tensor").value > 10
 
 
+@pytest.mark.parametrize("job", JOBS[:2], ids=lambda job: job.model)
+def test_hipress_has_the_bars_of_its_released_stand_in_not_of_its_rule(job: Job) -> None:
+    simulated = Simulated.of(job, ("FP32", "HiPress", "HiPress, released"))
+    bar = simulated.published_over_fp32("HiPress")
+    assert bar is not None
+    assert simulated.over_fp32("HiPress, released") == pytest.approx(bar, rel=0.05)
+    assert simulated.over_fp32("HiPress") > 1.1 * bar
+
+
 def test_every_system_has_a_time_and_none_beats_backward() -> None:
     backward_s = sum(problem_of(JOBS[4]).gaps_s)
     assert all(synced_s(system, JOBS[4]) >= backward_s for system in SYSTEMS)
@@ -135,6 +145,13 @@ def test_compressing_everything_between_nodes_only_costs_more_on_slow_links_insi
     assert ablated_s(job, "inside too") < ablated_s(job, "between only")
     fast = replace(job, network=NVLINK)
     assert ablated_s(fast, "between only") < ablated_s(fast, "inside too")
+
+
+def test_the_published_plan_stays_within_its_published_distance_from_the_bound() -> None:
+    table = distance_table(JOBS[4:5])
+    for figure in table.figures:
+        assert -1 < figure.value < (10 if figure.column.startswith("NVLink") else 16), figure
+    assert {figure.row for figure in table.figures} == {"lstm Random-k", "lstm DGC", "lstm EFSignSGD"}
 
 
 def test_planning_stands_beside_the_published_times_with_a_certificate() -> None:

@@ -366,7 +366,7 @@ class Simulated:
     def outside(self) -> list[str]:
         """Of the paper's systems those whose ratio to FP32 is more than 15 % from that of the bars."""
         found = []
-        for system in COMPARED[1:]:
+        for system in COMPARED[1:-1]:  # the upper bound is fitted
             published = self.published_over_fp32(system)
             if published is not None and abs(self.over_fp32(system) / published - 1) > TOLERATED:
                 found.append(f"{system} {self.over_fp32(system) / published - 1:+.0%}")
@@ -395,6 +395,7 @@ def bytecomp_tables() -> list[Table]:
         throughput_table(simulated),
         ratio_table(simulated),
         unexplained_table(simulated),
+        distance_table(),
         scaling_table(),
         ablation_table(),
     ]
@@ -441,7 +442,8 @@ def ratio_table(simulated: list[Simulated]) -> Table:
         for each in simulated
         if each.misplaced()
     ]
-    return rows.done("Throughput over FP32", *notes)
+    notes.append("HiPress' bars on BERT and GPT2 are met by the released stand-in, not by HiPress' rule.")
+    return rows.done("Throughput over FP32 (the ratios of the paper's bars in brackets)", *notes)
 
 
 def unexplained_table(simulated: list[Simulated]) -> Table:
@@ -477,6 +479,33 @@ def _host_s(job: Job) -> float:
     chain = problem.options[HOST_TWO_WAY].chain
     demands = [demand for demand in chain if demand.resource is Resource.OFFLOAD]
     return sum(demand.curve(nbytes) for demand in demands for nbytes in problem.nbytes)
+
+
+DISTANCES = {"bert-base Random-k": 7, "gpt2 EFSignSGD": 3, "ugatit DGC": 5}  # published, %, with NVLink
+
+
+def distance_table(jobs: Sequence[Job] = JOBS) -> Table:
+    """By how much throughput stays below the upper bound, with every compressor on both networks."""
+    rows = Rows("distance", "%")
+    for job in jobs:
+        fixed_s = rest_s(job)
+        for coding in (RANDOM_K, DGC, EF_SIGN_SGD):
+            values: list[tuple[str, float, float | None]] = []
+            for network in (NVLINK, PCIE):
+                other = replace(job, coding=coding, network=network)
+                bound_s = fixed_s + synced_s("upper bound", other)
+                for system in ("ByteComp", "ours"):
+                    stated = DISTANCES.get(other.name) if (network, system) == (NVLINK, "ByteComp") else None
+                    away = 100 * (1 - bound_s / (fixed_s + synced_s(system, other)))
+                    values.append((f"{network.name.split(',')[0]} {system}", away, stated))
+            rows.add(f"{job.model} {coding.name}", values)
+    return rows.done(
+        "Distance from the upper bound, %, 64 ranks (the paper's in brackets)",
+        "The paper: below 10 for all 18 with NVLink; with PCIe most within 12, the worst 16.",
+        "Merging can pass the bound, which is of tensors as they are.",
+        "What an iteration takes besides is as fitted to the job of the same model in the table of throughput.",
+        decimals=1,
+    )
 
 
 SCALED = ("FP32", "ByteComp", "16-bit, well cut", "ours")
@@ -526,7 +555,7 @@ def planning_table(jobs: Sequence[Job] = JOBS) -> Table:
         rows.add(job.name, [("gap at most", 100 * certificate.gap, None)], "%")
     return rows.done(
         "Planning, ms of this machine, once (the paper's in brackets, of its machine)",
-        "Eight options a tensor; ours decides cuts and options together. The paper tries 174 options, without cuts.",
+        "Algorithms 1 and 2 try 7 options a tensor, the paper's 174; ours decides cuts and 8 options together.",
         decimals=1,
     )
 
@@ -566,6 +595,7 @@ def ablation_table() -> Table:
         "Ablations, VGG16, 64 ranks, 1e4 images a second (the paper's in brackets, read off figures)",
         "The paper does not say on which network the first three were; their full figures are those of NVLink.",
         "all: every tensor by the one option that is best for all; myopic: each by its own time alone.",
+        "full can be below a variant with less to choose from: Algorithm 1 is greedy.",
     )
 
 
