@@ -77,6 +77,7 @@ def agreed_engine(
         raise
     _attached.update(model.modules())
     _attached_parameters.update({p: True for p in parameters.values()})
+    engine.follow()
     return engine, parameters
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -183,6 +183,20 @@ class Engine:
         if witness is not None:
             witness.step_ended(self, self.parameters)  # may end the script
 
+    def follow(self) -> None:
+        """Lets a planner that proposes plans measure the job; on all ranks at once, between two steps."""
+        self._planning.follow(self)
+
+    def propose(self, plans: Sequence[Plan]) -> None:
+        """Plans to go on with between two steps, see `Planning.propose`; on all ranks at once."""
+        try:
+            self._planning.propose(plans)
+        except Exception as error:
+            self.fail(f"the plans proposed before step {self.step}: {error}")
+            raise
+        if self.settled and not self.replanning:
+            self._announce()
+
     def fail(self, why: str) -> None:
         """From now on nothing is synchronised any more; the other ranks are told."""
         if self._failure is None:
@@ -333,6 +347,7 @@ class Engine:
             return
         self.abandon("gradsync was detached in the middle of a step")
         self._final_statistics = self.statistics()
+        self._planning.close(self)
         self._closed = True
         self._thread.stop()
         self.group.close()
@@ -380,11 +395,15 @@ class Engine:
         was_settled = self.settled
         try:
             self._planning.step_ended(self.lanes)
+            drifted = self._planning.drifted(self._timeline[-1].end_s)
         except Exception as error:
             self.fail(f"the plan after step {self.step}: {error}")
             raise
         if self.settled and not was_settled:
             self._announce()
+        if drifted:
+            logger.info("steps take another time than they did; the job is measured again")
+            self.follow()
 
     def _change_plan(self, plan: Plan) -> None:
         """The plan of the coming steps; what schemes kept goes over to it, or the engine fails."""
