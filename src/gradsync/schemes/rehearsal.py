@@ -7,12 +7,14 @@ kernel as the scheme calls it, with all that lies around it.
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from ..bucket import Layout, TensorSpec
+from ..bucket import Bucket, Layout, Segment, TensorSpec
 from ..cluster import Placement
 from ..comm import LocalGroup, drive_in_turns
 from ..density import DensityProfile, profile_rows
@@ -23,6 +25,7 @@ from .tables import Tables
 
 RANKS = 4
 REPEATS = 3
+DENSE_REPEATS = 5
 TABLES = ((200_000, 16, 6_000), (100_000, 64, 3_000), (2_000, 32, 100))  # rows, dim, touched
 BUCKETS = ((1 << 18, 0.01), (1 << 18, 0.1), (1 << 14, 0.05))  # elements, density
 
@@ -39,6 +42,37 @@ def rehearse(schemes: Sequence[Scheme[Any]]) -> list[Sample]:
             runs = [segments_s(fitting, inputs) for _ in range(REPEATS + 1)][1:]
             seconds = [min(times) for times in zip(*runs, strict=True)]
             samples += [(part, s) for part, s in zip(computed, seconds, strict=True) if part]
+    return samples
+
+
+def rehearse_dense(schemes: Sequence[Scheme[Any]], numel: int) -> list[Sample]:
+    """The same of schemes of flat buckets, compressors among them, for one square matrix of about `numel` elements.
+
+    As in the first steps, of which the median is taken; what a scheme keeps it keeps from one to the next.
+    """
+    side = math.isqrt(numel)
+    matrix = TensorSpec((side, side), torch.float32)
+    generator = torch.Generator().manual_seed(side)
+    samples: list[Sample] = []
+    for scheme in schemes:
+        bucket = Bucket(
+            "rehearsal", (Segment("matrix", 0, matrix.numel),), (matrix,), Layout.FLAT, scheme.carries_flags
+        )
+        (flat,) = bucket.specs
+        inputs = [torch.randn(flat.numel, generator=generator) for _ in range(RANKS)]
+        profile = DensityProfile(flat.numel, float(flat.numel))
+        computed = parts(scheme.steps(bucket.specs, (profile,), Placement.one_per_node(RANKS)))
+        groups = LocalGroup.world(RANKS)
+        states = [scheme.init(bucket, group) for group in groups]
+        runs = []
+        for _ in range(DENSE_REPEATS + 1):
+            copies = [x.clone() for x in inputs]
+            ranks = zip(copies, states, groups, strict=True)
+            ended, seconds = drive_in_turns([scheme.synchronize(x, state, group, 1.0) for x, state, group in ranks])
+            states = [state for _, state in ended]
+            runs.append(seconds)
+        medians_s = [statistics.median(times) for times in zip(*runs[1:], strict=True)]
+        samples += [(part, s) for part, s in zip(computed, medians_s, strict=True) if part]
     return samples
 
 

@@ -1,0 +1,52 @@
+"""`gradsync measure`: what planners need to know of one's own script, as a profile on disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..measurement import Measurement
+from ..profile import Profile, describe_profile
+from .progress import beside, plain_errors
+from .script import run_as_main
+
+
+def measure(
+    script: Annotated[
+        list[str],
+        typer.Argument(
+            help="Your script and its arguments, after --; started by torchrun --no-python, and ended after the steps."
+        ),
+    ],
+    steps: Annotated[int, typer.Option(min=1, help="Steps that ready times are of; as many show overlap.")] = 10,
+    warmup: Annotated[int, typer.Option(min=2, help="Steps before that, as usual.")] = 5,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where rank 0 leaves the profile.")] = Path("profile.json"),
+) -> None:
+    """Measure a training script: ready times of gradients, costs of kernels and links, and what overlap costs."""
+    with plain_errors():
+        profile = _measured(script, Measurement(steps, warmup, ends_script=True))
+        if int(os.environ.get("RANK", "0")) == 0:
+            profile.save(out)
+            for line in describe_profile(profile):
+                typer.echo(line)
+            beside.print(f"Profile: {out}")
+
+
+def _measured(script: Sequence[str], measurement: Measurement) -> Profile:
+    """Runs this rank's script until it has been measured."""
+    with measurement.active():
+        run_as_main(script)
+    if measurement.profile is not None:
+        return measurement.profile
+    if not measurement.steps_taken:
+        raise RuntimeError(
+            f"{script[0]} has synchronised no gradients: does it call gradsync.attach(model) and backward()?"
+        )
+    raise RuntimeError(
+        f"{script[0]} ended after {measurement.steps_taken} of the {measurement.steps_needed} steps that measuring "
+        "takes: let it make more, or ask for fewer by --steps and --warmup"
+    )
