@@ -106,7 +106,8 @@ class ParameterTimes(Data):
     """One parameter: when its gradient is ready after the begin of backward, and what it looks like.
 
     `position` is its place in the order in which gradients are ready. `rows` and `elements` are those of
-    `ParameterProfile`: None where nothing is known, or nothing is gained from being sparse.
+    `ParameterProfile`: None where nothing is known, or nothing is gained from being sparse. `errors`: by lossy
+    candidate, how much of a step's gradient it would change, norm over norm, see `planner.errors`.
     """
 
     name: str
@@ -117,6 +118,7 @@ class ParameterTimes(Data):
     ready: PositiveSpread
     rows: Density | None = None
     elements: Density | None = None
+    errors: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = {}
 
     @field_validator("dtype")
     @classmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -13,11 +13,12 @@ from ..bench.plans import DENSE_SCHEMES
 from ..cluster import Cluster
 from ..plan import Plan
 from ..planner.candidates import planned
+from ..planner.errors import Lossy
 from ..planner.explain import describe
 from ..planner.explain import explain as explained
 from ..planner.job import Job
 from ..planner.joint import certified
-from ..planner.ways import Constraints, Lossy, ways_of
+from ..planner.ways import Constraints, ways_of
 from ..profile import Profile
 from .progress import beside, console, plain_errors
 
@@ -103,6 +104,6 @@ def lossy_of(name: str, world_size: int) -> Lossy:
     return compressors.named(name, summands=world_size).trained
 
 
-def _print(lines: Sequence[str]) -> None:
+def _print(lines: Iterable[str]) -> None:
     for line in lines:
         console.print(line, highlight=False, markup=False)

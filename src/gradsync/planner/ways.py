@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from math import inf
 from typing import Any
 
 from ..bucket import Layout, matches
@@ -12,11 +13,10 @@ from ..compressors import Compressor, SparseMessage
 from ..density import ParameterProfile
 from ..schemes import CompressedTwoWay, Scheme, ways
 from .default import found_schemes, in_ready_order, sparse_schemes, timed_schemes
+from .errors import Lossy, name_of
 from .flat import dense_schemes
 from .job import Job
 from .options import Way
-
-Lossy = Compressor[Any] | Scheme[Any]
 
 
 @dataclass(frozen=True)
@@ -24,15 +24,15 @@ class Constraints:
     """What of a job's gradients may lose how much; without `lossy` nothing loses anything.
 
     `most_error` bounds, for each parameter, the root of the squared error that one step makes over the squared
-    gradient, as `errors` has it by lossy way and parameter; without figures a way is allowed. With error feedback a
-    step's error is sent later, and without it is lost: the bound is for either.
+    gradient, as `errors` has it by parameter and lossy way; without a figure the way is not allowed then. With error
+    feedback a step's error is sent later, and without it is lost: the bound is for either.
     """
 
     lossy: tuple[Lossy, ...] = ()
     exact: tuple[str, ...] = ()  # names or shell patterns of parameters that lose nothing
     matrices_only: bool = False  # tensors of one dimension, as biases and norms, lose nothing
     most_error: float | None = None
-    errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by `name_of` a way, by parameter
+    errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by parameter, by `name_of` a way
 
     def __post_init__(self) -> None:
         for way in self.lossy:
@@ -50,13 +50,8 @@ class Constraints:
             return False
         if self.matrices_only and len(tensor.shape) < 2:
             return False
-        error = self.errors.get(name_of(way), {}).get(profile.name)
-        return self.most_error is None or error is None or error <= self.most_error
-
-
-def name_of(way: Lossy) -> str:
-    """By which its errors are known."""
-    return str(way)
+        error = self.errors.get(profile.name, {}).get(name_of(way), inf)
+        return self.most_error is None or error <= self.most_error
 
 
 def ways_of(job: Job, constraints: Constraints | None = None) -> list[Way]:
