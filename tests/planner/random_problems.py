@@ -52,3 +52,21 @@ def random_parts(random_: random.Random, problem: Problem) -> tuple[Part, ...]:
     starts = [0, *stops[:-1]]
     chosen = [random_.randrange(len(problem.options)) for _ in stops]
     return tuple(Part(*cut) for cut in zip(starts, stops, chosen, strict=True))
+
+
+def coded(random_: random.Random, *, knees: bool, most_items: int = 9) -> Problem:
+    """Encode, send, decode of random whole costs; many gradients ready at once, of no size, or one giant."""
+
+    def costs() -> Curve:
+        call, unit = float(random_.randrange(6)), float(random_.randrange(3))
+        return Curve.knee(call, unit, float(random_.randrange(1, 9))) if knees else Curve.linear(call, unit)
+
+    chain = (Demand(Resource.COMPUTE, costs()), Demand(Resource.INTER, costs()), Demand(Resource.COMPUTE, costs()))
+    count = random_.randrange(1, most_items + 1)
+    sizes = [float(random_.choice([0, 1, 2, 3])) for _ in range(count)]
+    if random_.random() < 0.3:
+        sizes[random_.randrange(count)] = 40.0
+    if random_.random() < 0.3:
+        sizes[count // 2 :] = [0.0] * (count - count // 2)
+    gaps = [float(random_.choice([0, 0, 1, 4])) for _ in range(count)]
+    return Problem(tuple(gaps), tuple(sizes), (Option("coded", chain),), rest_s=float(random_.choice([0, 3])))

@@ -8,10 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from gradsync.planner.cuts import best_cuts, curve
 from gradsync.planner.machine import deferred_s, step_s
 from gradsync.planner.merge import (
-    best_cuts,
-    curve,
     equal_counts,
     fixed_size,
     mergecomp,
@@ -22,6 +21,7 @@ from gradsync.planner.merge import (
 )
 from gradsync.planner.problem import Curve, Demand, Option, Part, Problem, Resource, check_parts, layerwise
 from tests.planner.papers import DENSE, bytecomp_problem, mergecomp_problem
+from tests.planner.random_problems import coded
 
 MODEL_L = [  # mergecomp.md 5.2, ms: 1, 2, 3 buckets, best and its number, layer-wise, 25 MiB and its number, 2 by count
     ("vgg16", 187.3, 105.4, 101.5, 101.2, 4, 113.4, 102.4, 5, 123.4),
@@ -70,77 +70,10 @@ def test_our_table_of_half_precision_is_reached(model: str, ddp: tuple[float, ..
         assert 1e3 * best_cuts(problem, DENSE).seconds == pytest.approx(best_ms, abs=0.0051)
 
 
-def random_problem(random_: random.Random, *, knees: bool, most_items: int = 9) -> Problem:
-    """Encode, send, decode of random whole costs; many gradients ready at once, of no size, or one giant."""
-
-    def costs() -> Curve:
-        call, unit = float(random_.randrange(6)), float(random_.randrange(3))
-        return Curve.knee(call, unit, float(random_.randrange(1, 9))) if knees else Curve.linear(call, unit)
-
-    chain = (Demand(Resource.COMPUTE, costs()), Demand(Resource.INTER, costs()), Demand(Resource.COMPUTE, costs()))
-    count = random_.randrange(1, most_items + 1)
-    sizes = [float(random_.choice([0, 1, 2, 3])) for _ in range(count)]
-    if random_.random() < 0.3:
-        sizes[random_.randrange(count)] = 40.0
-    if random_.random() < 0.3:
-        sizes[count // 2 :] = [0.0] * (count - count // 2)
-    gaps = [float(random_.choice([0, 0, 1, 4])) for _ in range(count)]
-    return Problem(tuple(gaps), tuple(sizes), (Option("coded", chain),), rest_s=float(random_.choice([0, 3])))
-
-
-def partitions(problem: Problem, option: int = 0) -> list[tuple[Part, ...]]:
-    found = []
-    for cuts in itertools.product([False, True], repeat=problem.size - 1):
-        stops = [place for place, cut in enumerate(cuts, start=1) if cut]
-        found.append(tuple(Part(a, b, option) for a, b in itertools.pairwise([0, *stops, problem.size])))
-    return found
-
-
-@pytest.mark.parametrize("knees", [False, True])
-def test_the_best_cuts_are_those_of_brute_force(knees: bool) -> None:
-    for seed in range(50):
-        problem = random_problem(random.Random(seed), knees=knees)
-        plans = partitions(problem)
-        found = best_cuts(problem)
-        assert deferred_s(problem, found.parts) == min(deferred_s(problem, plan) for plan in plans), seed
-        assert found.seconds == step_s(problem, found.parts), seed
-
-
-@pytest.mark.parametrize("knees", [False, True])
-def test_the_curve_has_the_best_cuts_of_each_number(knees: bool) -> None:
-    for seed in range(25):
-        problem = random_problem(random.Random(seed), knees=knees, most_items=7)
-        found = {len(solution.parts): deferred_s(problem, solution.parts) for solution in curve(problem)}
-        best: dict[int, float] = {}
-        for plan in partitions(problem):
-            best[len(plan)] = min(best.get(len(plan), float("inf")), deferred_s(problem, plan))
-        assert found == best, seed
-
-
-def test_labels_find_what_the_table_finds(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = mergecomp_problem("lstm")
-    expected = [deferred_s(problem, solution.parts) for solution in (best_cuts(problem), *curve(problem))]
-    monkeypatch.setattr("gradsync.planner.merge._is_linear", lambda problem, options: False)
-    found = [deferred_s(problem, solution.parts) for solution in (best_cuts(problem), *curve(problem))]
-    assert found == pytest.approx(expected, rel=1e-12)
-
-
-def test_encoding_on_another_core_and_two_links_are_cut_best_too() -> None:
-    chain = (
-        Demand(Resource.OFFLOAD, Curve.linear(2.0, 1.0)),
-        Demand(Resource.INTRA, Curve.linear(1.0, 1.0)),
-        Demand(Resource.INTER, Curve.linear(3.0, 1.0)),
-    )
-    for seed in range(25):
-        problem = replace(random_problem(random.Random(seed), knees=False, most_items=7), options=(Option("x", chain),))
-        best_s = min(step_s(problem, plan) for plan in partitions(problem))
-        assert best_cuts(problem).seconds == best_s, seed
-
-
 def test_no_other_way_to_cut_beats_the_best() -> None:
     for seed in range(40):
         random_ = random.Random(seed)
-        problem = random_problem(random_, knees=bool(seed % 2))
+        problem = coded(random_, knees=bool(seed % 2))
         rivals = [
             whole(problem),
             layerwise(problem, 0),
@@ -163,18 +96,28 @@ def is_valley(values: list[float]) -> bool:
 
 
 def test_two_buckets_have_one_valley_and_the_crossing_finds_it() -> None:
-    """Model L; with constant-then-linear encoding too (`mergecomp.md` 4.1)."""
+    """Model L (`mergecomp.md` 4.1)."""
     for seed in range(300):
-        problem = random_problem(random.Random(seed), knees=False, most_items=14)
+        problem = coded(random.Random(seed), knees=False, most_items=14)
         if problem.size >= 2:
             assert is_valley(of_two(problem)), seed
             assert deferred_s(problem, two_buckets(problem).parts) == min(of_two(problem)), seed
 
 
+def test_two_buckets_have_one_valley_with_constant_then_linear_encoding() -> None:
+    for seed in range(300):
+        random_ = random.Random(seed)
+        problem = coded(random_, knees=False, most_items=14)
+        encode, *others = problem.options[0].chain
+        encode = replace(encode, curve=Curve.knee(float(random_.randrange(5)), 1.0, float(random_.randrange(1, 9))))
+        problem = replace(problem, options=(Option("coded", (encode, *others)),))
+        assert is_valley(of_two(problem)), seed
+
+
 def test_with_encoding_beside_backward_two_buckets_may_have_two_valleys() -> None:
     chain = (Demand(Resource.OFFLOAD, Curve.knee(1.0, 1.0, 5.0)), Demand(Resource.INTER, Curve.linear(5.0, 1.0)))
     many = (
-        replace(random_problem(random.Random(seed), knees=False, most_items=9), options=(Option("beside", chain),))
+        replace(coded(random.Random(seed), knees=False, most_items=9), options=(Option("beside", chain),))
         for seed in range(300)
     )
     assert not all(is_valley(of_two(problem)) for problem in many if problem.size > 2)
