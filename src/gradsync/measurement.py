@@ -9,6 +9,7 @@ Training goes on as it would have; all ranks get the same profile.
 from __future__ import annotations
 
 import functools
+import json
 import math
 import statistics
 import time
@@ -30,6 +31,7 @@ from .compressors import BlockInt, ErrorFeedback
 from .engine import Engine
 from .fitting import fit_slowdown
 from .observation import Observer
+from .planner.errors import highest, relative_errors
 from .planner.links import BUDGET_S, Exchange, highest_over, measured_links, meet
 from .planner.rehearsed import CANDIDATES, Candidate, flat_schemes, measured_kernels
 from .planning import MAX_OBSERVATIONS
@@ -130,6 +132,7 @@ class Measurement(Witness):
         self._works: dict[Kind, Work] = {}
         self._links: tuple[SpanEstimate, ...] = ()
         self._kernels: dict[str, KernelEstimate] = {}
+        self._errors: dict[str, dict[str, float]] = {}  # by parameter, by way
 
     @property
     def steps_needed(self) -> int:
@@ -163,6 +166,7 @@ class Measurement(Witness):
         if self._kind is Kind.LOOK and gradient is not None and self._observer is not None:
             self._observer.arrived(name, sparse=gradient.layout is torch.sparse_coo)
             self._observer.look(name, gradient)
+            self._errors[name] = relative_errors(self._candidates, name, gradient)
 
     def backward_ended(self, engine: Any) -> None:
         if self._watches(engine):
@@ -181,6 +185,7 @@ class Measurement(Witness):
                 lambda name: engine.lanes.of(name)[0].gradients,
                 lambda mine: _call(engine, "a look at the gradients", lambda group: _gather(engine, group, mine)),
             )
+            self._share_errors(engine)
         if kind is Kind.WARM_UP and self._kind is not Kind.WARM_UP:
             self._measure_costs(engine)
         if self.steps_taken == self.steps_needed:
@@ -265,6 +270,13 @@ class Measurement(Witness):
 
         _call(engine, "measurement of costs", costs)
 
+    def _share_errors(self, engine: Engine) -> None:
+        """Of each parameter and way the highest that some rank saw."""
+        mine = json.dumps(self._errors).encode()
+        texts = _call(engine, "errors of compressors", lambda group: gather_bytes(group, mine, engine.timeout_s))
+        of_ranks = [json.loads(text) for text in texts]
+        self._errors = {name: highest([errors.get(name, {}) for errors in of_ranks]) for name in engine.parameters}
+
     def _agreed_profile(self, engine: Engine) -> Profile:
         """Made by rank 0 from what all ranks saw: on another processor the same sums may round differently."""
         mine = torch.from_numpy(self._figures(list(engine.parameters)))
@@ -334,6 +346,7 @@ class Measurement(Witness):
                     ready=PositiveSpread(mean_s=ready[number][0], sd_s=ready[number][1]),
                     rows=None if p.density is None else Density.of(p.density),
                     elements=None if p.elements is None else Density.of(p.elements),
+                    errors=self._errors[p.name],
                 )
                 for number, p in enumerate(looked)
             ),
