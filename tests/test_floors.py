@@ -24,7 +24,7 @@ FLOORS: list[set[str]] = [
     {"planning", "optim", "fitting"},
     {"engine", "planner", "simulator", "characterization"},
     {"agreement", "hooks", "lab", "measurement", "report", "workloads"},
-    {"ddp"},
+    {"auto", "ddp"},
     {"adapters"},
     {"attach"},
     {"bench"},

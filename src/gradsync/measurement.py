@@ -95,10 +95,11 @@ class Work:
 
 
 class Measurement(Witness):
-    """Measures the first model whose gradients are exchanged while it is active, or `model`.
+    """Measures the first model whose gradients are exchanged while it is active, or `model`, or that of an `engine`.
 
     `warmup` steps as usual, one to look at the gradients, then twice `steps`: with nothing beside backward and with
-    something in turns. `profile` is there at the end of the last one; `ends_script`: the script ends there.
+    something in turns. `profile` is there at the end of the last one, where `then` is called, on all ranks at once;
+    `ends_script`: the script ends there.
     """
 
     def __init__(
@@ -107,9 +108,11 @@ class Measurement(Witness):
         warmup: int = 5,
         *,
         model: nn.Module | None = None,
+        engine: Engine | None = None,
         candidates: Sequence[Candidate] = CANDIDATES,
         links_budget_s: float = BUDGET_S,
         ends_script: bool = False,
+        then: Callable[[Engine, Profile], None] | None = None,
     ) -> None:
         if steps < 1:
             raise ValueError(f"steps must be at least 1, got {steps}")
@@ -124,7 +127,8 @@ class Measurement(Witness):
         busy = [Kind.TRANSFER, Kind.KERNEL]
         timed = [kind for number in range(steps) for kind in (Kind.QUIET, busy[number % 2])]
         self._kinds = [*[Kind.WARM_UP] * warmup, Kind.LOOK, *timed]
-        self._engine: Engine | None = None
+        self._engine = engine
+        self._then = then
         self._observer: Observer | None = None
         self._watch = Stopwatch()
         self._times: list[StepTimes] = []  # of all steps
@@ -190,6 +194,8 @@ class Measurement(Witness):
             self._measure_costs(engine)
         if self.steps_taken == self.steps_needed:
             self.profile = self._agreed_profile(engine)
+            if self._then is not None:
+                self._then(engine, self.profile)
             if self._ends_script:
                 raise RecordingDone
         self._watch.resume(time.perf_counter())

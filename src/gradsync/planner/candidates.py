@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..plan import Plan
-from .default import default_plan
+from .default import default_plans
 from .job import Job
 from .joint import search
 from .options import Formulation, formulate
@@ -40,17 +39,17 @@ def planned(job: Job, constraints: Constraints | None = None) -> Planned:
 
 
 def candidate_plans(job: Job, constraints: Constraints | None = None) -> list[Plan]:
-    """Plans worth a try on real steps, that with the shortest predicted step first; the same on every rank.
+    """Plans worth a try on real steps, that with the shortest predicted step first.
 
-    Among them is always one that is exact and needs no search: predictions are as good as what was measured.
+    The search's plan, the one that it finds without losing anything, and the best of those that need no search:
+    predictions are as good as what was measured.
     """
     if job.world_size == 1:
-        return [default_plan(job.profiles, 1)]
+        return default_plans(job.profiles, 1)
     exact = formulate(job, exact_ways(job))
-    found: Sequence[Plan] = [
-        planned(job, constraints).plan,
-        exact.plan(search(exact.problem).parts),
-        default_plan(job.profiles, job.world_size, job.network),
-    ]
-    found = list({plan.digest: plan for plan in found}.values())
-    return sorted(found, key=lambda plan: predict(plan, job).seconds)[:MOST_TRIED]
+    searched = [planned(job, constraints).plan, exact.plan(search(exact.problem).parts)]
+    usual = default_plans(job.profiles, job.world_size, job.network)
+    seconds = {plan.digest: predict(plan, job).seconds for plan in (*searched, *usual)}
+    usual.sort(key=lambda plan: seconds[plan.digest])
+    found = list({plan.digest: plan for plan in (*searched, *usual)}.values())[:MOST_TRIED]
+    return sorted(found, key=lambda plan: seconds[plan.digest])
