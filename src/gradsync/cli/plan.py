@@ -17,7 +17,7 @@ from ..planner.errors import Lossy
 from ..planner.explain import describe
 from ..planner.explain import explain as explained
 from ..planner.job import Job
-from ..planner.joint import certified
+from ..planner.joint import certify
 from ..planner.ways import Constraints, ways_of
 from ..profile import Profile
 from .progress import beside, console, plain_errors
@@ -57,7 +57,7 @@ def plan(
         found = planned(job, constraints)
         made = found.plan
         made.save(out)
-        gap = certified(found.formulation.problem, found.solution).gap
+        gap = certify(found.formulation.problem, found.solution).gap
         _print(describe(explained(made, job, ways_of(job, constraints))))
     console.print(f"The search's plan is at most {gap:.1%} from the best that its model allows.", highlight=False)
     beside.print(f"Plan: {out}")

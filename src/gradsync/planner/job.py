@@ -23,6 +23,11 @@ class Overlap:
             if not getattr(self, name) >= 1.0:
                 raise ValueError(f"Overlap.{name} must be at least 1, got {getattr(self, name)}")
 
+    @property
+    def matters(self) -> bool:
+        """Whether anything takes longer."""
+        return self != Overlap()
+
 
 @dataclass(frozen=True)
 class Job:
