@@ -35,5 +35,5 @@ bench: setup
 	$(BIN)/gradsync bench $(ARGS)
 
 clean:
-	rm -rf build dist demo-out .mypy_cache .pytest_cache .ruff_cache .hypothesis .venv src/gradsync/kernels/*.so
+	rm -rf build dist demo-out .mypy_cache .pytest_cache .ruff_cache .hypothesis .venv src/gradsync/kernels/*.so src/gradsync/planner/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
