@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..plan import Plan
+from ..schemes import HalfPrecision
 from .default import default_plans
 from .job import Job
 from .joint import search
 from .options import Formulation, formulate
 from .predict import predict
 from .problem import Solution
+from .simplify import simplified
 from .ways import Constraints, exact_ways, ways_of
 
 MOST_TRIED = 4
@@ -34,8 +36,13 @@ def planned(job: Job, constraints: Constraints | None = None) -> Planned:
     Raises:
         ValueError: for constraints that leave no way for a gradient.
     """
-    formulation = formulate(job, ways_of(job, constraints))
-    return Planned(formulation, search(formulation.problem))
+    return _planned(formulate(job, ways_of(job, constraints)))
+
+
+def _planned(formulation: Formulation) -> Planned:
+    found = search(formulation.problem)
+    ranks = [0 if scheme.exact else 1 if isinstance(scheme, HalfPrecision) else 2 for scheme in formulation.schemes]
+    return Planned(formulation, simplified(formulation.problem, found, ranks))
 
 
 def candidate_plans(job: Job, constraints: Constraints | None = None) -> list[Plan]:
@@ -46,8 +53,7 @@ def candidate_plans(job: Job, constraints: Constraints | None = None) -> list[Pl
     """
     if job.world_size == 1:
         return default_plans(job.profiles, 1)
-    exact = formulate(job, exact_ways(job))
-    searched = [planned(job, constraints).plan, exact.plan(search(exact.problem).parts)]
+    searched = [planned(job, constraints).plan, _planned(formulate(job, exact_ways(job))).plan]
     usual = default_plans(job.profiles, job.world_size, job.network)
     seconds = {plan.digest: predict(plan, job).seconds for plan in (*searched, *usual)}
     usual.sort(key=lambda plan: seconds[plan.digest])
