@@ -90,7 +90,9 @@ def _constraints(
     job: Job, allow: str, exact: Sequence[str] | None, matrices_only: bool, most_error: float | None
 ) -> Constraints:
     lossy = tuple(lossy_of(name, job.world_size) for name in allow.split(",") if name)
-    return Constraints(lossy, tuple(exact or ()), matrices_only, most_error, job.errors)
+    return Constraints(
+        lossy, exact=tuple(exact or ()), matrices_only=matrices_only, most_error=most_error, errors=job.errors
+    )
 
 
 def lossy_of(name: str, world_size: int) -> Lossy:

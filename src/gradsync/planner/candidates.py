@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..plan import Plan
 from ..schemes import HalfPrecision
@@ -30,13 +30,19 @@ class Planned:
         return self.formulation.plan(self.solution.parts)
 
 
+def _with_errors(job: Job, constraints: Constraints | None) -> Constraints:
+    """What was measured of the job counts where the user says nothing."""
+    constraints = constraints or Constraints()
+    return constraints if constraints.errors else replace(constraints, errors=job.errors)
+
+
 def planned(job: Job, constraints: Constraints | None = None) -> Planned:
     """The best plan that is found among the ways that the constraints allow.
 
     Raises:
         ValueError: for constraints that leave no way for a gradient.
     """
-    return _planned(formulate(job, ways_of(job, constraints)))
+    return _planned(formulate(job, ways_of(job, _with_errors(job, constraints))))
 
 
 def _planned(formulation: Formulation) -> Planned:

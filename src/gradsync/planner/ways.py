@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from math import inf
 from typing import Any
@@ -29,6 +29,7 @@ class Constraints:
     """
 
     lossy: tuple[Lossy, ...] = ()
+    always: bool = False  # what may take a lossy way takes one, exact ways are for all others
     exact: tuple[str, ...] = ()  # names or shell patterns of parameters that lose nothing
     matrices_only: bool = False  # tensors of one dimension, as biases and norms, lose nothing
     most_error: float | None = None
@@ -65,25 +66,30 @@ def ways_of(job: Job, constraints: Constraints | None = None) -> list[Way]:
     for pattern in constraints.exact:
         if not any(matches(name, [pattern]) for name in names):
             raise ValueError(f"Constraints.exact names {pattern!r}, which no parameter to synchronise matches")
-    return [*exact_ways(job), *_lossy_ways(job, constraints)]
+    lossy = list(_lossy_ways(job, constraints))
+    taken = frozenset[str]().union(*(way.among or () for way in lossy)) if constraints.always else frozenset[str]()
+    return [*exact_ways(job, besides=taken), *lossy]
 
 
-def exact_ways(job: Job) -> list[Way]:
+def exact_ways(job: Job, *, besides: frozenset[str] = frozenset()) -> list[Way]:
     """Tables that are ready together in one bucket, by every scheme of tables; dense gradients by all-reduce.
 
-    And dense gradients that were found to be mostly zero by the scheme that suits them.
+    And dense gradients that were found to be mostly zero by the scheme that suits them: by rows as tables, or by
+    elements. `besides`: dense gradients that take another way.
     """
     placement, network = job.network.placement, job.network
-    found = [Way(scheme) for scheme in dense_schemes(placement)]
-    for tables in _runs_of_tables(job.profiles):
+    found_zero = found_schemes(job.profiles, job.world_size, network, placement)
+    by_row = {name for name, scheme in found_zero.items() if scheme.layout is Layout.ROWS}
+    others = None if not besides else frozenset(p.name for p in job.profiles) - besides
+    found = [Way(scheme, among=others) for scheme in dense_schemes(placement)]
+    for tables in _runs_of_tables([replace(p, sparse=p.sparse or p.name in by_row) for p in job.profiles]):
         members = tuple(p.name for p in tables)
         known = tuple(p.density for p in tables if p.density is not None)
         if len(known) == len(tables):
             found += [Way(scheme.planned_for(known), members) for scheme in timed_schemes(placement)]
         else:
             found.append(Way(sparse_schemes(tables, job.world_size)[0], members))
-    by_element = found_schemes(job.profiles, job.world_size, network, placement)
-    return found + [Way(scheme, (name,)) for name, scheme in by_element.items() if scheme.layout is Layout.FLAT]
+    return found + [Way(scheme, (name,)) for name, scheme in found_zero.items() if name not in by_row]
 
 
 def _runs_of_tables(profiles: Sequence[ParameterProfile]) -> Iterator[list[ParameterProfile]]:
