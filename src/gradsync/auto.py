@@ -52,6 +52,7 @@ class AutoPlanner:
         self.constraints = constraints or Constraints()
         self.steps, self.warmup = steps, warmup
         self._measuring: weakref.WeakKeyDictionary[Engine, ExitStack] = weakref.WeakKeyDictionary()
+        self._planned: weakref.WeakSet[Engine] = weakref.WeakSet()
 
     def __call__(self, profiles: Sequence[ParameterProfile], world_size: int) -> Plan:
         """Until the job was measured."""
@@ -93,7 +94,9 @@ class AutoPlanner:
         engine.agree("the search for a plan", problem)
         texts = engine.call("the plans", lambda group: gather_bytes(group, mine, engine.timeout_s))
         found = [Plan.from_json(text) for text in json.loads(texts[0])]
-        engine.propose([engine.plan, *(plan for plan in found if plan.digest != engine.plan.digest)])
+        present = [engine.plan] if engine in self._planned else []  # which stays unless another one is clearly faster
+        self._planned.add(engine)
+        engine.propose(list({plan.digest: plan for plan in (*present, *found)}.values()))
 
 
 def _why_not(engine: Engine) -> str | None:

@@ -54,13 +54,15 @@ def _planned(formulation: Formulation) -> Planned:
 def candidate_plans(job: Job, constraints: Constraints | None = None) -> list[Plan]:
     """Plans worth a try on real steps, that with the shortest predicted step first.
 
-    The search's plan, the one that it finds without losing anything, and the best of those that need no search:
-    predictions are as good as what was measured.
+    The search's plan, and unless it must be lossy the one that it finds without losing anything, and the best of those
+    that need no search: predictions are as good as what was measured.
     """
     if job.world_size == 1:
         return default_plans(job.profiles, 1)
-    searched = [planned(job, constraints).plan, _planned(formulate(job, exact_ways(job))).plan]
-    usual = default_plans(job.profiles, job.world_size, job.network)
+    searched, usual = [planned(job, constraints).plan], list[Plan]()
+    if constraints is None or not constraints.always:
+        searched.append(_planned(formulate(job, exact_ways(job))).plan)
+        usual = default_plans(job.profiles, job.world_size, job.network)
     seconds = {plan.digest: predict(plan, job).seconds for plan in (*searched, *usual)}
     usual.sort(key=lambda plan: seconds[plan.digest])
     found = list({plan.digest: plan for plan in (*searched, *usual)}.values())[:MOST_TRIED]
