@@ -41,6 +41,11 @@ class Scheme(Nameable, ABC, Generic[X]):
         return self.exact
 
     @property
+    def prepares(self) -> bool:
+        """Whether `synchronize` first awaits `Work`, which begins once the bucket is complete: no stage of its own."""
+        return False
+
+    @property
     def title(self) -> str:
         """What tells it from other schemes in a table, without its settings."""
         return self.name
