@@ -66,6 +66,7 @@ class Engine:
         self._final_statistics: list[BucketStatistics] = []
         self._turn = threading.Lock()  # held by whoever uses the group
         self._thread = JobThread("gradsync", self._device)
+        self._other_core: JobThread | None = None  # for what a plan offloads
         self._adopt(self._planning.plan)
         self._announce()
 
@@ -95,6 +96,8 @@ class Engine:
             timeout_s=self.timeout_s,
             turn=self._turn,
             thread=self._thread,
+            prepared=self.lanes.prepared,
+            offload=None if self._other_core is None else self._other_core.submit,
         )
 
     @property
@@ -128,6 +131,7 @@ class Engine:
         for lane in self.lanes.of(name):
             if lane.load(name, gradient, used=used):
                 running.mark_ready(lane.bucket.id)
+        running.do_work()
 
     def missing(self) -> list[str]:
         """Parameters that were not loaded in this step yet, in model order."""
@@ -267,7 +271,8 @@ class Engine:
         return [lane.statistics(self._observer.profiles) for lane in self.lanes]
 
     def timeline(self) -> list[Task]:
-        """The last step: "compute" (backward), "link" (operations in flight), "kernel" (schemes' own work), "wait"."""
+        """The last step: "compute" (backward, and work of schemes on its thread), "offload" (their work on another
+        core), "kernel" (their other work), "link" (operations in flight), "wait"."""
         return list(self._timeline)
 
     def predicted_timeline(self) -> list[Task]:
@@ -295,6 +300,8 @@ class Engine:
         self._final_statistics = self.statistics()
         self._closed = True
         self._thread.stop()
+        if self._other_core is not None:
+            self._other_core.stop()
         self.group.close()
         self.lanes = Lanes()  # and so their memory goes; gradients keep what they live in
         memory.release()
@@ -365,6 +372,8 @@ class Engine:
             Lane.make(bucket.bucket(self.specs), bucket.make_scheme(), self.parameters, self.group)
             for bucket in plan.buckets
         )
+        if self._other_core is None and self.lanes.offload:
+            self._other_core = JobThread("gradsync offload", self._device, torch_threads=1)
 
     def _record(self, running: Synchronization, backward_ended_s: float) -> None:
         ended_s = time.perf_counter() - running.began_s

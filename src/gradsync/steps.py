@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+COMPUTE, OFFLOAD = "compute", "offload"  # devices: backward's own thread or device, and another core
 DIRECT_BYTES = 256 << 10  # a collective in which a member sends no more goes straight to every other member
 
 
@@ -30,7 +31,7 @@ class Compute:
 
     kernel: str
     nbytes: float
-    device: str = "compute"
+    device: str = COMPUTE
     calls: float = 1.0
 
 

@@ -31,6 +31,7 @@ class Work(Pending[T]):
         self.start_s = self.end_s = 0.0  # by `time.perf_counter`, once it has ended
         self._function: Callable[[], T] | None = function
         self._handed = False
+        self._inputs: torch.cuda.Event | None = None
         self._begun = threading.Lock()  # taken for good by whoever does it
         self._ended = threading.Event()
         self._result: T | None = None
@@ -39,6 +40,11 @@ class Work(Pending[T]):
     @property
     def ended(self) -> bool:
         return self._ended.is_set()
+
+    def follow_this_stream(self) -> None:
+        """What it needs is being made on this thread's CUDA stream, and who waits for it may be on any."""
+        self._inputs = torch.cuda.Event()
+        self._inputs.record()
 
     def hand_to(self, submit: Callable[[Callable[[], None]], None]) -> None:
         """Leaves it to the thread that `submit` gives jobs to."""
@@ -54,7 +60,11 @@ class Work(Pending[T]):
         assert function is not None
         try:
             with torch.no_grad():
+                if self._inputs is not None:
+                    self._inputs.wait(torch.cuda.current_stream())
                 self._result = function()
+                if self._inputs is not None:
+                    torch.cuda.current_stream().synchronize()
         except BaseException as error:  # handed to whoever waits
             self._error = error
         self.end_s = time.perf_counter()

@@ -46,6 +46,11 @@ class Scheme(Nameable, ABC, Generic[X]):
         return False
 
     @property
+    def offloads(self) -> bool:
+        """Whether some of its `Work` is for another core."""
+        return False
+
+    @property
     def title(self) -> str:
         """What tells it from other schemes in a table, without its settings."""
         return self.name

@@ -26,7 +26,7 @@ from ..compressors import State as CompressorState
 from ..density import DensityProfile
 from ..expressions import register
 from ..positions import aligned
-from ..steps import Compute, Pattern, Step, Transfer
+from ..steps import OFFLOAD, Compute, Pattern, Step, Transfer
 from .base import Scheme, State
 from .compressed import parted, payload_of
 from .legs import Held, Leg, legs_of, pieces_of_member
@@ -108,6 +108,10 @@ class Route(Scheme[Tensor]):
     @property
     def prepares(self) -> bool:
         return self.leaf[0].kind is Kind.COMP and not self.compressor_at(0).agrees
+
+    @property
+    def offloads(self) -> bool:
+        return any(task.choice == OFFLOAD for task in self.leaf)
 
     def compressor_at(self, point: int) -> Compressor[Any]:
         """Of the compression with this number."""

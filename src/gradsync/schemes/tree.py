@@ -18,7 +18,8 @@ from enum import StrEnum
 from functools import cache, cached_property
 from types import MappingProxyType
 
-COMPUTE, OFFLOAD = "compute", "offload"  # backward's own thread or device, and another core
+from ..steps import COMPUTE, OFFLOAD
+
 DEVICES = (COMPUTE, OFFLOAD)
 COMPRESS, DECOMPRESS = "compress", "decompress"
 ROOTED = ("reduce", "gather")  # first steps that leave all with one member
