@@ -13,14 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 import gradsync
-from gradsync.bucket import TensorSpec, trainable_parameters
+from gradsync.bucket import Bucket, Layout, Segment, TensorSpec, trainable_parameters
 from gradsync.cluster import Placement
-from gradsync.comm import GroupError, LocalGroup, run_local
+from gradsync.comm import GroupError, Ledger, LocalGroup, RecordingGroup, drive, run_local, torch_group
 from gradsync.compressors import ErrorFeedback, TopK, register
 from gradsync.compressors import State as CompressorState
 from gradsync.engine import Engine
 from gradsync.plan import Plan
 from gradsync.schemes import Route
+from gradsync.steps import transfers
 from gradsync.timeline import Task
 from tests.engine.models import Perceptron
 from tests.world import Ranks
@@ -209,3 +210,43 @@ def behind_autograd() -> None:
 
 def test_hooks_compress_on_either_device_to_the_same_bits(world: Callable[[int], Ranks]) -> None:
     world(2).run(behind_autograd)
+
+
+GLOO_ROUTES = [
+    ("reduce", "broadcast"),
+    ("reduce_scatter", "all_gather"),
+    on(("compress@{}", "gather", "decompress@{}", "compress@{}", "broadcast", "decompress@{}"), "offload"),
+    on(("compress@{}", "all_to_all", "all_gather", "decompress@{}"), "compute"),
+    ("reduce_scatter", "all_reduce", "all_gather"),
+    ("reduce", *on(GATHERED, "offload"), "broadcast"),
+    on(("compress@{}", "all_to_all", "gather", "broadcast", "decompress@{}", "all_gather"), "compute"),
+    ("reduce", "reduce", *on(("compress@{}", "broadcast", "broadcast", "decompress@{}"), "compute")),
+    on(("compress@{}", "gather", "all_to_all", "all_gather", "broadcast", "decompress@{}"), "offload"),
+]
+
+
+def on_gloo() -> None:
+    """Each route on two nodes of two ranks, against the mean, with the bytes predicted."""
+    group = torch_group(timeout_s=20, placement=Placement.regular(2, 2))
+    segments = tuple(Segment(name, 0, torch.Size(shape).numel()) for name, shape in SHAPES.items())
+    bucket = Bucket("0", segments, tuple(TensorSpec(s, torch.float32) for s in SHAPES.values()), Layout.FLAT)
+    inputs = [torch.randn(bucket.specs[0].numel, generator=torch.Generator().manual_seed(rank)) for rank in range(4)]
+    mean = torch.stack(inputs)[:, : bucket.numel].mean(dim=0)
+    for words in GLOO_ROUTES:
+        moves = [word for word in words if "@" not in word]
+        lossless = TopK(1.0) if len(moves) < len(words) else None
+        route = Route(words, lossless, 1 if len(moves) < 3 else 2)
+        recording = RecordingGroup(group, Ledger())
+        state = route.init(bucket, recording)
+        coroutine = route.synchronize(inputs[group.rank].clone(), state, recording, 0.25)
+        result, _ = drive(coroutine, timeout_s=20)
+        torch.testing.assert_close(result[: bucket.numel], mean, msg=lambda text, w=words: f"{w}: {text}")
+        everyone = group.all_gather(result.clone()).wait(20)
+        assert all(torch.equal(theirs, result) for theirs in everyone), words
+        predicted = transfers(route.steps(bucket.specs, (), group.placement))
+        assert recording.ledger.sent_bytes == sum(t.sent_bytes(group.rank) for t in predicted), words
+    group.close()
+
+
+def test_routes_run_on_gloo_through_roots_too(world: Callable[[int], Ranks]) -> None:
+    world(4).run(on_gloo)

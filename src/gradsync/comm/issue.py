@@ -191,9 +191,9 @@ class Synchronization:
             bucket, stage = self._order[self._position]
             if bucket not in self.ready_s or self._cancelled or (not joined and self._waits_for_backward(bucket)):
                 return False
+            if bucket in self._events:
+                self._events.pop(bucket).wait(torch.cuda.current_stream())
             if bucket not in self._coroutines:
-                if bucket in self._events:
-                    self._events[bucket].wait(torch.cuda.current_stream())
                 self._coroutines[bucket] = self._start(bucket)
                 self._resume(bucket, stage)
             elif bucket in self._pending:  # else it had fewer stages than planned, as in a group of one
