@@ -49,6 +49,11 @@ class Watched(TopK):
     gate: ClassVar[threading.Event] = threading.Event()
     fails: ClassVar[bool] = False
     threads: ClassVar[list[str]] = []
+    decoded: ClassVar[set[str]] = set()
+
+    def sum_into(self, out: Tensor, payloads: Sequence[Any], scale: float = 1.0) -> None:
+        self.decoded.add(threading.current_thread().name)
+        super().sum_into(out, payloads, scale)
 
     def compress(self, x: Tensor, state: CompressorState) -> Any:
         self.threads.append(threading.current_thread().name)
@@ -61,7 +66,12 @@ class Watched(TopK):
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> type[Watched]:
-    for setting, value in (("begun", threading.Event()), ("gate", threading.Event()), ("threads", [])):
+    for setting, value in (
+        ("begun", threading.Event()),
+        ("gate", threading.Event()),
+        ("threads", []),
+        ("decoded", set()),
+    ):
         monkeypatch.setattr(Watched, setting, value)
     return Watched
 
@@ -126,11 +136,11 @@ def test_another_core_compresses_while_backward_goes_on(watched: type[Watched]) 
     tasks = {(task.name, task.stream): task for task in ours.timeline()}
     work, backward = tasks["0:compress@offload", "offload"], tasks["backward", "compute"]
     assert backward.start_s <= work.start_s < backward.end_s and work.start_s < work.end_s
-    assert set(watched.threads) == {WORKER}
+    assert set(watched.threads) == watched.decoded == {WORKER}
     ours.close()
 
 
-def test_backward_s_thread_compresses_before_a_bucket_is_handed_on(watched: type[Watched]) -> None:
+def test_backward_s_thread_compresses_before_a_bucket_is_handed_on_and_decompresses(watched: type[Watched]) -> None:
     watched.gate.set()
     ours = engine(LocalGroup.world(1)[0], Route(on(GATHERED, "compute"), Watched(0.5)))
     ours.begin()
@@ -138,6 +148,7 @@ def test_backward_s_thread_compresses_before_a_bucket_is_handed_on(watched: type
         ours.load(name, torch.ones(shape))
         assert watched.threads == [threading.current_thread().name] * number
     ours.finish()
+    assert watched.decoded == {threading.current_thread().name}
     ours.close()
 
 

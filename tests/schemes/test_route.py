@@ -44,14 +44,15 @@ from gradsync.schemes import (
     CompressedAllGather,
     CompressedAllReduce,
     CompressedTwoWay,
+    Constraints,
     Leaf,
     Route,
     Scheme,
     State,
     compressions,
     from_expression,
-    is_flat,
     register,
+    routes,
     to_expression,
     words_of,
 )
@@ -118,10 +119,6 @@ def inputs_of(size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> l
     return made
 
 
-def route_of(leaf: Leaf, compressor: Compressor[Any] | None, ranks_per_node: int = 2) -> Route:
-    return Route(words_of(leaf), compressor if compressions(leaf) else None, 1 if is_flat(leaf) else ranks_per_node)
-
-
 @dataclass
 class Outcome:
     results: list[Tensor]
@@ -168,7 +165,7 @@ def holds(leaves: Sequence[Leaf], placement: Placement, dtype: torch.dtype = tor
     inputs = inputs_of(placement.size, dtype)
     eps = torch.finfo(dtype).eps
     for leaf in leaves:
-        route = route_of(leaf, Untouched(), placement.ranks_per_node or 1)
+        route = Route.of(leaf, Untouched(), placement.ranks_per_node or 1)
         try:
             outcome = run(route, inputs, placement)
             assert_is_mean(outcome, inputs, 4 * eps, 16 * eps)
@@ -210,7 +207,7 @@ def test_partial_sums_in_half_precision_stay_in_range() -> None:
     inputs = [torch.full((NUMEL + bucket().num_flags,), large, dtype=torch.float16) for _ in range(4)]
     for leaf in WITH_SUMS.leaves((COMPUTE,)):
         lossless = Cast("float16") if any(task.kind is Kind.COMM_L for task in leaf) else Untouched()
-        result = run(route_of(leaf, lossless), inputs, NODES).results[0]
+        result = run(Route.of(leaf, lossless, 2), inputs, NODES).results[0]
         if compressions(leaf) <= 1:  # a second cast is of sums, which float16 does not hold
             assert torch.equal(result[:NUMEL], inputs[0][:NUMEL]), words_of(leaf)
 
@@ -264,7 +261,7 @@ def residuals(states: Sequence[State]) -> Tensor:
 def test_nothing_is_lost_at_any_compression(compressor: Compressor[Any]) -> None:
     """What was given out and what is left at all points is what came in; all ranks have the same bits."""
     for leaf in LOSSY[1::4]:
-        route, outcome = route_of(leaf, ErrorFeedback(compressor) if compressor == TopK(0.3) else compressor), None
+        route, outcome = Route.of(leaf, ErrorFeedback(compressor) if compressor == TopK(0.3) else compressor, 2), None
         given, brought = torch.zeros(NUMEL).double(), torch.zeros(NUMEL).double()
         for step in range(3):
             inputs = inputs_of(4, seed=100 * step)
@@ -281,7 +278,7 @@ def test_nothing_is_lost_at_any_compression(compressor: Compressor[Any]) -> None
 
 def test_every_compression_keeps_its_own_residual() -> None:
     for leaf in LOSSY:
-        route = route_of(leaf, FEEDBACK)
+        route = Route.of(leaf, FEEDBACK, 2)
         states = [route.init(bucket(), group) for group in LocalGroup.world(4, NODES)]
         assert {len(state) for state in states} == {1 + compressions(leaf)}, "of all ranks, of those that idle too"
 
@@ -297,7 +294,7 @@ def test_every_compression_keeps_its_own_residual() -> None:
 )
 def test_what_is_left_goes_over_to_another_plan_in_whole(words: tuple[str, ...]) -> None:
     """Of sums of all ranks that the ranks of both nodes compressed alike, too."""
-    route, flat = route_of(WITH_SUMS.parse(words), FEEDBACK), Route(GATHERED, FEEDBACK)
+    route, flat = Route.of(WITH_SUMS.parse(words), FEEDBACK, 2), Route(GATHERED, FEEDBACK)
     outcome = None
     for step in range(2):
         outcome = run(route, inputs_of(4, seed=step), NODES, outcome.states if outcome else None)
@@ -311,7 +308,7 @@ def test_what_is_left_goes_over_to_another_plan_in_whole(words: tuple[str, ...])
 
 
 def test_routes_resume_from_what_a_checkpoint_holds() -> None:
-    route = route_of(LOSSY[60], FEEDBACK)
+    route = Route.of(LOSSY[60], FEEDBACK, 2)
     outcome = run(route, inputs_of(4), NODES)
     restored = [
         with_slices(bucket(), route.init(bucket(), group), list(slices(bucket(), state)))
@@ -329,7 +326,7 @@ SUMMABLE = [leaf for leaf in WITH_SUMS.leaves((COMPUTE,)) if compressions(leaf)]
 )
 def test_payloads_that_can_be_summed_are_added_on_their_way(compressor: Compressor[Any]) -> None:
     for leaf in SUMMABLE[::5]:
-        route, inputs = route_of(leaf, compressor), inputs_of(4)
+        route, inputs = Route.of(leaf, compressor, 2), inputs_of(4)
         outcome = run(route, inputs, NODES)
         assert_bytes_are_predicted(route, outcome, NODES)
         assert all(torch.equal(result, outcome.results[0]) for result in outcome.results)
@@ -366,7 +363,7 @@ def test_compressors_that_agree_do_so_among_those_whose_payloads_are_summed() ->
 
 def test_stages_are_the_awaits_but_for_a_first_compression() -> None:
     for leaf in LEAVES[::5]:
-        route = route_of(leaf, Untouched())
+        route = Route.of(leaf, Untouched(), 2)
         steps = transfers(route.steps(bucket().specs, (), NODES))
         moves = [stage for stage in route.stages(4) if "compress@" not in stage]
         assert moves == [transfer.stage for transfer in steps]
@@ -452,3 +449,19 @@ def test_ranks_that_clip_together_are_those_that_compress_the_same_range() -> No
     Route(across, dgc(0.1, clip=1.0, ranks=2), 2).init(bucket(), LocalGroup.world(4, NODES)[0])
     with pytest.raises(ValueError, match="made for 4 ranks, 2 compress together: set its ranks"):
         Route(across, dgc(0.1, clip=1.0, ranks=4), 2).init(bucket(), LocalGroup.world(4, NODES)[0])
+
+
+def test_a_compressor_may_take_the_routes_that_its_payloads_can() -> None:
+    one = {"devices": (COMPUTE,)}
+    assert len(routes(TopK(0.1), 2, **one)) == 174
+    assert len(routes(TopK(0.1), **one)) == 12, "without several ranks on a node flat ones only"
+    assert len(routes(Cast(), 2, **one)) == len(SUMMABLE) + 9
+    agreeing = routes(SharedBlockInt(4), 2, **one)
+    assert {route.compressor for route in agreeing} == {None, SharedBlockInt(4)}
+    assert len(agreeing) == 9 + 1 + 2, "of all ranks, or across nodes after a dense reduce_scatter or reduce"
+    assert set(routes(TopK(0.1), 2, constraints=Constraints(most_compressions=0))) == {
+        Route.of(leaf, None, 2) for leaf in LEAVES if not compressions(leaf)
+    }
+    with pytest.raises(ValueError, match="no route of thc is left under most_compressions=2 and without all_reduce"):
+        without = ("all_reduce", "reduce", "reduce_scatter")
+        routes(THC(summands=4), 2, constraints=Constraints(2, without))

@@ -32,6 +32,7 @@ from .powersgd import PowerSGD as PowerSGD
 from .precision import HalfPrecision as HalfPrecision
 from .regions import OkTopkLike as OkTopkLike
 from .route import Route as Route
+from .route import routes as routes
 from .scatter import SparseReduceScatter as SparseReduceScatter
 from .selection import Choice as Choice
 from .selection import Selection as Selection

@@ -70,7 +70,10 @@ class Scheme(Nameable, ABC, Generic[X]):
 
     @abstractmethod
     def stages(self, size: int) -> tuple[str, ...]:
-        """One name for each await of `synchronize` by one of `size` ranks: the turns that a plan's order is made of."""
+        """One name for each await of `synchronize` by one of `size` ranks: the turns that a plan's order is made of.
+
+        But for the first await of a scheme that `prepares`.
+        """
 
     def check(self, specs: tuple[TensorSpec, ...]) -> None:
         """Holds the settings against a bucket of `specs`.

@@ -26,7 +26,7 @@ from .base import Scheme, State
 from .compressed import parted
 from .legs import Held, Leg, legs_of
 from .parcels import dtype_of, plain, point_name, room_nbytes, spec_of
-from .tree import WITH_SUMS, Kind, Leaf, Scope, is_flat
+from .tree import DEVICES, WITH_SUMS, Constraints, Kind, Leaf, Scope, compressions, is_flat, words_of
 from .way import WHOLE, Way
 
 
@@ -83,8 +83,19 @@ class Route(Scheme[Tensor]):
                 f"{self.ranks_per_node}"
             )
         if compresses:
-            self._check_payloads(leaf)
+            assert self.compressor is not None
+            if (why := _illegal(leaf, self.compressor)) is not None:
+                raise ValueError(why)
         object.__setattr__(self, "exact", not compresses)
+
+    @classmethod
+    def of(cls, leaf: Leaf, compressor: Compressor[Any] | None = None, ranks_per_node: int = 1) -> Route:
+        """The route along a leaf, which takes of the settings those that it needs.
+
+        Raises:
+            ValueError: for a compressor whose payloads cannot take it.
+        """
+        return cls(words_of(leaf), compressor if compressions(leaf) else None, 1 if is_flat(leaf) else ranks_per_node)
 
     @property
     def leaf(self) -> Leaf:
@@ -234,22 +245,6 @@ class Route(Scheme[Tensor]):
         most = self.compressor.most_summands
         return inf if most is None else float(most)
 
-    def _check_payloads(self, leaf: Leaf) -> None:
-        compressor = self.compressor_at(0)
-        sums = [task.word for task in leaf if task.kind is Kind.COMM_L]
-        if sums and not issubclass(compressor.payload, Summand):
-            raise ValueError(
-                f"Route.tasks: no {sums[0]} can sum the payloads of {compressor.title}: use all_gather, or all_to_all "
-                "and all_gather"
-            )
-        for place, task in enumerate(leaf):
-            kinds = [other.kind for other in leaf[place + 1 : place + 3]]
-            if compressor.agrees and task.kind is Kind.COMP and kinds != [Kind.COMM_L, Kind.DECOMP]:
-                raise ValueError(
-                    f"Route.compressor: {compressor.title} makes payloads for an all-reduce: after each compress there "
-                    "must come all_reduce and decompress"
-                )
-
     def _check_placement(self, placement: Placement) -> None:
         if not is_flat(self.leaf) and placement.ranks_per_node != self.ranks_per_node:
             counts = [placement.nodes.count(node) for node in dict.fromkeys(placement.nodes)]
@@ -366,6 +361,27 @@ class Route(Scheme[Tensor]):
         return Transfer("", Pattern.ALL_GATHER, sizes(before))
 
 
+def routes(
+    compressor: Compressor[Any],
+    ranks_per_node: int = 1,
+    *,
+    devices: Sequence[str] = DEVICES,
+    constraints: Constraints | None = None,
+) -> tuple[Route, ...]:
+    """All routes that a compressor's payloads may take, and those without compression; inside nodes where there are
+    several ranks on them.
+
+    Raises:
+        ValueError: for constraints that leave nothing, or name what there is not.
+    """
+    leaves = WITH_SUMS.leaves(devices, constraints)
+    legal = [leaf for leaf in leaves if is_flat(leaf) or ranks_per_node > 1]
+    found = tuple(Route.of(leaf, compressor, ranks_per_node) for leaf in legal if _illegal(leaf, compressor) is None)
+    if not found:
+        raise ValueError(f"no route of {compressor.title} is left under {constraints}: loosen one of the constraints")
+    return found
+
+
 @lru_cache(maxsize=1024)
 def _leaf_of(words: tuple[str, ...]) -> Leaf:
     return WITH_SUMS.parse(words)
@@ -385,3 +401,21 @@ def _at_once(stage: str, leg: Leg, each: Sequence[Transfer], size: int, groups: 
     if leg.task.scope is Scope.ALL:
         return replace(each[0], stage=stage)
     return Transfer.at_once(stage, size, groups, each)
+
+
+def _illegal(leaf: Leaf, compressor: Compressor[Any]) -> str | None:
+    """Why the compressor's payloads cannot take the route along this leaf."""
+    sums = [task.word for task in leaf if task.kind is Kind.COMM_L]
+    if sums and not issubclass(compressor.payload, Summand):
+        return (
+            f"Route.tasks: no {sums[0]} can sum the payloads of {compressor.title}: use all_gather, or all_to_all and "
+            "all_gather"
+        )
+    for place, task in enumerate(leaf):
+        kinds = [other.kind for other in leaf[place + 1 : place + 3]]
+        if compressor.agrees and task.kind is Kind.COMP and kinds != [Kind.COMM_L, Kind.DECOMP]:
+            return (
+                f"Route.compressor: {compressor.title} makes payloads for an all-reduce: after each compress there "
+                "must come all_reduce and decompress"
+            )
+    return None
