@@ -27,12 +27,16 @@ class Pattern(StrEnum):
 
 @dataclass(frozen=True)
 class Compute:
-    """Local work: `nbytes` are the bytes the algorithm must read plus those it must write, in so many `calls`."""
+    """Local work: `nbytes` are the bytes the algorithm must read plus those it must write, in so many `calls`.
+
+    `awaited`: as `Work`, which has a turn of its own and is done on its device; else whoever issues does it.
+    """
 
     kernel: str
     nbytes: float
     device: str = COMPUTE
     calls: float = 1.0
+    awaited: bool = False
 
 
 @dataclass(frozen=True)

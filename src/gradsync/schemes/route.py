@@ -288,7 +288,7 @@ class Route(Scheme[Tensor]):
                 if not following.idle:
                     yield self._agreement(leg, following, whole, size)
             nbytes = dense_nbytes + sum(compressor.nbytes(spec, round) for spec in specs)
-            yield Compute(f"compress_{compressor.title}", float(nbytes), task.choice, len(specs))
+            yield Compute(f"compress_{compressor.title}", float(nbytes), task.choice, len(specs), awaited=True)
             return
         if task.kind is Kind.DECOMP:
             compressor, wide = self.compressor_at(leg.point), self.is_wide_at(leg.point)
@@ -296,7 +296,9 @@ class Route(Scheme[Tensor]):
             payloads = leg.bundle * sum(compressor.nbytes(spec, round) for spec in specs)
             dense_nbytes = first.numel * dtype_of(whole, leg.wide_after).itemsize
             calls = leg.bundle * len(specs)
-            yield Compute(f"decompress_{compressor.title}", float(dense_nbytes + payloads), task.choice, calls)
+            yield Compute(
+                f"decompress_{compressor.title}", float(dense_nbytes + payloads), task.choice, calls, awaited=True
+            )
             return
         if task.kind is Kind.COMM and leg.scales:
             yield Compute("scale", 2.0 * whole.nbytes)
