@@ -72,6 +72,7 @@ class Engine:
         self._thread = JobThread("gradsync", self.device)
         self._apart = False  # the step under way exchanges when backward has ended, and no plan is made by it
         self._aside: Future[Any] | None = None  # what the communication thread does before the exchange
+        self._other_core: JobThread | None = None  # for what a plan offloads
         self._adopt(self._planning.plan)
         self._announce()
 
@@ -105,6 +106,8 @@ class Engine:
             turn=self._turn,
             thread=self._thread,
             early=not self._apart,
+            prepared=self.lanes.prepared,
+            offload=None if self._other_core is None else self._other_core.submit,
         )
 
     @property
@@ -138,6 +141,7 @@ class Engine:
         for lane in self.lanes.of(name):
             if lane.load(name, gradient, used=used):
                 running.mark_ready(lane.bucket.id)
+        running.do_work()
 
     def missing(self) -> list[str]:
         """Parameters that were not loaded in this step yet, in model order."""
@@ -321,7 +325,8 @@ class Engine:
         return [lane.statistics(self._observer.profiles) for lane in self.lanes]
 
     def timeline(self) -> list[Task]:
-        """The last step: "compute" (backward), "link" (operations in flight), "kernel" (schemes' own work), "wait"."""
+        """The last step: "compute" (backward, and work of schemes on its thread), "offload" (their work on another
+        core), "kernel" (their other work), "link" (operations in flight), "wait"."""
         return list(self._timeline)
 
     def predicted_timeline(self) -> list[Task]:
@@ -350,6 +355,8 @@ class Engine:
         self._planning.close(self)
         self._closed = True
         self._thread.stop()
+        if self._other_core is not None:
+            self._other_core.stop()
         self.group.close()
         self.lanes = Lanes()  # and so their memory goes; gradients keep what they live in
         memory.release()
@@ -424,6 +431,8 @@ class Engine:
             Lane.make(bucket.bucket(self.specs), bucket.make_scheme(), self.parameters, self.group)
             for bucket in plan.buckets
         )
+        if self._other_core is None and self.lanes.offload:
+            self._other_core = JobThread("gradsync offload", self.device, torch_threads=1)
 
     def _record(self, running: Synchronization, backward_ended_s: float) -> None:
         ended_s = time.perf_counter() - running.began_s
