@@ -28,17 +28,18 @@ Array = NDArray[np.float64]
 
 def median_of(repeats: Sequence[float]) -> Estimate:
     """The median, and the repeats between which that of all repeats lies; of few repeats the least and the most."""
-    from scipy.stats import binom
+    from scipy.special import bdtr
 
     ordered = sorted(repeats)
-    below = max(int(binom.ppf((1 - CONFIDENCE) / 2, len(ordered), 0.5)) - 1, 0)
+    fewer = bdtr(np.arange(len(ordered)), len(ordered), 0.5)  # the chance that so many, or fewer, are below the median
+    below = max(int(np.searchsorted(fewer, (1 - CONFIDENCE) / 2)) - 1, 0)
     return Estimate(value=statistics.median(ordered), low=ordered[below], high=ordered[-1 - below])
 
 
 def nonnegative(table: Array, seconds: Array, known_s: Array | float = 0.0) -> list[Estimate]:
     """The costs x >= 0 of the table's columns in `known_s + table @ x = seconds`."""
     from scipy.optimize import nnls
-    from scipy.stats import t
+    from scipy.special import stdtrit
 
     weighted, target = table / seconds[:, None], 1 - known_s / seconds
     unit = np.maximum(weighted.max(axis=0, initial=0.0), np.finfo(float).tiny)  # a call and a byte are far apart
@@ -55,9 +56,8 @@ def nonnegative(table: Array, seconds: Array, known_s: Array | float = 0.0) -> l
         used = scaled[:, column] > 0
         low, high = 0.0, float((1 / scaled[used, column]).min()) if used.any() else None
         if freedom > 0 and told_apart[column, column] > 1 - SAME and np.linalg.matrix_rank(told) == told.shape[1]:
-            error = float(np.sqrt(variance * np.linalg.inv(told.T @ told)[place, place])) * t.ppf(
-                (1 + CONFIDENCE) / 2, freedom
-            )
+            inverse = np.linalg.inv(told.T @ told)
+            error = float(np.sqrt(variance * inverse[place, place]) * stdtrit(freedom, (1 + CONFIDENCE) / 2))
             low, high = max(value - error, 0.0), value + error
         high = None if high is None else float(max(high, value) / unit[column])
         result.append(Estimate(value=float(value / unit[column]), low=float(low / unit[column]), high=high))
@@ -93,7 +93,7 @@ def fit_kernels(samples: Sequence[tuple[Sequence[Compute], float]]) -> dict[str,
 
 def _knee(calls: Array, nbytes: Array, seconds: Array, column: int) -> float:
     """The bytes of a call up to which the kernel of that column takes no longer; from the samples that have it."""
-    from scipy.stats import f
+    from scipy.special import fdtri
 
     amounts = np.unique(nbytes[:, column] / calls[:, column])
     if len(amounts) < FEWEST_FOR_KNEE:
@@ -110,7 +110,7 @@ def _knee(calls: Array, nbytes: Array, seconds: Array, column: int) -> float:
     freedom = len(seconds) - 2 * used - 1
     if freedom < 1:
         return 0.0
-    worth = (straight - best) * freedom > float(f.ppf(1 - KNEE_DOUBT, 1, freedom)) * best
+    worth = (straight - best) * freedom > float(fdtri(1, freedom, 1 - KNEE_DOUBT)) * best
     return knee if worth and straight > np.finfo(float).eps else 0.0
 
 
