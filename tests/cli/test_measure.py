@@ -67,13 +67,14 @@ def test_a_script_is_run_measured_and_ended(tmp_path: Path) -> None:
     program = tmp_path / "gradsync"
     program.write_text(PROGRAM, encoding="utf-8")
     out = tmp_path / "profile.json"
-    options = ["--steps", "2", "--warmup", "2", "-o", str(out)]
+    options = ["--steps", "2", "--warmup", "2", "--compressor", "terngrad_shared", "-o", str(out)]
     arguments = [str(program), "measure", *options, "--", str(script), "--rate", "0.1"]
     first, second = run_on_two_ranks([sys.executable, *arguments], tmp_path, limit_s=60)
     assert "3 parameters, 2 ranks" in first and not second
     profile = Profile.load(out)
     assert (profile.world, profile.steps) == (2, 2)
     assert [p.name for p in profile.parameters] == ["0.weight", "1.weight", "1.bias"]
+    assert {"compress_top_k with feedback", "compress_shared_tern_grad"} <= profile.kernels.keys()
     table = profile.parameters[0]
     assert table.sparse and table.rows is not None and table.rows.rows == 2
 
@@ -97,3 +98,5 @@ def test_a_script_that_ends_early_is_told_how_many_steps_it_takes(tmp_path: Path
 def test_a_script_that_is_not_there_and_settings_out_of_range_are_refused(tmp_path: Path) -> None:
     assert said(tmp_path / "train.py", "--warmup", "1")[0] == 2
     assert CliRunner().invoke(app, ["measure"]).exit_code == 2
+    code, text = said(tmp_path / "train.py", "--compressor", "zip")
+    assert code == 2 and "unknown compressor 'zip'" in text

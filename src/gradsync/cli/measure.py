@@ -9,7 +9,9 @@ from typing import Annotated
 
 import typer
 
+from ..bench.compressors import NAMES_IN_WORDS, named
 from ..measurement import Measurement
+from ..planner.rehearsed import CANDIDATES
 from ..profile import Profile, describe_profile
 from .progress import beside, plain_errors
 from .script import run_as_main
@@ -24,12 +26,18 @@ def measure(
     ],
     steps: Annotated[int, typer.Option(min=1, help="Steps that ready times are of; as many show overlap.")] = 10,
     warmup: Annotated[int, typer.Option(min=2, help="Steps before that, as usual.")] = 5,
+    compressor: Annotated[
+        list[str] | None,
+        typer.Option(help=f"A compressor whose kernels are measured too; repeatable. {NAMES_IN_WORDS}."),
+    ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Where rank 0 leaves the profile.")] = Path("profile.json"),
 ) -> None:
     """Measure a training script: ready times of gradients, costs of kernels and links, and what overlap costs."""
     with plain_errors():
-        profile = _measured(script, Measurement(steps, warmup, ends_script=True))
-        if int(os.environ.get("RANK", "0")) == 0:
+        rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        more = [named(name, summands=ranks).trained for name in compressor or ()]
+        profile = _measured(script, Measurement(steps, warmup, candidates=(*CANDIDATES, *more), ends_script=True))
+        if rank == 0:
             profile.save(out)
             for line in describe_profile(profile):
                 typer.echo(line)
