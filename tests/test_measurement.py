@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import gradsync
 from gradsync.bucket import TensorSpec, trainable_parameters
 from gradsync.measurement import Kind, Measurement, measure
-from gradsync.planner import default_plan, rehearsed
+from gradsync.planner import MeasuringPlanner, default_plan, rehearsed
+from gradsync.planner.measure import Network
 from gradsync.planning import MAX_OBSERVATIONS
 from gradsync.profile import Profile, Span
 from gradsync.recording import Recorder, recording
@@ -133,6 +134,27 @@ def test_all_ranks_get_the_same_profile_and_train_on_as_without(ddp: bool, world
     assert table.sparse and table.density is not None and 50 < table.density.rows <= 64
     assert not found.sparse and found.density is not None and found.density.density < 0.05
     assert found.elements is not None and seen["first.weight"].elements is None
+
+
+def planned_by_a_profile() -> tuple[bool, str]:
+    """Whether what was measured once is what the planner goes by, and the plan."""
+    first, second = Training(), Training()
+    first.attach()
+    with quick():
+        profile = measure(first.step, steps=1, warmup=2, candidates=())
+    planner = MeasuringPlanner(Network.of(profile))
+    handle = gradsync.attach(second.module, plan=planner)
+    for _ in range(3):
+        second.step()
+    assert first.handle is not None
+    first.handle.detach()
+    handle.detach()
+    return planner.cost == profile.cost_model(), handle.plan.digest
+
+
+def test_a_profile_is_used_again_by_the_planner_that_measures(world: Callable[[int], Ranks]) -> None:
+    (kept, plan), other = world(2).run(planned_by_a_profile)
+    assert kept and other == (kept, plan)
 
 
 def measured_alone() -> str:
