@@ -114,8 +114,7 @@ def measured_links(group: Group, timeout_s: float, budget_s: float = BUDGET_S) -
 
 def _estimate(span: Span, group: Group, highest: Highest, timeout_s: float, share_s: float) -> SpanEstimate:
     points = {pattern: measured_points(group, pattern, highest, timeout_s, share_s) for pattern in PATTERNS}
-    samples = {p: [(x.rounds, x.busiest_bytes, x.seconds.value) for x in found] for p, found in points.items()}
-    link, each = fit_links(samples, group.size)
+    link, each = fit_links(points, group.size)
     return SpanEstimate(
         span=span,
         size=group.size,
