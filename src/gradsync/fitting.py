@@ -1,8 +1,8 @@
 """Costs and factors from measured seconds, each with the interval in which it lies with 95 % confidence.
 
 Least squares over relative errors, of costs that are not negative; what goes in are medians over repeats. Intervals are
-those of the fit's covariance, of rates what the intervals of all that they are made of leave open. Nothing is known of a cost that the samples do not tell from others: its interval goes
-from 0 to what it would be if nothing else took time.
+those of the fit's covariance; of rates, what the intervals of all they are made of leave open. Nothing is known of a
+cost that the samples do not tell from others: its interval goes from 0 to what it would be if nothing else took time.
 """
 
 from __future__ import annotations
