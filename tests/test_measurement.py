@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
@@ -155,6 +156,31 @@ def planned_by_a_profile() -> tuple[bool, str]:
 def test_a_profile_is_used_again_by_the_planner_that_measures(world: Callable[[int], Ranks]) -> None:
     (kept, plan), other = world(2).run(planned_by_a_profile)
     assert kept and other == (kept, plan)
+
+
+def measured_over_nodes() -> str:
+    """Of four ranks on two nodes."""
+    os.environ["GROUP_RANK"] = str(dist.get_rank() // 2)
+    try:
+        training = Training()
+        training.attach()
+    finally:
+        del os.environ["GROUP_RANK"]
+    with quick():
+        profile = measure(training.step, steps=2, warmup=2, candidates=())
+    assert training.handle is not None
+    training.handle.detach()
+    return profile.to_json()
+
+
+def test_links_inside_nodes_and_across_them_are_told_apart(world: Callable[[int], Ranks]) -> None:
+    first, *others = world(4).run(measured_over_nodes)
+    assert others == [first] * 3
+    profile = Profile.from_json(first)
+    assert profile.nodes == (0, 0, 1, 1)
+    assert [(link.span, link.size) for link in profile.links] == [(Span.ALL, 4), (Span.INSIDE, 2), (Span.ACROSS, 2)]
+    cost, across = profile.cost_model(), profile.link(Span.ACROSS).link.bandwidth_bytes_per_s
+    assert cost.intra is not None and cost.bandwidth_bytes_per_s == 2 * across.value
 
 
 def measured_alone() -> str:
