@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from gradsync.cli import app
+from gradsync.planner import rehearsed
 from gradsync.profile import Profile
 from tests.forked import run_on_two_ranks
 
@@ -79,6 +80,22 @@ def test_a_script_is_run_measured_and_ended(tmp_path: Path) -> None:
     assert table.sparse and table.rows is not None and table.rows.rows == 2
 
 
+def test_a_workload_is_measured_in_one_process_where_there_is_no_torchrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rehearsed, "PLANNED", ())
+    monkeypatch.setattr(rehearsed, "NUMELS", (256, 1024, 4096))
+    small = ["--option", "data=zipf", "--option", "vocabulary=500", "--option", "num_negatives=16"]
+    out = tmp_path / "profile.json"
+    options = ["--steps", "1", "--warmup", "2", "-o", str(out)]
+    done = CliRunner().invoke(app, ["measure", "--workload", "lstm", *small, *options])
+    assert done.exit_code == 0, done.output
+    profile = Profile.load(out)
+    assert (profile.world, profile.links) == (1, ())
+    table = next(p for p in profile.parameters if p.name == "words.weight")
+    assert table.sparse and table.shape[0] == 500 and table.rows is not None
+
+
 def test_a_script_without_gradsync_is_told_so(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("pass", encoding="utf-8")
@@ -97,6 +114,9 @@ def test_a_script_that_ends_early_is_told_how_many_steps_it_takes(tmp_path: Path
 
 def test_a_script_that_is_not_there_and_settings_out_of_range_are_refused(tmp_path: Path) -> None:
     assert said(tmp_path / "train.py", "--warmup", "1")[0] == 2
-    assert CliRunner().invoke(app, ["measure"]).exit_code == 2
+    for arguments in ((), ("--workload", "lstm", "--", "train.py")):
+        done = CliRunner().invoke(app, ["measure", *arguments])
+        assert done.exit_code == 2 and "give one of --workload" in done.output
+    assert CliRunner().invoke(app, ["measure", "--workload", "lstmm"]).exit_code == 2
     code, text = said(tmp_path / "train.py", "--compressor", "zip")
     assert code == 2 and "unknown compressor 'zip'" in text
