@@ -9,7 +9,7 @@ import pytest
 
 from gradsync.costs import KernelCost
 from gradsync.fitting import fit_kernels, fit_links, fit_slowdown, median_of, slowdown
-from gradsync.profile import Estimate
+from gradsync.profile import Estimate, LinkPoint
 from gradsync.steps import Compute, Pattern
 
 KERNELS = {"pack": KernelCost(2e-4, 1e-9), "sum": KernelCost(5e-5, 4e-9), "scale": KernelCost(1e-4, 5e-10, 65536.0)}
@@ -38,17 +38,22 @@ def kernel_samples(noise: float, seed: int = 0) -> list[tuple[tuple[Compute, ...
     return [(part, s * float(f)) for part, s, f in zip(parts, seconds, factors, strict=True)]
 
 
-def link_points(size: int, noise: float, seed: int = 0) -> dict[Pattern, list[tuple[int, float, float]]]:
-    """What transfers take among so many members; messages go to one or to all others."""
+def link_points(size: int, noise: float, seed: int = 0, burst: float = 0.0) -> dict[Pattern, list[LinkPoint]]:
+    """What transfers among so many members take, with a burst of bytes that pass at once."""
     generator = np.random.default_rng(seed)
-    points: dict[Pattern, list[tuple[int, float, float]]] = {}
+    points: dict[Pattern, list[LinkPoint]] = {}
     for pattern, (stage_s, rate) in LINKS.items():
         points[pattern] = []
         for nbytes in SIZES:
             for rounds in {size - 1, 1} if pattern is Pattern.MESSAGES else {size - 1}:
-                seconds = stage_s + rounds * ALPHA_S + nbytes / rate
-                points[pattern].append((rounds, nbytes, seconds * float(np.exp(noise * generator.standard_normal()))))
+                truth_s = stage_s + rounds * ALPHA_S + max(nbytes - burst, 0.0) / rate
+                repeats = truth_s * np.exp(noise * generator.standard_normal(5))
+                points[pattern].append(point(rounds, nbytes, repeats.tolist()))
     return points
+
+
+def point(rounds: int, nbytes: float, repeats: list[float]) -> LinkPoint:
+    return LinkPoint(part_bytes=nbytes, rounds=rounds, busiest_bytes=nbytes, seconds=median_of(repeats))
 
 
 def test_kernels_come_back_with_the_knee_of_the_one_that_has_one() -> None:
@@ -118,14 +123,21 @@ def test_between_two_members_a_stage_is_part_of_the_latency() -> None:
 
 
 def test_a_link_whose_bytes_took_no_time_carries_what_was_seen() -> None:
-    points = {Pattern.ALL_GATHER: [(1, 1e3, 2e-3), (1, 1e4, 1.9e-3), (1, 1e6, 1.8e-3)]}
+    points = {Pattern.ALL_GATHER: [point(1, 1e3, [2e-3]), point(1, 1e4, [1.9e-3]), point(1, 1e6, [1.8e-3])]}
     rate = fit_links(points, 2)[0].bandwidth_bytes_per_s
     assert rate.value == pytest.approx(1e6 / 1.8e-3) and rate.high is None
 
 
 def test_links_need_two_sizes() -> None:
     with pytest.raises(ValueError, match="at least 2 sizes"):
-        fit_links({Pattern.ALL_GATHER: [(1, 1e3, 2e-3), (1, 1e3, 1e-3)]}, 4)
+        fit_links({Pattern.ALL_GATHER: [point(1, 1e3, [2e-3]), point(2, 1e3, [1e-3])]}, 4)
+
+
+def test_what_a_shaper_lets_pass_at_once_does_not_raise_the_rate() -> None:
+    link, each = fit_links(link_points(4, noise=0.0, burst=98304.0), 4)
+    for pattern, (_, rate) in LINKS.items():
+        assert each[pattern].bandwidth_bytes_per_s.value == pytest.approx(rate, rel=0.05)
+    assert link.bandwidth_bytes_per_s.value == pytest.approx(2e7, rel=0.05)
 
 
 def test_a_median_is_not_moved_by_a_straggler() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 import gradsync
 from gradsync.bucket import TensorSpec, trainable_parameters
 from gradsync.measurement import Kind, Measurement, measure
-from gradsync.planner import default_plan, rehearsed
+from gradsync.planner import MeasuringPlanner, default_plan, rehearsed
+from gradsync.planner.measure import Network
 from gradsync.planning import MAX_OBSERVATIONS
 from gradsync.profile import Profile, Span
 from gradsync.recording import Recorder, recording
@@ -22,6 +24,7 @@ from gradsync.stopwatch import StepTimes, Stopwatch
 from tests.world import Ranks
 
 STEPS, WARM_UP = 4, 3
+TIMEOUT_S = 15.0
 MEASURED = WARM_UP + 1 + 2 * STEPS
 
 
@@ -49,13 +52,27 @@ class Training:
         self.generator = torch.Generator().manual_seed(dist.get_rank())
         self.model: nn.Module = nn.parallel.DistributedDataParallel(self.module) if ddp else self.module
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
+        self.handle: gradsync.Attachment | None = None
         self.ran = 0
+        self.early = 0  # steps in which something was exchanged before backward had ended
+
+    def attach(self) -> None:
+        self.handle = gradsync.attach(self.model, plan=default_plan, timeout=TIMEOUT_S)
 
     def step(self) -> None:
         self.optimizer.zero_grad()
         self.model(torch.randint(500, (64,), generator=self.generator)).backward()
         self.optimizer.step()
         self.ran += 1
+
+    def counted_step(self) -> None:
+        self.step()
+        assert self.handle is not None
+        timeline = self.handle.timeline()
+        (backward,) = (task for task in timeline if task.stream == "compute")
+        flights = [task.start_s for task in timeline if task.stream == "link"]
+        assert flights
+        self.early += self.ran > WARM_UP and min(flights) < backward.end_s
 
 
 @contextmanager
@@ -69,7 +86,8 @@ def measured_and_not(ddp: bool) -> tuple[str, int, bool, list[str]]:
     """The profile, how many steps it took, whether the weights are those of a run without, and ready names in order."""
     plain, watched = Training(ddp=ddp), Training(ddp=ddp)
     specs = {name: TensorSpec.of(p) for name, p in trainable_parameters(plain.module).items()}
-    handles = [gradsync.attach(training.model, plan=default_plan) for training in (plain, watched)]
+    for training in (plain, watched):
+        training.attach()
     seen: list[StepTimes] = []
     ended = Stopwatch.step_ended
 
@@ -78,16 +96,18 @@ def measured_and_not(ddp: bool) -> tuple[str, int, bool, list[str]]:
         return step
 
     with quick(), patch.object(Stopwatch, "step_ended", noted):
-        profile = measure(watched.step, model=watched.module, steps=STEPS, warmup=WARM_UP, candidates=())
+        profile = measure(watched.counted_step, model=watched.module, steps=STEPS, warmup=WARM_UP, candidates=())
     ran = watched.ran
+    assert not watched.early
     watched.step()
     for _ in range(ran + 1):
         plain.step()
     ours, theirs = watched.module.state_dict(), plain.module.state_dict()
     same = all(torch.equal(ours[name], theirs[name]) for name in ours)
     profile.check(specs, dist.get_world_size())
-    for handle in handles:
-        handle.detach()
+    for training in (plain, watched):
+        assert training.handle is not None
+        training.handle.detach()
     orders = [sorted(step.ready_s, key=step.ready_s.__getitem__) for step in seen[WARM_UP:]]
     assert all(order == orders[0] for order in orders)
     return profile.to_json(), ran, same, orders[0]
@@ -117,9 +137,55 @@ def test_all_ranks_get_the_same_profile_and_train_on_as_without(ddp: bool, world
     assert found.elements is not None and seen["first.weight"].elements is None
 
 
+def planned_by_a_profile() -> tuple[bool, str]:
+    """Whether what was measured once is what the planner goes by, and the plan."""
+    first, second = Training(), Training()
+    first.attach()
+    with quick():
+        profile = measure(first.step, steps=1, warmup=2, candidates=())
+    planner = MeasuringPlanner(Network.of(profile))
+    handle = gradsync.attach(second.module, plan=planner)
+    for _ in range(3):
+        second.step()
+    assert first.handle is not None
+    first.handle.detach()
+    handle.detach()
+    return planner.cost == profile.cost_model(), handle.plan.digest
+
+
+def test_a_profile_is_used_again_by_the_planner_that_measures(world: Callable[[int], Ranks]) -> None:
+    (kept, plan), other = world(2).run(planned_by_a_profile)
+    assert kept and other == (kept, plan)
+
+
+def measured_over_nodes() -> str:
+    """Of four ranks on two nodes."""
+    os.environ["GROUP_RANK"] = str(dist.get_rank() // 2)
+    try:
+        training = Training()
+        training.attach()
+    finally:
+        del os.environ["GROUP_RANK"]
+    with quick():
+        profile = measure(training.step, steps=2, warmup=2, candidates=())
+    assert training.handle is not None
+    training.handle.detach()
+    return profile.to_json()
+
+
+def test_links_inside_nodes_and_across_them_are_told_apart(world: Callable[[int], Ranks]) -> None:
+    first, *others = world(4).run(measured_over_nodes)
+    assert others == [first] * 3
+    profile = Profile.from_json(first)
+    assert profile.nodes == (0, 0, 1, 1)
+    assert [(link.span, link.size) for link in profile.links] == [(Span.ALL, 4), (Span.INSIDE, 2), (Span.ACROSS, 2)]
+    cost, across = profile.cost_model(), profile.link(Span.ACROSS).link.bandwidth_bytes_per_s
+    assert cost.intra is not None and cost.bandwidth_bytes_per_s == 2 * across.value
+
+
 def measured_alone() -> str:
     training = Training()
-    gradsync.attach(training.module)
+    training.attach()
     with quick():
         return gradsync.measure(training.step, steps=2, warmup=2, candidates=()).to_json()
 
@@ -173,12 +239,13 @@ def refusals() -> list[str]:
             said.append(str(error))
 
     refused(training.step)
-    handle = gradsync.attach(training.module)
+    training.attach()
     refused(training.step, warmup=2 + dist.get_rank())
     with recording(Recorder(steps=9)):
         refused(training.step)
     training.step()  # nothing of it is left
-    handle.detach()
+    assert training.handle is not None
+    training.handle.detach()
     assert torch.autograd.backward.__name__ == "backward" and not hasattr(torch.autograd.backward, "__wrapped__")
     return said
 
@@ -188,6 +255,33 @@ def test_what_cannot_be_measured_says_why_on_every_rank(world: Callable[[int], R
         assert "step_fn has synchronised no gradients" in unattached and "gradsync.attach(model)" in unattached
         assert "the settings of a measurement: the ranks differ" in differ and "warmup=3" in differ
         assert "recorded or measured already" in twice
+
+
+def fails_beside_a_transfer() -> str:
+    """What is raised where the second rank's backward fails while something is in flight beside it."""
+    training = Training()
+    training.attach()
+    busy_step = WARM_UP + 2
+
+    def fail(gradient: Tensor) -> None:
+        if training.ran == busy_step and dist.get_rank() == 1:
+            raise ZeroDivisionError("a user's own error")
+
+    training.module.first.weight.register_hook(fail)
+    try:
+        with quick():
+            measure(training.step, steps=STEPS, warmup=WARM_UP, candidates=())
+    except (RuntimeError, ZeroDivisionError) as error:
+        assert training.ran == busy_step and training.handle is not None
+        training.handle.detach()
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("nothing was raised")
+
+
+def test_a_rank_that_fails_beside_a_transfer_lets_no_other_one_wait(world: Callable[[int], Ranks]) -> None:
+    first, second = world(2).run(fails_beside_a_transfer)
+    assert "a user's own error" in second
+    assert "rank 1" in first and "backward ended with an error on this rank" in first
 
 
 def test_settings_out_of_range_are_refused() -> None:

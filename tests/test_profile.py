@@ -82,7 +82,7 @@ def test_one_rank_has_no_links() -> None:
 def test_a_plan_can_be_made_of_a_profile() -> None:
     profile = make_profile()
     profile.check(SPECS, 4)
-    for plan in default_plans(profile.parameter_profiles(), 4, Network(profile.cost_model(), profile.placement)):
+    for plan in default_plans(profile.parameter_profiles(), 4, Network.of(profile)):
         plan.check(SPECS, 4)
 
 

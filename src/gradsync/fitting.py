@@ -1,19 +1,20 @@
 """Costs and factors from measured seconds, each with the interval in which it lies with 95 % confidence.
 
 Least squares over relative errors, of costs that are not negative; what goes in are medians over repeats. Intervals are
-those of the fit's covariance. Nothing is known of a cost that the samples do not tell from others: its interval goes
-from 0 to what it would be if nothing else took time.
+those of the fit's covariance; of rates, what the intervals of all they are made of leave open. Nothing is known of a
+cost that the samples do not tell from others: its interval goes from 0 to what it would be if nothing else took time.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .profile import Estimate, KernelEstimate, LinkEstimate
+from .profile import Estimate, KernelEstimate, LinkEstimate, LinkPoint
 from .steps import Compute, Pattern
 
 CONFIDENCE = 0.95
@@ -28,17 +29,18 @@ Array = NDArray[np.float64]
 
 def median_of(repeats: Sequence[float]) -> Estimate:
     """The median, and the repeats between which that of all repeats lies; of few repeats the least and the most."""
-    from scipy.stats import binom
+    from scipy.special import bdtr
 
     ordered = sorted(repeats)
-    below = max(int(binom.ppf((1 - CONFIDENCE) / 2, len(ordered), 0.5)) - 1, 0)
+    fewer = bdtr(np.arange(len(ordered)), len(ordered), 0.5)  # the chance that so many, or fewer, are below the median
+    below = max(int(np.searchsorted(fewer, (1 - CONFIDENCE) / 2)) - 1, 0)
     return Estimate(value=statistics.median(ordered), low=ordered[below], high=ordered[-1 - below])
 
 
 def nonnegative(table: Array, seconds: Array, known_s: Array | float = 0.0) -> list[Estimate]:
     """The costs x >= 0 of the table's columns in `known_s + table @ x = seconds`."""
     from scipy.optimize import nnls
-    from scipy.stats import t
+    from scipy.special import stdtrit
 
     weighted, target = table / seconds[:, None], 1 - known_s / seconds
     unit = np.maximum(weighted.max(axis=0, initial=0.0), np.finfo(float).tiny)  # a call and a byte are far apart
@@ -55,9 +57,8 @@ def nonnegative(table: Array, seconds: Array, known_s: Array | float = 0.0) -> l
         used = scaled[:, column] > 0
         low, high = 0.0, float((1 / scaled[used, column]).min()) if used.any() else None
         if freedom > 0 and told_apart[column, column] > 1 - SAME and np.linalg.matrix_rank(told) == told.shape[1]:
-            error = float(np.sqrt(variance * np.linalg.inv(told.T @ told)[place, place])) * t.ppf(
-                (1 + CONFIDENCE) / 2, freedom
-            )
+            inverse = np.linalg.inv(told.T @ told)
+            error = float(np.sqrt(variance * inverse[place, place]) * stdtrit(freedom, (1 + CONFIDENCE) / 2))
             low, high = max(value - error, 0.0), value + error
         high = None if high is None else float(max(high, value) / unit[column])
         result.append(Estimate(value=float(value / unit[column]), low=float(low / unit[column]), high=high))
@@ -93,7 +94,7 @@ def fit_kernels(samples: Sequence[tuple[Sequence[Compute], float]]) -> dict[str,
 
 def _knee(calls: Array, nbytes: Array, seconds: Array, column: int) -> float:
     """The bytes of a call up to which the kernel of that column takes no longer; from the samples that have it."""
-    from scipy.stats import f
+    from scipy.special import fdtri
 
     amounts = np.unique(nbytes[:, column] / calls[:, column])
     if len(amounts) < FEWEST_FOR_KNEE:
@@ -110,7 +111,7 @@ def _knee(calls: Array, nbytes: Array, seconds: Array, column: int) -> float:
     freedom = len(seconds) - 2 * used - 1
     if freedom < 1:
         return 0.0
-    worth = (straight - best) * freedom > float(f.ppf(1 - KNEE_DOUBT, 1, freedom)) * best
+    worth = (straight - best) * freedom > float(fdtri(1, freedom, 1 - KNEE_DOUBT)) * best
     return knee if worth and straight > np.finfo(float).eps else 0.0
 
 
@@ -122,10 +123,9 @@ def _misfit(table: Array, seconds: Array) -> float:
     return float(nnls(weighted / unit, np.ones(len(seconds)))[1] ** 2)
 
 
-Point = tuple[int, float, float]  # rounds, busiest bytes, seconds
-
-
-def fit_links(points: Mapping[Pattern, Sequence[Point]], size: int) -> tuple[LinkEstimate, dict[Pattern, LinkEstimate]]:
+def fit_links(
+    points: Mapping[Pattern, Sequence[LinkPoint]], size: int
+) -> tuple[LinkEstimate, dict[Pattern, LinkEstimate]]:
     """What all transfers cost alike, and what those of each pattern do, among so many members.
 
     A message's latency is the same for all patterns, what an operation costs beside and its rate are each pattern's
@@ -135,33 +135,68 @@ def fit_links(points: Mapping[Pattern, Sequence[Point]], size: int) -> tuple[Lin
         ValueError: for a pattern with points of one size only.
     """
     for pattern, found in points.items():
-        if len({busiest for _, busiest, _ in found}) < 2:
+        if len({point.busiest_bytes for point in found}) < 2:
             raise ValueError(f"fit_links needs points of at least 2 sizes of each pattern, got {found} of {pattern}")
-    rounds, busiest, seconds = np.array([p for found in points.values() for p in found], dtype=np.float64).T
+    every = [point for found in points.values() for point in found]
+    rounds = np.array([float(point.rounds) for point in every])
+    busiest = np.array([point.busiest_bytes for point in every])
+    seconds = np.array([point.seconds.value for point in every])
     if size == 2:
         nothing = Estimate(value=0.0, low=0.0, high=0.0)
 
-        def fitted(mine: NDArray[np.bool_]) -> LinkEstimate:
+        def fitted(which: Sequence[Pattern]) -> LinkEstimate:
+            mine = np.array([pattern in which for pattern, found in points.items() for _ in found])
             alpha_s, byte_s = nonnegative(np.stack([rounds, busiest], axis=1)[mine], seconds[mine])
-            return _link(nothing, alpha_s, byte_s, (busiest / seconds)[mine])
+            return _link(nothing, alpha_s, byte_s, [points[pattern] for pattern in which])
 
-        return fitted(np.ones(len(seconds), dtype=bool)), {p: fitted(_of(p, points)) for p in points}
-    masks = np.array([_of(pattern, points) for pattern in points]).T.astype(np.float64)  # (points, patterns)
+        return fitted(list(points)), {pattern: fitted([pattern]) for pattern in points}
+    masks = np.array(
+        [[float(pattern is other) for other in points] for pattern, found in points.items() for _ in found]
+    )
     alpha_s, *rest = nonnegative(np.hstack([rounds[:, None], masks * busiest[:, None], masks]), seconds)
     byte_s, stage_s = nonnegative(np.stack([busiest, np.ones_like(busiest)], axis=1), seconds, alpha_s.value * rounds)
     each = zip(points, rest[: len(points)], rest[len(points) :], strict=True)
-    return _link(stage_s, alpha_s, byte_s, busiest / seconds), {
-        pattern: _link(stage, alpha_s, byte, (busiest / seconds)[_of(pattern, points)]) for pattern, byte, stage in each
+    return _link(stage_s, alpha_s, byte_s, list(points.values())), {
+        pattern: _link(stage, alpha_s, byte, [points[pattern]]) for pattern, byte, stage in each
     }
 
 
-def _of(pattern: Pattern, points: Mapping[Pattern, Sequence[Point]]) -> NDArray[np.bool_]:
-    """Which of all points are the pattern's."""
-    return np.array([other is pattern for other, found in points.items() for _ in found])
+def _link(
+    stage_s: Estimate, alpha_s: Estimate, byte_s: Estimate, points: Sequence[Sequence[LinkPoint]]
+) -> LinkEstimate:
+    """From the fit to `points`, which are those of each pattern.
+
+    The rate is that of the largest size, less what latency takes, where bytes take most of its time: shapers let the
+    first bytes of a burst pass at once, which a link under load does not.
+    """
+    largest = [max(found, key=lambda point: point.busiest_bytes) for found in points]
+    rates = [_rate_of(point, stage_s, alpha_s) for point in largest]
+    told = [rate for rate in rates if rate is not None]
+    if len(told) < len(rates):
+        seen = max(point.busiest_bytes / point.seconds.value for point in largest)
+        return LinkEstimate(stage_s=stage_s, alpha_s=alpha_s, bandwidth_bytes_per_s=_rate(byte_s, seen))
+    highs = [rate.high for rate in told]
+    bandwidth = Estimate(
+        value=statistics.median(rate.value for rate in told),
+        low=min(rate.low for rate in told),
+        high=None if None in highs else max(high for high in highs if high is not None),
+    )
+    return LinkEstimate(stage_s=stage_s, alpha_s=alpha_s, bandwidth_bytes_per_s=bandwidth)
 
 
-def _link(stage_s: Estimate, alpha_s: Estimate, byte_s: Estimate, seen: Array) -> LinkEstimate:
-    return LinkEstimate(stage_s=stage_s, alpha_s=alpha_s, bandwidth_bytes_per_s=_rate(byte_s, float(seen.max())))
+def _rate_of(point: LinkPoint, stage_s: Estimate, alpha_s: Estimate) -> Estimate | None:
+    """Bytes a second, in the interval that those of all three give; None where bytes take less than half."""
+    latency_s = stage_s.value + point.rounds * alpha_s.value
+    if 2 * latency_s > point.seconds.value:
+        return None
+    least_s = stage_s.low + point.rounds * alpha_s.low
+    most_s = inf if stage_s.high is None or alpha_s.high is None else stage_s.high + point.rounds * alpha_s.high
+    shortest_s, longest_s = point.seconds.low - most_s, point.seconds.high
+    return Estimate(
+        value=point.busiest_bytes / (point.seconds.value - latency_s),
+        low=0.0 if longest_s is None else point.busiest_bytes / (longest_s - least_s),
+        high=point.busiest_bytes / shortest_s if shortest_s > 0 else None,
+    )
 
 
 def _rate(byte_s: Estimate, seen: float) -> Estimate:

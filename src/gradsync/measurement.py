@@ -121,7 +121,7 @@ class Measurement(Witness):
         flat_schemes(candidates)
         self.profile: Profile | None = None
         self.steps_taken = 0
-        self._steps, self._candidates = steps, tuple(candidates)
+        self._steps, self._warmup, self._candidates = steps, warmup, tuple(candidates)
         self._links_budget_s, self._ends_script = links_budget_s, ends_script
         self._parameters = None if model is None else {id(p) for p in model.parameters()}
         busy = [Kind.TRANSFER, Kind.KERNEL]
@@ -187,7 +187,7 @@ class Measurement(Witness):
         if kind is Kind.LOOK and self._observer is not None:
             self._observer.share(
                 lambda name: engine.lanes.of(name)[0].gradients,
-                lambda mine: _call(engine, "a look at the gradients", lambda group: _gather(engine, group, mine)),
+                lambda mine: engine.call("a look at the gradients", lambda group: _gather(engine, group, mine)),
             )
             self._share_errors(engine)
         if kind is Kind.WARM_UP and self._kind is not Kind.WARM_UP:
@@ -245,9 +245,8 @@ class Measurement(Witness):
             problem = RuntimeError(
                 f"gradients on {engine.device} cannot be measured yet: the host's clock runs ahead of the device"
             )
-        settings = [f"steps={self._steps}", f"warmup={len(self._kinds) - 2 * self._steps - 1}"]
-        settings += [f"candidates={self._candidates}", f"links_budget_s={self._links_budget_s}"]
-        engine.agree("the settings of a measurement", problem, ", ".join(settings))
+        settings = f"steps={self._steps}, warmup={self._warmup}, candidates={self._candidates}"
+        engine.agree("the settings of a measurement", problem, f"{settings}, links_budget_s={self._links_budget_s}")
 
     def _start(self, engine: Engine, work: Work, aside: Aside) -> None:
         aside.alone_s = work.alone_s
@@ -274,7 +273,7 @@ class Measurement(Witness):
                 self._works[Kind.TRANSFER] = _transfer(group, COVER * backward_s, engine.timeout_s)
             self._works[Kind.KERNEL] = _computation(COVER * backward_s)
 
-        _call(engine, "measurement of costs", costs)
+        engine.call("measurement of costs", costs)
 
     def _share_errors(self, engine: Engine) -> None:
         """Of each parameter and way the highest that some rank saw."""
@@ -286,7 +285,7 @@ class Measurement(Witness):
     def _agreed_profile(self, engine: Engine) -> Profile:
         """Made by rank 0 from what all ranks saw: on another processor the same sums may round differently."""
         mine = torch.from_numpy(self._figures(list(engine.parameters)))
-        parts = _call(engine, "figures of a measurement", lambda group: _gather(engine, group, mine.flatten()))
+        parts = engine.call("figures of a measurement", lambda group: _gather(engine, group, mine.flatten()))
         text, problem = " ", None
         if engine.group.rank == 0:
             try:
@@ -295,7 +294,7 @@ class Measurement(Witness):
             except Exception as error:  # told to all, then raised
                 problem = error
         engine.agree("the profile", problem)
-        texts = _call(engine, "the profile", lambda group: gather_bytes(group, text.encode(), engine.timeout_s))
+        texts = engine.call("the profile", lambda group: gather_bytes(group, text.encode(), engine.timeout_s))
         return Profile.from_json(texts[0].decode())
 
     def _figures(self, names: Sequence[str]) -> Array:
@@ -404,10 +403,6 @@ def measure(
                     "that gradsync.attach(model) or gradsync.ddp_hook is on"
                 )
     return measurement.profile
-
-
-def _call(engine: Engine, what: str, function: Callable[[Group], Any]) -> Any:
-    return engine.call(what, function)
 
 
 def _gather(engine: Engine, group: Group, mine: Tensor) -> list[Tensor]:

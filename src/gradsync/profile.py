@@ -398,6 +398,8 @@ def describe_profile(profile: Profile) -> list[str]:
         lines += [f"  {pattern.value}: {_link(fit.link)}" for pattern, fit in link.collectives.items()]
     factors = {name.replace("_", " "): factor for name, factor in profile.overlap if factor is not None}
     lines += [f"{name}: x {_interval(factor, 1.0)}" for name, factor in factors.items()]
+    if profile.kernels:
+        lines.append("kernels, those with the slowest bytes first:")
     slow = sorted(profile.kernels.items(), key=lambda item: -item[1].byte_s.value)
     lines += [
         f"  {name}: {_interval(k.call_s, 1e6)} us a call, {_interval(k.byte_s, 1e12)} ms a GB"

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 
 from gradsync.cluster import Placement
-from gradsync.compressors import Cast, ErrorFeedback, TopK
+from gradsync.compressors import THC, Cast, Compressor, ErrorFeedback, SharedBlockInt, TopK, dgc
 from gradsync.planner import rehearsed
 from gradsync.planner.rehearsed import CANDIDATES, FEWEST_SIZES, NUMELS, flat_schemes, measured_kernels
-from gradsync.schemes import AGSparse, AllReduce, CompressedTwoWay, PowerSGD, ways
+from gradsync.schemes import AGSparse, AllReduce, CompressedTwoWay, PowerSGD, Scheme, ways
 from gradsync.schemes.rehearsal import Sample, rehearse_dense
 from gradsync.steps import Compute
 
@@ -24,11 +25,17 @@ def test_a_compressor_stands_for_the_schemes_that_may_carry_it() -> None:
 
 
 @pytest.mark.parametrize("candidate", [AllReduce(), *CANDIDATES], ids=lambda scheme: scheme.title)
-def test_dense_buckets_are_rehearsed_part_by_part_with_what_schemes_keep(candidate: PowerSGD) -> None:
+def test_dense_buckets_are_rehearsed_part_by_part_with_what_schemes_keep(candidate: Scheme[Any]) -> None:
     samples = rehearse_dense([candidate], 1 << 10)
     steps = [step for computed, _ in samples for step in computed]
     assert samples and all(seconds > 0 for _, seconds in samples)
     assert all(isinstance(step, Compute) and step.nbytes > 0 for step in steps)
+
+
+@pytest.mark.parametrize("compressor", [SharedBlockInt(2), THC(2), dgc(0.01, momentum=0.9)], ids=lambda c: c.title)
+def test_compressors_made_for_other_ranks_are_rehearsed_among_as_many(compressor: Compressor[Any]) -> None:
+    samples = rehearse_dense(flat_schemes([compressor]), 1 << 10)
+    assert f"compress_{compressor.title}" in {step.kernel for computed, _ in samples for step in computed}
 
 
 def test_sizes_grow_until_the_budget_is_spent() -> None:

@@ -18,10 +18,11 @@ from ..fitting import fit_links, median_of
 from ..profile import CollectiveEstimate, LinkPoint, Span, SpanEstimate, spans_of
 from ..steps import Pattern, Transfer
 
-BUDGET_S = 4.0  # of all exchanges together, which it may be over by the smallest sizes
+BUDGET_S = 6.0  # of all exchanges together, over which the smallest sizes may be; at 200 Mbit 4 MiB fit in
 SIZES = (1 << 10, 16 << 10, 128 << 10, 1 << 20, 4 << 20)  # bytes that a member sends
 FEWEST_SIZES = 3  # so that a latency and a rate are told however slow the links are
 REPEATS = (3, 9)  # the fewest and the most
+SHARE_OF_A_SIZE = 1 / 3  # of what is left of the budget, where there are more than the fewest repeats
 PATTERNS = (Pattern.ALL_REDUCE, Pattern.ALL_GATHER, Pattern.ALL_TO_ALL, Pattern.MESSAGES)
 
 Highest = Callable[[Sequence[float]], list[float]]
@@ -113,8 +114,7 @@ def measured_links(group: Group, timeout_s: float, budget_s: float = BUDGET_S) -
 
 def _estimate(span: Span, group: Group, highest: Highest, timeout_s: float, share_s: float) -> SpanEstimate:
     points = {pattern: measured_points(group, pattern, highest, timeout_s, share_s) for pattern in PATTERNS}
-    samples = {p: [(x.rounds, x.busiest_bytes, x.seconds.value) for x in found] for p, found in points.items()}
-    link, each = fit_links(samples, group.size)
+    link, each = fit_links(points, group.size)
     return SpanEstimate(
         span=span,
         size=group.size,
@@ -143,7 +143,7 @@ def measured_points(
             break
         exchange = Exchange.of(group, pattern, nbytes, distances)
         (first_s,) = highest([exchange.seconds(group, timeout_s)])  # makes memory and connections: it does not count
-        repeats = min(max(int(left_s / 2 / first_s), fewest), most)
+        repeats = min(max(int(left_s * SHARE_OF_A_SIZE / first_s), fewest), most)
         times_s = highest([exchange.seconds(group, timeout_s) for _ in range(repeats)])
         left_s -= first_s + sum(times_s)
         transfer, found = exchange.transfer, median_of(times_s)

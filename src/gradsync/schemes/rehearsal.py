@@ -21,6 +21,7 @@ from ..density import DensityProfile, profile_rows
 from ..sparse import SparseRows
 from ..steps import Compute, Step, Transfer
 from .base import Scheme
+from .compressed import Compressed
 from .tables import Tables
 
 RANKS = 4
@@ -59,16 +60,17 @@ def rehearse_dense(schemes: Sequence[Scheme[Any]], numel: int) -> list[Sample]:
             "rehearsal", (Segment("matrix", 0, matrix.numel),), (matrix,), Layout.FLAT, scheme.carries_flags
         )
         (flat,) = bucket.specs
-        inputs = [torch.randn(flat.numel, generator=generator) for _ in range(RANKS)]
+        ranks = _ranks(scheme)
+        inputs = [torch.randn(flat.numel, generator=generator) for _ in range(ranks)]
         profile = DensityProfile(flat.numel, float(flat.numel))
-        computed = parts(scheme.steps(bucket.specs, (profile,), Placement.one_per_node(RANKS)))
-        groups = LocalGroup.world(RANKS)
+        computed = parts(scheme.steps(bucket.specs, (profile,), Placement.one_per_node(ranks)))
+        groups = LocalGroup.world(ranks)
         states = [scheme.init(bucket, group) for group in groups]
         runs = []
         for _ in range(DENSE_REPEATS + 1):
             copies = [x.clone() for x in inputs]
-            ranks = zip(copies, states, groups, strict=True)
-            ended, seconds = drive_in_turns([scheme.synchronize(x, state, group, 1.0) for x, state, group in ranks])
+            each = zip(copies, states, groups, strict=True)
+            ended, seconds = drive_in_turns([scheme.synchronize(x, state, group, 1.0) for x, state, group in each])
             states = [state for _, state in ended]
             runs.append(seconds)
         medians_s = [statistics.median(times) for times in zip(*runs[1:], strict=True)]
@@ -96,6 +98,14 @@ def segments_s(scheme: Scheme[Any], inputs: Sequence[Any]) -> list[float]:
     copies = [x.clone() if isinstance(x, torch.Tensor) else x for x in inputs]  # flat buckets are overwritten
     runs = [scheme.synchronize(x, {}, group, 1.0) for x, group in zip(copies, groups, strict=True)]
     return drive_in_turns(runs)[1]
+
+
+def _ranks(scheme: Scheme[Any]) -> int:
+    """How many rehearse it: others than usual where its compressor is made for them, or sums numbers of fewer."""
+    if not isinstance(scheme, Compressed):
+        return RANKS
+    compressor = scheme.compressor
+    return compressor.made_for_ranks or min(compressor.most_summands or RANKS, RANKS)
 
 
 def _tables() -> Iterator[tuple[list[Tables], tuple[TensorSpec, ...], DensityProfile]]:
