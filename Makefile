@@ -11,7 +11,7 @@ PIP_ARGS ?=
 setup: .venv/setup.stamp
 
 # torch is named here too: resolved in the same command as the rest, the pin keeps other builds of torch away.
-.venv/setup.stamp: pyproject.toml CMakeLists.txt constraints.txt $(wildcard csrc/*)
+.venv/setup.stamp: pyproject.toml CMakeLists.txt constraints.txt $(wildcard csrc/* csrc/*/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --disable-pip-version-check --quiet $(PIP_ARGS) -c constraints.txt '$(TORCH)' -e '.[dev]'
 	touch $@

@@ -15,6 +15,8 @@ PENDING = 3
 STARTS = 8  # plans of the program that are played
 GAIN = 1e-9  # less is rounding
 HOPE = 1.02  # a screened plan is worth playing up to so many times the best one's seconds
+WINDOW = 4  # parts that a kick draws anew, at most
+PATIENCE = 50  # kicks that may fail, one after another
 LEAST, MOST = 4.0, 512.0  # labels at a position
 NEVER = float("inf")
 
@@ -213,6 +215,7 @@ class _Search:
         self._prices = _Prices(problem)
         self._served = 0
         self._best = Solution((), NEVER)
+        self._random = 0
         self._options = self._worthwhile()
 
     def run(self) -> Solution:
@@ -230,6 +233,13 @@ class _Search:
                 break
             if all(start.parts != other.parts for other in starts[:place]):
                 self._polish(start)
+        patience = PATIENCE
+        while patience and not self._spent():
+            before = self._best
+            kicked = self._redrawn()
+            if kicked is not None:
+                self._polish(kicked)
+            patience = patience - 1 if self._best is before else PATIENCE - 1
         return self._best
 
     def _spent(self) -> bool:
@@ -482,6 +492,29 @@ class _Search:
                     parts[place] = Part(parts[place].start, parts[place].stop, option)
                 now = self._better(now, parts)
         return now
+
+    def _redrawn(self) -> Solution | None:
+        """The best plan, some parts of which are drawn anew; None where what is drawn may not be."""
+        best = self._best.parts
+        if not best:
+            return None
+        window = 1 + self._draw(min(len(best), WINDOW))
+        first = self._draw(len(best) - window + 1)
+        start, end = best[first].start, best[first + window - 1].stop
+        parts = list(best[:first])
+        while start < end:
+            stop = start + 1 + self._draw(end - start)
+            option = self._options[self._draw(len(self._options))]
+            if not self._may(start, stop, option):
+                return None
+            parts.append(Part(start, stop, option))
+            start = stop
+        return self._played((*parts, *best[first + window :]))
+
+    def _draw(self, count: int) -> int:
+        """A number below `count`, of a sequence that is the same everywhere."""
+        self._random = (self._random * 6364136223846793005 + 1442695040888963407) % 2**64
+        return (self._random >> 33) % count
 
 
 def _kept(candidates: list[_Label], width: int, *, last: bool) -> list[_Label]:

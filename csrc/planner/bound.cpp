@@ -43,13 +43,13 @@ class Bound {
                 hopeful_.clear();
                 for (int o = 0; o < static_cast<int>(problem_.options.size()); ++o) {
                     if (!problem_.may(q, k, o)) continue;
-                    double *seconds = &seconds_[o * problem_.longest];
+                    double *seconds = seconds_.data() + o * problem_.longest;
                     problem_.price(o, q, k, seconds);
                     if (step(floors[q].data(), gap, o, seconds, k, next.data())) hopeful_.push_back(o);
                 }
                 for (int o : hopeful_) {
                     if (beaten(o)) continue;
-                    const double *seconds = &seconds_[o * problem_.longest];
+                    const double *seconds = seconds_.data() + o * problem_.longest;
                     for (size_t l = 0; l < reached[q].size(); l += width_)
                         if (step(&reached[q][l], gap, o, seconds, k, next.data()))
                             candidates.insert(candidates.end(), next.begin(), next.end());
@@ -96,9 +96,9 @@ class Bound {
 
     // Whether another option is before this one for the part that `seconds_` are of.
     bool beaten(int option) const {
-        const double *mine = &seconds_[option * problem_.longest];
+        const double *mine = seconds_.data() + option * problem_.longest;
         return std::any_of(hopeful_.begin(), hopeful_.end(), [&](int other) {
-            const double *its = &seconds_[other * problem_.longest];
+            const double *its = seconds_.data() + other * problem_.longest;
             if (other == option || !problem_.beats(other, its, option, mine)) return false;
             return other < option || !problem_.beats(option, mine, other, its);
         });
@@ -166,10 +166,10 @@ class Bound {
         const double behind = whole_ - problem_.ready[k];
         double found = std::max({label[found_], at, next[follow_]});
         if (k < problem_.size) found = std::max(found, next[0] + (problem_.ready.back() - problem_.ready[k]) + last_);
-        const double *ahead = &ahead_[k * weights_.size()];
+        const double *ahead = ahead_.data() + k * weights_.size();
         for (size_t w = 0; w < weights_.size(); ++w) {
             double reach = weights_[w][0] * (work + behind) + ahead[w];
-            for (int r = 1; r < kResources; ++r) reach += weights_[w][r] * std::max(next[load_at_[r]], 0.0) * (problem_.turns[r] ? 1.0 : 0.0);
+            for (int r = 1; r < kResources; ++r) reach += weights_[w][r] * next[load_at_[r]];
             found = std::max(found, reach);
         }
         next[found_] = found;

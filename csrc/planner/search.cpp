@@ -13,6 +13,8 @@ constexpr int kPending = 3;
 constexpr size_t kStarts = 8;      // plans of the program that are played
 constexpr double kGain = 1e-9;     // less is rounding
 constexpr double kHope = 1.02;     // a screened plan is worth playing up to so many times the best one's seconds
+constexpr int kWindow = 4;         // parts that a kick draws anew, at most
+constexpr int kPatience = 50;      // kicks that may fail, one after another
 constexpr double kLeast = 4.0, kMost = 512.0;  // labels at a position
 
 struct Pending {
@@ -117,6 +119,12 @@ class Search {
                 return other.parts == starts[i].parts;
             });
             if (!known) polish(starts[i]);
+        }
+        for (int patience = kPatience; patience > 0 && !spent(); --patience) {
+            const double before = best_.seconds;
+            const Solution kicked = redrawn();
+            if (kicked.seconds < kNever) polish(kicked);
+            if (best_.seconds < before) patience = kPatience;
         }
         return best_;
     }
@@ -228,7 +236,7 @@ class Search {
                     if (!may(places[i], places[j], o)) continue;
                     ways[j].push_back({i, o, seconds.size()});
                     seconds.resize(seconds.size() + problem_.longest);
-                    problem_.price(o, places[i], places[j], &seconds[ways[j].back().seconds]);
+                    problem_.price(o, places[i], places[j], seconds.data() + ways[j].back().seconds);
                     ++number;
                 }
         const double fit = transitions / std::max(static_cast<double>(number), 1.0);
@@ -247,7 +255,7 @@ class Search {
                 for (size_t s = 0; s < labels[way.from].size(); ++s) {
                     Label label = labels[way.from][s];
                     label.advance(gap);
-                    label.serve(problem_.options[way.option], &seconds[way.seconds]);
+                    label.serve(problem_.options[way.option], seconds.data() + way.seconds);
                     const double work = label.work() + behind;
                     double most = label.done, sum = 0.0;
                     for (size_t w = 0; w < weights.size(); ++w) {
@@ -433,9 +441,32 @@ class Search {
         return gained;
     }
 
+    // The best plan, some parts of which are drawn anew; never, where what is drawn may not be.
+    Solution redrawn() {
+        const int count = static_cast<int>(best_.parts.size());
+        if (count == 0) return {};
+        const int window = 1 + draw(std::min(count, kWindow)), first = draw(count - window + 1);
+        std::vector<Part> parts(best_.parts.begin(), best_.parts.begin() + first);
+        const int end = best_.parts[first + window - 1].stop;
+        for (int start = best_.parts[first].start; start < end; start = parts.back().stop) {
+            const int stop = start + 1 + draw(end - start), option = options_[draw(static_cast<int>(options_.size()))];
+            if (!may(start, stop, option)) return {};
+            parts.push_back({start, stop, option});
+        }
+        parts.insert(parts.end(), best_.parts.begin() + first + window, best_.parts.end());
+        return played(std::move(parts));
+    }
+
+    // A number below `count`, of a sequence that is the same everywhere.
+    int draw(int count) {
+        random_ = random_ * 6364136223846793005u + 1442695040888963407u;
+        return static_cast<int>((random_ >> 33) % static_cast<uint64_t>(count));
+    }
+
     const Problem &problem_;
     const Settings settings_;
     Machine machine_;
+    uint64_t random_ = 0;
     const std::vector<int> options_;
     Solution best_;
 };

@@ -30,9 +30,8 @@ struct Demand {
 
 struct Option {
     std::vector<Demand> chain;
-    std::vector<int> turn;                // by place in the chain: it is the n-th of its demands on its resource
-    std::vector<int> places[kResources];  // by turn: where in the chain
-    size_t lead = 0;                      // demands on COMPUTE that the chain begins with
+    std::vector<int> turn;  // by place in the chain: it is the n-th of its demands on its resource
+    size_t lead = 0;        // demands on COMPUTE that the chain begins with
 };
 
 struct Part {
@@ -53,6 +52,7 @@ struct Problem {
     std::vector<int> alone;                 // items before i that must be alone
     size_t longest = 0;                     // demands of the longest chain
     int turns[kResources] = {};             // the most demands that a chain has on the resource
+    std::vector<int> place[kResources];     // by option and turn: where in the chain; -1: it has fewer
 
     Problem(const std::vector<double> &gaps, double rest, const std::vector<std::vector<double>> &amounts,
             std::vector<Option> options, const std::vector<std::vector<uint8_t>> &allowed,
@@ -84,7 +84,7 @@ class Machine {
 
    private:
     void arrive(const std::vector<Part> &parts, double now, int part, int place);
-    bool first(const std::vector<Part> &parts, int resource, Waiting &found);
+    const Waiting *first(const std::vector<Part> &parts, int resource);
     void leave(const std::vector<Part> &parts, int resource, const Waiting &served);
 
     const Problem &problem_;
@@ -92,6 +92,8 @@ class Machine {
     std::vector<double> arrived_;        // likewise; kNever: not yet
     std::vector<Waiting> compute_;       // what waits for COMPUTE
     std::vector<int> head_[kResources];  // by turn: the part that is next
+    bool known_[kResources] = {};        // whether `first_` still holds
+    Waiting first_[kResources] = {};     // part -1: nothing may be served
 };
 
 }  // namespace search

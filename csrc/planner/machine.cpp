@@ -49,12 +49,18 @@ Problem::Problem(const std::vector<double> &gaps, double rest, const std::vector
         longest = std::max(longest, option.chain.size());
         for (size_t i = 0; i < option.chain.size(); ++i) {
             const int resource = option.chain[i].resource;
-            option.turn.push_back(static_cast<int>(option.places[resource].size()));
-            option.places[resource].push_back(static_cast<int>(i));
+            option.turn.push_back(0);
+            for (size_t j = 0; j < i; ++j) option.turn.back() += option.chain[j].resource == resource;
             if (option.lead == i && resource == 0) ++option.lead;
             turns[resource] = std::max(turns[resource], option.turn.back() + 1);
         }
     }
+    for (int r = 0; r < kResources; ++r) place[r].assign(this->options.size() * turns[r], -1);
+    for (size_t o = 0; o < this->options.size(); ++o)
+        for (size_t i = 0; i < this->options[o].chain.size(); ++i) {
+            const int r = this->options[o].chain[i].resource;
+            place[r][o * turns[r] + this->options[o].turn[i]] = static_cast<int>(i);
+        }
 }
 
 void Problem::price(int option, int start, int stop, double *seconds) const {
@@ -79,6 +85,7 @@ void Machine::arrive(const std::vector<Part> &parts, double now, int part, int p
     const Option &option = problem_.options[parts[part].option];
     if (static_cast<size_t>(place) == option.chain.size()) return;
     arrived_[part * problem_.longest + place] = now;
+    known_[option.chain[place].resource] = false;
     if (option.chain[place].resource == 0) compute_.push_back({now, part, place});
 }
 
@@ -86,29 +93,31 @@ static bool before(const Waiting &a, const Waiting &b) {
     return a.since != b.since ? a.since < b.since : a.part < b.part || (a.part == b.part && a.place < b.place);
 }
 
-// Whether the resource may serve anything, and what is first.
-bool Machine::first(const std::vector<Part> &parts, int resource, Waiting &found) {
+// What the resource serves next, if it may serve anything.
+const Waiting *Machine::first(const std::vector<Part> &parts, int resource) {
+    Waiting &found = first_[resource];
+    if (known_[resource]) return found.part < 0 ? nullptr : &found;
+    known_[resource] = true;
+    found.part = -1;
     if (resource == 0) {
-        if (compute_.empty()) return false;
-        found = *std::min_element(compute_.begin(), compute_.end(), before);
-        return true;
+        if (!compute_.empty()) found = *std::min_element(compute_.begin(), compute_.end(), before);
+        return found.part < 0 ? nullptr : &found;
     }
-    const int count = static_cast<int>(parts.size());
-    bool any = false;
-    for (size_t turn = 0; turn < head_[resource].size(); ++turn) {
+    const int count = static_cast<int>(parts.size()), turns = problem_.turns[resource];
+    const int *places = problem_.place[resource].data();
+    for (int turn = 0; turn < turns; ++turn) {
         int &head = head_[resource][turn];
-        while (head < count && problem_.options[parts[head].option].places[resource].size() <= turn) ++head;
+        while (head < count && places[parts[head].option * turns + turn] < 0) ++head;
         if (head == count) continue;
-        const int place = problem_.options[parts[head].option].places[resource][turn];
+        const int place = places[parts[head].option * turns + turn];
         const Waiting waiting{arrived_[head * problem_.longest + place], head, place};
-        if (waiting.since == kNever || (any && !before(waiting, found))) continue;
-        any = true;
-        found = waiting;
+        if (waiting.since != kNever && (found.part < 0 || before(waiting, found))) found = waiting;
     }
-    return any;
+    return found.part < 0 ? nullptr : &found;
 }
 
 void Machine::leave(const std::vector<Part> &parts, int resource, const Waiting &served) {
+    known_[resource] = false;
     if (resource)
         ++head_[resource][problem_.options[parts[served.part].option].turn[served.place]];
     else
@@ -122,7 +131,7 @@ double Machine::play(const std::vector<Part> &parts, double limit) {
     const int count = static_cast<int>(parts.size());
     seconds_.resize(parts.size() * longest);
     for (size_t p = 0; p < parts.size(); ++p)
-        problem_.price(parts[p].option, parts[p].start, parts[p].stop, &seconds_[p * longest]);
+        problem_.price(parts[p].option, parts[p].start, parts[p].stop, seconds_.data() + p * longest);
     arrived_.assign(parts.size() * longest, kNever);
     compute_.clear();
     double left[kResources] = {};  // what the demands that are not served yet take
@@ -131,7 +140,10 @@ double Machine::play(const std::vector<Part> &parts, double limit) {
         demands += chain.size();
         for (size_t i = 0; i < chain.size(); ++i) left[chain[i].resource] += seconds_[p * longest + i];
     }
-    for (int r = 0; r < kResources; ++r) head_[r].assign(problem_.turns[r], 0);
+    for (int r = 0; r < kResources; ++r) {
+        head_[r].assign(problem_.turns[r], 0);
+        known_[r] = false;
+    }
     limit *= 1 + 1e-9;  // `left` is a sum in another order
 
     const double whole = problem_.ready.back() + problem_.rest;  // backward
@@ -148,7 +160,8 @@ double Machine::play(const std::vector<Part> &parts, double limit) {
         ++ready;
         begun = since = now;
         if (ready <= count) left_of_way = goal(ready) - (ready ? goal(ready - 1) : 0.0);
-        instants = ready < count ? std::min(problem_.instants[parts[ready].stop], parts[ready].stop - parts[ready].start) : 0;
+        instants = 0;
+        if (ready < count) instants = std::min(problem_.instants[parts[ready].stop], parts[ready].stop - parts[ready].start);
     };
     arrived();
     for (;;) {
@@ -156,34 +169,34 @@ double Machine::play(const std::vector<Part> &parts, double limit) {
         for (bool begins = true; begins;) {
             begins = false;
             int chosen = 0;
-            Waiting next{}, other{};
-            if (ends[0] == kNever && first(parts, 0, next)) {
-                begins = true;
+            const Waiting *next = ends[0] == kNever ? first(parts, 0) : nullptr;
+            if (next) {
                 if (!stopped && ready <= count) left_of_way = std::max(left_of_way - (now - begun), 0.0);
                 stopped = true;
             }
-            const bool instant = ends[0] == kNever && !begins && left_of_way == 0.0 && instants > 0;
-            for (int r = 1; r < kResources && !(begins && chosen == 0); ++r)
-                if (ends[r] == kNever && first(parts, r, other) && (!begins || before(other, next))) {
-                    begins = true;
-                    chosen = r;
-                    next = other;
-                }
-            if (instant && (!begins || before({since, ready, -1}, next))) {
+            const bool instant = !next && ends[0] == kNever && left_of_way == 0.0 && instants > 0;
+            for (int r = 1; r < kResources && !(next && chosen == 0); ++r) {
+                const Waiting *other = ends[r] == kNever ? first(parts, r) : nullptr;
+                if (!other || (next && !before(*other, *next))) continue;
+                chosen = r;
+                next = other;
+            }
+            if (instant && (!next || before({since, ready, -1}, *next))) {
                 begins = true;
                 since = now;
                 if (--instants == 0) arrived();
-            } else if (begins) {
-                const double taken = seconds_[next.part * longest + next.place];
+            } else if (next) {
+                begins = true;
+                const Waiting beginning = served[chosen] = *next;
+                const double taken = seconds_[beginning.part * longest + beginning.place];
                 const double behind = chosen || ready > count ? 0.0 : left_of_way + (whole - goal(ready));
                 if (now + left[chosen] + behind >= limit) return kNever;
                 left[chosen] -= taken;
-                leave(parts, chosen, next);
-                served[chosen] = next;
+                leave(parts, chosen, beginning);
                 if (taken > 0.0)
                     ends[chosen] = now + taken;
                 else
-                    arrive(parts, now, next.part, next.place + 1);
+                    arrive(parts, now, beginning.part, beginning.place + 1);
             } else if (ends[0] == kNever) {
                 if (stopped) begun = now;
                 stopped = false;
