@@ -278,7 +278,7 @@ class Measurement(Witness):
     def _share_errors(self, engine: Engine) -> None:
         """Of each parameter and way the highest that some rank saw."""
         mine = json.dumps(self._errors).encode()
-        texts = _call(engine, "errors of compressors", lambda group: gather_bytes(group, mine, engine.timeout_s))
+        texts = engine.call("errors of compressors", lambda group: gather_bytes(group, mine, engine.timeout_s))
         of_ranks = [json.loads(text) for text in texts]
         self._errors = {name: highest([errors.get(name, {}) for errors in of_ranks]) for name in engine.parameters}
 

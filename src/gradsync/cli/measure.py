@@ -9,9 +9,10 @@ from typing import Annotated
 
 import typer
 
-from ..bench.compressors import NAMES_IN_WORDS, named
+from ..bench.compressors import NAMES_IN_WORDS
 from ..bench.measurement import measure_workload
 from ..bench.options import parse_options
+from ..bench.plans import lossy_of
 from ..measurement import Measurement
 from ..planner.rehearsed import CANDIDATES
 from ..profile import Profile, describe_profile
@@ -43,7 +44,7 @@ def measure(
         raise typer.BadParameter("give one of --workload NAME, or -- SCRIPT ARGUMENTS")
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     with plain_errors():
-        candidates = (*CANDIDATES, *(named(name, summands=ranks).trained for name in compressor or ()))
+        candidates = (*CANDIDATES, *(lossy_of(name, ranks) for name in compressor or ()))
         if workload is not None:
             options = parse_options([workload], option or ())
             profile = measure_workload(workload, options, steps=steps, warmup=warmup, candidates=candidates)

@@ -9,11 +9,10 @@ from typing import Annotated
 import typer
 
 from ..bench import compressors
-from ..bench.plans import DENSE_SCHEMES
+from ..bench.plans import DENSE_SCHEMES, lossy_of
 from ..cluster import Cluster
 from ..plan import Plan
 from ..planner.candidates import planned
-from ..planner.errors import Lossy
 from ..planner.explain import describe
 from ..planner.explain import explain as explained
 from ..planner.job import Job
@@ -93,17 +92,6 @@ def _constraints(
     return Constraints(
         lossy, exact=tuple(exact or ()), matrices_only=matrices_only, most_error=most_error, errors=job.errors
     )
-
-
-def lossy_of(name: str, world_size: int) -> Lossy:
-    """The scheme or compressor of this name, as it trains.
-
-    Raises:
-        ValueError: for an unknown name, listing what there is.
-    """
-    if name in DENSE_SCHEMES:
-        return DENSE_SCHEMES[name]
-    return compressors.named(name, summands=world_size).trained
 
 
 def _print(lines: Iterable[str]) -> None:

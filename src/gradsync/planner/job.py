@@ -55,23 +55,23 @@ class Job:
         """
         if cluster is None and profile.world == 1:
             raise ValueError("the profile is of one rank, which exchanges nothing: name a cluster to plan for")
-        cost = profile.cost_model()
-        placement = profile.placement
+        network = Network.of(profile)
         if cluster is not None:
-            placement = cluster.placement()
             slowest = min([cluster.link, *cluster.slow.values()], key=lambda link: link.bandwidth_bytes_per_s)
+            placement = cluster.placement()
             cost = replace(
-                cost,
+                network.cost,
                 alpha_s=slowest.latency_s,
                 bandwidth_bytes_per_s=slowest.bandwidth_bytes_per_s,
                 intra=cluster.intra if placement.is_hierarchy else None,
             )
+            network = Network(cost, placement)
         overlap = profile.overlap
         return cls(
             profiles=tuple(profile.parameter_profiles()),
             ready_s={p.name: p.ready.mean_s for p in profile.parameters},
             backward_s=profile.parts.backward.mean_s,
-            network=Network(cost, placement),
+            network=network,
             overlap=Overlap(*(_factor(f) for f in (overlap.backward_by_transfer, overlap.backward_by_kernel))),
             beside_s=profile.parts.step_s - profile.parts.backward.mean_s,
             errors={p.name: p.errors for p in profile.parameters},
