@@ -16,7 +16,6 @@ from ..planner.candidates import planned
 from ..planner.explain import describe
 from ..planner.explain import explain as explained
 from ..planner.job import Job
-from ..planner.joint import certify
 from ..planner.ways import Constraints, ways_of
 from ..profile import Profile
 from .progress import beside, console, plain_errors
@@ -54,11 +53,10 @@ def plan(
         job, constraints = _job(profile, cluster), Constraints()
         constraints = _constraints(job, allow, exact, matrices_only, most_error)
         found = planned(job, constraints)
-        made = found.plan
-        made.save(out)
-        gap = certify(found.formulation.problem, found.solution).gap
-        _print(describe(explained(made, job, ways_of(job, constraints))))
-    console.print(f"The search's plan is at most {gap:.1%} from the best that its model allows.", highlight=False)
+        found.plan.save(out)
+        _print(describe(explained(found.plan, job, found.ways)))
+        gap = found.certificate().gap
+    console.print(f"The search is at most {gap:.1%} above the best that its model allows.", highlight=False)
     beside.print(f"Plan: {out}")
 
 
@@ -96,4 +94,4 @@ def _constraints(
 
 def _print(lines: Iterable[str]) -> None:
     for line in lines:
-        console.print(line, highlight=False, markup=False)
+        console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..plan import Plan
 from ..schemes import HalfPrecision
 from .default import default_plans
+from .explain import polished
 from .job import Job
-from .joint import search
-from .options import Formulation, formulate
+from .joint import Certificate, certify, search
+from .options import Formulation, Way, formulate
 from .predict import predict
 from .problem import Solution
 from .simplify import simplified
@@ -20,35 +22,37 @@ MOST_TRIED = 4
 
 @dataclass(frozen=True)
 class Planned:
-    """What a search found for a job."""
+    """What a search found for a job among these ways, and the plan made of it."""
 
+    ways: tuple[Way, ...]
     formulation: Formulation
-    solution: Solution
+    found: Solution
+    plan: Plan
 
-    @property
-    def plan(self) -> Plan:
-        return self.formulation.plan(self.solution.parts)
-
-
-def _with_errors(job: Job, constraints: Constraints | None) -> Constraints:
-    """What was measured of the job counts where the user says nothing."""
-    constraints = constraints or Constraints()
-    return constraints if constraints.errors else replace(constraints, errors=job.errors)
+    def certificate(self) -> Certificate:
+        """How far from the best the search is at most, by the machine of `problem`."""
+        return certify(self.formulation.problem, self.found)
 
 
 def planned(job: Job, constraints: Constraints | None = None) -> Planned:
     """The best plan that is found among the ways that the constraints allow.
 
+    The search's solution, of those that take as long the simplest, polished by what the search does not know. Errors
+    that were measured of the job count where the constraints have none.
+
     Raises:
         ValueError: for constraints that leave no way for a gradient.
     """
-    return _planned(formulate(job, ways_of(job, _with_errors(job, constraints))))
+    constraints = constraints or Constraints()
+    return _planned(job, ways_of(job, constraints if constraints.errors else replace(constraints, errors=job.errors)))
 
 
-def _planned(formulation: Formulation) -> Planned:
+def _planned(job: Job, ways: Sequence[Way]) -> Planned:
+    formulation = formulate(job, ways)
     found = search(formulation.problem)
     ranks = [0 if scheme.exact else 1 if isinstance(scheme, HalfPrecision) else 2 for scheme in formulation.schemes]
-    return Planned(formulation, simplified(formulation.problem, found, ranks))
+    simple = simplified(formulation.problem, found, ranks)
+    return Planned(tuple(ways), formulation, found, polished(formulation.plan(simple.parts), job, ways))
 
 
 def candidate_plans(job: Job, constraints: Constraints | None = None) -> list[Plan]:
@@ -61,7 +65,7 @@ def candidate_plans(job: Job, constraints: Constraints | None = None) -> list[Pl
         return default_plans(job.profiles, 1)
     searched, usual = [planned(job, constraints).plan], list[Plan]()
     if constraints is None or not constraints.always:
-        searched.append(_planned(formulate(job, exact_ways(job))).plan)
+        searched.append(_planned(job, exact_ways(job)).plan)
         usual = default_plans(job.profiles, job.world_size, job.network)
     seconds = {plan.digest: predict(plan, job).seconds for plan in (*searched, *usual)}
     usual.sort(key=lambda plan: seconds[plan.digest])
