@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -57,6 +57,7 @@ TRANSFER_BYTES = (64 << 10, 4 << 20)  # of one of those beside backward, the few
 MOST_ASIDE_S = 2.0  # what goes on beside one backward, if it is several transfers or computations
 KERNEL_NUMEL = 1 << 16  # of the tensor that is compressed beside backward
 KERNEL_RUNS = 20
+ALONE_RUNS = 3  # of all that goes on beside a backward, without it
 
 Array = NDArray[np.float64]
 
@@ -84,14 +85,18 @@ class Aside:
         return max(min(self.ended_s, step.ended_s) - max(self.began_s, step.began_s), 0.0)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Work:
-    """What is done beside backward: `run(group)`, so many times; `alone_s`: of all of them, on this rank."""
+    """What is done beside backward: `run()`, so many times; `alone_s`: of all of them, on this rank."""
 
-    run: Callable[[Group], None]
+    run: Callable[[], None]
     times: int
     alone_s: float
     together: bool  # with the other ranks, whose beginning is not waited for within its time
+
+    def do(self) -> None:
+        for _ in range(self.times):
+            self.run()
 
 
 class Measurement(Witness):
@@ -255,8 +260,7 @@ class Measurement(Witness):
             if work.together:
                 meet(group, engine.timeout_s)
             aside.began_s = time.perf_counter()
-            for _ in range(work.times):
-                work.run(group)
+            work.do()
             aside.ended_s = time.perf_counter()
 
         engine.aside(job)
@@ -271,7 +275,7 @@ class Measurement(Witness):
             (backward_s,) = highest([statistics.median(times.backward_s for times in self._times)])
             if group.size > 1:
                 self._works[Kind.TRANSFER] = _transfer(group, COVER * backward_s, engine.timeout_s)
-            self._works[Kind.KERNEL] = _computation(COVER * backward_s)
+            self._works[Kind.KERNEL] = _computation(group, COVER * backward_s, engine.timeout_s)
 
         engine.call("measurement of costs", costs)
 
@@ -440,45 +444,53 @@ def _transfer(group: Group, lasts_s: float, timeout_s: float) -> Work:
     """All-reduces that last so long together, or one that lasts longer."""
     highest = highest_over(group, timeout_s)
 
-    def alone_s(nbytes: int) -> float:
+    def once_s(nbytes: int) -> float:
         exchange = Exchange.of(group, Pattern.ALL_REDUCE, nbytes)
         return statistics.median(highest([exchange.seconds(group, timeout_s) for _ in range(4)])[1:])
 
     fewest, most = TRANSFER_BYTES
-    nbytes = min(max(int(PROBE_BYTES * lasts_s / alone_s(PROBE_BYTES)), fewest), most)
-    once_s = alone_s(nbytes)
+    nbytes = min(max(int(PROBE_BYTES * lasts_s / once_s(PROBE_BYTES)), fewest), most)
     exchange = Exchange.of(group, Pattern.ALL_REDUCE, nbytes)
 
-    def run(_: Group) -> None:
+    def run() -> None:
         exchange.issue().wait(timeout_s)
 
-    times = _times(lasts_s, once_s)
-    return Work(run, times, times * once_s, together=True)
+    return _work(run, _times(lasts_s, once_s(nbytes)), group, timeout_s, together=True)
 
 
-def _computation(lasts_s: float) -> Work:
+def _computation(group: Group, lasts_s: float, timeout_s: float) -> Work:
     """Compressions that last so long together."""
     compressor = ErrorFeedback(BlockInt(8))
     spec = FlatSpec((Segment("beside", 0, KERNEL_NUMEL),), ((KERNEL_NUMEL,),), torch.float32)
     values = torch.randn(KERNEL_NUMEL, generator=torch.Generator().manual_seed(0))
     state = compressor.init(spec)
 
-    def run(_: Group | None = None) -> None:
+    def run() -> None:
         compressor.compress(values, state)
 
-    seconds = []
+    run()
+    began_s = time.perf_counter()
     for _ in range(KERNEL_RUNS):
-        began_s = time.perf_counter()
         run()
-        seconds.append(time.perf_counter() - began_s)
-    once_s = statistics.median(seconds)
-    times = _times(lasts_s, once_s)
-    return Work(run, times, times * once_s, together=False)
+    once_s = (time.perf_counter() - began_s) / KERNEL_RUNS
+    return _work(run, _times(lasts_s, once_s), group, timeout_s, together=False)
 
 
 def _times(lasts_s: float, once_s: float) -> int:
     """How often something is repeated to last so long."""
     return max(math.ceil(min(lasts_s, MOST_ASIDE_S) / once_s), 1)
+
+
+def _work(run: Callable[[], None], times: int, group: Group, timeout_s: float, *, together: bool) -> Work:
+    """Timed as a whole, by all ranks at once: on shared cores, what is short often has one for itself."""
+    work = Work(run, times, 0.0, together)
+    seconds = []
+    for _ in range(ALONE_RUNS):
+        meet(group, timeout_s)
+        began_s = time.perf_counter()
+        work.do()
+        seconds.append(time.perf_counter() - began_s)
+    return replace(work, alone_s=statistics.median(seconds))
 
 
 def _overlap(quiet: Array, transfer: Array, kernel: Array) -> Overlap:

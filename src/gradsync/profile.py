@@ -201,7 +201,10 @@ class SpanEstimate(Data):
 
 
 class Overlap(Data):
-    """How many times as long something takes while something else goes on; None where that was not to be seen."""
+    """How many times as long something takes while something else goes on; None where that was not to be seen.
+
+    As measured: noise may bring a factor below 1.
+    """
 
     backward_by_transfer: Estimate | None = None  # of backward, while a transfer is in flight
     transfer_by_backward: Estimate | None = None  # of that transfer
