@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "gradsync"
 
 FLOORS: list[set[str]] = [
-    {"cluster", "drift", "expressions", "maxplus", "steps", "timeline", "trial"},
+    {"cluster", "drift", "expressions", "maxplus", "steps", "stopwatch", "timeline", "trial"},
     {"memory"},
     {"costs", "kernels"},
     {"comm"},
@@ -20,11 +20,11 @@ FLOORS: list[set[str]] = [
     {"density", "gradients", "positions"},
     {"compressors"},
     {"schemes", "observation", "footprint", "state"},
-    {"plan", "lane", "recording", "sparsity"},
-    {"planning", "optim"},
+    {"plan", "lane", "recording", "sparsity", "profile"},
+    {"planning", "optim", "fitting"},
     {"engine", "planner", "characterization"},
-    {"agreement", "hooks", "lab", "report", "simulator", "workloads"},
-    {"ddp"},
+    {"agreement", "hooks", "lab", "measurement", "report", "simulator", "workloads"},
+    {"auto", "ddp"},
     {"adapters"},
     {"attach"},
     {"bench"},

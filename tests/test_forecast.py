@@ -53,3 +53,29 @@ def test_what_is_in_flight_at_the_end_is_waited_for_in_the_order_of_first_turns(
     steps = {name: [transfer("push", 1.0), Compute("sum", 10)] for name in "ab"}
     tasks = forecast([("b", "push"), ("a", "push")], steps, {"a": 0.0, "b": 0.0}, COST)
     assert [t.name for t in tasks if t.stream == "kernel"] == ["b:finish", "a:finish"]
+
+
+def test_awaited_work_runs_on_its_device_while_the_thread_goes_on_with_other_turns() -> None:
+    def work(kernel: str, device: str) -> Compute:
+        return Compute(kernel, 20, device, awaited=True)
+
+    steps = {
+        "a": [work("compress_x", "offload"), transfer("gather", 1.0), work("decompress_x", "compute")],
+        "b": [work("compress_x", "offload"), transfer("gather", 1.0), work("decompress_x", "offload")],
+    }
+    order = [(bucket, stage) for stage in ("gather", "decode") for bucket in "ab"]
+    assert spans(forecast(order, steps, {"a": 1.0, "b": 4.0}, COST)) == {
+        ("offload", "a:compress@offload"): (1.0, 3.0),
+        ("offload", "b:compress@offload"): (4.0, 6.0),
+        ("link", "a:gather"): (3.0, 4.0),
+        ("link", "b:gather"): (6.0, 7.0),
+        ("compute", "a:decode"): (6.0, 8.0),
+        ("offload", "b:decode"): (7.0, 9.0),
+    }
+
+
+def test_backward_s_thread_takes_work_when_the_next_bucket_is_ready() -> None:
+    decode = Compute("decompress_x", 10, "compute", awaited=True)
+    steps = {"a": [transfer("gather", 1.0), decode], "b": [transfer("gather", 1.0)]}
+    tasks = spans(forecast([("a", "gather"), ("a", "decode"), ("b", "gather")], steps, {"a": 0.0, "b": 5.0}, COST))
+    assert tasks["compute", "a:decode"] == (5.0, 6.0)

@@ -24,6 +24,16 @@ def test_candidates_run_there_and_back() -> None:
     assert len(ran) == 3 * ROUNDS * TURN_STEPS
 
 
+def test_a_turn_that_was_interrupted_begins_anew() -> None:
+    trial = Trial([0, 1])
+    for now_s in (0.0, 1.0, 2.0):
+        assert not trial.step_ended(now_s)
+    trial.interrupt()  # other steps lie between
+    ends = [trial.step_ended(1000.0 + now_s) for now_s in range(TURN_STEPS)]
+    assert ends == [False] * (TURN_STEPS - 1) + [True]
+    assert trial.current == 1 and trial._times_s[0] == [1.0] * (TURN_STEPS - 1)
+
+
 def test_the_first_step_of_a_turn_is_not_counted() -> None:
     trial = Trial([0, 1, 2])
     run(trial, [3.0, 1.0, 2.0], first_s=1000.0)

@@ -9,6 +9,8 @@ from .cluster import Link as Link
 from .comm import GroupError as GroupError
 from .ddp import DDPState as DDPState
 from .ddp import ddp_hook as ddp_hook
+from .measurement import measure as measure
 from .plan import Plan as Plan
+from .profile import Profile as Profile
 
 __version__ = "0.1.0"

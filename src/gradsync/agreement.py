@@ -77,6 +77,7 @@ def agreed_engine(
         raise
     _attached.update(model.modules())
     _attached_parameters.update({p: True for p in parameters.values()})
+    engine.follow()
     return engine, parameters
 
 
@@ -114,7 +115,9 @@ def _examine(
     if any(module in _attached for module in model.modules()):
         raise RuntimeError("gradsync is attached to this model, or to a part of it, already; call detach() on it first")
     if not isinstance(plan, Plan) and not callable(plan):
-        raise TypeError(f"plan must be a Plan (see Plan.load), a function that makes one, or None; got {plan!r}")
+        raise TypeError(
+            f"plan must be a Plan (see Plan.load), a function that makes one, 'auto', or None; got {plan!r}"
+        )
     if torch._C._current_graph_task_id() != -1:
         raise RuntimeError("attach() was called during backward; call it before the forward of a step")
     if any("FullyShardedDataParallel" in c.__name__ or c.__name__ == "FSDPModule" for c in _classes(model)):

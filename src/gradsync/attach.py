@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from .agreement import DEFAULT_TIMEOUT_S, agreed_engine, forget
+from .auto import AutoPlanner
 from .bucket import matches
 from .comm import Group, GroupError
 from .ddp import UNEVEN_INPUTS, DDPState, ddp_hook
@@ -124,7 +125,7 @@ def _release(modules: weakref.WeakSet[nn.Module], engine: Engine, remove: Callab
 def attach(
     model: nn.Module,
     optimizer: Optimizer | None = None,
-    plan: Plan | Planner | None = None,
+    plan: Plan | Planner | Literal["auto"] | None = None,
     process_group: dist.ProcessGroup | None = None,
     timeout: timedelta | float = DEFAULT_TIMEOUT_S,
     exclude: Sequence[str] = (),
@@ -143,6 +144,8 @@ def attach(
             then try bucket sizes, orders and schemes for 20 to 90 steps (not if `torch.use_deterministic_algorithms` is
             on now: timing decides, and bucket sizes change rounding). Or a function of (profiles, world size) that
             returns a plan, or several to be tried; `gradsync.planner.CompressingPlanner` is one, for a compressor.
+            "auto": the first steps are measured, a search finds a plan, and the best ones are tried (see `AutoPlanner`,
+            which also takes what gradients may lose).
         process_group: the ranks that share the model; None: all.
         timeout: seconds (or a timedelta) after which a rank that waits for the others raises.
         exclude: names or shell patterns (`"encoder.*"`) of parameters that are left alone.
@@ -158,6 +161,8 @@ def attach(
         >>> handle = gradsync.attach(model)  # doctest: +SKIP
         >>> loss.backward()                  # doctest: +SKIP
     """
+    if plan == "auto":
+        plan = AutoPlanner()
     timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     if isinstance(model, DistributedDataParallel):
         state = DDPState(model, plan=plan, timeout_s=timeout_s, exclude=exclude, optimizer=optimizer)

@@ -14,10 +14,14 @@ from .steps import DIRECT_BYTES, Compute, Step, Transfer, busiest
 
 @dataclass(frozen=True)
 class KernelCost:
-    """What a kernel takes: so much a call, and so much a byte that it must read or write."""
+    """What a kernel takes: so much a call, and so much a byte that it must read or write beyond a call's first ones."""
 
     call_s: float
     byte_s: float
+    knee_bytes: float = 0.0  # of a call, up to which more of them take no longer
+
+    def seconds(self, nbytes: float, calls: float) -> float:
+        return calls * self.call_s + max(nbytes - calls * self.knee_bytes, 0.0) * self.byte_s
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class CostModel:
         """`placement`: of all ranks; None: each on a node of its own."""
         if isinstance(step, Compute):
             kernel = self.kernels.get(step.kernel) or KernelCost(0.0, 1 / self.memory_bytes_per_s)
-            return step.calls * kernel.call_s + step.nbytes * kernel.byte_s
+            return kernel.seconds(step.nbytes, step.calls)
         if placement is None or placement.num_nodes == placement.size:
             return self.stage_s + step.rounds * self.alpha_s + step.busiest_bytes / self.bandwidth_bytes_per_s
         return self.stage_s + self._shared_s(step, placement)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -72,6 +72,7 @@ class Engine:
         self._thread = JobThread("gradsync", self.device)
         self._apart = False  # the step under way exchanges when backward has ended, and no plan is made by it
         self._aside: Future[Any] | None = None  # what the communication thread does before the exchange
+        self._other_core: JobThread | None = None  # for what a plan offloads
         self._adopt(self._planning.plan)
         self._announce()
 
@@ -105,6 +106,8 @@ class Engine:
             turn=self._turn,
             thread=self._thread,
             early=not self._apart,
+            prepared=self.lanes.prepared,
+            offload=None if self._other_core is None else self._other_core.submit,
         )
 
     @property
@@ -138,6 +141,7 @@ class Engine:
         for lane in self.lanes.of(name):
             if lane.load(name, gradient, used=used):
                 running.mark_ready(lane.bucket.id)
+        running.do_work()
 
     def missing(self) -> list[str]:
         """Parameters that were not loaded in this step yet, in model order."""
@@ -182,6 +186,20 @@ class Engine:
         self.step += 1
         if witness is not None:
             witness.step_ended(self, self.parameters)  # may end the script
+
+    def follow(self) -> None:
+        """Lets a planner that proposes plans measure the job; on all ranks at once, between two steps."""
+        self._planning.follow(self)
+
+    def propose(self, plans: Sequence[Plan]) -> None:
+        """Plans to go on with between two steps, see `Planning.propose`; on all ranks at once."""
+        try:
+            self._planning.propose(plans)
+        except Exception as error:
+            self.fail(f"the plans proposed before step {self.step}: {error}")
+            raise
+        if self.settled and not self.replanning:
+            self._announce()
 
     def fail(self, why: str) -> None:
         """From now on nothing is synchronised any more; the other ranks are told."""
@@ -307,7 +325,8 @@ class Engine:
         return [lane.statistics(self._observer.profiles) for lane in self.lanes]
 
     def timeline(self) -> list[Task]:
-        """The last step: "compute" (backward), "link" (operations in flight), "kernel" (schemes' own work), "wait"."""
+        """The last step: "compute" (backward, and work of schemes on its thread), "offload" (their work on another
+        core), "kernel" (their other work), "link" (operations in flight), "wait"."""
         return list(self._timeline)
 
     def predicted_timeline(self) -> list[Task]:
@@ -333,8 +352,11 @@ class Engine:
             return
         self.abandon("gradsync was detached in the middle of a step")
         self._final_statistics = self.statistics()
+        self._planning.close(self)
         self._closed = True
         self._thread.stop()
+        if self._other_core is not None:
+            self._other_core.stop()
         self.group.close()
         self.lanes = Lanes()  # and so their memory goes; gradients keep what they live in
         memory.release()
@@ -380,11 +402,15 @@ class Engine:
         was_settled = self.settled
         try:
             self._planning.step_ended(self.lanes)
+            drifted = self._planning.drifted(self._timeline[-1].end_s)
         except Exception as error:
             self.fail(f"the plan after step {self.step}: {error}")
             raise
         if self.settled and not was_settled:
             self._announce()
+        if drifted:
+            logger.info("steps take another time than they did; the job is measured again")
+            self.follow()
 
     def _change_plan(self, plan: Plan) -> None:
         """The plan of the coming steps; what schemes kept goes over to it, or the engine fails."""
@@ -405,6 +431,8 @@ class Engine:
             Lane.make(bucket.bucket(self.specs), bucket.make_scheme(), self.parameters, self.group)
             for bucket in plan.buckets
         )
+        if self._other_core is None and self.lanes.offload:
+            self._other_core = JobThread("gradsync offload", self.device, torch_threads=1)
 
     def _record(self, running: Synchronization, backward_ended_s: float) -> None:
         ended_s = time.perf_counter() - running.began_s

@@ -1,7 +1,8 @@
 """A step's timeline as predicted: the plan's order played on one issuing thread and one link.
 
 It mirrors `comm/issue.py`: at a bucket's turn the thread waits for what the bucket awaits, computes up to its next
-transfer, hands that over and goes on; transfers follow one another on the link.
+transfer, hands that over and goes on; transfers follow one another on the link. So does awaited work on its device, on
+backward's own once the next bucket is ready; what a bucket awaits first of all begins when it is ready itself.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from .cluster import Link, Placement
 from .comm import Group
 from .costs import CostModel
-from .steps import FINISH, Compute, Step
+from .steps import COMPUTE, FINISH, Compute, Step
 from .timeline import Task
 
 
@@ -22,7 +23,7 @@ def forecast(
     cost: CostModel,
     placement: Placement | None = None,
 ) -> list[Task]:
-    """What runs when: tasks "kernel" and "link", named `bucket:stage` as the engine's.
+    """What runs when: tasks "kernel", "link" and those of devices, named `bucket:stage` as the engine's.
 
     `order` are the turns; `steps` of each bucket; `ready_s` says when its gradients are there; `placement`: of all
     ranks, by default each on a node of its own.
@@ -64,10 +65,17 @@ class _Player:
         self._placement = placement
         self._thread_s = 0.0  # until when the thread is busy
         self._link_s = 0.0
+        self._devices_s: dict[str, float] = {}  # until when each is busy
         self._in_flight: dict[str, float] = {}  # bucket -> when its transfer ends
         self._tasks: list[Task] = []
 
     def play(self, order: Sequence[tuple[str, str]]) -> list[Task]:
+        for bucket in sorted(self._left, key=lambda b: self._ready_s[b]):
+            left = self._left[bucket]
+            first = left[0] if left else None
+            if isinstance(first, Compute) and first.awaited:
+                del left[0]
+                self._work(bucket, f"{first.kernel.partition('_')[0]}@{first.device}", first, self._ready_s[bucket])
         for bucket, stage in order:
             self._turn(bucket, stage)
         for bucket in dict.fromkeys(bucket for bucket, _ in order):
@@ -78,13 +86,27 @@ class _Player:
     def _turn(self, bucket: str, stage: str) -> None:
         self._thread_s = max(self._thread_s, self._ready_s[bucket], self._in_flight.pop(bucket, 0.0))
         began_s, left = self._thread_s, self._left[bucket]
-        while left and isinstance(left[0], Compute):
+        while left and isinstance(left[0], Compute) and not left[0].awaited:
             self._thread_s += self._cost.seconds(left.pop(0))
         if self._thread_s > began_s:
             self._tasks.append(Task(f"{bucket}:{stage}", "kernel", began_s, self._thread_s))
-        if left:
-            transfer = left.pop(0)
+        if not left:
+            return
+        following = left.pop(0)
+        if isinstance(following, Compute):
+            taken_s = self._thread_s
+            if following.device == COMPUTE:
+                taken_s = min((s for s in self._ready_s.values() if s >= taken_s), default=taken_s)
+            self._work(bucket, stage, following, taken_s)
+        else:
             began_s = max(self._thread_s, self._link_s)
-            self._link_s = began_s + self._cost.seconds(transfer, self._placement)
+            self._link_s = began_s + self._cost.seconds(following, self._placement)
             self._in_flight[bucket] = self._link_s
             self._tasks.append(Task(f"{bucket}:{stage}", "link", began_s, self._link_s))
+
+    def _work(self, bucket: str, stage: str, work: Compute, from_s: float) -> None:
+        """Awaited work, from a time on."""
+        began_s = max(from_s, self._devices_s.get(work.device, 0.0))
+        ended_s = began_s + self._cost.seconds(work)
+        self._devices_s[work.device] = self._in_flight[bucket] = ended_s
+        self._tasks.append(Task(f"{bucket}:{stage}", work.device, began_s, ended_s))

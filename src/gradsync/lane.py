@@ -244,6 +244,16 @@ class Lanes:
         return self._of[name]
 
     @property
+    def prepared(self) -> frozenset[str]:
+        """Buckets whose schemes have work to do as soon as they are complete."""
+        return frozenset(lane.bucket.id for lane in self if lane.scheme.prepares)
+
+    @property
+    def offload(self) -> bool:
+        """Whether some scheme has work for another core."""
+        return any(lane.scheme.offloads for lane in self)
+
+    @property
     def have_state(self) -> bool:
         return any(lane.state or lane.owed is not None for lane in self)
 

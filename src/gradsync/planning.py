@@ -20,6 +20,7 @@ from torch import Tensor
 from .comm import Group
 from .costs import CostModel
 from .density import ParameterProfile
+from .drift import Drift
 from .lane import Lanes
 from .observation import Observer
 from .plan import Plan, What
@@ -34,6 +35,19 @@ Call = Callable[[str, Callable[[Group], Any]], Any]  # `Engine.call`
 # the second step.
 MAX_OBSERVATIONS = 2
 LOOK_AGAIN_STEPS = 499  # a prime: what alternates from step to step is not always met in the same state
+
+
+@runtime_checkable
+class ProposingPlanner(Protocol):
+    """A planner that measures the job while its first steps run by another plan, and then proposes plans for it."""
+
+    def __call__(self, profiles: Sequence[ParameterProfile], world_size: int) -> Plan | Sequence[Plan]: ...
+
+    def follow(self, engine: Any) -> bool:
+        """Begins to measure; ends with `engine.propose(plans)`, on all ranks at once. False: the plan stays."""
+
+    def close(self, engine: Any) -> None:
+        """The engine is closed: nothing more is measured of it."""
 
 
 @runtime_checkable
@@ -70,6 +84,9 @@ class Planning:
     ) -> None:
         self._planner = None if isinstance(plan, Plan) else plan
         self._reviser = plan if isinstance(plan, RevisingPlanner) else None
+        self._proposer = plan if isinstance(plan, ProposingPlanner) else None
+        self._measuring = False  # plans are going to be proposed
+        self._drift = Drift()
         self._observer = observer
         self._group = group  # to be talked to by `call` only
         self._call = call
@@ -85,7 +102,7 @@ class Planning:
     @property
     def settled(self) -> bool:
         """Whether the first steps have decided what they decide."""
-        return self._trial is None and not self._observations_left
+        return self._trial is None and not self._observations_left and not self._measuring
 
     @property
     def looks(self) -> bool:
@@ -115,6 +132,41 @@ class Planning:
             self._try(self._trial)
         elif self._reviser is not None and self._reviser.cost is not None:
             self._look_again(self._reviser, lanes)
+
+    def follow(self, engine: Any) -> None:
+        """Lets the planner measure the job, if it is one that proposes plans; called with the engine that runs it."""
+        if self._proposer is not None:
+            self._measuring = self._proposer.follow(engine)
+
+    def close(self, engine: Any) -> None:
+        """No further step of this engine comes."""
+        if self._proposer is not None:
+            self._proposer.close(engine)
+
+    def propose(self, plans: Sequence[Plan]) -> None:
+        """Plans for the steps from now on, the best guess first: they are tried, and the fastest stays. Collective.
+
+        Raises:
+            ValueError: for a plan that is not for this model.
+            RuntimeError: on all ranks, when they propose different plans.
+        """
+        for plan in plans:
+            self._check(plan)
+        self._require_same(plans)
+        self._measuring, self._observations_left = False, 0
+        self._trial = Trial(plans) if len(plans) > 1 else None
+        self._drift = Drift()
+        self._switch_to(plans[0])
+
+    def drifted(self, seconds: float) -> bool:
+        """Counts a step of a plan that stays, from backward's begin to its last gradient; whether the job has changed.
+
+        Collective when it is time for a look.
+        """
+        if self._proposer is None or not self.settled or not self._drift.step_ended(seconds):
+            return False
+        medians_s = self._gather("times of steps", torch.tensor([self._drift.median_s], dtype=torch.float64))
+        return self._drift.judge(max(float(part) for part in medians_s))
 
     def step_passed(self) -> None:
         """A step is over that was not as others are: it says nothing of the plan."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .bucket import Bucket, Segment, TensorSpec
-from .compressors import RESIDUAL, SENT, SUMS
+from .compressors import RESIDUAL, SENT, copies_at
 from .compressors import State as CompressorState
 
 VERSION = 2  # of a `state_dict`; in the first one elements were as they lay in memory
@@ -135,16 +135,18 @@ def with_slices(bucket: Bucket, state: Mapping[str, Kept], saved: Sequence[State
     """A fresh state of a bucket with those elements of the slices that it holds; other plans cut elsewhere.
 
     Writes into the tensors of `state`. What goes with a segment as a whole is taken where it has the same shape. What
-    was left of sums that this rank no longer owns is still to be sent: it goes to what is left of its own gradient.
+    was left of sums that this rank no longer owns is still to be sent: it goes to what is left of its own gradient, of
+    sums that several ranks kept alike a share from each.
     """
     taken = {point: _with_slices(bucket, point, kept, saved) for point, kept in state.items()}
     for part in saved:
         point, _, name = part.point.partition(".")
         sent = taken.get(SENT)
-        if part.whole or point != SUMS or not name or not isinstance(sent, tuple):
+        copies = copies_at(point)
+        if part.whole or not copies or not name or not isinstance(sent, tuple):
             continue
-        rest = part.values.clone()
-        for segment in _segments_of(taken.get(SUMS, ()), name):
+        rest = part.values / copies
+        for segment in _segments_of(taken.get(point, ()), name):
             low, high = max(part.start, segment.start), min(part.stop, segment.stop)
             if part.name == segment.name and low < high:
                 rest[low - part.start : high - part.start] = 0
@@ -154,7 +156,8 @@ def with_slices(bucket: Bucket, state: Mapping[str, Kept], saved: Sequence[State
 
 def left_to_send(part: StateSlice) -> bool:
     """Whether it is what compressors left of gradients, or of sums: under any plan it can be sent with gradients."""
-    return not part.whole and part.point in (f"{SENT}.{RESIDUAL}", f"{SUMS}.{RESIDUAL}")
+    point, _, name = part.point.partition(".")
+    return not part.whole and name == RESIDUAL and (point == SENT or copies_at(point) > 0)
 
 
 def owed(bucket: Bucket, state: Mapping[str, Kept], saved: Sequence[StateSlice]) -> Tensor | None:
@@ -173,7 +176,8 @@ def owed(bucket: Bucket, state: Mapping[str, Kept], saved: Sequence[StateSlice])
                     flat = torch.zeros(bucket.numel, dtype=part.values.dtype)
                 low, high = max(part.start, segment.start), min(part.stop, segment.stop)
                 room = flat[offset + low - segment.start : offset + high - segment.start]
-                room += part.values[low - part.start : high - part.start].to(room)
+                copies = copies_at(part.point.partition(".")[0]) or 1  # of what several ranks kept alike each a share
+                room += part.values[low - part.start : high - part.start].to(room) / copies
         offset += segment.numel
     return flat
 
@@ -192,7 +196,7 @@ def has_place(states: Iterable[Mapping[str, Kept]], part: StateSlice) -> bool:
     if part.whole:
         kept_there = [state[point] for state in states if point in state]
         return any(name in each.tensors for kept in kept_there if not isinstance(kept, Tensor) for each in kept)
-    points = {point, SENT} if point == SUMS else {point}
+    points = {point, SENT} if copies_at(point) else {point}
     found = 0
     for state in states:
         if isinstance(state.get(part.point), Tensor):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 FINISH = "finish"  # the turn in which a bucket does what is left to do behind its last transfer
+COMPUTE, OFFLOAD = "compute", "offload"  # devices: backward's own thread or device, and another core
 DIRECT_BYTES = 256 << 10  # a collective in which a member sends no more goes straight to every other member
 
 
@@ -27,12 +28,16 @@ class Pattern(StrEnum):
 
 @dataclass(frozen=True)
 class Compute:
-    """Local work: `nbytes` are the bytes the algorithm must read plus those it must write, in so many `calls`."""
+    """Local work: `nbytes` are the bytes the algorithm must read plus those it must write, in so many `calls`.
+
+    `awaited`: as `Work`, which has a turn of its own and is done on its device; else whoever issues does it.
+    """
 
     kernel: str
     nbytes: float
-    device: str = "compute"
+    device: str = COMPUTE
     calls: float = 1.0
+    awaited: bool = False
 
 
 @dataclass(frozen=True)

@@ -191,7 +191,7 @@ def test_what_no_way_is_left_for_is_named() -> None:
 
 def test_errors_exempt_parameters_from_ways_that_lose_too_much() -> None:
     here = job()
-    errors = {str(FEEDBACK): {"body": 0.02, "first": 0.001}}
+    errors = {name: {str(FEEDBACK): error} for name, error in (("body", 0.02), ("first", 0.001), ("half", 0.01))}
     ways = ways_of(here, Constraints(lossy=(FEEDBACK,), most_error=0.01, errors=errors))
     (among,) = {way.among for way in ways if way.among is not None}
-    assert among == {"head.weight", "head.bias", "half", "first"}
+    assert among == {"half", "first"}, "the others lose more, or nobody knows how much"

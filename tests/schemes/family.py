@@ -35,10 +35,12 @@ from gradsync.schemes import (
     Partition,
     Point,
     ReduceScatter,
+    Route,
     RowPoint,
     Scheme,
     SparseReduceScatter,
     ZenHash,
+    is_flat,
 )
 from gradsync.schemes.formats import PartFormat
 from gradsync.sparse import SparseRows
@@ -96,7 +98,7 @@ class Member:
     def planned(self, inputs: Sequence[Any]) -> Scheme[Any]:
         """The scheme for these ranks' tables, on their nodes."""
         scheme = self.plan(inputs) if self.plan is not None else self.scheme
-        if isinstance(scheme, Hierarchical):
+        if isinstance(scheme, Hierarchical) or (isinstance(scheme, Route) and not is_flat(scheme.leaf)):
             return replace(scheme, ranks_per_node=self.ranks_per_node(len(inputs)))
         return scheme
 
@@ -144,9 +146,14 @@ ELEMENT_CASES = [
     "few non-zeros",
 ]
 RIVAL_CASES = ("no elements", "one element", "even", "zeros of both signs", "hot columns", "few non-zeros")
+ROUTE_CASES = ("no elements", "one element", "prime")
 MEMBERS = [
     Member(AllReduce(), roundings=lambda n: n + 1),  # scaled, then the transport's own sum in the bucket's dtype
     Member(ReduceScatter(), roundings=lambda n: 2, sizes=(1, 3, 4), only=("no elements", "one element", "prime")),
+    *(
+        Member(Route(tasks), roundings=lambda n: n + 1, title=tasks[0], sizes=(1, 3, 4), only=ROUTE_CASES)
+        for tasks in (("all_reduce",), ("reduce_scatter", "all_gather"), ("reduce", "broadcast"))
+    ),
     Member(AGSparse(), roundings=lambda n: 2, sections=2),  # repeated rows merged before they are sent, then the sum
     Member(BalancedParallelism(), roundings=lambda n: 2, sections=2),
     Member(BalancedParallelism(), roundings=lambda n: 2, sections=2, title="with room", plan=generous),
@@ -271,6 +278,24 @@ NESTED_MEMBERS = [
         ("2x2 and 2x3", TABLE_STRIPES, BalancedParallelism(), {"sections": 4}),
         ("3x2", TABLE_STRIPES, AGSparse(), {"sections": 4}),
         ("3x2", TABLE_STRIPES, DOUBLING_OF_ROWS, {"sections": 2, "spread": 0.3}),
+    )
+]
+
+
+NESTED_MEMBERS += [
+    Member(
+        Route(tasks),
+        roundings=lambda n: 3,
+        title=" ".join(tasks),
+        sizes=(4, 6),
+        only=("prime", "one element"),
+        ranks_per_node=lambda size: SHAPES["2x2 and 2x3"].get(size, 1),
+        types=(torch.float32, torch.bfloat16),
+    )
+    for tasks in (
+        ("reduce_scatter", "all_reduce", "all_gather"),
+        ("reduce_scatter", "reduce_scatter", "all_gather", "all_gather"),
+        ("reduce", "reduce", "broadcast", "broadcast"),
     )
 ]
 

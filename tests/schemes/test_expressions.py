@@ -18,6 +18,7 @@ from gradsync.density import DensityProfile
 from gradsync.schemes import (
     AllReduce,
     BalancedParallelism,
+    Route,
     Scheme,
     State,
     from_expression,
@@ -64,8 +65,8 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-# Those of compressors are held to the same with each of them, in test_compressed.py.
-WITHOUT_COMPRESSOR = [scheme() for scheme in registered().values() if not issubclass(scheme, Compressed)]
+# Those of compressors are held to the same with each of them, in test_compressed.py, and routes in test_route.py.
+WITHOUT_COMPRESSOR = [scheme() for scheme in registered().values() if not issubclass(scheme, Compressed | Route)]
 
 
 @pytest.mark.parametrize("scheme", WITHOUT_COMPRESSOR, ids=lambda s: s.name)

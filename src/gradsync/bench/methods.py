@@ -21,8 +21,11 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from ..attach import Attachment, attach
+from ..auto import AutoPlanner
+from ..compressors import BlockInt, ErrorFeedback, TopK
 from ..planner import SPARSE_SCHEMES as PLANNED_SCHEMES
-from ..schemes import Scheme
+from ..planner.ways import Constraints
+from ..schemes import HalfPrecision, PowerSGD, Scheme
 from . import compressors
 from .plans import DENSE_SCHEMES, lossy_planner, planned
 
@@ -107,6 +110,11 @@ def _gradsync(model: nn.Module, timeout: timedelta, *, plan: Any = None) -> tupl
     return model, attach(model, plan=plan, timeout=timeout)
 
 
+def _automatic(constraints: Constraints, model: nn.Module, timeout: timedelta) -> tuple[nn.Module, Attachment]:
+    """A planner of its own for each model: it keeps what it measures."""
+    return model, attach(model, plan=AutoPlanner(constraints), timeout=timeout)
+
+
 def lossy(name: str, momentum: float = 0.0) -> Method:
     """gradsync with a plan that sends dense gradients as this name says, and tables as the default plan does.
 
@@ -121,6 +129,18 @@ def lossy(name: str, momentum: float = 0.0) -> Method:
 def _powersgd(rank: int) -> Callable[[dist.ProcessGroup], powerSGD_hook.PowerSGDState]:
     return partial(powerSGD_hook.PowerSGDState, matrix_approximation_rank=rank, start_powerSGD_iter=2)
 
+
+HALF = HalfPrecision(values="bfloat16")
+MOST_ERROR = 0.1  # of a gradient's norm that `auto` may change: 16 and 8 bits do less, one bit and 1 % mostly more
+
+# What `plan="auto"` is allowed: all that loses little; nothing; 16 bits, where only the cuts are its own.
+AUTOMATIC: dict[str, Constraints] = {
+    "auto": Constraints(
+        (HALF, ErrorFeedback(BlockInt(8)), PowerSGD(2), ErrorFeedback(TopK(0.01))), most_error=MOST_ERROR
+    ),
+    "auto_exact": Constraints(),
+    "bf16_cuts": Constraints((HALF,), always=True),
+}
 
 # Measured beside the planner's choice, by the names of plans.
 SPARSE_SCHEMES: dict[str, Scheme[Any]] = {s.name: s for s in PLANNED_SCHEMES}
@@ -146,6 +166,7 @@ METHODS: dict[str, Method] = {
             for r in (1, 2, 4)
         ),
         Method("gradsync_dense", False, True, _gradsync),
+        *(Method(n, True, False, partial(_automatic, constraints)) for n, constraints in AUTOMATIC.items()),
         *(Method(n, True, True, partial(_gradsync, plan=partial(planned, s))) for n, s in SPARSE_SCHEMES.items()),
         *map(lossy, DENSE_SCHEMES),
     )

@@ -13,6 +13,7 @@ from ..density import ParameterProfile
 from ..optim import take_momentum
 from ..plan import Plan
 from ..planner import CompressingPlanner, default_plan
+from ..planner.errors import Lossy
 from ..schemes import HalfPrecision, MajorityVote, PowerSGD, Scheme
 from . import compressors
 
@@ -40,6 +41,15 @@ def lossy_planner(name: str, momentum: float = 0.0) -> CompressingPlanner:
         return CompressingPlanner(DENSE_SCHEMES[name])
     matrices_only = compressors.named(name).family.matrices_only
     return CompressingPlanner(partial(_among, name, momentum), matrices_only=matrices_only)
+
+
+def lossy_of(name: str, world_size: int) -> Lossy:
+    """The scheme or compressor of this name, as it trains, on so many ranks.
+
+    Raises:
+        ValueError: for an unknown name, or a number that the compressor does not take.
+    """
+    return DENSE_SCHEMES[name] if name in DENSE_SCHEMES else compressors.named(name, summands=world_size).trained
 
 
 def _among(name: str, momentum: float, world_size: int) -> Compressor[Any]:

@@ -6,7 +6,7 @@ import logging
 
 import typer
 
-from . import bench, characterize, demo, lab, simulate
+from . import bench, characterize, demo, lab, measure, plan, simulate
 
 app = typer.Typer(
     help="Synchronise gradients of distributed PyTorch training by the cheapest way for every tensor.",
@@ -17,6 +17,9 @@ app = typer.Typer(
 app.command("demo")(demo.demo)
 app.command("simulate")(simulate.simulate)
 app.command("characterize")(characterize.characterize)
+app.command("measure")(measure.measure)
+app.command("plan")(plan.plan)
+app.command("explain")(plan.explain)
 app.add_typer(bench.app, name="bench")
 app.add_typer(lab.app, name="lab")
 

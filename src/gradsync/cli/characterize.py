@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import runpy
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,6 +18,7 @@ from ..report.sparsity import sparsity_table, summary, views, write_sparsity_pag
 from ..workloads import Batch, Workload
 from .bench import Options
 from .progress import WIDE, beside, console, event_bar, plain_errors
+from .script import run_as_main
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -103,25 +101,14 @@ def _record(script: Sequence[str], recorder: Recorder, out: Path) -> bool:
     """Runs this rank's script and leaves its recording; True on rank 0, once all ranks have left theirs."""
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     discard_recording(out, rank=rank, ranks=ranks)
-    with _as_main(script), recording(recorder):
-        runpy.run_path(script[0], run_name="__main__")
+    with recording(recorder):
+        run_as_main(script)
     if not recorder.footprints:
         raise RuntimeError(f"{script[0]} has shown no gradients: does it call gradsync.attach(model) and backward()?")
     save_recording(out, recorder.footprints, rank=rank, ranks=ranks)
     if rank == 0:
         await_recording(out, ranks, OTHER_RANKS_TIMEOUT_S)
     return rank == 0
-
-
-@contextmanager
-def _as_main(script: Sequence[str]) -> Iterator[None]:
-    """`sys.argv` and `sys.path` as `python SCRIPT ARGUMENTS` has them."""
-    before = sys.argv, sys.path
-    sys.argv, sys.path = list(script), [str(Path(script[0]).resolve().parent), *sys.path]
-    try:
-        yield
-    finally:
-        sys.argv, sys.path = before
 
 
 def _show(found: Characterization, json: str | None, plot: Path | None) -> None:

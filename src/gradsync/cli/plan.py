@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ..bench import compressors
-from ..bench.plans import DENSE_SCHEMES
+from ..bench.plans import DENSE_SCHEMES, lossy_of
 from ..cluster import Cluster
 from ..plan import Plan
 from ..planner.candidates import planned
 from ..planner.explain import describe
 from ..planner.explain import explain as explained
 from ..planner.job import Job
-from ..planner.joint import certified
-from ..planner.ways import Constraints, Lossy, ways_of
+from ..planner.ways import Constraints, ways_of
 from ..profile import Profile
 from .progress import beside, console, plain_errors
 
@@ -54,11 +53,10 @@ def plan(
         job, constraints = _job(profile, cluster), Constraints()
         constraints = _constraints(job, allow, exact, matrices_only, most_error)
         found = planned(job, constraints)
-        made = found.plan
-        made.save(out)
-        gap = certified(found.formulation.problem, found.solution).gap
-        _print(describe(explained(made, job, ways_of(job, constraints))))
-    console.print(f"The search's plan is at most {gap:.1%} from the best that its model allows.", highlight=False)
+        found.plan.save(out)
+        _print(describe(explained(found.plan, job, found.ways)))
+        gap = found.certificate().gap
+    console.print(f"The search is at most {gap:.1%} above the best that its model allows.", highlight=False)
     beside.print(f"Plan: {out}")
 
 
@@ -89,20 +87,11 @@ def _constraints(
     job: Job, allow: str, exact: Sequence[str] | None, matrices_only: bool, most_error: float | None
 ) -> Constraints:
     lossy = tuple(lossy_of(name, job.world_size) for name in allow.split(",") if name)
-    return Constraints(lossy, tuple(exact or ()), matrices_only, most_error, job.errors)
+    return Constraints(
+        lossy, exact=tuple(exact or ()), matrices_only=matrices_only, most_error=most_error, errors=job.errors
+    )
 
 
-def lossy_of(name: str, world_size: int) -> Lossy:
-    """The scheme or compressor of this name, as it trains.
-
-    Raises:
-        ValueError: for an unknown name, listing what there is.
-    """
-    if name in DENSE_SCHEMES:
-        return DENSE_SCHEMES[name]
-    return compressors.named(name, summands=world_size).trained
-
-
-def _print(lines: Sequence[str]) -> None:
+def _print(lines: Iterable[str]) -> None:
     for line in lines:
-        console.print(line, highlight=False, markup=False)
+        console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -17,3 +17,5 @@ from .local import run_local as run_local
 from .record import Ledger as Ledger
 from .record import RecordingGroup as RecordingGroup
 from .threads import JobThread as JobThread
+from .work import Work as Work
+from .work import WorkGivenUpError as WorkGivenUpError

@@ -10,6 +10,11 @@ read each other's messages.
 Who issues? The communication thread, as far as buckets are ready while backward goes on; the thread that waits for the
 end does the rest itself. Handing over costs two changes of threads, which many small steps would feel. A lock, the
 `turn`, makes it one at a time.
+
+Who computes? What a scheme does between two awaits, whoever issues. `Work` that a scheme awaits, the device that it is
+for: `OFFLOAD` is a thread of its own, which begins at once; `COMPUTE` is the thread of backward, which does it when it
+next comes by (`do_work`) or waits for the end, and until then turns that need it wait. A *prepared* bucket awaits work
+first of all: that begins when the bucket is ready, on the thread which says so if it is for `COMPUTE`.
 """
 
 from __future__ import annotations
@@ -17,15 +22,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import torch
 
-from ..steps import FINISH
+from ..steps import COMPUTE, FINISH, OFFLOAD
 from ..timeline import Task
 from .group import GroupError, Pending
 from .threads import JobThread
+from .work import Work
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +51,10 @@ def drive(coroutine: Coroutine[Any, Any, T], *, timeout_s: float) -> T:
 
 
 def drive_in_turns(coroutines: Sequence[Coroutine[Any, Any, T]]) -> tuple[list[T], list[float]]:
-    """Runs the coroutines of all ranks of a `LocalGroup` to their ends, in one thread: each up to its next await.
+    """Runs the coroutines of all ranks of a `LocalGroup` to their ends, in one thread: each up to its next operation.
 
-    Returns their results, and seconds of processor time before the first await, between awaits and behind the last,
-    mean over the ranks.
+    Returns their results, and seconds of processor time before the first operation, between operations and behind the
+    last, `Work` included, mean over the ranks.
     """
     results: dict[int, T] = {}
     arrived: list[Any] = [None] * len(coroutines)
@@ -57,12 +64,20 @@ def drive_in_turns(coroutines: Sequence[Coroutine[Any, Any, T]]) -> tuple[list[T
         began_s = time.thread_time()
         for rank, (coroutine, value) in enumerate(zip(coroutines, arrived, strict=True)):
             try:
-                pending.append(coroutine.send(value))
+                pending.append(_until_operation(coroutine, value))
             except StopIteration as done:
                 results[rank] = done.value
         found.append((time.thread_time() - began_s) / len(coroutines))
         arrived = [each.wait(0.0) for each in pending]
     return [results[rank] for rank in range(len(coroutines))], found
+
+
+def _until_operation(coroutine: Coroutine[Any, Any, Any], value: Any) -> Pending[Any]:
+    """What it awaits next that is no work of its own, which is done here."""
+    pending: Pending[Any] = coroutine.send(value)
+    while isinstance(pending, Work):
+        pending = coroutine.send(pending.wait(0.0))
+    return pending
 
 
 class CancelledStepError(RuntimeError):
@@ -73,7 +88,8 @@ class Synchronization:
     """What one step synchronises: coroutines by bucket, their readiness, their results.
 
     `start(bucket)` makes the bucket's coroutine, at the bucket's first turn. `turn` is held by whoever uses the group.
-    `where(bucket, stage)` names both for error messages. Unless `early`, nothing is issued before `wait`.
+    `where(bucket, stage)` names both for error messages. Unless `early`, nothing is issued before `wait`. `offload`
+    gives a job to the thread for what is offloaded; without one whoever waits for such work does it.
     """
 
     def __init__(
@@ -86,6 +102,8 @@ class Synchronization:
         turn: threading.Lock,
         thread: JobThread,
         early: bool = True,
+        prepared: Collection[str] = (),
+        offload: Callable[[Callable[[], None]], None] | None = None,
     ) -> None:
         self._order = order
         self._start = start
@@ -94,6 +112,10 @@ class Synchronization:
         self._turn = turn
         self._thread = thread
         self._early = early
+        self._prepared = prepared
+        self._offload = offload
+        self._works: list[Work[Any]] = []  # handed to somebody in this step
+        self._for_compute: deque[Work[Any]] = deque()
         self._on_cuda = thread.device is not None and thread.device.type == "cuda"
         self._buckets = {bucket for bucket, _ in order}
         self.ready_s: dict[str, float] = {}  # when each bucket's data was complete
@@ -111,24 +133,34 @@ class Synchronization:
 
     def mark_ready(self, bucket: str) -> None:
         """The bucket's data is complete; called on the thread that produced it."""
+        ready_s = time.perf_counter() - self.began_s
+        if bucket in self._prepared:
+            self._prepare(bucket)
         if self._on_cuda:
             event = torch.cuda.Event()
             event.record()
             self._events[bucket] = event
-        self.ready_s[bucket] = time.perf_counter() - self.began_s
+        self.ready_s[bucket] = ready_s
         if len(self.ready_s) == len(self._buckets):
             return  # all are: `wait` is about to be called
         position = self._position
         if self._early and position < len(self._order) and self._order[position][0] in self.ready_s:
             self._thread.submit(self.advance)
 
+    def do_work(self) -> None:
+        """Does what waits for the thread of backward; called on it."""
+        while self._for_compute and not self._cancelled:
+            self._for_compute.popleft().run()
+            self._thread.submit(self.advance)
+
     def cancel(self) -> None:
         """Gives the step up: what was not issued yet never is."""
         self._cancelled = True
+        self._give_up_work()
 
     def wait(self) -> None:
         """Issues what is left, blocks until every bucket is synchronised, raises what went wrong."""
-        self.advance()
+        self.advance(joined=True)
         if not self._ended:
             raise CancelledStepError("the step was given up before all of its buckets were ready")
         if self._issued is not None:  # perhaps on the other thread's stream
@@ -136,30 +168,34 @@ class Synchronization:
         if self._error is not None:
             raise self._error
 
-    def advance(self) -> None:
-        """Issues the turns of all buckets that are ready, up to the first that is not; to the end if all are."""
+    def advance(self, *, joined: bool = False) -> None:
+        """Issues the turns of all buckets that are ready, up to the first that is not; to the end if all are.
+
+        `joined`: on the thread of backward, which has nothing else to do any more.
+        """
         with self._turn, torch.no_grad():
             if self._ended or self._cancelled:
                 return
             if self._issued is not None:
                 self._issued.wait(torch.cuda.current_stream())
             try:
-                self._ended = self._run_turns()
+                self._ended = self._run_turns(joined=joined)
             except BaseException as error:  # handed to the thread that waits
                 self._error, self._ended = error, True
+                self._give_up_work()
             if self._on_cuda:
                 self._issued = torch.cuda.Event()
                 self._issued.record()
 
-    def _run_turns(self) -> bool:
+    def _run_turns(self, *, joined: bool) -> bool:
         """Whether all turns are over."""
         while self._position < len(self._order):
             bucket, stage = self._order[self._position]
-            if bucket not in self.ready_s or self._cancelled:
+            if bucket not in self.ready_s or self._cancelled or (not joined and self._waits_for_backward(bucket)):
                 return False
+            if bucket in self._events:
+                self._events.pop(bucket).wait(torch.cuda.current_stream())
             if bucket not in self._coroutines:
-                if bucket in self._events:
-                    self._events[bucket].wait(torch.cuda.current_stream())
                 self._coroutines[bucket] = self._start(bucket)
                 self._resume(bucket, stage)
             elif bucket in self._pending:  # else it had fewer stages than planned, as in a group of one
@@ -168,8 +204,44 @@ class Synchronization:
         # Whatever is still in flight, and rounds beyond the planned stages, end in bucket order on every rank.
         for bucket in self._coroutines:
             while bucket in self._pending:
+                if not joined and self._waits_for_backward(bucket):
+                    return False
                 self._resume(bucket, FINISH)
         return True
+
+    def _waits_for_backward(self, bucket: str) -> bool:
+        """Whether its next turn needs work that only the thread of backward does."""
+        operation = self._pending[bucket][0] if bucket in self._pending else None
+        return isinstance(operation, Work) and operation.device == COMPUTE and not operation.ended
+
+    def _prepare(self, bucket: str) -> None:
+        """Begins what a bucket awaits first of all, which is work of this rank alone."""
+        with torch.no_grad():
+            coroutine = self._coroutines[bucket] = self._start(bucket)
+            try:
+                work = coroutine.send(None)
+            except BaseException as error:  # raised at the bucket's first turn
+                work = _failed(error)
+            assert isinstance(work, Work), f"bucket {bucket!r} is prepared, and awaits something else than work first"
+            self._pending[bucket] = (work, work.name, 0.0)
+            if not self._hand_over(work):
+                work.run()
+
+    def _hand_over(self, work: Work[Any]) -> bool:
+        """Gives work to the thread for what is offloaded, if it is for that and there is one."""
+        self._works.append(work)
+        if self._cancelled:
+            work.give_up()
+        if self._on_cuda:
+            work.follow_this_stream()
+        if work.device != OFFLOAD or self._offload is None:
+            return False
+        work.hand_to(self._offload)
+        return True
+
+    def _give_up_work(self) -> None:
+        for work in list(self._works):
+            work.give_up()
 
     def _resume(self, bucket: str, stage: str) -> None:
         value = None
@@ -178,7 +250,11 @@ class Synchronization:
             if bucket in self._pending:
                 operation, current, issued_s = self._pending.pop(bucket)
                 value = operation.wait(self._timeout_s)
-                self._record(f"{bucket}:{current}", "link", issued_s, operation.sent_bytes)
+                if isinstance(operation, Work):
+                    span_s = operation.start_s - self.began_s, operation.end_s - self.began_s
+                    self.tasks.append(Task(f"{bucket}:{current}", operation.device, *span_s))
+                else:
+                    self._record(f"{bucket}:{current}", "link", issued_s, operation.sent_bytes)
                 current = stage
             resumed_s = time.perf_counter()
             try:
@@ -189,6 +265,8 @@ class Synchronization:
                 return
             self._record(f"{bucket}:{stage}", "kernel", resumed_s)
             self._pending[bucket] = (operation, stage, time.perf_counter())
+            if isinstance(operation, Work) and not self._hand_over(operation) and operation.device == COMPUTE:
+                self._for_compute.append(operation)
         except GroupError as error:
             raise GroupError(f"{self._where(bucket, current)}: {error}") from None
         except Exception as error:
@@ -198,3 +276,12 @@ class Synchronization:
     def _record(self, name: str, stream: str, start_s: float, nbytes: float = 0.0) -> None:
         now_s = time.perf_counter()
         self.tasks.append(Task(name, stream, start_s - self.began_s, now_s - self.began_s, nbytes))
+
+
+def _failed(error: BaseException) -> Work[Any]:
+    """Work that ends with the error."""
+
+    def fail() -> None:
+        raise error
+
+    return Work(fail, COMPUTE, "begin")

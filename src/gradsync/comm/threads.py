@@ -24,15 +24,17 @@ def _stop_all() -> None:
 
 
 class JobThread:
-    """A daemon thread that runs jobs one after the other."""
+    """A daemon thread that runs jobs one after the other. `torch_threads`: so many work on one operation of torch."""
 
-    def __init__(self, name: str, device: torch.device | None = None) -> None:
+    def __init__(self, name: str, device: torch.device | None = None, *, torch_threads: int | None = None) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.device = device
         self._stopped = False
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
         _running.add(self)
+        if torch_threads is not None:
+            self._set_torch_threads(torch_threads)
 
     def submit(self, job: Callable[[], None]) -> None:
         """Queues a job; a job keeps its own errors for whoever waits for it.
@@ -52,6 +54,18 @@ class JobThread:
             self._thread.join(patience_s)
         if not self._thread.is_alive():
             _running.discard(self)
+
+    def _set_torch_threads(self, number: int) -> None:
+        """For this thread alone: torch takes what was set last for all threads to come, so it is set back."""
+        usual, done = torch.get_num_threads(), threading.Event()
+
+        def set_there() -> None:
+            torch.set_num_threads(number)
+            done.set()
+
+        self.submit(set_there)
+        done.wait()
+        torch.set_num_threads(usual)
 
     def _loop(self) -> None:
         if self.device is not None and self.device.type == "cuda":

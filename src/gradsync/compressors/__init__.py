@@ -13,8 +13,10 @@ from .base import Summand as Summand
 from .base import check_floating as check_floating
 from .base import check_payload as check_payload
 from .base import check_tensor as check_tensor
+from .base import copies_at as copies_at
 from .base import fields as fields
 from .base import fields_nbytes as fields_nbytes
+from .base import sums_point as sums_point
 from .cast import Cast as Cast
 from .feedback import RESIDUAL as RESIDUAL
 from .feedback import ErrorFeedback as ErrorFeedback

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,18 @@ from .law import Law
 
 ALIGNMENT_BYTES = 8  # where the fields of a message begin
 SENT, SUMS = "sent", "sums"  # where schemes compress: what a rank sends, and an owner's sums; both in units of a sum
+
+
+def sums_point(number: int, copies: int = 1) -> str:
+    """Where a scheme compresses sums for the `number`-th time, from 1; so many ranks compress, and keep, the same."""
+    name = SUMS if number == 1 else f"{SUMS} {number}"
+    return name if copies == 1 else f"{name} of {copies}"
+
+
+def copies_at(point: str) -> int:
+    """How many ranks keep the same at a point where sums are compressed; 0 for other points."""
+    form = re.fullmatch(rf"{SUMS}(?: \d+)?(?: of (?P<copies>\d+))?", point)
+    return 0 if form is None else int(form["copies"] or 1)
 
 
 @dataclass(frozen=True)

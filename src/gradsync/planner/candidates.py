@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..plan import Plan
-from .default import default_plan
+from ..schemes import HalfPrecision
+from .default import default_plans
+from .explain import polished
 from .job import Job
-from .joint import search
-from .options import Formulation, formulate
+from .joint import Certificate, certify, search
+from .options import Formulation, Way, formulate
 from .predict import predict
 from .problem import Solution
+from .simplify import simplified
 from .ways import Constraints, exact_ways, ways_of
 
 MOST_TRIED = 4
@@ -19,38 +22,52 @@ MOST_TRIED = 4
 
 @dataclass(frozen=True)
 class Planned:
-    """What a search found for a job."""
+    """What a search found for a job among these ways, and the plan made of it."""
 
+    ways: tuple[Way, ...]
     formulation: Formulation
-    solution: Solution
+    found: Solution
+    plan: Plan
 
-    @property
-    def plan(self) -> Plan:
-        return self.formulation.plan(self.solution.parts)
+    def certificate(self) -> Certificate:
+        """How far from the best the search is at most, by the machine of `problem`."""
+        return certify(self.formulation.problem, self.found)
 
 
 def planned(job: Job, constraints: Constraints | None = None) -> Planned:
     """The best plan that is found among the ways that the constraints allow.
 
+    The search's solution, of those that take as long the simplest, polished by what the search does not know. Errors
+    that were measured of the job count where the constraints have none.
+
     Raises:
         ValueError: for constraints that leave no way for a gradient.
     """
-    formulation = formulate(job, ways_of(job, constraints))
-    return Planned(formulation, search(formulation.problem))
+    constraints = constraints or Constraints()
+    return _planned(job, ways_of(job, constraints if constraints.errors else replace(constraints, errors=job.errors)))
+
+
+def _planned(job: Job, ways: Sequence[Way]) -> Planned:
+    formulation = formulate(job, ways)
+    found = search(formulation.problem)
+    ranks = [0 if scheme.exact else 1 if isinstance(scheme, HalfPrecision) else 2 for scheme in formulation.schemes]
+    simple = simplified(formulation.problem, found, ranks)
+    return Planned(tuple(ways), formulation, found, polished(formulation.plan(simple.parts), job, ways))
 
 
 def candidate_plans(job: Job, constraints: Constraints | None = None) -> list[Plan]:
-    """Plans worth a try on real steps, that with the shortest predicted step first; the same on every rank.
+    """Plans worth a try on real steps, that with the shortest predicted step first.
 
-    Among them is always one that is exact and needs no search: predictions are as good as what was measured.
+    The search's plan, and unless it must be lossy the one that it finds without losing anything, and the best of those
+    that need no search: predictions are as good as what was measured.
     """
     if job.world_size == 1:
-        return [default_plan(job.profiles, 1)]
-    exact = formulate(job, exact_ways(job))
-    found: Sequence[Plan] = [
-        planned(job, constraints).plan,
-        exact.plan(search(exact.problem).parts),
-        default_plan(job.profiles, job.world_size, job.network),
-    ]
-    found = list({plan.digest: plan for plan in found}.values())
-    return sorted(found, key=lambda plan: predict(plan, job).seconds)[:MOST_TRIED]
+        return default_plans(job.profiles, 1)
+    searched, usual = [planned(job, constraints).plan], list[Plan]()
+    if constraints is None or not constraints.always:
+        searched.append(_planned(job, exact_ways(job)).plan)
+        usual = default_plans(job.profiles, job.world_size, job.network)
+    seconds = {plan.digest: predict(plan, job).seconds for plan in (*searched, *usual)}
+    usual.sort(key=lambda plan: seconds[plan.digest])
+    found = list({plan.digest: plan for plan in (*searched, *usual)}.values())[:MOST_TRIED]
+    return sorted(found, key=lambda plan: seconds[plan.digest])

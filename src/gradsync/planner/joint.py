@@ -17,12 +17,14 @@ rank. The native module does it where it is built, else `reference`: the same pl
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from . import reference
+from .machine import step_s
 from .problem import Demand, Option, Part, Problem, Solution
 from .reference import Settings
 
@@ -113,6 +115,14 @@ def lower_bound(problem: Problem, upper_s: float, *, max_items: int | None = Non
         return reference.lower_bound(problem, upper_s, most)
     bound: float = native.lower_bound(_native(problem), upper_s, most, labels)
     return bound
+
+
+def player(problem: Problem) -> Callable[[Sequence[Part]], float]:
+    """`machine.step_s` for many plans of one problem."""
+    if native is None:
+        return functools.partial(step_s, problem)
+    known = _native(problem)
+    return lambda parts: float(native.play(known, [(part.start, part.stop, part.option) for part in parts]))
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from ..cluster import Placement
 from ..comm import Group
 from ..costs import CostModel, KernelCost
 from ..forecast import network_cost
+from ..profile import Profile
 from ..schemes import (
     DOUBLING_OF_ROWS,
     AGSparse,
@@ -47,6 +48,11 @@ class Network:
 
     cost: CostModel
     placement: Placement
+
+    @classmethod
+    def of(cls, profile: Profile) -> Network:
+        """As it was measured before."""
+        return cls(profile.cost_model(), profile.placement)
 
 
 def measured_network(group: Group, timeout_s: float) -> Network | None:

@@ -16,7 +16,7 @@ from ..bucket import FlatSpec, Layout, Segment, TensorSpec
 from ..density import ParameterProfile
 from ..plan import Plan
 from ..schemes import Scheme
-from ..steps import FINISH, Compute, Step, Transfer
+from ..steps import COMPUTE, FINISH, Compute, Step, Transfer
 from ..timeline import Task
 from .compressing import LATE
 from .default import in_ready_order
@@ -223,8 +223,8 @@ def _chain(steps: Iterable[Step], network: Network) -> list[tuple[Resource, floa
 
 
 def _resource(step: Step, network: Network) -> Resource:
-    if isinstance(step, Compute):
-        return Resource.OFFLOAD
+    if isinstance(step, Compute):  # what is not awaited the issuing thread does, on another core
+        return Resource.COMPUTE if step.awaited and step.device == COMPUTE else Resource.OFFLOAD
     nodes = network.placement.nodes
     stays = all(nodes[source] == nodes[to] for source, to, _ in step.hops())
     return Resource.INTRA if stays else Resource.INTER

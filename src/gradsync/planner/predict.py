@@ -6,12 +6,15 @@ the order of turns, and that cores and memory are shared.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from ..bucket import Layout
-from ..density import DensityProfile, ParameterProfile, joined
+from ..bucket import Bucket, Layout, Segment
+from ..density import DensityProfile, joined
 from ..forecast import forecast
 from ..plan import BucketPlan, Plan
+from ..schemes import Scheme
 from ..steps import Step
 from ..timeline import Task, covered_s
 from .compressing import LATE
@@ -38,14 +41,17 @@ def predict(plan: Plan, job: Job) -> Prediction:
     Raises:
         ValueError: for a plan that does not fit the job.
     """
-    known = {p.name: p for p in job.profiles}
     plan.check({p.name: p.tensor for p in job.profiles}, job.world_size)
-    steps = {bucket.id: _steps(bucket, known, job) for bucket in plan.buckets}
+    return played(plan, job, {bucket.id: steps_of(bucket, bucket.make_scheme(), job) for bucket in plan.buckets})
+
+
+def played(plan: Plan, job: Job, steps: Mapping[str, Sequence[Step]]) -> Prediction:
+    """What is predicted of a plan that fits the job; `steps` of each bucket."""
     exchange: list[Task] = []
-    for _ in range(ROUNDS):
-        ready_s = {name: _stretched(at_s, exchange, job) for name, at_s in job.ready_s.items()}
-        of_buckets = {bucket.id: max(ready_s[name] for name in bucket.names) for bucket in plan.buckets}
-        exchange = forecast(plan.order, steps, of_buckets, job.network.cost, job.network.placement)
+    for _ in range(ROUNDS if job.overlap.matters else 1):
+        reached_s = {at_s: _stretched(at_s, exchange, job) for at_s in set(job.ready_s.values())}
+        ready_s = {b.id: max(reached_s[job.ready_s[name]] for name in b.names) for b in plan.buckets}
+        exchange = forecast(plan.order, steps, ready_s, job.network.cost, job.network.placement)
     backward_s = _stretched(job.backward_s, exchange, job)
     return Prediction((Task("backward", "compute", 0.0, backward_s), *exchange), backward_s)
 
@@ -53,18 +59,26 @@ def predict(plan: Plan, job: Job) -> Prediction:
 def _stretched(at_s: float, exchange: list[Task], job: Job) -> float:
     """When backward reaches what it would reach `at_s` if it were alone."""
     overlap, reached_s = job.overlap, at_s
+    if not overlap.matters:
+        return at_s
+    links, kernels = ([task for task in exchange if task.stream == stream] for stream in ("link", "kernel"))
     for _ in range(ROUNDS):
-        by_link = covered_s([task for task in exchange if task.stream == "link"], 0.0, reached_s)
-        by_kernel = covered_s([task for task in exchange if task.stream == "kernel"], 0.0, reached_s)
+        by_link, by_kernel = covered_s(links, 0.0, reached_s), covered_s(kernels, 0.0, reached_s)
         lost_s = by_link * (1 - 1 / overlap.backward_by_transfer) + by_kernel * (1 - 1 / overlap.backward_by_kernel)
         reached_s = at_s + lost_s
     return reached_s
 
 
-def _steps(bucket: BucketPlan, known: dict[str, ParameterProfile], job: Job) -> list[Step]:
-    scheme = bucket.make_scheme()
-    seen = bucket.bucket({name: p.tensor for name, p in known.items()})
+def steps_of(bucket: BucketPlan, scheme: Scheme[Any], job: Job) -> list[Step]:
+    """What the scheme does with the bucket.
+
+    Raises:
+        ValueError: for tables whose density is not known.
+    """
+    known = {p.name: p for p in job.profiles}
+    segments = tuple(Segment(*segment) for segment in bucket.segments)
     members = [known[name] for name in bucket.names]
+    seen = Bucket(bucket.id, segments, tuple(p.tensor for p in members), scheme.layout, scheme.carries_flags)
     of_rows = scheme.layout is Layout.ROWS
     densities = [p.density if of_rows else p.elements for p in members]
     found: tuple[DensityProfile, ...] = tuple(density for density in densities if density is not None)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
+from math import inf
 from typing import Any
 
 from ..bucket import Layout, matches
@@ -12,11 +13,10 @@ from ..compressors import Compressor, SparseMessage
 from ..density import ParameterProfile
 from ..schemes import CompressedTwoWay, Scheme, ways
 from .default import found_schemes, in_ready_order, sparse_schemes, timed_schemes
+from .errors import Lossy, name_of
 from .flat import dense_schemes
 from .job import Job
 from .options import Way
-
-Lossy = Compressor[Any] | Scheme[Any]
 
 
 @dataclass(frozen=True)
@@ -24,15 +24,16 @@ class Constraints:
     """What of a job's gradients may lose how much; without `lossy` nothing loses anything.
 
     `most_error` bounds, for each parameter, the root of the squared error that one step makes over the squared
-    gradient, as `errors` has it by lossy way and parameter; without figures a way is allowed. With error feedback a
-    step's error is sent later, and without it is lost: the bound is for either.
+    gradient, as `errors` has it by parameter and lossy way; without a figure the way is not allowed then. With error
+    feedback a step's error is sent later, and without it is lost: the bound is for either.
     """
 
     lossy: tuple[Lossy, ...] = ()
+    always: bool = False  # what may take a lossy way takes one, exact ways are for all others
     exact: tuple[str, ...] = ()  # names or shell patterns of parameters that lose nothing
     matrices_only: bool = False  # tensors of one dimension, as biases and norms, lose nothing
     most_error: float | None = None
-    errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by `name_of` a way, by parameter
+    errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by parameter, by `name_of` a way
 
     def __post_init__(self) -> None:
         for way in self.lossy:
@@ -50,13 +51,8 @@ class Constraints:
             return False
         if self.matrices_only and len(tensor.shape) < 2:
             return False
-        error = self.errors.get(name_of(way), {}).get(profile.name)
-        return self.most_error is None or error is None or error <= self.most_error
-
-
-def name_of(way: Lossy) -> str:
-    """By which its errors are known."""
-    return str(way)
+        error = self.errors.get(profile.name, {}).get(name_of(way), inf)
+        return self.most_error is None or error <= self.most_error
 
 
 def ways_of(job: Job, constraints: Constraints | None = None) -> list[Way]:
@@ -70,25 +66,30 @@ def ways_of(job: Job, constraints: Constraints | None = None) -> list[Way]:
     for pattern in constraints.exact:
         if not any(matches(name, [pattern]) for name in names):
             raise ValueError(f"Constraints.exact names {pattern!r}, which no parameter to synchronise matches")
-    return [*exact_ways(job), *_lossy_ways(job, constraints)]
+    lossy = list(_lossy_ways(job, constraints))
+    taken = frozenset[str]().union(*(way.among or () for way in lossy)) if constraints.always else frozenset[str]()
+    return [*exact_ways(job, besides=taken), *lossy]
 
 
-def exact_ways(job: Job) -> list[Way]:
+def exact_ways(job: Job, *, besides: frozenset[str] = frozenset()) -> list[Way]:
     """Tables that are ready together in one bucket, by every scheme of tables; dense gradients by all-reduce.
 
-    And dense gradients that were found to be mostly zero by the scheme that suits them.
+    And dense gradients that were found to be mostly zero by the scheme that suits them: by rows as tables, or by
+    elements. `besides`: dense gradients that take another way.
     """
     placement, network = job.network.placement, job.network
-    found = [Way(scheme) for scheme in dense_schemes(placement)]
-    for tables in _runs_of_tables(job.profiles):
+    found_zero = found_schemes(job.profiles, job.world_size, network, placement)
+    by_row = {name for name, scheme in found_zero.items() if scheme.layout is Layout.ROWS}
+    others = None if not besides else frozenset(p.name for p in job.profiles) - besides
+    found = [Way(scheme, among=others) for scheme in dense_schemes(placement)]
+    for tables in _runs_of_tables([replace(p, sparse=p.sparse or p.name in by_row) for p in job.profiles]):
         members = tuple(p.name for p in tables)
         known = tuple(p.density for p in tables if p.density is not None)
         if len(known) == len(tables):
             found += [Way(scheme.planned_for(known), members) for scheme in timed_schemes(placement)]
         else:
             found.append(Way(sparse_schemes(tables, job.world_size)[0], members))
-    by_element = found_schemes(job.profiles, job.world_size, network, placement)
-    return found + [Way(scheme, (name,)) for name, scheme in by_element.items() if scheme.layout is Layout.FLAT]
+    return found + [Way(scheme, (name,)) for name, scheme in found_zero.items() if name not in by_row]
 
 
 def _runs_of_tables(profiles: Sequence[ParameterProfile]) -> Iterator[list[ParameterProfile]]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 # Methods: Okabe and Ito's colours, which most colour-blind people can tell apart. The parts of a step have others.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
 BACKWARD, EXPOSED, REST = "#5B6C8F", "#B23A48", "#CFCFCF"
-STREAM_COLOURS = {"compute": BACKWARD, "link": EXPOSED, "kernel": "#6A9F58", "wait": REST}
+STREAM_COLOURS = {"compute": BACKWARD, "offload": "#8C6D31", "link": EXPOSED, "kernel": "#6A9F58", "wait": REST}
 DASHES = ("solid", "dash", "dot", "dashdot")
 LABEL_SHARE = 0.08  # a bar shorter than this share of the step has its name in the hover text only
 MOST_SHOWN_BUCKETS = 40

@@ -31,6 +31,8 @@ from .points import RowPoint as RowPoint
 from .powersgd import PowerSGD as PowerSGD
 from .precision import HalfPrecision as HalfPrecision
 from .regions import OkTopkLike as OkTopkLike
+from .route import Route as Route
+from .route import routes as routes
 from .scatter import SparseReduceScatter as SparseReduceScatter
 from .selection import Choice as Choice
 from .selection import Selection as Selection
@@ -42,5 +44,15 @@ from .space import Balance as Balance
 from .space import Communication as Communication
 from .space import Partition as Partition
 from .space import Point as Point
+from .tree import BYTECOMP as BYTECOMP
+from .tree import DEVICES as DEVICES
+from .tree import WITH_SUMS as WITH_SUMS
+from .tree import Constraints as Constraints
+from .tree import Grammar as Grammar
+from .tree import Leaf as Leaf
+from .tree import Task as Task
+from .tree import compressions as compressions
+from .tree import is_flat as is_flat
+from .tree import words_of as words_of
 from .vote import MajorityVote as MajorityVote
 from .zen_hash import ZenHash as ZenHash

@@ -42,6 +42,16 @@ class Scheme(Nameable, ABC, Generic[X]):
         return self.exact
 
     @property
+    def prepares(self) -> bool:
+        """Whether `synchronize` first awaits `Work`, which begins once the bucket is complete: no stage of its own."""
+        return False
+
+    @property
+    def offloads(self) -> bool:
+        """Whether some of its `Work` is for another core."""
+        return False
+
+    @property
     def title(self) -> str:
         """What tells it from other schemes in a table, without its settings."""
         return self.name
@@ -61,7 +71,10 @@ class Scheme(Nameable, ABC, Generic[X]):
 
     @abstractmethod
     def stages(self, size: int) -> tuple[str, ...]:
-        """One name for each await of `synchronize` by one of `size` ranks: the turns that a plan's order is made of."""
+        """One name for each await of `synchronize` by one of `size` ranks: the turns that a plan's order is made of.
+
+        But for the first await of a scheme that `prepares`.
+        """
 
     def check(self, specs: tuple[TensorSpec, ...]) -> None:
         """Holds the settings against a bucket of `specs`.

@@ -58,6 +58,14 @@ class HalfPrecision(Scheme[Any]):
         return self.inner.carries_flags
 
     @property
+    def prepares(self) -> bool:
+        return self.inner.prepares
+
+    @property
+    def offloads(self) -> bool:
+        return self.inner.offloads
+
+    @property
     def unplanned(self) -> Scheme[Any]:
         return HalfPrecision(self.inner.unplanned, self.values)
 

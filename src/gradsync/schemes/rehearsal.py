@@ -7,22 +7,26 @@ kernel as the scheme calls it, with all that lies around it.
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from ..bucket import Layout, TensorSpec
+from ..bucket import Bucket, Layout, Segment, TensorSpec
 from ..cluster import Placement
 from ..comm import LocalGroup, drive_in_turns
 from ..density import DensityProfile, profile_rows
 from ..sparse import SparseRows
 from ..steps import Compute, Step, Transfer
 from .base import Scheme
+from .compressed import Compressed
 from .tables import Tables
 
 RANKS = 4
 REPEATS = 3
+DENSE_REPEATS = 5
 TABLES = ((200_000, 16, 6_000), (100_000, 64, 3_000), (2_000, 32, 100))  # rows, dim, touched
 BUCKETS = ((1 << 18, 0.01), (1 << 18, 0.1), (1 << 14, 0.05))  # elements, density
 
@@ -39,6 +43,38 @@ def rehearse(schemes: Sequence[Scheme[Any]]) -> list[Sample]:
             runs = [segments_s(fitting, inputs) for _ in range(REPEATS + 1)][1:]
             seconds = [min(times) for times in zip(*runs, strict=True)]
             samples += [(part, s) for part, s in zip(computed, seconds, strict=True) if part]
+    return samples
+
+
+def rehearse_dense(schemes: Sequence[Scheme[Any]], numel: int) -> list[Sample]:
+    """The same of schemes of flat buckets, compressors among them, for one square matrix of about `numel` elements.
+
+    As in the first steps, of which the median is taken; what a scheme keeps it keeps from one to the next.
+    """
+    side = math.isqrt(numel)
+    matrix = TensorSpec((side, side), torch.float32)
+    generator = torch.Generator().manual_seed(side)
+    samples: list[Sample] = []
+    for scheme in schemes:
+        bucket = Bucket(
+            "rehearsal", (Segment("matrix", 0, matrix.numel),), (matrix,), Layout.FLAT, scheme.carries_flags
+        )
+        (flat,) = bucket.specs
+        ranks = _ranks(scheme)
+        inputs = [torch.randn(flat.numel, generator=generator) for _ in range(ranks)]
+        profile = DensityProfile(flat.numel, float(flat.numel))
+        computed = parts(scheme.steps(bucket.specs, (profile,), Placement.one_per_node(ranks)))
+        groups = LocalGroup.world(ranks)
+        states = [scheme.init(bucket, group) for group in groups]
+        runs = []
+        for _ in range(DENSE_REPEATS + 1):
+            copies = [x.clone() for x in inputs]
+            each = zip(copies, states, groups, strict=True)
+            ended, seconds = drive_in_turns([scheme.synchronize(x, state, group, 1.0) for x, state, group in each])
+            states = [state for _, state in ended]
+            runs.append(seconds)
+        medians_s = [statistics.median(times) for times in zip(*runs[1:], strict=True)]
+        samples += [(part, s) for part, s in zip(computed, medians_s, strict=True) if part]
     return samples
 
 
@@ -62,6 +98,14 @@ def segments_s(scheme: Scheme[Any], inputs: Sequence[Any]) -> list[float]:
     copies = [x.clone() if isinstance(x, torch.Tensor) else x for x in inputs]  # flat buckets are overwritten
     runs = [scheme.synchronize(x, {}, group, 1.0) for x, group in zip(copies, groups, strict=True)]
     return drive_in_turns(runs)[1]
+
+
+def _ranks(scheme: Scheme[Any]) -> int:
+    """How many rehearse it: others than usual where its compressor is made for them, or sums numbers of fewer."""
+    if not isinstance(scheme, Compressed):
+        return RANKS
+    compressor = scheme.compressor
+    return compressor.made_for_ranks or min(compressor.most_summands or RANKS, RANKS)
 
 
 def _tables() -> Iterator[tuple[list[Tables], tuple[TensorSpec, ...], DensityProfile]]:

@@ -1,0 +1,73 @@
+"""`gradsync measure`: what planners need to know of one's own script, or of a workload, as a profile on disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..bench.compressors import NAMES_IN_WORDS
+from ..bench.measurement import measure_workload
+from ..bench.options import parse_options
+from ..bench.plans import lossy_of
+from ..measurement import Measurement
+from ..planner.rehearsed import CANDIDATES
+from ..profile import Profile, describe_profile
+from ..workloads import names
+from .bench import Options
+from .progress import beside, plain_errors
+from .script import run_as_main
+
+
+def measure(
+    script: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Your script and its arguments, after --; started by torchrun --no-python, and ended after the steps."
+        ),
+    ] = None,
+    workload: Annotated[str | None, typer.Option(help=f"A workload: {', '.join(names())}.")] = None,
+    option: Options = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps that ready times are of; as many show overlap.")] = 10,
+    warmup: Annotated[int, typer.Option(min=2, help="Steps before that, as usual.")] = 5,
+    compressor: Annotated[
+        list[str] | None,
+        typer.Option(help=f"A compressor whose kernels are measured too; repeatable. {NAMES_IN_WORDS}."),
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where rank 0 leaves the profile.")] = Path("profile.json"),
+) -> None:
+    """Measure training: ready times of gradients, costs of kernels and links, and what overlap costs."""
+    if bool(script) == (workload is not None):
+        raise typer.BadParameter("give one of --workload NAME, or -- SCRIPT ARGUMENTS")
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    with plain_errors():
+        candidates = (*CANDIDATES, *(lossy_of(name, ranks) for name in compressor or ()))
+        if workload is not None:
+            options = parse_options([workload], option or ())
+            profile = measure_workload(workload, options, steps=steps, warmup=warmup, candidates=candidates)
+        else:
+            profile = _of_script(script or (), Measurement(steps, warmup, candidates=candidates, ends_script=True))
+        if rank == 0:
+            profile.save(out)
+            for line in describe_profile(profile):
+                typer.echo(line)
+            beside.print(f"Profile: {out}")
+
+
+def _of_script(script: Sequence[str], measured: Measurement) -> Profile:
+    """Runs this rank's script until it has been measured."""
+    with measured.active():
+        run_as_main(script)
+    if measured.profile is not None:
+        return measured.profile
+    if not measured.steps_taken:
+        raise RuntimeError(
+            f"{script[0]} has synchronised no gradients: does it call gradsync.attach(model) and backward()?"
+        )
+    raise RuntimeError(
+        f"{script[0]} ended after {measured.steps_taken} of the {measured.steps_needed} steps that measuring takes: "
+        "let it make more, or ask for fewer by --steps and --warmup"
+    )

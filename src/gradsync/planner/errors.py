@@ -1,0 +1,53 @@
+"""What lossy ways make of a gradient of the job: the error that they would send in one step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..bucket import Bucket, Layout, Segment, TensorSpec
+from ..comm import LocalGroup, drive
+from ..compressors import Compressor
+from ..schemes import Scheme, ways
+from ..schemes.compressed import Compressed
+
+Lossy = Compressor[Any] | Scheme[Any]
+
+DRIVEN_S = 60.0  # a group of one rank waits for nobody
+
+
+def name_of(way: Lossy) -> str:
+    """By which its errors are known: whoever carries a compressor's payloads, they are the compressor's."""
+    return str(way.compressor if isinstance(way, Compressed) else way)
+
+
+@torch.no_grad()
+def relative_errors(candidates: Sequence[Lossy], name: str, gradient: Tensor) -> dict[str, float]:
+    """By `name_of` each lossy candidate: the norm of what it changes in this rank's gradient over the gradient's norm.
+
+    What one step loses; with error feedback it is sent later. Nothing of exact candidates, of gradients that are zero,
+    and of tensors that are no dense floating-point ones.
+    """
+    norm = float(gradient.norm()) if gradient.layout is torch.strided and gradient.is_floating_point() else 0.0
+    if not norm:
+        return {}
+    found: dict[str, float] = {}
+    for candidate in candidates:
+        scheme = candidate if isinstance(candidate, Scheme) else ways(candidate)[0]
+        if scheme.exact or scheme.layout is not Layout.FLAT or name_of(candidate) in found:
+            continue
+        (group,) = LocalGroup.world(1)
+        bucket = Bucket("", (Segment(name, 0, gradient.numel()),), (TensorSpec.of(gradient),), Layout.FLAT, False)
+        flat = gradient.detach().reshape(-1).clone()
+        sent, _ = drive(scheme.synchronize(flat, scheme.init(bucket, group), group, 1.0), timeout_s=DRIVEN_S)
+        found[name_of(candidate)] = float((gradient.reshape(-1) - sent).norm()) / norm
+    return found
+
+
+def highest(of_ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of each way the highest error that some rank saw."""
+    names = dict.fromkeys(name for errors in of_ranks for name in errors)
+    return {name: max(errors.get(name, 0.0) for errors in of_ranks) for name in names}

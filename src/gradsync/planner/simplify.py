@@ -1,0 +1,72 @@
+"""Of plans that take as long, the simplest one: what loses least, in the fewest buckets.
+
+A search for the shortest step is indifferent to what backward hides. There compression would lose something for
+nothing, and every bucket costs some of the engine's time that no model has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from .joint import player
+from .problem import Part, Problem, Solution
+
+AS_LONG = 1.002  # times the shortest step: less than any measurement tells apart
+
+
+def simplified(problem: Problem, solution: Solution, ranks: Sequence[int]) -> Solution:
+    """A plan whose step is no longer, up to `AS_LONG`; `ranks`: of each option, the lowest is preferred.
+
+    First parts take better options, those with the same option together, then each alone; then neighbours merge.
+    """
+    play, most_s = player(problem), AS_LONG * solution.seconds
+    parts = list(solution.parts)
+
+    def takes(changed: list[Part]) -> bool:
+        return play(changed) <= most_s
+
+    for option in sorted({part.option for part in parts}, key=lambda o: -ranks[o]):
+        same = [place for place, part in enumerate(parts) if part.option == option]
+        for places in (same, *([place] for place in same)):
+            parts = next(filter(takes, _with_better(problem, parts, places, ranks)), parts)
+    place = 0
+    while place + 1 < len(parts):
+        merged = next(filter(takes, _merged(problem, parts, place, ranks)), None)
+        if merged is None:
+            place += 1
+        else:
+            parts = merged
+    return Solution(tuple(parts), play(parts))
+
+
+def _with_better(problem: Problem, parts: list[Part], places: Sequence[int], ranks: Sequence[int]) -> list[list[Part]]:
+    """The plan with another option of a lower rank in these places, by rank."""
+    present = min(ranks[parts[place].option] for place in places)
+    allowed = set.intersection(*(_allowed(problem, parts[place]) for place in places))
+    better = sorted((option for option in allowed if ranks[option] < present), key=lambda option: ranks[option])
+    return [
+        [replace(part, option=option) if place in places else part for place, part in enumerate(parts)]
+        for option in better
+    ]
+
+
+def _merged(problem: Problem, parts: list[Part], place: int, ranks: Sequence[int]) -> list[list[Part]]:
+    """The plan with this part and the next one in one, by an option of either that loses no more than both."""
+    first, second = parts[place : place + 2]
+    if problem.alone is not None and any(problem.alone[first.start : second.stop]):
+        return []
+    whole = Part(first.start, second.stop, first.option)
+    least = min(ranks[first.option], ranks[second.option])
+    options = [o for o, _ in groupby(sorted({first.option, second.option})) if ranks[o] == least]
+    allowed = _allowed(problem, whole)
+    return [
+        [*parts[:place], replace(whole, option=option), *parts[place + 2 :]] for option in options if option in allowed
+    ]
+
+
+def _allowed(problem: Problem, part: Part) -> set[int]:
+    if problem.allowed is None:
+        return set(range(len(problem.options)))
+    return set.intersection(*(set(problem.allowed[item]) for item in range(part.start, part.stop)))

@@ -1,0 +1,200 @@
+"""The legs of a route: what each rank holds before and after every task of a leaf. Ranges and counts, no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ..cluster import Placement
+from .dense import even_ranges
+from .tree import Kind, Leaf, Scope, Task
+
+Piece = tuple[int, int]  # elements [start, stop) that are compressed by themselves
+
+
+@dataclass(frozen=True)
+class Held:
+    """Elements [start, stop) of a bucket: as one dense tensor, or as payloads of each of its pieces."""
+
+    start: int
+    stop: int
+    pieces: tuple[Piece, ...] = ()  # none while dense
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Leg:
+    """One task on the way.
+
+    `before`, `after`: what each rank holds; None: nothing, as all is with the root of its group. `groups`: of a
+    collective, who take part in it together, each of so many `members`. `point`: the number of the compression, from 0
+    on, whose payloads there are. `bundle`: payloads of each piece before it; `added`: so many were added to each of
+    these. `adds`: payloads that meet here are added to one. `scales`: here the sum is scaled. `wide`, `wide_after`:
+    dense numbers are in the type of sums, not in the bucket's. `copies`: so many ranks compress the same, a sum of all
+    ranks. `idle`: it is among groups of one.
+    """
+
+    task: Task
+    groups: tuple[tuple[int, ...], ...]
+    members: int
+    before: tuple[Held | None, ...]
+    after: tuple[Held | None, ...]
+    point: int
+    bundle: int
+    added: int
+    adds: bool
+    scales: bool
+    wide: bool
+    wide_after: bool
+    copies: int = 1
+    idle: bool = False
+
+    @property
+    def carries_flags(self) -> bool:
+        """Whether flags must travel with it: where payloads or sums of several ranks meet, and from a root to all."""
+        return not self.task.kind.is_second or self.task.rooted
+
+    def group_of(self, rank: int) -> tuple[int, ...]:
+        return next(group for group in self.groups if rank in group)
+
+
+@lru_cache(maxsize=1024)
+def legs_of(leaf: Leaf, numel: int, placement: Placement, most_added: float) -> tuple[Leg, ...]:
+    """The legs of a bucket of `numel` elements; `most_added`: so many payloads of a compressor can be added to one.
+
+    Raises:
+        ValueError: where an all-reduce of payloads would add more than these.
+    """
+    n = placement.size
+    groups = _groups(leaf, placement)
+    lively = [place for place, task in enumerate(leaf) if task.scope and len(groups[task.scope][0]) > 1]
+    lively = lively or [next(place for place, task in enumerate(leaf) if task.scope)]
+    decodes = [place for place, task in enumerate(leaf) if task.kind is Kind.DECOMP]
+    scaling = decodes[-1] if decodes else 0
+    held: tuple[Held | None, ...] = (Held(0, numel),) * n
+    opened: list[tuple[Held | None, ...]] = []
+    point, bundle, added, summed, wide, scaled = -1, 0, 1, 1, False, False
+    legs = []
+    for place, task in enumerate(leaf):
+        among = groups[task.scope] if task.scope else ()
+        members = len(among[0]) if among else 1
+        before, bundle_before, added_before, wide_before, adds = held, bundle, added, wide, False
+        scaled = scaled or place == scaling
+        match task.kind:
+            case Kind.COMP:
+                point, bundle, added = point + 1, 1, 1
+                sizes = [len(groups[move.scope][0]) for move in _pushes(leaf[place + 1 :]) if move.scope]
+                held = tuple(h and Held(h.start, h.stop, tuple(_cut(h, sizes))) for h in held)
+            case Kind.DECOMP:
+                bundle, held = 0, tuple(h and Held(h.start, h.stop) for h in held)
+            case kind if kind.is_second:
+                held = _gathered(held, opened.pop(), among)
+            case kind:
+                if kind.is_first:
+                    opened.append(held)
+                    held = _pushed(held, among, rooted=task.rooted)
+                summed *= members
+                if kind.of_payloads:
+                    goes_on = not leaf[place + 1].kind.is_local or kind is Kind.COMM_L
+                    adds = goes_on and added * members <= most_added and bundle == 1
+                    if kind is Kind.COMM_L and not adds:
+                        raise ValueError(f"{added * members} payloads are added, at most {most_added:.0f} can be")
+                    bundle, added = (1, added * members) if adds else (bundle * members, added)
+        if task.kind in (Kind.DECOMP, Kind.COMM, Kind.COMM_1):
+            wide = not (scaled and summed == n)
+        copies = before.count(before[0]) if task.kind is Kind.COMP and summed == n else 1
+        is_idle = bool(task.scope) and place not in lively
+        legs.append(
+            Leg(
+                task,
+                among,
+                members,
+                before,
+                held,
+                point,
+                bundle_before,
+                added_before,
+                adds,
+                place == scaling,
+                wide_before,
+                wide,
+                copies,
+                is_idle,
+            )
+        )
+    return tuple(legs)
+
+
+def pieces_of_member(held: Held, member: int, members: int, *, divided: bool) -> slice:
+    """Which of the pieces held go to a member: all, or its share where they are `divided`."""
+    count = len(held.pieces) // members if divided else len(held.pieces)
+    return slice(member * count, (member + 1) * count) if divided else slice(0, count)
+
+
+def _groups(leaf: Leaf, placement: Placement) -> dict[Scope, tuple[tuple[int, ...], ...]]:
+    ranks = range(placement.size)
+    if all(task.scope in (None, Scope.ALL) for task in leaf):
+        return {Scope.ALL: (tuple(ranks),)}
+    within = tuple(dict.fromkeys(map(placement.within, ranks)))
+    return {Scope.NODE: within, Scope.ACROSS: tuple(map(placement.across, within[0]))}
+
+
+def _pushes(tasks: Sequence[Task]) -> Iterator[Task]:
+    """The collectives that cut payloads up, before these are decompressed."""
+    for task in tasks:
+        if task.kind is Kind.DECOMP:
+            return
+        if task.kind.is_first and not task.rooted:
+            yield task
+
+
+def _cut(held: Held, sizes: Sequence[int]) -> Iterator[Piece]:
+    """Into as many pieces as these collectives need, one cut inside the other."""
+    if not sizes:
+        yield held.start, held.stop
+        return
+    first, *others = sizes
+    for part in shares(held, first):
+        yield from _cut(part, others)
+
+
+def shares(held: Held, members: int) -> list[Held]:
+    """Of each member, dense."""
+    ends = [held.start]
+    for length in even_ranges(held.numel, members):
+        ends.append(ends[-1] + length)
+    return [Held(start, stop) for start, stop in zip(ends, ends[1:], strict=False)]
+
+
+def _pushed(held: Sequence[Held | None], groups: Sequence[tuple[int, ...]], *, rooted: bool) -> tuple[Held | None, ...]:
+    """After a first step."""
+    after: list[Held | None] = [None] * len(held)
+    for group in groups:
+        for member, rank in enumerate(group):
+            mine = held[rank]
+            if mine is None or (rooted and member):
+                continue
+            if rooted:
+                after[rank] = mine
+                continue
+            share = shares(mine, len(group))[member]
+            pieces = mine.pieces[pieces_of_member(mine, member, len(group), divided=True)]
+            after[rank] = Held(share.start, share.stop, pieces)
+    return tuple(after)
+
+
+def _gathered(
+    held: Sequence[Held | None], opened: Sequence[Held | None], groups: Sequence[tuple[int, ...]]
+) -> tuple[Held | None, ...]:
+    """After a second step: the range before the first one, with the pieces of all who held some."""
+    after: list[Held | None] = [None] * len(held)
+    for group in groups:
+        pieces = tuple(piece for rank in group if (h := held[rank]) is not None for piece in h.pieces)
+        for rank in group:
+            if (whole := opened[rank]) is not None:
+                after[rank] = Held(whole.start, whole.stop, pieces)
+    return tuple(after)

@@ -1,0 +1,423 @@
+"""Routes: any leaf of ByteComp's decision tree, executed. One interpreter for all of them. (Wang et al., EuroSys 2023)
+
+A plan names the tasks of a leaf (`tree.py`); `legs.py` says which ranges of the bucket each rank holds before and after
+each of them, `steps` what that takes, and `way.py` does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from math import inf
+from typing import Any
+
+from torch import Tensor
+
+from ..bucket import Bucket, FlatSpec, Layout, TensorSpec
+from ..cluster import Placement
+from ..comm import Group, Work
+from ..compressors import Compressor, Summand
+from ..compressors import State as CompressorState
+from ..density import DensityProfile
+from ..expressions import register
+from ..steps import OFFLOAD, Compute, Pattern, Step, Transfer
+from .base import Scheme, State
+from .compressed import parted
+from .legs import Held, Leg, legs_of
+from .parcels import dtype_of, plain, point_name, room_nbytes, spec_of
+from .tree import DEVICES, WITH_SUMS, Constraints, Kind, Leaf, Scope, compressions, is_flat, words_of
+from .way import WHOLE, Way
+
+
+@register
+@dataclass(frozen=True)
+class Route(Scheme[Tensor]):
+    """A leaf of the decision tree: dense or compressed, flat or by nodes, each task where the plan says.
+
+    `tasks`: "compress@<device>", "decompress@<device>", and collectives: reduce_scatter or reduce, then all_gather or
+    broadcast; all_to_all or gather of payloads, then the same; all_gather or all_reduce of payloads; all_reduce. Three
+    collectives or four are inside nodes, across them (one or two), and inside again: these need `ranks_per_node`.
+
+    `compressor` compresses at each "compress" with a state of its own, so that error feedback works at each: the first
+    is what ranks send, later ones are of sums, for which it takes its `of_sums`, with draws of their own. A collective
+    that hands every rank a part compresses as many pieces. Sums are made in float32 (float64 for float64), in the order
+    of ranks, scaled once, at the last decompression, and travel so until they are complete.
+
+    Devices: "compute" is the thread on which backward runs, "offload" a thread of its own on another core.
+    A first "compress@compute" is done by the gradient hook that completes the bucket, before the bucket is handed on;
+    later work for "compute" at the next gradient hook, or at the end of backward, and until then the turns behind it
+    wait. What is for "offload" begins as soon as it can (a first one: once the bucket is complete), while the turns of
+    other buckets go on. Sums of dense ranges are made by whoever issues.
+
+    After reduce and gather only one rank of each group goes on; all of the others' data is on its link.
+    Wire: of n members with S bytes (e, compressed): all_reduce 2(n-1)/n S; reduce_scatter, all_to_all (n-1)/n; an
+    all_gather of payloads (n-1) e; of bundles as many times that as they have payloads.
+    """
+
+    tasks: tuple[str, ...]
+    compressor: Compressor[Any] | None = None
+    ranks_per_node: int = 1
+
+    layout = Layout.FLAT
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.tasks, list | tuple) or not all(isinstance(word, str) for word in self.tasks):
+            raise ValueError(f"Route.tasks must be a list of words, got {self.tasks!r}")
+        object.__setattr__(self, "tasks", tuple(self.tasks))
+        try:
+            leaf = self.leaf
+        except ValueError as error:
+            raise ValueError(f"Route.tasks: {error}") from None
+        compresses = any(task.kind is Kind.COMP for task in leaf)
+        if compresses and not isinstance(self.compressor, Compressor):
+            raise ValueError(f"Route.compressor must be a compressor, as the tasks compress, got {self.compressor!r}")
+        if not compresses and self.compressor is not None:
+            raise ValueError(f"Route.compressor must be None, as no task compresses, got {self.compressor!r}")
+        if self.ranks_per_node < 1:
+            raise ValueError(f"Route.ranks_per_node must be at least 1, got {self.ranks_per_node}")
+        if is_flat(leaf) and self.ranks_per_node != 1:
+            raise ValueError(
+                f"Route.ranks_per_node must be 1 for tasks among all ranks, which know no nodes, got "
+                f"{self.ranks_per_node}"
+            )
+        if compresses:
+            assert self.compressor is not None
+            if (why := _illegal(leaf, self.compressor)) is not None:
+                raise ValueError(why)
+        object.__setattr__(self, "exact", not compresses)
+
+    @classmethod
+    def of(cls, leaf: Leaf, compressor: Compressor[Any] | None = None, ranks_per_node: int = 1) -> Route:
+        """The route along a leaf, which takes of the settings those that it needs.
+
+        Raises:
+            ValueError: for a compressor whose payloads cannot take it.
+        """
+        return cls(words_of(leaf), compressor if compressions(leaf) else None, 1 if is_flat(leaf) else ranks_per_node)
+
+    @property
+    def leaf(self) -> Leaf:
+        return _leaf_of(self.tasks)
+
+    @property
+    def carries_flags(self) -> bool:
+        return True
+
+    @property
+    def title(self) -> str:
+        of = f" of {self.compressor.title}" if self.compressor is not None else ""
+        return f"{self.name}{of}: {', '.join(self.tasks)}"
+
+    @property
+    def prepares(self) -> bool:
+        return self.leaf[0].kind is Kind.COMP and not self.compressor_at(0).agrees
+
+    @property
+    def offloads(self) -> bool:
+        return any(task.choice == OFFLOAD for task in self.leaf)
+
+    def compressor_at(self, point: int) -> Compressor[Any]:
+        """Of the compression with this number."""
+        assert self.compressor is not None
+        return self.compressor.of_sums if point else self.compressor
+
+    def legs(self, numel: int, placement: Placement) -> tuple[Leg, ...]:
+        """What each rank holds on the way.
+
+        Raises:
+            ValueError: for nodes with another number of ranks, and for more payloads than can be added.
+        """
+        self._check_placement(placement)
+        try:
+            return legs_of(self.leaf, numel, placement, self._most_added)
+        except ValueError as error:
+            assert self.compressor is not None
+            raise ValueError(f"{self.compressor.title} cannot take this route: {error}") from None
+
+    def stages(self, size: int) -> tuple[str, ...]:
+        if size % self.ranks_per_node:
+            raise ValueError(f"Route is planned for {self.ranks_per_node} ranks a node, there are {size} ranks")
+        placement = Placement.regular(size // self.ranks_per_node, self.ranks_per_node)
+        return tuple(self._stages(self.legs(0, placement)))
+
+    def check(self, specs: tuple[TensorSpec, ...]) -> None:
+        """
+        Raises:
+            ValueError: for element types that it does not sum.
+        """
+        (flat,) = specs
+        if not flat.dtype.is_floating_point:
+            raise ValueError(f"{self.name} is for floating-point gradients, got {flat}")
+
+    def init(self, bucket: Bucket, group: Group) -> State:
+        """What compressors keep of the pieces that this rank compresses.
+
+        Raises:
+            ValueError: on every rank, where nodes do not have as many ranks as planned, and for more or others than the
+                compressor is made for.
+        """
+        legs = self.legs(bucket.numel, group.placement)
+        for leg in legs:
+            if leg.task.scope and not leg.idle:
+                self.group_of(leg, group)  # made here, where all ranks come by between their operations
+        if self.compressor is None:
+            return {}
+        whole = bucket.flat_spec
+        state: dict[str, Any] = {WHOLE: (CompressorState(whole, group.rank),)}
+        for leg in legs:
+            if leg.task.kind is Kind.COMP:
+                compressor, held = self.compressor_at(leg.point), leg.after[group.rank]
+                pieces = held.pieces if held is not None else ()
+                stream = leg.before.index(leg.before[group.rank]) if leg.copies > 1 else group.rank
+                state[point_name(leg)] = tuple(
+                    compressor.init(spec_of(whole, piece, leg.point, leg.wide), stream) for piece in pieces
+                )
+        first = next(leg for leg in self.legs(group.size**2, group.placement) if leg.task.kind is Kind.COMP)
+        together = first.before.count(first.before[0]) // first.copies
+        expected = self.compressor.made_for_ranks
+        if expected is not None and expected != together:
+            raise ValueError(
+                f"{self.compressor.title} is made for {expected} ranks, {together} compress together: set its ranks"
+            )
+        return state
+
+    async def synchronize(self, x: Tensor, state: State, group: Group, scale: float) -> tuple[Tensor, State]:
+        kept = state.get(WHOLE)
+        whole = kept[0] if isinstance(kept, tuple) else None
+        numel = x.numel() if whole is None else whole.spec.numel
+        legs = self.legs(numel, group.placement)
+        way = Way(self, x, numel, whole, state, group, scale)
+        for number, leg in enumerate(legs):
+            if leg.task.kind is Kind.COMP:
+                if self.compressor_at(leg.point).agrees:
+                    await way.agree(leg, legs[number + 1])
+                await Work(partial(way.compress, leg), leg.task.choice, leg.task.word)
+            elif leg.task.kind is Kind.DECOMP:
+                await Work(partial(way.decompress, leg), leg.task.choice, leg.task.word)
+            elif leg.idle:
+                way.take(leg, way.alone(leg))
+            else:
+                way.take(leg, await way.issue(leg))
+        return way.result(), way.next_state
+
+    def steps(
+        self,
+        specs: tuple[TensorSpec, ...],
+        profiles: tuple[DensityProfile, ...],
+        placement: Placement,
+        round: int = 0,
+    ) -> tuple[Step, ...]:
+        """Of the rank that has most to do; what comes before and after a collective is done by whoever issues."""
+        whole, behind = parted(specs) if self.compressor is not None else (plain(specs), 0)
+        legs = self.legs(whole.numel, placement)
+        return tuple(
+            step
+            for number, leg in enumerate(legs)
+            for step in self._steps_of(leg, legs[min(number + 1, len(legs) - 1)], whole, behind, round, placement.size)
+        )
+
+    def unchanged_since(self, round: int) -> int:
+        if self.compressor is None:
+            return 0
+        return max(self.compressor.unchanged_since(round), self.compressor.of_sums.unchanged_since(round))
+
+    # Below here: how.
+
+    def item_nbytes(self, leg: Leg, held: Held, whole: FlatSpec, step: int) -> list[int]:
+        """Of all that a message has which carries this before the leg: one tensor, or the bundles of its pieces."""
+        if not leg.task.kind.of_payloads:
+            return [held.numel * dtype_of(whole, leg.wide).itemsize]
+        compressor = self.compressor_at(leg.point)
+        wide = self.is_wide_at(leg.point)
+        specs = [spec_of(whole, piece, leg.point, wide) for piece in held.pieces]
+        return [nbytes for spec in specs for nbytes in [compressor.nbytes(spec, step)] * leg.bundle]
+
+    def is_wide_at(self, point: int) -> bool:
+        """Whether a compression is of sums, which are in a wider type: all but one that comes first of all."""
+        return point > 0 or self.leaf[0].kind is not Kind.COMP
+
+    @property
+    def _most_added(self) -> float:
+        if self.compressor is None or not issubclass(self.compressor.payload, Summand):
+            return 0.0
+        most = self.compressor.most_summands
+        return inf if most is None else float(most)
+
+    def _check_placement(self, placement: Placement) -> None:
+        if not is_flat(self.leaf) and placement.ranks_per_node != self.ranks_per_node:
+            counts = [placement.nodes.count(node) for node in dict.fromkeys(placement.nodes)]
+            raise ValueError(
+                f"Route is planned for {self.ranks_per_node} ranks on each node, the nodes have "
+                f"{', '.join(map(str, counts))}; make a plan for this placement"
+            )
+
+    def _stages(self, legs: Sequence[Leg]) -> Iterator[str]:
+        """One for each await, but for a first compression, which is over when the bucket's turns begin."""
+        seen: dict[str, int] = {}
+        for number, leg in enumerate(legs):
+            name = _stage(leg)
+            if leg.task.kind is Kind.COMP and self.compressor_at(leg.point).agrees:
+                yield _agree_stage(legs[number + 1])
+            if leg.idle or (number == 0 and self.prepares):
+                continue
+            seen[name] = seen.get(name, 0) + 1
+            yield name if seen[name] == 1 else f"{name} {seen[name]}"
+
+    def group_of(self, leg: Leg, group: Group) -> Group:
+        match leg.task.scope:
+            case Scope.NODE:
+                return group.within_node()
+            case Scope.ACROSS:
+                return group.across_nodes()
+        return group
+
+    def _steps_of(
+        self, leg: Leg, following: Leg, whole: FlatSpec, behind: int, round: int, size: int
+    ) -> Iterator[Step]:
+        first = leg.before[0]  # no rank holds more
+        assert first is not None
+        task, after = leg.task, leg.after[0]
+        assert after is not None
+        if task.kind is Kind.COMP:
+            compressor, dense_nbytes = self.compressor_at(leg.point), first.numel * dtype_of(whole, leg.wide).itemsize
+            specs = [spec_of(whole, piece, leg.point, leg.wide) for piece in after.pieces]
+            if compressor.agrees:
+                yield Compute(f"observe_{compressor.title}", float(dense_nbytes), calls=len(specs))
+                if not following.idle:
+                    yield self._agreement(leg, following, whole, size)
+            nbytes = dense_nbytes + sum(compressor.nbytes(spec, round) for spec in specs)
+            yield Compute(f"compress_{compressor.title}", float(nbytes), task.choice, len(specs), awaited=True)
+            return
+        if task.kind is Kind.DECOMP:
+            compressor, wide = self.compressor_at(leg.point), self.is_wide_at(leg.point)
+            specs = [spec_of(whole, piece, leg.point, wide) for piece in first.pieces]
+            payloads = leg.bundle * sum(compressor.nbytes(spec, round) for spec in specs)
+            dense_nbytes = first.numel * dtype_of(whole, leg.wide_after).itemsize
+            calls = leg.bundle * len(specs)
+            yield Compute(
+                f"decompress_{compressor.title}", float(dense_nbytes + payloads), task.choice, calls, awaited=True
+            )
+            return
+        if task.kind is Kind.COMM and leg.scales:
+            yield Compute("scale", 2.0 * whole.nbytes)
+        if not leg.idle:
+            active = [group for group in leg.groups if leg.before[group[0]] is not None]
+            each = [self._transfer(leg, group, whole, behind, round) for group in active]
+            yield _at_once(_stage(leg), leg, each, size, active)
+        yield from self._steps_behind(leg, whole, round)
+
+    def _agreement(self, leg: Leg, following: Leg, whole: FlatSpec, size: int) -> Transfer:
+        """What the members of the all-reduce that follows tell each other."""
+        active = [(group, held) for group in following.groups if (held := leg.after[group[0]]) is not None]
+        compressor, each = self.compressor_at(leg.point), []
+        for group, held in active:
+            specs = [spec_of(whole, piece, leg.point, leg.wide) for piece in held.pieces]
+            nbytes = 4.0 * sum(map(compressor.num_agreed, specs))
+            each.append(Transfer("", Pattern.ALL_GATHER, (nbytes,) * len(group)))
+        return _at_once(_agree_stage(following), following, each, size, [group for group, _ in active])
+
+    def _steps_behind(self, leg: Leg, whole: FlatSpec, round: int) -> Iterator[Step]:
+        """What is made of what a collective brought."""
+        after = leg.after[0]
+        assert after is not None
+        nbytes = float(after.numel * dtype_of(whole, leg.wide_after).itemsize)
+        if leg.task.kind is Kind.COMM_1:
+            yield Compute("sum_ranges", leg.members * self.item_nbytes(leg, after, whole, round)[0] + nbytes)
+        elif leg.task.kind is Kind.COMM_2:
+            yield Compute("join_ranges", 2 * nbytes)
+        elif leg.adds and leg.task.kind is not Kind.COMM_L:
+            one = sum(self.item_nbytes(leg, after, whole, round))
+            yield Compute("add_payloads", float((leg.members + 1) * one), calls=len(after.pieces))
+
+    def _transfer(self, leg: Leg, group: tuple[int, ...], whole: FlatSpec, behind: int, round: int) -> Transfer:
+        """Among the members of one group."""
+        flags = behind if leg.carries_flags else 0
+        before, after = [leg.before[rank] for rank in group], [leg.after[rank] for rank in group]
+
+        def sizes(what: Sequence[Held | None]) -> tuple[float, ...]:
+            return tuple(
+                0.0 if held is None else float(room_nbytes(self.item_nbytes(leg, held, whole, round), flags))
+                for held in what
+            )
+
+        match leg.task.kind:
+            case Kind.COMM:
+                (held,) = set(before)
+                assert held is not None
+                nbytes = float((held.numel + flags) * dtype_of(whole, leg.wide).itemsize)
+                return Transfer("", Pattern.ALL_REDUCE, (nbytes,) * len(group))
+            case Kind.COMM_L:
+                held = before[0]
+                assert held is not None and self.compressor is not None
+                itemsize = self.compressor.number_dtype(whole).itemsize
+                nbytes = float(sum(self.item_nbytes(leg, held, whole, round)) + flags * itemsize)
+                return Transfer("", Pattern.ALL_REDUCE, (nbytes,) * len(group))
+            case Kind.COMM_C:
+                return Transfer("", Pattern.ALL_GATHER, sizes(before))
+            case kind if kind.is_first:
+                return Transfer("", Pattern.ALL_TO_ALL, sizes(after))
+        if leg.task.rooted:
+            return Transfer("", Pattern.BROADCAST, sizes(before))
+        return Transfer("", Pattern.ALL_GATHER, sizes(before))
+
+
+def routes(
+    compressor: Compressor[Any],
+    ranks_per_node: int = 1,
+    *,
+    devices: Sequence[str] = DEVICES,
+    constraints: Constraints | None = None,
+) -> tuple[Route, ...]:
+    """All routes that a compressor's payloads may take, and those without compression; inside nodes where there are
+    several ranks on them.
+
+    Raises:
+        ValueError: for constraints that leave nothing, or name what there is not.
+    """
+    leaves = WITH_SUMS.leaves(devices, constraints)
+    legal = [leaf for leaf in leaves if is_flat(leaf) or ranks_per_node > 1]
+    found = tuple(Route.of(leaf, compressor, ranks_per_node) for leaf in legal if _illegal(leaf, compressor) is None)
+    if not found:
+        raise ValueError(f"no route of {compressor.title} is left under {constraints}: loosen one of the constraints")
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _leaf_of(words: tuple[str, ...]) -> Leaf:
+    return WITH_SUMS.parse(words)
+
+
+def _stage(leg: Leg) -> str:
+    scope = leg.task.scope
+    return leg.task.word if scope in (None, Scope.ALL) else f"{scope} {leg.task.word}"
+
+
+def _agree_stage(following: Leg) -> str:
+    return "agree" if following.task.scope is Scope.ALL else f"{following.task.scope} agree"
+
+
+def _at_once(stage: str, leg: Leg, each: Sequence[Transfer], size: int, groups: Sequence[tuple[int, ...]]) -> Transfer:
+    """The same collective in several groups of `size` ranks; of all ranks it is one."""
+    if leg.task.scope is Scope.ALL:
+        return replace(each[0], stage=stage)
+    return Transfer.at_once(stage, size, groups, each)
+
+
+def _illegal(leaf: Leaf, compressor: Compressor[Any]) -> str | None:
+    """Why the compressor's payloads cannot take the route along this leaf."""
+    sums = [task.word for task in leaf if task.kind is Kind.COMM_L]
+    if sums and not issubclass(compressor.payload, Summand):
+        return (
+            f"Route.tasks: no {sums[0]} can sum the payloads of {compressor.title}: use all_gather, or all_to_all and "
+            "all_gather"
+        )
+    for place, task in enumerate(leaf):
+        kinds = [other.kind for other in leaf[place + 1 : place + 3]]
+        if compressor.agrees and task.kind is Kind.COMP and kinds != [Kind.COMM_L, Kind.DECOMP]:
+            return (
+                f"Route.compressor: {compressor.title} makes payloads for an all-reduce: after each compress there "
+                "must come all_reduce and decompress"
+            )
+    return None

@@ -1,0 +1,329 @@
+"""ByteComp's decision tree as data: everything that may be done to a bucket, task by task. (Wang et al., EuroSys 2023)
+
+A *leaf* is a sequence of tasks. Local tasks compress or decompress, on one of the devices; collectives move what a rank
+holds, dense or compressed, among all ranks (flat), or inside the nodes, across them, and inside again (hierarchical).
+A collective of two steps begins with one that leaves each rank, or one root, with a sum, and ends with one that hands
+the sums to all; the second is settled by the first. What may follow what are the rules of a `Grammar`: another device,
+another collective or another rule changes data only.
+
+`BYTECOMP` are the paper's eight tasks: 4341 leaves on two devices, 174 on one, 9 of them without compression.
+`WITH_SUMS` adds a ninth, `CommL`, the all-reduce of payloads, for compressors whose payloads can be summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cache, cached_property
+from types import MappingProxyType
+
+from ..steps import COMPUTE, OFFLOAD
+
+DEVICES = (COMPUTE, OFFLOAD)
+COMPRESS, DECOMPRESS = "compress", "decompress"
+ROOTED = ("reduce", "gather")  # first steps that leave all with one member
+
+
+class Kind(StrEnum):
+    """The tasks, by the paper's names; a C at the end: of payloads, an L: of payloads that can be summed."""
+
+    COMP = "Comp"
+    DECOMP = "Decomp"
+    COMM = "Comm"
+    COMM_1 = "Comm1"
+    COMM_2 = "Comm2"
+    COMM_C = "CommC"
+    COMM_1C = "Comm1C"
+    COMM_2C = "Comm2C"
+    COMM_L = "CommL"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is work of one rank alone."""
+        return self in (Kind.COMP, Kind.DECOMP)
+
+    @property
+    def is_first(self) -> bool:
+        """Of two steps."""
+        return self in (Kind.COMM_1, Kind.COMM_1C)
+
+    @property
+    def is_second(self) -> bool:
+        return self in (Kind.COMM_2, Kind.COMM_2C)
+
+    @property
+    def of_payloads(self) -> bool:
+        """Whether it moves payloads."""
+        return self in (Kind.COMM_C, Kind.COMM_1C, Kind.COMM_2C, Kind.COMM_L)
+
+
+class Scope(StrEnum):
+    """Among whom a collective is."""
+
+    ALL = "all"
+    NODE = "node"  # the ranks of a node
+    ACROSS = "across"  # the ranks that have the same place on all nodes
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task of a leaf: a local one on a device, or a collective."""
+
+    kind: Kind
+    choice: str  # the device, or the collective
+    scope: Scope | None = None  # of a collective
+    first: str = ""  # of a second step: the collective that it belongs to
+
+    @property
+    def rooted(self) -> bool:
+        """Whether only one member of each group goes on after it, or did before it."""
+        return (self.first or self.choice) in ROOTED
+
+    @property
+    def word(self) -> str:
+        """What plans call it: `compress@offload`, `all_to_all`."""
+        match self.kind:
+            case Kind.COMP:
+                return f"{COMPRESS}@{self.choice}"
+            case Kind.DECOMP:
+                return f"{DECOMPRESS}@{self.choice}"
+        return self.choice
+
+
+Leaf = tuple[Task, ...]
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """What users rule out: more than so many lossy steps, collectives or devices, and all that is not flat."""
+
+    most_compressions: int | None = None
+    without: tuple[str, ...] = ()  # names of collectives and devices
+    flat_only: bool = False
+
+    def __post_init__(self) -> None:
+        most = self.most_compressions
+        if most is not None and (type(most) is not int or most < 0):
+            raise ValueError(
+                f"Constraints.most_compressions must be None or a whole number of at least 0, got {most!r}"
+            )
+        if isinstance(self.without, str):
+            raise ValueError(f"Constraints.without must be a tuple of names, got {self.without!r}")
+        object.__setattr__(self, "without", tuple(self.without))
+
+    def admits(self, leaf: Leaf) -> bool:
+        """Whether they allow for the leaf."""
+        most = self.most_compressions
+        return (
+            (most is None or compressions(leaf) <= most)
+            and not any(task.choice in self.without for task in leaf)
+            and not (self.flat_only and not is_flat(leaf))
+        )
+
+    def each(self) -> list[Constraints]:
+        """One by one."""
+        found = [] if self.most_compressions is None else [Constraints(most_compressions=self.most_compressions)]
+        found += [Constraints(without=(name,)) for name in self.without]
+        return found + ([Constraints(flat_only=True)] if self.flat_only else [])
+
+    def __str__(self) -> str:
+        parts = [] if self.most_compressions is None else [f"most_compressions={self.most_compressions}"]
+        parts += [f"without {name}" for name in self.without]
+        return " and ".join(parts + (["flat_only"] if self.flat_only else [])) or "no constraint"
+
+
+@dataclass(frozen=True)
+class _Point:
+    """Within a derivation: the symbols that are still to come, and the first steps whose second ones are."""
+
+    todo: tuple[str, ...]
+    opened: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What may follow what.
+
+    `rules`: the alternatives of each symbol, as symbols and kinds with blanks between. `collectives`: those of each
+    kind, but of second steps, which `seconds` gives for each first one.
+    """
+
+    rules: Mapping[str, tuple[str, ...]]
+    collectives: Mapping[Kind, tuple[str, ...]]
+    seconds: Mapping[str, str]
+    start: str = "tree"
+
+    @cached_property
+    def _alternatives(self) -> dict[str, tuple[tuple[str, ...], ...]]:
+        return {symbol: tuple(tuple(text.split()) for text in texts) for symbol, texts in self.rules.items()}
+
+    def leaves(self, devices: Sequence[str] = DEVICES, constraints: Constraints | None = None) -> tuple[Leaf, ...]:
+        """All of them that the constraints allow for, each once.
+
+        Raises:
+            ValueError: for constraints that name what there is not, or leave nothing, naming those that do.
+        """
+        found = tuple(map(_scoped, self._derived(_Point((self.start,)), tuple(devices), {})))
+        if constraints is None:
+            return found
+        self._check_names(constraints, devices)
+        left = tuple(leaf for leaf in found if constraints.admits(leaf))
+        if not left:
+            raise ValueError(
+                f"no leaf of {len(found)} is left under {_conflict(found, constraints)}: loosen one of them"
+            )
+        return left
+
+    def count(self, symbol: str | None = None, devices: int = len(DEVICES)) -> int:
+        """How many leaves there are, or ways to go on from a symbol."""
+        symbol = self.start if symbol is None else symbol
+        if symbol not in self.rules:
+            kind = Kind(symbol)
+            return devices if kind.is_local else 1 if kind.is_second else len(self.collectives[kind])
+        total = 0
+        for alternative in self._alternatives[symbol]:
+            ways = 1
+            for part in alternative:
+                ways *= self.count(part, devices)
+            total += ways
+        return total
+
+    def parse(self, words: Sequence[str], devices: Sequence[str] = DEVICES) -> Leaf:
+        """The leaf that these words name.
+
+        Raises:
+            ValueError: naming the first word that may not follow those before it, and what may.
+        """
+        paths: list[tuple[Leaf, _Point]] = [((), _Point((self.start,)))]
+        for number, word in enumerate(words):
+            ahead = [
+                ((*done, task), after) for done, point in paths for task, after in self._next(point, tuple(devices))
+            ]
+            paths = [(done, point) for done, point in ahead if done[-1].word == word]
+            if not paths:
+                legal = sorted({done[-1].word for done, _ in ahead})
+                known = ", ".join(legal) if legal else "nothing"
+                after = f"after {', '.join(words[:number])}" if number else "at the beginning"
+                raise ValueError(f"{word!r} may not come {after}; there may come {known}")
+        ended = [done for done, point in paths if not point.todo]
+        if not ended:
+            legal = sorted({task.word for _, point in paths for task, _ in self._next(point, tuple(devices))})
+            raise ValueError(f"the tasks {', '.join(words) or '()'} end too early: there must come {', '.join(legal)}")
+        (leaf,) = ended
+        return _scoped(leaf)
+
+    def _derived(self, point: _Point, devices: tuple[str, ...], known: dict[_Point, list[Leaf]]) -> list[Leaf]:
+        """All ways to the end; `known` are those from points that were met before."""
+        if not point.todo:
+            return [()]
+        if point not in known:
+            known[point] = [
+                (task, *rest)
+                for task, after in self._next(point, devices)
+                for rest in self._derived(after, devices, known)
+            ]
+        return known[point]
+
+    def _next(self, point: _Point, devices: tuple[str, ...]) -> Iterator[tuple[Task, _Point]]:
+        """The tasks that may come, with where each leads."""
+        if not point.todo:
+            return
+        symbol, *others = point.todo
+        if symbol in self._alternatives:
+            for alternative in self._alternatives[symbol]:
+                yield from self._next(_Point((*alternative, *others), point.opened), devices)
+            return
+        kind, rest = Kind(symbol), tuple(others)
+        if kind.is_local:
+            yield from ((Task(kind, device), _Point(rest, point.opened)) for device in devices)
+        elif kind.is_second:
+            *outer, first = point.opened
+            yield Task(kind, self.seconds[first], first=first), _Point(rest, tuple(outer))
+        else:
+            for collective in self.collectives[kind]:
+                opened = (*point.opened, collective) if kind.is_first else point.opened
+                yield Task(kind, collective), _Point(rest, opened)
+
+    def _check_names(self, constraints: Constraints, devices: Collection[str]) -> None:
+        there_are = [*devices, *dict.fromkeys(name for names in self.collectives.values() for name in names)]
+        there_are += [name for name in dict.fromkeys(self.seconds.values()) if name not in there_are]
+        for name in constraints.without:
+            if name not in there_are:
+                raise ValueError(f"Constraints.without names {name!r}; there are {', '.join(there_are)}")
+
+
+def compressions(leaf: Leaf) -> int:
+    """How often it compresses."""
+    return sum(task.kind is Kind.COMP for task in leaf)
+
+
+def is_flat(leaf: Leaf) -> bool:
+    """Whether its collectives are among all ranks."""
+    return all(task.scope in (None, Scope.ALL) for task in leaf)
+
+
+def words_of(leaf: Leaf) -> tuple[str, ...]:
+    return tuple(task.word for task in leaf)
+
+
+def _scoped(leaf: Leaf) -> Leaf:
+    """With the scopes of its collectives: of three or more the first and the last are inside the nodes."""
+    moves = [place for place, task in enumerate(leaf) if not task.kind.is_local]
+    scopes: dict[int, Scope] = dict.fromkeys(moves, Scope.ALL)
+    if len(moves) > 2:  # noqa: PLR2004
+        scopes = {place: Scope.NODE if place in (moves[0], moves[-1]) else Scope.ACROSS for place in moves}
+    return tuple(_with_scope(task, scopes.get(place)) for place, task in enumerate(leaf))
+
+
+@cache
+def _with_scope(task: Task, scope: Scope | None) -> Task:
+    return replace(task, scope=scope)
+
+
+def _conflict(leaves: Sequence[Leaf], constraints: Constraints) -> str:
+    """Those of the constraints that leave nothing together, and would leave something if one of them went."""
+    needed = constraints.each()
+    for each in list(needed):
+        others = [other for other in needed if other is not each]
+        if not any(all(other.admits(leaf) for other in others) for leaf in leaves):
+            needed = others
+    return " and ".join(map(str, needed))
+
+
+_RULES = {
+    "tree": ("flat", "hier"),
+    "flat": ("Comm", "Comm1 T1", "Comp CommC Decomp", "Comp Comm1C T2"),
+    "hier": (
+        "Comm1 T3",
+        "Comm1 Comp T4",
+        "Comp Comm1C Decomp T3",
+        "Comp Comm1C Decomp Comp T4",
+        "Comp Comm1C T4",
+    ),
+    "T1": ("Comm2", "Comp Comm2C Decomp"),  # the last step, of what is dense
+    "T2": ("Comm2C Decomp", "Decomp T1"),  # the last step, of what is compressed
+    "T3": ("Comm T1", "Comm1 T5"),  # across and then inside nodes, of what is dense
+    "T4": ("CommC T2", "Comm1C Comm2C T2", "Comm1C Decomp T5"),  # the same, of what is compressed
+    "T5": ("Comm2 T1", "Comp Comm2C T2"),  # the second step across, and then inside, of what is dense
+}
+_COLLECTIVES = {
+    Kind.COMM: ("all_reduce",),
+    Kind.COMM_1: ("reduce_scatter", "reduce"),
+    Kind.COMM_C: ("all_gather",),
+    Kind.COMM_1C: ("all_to_all", "gather"),
+}
+_SECONDS = {
+    "reduce_scatter": "all_gather",
+    "all_to_all": "all_gather",
+    "reduce": "broadcast",
+    "gather": "broadcast",
+}
+BYTECOMP = Grammar(MappingProxyType(_RULES), MappingProxyType(_COLLECTIVES), MappingProxyType(_SECONDS))
+WITH_SUMS = replace(
+    BYTECOMP,
+    rules=MappingProxyType(
+        {**_RULES, "flat": (*_RULES["flat"], "Comp CommL Decomp"), "T4": (*_RULES["T4"], "CommL T2")}
+    ),
+    collectives=MappingProxyType({**_COLLECTIVES, Kind.COMM_L: ("all_reduce",)}),
+)

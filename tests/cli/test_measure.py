@@ -1,0 +1,122 @@
+"""`gradsync measure` runs a script until it knows it, leaves a profile, and says why where it cannot."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from gradsync.cli import app
+from gradsync.planner import rehearsed
+from gradsync.profile import Profile
+from tests.forked import run_on_two_ranks
+
+SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+import gradsync
+
+assert __name__ == "__main__" and sys.argv[1:] == ["--rate", "0.1"], sys.argv
+dist.init_process_group("gloo")
+model = torch.nn.Sequential(torch.nn.Embedding(10, 4, sparse=True), torch.nn.Linear(4, 1))
+gradsync.attach(model)
+for step in range(100):
+    assert step < 7, "the script goes on"
+    model.zero_grad()
+    model(torch.tensor([dist.get_rank(), 7])).sum().backward()
+"""
+PROGRAM = """
+from gradsync.planner import rehearsed
+
+rehearsed.PLANNED, rehearsed.NUMELS = (), (256, 1024, 4096)  # what kernels cost is not the matter here
+from gradsync.cli import main
+
+main()
+"""
+SHORT = """
+import torch
+import torch.distributed as dist
+import gradsync
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+try:
+    model = torch.nn.Linear(4, 1)
+    handle = gradsync.attach(model)
+    for step in range(3):
+        model(torch.ones(4)).sum().backward()
+    handle.detach()
+finally:
+    dist.destroy_process_group()
+"""
+
+
+def said(script: Path, *options: str) -> tuple[int, str]:
+    done = CliRunner().invoke(
+        app, ["measure", "-o", str(script.with_name("profile.json")), *options, "--", str(script)]
+    )
+    return done.exit_code, " ".join(done.output.split())
+
+
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.timeout(90)
+def test_a_script_is_run_measured_and_ended(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    program = tmp_path / "gradsync"
+    program.write_text(PROGRAM, encoding="utf-8")
+    out = tmp_path / "profile.json"
+    options = ["--steps", "2", "--warmup", "2", "--compressor", "terngrad_shared", "-o", str(out)]
+    arguments = [str(program), "measure", *options, "--", str(script), "--rate", "0.1"]
+    first, second = run_on_two_ranks([sys.executable, *arguments], tmp_path, limit_s=60)
+    assert "3 parameters, 2 ranks" in first and not second
+    profile = Profile.load(out)
+    assert (profile.world, profile.steps) == (2, 2)
+    assert [p.name for p in profile.parameters] == ["0.weight", "1.weight", "1.bias"]
+    assert {"compress_top_k with feedback", "compress_shared_tern_grad"} <= profile.kernels.keys()
+    table = profile.parameters[0]
+    assert table.sparse and table.rows is not None and table.rows.rows == 2
+
+
+def test_a_workload_is_measured_in_one_process_where_there_is_no_torchrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rehearsed, "PLANNED", ())
+    monkeypatch.setattr(rehearsed, "NUMELS", (256, 1024, 4096))
+    small = ["--option", "data=zipf", "--option", "vocabulary=500", "--option", "num_negatives=16"]
+    out = tmp_path / "profile.json"
+    options = ["--steps", "1", "--warmup", "2", "-o", str(out)]
+    done = CliRunner().invoke(app, ["measure", "--workload", "lstm", *small, *options])
+    assert done.exit_code == 0, done.output
+    profile = Profile.load(out)
+    assert (profile.world, profile.links) == (1, ())
+    table = next(p for p in profile.parameters if p.name == "words.weight")
+    assert table.sparse and table.shape[0] == 500 and table.rows is not None
+
+
+def test_a_script_without_gradsync_is_told_so(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("pass", encoding="utf-8")
+    code, text = said(script)
+    assert code == 1 and "does it call gradsync.attach" in text
+    assert not (tmp_path / "profile.json").exists()
+
+
+def test_a_script_that_ends_early_is_told_how_many_steps_it_takes(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SHORT, encoding="utf-8")
+    code, text = said(script, "--steps", "4", "--warmup", "6")
+    assert code == 1 and "ended after 3 of the 15 steps that measuring takes" in text
+    assert not (tmp_path / "profile.json").exists()
+
+
+def test_a_script_that_is_not_there_and_settings_out_of_range_are_refused(tmp_path: Path) -> None:
+    assert said(tmp_path / "train.py", "--warmup", "1")[0] == 2
+    for arguments in ((), ("--workload", "lstm", "--", "train.py")):
+        done = CliRunner().invoke(app, ["measure", *arguments])
+        assert done.exit_code == 2 and "give one of --workload" in done.output
+    assert CliRunner().invoke(app, ["measure", "--workload", "lstmm"]).exit_code == 2
+    code, text = said(tmp_path / "train.py", "--compressor", "zip")
+    assert code == 2 and "unknown compressor 'zip'" in text

@@ -1,0 +1,84 @@
+"""`gradsync plan` makes a plan of a profile, `gradsync explain` says why it is as it is; what cannot be is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from gradsync import Plan
+from gradsync.cli import app
+from tests.profiles import SPECS, make_profile
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    path = tmp_path / "profile.json"
+    make_profile().save(path)
+    return path
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def test_a_plan_is_made_for_the_job_and_explained(profile: Path, tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    made = run("plan", profile, "--allow", "int8", "-o", out)
+    assert made.exit_code == 0, made.output
+    plan = Plan.load(out)
+    plan.check(SPECS, 4)
+    assert "within 2%" in made.output or "less than with DDP" in made.output
+    assert "above the best that its model allows" in made.output
+    told = run("explain", out, "--profile", profile, "--allow", "int8")
+    assert told.exit_code == 0, told.output
+    assert told.output.splitlines()[0] in made.output and "ms a step" in told.output
+    assert all(bucket.names[0] in told.output for bucket in plan.buckets)
+
+
+def test_a_plan_may_be_for_another_cluster(profile: Path, tmp_path: Path) -> None:
+    cluster, out = tmp_path / "cluster.toml", tmp_path / "plan.json"
+    cluster.write_text('nodes = 8\nlink = { rate = "1gbit", latency = "50us" }\n')
+    assert run("plan", profile, "--cluster", cluster, "-o", out).exit_code == 0
+    Plan.load(out).check(SPECS, 8)
+
+
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        ('nodes = 8\nlink = "1gbit"\nspeed = 3\n', "unknown key 'speed'"),
+        ('nodes = 8\nlink = "-1gbit"\n', "be positive"),
+    ],
+)
+def test_a_wrong_cluster_is_named(profile: Path, tmp_path: Path, toml: str, message: str) -> None:
+    cluster = tmp_path / "cluster.toml"
+    cluster.write_text(toml)
+    told = run("plan", profile, "--cluster", cluster, "-o", tmp_path / "plan.json")
+    assert told.exit_code == 2 and message in " ".join(told.output.replace("│", " ").split())
+
+
+def test_what_cannot_be_is_refused_by_name(profile: Path, tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    for words, message in (
+        (("plan", tmp_path / "none.json"), "there is no file"),
+        (("plan", profile, "--allow", "int7"), "unknown compressor 'int7'"),
+        (("plan", profile, "--exact", "ghost.*"), "'ghost.*', which no parameter"),
+    ):
+        told = run(*words, "-o", out)
+        assert told.exit_code == 2 and message in " ".join(told.output.replace("│", " ").split()), told.output
+    assert not out.exists()
+
+
+def test_a_plan_that_was_edited_to_something_illegal_is_refused(profile: Path, tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    assert run("plan", profile, "-o", out).exit_code == 0
+    data = json.loads(out.read_text())
+    del data["digest"]
+    top_k = {"error_feedback": {"compressor": {"top_k": {"ratio": 0.01}}}}
+    data["buckets"][0]["scheme"] = {"compressed_all_reduce": {"compressor": top_k}}
+    out.write_text(json.dumps(data))
+    told = run("explain", out, "--profile", profile)
+    text = " ".join(told.output.replace("│", " ").split())
+    assert told.exit_code == 2 and "buckets.0.scheme" in text and "no all-reduce can sum the payloads" in text
