@@ -19,6 +19,7 @@ from ..bench.kernels import KernelsSpec, run_kernels
 from ..bench.methods import METHODS
 from ..bench.options import parse_options
 from ..bench.patterns import UNIT
+from ..bench.plan import DRAWN_ITEMS, PlanSpec, run_planning
 from ..bench.sync import DENSE_SIZES_BYTES, SUBJECTS, SyncSpec, run_sync
 from ..bench.topk import TopKWorkload
 from ..bench.topk import kind_of as exchange_kind_of
@@ -28,8 +29,10 @@ from ..bench.works import WORK
 from ..footprint import DEFAULT_SAMPLE
 from ..report.balance import balance_table
 from ..report.compress import compress_tables, loss_table, size_in_words, size_of
+from ..report.planning import planning_table
 from ..report.record import Record, save_records
 from ..report.tables import judgements, records_table
+from ..simulator.models import PAPER_MODELS
 from ..workloads import declared_options, kind_of, names
 from .progress import WIDE, beside, console, event_bar, plain_errors
 
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Measure methods beside each other and keep the records.", no_args_is_help=True)
 
 QUICK_REPEATS = 5
+GRID_WORKLOADS, GRID_LINKS = ("deepfm", "lstm", "resnet32", "alexnet"), ("200mbit", "1gbit", "unshaped")
 INTERRUPTED = 130  # exit status, as shells give it
 
 Nodes = Annotated[int, typer.Option(min=2, help="Nodes of the emulated cluster.")]
@@ -139,6 +143,12 @@ def train(
     repeats: Annotated[int, typer.Option(min=5, help="Pairs of blocks that are judged.")] = 10,
     block_steps: Annotated[int, typer.Option(min=1, help="Steps of a block.")] = 8,
     row_length: Annotated[int | None, typer.Option(help="Short for --option dim=N.")] = None,
+    grid: Annotated[
+        bool,
+        typer.Option(
+            help=f"{', '.join(GRID_WORKLOADS)}, each at {', '.join(GRID_LINKS)}, instead of --workload and --link."
+        ),
+    ] = False,
     emulate_compute: Annotated[
         bool,
         typer.Option(
@@ -168,9 +178,17 @@ def train(
         emulate_compute=emulate_compute,
     )
     bounds = bounds_of(require, spec.methods[1:])
-    with plain_errors(), event_bar(f"{workload} on {nodes} nodes, {link}", spec.turns) as on_event:
-        run = run_training(spec, on_event)
-    finish(run.records, run.notes, json, bounds)
+    cells = [{"workload": w, "link": rate} for w in GRID_WORKLOADS for rate in GRID_LINKS] if grid else [{}]
+    records: list[Record] = []
+    notes: list[str] = []
+    for each in (spec.model_copy(update=cell) for cell in cells):
+        with plain_errors(), event_bar(f"{each.workload} on {nodes} nodes, {each.link}", each.turns) as on_event:
+            run = run_training(each, on_event)
+        records += run.records
+        notes += [f"{each.workload}, {each.link}: {note}" for note in run.notes] if grid else run.notes
+        if grid and json is not None and json != "-":
+            save_records(records, json)  # what is finished stays if the run is interrupted
+    finish(records, notes, json, bounds)
 
 
 @app.command()
@@ -294,6 +312,34 @@ def compress(
     with plain_errors(), event_bar("compressors", spec.turns, "making inputs") as on_event:
         records = run_compress(spec, on_event)
     finish(records, [], json, bounds, compress_tables)
+
+
+@app.command()
+def plan(
+    models: Annotated[
+        str, typer.Option(help=f"Of the papers, comma-separated; '' for none. {', '.join(PAPER_MODELS)}.")
+    ] = ",".join(PAPER_MODELS),
+    items: Annotated[str, typer.Option(help="Numbers of gradients of drawn problems, comma-separated.")] = ",".join(
+        map(str, DRAWN_ITEMS)
+    ),
+    small: Annotated[int, typer.Option(min=0, help="Drawn problems of which all plans are played.")] = 1000,
+    repeats: Annotated[int, typer.Option(min=1, help="Searches of each problem.")] = 15,
+    json: Json = None,
+    quick: Quick = False,
+    require: Require = None,
+) -> None:
+    """The search for a plan: what it takes beside ByteComp's, the steps by both plans, and what the best could gain."""
+    with plain_errors():
+        spec = PlanSpec(
+            models=_listed(models),
+            drawn=_numbers("--items", items),
+            small=min(small, 100) if quick else small,
+            repeats=min(repeats, 2) if quick else repeats,
+        )
+    bounds = bounds_of(require, ("gradsync",))
+    with plain_errors(), event_bar("plans", spec.turns, "reading models") as on_event:
+        records = run_planning(spec, on_event)
+    finish(records, [], json, bounds, planning_table)
 
 
 @app.command()

@@ -14,7 +14,9 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from ..sparsity import Estimate
 
-Metric = Literal["step_s", "sync_s", "kernel_s", "plan_s", "time_to_loss_s", "imbalance", "cost", "error", "loss"]
+Metric = Literal[
+    "step_s", "sync_s", "kernel_s", "plan_s", "time_to_loss_s", "imbalance", "cost", "error", "loss", "gap"
+]
 
 
 class Spread(BaseModel):
@@ -104,6 +106,18 @@ class Losses(BaseModel):
     baseline: list[float]
 
 
+class Planning(BaseModel):
+    """A plan that a search found, and what it is held against; steps are of the machine that plans are made for."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    step_s: float
+    baseline_step_s: float
+    bound_s: float  # no plan's step is shorter
+    certificate_s: float  # what it took to know that
+    buckets: int
+
+
 class Record(BaseModel):
     """One comparison. `ratio` = subject / baseline of pairs measured side by side: below 1, the subject is faster.
 
@@ -112,7 +126,8 @@ class Record(BaseModel):
     the processor time of all ranks together: where they share a machine, the subject cannot take less than that over
     `environment["cores"]`, whatever the network allows. Of the metric `imbalance`, which takes no time, `ratio` and
     `aa` are those of push imbalance, draw by draw; of `loss`, `ratio` is that of the
-    held-out losses, seed by seed, and `aa` that of the baseline's with one seed and the next.
+    held-out losses, seed by seed, and `aa` that of the baseline's with one seed and the next; of `gap` that of the step
+    by the subject's plan over the step by the best of all plans, problem by problem.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -140,6 +155,7 @@ class Record(BaseModel):
     cost: FittedCost | None = None  # of the metric `cost`
     error: CompressionError | None = None  # of the metric `error`
     losses: Losses | None = None  # of the metric `loss`
+    planning: Planning | None = None  # of the metric `plan_s`
     versions: dict[str, str] = {}
     environment: dict[str, Any] = {}
     commit: str | None = None
