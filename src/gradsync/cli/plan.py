@@ -13,9 +13,9 @@ from ..bench.plans import DENSE_SCHEMES, lossy_of
 from ..cluster import Cluster
 from ..plan import Plan
 from ..planner.candidates import planned
-from ..planner.explain import describe
-from ..planner.explain import explain as explained
 from ..planner.job import Job
+from ..planner.reasons import describe
+from ..planner.reasons import explain as explained
 from ..planner.ways import Constraints, ways_of
 from ..profile import Profile
 from .progress import beside, console, plain_errors

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from ..plan import Plan
 from ..schemes import HalfPrecision
 from .default import default_plans
-from .explain import polished
 from .job import Job
 from .joint import Certificate, certify, search
 from .options import Formulation, Way, formulate
 from .predict import predict
 from .problem import Solution
+from .reasons import polished
 from .simplify import simplified
 from .ways import Constraints, exact_ways, ways_of
 

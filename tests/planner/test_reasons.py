@@ -8,9 +8,9 @@ from gradsync.cluster import Placement
 from gradsync.compressors import BlockInt, ErrorFeedback
 from gradsync.costs import CostModel
 from gradsync.plan import Plan
-from gradsync.planner.explain import describe, explain, polished
 from gradsync.planner.measure import Network
 from gradsync.planner.predict import predict
+from gradsync.planner.reasons import describe, explain, polished
 from gradsync.planner.ways import Constraints, exact_ways, ways_of
 from gradsync.schemes import AllReduce, BalancedParallelism, CompressedTwoWay, HalfPrecision, to_expression
 from tests.planner.test_options import PARAMETERS, job
