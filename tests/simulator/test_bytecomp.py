@@ -8,22 +8,8 @@ import pytest
 
 from gradsync.planner.problem import Resource
 from gradsync.simulator.bytecomp import (
-    COLLECTIVE_S,
-    DGC,
-    EF_SIGN_SGD,
-    FP32,
-    GATHERED,
-    HALF,
-    HOST_TWO_WAY,
-    INSIDE_GATHERED,
-    INSIDE_TWO_WAY,
     JOBS,
-    NVLINK,
-    PCIE,
-    RANDOM_K,
     SYSTEMS,
-    TWO_WAY,
-    Costs,
     Job,
     Simulated,
     ablated_s,
@@ -35,6 +21,22 @@ from gradsync.simulator.bytecomp import (
     synced_s,
     unexplained_table,
     without_kernels,
+)
+from gradsync.simulator.exchanges import (
+    COLLECTIVE_S,
+    DGC,
+    EF_SIGN_SGD,
+    FP32,
+    GATHERED,
+    HALF,
+    HOST_TWO_WAY,
+    INSIDE_GATHERED,
+    INSIDE_TWO_WAY,
+    NVLINK,
+    PCIE,
+    RANDOM_K,
+    TWO_WAY,
+    Costs,
 )
 
 NBYTES = 800e6

@@ -21,7 +21,7 @@ from ..planner.machine import step_s
 from ..planner.merge import released_cut
 from ..planner.problem import Curve, Demand, Option, Part, Problem, Resource, layerwise
 from ..steps import Pattern, Transfer
-from .bytecomp import DGC, EF_SIGN_SGD, HALF_US, KNEE_ELEMENTS, ONE_BIT, RANDOM_K
+from .exchanges import DGC, EF_SIGN_SGD, HALF_US, KNEE_ELEMENTS, ONE_BIT, RANDOM_K
 from .models import paper_model
 from .reference import curves_table, cuts_table, released_table, ways_table
 from .tables import Rows, Table
