@@ -11,8 +11,10 @@ namespace {
 
 constexpr int kPending = 3;
 constexpr size_t kStarts = 8;      // plans of the program that are played
+constexpr double kSpreads[] = {0.03, 0.2};  // how much all weighings count beside the worst one, in turn
 constexpr double kGain = 1e-9;     // less is rounding
 constexpr double kHope = 1.02;     // a screened plan is worth playing up to so many times the best one's seconds
+constexpr size_t kTurns = 6;       // plans that are improved first, each with a share of the demands
 constexpr int kWindow = 4;         // parts that a kick draws anew, at most
 constexpr int kPatience = 50;      // kicks that may fail, one after another
 constexpr double kLeast = 4.0, kMost = 512.0;  // labels at a position
@@ -96,20 +98,37 @@ struct Way {
     size_t seconds;  // where those of its demands are
 };
 
+// What the program goes through.
+struct Ways {
+    std::vector<int> places;                 // items before the positions
+    std::vector<std::vector<Way>> to;        // by position
+    std::vector<double> seconds;
+    std::vector<std::vector<double>> ahead;  // by position and weights: the least weighed load of what follows
+    double count = 0;
+};
+
 class Search {
    public:
     Search(const Problem &problem, const Settings &settings)
-        : problem_(problem), settings_(settings), machine_(problem), options_(worthwhile()) {}
+        : problem_(problem),
+          settings_(settings),
+          weights_(weights_of(problem)),
+          machine_(problem),
+          options_(worthwhile()) {}
 
     Solution run() {
         fixed_sizes();
         const std::vector<int> places = positions();
-        std::vector<Solution> starts = program(places, options_, settings_.transitions);
-        starts.push_back(best_);
+        std::vector<Solution> starts{best_};
+        const Ways ways = ways_between(places, options_);
+        for (double spread : kSpreads) {
+            const std::vector<Solution> found = program(ways, settings_.transitions / 2.0, spread);
+            starts.insert(starts.end(), found.begin(), found.end());
+        }
         const double share = settings_.transitions / (2.0 * static_cast<double>(options_.size()));
         for (int option : options_) {
             if (options_.size() == 1) break;
-            const std::vector<Solution> found = program(places, {option}, share);
+            const std::vector<Solution> found = program(ways_between(places, {option}), share, kSpreads[0]);
             if (!found.empty()) starts.push_back(found[0]);
         }
         std::stable_sort(starts.begin(), starts.end(),
@@ -118,12 +137,13 @@ class Search {
             const bool known = std::any_of(starts.begin(), starts.begin() + i, [&](const Solution &other) {
                 return other.parts == starts[i].parts;
             });
-            if (!known) polish(starts[i]);
+            if (!known) polish(starts[i], machine_.demands + settings_.demands / kTurns);
         }
+        polish(best_, settings_.demands);
         for (int patience = kPatience; patience > 0 && !spent(); --patience) {
             const double before = best_.seconds;
             const Solution kicked = redrawn();
-            if (kicked.seconds < kNever) polish(kicked);
+            if (kicked.seconds < kNever) polish(kicked, settings_.demands);
             if (best_.seconds < before) patience = kPatience;
         }
         return best_;
@@ -223,49 +243,68 @@ class Search {
         });
     }
 
-    // Label setting over the positions; the best few plans that it finds, played.
-    std::vector<Solution> program(const std::vector<int> &places, const std::vector<int> &options,
-                                  double transitions) {
+    Ways ways_between(const std::vector<int> &places, const std::vector<int> &options) const {
         const int count = static_cast<int>(places.size());
-        std::vector<std::vector<Way>> ways(count);
-        std::vector<double> seconds;
-        size_t number = 0;
+        Ways ways{places, std::vector<std::vector<Way>>(count), {}, {}, 0};
         for (int j = 1; j < count; ++j)
             for (int i = j - 1; i >= 0 && places[j] - places[i] <= settings_.max_items; --i)
                 for (int o : options) {
                     if (!may(places[i], places[j], o)) continue;
-                    ways[j].push_back({i, o, seconds.size()});
-                    seconds.resize(seconds.size() + problem_.longest);
-                    problem_.price(o, places[i], places[j], seconds.data() + ways[j].back().seconds);
-                    ++number;
+                    const size_t begin = ways.seconds.size();
+                    ways.to[j].push_back({i, o, begin});
+                    ways.seconds.resize(begin + problem_.longest);
+                    problem_.price(o, places[i], places[j], ways.seconds.data() + begin);
+                    ++ways.count;
                 }
-        const double fit = transitions / std::max(static_cast<double>(number), 1.0);
-        const size_t width = static_cast<size_t>(std::clamp(fit, kLeast, kMost));
-        const std::vector<Load> weights = weights_of(problem_);
-        const std::vector<std::vector<double>> ahead = look_ahead(ways, seconds, weights);
+        look_ahead(ways);
+        return ways;
+    }
 
+    void look_ahead(Ways &ways) const {
+        std::vector<std::vector<double>> &ahead = ways.ahead;
+        ahead.assign(ways.to.size(), std::vector<double>(weights_.size(), kNever));
+        std::fill(ahead.back().begin(), ahead.back().end(), 0.0);
+        for (size_t j = ways.to.size() - 1; j > 0; --j)
+            for (const Way &way : ways.to[j]) {
+                Load load{};
+                const std::vector<Demand> &chain = problem_.options[way.option].chain;
+                for (size_t i = 0; i < chain.size(); ++i) load[chain[i].resource] += ways.seconds[way.seconds + i];
+                for (size_t w = 0; w < weights_.size(); ++w) {
+                    double cost = ahead[j][w];
+                    for (int r = 0; r < kResources; ++r) cost += weights_[w][r] * load[r];
+                    ahead[way.from][w] = std::min(ahead[way.from][w], cost);
+                }
+            }
+    }
+
+    // Label setting over the positions; the best few plans that it finds, played.
+    std::vector<Solution> program(const Ways &ways, double transitions, double spread) {
+        const std::vector<int> &places = ways.places;
+        const int count = static_cast<int>(places.size());
+        const double fit = transitions / std::max(ways.count, 1.0);
+        const size_t width = static_cast<size_t>(std::clamp(fit, kLeast, kMost));
         std::vector<std::vector<Label>> labels(count);
         labels[0].emplace_back();
         std::vector<Label> candidates;
         for (int j = 1; j < count; ++j) {
             candidates.clear();
             const double behind = problem_.ready.back() + problem_.rest - problem_.ready[places[j]];
-            for (const Way &way : ways[j]) {
+            for (const Way &way : ways.to[j]) {
                 const double gap = problem_.ready[places[j]] - problem_.ready[places[way.from]];
                 for (size_t s = 0; s < labels[way.from].size(); ++s) {
                     Label label = labels[way.from][s];
                     label.advance(gap);
-                    label.serve(problem_.options[way.option], seconds.data() + way.seconds);
+                    label.serve(problem_.options[way.option], ways.seconds.data() + way.seconds);
                     const double work = label.work() + behind;
                     double most = label.done, sum = 0.0;
-                    for (size_t w = 0; w < weights.size(); ++w) {
-                        double reach = weights[w][0] * work + ahead[j][w];
-                        for (int r = 1; r < kResources; ++r) reach += weights[w][r] * label.free[r];
+                    for (size_t w = 0; w < weights_.size(); ++w) {
+                        double reach = weights_[w][0] * work + ways.ahead[j][w];
+                        for (int r = 1; r < kResources; ++r) reach += weights_[w][r] * label.free[r];
                         most = std::max(most, reach);
                         sum += reach;
                     }
                     if (most >= best_.seconds * kHope) continue;
-                    label.score = most + 0.01 * sum / static_cast<double>(weights.size());
+                    label.score = most + spread * sum / static_cast<double>(weights_.size());
                     label.from = way.from;
                     label.parent = static_cast<int>(s);
                     label.option = way.option;
@@ -295,26 +334,6 @@ class Search {
         return found;
     }
 
-    // By position and weights: the least weighed load of what follows.
-    std::vector<std::vector<double>> look_ahead(const std::vector<std::vector<Way>> &ways,
-                                                const std::vector<double> &seconds,
-                                                const std::vector<Load> &weights) const {
-        std::vector<std::vector<double>> ahead(ways.size(), std::vector<double>(weights.size(), kNever));
-        std::fill(ahead.back().begin(), ahead.back().end(), 0.0);
-        for (size_t j = ways.size() - 1; j > 0; --j)
-            for (const Way &way : ways[j]) {
-                Load load{};
-                const std::vector<Demand> &chain = problem_.options[way.option].chain;
-                for (size_t i = 0; i < chain.size(); ++i) load[chain[i].resource] += seconds[way.seconds + i];
-                for (size_t w = 0; w < weights.size(); ++w) {
-                    double cost = ahead[j][w];
-                    for (int r = 0; r < kResources; ++r) cost += weights[w][r] * load[r];
-                    ahead[way.from][w] = std::min(ahead[way.from][w], cost);
-                }
-            }
-        return ahead;
-    }
-
     // The candidates with the best scores, without those that another one is before in everything.
     static std::vector<Label> kept(const std::vector<Label> &candidates, size_t width, bool last) {
         std::vector<std::pair<double, size_t>> order;
@@ -331,10 +350,11 @@ class Search {
         return chosen;
     }
 
-    // Moves at one part after another, until none gains anything.
-    void polish(Solution now) {
+    // Moves at one part after another, until none gains anything or so many demands have been served.
+    void polish(Solution now, size_t demands) {
         size_t unchanged = 0;
-        for (size_t p = 0; unchanged < now.parts.size() && !spent(); ++p) {
+        demands = std::min(demands, settings_.demands);
+        for (size_t p = 0; unchanged < now.parts.size() && machine_.demands < demands; ++p) {
             if (p >= now.parts.size()) p = 0;
             bool gained = other_option(now, p);
             gained |= shift(now, p);
@@ -465,6 +485,7 @@ class Search {
 
     const Problem &problem_;
     const Settings settings_;
+    const std::vector<Load> weights_;
     Machine machine_;
     uint64_t random_ = 0;
     const std::vector<int> options_;

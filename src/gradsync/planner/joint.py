@@ -31,9 +31,9 @@ try:
 except ImportError:  # installed without a compiler
     native = None
 
-POSITIONS = 48  # places to cut, of a problem of some hundred items
-TRANSITIONS = 40_000  # from label to label: about 5 ms
-DEMANDS = 100_000  # that all plays together serve: about 8 ms
+POSITIONS = 64  # places to cut, of a problem of some hundred items
+TRANSITIONS = 80_000  # from label to label
+DEMANDS = 60_000  # that all plays together serve
 USUAL_SIZE = 314  # items; more get more than in proportion, since there are more pairs of places to cut
 
 

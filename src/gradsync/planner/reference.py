@@ -13,8 +13,10 @@ from .problem import Demand, Option, Part, Problem, Resource, Solution
 
 PENDING = 3
 STARTS = 8  # plans of the program that are played
+SPREADS = (0.03, 0.2)  # how much all weighings count beside the worst one, in turn
 GAIN = 1e-9  # less is rounding
 HOPE = 1.02  # a screened plan is worth playing up to so many times the best one's seconds
+TURNS = 6  # plans that are improved first, each with a share of the demands
 WINDOW = 4  # parts that a kick draws anew, at most
 PATIENCE = 50  # kicks that may fail, one after another
 LEAST, MOST = 4.0, 512.0  # labels at a position
@@ -222,23 +224,27 @@ class _Search:
         self._fixed_sizes()
         places = self._positions()
         transitions = self._settings.transitions
-        starts = self._program(places, self._options, transitions)
-        starts.append(self._best)
+        starts = [self._best]
+        ways = self._ways(places, self._options)
+        for spread in SPREADS:
+            starts += self._program(places, ways, transitions / 2.0, spread)
         if len(self._options) > 1:
             for option in self._options:
-                starts += self._program(places, [option], transitions / (2.0 * len(self._options)))[:1]
+                share = transitions / (2.0 * len(self._options))
+                starts += self._program(places, self._ways(places, [option]), share, SPREADS[0])[:1]
         starts.sort(key=lambda solution: solution.seconds)
         for place, start in enumerate(starts):
             if self._spent():
                 break
             if all(start.parts != other.parts for other in starts[:place]):
-                self._polish(start)
+                self._polish(start, self._served + self._settings.demands // TURNS)
+        self._polish(self._best, self._settings.demands)
         patience = PATIENCE
         while patience and not self._spent():
             before = self._best
             kicked = self._redrawn()
             if kicked is not None:
-                self._polish(kicked)
+                self._polish(kicked, self._settings.demands)
             patience = patience - 1 if self._best is before else PATIENCE - 1
         return self._best
 
@@ -340,19 +346,25 @@ class _Search:
             return True
         return any((sums[i] > sums[i - 1]) != (sums[i + 1] > sums[i]) for sums in self._prices.refused)
 
-    def _program(self, places: Sequence[int], options: Sequence[int], transitions: float) -> list[Solution]:
-        """Label setting over the positions; the best few plans that it finds, played."""
-        problem, prices = self._problem, self._prices
+    def _ways(self, places: Sequence[int], options: Sequence[int]) -> list[list[_Way]]:
+        """By position: the parts that end there."""
         ways: list[list[_Way]] = [[] for _ in places]
         for j, stop in enumerate(places):
             for i in reversed(range(j)):
                 if stop - places[i] > self._settings.max_items:
                     break
                 ways[j] += [
-                    _Way(i, option, prices.of(option, places[i], stop))
+                    _Way(i, option, self._prices.of(option, places[i], stop))
                     for option in options
                     if self._may(places[i], stop, option)
                 ]
+        return ways
+
+    def _program(
+        self, places: Sequence[int], ways: list[list[_Way]], transitions: float, spread: float
+    ) -> list[Solution]:
+        """Label setting over the positions; the best few plans that it finds, played."""
+        problem, prices = self._problem, self._prices
         number = sum(map(len, ways))
         width = int(min(max(transitions / max(number, 1), LEAST), MOST))
         weights = weights_of(problem)
@@ -379,7 +391,7 @@ class _Search:
                         most = max(most, reach)
                         total += reach
                     if most < self._best.seconds * HOPE:
-                        label.score = most + 0.01 * total / len(weights)
+                        label.score = most + spread * total / len(weights)
                         candidates.append(label)
             labels[j] = _kept(candidates, width, last=j + 1 == len(places))
         ends = nsmallest(STARTS, labels[-1], key=lambda label: label.finish(problem.rest_s))
@@ -401,10 +413,10 @@ class _Search:
                     ahead[way.origin][w] = min(ahead[way.origin][w], cost)
         return ahead
 
-    def _polish(self, now: Solution) -> None:
-        """Moves at one part after another, until none gains anything."""
+    def _polish(self, now: Solution, demands: int) -> None:
+        """Moves at one part after another, until none gains anything or so many demands have been served."""
         unchanged, place = 0, 0
-        while unchanged < len(now.parts) and not self._spent():
+        while unchanged < len(now.parts) and self._served < min(demands, self._settings.demands):
             if place >= len(now.parts):
                 place = 0
             before = now
