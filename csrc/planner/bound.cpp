@@ -11,7 +11,12 @@ namespace {
 class Bound {
    public:
     Bound(const Problem &problem, double upper, int max_items, size_t labels)
-        : problem_(problem), upper_(upper), max_items_(max_items), labels_(labels), weights_(weights_of(problem)) {
+        : problem_(problem),
+          upper_(upper),
+          max_items_(max_items),
+          labels_(labels),
+          weights_(weights_of(problem)),
+          options_(problem.undominated()) {
         width_ = 2;
         for (int r = 1; r < kResources; ++r) {
             turns_at_[r] = width_;
@@ -41,7 +46,7 @@ class Bound {
                 if (reached[q].empty()) continue;
                 const double gap = problem_.ready[k] - problem_.ready[q];
                 hopeful_.clear();
-                for (int o = 0; o < static_cast<int>(problem_.options.size()); ++o) {
+                for (int o : options_) {
                     if (!problem_.may(q, k, o)) continue;
                     double *seconds = seconds_.data() + o * problem_.longest;
                     problem_.price(o, q, k, seconds);
@@ -71,6 +76,7 @@ class Bound {
         std::vector<std::array<int, 3>> seen;  // how many, resource, turn
         for (const Option &option : problem_.options) {
             const size_t last = last_link(option);
+            lasts_.push_back(last);
             if (last == option.chain.size() || last + 1 == option.chain.size()) continue;
             const int resource = option.chain[last].resource, turn = option.turn[last];
             const auto same = std::find_if(seen.begin(), seen.end(), [&](const std::array<int, 3> &entry) {
@@ -112,7 +118,7 @@ class Bound {
         for (int q = size - 1; q >= 0; --q)
             for (int k = q + 1; k <= size && k - q <= max_items_; ++k) {
                 if (!problem_.may_join(q, k)) break;
-                for (int o = 0; o < static_cast<int>(problem_.options.size()); ++o) {
+                for (int o : options_) {
                     if (!problem_.may(q, k, o)) continue;
                     problem_.price(o, q, k, seconds_.data());
                     Load load{};
@@ -140,7 +146,7 @@ class Bound {
         double at = label[0] + gap, work = label[1] + gap;
         for (size_t i = 0; i < option.lead; ++i) at += seconds[i];
         next[0] = at;
-        const size_t last = last_link(option);
+        const size_t last = lasts_[number];
         for (size_t i = 0; i < option.chain.size(); ++i) {
             const int r = option.chain[i].resource;
             if (r == 0) {
@@ -237,6 +243,8 @@ class Bound {
     const int max_items_;
     const size_t labels_;
     const std::vector<Load> weights_;
+    const std::vector<int> options_;
+    std::vector<size_t> lasts_;  // by option: the last demand on a link
     size_t width_ = 0, follow_ = 0, found_ = 0;
     size_t turns_at_[kResources] = {}, load_at_[kResources] = {};
     int follower_resource_ = -1, follower_turn_ = -1;

@@ -16,6 +16,13 @@ double Curve::operator()(double amount) const {
     return seconds_[place] + (amount - amounts_[place]) * slopes_[place];
 }
 
+bool Curve::below(const Curve &other) const {
+    if (slopes_.back() > other.slopes_.back()) return false;
+    const auto holds = [&](double amount) { return (*this)(amount) <= other(amount); };
+    return std::all_of(amounts_.begin(), amounts_.end(), holds) &&
+           std::all_of(other.amounts_.begin(), other.amounts_.end(), holds);
+}
+
 template <typename T>
 static std::vector<double> summed(const std::vector<T> &values) {
     std::vector<double> sums{0.0};
@@ -70,15 +77,44 @@ void Problem::price(int option, int start, int stop, double *seconds) const {
     }
 }
 
-bool Problem::beats(int a, const double *seconds_a, int b, const double *seconds_b) const {
+template <typename LessOrEqual>
+bool Problem::embeds(int a, int b, LessOrEqual less_or_equal) const {
     const Option &x = options[a], &y = options[b];
     size_t matched = 0;
     for (size_t i = 0; i < y.chain.size() && matched < x.chain.size(); ++i) {
         const int resource = y.chain[i].resource;
         const bool alike = resource ? x.turn[matched] == y.turn[i] : (matched < x.lead) == (i < y.lead);
-        if (x.chain[matched].resource == resource && alike && seconds_a[matched] <= seconds_b[i]) ++matched;
+        if (x.chain[matched].resource == resource && alike && less_or_equal(matched, i)) ++matched;
     }
     return matched == x.chain.size();
+}
+
+bool Problem::beats(int a, const double *seconds_a, int b, const double *seconds_b) const {
+    return embeds(a, b, [&](size_t i, size_t j) { return seconds_a[i] <= seconds_b[j]; });
+}
+
+bool Problem::as_free(int a, int b) const {
+    for (int i = 0; i < size; ++i)
+        if (refused[a][i + 1] > refused[a][i] && refused[b][i + 1] == refused[b][i]) return false;
+    return true;
+}
+
+std::vector<int> Problem::undominated() const {
+    const int count = static_cast<int>(options.size());
+    const auto replaces = [&](int a, int b) {
+        return as_free(a, b) && embeds(a, b, [&](size_t i, size_t j) {
+                   const Demand &x = options[a].chain[i], &y = options[b].chain[j];
+                   return x.amounts == y.amounts && x.curve.below(y.curve);
+               });
+    };
+    std::vector<int> kept;
+    for (int o = 0; o < count; ++o) {
+        bool replaced = false;
+        for (int other = 0; other < count && !replaced; ++other)
+            replaced = other != o && replaces(other, o) && (other < o || !replaces(o, other));
+        if (!replaced) kept.push_back(o);
+    }
+    return kept;
 }
 
 void Machine::arrive(const std::vector<Part> &parts, double now, int part, int place) {

@@ -17,6 +17,7 @@ class Curve {
    public:
     Curve(std::vector<double> amounts, std::vector<double> seconds);
     double operator()(double amount) const;
+    bool below(const Curve &other) const;  // or equal, for every amount
 
    private:
     std::vector<double> amounts_, seconds_, slopes_;
@@ -66,6 +67,14 @@ struct Problem {
     void price(int option, int start, int stop, double *seconds) const;
     // Whether option `a`, with these seconds, is before `b` in everything: demand for demand, some of which it has not.
     bool beats(int a, const double *seconds_a, int b, const double *seconds_b) const;
+    // Whether all items that may take `b` may take `a`.
+    bool as_free(int a, int b) const;
+    // The options but for those that one other is before in everything, whatever the part.
+    std::vector<int> undominated() const;
+
+   private:
+    template <typename LessOrEqual>
+    bool embeds(int a, int b, LessOrEqual less_or_equal) const;
 };
 
 struct Waiting {

@@ -169,7 +169,7 @@ class Search {
         std::vector<std::vector<double>> seconds(count, std::vector<double>(problem_.longest));
         std::vector<char> wanted(count);
         const auto replaces = [&](int a, int b) {
-            return problem_.beats(a, seconds[a].data(), b, seconds[b].data()) && as_free(a, b);
+            return problem_.beats(a, seconds[a].data(), b, seconds[b].data()) && problem_.as_free(a, b);
         };
         for (int length = 1; length <= problem_.size; length *= 2)
             for (int i = 0; i < 4; ++i) {
@@ -186,14 +186,6 @@ class Search {
         for (int o = 0; o < count; ++o)
             if (wanted[o]) kept.push_back(o);
         return kept;
-    }
-
-    // Whether all items that may take `b` may take `a`.
-    bool as_free(int a, int b) const {
-        const std::vector<int> &x = problem_.refused[a], &y = problem_.refused[b];
-        for (int i = 0; i < problem_.size; ++i)
-            if (x[i + 1] > x[i] && y[i + 1] == y[i]) return false;
-        return true;
     }
 
     // With one option, buckets closed as soon as they hold so much: nothing, all, a half, a quarter and so on.
