@@ -71,7 +71,7 @@ class Bound {
     }
 
    private:
-    // Among the places where chains of most options go on to COMPUTE for the last time: behind which turn of which link.
+    // Behind which turn of which link most chains go on to COMPUTE for the last time.
     void find_follower() {
         std::vector<std::array<int, 3>> seen;  // how many, resource, turn
         for (const Option &option : problem_.options) {

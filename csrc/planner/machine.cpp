@@ -197,7 +197,9 @@ double Machine::play(const std::vector<Part> &parts, double limit) {
         begun = since = now;
         if (ready <= count) left_of_way = goal(ready) - (ready ? goal(ready - 1) : 0.0);
         instants = 0;
-        if (ready < count) instants = std::min(problem_.instants[parts[ready].stop], parts[ready].stop - parts[ready].start);
+        if (ready >= count) return;
+        const Part &part = parts[ready];
+        instants = std::min(problem_.instants[part.stop], part.stop - part.start);
     };
     arrived();
     for (;;) {

@@ -23,8 +23,8 @@ static Problem some_problem(int size, int options) {
     for (Option &option : made)
         for (int i = draw(7); i > 0; --i) {
             const double call = draw(3), slope = draw(3);
-            const Curve curve = draw(2) ? Curve({0, 1}, {call, call + slope}) : Curve({0, 2, 3}, {call, call, call + slope});
-            option.chain.push_back({draw(kResources), draw(2), curve});
+            const Curve line({0, 1}, {call, call + slope}), knee({0, 2, 3}, {call, call, call + slope});
+            option.chain.push_back({draw(kResources), draw(2), draw(2) ? line : knee});
         }
     for (int o = 1; o < options; ++o)  // each item may take the first
         for (uint8_t &may : allowed[o]) may = draw(4) > 0;
