@@ -23,6 +23,7 @@ from .hooks import AutogradHooks, broadcast_tensors
 from .lane import BucketStatistics
 from .plan import Plan
 from .planning import Planner
+from .profile import Profile
 from .timeline import Task
 
 # A caller need not keep what `attach` returns: it lives as long as any module of the model, as a wrapper (of
@@ -57,6 +58,11 @@ class Attachment:
     def settled(self) -> bool:
         """Whether the plan in force stays: what the first steps show was seen, and what they should try was tried."""
         return self._engine.settled
+
+    @property
+    def profile(self) -> Profile | None:
+        """What `plan="auto"` measured of the job, and made its plans by; None before, and with other plans."""
+        return self._engine.profile
 
     def explain(self) -> list[str]:
         """The plan in words, a line a bucket."""

@@ -52,7 +52,7 @@ class AutoPlanner:
         self.constraints = constraints or Constraints()
         self.steps, self.warmup = steps, warmup
         self._measuring: weakref.WeakKeyDictionary[Engine, ExitStack] = weakref.WeakKeyDictionary()
-        self._planned: weakref.WeakSet[Engine] = weakref.WeakSet()
+        self._profiles: weakref.WeakKeyDictionary[Engine, Profile] = weakref.WeakKeyDictionary()
 
     def __call__(self, profiles: Sequence[ParameterProfile], world_size: int) -> Plan:
         """Until the job was measured."""
@@ -82,6 +82,10 @@ class AutoPlanner:
         if stack is not None:
             stack.close()
 
+    def profile_of(self, engine: Engine) -> Profile | None:
+        """What its plans were made by; None before the job was measured."""
+        return self._profiles.get(engine)
+
     def _propose(self, engine: Engine, profile: Profile) -> None:
         self.close(engine)
         mine, problem = b" ", None
@@ -94,8 +98,8 @@ class AutoPlanner:
         engine.agree("the search for a plan", problem)
         texts = engine.call("the plans", lambda group: gather_bytes(group, mine, engine.timeout_s))
         found = [Plan.from_json(text) for text in json.loads(texts[0])]
-        present = [engine.plan] if engine in self._planned else []  # which stays unless another one is clearly faster
-        self._planned.add(engine)
+        present = [engine.plan] if engine in self._profiles else []  # which stays unless another one is clearly faster
+        self._profiles[engine] = profile
         engine.propose(list({plan.digest: plan for plan in (*present, *found)}.values()))
 
 

@@ -26,6 +26,7 @@ from .lane import BucketStatistics, Lane, Lanes
 from .observation import Observer
 from .plan import Plan, describe
 from .planning import Planner, Planning
+from .profile import Profile
 from .recording import active
 from .state import NOT_STRICT, VERSION, StateSlice, slices_of
 from .timeline import Task
@@ -190,6 +191,11 @@ class Engine:
     def follow(self) -> None:
         """Lets a planner that proposes plans measure the job; on all ranks at once, between two steps."""
         self._planning.follow(self)
+
+    @property
+    def profile(self) -> Profile | None:
+        """What the plan was made by, where the job was measured for it."""
+        return self._planning.profile_of(self)
 
     def propose(self, plans: Sequence[Plan]) -> None:
         """Plans to go on with between two steps, see `Planning.propose`; on all ranks at once."""

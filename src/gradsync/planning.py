@@ -24,6 +24,7 @@ from .drift import Drift
 from .lane import Lanes
 from .observation import Observer
 from .plan import Plan, What
+from .profile import Profile
 from .trial import Trial, fastest
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,9 @@ class ProposingPlanner(Protocol):
 
     def close(self, engine: Any) -> None:
         """The engine is closed: nothing more is measured of it."""
+
+    def profile_of(self, engine: Any) -> Profile | None:
+        """What the plans for this engine were made by, once the job was measured."""
 
 
 @runtime_checkable
@@ -142,6 +146,10 @@ class Planning:
         """No further step of this engine comes."""
         if self._proposer is not None:
             self._proposer.close(engine)
+
+    def profile_of(self, engine: Any) -> Profile | None:
+        """What the plan was made by, where the job was measured for it."""
+        return None if self._proposer is None else self._proposer.profile_of(engine)
 
     def propose(self, plans: Sequence[Plan]) -> None:
         """Plans for the steps from now on, the best guess first: they are tried, and the fastest stays. Collective.

@@ -195,6 +195,7 @@ def _record(
         baseline_s=Spread.of(base) if base else None,
         ratio=_ratio(mine, base),
         aa=aa,
+        predicted_s=figures[subject.name][0].get("predicted_s"),
         loss=subject.final or None,
         baseline_loss=baseline.final or None,
         seeds=[spec.seed],

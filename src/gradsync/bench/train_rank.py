@@ -21,6 +21,8 @@ from torch.optim import Optimizer
 from .. import workloads
 from ..attach import Attachment
 from ..lab.counters import interface_bytes
+from ..planner import Job
+from ..planner.predict import predict
 from ..workloads import Batch, Workload
 from ..workloads.emulated import Emulated
 from .methods import DDP, Method, lossy, method
@@ -228,7 +230,24 @@ def result_of(workload: Task, who: Contestant, spec: TrainSpec) -> dict[str, Any
         "buckets": rows,
         "timeline": timeline,
         "predicted_timeline": predicted,
+        "predicted_s": None,
     }
+
+
+def predicted_s(who: Contestant, job: Job | None) -> float | None:
+    """A whole step by the contestant's plan, by what an automatic one has measured of the job in this run."""
+    if job is None or who.attachment is None or who.failed:
+        return None
+    try:
+        return job.beside_s + predict(who.attachment.plan, job).seconds
+    except ValueError:  # of a model with other gradients: sparse ones, or dense
+        return None
+
+
+def measured_job(contestants: list[Contestant]) -> Job | None:
+    """Of the first automatic plan."""
+    profiles = [who.attachment.profile for who in contestants if who.attachment is not None and not who.failed]
+    return next((Job.of(profile) for profile in profiles if profile is not None), None)
 
 
 def measure(text: str) -> dict[str, Any]:
@@ -245,7 +264,9 @@ def measure(text: str) -> dict[str, Any]:
         del contestants  # their models
     ways = {name: method(picked if picked and name == DDP else name) for name in spec.methods}
     ways[f"{spec.methods[0]}:{AGAIN}"] = ways[spec.methods[0]]
-    judged = {who.name: result_of(workload, who, spec) for who in compete(workload, ways, spec, spec.repeats)}
+    contestants = compete(workload, ways, spec, spec.repeats)
+    job = measured_job(contestants)
+    judged = {who.name: {**result_of(workload, who, spec), "predicted_s": predicted_s(who, job)} for who in contestants}
     return {"picked": picked, "sweep": sweep, "judged": judged}
 
 

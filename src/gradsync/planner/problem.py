@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import pairwise
+from math import inf, isfinite
 
 
 class Resource(IntEnum):
@@ -42,6 +43,8 @@ class Curve:
     def __post_init__(self) -> None:
         if len(self.amounts) != len(self.seconds) or len(self.amounts) < 2:
             raise ValueError(f"a Curve needs at least 2 knots, got {self.amounts} and {self.seconds}")
+        if not all(map(isfinite, (*self.amounts, *self.seconds))):
+            raise ValueError(f"a Curve's knots must be finite, got {self.amounts} and {self.seconds}")
         if self.amounts[0] != 0.0 or any(a >= b for a, b in pairwise(self.amounts)):
             raise ValueError(f"Curve.amounts must begin with 0 and rise, got {self.amounts}")
         if self.seconds[0] < 0 or any(a > b for a, b in pairwise(self.seconds)):
@@ -101,8 +104,8 @@ class Problem:
         for name, values in (("nbytes", self.nbytes), ("allowed", self.allowed), ("alone", self.alone)):
             if values is not None and len(values) != count:
                 raise ValueError(f"Problem.{name} must have one entry for each of the {count} items, got {len(values)}")
-        if min((*self.gaps_s, *self.nbytes, self.rest_s), default=0.0) < 0:
-            raise ValueError("Problem.gaps_s, nbytes and rest_s must not be negative")
+        if not all(0 <= number < inf for number in (*self.gaps_s, *self.nbytes, self.rest_s)):
+            raise ValueError("Problem.gaps_s, nbytes and rest_s must be finite and not negative")
         if not self.options:
             raise ValueError("Problem.options is empty: there must be a way to exchange the items")
         for number, chosen in enumerate(self.allowed or ()):

@@ -122,12 +122,12 @@ class Record(BaseModel):
     """One comparison. `ratio` = subject / baseline of pairs measured side by side: below 1, the subject is faster.
 
     `bound_s` is what the network allows for the subject's transfers. `predicted_s` is the cost model's word for the
-    whole subject, with costs fitted in the same run; None where nothing predicts it, as for training steps. `cpu_s` is
-    the processor time of all ranks together: where they share a machine, the subject cannot take less than that over
-    `environment["cores"]`, whatever the network allows. Of the metric `imbalance`, which takes no time, `ratio` and
-    `aa` are those of push imbalance, draw by draw; of `loss`, `ratio` is that of the
-    held-out losses, seed by seed, and `aa` that of the baseline's with one seed and the next; of `gap` that of the step
-    by the subject's plan over the step by the best of all plans, problem by problem.
+    whole subject, with costs fitted in the same run; None where nothing predicts it, as for training steps of which no
+    automatic plan has measured the job. `cpu_s` is the processor time of all ranks together: where they share a
+    machine, the subject cannot take less than that over `environment["cores"]`, whatever the network allows. Of the
+    metric `imbalance`, which takes no time, `ratio` and `aa` are those of push imbalance, draw by draw; of `loss`,
+    `ratio` is that of the held-out losses, seed by seed, and `aa` that of the baseline's with one seed and the next; of
+    `gap` that of the step by the subject's plan over the step by the best of all plans, problem by problem.
     """
 
     model_config = ConfigDict(extra="forbid")
