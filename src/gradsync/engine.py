@@ -420,10 +420,11 @@ class Engine:
 
     def _change_plan(self, plan: Plan) -> None:
         """The plan of the coming steps; what schemes kept goes over to it, or the engine fails."""
-        state = list(self.lanes.state_slices())
+        kept, state = self.lanes.have_state, list(self.lanes.state_slices())
         try:
             self._adopt(plan)
-            self.lanes.inherit(state)
+            if kept:
+                self.lanes.inherit(state)
         except Exception as error:
             self.fail(f"the change of plans before step {self.step}: {error}")
             raise

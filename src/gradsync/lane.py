@@ -47,6 +47,7 @@ class Lane:
     flags_apart: bool = False  # the flags do not ride with the gradients but are summed after them
     next_state: State | None = None
     owed: Tensor | None = None  # what another plan's schemes left to be sent: goes with the next gradients
+    took_over: bool = False  # some rank may owe something: what decides for all ranks must be the same on all
     next_owed: Tensor | None = None
     waiting: set[str] = field(default_factory=set)  # parameters that were not loaded in this step yet
     steps: int = 0
@@ -125,14 +126,14 @@ class Lane:
         NaN says so, to a GradScaler too; nor does a finite result of a lossy scheme hide what the rank saw.
         """
         lossy = self.state and not self.scheme.exact
-        if (lossy or self.owed is not None) and isinstance(self.gradients, FlatGradients):
+        if (lossy or self.took_over) and isinstance(self.gradients, FlatGradients):
             self.gradients.spoil()
 
     @property
     def broken(self) -> bool:
         """Whether what compressors made of finite gradients is not finite: the same bits, so the same on all ranks."""
         lossy = self.state and not self.scheme.exact
-        if not (lossy or self.owed is not None) or not isinstance(self.gradients, FlatGradients):
+        if not (lossy or self.took_over) or not isinstance(self.gradients, FlatGradients):
             return False
         return not all_finite(self.gradients.values)
 
@@ -156,7 +157,7 @@ class Lane:
         """Lays those elements of the slices that this bucket holds into its state; other plans cut elsewhere."""
         self.state = with_slices(self.bucket, self.state, saved)
         if self.bucket.layout is Layout.FLAT:
-            self.owed = owed(self.bucket, self.state, saved)
+            self.owed, self.took_over = owed(self.bucket, self.state, saved), True
 
     def record(self, tasks: list[Task], backward_ended_s: float, ended_s: float) -> None:
         """Adds a finished step's bytes and times to the totals."""
@@ -255,7 +256,8 @@ class Lanes:
 
     @property
     def have_state(self) -> bool:
-        return any(lane.state or lane.owed is not None for lane in self)
+        """Whether a step that is not to be kept must leave something as it was; the same on all ranks."""
+        return any(lane.state or lane.took_over for lane in self)
 
     def state_slices(self) -> Iterator[StateSlice]:
         """Copies of all state."""
