@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsync.bench.methods import METHODS, TORCH_SPARSE
+from gradsync.bench.methods import AUTOMATIC, METHODS, TORCH_SPARSE
 from tests.world import Ranks, new_oracle_group
 
 ROWS, WIDTH, STEPS = 40, 8, 4  # PowerSGD compresses from its third step on
@@ -77,6 +77,8 @@ def test_method_synchronises(name: str, world: Callable[[int], Ranks]) -> None:
         assert layouts == [METHODS[name].sparse, False, False]
         if METHODS[name].exact:
             assert worst < 1e-6
+        elif name in AUTOMATIC:
+            assert worst < 1e-6, "so far the job is being measured"
         elif name in ("sign", "signum"):  # votes of two ranks
             assert worst > 0
         elif name in LOSSY:

@@ -454,6 +454,13 @@ def test_any_flat_bucket_gives_the_scaled_sum_at_any_point(
     assert all(bits(result) == bits(outcome.results[0]) for result in outcome.results)
 
 
+@pytest.mark.parametrize("member", [m for m in POINT_MEMBERS if m.scheme.layout is Layout.FLAT], ids=lambda m: m.title)
+def test_zeros_that_travelled_dense_have_the_sign_of_those_that_did_not(member: Member) -> None:
+    inputs = [torch.tensor(x) for x in ([0.0, -0.0, -0.0], [0.0, 0.0, 0.0], [-0.0, 1.0, 0.5])]
+    outcome = run_scheme(member.scheme, inputs, -2.0)
+    assert all(bits(result) == bits(outcome.results[0]) for result in outcome.results)
+
+
 def test_steps_take_any_table_shape() -> None:
     """Tables with more than two dimensions, or one, have the elements of a row as their columns."""
     absent = SparseRows.absent((30, 12), torch.float32, torch.device("cpu"))

@@ -166,7 +166,7 @@ METHODS: dict[str, Method] = {
             for r in (1, 2, 4)
         ),
         Method("gradsync_dense", False, True, _gradsync),
-        *(Method(n, True, False, partial(_automatic, constraints)) for n, constraints in AUTOMATIC.items()),
+        *(Method(n, True, not each.lossy, partial(_automatic, each)) for n, each in AUTOMATIC.items()),
         *(Method(n, True, True, partial(_gradsync, plan=partial(planned, s))) for n, s in SPARSE_SCHEMES.items()),
         *map(lossy, DENSE_SCHEMES),
     )

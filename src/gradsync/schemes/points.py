@@ -181,6 +181,7 @@ class ElementPoint(DesignPoint, Scheme[Tensor]):
         (total,) = await space.sum((SparseRows.from_dense(blocks),), group, scale)
         blocks.zero_()
         total.write_to(blocks)
+        blocks.add_(0.0)  # what travelled dense has zeros, perhaps scaled to -0.0, which its sender does not have
         return x.copy_(blocks.view(-1)[: x.numel()]), state
 
     def steps(
