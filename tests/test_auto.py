@@ -20,7 +20,7 @@ from gradsync.planner.ways import Constraints
 from gradsync.schemes import HalfPrecision
 from gradsync.trial import ROUNDS, TURN_STEPS
 from tests.engine.models import Perceptron
-from tests.world import Ranks
+from tests.world import Ranks, new_oracle_group
 
 World = Callable[[int], Ranks]
 FEEDBACK = ErrorFeedback(BlockInt(8))
@@ -193,3 +193,27 @@ def test_a_job_that_has_changed_is_measured_and_planned_for_again(world: World) 
         again = seen.index(False, first)
         assert True in seen[again:] and seen[-1]
     assert WINDOW_STEPS > 10
+
+
+@quickly()
+def plans_behind_ddp() -> str:
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(Perceptron(), process_group=new_oracle_group())
+    alone = copy.deepcopy(model.module)
+    handle = gradsync.attach(model, plan=AutoPlanner(steps=MEASURED, warmup=WARMUP), timeout=20)
+    step = 0
+    while not handle.settled and step < LONGEST:
+        mine = gradients(model, step, dist.get_rank())
+        means = [gradients(alone, step, rank) for rank in range(dist.get_world_size())]
+        for name, gradient in mine.items():
+            mean = torch.stack([of_rank[name.removeprefix("module.")] for of_rank in means]).mean(dim=0)
+            torch.testing.assert_close(gradient, mean, rtol=1e-5, atol=1e-6)
+        step += 1
+    assert handle.settled and handle.profile is not None
+    digest = handle.plan.digest
+    handle.detach()
+    return digest
+
+
+def test_it_plans_behind_ddps_hook_too(world: World) -> None:
+    assert len(set(world(2).run(plans_behind_ddp))) == 1

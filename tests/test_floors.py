@@ -24,7 +24,8 @@ FLOORS: list[set[str]] = [
     {"planning", "optim", "fitting"},
     {"engine", "planner", "characterization"},
     {"agreement", "hooks", "lab", "measurement", "report", "simulator", "workloads"},
-    {"auto", "ddp"},
+    {"auto"},
+    {"ddp"},
     {"adapters"},
     {"attach"},
     {"bench"},
@@ -37,8 +38,7 @@ _TENSORS = {"torch", "numpy", "jaxtyping"}
 OUTSIDE: list[set[str]] = [  # third-party libraries that a module may load when it is imported, by floor
     set(),
     *[_TENSORS] * 7,
-    *[_TENSORS | {"pydantic"}] * 7,
-    _TENSORS | {"pydantic"},
+    *[_TENSORS | {"pydantic"}] * (len(FLOORS) - 9),
     {"typer", "rich"},
 ]
 

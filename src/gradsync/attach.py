@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from .agreement import DEFAULT_TIMEOUT_S, agreed_engine, forget
-from .auto import AutoPlanner
+from .auto import planner_of
 from .bucket import matches
 from .comm import Group, GroupError
 from .ddp import UNEVEN_INPUTS, DDPState, ddp_hook
@@ -167,8 +167,7 @@ def attach(
         >>> handle = gradsync.attach(model)  # doctest: +SKIP
         >>> loss.backward()                  # doctest: +SKIP
     """
-    if plan == "auto":
-        plan = AutoPlanner()
+    plan = planner_of(plan)
     timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     if isinstance(model, DistributedDataParallel):
         state = DDPState(model, plan=plan, timeout_s=timeout_s, exclude=exclude, optimizer=optimizer)

@@ -12,6 +12,7 @@ import logging
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import Literal
 
 import torch
 
@@ -25,6 +26,7 @@ from .planner.candidates import candidate_plans
 from .planner.job import Job
 from .planner.rehearsed import CANDIDATES
 from .planner.ways import Constraints
+from .planning import Planner
 from .profile import Profile
 from .recording import active
 
@@ -101,6 +103,11 @@ class AutoPlanner:
         present = [engine.plan] if engine in self._profiles else []  # which stays unless another one is clearly faster
         self._profiles[engine] = profile
         engine.propose(list({plan.digest: plan for plan in (*present, *found)}.values()))
+
+
+def planner_of(plan: Plan | Planner | Literal["auto"] | None) -> Plan | Planner | None:
+    """What `attach` takes as `plan`, "auto" as the planner that it means."""
+    return AutoPlanner() if isinstance(plan, str) and plan == "auto" else plan
 
 
 def _why_not(engine: Engine) -> str | None:

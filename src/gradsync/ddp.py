@@ -10,7 +10,7 @@ parameter name, so DDP may re-bucket after its first step.
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from .agreement import DEFAULT_TIMEOUT_S, agreed_engine, forget
+from .auto import planner_of
 from .hooks import at_end_of_backward, before_optimizer_steps
 from .optim import OneMomentum
 from .plan import Plan
@@ -43,13 +44,13 @@ class DDPState:
         self,
         model: DistributedDataParallel,
         *,
-        plan: Plan | Planner | None = None,
+        plan: Plan | Planner | Literal["auto"] | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         exclude: Sequence[str] = (),
         optimizer: Optimizer | None = None,
     ) -> None:
         self.engine, parameters = agreed_engine(
-            model, plan, model.process_group, timeout_s, exclude, optimizer=optimizer
+            model, planner_of(plan), model.process_group, timeout_s, exclude, optimizer=optimizer
         )
         self._model = weakref.ref(model)
         self._process_group = model.process_group
