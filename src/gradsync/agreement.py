@@ -69,6 +69,7 @@ def agreed_engine(
         examine = partial(_examine, model, plan, exclude, group.size)
         parameters = _agree(group, examine, partial(_texts, model, plan, exclude, settings), timeout_s)
         engine = _agree(group, build, lambda engine: {"plans": engine.plan.to_json()}, timeout_s)
+        engine.follow()
     except BaseException:
         if engines:
             engines[0].close()
@@ -77,7 +78,6 @@ def agreed_engine(
         raise
     _attached.update(model.modules())
     _attached_parameters.update({p: True for p in parameters.values()})
-    engine.follow()
     return engine, parameters
 
 

@@ -15,20 +15,25 @@ from contextlib import ExitStack
 from typing import Literal
 
 import torch
+from torch import Tensor
 
-from .comm import gather_bytes
+from .bucket import Bucket, Layout, Segment, TensorSpec
+from .comm import LocalGroup, gather_bytes
+from .compressors import RESIDUAL
 from .density import ParameterProfile
 from .engine import Engine
 from .measurement import Measurement
 from .plan import Plan
 from .planner import default_plan
 from .planner.candidates import candidate_plans
+from .planner.errors import Lossy
 from .planner.job import Job
 from .planner.rehearsed import CANDIDATES
 from .planner.ways import Constraints
 from .planning import Planner
 from .profile import Profile
 from .recording import active
+from .schemes import Scheme, ways
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +43,15 @@ STEPS, WARMUP_STEPS = 10, 3
 class AutoPlanner:
     """A planner for `attach`, what `plan="auto"` means: exact unless `constraints` allow gradients to lose something.
 
-    `steps` are measured undisturbed and as many beside an exchange, after `warmup` as usual. Nothing is measured, and
-    the default plan stays, in a group of one rank, on other devices than the CPU, inside `gradsync.measure`, and if
-    `torch.use_deterministic_algorithms` is on: timing decides.
+    `steps` are measured undisturbed and as many beside an exchange, after `warmup` as usual; links and kernels take up
+    to ten seconds of one of these steps. Nothing is measured, and the default plan stays, in a group of one rank, on
+    other devices than the CPU, while some rank is measuring or recording another model, and if
+    `torch.use_deterministic_algorithms` is on: timing decides. Where no plan can be made of what was measured, the
+    present one stays, and a warning says why.
+
+    Raises:
+        ValueError: when made, for settings out of their range and compressors with momentum, which a plan that does not
+            compress has no place for; when asked for a plan, for an `exact` that no parameter matches.
 
     Example:
         >>> lossy = (ErrorFeedback(BlockInt(8)), HalfPrecision())       # doctest: +SKIP
@@ -53,30 +64,31 @@ class AutoPlanner:
     ) -> None:
         self.constraints = constraints or Constraints()
         self.steps, self.warmup = steps, warmup
+        for lossy in self.constraints.lossy:
+            _require_only_residuals(lossy)
+        self._measurement()  # raises for wrong settings
         self._measuring: weakref.WeakKeyDictionary[Engine, ExitStack] = weakref.WeakKeyDictionary()
         self._profiles: weakref.WeakKeyDictionary[Engine, Profile] = weakref.WeakKeyDictionary()
 
     def __call__(self, profiles: Sequence[ParameterProfile], world_size: int) -> Plan:
         """Until the job was measured."""
+        self.constraints.require_names([profile.name for profile in profiles])
         return default_plan(profiles, world_size)
 
     def follow(self, engine: Engine) -> bool:
         """Measures the coming steps and proposes plans after them; whether it does."""
         why_not = _why_not(engine)
         if why_not:
-            logger.info("%s: the default plan stays", why_not)
+            logger.info("the default plan stays: %s", why_not)
             return False
-        measurement = Measurement(
-            self.steps,
-            self.warmup,
-            engine=engine,
-            candidates=tuple(dict.fromkeys((*CANDIDATES, *self.constraints.lossy))),
-            then=self._propose,
-        )
         stack = ExitStack()
-        stack.enter_context(measurement.active())
+        stack.enter_context(self._measurement(engine).active())
         self._measuring[engine] = stack
         return True
+
+    def _measurement(self, engine: Engine | None = None) -> Measurement:
+        candidates = tuple(dict.fromkeys((*CANDIDATES, *self.constraints.lossy)))
+        return Measurement(self.steps, self.warmup, engine=engine, candidates=candidates, then=self._propose)
 
     def close(self, engine: Engine) -> None:
         """Measures nothing more of this engine."""
@@ -90,17 +102,17 @@ class AutoPlanner:
 
     def _propose(self, engine: Engine, profile: Profile) -> None:
         self.close(engine)
-        mine, problem = b" ", None
+        mine = b"[]"
         if engine.group.rank == 0:  # on another processor the same sums may round differently
             try:
                 plans = candidate_plans(Job.of(profile), self.constraints)
                 mine = json.dumps([plan.to_json() for plan in plans]).encode()
-            except Exception as error:  # told to all, then raised
-                problem = error
-        engine.agree("the search for a plan", problem)
+            except Exception:
+                logger.warning("no plan was found; the present one stays", exc_info=True)
         texts = engine.call("the plans", lambda group: gather_bytes(group, mine, engine.timeout_s))
         found = [Plan.from_json(text) for text in json.loads(texts[0])]
-        present = [engine.plan] if engine in self._profiles else []  # which stays unless another one is clearly faster
+        # A plan that was proposed before stays unless another one is clearly faster.
+        present = [engine.plan] if engine in self._profiles or not found else []
         self._profiles[engine] = profile
         engine.propose(list({plan.digest: plan for plan in (*present, *found)}.values()))
 
@@ -110,12 +122,34 @@ def planner_of(plan: Plan | Planner | Literal["auto"] | None) -> Plan | Planner 
     return AutoPlanner() if isinstance(plan, str) and plan == "auto" else plan
 
 
-def _why_not(engine: Engine) -> str | None:
-    """Why the job is not measured; the same on all ranks."""
+def _why_not(engine: Engine) -> str:
+    """Why the job is not measured, as the ranks agree; "" if it is."""
     if engine.group.size == 1:
         return "one rank has nothing to exchange"
+    why = ""
     if engine.device.type != "cpu":
-        return f"jobs on {engine.device.type} cannot be measured yet"
-    if torch.are_deterministic_algorithms_enabled():
-        return "torch.use_deterministic_algorithms is on, and timing would decide"
-    return "the job is being measured or recorded already" if active() is not None else None
+        why = f"jobs on {engine.device.type} cannot be measured yet"
+    elif torch.are_deterministic_algorithms_enabled():
+        why = "torch.use_deterministic_algorithms is on, and timing would decide"
+    elif active() is not None:
+        why = "another model is being measured or recorded"
+    mine = why.encode() or b" "
+    texts = engine.call("whether to measure", lambda group: gather_bytes(group, mine, engine.timeout_s))
+    return next((said for text in texts if (said := text.decode().strip())), "")
+
+
+def _require_only_residuals(lossy: Lossy) -> None:
+    """
+    Raises:
+        ValueError: for what keeps more of each element than what is left to be sent.
+    """
+    scheme = lossy if isinstance(lossy, Scheme) else ways(lossy)[0]
+    spec = TensorSpec((2, 2), torch.float32)
+    bucket = Bucket("", (Segment("any", 0, 4),), (spec,), Layout.FLAT, flags_ride=False)
+    kept = scheme.init(bucket, LocalGroup.world(1)[0])
+    names = {n for parts in kept.values() if not isinstance(parts, Tensor) for part in parts for n in part.elements}
+    if any(isinstance(parts, Tensor) for parts in kept.values()) or names - {RESIDUAL}:
+        raise ValueError(
+            f"{lossy} keeps {', '.join(sorted(names - {RESIDUAL})) or 'state of its own'}, for which plans that do not "
+            "compress have no place: automatic plans cannot try it; give it to CompressingPlanner"
+        )

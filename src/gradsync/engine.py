@@ -323,6 +323,7 @@ class Engine:
         self.agree("loading of state", problem, f"step {state.get('step')}")
         self.step = state["step"]
         self.lanes.restore(slices)
+        self._agree_on_owed()
 
     def statistics(self) -> list[BucketStatistics]:
         """Totals by bucket; of a closed engine those at its end."""
@@ -425,11 +426,20 @@ class Engine:
             self._adopt(plan)
             if kept:
                 self.lanes.inherit(state)
+                self._agree_on_owed()
         except Exception as error:
             self.fail(f"the change of plans before step {self.step}: {error}")
             raise
         if self.settled:
             self._announce()
+
+    def _agree_on_owed(self) -> None:
+        def gather(mine: Tensor) -> list[Tensor]:
+            mine = mine.to(self.device)
+            found: list[Tensor] = self.call("what is owed", lambda group: group.all_gather(mine).wait(self.timeout_s))
+            return found
+
+        self.lanes.agree_on_owed(gather)
 
     def _adopt(self, plan: Plan) -> None:
         self.plan = plan

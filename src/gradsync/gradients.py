@@ -57,6 +57,18 @@ class FlatGradients:
         """A new step: nobody has used anything yet."""
         self._loaded.clear()
 
+    def add(self, addend: Tensor) -> None:
+        """Adds one number for each element by its index, (bucket.numel,), however parameters lie in memory."""
+        offset = 0
+        for segment in self.bucket.segments:
+            part = addend[offset : offset + segment.numel].to(self.flat.device)
+            home = self._homes.get(segment.name)
+            if home is not None:
+                home += part.view(home.shape)
+            else:
+                self.flat[offset : offset + segment.numel] += part
+            offset += segment.numel
+
     def clear(self) -> None:
         """All elements zero."""
         self.flat.zero_()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,7 +47,8 @@ class Lane:
     flags_apart: bool = False  # the flags do not ride with the gradients but are summed after them
     next_state: State | None = None
     owed: Tensor | None = None  # what another plan's schemes left to be sent: goes with the next gradients
-    took_over: bool = False  # some rank may owe something: what decides for all ranks must be the same on all
+    took_over: bool = False  # some rank owes something: what follows from it must be the same on all
+    still_owes: bool = False  # so it will be when the step is kept
     next_owed: Tensor | None = None
     waiting: set[str] = field(default_factory=set)  # parameters that were not loaded in this step yet
     steps: int = 0
@@ -97,8 +98,8 @@ class Lane:
         """The bucket's turns in a step; the next state is kept beside the present one."""
         x = self.gradients.take(check_finite=check_finite, marks=marks)
         if self.owed is not None:
-            assert isinstance(x, Tensor)
-            x[: self.bucket.numel] += self.owed.to(x.device)
+            assert isinstance(self.gradients, FlatGradients)
+            self.gradients.add(self.owed)  # which is what `x` looks at
         state = at_step(self.state, step)
         result, self.next_state = await self.scheme.synchronize(x, state, self.group, 1.0 / self.group.size)
         if self.flags_apart:
@@ -110,11 +111,12 @@ class Lane:
         self.gradients.accept(result)
         self.steps += 1
         self.rounds[self.scheme.unchanged_since(step)] += 1
-        if not self.next_state and self.owed is None:
+        if not self.next_state and not self.took_over:
             return
         unused = {name for name in self.bucket.names if not self.gradients.used(name)}
         if unused and self.next_state:
             self.next_state = without(self.next_state, self.state, unused)
+        self.still_owes = bool(unused) and self.took_over
         if unused and self.owed is not None:  # their result was given to nobody
             used = [segment.name not in unused for segment in self.bucket.segments]
             lengths = torch.tensor([segment.numel for segment in self.bucket.segments])
@@ -141,10 +143,12 @@ class Lane:
         """The next state becomes the state, if the step is to be kept."""
         if self.next_state is not None and keep:
             self.state, self.owed = self.next_state, self.next_owed
+            self.took_over = self.still_owes
         self.next_state = self.next_owed = None
 
     def reset_state(self) -> None:
         self.next_state = self.owed = self.next_owed = None
+        self.took_over = self.still_owes = False
         self.state = self.scheme.init(self.bucket, self.group)
 
     def state_slices(self) -> Iterator[StateSlice]:
@@ -157,7 +161,7 @@ class Lane:
         """Lays those elements of the slices that this bucket holds into its state; other plans cut elsewhere."""
         self.state = with_slices(self.bucket, self.state, saved)
         if self.bucket.layout is Layout.FLAT:
-            self.owed, self.took_over = owed(self.bucket, self.state, saved), True
+            self.owed = owed(self.bucket, self.state, saved)
 
     def record(self, tasks: list[Task], backward_ended_s: float, ended_s: float) -> None:
         """Adds a finished step's bytes and times to the totals."""
@@ -290,6 +294,14 @@ class Lanes:
         )
         for lane in self:
             lane.take_over(saved)
+
+    def agree_on_owed(self, gather: Callable[[Tensor], list[Tensor]]) -> None:
+        """Tells all ranks in which buckets some rank owes something; `gather` hands a tensor to all, by rank."""
+        if len(self):
+            mine = torch.tensor([lane.owed is not None for lane in self], dtype=torch.uint8)
+            owing = torch.stack([part.cpu() for part in gather(mine)]).amax(dim=0).tolist()
+            for lane, owes in zip(self, owing, strict=True):
+                lane.took_over = bool(owes)
 
     def require_place(self, state: Iterable[StateSlice], advice: str) -> None:
         """

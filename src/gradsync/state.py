@@ -161,24 +161,30 @@ def left_to_send(part: StateSlice) -> bool:
 
 
 def owed(bucket: Bucket, state: Mapping[str, Kept], saved: Sequence[StateSlice]) -> Tensor | None:
-    """What schemes of another plan left to be sent of a flat bucket that keeps no such thing itself: (bucket.numel,).
+    """What schemes of another plan left to be sent of elements that a flat bucket keeps no such thing of: (numel,).
 
     In units of the gradient, in the type that sums are made in; None where there is nothing.
     """
-    if _segments_of(state.get(SENT, ()), RESIDUAL):
-        return None
+    sent = _segments_of(state.get(SENT, ()), RESIDUAL)  # they have what was left, see `with_slices`
     flat: Tensor | None = None
-    offset = 0
-    for segment in bucket.segments:
-        for part in filter(left_to_send, saved):
+    for part in filter(left_to_send, saved):
+        point, _, name = part.point.partition(".")
+        values = part.values / (copies_at(point) or 1)  # of what several ranks kept alike each a share
+        for segment in (*sent, *_segments_of(state.get(point, ()), name)):
+            if part.overlap(segment):
+                low, high = max(part.start, segment.start), min(part.stop, segment.stop)
+                values[low - part.start : high - part.start] = 0
+        if not values.any():
+            continue
+        offset = 0
+        for segment in bucket.segments:
             if part.overlap(segment):
                 if flat is None:
                     flat = torch.zeros(bucket.numel, dtype=part.values.dtype)
                 low, high = max(part.start, segment.start), min(part.stop, segment.stop)
                 room = flat[offset + low - segment.start : offset + high - segment.start]
-                copies = copies_at(part.point.partition(".")[0]) or 1  # of what several ranks kept alike each a share
-                room += part.values[low - part.start : high - part.start].to(room) / copies
-        offset += segment.numel
+                room += values[low - part.start : high - part.start].to(room)
+            offset += segment.numel
     return flat
 
 

@@ -151,6 +151,9 @@ def settle(workload: Task, who: Contestant) -> None:
     with attempt(who):
         while not who.settled:
             train_step(workload, who)
+        assert who.attachment is not None
+        nothing = {"step": 0, "state": {}}  # of the residuals that trials left
+        who.attachment.load_state_dict({**who.attachment.state_dict(), **nothing})
     who.inner.load_state_dict(saved[0])
     who.optimizer.load_state_dict(saved[1])
     who.optimizer.zero_grad()
@@ -168,9 +171,12 @@ def affordable_steps(contestants: list[Contestant], spec: TrainSpec) -> int:
 
 def compete(workload: Task, ways: dict[str, Method], spec: TrainSpec, repeats: int) -> list[Contestant]:
     """All methods, block by block in turn; the order turns round from block to block."""
-    contestants = [enter(workload, name, way, spec) for name, way in ways.items()]
+    contestants = []
+    for name, way in ways.items():
+        who = enter(workload, name, way, spec)
+        settle(workload, who)  # before the next one enters: automatic plans measure one model at a time
+        contestants.append(who)
     for who in contestants:
-        settle(workload, who)
         run_block(workload, who, spec.warmup_steps, counted=False)
         calibrate(workload, who)
         event(kind="warmup", method=who.name)

@@ -50,7 +50,7 @@ def plan(
 ) -> None:
     """The best plan that is found for a measured job: what to merge, what to compress, and by which exchange."""
     with plain_errors():
-        job, constraints = _job(profile, cluster), Constraints()
+        job = _job(profile, cluster)
         constraints = _constraints(job, allow, exact, matrices_only, most_error)
         found = planned(job, constraints)
         found.plan.save(out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from ..comm import LocalGroup, drive
 from ..compressors import Compressor
 from ..schemes import Scheme, ways
 from ..schemes.compressed import Compressed
+from ..state import at_step
+from .compressing import LATE
 
 Lossy = Compressor[Any] | Scheme[Any]
 
@@ -28,11 +31,11 @@ def name_of(way: Lossy) -> str:
 def relative_errors(candidates: Sequence[Lossy], name: str, gradient: Tensor) -> dict[str, float]:
     """By `name_of` each lossy candidate: the norm of what it changes in this rank's gradient over the gradient's norm.
 
-    What one step loses; with error feedback it is sent later. Nothing of exact candidates, of gradients that are zero,
-    and of tensors that are no dense floating-point ones.
+    What one step loses, after all warm-up; with error feedback it is sent later. Nothing of exact candidates, and of
+    gradients that are zero, not finite, or no dense floating-point ones.
     """
     norm = float(gradient.norm()) if gradient.layout is torch.strided and gradient.is_floating_point() else 0.0
-    if not norm:
+    if not norm or not isfinite(norm):
         return {}
     found: dict[str, float] = {}
     for candidate in candidates:
@@ -42,8 +45,11 @@ def relative_errors(candidates: Sequence[Lossy], name: str, gradient: Tensor) ->
         (group,) = LocalGroup.world(1)
         bucket = Bucket("", (Segment(name, 0, gradient.numel()),), (TensorSpec.of(gradient),), Layout.FLAT, False)
         flat = gradient.detach().reshape(-1).clone()
-        sent, _ = drive(scheme.synchronize(flat, scheme.init(bucket, group), group, 1.0), timeout_s=DRIVEN_S)
-        found[name_of(candidate)] = float((gradient.reshape(-1) - sent).norm()) / norm
+        state = at_step(scheme.init(bucket, group), LATE)  # after all warm-up
+        sent, _ = drive(scheme.synchronize(flat, state, group, 1.0), timeout_s=DRIVEN_S)
+        error = float((gradient.reshape(-1) - sent).norm()) / norm
+        if isfinite(error):
+            found[name_of(candidate)] = error
     return found
 
 

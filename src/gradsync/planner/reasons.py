@@ -18,9 +18,10 @@ from .job import Job
 from .options import Way
 from .predict import played, predict, steps_of
 from .revise import reordered
+from .simplify import AS_LONG
 
 WORTH_IT = 0.02  # share of DDP's step that another plan must save: less is within the spread of steps
-SAME = 1e-3  # share of a step that is no difference
+SAME = AS_LONG - 1  # share of a step that is no difference
 ALTERNATIVES = 3
 DDP_BYTES = {"ddp": BUCKET_BYTES, "ddp_1mb": 1 << 20, "ddp_one_bucket": 1 << 62}
 BF16 = HalfPrecision(values="bfloat16")

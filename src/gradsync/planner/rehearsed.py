@@ -16,6 +16,7 @@ from ..schemes import (
     CompressedAllGather,
     CompressedAllReduce,
     CompressedTwoWay,
+    HalfPrecision,
     PowerSGD,
     ReduceScatter,
     Scheme,
@@ -34,6 +35,7 @@ SHORTEST_S = 1e-8  # what the clock shows as nothing
 Candidate = Scheme[Any] | Compressor[Any]
 
 CANDIDATES: tuple[Candidate, ...] = (
+    HalfPrecision(values="bfloat16"),
     CompressedAllReduce(Cast("bfloat16")),
     CompressedTwoWay(ErrorFeedback(BlockInt(8))),
     CompressedAllGather(ErrorFeedback(ScaledSign())),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import groupby
 
 from .joint import player
 from .problem import Part, Problem, Solution
@@ -59,7 +58,7 @@ def _merged(problem: Problem, parts: list[Part], place: int, ranks: Sequence[int
         return []
     whole = Part(first.start, second.stop, first.option)
     least = min(ranks[first.option], ranks[second.option])
-    options = [o for o, _ in groupby(sorted({first.option, second.option})) if ranks[o] == least]
+    options = [option for option in sorted({first.option, second.option}) if ranks[option] == least]
     allowed = _allowed(problem, whole)
     return [
         [*parts[:place], replace(whole, option=option), *parts[place + 2 :]] for option in options if option in allowed

@@ -44,6 +44,15 @@ class Constraints:
         if self.most_error is not None and not self.most_error >= 0:
             raise ValueError(f"Constraints.most_error must not be negative, got {self.most_error}")
 
+    def require_names(self, names: Sequence[str]) -> None:
+        """
+        Raises:
+            ValueError: for an `exact` that none of the names matches.
+        """
+        for pattern in self.exact:
+            if not any(matches(name, [pattern]) for name in names):
+                raise ValueError(f"Constraints.exact names {pattern!r}, which no parameter to synchronise matches")
+
     def allow(self, way: Lossy, profile: ParameterProfile) -> bool:
         """Whether the parameter may lose what this way makes it lose."""
         tensor = profile.tensor
@@ -62,11 +71,8 @@ def ways_of(job: Job, constraints: Constraints | None = None) -> list[Way]:
         ValueError: for an `exact` that no parameter matches.
     """
     constraints = constraints or Constraints()
-    names = [p.name for p in job.profiles]
-    for pattern in constraints.exact:
-        if not any(matches(name, [pattern]) for name in names):
-            raise ValueError(f"Constraints.exact names {pattern!r}, which no parameter to synchronise matches")
-    lossy = list(_lossy_ways(job, constraints))
+    constraints.require_names([p.name for p in job.profiles])
+    lossy = list(_lossy_ways(job, constraints, besides=by_rows(job)))
     taken = frozenset[str]().union(*(way.among or () for way in lossy)) if constraints.always else frozenset[str]()
     return [*exact_ways(job, besides=taken), *lossy]
 
@@ -79,7 +85,7 @@ def exact_ways(job: Job, *, besides: frozenset[str] = frozenset()) -> list[Way]:
     """
     placement, network = job.network.placement, job.network
     found_zero = found_schemes(job.profiles, job.world_size, network, placement)
-    by_row = {name for name, scheme in found_zero.items() if scheme.layout is Layout.ROWS}
+    by_row = by_rows(job)
     others = None if not besides else frozenset(p.name for p in job.profiles) - besides
     found = [Way(scheme, among=others) for scheme in dense_schemes(placement)]
     for tables in _runs_of_tables([replace(p, sparse=p.sparse or p.name in by_row) for p in job.profiles]):
@@ -100,9 +106,15 @@ def _runs_of_tables(profiles: Sequence[ParameterProfile]) -> Iterator[list[Param
             yield from (list(same) for _, same in groupby(by_dtype, key=lambda p: p.tensor.dtype))
 
 
-def _lossy_ways(job: Job, constraints: Constraints) -> Iterator[Way]:
+def by_rows(job: Job) -> frozenset[str]:
+    """Dense gradients that were found to be sparse by rows: they travel as tables, which keep no residual."""
+    found = found_schemes(job.profiles, job.world_size, job.network, job.network.placement)
+    return frozenset(name for name, scheme in found.items() if scheme.layout is Layout.ROWS)
+
+
+def _lossy_ways(job: Job, constraints: Constraints, besides: frozenset[str]) -> Iterator[Way]:
     for lossy in constraints.lossy:
-        among = frozenset(p.name for p in job.profiles if constraints.allow(lossy, p))
+        among = frozenset(p.name for p in job.profiles if constraints.allow(lossy, p)) - besides
         if among:
             yield from (Way(scheme, among=among) for scheme in _schemes_of(lossy, job.world_size))
 
