@@ -18,6 +18,7 @@ from .bucket import Bucket, Segment, TensorSpec
 from .compressors import RESIDUAL, SENT, copies_at
 from .compressors import State as CompressorState
 
+OWED = "owed"  # the point of what another plan left to be sent
 VERSION = 2  # of a `state_dict`; in the first one elements were as they lay in memory
 NOT_STRICT = "load_state_dict(..., strict=False)"  # what drops state that has no place
 
@@ -142,7 +143,7 @@ def with_slices(bucket: Bucket, state: Mapping[str, Kept], saved: Sequence[State
     for part in saved:
         point, _, name = part.point.partition(".")
         sent = taken.get(SENT)
-        copies = copies_at(point)
+        copies = _copies(point)
         if part.whole or not copies or not name or not isinstance(sent, tuple):
             continue
         rest = part.values / copies
@@ -157,7 +158,7 @@ def with_slices(bucket: Bucket, state: Mapping[str, Kept], saved: Sequence[State
 def left_to_send(part: StateSlice) -> bool:
     """Whether it is what compressors left of gradients, or of sums: under any plan it can be sent with gradients."""
     point, _, name = part.point.partition(".")
-    return not part.whole and name == RESIDUAL and (point == SENT or copies_at(point) > 0)
+    return not part.whole and name == RESIDUAL and (point == SENT or _copies(point) > 0)
 
 
 def owed(bucket: Bucket, state: Mapping[str, Kept], saved: Sequence[StateSlice]) -> Tensor | None:
@@ -169,19 +170,17 @@ def owed(bucket: Bucket, state: Mapping[str, Kept], saved: Sequence[StateSlice])
     flat: Tensor | None = None
     for part in filter(left_to_send, saved):
         point, _, name = part.point.partition(".")
-        values = part.values / (copies_at(point) or 1)  # of what several ranks kept alike each a share
+        values = part.values / (_copies(point) or 1)  # of what several ranks kept alike each a share
         for segment in (*sent, *_segments_of(state.get(point, ()), name)):
             if part.overlap(segment):
                 low, high = max(part.start, segment.start), min(part.stop, segment.stop)
                 values[low - part.start : high - part.start] = 0
-        if not values.any():
-            continue
         offset = 0
         for segment in bucket.segments:
-            if part.overlap(segment):
+            low, high = max(part.start, segment.start), min(part.stop, segment.stop)
+            if part.overlap(segment) and values[low - part.start : high - part.start].any():
                 if flat is None:
                     flat = torch.zeros(bucket.numel, dtype=part.values.dtype)
-                low, high = max(part.start, segment.start), min(part.stop, segment.stop)
                 room = flat[offset + low - segment.start : offset + high - segment.start]
                 room += values[low - part.start : high - part.start].to(room)
             offset += segment.numel
@@ -189,8 +188,13 @@ def owed(bucket: Bucket, state: Mapping[str, Kept], saved: Sequence[StateSlice])
 
 
 def slices_owed(bucket: Bucket, flat: Tensor) -> Iterator[StateSlice]:
-    """What is owed, as compressors would have left it."""
-    return _by_segment(f"{SENT}.{RESIDUAL}", bucket.segments, flat)
+    """What is owed, for a checkpoint or another plan."""
+    return _by_segment(f"{OWED}.{RESIDUAL}", bucket.segments, flat)
+
+
+def _copies(point: str) -> int:
+    """How many ranks keep the same at a point whose state is added to what a rank is to send; 0 for other points."""
+    return 1 if point == OWED else copies_at(point)
 
 
 def has_place(states: Iterable[Mapping[str, Kept]], part: StateSlice) -> bool:
@@ -202,7 +206,7 @@ def has_place(states: Iterable[Mapping[str, Kept]], part: StateSlice) -> bool:
     if part.whole:
         kept_there = [state[point] for state in states if point in state]
         return any(name in each.tensors for kept in kept_there if not isinstance(kept, Tensor) for each in kept)
-    points = {point, SENT} if copies_at(point) else {point}
+    points = {point, SENT} if _copies(point) else {point}
     found = 0
     for state in states:
         if isinstance(state.get(part.point), Tensor):
