@@ -58,16 +58,24 @@ def _planned(job: Job, ways: Sequence[Way]) -> Planned:
 def candidate_plans(job: Job, constraints: Constraints | None = None) -> list[Plan]:
     """Plans worth a try on real steps, that with the shortest predicted step first.
 
-    The search's plan, and unless it must be lossy the one that it finds without losing anything, and the best of those
-    that need no search: predictions are as good as what was measured.
+    The best two of the search's plan and those that it finds for each lossy way alone; unless plans must be lossy, the
+    one that it finds without losing anything, and the best of those that need no search. Predictions know more than the
+    search, and are as good as what was measured.
     """
     if job.world_size == 1:
         return default_plans(job.profiles, 1)
-    searched, usual = [planned(job, constraints).plan], list[Plan]()
-    if constraints is None or not constraints.always:
+    constraints = constraints or Constraints()
+    alone = [replace(constraints, lossy=(lossy,), always=True) for lossy in constraints.lossy]
+    searched = [planned(job, each).plan for each in (constraints, *alone)]
+    usual: list[Plan] = []
+    if not constraints.always:
         searched.append(_planned(job, exact_ways(job)).plan)
         usual = default_plans(job.profiles, job.world_size, job.network)
     seconds = {plan.digest: predict(plan, job).seconds for plan in (*searched, *usual)}
-    usual.sort(key=lambda plan: seconds[plan.digest])
-    found = list({plan.digest: plan for plan in (*searched, *usual)}.values())[:MOST_TRIED]
-    return sorted(found, key=lambda plan: seconds[plan.digest])
+
+    def best(plans: Sequence[Plan], count: int) -> list[Plan]:
+        return sorted({p.digest: p for p in plans}.values(), key=lambda plan: seconds[plan.digest])[:count]
+
+    last = [] if constraints.always else searched[-1:]
+    found = {p.digest: p for p in (*best(searched, 2), *last, *best(usual, MOST_TRIED))}
+    return best(list(found.values())[:MOST_TRIED], MOST_TRIED)
