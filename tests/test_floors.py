@@ -20,6 +20,7 @@ FLOORS: list[set[str]] = [
     {"density", "gradients", "positions"},
     {"compressors"},
     {"schemes", "observation", "footprint", "state"},
+    {"document"},
     {"plan", "lane", "recording", "sparsity", "profile"},
     {"planning", "optim", "fitting"},
     {"engine", "planner", "characterization"},

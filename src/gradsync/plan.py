@@ -5,16 +5,14 @@ A plan does not know how it was chosen. It names parameters, not modules; `check
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, field_validator
 
 from .bucket import Bucket, Layout, Segment, TensorSpec, model_digest
+from .document import Document
 from .expressions import to_expression
 from .schemes import Scheme, from_expression
 from .steps import FINISH
@@ -57,14 +55,15 @@ class BucketPlan(BaseModel):
         return Bucket(self.id, segments, tuple(specs[s.name] for s in segments), scheme.layout, scheme.carries_flags)
 
 
-class Plan(BaseModel):
+class Plan(Document):
     """Buckets, and the total order of (bucket, stage) in which they are issued.
 
     Behind its last stage a bucket may have a turn `FINISH`, to do what is left; else that is done when all turns are
     over.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    noun = "plan"
+    by_lines = ("buckets",)
 
     version: Literal[1] = 1
     world: int
@@ -91,12 +90,6 @@ class Plan(BaseModel):
             plans.append(BucketPlan(id=str(number), segments=segments, scheme=to_expression(scheme)))
         turns = order if order is not None else default_order(plans, world)
         return cls(world=world, model=model_digest(specs), order=tuple(turns), buckets=tuple(plans))
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of the canonical JSON: equal on two ranks exactly if the plans are."""
-        canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(canonical.encode()).hexdigest()
 
     def check(self, specs: Mapping[str, TensorSpec], world: int) -> None:
         """Holds the plan against a model's parameters.
@@ -141,47 +134,6 @@ class Plan(BaseModel):
             expected = list(bucket.make_scheme().stages(self.world))
             if turns[bucket.id] not in (expected, [*expected, FINISH]):
                 raise ValueError(f"the order gives bucket {bucket.id!r} the stages {turns[bucket.id]}, not {expected}")
-
-    def to_json(self) -> str:
-        """The plan as JSON text with its digest, one bucket a line."""
-        data = self.model_dump(mode="json")
-        lines = [f"  {json.dumps(bucket)}" for bucket in data.pop("buckets")]
-        head = json.dumps(data)[:-1]
-        return f'{head},\n "buckets": [\n' + ",\n".join(lines) + f'],\n "digest": "{self.digest}"}}\n'
-
-    @classmethod
-    def from_json(cls, text: str) -> Plan:
-        """Reads what `to_json` wrote. A plan edited by hand must drop its digest.
-
-        Raises:
-            ValueError: naming the field and the reason.
-        """
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"the plan is no JSON: {error}") from None
-        if not isinstance(data, dict):
-            raise ValueError(f"a plan is a JSON object, got {type(data).__name__}")
-        digest = data.pop("digest", None)
-        try:
-            plan = cls.model_validate(data)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "plan"
-            raise ValueError(f"plan, field {where}: {first['msg']} (got {str(first['input'])[:80]})") from None
-        if digest is not None and digest != plan.digest:
-            raise ValueError(
-                f"the plan was changed after it was written: its digest says {str(digest)[:12]}, its content is "
-                f"{plan.digest[:12]}; delete the digest line if the change was intended"
-            )
-        return plan
-
-    @classmethod
-    def load(cls, path: str | Path) -> Plan:
-        return cls.from_json(Path(path).read_text(encoding="utf-8"))
-
-    def save(self, path: str | Path) -> None:
-        Path(path).write_text(self.to_json(), encoding="utf-8")
 
 
 def default_order(buckets: Sequence[BucketPlan], world_size: int) -> list[tuple[str, str]]:

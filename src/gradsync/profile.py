@@ -5,22 +5,20 @@ A profile belongs to a model, a number of ranks and a version of torch; `check` 
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from enum import StrEnum
 from math import inf
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from .bucket import TensorSpec, model_digest
 from .cluster import Link, Placement, format_rate
 from .costs import CostModel, KernelCost
 from .density import DensityProfile, ParameterProfile
+from .document import Document
 from .steps import Pattern
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -212,8 +210,11 @@ class Overlap(Data):
     kernel_by_backward: Estimate | None = None  # of that computation
 
 
-class Profile(Data):
+class Profile(Document):
     """What `gradsync.measure` returns. Parameters come in the model's order, `nodes[rank]` is the node of a rank."""
+
+    noun = "profile"
+    by_lines = ("links", "kernels", "parameters")
 
     version: Literal[1] = 1
     torch: str
@@ -260,12 +261,6 @@ class Profile(Data):
     @property
     def placement(self) -> Placement:
         return Placement(self.nodes)
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of the canonical JSON: equal on two ranks exactly if the profiles are."""
-        canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(canonical.encode()).hexdigest()
 
     def in_ready_order(self) -> list[ParameterTimes]:
         """The parameters, the first one to be ready first."""
@@ -331,48 +326,6 @@ class Profile(Data):
                 f"{_first_difference(self.specs, specs)}; measure again"
             )
 
-    def to_json(self) -> str:
-        """The profile as JSON text with its digest, one parameter a line."""
-        data = self.model_dump(mode="json")
-        lines = {key: _lines(data.pop(key)) for key in ("links", "kernels", "parameters")}
-        head = json.dumps(data)[:-1]
-        body = "".join(f',\n "{key}": {text}' for key, text in lines.items())
-        return f'{head}{body},\n "digest": "{self.digest}"}}\n'
-
-    @classmethod
-    def from_json(cls, text: str) -> Profile:
-        """Reads what `to_json` wrote. A profile edited by hand must drop its digest.
-
-        Raises:
-            ValueError: naming the field and the reason.
-        """
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"the profile is no JSON: {error}") from None
-        if not isinstance(data, dict):
-            raise ValueError(f"a profile is a JSON object, got {type(data).__name__}")
-        digest = data.pop("digest", None)
-        try:
-            profile = cls.model_validate(data)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "profile"
-            raise ValueError(f"profile, field {where}: {first['msg']} (got {str(first['input'])[:80]})") from None
-        if digest is not None and digest != profile.digest:
-            raise ValueError(
-                f"the profile was changed after it was written: its digest says {str(digest)[:12]}, its content is "
-                f"{profile.digest[:12]}; delete the digest line if the change was intended"
-            )
-        return profile
-
-    @classmethod
-    def load(cls, path: str | Path) -> Profile:
-        return cls.from_json(Path(path).read_text(encoding="utf-8"))
-
-    def save(self, path: str | Path) -> None:
-        Path(path).write_text(self.to_json(), encoding="utf-8")
-
 
 def spans_of(placement: Placement) -> tuple[Span, ...]:
     """The groups that are measured among so placed ranks."""
@@ -428,13 +381,6 @@ def _link(link: LinkEstimate) -> str:
         f"{format_rate(rate.value)} [{low}-{high}], {_interval(link.alpha_s, 1e6)} us a message, "
         f"{_interval(link.stage_s, 1e6)} us a stage"
     )
-
-
-def _lines(items: Sequence[Any] | Mapping[str, Any]) -> str:
-    """JSON with an item a line."""
-    if isinstance(items, Mapping):
-        return "{\n" + ",\n".join(f"  {json.dumps(key)}: {json.dumps(item)}" for key, item in items.items()) + "}"
-    return "[\n" + ",\n".join(f"  {json.dumps(item)}" for item in items) + "]"
 
 
 def _first_difference(ours: Mapping[str, TensorSpec], theirs: Mapping[str, TensorSpec]) -> str:
