@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -19,11 +18,11 @@ from gradsync.auto import AutoPlanner
 from gradsync.bucket import TensorSpec
 from gradsync.compressors import ErrorFeedback, Signum, TopK, dgc
 from gradsync.density import ParameterProfile
-from gradsync.drift import WINDOW_STEPS
 from gradsync.planner import Constraints, Job, rehearsed
 from gradsync.recording import Recorder, recording
 from gradsync.schemes import MajorityVote
 from gradsync.trial import ROUNDS, TURN_STEPS
+from tests.engine.conservation import left_to_send
 from tests.engine.models import Perceptron
 from tests.world import Ranks, new_oracle_group
 
@@ -135,11 +134,7 @@ def loses_nothing_for_good(make: Callable[[], nn.Module]) -> None:
         for name, gradient in gradients(alone, step, dist.get_rank()).items():
             came_in[name] += gradient
     assert handle.settled and set(ran.values()) == {True, False}, "plans that lose something and plans that do not"
-    left = {name: torch.zeros(p.numel()) for name, p in model.named_parameters()}
-    for key, values in handle.state_dict()["state"].items():
-        if key.endswith(".residual"):
-            name, start, stop = re.fullmatch(r"(.*)\[(\d+):(\d+)\].*", key).groups()
-            left[name][int(start) : int(stop)] += values
+    left = left_to_send(model, handle.state_dict()["state"])
     for name, total in came_in.items():
         sent = total - left[name].view_as(total)
         dist.all_reduce(sent)
@@ -235,7 +230,8 @@ def test_what_cannot_be_planned_for_is_refused_when_the_planner_is_made() -> Non
 def measured_again_when_steps_take_longer() -> list[bool]:
     from gradsync import drift, planning
 
-    planning.Drift = Impatient  # type: ignore[misc, assignment]
+    Impatient.seen = 0  # of this test: the process may have served others
+    planning.Drift = Impatient  # type: ignore[misc, assignment]  # stands in for it
     try:
         torch.manual_seed(0)
         model = Perceptron()
@@ -247,7 +243,7 @@ def measured_again_when_steps_take_longer() -> list[bool]:
         handle.detach()
         return seen
     finally:
-        planning.Drift = drift.Drift  # type: ignore[misc]
+        planning.Drift = drift.Drift  # type: ignore[misc]  # as it was
 
 
 class Impatient:
@@ -273,7 +269,6 @@ def test_a_job_that_has_changed_is_measured_and_planned_for_again(world: World) 
         first = seen.index(True)
         again = seen.index(False, first)
         assert True in seen[again:] and seen[-1]
-    assert WINDOW_STEPS > 10
 
 
 @quickly()

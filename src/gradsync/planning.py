@@ -167,7 +167,7 @@ class Planning:
         self._switch_to(plans[0])
 
     def drifted(self, seconds: float) -> bool:
-        """Counts a step of a plan that stays, from backward's begin to its last gradient; whether the job has changed.
+        """Counts a step of a plan that stays, from its begin to its last gradient; whether the job has changed.
 
         Collective when it is time for a look.
         """

@@ -31,6 +31,7 @@ from gradsync.schemes import (
 from gradsync.steps import FINISH
 from gradsync.trial import TURN_STEPS
 from tests.compressors.family import MEMBERS
+from tests.engine.conservation import left_to_send
 from tests.engine.models import Perceptron
 from tests.engine.twins import averaged
 from tests.world import Ranks
@@ -231,11 +232,7 @@ def what_was_left_goes_with_gradients_that_are_not_compressed() -> None:
         saved = handle.state_dict()
         handle.detach()
         assert any(values.any() for values in saved["state"].values())
-        left = {name: torch.zeros(p.numel()) for name, p in model.named_parameters()}
-        for key, values in saved["state"].items():
-            if key.endswith(".residual"):
-                name, start, stop = re.fullmatch(r"(.*)\[(\d+):(\d+)\].*", key).groups()
-                left[name][int(start) : int(stop)] += values
+        left = left_to_send(model, saved["state"])
         handle = gradsync.attach(model, plan=plan_for(model, AllReduce()), timeout=10)
         plain = gradients_of(model, seed=1)
         handle.load_state_dict({**saved, "state": {k: v for k, v in saved["state"].items() if "//" not in k}})
@@ -289,11 +286,7 @@ def nothing_is_lost_while_plans_take_turns() -> None:
         for name, gradient in gradients_of(alone, seed=step).items():
             came_in[name] += gradient
     assert ran == {plan.digest for plan in plans} and handle.settled
-    left = {name: torch.zeros(p.numel()) for name, p in model.named_parameters()}
-    for key, values in handle.state_dict()["state"].items():
-        if key.endswith(".residual"):
-            name, start, stop = re.fullmatch(r"(.*)\[(\d+):(\d+)\].*", key).groups()
-            left[name][int(start) : int(stop)] += values
+    left = left_to_send(model, handle.state_dict()["state"])
     for name, total in came_in.items():
         sent = total - left[name].view_as(total)
         dist.all_reduce(sent)

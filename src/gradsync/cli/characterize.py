@@ -18,7 +18,7 @@ from ..report.sparsity import sparsity_table, summary, views, write_sparsity_pag
 from ..workloads import Batch, Workload
 from .bench import Options
 from .progress import WIDE, beside, console, event_bar, plain_errors
-from .script import run_as_main
+from .script import Script, run_as_main
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -27,12 +27,7 @@ OTHER_RANKS_TIMEOUT_S = 60.0
 
 
 def characterize(
-    script: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="Your script and its arguments, after --; started by torchrun --no-python, and ended after the steps."
-        ),
-    ] = None,
+    script: Script = None,
     workload: Annotated[str | None, typer.Option(help=f"A workload: {', '.join(names())}.")] = None,
     option: Options = None,
     recorded: Annotated[Path | None, typer.Option(help="A folder that a script's run has left.")] = None,

@@ -19,16 +19,11 @@ from ..profile import Profile, describe_profile
 from ..workloads import names
 from .bench import Options
 from .progress import beside, plain_errors
-from .script import run_as_main
+from .script import Script, run_as_main
 
 
 def measure(
-    script: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="Your script and its arguments, after --; started by torchrun --no-python, and ended after the steps."
-        ),
-    ] = None,
+    script: Script = None,
     workload: Annotated[str | None, typer.Option(help=f"A workload: {', '.join(names())}.")] = None,
     option: Options = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps that ready times are of; as many show overlap.")] = 10,

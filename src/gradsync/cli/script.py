@@ -6,6 +6,16 @@ import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Script = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="Your script and its arguments, after --; started by torchrun --no-python, and ended after the steps."
+    ),
+]
 
 
 def run_as_main(script: Sequence[str]) -> None:

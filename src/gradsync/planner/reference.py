@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import nsmallest
 from itertools import accumulate
@@ -98,7 +98,10 @@ class _Prices:
         self._amounts = {row: self.bytes if row is None else self._sums(row) for row in rows}
         size, options = problem.size, range(len(problem.options))
         self._alone = self._sums([float(mark) for mark in problem.alone or (False,) * size])
-        may: Callable[[int, int], bool] = lambda item, o: problem.allowed is None or o in problem.allowed[item]  # noqa: E731
+
+        def may(item: int, option: int) -> bool:
+            return problem.allowed is None or option in problem.allowed[item]
+
         self.refused = [self._sums([float(not may(item, option)) for item in range(size)]) for option in options]
         self.leads = [lead_of(option) for option in problem.options]
         self.turns = [turns_of(option) for option in problem.options]
