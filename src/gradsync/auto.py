@@ -26,14 +26,13 @@ from .measurement import Measurement
 from .plan import Plan
 from .planner import default_plan
 from .planner.candidates import candidate_plans
-from .planner.errors import Lossy
 from .planner.job import Job
 from .planner.rehearsed import CANDIDATES
 from .planner.ways import Constraints
 from .planning import Planner
 from .profile import Profile
 from .recording import active
-from .schemes import Scheme, ways
+from .schemes import Scheme, SchemeOrCompressor, ways
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +137,7 @@ def _why_not(engine: Engine) -> str:
     return next((said for text in texts if (said := text.decode().strip())), "")
 
 
-def _require_only_residuals(lossy: Lossy) -> None:
+def _require_only_residuals(lossy: SchemeOrCompressor) -> None:
     """
     Raises:
         ValueError: for what keeps more of each element than what is left to be sent.

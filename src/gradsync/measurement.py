@@ -33,7 +33,7 @@ from .fitting import fit_slowdown
 from .observation import Observer
 from .planner.errors import highest, relative_errors
 from .planner.links import BUDGET_S, Exchange, highest_over, measured_links, meet
-from .planner.rehearsed import CANDIDATES, Candidate, flat_schemes, measured_kernels
+from .planner.rehearsed import CANDIDATES, flat_schemes, measured_kernels
 from .planning import MAX_OBSERVATIONS
 from .profile import (
     Density,
@@ -48,6 +48,7 @@ from .profile import (
     StepParts,
 )
 from .recording import RecordingDone, Witness, recording
+from .schemes import SchemeOrCompressor
 from .steps import Pattern
 from .stopwatch import StepTimes, Stopwatch
 
@@ -86,7 +87,7 @@ class Aside:
 
 
 @dataclass(frozen=True)
-class Work:
+class Disturbance:
     """What is done beside backward: `run()`, so many times; `alone_s`: of all of them, on this rank."""
 
     run: Callable[[], None]
@@ -114,7 +115,7 @@ class Measurement(Witness):
         *,
         model: nn.Module | None = None,
         engine: Engine | None = None,
-        candidates: Sequence[Candidate] = CANDIDATES,
+        candidates: Sequence[SchemeOrCompressor] = CANDIDATES,
         links_budget_s: float = BUDGET_S,
         ends_script: bool = False,
         then: Callable[[Engine, Profile], None] | None = None,
@@ -138,7 +139,7 @@ class Measurement(Witness):
         self._watch = Stopwatch()
         self._times: list[StepTimes] = []  # of all steps
         self._asides: list[Aside] = []  # beside each of them
-        self._works: dict[Kind, Work] = {}
+        self._disturbances: dict[Kind, Disturbance] = {}
         self._links: tuple[SpanEstimate, ...] = ()
         self._kernels: dict[str, KernelEstimate] = {}
         self._errors: dict[str, dict[str, float]] = {}  # by parameter, by way
@@ -164,8 +165,8 @@ class Measurement(Witness):
             sparse = [name for name, profile in engine.profiles.items() if profile.sparse]
             self._observer = Observer(engine.specs, sparse)
         self._asides.append(aside := Aside())
-        if kind in self._works:
-            self._start(engine, self._works[kind], aside)
+        if kind in self._disturbances:
+            self._start(engine, self._disturbances[kind], aside)
         return kind is not Kind.WARM_UP
 
     def take(self, engine: Any, name: str, gradient: Tensor | None, shape: tuple[int, ...]) -> None:
@@ -253,14 +254,14 @@ class Measurement(Witness):
         settings = f"steps={self._steps}, warmup={self._warmup}, candidates={self._candidates}"
         engine.agree("the settings of a measurement", problem, f"{settings}, links_budget_s={self._links_budget_s}")
 
-    def _start(self, engine: Engine, work: Work, aside: Aside) -> None:
-        aside.alone_s = work.alone_s
+    def _start(self, engine: Engine, disturbance: Disturbance, aside: Aside) -> None:
+        aside.alone_s = disturbance.alone_s
 
         def job(group: Group) -> None:
-            if work.together:
+            if disturbance.together:
                 meet(group, engine.timeout_s)
             aside.began_s = time.perf_counter()
-            work.do()
+            disturbance.do()
             aside.ended_s = time.perf_counter()
 
         engine.aside(job)
@@ -274,8 +275,8 @@ class Measurement(Witness):
             self._kernels = measured_kernels(self._candidates, group.placement, highest)
             (backward_s,) = highest([statistics.median(times.backward_s for times in self._times)])
             if group.size > 1:
-                self._works[Kind.TRANSFER] = _transfer(group, COVER * backward_s, engine.timeout_s)
-            self._works[Kind.KERNEL] = _computation(group, COVER * backward_s, engine.timeout_s)
+                self._disturbances[Kind.TRANSFER] = _transfer(group, COVER * backward_s, engine.timeout_s)
+            self._disturbances[Kind.KERNEL] = _computation(group, COVER * backward_s, engine.timeout_s)
 
         engine.call("measurement of costs", costs)
 
@@ -368,7 +369,7 @@ def measure(
     model: nn.Module | None = None,
     steps: int = 10,
     warmup: int = 5,
-    candidates: Sequence[Candidate] = CANDIDATES,
+    candidates: Sequence[SchemeOrCompressor] = CANDIDATES,
 ) -> Profile:
     """What planners need to know of a job: when gradients are ready, what kernels and links take, what overlap costs.
 
@@ -440,7 +441,7 @@ def _note(note: Callable[[float], None], *args: object) -> None:
     note(time.perf_counter())
 
 
-def _transfer(group: Group, lasts_s: float, timeout_s: float) -> Work:
+def _transfer(group: Group, lasts_s: float, timeout_s: float) -> Disturbance:
     """All-reduces that last so long together, or one that lasts longer."""
     highest = highest_over(group, timeout_s)
 
@@ -455,10 +456,10 @@ def _transfer(group: Group, lasts_s: float, timeout_s: float) -> Work:
     def run() -> None:
         exchange.issue().wait(timeout_s)
 
-    return _work(run, _times(lasts_s, once_s(nbytes)), group, timeout_s, together=True)
+    return _disturbance(run, _times(lasts_s, once_s(nbytes)), group, timeout_s, together=True)
 
 
-def _computation(group: Group, lasts_s: float, timeout_s: float) -> Work:
+def _computation(group: Group, lasts_s: float, timeout_s: float) -> Disturbance:
     """Compressions that last so long together."""
     compressor = ErrorFeedback(BlockInt(8))
     spec = FlatSpec((Segment("beside", 0, KERNEL_NUMEL),), ((KERNEL_NUMEL,),), torch.float32)
@@ -473,7 +474,7 @@ def _computation(group: Group, lasts_s: float, timeout_s: float) -> Work:
     for _ in range(KERNEL_RUNS):
         run()
     once_s = (time.perf_counter() - began_s) / KERNEL_RUNS
-    return _work(run, _times(lasts_s, once_s), group, timeout_s, together=False)
+    return _disturbance(run, _times(lasts_s, once_s), group, timeout_s, together=False)
 
 
 def _times(lasts_s: float, once_s: float) -> int:
@@ -481,16 +482,16 @@ def _times(lasts_s: float, once_s: float) -> int:
     return max(math.ceil(min(lasts_s, MOST_ASIDE_S) / once_s), 1)
 
 
-def _work(run: Callable[[], None], times: int, group: Group, timeout_s: float, *, together: bool) -> Work:
+def _disturbance(run: Callable[[], None], times: int, group: Group, timeout_s: float, *, together: bool) -> Disturbance:
     """Timed as a whole, by all ranks at once: on shared cores, what is short often has one for itself."""
-    work = Work(run, times, 0.0, together)
+    disturbance = Disturbance(run, times, 0.0, together)
     seconds = []
     for _ in range(ALONE_RUNS):
         meet(group, timeout_s)
         began_s = time.perf_counter()
-        work.do()
+        disturbance.do()
         seconds.append(time.perf_counter() - began_s)
-    return replace(work, alone_s=statistics.median(seconds))
+    return replace(disturbance, alone_s=statistics.median(seconds))
 
 
 def _overlap(quiet: Array, transfer: Array, kernel: Array) -> Overlap:

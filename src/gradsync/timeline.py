@@ -24,7 +24,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Work:
+class Activity:
     """Work to be done on a stream; `schedule` says when."""
 
     name: str
@@ -32,7 +32,7 @@ class Work:
     duration_s: float
     after: tuple[int, ...] = ()  # places in the list of those that must have ended, all before its own
     interrupts: bool = False  # goes first, and what runs on its stream without this mark is pushed right
-    queue: str = ""  # works of one stream and one queue begin in the order of the list; "": in no queue
+    queue: str = ""  # activities of one stream and one queue begin in the order of the list; "": in no queue
     nbytes: float = 0.0
 
     def __post_init__(self) -> None:
@@ -40,38 +40,40 @@ class Work:
             raise ValueError(f"{self.name}: duration_s must be finite and not negative, got {self.duration_s}")
 
 
-def schedule(works: Sequence[Work]) -> list[Task]:
-    """When each work runs, by these rules.
+def schedule(activities: Sequence[Activity]) -> list[Task]:
+    """When each activity runs, by these rules.
 
-    - A stream serves one work at a time. A work waits from the moment when all works in `after` have ended.
-    - A work that `interrupts` begins as soon as it waits, unless another such one runs: then as soon as that ends. What
-      else runs on the stream stops, and goes on, before anything else, once no interrupting work waits there.
-    - Of other works a free stream serves the one that waited longest, but none of a queue before those of the queue
-      that are earlier in the list have begun, though the stream idle meanwhile.
-    - Of several interrupting works, too, the one that waited longest is first. Between works that waited equally long,
-      the one that is earlier in the list.
-    - At one moment works first end, then begin one at a time: on all streams together interrupting ones first, then
-      those that stopped, then the one that waited longest; a work of no duration ends before the next begins.
+    - A stream serves one activity at a time. An activity waits from the moment when all activities in `after` have
+      ended.
+    - An activity that `interrupts` begins as soon as it waits, unless another such one runs: then as soon as that ends.
+      What else runs on the stream stops, and goes on, before anything else, once no interrupting activity waits there.
+    - Of other activities a free stream serves the one that waited longest, but none of a queue before those of the
+      queue that are earlier in the list have begun, though the stream idle meanwhile.
+    - Of several interrupting activities, too, the one that waited longest is first. Between activities that waited
+      equally long, the one that is earlier in the list.
+    - At one moment activities first end, then begin one at a time: on all streams together interrupting ones first,
+      then those that stopped, then the one that waited longest; an activity of no duration ends before the next begins.
 
-    An interrupted work comes in pieces of the same name, so that tasks on a stream never overlap; `nbytes` are shared
-    out by duration.
+    An interrupted activity comes in pieces of the same name, so that tasks on a stream never overlap; `nbytes` are
+    shared out by duration.
 
-    Returns:
-        the tasks by start, those that start together by end, then as in the list.
+    Returns: the tasks by start, those that start together by end, then as in the list.
 
     Raises:
-        ValueError: where a work waits for itself or a later one.
+        ValueError: where an activity waits for itself or a later one.
     """
-    for place, work in enumerate(works):
-        if any(not 0 <= earlier < place for earlier in work.after):
-            raise ValueError(f"work {place}, {work.name}, waits for {work.after}: it must be for earlier ones only")
-    pieces = sorted(_Scheduling(works).run(), key=lambda piece: (piece[1], piece[2], piece[0]))
-    return [_task(works[place], start_s, end_s) for place, start_s, end_s in pieces]
+    for place, activity in enumerate(activities):
+        if any(not 0 <= earlier < place for earlier in activity.after):
+            raise ValueError(
+                f"activity {place}, {activity.name}, waits for {activity.after}: it must be for earlier ones only"
+            )
+    pieces = sorted(_Scheduling(activities).run(), key=lambda piece: (piece[1], piece[2], piece[0]))
+    return [_task(activities[place], start_s, end_s) for place, start_s, end_s in pieces]
 
 
-def _task(work: Work, start_s: float, end_s: float) -> Task:
-    share = (end_s - start_s) / work.duration_s if work.duration_s else 1.0
-    return Task(work.name, work.stream, start_s, end_s, work.nbytes * share)
+def _task(activity: Activity, start_s: float, end_s: float) -> Task:
+    share = (end_s - start_s) / activity.duration_s if activity.duration_s else 1.0
+    return Task(activity.name, activity.stream, start_s, end_s, activity.nbytes * share)
 
 
 class _Stream:
@@ -83,9 +85,9 @@ class _Stream:
         self.running: int | None = None
         self.stopped: int | None = None
 
-    def first(self, works: Sequence[Work]) -> tuple[int, float, int] | None:
-        """Of the works that can begin now the one that is first: (rank, waiting since, place)."""
-        if self.running is not None and works[self.running].interrupts:
+    def first(self, activities: Sequence[Activity]) -> tuple[int, float, int] | None:
+        """Of the activities that can begin now the one that is first: (rank, waiting since, place)."""
+        if self.running is not None and activities[self.running].interrupts:
             return None
         if self.urgent:
             return 0, *self.urgent[0]
@@ -97,24 +99,24 @@ class _Stream:
 
 
 class _Scheduling:
-    def __init__(self, works: Sequence[Work]) -> None:
-        self._works = works
-        self._streams = {work.stream: _Stream() for work in works}
-        self._missing = [len(set(work.after)) for work in works]
+    def __init__(self, activities: Sequence[Activity]) -> None:
+        self._activities = activities
+        self._streams = {activity.stream: _Stream() for activity in activities}
+        self._missing = [len(set(activity.after)) for activity in activities]
         self._successors: dict[int, list[int]] = defaultdict(list)
         self._queues: dict[tuple[str, str], list[int]] = defaultdict(list)
-        for place in reversed(range(len(works))):
-            for earlier in set(works[place].after):
+        for place in reversed(range(len(activities))):
+            for earlier in set(activities[place].after):
                 self._successors[earlier].append(place)
-            if works[place].queue:
-                self._queues[works[place].stream, works[place].queue].append(place)  # the last one is next
+            if activities[place].queue:
+                self._queues[activities[place].stream, activities[place].queue].append(place)  # the last one is next
         self._waiting_since: dict[int, float] = {}
-        self._left_s = [work.duration_s for work in works]
-        self._began_s = [0.0] * len(works)
-        self._ends: list[tuple[float, int]] = []  # a heap; entries of works that were stopped are stale
+        self._left_s = [activity.duration_s for activity in activities]
+        self._began_s = [0.0] * len(activities)
+        self._ends: list[tuple[float, int]] = []  # a heap; entries of activities that were stopped are stale
 
     def run(self) -> Iterator[tuple[int, float, float]]:
-        """Pieces of works: place, start, end."""
+        """Pieces of activities: place, start, end."""
         now_s = 0.0
         for place, missing in enumerate(self._missing):
             if not missing:
@@ -129,29 +131,31 @@ class _Scheduling:
             yield from self._begin(now_s)
 
     def _is_end(self, place: int, now_s: float) -> bool:
-        runs = self._streams[self._works[place].stream].running == place
+        runs = self._streams[self._activities[place].stream].running == place
         return runs and self._began_s[place] + self._left_s[place] == now_s
 
     def _wait(self, place: int, now_s: float) -> None:
         self._waiting_since[place] = now_s
-        work = self._works[place]
-        if not work.queue or self._queues[work.stream, work.queue][-1] == place:
+        activity = self._activities[place]
+        if not activity.queue or self._queues[activity.stream, activity.queue][-1] == place:
             self._offer(place)
 
     def _offer(self, place: int) -> None:
-        stream = self._streams[self._works[place].stream]
-        heap = stream.urgent if self._works[place].interrupts else stream.ordinary
+        stream = self._streams[self._activities[place].stream]
+        heap = stream.urgent if self._activities[place].interrupts else stream.ordinary
         heappush(heap, (self._waiting_since[place], place))
 
     def _begin(self, now_s: float) -> Iterator[tuple[int, float, float]]:
         """Begins what can begin, and ends at once what takes no time."""
         while True:
-            offers = [offer for stream in self._streams.values() if (offer := stream.first(self._works)) is not None]
+            offers = [
+                offer for stream in self._streams.values() if (offer := stream.first(self._activities)) is not None
+            ]
             if not offers:
                 return
             rank, _, place = min(offers)
-            work = self._works[place]
-            stream = self._streams[work.stream]
+            activity = self._activities[place]
+            stream = self._streams[activity.stream]
             if rank == 0:
                 heappop(stream.urgent)
                 if stream.running is not None:
@@ -171,9 +175,9 @@ class _Scheduling:
                 heappush(self._ends, (end_s, place))
 
     def _advance_queue(self, place: int) -> None:
-        work = self._works[place]
-        if work.queue:
-            queue = self._queues[work.stream, work.queue]
+        activity = self._activities[place]
+        if activity.queue:
+            queue = self._queues[activity.stream, activity.queue]
             queue.pop()
             if queue and queue[-1] in self._waiting_since:
                 self._offer(queue[-1])
@@ -188,7 +192,7 @@ class _Scheduling:
             yield place, began_s, now_s
 
     def _end(self, place: int, now_s: float) -> tuple[int, float, float]:
-        self._streams[self._works[place].stream].running = None
+        self._streams[self._activities[place].stream].running = None
         for later in self._successors[place]:
             self._missing[later] -= 1
             if not self._missing[later]:

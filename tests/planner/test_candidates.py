@@ -7,7 +7,7 @@ from dataclasses import replace
 from gradsync.cluster import Placement
 from gradsync.compressors import BlockInt, ErrorFeedback
 from gradsync.costs import CostModel
-from gradsync.planner.candidates import MOST_TRIED, candidate_plans, planned
+from gradsync.planner.candidates import MOST_TRIED, candidate_plans, searched
 from gradsync.planner.job import Job
 from gradsync.planner.measure import Network
 from gradsync.planner.predict import predict
@@ -36,7 +36,7 @@ def test_candidates_fit_the_model_the_quickest_first_and_are_the_same_again() ->
 
 
 def test_where_bytes_cost_nothing_nothing_is_compressed() -> None:
-    found = planned(on(1e15), Constraints(lossy=(FEEDBACK, HalfPrecision())))
+    found = searched(on(1e15), Constraints(lossy=(FEEDBACK, HalfPrecision())))
     assert all(bucket.make_scheme().exact for bucket in found.plan.buckets)
     assert found.certificate().gap < 0.05
 
@@ -51,8 +51,8 @@ def test_what_must_be_lossy_is_in_every_candidate() -> None:
 
 def test_measured_errors_count_where_the_user_names_none() -> None:
     measured = replace(on(25e6), errors={p.name: {str(FEEDBACK): 0.5} for p in PARAMETERS})
-    exact = planned(measured, Constraints(lossy=(FEEDBACK,), most_error=0.1)).plan
-    lossy = planned(measured, Constraints(lossy=(FEEDBACK,), most_error=0.6)).plan
+    exact = searched(measured, Constraints(lossy=(FEEDBACK,), most_error=0.1)).plan
+    lossy = searched(measured, Constraints(lossy=(FEEDBACK,), most_error=0.6)).plan
     assert all(bucket.make_scheme().exact for bucket in exact.buckets)
     assert not all(bucket.make_scheme().exact for bucket in lossy.buckets)
 

@@ -11,7 +11,7 @@ import pytest
 from gradsync.planner.greedy import bytecomp, bytecomp_device, bytecomp_offload
 from gradsync.planner.machine import charged_s, play, step_s
 from gradsync.planner.problem import Curve, Demand, Option, Part, Problem, Resource, layerwise
-from gradsync.timeline import Work, schedule
+from gradsync.timeline import Activity, schedule
 from tests.planner.papers import DENSE, DEVICE, HOST, OFFLOADED, bytecomp_problem
 from tests.planner.random_problems import any_chains, one_channel
 
@@ -147,15 +147,15 @@ def test_lemma_1_does_not_hold(queue: str, first_offloaded: float) -> None:
     """Of two alike the one *nearest* to the output layer is better offloaded, in order or served by readiness."""
 
     def seconds(offloaded: int) -> float:
-        works: list[Work] = []
+        activities: list[Activity] = []
         before: tuple[int, ...] = ()
         for item, gap_s in enumerate((0.0, 1.0)):
-            works.append(Work("backward", "compute", gap_s, before))
-            before = (len(works) - 1,)
+            activities.append(Activity("backward", "compute", gap_s, before))
+            before = (len(activities) - 1,)
             host = item == offloaded
-            works.append(Work("encode", "core" if host else "compute", 2.0 if host else 0.5, before, not host))
-            works.append(Work("transfer", "link", 10.0, (len(works) - 1,), queue=queue))
-        return max(task.end_s for task in schedule(works))
+            activities.append(Activity("encode", "core" if host else "compute", 2.0 if host else 0.5, before, not host))
+            activities.append(Activity("transfer", "link", 10.0, (len(activities) - 1,), queue=queue))
+        return max(task.end_s for task in schedule(activities))
 
     assert seconds(0) == first_offloaded
     assert seconds(1) == 20.5

@@ -13,7 +13,7 @@ from gradsync.costs import CostModel
 from gradsync.density import DensityProfile, ParameterProfile
 from gradsync.forecast import forecast
 from gradsync.plan import Plan
-from gradsync.planner.job import Job, Overlap
+from gradsync.planner.job import Job, Slowdown
 from gradsync.planner.measure import Network
 from gradsync.planner.predict import predict
 from gradsync.schemes import AGSparse, AllReduce
@@ -24,12 +24,12 @@ TABLE = TensorSpec((1000, 8), torch.float32)
 DENSITY = DensityProfile(1000, 10.0, {4: 2.0}, "rows", 10.0)
 
 
-def job(overlap: Overlap | None = None, *, known: bool = True) -> Job:
+def job(slowdown: Slowdown | None = None, *, known: bool = True) -> Job:
     profiles = [ParameterProfile(name, SPEC, sparse=False, position=n) for n, name in enumerate(("last", "middle"))]
     profiles.append(ParameterProfile("table", TABLE, sparse=True, density=DENSITY if known else None, position=2))
     ready_s = {"last": 0.01, "middle": 0.02, "table": 0.03}
     network = Network(COST, Placement.one_per_node(4))
-    return Job(tuple(profiles), ready_s, 0.031, network, overlap or Overlap())
+    return Job(tuple(profiles), ready_s, 0.031, network, slowdown or Slowdown())
 
 
 def plan() -> Plan:
@@ -52,7 +52,7 @@ def test_without_anything_shared_it_is_the_forecast_of_the_turns() -> None:
 
 
 def test_what_shares_the_cores_stretches_backward_and_so_the_exchange() -> None:
-    alone, shared = predict(plan(), job()), predict(plan(), job(Overlap(backward_by_transfer=2.0)))
+    alone, shared = predict(plan(), job()), predict(plan(), job(Slowdown(backward_by_transfer=2.0)))
     in_flight = [task for task in shared.tasks if task.stream == "link" and task.start_s < shared.backward_s]
     covered_s = sum(min(task.end_s, shared.backward_s) - task.start_s for task in in_flight)
     assert shared.backward_s == pytest.approx(0.031 + covered_s / 2, rel=0.05)
@@ -60,7 +60,7 @@ def test_what_shares_the_cores_stretches_backward_and_so_the_exchange() -> None:
     slower = [task.start_s for task in shared.tasks if task.stream == "link"]
     assert slower[0] == pytest.approx(next(t.start_s for t in alone.tasks if t.stream == "link"))
     with pytest.raises(ValueError, match=r"backward_by_kernel must be at least 1, got 0.5"):
-        Overlap(backward_by_kernel=0.5)
+        Slowdown(backward_by_kernel=0.5)
 
 
 def test_plans_and_gradients_that_are_not_the_jobs_are_refused() -> None:

@@ -47,8 +47,8 @@ from gradsync.schemes import (
     CompressedAllGather,
     CompressedAllReduce,
     CompressedTwoWay,
-    Constraints,
     Leaf,
+    LeafConstraints,
     Route,
     Scheme,
     State,
@@ -480,9 +480,9 @@ def test_a_compressor_may_take_the_routes_that_its_payloads_can() -> None:
     agreeing = routes(SharedBlockInt(4), 2, **one)
     assert {route.compressor for route in agreeing} == {None, SharedBlockInt(4)}
     assert len(agreeing) == 9 + 1 + 2, "of all ranks, or across nodes after a dense reduce_scatter or reduce"
-    assert set(routes(TopK(0.1), 2, constraints=Constraints(most_compressions=0))) == {
+    assert set(routes(TopK(0.1), 2, constraints=LeafConstraints(most_compressions=0))) == {
         Route.of(leaf, None, 2) for leaf in LEAVES if not compressions(leaf)
     }
     with pytest.raises(ValueError, match="no route of thc is left under most_compressions=2 and without all_reduce"):
         without = ("all_reduce", "reduce", "reduce_scatter")
-        routes(THC(summands=4), 2, constraints=Constraints(2, without))
+        routes(THC(summands=4), 2, constraints=LeafConstraints(2, without))

@@ -13,8 +13,8 @@ from gradsync.schemes.tree import (
     COMPUTE,
     DEVICES,
     WITH_SUMS,
-    Constraints,
     Kind,
+    LeafConstraints,
     Scope,
     compressions,
     is_flat,
@@ -94,15 +94,15 @@ def test_all_reduces_of_payloads_are_leaves_more() -> None:
 
 def test_constraints_leave_what_they_allow_for() -> None:
     leaves = set(BYTECOMP.leaves())
-    assert len(BYTECOMP.leaves(constraints=Constraints(most_compressions=1))) == 9 + 236
-    assert len(BYTECOMP.leaves(constraints=Constraints(flat_only=True))) == 63
-    without = set(BYTECOMP.leaves(constraints=Constraints(without=("reduce", "gather", "offload"))))
+    assert len(BYTECOMP.leaves(constraints=LeafConstraints(most_compressions=1))) == 9 + 236
+    assert len(BYTECOMP.leaves(constraints=LeafConstraints(flat_only=True))) == 63
+    without = set(BYTECOMP.leaves(constraints=LeafConstraints(without=("reduce", "gather", "offload"))))
     assert without == {leaf for leaf in leaves if not {"reduce", "gather", "offload"} & {t.choice for t in leaf}}
-    assert set(BYTECOMP.leaves(constraints=Constraints())) == leaves
+    assert set(BYTECOMP.leaves(constraints=LeafConstraints())) == leaves
 
 
 def test_constraints_that_leave_nothing_are_named_and_no_others() -> None:
-    impossible = Constraints(most_compressions=0, without=("gather", "all_reduce", "reduce", "reduce_scatter"))
+    impossible = LeafConstraints(most_compressions=0, without=("gather", "all_reduce", "reduce", "reduce_scatter"))
     with pytest.raises(ValueError, match="no leaf of 4341 is left under") as caught:
         BYTECOMP.leaves(constraints=impossible)
     named = str(caught.value)
@@ -113,12 +113,18 @@ def test_constraints_that_leave_nothing_are_named_and_no_others() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Constraints(most_compressions=-1), "most_compressions must be None or a whole number of at least 0"),
         (
-            lambda: Constraints(without="reduce"),  # type: ignore[arg-type]  # a slip of users
+            lambda: LeafConstraints(most_compressions=-1),
+            "most_compressions must be None or a whole number of at least 0",
+        ),
+        (
+            lambda: LeafConstraints(without="reduce"),  # type: ignore[arg-type]  # a slip of users
             "without must be a tuple of names, got 'reduce'",
         ),
-        (lambda: BYTECOMP.leaves(constraints=Constraints(without=("ring",))), "names 'ring'; there are compute, off"),
+        (
+            lambda: BYTECOMP.leaves(constraints=LeafConstraints(without=("ring",))),
+            "names 'ring'; there are compute, off",
+        ),
     ],
 )
 def test_constraints_that_are_none_are_refused(make: Callable[[], object], message: str) -> None:

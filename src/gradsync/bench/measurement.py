@@ -11,12 +11,12 @@ import torch.distributed as dist
 from .. import workloads
 from ..attach import attach
 from ..measurement import measure
-from ..planner.rehearsed import Candidate
 from ..profile import Profile
+from ..schemes import SchemeOrCompressor
 
 
 def measure_workload(
-    name: str, options: dict[str, Any], *, steps: int, warmup: int, candidates: Sequence[Candidate]
+    name: str, options: dict[str, Any], *, steps: int, warmup: int, candidates: Sequence[SchemeOrCompressor]
 ) -> Profile:
     """By the default plan, with sparse gradients where there are some; of one rank where torchrun has started none."""
     task = workloads.load(name, **options)

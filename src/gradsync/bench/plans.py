@@ -13,8 +13,7 @@ from ..density import ParameterProfile
 from ..optim import take_momentum
 from ..plan import Plan
 from ..planner import CompressingPlanner, default_plan
-from ..planner.errors import Lossy
-from ..schemes import HalfPrecision, MajorityVote, PowerSGD, Scheme
+from ..schemes import HalfPrecision, MajorityVote, PowerSGD, Scheme, SchemeOrCompressor
 from . import compressors
 
 PlanMaker = Callable[[Sequence[ParameterProfile], int], Plan]
@@ -43,7 +42,7 @@ def lossy_planner(name: str, momentum: float = 0.0) -> CompressingPlanner:
     return CompressingPlanner(partial(_among, name, momentum), matrices_only=matrices_only)
 
 
-def lossy_of(name: str, world_size: int) -> Lossy:
+def lossy_of(name: str, world_size: int) -> SchemeOrCompressor:
     """The scheme or compressor of this name, as it trains, on so many ranks.
 
     Raises:

@@ -12,7 +12,7 @@ from ..bench import compressors
 from ..bench.plans import DENSE_SCHEMES, lossy_of
 from ..cluster import Cluster
 from ..plan import Plan
-from ..planner.candidates import planned
+from ..planner.candidates import searched
 from ..planner.job import Job
 from ..planner.reasons import describe
 from ..planner.reasons import explain as explained
@@ -52,7 +52,7 @@ def plan(
     with plain_errors():
         job = _job(profile, cluster)
         constraints = _constraints(job, allow, exact, matrices_only, most_error)
-        found = planned(job, constraints)
+        found = searched(job, constraints)
         found.plan.save(out)
         _print(describe(explained(found.plan, job, found.ways)))
         gap = found.certificate().gap

@@ -1,7 +1,7 @@
 """From measurements to a plan."""
 
 from .candidates import candidate_plans as candidate_plans
-from .candidates import planned as planned
+from .candidates import searched as searched
 from .compressing import CompressingPlanner as CompressingPlanner
 from .compressing import cheapest_way as cheapest_way
 from .default import SPARSE_SCHEMES as SPARSE_SCHEMES

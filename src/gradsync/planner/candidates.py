@@ -21,7 +21,7 @@ MOST_TRIED = 4
 
 
 @dataclass(frozen=True)
-class Planned:
+class Searched:
     """What a search found for a job among these ways, and the plan made of it."""
 
     ways: tuple[Way, ...]
@@ -34,7 +34,7 @@ class Planned:
         return certify(self.formulation.problem, self.found)
 
 
-def planned(job: Job, constraints: Constraints | None = None) -> Planned:
+def searched(job: Job, constraints: Constraints | None = None) -> Searched:
     """The best plan that is found among the ways that the constraints allow.
 
     The search's solution, of those that take as long the simplest, polished by what the search does not know. Errors
@@ -44,15 +44,15 @@ def planned(job: Job, constraints: Constraints | None = None) -> Planned:
         ValueError: for constraints that leave no way for a gradient.
     """
     constraints = constraints or Constraints()
-    return _planned(job, ways_of(job, constraints if constraints.errors else replace(constraints, errors=job.errors)))
+    return _searched(job, ways_of(job, constraints if constraints.errors else replace(constraints, errors=job.errors)))
 
 
-def _planned(job: Job, ways: Sequence[Way]) -> Planned:
+def _searched(job: Job, ways: Sequence[Way]) -> Searched:
     formulation = formulate(job, ways)
     found = search(formulation.problem)
     ranks = [0 if scheme.exact else 1 if isinstance(scheme, HalfPrecision) else 2 for scheme in formulation.schemes]
     simple = simplified(formulation.problem, found, ranks)
-    return Planned(tuple(ways), formulation, found, polished(formulation.plan(simple.parts), job, ways))
+    return Searched(tuple(ways), formulation, found, polished(formulation.plan(simple.parts), job, ways))
 
 
 def candidate_plans(job: Job, constraints: Constraints | None = None) -> list[Plan]:
@@ -66,16 +66,16 @@ def candidate_plans(job: Job, constraints: Constraints | None = None) -> list[Pl
         return default_plans(job.profiles, 1)
     constraints = constraints or Constraints()
     alone = [replace(constraints, lossy=(lossy,), always=True) for lossy in constraints.lossy]
-    searched = [planned(job, each).plan for each in (constraints, *alone)]
+    by_search = [searched(job, each).plan for each in (constraints, *alone)]
     usual: list[Plan] = []
     if not constraints.always:
-        searched.append(_planned(job, exact_ways(job)).plan)
+        by_search.append(_searched(job, exact_ways(job)).plan)
         usual = default_plans(job.profiles, job.world_size, job.network)
-    seconds = {plan.digest: predict(plan, job).seconds for plan in (*searched, *usual)}
+    seconds = {plan.digest: predict(plan, job).seconds for plan in (*by_search, *usual)}
 
     def best(plans: Sequence[Plan], count: int) -> list[Plan]:
         return sorted({p.digest: p for p in plans}.values(), key=lambda plan: seconds[plan.digest])[:count]
 
-    last = [] if constraints.always else searched[-1:]
-    found = {p.digest: p for p in (*best(searched, 2), *last, *best(usual, MOST_TRIED))}
+    last = [] if constraints.always else by_search[-1:]
+    found = {p.digest: p for p in (*best(by_search, 2), *last, *best(usual, MOST_TRIED))}
     return best(list(found.values())[:MOST_TRIED], MOST_TRIED)

@@ -24,7 +24,7 @@ from ..compressors import (
 )
 from ..density import ParameterProfile
 from ..plan import Plan
-from ..schemes import AllReduce, CompressedAllReduce, CompressedTwoWay, Scheme, ways
+from ..schemes import AllReduce, CompressedAllReduce, CompressedTwoWay, Scheme, SchemeOrCompressor, ways
 from ..steps import transfers
 from .default import BUCKET_BYTES, default_plan, dense_buckets, in_ready_order
 from .flat import is_dense
@@ -33,8 +33,6 @@ logger = logging.getLogger(__name__)
 
 LATE = 1 << 62  # the number of a step after all warm-up
 MOST_LOST = 0.5  # of a gradient's square, without a word about error feedback
-
-Way = Compressor[Any] | Scheme[Any]
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,9 @@ class CompressingPlanner:
         >>> handle = gradsync.attach(model, plan=planner)  # doctest: +SKIP
     """
 
-    way: Way | Callable[[int], Way]  # or a function of the number of ranks, for what is made for so many
+    way: (
+        SchemeOrCompressor | Callable[[int], SchemeOrCompressor]
+    )  # or a function of the number of ranks, for what is made for so many
     exact: tuple[str, ...] = ()  # names or shell patterns of parameters that are not compressed
     matrices_only: bool = False  # tensors of one dimension, as biases and norms, are not compressed
     fewest_elements: int = 0  # of tensors that are compressed

@@ -4,31 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import isfinite
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..bucket import Bucket, Layout, Segment, TensorSpec
 from ..comm import LocalGroup, drive
-from ..compressors import Compressor
-from ..schemes import Scheme, ways
+from ..schemes import Scheme, SchemeOrCompressor, ways
 from ..schemes.compressed import Compressed
 from ..state import at_step
 from .compressing import LATE
 
-Lossy = Compressor[Any] | Scheme[Any]
-
 DRIVEN_S = 60.0  # a group of one rank waits for nobody
 
 
-def name_of(way: Lossy) -> str:
+def name_of(way: SchemeOrCompressor) -> str:
     """By which its errors are known: whoever carries a compressor's payloads, they are the compressor's."""
     return str(way.compressor if isinstance(way, Compressed) else way)
 
 
 @torch.no_grad()
-def relative_errors(candidates: Sequence[Lossy], name: str, gradient: Tensor) -> dict[str, float]:
+def relative_errors(candidates: Sequence[SchemeOrCompressor], name: str, gradient: Tensor) -> dict[str, float]:
     """By `name_of` each lossy candidate: the norm of what it changes in this rank's gradient over the gradient's norm.
 
     What one step loses, after all warm-up; with error feedback it is sent later. Nothing of exact candidates, and of

@@ -12,7 +12,7 @@ from .measure import Network
 
 
 @dataclass(frozen=True)
-class Overlap:
+class Slowdown:
     """How many times as long backward takes while something else goes on."""
 
     backward_by_transfer: float = 1.0  # an exchange is in flight
@@ -21,12 +21,12 @@ class Overlap:
     def __post_init__(self) -> None:
         for name in ("backward_by_transfer", "backward_by_kernel"):
             if not getattr(self, name) >= 1.0:
-                raise ValueError(f"Overlap.{name} must be at least 1, got {getattr(self, name)}")
+                raise ValueError(f"Slowdown.{name} must be at least 1, got {getattr(self, name)}")
 
     @property
     def matters(self) -> bool:
         """Whether anything takes longer."""
-        return self != Overlap()
+        return self != Slowdown()
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Job:
     ready_s: Mapping[str, float]
     backward_s: float
     network: Network
-    overlap: Overlap = Overlap()
+    slowdown: Slowdown = Slowdown()
     beside_s: float = 0.0  # what a step takes beside backward and the exchange: forward, optimiser, data
     errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by parameter and way, see `errors.py`
 
@@ -72,7 +72,7 @@ class Job:
             ready_s={p.name: p.ready.mean_s for p in profile.parameters},
             backward_s=profile.parts.backward.mean_s,
             network=network,
-            overlap=Overlap(*(_factor(f) for f in (overlap.backward_by_transfer, overlap.backward_by_kernel))),
+            slowdown=Slowdown(*(_factor(f) for f in (overlap.backward_by_transfer, overlap.backward_by_kernel))),
             beside_s=profile.parts.step_s - profile.parts.backward.mean_s,
             errors={p.name: p.errors for p in profile.parameters},
         )

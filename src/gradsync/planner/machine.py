@@ -20,7 +20,7 @@ from enum import Enum
 from typing import Any
 
 from ..maxplus import Matrix, matrix_of
-from ..timeline import Task, Work, schedule
+from ..timeline import Activity, Task, schedule
 from .problem import Option, Part, Problem, Resource, check_parts
 
 ROWS = len(Resource) + 1  # state of a recurrence: when each resource is free, and the row END
@@ -44,7 +44,7 @@ def play(problem: Problem, parts: Sequence[Part]) -> list[Task]:
         ValueError: where the parts do not cover the items in order, or take what their items may not.
     """
     check_parts(problem, parts)
-    return schedule(_works(problem, parts))
+    return schedule(_activities(problem, parts))
 
 
 def step_s(problem: Problem, parts: Sequence[Part]) -> float:
@@ -52,13 +52,13 @@ def step_s(problem: Problem, parts: Sequence[Part]) -> float:
     return max((task.end_s for task in play(problem, parts)), default=0.0)
 
 
-def _works(problem: Problem, parts: Sequence[Part]) -> list[Work]:
-    works: list[Work] = []
+def _activities(problem: Problem, parts: Sequence[Part]) -> list[Activity]:
+    activities: list[Activity] = []
     backward: tuple[int, ...] = ()
     for number, part in enumerate(parts):
         for item in range(part.start, part.stop):
-            works.append(Work(f"backward {item}", _stream(Resource.COMPUTE), problem.gaps_s[item], backward))
-            backward = (len(works) - 1,)
+            activities.append(Activity(f"backward {item}", _stream(Resource.COMPUTE), problem.gaps_s[item], backward))
+            backward = (len(activities) - 1,)
         before = backward
         turns = dict.fromkeys(Resource, 0)
         option = problem.options[part.option]
@@ -66,8 +66,8 @@ def _works(problem: Problem, parts: Sequence[Part]) -> list[Work]:
             turns[demand.resource] += 1
             interrupts = demand.resource is Resource.COMPUTE
             link = demand.resource in (Resource.INTRA, Resource.INTER)
-            works.append(
-                Work(
+            activities.append(
+                Activity(
                     f"{number}: {option.name}",
                     _stream(demand.resource),
                     seconds,
@@ -77,10 +77,10 @@ def _works(problem: Problem, parts: Sequence[Part]) -> list[Work]:
                     nbytes=problem.amount(demand, part.start, part.stop) if link else 0.0,
                 )
             )
-            before = (len(works) - 1,)
+            before = (len(activities) - 1,)
     if problem.rest_s:
-        works.append(Work("backward", _stream(Resource.COMPUTE), problem.rest_s, backward))
-    return works
+        activities.append(Activity("backward", _stream(Resource.COMPUTE), problem.rest_s, backward))
+    return activities
 
 
 def _stream(resource: Resource) -> str:

@@ -48,7 +48,7 @@ def predict(plan: Plan, job: Job) -> Prediction:
 def played(plan: Plan, job: Job, steps: Mapping[str, Sequence[Step]]) -> Prediction:
     """What is predicted of a plan that fits the job; `steps` of each bucket."""
     exchange: list[Task] = []
-    for _ in range(ROUNDS if job.overlap.matters else 1):
+    for _ in range(ROUNDS if job.slowdown.matters else 1):
         reached_s = {at_s: _stretched(at_s, exchange, job) for at_s in set(job.ready_s.values())}
         ready_s = {b.id: max(reached_s[job.ready_s[name]] for name in b.names) for b in plan.buckets}
         exchange = forecast(plan.order, steps, ready_s, job.network.cost, job.network.placement)
@@ -58,13 +58,13 @@ def played(plan: Plan, job: Job, steps: Mapping[str, Sequence[Step]]) -> Predict
 
 def _stretched(at_s: float, exchange: list[Task], job: Job) -> float:
     """When backward reaches what it would reach `at_s` if it were alone."""
-    overlap, reached_s = job.overlap, at_s
-    if not overlap.matters:
+    slowdown, reached_s = job.slowdown, at_s
+    if not slowdown.matters:
         return at_s
     links, kernels = ([task for task in exchange if task.stream == stream] for stream in ("link", "kernel"))
     for _ in range(ROUNDS):
         by_link, by_kernel = covered_s(links, 0.0, reached_s), covered_s(kernels, 0.0, reached_s)
-        lost_s = by_link * (1 - 1 / overlap.backward_by_transfer) + by_kernel * (1 - 1 / overlap.backward_by_kernel)
+        lost_s = by_link * (1 - 1 / slowdown.backward_by_transfer) + by_kernel * (1 - 1 / slowdown.backward_by_kernel)
         reached_s = at_s + lost_s
     return reached_s
 

@@ -20,6 +20,7 @@ from ..schemes import (
     PowerSGD,
     ReduceScatter,
     Scheme,
+    SchemeOrCompressor,
     ways,
 )
 from ..schemes.rehearsal import rehearse, rehearse_dense
@@ -32,9 +33,7 @@ FEWEST_SIZES = 3
 NUMELS = (1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20)  # of dense buckets
 SHORTEST_S = 1e-8  # what the clock shows as nothing
 
-Candidate = Scheme[Any] | Compressor[Any]
-
-CANDIDATES: tuple[Candidate, ...] = (
+CANDIDATES: tuple[SchemeOrCompressor, ...] = (
     HalfPrecision(values="bfloat16"),
     CompressedAllReduce(Cast("bfloat16")),
     CompressedTwoWay(ErrorFeedback(BlockInt(8))),
@@ -44,7 +43,7 @@ CANDIDATES: tuple[Candidate, ...] = (
 )  # whose kernels are measured beside those of default plans
 
 
-def flat_schemes(candidates: Sequence[Candidate]) -> list[Scheme[Any]]:
+def flat_schemes(candidates: Sequence[SchemeOrCompressor]) -> list[Scheme[Any]]:
     """The schemes among them, and all those that may carry the payloads of a compressor.
 
     Raises:
@@ -62,7 +61,7 @@ def flat_schemes(candidates: Sequence[Candidate]) -> list[Scheme[Any]]:
 
 
 def measured_kernels(
-    candidates: Sequence[Candidate], placement: Placement, highest: Highest, budget_s: float = BUDGET_S
+    candidates: Sequence[SchemeOrCompressor], placement: Placement, highest: Highest, budget_s: float = BUDGET_S
 ) -> dict[str, KernelEstimate]:
     """Of the schemes of default plans and of the candidates, by the slowest rank. Collective, by `highest`.
 

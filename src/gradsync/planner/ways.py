@@ -11,9 +11,9 @@ from typing import Any
 from ..bucket import Layout, matches
 from ..compressors import Compressor, SparseMessage
 from ..density import ParameterProfile
-from ..schemes import CompressedTwoWay, Scheme, ways
+from ..schemes import CompressedTwoWay, Scheme, SchemeOrCompressor, ways
 from .default import found_schemes, in_ready_order, sparse_schemes, timed_schemes
-from .errors import Lossy, name_of
+from .errors import name_of
 from .flat import dense_schemes
 from .job import Job
 from .options import Way
@@ -28,7 +28,7 @@ class Constraints:
     feedback a step's error is sent later, and without it is lost: the bound is for either.
     """
 
-    lossy: tuple[Lossy, ...] = ()
+    lossy: tuple[SchemeOrCompressor, ...] = ()
     always: bool = False  # what may take a lossy way takes one, exact ways are for all others
     exact: tuple[str, ...] = ()  # names or shell patterns of parameters that lose nothing
     matrices_only: bool = False  # tensors of one dimension, as biases and norms, lose nothing
@@ -53,7 +53,7 @@ class Constraints:
             if not any(matches(name, [pattern]) for name in names):
                 raise ValueError(f"Constraints.exact names {pattern!r}, which no parameter to synchronise matches")
 
-    def allow(self, way: Lossy, profile: ParameterProfile) -> bool:
+    def allow(self, way: SchemeOrCompressor, profile: ParameterProfile) -> bool:
         """Whether the parameter may lose what this way makes it lose."""
         tensor = profile.tensor
         if profile.sparse or not tensor.dtype.is_floating_point or matches(profile.name, self.exact):
@@ -119,7 +119,7 @@ def _lossy_ways(job: Job, constraints: Constraints, besides: frozenset[str]) -> 
             yield from (Way(scheme, among=among) for scheme in _schemes_of(lossy, job.world_size))
 
 
-def _schemes_of(lossy: Lossy, world_size: int) -> Iterable[Scheme[Any]]:
+def _schemes_of(lossy: SchemeOrCompressor, world_size: int) -> Iterable[Scheme[Any]]:
     """Those that may carry a compressor's payloads. Owners do not compress sums of sparsifiers: sparse twice over."""
     if isinstance(lossy, Scheme):
         return [lossy]

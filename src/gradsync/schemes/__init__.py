@@ -13,6 +13,7 @@ from .combine import Hierarchical as Hierarchical
 from .compressed import CompressedAllGather as CompressedAllGather
 from .compressed import CompressedAllReduce as CompressedAllReduce
 from .compressed import CompressedTwoWay as CompressedTwoWay
+from .compressed import SchemeOrCompressor as SchemeOrCompressor
 from .compressed import Sparsified as Sparsified
 from .compressed import ways as ways
 from .dense import AllReduce as AllReduce
@@ -47,9 +48,9 @@ from .space import Point as Point
 from .tree import BYTECOMP as BYTECOMP
 from .tree import DEVICES as DEVICES
 from .tree import WITH_SUMS as WITH_SUMS
-from .tree import Constraints as Constraints
 from .tree import Grammar as Grammar
 from .tree import Leaf as Leaf
+from .tree import LeafConstraints as LeafConstraints
 from .tree import Task as Task
 from .tree import compressions as compressions
 from .tree import is_flat as is_flat

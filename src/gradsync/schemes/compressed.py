@@ -367,6 +367,9 @@ class Sparsified(Compressed):
         return max(self.compressor.unchanged_since(round), self.inner.unchanged_since(round))
 
 
+SchemeOrCompressor = Scheme[Any] | Compressor[Any]  # one of a compressor's `ways` is for the planner to choose
+
+
 def ways(compressor: Compressor[Any]) -> tuple[Scheme[Any], ...]:
     """All schemes that may carry the payloads of a compressor, whatever is the cheapest."""
     found: list[Scheme[Any]] = [CompressedAllGather(compressor)]

@@ -1,7 +1,7 @@
 """Routes: any leaf of ByteComp's decision tree, executed. One interpreter for all of them. (Wang et al., EuroSys 2023)
 
 A plan names the tasks of a leaf (`tree.py`); `legs.py` says which ranges of the bucket each rank holds before and after
-each of them, `steps` what that takes, and `way.py` does it.
+each of them, `steps` what that takes, and `transit.py` does it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from .base import Scheme, State
 from .compressed import parted
 from .legs import Held, Leg, legs_of
 from .parcels import dtype_of, plain, point_name, room_nbytes, spec_of
-from .tree import DEVICES, WITH_SUMS, Constraints, Kind, Leaf, Scope, compressions, is_flat, words_of
-from .way import WHOLE, Way
+from .transit import WHOLE, Transit
+from .tree import DEVICES, WITH_SUMS, Kind, Leaf, LeafConstraints, Scope, compressions, is_flat, words_of
 
 
 @register
@@ -188,19 +188,19 @@ class Route(Scheme[Tensor]):
         whole = kept[0] if isinstance(kept, tuple) else None
         numel = x.numel() if whole is None else whole.spec.numel
         legs = self.legs(numel, group.placement)
-        way = Way(self, x, numel, whole, state, group, scale)
+        transit = Transit(self, x, numel, whole, state, group, scale)
         for number, leg in enumerate(legs):
             if leg.task.kind is Kind.COMP:
                 if self.compressor_at(leg.point).agrees:
-                    await way.agree(leg, legs[number + 1])
-                await Work(partial(way.compress, leg), leg.task.choice, leg.task.word)
+                    await transit.agree(leg, legs[number + 1])
+                await Work(partial(transit.compress, leg), leg.task.choice, leg.task.word)
             elif leg.task.kind is Kind.DECOMP:
-                await Work(partial(way.decompress, leg), leg.task.choice, leg.task.word)
+                await Work(partial(transit.decompress, leg), leg.task.choice, leg.task.word)
             elif leg.idle:
-                way.take(leg, way.alone(leg))
+                transit.take(leg, transit.alone(leg))
             else:
-                way.take(leg, await way.issue(leg))
-        return way.result(), way.next_state
+                transit.take(leg, await transit.issue(leg))
+        return transit.result(), transit.next_state
 
     def steps(
         self,
@@ -368,7 +368,7 @@ def routes(
     ranks_per_node: int = 1,
     *,
     devices: Sequence[str] = DEVICES,
-    constraints: Constraints | None = None,
+    constraints: LeafConstraints | None = None,
 ) -> tuple[Route, ...]:
     """All routes that a compressor's payloads may take, and those without compression; inside nodes where there are
     several ranks on them.

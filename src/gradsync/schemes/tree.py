@@ -95,7 +95,7 @@ Leaf = tuple[Task, ...]
 
 
 @dataclass(frozen=True)
-class Constraints:
+class LeafConstraints:
     """What users rule out: more than so many lossy steps, collectives or devices, and all that is not flat."""
 
     most_compressions: int | None = None
@@ -106,10 +106,10 @@ class Constraints:
         most = self.most_compressions
         if most is not None and (type(most) is not int or most < 0):
             raise ValueError(
-                f"Constraints.most_compressions must be None or a whole number of at least 0, got {most!r}"
+                f"LeafConstraints.most_compressions must be None or a whole number of at least 0, got {most!r}"
             )
         if isinstance(self.without, str):
-            raise ValueError(f"Constraints.without must be a tuple of names, got {self.without!r}")
+            raise ValueError(f"LeafConstraints.without must be a tuple of names, got {self.without!r}")
         object.__setattr__(self, "without", tuple(self.without))
 
     def admits(self, leaf: Leaf) -> bool:
@@ -121,11 +121,11 @@ class Constraints:
             and not (self.flat_only and not is_flat(leaf))
         )
 
-    def each(self) -> list[Constraints]:
+    def each(self) -> list[LeafConstraints]:
         """One by one."""
-        found = [] if self.most_compressions is None else [Constraints(most_compressions=self.most_compressions)]
-        found += [Constraints(without=(name,)) for name in self.without]
-        return found + ([Constraints(flat_only=True)] if self.flat_only else [])
+        found = [] if self.most_compressions is None else [LeafConstraints(most_compressions=self.most_compressions)]
+        found += [LeafConstraints(without=(name,)) for name in self.without]
+        return found + ([LeafConstraints(flat_only=True)] if self.flat_only else [])
 
     def __str__(self) -> str:
         parts = [] if self.most_compressions is None else [f"most_compressions={self.most_compressions}"]
@@ -158,7 +158,7 @@ class Grammar:
     def _alternatives(self) -> dict[str, tuple[tuple[str, ...], ...]]:
         return {symbol: tuple(tuple(text.split()) for text in texts) for symbol, texts in self.rules.items()}
 
-    def leaves(self, devices: Sequence[str] = DEVICES, constraints: Constraints | None = None) -> tuple[Leaf, ...]:
+    def leaves(self, devices: Sequence[str] = DEVICES, constraints: LeafConstraints | None = None) -> tuple[Leaf, ...]:
         """All of them that the constraints allow for, each once.
 
         Raises:
@@ -245,12 +245,12 @@ class Grammar:
                 opened = (*point.opened, collective) if kind.is_first else point.opened
                 yield Task(kind, collective), _Point(rest, opened)
 
-    def _check_names(self, constraints: Constraints, devices: Collection[str]) -> None:
+    def _check_names(self, constraints: LeafConstraints, devices: Collection[str]) -> None:
         there_are = [*devices, *dict.fromkeys(name for names in self.collectives.values() for name in names)]
         there_are += [name for name in dict.fromkeys(self.seconds.values()) if name not in there_are]
         for name in constraints.without:
             if name not in there_are:
-                raise ValueError(f"Constraints.without names {name!r}; there are {', '.join(there_are)}")
+                raise ValueError(f"LeafConstraints.without names {name!r}; there are {', '.join(there_are)}")
 
 
 def compressions(leaf: Leaf) -> int:
@@ -281,7 +281,7 @@ def _with_scope(task: Task, scope: Scope | None) -> Task:
     return replace(task, scope=scope)
 
 
-def _conflict(leaves: Sequence[Leaf], constraints: Constraints) -> str:
+def _conflict(leaves: Sequence[Leaf], constraints: LeafConstraints) -> str:
     """Those of the constraints that leave nothing together, and would leave something if one of them went."""
     needed = constraints.each()
     for each in list(needed):

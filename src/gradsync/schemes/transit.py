@@ -32,7 +32,7 @@ R = TypeVar("R")
 WHOLE = "whole"  # in the state: the bucket's spec, as compressors keep those of pieces only
 
 
-class Way:
+class Transit:
     """What one rank holds while a bucket is on its way."""
 
     def __init__(
