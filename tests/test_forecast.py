@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from gradsync.costs import CostModel
-from gradsync.forecast import forecast
-from gradsync.steps import DIRECT_BYTES, Compute, Pattern, Transfer
+from gradsync.forecast import forecast, turns_as_they_come
+from gradsync.steps import DIRECT_BYTES, FINISH, Compute, Pattern, Transfer
 from gradsync.timeline import Task
 
 COST = CostModel(alpha_s=0.0, bandwidth_bytes_per_s=float(DIRECT_BYTES), memory_bytes_per_s=10.0)
@@ -79,3 +79,29 @@ def test_backward_s_thread_takes_work_when_the_next_bucket_is_ready() -> None:
     steps = {"a": [transfer("gather", 1.0), decode], "b": [transfer("gather", 1.0)]}
     tasks = spans(forecast([("a", "gather"), ("a", "decode"), ("b", "gather")], steps, {"a": 0.0, "b": 5.0}, COST))
     assert tasks["compute", "a:decode"] == (5.0, 6.0)
+
+
+def test_turns_as_they_come_never_leave_the_thread_waiting_for_what_could_begin() -> None:
+    steps = {
+        "a": [Compute("pack", 10), transfer("push", 3.0), Compute("sum", 20)],
+        "b": [Compute("pack", 10), transfer("push", 3.0), Compute("sum", 20)],
+    }
+    stages = {bucket: ("push", FINISH) for bucket in steps}
+    order = turns_as_they_come(stages, steps, {"a": 0.0, "b": 2.0}, COST, transfers_first=True)
+    assert order == [("a", "push"), ("b", "push"), ("a", FINISH), ("b", FINISH)]
+    late = turns_as_they_come(stages, steps, {"a": 0.0, "b": 5.0}, COST, transfers_first=True)
+    assert late == [("a", "push"), ("a", FINISH), ("b", "push"), ("b", FINISH)]
+    assert forecast(late, steps, {"a": 0.0, "b": 5.0}, COST)[-1].end_s == pytest.approx(12.0)
+
+
+def test_where_both_could_begin_transfers_go_first_if_asked_for() -> None:
+    steps = {
+        "long": [Compute("pack", 50), transfer("push", 1.0)],
+        "done": [transfer("push", 1.0), Compute("sum", 20)],
+        "next": [transfer("push", 1.0)],
+    }
+    stages = {"long": ("push",), "done": ("push", FINISH), "next": ("push",)}
+    ready_s = {"done": 0.0, "long": 0.5, "next": 4.0}
+    orders = [turns_as_they_come(stages, steps, ready_s, COST, transfers_first=first) for first in (True, False)]
+    assert orders[0][2:] == [("next", "push"), ("done", FINISH)]
+    assert orders[1][2:] == [("done", FINISH), ("next", "push")]

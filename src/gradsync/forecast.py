@@ -31,6 +31,35 @@ def forecast(
     return _Player(steps, ready_s, cost, placement).play(order)
 
 
+def turns_as_they_come(
+    stages: Mapping[str, Sequence[str]],
+    steps: Mapping[str, Sequence[Step]],
+    ready_s: Mapping[str, float],
+    cost: CostModel,
+    placement: Placement | None = None,
+    *,
+    transfers_first: bool,
+) -> list[tuple[str, str]]:
+    """An order of turns in which the issuing thread never waits while a bucket's turn could begin.
+
+    `stages` of each bucket. Of the turns that could begin those that begin a transfer are first, if so asked for; then
+    that which could have begun earliest, then that of the bucket that was ready earliest.
+    """
+    player, left, order = _Player(steps, ready_s, cost, placement), {b: list(s) for b, s in stages.items()}, []
+    player.begin()
+    while waiting := [bucket for bucket, names in left.items() if names]:
+        from_s = {bucket: player.could_begin_s(bucket) for bucket in waiting}
+        free_s = max(player.thread_s, min(from_s.values()))
+
+        def rank(bucket: str, from_s: Mapping[str, float] = from_s) -> tuple[bool, float, float, str]:
+            return transfers_first and left[bucket][0] == FINISH, from_s[bucket], ready_s[bucket], bucket
+
+        chosen = min((bucket for bucket in waiting if from_s[bucket] <= free_s), key=rank)
+        order.append((chosen, left[chosen].pop(0)))
+        player.turn(*order[-1])
+    return order
+
+
 def network_cost(group: Group) -> CostModel | None:
     """What the links of the group's ranks were measured to be, the same on every rank; None where they were not.
 
@@ -63,43 +92,51 @@ class _Player:
         self._ready_s = ready_s
         self._cost = cost
         self._placement = placement
-        self._thread_s = 0.0  # until when the thread is busy
+        self.thread_s = 0.0  # until when the thread is busy
         self._link_s = 0.0
         self._devices_s: dict[str, float] = {}  # until when each is busy
         self._in_flight: dict[str, float] = {}  # bucket -> when its transfer ends
         self._tasks: list[Task] = []
 
     def play(self, order: Sequence[tuple[str, str]]) -> list[Task]:
+        self.begin()
+        for bucket, stage in order:
+            self.turn(bucket, stage)
+        for bucket in dict.fromkeys(bucket for bucket, _ in order):
+            while self._left[bucket] or bucket in self._in_flight:
+                self.turn(bucket, FINISH)
+        return self._tasks
+
+    def begin(self) -> None:
+        """What buckets await first of all."""
         for bucket in sorted(self._left, key=lambda b: self._ready_s[b]):
             left = self._left[bucket]
             first = left[0] if left else None
             if isinstance(first, Compute) and first.awaited:
                 del left[0]
                 self._work(bucket, f"{first.kernel.partition('_')[0]}@{first.device}", first, self._ready_s[bucket])
-        for bucket, stage in order:
-            self._turn(bucket, stage)
-        for bucket in dict.fromkeys(bucket for bucket, _ in order):
-            while self._left[bucket] or bucket in self._in_flight:
-                self._turn(bucket, FINISH)
-        return self._tasks
 
-    def _turn(self, bucket: str, stage: str) -> None:
-        self._thread_s = max(self._thread_s, self._ready_s[bucket], self._in_flight.pop(bucket, 0.0))
-        began_s, left = self._thread_s, self._left[bucket]
+    def could_begin_s(self, bucket: str) -> float:
+        """From when on its next turn could, if the thread were free."""
+        return max(self._ready_s[bucket], self._in_flight.get(bucket, 0.0))
+
+    def turn(self, bucket: str, stage: str) -> None:
+        self.thread_s = max(self.thread_s, self._ready_s[bucket], self._in_flight.pop(bucket, 0.0))
+        began_s, left = self.thread_s, self._left[bucket]
         while left and isinstance(left[0], Compute) and not left[0].awaited:
-            self._thread_s += self._cost.seconds(left.pop(0))
-        if self._thread_s > began_s:
-            self._tasks.append(Task(f"{bucket}:{stage}", "kernel", began_s, self._thread_s))
+            self.thread_s += self._cost.seconds(left.pop(0))
+        if self.thread_s > began_s:
+            self._tasks.append(Task(f"{bucket}:{stage}", "kernel", began_s, self.thread_s))
         if not left:
             return
         following = left.pop(0)
         if isinstance(following, Compute):
-            taken_s = self._thread_s
+            taken_s = self.thread_s
             if following.device == COMPUTE:
                 taken_s = min((s for s in self._ready_s.values() if s >= taken_s), default=taken_s)
             self._work(bucket, stage, following, taken_s)
         else:
-            began_s = max(self._thread_s, self._link_s)
+            began_s = max(self.thread_s, self._link_s)
             self._link_s = began_s + self._cost.seconds(following, self._placement)
             self._in_flight[bucket] = self._link_s
             self._tasks.append(Task(f"{bucket}:{stage}", "link", began_s, self._link_s))

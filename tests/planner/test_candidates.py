@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
+from gradsync.bucket import TensorSpec
 from gradsync.cluster import Placement
 from gradsync.compressors import BlockInt, ErrorFeedback
-from gradsync.costs import CostModel
+from gradsync.costs import CostModel, KernelCost
+from gradsync.density import ParameterProfile
 from gradsync.planner.candidates import MOST_TRIED, candidate_plans, searched
 from gradsync.planner.job import Job
+from gradsync.planner.joint import search
 from gradsync.planner.measure import Network
+from gradsync.planner.options import formulate
 from gradsync.planner.predict import predict
-from gradsync.planner.ways import Constraints
+from gradsync.planner.ways import Constraints, ways_of
 from gradsync.schemes import HalfPrecision
 from tests.planner.test_options import PARAMETERS, job
 
@@ -61,3 +67,16 @@ def test_one_rank_needs_no_search() -> None:
     alone = replace(job(), network=Network(CostModel(1e-4, 1e9), Placement.one_per_node(1)))
     (plan,) = candidate_plans(alone)
     assert plan.world == 1
+
+
+def test_a_giant_that_takes_long_to_encode_goes_in_pieces_where_that_is_shorter() -> None:
+    giant = ParameterProfile("giant", TensorSpec((1 << 21,), torch.float32), sparse=False, position=0)
+    slow = {f"{kernel}_{FEEDBACK.title}": KernelCost(1e-5, 2e-8) for kernel in ("compress", "decompress")}
+    network = Network(CostModel(3e-4, 25e6, kernels=slow), Placement.one_per_node(4))
+    here = Job((giant,), {"giant": 0.01}, 0.01, network)
+    ways = ways_of(here, Constraints(lossy=(FEEDBACK,), always=True))
+    whole = formulate(here, ways)
+    at_once = predict(whole.plan(search(whole.problem).parts), here).seconds
+    plan = searched(here, Constraints(lossy=(FEEDBACK,), always=True)).plan
+    plan.check({"giant": giant.tensor}, 4)
+    assert len(plan.buckets) > 1 and predict(plan, here).seconds < 0.9 * at_once

@@ -195,3 +195,27 @@ def test_errors_exempt_parameters_from_ways_that_lose_too_much() -> None:
     ways = ways_of(here, Constraints(lossy=(FEEDBACK,), most_error=0.01, errors=errors))
     (among,) = {way.among for way in ways if way.among is not None}
     assert among == {"half", "first"}, "the others lose more, or nobody knows how much"
+
+
+def test_large_gradients_in_pieces_make_a_plan_of_their_segments() -> None:
+    here = job()
+    ways = ways_of(here, Constraints(lossy=(FEEDBACK, PowerSGD(2))))
+    whole = formulate(here, ways)
+    cut = whole.in_pieces(1 << 17)
+    names = [[name for name, _, _ in segments] for segments in cut.items]
+    assert names.count(["head.weight"]) == 4 and names.count(["body"]) == 2, "half a MiB and a quarter of one"
+    assert names.count(["users", "items"]) == 1, "tables stay as they are"
+    assert sum(cut.problem.nbytes) == sum(whole.problem.nbytes)
+    by_shape = {number for number, scheme in enumerate(cut.schemes) if scheme.depends_on_shapes}
+    for segments, options in zip(cut.items, cut.problem.allowed or (), strict=True):
+        if segments[0][0] in ("head.weight", "body"):
+            assert options and not options & by_shape
+    plan = cut.plan([Part(item, item + 1, min(options)) for item, options in enumerate(cut.problem.allowed or ())])
+    plan.check({p.name: p.tensor for p in PARAMETERS}, 4)
+    spans = sorted((start, stop) for b in plan.buckets for name, start, stop in b.segments if name == "head.weight")
+    assert spans == [(n << 15, (n + 1) << 15) for n in range(4)]
+
+
+def test_what_only_takes_ways_that_depend_on_shapes_is_not_cut() -> None:
+    cut = formulate(job(), ways_of(job(), Constraints(lossy=(PowerSGD(2),), always=True))).in_pieces(1 << 10)
+    assert (("head.weight", 0, 512 * 256),) in cut.items

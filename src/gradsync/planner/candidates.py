@@ -14,10 +14,12 @@ from .options import Formulation, Way, formulate
 from .predict import predict
 from .problem import Solution
 from .reasons import polished
-from .simplify import simplified
+from .simplify import AS_LONG, simplified
+from .turns import with_best_turns
 from .ways import Constraints, exact_ways, ways_of
 
 MOST_TRIED = 4
+SMALLEST_PIECE_BYTES, MOST_PIECES = 1 << 18, 64  # of gradients that are cut, and about how many of a job
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,23 @@ def searched(job: Job, constraints: Constraints | None = None) -> Searched:
 
 
 def _searched(job: Job, ways: Sequence[Way]) -> Searched:
+    """With gradients as they are or, where that is clearly better, large ones in pieces."""
     formulation = formulate(job, ways)
+    as_they_are = _solved(job, ways, formulation)
+    cut = formulation.in_pieces(max(SMALLEST_PIECE_BYTES, sum(formulation.problem.nbytes) / MOST_PIECES))
+    if cut.problem.size == formulation.problem.size:
+        return as_they_are
+    in_pieces = _solved(job, ways, cut)
+    seconds = [predict(each.plan, job).seconds for each in (as_they_are, in_pieces)]
+    return in_pieces if AS_LONG * seconds[1] < seconds[0] else as_they_are
+
+
+def _solved(job: Job, ways: Sequence[Way], formulation: Formulation) -> Searched:
     found = search(formulation.problem)
     ranks = [0 if scheme.exact else 1 if isinstance(scheme, HalfPrecision) else 2 for scheme in formulation.schemes]
     simple = simplified(formulation.problem, found, ranks)
-    return Searched(tuple(ways), formulation, found, polished(formulation.plan(simple.parts), job, ways))
+    plan = with_best_turns(formulation.plan(simple.parts), job)
+    return Searched(tuple(ways), formulation, found, with_best_turns(polished(plan, job, ways), job))
 
 
 def candidate_plans(job: Job, constraints: Constraints | None = None) -> list[Plan]:

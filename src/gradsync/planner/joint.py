@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,10 +165,10 @@ class Pieces:
         return found
 
 
-def split_items(problem: Problem, largest_bytes: float) -> Pieces:
+def split_items(problem: Problem, largest_bytes: float, whole: Collection[int] = ()) -> Pieces:
     """Cuts items into equal pieces of at most so many bytes, which become ready together and share the amounts.
 
-    Items that must be alone stay whole.
+    Items that must be alone stay whole, and those in `whole`.
 
     Raises:
         ValueError: where `largest_bytes` is not above 0.
@@ -176,7 +176,7 @@ def split_items(problem: Problem, largest_bytes: float) -> Pieces:
     if not largest_bytes > 0:
         raise ValueError(f"largest_bytes must be above 0, got {largest_bytes}")
     counts = [
-        1 if problem.alone is not None and problem.alone[item] else max(1, -int(-nbytes // largest_bytes))
+        1 if item in whole or (problem.alone and problem.alone[item]) else max(1, -int(-nbytes // largest_bytes))
         for item, nbytes in enumerate(problem.nbytes)
     ]
     origin = tuple(item for item, count in enumerate(counts) for _ in range(count))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from ..timeline import Task
 from .compressing import LATE
 from .default import in_ready_order
 from .job import Job
+from .joint import split_items
 from .machine import play
 from .measure import Network
 from .problem import Curve, Demand, Option, Part, Problem, Resource
@@ -49,6 +50,26 @@ class Formulation:
     schemes: tuple[Scheme[Any], ...]
     specs: Mapping[str, TensorSpec]
     world_size: int
+    whole: frozenset[int] = frozenset()  # items that some way takes as they are
+
+    def in_pieces(self, largest_bytes: float) -> Formulation:
+        """With gradients of more bytes cut into pieces of equal size; schemes that depend on shapes take no pieces."""
+        by_shape = frozenset(number for number, scheme in enumerate(self.schemes) if scheme.depends_on_shapes)
+        allowed = self.problem.allowed or (frozenset(range(len(self.schemes))),) * self.problem.size
+        whole = self.whole.union(item for item, options in enumerate(allowed) if options <= by_shape)
+        pieces = split_items(self.problem, largest_bytes, whole)
+        items: list[tuple[tuple[str, int, int], ...]] = []
+        may: list[frozenset[int]] = []
+        for segments, options, count in zip(self.items, allowed, pieces.counts, strict=True):
+            if count == 1:
+                items.append(segments)
+                may.append(options)
+                continue
+            ((name, start, stop),) = segments
+            ends = [start + (stop - start) * piece // count for piece in range(count + 1)]
+            items += [((name, *span),) for span in pairwise(ends)]
+            may += [options - by_shape] * count
+        return replace(self, problem=replace(pieces.problem, allowed=tuple(may)), items=tuple(items), whole=frozenset())
 
     def plan(self, parts: Sequence[Part]) -> Plan:
         """The plan that these parts are, with the turns in the order in which the machine begins their transfers."""
@@ -94,11 +115,14 @@ def formulate(job: Job, ways: Sequence[Way]) -> Formulation:
     options: list[Option] = []
     schemes: list[Scheme[Any]] = []
     allowed: list[set[int]] = [set() for _ in items]
+    whole: set[int] = set()
     for way in ways:
         if way.members is not None:
             options.append(_option_of_members(way, [known[name] for name in way.members], job.network))
             schemes.append(way.scheme)
-            allowed[items.index(way.members)].add(len(options) - 1)
+            place = items.index(way.members)
+            whole.add(place)
+            allowed[place].add(len(options) - 1)
             continue
         for dtype, mine in _by_dtype(items, known, way).items():
             shapes = [_flat(known[name]) if number in mine else None for number, (name, *_) in enumerate(items)]
@@ -120,7 +144,7 @@ def formulate(job: Job, ways: Sequence[Way]) -> Formulation:
     )
     segments = tuple(tuple((name, 0, known[name].tensor.numel) for name in item) for item in items)
     specs = {p.name: p.tensor for p in job.profiles}
-    return Formulation(problem, segments, tuple(schemes), specs, job.world_size)
+    return Formulation(problem, segments, tuple(schemes), specs, job.world_size, frozenset(whole))
 
 
 def _items(job: Job, ways: Sequence[Way]) -> list[tuple[str, ...]]:
