@@ -57,7 +57,7 @@ def make_profile(**changes: Any) -> Profile:
             dtype=str(spec.dtype).removeprefix("torch."),
             sparse=name == "table",
             position=sorted(READY_S, key=READY_S.__getitem__).index(name),
-            ready=PositiveSpread(mean_s=READY_S[name], sd_s=1e-4),
+            ready=PositiveSpread(median_s=READY_S[name], spread_s=1e-4),
             rows=Density.of(ROWS) if name == "table" else None,
         )
         for name, spec in SPECS.items()
@@ -71,10 +71,11 @@ def make_profile(**changes: Any) -> Profile:
         "nodes": (0, 0, 1, 1),
         "steps": 10,
         "parts": StepParts(
-            forward=PositiveSpread(mean_s=0.01, sd_s=1e-3),
-            backward=PositiveSpread(mean_s=0.02, sd_s=2e-3),
-            optimizer=Spread(mean_s=0.0, sd_s=0.0),
-            other=Spread(mean_s=0.005, sd_s=0.0),
+            forward=PositiveSpread(median_s=0.01, spread_s=1e-3),
+            backward=PositiveSpread(median_s=0.02, spread_s=2e-3),
+            optimizer=Spread(median_s=0.0, spread_s=0.0),
+            other=Spread(median_s=0.005, spread_s=0.0),
+            beside=PositiveSpread(median_s=0.015, spread_s=1e-3),
         ),
         "overlap": Overlap(backward_by_transfer=about(1.3)),
         "links": (

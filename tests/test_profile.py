@@ -86,19 +86,19 @@ def test_a_plan_can_be_made_of_a_profile() -> None:
         plan.check(SPECS, 4)
 
 
-def set_ready(data: Data, mean_s: float) -> None:
-    data["parameters"][1]["ready"]["mean_s"] = mean_s
+def set_ready(data: Data, median_s: float) -> None:
+    data["parameters"][1]["ready"]["median_s"] = median_s
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: set_ready(d, 0.0), r"parameters\.1\.ready\.mean_s: Input should be greater than 0"),
+        (lambda d: set_ready(d, 0.0), r"parameters\.1\.ready\.median_s: Input should be greater than 0"),
         (lambda d: d["parameters"][1].pop("ready"), r"parameters\.1\.ready: Field required"),
         (lambda d: set_ready(d, 0.03), "'w' is ready after 0.03 s, when backward has ended"),
-        (lambda d: d["parts"]["backward"].update(mean_s=0.0), r"parts\.backward\.mean_s"),
-        (lambda d: d["parts"]["forward"].update(mean_s=float("nan")), r"parts\.forward\.mean_s"),
-        (lambda d: d["parts"]["optimizer"].update(mean_s=-1.0), r"parts\.optimizer\.mean_s"),
+        (lambda d: d["parts"]["backward"].update(median_s=0.0), r"parts\.backward\.median_s"),
+        (lambda d: d["parts"]["forward"].update(median_s=float("nan")), r"parts\.forward\.median_s"),
+        (lambda d: d["parts"]["optimizer"].update(median_s=-1.0), r"parts\.optimizer\.median_s"),
         (
             lambda d: d["links"][2]["link"]["bandwidth_bytes_per_s"].update(value=-1e7),
             r"links\.2\.link\.bandwidth_bytes_per_s\.value: .* greater than or equal to 0",

@@ -7,13 +7,15 @@ backward's own once the next bucket is ready; what a bucket awaits first of all 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from .cluster import Link, Placement
 from .comm import Group
 from .costs import CostModel
 from .steps import COMPUTE, FINISH, Compute, Step
 from .timeline import Task
+
+Lasting = Callable[[str, float, float], float]  # stream, when it begins, seconds it would take alone
 
 
 def forecast(
@@ -22,13 +24,15 @@ def forecast(
     ready_s: Mapping[str, float],
     cost: CostModel,
     placement: Placement | None = None,
+    lasting: Lasting | None = None,
 ) -> list[Task]:
     """What runs when: tasks "kernel", "link" and those of devices, named `bucket:stage` as the engine's.
 
     `order` are the turns; `steps` of each bucket; `ready_s` says when its gradients are there; `placement`: of all
-    ranks, by default each on a node of its own.
+    ranks, by default each on a node of its own; `lasting`: how long what costs so many seconds lasts on a stream from a
+    time on, by default as long.
     """
-    return _Player(steps, ready_s, cost, placement).play(order)
+    return _Player(steps, ready_s, cost, placement, lasting).play(order)
 
 
 def turns_as_they_come(
@@ -87,11 +91,13 @@ class _Player:
         ready_s: Mapping[str, float],
         cost: CostModel,
         placement: Placement | None,
+        lasting: Lasting | None = None,
     ) -> None:
         self._left = {bucket: list(todo) for bucket, todo in steps.items()}
         self._ready_s = ready_s
         self._cost = cost
         self._placement = placement
+        self._lasting = lasting or (lambda stream, began_s, seconds: seconds)
         self.thread_s = 0.0  # until when the thread is busy
         self._link_s = 0.0
         self._devices_s: dict[str, float] = {}  # until when each is busy
@@ -124,7 +130,7 @@ class _Player:
         self.thread_s = max(self.thread_s, self._ready_s[bucket], self._in_flight.pop(bucket, 0.0))
         began_s, left = self.thread_s, self._left[bucket]
         while left and isinstance(left[0], Compute) and not left[0].awaited:
-            self.thread_s += self._cost.seconds(left.pop(0))
+            self.thread_s += self._lasting("kernel", self.thread_s, self._cost.seconds(left.pop(0)))
         if self.thread_s > began_s:
             self._tasks.append(Task(f"{bucket}:{stage}", "kernel", began_s, self.thread_s))
         if not left:
@@ -137,13 +143,13 @@ class _Player:
             self._work(bucket, stage, following, taken_s)
         else:
             began_s = max(self.thread_s, self._link_s)
-            self._link_s = began_s + self._cost.seconds(following, self._placement)
+            self._link_s = began_s + self._lasting("link", began_s, self._cost.seconds(following, self._placement))
             self._in_flight[bucket] = self._link_s
             self._tasks.append(Task(f"{bucket}:{stage}", "link", began_s, self._link_s))
 
     def _work(self, bucket: str, stage: str, work: Compute, from_s: float) -> None:
         """Awaited work, from a time on."""
         began_s = max(from_s, self._devices_s.get(work.device, 0.0))
-        ended_s = began_s + self._cost.seconds(work)
+        ended_s = began_s + self._lasting("kernel", began_s, self._cost.seconds(work))
         self._devices_s[work.device] = self._in_flight[bucket] = ended_s
         self._tasks.append(Task(f"{bucket}:{stage}", work.device, began_s, ended_s))

@@ -321,13 +321,14 @@ class Measurement(Witness):
         kinds = [kind for kind in self._kinds if kind is not Kind.WARM_UP]
         by_kind = {kind: figures[:, [k is kind for k in kinds]] for kind in Kind}
         quiet = by_kind[Kind.QUIET]
-        slowest = quiet.max(axis=0)  # of the ranks, in each step and figure
-        means, deviations = slowest.mean(axis=0), slowest.std(axis=0, ddof=1 if len(slowest) > 1 else 0)
-        spreads = list(zip(means.tolist(), deviations.tolist(), strict=True))
-        forward, backward, optimizer, other = ({"mean_s": mean_s, "sd_s": sd_s} for mean_s, sd_s in spreads[:4])
-        ready = spreads[7:]
+        beside = quiet[:, :, [0, 2, 3]].sum(axis=2, keepdims=True)  # what a rank does before its backward
+        before = beside.max(axis=0)
+        waited_for = (quiet[:, :, [1, *range(7, quiet.shape[2])]] + beside).max(axis=0) - before
+        forward, optimizer, other, all_beside, backward, *ready = map(
+            _spread, np.hstack([quiet[:, :, [0, 2, 3]].max(axis=0), before, waited_for]).T
+        )
         looked = list(self._observer.profiles.values())
-        order = sorted(range(len(looked)), key=lambda number: (ready[number][0], looked[number].position))
+        order = sorted(range(len(looked)), key=lambda number: (ready[number]["median_s"], looked[number].position))
         positions = {number: position for position, number in enumerate(order)}
         return Profile(
             torch=torch.__version__,
@@ -342,6 +343,7 @@ class Measurement(Witness):
                 backward=PositiveSpread(**backward),
                 optimizer=Spread(**optimizer),
                 other=Spread(**other),
+                beside=PositiveSpread(**all_beside),
             ),
             overlap=_overlap(quiet, by_kind[Kind.TRANSFER], by_kind[Kind.KERNEL]),
             links=self._links,
@@ -353,7 +355,7 @@ class Measurement(Witness):
                     dtype=str(p.tensor.dtype).removeprefix("torch."),
                     sparse=p.sparse,
                     position=positions[number],
-                    ready=PositiveSpread(mean_s=ready[number][0], sd_s=ready[number][1]),
+                    ready=PositiveSpread(**ready[number]),
                     rows=None if p.density is None else Density.of(p.density),
                     elements=None if p.elements is None else Density.of(p.elements),
                     errors=self._errors[p.name],
@@ -492,6 +494,12 @@ def _disturbance(run: Callable[[], None], times: int, group: Group, timeout_s: f
         disturbance.do()
         seconds.append(time.perf_counter() - began_s)
     return replace(disturbance, alone_s=statistics.median(seconds))
+
+
+def _spread(seconds: Array) -> dict[str, float]:
+    """Of so many steps, whatever a few of them were disturbed by: the median, and how far steps are from it."""
+    median_s = float(np.median(seconds))
+    return {"median_s": median_s, "spread_s": 1.4826 * float(np.median(np.abs(seconds - median_s)))}
 
 
 def _overlap(quiet: Array, transfer: Array, kernel: Array) -> Overlap:

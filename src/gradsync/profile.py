@@ -49,34 +49,39 @@ class Estimate(Data):
 
 
 class Spread(Data):
-    """Mean and standard deviation over the steps, of what a step took on its slowest rank."""
+    """Over the steps, of what a step took on its slowest rank: a few disturbed steps move neither.
 
-    mean_s: Seconds
-    sd_s: Seconds
+    `spread_s` is the median distance from the median, as a standard deviation (times 1.4826).
+    """
+
+    median_s: Seconds
+    spread_s: Seconds
 
 
 class PositiveSpread(Spread):
     """Of what takes time in any case."""
 
-    mean_s: PositiveSeconds
+    median_s: PositiveSeconds
 
 
 class StepParts(Data):
-    """What a step is made of, without the exchange; one part after the other.
+    """What a step is made of, without the exchange; one part after the other, each on the rank where it is longest.
 
     `forward`: to the begin of backward, with the loss; `backward`: undisturbed by any exchange; `optimizer`: its steps;
-    `other`: everything else, as to fetch a batch.
+    `other`: everything else, as to fetch a batch. `beside`: all but backward, on the rank where that is longest; from
+    its end backward and the times of gradients count, to the rank that is waited for.
     """
 
     forward: PositiveSpread
     backward: PositiveSpread
     optimizer: Spread
     other: Spread
+    beside: PositiveSpread
 
     @property
     def step_s(self) -> float:
         """All parts together."""
-        return self.forward.mean_s + self.backward.mean_s + self.optimizer.mean_s + self.other.mean_s
+        return self.beside.median_s + self.backward.median_s
 
 
 class Density(Data):
@@ -237,12 +242,12 @@ class Profile(Document):
         count = len(self.parameters)
         if sorted(p.position for p in self.parameters) != list(range(count)):
             raise ValueError(f"the positions of the {count} parameters must be 0 to {count - 1}, each once")
-        backward_s = self.parts.backward.mean_s * (1 + ROUNDING)
-        late = next((p for p in self.parameters if p.ready.mean_s > backward_s), None)
+        backward_s = self.parts.backward.median_s * (1 + ROUNDING)
+        late = next((p for p in self.parameters if p.ready.median_s > backward_s), None)
         if late is not None:
             raise ValueError(
-                f"{late.name!r} is ready after {late.ready.mean_s:g} s, when backward has ended "
-                f"({self.parts.backward.mean_s:g} s)"
+                f"{late.name!r} is ready after {late.ready.median_s:g} s, when backward has ended "
+                f"({self.parts.backward.median_s:g} s)"
             )
         if self.model != model_digest(self.specs):
             raise ValueError(
@@ -366,7 +371,7 @@ def describe_profile(profile: Profile) -> list[str]:
 
 
 def _spread(spread: Spread) -> str:
-    return f"{spread.mean_s * 1e3:.2f} +- {spread.sd_s * 1e3:.2f} ms"
+    return f"{spread.median_s * 1e3:.2f} +- {spread.spread_s * 1e3:.2f} ms"
 
 
 def _interval(estimate: Estimate, factor: float) -> str:

@@ -203,7 +203,9 @@ def test_methods_train_alike_in_one_run_on_loopback() -> None:
     run = run_training(spec, events.append)
     losses = {m.name: m.losses for m in run.methods}
     assert [m.failed for m in run.methods] == [None] * len(names)
-    assert all(len(values) == spec.warmup_steps + spec.repeats * spec.block_steps for values in losses.values())
+    assert all(
+        len(values) == 1 + spec.warmup_steps + spec.repeats * (1 + spec.block_steps) for values in losses.values()
+    )
     for name in names:
         tolerance = 1e-5 if METHODS[name].exact else 5e-2
         assert losses[name] == pytest.approx(losses["ddp_default"], abs=tolerance), name
@@ -271,7 +273,7 @@ def test_a_method_that_fails_on_one_rank_drops_out_on_all_and_the_others_go_on(
         **dict.fromkeys(names[:3], "ValueError: the cause"),
         **dict.fromkeys(names[3:]),
     }
-    assert [len(m.losses) for m in run.methods[3:]] == [4 + 4, 4 + 4]
+    assert [len(m.losses) for m in run.methods[3:]] == [1 + 4 + 2 * (1 + 2)] * 2
 
 
 @pytest.mark.usefixtures("forked_ranks")

@@ -16,6 +16,7 @@ from gradsync.plan import Plan
 from gradsync.planner.job import Job, Slowdown
 from gradsync.planner.measure import Network
 from gradsync.planner.predict import predict
+from gradsync.profile import Estimate, Overlap
 from gradsync.schemes import AGSparse, AllReduce
 
 COST = CostModel(1e-3, 1e8)
@@ -61,6 +62,23 @@ def test_what_shares_the_cores_stretches_backward_and_so_the_exchange() -> None:
     assert slower[0] == pytest.approx(next(t.start_s for t in alone.tasks if t.stream == "link"))
     with pytest.raises(ValueError, match=r"backward_by_kernel must be at least 1, got 0.5"):
         Slowdown(backward_by_kernel=0.5)
+
+
+def test_backward_stretches_what_goes_on_beside_it_until_it_ends() -> None:
+    here, twice = predict(plan(), job()), predict(plan(), job(Slowdown(transfer_by_backward=2.0)))
+    first, beside = (next(task for task in found.tasks if task.stream == "link") for found in (here, twice))
+    assert first.start_s == beside.start_s and beside.end_s > first.end_s
+    assert beside.duration_s == pytest.approx(min(2 * first.duration_s, first.duration_s + (0.031 - first.start_s) / 2))
+    last, after = (found.tasks[-1] for found in (here, twice))
+    assert after.duration_s == pytest.approx(last.duration_s), "nothing is beside it any more"
+
+
+def test_of_measured_overlap_counts_what_is_sure() -> None:
+    measured = Overlap(
+        backward_by_transfer=Estimate(value=1.3, low=0.9, high=2.0),
+        kernel_by_backward=Estimate(value=8.0, low=2.0, high=9.0),
+    )
+    assert Slowdown.of(measured) == Slowdown(kernel_by_backward=2.0)
 
 
 def test_plans_and_gradients_that_are_not_the_jobs_are_refused() -> None:

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from ..cluster import Cluster
 from ..density import ParameterProfile
-from ..profile import Estimate, Profile
+from ..profile import Overlap, Profile
 from .measure import Network
 
 
 @dataclass(frozen=True)
 class Slowdown:
-    """How many times as long backward takes while something else goes on."""
+    """How many times as long something takes while something else goes on."""
 
     backward_by_transfer: float = 1.0  # an exchange is in flight
     backward_by_kernel: float = 1.0  # the issuing thread computes
+    transfer_by_backward: float = 1.0
+    kernel_by_backward: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("backward_by_transfer", "backward_by_kernel"):
-            if not getattr(self, name) >= 1.0:
-                raise ValueError(f"Slowdown.{name} must be at least 1, got {getattr(self, name)}")
+        for field_ in fields(self):
+            if not getattr(self, field_.name) >= 1.0:
+                raise ValueError(f"Slowdown.{field_.name} must be at least 1, got {getattr(self, field_.name)}")
+
+    @classmethod
+    def of(cls, overlap: Overlap) -> Slowdown:
+        """What is sure of it: the lower ends of the measured intervals, which a few disturbed steps do not move."""
+        measured = {field_.name: getattr(overlap, field_.name) for field_ in fields(cls)}
+        return cls(**{name: max(factor.low, 1.0) for name, factor in measured.items() if factor is not None})
 
     @property
     def matters(self) -> bool:
@@ -66,21 +74,16 @@ class Job:
                 intra=cluster.intra if placement.is_hierarchy else None,
             )
             network = Network(cost, placement)
-        overlap = profile.overlap
         return cls(
             profiles=tuple(profile.parameter_profiles()),
-            ready_s={p.name: p.ready.mean_s for p in profile.parameters},
-            backward_s=profile.parts.backward.mean_s,
+            ready_s={p.name: p.ready.median_s for p in profile.parameters},
+            backward_s=profile.parts.backward.median_s,
             network=network,
-            slowdown=Slowdown(*(_factor(f) for f in (overlap.backward_by_transfer, overlap.backward_by_kernel))),
-            beside_s=profile.parts.step_s - profile.parts.backward.mean_s,
+            slowdown=Slowdown.of(profile.overlap),
+            beside_s=profile.parts.beside.median_s,
             errors={p.name: p.errors for p in profile.parameters},
         )
 
     @property
     def world_size(self) -> int:
         return self.network.placement.size
-
-
-def _factor(measured: Estimate | None) -> float:
-    return 1.0 if measured is None else max(measured.value, 1.0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ..bucket import Bucket, Layout, Segment
@@ -18,7 +19,7 @@ from ..schemes import Scheme
 from ..steps import Step
 from ..timeline import Task, covered_s
 from .compressing import LATE
-from .job import Job
+from .job import Job, Slowdown
 
 ROUNDS = 4  # until times of readiness and of exchanges, which stretch each other, have settled
 
@@ -49,9 +50,10 @@ def played(plan: Plan, job: Job, steps: Mapping[str, Sequence[Step]]) -> Predict
     """What is predicted of a plan that fits the job; `steps` of each bucket."""
     exchange: list[Task] = []
     for _ in range(ROUNDS if job.slowdown.matters else 1):
+        lasting = partial(_lasting, job.slowdown, _stretched(job.backward_s, exchange, job))
         reached_s = {at_s: _stretched(at_s, exchange, job) for at_s in set(job.ready_s.values())}
         ready_s = {b.id: max(reached_s[job.ready_s[name]] for name in b.names) for b in plan.buckets}
-        exchange = forecast(plan.order, steps, ready_s, job.network.cost, job.network.placement)
+        exchange = forecast(plan.order, steps, ready_s, job.network.cost, job.network.placement, lasting)
     backward_s = _stretched(job.backward_s, exchange, job)
     return Prediction((Task("backward", "compute", 0.0, backward_s), *exchange), backward_s)
 
@@ -67,6 +69,13 @@ def _stretched(at_s: float, exchange: list[Task], job: Job) -> float:
         lost_s = by_link * (1 - 1 / slowdown.backward_by_transfer) + by_kernel * (1 - 1 / slowdown.backward_by_kernel)
         reached_s = at_s + lost_s
     return reached_s
+
+
+def _lasting(slowdown: Slowdown, backward_s: float, stream: str, began_s: float, seconds: float) -> float:
+    """What costs so many seconds, if it begins then: slower until backward ends."""
+    factor = slowdown.transfer_by_backward if stream == "link" else slowdown.kernel_by_backward
+    beside_s = max(backward_s - began_s, 0.0)
+    return min(seconds * factor, seconds + beside_s * (1 - 1 / factor))
 
 
 def steps_of(bucket: BucketPlan, scheme: Scheme[Any], job: Job) -> list[Step]:
