@@ -33,8 +33,10 @@ from gradsync.schemes import (
 )
 from gradsync.steps import FINISH, Compute
 
-COST = CostModel(3e-4, 25e6, kernels={"scale": KernelCost(1e-5, 1e-10)}, intra=Link(1e9, 1e-5), stage_s=1e-3)
 FEEDBACK = ErrorFeedback(BlockInt(8))
+AT_MEMORY = ("round_values", "widen_values", FEEDBACK.kernel("compress"), FEEDBACK.kernel("decompress"))
+KERNELS = {"scale": KernelCost(1e-5, 1e-10), **dict.fromkeys(AT_MEMORY, KernelCost(0.0, 1e-10))}
+COST = CostModel(3e-4, 25e6, kernels=KERNELS, intra=Link(1e9, 1e-5), stage_s=1e-3)
 
 
 def dense(name: str, *shape: int, position: int, dtype: torch.dtype = torch.float32) -> ParameterProfile:
