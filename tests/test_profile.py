@@ -122,7 +122,7 @@ def set_ready(data: Data, median_s: float) -> None:
         (lambda d: d["parameters"][0].update(position=0), "positions of the 3 parameters must be 0 to 2"),
         (lambda d: d["parameters"][0].update(dtype="float31"), "no element type 'float31'"),
         (lambda d: d["parameters"][0].update(shape=[999, 4]), "model says"),
-        (lambda d: d.update(version=2), "version"),
+        (lambda d: d.update(version=1), "version"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(change: Callable[[Data], object], message: str) -> None:

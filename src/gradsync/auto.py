@@ -26,13 +26,14 @@ from .measurement import Measurement
 from .plan import Plan
 from .planner import default_plan
 from .planner.candidates import candidate_plans
+from .planner.errors import alone
 from .planner.job import Job
 from .planner.rehearsed import CANDIDATES
 from .planner.ways import Constraints
 from .planning import Planner
 from .profile import Profile
 from .recording import active
-from .schemes import Scheme, SchemeOrCompressor, ways
+from .schemes import SchemeOrCompressor
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +143,7 @@ def _require_only_residuals(lossy: SchemeOrCompressor) -> None:
     Raises:
         ValueError: for what keeps more of each element than what is left to be sent.
     """
-    scheme = lossy if isinstance(lossy, Scheme) else ways(lossy)[0]
+    scheme = alone(lossy)
     spec = TensorSpec((2, 2), torch.float32)
     bucket = Bucket("", (Segment("any", 0, 4),), (spec,), Layout.FLAT, flags_ride=False)
     kept = scheme.init(bucket, LocalGroup.world(1)[0])

@@ -53,6 +53,13 @@ class CostModel:
             return self.stage_s + step.rounds * self.alpha_s + step.busiest_bytes / self.bandwidth_bytes_per_s
         return self.stage_s + self._shared_s(step, placement)
 
+    def unmeasured(self, steps: Iterable[Step]) -> list[str]:
+        """Kernels of these steps that take what memory takes as nobody knows better; none where none was measured."""
+        if not self.kernels:
+            return []
+        names = dict.fromkeys(step.kernel for step in steps if isinstance(step, Compute))
+        return [name for name in names if name not in self.kernels]
+
     def total_s(self, steps: Iterable[Step], placement: Placement | None = None) -> float:
         """All steps one after the other, nothing overlapping."""
         return sum(self.seconds(step, placement) for step in steps)

@@ -14,6 +14,7 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
+from .costs import CostModel
 from .profile import Estimate, KernelEstimate, LinkEstimate, LinkPoint
 from .steps import Compute, Pattern
 
@@ -68,7 +69,8 @@ def nonnegative(table: Array, seconds: Array, known_s: Array | float = 0.0) -> l
 def fit_kernels(samples: Sequence[tuple[Sequence[Compute], float]]) -> dict[str, KernelEstimate]:
     """What each kernel takes, from what was computed and how many seconds that took.
 
-    A kernel has a knee, at one of its amounts, where that fits clearly better. One that took no time is left out.
+    A kernel has a knee, at one of its amounts, where that fits clearly better. One whose time is not told from that of
+    others moves its bytes as fast as memory does.
     """
     names = sorted({step.kernel for steps, _ in samples for step in steps})
     seconds = np.array([s for _, s in samples])
@@ -84,12 +86,18 @@ def fit_kernels(samples: Sequence[tuple[Sequence[Compute], float]]) -> dict[str,
     table = np.hstack([calls, np.maximum(nbytes - calls * knees, 0.0)])
     fitted = nonnegative(table, seconds)
     return {
-        name: KernelEstimate(call_s=call_s, byte_s=byte_s, knee_bytes=float(knee))
+        name: KernelEstimate(
+            call_s=call_s, byte_s=byte_s if call_s.value or byte_s.value else _of_memory(byte_s), knee_bytes=float(knee)
+        )
         for name, call_s, byte_s, knee in zip(
             names, fitted[: len(names)], fitted[len(names) :], knees.tolist(), strict=True
         )
-        if call_s.value or byte_s.value
     }
+
+
+def _of_memory(byte_s: Estimate) -> Estimate:
+    value = 1 / CostModel.memory_bytes_per_s
+    return Estimate(value=value, low=0.0, high=None if byte_s.high is None else max(byte_s.high, value))
 
 
 def _knee(calls: Array, nbytes: Array, seconds: Array, column: int) -> float:

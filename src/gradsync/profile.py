@@ -221,7 +221,7 @@ class Profile(Document):
     noun = "profile"
     by_lines = ("links", "kernels", "parameters")
 
-    version: Literal[1] = 1
+    version: Literal[2] = 2  # in the first one kernels of a compressor had one name whatever its numbers
     torch: str
     device: str
     threads: Count

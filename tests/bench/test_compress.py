@@ -66,7 +66,7 @@ def test_a_run_times_every_operation_at_every_size(records: list[Record]) -> Non
 def test_costs_are_those_that_plans_look_up(records: list[Record]) -> None:
     costs = {r.params["operation"]: r.cost for r in records if r.cost is not None}
     assert {cost.kernel for cost in costs.values()} == {
-        f"{operation}_{ErrorFeedback(TopK(0.1)).title}" for operation in ("compress", "decompress")
+        ErrorFeedback(TopK(0.1)).kernel(operation) for operation in ("compress", "decompress")
     }
     for cost in costs.values():
         assert cost.call_s > 0 or cost.byte_s > 0

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from gradsync.cli import app
+from gradsync.compressors import ErrorFeedback, SharedTernGrad, TopK
 from gradsync.planner import rehearsed
 from gradsync.profile import Profile
 from tests.forked import run_on_two_ranks
@@ -75,7 +76,8 @@ def test_a_script_is_run_measured_and_ended(tmp_path: Path) -> None:
     profile = Profile.load(out)
     assert (profile.world, profile.steps) == (2, 2)
     assert [p.name for p in profile.parameters] == ["0.weight", "1.weight", "1.bias"]
-    assert {"compress_top_k with feedback", "compress_shared_tern_grad"} <= profile.kernels.keys()
+    compressors = ErrorFeedback(TopK(0.01)), SharedTernGrad(summands=2)
+    assert {compressor.kernel("compress") for compressor in compressors} <= profile.kernels.keys()
     table = profile.parameters[0]
     assert table.sparse and table.rows is not None and table.rows.rows == 2
 

@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradsync.compressors import copies_at
+
 
 def left_to_send(model: nn.Module, state: dict[str, Any]) -> dict[str, Tensor]:
-    """By parameter, (numel,): all residuals in what `state_dict` gave under "state"."""
+    """By parameter, (numel,): all residuals in `state_dict`'s "state", of what several ranks keep alike a share."""
     left = {name: torch.zeros(p.numel()) for name, p in model.named_parameters()}
     for key, values in state.items():
         if key.endswith(".residual"):
-            form = re.fullmatch(r"(.*)\[(\d+):(\d+)\].*", key)
+            form = re.fullmatch(r"(.*)\[(\d+):(\d+)\]/(.*)\.residual", key)
             assert form is not None
-            left[form[1]][int(form[2]) : int(form[3])] += values
+            left[form[1]][int(form[2]) : int(form[3])] += values / (copies_at(form[4]) or 1)
     return left

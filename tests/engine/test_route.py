@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from typing import Any, ClassVar
 
 import pytest
@@ -20,9 +21,11 @@ from gradsync.compressors import ErrorFeedback, TopK, register
 from gradsync.compressors import State as CompressorState
 from gradsync.engine import Engine
 from gradsync.plan import Plan
-from gradsync.schemes import Route
+from gradsync.schemes import AllReduce, CompressedTwoWay, Route, Scheme
 from gradsync.steps import transfers
 from gradsync.timeline import Task
+from gradsync.trial import TURN_STEPS
+from tests.engine.conservation import left_to_send
 from tests.engine.models import Perceptron
 from tests.world import Ranks
 
@@ -74,6 +77,54 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> type[Watched]:
     ):
         monkeypatch.setattr(Watched, setting, value)
     return Watched
+
+
+def turns_between(group: LocalGroup, schemes: Sequence[Scheme[Any]]) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    """By parameter what came in, what was given out and what is left, after plans by these schemes took turns."""
+    parameters = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
+    specs = {name: TensorSpec.of(p) for name, p in parameters.items()}
+    cuts: list[list[list[str]]] = [[[name] for name in SHAPES], [list(SHAPES)]]
+    plans = [
+        Plan.make(specs, group.size, [(names, scheme) for names in cuts[number % 2]])
+        for number, scheme in enumerate(schemes)
+    ]
+    ours = Engine(parameters, group, lambda profiles, size: plans, timeout_s=20)
+    totals = {name: (torch.zeros(p.numel()), torch.zeros(p.numel())) for name, p in parameters.items()}
+    ran: set[str] = set()
+    for step in range(3 + 2 * TURN_STEPS * len(plans)):
+        brought = gradients(group.rank, step)
+        ours.begin()
+        ran.add(ours.plan.digest)
+        for name, gradient in brought.items():
+            ours.load(name, gradient.clone())
+        ours.finish()
+        for name, (came_in, came_out) in totals.items():
+            came_in.add_(brought[name].flatten())
+            came_out.add_(group.size * ours.unload(name, None, sparse=False).flatten())
+    assert ran == {plan.digest for plan in plans} and ours.settled
+    left = left_to_send(torch.nn.ParameterDict(parameters), ours.state_dict()["state"])
+    ours.close()
+    return {name: (*total, left[name]) for name, total in totals.items()}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("reduce_scatter", *GATHERED, "all_gather"),
+        ("reduce_scatter", "compress@{}", "all_to_all", "all_gather", "all_gather", "decompress@{}"),
+        ("reduce", *GATHERED, "broadcast"),
+        NESTED,
+    ],
+)
+@pytest.mark.parametrize("others", permutations((CompressedTwoWay(FEEDBACK), AllReduce())), ids=str)
+def test_nothing_is_lost_while_plans_with_routes_take_turns_with_others(
+    words: tuple[str, ...], others: tuple[Scheme[Any], ...]
+) -> None:
+    schemes = [Route(on(words, "offload"), FEEDBACK, 2), *others]
+    ranks = run_local(4, lambda group: turns_between(group, schemes), placement=Placement.regular(2, 2))
+    for name in SHAPES:
+        came_in, left = (sum(rank[name][part] for rank in ranks) for part in (0, 2))
+        torch.testing.assert_close(came_in - left, ranks[0][name][1], rtol=1e-4, atol=1e-3)
 
 
 def engine(group: LocalGroup, route: Route) -> Engine:

@@ -71,7 +71,7 @@ def test_one_rank_needs_no_search() -> None:
 
 def test_a_giant_that_takes_long_to_encode_goes_in_pieces_where_that_is_shorter() -> None:
     giant = ParameterProfile("giant", TensorSpec((1 << 21,), torch.float32), sparse=False, position=0)
-    slow = {f"{kernel}_{FEEDBACK.title}": KernelCost(1e-5, 2e-8) for kernel in ("compress", "decompress")}
+    slow = {FEEDBACK.kernel(kernel): KernelCost(1e-5, 2e-8) for kernel in ("compress", "decompress")}
     network = Network(CostModel(3e-4, 25e6, kernels=slow), Placement.one_per_node(4))
     here = Job((giant,), {"giant": 0.01}, 0.01, network)
     ways = ways_of(here, Constraints(lossy=(FEEDBACK,), always=True))

@@ -33,8 +33,11 @@ from gradsync.schemes import (
 )
 from gradsync.steps import FINISH, Compute
 
-COST = CostModel(3e-4, 25e6, kernels={"scale": KernelCost(1e-5, 1e-10)}, intra=Link(1e9, 1e-5), stage_s=1e-3)
 FEEDBACK = ErrorFeedback(BlockInt(8))
+LOW_RANK = [Way(PowerSGD(2), among=frozenset({"head.weight", "head.bias"}))]
+AT_MEMORY = ("round_values", "widen_values", FEEDBACK.kernel("compress"), FEEDBACK.kernel("decompress"))
+KERNELS = {"scale": KernelCost(1e-5, 1e-10), **dict.fromkeys(AT_MEMORY, KernelCost(0.0, 1e-10))}
+COST = CostModel(3e-4, 25e6, kernels=KERNELS, intra=Link(1e9, 1e-5), stage_s=1e-3)
 
 
 def dense(name: str, *shape: int, position: int, dtype: torch.dtype = torch.float32) -> ParameterProfile:
@@ -199,7 +202,7 @@ def test_errors_exempt_parameters_from_ways_that_lose_too_much() -> None:
 
 def test_large_gradients_in_pieces_make_a_plan_of_their_segments() -> None:
     here = job()
-    ways = ways_of(here, Constraints(lossy=(FEEDBACK, PowerSGD(2))))
+    ways = [*exact_ways(here), *LOW_RANK]
     whole = formulate(here, ways)
     cut = whole.in_pieces(1 << 17)
     names = [[name for name, _, _ in segments] for segments in cut.items]
@@ -217,5 +220,6 @@ def test_large_gradients_in_pieces_make_a_plan_of_their_segments() -> None:
 
 
 def test_what_only_takes_ways_that_depend_on_shapes_is_not_cut() -> None:
-    cut = formulate(job(), ways_of(job(), Constraints(lossy=(PowerSGD(2),), always=True))).in_pieces(1 << 10)
-    assert (("head.weight", 0, 512 * 256),) in cut.items
+    others = exact_ways(job(), besides=frozenset({"head.weight"}))
+    cut = formulate(job(), [*others, *LOW_RANK]).in_pieces(1 << 10)
+    assert (("head.weight", 0, 512 * 256),) in cut.items and (("body", 0, 256),) in cut.items

@@ -34,7 +34,7 @@ def test_alternatives_are_the_best_others_with_the_step_that_each_would_make() -
     weight, rest, half, tables = found.buckets
     assert weight.names == ("head.weight",) and weight.nbytes == 4 * 512 * 256
     steps = [other.step_s for other in weight.alternatives]
-    assert steps == sorted(steps) and len(steps) == 2, "two ways carry these payloads"
+    assert steps == sorted(steps) and len(steps) == 3, "two schemes and a route carry these payloads"
     two_way = next(o for o in weight.alternatives if isinstance(o.scheme, CompressedTwoWay))
     changed = plan.buckets[0].model_copy(update={"scheme": to_expression(two_way.scheme)})
     push_pull = [("0", "push"), ("0", "pull"), *plan.order[1:]]

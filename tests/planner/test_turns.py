@@ -19,7 +19,7 @@ from gradsync.steps import FINISH
 
 CODED = CompressedAllGather(ErrorFeedback(BlockInt(8)))
 SPEC = TensorSpec((1 << 20,), torch.float32)
-SLOW = {f"{kernel}_{CODED.compressor.title}": KernelCost(1e-5, 2e-8) for kernel in ("compress", "decompress")}
+SLOW = {CODED.compressor.kernel(kernel): KernelCost(1e-5, 2e-8) for kernel in ("compress", "decompress")}
 
 
 def job() -> Job:

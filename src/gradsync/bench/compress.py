@@ -216,7 +216,7 @@ def costs(timed: Sequence[Record]) -> list[Record]:
         samples = [(r.params["moved_bytes"], r.subject_s.median) for r in of_kernel if r.subject_s is not None]
         call_s, byte_s = fitted(samples)
         params = {"operation": kernel, "threads": timed[0].params["threads"], "data": DATA, "samples": len(samples)}
-        cost = FittedCost(kernel=f"{kernel}_{named.trained.title}", call_s=call_s, byte_s=byte_s)
+        cost = FittedCost(kernel=named.trained.kernel(kernel), call_s=call_s, byte_s=byte_s)
         records.append(record_without_times("cost", timed[0].subject, params, timed[0].seeds, cost=cost))
     return records
 

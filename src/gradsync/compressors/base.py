@@ -137,6 +137,10 @@ class Compressor(Nameable, ABC, Generic[P]):
         """What tells it from other compressors in a table."""
         return self.name
 
+    def kernel(self, what: str) -> str:
+        """What cost models call such work of it: other settings are another kernel, with costs of its own."""
+        return f"{what}_{self}"
+
     @property
     def agrees(self) -> bool:
         """Whether the ranks agree on something before they compress: see `observe`."""

@@ -13,8 +13,8 @@ from .joint import Certificate, certify, search
 from .options import Formulation, Way, formulate
 from .predict import predict
 from .problem import Solution
-from .reasons import polished
-from .simplify import AS_LONG, simplified
+from .reasons import WORTH_IT, polished
+from .simplify import simplified
 from .turns import with_best_turns
 from .ways import Constraints, exact_ways, ways_of
 
@@ -58,7 +58,7 @@ def _searched(job: Job, ways: Sequence[Way]) -> Searched:
         return as_they_are
     in_pieces = _solved(job, ways, cut)
     seconds = [predict(each.plan, job).seconds for each in (as_they_are, in_pieces)]
-    return in_pieces if AS_LONG * seconds[1] < seconds[0] else as_they_are
+    return in_pieces if seconds[1] < (1 - WORTH_IT) * seconds[0] else as_they_are
 
 
 def _solved(job: Job, ways: Sequence[Way], formulation: Formulation) -> Searched:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import isfinite
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..bucket import Bucket, Layout, Segment, TensorSpec
 from ..comm import LocalGroup, drive
-from ..schemes import Scheme, SchemeOrCompressor, ways
+from ..schemes import Route, Scheme, SchemeOrCompressor, ways
 from ..schemes.compressed import Compressed
 from ..state import at_step
 from .compressing import LATE
@@ -20,7 +21,14 @@ DRIVEN_S = 60.0  # a group of one rank waits for nobody
 
 def name_of(way: SchemeOrCompressor) -> str:
     """By which its errors are known: whoever carries a compressor's payloads, they are the compressor's."""
-    return str(way.compressor if isinstance(way, Compressed) else way)
+    return str(way.compressor if isinstance(way, Compressed | Route) and way.compressor is not None else way)
+
+
+def alone(way: SchemeOrCompressor) -> Scheme[Any]:
+    """What loses as much, and keeps the same, in a group of one rank."""
+    if isinstance(way, Route) and way.compressor is not None:
+        return ways(way.compressor)[0]
+    return way if isinstance(way, Scheme) else ways(way)[0]
 
 
 @torch.no_grad()
@@ -35,7 +43,7 @@ def relative_errors(candidates: Sequence[SchemeOrCompressor], name: str, gradien
         return {}
     found: dict[str, float] = {}
     for candidate in candidates:
-        scheme = candidate if isinstance(candidate, Scheme) else ways(candidate)[0]
+        scheme = alone(candidate)
         if scheme.exact or scheme.layout is not Layout.FLAT or name_of(candidate) in found:
             continue
         (group,) = LocalGroup.world(1)

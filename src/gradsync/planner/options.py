@@ -16,6 +16,7 @@ from ..bucket import FlatSpec, Layout, Segment, TensorSpec
 from ..density import ParameterProfile
 from ..plan import Plan
 from ..schemes import Scheme
+from ..schemes.tree import is_local
 from ..steps import COMPUTE, FINISH, Compute, Step, Transfer
 from ..timeline import Task
 from .compressing import LATE
@@ -86,10 +87,15 @@ class Formulation:
             stages = self.schemes[part.option].stages(self.world_size)
             transfers = tasks[str(number)]
             at_s = [task.start_s for task in transfers]
-            if len(at_s) != len(stages):  # what an option demands is not by stages: one after another
+            moving = [not is_local(stage) for stage in stages]
+            if len(at_s) != sum(moving):  # what an option demands is not by stages: one after another
                 at_s = [at_s[0] if at_s else 0.0] * len(stages)
+            elif not all(moving):  # work that is awaited is taken up where the transfer ahead of it ends
+                done = list(accumulate(moving))
+                begun = [transfers[max(number - 1, 0)] for number in done]
+                at_s = [t.start_s if moves else t.end_s for t, moves in zip(begun, moving, strict=True)]
             last = self.problem.options[part.option].chain[-1].resource
-            if transfers and last not in (Resource.INTRA, Resource.INTER):
+            if transfers and last not in (Resource.INTRA, Resource.INTER) and moving[-1]:
                 stages, at_s = (*stages, FINISH), [*at_s, max(transfers[-1].end_s, at_s[-1])]
             turns += [(at, number, place, stage) for place, (at, stage) in enumerate(zip(at_s, stages, strict=True))]
         return [(str(number), stage) for _, number, _, stage in sorted(turns)]
@@ -125,7 +131,7 @@ def formulate(job: Job, ways: Sequence[Way]) -> Formulation:
             allowed[place].add(len(options) - 1)
             continue
         for dtype, mine in _by_dtype(items, known, way).items():
-            shapes = [_flat(known[name]) if number in mine else None for number, (name, *_) in enumerate(items)]
+            shapes = [flat_of(known[name]) if number in mine else None for number, (name, *_) in enumerate(items)]
             options.append(_option(way.scheme, dtype, shapes, job.network))
             schemes.append(way.scheme)
             for number in mine:
@@ -168,7 +174,8 @@ def _by_dtype(
     return found
 
 
-def _flat(profile: ParameterProfile) -> TensorSpec:
+def flat_of(profile: ParameterProfile) -> TensorSpec:
+    """A bucket of its own, as schemes that go by shapes see it."""
     spec = profile.tensor
     return TensorSpec(
         (spec.numel,), spec.dtype, FlatSpec((Segment(profile.name, 0, spec.numel),), (spec.shape,), spec.dtype)
@@ -181,7 +188,7 @@ def _option_of_members(way: Way, members: Sequence[ParameterProfile], network: N
         specs, seen = tuple(p.tensor for p in members), tuple(p.density for p in members)
     else:
         (only,) = members
-        specs, seen = (_flat(only),), (only.elements,)
+        specs, seen = (flat_of(only),), (only.elements,)
     profiles = tuple(density for density in seen if density is not None)
     steps = way.scheme.steps(specs, profiles, network.placement, LATE)
     demands = [Demand(where, Curve.linear(seconds, 0.0)) for where, seconds in _chain(steps, network)]
@@ -216,7 +223,7 @@ def _option_by_shapes(scheme: Scheme[Any], flats: Sequence[TensorSpec | None], n
         amounts = tuple(_amount(steps[name]) if name in steps else 0.0 for steps in alone)
         seconds = [network.cost.seconds(_scaled(step, nbytes), network.placement) for nbytes in (0, *KNOTS_BYTES)]
         curve = Curve((0.0, *map(float, KNOTS_BYTES)), tuple(accumulate(seconds, max)))
-        demands.append(Demand(_resource(step, network), curve, amounts))
+        demands.append(Demand(resource_of(step, network), curve, amounts))
     return Option(scheme.title, tuple(demands))
 
 
@@ -238,7 +245,7 @@ def _chain(steps: Iterable[Step], network: Network) -> list[tuple[Resource, floa
     """(resource, seconds) of the steps; computations that follow one another on one resource are one."""
     found: list[tuple[Resource, float]] = []
     for step in steps:
-        where, seconds = _resource(step, network), network.cost.seconds(step, network.placement)
+        where, seconds = resource_of(step, network), network.cost.seconds(step, network.placement)
         if found and isinstance(step, Compute) and found[-1][0] is where:
             found[-1] = where, found[-1][1] + seconds
         else:
@@ -246,7 +253,8 @@ def _chain(steps: Iterable[Step], network: Network) -> list[tuple[Resource, floa
     return found
 
 
-def _resource(step: Step, network: Network) -> Resource:
+def resource_of(step: Step, network: Network) -> Resource:
+    """What serves the step."""
     if isinstance(step, Compute):  # what is not awaited the issuing thread does, on another core
         return Resource.COMPUTE if step.awaited and step.device == COMPUTE else Resource.OFFLOAD
     nodes = network.placement.nodes

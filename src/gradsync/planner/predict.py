@@ -6,6 +6,7 @@ the order of turns, and that cores and memory are shared.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,7 @@ from ..density import DensityProfile, joined
 from ..forecast import forecast
 from ..plan import BucketPlan, Plan
 from ..schemes import Scheme
-from ..steps import Step
+from ..steps import COMPUTE, OFFLOAD, Compute, Step
 from ..timeline import Task, covered_s
 from .compressing import LATE
 from .job import Job, Slowdown
@@ -49,25 +50,56 @@ def predict(plan: Plan, job: Job) -> Prediction:
 def played(plan: Plan, job: Job, steps: Mapping[str, Sequence[Step]]) -> Prediction:
     """What is predicted of a plan that fits the job; `steps` of each bucket."""
     exchange: list[Task] = []
-    for _ in range(ROUNDS if job.slowdown.matters else 1):
-        lasting = partial(_lasting, job.slowdown, _stretched(job.backward_s, exchange, job))
-        reached_s = {at_s: _stretched(at_s, exchange, job) for at_s in set(job.ready_s.values())}
-        ready_s = {b.id: max(reached_s[job.ready_s[name]] for name in b.names) for b in plan.buckets}
+    reached_s: dict[float, float] = {}
+    own_s = {bucket.id: max(job.ready_s[name] for name in bucket.names) for bucket in plan.buckets}
+    delayed = any(_delays(step) for todo in steps.values() for step in todo)
+    for _ in range(ROUNDS if job.slowdown.matters or delayed else 1):
+        delays = _delays_of(exchange, own_s, reached_s)
+        reached_s = {at_s: _stretched(at_s, exchange, delays, job) for at_s in {*job.ready_s.values(), job.backward_s}}
+        backward_s = reached_s[job.backward_s]
+        ready_s = {bucket: reached_s[at_s] for bucket, at_s in own_s.items()}
+        lasting = partial(_lasting, job.slowdown, backward_s)
         exchange = forecast(plan.order, steps, ready_s, job.network.cost, job.network.placement, lasting)
-    backward_s = _stretched(job.backward_s, exchange, job)
+    backward_s = _stretched(job.backward_s, exchange, _delays_of(exchange, own_s, reached_s), job)
     return Prediction((Task("backward", "compute", 0.0, backward_s), *exchange), backward_s)
 
 
-def _stretched(at_s: float, exchange: list[Task], job: Job) -> float:
+def _delays(step: Step) -> bool:
+    return isinstance(step, Compute) and step.awaited and step.device == COMPUTE
+
+
+def _delays_of(
+    exchange: Sequence[Task], ready_s: Mapping[str, float], reached_s: Mapping[float, float]
+) -> list[tuple[float, float]]:
+    """Work of the exchange on the thread of backward: at what backward had reached then, in its own time, and seconds.
+
+    `ready_s` of buckets in that time; `reached_s` are the times in which the exchange was played, by backward's own.
+    What a bucket begins with is done when it is ready, other work when a bucket is, or backward is over.
+    """
+    own_s = sorted(reached_s)
+    at_s = [reached_s[own] for own in own_s]
+    found, seen = [], set()
+    for task in exchange:
+        bucket = task.name.rpartition(":")[0]
+        if task.stream == COMPUTE:
+            place = max(bisect_right(at_s, task.start_s) - 1, 0)
+            found.append((own_s[place] if bucket in seen else ready_s[bucket], task.end_s - task.start_s))
+        seen.add(bucket)
+    return found
+
+
+def _stretched(at_s: float, exchange: Sequence[Task], delays: Sequence[tuple[float, float]], job: Job) -> float:
     """When backward reaches what it would reach `at_s` if it were alone."""
     slowdown, reached_s = job.slowdown, at_s
+    delayed_s = sum(seconds for own_s, seconds in delays if own_s < at_s)
     if not slowdown.matters:
-        return at_s
-    links, kernels = ([task for task in exchange if task.stream == stream] for stream in ("link", "kernel"))
+        return at_s + delayed_s
+    links = [task for task in exchange if task.stream == "link"]
+    kernels = [task for task in exchange if task.stream in ("kernel", OFFLOAD)]
     for _ in range(ROUNDS):
         by_link, by_kernel = covered_s(links, 0.0, reached_s), covered_s(kernels, 0.0, reached_s)
         lost_s = by_link * (1 - 1 / slowdown.backward_by_transfer) + by_kernel * (1 - 1 / slowdown.backward_by_kernel)
-        reached_s = at_s + lost_s
+        reached_s = at_s + delayed_s + lost_s
     return reached_s
 
 

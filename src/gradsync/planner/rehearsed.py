@@ -8,7 +8,7 @@ from typing import Any
 
 from ..bucket import Layout
 from ..cluster import Placement
-from ..compressors import BlockInt, Cast, Compressor, ErrorFeedback, ScaledSign, TopK
+from ..compressors import BlockInt, Cast, Compressor, ErrorFeedback, ScaledSign, Summand, TopK
 from ..fitting import fit_kernels
 from ..profile import KernelEstimate
 from ..schemes import (
@@ -19,6 +19,7 @@ from ..schemes import (
     HalfPrecision,
     PowerSGD,
     ReduceScatter,
+    Route,
     Scheme,
     SchemeOrCompressor,
     ways,
@@ -51,13 +52,22 @@ def flat_schemes(candidates: Sequence[SchemeOrCompressor]) -> list[Scheme[Any]]:
     """
     schemes: list[Scheme[Any]] = []
     for candidate in candidates:
-        if isinstance(candidate, Compressor):
+        if isinstance(candidate, Route):  # other nodes than here may be what it needs
+            schemes += [] if candidate.compressor is None else ways(candidate.compressor)
+        elif isinstance(candidate, Compressor):
             schemes += ways(candidate)
         elif isinstance(candidate, Scheme) and candidate.layout is Layout.FLAT:
             schemes.append(candidate)
         else:
             raise ValueError(f"candidates must be compressors, or schemes of flat buckets, got {candidate!r}")
     return schemes
+
+
+def _adding(candidates: Sequence[SchemeOrCompressor]) -> list[Route]:
+    """What adds payloads on their way, as routes do and no other scheme: one costs what all of them do."""
+    compressors = [candidate for candidate in candidates if isinstance(candidate, Compressor)]
+    able = [c for c in compressors if issubclass(c.payload, Summand) and not c.agrees and c.most_summands is None]
+    return [Route(("compress@compute", "all_to_all", "all_gather", "decompress@compute"), c) for c in able[:1]]
 
 
 def measured_kernels(
@@ -68,7 +78,7 @@ def measured_kernels(
     Where ranks share cores, all of them rehearse at once: a second of work takes longer than a second, as it will when
     they exchange gradients.
     """
-    dense = [AllReduce(), ReduceScatter(), *flat_schemes(candidates)]
+    dense = [AllReduce(), ReduceScatter(), *flat_schemes(candidates), *_adding(candidates)]
     began_s, began_cpu_s = time.perf_counter(), time.thread_time()
     samples = rehearse((*PLANNED, *INSIDE_NODES) if placement.is_hierarchy else PLANNED)
     dense_s = time.perf_counter()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import groupby
 from math import inf
 from typing import Any
@@ -11,12 +13,37 @@ from typing import Any
 from ..bucket import Layout, matches
 from ..compressors import Compressor, SparseMessage
 from ..density import ParameterProfile
-from ..schemes import CompressedTwoWay, Scheme, SchemeOrCompressor, ways
+from ..schemes import (
+    DEVICES,
+    WITH_SUMS,
+    CompressedAllGather,
+    CompressedAllReduce,
+    CompressedTwoWay,
+    LeafConstraints,
+    Scheme,
+    SchemeOrCompressor,
+    Sparsified,
+    ways,
+)
+from ..steps import OFFLOAD
+from .compressing import LATE
 from .default import found_schemes, in_ready_order, sparse_schemes, timed_schemes
 from .errors import name_of
 from .flat import dense_schemes
 from .job import Job
-from .options import Way
+from .options import Way, flat_of
+from .routes import routes_worth_it
+
+logger = logging.getLogger(__name__)
+
+ONE_LOSSY_STEP = LeafConstraints(most_compressions=1)
+
+_COMPRESS, _DECOMPRESS = f"compress@{OFFLOAD}", f"decompress@{OFFLOAD}"
+_SAME_AS: dict[type[Scheme[Any]], tuple[str, ...]] = {
+    CompressedAllGather: (_COMPRESS, "all_gather", _DECOMPRESS),
+    CompressedAllReduce: (_COMPRESS, "all_reduce", _DECOMPRESS),
+    CompressedTwoWay: (_COMPRESS, "all_to_all", _DECOMPRESS, _COMPRESS, "all_gather", _DECOMPRESS),
+}
 
 
 @dataclass(frozen=True)
@@ -26,6 +53,10 @@ class Constraints:
     `most_error` bounds, for each parameter, the root of the squared error that one step makes over the squared
     gradient, as `errors` has it by parameter and lossy way; without a figure the way is not allowed then. With error
     feedback a step's error is sent later, and without it is lost: the bound is for either.
+
+    `leaves`: which leaves of the decision tree a compressor's payloads may take, routes and the schemes that are the
+    same as a leaf. None: all the schemes, and routes that compress once: `errors` are those of one compression, another
+    one on the way, of sums, loses more than anything was measured of.
     """
 
     lossy: tuple[SchemeOrCompressor, ...] = ()
@@ -34,6 +65,7 @@ class Constraints:
     matrices_only: bool = False  # tensors of one dimension, as biases and norms, lose nothing
     most_error: float | None = None
     errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by parameter, by `name_of` a way
+    leaves: LeafConstraints | None = None
 
     def __post_init__(self) -> None:
         for way in self.lossy:
@@ -43,6 +75,10 @@ class Constraints:
             raise ValueError(f"Constraints.exact must be a tuple of names or patterns, got {self.exact!r}")
         if self.most_error is not None and not self.most_error >= 0:
             raise ValueError(f"Constraints.most_error must not be negative, got {self.most_error}")
+        if self.leaves is not None:
+            if not isinstance(self.leaves, LeafConstraints):
+                raise ValueError(f"Constraints.leaves must be LeafConstraints or None, got {self.leaves!r}")
+            WITH_SUMS.check_names(self.leaves)
 
     def require_names(self, names: Sequence[str]) -> None:
         """
@@ -67,8 +103,12 @@ class Constraints:
 def ways_of(job: Job, constraints: Constraints | None = None) -> list[Way]:
     """All ways of a job, exact ones first.
 
+    Of a compressor all schemes that may carry it, and the few routes that may save something beside them, see
+    `routes.py`. Where kernels were measured, a lossy way has only such kernels: what nobody measured is left out, and a
+    warning says so once.
+
     Raises:
-        ValueError: for an `exact` that no parameter matches.
+        ValueError: for an `exact` that no parameter matches, and for `leaves` that leave a compressor no way.
     """
     constraints = constraints or Constraints()
     constraints.require_names([p.name for p in job.profiles])
@@ -116,15 +156,66 @@ def _lossy_ways(job: Job, constraints: Constraints, besides: frozenset[str]) -> 
     for lossy in constraints.lossy:
         among = frozenset(p.name for p in job.profiles if constraints.allow(lossy, p)) - besides
         if among:
-            yield from (Way(scheme, among=among) for scheme in _schemes_of(lossy, job.world_size))
+            members = [p for p in job.profiles if p.name in among]
+            yield from (Way(scheme, among=among) for scheme in _schemes_of(lossy, members, job, constraints))
 
 
-def _schemes_of(lossy: SchemeOrCompressor, world_size: int) -> Iterable[Scheme[Any]]:
-    """Those that may carry a compressor's payloads. Owners do not compress sums of sparsifiers: sparse twice over."""
+def _schemes_of(
+    lossy: SchemeOrCompressor, members: Sequence[ParameterProfile], job: Job, constraints: Constraints
+) -> Iterator[Scheme[Any]]:
+    """What may carry a compressor's payloads. Owners do not compress sums of sparsifiers: sparse twice over."""
+    largest = max(members, key=lambda profile: profile.tensor.nbytes)
     if isinstance(lossy, Scheme):
-        return [lossy]
+        if _is_measured(lossy, largest, job):
+            yield lossy
+        return
     most = lossy.most_summands
-    if most is not None and world_size > most:
-        raise ValueError(f"{lossy.title} makes numbers of which {most} can be summed, there are {world_size} ranks")
+    if most is not None and job.world_size > most:
+        raise ValueError(f"{lossy.title} makes numbers of which {most} can be summed, there are {job.world_size} ranks")
     sparse = issubclass(lossy.payload, SparseMessage)
-    return [way for way in ways(lossy) if not (sparse and isinstance(way, CompressedTwoWay))]
+    leaves = constraints.leaves or ONE_LOSSY_STEP
+    legal = [way for way in ways(lossy) if not (sparse and isinstance(way, CompressedTwoWay))]
+    legal = [way for way in legal if constraints.leaves is None or _admits(leaves, way)]
+    schemes = [way for way in legal if _is_measured(way, largest, job)]
+    exact = () if constraints.always else dense_schemes(job.network.placement)
+    found = routes_worth_it(
+        lossy,
+        [*exact, *schemes],
+        job.network,
+        sum(profile.tensor.nbytes for profile in members),
+        largest.tensor.dtype,
+        leaves,
+    )
+    if not legal and not found:
+        raise ValueError(f"Constraints.leaves leave {lossy.title} no way, under {leaves}: loosen them")
+    yield from schemes
+    yield from found
+
+
+def _admits(leaves: LeafConstraints, scheme: Scheme[Any]) -> bool:
+    """Whether the leaf that a compressor's scheme is the same as is admitted, whichever core compresses.
+
+    `Sparsified` is none; it compresses once, among all ranks.
+    """
+    collectives = replace(leaves, without=tuple(name for name in leaves.without if name not in DEVICES))
+    if isinstance(scheme, Sparsified):
+        return leaves.most_compressions is None or leaves.most_compressions > 0
+    return collectives.admits(WITH_SUMS.parse(_SAME_AS[type(scheme)]))
+
+
+def _is_measured(scheme: Scheme[Any], member: ParameterProfile, job: Job) -> bool:
+    unknown = job.network.cost.unmeasured(scheme.steps((flat_of(member),), (), job.network.placement, LATE))
+    if unknown:
+        _say_unmeasured(scheme.title, unknown[0])
+    return not unknown
+
+
+@cache
+def _say_unmeasured(title: str, kernel: str) -> None:
+    """Once for each."""
+    logger.warning(
+        "%s is no way to plan with: nobody measured what %s takes here; measure the job with it among the candidates "
+        "(gradsync measure --compressor)",
+        title,
+        kernel,
+    )

@@ -98,7 +98,7 @@ class Compressed(Scheme[Tensor]):
             return ()
         nbytes = 4.0 * self.compressor.num_agreed(spec)
         return (
-            Compute(f"observe_{self.compressor.title}", float(spec.nbytes)),
+            Compute(self.compressor.kernel("observe"), float(spec.nbytes)),
             Transfer("agree", Pattern.ALL_GATHER, (nbytes,) * size),
         )
 
@@ -106,9 +106,9 @@ class Compressed(Scheme[Tensor]):
         return self.compressor.unchanged_since(round)
 
     def compute(self, what: str, spec: FlatSpec, payloads: int, round: int) -> Compute:
-        """Work on a tensor and so many payloads of it."""
+        """Work on a tensor and so many payloads of it, a call each."""
         nbytes = spec.nbytes + payloads * self.compressor.nbytes(spec, round)
-        return Compute(f"{what}_{self.compressor.title}", float(nbytes))
+        return Compute(self.compressor.kernel(what), float(nbytes), calls=payloads)
 
 
 @register
@@ -291,13 +291,14 @@ class CompressedTwoWay(Compressed):
         pushed = [float(message_nbytes(self.compressor.nbytes(each, round), behind)) for each in ranges]
         wide = kernels.accumulation_dtype(spec.dtype)
         pulled = [float(message_nbytes(self._sums.nbytes(_sums_of(each, wide), round))) for each in ranges]
+        sums = self._sums
         return (
-            self.compute("compress", spec, 1, round),
+            replace(self.compute("compress", spec, 1, round), calls=n),
             Transfer("push", Pattern.ALL_TO_ALL, tuple(pushed)),
             self.compute("decompress", ranges[0], n, round),
-            Compute(f"compress_{self._sums.title}", wide.itemsize * ranges[0].numel + pulled[0]),
+            Compute(sums.kernel("compress"), wide.itemsize * ranges[0].numel + pulled[0]),
             Transfer("pull", Pattern.ALL_GATHER, tuple(pulled)),
-            Compute(f"decompress_{self._sums.title}", spec.nbytes + sum(pulled)),
+            Compute(sums.kernel("decompress"), spec.nbytes + sum(pulled), calls=n),
         )
 
     def unchanged_since(self, round: int) -> int:

@@ -22,6 +22,7 @@ from ..sparse import SparseRows
 from ..steps import Compute, Step, Transfer
 from .base import Scheme
 from .compressed import Compressed
+from .route import Route
 from .tables import Tables
 
 RANKS = 4
@@ -102,9 +103,9 @@ def segments_s(scheme: Scheme[Any], inputs: Sequence[Any]) -> list[float]:
 
 def _ranks(scheme: Scheme[Any]) -> int:
     """How many rehearse it: others than usual where its compressor is made for them, or sums numbers of fewer."""
-    if not isinstance(scheme, Compressed):
+    compressor = scheme.compressor if isinstance(scheme, Compressed | Route) else None
+    if compressor is None:
         return RANKS
-    compressor = scheme.compressor
     return compressor.made_for_ranks or min(compressor.most_summands or RANKS, RANKS)
 
 

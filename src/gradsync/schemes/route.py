@@ -136,6 +136,24 @@ class Route(Scheme[Tensor]):
             assert self.compressor is not None
             raise ValueError(f"{self.compressor.title} cannot take this route: {error}") from None
 
+    def check_ranks(self, placement: Placement) -> None:
+        """
+        Raises:
+            ValueError: for nodes with another number of ranks, for more payloads than can be added, and for a
+                compressor that is made for other ranks than compress together.
+        """
+        legs = self.legs(placement.size**2, placement)
+        expected = None if self.compressor is None else self.compressor.made_for_ranks
+        if expected is None:
+            return
+        first = next(leg for leg in legs if leg.task.kind is Kind.COMP)
+        together = first.before.count(first.before[0]) // first.copies
+        if expected != together:
+            assert self.compressor is not None
+            raise ValueError(
+                f"{self.compressor.title} is made for {expected} ranks, {together} compress together: set its ranks"
+            )
+
     def stages(self, size: int) -> tuple[str, ...]:
         if size % self.ranks_per_node:
             raise ValueError(f"Route is planned for {self.ranks_per_node} ranks a node, there are {size} ranks")
@@ -174,13 +192,7 @@ class Route(Scheme[Tensor]):
                 state[point_name(leg)] = tuple(
                     compressor.init(spec_of(whole, piece, leg.point, leg.wide), stream) for piece in pieces
                 )
-        first = next(leg for leg in self.legs(group.size**2, group.placement) if leg.task.kind is Kind.COMP)
-        together = first.before.count(first.before[0]) // first.copies
-        expected = self.compressor.made_for_ranks
-        if expected is not None and expected != together:
-            raise ValueError(
-                f"{self.compressor.title} is made for {expected} ranks, {together} compress together: set its ranks"
-            )
+        self.check_ranks(group.placement)
         return state
 
     async def synchronize(self, x: Tensor, state: State, group: Group, scale: float) -> tuple[Tensor, State]:
@@ -284,11 +296,11 @@ class Route(Scheme[Tensor]):
             compressor, dense_nbytes = self.compressor_at(leg.point), first.numel * dtype_of(whole, leg.wide).itemsize
             specs = [spec_of(whole, piece, leg.point, leg.wide) for piece in after.pieces]
             if compressor.agrees:
-                yield Compute(f"observe_{compressor.title}", float(dense_nbytes), calls=len(specs))
+                yield Compute(compressor.kernel("observe"), float(dense_nbytes), calls=len(specs))
                 if not following.idle:
                     yield self._agreement(leg, following, whole, size)
             nbytes = dense_nbytes + sum(compressor.nbytes(spec, round) for spec in specs)
-            yield Compute(f"compress_{compressor.title}", float(nbytes), task.choice, len(specs), awaited=True)
+            yield Compute(compressor.kernel("compress"), float(nbytes), task.choice, len(specs), awaited=True)
             return
         if task.kind is Kind.DECOMP:
             compressor, wide = self.compressor_at(leg.point), self.is_wide_at(leg.point)
@@ -297,7 +309,7 @@ class Route(Scheme[Tensor]):
             dense_nbytes = first.numel * dtype_of(whole, leg.wide_after).itemsize
             calls = leg.bundle * len(specs)
             yield Compute(
-                f"decompress_{compressor.title}", float(dense_nbytes + payloads), task.choice, calls, awaited=True
+                compressor.kernel("decompress"), float(dense_nbytes + payloads), task.choice, calls, awaited=True
             )
             return
         if task.kind is Kind.COMM and leg.scales:

@@ -167,7 +167,7 @@ class Grammar:
         found = tuple(map(_scoped, self._derived(_Point((self.start,)), tuple(devices), {})))
         if constraints is None:
             return found
-        self._check_names(constraints, devices)
+        self.check_names(constraints, devices)
         left = tuple(leaf for leaf in found if constraints.admits(leaf))
         if not left:
             raise ValueError(
@@ -245,7 +245,11 @@ class Grammar:
                 opened = (*point.opened, collective) if kind.is_first else point.opened
                 yield Task(kind, collective), _Point(rest, opened)
 
-    def _check_names(self, constraints: LeafConstraints, devices: Collection[str]) -> None:
+    def check_names(self, constraints: LeafConstraints, devices: Collection[str] = DEVICES) -> None:
+        """
+        Raises:
+            ValueError: for constraints that name what there is not.
+        """
         there_are = [*devices, *dict.fromkeys(name for names in self.collectives.values() for name in names)]
         there_are += [name for name in dict.fromkeys(self.seconds.values()) if name not in there_are]
         for name in constraints.without:
@@ -261,6 +265,11 @@ def compressions(leaf: Leaf) -> int:
 def is_flat(leaf: Leaf) -> bool:
     """Whether its collectives are among all ranks."""
     return all(task.scope in (None, Scope.ALL) for task in leaf)
+
+
+def is_local(stage: str) -> bool:
+    """Whether a route's stage of this name is work of one rank alone."""
+    return stage.partition("@")[0] in (COMPRESS, DECOMPRESS)
 
 
 def words_of(leaf: Leaf) -> tuple[str, ...]:

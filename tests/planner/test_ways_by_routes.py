@@ -1,0 +1,246 @@
+"""Routes among the ways of a job: few, only what was measured; the search takes them where they pay."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from gradsync.bucket import TensorSpec
+from gradsync.cluster import Link, Placement
+from gradsync.comm import Ledger, LocalGroup, RecordingGroup, drive_in_turns
+from gradsync.compressors import QSGD, BlockInt, Cast, Compressor, ErrorFeedback, SharedBlockInt, TopK, dgc
+from gradsync.costs import CostModel, KernelCost
+from gradsync.density import ParameterProfile
+from gradsync.planner import ways as ways_module
+from gradsync.planner.candidates import searched
+from gradsync.planner.errors import relative_errors
+from gradsync.planner.job import Job
+from gradsync.planner.measure import Network
+from gradsync.planner.options import KNOTS_BYTES, Way, formulate
+from gradsync.planner.predict import predict, steps_of
+from gradsync.planner.problem import Part, Resource
+from gradsync.planner.rehearsed import flat_schemes, measured_kernels
+from gradsync.planner.routes import MOST_ROUTES
+from gradsync.planner.ways import Constraints, exact_ways, ways_of
+from gradsync.schemes import (
+    CompressedAllGather,
+    CompressedTwoWay,
+    LeafConstraints,
+    Route,
+    Scheme,
+    compressions,
+    is_flat,
+    ways,
+)
+from gradsync.steps import Compute, transfers
+
+FEEDBACK = ErrorFeedback(BlockInt(8))
+NODES = Placement.regular(2, 2)
+SLOW_BETWEEN = CostModel(1e-4, 10e6, intra=Link(5e9, 1e-6))
+QUICK = CostModel(1e-6, 1e15, intra=Link(1e15, 1e-6))
+WORK_S = 0.05
+ACROSS_COMPRESSED = ("reduce_scatter", "compress@{}", "all_gather")
+
+
+def job(cost: CostModel, placement: Placement = NODES, count: int = 6, numel: int = 1 << 18) -> Job:
+    profiles = tuple(
+        ParameterProfile(f"p{n}", TensorSpec((numel // 64, 64), torch.float32), sparse=False, position=n)
+        for n in range(count)
+    )
+    ready_s = {p.name: 0.001 * (p.position + 1) for p in profiles}
+    return Job(profiles, ready_s, 0.001 * count, Network(cost, placement))
+
+
+def routes_of(here: Job, compressor: Compressor[Any], **constraints: Any) -> list[Route]:
+    found = ways_of(here, Constraints(lossy=(compressor,), **constraints))
+    return [way.scheme for way in found if isinstance(way.scheme, Route)]
+
+
+@pytest.mark.parametrize("compressor", [FEEDBACK, ErrorFeedback(TopK(0.01)), Cast("bfloat16"), QSGD(7)], ids=str)
+def test_a_job_over_nodes_has_few_routes_which_compress_once_beside_all_schemes(compressor: Compressor[Any]) -> None:
+    here = job(SLOW_BETWEEN)
+    found = routes_of(here, compressor)
+    assert 0 < len(found) <= MOST_ROUTES and any(not is_flat(route.leaf) for route in found)
+    assert {compressions(route.leaf) for route in found} == {1} and {route.compressor for route in found} == {
+        compressor
+    }
+    schemes = [way.scheme for way in ways_of(here, Constraints(lossy=(compressor,)))]
+    sparse = isinstance(compressor, ErrorFeedback) and isinstance(compressor.compressor, TopK)
+    assert {w.name for w in ways(compressor) if not (sparse and isinstance(w, CompressedTwoWay))} <= {
+        s.name for s in schemes
+    }
+
+
+@pytest.mark.parametrize("placement", [NODES, Placement.one_per_node(4)], ids=("nodes", "flat"))
+def test_no_route_takes_as_long_as_another_way_on_every_resource_at_every_size(placement: Placement) -> None:
+    here = job(replace(SLOW_BETWEEN, memory_bytes_per_s=2e9), placement)
+    stated = formulate(here, ways_of(here, Constraints(lossy=(FEEDBACK,))))
+    demands = [
+        [
+            sum(demand.curve(nbytes) for demand in option.chain if demand.resource is resource)
+            for nbytes in KNOTS_BYTES
+            for resource in Resource
+        ]
+        for option in stated.problem.options
+    ]
+    seen = 0
+    for number, scheme in enumerate(stated.schemes):
+        if isinstance(scheme, Route):
+            seen += 1
+            for other, mine in enumerate(demands):
+                if other != number:
+                    assert any(a < b for a, b in zip(demands[number], mine, strict=True)), scheme.title
+    assert seen
+
+
+def test_a_slow_link_between_nodes_is_crossed_compressed_after_a_sum_inside_them() -> None:
+    here = job(SLOW_BETWEEN)
+    plan = searched(here, Constraints(lossy=(FEEDBACK,))).plan
+    schemes = [bucket.make_scheme() for bucket in plan.buckets]
+    assert all(isinstance(scheme, Route) for scheme in schemes)
+    for scheme in schemes:
+        assert scheme.tasks[:3] in {tuple(w.format(d) for w in ACROSS_COMPRESSED) for d in ("compute", "offload")}
+    flat_only = searched(here, Constraints(lossy=(FEEDBACK,), leaves=LeafConstraints(flat_only=True))).plan
+    assert predict(plan, here).seconds < 0.8 * predict(flat_only, here).seconds
+
+
+@pytest.mark.parametrize("placement", [NODES, Placement.one_per_node(4)], ids=("nodes", "flat"))
+def test_links_that_cost_nothing_are_crossed_exactly(placement: Placement) -> None:
+    plan = searched(job(QUICK, placement), Constraints(lossy=(FEEDBACK,))).plan
+    assert all(bucket.make_scheme().exact for bucket in plan.buckets)
+
+
+def test_the_plan_that_is_picked_sends_the_bytes_that_are_predicted() -> None:
+    here = job(SLOW_BETWEEN, count=3, numel=1 << 12)
+    plan = searched(here, Constraints(lossy=(FEEDBACK,), always=True)).plan
+    specs = {p.name: p.tensor for p in here.profiles}
+    assert any(isinstance(bucket.make_scheme(), Route) for bucket in plan.buckets)
+    for planned in plan.buckets:
+        bucket, scheme = planned.bucket(specs), planned.make_scheme()
+        groups = [RecordingGroup(group, Ledger()) for group in LocalGroup.world(4, NODES)]
+        states = [scheme.init(bucket, group) for group in groups]
+        inputs = [torch.randn(bucket.specs[0].numel) for _ in groups]
+        drive_in_turns(
+            [scheme.synchronize(x, s, group, 0.25) for x, s, group in zip(inputs, states, groups, strict=True)]
+        )
+        expected = transfers(steps_of(planned, scheme, here))
+        for rank, group in enumerate(groups):
+            assert group.ledger.sent_bytes == sum(transfer.sent_bytes(rank) for transfer in expected)
+
+
+def test_turns_of_a_route_are_where_its_transfers_begin_and_end() -> None:
+    """Not one bucket after the other: the next one is pushed while this one is on its way across."""
+    plan = searched(job(SLOW_BETWEEN), Constraints(lossy=(FEEDBACK,), always=True)).plan
+    place = {turn: number for number, turn in enumerate(plan.order)}
+    pushed, last = {}, {}
+    for bucket in plan.buckets:
+        stages = bucket.make_scheme().stages(4)
+        pushed[bucket.id], last[bucket.id] = place[bucket.id, stages[0]], place[bucket.id, stages[-1]]
+    first, second = list(pushed)[:2]
+    assert pushed[second] < last[first]
+
+
+def test_users_rule_leaves_out_by_name() -> None:
+    here = job(SLOW_BETWEEN)
+    flat = ways_of(here, Constraints(lossy=(FEEDBACK,), leaves=LeafConstraints(flat_only=True)))
+    assert all(is_flat(way.scheme.leaf) for way in flat if isinstance(way.scheme, Route))
+    once = ways_of(here, Constraints(lossy=(FEEDBACK,), leaves=LeafConstraints(most_compressions=1)))
+    names = {way.scheme.name for way in once}
+    assert CompressedAllGather.name in names and CompressedTwoWay.name not in names, "which compresses twice"
+    alone = routes_of(here, FEEDBACK, leaves=LeafConstraints(without=("compute",)))
+    assert alone and not any("@compute" in word for route in alone for word in route.tasks)
+
+
+def test_leaves_that_leave_nothing_or_name_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match="leave block_int with feedback no way, under most_compressions=0: loosen"):
+        ways_of(job(SLOW_BETWEEN), Constraints(lossy=(FEEDBACK,), leaves=LeafConstraints(most_compressions=0)))
+    with pytest.raises(ValueError, match="without names 'telepathy'; there are compute, offload, all_reduce"):
+        Constraints(leaves=LeafConstraints(without=("telepathy",)))
+    with pytest.raises(ValueError, match="leaves must be LeafConstraints or None, got 1"):
+        Constraints(leaves=1)  # type: ignore[arg-type]
+
+
+def test_sums_of_sparsifiers_are_not_compressed_even_where_two_compressions_may_be() -> None:
+    twice = LeafConstraints(most_compressions=2)
+    found = routes_of(job(SLOW_BETWEEN), ErrorFeedback(TopK(0.01)), leaves=twice)
+    assert found and {compressions(route.leaf) for route in found} == {1}
+
+
+@pytest.mark.parametrize("compressor", [SharedBlockInt(4), dgc(0.01, ranks=2)], ids=lambda c: c.title)
+def test_compressors_made_for_so_many_ranks_take_only_routes_of_as_many(compressor: Compressor[Any]) -> None:
+    for route in routes_of(job(SLOW_BETWEEN), compressor):
+        route.check_ranks(NODES)
+
+
+def kernels(*schemes: Scheme[Any]) -> dict[str, KernelCost]:
+    """Costs of all their kernels, on one node each."""
+    spec = TensorSpec((1 << 12,), torch.float32)
+    steps = [step for s in schemes for step in s.steps((spec,), (), Placement.one_per_node(4))]
+    return {step.kernel: KernelCost(1e-5, 1e-10) for step in steps if isinstance(step, Compute)}
+
+
+def test_what_nobody_measured_is_left_out_with_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    ways_module._say_unmeasured.cache_clear()
+    known = kernels(CompressedTwoWay(FEEDBACK))
+    here = job(replace(SLOW_BETWEEN, kernels=known))
+    with caplog.at_level(logging.WARNING):
+        found = [way.scheme for way in ways_of(here, Constraints(lossy=(FEEDBACK, ErrorFeedback(BlockInt(4)))))]
+    lossy = [scheme for scheme in found if not scheme.exact]
+    assert lossy and all(scheme.compressor == FEEDBACK for scheme in lossy)  # type: ignore[attr-defined]
+    assert not any(
+        task in scheme.tasks for scheme in lossy if isinstance(scheme, Route) for task in ("reduce_scatter",)
+    )
+    assert "nobody measured what compress_ErrorFeedback(compressor=BlockInt(bits=4" in caplog.text
+    everything = {**known, "sum_ranges": KernelCost(1e-5, 1e-10), "join_ranges": KernelCost(1e-5, 1e-10)}
+    assert any("reduce_scatter" in r.tasks for r in routes_of(job(replace(SLOW_BETWEEN, kernels=everything)), FEEDBACK))
+
+
+@pytest.mark.parametrize("compressor", [FEEDBACK, Cast("bfloat16"), ErrorFeedback(TopK(0.1))], ids=lambda c: c.title)
+def test_a_rehearsal_measures_all_kernels_of_a_compressor_s_routes(
+    compressor: Compressor[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gradsync.planner.rehearsed.PLANNED", ())
+    monkeypatch.setattr("gradsync.planner.rehearsed.INSIDE_NODES", ())
+    monkeypatch.setattr("gradsync.planner.rehearsed.NUMELS", (256, 1024, 4096))
+    measured = measured_kernels((compressor,), NODES, list)
+    cost = replace(SLOW_BETWEEN, kernels={name: KernelCost(1e-5, 1e-10) for name in measured})
+    assert routes_of(job(cost), compressor) == routes_of(
+        job(replace(cost, kernels={**cost.kernels, "any": KernelCost(1.0, 1.0)})), compressor
+    )
+    spec = TensorSpec((4096,), torch.float32)
+    for route in routes_of(job(SLOW_BETWEEN), compressor):
+        assert not cost.unmeasured(route.steps((spec,), (), NODES))
+
+
+def test_settings_of_a_compressor_are_kernels_of_their_own() -> None:
+    assert TopK(0.01).kernel("compress") != TopK(0.1).kernel("compress")
+    assert not kernels(CompressedAllGather(TopK(0.01))).keys() & kernels(CompressedAllGather(TopK(0.1))).keys()
+
+
+def test_a_route_that_is_asked_for_is_known_by_its_compressor_wherever_it_goes() -> None:
+    route = Route(("reduce_scatter", "compress@compute", "all_gather", "decompress@compute", "all_gather"), FEEDBACK, 2)
+    gradient = torch.randn(64)
+    assert relative_errors([route], "w", gradient) == relative_errors([FEEDBACK], "w", gradient) != {}
+    assert flat_schemes([route]) == list(ways(FEEDBACK))
+    assert [way.scheme for way in ways_of(job(SLOW_BETWEEN), Constraints(lossy=(route,)))][-1] == route
+
+
+def test_work_on_the_thread_of_backward_delays_what_is_ready_after_it() -> None:
+    words, count = ("compress@{}", "all_gather", "decompress@{}"), 7
+    slow = {FEEDBACK.kernel("compress"): KernelCost(WORK_S, 0.0), FEEDBACK.kernel("decompress"): KernelCost(0.0, 1e-15)}
+    here = job(replace(QUICK, kernels=slow), Placement.one_per_node(4), count=count)
+    expected = {}
+    for device in ("compute", "offload"):
+        route = Route(tuple(word.format(device) for word in words), FEEDBACK)
+        stated = formulate(here, [*exact_ways(here), Way(route)])
+        parts = [Part(item, item + 1, len(stated.schemes) - 1) for item in range(count)]
+        expected[device] = predict(stated.plan(parts), here)
+    assert expected["offload"].backward_s == pytest.approx(here.backward_s)
+    assert expected["compute"].backward_s == pytest.approx(here.backward_s + (count - 1) * WORK_S), "the last ends it"
+    began_s = [t.start_s for t in expected["compute"].tasks if t.name.endswith("compress@compute")][:count]
+    ready_s = sorted(here.ready_s.values())
+    assert began_s == pytest.approx([at_s + number * WORK_S for number, at_s in enumerate(ready_s)])
