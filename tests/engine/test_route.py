@@ -116,7 +116,9 @@ def turns_between(group: LocalGroup, schemes: Sequence[Scheme[Any]]) -> dict[str
         NESTED,
     ],
 )
-@pytest.mark.parametrize("others", permutations((CompressedTwoWay(FEEDBACK), AllReduce())), ids=str)
+@pytest.mark.parametrize(
+    "others", list(permutations((CompressedTwoWay(FEEDBACK), AllReduce()))), ids=("two-way", "all-reduce")
+)
 def test_nothing_is_lost_while_plans_with_routes_take_turns_with_others(
     words: tuple[str, ...], others: tuple[Scheme[Any], ...]
 ) -> None:

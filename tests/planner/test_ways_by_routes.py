@@ -11,17 +11,19 @@ import torch
 
 from gradsync.bucket import TensorSpec
 from gradsync.cluster import Link, Placement
-from gradsync.comm import Ledger, LocalGroup, RecordingGroup, drive_in_turns
+from gradsync.comm import LocalGroup, run_local
 from gradsync.compressors import QSGD, BlockInt, Cast, Compressor, ErrorFeedback, SharedBlockInt, TopK, dgc
 from gradsync.costs import CostModel, KernelCost
 from gradsync.density import ParameterProfile
+from gradsync.engine import Engine
+from gradsync.plan import Plan
 from gradsync.planner import ways as ways_module
 from gradsync.planner.candidates import searched
 from gradsync.planner.errors import relative_errors
 from gradsync.planner.job import Job
 from gradsync.planner.measure import Network
 from gradsync.planner.options import KNOTS_BYTES, Way, formulate
-from gradsync.planner.predict import predict, steps_of
+from gradsync.planner.predict import predict
 from gradsync.planner.problem import Part, Resource
 from gradsync.planner.rehearsed import flat_schemes, measured_kernels
 from gradsync.planner.routes import MOST_ROUTES
@@ -36,7 +38,7 @@ from gradsync.schemes import (
     is_flat,
     ways,
 )
-from gradsync.steps import Compute, transfers
+from gradsync.steps import Compute
 
 FEEDBACK = ErrorFeedback(BlockInt(8))
 NODES = Placement.regular(2, 2)
@@ -114,22 +116,29 @@ def test_links_that_cost_nothing_are_crossed_exactly(placement: Placement) -> No
     assert all(bucket.make_scheme().exact for bucket in plan.buckets)
 
 
-def test_the_plan_that_is_picked_sends_the_bytes_that_are_predicted() -> None:
-    here = job(SLOW_BETWEEN, count=3, numel=1 << 12)
-    plan = searched(here, Constraints(lossy=(FEEDBACK,), always=True)).plan
-    specs = {p.name: p.tensor for p in here.profiles}
+def synchronised(group: LocalGroup, plan: Plan, here: Job) -> list[torch.Tensor]:
+    """The last of two steps' gradients, of an engine that takes the plan's turns."""
+    parameters = {p.name: torch.nn.Parameter(torch.zeros(p.tensor.shape)) for p in here.profiles}
+    ours = Engine(parameters, group, plan, timeout_s=20)
+    generator = torch.Generator().manual_seed(group.rank)
+    for _ in range(2):
+        ours.begin()
+        for name, parameter in parameters.items():
+            ours.load(name, torch.randn(parameter.shape, generator=generator))
+        ours.finish()
+    results = [ours.unload(name, None, sparse=False).clone() for name in parameters]
+    assert all(bucket.sent_bytes == bucket.predicted_bytes > 0 for bucket in ours.statistics())
+    ours.close()
+    return results
+
+
+@pytest.mark.parametrize("without", [(), ("compute",), ("offload",)], ids=str)
+def test_the_plan_that_is_picked_runs_and_sends_the_bytes_that_are_predicted(without: tuple[str, ...]) -> None:
+    here = job(SLOW_BETWEEN, count=5, numel=1 << 14)
+    plan = searched(here, Constraints((FEEDBACK,), always=True, leaves=LeafConstraints(1, without))).plan
     assert any(isinstance(bucket.make_scheme(), Route) for bucket in plan.buckets)
-    for planned in plan.buckets:
-        bucket, scheme = planned.bucket(specs), planned.make_scheme()
-        groups = [RecordingGroup(group, Ledger()) for group in LocalGroup.world(4, NODES)]
-        states = [scheme.init(bucket, group) for group in groups]
-        inputs = [torch.randn(bucket.specs[0].numel) for _ in groups]
-        drive_in_turns(
-            [scheme.synchronize(x, s, group, 0.25) for x, s, group in zip(inputs, states, groups, strict=True)]
-        )
-        expected = transfers(steps_of(planned, scheme, here))
-        for rank, group in enumerate(groups):
-            assert group.ledger.sent_bytes == sum(transfer.sent_bytes(rank) for transfer in expected)
+    first, *others = run_local(4, lambda group: synchronised(group, plan, here), placement=NODES)
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
 def test_turns_of_a_route_are_where_its_transfers_begin_and_end() -> None:
