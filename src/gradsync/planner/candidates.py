@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ..plan import Plan
@@ -18,6 +18,8 @@ from .simplify import simplified
 from .ways import Constraints, exact_ways, ways_of
 
 MOST_TRIED = 4
+
+Search = Callable[[Job, Constraints], Sequence[Plan]]  # plans of a measured job that are to be tried, at least one
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from ..density import DensityProfile, joined
 from ..forecast import forecast
 from ..plan import BucketPlan, Plan
 from ..schemes import Scheme
-from ..steps import Step
+from ..steps import Compute, Step
 from ..timeline import Task, covered_s
 from .compressing import LATE
 from .job import Job
@@ -67,6 +67,17 @@ def _stretched(at_s: float, exchange: list[Task], job: Job) -> float:
         lost_s = by_link * (1 - 1 / slowdown.backward_by_transfer) + by_kernel * (1 - 1 / slowdown.backward_by_kernel)
         reached_s = at_s + lost_s
     return reached_s
+
+
+def kernels_of(plan: Plan, job: Job) -> set[str]:
+    """By the names under which a cost model knows them.
+
+    Raises:
+        ValueError: for a plan that does not fit the job.
+    """
+    plan.check({p.name: p.tensor for p in job.profiles}, job.world_size)
+    steps = (step for bucket in plan.buckets for step in steps_of(bucket, bucket.make_scheme(), job))
+    return {step.kernel for step in steps if isinstance(step, Compute)}
 
 
 def steps_of(bucket: BucketPlan, scheme: Scheme[Any], job: Job) -> list[Step]:
