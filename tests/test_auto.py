@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import nn
 
 import gradsync
-from gradsync import auto
 from gradsync.auto import AutoPlanner
-from gradsync.bucket import TensorSpec
+from gradsync.bucket import Layout, TensorSpec
 from gradsync.compressors import ErrorFeedback, Signum, TopK, dgc
 from gradsync.density import ParameterProfile
-from gradsync.planner import Constraints, Job, rehearsed
+from gradsync.planner import Constraints, Job, Search, candidate_plans, rehearsed
+from gradsync.planner.rival_plans import counted_cuts_plans, layerwise_plans
 from gradsync.recording import Recorder, recording
 from gradsync.schemes import MajorityVote
 from gradsync.trial import ROUNDS, TURN_STEPS
@@ -91,20 +91,10 @@ def test_gradients_are_means_until_one_plan_stays_on_all_ranks(world: World, mak
     assert found[0][1] > WARMUP + 2 * MEASURED
 
 
-@contextmanager
-def slow_links() -> Iterator[None]:
-    """Inside, plans are searched as if a link carried 100 kB/s: what compresses is worth a try."""
-    usual = auto.candidate_plans
-
-    def plans(job: Job, constraints: Constraints) -> list[gradsync.Plan]:
-        slow = replace(job.network, cost=replace(job.network.cost, bandwidth_bytes_per_s=1e5))
-        return usual(replace(job, network=slow), constraints)
-
-    auto.candidate_plans = plans
-    try:
-        yield
-    finally:
-        auto.candidate_plans = usual
+def on_slow_links(job: Job, constraints: Constraints) -> list[gradsync.Plan]:
+    """Plans as if a link carried 100 kB/s: what compresses is worth a try."""
+    slow = replace(job.network, cost=replace(job.network.cost, bandwidth_bytes_per_s=1e5))
+    return candidate_plans(replace(job, network=slow), constraints)
 
 
 class Convolution(nn.Module):
@@ -119,12 +109,12 @@ class Convolution(nn.Module):
 
 
 @quickly()
-@slow_links()
 def loses_nothing_for_good(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     model = make()
     alone = copy.deepcopy(model)
-    handle = gradsync.attach(model, plan=AutoPlanner(Constraints((TOP,)), steps=MEASURED, warmup=WARMUP), timeout=20)
+    planner = AutoPlanner(Constraints((TOP,)), steps=MEASURED, warmup=WARMUP, search=on_slow_links)
+    handle = gradsync.attach(model, plan=planner, timeout=20)
     came_in, came_out = ({n: torch.zeros_like(p) for n, p in model.named_parameters()} for _ in range(2))
     ran: dict[str, bool] = {}
     for step in range(LONGEST + 5):
@@ -187,32 +177,138 @@ def test_jobs_that_some_rank_cannot_measure_keep_the_default_plan(
     assert len(set(world(2).run(stays_by_default, deterministic, recorded))) == 1
 
 
+def no_plans(job: Job, constraints: Constraints) -> list[gradsync.Plan]:
+    raise ValueError("nothing will do")
+
+
 @quickly()
 def no_plan_is_found() -> bool:
-    usual = auto.candidate_plans
-    auto.candidate_plans = _raise
-    try:
-        torch.manual_seed(0)
-        model = Perceptron()
-        handle = gradsync.attach(model, plan=AutoPlanner(steps=MEASURED, warmup=WARMUP), timeout=20)
-        for step in range(WARMUP + 2):
-            gradients(model, step, dist.get_rank())
-        present = handle.plan.digest
-        for step in range(LONGEST):
-            gradients(model, step, dist.get_rank())
-        same = handle.settled and handle.plan.digest == present
-        handle.detach()
-        return same
-    finally:
-        auto.candidate_plans = usual
-
-
-def _raise(*arguments: object) -> list[gradsync.Plan]:
-    raise ValueError("nothing will do")
+    torch.manual_seed(0)
+    model = Perceptron()
+    handle = gradsync.attach(model, plan=AutoPlanner(steps=MEASURED, warmup=WARMUP, search=no_plans), timeout=20)
+    for step in range(WARMUP + 2):
+        gradients(model, step, dist.get_rank())
+    present = handle.plan.digest
+    for step in range(LONGEST):
+        gradients(model, step, dist.get_rank())
+    same = handle.settled and handle.plan.digest == present
+    handle.detach()
+    return same
 
 
 def test_training_goes_on_where_no_plan_is_found(world: World) -> None:
     assert world(2).run(no_plan_is_found) == [True, True]
+
+
+@quickly()
+def must_plan_and_cannot() -> list[str]:
+    """What is raised, on this rank, and that another model can be measured after it."""
+    said = []
+    for search in (no_plans, lambda job, constraints: []):
+        model = Perceptron()
+        planner = AutoPlanner(steps=MEASURED, warmup=WARMUP, search=search, must_plan=True)
+        handle = gradsync.attach(model, plan=planner, timeout=20)
+        try:
+            for step in range(LONGEST):
+                gradients(model, step, dist.get_rank())
+        except RuntimeError as error:
+            said.append(str(error))
+        handle.detach()
+    model = Perceptron()
+    handle = gradsync.attach(model, plan=AutoPlanner(steps=MEASURED, warmup=WARMUP), timeout=20)
+    try:
+        gradsync.attach(other := Perceptron(), plan=AutoPlanner(must_plan=True), timeout=20)
+    except RuntimeError as error:
+        said.append(str(error))
+    gradsync.attach(other, timeout=20).detach()
+    for step in range(LONGEST):
+        gradients(model, step, dist.get_rank())
+    assert handle.settled and handle.profile is not None
+    handle.detach()
+    return said
+
+
+def test_a_job_that_must_be_planned_for_and_cannot_raises_on_all_ranks_and_measures_no_longer(world: World) -> None:
+    for said in world(2).run(must_plan_and_cannot):
+        assert said == [
+            "no plan was found: ValueError: nothing will do",
+            "no plan was found: the search returned none",
+            "the job cannot be measured: another model is being measured or recorded",
+        ]
+
+
+@quickly()
+def runs_what_a_search_finds() -> tuple[list[list[str]], float]:
+    """By a compressor with momentum: names in the buckets, and how far the first step by it is from the means."""
+    torch.manual_seed(0)
+    model = Perceptron()
+    alone = copy.deepcopy(model)
+    lossy = dgc(1.0, momentum=0.0)  # keeps state of its own, and loses nothing
+    constraints = Constraints((lossy,), always=True, matrices_only=True)
+    planner = AutoPlanner(constraints, steps=MEASURED, warmup=WARMUP, search=counted_cuts_plans(2), must_plan=True)
+    handle = gradsync.attach(model, plan=planner, timeout=20)
+    step = 0
+    while not handle.settled:
+        gradients(model, step, dist.get_rank())
+        step += 1
+    mine = gradients(model, step, dist.get_rank())
+    means = [gradients(alone, step, rank) for rank in range(dist.get_world_size())]
+    worst = max(
+        float((mine[name] - torch.stack([of_rank[name] for of_rank in means]).mean(dim=0)).abs().max())
+        for name in mine
+        if mine[name].numel()
+    )
+    names = [bucket.names for bucket in handle.plan.buckets if not bucket.make_scheme().exact]
+    handle.detach()
+    return names, worst
+
+
+def test_the_plan_of_another_search_runs_with_momentum_too_where_all_that_may_be_is_compressed(world: World) -> None:
+    (names, worst), other = world(2).run(runs_what_a_search_finds)
+    assert other[0] == names and len(names) == 2
+    assert {name for bucket in names for name in bucket} == {f"layers.{n}.weight" for n in (0, 2, 4)} | {"nothing"}
+    assert worst < 1e-6
+
+
+class DenseTable(nn.Module):
+    """A table whose gradients are of dense layout, and mostly zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20_000, 16)
+        self.body = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(self.table((x.abs() * 50).long() % 200)).mean(dim=1)
+
+
+@quickly()
+def compresses_no_rows(search: Search) -> tuple[dict[str, str], float]:
+    torch.manual_seed(0)
+    model = DenseTable()
+    alone = copy.deepcopy(model)
+    constraints = Constraints((TOP,), always=True)
+    planner = AutoPlanner(constraints, steps=MEASURED, warmup=WARMUP, search=search, must_plan=True)
+    handle = gradsync.attach(model, plan=planner, timeout=20)
+    step = 0
+    while not handle.settled:
+        gradients(model, step, dist.get_rank())
+        step += 1
+    worst = 0.0
+    for number in range(step, step + 3):
+        mine = gradients(model, number, dist.get_rank())["table.weight"]
+        means = [gradients(alone, number, rank)["table.weight"] for rank in range(dist.get_world_size())]
+        worst = max(worst, float((mine - torch.stack(means).mean(dim=0)).abs().max()))
+    schemes = {name: bucket.make_scheme() for bucket in handle.plan.buckets for name in bucket.names}
+    handle.detach()
+    return {name: scheme.layout.value if scheme.exact else "lossy" for name, scheme in schemes.items()}, worst
+
+
+@pytest.mark.parametrize("search", [candidate_plans, layerwise_plans])
+def test_dense_gradients_found_sparse_by_rows_lose_nothing_where_all_others_do(world: World, search: Search) -> None:
+    for ways, worst in world(2).run(compresses_no_rows, search):
+        assert ways == {"table.weight": Layout.ROWS.value, "body.weight": "lossy", "body.bias": "lossy"}
+        assert worst < 1e-6
 
 
 def test_what_cannot_be_planned_for_is_refused_when_the_planner_is_made() -> None:

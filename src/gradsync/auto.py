@@ -25,7 +25,7 @@ from .engine import Engine
 from .measurement import Measurement
 from .plan import Plan
 from .planner import default_plan
-from .planner.candidates import candidate_plans
+from .planner.candidates import Search, candidate_plans
 from .planner.errors import alone
 from .planner.job import Job
 from .planner.rehearsed import CANDIDATES
@@ -49,9 +49,15 @@ class AutoPlanner:
     `torch.use_deterministic_algorithms` is on: timing decides. Where no plan can be made of what was measured, the
     present one stays, and a warning says why.
 
+    `search` makes the plans that are tried, of a `Job` and the constraints, on rank 0; it may take as long as ranks
+    wait for each other. `gradsync.planner.rival_plans` has others' searches. `must_plan`: where nothing can be measured
+    or no plan be made, all ranks raise.
+
     Raises:
-        ValueError: when made, for settings out of their range and compressors with momentum, which a plan that does not
-            compress has no place for; when asked for a plan, for an `exact` that no parameter matches.
+        ValueError: when made, for settings out of their range, and compressors with momentum, which a plan that does
+            not compress has no place for: allowed as the only way, `always` taken; when asked for a plan, for an
+            `exact` that no parameter matches.
+        RuntimeError: with `must_plan`, from `attach` or a backward.
 
     Example:
         >>> lossy = (ErrorFeedback(BlockInt(8)), HalfPrecision())       # doctest: +SKIP
@@ -60,12 +66,20 @@ class AutoPlanner:
     """
 
     def __init__(
-        self, constraints: Constraints | None = None, *, steps: int = STEPS, warmup: int = WARMUP_STEPS
+        self,
+        constraints: Constraints | None = None,
+        *,
+        steps: int = STEPS,
+        warmup: int = WARMUP_STEPS,
+        search: Search = candidate_plans,
+        must_plan: bool = False,
     ) -> None:
         self.constraints = constraints or Constraints()
         self.steps, self.warmup = steps, warmup
-        for lossy in self.constraints.lossy:
-            _require_only_residuals(lossy)
+        self.search, self.must_plan = search, must_plan
+        if not (self.constraints.always and len(self.constraints.lossy) == 1):
+            for lossy in self.constraints.lossy:
+                _require_only_residuals(lossy)
         self._measurement()  # raises for wrong settings
         self._measuring: weakref.WeakKeyDictionary[Engine, ExitStack] = weakref.WeakKeyDictionary()
         self._profiles: weakref.WeakKeyDictionary[Engine, Profile] = weakref.WeakKeyDictionary()
@@ -79,6 +93,8 @@ class AutoPlanner:
         """Measures the coming steps and proposes plans after them; whether it does."""
         why_not = _why_not(engine)
         if why_not:
+            if self.must_plan:
+                raise RuntimeError(f"the job cannot be measured: {why_not}")
             logger.info("the default plan stays: %s", why_not)
             return False
         stack = ExitStack()
@@ -102,15 +118,21 @@ class AutoPlanner:
 
     def _propose(self, engine: Engine, profile: Profile) -> None:
         self.close(engine)
-        mine = b"[]"
+        plans: list[str] = []
+        why_none = ""
         if engine.group.rank == 0:  # on another processor the same sums may round differently
             try:
-                plans = candidate_plans(Job.of(profile), self.constraints)
-                mine = json.dumps([plan.to_json() for plan in plans]).encode()
-            except Exception:
-                logger.warning("no plan was found; the present one stays", exc_info=True)
+                plans = [plan.to_json() for plan in self.search(Job.of(profile), self.constraints)]
+            except Exception as error:
+                why_none = f"{type(error).__name__}: {error}"
+                if not self.must_plan:
+                    logger.warning("no plan was found; the present one stays", exc_info=True)
+        mine = json.dumps([why_none, plans]).encode()
         texts = engine.call("the plans", lambda group: gather_bytes(group, mine, engine.timeout_s))
-        found = [Plan.from_json(text) for text in json.loads(texts[0])]
+        why_none, plans = json.loads(texts[0])
+        if self.must_plan and not plans:
+            raise RuntimeError(f"no plan was found: {why_none or 'the search returned none'}")
+        found = [Plan.from_json(text) for text in plans]
         # A plan that was proposed before stays unless another one is clearly faster.
         present = [engine.plan] if engine in self._profiles or not found else []
         self._profiles[engine] = profile

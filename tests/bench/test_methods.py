@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsync.bench.methods import AUTOMATIC, METHODS, TORCH_SPARSE
+from gradsync.bench.automatic import AUTOMATIC
+from gradsync.bench.methods import METHODS, TORCH_SPARSE
 from tests.world import Ranks, new_oracle_group
 
 ROWS, WIDTH, STEPS = 40, 8, 4  # PowerSGD compresses from its third step on

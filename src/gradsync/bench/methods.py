@@ -22,11 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..attach import Attachment, attach
 from ..auto import AutoPlanner
-from ..compressors import BlockInt, ErrorFeedback, TopK
 from ..planner import SPARSE_SCHEMES as PLANNED_SCHEMES
-from ..planner.ways import Constraints
-from ..schemes import HalfPrecision, PowerSGD, Scheme
+from ..schemes import Scheme
 from . import compressors
+from .automatic import AUTOMATIC, ENDINGS_IN_WORDS, Automatic, automatic
 from .plans import DENSE_SCHEMES, lossy_planner, planned
 
 ONE_BUCKET_MB = 1 << 20  # larger than any model here: DDP then puts everything into one bucket
@@ -36,13 +35,15 @@ ONE_BUCKET_MB = 1 << 20  # larger than any model here: DDP then puts everything 
 class Method:
     """How a model is wrapped; a rank that waits for the others longer than the timeout raises.
 
-    `sparse`: embeddings give sparse gradients. `exact`: equal to the fp32 mean.
+    `sparse`: embeddings give sparse gradients. `exact`: equal to the fp32 mean. `lossy`: what gradsync sends dense
+    gradients by, by its name, where that is one thing: optimisers are fitted to it.
     """
 
     name: str
     sparse: bool
     exact: bool
     wrap: Callable[[nn.Module, timedelta], tuple[nn.Module, Attachment | None]]
+    lossy: str | None = None
 
 
 def bf16_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
@@ -110,9 +111,13 @@ def _gradsync(model: nn.Module, timeout: timedelta, *, plan: Any = None) -> tupl
     return model, attach(model, plan=plan, timeout=timeout)
 
 
-def _automatic(constraints: Constraints, model: nn.Module, timeout: timedelta) -> tuple[nn.Module, Attachment]:
+def _automatic(planner: Callable[[int], AutoPlanner], model: nn.Module, timeout: timedelta) -> Any:
     """A planner of its own for each model: it keeps what it measures."""
-    return model, attach(model, plan=AutoPlanner(constraints), timeout=timeout)
+    return _gradsync(model, timeout, plan=planner(dist.get_world_size()))
+
+
+def planning(name: str, of: Automatic) -> Method:
+    return Method(name, True, of.exact, partial(_automatic, of.planner), of.lossy)
 
 
 def lossy(name: str, momentum: float = 0.0) -> Method:
@@ -123,24 +128,12 @@ def lossy(name: str, momentum: float = 0.0) -> Method:
     Raises:
         ValueError: for an unknown name, or a number that its compressor does not take.
     """
-    return Method(name, True, False, partial(_gradsync, plan=lossy_planner(name, momentum)))
+    return Method(name, True, False, partial(_gradsync, plan=lossy_planner(name, momentum)), name)
 
 
 def _powersgd(rank: int) -> Callable[[dist.ProcessGroup], powerSGD_hook.PowerSGDState]:
     return partial(powerSGD_hook.PowerSGDState, matrix_approximation_rank=rank, start_powerSGD_iter=2)
 
-
-HALF = HalfPrecision(values="bfloat16")
-MOST_ERROR = 0.1  # of a gradient's norm that `auto` may change: 16 and 8 bits do less, one bit and 1 % mostly more
-
-# What `plan="auto"` is allowed: all that loses little; nothing; 16 bits, where only the cuts are its own.
-AUTOMATIC: dict[str, Constraints] = {
-    "auto": Constraints(
-        (HALF, ErrorFeedback(BlockInt(8)), PowerSGD(2), ErrorFeedback(TopK(0.01))), most_error=MOST_ERROR
-    ),
-    "auto_exact": Constraints(),
-    "bf16_cuts": Constraints((HALF,), always=True),
-}
 
 # Measured beside the planner's choice, by the names of plans.
 SPARSE_SCHEMES: dict[str, Scheme[Any]] = {s.name: s for s in PLANNED_SCHEMES}
@@ -166,7 +159,7 @@ METHODS: dict[str, Method] = {
             for r in (1, 2, 4)
         ),
         Method("gradsync_dense", False, True, _gradsync),
-        *(Method(n, True, not each.lossy, partial(_automatic, each)) for n, each in AUTOMATIC.items()),
+        *(planning(name, each) for name, each in AUTOMATIC.items()),
         *(Method(n, True, True, partial(_gradsync, plan=partial(planned, s))) for n, s in SPARSE_SCHEMES.items()),
         *map(lossy, DENSE_SCHEMES),
     )
@@ -178,17 +171,21 @@ DDP = "ddp"  # the best of the bucket sweep, picked before the methods are judge
 DDP_SWEEP = ("ddp_default", "ddp_1mb", "ddp_100mb", "ddp_one_bucket")
 
 
-def method(name: str) -> Method:
-    """The method of this name: one of `METHODS`, or gradsync with a compressor.
+def method(name: str, momentum: float = 0.0) -> Method:
+    """The method of this name: one of `METHODS`, gradsync with a compressor, or with a search for one.
+
+    `momentum`: what `fit_optimizer` took from the optimiser.
 
     Raises:
         ValueError: for an unknown name, listing the names there are, or a number that its compressor does not take.
     """
-    if name in METHODS:
+    if name in METHODS and not momentum:
         return METHODS[name]
-    if not compressors.is_known(name):
+    if (planned_for := automatic(name, momentum)) is not None:
+        return planning(name, planned_for)
+    if name not in DENSE_SCHEMES and not compressors.is_known(name):
         raise ValueError(
-            f"unknown method {name!r}; there are {', '.join(METHODS)} and {DDP} (the best of the bucket sweep), and "
-            f"compressors: {compressors.NAMES_IN_WORDS}"
+            f"unknown method {name!r}; there are {', '.join(METHODS)} and {DDP} (the best of the bucket sweep), "
+            f"compressors: {compressors.NAMES_IN_WORDS}; and searches: {ENDINGS_IN_WORDS}"
         )
-    return lossy(name)
+    return lossy(name, momentum)

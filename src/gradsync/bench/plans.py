@@ -42,13 +42,13 @@ def lossy_planner(name: str, momentum: float = 0.0) -> CompressingPlanner:
     return CompressingPlanner(partial(_among, name, momentum), matrices_only=matrices_only)
 
 
-def lossy_of(name: str, world_size: int) -> SchemeOrCompressor:
+def lossy_of(name: str, world_size: int, momentum: float = 0.0) -> SchemeOrCompressor:
     """The scheme or compressor of this name, as it trains, on so many ranks.
 
     Raises:
         ValueError: for an unknown name, or a number that the compressor does not take.
     """
-    return DENSE_SCHEMES[name] if name in DENSE_SCHEMES else compressors.named(name, summands=world_size).trained
+    return DENSE_SCHEMES[name] if name in DENSE_SCHEMES else _among(name, momentum, world_size)
 
 
 def _among(name: str, momentum: float, world_size: int) -> Compressor[Any]:

@@ -23,10 +23,10 @@ from .. import workloads
 from ..attach import Attachment
 from ..lab.counters import interface_bytes
 from ..planner import Job
-from ..planner.predict import predict
+from ..planner.predict import predict, unmeasured
 from ..workloads import Batch, Workload
 from ..workloads.emulated import Emulated
-from .methods import DDP, Method, lossy, method
+from .methods import DDP, Method, method
 from .plans import fit_optimizer
 from .rank import event, run_rank
 from .train import AGAIN, TrainSpec
@@ -68,7 +68,8 @@ class Contestant:
 def attempt(who: Contestant) -> Iterator[None]:
     """A method that fails in it, on whichever rank, is out on all ranks after it; the other methods go on.
 
-    Ranks that wait in a collective of the method wait until its own timeout. The harness' collectives stay whole.
+    Ranks that wait in a collective of the method wait until its own timeout. The harness' collectives stay whole. What
+    it was measuring it gives up, so that others can be measured.
     """
     try:
         yield
@@ -78,6 +79,8 @@ def attempt(who: Contestant) -> Iterator[None]:
     dist.all_reduce(first_s, op=dist.ReduceOp.MIN)
     if who.failed is None and first_s.item() < inf:
         who.failed = "failed on another rank"
+    if who.failed is not None and who.attachment is not None:
+        who.attachment.detach()
 
 
 def enter(workload: Task, name: str, way: Method, spec: TrainSpec) -> Contestant:
@@ -87,8 +90,8 @@ def enter(workload: Task, name: str, way: Method, spec: TrainSpec) -> Contestant
     optimizer = workload.optimizer(model)
     who = Contestant(name, model, None, optimizer, batches)
     with attempt(who):
-        if momentum := fit_optimizer(name, optimizer):
-            way = lossy(name, momentum)
+        if way.lossy is not None and (momentum := fit_optimizer(way.lossy, optimizer)):
+            way = method(way.name, momentum)
         who.model, who.attachment = way.wrap(model, timedelta(seconds=spec.method_timeout_s))
     return who
 
@@ -247,20 +250,27 @@ def result_of(workload: Task, who: Contestant, spec: TrainSpec) -> dict[str, Any
     }
 
 
-def predicted_s(who: Contestant, job: Job | None) -> float | None:
-    """A whole step by the contestant's plan, by what an automatic one has measured of the job in this run."""
-    if job is None or who.attachment is None or who.failed:
+def predicted_s(who: Contestant, jobs: list[Job]) -> float | None:
+    """A whole step by the contestant's plan, by what was measured of the job in this run.
+
+    By its own measurement, or else the first of `jobs` in which all of the plan's kernels were measured.
+    """
+    if who.attachment is None or who.failed:
         return None
-    try:
-        return job.beside_s + predict(who.attachment.plan, job).seconds
-    except ValueError:  # of a model with other gradients: sparse ones, or dense
-        return None
+    own = who.attachment.profile
+    for job in jobs if own is None else [Job.of(own)]:
+        try:
+            if own is not None or not unmeasured(who.attachment.plan, job):
+                return job.beside_s + predict(who.attachment.plan, job).seconds
+        except ValueError:  # of a model with other gradients: sparse ones, or dense
+            continue
+    return None
 
 
-def measured_job(contestants: list[Contestant]) -> Job | None:
-    """Of the first automatic plan."""
+def measured_jobs(contestants: list[Contestant]) -> list[Job]:
+    """Of all automatic plans."""
     profiles = [who.attachment.profile for who in contestants if who.attachment is not None and not who.failed]
-    return next((Job.of(profile) for profile in profiles if profile is not None), None)
+    return [Job.of(profile) for profile in profiles if profile is not None]
 
 
 def measure(text: str) -> dict[str, Any]:
@@ -278,8 +288,10 @@ def measure(text: str) -> dict[str, Any]:
     ways = {name: method(picked if picked and name == DDP else name) for name in spec.methods}
     ways[f"{spec.methods[0]}:{AGAIN}"] = ways[spec.methods[0]]
     contestants = compete(workload, ways, spec, spec.repeats)
-    job = measured_job(contestants)
-    judged = {who.name: {**result_of(workload, who, spec), "predicted_s": predicted_s(who, job)} for who in contestants}
+    jobs = measured_jobs(contestants)
+    judged = {
+        who.name: {**result_of(workload, who, spec), "predicted_s": predicted_s(who, jobs)} for who in contestants
+    }
     return {"picked": picked, "sweep": sweep, "judged": judged}
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from ..bench import compressors
+from ..bench.automatic import ENDINGS_IN_WORDS
 from ..bench.balance import SUBJECTS as MAPS
 from ..bench.balance import BalanceSpec, run_balance
 from ..bench.characterization import SUBJECT, LookSpec, run_looks
@@ -134,7 +135,8 @@ def train(
         str,
         typer.Option(
             help="Comma-separated; the first is the baseline. ddp, wherever it stands: the best of DDP's bucket sizes. "
-            f"There are ddp, {', '.join(METHODS)}; and compressors: {compressors.NAMES_IN_WORDS}."
+            f"There are ddp, {', '.join(METHODS)}; compressors: {compressors.NAMES_IN_WORDS}; and searches, which "
+            f"measure the job first: {ENDINGS_IN_WORDS}."
         ),
     ] = "ddp,ddp_sparse,ddp_sparse_bf16,gradsync",
     nodes: Nodes = 4,

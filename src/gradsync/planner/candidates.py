@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ..plan import Plan
@@ -20,6 +20,8 @@ from .ways import Constraints, exact_ways, ways_of
 
 MOST_TRIED = 4
 SMALLEST_PIECE_BYTES, MOST_PIECES = 1 << 18, 64  # of gradients that are cut, and about how many of a job
+
+Search = Callable[[Job, Constraints], Sequence[Plan]]  # plans of a measured job that are to be tried, at least one
 
 
 @dataclass(frozen=True)

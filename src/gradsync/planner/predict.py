@@ -110,6 +110,17 @@ def _lasting(slowdown: Slowdown, backward_s: float, stream: str, began_s: float,
     return min(seconds * factor, seconds + beside_s * (1 - 1 / factor))
 
 
+def unmeasured(plan: Plan, job: Job) -> list[str]:
+    """Kernels of the plan that nobody measured, see `CostModel.unmeasured`.
+
+    Raises:
+        ValueError: for a plan that does not fit the job.
+    """
+    plan.check({p.name: p.tensor for p in job.profiles}, job.world_size)
+    steps = (step for bucket in plan.buckets for step in steps_of(bucket, bucket.make_scheme(), job))
+    return job.network.cost.unmeasured(steps)
+
+
 def steps_of(bucket: BucketPlan, scheme: Scheme[Any], job: Job) -> list[Step]:
     """What the scheme does with the bucket.
 

@@ -30,7 +30,7 @@ from .problem import Resource
 
 MOST_ROUTES = 2  # of a compressor, beside its schemes
 LEAST_SAVED = 0.02  # share of the weighed time, at the size and weighting where it saves most
-SHORTEST_S = 1e-12  # what costs nothing, so that shares can be told
+SHORTEST_S, LONGEST_S = 1e-12, 1e9  # what costs nothing, and what cannot be done, so that shares can be told
 AMPLE = 0.1  # what a second costs on other resources than the scarce one
 SIZES_BYTES = KNOTS_BYTES[::3]
 WEIGHTINGS = np.vstack([np.ones(len(Resource)), np.where(np.eye(len(Resource)) > 0, 1.0, AMPLE)])
@@ -61,7 +61,7 @@ def routes_worth_it(
         for route, seconds in pricing.of_variants(variants):
             found.append(route)
             prices.append(_weighed(seconds))
-    present = np.min([_weighed(pricing.of(scheme)) for scheme in beside], axis=0)
+    present = np.min([_weighed(pricing.of(scheme)) for scheme in beside], axis=0, initial=LONGEST_S)
     kept: list[Route] = []
     while found and len(kept) < MOST_ROUTES:
         saved = np.log(present) - np.log(np.minimum(prices, present))  # (routes, sizes, weightings)
