@@ -11,6 +11,8 @@ import numpy as np
 from .cluster import Link, Placement
 from .steps import DIRECT_BYTES, Compute, Step, Transfer, busiest
 
+MOST_KNOWN = 100_000  # transfers whose price a cost model remembers
+
 
 @dataclass(frozen=True)
 class KernelCost:
@@ -43,15 +45,22 @@ class CostModel:
     intra: Link | None = None
     stage_s: float = 0.0
     at_once_bytes: float = float(DIRECT_BYTES)
+    # Transfers that were priced: a search asks for the same ones over and over.
+    _known: dict[tuple[Transfer, Placement | None], float] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def seconds(self, step: Step, placement: Placement | None = None) -> float:
         """`placement`: of all ranks; None: each on a node of its own."""
         if isinstance(step, Compute):
             kernel = self.kernels.get(step.kernel) or KernelCost(0.0, 1 / self.memory_bytes_per_s)
             return kernel.seconds(step.nbytes, step.calls)
-        if placement is None or placement.num_nodes == placement.size:
-            return self.stage_s + step.rounds * self.alpha_s + step.busiest_bytes / self.bandwidth_bytes_per_s
-        return self.stage_s + self._shared_s(step, placement)
+        known = self._known.get((step, placement))
+        if known is None:
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            known = self._known[step, placement] = self.stage_s + self._transfer_s(step, placement)
+        return known
 
     def unmeasured(self, steps: Iterable[Step]) -> list[str]:
         """Kernels of these steps that take what memory takes as nobody knows better; none where none was measured."""
@@ -63,6 +72,11 @@ class CostModel:
     def total_s(self, steps: Iterable[Step], placement: Placement | None = None) -> float:
         """All steps one after the other, nothing overlapping."""
         return sum(self.seconds(step, placement) for step in steps)
+
+    def _transfer_s(self, transfer: Transfer, placement: Placement | None) -> float:
+        if placement is None or placement.num_nodes == placement.size:
+            return transfer.rounds * self.alpha_s + transfer.busiest_bytes / self.bandwidth_bytes_per_s
+        return self._shared_s(transfer, placement)
 
     def _shared_s(self, transfer: Transfer, placement: Placement) -> float:
         """Where nodes have several ranks: the slower of what passes between nodes and of what stays within one."""

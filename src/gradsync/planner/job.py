@@ -34,7 +34,10 @@ class Slowdown:
     @property
     def matters(self) -> bool:
         """Whether anything takes longer."""
-        return self != Slowdown()
+        return self != NO_SLOWDOWN
+
+
+NO_SLOWDOWN = Slowdown()
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Job:
     ready_s: Mapping[str, float]
     backward_s: float
     network: Network
-    slowdown: Slowdown = Slowdown()
+    slowdown: Slowdown = NO_SLOWDOWN
     beside_s: float = 0.0  # what a step takes beside backward and the exchange: forward, optimiser, data
     errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by parameter and way, see `errors.py`
 
