@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from gradsync.bench.train import TrainSpec
-from gradsync.bench.train_rank import Contestant, affordable_steps, settle
+from gradsync.bench.train_rank import Contestant, affordable_steps, attempt, settle
 from tests.world import Ranks
 
 World = Callable[[int], Ranks]
@@ -35,11 +35,22 @@ class Restless:
     def __init__(self, steps: int) -> None:
         self.steps = steps
         self.no_sync = nullcontext
+        self.kept: dict[str, Any] = {"step": steps, "state": {"residual": 1.0}}
+        self.detached = False
 
     @property
     def settled(self) -> bool:
         self.steps -= 1
         return self.steps <= 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.kept
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.kept = state
+
+    def detach(self) -> None:
+        self.detached = True
 
 
 def contestant(attachment: Any) -> Contestant:
@@ -50,7 +61,8 @@ def contestant(attachment: Any) -> Contestant:
 
 
 def settled_state() -> tuple[bool, bool, bool, bool]:
-    who, untouched = contestant(Restless(5)), contestant(None)
+    attachment = Restless(5)
+    who, untouched = contestant(attachment), contestant(None)
     trained = []
     who.optimizer.register_step_post_hook(lambda *_: trained.append(1))
     batches = who.batches
@@ -59,6 +71,7 @@ def settled_state() -> tuple[bool, bool, bool, bool]:
         torch.equal(a, b)
         for a, b in zip(who.model.state_dict().values(), untouched.model.state_dict().values(), strict=True)
     )
+    assert who.failed is None and attachment.kept == {"step": 0, "state": {}}, "what trials left is gone"
     momentum_gone = not who.optimizer.state_dict()["state"]
     return (
         same,
@@ -70,6 +83,19 @@ def settled_state() -> tuple[bool, bool, bool, bool]:
 
 def test_settling_trains_and_leaves_weights_statistics_momentum_and_data_as_they_were(world: World) -> None:
     assert world(2).run(settled_state) == [(True,) * 4] * 2
+
+
+def fails_on_one_rank() -> tuple[str | None, bool]:
+    attachment = Restless(5)
+    who = contestant(attachment)
+    with attempt(who):
+        if torch.distributed.get_rank() == 1:
+            raise ValueError("no")
+    return who.failed, attachment.detached
+
+
+def test_what_fails_on_one_rank_is_detached_on_all_so_that_others_can_be_measured(world: World) -> None:
+    assert world(2).run(fails_on_one_rank) == [("failed on another rank", True), ("ValueError: no", True)]
 
 
 def steps_of_a_block(step_s: list[float], most_block_s: float) -> int:
