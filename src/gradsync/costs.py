@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -45,10 +46,6 @@ class CostModel:
     intra: Link | None = None
     stage_s: float = 0.0
     at_once_bytes: float = float(DIRECT_BYTES)
-    # Transfers that were priced: a search asks for the same ones over and over.
-    _known: dict[tuple[Transfer, Placement | None], float] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
 
     def seconds(self, step: Step, placement: Placement | None = None) -> float:
         """`placement`: of all ranks; None: each on a node of its own."""
@@ -72,6 +69,11 @@ class CostModel:
     def total_s(self, steps: Iterable[Step], placement: Placement | None = None) -> float:
         """All steps one after the other, nothing overlapping."""
         return sum(self.seconds(step, placement) for step in steps)
+
+    @cached_property
+    def _known(self) -> dict[tuple[Transfer, Placement | None], float]:
+        """Transfers that were priced: a search asks for the same ones over and over."""
+        return {}
 
     def _transfer_s(self, transfer: Transfer, placement: Placement | None) -> float:
         if placement is None or placement.num_nodes == placement.size:
