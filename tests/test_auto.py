@@ -314,6 +314,11 @@ def resumes_bit_by_bit(make: Callable[[], nn.Module]) -> None:
     assert any(values.any() for values in saved["state"].values()), "something is left to be sent"
     expected = [gradients(model, step, dist.get_rank()) for step in range(5)]
     plan, profile = handle.plan, handle.profile
+    handle.load_state_dict(saved)  # back, in the same job
+    assert all(bucket.steps > 0 for bucket in handle.statistics()), "nothing else is begun anew"
+    for step, wanted in enumerate(expected):
+        for name, gradient in gradients(model, step, dist.get_rank()).items():
+            assert torch.equal(gradient, wanted[name]), (step, name)
     handle.detach()
     again = AutoPlanner(Constraints((TOP,), always=True), steps=MEASURED, warmup=WARMUP)
     for steps_before in (0, 2):  # before the first one, and while it is measured
@@ -359,24 +364,26 @@ def test_a_resumed_job_goes_on_with_its_plan_as_if_it_had_never_stopped(
 def state_of_another_job() -> None:
     torch.manual_seed(0)
     model = Perceptron()
-    lossy = {"steps": MEASURED, "warmup": WARMUP}
-    handle = gradsync.attach(model, plan=AutoPlanner(**lossy), timeout=20)
+    quick = {"steps": MEASURED, "warmup": WARMUP}
+    handle = gradsync.attach(model, plan=AutoPlanner(**quick), timeout=20)
     settle(model, handle)
     saved = handle.state_dict()
     handle.detach()
     profile = Profile.from_json(saved["planned"]["profile"])
-    moved = profile.model_copy(update={"torch": "2.0"}).to_json()
-    for constraints, planned in (
-        (Constraints(), saved["planned"] | {"profile": moved}),
-        (Constraints((TOP,)), saved["planned"]),
-    ):
-        handle = gradsync.attach(model, plan=AutoPlanner(constraints, **lossy), timeout=20)
-        first = handle.plan
+    others = ({"torch": "2.0"}, {"device": "cuda"}, {"nodes": (7, 8)}, {"world": 3, "nodes": (0, 1, 2)})
+    handle = gradsync.attach(model, plan=AutoPlanner(**quick), timeout=20)
+    first = handle.plan
+    for other in others:
+        planned = saved["planned"] | {"profile": profile.model_copy(update=other).to_json()}
         handle.load_state_dict({**saved, "planned": planned})
-        assert not handle.settled and handle.plan == first, "it is measured and planned for anew"
+        assert not handle.settled and handle.plan == first, f"it is planned for anew: {other}"
         assert handle.state_dict()["step"] == saved["step"]
-        settle(model, handle)
-        handle.detach()
+    handle.detach()
+    handle = gradsync.attach(model, plan=AutoPlanner(Constraints((TOP,)), **quick), timeout=20)
+    handle.load_state_dict(saved)
+    assert not handle.settled
+    settle(model, handle)
+    handle.detach()
     handle = gradsync.attach(model, plan=handle.plan, timeout=20)
     handle.load_state_dict(saved)
     assert "planned" not in handle.state_dict(), "a plan that was given stays"
@@ -417,8 +424,9 @@ def states_that_differ() -> None:
         with pytest.raises(expected[0], match=expected[1]):
             handle.load_state_dict({**saved, "planned": planned} if rank == 1 else saved)
     assert not handle.settled and handle.state_dict()["step"] == 0, "nothing has changed"
-    handle.load_state_dict(saved)
-    assert handle.settled
+    usual = {**saved, "planned": saved["planned"] | {"usual_step_s": 0.5}}
+    handle.load_state_dict(usual)
+    assert handle.settled and handle.state_dict()["planned"] == usual["planned"]
     handle.detach()
 
 

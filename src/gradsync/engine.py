@@ -60,7 +60,7 @@ class Engine:
         self.device = next(iter(self.parameters.values())).device if self.parameters else torch.device("cpu")
         self._observer = Observer(self.specs, sparse_names)
         self._planning = Planning(plan, self._observer, group, self.call, device=self.device, timeout_s=timeout_s)
-        self.lanes = Lanes()
+        self.plan, self.lanes = self._planning.plan, Lanes()
         self._running: Synchronization | None = None
         self._failure: str | None = None
         self._closed = False
@@ -299,6 +299,8 @@ class Engine:
 
     def state_dict(self) -> dict[str, Any]:
         """The plan and all scheme state by (parameter, slice, compress point); of tensors, numbers and text only."""
+        if self._closed:
+            raise RuntimeError("gradsync was detached from this model, and its state is gone: call state_dict() before")
         if not self.in_step:
             self.lanes.commit(keep=self._steps_good)
         plan = next(iter(self._planning.on_trial), self.plan)  # a trial is not for keeping
@@ -326,7 +328,9 @@ class Engine:
         self.agree(
             "loading of state", problem, f"step {state.get('step')}{'' if resumption is None else f', {resumption}'}"
         )
-        lanes = self.lanes if resumption is None else self._lanes_of(resumption.plan)
+        lanes = self.lanes
+        if resumption is not None and (self.replanning or resumption.plan.digest != self.plan.digest):
+            lanes = self._lanes_of(resumption.plan)
         try:
             if strict:
                 lanes.require_place(slices, f"load it under a plan as it was saved by, or drop it by {NOT_STRICT}")
@@ -336,7 +340,7 @@ class Engine:
         self.step = state["step"]
         if resumption is not None:
             self._planning.resume(self, resumption)
-            self.plan, self.lanes = resumption.plan, lanes
+            self.plan, self.lanes = self._planning.plan, lanes
             self._announce()
         self.lanes.restore(slices)
         self._agree_on_owed()

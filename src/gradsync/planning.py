@@ -226,7 +226,7 @@ class Planning:
         self._observer.profiles = {p.name: p for p in resumption.profile.parameter_profiles()}
         self._follows, self._observations_left, self._trial = Follows.NO, 0, None
         self._drift = Drift(resumption.usual_step_s)
-        self.plan = resumption.plan
+        self._switch_to(resumption.plan)
 
     def propose(self, plans: Sequence[Plan]) -> None:
         """Plans for the steps from now on, the best guess first: they are tried, and the fastest stays. Collective.
