@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
+import io
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +23,8 @@ from gradsync.compressors import ErrorFeedback, Signum, TopK, dgc
 from gradsync.density import ParameterProfile
 from gradsync.planner import Constraints, Job, Search, candidate_plans, rehearsed
 from gradsync.planner.rival_plans import counted_cuts_plans, layerwise_plans
-from gradsync.recording import Recorder, recording
+from gradsync.profile import Profile
+from gradsync.recording import Recorder, active, recording
 from gradsync.schemes import MajorityVote
 from gradsync.trial import ROUNDS, TURN_STEPS
 from tests.engine.conservation import left_to_send
@@ -389,3 +394,201 @@ def plans_behind_ddp() -> str:
 
 def test_it_plans_behind_ddps_hook_too(world: World) -> None:
     assert len(set(world(2).run(plans_behind_ddp))) == 1
+
+
+@quickly()
+@slow_links()
+def resumes_bit_by_bit(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = make()
+    other = copy.deepcopy(model)
+    planner = AutoPlanner(Constraints((TOP,), always=True), steps=MEASURED, warmup=WARMUP)
+    handle = gradsync.attach(model, plan=planner, timeout=20)
+    step = settle(model, handle)
+    gradients(model, step, dist.get_rank())
+    saved = through_a_file(handle.state_dict())
+    assert any(values.any() for values in saved["state"].values()), "something is left to be sent"
+    expected = [gradients(model, step, dist.get_rank()) for step in range(5)]
+    plan, profile = handle.plan, handle.profile
+    handle.load_state_dict(saved)  # back, in the same job
+    assert all(bucket.steps > 0 for bucket in handle.statistics()), "nothing else is begun anew"
+    for step, wanted in enumerate(expected):
+        for name, gradient in gradients(model, step, dist.get_rank()).items():
+            assert torch.equal(gradient, wanted[name]), (step, name)
+    handle.detach()
+    again = AutoPlanner(Constraints((TOP,), always=True), steps=MEASURED, warmup=WARMUP)
+    for steps_before in (0, 2):  # before the first one, and while it is measured
+        handle = gradsync.attach(other, plan=again, timeout=20)
+        for step in range(steps_before):
+            gradients(other, step, dist.get_rank())
+        handle.load_state_dict(saved)
+        assert handle.settled and handle.plan == plan and handle.profile == profile and active() is None
+        for step, wanted in enumerate(expected):
+            for name, gradient in gradients(other, step, dist.get_rank()).items():
+                assert torch.equal(gradient, wanted[name]), (step, name)
+        assert handle.settled and handle.plan == plan
+        assert handle.state_dict().keys() == saved.keys()
+        handle.detach()
+
+
+def settle(model: nn.Module, *handles: gradsync.Attachment) -> int:
+    """How many steps it took."""
+    step = 0
+    while not all(handle.settled for handle in handles) and step < LONGEST:
+        gradients(model, step, dist.get_rank())
+        step += 1
+    gradients(model, step, dist.get_rank())
+    assert all(handle.settled for handle in handles)
+    return step + 1
+
+
+def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+@pytest.mark.parametrize("make", [Perceptron, Convolution, WithTable])
+def test_a_resumed_job_goes_on_with_its_plan_as_if_it_had_never_stopped(
+    world: World, make: Callable[[], nn.Module]
+) -> None:
+    world(2).run(resumes_bit_by_bit, make)
+
+
+@quickly()
+def state_of_another_job() -> None:
+    torch.manual_seed(0)
+    model = Perceptron()
+    quick = {"steps": MEASURED, "warmup": WARMUP}
+    handle = gradsync.attach(model, plan=AutoPlanner(**quick), timeout=20)
+    settle(model, handle)
+    saved = handle.state_dict()
+    handle.detach()
+    profile = Profile.from_json(saved["planned"]["profile"])
+    others = ({"torch": "2.0"}, {"device": "cuda"}, {"nodes": (7, 8)}, {"world": 3, "nodes": (0, 1, 2)})
+    handle = gradsync.attach(model, plan=AutoPlanner(**quick), timeout=20)
+    first = handle.plan
+    for other in others:
+        planned = saved["planned"] | {"profile": profile.model_copy(update=other).to_json()}
+        handle.load_state_dict({**saved, "planned": planned})
+        assert not handle.settled and handle.plan == first, f"it is planned for anew: {other}"
+        assert handle.state_dict()["step"] == saved["step"]
+    handle.detach()
+    handle = gradsync.attach(model, plan=AutoPlanner(Constraints((TOP,)), **quick), timeout=20)
+    handle.load_state_dict(saved)
+    assert not handle.settled
+    settle(model, handle)
+    handle.detach()
+    handle = gradsync.attach(model, plan=handle.plan, timeout=20)
+    handle.load_state_dict(saved)
+    assert "planned" not in handle.state_dict(), "a plan that was given stays"
+    handle.detach()
+
+
+def test_state_of_another_job_is_taken_over_and_the_job_planned_for_anew(world: World) -> None:
+    world(2).run(state_of_another_job)
+
+
+@quickly()
+def states_that_differ() -> None:
+    torch.manual_seed(0)
+    model = Perceptron()
+    handle = gradsync.attach(model, plan=AutoPlanner(steps=MEASURED, warmup=WARMUP), timeout=20)
+    settle(model, handle)
+    saved, rank = handle.state_dict(), dist.get_rank()
+    handle.detach()
+    handle = gradsync.attach(model, plan=AutoPlanner(steps=MEASURED, warmup=WARMUP), timeout=20)
+    slower = {**saved, "planned": saved["planned"] | {"usual_step_s": 1.0}}
+    without = {key: value for key, value in saved.items() if key != "planned"}
+    both = r"step \d+, plan \w+ by measurement \w+ on rank 0, step \d+"
+    for wrong, message in (
+        (slower, rf"the ranks differ: {both}, plan \w+ by measurement \w+ on rank 1"),
+        (without, rf"the ranks differ: {both} on rank 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            handle.load_state_dict(wrong if rank == 1 else saved)
+    for planned, message in (
+        ({}, "the state's 'planned' is not what"),
+        (
+            saved["planned"] | {"usual_step_s": -1.0},
+            "the state's usual_step_s must be a number of seconds above 0, got -1.0",
+        ),
+        (saved["planned"] | {"profile": "{"}, "the profile is no JSON"),
+    ):
+        expected = (ValueError, message) if rank == 1 else (RuntimeError, f"rank 1 could not: {message}")
+        with pytest.raises(expected[0], match=expected[1]):
+            handle.load_state_dict({**saved, "planned": planned} if rank == 1 else saved)
+    assert not handle.settled and handle.state_dict()["step"] == 0, "nothing has changed"
+    usual = {**saved, "planned": saved["planned"] | {"usual_step_s": 0.5}}
+    handle.load_state_dict(usual)
+    assert handle.settled and handle.state_dict()["planned"] == usual["planned"]
+    handle.detach()
+
+
+def test_ranks_whose_states_differ_are_told_so(world: World) -> None:
+    world(2).run(states_that_differ)
+
+
+class Both(nn.Module):
+    """Two models that train in turns, as one to hand to `gradients`."""
+
+    def __init__(self, *models: nn.Module) -> None:
+        super().__init__()
+        self.models = nn.ModuleList(models)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([model(x).flatten(1) for model in self.models], dim=1)
+
+
+@quickly()
+def plans_for_two(together: bool) -> list[str]:
+    torch.manual_seed(0)
+    models = [Perceptron(), Perceptron()]
+    handles = [gradsync.attach(m, plan=AutoPlanner(steps=MEASURED, warmup=WARMUP), timeout=20) for m in models]
+    step = 0
+    while not all(handle.settled for handle in handles) and step < 3 * LONGEST:
+        for trained in [Both(*models)] if together else models:
+            alone = copy.deepcopy(trained)
+            mine = gradients(trained, step, dist.get_rank())
+            means = [gradients(alone, step, rank) for rank in range(dist.get_world_size())]
+            for name, gradient in mine.items():
+                mean = torch.stack([of_rank[name] for of_rank in means]).mean(dim=0)
+                torch.testing.assert_close(gradient, mean, rtol=1e-5, atol=1e-6)
+        step += 1
+    assert all(handle.settled and handle.profile is not None for handle in handles)
+    for handle in handles:
+        handle.detach()
+    return [handle.plan.digest for handle in handles]
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["in turns", "by one backward"])
+def test_two_models_are_measured_one_after_the_other(world: World, together: bool) -> None:
+    first, second = world(2).run(plans_for_two, together)
+    assert first == second
+
+
+@quickly()
+def one_of_two_goes(which: int, by_detach: bool) -> bool:
+    torch.manual_seed(0)
+    models = [Perceptron(), Perceptron()]
+    planner = AutoPlanner(steps=MEASURED, warmup=WARMUP)
+    handles = [gradsync.attach(model, plan=planner, timeout=20) for model in models]
+    for step in range(WARMUP + 2):
+        for model in models:
+            gradients(model, step, dist.get_rank())
+    engine = weakref.ref(handles[which]._engine)
+    if by_detach:
+        handles[which].detach()
+    del handles[which], models[which], model
+    gc.collect()
+    settle(models[0], handles[0])
+    assert handles[0].profile is not None
+    handles[0].detach()
+    return engine() is None
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["measured", "waiting"])
+@pytest.mark.parametrize("by_detach", [True, False], ids=["detached", "dropped"])
+def test_the_other_of_two_models_is_measured_when_one_goes(world: World, which: int, by_detach: bool) -> None:
+    assert all(world(2).run(one_of_two_goes, which, by_detach)), "nothing keeps the one that went"

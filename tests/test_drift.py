@@ -45,3 +45,10 @@ def test_a_single_slow_step_is_not_seen() -> None:
     looks(drift, 0.1, LOOK_STEPS - 1)
     assert drift.step_ended(50.0) and not drift.judge(drift.median_s)
     assert drift.median_s == 0.1
+
+
+def test_what_a_checkpoint_says_is_usual_is_compared_with_from_the_first_look_on() -> None:
+    first = Drift()
+    looks(first, 0.1, WINDOW_STEPS)
+    assert not any(looks(Drift(first.usual_s), 0.1, 2 * LOOK_STEPS))
+    assert looks(Drift(first.usual_s), 0.2, 2 * WINDOW_STEPS) == [False, True]

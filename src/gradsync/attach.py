@@ -75,22 +75,28 @@ class Attachment:
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """Plan, step and scheme state by parameter; belongs into a checkpoint of this rank."""
+        """Plan, step and scheme state by parameter; belongs into a checkpoint of this rank.
+
+        Raises:
+            RuntimeError: after `detach`: what was left to be sent is gone.
+        """
         return self._engine.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Takes over what this rank's `state_dict` gave; on all ranks at once, between two steps.
 
-        State follows parameters, whatever plan is in force now. What nothing was saved for begins anew. What was left
-        to be sent of gradients that are not compressed now goes with the next ones. Other state that has no place here
-        would be lost: of unknown parameters, or the momentum of a compressor that the plan does not name. Without
-        `strict` it is dropped. What goes with a matrix as a whole begins anew where the plan cuts elsewhere.
+        State follows parameters, whatever plan is in force now; under `plan="auto"` the plan comes along, if it had
+        settled, under the same constraints and for the same job: model, ranks, their nodes, torch. What nothing was
+        saved for begins anew. What was left to be sent of gradients that are not compressed now goes with the next
+        ones. Other state that has no place here would be lost: of unknown parameters, or the momentum of a compressor
+        that the plan does not name. Without `strict` it is dropped. What goes with a matrix as a whole begins anew
+        where the plan cuts elsewhere.
 
         Raises:
             ValueError: before anything has changed, for state of another version, or that has no place here.
             RuntimeError: where another rank raises, inside a step, and after `detach`.
 
-        State of different steps on different ranks is refused like what has no place.
+        State of different steps, or with different plans to go on with, is refused like what has no place.
         """
         self._engine.load_state_dict(state, strict=strict)
 

@@ -2,7 +2,8 @@
 
 The first steps run by the default plan, some of them set apart to be measured (`measurement.py`). Rank 0 plans by what
 all ranks saw; the plans that the search found best take turns on real steps, beside one that needs no search, and the
-fastest stays. When steps come to take clearly more or less time, the job is measured and planned for again.
+fastest stays. When steps come to take clearly more or less time, the job is measured and planned for again. One model
+is measured at a time: another one's turn comes when that is done.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from .planner.errors import alone
 from .planner.job import Job
 from .planner.rehearsed import CANDIDATES
 from .planner.ways import Constraints
-from .planning import Planner
+from .planning import Follows, Planner
 from .profile import Profile
 from .recording import active
 from .schemes import SchemeOrCompressor
@@ -38,16 +39,21 @@ from .schemes import SchemeOrCompressor
 logger = logging.getLogger(__name__)
 
 STEPS, WARMUP_STEPS = 10, 3
+ORDER = (Follows.NO, Follows.LATER, Follows.NOW)
+
+
+class Turn(Measurement):
+    """A measurement for a plan: it ends by itself, so others wait for it."""
 
 
 class AutoPlanner:
     """A planner for `attach`, what `plan="auto"` means: exact unless `constraints` allow gradients to lose something.
 
     `steps` are measured undisturbed and as many beside an exchange, after `warmup` as usual; links and kernels take up
-    to ten seconds of one of these steps. Nothing is measured, and the default plan stays, in a group of one rank, on
-    other devices than the CPU, while some rank is measuring or recording another model, and if
-    `torch.use_deterministic_algorithms` is on: timing decides. Where no plan can be made of what was measured, the
-    present one stays, and a warning says why.
+    to ten seconds of one of these steps. Of several attached models one is measured after the other, each by its own
+    steps. Nothing is measured, and the default plan stays, in a group of one rank, on other devices than the CPU, while
+    some rank runs `measure` or a recorder, and if `torch.use_deterministic_algorithms` is on: timing decides. Where no
+    plan can be made of what was measured, the present one stays, and a warning says why.
 
     `search` makes the plans that are tried, of a `Job` and the constraints, on rank 0; it may take as long as ranks
     wait for each other. `gradsync.planner.rival_plans` has others' searches. `must_plan`: where nothing can be measured
@@ -89,22 +95,33 @@ class AutoPlanner:
         self.constraints.require_names([profile.name for profile in profiles])
         return default_plan(profiles, world_size)
 
-    def follow(self, engine: Engine) -> bool:
-        """Measures the coming steps and proposes plans after them; whether it does."""
-        why_not = _why_not(engine)
-        if why_not:
-            if self.must_plan:
-                raise RuntimeError(f"the job cannot be measured: {why_not}")
-            logger.info("the default plan stays: %s", why_not)
-            return False
-        stack = ExitStack()
-        stack.enter_context(self._measurement(engine).active())
-        self._measuring[engine] = stack
-        return True
+    @property
+    def settings(self) -> str:
+        """The constraints and the search, in words."""
+        search = getattr(self.search, "__qualname__", type(self.search).__qualname__)
+        return f"{self.constraints!r} by {search}"
+
+    def follow(self, engine: Engine) -> Follows:
+        """Measures the coming steps and proposes plans after them, if no rank measures another model meanwhile."""
+        follows, why = _answer(engine)
+        if follows is Follows.NO and self.must_plan:
+            raise RuntimeError(f"the job cannot be measured: {why}")
+        if follows is Follows.NO:
+            logger.info("the present plan stays: %s", why)
+        elif follows is Follows.NOW:
+            stack = ExitStack()
+            stack.enter_context(self._measurement(engine).active())
+            self._measuring[engine] = stack
+        return follows
+
+    def resume(self, engine: Engine, profile: Profile) -> None:
+        """Measures nothing for now: the engine goes on with a plan that was made by this profile."""
+        self.close(engine)
+        self._profiles[engine] = profile
 
     def _measurement(self, engine: Engine | None = None) -> Measurement:
         candidates = tuple(dict.fromkeys((*CANDIDATES, *self.constraints.lossy)))
-        return Measurement(self.steps, self.warmup, engine=engine, candidates=candidates, then=self._propose)
+        return Turn(self.steps, self.warmup, engine=engine, candidates=candidates, then=self._propose)
 
     def close(self, engine: Engine) -> None:
         """Measures nothing more of this engine."""
@@ -144,20 +161,24 @@ def planner_of(plan: Plan | Planner | Literal["auto"] | None) -> Plan | Planner 
     return AutoPlanner() if isinstance(plan, str) and plan == "auto" else plan
 
 
-def _why_not(engine: Engine) -> str:
-    """Why the job is not measured, as the ranks agree; "" if it is."""
+def _answer(engine: Engine) -> tuple[Follows, str]:
+    """Whether the job is measured, and why not, as the ranks agree."""
     if engine.group.size == 1:
-        return "one rank has nothing to exchange"
-    why = ""
+        return Follows.NO, "one rank has nothing to exchange"
+    mine, why = Follows.NOW, ""
     if engine.device.type != "cpu":
-        why = f"jobs on {engine.device.type} cannot be measured yet"
+        mine, why = Follows.NO, f"jobs on {engine.device.type} cannot be measured yet"
     elif torch.are_deterministic_algorithms_enabled():
-        why = "torch.use_deterministic_algorithms is on, and timing would decide"
+        mine, why = Follows.NO, "torch.use_deterministic_algorithms is on, and timing would decide"
+    elif isinstance(active(), Turn):
+        mine = Follows.LATER
     elif active() is not None:
-        why = "another model is being measured or recorded"
-    mine = why.encode() or b" "
-    texts = engine.call("whether to measure", lambda group: gather_bytes(group, mine, engine.timeout_s))
-    return next((said for text in texts if (said := text.decode().strip())), "")
+        mine, why = Follows.NO, "gradients are being measured or recorded already"
+    said = f"{mine.name} {why}".encode()
+    texts = engine.call("whether to measure", lambda group: gather_bytes(group, said, engine.timeout_s))
+    answers = [(Follows[name], reason) for name, _, reason in (text.decode().partition(" ") for text in texts)]
+    # One rank that cannot be measured is enough; so is one that is at another model still.
+    return min(answers, key=lambda answer: ORDER.index(answer[0]))
 
 
 def _require_only_residuals(lossy: SchemeOrCompressor) -> None:

@@ -13,10 +13,10 @@ MORE_OR_LESS = 1.25  # times as long, or as short, at two looks in a row: anothe
 class Drift:
     """Watches one rank's steps. At a look all ranks hand `judge` the same figure, and so come to the same verdict."""
 
-    def __init__(self) -> None:
+    def __init__(self, usual_s: float | None = None) -> None:
+        self.usual_s = usual_s  # what steps took when they were looked at first, here or before a checkpoint
         self._recent_s: deque[float] = deque(maxlen=WINDOW_STEPS)
         self._steps_to_look = WINDOW_STEPS
-        self._usual_s: float | None = None
         self._suspected = False
 
     def step_ended(self, seconds: float) -> bool:
@@ -36,10 +36,10 @@ class Drift:
         The first look says what is usual. One that finds a change is followed by another soon: what passes is none.
         """
         self._steps_to_look = LOOK_STEPS
-        if self._usual_s is None:
-            self._usual_s = slowest_s
+        if self.usual_s is None:
+            self.usual_s = slowest_s
             return False
-        changed = not self._usual_s / MORE_OR_LESS <= slowest_s <= self._usual_s * MORE_OR_LESS
+        changed = not self.usual_s / MORE_OR_LESS <= slowest_s <= self.usual_s * MORE_OR_LESS
         verdict, self._suspected = changed and self._suspected, changed
         if changed and not verdict:
             self._steps_to_look = WINDOW_STEPS

@@ -25,7 +25,7 @@ from .forecast import forecast, network_cost
 from .lane import BucketStatistics, Lane, Lanes
 from .observation import Observer
 from .plan import Plan, describe
-from .planning import Planner, Planning
+from .planning import Planner, Planning, Resumption
 from .profile import Profile
 from .recording import active
 from .state import NOT_STRICT, VERSION, StateSlice, slices_of
@@ -60,6 +60,7 @@ class Engine:
         self.device = next(iter(self.parameters.values())).device if self.parameters else torch.device("cpu")
         self._observer = Observer(self.specs, sparse_names)
         self._planning = Planning(plan, self._observer, group, self.call, device=self.device, timeout_s=timeout_s)
+        self.plan, self.lanes = self._planning.plan, Lanes()
         self._running: Synchronization | None = None
         self._failure: str | None = None
         self._closed = False
@@ -298,30 +299,49 @@ class Engine:
 
     def state_dict(self) -> dict[str, Any]:
         """The plan and all scheme state by (parameter, slice, compress point); of tensors, numbers and text only."""
+        if self._closed:
+            raise RuntimeError("gradsync was detached from this model, and its state is gone: call state_dict() before")
         if not self.in_step:
             self.lanes.commit(keep=self._steps_good)
         plan = next(iter(self._planning.on_trial), self.plan)  # a trial is not for keeping
-        return {
+        state = {
             "version": VERSION,
             "step": self.step,
             "plan": plan.to_json(),
             "state": {part.key: part.values for part in self.lanes.state_slices()},
         }
+        planned = self._planning.state_of(self) if self.settled else None
+        return state if planned is None else {**state, "planned": planned}
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Takes over what `state_dict` gave, under this engine's own plan, see `Attachment.load_state_dict`."""
+        """Takes over what `state_dict` gave, see `Attachment.load_state_dict`."""
         if self.in_step:
             raise RuntimeError("load_state_dict() was called inside a step; call it between two steps, on every rank")
         slices: list[StateSlice] = []
+        resumption: Resumption | None = None
         problem: Exception | None = None
         try:
             slices = slices_of(state, self.specs, strict=strict)
-            if strict:
-                self.lanes.require_place(slices, f"load it under a plan as it was saved by, or drop it by {NOT_STRICT}")
+            resumption = self._planning.resumption(state)
         except Exception as error:  # told to all, then raised
             problem = error
-        self.agree("loading of state", problem, f"step {state.get('step')}")
+        self.agree(
+            "loading of state", problem, f"step {state.get('step')}{'' if resumption is None else f', {resumption}'}"
+        )
+        lanes = self.lanes
+        if resumption is not None and (self.replanning or resumption.plan.digest != self.plan.digest):
+            lanes = self._lanes_of(resumption.plan)
+        try:
+            if strict:
+                lanes.require_place(slices, f"load it under a plan as it was saved by, or drop it by {NOT_STRICT}")
+        except Exception as error:  # told to all, then raised
+            problem = error
+        self.agree("loading of state", problem)
         self.step = state["step"]
+        if resumption is not None:
+            self._planning.resume(self, resumption)
+            self.plan, self.lanes = self._planning.plan, lanes
+            self._announce()
         self.lanes.restore(slices)
         self._agree_on_owed()
 
@@ -410,14 +430,15 @@ class Engine:
         try:
             self._planning.step_ended(self.lanes)
             drifted = self._planning.drifted(self._timeline[-1].end_s)
+            if drifted:
+                logger.info("steps take another time than they did; the job is measured again")
+            if drifted or self._planning.asks_again():
+                self.follow()
         except Exception as error:
             self.fail(f"the plan after step {self.step}: {error}")
             raise
         if self.settled and not was_settled:
             self._announce()
-        if drifted:
-            logger.info("steps take another time than they did; the job is measured again")
-            self.follow()
 
     def _change_plan(self, plan: Plan) -> None:
         """The plan of the coming steps; what schemes kept goes over to it, or the engine fails."""
@@ -444,12 +465,17 @@ class Engine:
     def _adopt(self, plan: Plan) -> None:
         self.plan = plan
         self.lanes = Lanes()  # the old buckets' memory is free before the new ones take theirs
-        self.lanes = Lanes(
+        self.lanes = self._lanes_of(plan)
+
+    def _lanes_of(self, plan: Plan) -> Lanes:
+        """Its buckets at run time; on all ranks at once, as schemes may make groups."""
+        lanes = Lanes(
             Lane.make(bucket.bucket(self.specs), bucket.make_scheme(), self.parameters, self.group)
             for bucket in plan.buckets
         )
-        if self._other_core is None and self.lanes.offload:
+        if self._other_core is None and lanes.offload:
             self._other_core = JobThread("gradsync offload", self.device, torch_threads=1)
+        return lanes
 
     def _record(self, running: Synchronization, backward_ended_s: float) -> None:
         ended_s = time.perf_counter() - running.began_s

@@ -11,7 +11,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -36,6 +38,15 @@ Call = Callable[[str, Callable[[Group], Any]], Any]  # `Engine.call`
 # the second step.
 MAX_OBSERVATIONS = 2
 LOOK_AGAIN_STEPS = 499  # a prime: what alternates from step to step is not always met in the same state
+ASK_AGAIN_STEPS = 8  # while another model is measured; to ask takes a small exchange
+
+
+class Follows(Enum):
+    """What a planner answers that is to measure a job."""
+
+    NO = auto()  # the plan stays
+    LATER = auto()  # another job is measured: it is to be asked again
+    NOW = auto()  # the coming steps are measured
 
 
 @runtime_checkable
@@ -44,8 +55,13 @@ class ProposingPlanner(Protocol):
 
     def __call__(self, profiles: Sequence[ParameterProfile], world_size: int) -> Plan | Sequence[Plan]: ...
 
-    def follow(self, engine: Any) -> bool:
-        """Begins to measure; ends with `engine.propose(plans)`, on all ranks at once. False: the plan stays."""
+    settings: str  # what may be proposed: the plan of a checkpoint is gone on with under the same
+
+    def follow(self, engine: Any) -> Follows:
+        """Begins to measure, or not, as all ranks agree; ends with `engine.propose(plans)`, on all ranks at once."""
+
+    def resume(self, engine: Any, profile: Profile) -> None:
+        """The engine goes on with a plan that was made by this profile: nothing more is measured of it for now."""
 
     def close(self, engine: Any) -> None:
         """The engine is closed: nothing more is measured of it."""
@@ -73,6 +89,19 @@ class RevisingPlanner(Protocol):
         """The plan to go on with, the same on all ranks; `before` is what was known when the plan was made."""
 
 
+@dataclass(frozen=True)
+class Resumption:
+    """The plan that a checkpoint's job had come to, and what goes with it."""
+
+    plan: Plan
+    profile: Profile
+    usual_step_s: float | None  # as drift counts; None: it is to be seen
+
+    def __str__(self) -> str:
+        measured = hashlib.sha256(f"{self.profile.digest} {self.usual_step_s}".encode()).hexdigest()
+        return f"plan {self.plan.digest[:12]} by measurement {measured[:12]}"
+
+
 class Planning:
     """Decides after each step on `plan`, that of the next one, by what `observer` saw; a given `Plan` stays."""
 
@@ -89,7 +118,8 @@ class Planning:
         self._planner = None if isinstance(plan, Plan) else plan
         self._reviser = plan if isinstance(plan, RevisingPlanner) else None
         self._proposer = plan if isinstance(plan, ProposingPlanner) else None
-        self._measuring = False  # plans are going to be proposed
+        self._follows = Follows.NO  # else plans are going to be proposed
+        self._steps_to_ask = 0
         self._drift = Drift()
         self._observer = observer
         self._group = group  # to be talked to by `call` only
@@ -106,7 +136,7 @@ class Planning:
     @property
     def settled(self) -> bool:
         """Whether the first steps have decided what they decide."""
-        return self._trial is None and not self._observations_left and not self._measuring
+        return self._trial is None and not self._observations_left and self._follows is Follows.NO
 
     @property
     def looks(self) -> bool:
@@ -140,7 +170,15 @@ class Planning:
     def follow(self, engine: Any) -> None:
         """Lets the planner measure the job, if it is one that proposes plans; called with the engine that runs it."""
         if self._proposer is not None:
-            self._measuring = self._proposer.follow(engine)
+            self._follows = self._proposer.follow(engine)
+            self._steps_to_ask = ASK_AGAIN_STEPS
+
+    def asks_again(self) -> bool:
+        """Counts a step; whether it is time to ask again a planner that was to measure the job later."""
+        if self._follows is not Follows.LATER:
+            return False
+        self._steps_to_ask -= 1
+        return self._steps_to_ask == 0
 
     def close(self, engine: Any) -> None:
         """No further step of this engine comes."""
@@ -150,6 +188,45 @@ class Planning:
     def profile_of(self, engine: Any) -> Profile | None:
         """What the plan was made by, where the job was measured for it."""
         return None if self._proposer is None else self._proposer.profile_of(engine)
+
+    def state_of(self, engine: Any) -> dict[str, Any] | None:
+        """What `resumption` takes beside the plan, of text and numbers; None while no measurement has led to one."""
+        profile = self.profile_of(engine)
+        if self._proposer is None or profile is None or not self.settled:
+            return None
+        settings, usual_step_s = self._proposer.settings, self._drift.usual_s
+        return {"profile": profile.to_json(), "settings": settings, "usual_step_s": usual_step_s}
+
+    def resumption(self, state: Mapping[str, Any]) -> Resumption | None:
+        """How to go on with the plan of an engine's `state_dict`; None where this job is to be planned for anew.
+
+        Raises:
+            ValueError: for what `state_dict` did not give.
+        """
+        saved = state.get("planned")
+        if self._proposer is None or saved is None:
+            return None
+        if not isinstance(saved, Mapping) or set(saved) != {"profile", "settings", "usual_step_s"}:
+            raise ValueError(f"the state's 'planned' is not what state_dict() gave: got {str(saved)[:80]}")
+        usual_step_s = saved["usual_step_s"]
+        if usual_step_s is not None and not (isinstance(usual_step_s, float) and usual_step_s > 0):
+            raise ValueError(f"the state's usual_step_s must be a number of seconds above 0, got {usual_step_s!r}")
+        profile = Profile.from_json(saved["profile"])
+        if why := self._why_anew(profile, saved["settings"]):
+            logger.info("the saved plan is not gone on with: %s", why)
+            return None
+        plan = Plan.from_json(state["plan"])
+        self._check(plan)
+        return Resumption(plan, profile, usual_step_s)
+
+    def resume(self, engine: Any, resumption: Resumption) -> None:
+        """Goes on with the plan of a checkpoint, from the coming step on, as if the first steps had led to it."""
+        assert self._proposer is not None
+        self._proposer.resume(engine, resumption.profile)
+        self._observer.profiles = {p.name: p for p in resumption.profile.parameter_profiles()}
+        self._follows, self._observations_left, self._trial = Follows.NO, 0, None
+        self._drift = Drift(resumption.usual_step_s)
+        self._switch_to(resumption.plan)
 
     def propose(self, plans: Sequence[Plan]) -> None:
         """Plans for the steps from now on, the best guess first: they are tried, and the fastest stays. Collective.
@@ -161,7 +238,7 @@ class Planning:
         for plan in plans:
             self._check(plan)
         self._require_same(plans)
-        self._measuring, self._observations_left = False, 0
+        self._follows, self._observations_left = Follows.NO, 0
         self._trial = Trial(plans) if len(plans) > 1 else None
         self._drift = Drift()
         self._switch_to(plans[0])
@@ -180,6 +257,21 @@ class Planning:
         """A step is over that was not as others are: it says nothing of the plan."""
         if self._trial is not None:
             self._trial.interrupt()
+
+    def _why_anew(self, profile: Profile, settings: str) -> str:
+        """Why a plan that was made by this profile is not for this job; "" if it is."""
+        assert self._proposer is not None
+        if settings != self._proposer.settings:
+            return "it was made under other constraints"
+        try:
+            profile.check({name: known.tensor for name, known in self._observer.profiles.items()}, self._group.size)
+        except ValueError as error:
+            return str(error)
+        if profile.nodes != self._group.placement.nodes:
+            return f"its ranks were on the nodes {profile.nodes}, these are on {self._group.placement.nodes}"
+        if profile.device != self._device.type:
+            return f"it was measured on {profile.device}, gradients are on {self._device.type}"
+        return ""
 
     def _observe(self, lanes: Lanes) -> None:
         """Reduces what a first step showed over the ranks, and makes the plans that all of them now make."""

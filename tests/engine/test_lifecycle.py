@@ -223,6 +223,8 @@ def detach_and_attach_again() -> None:
     handle = gradsync.attach(model, timeout=10)
     model(rows()).mean().backward()
     handle.detach()
+    with pytest.raises(RuntimeError, match=r"its state is gone: call state_dict\(\) before"):
+        handle.state_dict()
     model.zero_grad()
     torch.manual_seed(dist.get_rank())
     if dist.get_rank() == 0:  # alone
