@@ -22,7 +22,7 @@ from gradsync.bucket import Layout, TensorSpec
 from gradsync.compressors import ErrorFeedback, Signum, TopK, dgc
 from gradsync.density import ParameterProfile
 from gradsync.planner import Constraints, Job, Search, candidate_plans, rehearsed
-from gradsync.planner.rival_plans import counted_cuts_plans, layerwise_plans
+from gradsync.planner.rival_plans import CountedCuts, layerwise_plans
 from gradsync.profile import Profile
 from gradsync.recording import Recorder, active, recording
 from gradsync.schemes import MajorityVote
@@ -252,7 +252,7 @@ def runs_what_a_search_finds() -> tuple[list[list[str]], float]:
     alone = copy.deepcopy(model)
     lossy = dgc(1.0, momentum=0.0)  # keeps state of its own, and loses nothing
     constraints = Constraints((lossy,), always=True, matrices_only=True)
-    planner = AutoPlanner(constraints, steps=MEASURED, warmup=WARMUP, search=counted_cuts_plans(2), must_plan=True)
+    planner = AutoPlanner(constraints, steps=MEASURED, warmup=WARMUP, search=CountedCuts(2), must_plan=True)
     handle = gradsync.attach(model, plan=planner, timeout=20)
     step = 0
     while not handle.settled:
@@ -316,6 +316,14 @@ def test_dense_gradients_found_sparse_by_rows_lose_nothing_where_all_others_do(w
     for ways, worst in world(2).run(compresses_no_rows, search):
         assert ways == {"table.weight": Layout.ROWS.value, "body.weight": "lossy", "body.bias": "lossy"}
         assert worst < 1e-6
+
+
+def test_planners_of_the_same_constraints_and_search_have_the_same_settings() -> None:
+    searches = (candidate_plans, layerwise_plans, CountedCuts(2), CountedCuts(3), lambda job, constraints: [])
+    settings = [AutoPlanner(search=search).settings for search in searches]
+    assert len(set(settings)) == len(searches)
+    assert AutoPlanner(search=CountedCuts(2)).settings == settings[2]
+    assert AutoPlanner(Constraints((TOP,))).settings != AutoPlanner().settings == settings[0]
 
 
 def test_what_cannot_be_planned_for_is_refused_when_the_planner_is_made() -> None:

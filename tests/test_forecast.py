@@ -87,14 +87,14 @@ def test_turns_as_they_come_never_leave_the_thread_waiting_for_what_could_begin(
         "b": [Compute("pack", 10), transfer("push", 3.0), Compute("sum", 20)],
     }
     stages = {bucket: ("push", FINISH) for bucket in steps}
-    order = turns_as_they_come(stages, steps, {"a": 0.0, "b": 2.0}, COST, transfers_first=True)
+    order = turns_as_they_come(stages, steps, {"a": 0.0, "b": 2.0}, COST, finish_last=True)
     assert order == [("a", "push"), ("b", "push"), ("a", FINISH), ("b", FINISH)]
-    late = turns_as_they_come(stages, steps, {"a": 0.0, "b": 5.0}, COST, transfers_first=True)
+    late = turns_as_they_come(stages, steps, {"a": 0.0, "b": 5.0}, COST, finish_last=True)
     assert late == [("a", "push"), ("a", FINISH), ("b", "push"), ("b", FINISH)]
     assert forecast(late, steps, {"a": 0.0, "b": 5.0}, COST)[-1].end_s == pytest.approx(12.0)
 
 
-def test_where_both_could_begin_transfers_go_first_if_asked_for() -> None:
+def test_where_both_could_begin_finishing_comes_last_if_asked_for() -> None:
     steps = {
         "long": [Compute("pack", 50), transfer("push", 1.0)],
         "done": [transfer("push", 1.0), Compute("sum", 20)],
@@ -102,6 +102,6 @@ def test_where_both_could_begin_transfers_go_first_if_asked_for() -> None:
     }
     stages = {"long": ("push",), "done": ("push", FINISH), "next": ("push",)}
     ready_s = {"done": 0.0, "long": 0.5, "next": 4.0}
-    orders = [turns_as_they_come(stages, steps, ready_s, COST, transfers_first=first) for first in (True, False)]
+    orders = [turns_as_they_come(stages, steps, ready_s, COST, finish_last=last) for last in (True, False)]
     assert orders[0][2:] == [("next", "push"), ("done", FINISH)]
     assert orders[1][2:] == [("done", FINISH), ("next", "push")]

@@ -98,8 +98,9 @@ class AutoPlanner:
     @property
     def settings(self) -> str:
         """The constraints and the search, in words."""
-        search = getattr(self.search, "__qualname__", type(self.search).__qualname__)
-        return f"{self.constraints!r} by {search}"
+        name = getattr(self.search, "__qualname__", "<")
+        # What is made anew in each process, as a lambda, is the same as nothing: its address says so.
+        return f"{self.constraints!r} by {repr(self.search) if '<' in name else name}"
 
     def follow(self, engine: Engine) -> Follows:
         """Measures the coming steps and proposes plans after them, if no rank measures another model meanwhile."""

@@ -329,9 +329,9 @@ class Engine:
             "loading of state", problem, f"step {state.get('step')}{'' if resumption is None else f', {resumption}'}"
         )
         lanes = self.lanes
-        if resumption is not None and (self.replanning or resumption.plan.digest != self.plan.digest):
-            lanes = self._lanes_of(resumption.plan)
         try:
+            if resumption is not None and (self.replanning or resumption.plan.digest != self.plan.digest):
+                lanes = self._lanes_of(resumption.plan)  # beside the present ones, which stay if there is no place
             if strict:
                 lanes.require_place(slices, f"load it under a plan as it was saved by, or drop it by {NOT_STRICT}")
         except Exception as error:  # told to all, then raised

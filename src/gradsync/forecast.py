@@ -42,12 +42,12 @@ def turns_as_they_come(
     cost: CostModel,
     placement: Placement | None = None,
     *,
-    transfers_first: bool,
+    finish_last: bool,
 ) -> list[tuple[str, str]]:
     """An order of turns in which the issuing thread never waits while a bucket's turn could begin.
 
-    `stages` of each bucket. Of the turns that could begin those that begin a transfer are first, if so asked for; then
-    that which could have begun earliest, then that of the bucket that was ready earliest.
+    `stages` of each bucket. Of the turns that could begin those that only finish a bucket are last, if so asked for;
+    first is that which could have begun earliest, then that of the bucket that was ready earliest.
     """
     player, left, order = _Player(steps, ready_s, cost, placement), {b: list(s) for b, s in stages.items()}, []
     player.begin()
@@ -56,7 +56,7 @@ def turns_as_they_come(
         free_s = max(player.thread_s, min(from_s.values()))
 
         def rank(bucket: str, from_s: Mapping[str, float] = from_s) -> tuple[bool, float, float, str]:
-            return transfers_first and left[bucket][0] == FINISH, from_s[bucket], ready_s[bucket], bucket
+            return finish_last and left[bucket][0] == FINISH, from_s[bucket], ready_s[bucket], bucket
 
         chosen = min((bucket for bucket in waiting if from_s[bucket] <= free_s), key=rank)
         order.append((chosen, left[chosen].pop(0)))

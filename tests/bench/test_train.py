@@ -307,20 +307,20 @@ def test_automatic_methods_settle_one_by_one_and_one_that_fails_takes_no_other_a
     run_program: Callable[[str, TrainSpec], TrainingRun],
 ) -> None:
     planned = ("topk0.01_cuts2", "bf16_layerwise")
-    names = ("ddp_default", "measured_breaks", "counted_breaks", "topk0.01_cuts161", "topk0.01", "dgc0.01", *planned)
+    names = ("ddp_default", "measured_breaks", "counted_breaks", "topk0.01_cuts21", "topk0.01", "dgc0.01", *planned)
     spec = TrainSpec(
-        workload="dense160", methods=names, nodes=2, repeats=2, block_steps=2, warmup_steps=2, method_timeout_s=10.0,
+        workload="dense20", methods=names, nodes=2, repeats=2, block_steps=2, warmup_steps=2, method_timeout_s=10.0,
         loopback=True,
     )  # fmt: skip
     run = run_program(AUTOMATIC, spec)
-    too_many = "161 buckets of compressed gradients were asked for; there are 160 gradients to compress"
+    too_many = "21 buckets of compressed gradients were asked for; there are 20 gradients to compress"
     assert {m.name: m.failed for m in run.methods} == {
         **dict.fromkeys(names),
         **dict.fromkeys(("measured_breaks", "counted_breaks"), "ValueError: the cause"),
-        "topk0.01_cuts161": f"RuntimeError: no plan was found: ValueError: {too_many}",
+        "topk0.01_cuts21": f"RuntimeError: no plan was found: ValueError: {too_many}",
     }
     lossy = {m.name: [row for row in m.buckets if "all_reduce" != row.scheme] for m in run.methods if not m.failed}
-    assert [len(lossy[name]) for name in planned] == [2, 160]
+    assert [len(lossy[name]) for name in planned] == [2, 20]
     predicted_s = {record.subject: record.predicted_s for record in run.records}
     assert all(predicted_s[name] is not None and predicted_s[name] > 0 for name in (*planned, "topk0.01"))
     assert predicted_s["dgc0.01"] is None, "what its kernels take was measured by nobody"

@@ -19,10 +19,10 @@ from gradsync.planner.job import Job
 from gradsync.planner.measure import Network
 from gradsync.planner.predict import predict
 from gradsync.planner.rival_plans import (
+    CountedCuts,
     best_cuts_plans,
     bytecomp_plans,
     byteps_plans,
-    counted_cuts_plans,
     layerwise_plans,
     mergecomp_plans,
     mg_wfbp_plans,
@@ -89,7 +89,7 @@ def test_layer_wise_each_gradient_that_may_be_is_compressed_in_a_bucket_of_its_o
 @pytest.mark.parametrize("count", [1, 2, 5, LAYERS])
 @pytest.mark.parametrize("matrices_only", [True, False])
 def test_there_are_as_many_buckets_of_compressed_gradients_as_asked_for(count: int, matrices_only: bool) -> None:
-    plan = only(counted_cuts_plans(count), TOP, job(), matrices_only=matrices_only)
+    plan = only(CountedCuts(count), TOP, job(), matrices_only=matrices_only)
     names = compressed(plan)
     assert len(names) == count
     assert sum(map(len, names)) == (LAYERS if matrices_only else 2 * LAYERS)
@@ -101,7 +101,7 @@ def test_there_are_as_many_buckets_of_compressed_gradients_as_asked_for(count: i
 
 def test_the_best_cuts_are_the_best_of_all_numbers_of_buckets() -> None:
     here = job(stage_s=4e-3)
-    curve = [only(counted_cuts_plans(count), FEEDBACK, here) for count in range(1, 2 * LAYERS + 1)]
+    curve = [only(CountedCuts(count), FEEDBACK, here) for count in range(1, 2 * LAYERS + 1)]
     seconds = [predict(plan, here).seconds for plan in curve]
     best = predict(only(best_cuts_plans, FEEDBACK, here), here).seconds
     assert min(seconds) <= best < 1.05 * min(seconds), "by the model of the cuts, which predictions know more than"
@@ -110,9 +110,9 @@ def test_the_best_cuts_are_the_best_of_all_numbers_of_buckets() -> None:
 
 def test_as_many_buckets_as_there_are_no_gradients_for_are_refused() -> None:
     with pytest.raises(ValueError, match=f"7 buckets .* asked for; there are {LAYERS} gradients to compress"):
-        only(counted_cuts_plans(7), TOP, job(), matrices_only=True)
+        only(CountedCuts(7), TOP, job(), matrices_only=True)
     with pytest.raises(ValueError, match="must be at least 1, got 0"):
-        counted_cuts_plans(0)
+        CountedCuts(0)
     with pytest.raises(ValueError, match="no gradient of the job may be compressed; allowed is nothing"):
         layerwise_plans(job(), Constraints())
 
@@ -150,7 +150,7 @@ def test_what_was_found_sparse_by_rows_is_compressed_by_nobody() -> None:
     rows = DensityProfile(128, 2.0, {4: 3.0}, "rows", 2.0)
     here = job()
     here = replace(here, profiles=tuple(replace(p, density=rows) if p.name == "1.weight" else p for p in here.profiles))
-    for search in (layerwise_plans, best_cuts_plans, counted_cuts_plans(2), mergecomp_plans):
+    for search in (layerwise_plans, best_cuts_plans, CountedCuts(2), mergecomp_plans):
         assert sum(map(len, compressed(only(search, TOP, here)))) == 2 * LAYERS - 1
         assert not any("1.weight" in names for names in compressed(only(search, TOP, here)))
     for search in (secopa_plans, byteps_plans, bytecomp_plans):
@@ -199,6 +199,6 @@ def test_routes_carry_one_compressor_whose_payloads_they_can() -> None:
 
 def test_turns_come_in_the_order_in_which_buckets_are_ready() -> None:
     here = job()
-    plan = only(counted_cuts_plans(3), TOP, here, matrices_only=True)
+    plan = only(CountedCuts(3), TOP, here, matrices_only=True)
     last_s = [max(here.ready_s[name] for name in bucket.names) for bucket in plan.buckets]
     assert all(before <= after for before, after in pairwise(last_s))

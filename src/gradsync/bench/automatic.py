@@ -14,10 +14,10 @@ from ..auto import AutoPlanner
 from ..compressors import BlockInt, ErrorFeedback, TopK
 from ..planner import Search, candidate_plans
 from ..planner.rival_plans import (
+    CountedCuts,
     best_cuts_plans,
     bytecomp_plans,
     byteps_plans,
-    counted_cuts_plans,
     layerwise_plans,
     mergecomp_plans,
     mg_wfbp_plans,
@@ -88,7 +88,7 @@ class Parted:
     @property
     def search(self) -> Search:
         if self.count is not None:
-            return counted_cuts_plans(self.count)
+            return CountedCuts(self.count)
         if self.ending == CUTS and _matrices_only(self.lossy):
             return best_cuts_plans  # ours has only buckets of gradients that are ready one after another
         return {**EVERYTHING, **CHOSEN}[self.ending]

@@ -92,7 +92,7 @@ class Formulation:
                 at_s = [at_s[0] if at_s else 0.0] * len(stages)
             elif not all(moving):  # work that is awaited is taken up where the transfer ahead of it ends
                 done = list(accumulate(moving))
-                begun = [transfers[max(number - 1, 0)] for number in done]
+                begun = [transfers[max(count - 1, 0)] for count in done]
                 at_s = [t.start_s if moves else t.end_s for t, moves in zip(begun, moving, strict=True)]
             last = self.problem.options[part.option].chain[-1].resource
             if transfers and last not in (Resource.INTRA, Resource.INTER) and moving[-1]:

@@ -10,7 +10,7 @@ between them and travels otherwise does not part them. Turns are in our order: i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -25,7 +25,6 @@ from ..schemes import AllReduce, CompressedAllGather, CompressedAllReduce, Route
 from ..schemes.compressed import parted
 from ..schemes.tree import COMPRESS, DECOMPRESS, Kind, Task
 from ..steps import COMPUTE, OFFLOAD, Compute
-from .candidates import Search
 from .compressing import LATE
 from .cuts import best_cuts, by_count, cut_at
 from .greedy import bytecomp_device, bytecomp_offload
@@ -52,15 +51,23 @@ def best_cuts_plans(job: Job, constraints: Constraints) -> list[Plan]:
     return _merged_plans(job, constraints, lambda problem, option: best_cuts(problem, option).parts)
 
 
-def counted_cuts_plans(count: int) -> Search:
+@dataclass(frozen=True)
+class CountedCuts:
     """The same with exactly `count` buckets of compressed gradients.
 
     Raises:
-        ValueError: for a count below 1; the search, where there are fewer gradients to compress, saying how many.
+        ValueError: for a count below 1; when asked for plans, where there are fewer gradients to compress, saying how
+            many.
     """
-    if count < 1:
-        raise ValueError(f"the number of buckets must be at least 1, got {count}")
-    return lambda job, constraints: _merged_plans(job, constraints, partial(_counted, count))
+
+    count: int
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise ValueError(f"the number of buckets must be at least 1, got {self.count}")
+
+    def __call__(self, job: Job, constraints: Constraints) -> list[Plan]:
+        return _merged_plans(job, constraints, partial(_counted, self.count))
 
 
 def mergecomp_plans(job: Job, constraints: Constraints) -> list[Plan]:

@@ -26,8 +26,6 @@ def with_best_turns(plan: Plan, job: Job) -> Plan:
         for bucket, todo in steps.items()
     }
     cost, placement = job.network.cost, job.network.placement
-    orders = [
-        turns_as_they_come(stages, steps, ready_s, cost, placement, transfers_first=first) for first in (True, False)
-    ]
+    orders = [turns_as_they_come(stages, steps, ready_s, cost, placement, finish_last=last) for last in (True, False)]
     plans = [plan, *(plan.model_copy(update={"order": tuple(order)}) for order in orders)]
     return min(plans, key=lambda each: played(each, job, steps).seconds)

@@ -108,7 +108,8 @@ def ways_of(job: Job, constraints: Constraints | None = None) -> list[Way]:
     warning says so once.
 
     Raises:
-        ValueError: for an `exact` that no parameter matches, and for `leaves` that leave a compressor no way.
+        ValueError: for an `exact` that no parameter matches, for `leaves` that leave a compressor no way, and for a
+            compressor whose numbers cannot be summed of so many ranks.
     """
     constraints = constraints or Constraints()
     constraints.require_names([p.name for p in job.profiles])
