@@ -7,10 +7,13 @@ import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it in its workers, and consoles keep what they find when made
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch starts; ranks as processes share the cores
+hypothesis.settings.register_profile("untimed", deadline=None)  # what an example takes says how busy the machine is
+hypothesis.settings.load_profile("untimed")
 
 if TYPE_CHECKING:
     from tests.world import Ranks

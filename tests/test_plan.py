@@ -10,7 +10,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from gradsync.bucket import Layout, TensorSpec, model_digest
 from gradsync.plan import Plan, default_order, describe
@@ -258,7 +258,6 @@ def test_an_order_may_be_given_and_is_kept() -> None:
 
 
 @given(st.lists(st.sampled_from([AllReduce(), AGSparse(), BalancedParallelism()]), max_size=6))
-@settings(deadline=None)
 def test_the_default_order_gives_each_bucket_its_stages_and_first_stages_first(schemes: list[Any]) -> None:
     specs = {f"p{i}": TensorSpec((4, 2), torch.float32) for i in range(len(schemes))}
     plan = Plan.make(specs, 2, [([name], scheme) for name, scheme in zip(specs, schemes, strict=True)])

@@ -186,7 +186,7 @@ def test_a_rank_whose_run_is_gone_already_ends(monkeypatch: pytest.MonkeyPatch) 
         rank.end_with(os.getppid() + 1)
 
 
-def wait_until(condition: Callable[[], bool], patience_s: float = 30.0) -> None:
+def wait_until(condition: Callable[[], bool], patience_s: float = 90.0) -> None:
     deadline = time.monotonic() + patience_s
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"

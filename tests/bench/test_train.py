@@ -333,7 +333,7 @@ def test_a_method_that_fails_on_one_rank_drops_out_on_all_and_the_others_go_on(
 ) -> None:
     names = ("gradsync_breaks", "ddp_1mb_breaks", "ddp_default_breaks", "ddp_default", "gradsync")
     spec = TrainSpec(
-        workload="dense160", methods=names, nodes=3, repeats=2, block_steps=2, warmup_steps=4, method_timeout_s=2.0,
+        workload="dense160", methods=names, nodes=3, repeats=2, block_steps=2, warmup_steps=4, method_timeout_s=5.0,
         loopback=True,
     )  # fmt: skip
     run = run_program(BREAKING, spec)

@@ -219,7 +219,7 @@ def profiles_of_models(draw: st.DrawFn) -> list[ParameterProfile]:
 
 
 @given(profiles_of_models(), st.sampled_from([1, 2, 4]), st.booleans(), st.sampled_from([0, 100]))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_every_parameter_is_covered_once_and_the_plan_repeats(
     profiles: list[ParameterProfile], world_size: int, matrices_only: bool, fewest_elements: int
 ) -> None:

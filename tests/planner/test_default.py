@@ -9,7 +9,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from gradsync.bucket import Layout, TensorSpec
 from gradsync.comm import Ledger, LocalGroup, RecordingGroup, drive, run_local
@@ -52,7 +52,6 @@ def profiles(draw: st.DrawFn) -> list[ParameterProfile]:
 
 
 @given(profiles(), st.sampled_from([1, 2, 4, 8]))
-@settings(deadline=None)
 def test_every_parameter_is_covered_once_and_the_plan_repeats(parameters: list[ParameterProfile], world: int) -> None:
     plan = default_plan(parameters, world)
     plan.check({p.name: p.tensor for p in parameters}, world)  # raises for what is left out or covered twice
