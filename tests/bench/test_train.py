@@ -302,7 +302,7 @@ def run_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[st
 
 
 @pytest.mark.usefixtures("forked_ranks")
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_automatic_methods_settle_one_by_one_and_one_that_fails_takes_no_other_along(
     run_program: Callable[[str, TrainSpec], TrainingRun],
 ) -> None:
