@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from ..lab import Lab, LabUnavailableError, Scenario
+from ..lab.awake import awake
 from ..lab.cluster import end, first_failure, free_port
 
 RANK_ENVIRONMENT = {"THP_MEM_ALLOC_ENABLE": "1"}  # huge pages for large tensors: fresh memory is touched 4-5x faster
@@ -42,9 +43,10 @@ class Cluster(Protocol):
 class Loopback:
     """All ranks on this machine's loopback interface, not shaped, as if they were on nodes."""
 
-    def __init__(self, world_size: int, ranks_per_node: int = 1) -> None:
+    def __init__(self, world_size: int, ranks_per_node: int = 1, *, is_awake: bool = False) -> None:
         self.world_size = world_size
         self.ranks_per_node = ranks_per_node
+        self.is_awake = is_awake
         self._port = free_port()
 
     def spawn(self, rank: int, argv: Sequence[str], env: Mapping[str, str], **popen: Any) -> subprocess.Popen[Any]:
@@ -62,24 +64,23 @@ class Loopback:
         return subprocess.Popen(list(argv), env={**os.environ, **torchrun, **env}, **popen)
 
     def describe(self) -> dict[str, Any]:
-        return {"links": "loopback (not shaped)"}
+        return {"links": "loopback (not shaped)", "processors_kept_awake": self.is_awake}
 
 
 @contextmanager
 def cluster(scenario: Scenario, notes: list[str], *, loopback: bool = False) -> Iterator[Cluster]:
     """The lab for a scenario, or loopback if asked for or if there can be no lab, which is added to `notes`."""
     world_size = scenario.nodes * scenario.ranks_per_node
-    if loopback:
-        notes.append("ran on loopback, as asked for: links are not shaped and bytes cost nothing")
-        yield Loopback(world_size, scenario.ranks_per_node)
-        return
     with ExitStack() as stack:
-        try:
-            where: Cluster = stack.enter_context(Lab(scenario))
-        except LabUnavailableError as error:
-            notes.append(f"ran on loopback, not on shaped links: {error}")
-            where = Loopback(world_size, scenario.ranks_per_node)
-        yield where
+        if loopback:
+            notes.append("ran on loopback, as asked for: links are not shaped and bytes cost nothing")
+        else:
+            try:
+                yield stack.enter_context(Lab(scenario))
+                return
+            except LabUnavailableError as error:
+                notes.append(f"ran on loopback, not on shaped links: {error}")
+        yield Loopback(world_size, scenario.ranks_per_node, is_awake=stack.enter_context(awake()))
 
 
 def run_ranks(

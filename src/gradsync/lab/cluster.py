@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from .awake import awake
 from .counters import NODE_INTERFACE
 from .keeper import tbf
 from .scenario import UNSHAPED, Scenario, rate_bytes_per_s
@@ -61,7 +62,7 @@ class Lab:
 
     Works as root, and as an ordinary user where user namespaces are allowed (there the ranks see themselves as root);
     `user_namespace=True` takes that way as root too. Any number of labs can exist at once. On exit everything that
-    still runs in the nodes is killed.
+    still runs in the nodes is killed. While it exists, a virtual machine's processors are kept awake (`awake.py`).
 
     Raises:
         LabUnavailableError: on entry, saying what is missing and how to get it.
@@ -81,6 +82,8 @@ class Lab:
         self._talk = threading.Lock()
         self._pids: list[int] = []
         self._observed: dict[str, Any] = {}
+        self._awake = ExitStack()
+        self._is_awake = False
         self._flows: dict[tuple[int, int], list[subprocess.Popen[Any]]] = {}
         self._flow_ports = count(BACKGROUND_PORT)
 
@@ -96,6 +99,7 @@ class Lab:
             self._close()
             raise LabUnavailableError(_advice(str(error))) from None
         self._pids, self._observed = built["pids"], built["observed"]
+        self._is_awake = self._awake.enter_context(awake())
         for source, target, rate in self.scenario.background:
             self.start_background(source, target, rate)
         return self
@@ -181,6 +185,7 @@ class Lab:
             "segmentation_offload": self._observed.get("segmentation_offload"),
             "lab": "user namespace" if self._user_namespace else "root",
             "kernel": platform.release(),
+            "processors_kept_awake": self._is_awake,
         }
 
     # Faults while a job runs.
@@ -269,6 +274,7 @@ class Lab:
         return answer
 
     def _close(self) -> None:
+        self._awake.close()
         if self._keeper is not None:
             assert self._keeper.stdin is not None and self._keeper.stdout is not None
             with suppress(BrokenPipeError):

@@ -1,0 +1,88 @@
+"""Keeps the processors of a virtual machine awake while something is measured on it.
+
+A virtual processor with nothing to do goes back to its host, and from a busy host it comes back milliseconds late:
+ranks that wait for each other, for links or for emulated computation wait for that each time. So one process a
+processor runs a loop whenever nothing else wants to run (SCHED_IDLE), and the processor is never idle.
+
+As a script, `awake.py PARENT`, it is these processes. It imports nothing of the package: a start costs no time.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+LEAST_WEIGHT = "19"  # nice value of a whole session, beside those of other sessions (sched(7), autogroups)
+TURNS = 100_000  # of the loop between two looks at the parent
+
+CPU_INFO, CGROUPS, OWN_CGROUPS = Path("/proc/cpuinfo"), Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+@contextmanager
+def awake() -> Iterator[bool]:
+    """Keeps this process' processors awake inside the block; the value is whether it does.
+
+    It does not on real processors, which wake by themselves, nor where time on them is rationed (a container's quota),
+    which the loops would use up.
+    """
+    if not _is_virtual() or _is_rationed():
+        yield False
+        return
+    argv = [sys.executable, "-I", "-S", __file__, str(os.getpid())]
+    # Its own session: an autogroup that can be given the least weight without any other process in it.
+    keeper = subprocess.Popen(argv, stdin=subprocess.DEVNULL, start_new_session=True)
+    try:
+        yield True
+    finally:
+        keeper.kill()
+        keeper.wait()
+
+
+def _is_virtual() -> bool:
+    """Whether a hypervisor shows itself; x86 only."""
+    return CPU_INFO.exists() and "hypervisor" in CPU_INFO.read_text(encoding="utf-8")
+
+
+def _is_rationed() -> bool:
+    """Whether a control group that this process is in, or one around it, has a quota of processor time."""
+    if not OWN_CGROUPS.exists():
+        return False
+    for line in OWN_CGROUPS.read_text(encoding="utf-8").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:  # version 2
+            root, name = CGROUPS, "cpu.max"
+        elif "cpu" in controllers.split(","):
+            root, name = CGROUPS / controllers, "cpu.cfs_quota_us"
+        else:
+            continue
+        for group in (own := Path(path.lstrip("/")), *own.parents):
+            file = root / group / name
+            if file.exists() and file.read_text(encoding="utf-8").split()[0] not in ("max", "-1"):
+                return True
+    return False
+
+
+def keep(parent: int) -> None:
+    """A loop on each of this process' processors, until `parent` is gone."""
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    with suppress(OSError):  # a kernel without autogroups
+        Path("/proc/self/autogroup").write_text(LEAST_WEIGHT, encoding="utf-8")
+    first, *others = sorted(os.sched_getaffinity(0))
+    mine = first
+    for processor in others:
+        me = os.getpid()
+        if os.fork() == 0:
+            parent, mine = me, processor
+            break
+    os.sched_setaffinity(0, {mine})
+    while os.getppid() == parent:
+        for _ in range(TURNS):
+            pass
+
+
+if __name__ == "__main__":
+    keep(int(sys.argv[1]))
