@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import runpy
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hypothesis
@@ -15,13 +18,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch starts; ranks as p
 hypothesis.settings.register_profile("untimed", deadline=None)  # what an example takes says how busy the machine is
 hypothesis.settings.load_profile("untimed")
 
+AWAKE = Path(__file__).parents[1] / "src" / "gradsync" / "lab" / "awake.py"
+
 if TYPE_CHECKING:
     from tests.world import Ranks
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Loads torch where tests run; pytest-xdist's controller, for which its workers wait to be started, runs none."""
+    """Loads torch where tests run; pytest-xdist's controller, for which its workers wait to be started, runs none.
+
+    The controller keeps processors awake instead: ranks wait for each other all the time.
+    """
     if config.getoption("dist", "no") != "no":
+        stack = ExitStack()
+        stack.enter_context(runpy.run_path(str(AWAKE))["awake"]())  # not imported: the package would load torch
+        config.add_cleanup(stack.close)
         return
     import torch
 

@@ -24,6 +24,7 @@ FLOORS: list[set[str]] = [
     {"plan", "lane", "recording", "sparsity", "profile"},
     {"planning", "optim", "fitting"},
     {"engine", "planner", "characterization"},
+    {"overlap"},
     {"agreement", "hooks", "lab", "measurement", "report", "simulator", "workloads"},
     {"auto"},
     {"ddp"},

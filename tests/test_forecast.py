@@ -69,9 +69,41 @@ def test_awaited_work_runs_on_its_device_while_the_thread_goes_on_with_other_tur
         ("offload", "b:compress@offload"): (4.0, 6.0),
         ("link", "a:gather"): (3.0, 4.0),
         ("link", "b:gather"): (6.0, 7.0),
-        ("compute", "a:decode"): (6.0, 8.0),
         ("offload", "b:decode"): (7.0, 9.0),
+        ("compute", "a:decode"): (7.0, 9.0),  # backward's thread issues now, and waited for b's gather meanwhile
     }
+
+
+def test_a_device_does_what_was_given_to_it_first_first() -> None:
+    """The first bucket's decompression comes before the compression of a bucket that is ready later."""
+    kernels = {"compress_x": 10, "decompress_x": 5}
+    steps = {
+        bucket: [
+            Compute("compress_x", 10, "offload", awaited=True),
+            transfer("push", 1.0),
+            Compute("decompress_x", kernels["decompress_x"], "offload", awaited=True),
+            transfer("pull", 1.0),
+        ]
+        for bucket in "abc"
+    }
+    ready_s = {"a": 0.0, "b": 10.0, "c": 20.0}
+    order = [(bucket, stage) for bucket in "abc" for stage in ("push", "sum", "pull")]
+    tasks = spans(forecast(order, steps, ready_s, COST))
+    assert tasks["offload", "a:sum"] == (2.0, 2.5)
+    assert tasks["offload", "b:compress@offload"] == (10.0, 11.0)
+    assert tasks["link", "c:pull"] == (22.5, 23.5)
+    stages = dict.fromkeys("abc", ("push", "sum", "pull"))
+    assert turns_as_they_come(stages, steps, ready_s, COST, finish_last=True) == order
+
+
+def test_after_backward_work_for_its_thread_and_turns_do_not_overlap() -> None:
+    decode = Compute("decompress_x", 20, "compute", awaited=True)
+    steps = {"a": [transfer("gather", 1.0), decode], "b": [transfer("gather", 1.0), Compute("sum", 20)]}
+    order = [("a", "gather"), ("b", "gather"), ("a", "decode"), ("b", FINISH)]
+    for backward_s, decoded in ((0.0, (4.0, 6.0)), (7.0, (7.0, 9.0))):
+        tasks = spans(forecast(order, steps, {"a": 0.0, "b": 0.0}, COST, backward_s=backward_s))
+        assert tasks["kernel", f"b:{FINISH}"] == (2.0, 4.0)
+        assert tasks["compute", "a:decode"] == decoded
 
 
 def test_backward_s_thread_takes_work_when_the_next_bucket_is_ready() -> None:

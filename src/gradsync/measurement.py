@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -25,14 +23,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from .bucket import FlatSpec, Segment, model_digest
+from .bucket import model_digest
 from .comm import Group, gather_bytes
-from .compressors import BlockInt, ErrorFeedback
 from .engine import Engine
 from .fitting import fit_slowdown
 from .observation import Observer
+from .overlap import Aside, Disturbance, computation, transfer_beside_kernels, transfers
 from .planner.errors import highest, relative_errors
-from .planner.links import BUDGET_S, Exchange, highest_over, measured_links, meet
+from .planner.links import BUDGET_S, highest_over, measured_links, meet
 from .planner.rehearsed import CANDIDATES, flat_schemes, measured_kernels
 from .planning import MAX_OBSERVATIONS
 from .profile import (
@@ -49,16 +47,9 @@ from .profile import (
 )
 from .recording import RecordingDone, Witness, recording
 from .schemes import SchemeOrCompressor
-from .steps import Pattern
 from .stopwatch import StepTimes, Stopwatch
 
 COVER = 1.2  # how much longer than backward what goes on beside it is meant to last
-PROBE_BYTES = 1 << 20  # of the transfer that tells how long others last
-TRANSFER_BYTES = (64 << 10, 4 << 20)  # of one of those beside backward, the fewest and the most
-MOST_ASIDE_S = 2.0  # what goes on beside one backward, if it is several transfers or computations
-KERNEL_NUMEL = 1 << 16  # of the tensor that is compressed beside backward
-KERNEL_RUNS = 20
-ALONE_RUNS = 3  # of all that goes on beside a backward, without it
 
 Array = NDArray[np.float64]
 
@@ -71,33 +62,6 @@ class Kind(Enum):
     QUIET = "quiet"  # of ready times and parts
     TRANSFER = "transfer"  # with a transfer beside backward
     KERNEL = "kernel"  # with a computation on the communication thread beside backward
-
-
-@dataclass
-class Aside:
-    """What went on beside backward on this rank; by the clock, and how long it takes alone."""
-
-    alone_s: float = 0.0
-    began_s: float = 0.0
-    ended_s: float = 0.0
-
-    def shared_s(self, step: StepTimes) -> float:
-        """While backward went on."""
-        return max(min(self.ended_s, step.ended_s) - max(self.began_s, step.began_s), 0.0)
-
-
-@dataclass(frozen=True)
-class Disturbance:
-    """What is done beside backward: `run()`, so many times; `alone_s`: of all of them, on this rank."""
-
-    run: Callable[[], None]
-    times: int
-    alone_s: float
-    together: bool  # with the other ranks, whose beginning is not waited for within its time
-
-    def do(self) -> None:
-        for _ in range(self.times):
-            self.run()
 
 
 class Measurement(Witness):
@@ -140,6 +104,7 @@ class Measurement(Witness):
         self._times: list[StepTimes] = []  # of all steps
         self._asides: list[Aside] = []  # beside each of them
         self._disturbances: dict[Kind, Disturbance] = {}
+        self._exchange: tuple[Estimate | None, Estimate | None] = (None, None)  # of transfers, and kernels beside them
         self._links: tuple[SpanEstimate, ...] = ()
         self._kernels: dict[str, KernelEstimate] = {}
         self._errors: dict[str, dict[str, float]] = {}  # by parameter, by way
@@ -273,10 +238,11 @@ class Measurement(Witness):
             highest = highest_over(group, engine.timeout_s)
             self._links = measured_links(group, engine.timeout_s, self._links_budget_s)
             self._kernels = measured_kernels(self._candidates, group.placement, highest)
+            self._exchange = transfer_beside_kernels(group, engine.timeout_s)
             (backward_s,) = highest([statistics.median(times.backward_s for times in self._times)])
             if group.size > 1:
-                self._disturbances[Kind.TRANSFER] = _transfer(group, COVER * backward_s, engine.timeout_s)
-            self._disturbances[Kind.KERNEL] = _computation(group, COVER * backward_s, engine.timeout_s)
+                self._disturbances[Kind.TRANSFER] = transfers(group, COVER * backward_s, engine.timeout_s)
+            self._disturbances[Kind.KERNEL] = computation(group, COVER * backward_s, engine.timeout_s)
 
         engine.call("measurement of costs", costs)
 
@@ -345,7 +311,7 @@ class Measurement(Witness):
                 other=Spread(**other),
                 beside=PositiveSpread(**all_beside),
             ),
-            overlap=_overlap(quiet, by_kind[Kind.TRANSFER], by_kind[Kind.KERNEL]),
+            overlap=_overlap(quiet, by_kind[Kind.TRANSFER], by_kind[Kind.KERNEL], self._exchange),
             links=self._links,
             kernels=self._kernels,
             parameters=tuple(
@@ -443,67 +409,16 @@ def _note(note: Callable[[float], None], *args: object) -> None:
     note(time.perf_counter())
 
 
-def _transfer(group: Group, lasts_s: float, timeout_s: float) -> Disturbance:
-    """All-reduces that last so long together, or one that lasts longer."""
-    highest = highest_over(group, timeout_s)
-
-    def once_s(nbytes: int) -> float:
-        exchange = Exchange.of(group, Pattern.ALL_REDUCE, nbytes)
-        return statistics.median(highest([exchange.seconds(group, timeout_s) for _ in range(4)])[1:])
-
-    fewest, most = TRANSFER_BYTES
-    nbytes = min(max(int(PROBE_BYTES * lasts_s / once_s(PROBE_BYTES)), fewest), most)
-    exchange = Exchange.of(group, Pattern.ALL_REDUCE, nbytes)
-
-    def run() -> None:
-        exchange.issue().wait(timeout_s)
-
-    return _disturbance(run, _times(lasts_s, once_s(nbytes)), group, timeout_s, together=True)
-
-
-def _computation(group: Group, lasts_s: float, timeout_s: float) -> Disturbance:
-    """Compressions that last so long together."""
-    compressor = ErrorFeedback(BlockInt(8))
-    spec = FlatSpec((Segment("beside", 0, KERNEL_NUMEL),), ((KERNEL_NUMEL,),), torch.float32)
-    values = torch.randn(KERNEL_NUMEL, generator=torch.Generator().manual_seed(0))
-    state = compressor.init(spec)
-
-    def run() -> None:
-        compressor.compress(values, state)
-
-    run()
-    began_s = time.perf_counter()
-    for _ in range(KERNEL_RUNS):
-        run()
-    once_s = (time.perf_counter() - began_s) / KERNEL_RUNS
-    return _disturbance(run, _times(lasts_s, once_s), group, timeout_s, together=False)
-
-
-def _times(lasts_s: float, once_s: float) -> int:
-    """How often something is repeated to last so long."""
-    return max(math.ceil(min(lasts_s, MOST_ASIDE_S) / once_s), 1)
-
-
-def _disturbance(run: Callable[[], None], times: int, group: Group, timeout_s: float, *, together: bool) -> Disturbance:
-    """Timed as a whole, by all ranks at once: on shared cores, what is short often has one for itself."""
-    disturbance = Disturbance(run, times, 0.0, together)
-    seconds = []
-    for _ in range(ALONE_RUNS):
-        meet(group, timeout_s)
-        began_s = time.perf_counter()
-        disturbance.do()
-        seconds.append(time.perf_counter() - began_s)
-    return replace(disturbance, alone_s=statistics.median(seconds))
-
-
 def _spread(seconds: Array) -> dict[str, float]:
     """Of so many steps, whatever a few of them were disturbed by: the median, and how far steps are from it."""
     median_s = float(np.median(seconds))
     return {"median_s": median_s, "spread_s": 1.4826 * float(np.median(np.abs(seconds - median_s)))}
 
 
-def _overlap(quiet: Array, transfer: Array, kernel: Array) -> Overlap:
-    """From the (ranks, steps, figures) of each kind."""
+def _overlap(
+    quiet: Array, transfer: Array, kernel: Array, exchange: tuple[Estimate | None, Estimate | None]
+) -> Overlap:
+    """From the (ranks, steps, figures) of each kind, and the factors of what is beside each other in an exchange."""
 
     def factors(busy: Array) -> tuple[Estimate | None, Estimate | None]:
         if not busy.shape[1]:
@@ -514,11 +429,13 @@ def _overlap(quiet: Array, transfer: Array, kernel: Array) -> Overlap:
             fit_slowdown(alone_s, together_s, shared_s),
         )
 
-    by_transfer, transfers = factors(transfer)
-    by_kernel, kernels = factors(kernel)
+    by_transfer, of_transfer = factors(transfer)
+    by_kernel, of_kernel = factors(kernel)
     return Overlap(
         backward_by_transfer=by_transfer,
-        transfer_by_backward=transfers,
+        transfer_by_backward=of_transfer,
         backward_by_kernel=by_kernel,
-        kernel_by_backward=kernels,
+        kernel_by_backward=of_kernel,
+        transfer_by_kernel=exchange[0],
+        kernel_by_transfer=exchange[1],
     )

@@ -213,6 +213,8 @@ class Overlap(Data):
     transfer_by_backward: Estimate | None = None  # of that transfer
     backward_by_kernel: Estimate | None = None  # of backward, while the communication thread computes
     kernel_by_backward: Estimate | None = None  # of that computation
+    transfer_by_kernel: Estimate | None = None  # of a transfer, while the communication thread computes
+    kernel_by_transfer: Estimate | None = None  # of that computation
 
 
 class Profile(Document):

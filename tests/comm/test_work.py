@@ -37,7 +37,7 @@ def after(event: threading.Event, what: str) -> Callable[[float], None]:
 
 @contextmanager
 def running(
-    start: Callable[[str], Any], order: list[tuple[str, str]], prepared: tuple[str, ...] = ()
+    start: Callable[[str], Any], order: list[tuple[str, str]], prepared: tuple[str, ...] = (), *, early: bool = True
 ) -> Iterator[Synchronization]:
     """A step with its two threads, which end with it."""
     issuing, other = JobThread("test-issue"), JobThread("test-offload", torch_threads=1)
@@ -48,6 +48,7 @@ def running(
         timeout_s=WAIT_S,
         turn=threading.Lock(),
         thread=issuing,
+        early=early,
         prepared=prepared,
         offload=other.submit,
     )
@@ -79,6 +80,25 @@ def test_a_prepared_bucket_s_work_is_under_way_while_an_earlier_bucket_is_on_its
     tasks = {(task.name, task.stream): task for task in step.tasks}
     flight, work = tasks["0:push", "link"], tasks["1:compress", "offload"]
     assert flight.start_s <= work.end_s and work.start_s <= flight.end_s, "they overlap"
+
+
+@pytest.mark.parametrize("device", ["compute", "offload"])
+def test_no_work_is_begun_before_the_end_is_waited_for_where_nothing_is_early(device: str) -> None:
+    begun: list[str] = []
+
+    async def synchronize(bucket: str) -> None:
+        await Work(lambda: begun.append(bucket), device, "compress")
+        await completed()
+
+    with running(synchronize, [("0", "push"), ("1", "push")], ("0", "1"), early=False) as step:
+        for bucket in "10":
+            step.mark_ready(bucket)
+            step.do_work()
+        time.sleep(0.05)
+        assert not begun
+        step.wait()
+    assert begun == ["1", "0"] and step.results.keys() == {"0", "1"}
+    assert {task.name for task in step.tasks if task.stream == device} == {"0:compress", "1:compress"}
 
 
 def test_turns_of_other_buckets_go_on_while_work_is_offloaded() -> None:

@@ -17,7 +17,8 @@ from gradsync.planner.job import Job, Slowdown
 from gradsync.planner.measure import Network
 from gradsync.planner.predict import predict
 from gradsync.profile import Estimate, Overlap
-from gradsync.schemes import AGSparse, AllReduce
+from gradsync.schemes import AGSparse, AllReduce, HalfPrecision
+from gradsync.timeline import Task, covered_s
 
 COST = CostModel(1e-3, 1e8)
 SPEC = TensorSpec((256, 256), torch.float32)
@@ -36,6 +37,12 @@ def job(slowdown: Slowdown | None = None, *, known: bool = True) -> Job:
 def plan() -> Plan:
     specs = {"last": SPEC, "middle": SPEC, "table": TABLE}
     return Plan.make(specs, 4, [(["last"], AllReduce()), (["middle"], AllReduce()), (["table"], AGSparse())])
+
+
+def packed() -> Plan:
+    """Kernels of the second bucket run while the first one is on its way."""
+    specs = {"last": SPEC, "middle": SPEC, "table": TABLE}
+    return Plan.make(specs, 4, [(["last", "middle"], HalfPrecision()), (["table"], AGSparse())])
 
 
 def test_without_anything_shared_it_is_the_forecast_of_the_turns() -> None:
@@ -71,6 +78,27 @@ def test_backward_stretches_what_goes_on_beside_it_until_it_ends() -> None:
     assert beside.duration_s == pytest.approx(min(2 * first.duration_s, first.duration_s + (0.031 - first.start_s) / 2))
     last, after = (found.tasks[-1] for found in (here, twice))
     assert after.duration_s == pytest.approx(last.duration_s), "nothing is beside it any more"
+
+
+@pytest.mark.parametrize(
+    ("slowdown", "stretched", "other"),
+    [(Slowdown(transfer_by_kernel=2.0), "link", "kernel"), (Slowdown(kernel_by_transfer=2.0), "kernel", "link")],
+    ids=["transfers", "kernels"],
+)
+def test_transfers_and_kernels_beside_each_other_take_longer(slowdown: Slowdown, stretched: str, other: str) -> None:
+    """Half of the time in which the other goes on is lost, and nothing else is."""
+
+    def times(slowdown: Slowdown, stream: str) -> dict[str, Task]:
+        return {task.name: task for task in predict(packed(), job(slowdown)).tasks if task.stream == stream}
+
+    alone, beside, others = times(Slowdown(), stretched), times(slowdown, stretched), times(slowdown, other)
+    lost_s = {name: task.duration_s - alone[name].duration_s for name, task in beside.items()}
+    shared_s = {name: covered_s(list(others.values()), task.start_s, task.end_s) for name, task in beside.items()}
+    assert max(shared_s.values()) > 5e-5
+    assert lost_s == pytest.approx({name: seconds / 2 for name, seconds in shared_s.items()}, abs=1e-9)
+    assert [t.duration_s for t in times(slowdown, other).values()] == pytest.approx(
+        [t.duration_s for t in times(Slowdown(), other).values()]
+    )
 
 
 def test_of_measured_overlap_counts_what_is_sure() -> None:

@@ -88,7 +88,7 @@ class Synchronization:
     """What one step synchronises: coroutines by bucket, their readiness, their results.
 
     `start(bucket)` makes the bucket's coroutine, at the bucket's first turn. `turn` is held by whoever uses the group.
-    `where(bucket, stage)` names both for error messages. Unless `early`, nothing is issued before `wait`. `offload`
+    `where(bucket, stage)` names both for error messages. Unless `early`, nothing is begun before `wait`. `offload`
     gives a job to the thread for what is offloaded; without one whoever waits for such work does it.
     """
 
@@ -114,6 +114,7 @@ class Synchronization:
         self._early = early
         self._prepared = prepared
         self._offload = offload
+        self._postponed: list[str] = []  # prepared buckets that are ready, if nothing is early
         self._works: list[Work[Any]] = []  # handed to somebody in this step
         self._for_compute: deque[Work[Any]] = deque()
         self._on_cuda = thread.device is not None and thread.device.type == "cuda"
@@ -134,8 +135,10 @@ class Synchronization:
     def mark_ready(self, bucket: str) -> None:
         """The bucket's data is complete; called on the thread that produced it."""
         ready_s = time.perf_counter() - self.began_s
-        if bucket in self._prepared:
+        if bucket in self._prepared and self._early:
             self._prepare(bucket)
+        elif bucket in self._prepared:
+            self._postponed.append(bucket)
         if self._on_cuda:
             event = torch.cuda.Event()
             event.record()
@@ -160,6 +163,8 @@ class Synchronization:
 
     def wait(self) -> None:
         """Issues what is left, blocks until every bucket is synchronised, raises what went wrong."""
+        while self._postponed and not self._cancelled:
+            self._prepare(self._postponed.pop(0))
         self.advance(joined=True)
         if not self._ended:
             raise CancelledStepError("the step was given up before all of its buckets were ready")
@@ -202,7 +207,7 @@ class Synchronization:
                 self._resume(bucket, stage)
             self._position += 1
         # Whatever is still in flight, and rounds beyond the planned stages, end in bucket order on every rank.
-        for bucket in self._coroutines:
+        for bucket in dict.fromkeys(bucket for bucket, _ in self._order):
             while bucket in self._pending:
                 if not joined and self._waits_for_backward(bucket):
                     return False

@@ -19,6 +19,8 @@ class Slowdown:
     backward_by_kernel: float = 1.0  # the issuing thread computes
     transfer_by_backward: float = 1.0
     kernel_by_backward: float = 1.0
+    transfer_by_kernel: float = 1.0
+    kernel_by_transfer: float = 1.0
 
     def __post_init__(self) -> None:
         for field_ in fields(self):

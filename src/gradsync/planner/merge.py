@@ -52,7 +52,7 @@ def mg_wfbp(problem: Problem, option: int = 0) -> tuple[Part, ...]:
         backward_s = sum(problem.gaps_s[start:stop])
         taken, seconds = problem.options[options[start]], problem.seconds(options[start], start, stop)
         if joins[stop]:
-            transfers = [demand for demand in taken.chain if demand.resource is not Resource.COMPUTE]
+            transfers = [demand for demand in taken.chain if demand.resource in (Resource.INTRA, Resource.INTER)]
             encode_s = sum(seconds[: taken.chain.index(transfers[0])]) if transfers else 0.0
             free_s = rows[transfers[0].resource] if transfers else 0.0
             through_s = max(rows[Resource.COMPUTE] + backward_s + encode_s, free_s) + sum(

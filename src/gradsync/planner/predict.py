@@ -7,9 +7,10 @@ the order of turns, and that cores and memory are shared.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import Any
 
 from ..bucket import Bucket, Layout, Segment
@@ -58,8 +59,9 @@ def played(plan: Plan, job: Job, steps: Mapping[str, Sequence[Step]]) -> Predict
         reached_s = {at_s: _stretched(at_s, exchange, delays, job) for at_s in {*job.ready_s.values(), job.backward_s}}
         backward_s = reached_s[job.backward_s]
         ready_s = {bucket: reached_s[at_s] for bucket, at_s in own_s.items()}
-        lasting = partial(_lasting, job.slowdown, backward_s)
-        exchange = forecast(plan.order, steps, ready_s, job.network.cost, job.network.placement, lasting)
+        lasting = partial(_lasting, job.slowdown, backward_s, *_when_busy(exchange))
+        network = job.network
+        exchange = forecast(plan.order, steps, ready_s, network.cost, network.placement, lasting, backward_s=backward_s)
     backward_s = _stretched(job.backward_s, exchange, _delays_of(exchange, own_s, reached_s), job)
     return Prediction((Task("backward", "compute", 0.0, backward_s), *exchange), backward_s)
 
@@ -96,18 +98,69 @@ def _stretched(at_s: float, exchange: Sequence[Task], delays: Sequence[tuple[flo
         return at_s + delayed_s
     links = [task for task in exchange if task.stream == "link"]
     kernels = [task for task in exchange if task.stream in ("kernel", OFFLOAD)]
+    lost_by_link, lost_by_kernel = 1 - 1 / slowdown.backward_by_transfer, 1 - 1 / slowdown.backward_by_kernel
     for _ in range(ROUNDS):
         by_link, by_kernel = covered_s(links, 0.0, reached_s), covered_s(kernels, 0.0, reached_s)
-        lost_s = by_link * (1 - 1 / slowdown.backward_by_transfer) + by_kernel * (1 - 1 / slowdown.backward_by_kernel)
+        by_both = by_link + by_kernel - covered_s([*links, *kernels], 0.0, reached_s)
+        lost_s = by_link * lost_by_link + by_kernel * lost_by_kernel - by_both * lost_by_link * lost_by_kernel
         reached_s = at_s + delayed_s + lost_s
     return reached_s
 
 
-def _lasting(slowdown: Slowdown, backward_s: float, stream: str, began_s: float, seconds: float) -> float:
-    """What costs so many seconds, if it begins then: slower until backward ends."""
-    factor = slowdown.transfer_by_backward if stream == "link" else slowdown.kernel_by_backward
-    beside_s = max(backward_s - began_s, 0.0)
-    return min(seconds * factor, seconds + beside_s * (1 - 1 / factor))
+@dataclass(frozen=True)
+class _Busy:
+    """When something is busy: from each of `edges_s` to the next one in turns, at first it is not."""
+
+    edges_s: tuple[float, ...]
+
+    @classmethod
+    def of(cls, tasks: Iterable[Task]) -> _Busy:
+        edges_s: list[float] = []
+        for task in sorted(tasks, key=lambda task: task.start_s):
+            if edges_s and task.start_s <= edges_s[-1]:
+                edges_s[-1] = max(edges_s[-1], task.end_s)
+            elif task.end_s > task.start_s:
+                edges_s += [task.start_s, task.end_s]
+        return cls(tuple(edges_s))
+
+    def at(self, now_s: float) -> tuple[bool, float]:
+        """Whether it is, and until when that stays so."""
+        place = bisect_right(self.edges_s, now_s)
+        return place % 2 == 1, self.edges_s[place] if place < len(self.edges_s) else inf
+
+
+def _when_busy(exchange: Sequence[Task]) -> tuple[_Busy, _Busy]:
+    """The link, and the threads that compute beside backward's."""
+    return (
+        _Busy.of(task for task in exchange if task.stream == "link"),
+        _Busy.of(task for task in exchange if task.stream in ("kernel", OFFLOAD)),
+    )
+
+
+def _lasting(
+    slowdown: Slowdown, backward_s: float, link: _Busy, kernels: _Busy, stream: str, began_s: float, seconds: float
+) -> float:
+    """What costs so many seconds, if it begins then: slower beside backward, and beside the other half of the exchange.
+
+    Work on the thread of backward is not beside it.
+    """
+    if stream == COMPUTE:
+        return seconds
+    if stream == "link":
+        by_backward, by_other, other = slowdown.transfer_by_backward, slowdown.transfer_by_kernel, kernels
+    else:
+        by_backward, by_other, other = slowdown.kernel_by_backward, slowdown.kernel_by_transfer, link
+    now_s, left_s = began_s, seconds
+    while True:
+        beside_other, until_s = other.at(now_s)
+        beside_backward = now_s < backward_s
+        if beside_backward:
+            until_s = min(until_s, backward_s)
+        factor = (by_backward if beside_backward else 1.0) * (by_other if beside_other else 1.0)
+        if left_s * factor <= until_s - now_s:
+            return now_s + left_s * factor - began_s
+        left_s -= (until_s - now_s) / factor
+        now_s = until_s
 
 
 def unmeasured(plan: Plan, job: Job) -> list[str]:

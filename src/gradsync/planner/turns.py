@@ -25,7 +25,12 @@ def with_best_turns(plan: Plan, job: Job) -> Plan:
         )
         for bucket, todo in steps.items()
     }
-    cost, placement = job.network.cost, job.network.placement
-    orders = [turns_as_they_come(stages, steps, ready_s, cost, placement, finish_last=last) for last in (True, False)]
+    network, backward_s = job.network, job.backward_s
+    orders = [
+        turns_as_they_come(
+            stages, steps, ready_s, network.cost, network.placement, finish_last=last, backward_s=backward_s
+        )
+        for last in (True, False)
+    ]
     plans = [plan, *(plan.model_copy(update={"order": tuple(order)}) for order in orders)]
     return min(plans, key=lambda each: played(each, job, steps).seconds)
