@@ -126,7 +126,7 @@ class FlatGradients:
         if home is not None:
             return SparseRows.from_dense(home).to_torch(home.shape) if sparse else home
         if out is None or out.layout is not torch.strided:
-            out = self.flat.new_empty_strided(shape, self._strides[name]).zero_()
+            out = self.flat.new_empty_strided(shape, self._strides[name])
         flat = out.reshape(-1)  # a view where out is contiguous
         for segment, part in self._parts[name]:
             flat[segment.start : segment.stop] = part

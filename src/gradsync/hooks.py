@@ -171,7 +171,9 @@ class AutogradHooks:
         if gradient is not home and gradient.layout is torch.strided and name not in self._staying:
             if gradient.nbytes <= MOST_LENT_BYTES:
                 self._lendable.add(name)
-            parameter.grad = gradient = home
+            # Of a parameter that the plan cut it stays, to be overwritten, if it is what autograd made and no more.
+            if home is not None or gradient.requires_grad or _is_part(gradient):
+                parameter.grad = gradient = home
         if gradient is home and home is not None:
             self._settled.add(name)
 

@@ -26,7 +26,7 @@ from ..planner.rival_plans import (
 from ..planner.ways import Constraints
 from ..schemes import HalfPrecision, PowerSGD
 from . import compressors
-from .plans import DENSE_SCHEMES, lossy_of
+from .plans import DENSE_SCHEMES, VOTES, lossy_of
 
 MOST_ERROR = 0.1  # of a gradient's norm that `auto` may change: 16 and 8 bits do less, one bit and 1 % mostly more
 
@@ -119,6 +119,11 @@ def parted(name: str) -> Parted | None:
     lossy_of(stem, compressors.USUAL_RANKS)  # raises for a number that its compressor does not take
     if ending in CHOSEN and not compressors.is_known(stem):
         raise ValueError(f"{name!r}: {stem} is a scheme and has no payloads for others to carry; {ending} needs some")
+    if ending in CHOSEN and stem in VOTES:
+        raise ValueError(
+            f"{name!r}: with {stem} the optimiser's learning rate is one for votes, which what {ending} leaves dense "
+            f"are not; use {', '.join(EVERYTHING)}"
+        )
     if ending in ENDINGS:
         return Parted(stem, ending)
     if not ending.startswith(CUTS):

@@ -18,6 +18,7 @@ from . import compressors
 
 PlanMaker = Callable[[Sequence[ParameterProfile], int], Plan]
 
+VOTES = ("sign", "signum")  # what ranks send are votes, no gradients
 RATE_OF_VOTES = 0.01
 
 # Schemes of dense buckets that are not those which carry a compressor's payloads, by the names of methods.
@@ -63,7 +64,7 @@ def fit_optimizer(name: str, optimizer: Optimizer) -> float:
     no gradients: SGD, which moves every element by its whole learning rate then, takes `RATE_OF_VOTES` of it. With
     Signum, which has momentum of its own, no optimiser keeps any.
     """
-    if name in ("sign", "signum"):
+    if name in VOTES:
         for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():
             group["lr"] *= RATE_OF_VOTES
     for group in optimizer.param_groups if name == "signum" else ():

@@ -253,7 +253,8 @@ def result_of(workload: Task, who: Contestant, spec: TrainSpec) -> dict[str, Any
 def predicted_s(who: Contestant, jobs: list[Job]) -> float | None:
     """A whole step by the contestant's plan, by what was measured of the job in this run.
 
-    By its own measurement, or else the first of `jobs` in which all of the plan's kernels were measured.
+    By its own measurement, or else the first of `jobs` in which all of the plan's kernels were measured: of models
+    whose gradients are as sparse.
     """
     if who.attachment is None or who.failed:
         return None
@@ -268,7 +269,7 @@ def predicted_s(who: Contestant, jobs: list[Job]) -> float | None:
 
 
 def measured_jobs(contestants: list[Contestant]) -> list[Job]:
-    """Of all automatic plans."""
+    """Of the automatic plans among them."""
     profiles = [who.attachment.profile for who in contestants if who.attachment is not None and not who.failed]
     return [Job.of(profile) for profile in profiles if profile is not None]
 
@@ -288,9 +289,12 @@ def measure(text: str) -> dict[str, Any]:
     ways = {name: method(picked if picked and name == DDP else name) for name in spec.methods}
     ways[f"{spec.methods[0]}:{AGAIN}"] = ways[spec.methods[0]]
     contestants = compete(workload, ways, spec, spec.repeats)
-    jobs = measured_jobs(contestants)
+    jobs = {
+        kind: measured_jobs([who for who in contestants if ways[who.name].sparse is kind]) for kind in (True, False)
+    }
     judged = {
-        who.name: {**result_of(workload, who, spec), "predicted_s": predicted_s(who, jobs)} for who in contestants
+        who.name: {**result_of(workload, who, spec), "predicted_s": predicted_s(who, jobs[ways[who.name].sparse])}
+        for who in contestants
     }
     return {"picked": picked, "sweep": sweep, "judged": judged}
 

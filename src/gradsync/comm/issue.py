@@ -50,17 +50,20 @@ def drive(coroutine: Coroutine[Any, Any, T], *, timeout_s: float) -> T:
         return result
 
 
-def drive_in_turns(coroutines: Sequence[Coroutine[Any, Any, T]]) -> tuple[list[T], list[float]]:
+def drive_in_turns(
+    coroutines: Sequence[Coroutine[Any, Any, T]], meanwhile: Callable[[], object] = lambda: None
+) -> tuple[list[T], list[float]]:
     """Runs the coroutines of all ranks of a `LocalGroup` to their ends, in one thread: each up to its next operation.
 
     Returns their results, and seconds of processor time before the first operation, between operations and behind the
-    last, `Work` included, mean over the ranks.
+    last, `Work` included, mean over the ranks. `meanwhile` is called before each of these, and not timed.
     """
     results: dict[int, T] = {}
     arrived: list[Any] = [None] * len(coroutines)
     found: list[float] = []
     while len(results) < len(coroutines):
         pending: list[Pending[Any]] = []
+        meanwhile()
         began_s = time.thread_time()
         for rank, (coroutine, value) in enumerate(zip(coroutines, arrived, strict=True)):
             try:
