@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from gradsync.costs import CostModel
@@ -21,15 +23,43 @@ def spans(tasks: list[Task]) -> dict[tuple[str, str], tuple[float, float]]:
     return {(t.stream, t.name): (pytest.approx(t.start_s), pytest.approx(t.end_s)) for t in tasks}
 
 
-def test_transfers_follow_one_another_on_the_link_while_the_thread_goes_on() -> None:
+def test_transfers_share_the_link_while_the_thread_goes_on() -> None:
     steps = {"a": [Compute("pack", 10), transfer("push", 5.0)], "b": [Compute("pack", 10), transfer("push", 2.0)]}
     tasks = forecast([("a", "push"), ("b", "push")], steps, {"a": 0.0, "b": 0.0}, COST)
     assert spans(tasks) == {
         ("kernel", "a:push"): (0.0, 1.0),
-        ("link", "a:push"): (1.0, 6.0),
+        ("link", "a:push"): (1.0, 8.0),
         ("kernel", "b:push"): (1.0, 2.0),
-        ("link", "b:push"): (6.0, 8.0),
+        ("link", "b:push"): (2.0, 6.0),
     }
+
+
+def test_of_other_transfers_two_share_the_link_and_messages_in_rounds_take_turns() -> None:
+    def messages(stage: str, seconds: float) -> Transfer:
+        return Transfer(stage, Pattern.ALL_TO_ALL, (seconds * DIRECT_BYTES,) * 2)
+
+    ready_s = dict.fromkeys("abcde", 0.0)
+    gathers = {bucket: [transfer("gather", 3.0)] for bucket in "abc"}
+    found = spans(forecast([(b, "gather") for b in "abc"], gathers, ready_s, COST))
+    assert found == {
+        ("link", "a:gather"): (0.0, 6.0),
+        ("link", "b:gather"): (0.0, 6.0),
+        ("link", "c:gather"): (0.0, 9.0),
+    }
+    pushes = {bucket: [messages("push", 3.0)] for bucket in "de"}
+    found = spans(forecast([(b, "push") for b in "de"], pushes, ready_s, COST))
+    assert found == {("link", "d:push"): (0.0, 3.0), ("link", "e:push"): (0.0, 6.0)}
+    both = forecast([("a", "gather"), ("d", "push")], gathers | pushes, ready_s, COST)
+    assert spans(both)["link", "d:push"] == (0.0, 6.0)
+
+
+def test_latencies_of_one_transfer_leave_the_link_to_others() -> None:
+    """Where half of each one's time is latency they do not disturb each other, else bytes of both fill the link."""
+    for alpha_s, ended_s in ((1.0, 2.0), (0.25, 2.0)):
+        cost = replace(COST, alpha_s=alpha_s)
+        steps = {bucket: [transfer("gather", 1.0)] for bucket in "ab"}
+        found = spans(forecast([(b, "gather") for b in "ab"], steps, {"a": 0.0, "b": 0.0}, cost))
+        assert found == {("link", "a:gather"): (0.0, ended_s), ("link", "b:gather"): (0.0, ended_s)}
 
 
 def test_a_stage_waits_for_the_bucket_and_for_its_last_transfer() -> None:
@@ -46,7 +76,7 @@ def test_a_stage_waits_for_the_bucket_and_for_its_last_transfer() -> None:
 def test_a_bucket_that_is_late_holds_those_after_it_in_the_order() -> None:
     steps = {"a": [transfer("push", 1.0)], "b": [transfer("push", 1.0)]}
     tasks = forecast([("a", "push"), ("b", "push")], steps, {"a": 3.0, "b": 0.0}, COST)
-    assert spans(tasks) == {("link", "a:push"): (3.0, 4.0), ("link", "b:push"): (4.0, 5.0)}
+    assert spans(tasks) == {("link", "a:push"): (3.0, 5.0), ("link", "b:push"): (3.0, 5.0)}
 
 
 def test_what_is_in_flight_at_the_end_is_waited_for_in_the_order_of_first_turns() -> None:

@@ -56,8 +56,15 @@ class CostModel:
         if known is None:
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()
-            known = self._known[step, placement] = self.stage_s + self._transfer_s(step, placement)
+            known = self._known[step, placement] = self.latency_s(step, placement) + self._bytes_s(step, placement)
         return known
+
+    def latency_s(self, transfer: Transfer, placement: Placement | None = None) -> float:
+        """What of a transfer's seconds leaves the links free."""
+        if placement is None or placement.num_nodes == placement.size:
+            return self.stage_s + transfer.rounds * self.alpha_s
+        self._require_of(transfer, placement)
+        return self.stage_s + self._waits_s(transfer, placement)
 
     def unmeasured(self, steps: Iterable[Step]) -> list[str]:
         """Kernels of these steps that take what memory takes as nobody knows better; none where none was measured."""
@@ -75,24 +82,28 @@ class CostModel:
         """Transfers that were priced: a search asks for the same ones over and over."""
         return {}
 
-    def _transfer_s(self, transfer: Transfer, placement: Placement | None) -> float:
-        if placement is None or placement.num_nodes == placement.size:
-            return transfer.rounds * self.alpha_s + transfer.busiest_bytes / self.bandwidth_bytes_per_s
-        return self._shared_s(transfer, placement)
-
-    def _shared_s(self, transfer: Transfer, placement: Placement) -> float:
+    def _bytes_s(self, transfer: Transfer, placement: Placement | None) -> float:
         """Where nodes have several ranks: the slower of what passes between nodes and of what stays within one."""
-        if placement.size != transfer.size:
-            raise ValueError(f"the transfer is among {transfer.size} ranks, the placement has {placement.size}")
-        intra = self.intra or Link(self.bandwidth_bytes_per_s, self.alpha_s)
+        if placement is None or placement.num_nodes == placement.size:
+            return transfer.busiest_bytes / self.bandwidth_bytes_per_s
+        self._require_of(transfer, placement)
         nodes = placement.nodes
         inside = busiest(hop for hop in transfer.hops(self.at_once_bytes) if nodes[hop[0]] == nodes[hop[1]])
         between_s = node_link_bytes(transfer, placement, self.at_once_bytes) / self.bandwidth_bytes_per_s
-        return self._latency_s(transfer, placement, intra) + max(between_s, inside / intra.bandwidth_bytes_per_s)
+        return max(between_s, inside / self._within.bandwidth_bytes_per_s)
 
-    def _latency_s(self, transfer: Transfer, placement: Placement, intra: Link) -> float:
+    @staticmethod
+    def _require_of(transfer: Transfer, placement: Placement) -> None:
+        if placement.size != transfer.size:
+            raise ValueError(f"the transfer is among {transfer.size} ranks, the placement has {placement.size}")
+
+    @property
+    def _within(self) -> Link:
+        return self.intra or Link(self.bandwidth_bytes_per_s, self.alpha_s)
+
+    def _waits_s(self, transfer: Transfer, placement: Placement) -> float:
         """Of a ring's rounds each waits for the slowest link; other messages follow one another, each on its own."""
-        nodes = placement.nodes
+        nodes, intra = placement.nodes, self._within
         messages = [(member, peer) for member in range(transfer.size) for peer, _ in transfer.peers(member)]
         latencies = [self.alpha_s if nodes[source] != nodes[to] else intra.latency_s for source, to in messages]
         if transfer.goes_round(self.at_once_bytes):

@@ -1,22 +1,26 @@
 """A step's timeline as predicted: the plan's order played on one issuing thread and one link.
 
 It mirrors `comm/issue.py`: at a bucket's turn the thread waits for what the bucket awaits, computes up to its next
-transfer, hands that over and goes on; transfers follow one another on the link. So does awaited work on its device, in
-the order in which it comes: what a bucket awaits first of all when the bucket is ready, other work at the bucket's
-turn. Backward's thread does such work when the next bucket is ready; after backward it is the issuing thread, which
-does it when the bucket's next turn needs it.
+transfer, hands that over and goes on; transfers in flight share the link. Awaited work is done on its device, in the
+order in which it comes: what a bucket awaits first of all when the bucket is ready, other work at the bucket's turn.
+Backward's thread does such work when the next bucket is ready; after backward it is the issuing thread, which does it
+when the bucket's next turn needs it.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
 
 from .cluster import Link, Placement
 from .comm import Group
 from .costs import CostModel
-from .steps import COMPUTE, FINISH, Compute, Step
+from .steps import COMPUTE, FINISH, Compute, Pattern, Step
 from .timeline import Task
+
+ROUNDING_S = 1e-12  # of what is left of a transfer
 
 Lasting = Callable[[str, float, float], float]  # stream, when it begins, seconds it would take alone
 
@@ -107,10 +111,11 @@ class _Player:
         self._lasting = lasting or (lambda stream, began_s, seconds: seconds)
         self._backward_s = max(ready_s.values(), default=0.0) if backward_s is None else backward_s
         self.thread_s = 0.0  # until when the thread is busy
-        self._link_s = 0.0
+        self._link = _Link()
+        self._sent: dict[str, tuple[str, float]] = {}  # bucket -> stage of its transfer in flight, and when it began
         self._devices_s: dict[str, float] = {}  # until when each is busy
         self._prepared: dict[str, deque[str]] = {}  # device -> buckets that begin with its work, which it has not begun
-        self._in_flight: dict[str, float] = {}  # bucket -> when its transfer or work ends
+        self._in_flight: dict[str, float] = {}  # bucket -> when its work ends
         self._for_thread: dict[str, tuple[str, Compute]] = {}  # bucket -> stage and work that its next turn does
         self._tasks: list[Task] = []
         for bucket in sorted(self._left, key=lambda b: ready_s[b]):
@@ -122,7 +127,9 @@ class _Player:
         for bucket, stage in order:
             self.turn(bucket, stage)
         for bucket in dict.fromkeys(bucket for bucket, _ in order):
-            while self._left[bucket] or bucket in self._in_flight or bucket in self._for_thread:
+            while self._left[bucket] or any(
+                bucket in waited_for for waited_for in (self._sent, self._in_flight, self._for_thread)
+            ):
                 self.turn(bucket, FINISH)
         return self._tasks
 
@@ -137,6 +144,8 @@ class _Player:
                 return max(ready_s, self._devices_s.get(device, 0.0)) + self._cost.seconds(work)
         if bucket in self._for_thread:
             ready_s = max(ready_s, self._backward_s)
+        if bucket in self._sent:
+            ready_s = max(ready_s, self._link.end_s(bucket))
         return max(ready_s, self._in_flight.get(bucket, 0.0))
 
     def turn(self, bucket: str, stage: str) -> None:
@@ -144,6 +153,10 @@ class _Player:
             if bucket in self._prepared[device]:
                 self._begin_prepared(device, self._ready_s[bucket])
         self.thread_s = max(self.thread_s, self._ready_s[bucket], self._in_flight.pop(bucket, 0.0))
+        if bucket in self._sent:
+            ended_s, (sent, began_s) = self._link.end_s(bucket), self._sent.pop(bucket)
+            self._tasks.append(Task(f"{bucket}:{sent}", "link", began_s, ended_s))
+            self.thread_s = max(self.thread_s, ended_s)
         if bucket in self._for_thread:
             self.thread_s = self._work(bucket, *self._for_thread.pop(bucket), max(self.thread_s, self._backward_s))
         began_s, left = self.thread_s, self._left[bucket]
@@ -155,10 +168,11 @@ class _Player:
             return
         following = left.popleft()
         if not isinstance(following, Compute):
-            began_s = max(self.thread_s, self._link_s)
-            self._link_s = began_s + self._lasting("link", began_s, self._cost.seconds(following, self._placement))
-            self._in_flight[bucket] = self._link_s
-            self._tasks.append(Task(f"{bucket}:{stage}", "link", began_s, self._link_s))
+            seconds = self._cost.seconds(following, self._placement)
+            busy_s = seconds - self._cost.latency_s(following, self._placement)
+            lasts_s = self._lasting("link", self.thread_s, seconds)
+            self._link.add(bucket, self.thread_s, lasts_s, busy_s / lasts_s if lasts_s else 0.0, following.pattern)
+            self._sent[bucket] = stage, self.thread_s
         elif following.device != COMPUTE:
             self._in_flight[bucket] = self._work(bucket, stage, following, self.thread_s)
         elif comes_by_s := [s for s in self._ready_s.values() if s >= self.thread_s]:
@@ -184,3 +198,71 @@ class _Player:
             assert isinstance(work, Compute)
             stage = f"{work.kernel.partition('_')[0]}@{device}"
             self._in_flight[bucket] = self._work(bucket, stage, work, self._ready_s[bucket])
+
+
+@dataclass(frozen=True)
+class _Flow:
+    """A transfer on the link: what is left of the time that it takes alone, in which it uses a share of the link."""
+
+    bucket: str
+    left_s: float
+    share: float
+    in_turns: bool  # with others of its kind
+
+
+class _Link:
+    """Transfers on the busiest node's link. Latencies of one leave it to the others, bytes are sent in equal shares.
+
+    As gloo does it, which has two threads, and one more for messages in rounds: of these there is one at a time, of
+    other transfers there are two, in the order in which they are issued.
+    """
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+        self._flows: list[_Flow] = []
+        self._ended_s: dict[str, float] = {}
+        self._expected_s: dict[str, float] = {}  # when all will have ended, if no other transfer is issued
+
+    def add(self, bucket: str, now_s: float, lasts_s: float, share: float, pattern: Pattern) -> None:
+        """A transfer that lasts so long alone, issued after all others."""
+        self._flows = self._run(self._flows, self._now_s, now_s, self._ended_s)
+        self._now_s = now_s
+        self._flows.append(_Flow(bucket, lasts_s, share, pattern in (Pattern.ALL_TO_ALL, Pattern.MESSAGES)))
+        self._expected_s.clear()
+
+    def end_s(self, bucket: str) -> float:
+        """When the bucket's last transfer ends, if no other one is issued before."""
+        if not self._expected_s:
+            self._expected_s = dict(self._ended_s)
+            self._run(self._flows, self._now_s, inf, self._expected_s)
+        return self._expected_s[bucket]
+
+    @classmethod
+    def _run(cls, flows: Sequence[_Flow], now_s: float, until_s: float, ended_s: dict[str, float]) -> list[_Flow]:
+        """What is left of them at a time; those that have ended by then are noted."""
+        flows = list(flows)
+        while flows and now_s < until_s:
+            rates = cls._rates(flows)
+            next_s = min(until_s, now_s + min(flows[place].left_s / rate for place, rate in rates.items()))
+            for place, rate in rates.items():
+                flows[place] = replace(flows[place], left_s=flows[place].left_s - (next_s - now_s) * rate)
+            now_s = next_s
+            ended_s.update((flow.bucket, now_s) for flow in flows if flow.left_s <= ROUNDING_S)
+            flows = [flow for flow in flows if flow.left_s > ROUNDING_S]
+        return flows
+
+    @staticmethod
+    def _rates(flows: Sequence[_Flow]) -> dict[int, float]:
+        """By place of those that are under way: seconds of their own that pass in a second."""
+        under_way = [
+            *[place for place, flow in enumerate(flows) if flow.in_turns][:1],
+            *[place for place, flow in enumerate(flows) if not flow.in_turns][:2],
+        ]
+        rates, free = {}, 1.0
+        waiting = sorted(under_way, key=lambda place: flows[place].share)
+        for number, place in enumerate(waiting):
+            share = flows[place].share
+            got = min(share, free / (len(waiting) - number))
+            rates[place] = got / share if share else 1.0
+            free -= got
+        return rates
