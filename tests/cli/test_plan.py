@@ -10,6 +10,11 @@ from typer.testing import CliRunner, Result
 
 from gradsync import Plan
 from gradsync.cli import app
+from gradsync.cli import plan as command
+from gradsync.planner.candidates import Searched, searched
+from gradsync.planner.job import Job
+from gradsync.planner.ways import Constraints
+from gradsync.schemes import LeafConstraints
 from tests.profiles import SPECS, make_profile
 
 
@@ -36,6 +41,30 @@ def test_a_plan_is_made_for_the_job_and_explained(profile: Path, tmp_path: Path)
     assert told.exit_code == 0, told.output
     assert told.output.splitlines()[0] in made.output and "ms a step" in told.output
     assert all(bucket.names[0] in told.output for bucket in plan.buckets)
+
+
+def test_which_leaves_payloads_may_take_is_as_asked_for(
+    profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[LeafConstraints | None] = []
+
+    def noting(job: Job, constraints: Constraints) -> Searched:
+        seen.append(constraints.leaves)
+        return searched(job, constraints)
+
+    monkeypatch.setattr(command, "searched", noting)
+    for words in (
+        (),
+        ("--without", "offload", "--flat-only"),
+        ("--most-compressions", "2"),
+        ("--without", "all_to_all"),
+    ):
+        made = run("plan", profile, "--allow", "int8", *words, "-o", tmp_path / "plan.json")
+        assert made.exit_code == 0, made.output
+    once = LeafConstraints(1, ("offload",), flat_only=True)
+    assert seen == [None, once, LeafConstraints(2), LeafConstraints(1, ("all_to_all",))]
+    told = run("explain", tmp_path / "plan.json", "--profile", profile, "--allow", "int8", "--without", "all_to_all")
+    assert told.exit_code == 0 and "two_way" not in told.output
 
 
 def test_a_plan_may_be_for_another_cluster(profile: Path, tmp_path: Path) -> None:
@@ -65,6 +94,7 @@ def test_what_cannot_be_is_refused_by_name(profile: Path, tmp_path: Path) -> Non
         (("plan", tmp_path / "none.json"), "there is no file"),
         (("plan", profile, "--allow", "int7"), "unknown compressor 'int7'"),
         (("plan", profile, "--exact", "ghost.*"), "'ghost.*', which no parameter"),
+        (("plan", profile, "--allow", "int8", "--without", "ring"), "'ring'"),
     ):
         told = run(*words, "-o", out)
         assert told.exit_code == 2 and message in " ".join(told.output.replace("│", " ").split()), told.output

@@ -18,6 +18,7 @@ from ..planner.reasons import describe
 from ..planner.reasons import explain as explained
 from ..planner.ways import Constraints, ways_of
 from ..profile import Profile
+from ..schemes import LeafConstraints
 from .progress import beside, console, plain_errors
 
 Measured = Annotated[Path, typer.Option("--profile", help="What `gradsync measure` wrote of the job.")]
@@ -37,6 +38,15 @@ MostError = Annotated[
     float | None,
     typer.Option(min=0.0, help="Most relative error of a step's gradient, of each parameter, as it was measured."),
 ]
+MostCompressions = Annotated[
+    int | None,
+    typer.Option(min=0, help="Lossy steps of a compressed gradient on its way, at the most; 1 by default."),
+]
+Without = Annotated[
+    list[str] | None,
+    typer.Option(help="A collective or device that no compressed gradient may take (all_to_all, offload); repeatable."),
+]
+FlatOnly = Annotated[bool, typer.Option(help="No compressed gradient goes by nodes first.")]
 
 
 def plan(
@@ -46,12 +56,16 @@ def plan(
     exact: Exact = None,
     matrices_only: MatricesOnly = False,
     most_error: MostError = None,
+    most_compressions: MostCompressions = None,
+    without: Without = None,
+    flat_only: FlatOnly = False,
     out: Annotated[Path, typer.Option("--out", "-o", help="Where the plan goes.")] = Path("plan.json"),
 ) -> None:
     """The best plan that is found for a measured job: what to merge, what to compress, and by which exchange."""
     with plain_errors():
         job = _job(profile, cluster)
-        constraints = _constraints(job, allow, exact, matrices_only, most_error)
+        leaves = _leaves(most_compressions, without, flat_only)
+        constraints = _constraints(job, allow, exact, matrices_only, most_error, leaves)
         found = searched(job, constraints)
         found.plan.save(out)
         _print(describe(explained(found.plan, job, found.ways)))
@@ -68,11 +82,15 @@ def explain(
     exact: Exact = None,
     matrices_only: MatricesOnly = False,
     most_error: MostError = None,
+    most_compressions: MostCompressions = None,
+    without: Without = None,
+    flat_only: FlatOnly = False,
 ) -> None:
     """Why a plan is as it is: each bucket's best alternatives, and whether plain DDP would do."""
     with plain_errors():
         job = _job(profile, cluster)
-        constraints = _constraints(job, allow, exact, matrices_only, most_error)
+        leaves = _leaves(most_compressions, without, flat_only)
+        constraints = _constraints(job, allow, exact, matrices_only, most_error, leaves)
         _print(describe(explained(Plan.load(plan), job, ways_of(job, constraints))))
 
 
@@ -83,12 +101,28 @@ def _job(profile: Path, cluster: Path | None) -> Job:
     return Job.of(Profile.load(profile), None if cluster is None else Cluster.load(cluster))
 
 
+def _leaves(most_compressions: int | None, without: Sequence[str] | None, flat_only: bool) -> LeafConstraints | None:
+    if most_compressions is None and not without and not flat_only:
+        return None
+    return LeafConstraints(1 if most_compressions is None else most_compressions, tuple(without or ()), flat_only)
+
+
 def _constraints(
-    job: Job, allow: str, exact: Sequence[str] | None, matrices_only: bool, most_error: float | None
+    job: Job,
+    allow: str,
+    exact: Sequence[str] | None,
+    matrices_only: bool,
+    most_error: float | None,
+    leaves: LeafConstraints | None,
 ) -> Constraints:
     lossy = tuple(lossy_of(name, job.world_size) for name in allow.split(",") if name)
     return Constraints(
-        lossy, exact=tuple(exact or ()), matrices_only=matrices_only, most_error=most_error, errors=job.errors
+        lossy,
+        exact=tuple(exact or ()),
+        matrices_only=matrices_only,
+        most_error=most_error,
+        errors=job.errors,
+        leaves=leaves,
     )
 
 
