@@ -52,15 +52,20 @@ def searched(job: Job, constraints: Constraints | None = None) -> Searched:
 
 
 def _searched(job: Job, ways: Sequence[Way]) -> Searched:
-    """With gradients as they are or, where that is clearly better, large ones in pieces."""
-    formulation = formulate(job, ways)
-    as_they_are = _solved(job, ways, formulation)
+    """With all of the latencies or half of them, and gradients as they are or large ones in pieces.
+
+    The later of these two pairs only where they are clearly better.
+    """
+    best = _solved(job, ways, formulate(job, ways))
+    best = _better(best, _solved(job, ways, formulate(job.with_hidden_latencies(), ways)), job)
+    formulation = best.formulation
     cut = formulation.in_pieces(max(SMALLEST_PIECE_BYTES, sum(formulation.problem.nbytes) / MOST_PIECES))
-    if cut.problem.size == formulation.problem.size:
-        return as_they_are
-    in_pieces = _solved(job, ways, cut)
-    seconds = [predict(each.plan, job).seconds for each in (as_they_are, in_pieces)]
-    return in_pieces if seconds[1] < (1 - WORTH_IT) * seconds[0] else as_they_are
+    return best if cut.problem.size == formulation.problem.size else _better(best, _solved(job, ways, cut), job)
+
+
+def _better(usual: Searched, other: Searched, job: Job) -> Searched:
+    seconds = [predict(each.plan, job).seconds for each in (usual, other)]
+    return other if seconds[1] < (1 - WORTH_IT) * seconds[0] else usual
 
 
 def _solved(job: Job, ways: Sequence[Way], formulation: Formulation) -> Searched:

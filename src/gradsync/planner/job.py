@@ -89,6 +89,16 @@ class Job:
             errors={p.name: p.errors for p in profile.parameters},
         )
 
+    def with_hidden_latencies(self) -> Job:
+        """With half of what transfers wait: two are in flight at a time, and what one waits the other sends.
+
+        To searches transfers follow one another; a step is predicted with both (`forecast.py`).
+        """
+        cost = self.network.cost
+        intra = cost.intra and replace(cost.intra, latency_s=cost.intra.latency_s / 2)
+        cost = replace(cost, alpha_s=cost.alpha_s / 2, stage_s=cost.stage_s / 2, intra=intra)
+        return replace(self, network=replace(self.network, cost=cost))
+
     @property
     def world_size(self) -> int:
         return self.network.placement.size

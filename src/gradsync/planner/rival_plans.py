@@ -37,6 +37,8 @@ from .rivals import SeCoPa, byteps_compress
 from .turns import with_best_turns
 from .ways import Constraints, exact_ways, ways_of
 
+MOST_COUNTED = 12  # buckets that are tried in any case
+
 Cut = Callable[[Problem, int], Sequence[Part]]
 Bucket = tuple[tuple[int, ...], int]  # items, rising, and the option
 
@@ -47,8 +49,13 @@ def layerwise_plans(job: Job, constraints: Constraints) -> list[Plan]:
 
 
 def best_cuts_plans(job: Job, constraints: Constraints) -> list[Plan]:
-    """Every gradient that may be compressed is, in buckets cut as is best by MergeComp's model of a step."""
-    return _merged_plans(job, constraints, lambda problem, option: best_cuts(problem, option).parts)
+    """Every gradient that may be compressed is, in buckets cut as is best by MergeComp's model of a step.
+
+    Of the best number of buckets and all up to `MOST_COUNTED` that with the shortest predicted step, which knows of
+    more than the model: latencies that transfers hide from each other.
+    """
+    counted = [partial(_about, count) for count in range(1, MOST_COUNTED + 1)]
+    return _merged_plans(job, constraints, lambda problem, option: best_cuts(problem, option).parts, *counted)
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,9 @@ def mergecomp_plans(job: Job, constraints: Constraints) -> list[Plan]:
 
     Payloads that can be summed go by all-reduce, others by all-gather, as there.
     """
-    return _merged_plans(job, constraints, lambda problem, option: mergecomp(problem, option).parts, _as_mergecomp)
+    return _merged_plans(
+        job, constraints, lambda problem, option: mergecomp(problem, option).parts, carriers=_as_mergecomp
+    )
 
 
 def mg_wfbp_plans(job: Job, constraints: Constraints) -> list[Plan]:
@@ -164,14 +173,16 @@ def bytecomp_plans(job: Job, constraints: Constraints) -> list[Plan]:
 
 
 def _merged_plans(
-    job: Job, constraints: Constraints, cut: Cut, carriers: Callable[[Sequence[Way]], Sequence[Way]] = list
+    job: Job, constraints: Constraints, *cuts: Cut, carriers: Callable[[Sequence[Way]], Sequence[Way]] = list
 ) -> list[Plan]:
-    """The plan with the shortest predicted step of those of the lossy ways."""
+    """The plan with the shortest predicted step of those of the lossy ways and cuts."""
     exact = exact_ways(job)
     plans = []
     for way in carriers(_lossy_ways(job, constraints)):
         formulation = formulate(job, [*exact, way])
-        plans.append(with_best_turns(_merged(formulation, _numbers(formulation, way.scheme), cut), job))
+        numbers = _numbers(formulation, way.scheme)
+        cut = {plan.digest: plan for plan in (_merged(formulation, numbers, cut) for cut in cuts)}
+        plans += [with_best_turns(plan, job) for plan in cut.values()]
     return [min(plans, key=lambda plan: predict(plan, job).seconds)]
 
 
@@ -187,6 +198,11 @@ def _merged(formulation: Formulation, numbers: frozenset[int], cut: Cut) -> Plan
             parts = cutting(_rearranged(problem, items), min(numbers))
             buckets += [(tuple(items[part.start : part.stop]), part.option) for part in parts]
     return _plan(formulation, buckets)
+
+
+def _about(count: int, problem: Problem, option: int) -> Sequence[Part]:
+    """As many buckets, or as few or many as there may be."""
+    return _counted(min(max(count, len(whole(problem, option))), problem.size), problem, option)
 
 
 def _counted(count: int, problem: Problem, option: int) -> Sequence[Part]:
