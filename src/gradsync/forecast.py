@@ -11,16 +11,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from itertools import chain, islice
 from math import inf
+from typing import NamedTuple
 
 from .cluster import Link, Placement
 from .comm import Group
 from .costs import CostModel
 from .steps import COMPUTE, FINISH, Compute, Pattern, Step
 from .timeline import Task
-
-ROUNDING_S = 1e-12  # of what is left of a transfer
 
 Lasting = Callable[[str, float, float], float]  # stream, when it begins, seconds it would take alone
 
@@ -200,14 +199,12 @@ class _Player:
             self._in_flight[bucket] = self._work(bucket, stage, work, self._ready_s[bucket])
 
 
-@dataclass(frozen=True)
-class _Flow:
+class _Flow(NamedTuple):
     """A transfer on the link: what is left of the time that it takes alone, in which it uses a share of the link."""
 
     bucket: str
     left_s: float
     share: float
-    in_turns: bool  # with others of its kind
 
 
 class _Link:
@@ -217,52 +214,60 @@ class _Link:
     other transfers there are two, in the order in which they are issued.
     """
 
+    AT_ONCE = (1, 2)  # of messages in rounds, and of others
+
     def __init__(self) -> None:
         self._now_s = 0.0
-        self._flows: list[_Flow] = []
+        self._queues: tuple[deque[_Flow], ...] = (deque(), deque())
         self._ended_s: dict[str, float] = {}
         self._expected_s: dict[str, float] = {}  # when all will have ended, if no other transfer is issued
 
     def add(self, bucket: str, now_s: float, lasts_s: float, share: float, pattern: Pattern) -> None:
         """A transfer that lasts so long alone, issued after all others."""
-        self._flows = self._run(self._flows, self._now_s, now_s, self._ended_s)
+        self._run(self._queues, self._now_s, now_s, self._ended_s)
         self._now_s = now_s
-        self._flows.append(_Flow(bucket, lasts_s, share, pattern in (Pattern.ALL_TO_ALL, Pattern.MESSAGES)))
+        in_rounds = pattern in (Pattern.ALL_TO_ALL, Pattern.MESSAGES)
+        self._queues[0 if in_rounds else 1].append(_Flow(bucket, lasts_s, share))
         self._expected_s.clear()
 
     def end_s(self, bucket: str) -> float:
         """When the bucket's last transfer ends, if no other one is issued before."""
         if not self._expected_s:
             self._expected_s = dict(self._ended_s)
-            self._run(self._flows, self._now_s, inf, self._expected_s)
+            self._run(tuple(map(deque, self._queues)), self._now_s, inf, self._expected_s)
         return self._expected_s[bucket]
 
     @classmethod
-    def _run(cls, flows: Sequence[_Flow], now_s: float, until_s: float, ended_s: dict[str, float]) -> list[_Flow]:
-        """What is left of them at a time; those that have ended by then are noted."""
-        flows = list(flows)
-        while flows and now_s < until_s:
-            rates = cls._rates(flows)
-            next_s = min(until_s, now_s + min(flows[place].left_s / rate for place, rate in rates.items()))
-            for place, rate in rates.items():
-                flows[place] = replace(flows[place], left_s=flows[place].left_s - (next_s - now_s) * rate)
-            now_s = next_s
-            ended_s.update((flow.bucket, now_s) for flow in flows if flow.left_s <= ROUNDING_S)
-            flows = [flow for flow in flows if flow.left_s > ROUNDING_S]
-        return flows
+    def _run(cls, queues: tuple[deque[_Flow], ...], now_s: float, until_s: float, ended_s: dict[str, float]) -> None:
+        """Takes what is sent by then off the queues, and notes when it ended."""
+        while True:
+            heads = [list(islice(queue, most)) for queue, most in zip(queues, cls.AT_ONCE, strict=True)]
+            rates = cls._rates([flow.share for flows in heads for flow in flows])
+            times_s = [flow.left_s / rate for flow, rate in zip(chain(*heads), rates, strict=True)]
+            if not times_s or now_s >= until_s:
+                return
+            soonest_s = min(times_s)
+            passed_s = min(soonest_s, until_s - now_s)
+            now_s += passed_s
+            each = iter(zip(times_s, rates, strict=True))
+            for queue, flows in zip(queues, heads, strict=True):
+                going_on = []
+                for flow, (lasts_s, rate) in zip(flows, each, strict=False):
+                    queue.popleft()
+                    if lasts_s <= passed_s:
+                        ended_s[flow.bucket] = now_s
+                    else:
+                        going_on.append(flow._replace(left_s=flow.left_s - passed_s * rate))
+                queue.extendleft(reversed(going_on))
 
     @staticmethod
-    def _rates(flows: Sequence[_Flow]) -> dict[int, float]:
-        """By place of those that are under way: seconds of their own that pass in a second."""
-        under_way = [
-            *[place for place, flow in enumerate(flows) if flow.in_turns][:1],
-            *[place for place, flow in enumerate(flows) if not flow.in_turns][:2],
-        ]
-        rates, free = {}, 1.0
-        waiting = sorted(under_way, key=lambda place: flows[place].share)
-        for number, place in enumerate(waiting):
-            share = flows[place].share
-            got = min(share, free / (len(waiting) - number))
-            rates[place] = got / share if share else 1.0
+    def _rates(shares: Sequence[float]) -> list[float]:
+        """Seconds of its own that pass for each transfer in a second, if it would use these shares of the link."""
+        rates, free = [1.0] * len(shares), 1.0
+        rising = sorted(range(len(shares)), key=lambda place: shares[place])
+        for number, place in enumerate(rising):
+            got = min(shares[place], free / (len(rising) - number))
             free -= got
+            if got < shares[place]:
+                rates[place] = got / shares[place]
         return rates
