@@ -18,7 +18,7 @@ import gradsync
 from gradsync import Plan
 from gradsync.bucket import Bucket, Layout, TensorSpec, trainable_parameters
 from gradsync.comm import Group
-from gradsync.schemes import Scheme, State, register
+from gradsync.schemes import AllReduce, Scheme, State, register
 from tests.engine.models import Convolutions, Perceptron
 from tests.engine.twins import assert_same_on_all_ranks, averaged, compare_with_ddp, make_twins
 from tests.world import Ranks
@@ -187,6 +187,22 @@ def state_follows_parameters() -> None:
     handle.detach()
 
 
+def gradients_of_cut_parameters_stay_where_autograd_made_them() -> None:
+    """No memory is taken for the result of a step; that of parameters that are not cut is in their buckets."""
+    torch.manual_seed(0)
+    model, made = nn.Linear(6, 3), {}
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: made.update({name: p.grad.data_ptr()}))
+    exact = [([("weight", 0, 7), ("bias", 0, 3)], AllReduce()), ([("weight", 7, 18)], AllReduce())]
+    specs = {name: TensorSpec.of(p) for name, p in model.named_parameters()}
+    handle = gradsync.attach(model, plan=Plan.make(specs, dist.get_world_size(), exact), timeout=10)
+    model(rows()).square().mean().backward()
+    assert model.weight.grad is not None and model.bias.grad is not None
+    assert model.weight.grad.data_ptr() == made["weight"]
+    assert model.bias.grad.data_ptr() != made["bias"]
+    handle.detach()
+
+
 def class_and_state_dict_stay() -> None:
     model = Perceptron()
     kind, keys = type(model), list(model.state_dict())
@@ -319,6 +335,7 @@ TWO = [
     state_survives_bad_steps,
     state_survives_a_failed_step,
     state_follows_parameters,
+    gradients_of_cut_parameters_stay_where_autograd_made_them,
     class_and_state_dict_stay,
     copies_are_free,
     detach_and_attach_again,
