@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import gradsync
+from gradsync import overlap
 from gradsync.auto import AutoPlanner
 from gradsync.bucket import Layout, TensorSpec
 from gradsync.compressors import ErrorFeedback, Signum, TopK, dgc
@@ -51,13 +53,10 @@ class WithTable(nn.Module):
 
 @contextmanager
 def quickly() -> Iterator[None]:
-    """Inside, what kernels cost is measured of few: it is not the matter here."""
-    usual = rehearsed.PLANNED, rehearsed.NUMELS
-    rehearsed.PLANNED, rehearsed.NUMELS = (), (256, 1024, 4096)
-    try:
+    """Inside, what kernels cost is measured of few, and in few runs: it is not the matter here."""
+    fewer = {"PLANNED": (), "NUMELS": (256, 1024, 4096)}
+    with patch.multiple(rehearsed, **fewer), patch.object(overlap, "EXCHANGE_RUNS", 2):
         yield
-    finally:
-        rehearsed.PLANNED, rehearsed.NUMELS = usual
 
 
 def gradients(model: nn.Module, step: int, rank: int) -> dict[str, torch.Tensor]:

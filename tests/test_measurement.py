@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gradsync
+from gradsync import overlap
 from gradsync.bucket import TensorSpec, trainable_parameters
 from gradsync.measurement import Kind, Measurement, measure
 from gradsync.planner import MeasuringPlanner, default_plan, rehearsed
@@ -77,8 +78,9 @@ class Training:
 
 @contextmanager
 def quick() -> Iterator[None]:
-    """Few kernels, at small sizes: what they cost is not the matter here."""
-    with patch.object(rehearsed, "PLANNED", ()), patch.object(rehearsed, "NUMELS", (1 << 8, 1 << 10, 1 << 12)):
+    """Few kernels, at small sizes, and few runs: what they cost is not the matter here."""
+    fewer = {"PLANNED": (), "NUMELS": (1 << 8, 1 << 10, 1 << 12)}
+    with patch.multiple(rehearsed, **fewer), patch.object(overlap, "EXCHANGE_RUNS", 2):
         yield
 
 
@@ -126,6 +128,8 @@ def test_all_ranks_get_the_same_profile_and_train_on_as_without(ddp: bool, world
     assert (profile.world, profile.nodes, profile.steps) == (2, (0, 0), STEPS)
     assert profile.parts.step_s > profile.parts.backward.median_s > profile.in_ready_order()[-1].ready.median_s > 0
     assert profile.parts.optimizer.median_s > 0
+    for factor in (profile.overlap.transfer_by_kernel, profile.overlap.kernel_by_transfer):
+        assert factor is not None and 0 < factor.low <= factor.value
     (link,) = profile.links
     assert (link.span, link.size, len(link.collectives)) == (Span.ALL, 2, 4)
     assert all(len(fit.points) >= 3 for fit in link.collectives.values())
@@ -193,6 +197,7 @@ def measured_alone() -> str:
 def test_one_rank_has_no_links_to_measure(world: Callable[[int], Ranks]) -> None:
     profile = Profile.from_json(world(1).run(measured_alone)[0])
     assert (profile.world, profile.links, profile.overlap.backward_by_transfer) == (1, (), None)
+    assert profile.overlap.transfer_by_kernel is profile.overlap.kernel_by_transfer is None
     assert profile.parts.backward.median_s > 0
 
 

@@ -52,10 +52,7 @@ def searched(job: Job, constraints: Constraints | None = None) -> Searched:
 
 
 def _searched(job: Job, ways: Sequence[Way]) -> Searched:
-    """With all of the latencies or half of them, and gradients as they are or large ones in pieces.
-
-    The later of these two pairs only where they are clearly better.
-    """
+    """Where that is clearly better, with half of the latencies in the search, and with large gradients in pieces."""
     best = _solved(job, ways, formulate(job, ways))
     best = _better(best, _solved(job, ways, formulate(job.with_hidden_latencies(), ways)), job)
     formulation = best.formulation
