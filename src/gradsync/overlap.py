@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from .bucket import FlatSpec, Segment
 from .comm import Group
@@ -30,8 +29,6 @@ ALONE_RUNS = 3  # of all that goes on beside a backward, without it
 EXCHANGE_S = 0.03  # of a transfer with kernels beside it, if the bytes allow
 KERNELS_SHARE = 0.5  # of that transfer, in which kernels go on
 EXCHANGE_RUNS = 10
-
-Array = NDArray[np.float64]
 
 
 @dataclass

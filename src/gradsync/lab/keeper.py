@@ -31,9 +31,9 @@ PR_SET_PDEATHSIG = 1
 CONGESTION_CONTROL = "cubic"  # BBR, the default of some kernels, does not suit shaped links
 NETWORK = "10.77.0.0/24"
 NOBODY = ("10.77.0.254", 9)  # an address of the network at which nobody listens
-SEGMENTS_BYTES = (4 << 10, 64 << 10)  # the least and the most of a segmentation-offload packet
+PACKET_BYTES = (4 << 10, 64 << 10)  # the least and the most of a segmentation-offload packet
 BURST_S = 0.001  # tokens kept, in time at full rate: below a timer tick the rate is not reached
-BURST_SEGMENTS = 1.5  # at least so many of these packets, with their headers, must fit into a burst
+BURST_PACKETS = 1.5  # at least so many of these packets, with their headers, must fit into a burst
 QUEUE_S = 0.020  # how long a packet may wait in the shaper before it is dropped
 
 SIOCETHTOOL = 0x8946
@@ -73,15 +73,15 @@ def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def segments(rate_bytes_per_s: float | None) -> int:
+def packet_bytes(rate_bytes_per_s: float | None) -> int:
     """Bytes of the largest segmentation-offload packet on such a link: a burst must hold it, and shall be short."""
-    least, most = SEGMENTS_BYTES
-    return most if rate_bytes_per_s is None else min(max(int(rate_bytes_per_s * BURST_S / BURST_SEGMENTS), least), most)
+    least, most = PACKET_BYTES
+    return most if rate_bytes_per_s is None else min(max(int(rate_bytes_per_s * BURST_S / BURST_PACKETS), least), most)
 
 
 def tbf(rate_bytes_per_s: float) -> dict[str, int]:
     """Settings of the token bucket for a rate; integers, as netlink wants them."""
-    burst = int(max(BURST_SEGMENTS * segments(rate_bytes_per_s), rate_bytes_per_s * BURST_S))
+    burst = int(max(BURST_PACKETS * packet_bytes(rate_bytes_per_s), rate_bytes_per_s * BURST_S))
     return {"rate": int(rate_bytes_per_s), "burst": burst, "limit": int(rate_bytes_per_s * QUEUE_S) + burst}
 
 
@@ -213,7 +213,7 @@ class Network:
         if key in self._shaped:
             socket.tc("del", index=index, root=True)
             self._shaped.discard(key)
-        socket.link("set", index=index, gso_max_size=segments(rate))
+        socket.link("set", index=index, gso_max_size=packet_bytes(rate))
         if rate is not None:
             socket.tc("add", "tbf", index=index, handle="1:", **tbf(rate))
             self._shaped.add(key)

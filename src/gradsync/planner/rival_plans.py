@@ -181,8 +181,8 @@ def _merged_plans(
     for way in carriers(_lossy_ways(job, constraints)):
         formulation = formulate(job, [*exact, way])
         numbers = _numbers(formulation, way.scheme)
-        cut = {plan.digest: plan for plan in (_merged(formulation, numbers, cut) for cut in cuts)}
-        plans += [with_best_turns(plan, job) for plan in cut.values()]
+        merged = {plan.digest: plan for plan in (_merged(formulation, numbers, cut) for cut in cuts)}
+        plans += [with_best_turns(plan, job) for plan in merged.values()]
     return [min(plans, key=lambda plan: predict(plan, job).seconds)]
 
 
