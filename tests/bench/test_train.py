@@ -52,7 +52,9 @@ def run_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., TrainingRun]:
         picked: str | None = None,
     ) -> TrainingRun:
         sweep = sweep or [{} for _ in judged]
-        ranks = [{"picked": picked, "sweep": s, "judged": j} for s, j in zip(sweep, judged, strict=True)]
+        ranks = [
+            {"picked": picked, "sweep": s, "judged": j, "stolen": [0.0]} for s, j in zip(sweep, judged, strict=True)
+        ]
         monkeypatch.setattr(train, "run_ranks", lambda *arguments: ranks)
         return run_training(spec.model_copy(update={"workload": "dense160", "nodes": len(judged)}), lambda event: None)
 
@@ -164,7 +166,8 @@ def test_all_ranks_pick_the_best_by_the_slowest_rank(world: Callable[[int], Rank
 def test_bytes_of_a_step_are_those_of_one_node(loopback: bool, counted: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two nodes of two ranks, each node sends 4000 bytes in 4 steps."""
     figures = rank_result([[0.1, 0.1], [0.1, 0.1]]) | {"sent_bytes": counted}
-    rank = {"picked": None, "sweep": {}, "judged": {name: figures for name in ("ddp_default", f"ddp_default:{AGAIN}")}}
+    judged = {name: figures for name in ("ddp_default", f"ddp_default:{AGAIN}")}
+    rank = {"picked": None, "sweep": {}, "judged": judged, "stolen": [0.0]}
     monkeypatch.setattr(train, "run_ranks", lambda *arguments: [rank] * 4)
     monkeypatch.setattr(Lab, "__enter__", lambda self: self)
     monkeypatch.setattr(Lab, "__exit__", lambda *arguments: None)
@@ -175,6 +178,17 @@ def test_bytes_of_a_step_are_those_of_one_node(loopback: bool, counted: int, mon
     (method_run,) = run_training(spec, lambda event: None).methods
     assert method_run.interface_bytes_per_step == 1000.0
     assert method_run.samples_per_step == 4 * 8
+
+
+def test_a_run_that_the_host_disturbed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = rank_result([[0.1, 0.1], [0.1, 0.1]])
+    judged = {name: figures for name in ("ddp_default", f"ddp_default:{AGAIN}")}
+    rank = {"picked": None, "sweep": {}, "judged": judged, "stolen": [0.01, 0.5]}
+    monkeypatch.setattr(train, "run_ranks", lambda *arguments: [rank] * 2)
+    spec = TrainSpec(workload="dense160", methods=("ddp_default",), nodes=2, repeats=2, block_steps=2, loopback=True)
+    run = run_training(spec, lambda event: None)
+    assert run.environment["stolen_share"] == 0.5
+    assert run.notes[1:] == ["disturbed: the host took up to 50% of the processors' time"]
 
 
 def test_an_unknown_method_is_refused_with_the_names_there_are() -> None:

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from gradsync.bench.methods import method
+from gradsync.bench.steal import Steal
 from gradsync.bench.train import TrainSpec
-from gradsync.bench.train_rank import Contestant, affordable_steps, attempt, settle
+from gradsync.bench.train_rank import Contestant, affordable_steps, attempt, compete, settle
 from tests.world import Ranks
 
 World = Callable[[int], Ranks]
@@ -115,3 +117,47 @@ def test_a_block_is_as_long_as_the_slowest_method_on_the_slowest_rank_affords(
     world: World, step_s: list[float], steps: int
 ) -> None:
     assert world(2).run(steps_of_a_block, step_s, 8.0) == [steps, steps]
+
+
+class Short(Line):
+    """With what a contestant needs."""
+
+    batch_size = 8
+
+    def model(self, *, sparse: bool, seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Linear(3, 3)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+class Disturbed:
+    """Stands for `Patience`: asked for the so manieth time, counted from 0, it says that something was disturbed."""
+
+    def __init__(self, *times: int) -> None:
+        self.times, self.asked = times, -1
+
+    def is_lost(self, since: Steal) -> bool:
+        self.asked += 1
+        return self.asked in self.times
+
+
+def rounds_that_count(*disturbed: int) -> tuple[int, int, int, int]:
+    ways = {name: method(name) for name in ("ddp_default", "gradsync")}
+    spec = TrainSpec(block_steps=2, warmup_steps=1)
+    contestants, stolen = compete(Short(), ways, spec, 3, Disturbed(*disturbed))  # type: ignore[arg-type]
+    first, second = contestants
+    assert (len(first.blocks), len(first.sent_bytes), len(first.backward_s)) == (3, 3, 3) and len(stolen) == 3
+    for who in contestants:
+        if who.attachment is not None:
+            who.attachment.detach()
+    return len(first.blocks), len(second.blocks), len(first.losses), len(second.losses)
+
+
+def test_what_the_host_disturbed_is_made_again_rounds_by_all_methods(world: World) -> None:
+    """First one method settles, then there are rounds."""
+    (calm,) = set(world(2).run(rounds_that_count))
+    (again,) = set(world(2).run(rounds_that_count, 0, 2, 4))
+    assert calm[:2] == again[:2] == (3, 3)
+    assert calm[2] == calm[3] and again[2] == again[3] == calm[2] + 2 * 3, "steps made again are trained, too"

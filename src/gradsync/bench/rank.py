@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ..lab.keeper import die_with_parent
 
+DISTURBED = "disturbed"  # an event: so many `turns` before it are taken again
 COLLECTIVE_TIMEOUT = timedelta(minutes=3)  # the harness' own: ranks wait for one that evaluates, or that is lost
 
 

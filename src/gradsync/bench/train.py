@@ -20,6 +20,7 @@ from ..workloads.emulated import ComputeTimes, measured_times
 from .launch import Loopback, cluster, once_more_after_crash, run_ranks
 from .methods import DDP, DDP_SWEEP, TORCH_SPARSE, method
 from .provenance import commit, machine, versions
+from .steal import MOST_STOLEN, Patience, Steal
 
 AGAIN = "again"  # suffix of the baseline's second copy
 
@@ -43,6 +44,7 @@ class TrainSpec(BaseModel):
     block_steps: int = 8
     most_block_s: float = 8.0  # a block has fewer steps where the slowest method would take longer for it
     warmup_steps: int = Field(default=6, ge=1)  # pass DDP's re-bucketing, PowerSGD's start
+    patience_s: float = Field(default=0.0, ge=0)  # for measuring again what was disturbed, see `steal.py`
     method_timeout_s: float = 60.0  # a method in which a rank waits longer for the others is out
     seed: int = 0
     evaluate: bool = True
@@ -85,7 +87,8 @@ def run_training(spec: TrainSpec, on_event: Callable[[dict[str, Any]], None]) ->
     workload = workloads.load(spec.workload, **spec.options)  # fetched here: ranks in a lab reach no registry
     if spec.emulate_compute:  # before ranks share the cores
         kinds = sorted({method(name).sparse for name in (*spec.methods, *spec.sweep) if name != DDP})
-        spec = spec.model_copy(update={"compute": {kind: measured_times(workload, sparse=kind) for kind in kinds}})
+        patience = Patience(spec.patience_s)
+        spec = spec.model_copy(update={"compute": {kind: _times(workload, kind, patience) for kind in kinds}})
     scenario = Scenario(nodes=spec.nodes, link=spec.link, ranks_per_node=spec.ranks_per_node, **spec.scenario)
     notes: list[str] = []
     with cluster(scenario, notes, loopback=spec.loopback) as where:
@@ -96,6 +99,9 @@ def run_training(spec: TrainSpec, on_event: Callable[[dict[str, Any]], None]) ->
 
         may_crash = not TORCH_SPARSE.isdisjoint(spec.methods)
         ranks = once_more_after_crash(run_methods, notes, on_event) if may_crash else run_methods()
+    environment["stolen_share"] = round(max(ranks[0]["stolen"]), 4)  # in the worst round of blocks
+    if environment["stolen_share"] > MOST_STOLEN:
+        notes.append(f"disturbed: the host took up to {environment['stolen_share']:.0%} of the processors' time")
     on_loopback = isinstance(where, Loopback)
     run = TrainingRun(
         workload=spec.workload,
@@ -114,6 +120,14 @@ def run_training(spec: TrainSpec, on_event: Callable[[dict[str, Any]], None]) ->
     # On loopback all ranks share one interface, which counts what all of them send.
     _fill(run, spec, ranks, sharing=spec.world_size if on_loopback else spec.ranks_per_node)
     return run
+
+
+def _times(workload: workloads.Workload, sparse: bool, patience: Patience) -> ComputeTimes:
+    while True:
+        since = Steal()
+        times = measured_times(workload, sparse=sparse)
+        if not patience.is_lost(since):
+            return times
 
 
 def _fill(run: TrainingRun, spec: TrainSpec, ranks: list[dict[str, Any]], sharing: int) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from itertools import chain
 from math import inf
 from typing import Any
 
@@ -28,7 +29,8 @@ from ..workloads import Batch, Workload
 from ..workloads.emulated import Emulated
 from .methods import DDP, Method, method
 from .plans import fit_optimizer
-from .rank import event, run_rank
+from .rank import DISTURBED, event, run_rank
+from .steal import Patience, Steal
 from .train import AGAIN, TrainSpec
 
 Task = Workload | Emulated
@@ -50,9 +52,9 @@ class Contestant:
     step_s: list[float] = field(default_factory=list)  # of the warm-up
     blocks: list[list[float]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    backward_s: list[float] = field(default_factory=list)
+    backward_s: list[list[float]] = field(default_factory=list)
     alone_s: list[float] = field(default_factory=list)
-    sent_bytes: int = 0
+    sent_bytes: list[int] = field(default_factory=list)  # in each block
 
     @property
     def inner(self) -> nn.Module:
@@ -62,6 +64,12 @@ class Contestant:
     def settled(self) -> bool:
         """Whether it goes on as it does now; the same on all ranks."""
         return self.attachment is None or self.attachment.settled
+
+    def forget_block(self) -> None:
+        """The last one; its steps were made, and its losses stay."""
+        for kept in (self.blocks, self.backward_s, self.sent_bytes):
+            if kept:
+                kept.pop()
 
 
 @contextmanager
@@ -122,20 +130,20 @@ def run_block(workload: Task, who: Contestant, steps: int, *, counted: bool) -> 
         return
     dist.barrier()
     sent_before = interface_bytes()[0]
-    times = []
+    times, backward_s = [], []
     # Its end is a barrier: a shaped link counts a packet when it leaves, which is after the collective returned.
     with attempt(who):
         for _ in range(steps):
-            step_s, backward_s, loss = train_step(workload, who)
+            step_s, in_backward_s, loss = train_step(workload, who)
             times.append(step_s)
+            backward_s.append(in_backward_s)
             who.losses.append(loss)
-            if counted:
-                who.backward_s.append(backward_s)
     if not counted:
         who.step_s = times
     else:
         who.blocks.append(times)
-        who.sent_bytes += interface_bytes()[0] - sent_before
+        who.backward_s.append(backward_s)
+        who.sent_bytes.append(interface_bytes()[0] - sent_before)
 
 
 def calibrate(workload: Task, who: Contestant) -> None:
@@ -168,6 +176,18 @@ def settle(workload: Task, who: Contestant) -> None:
     who.batches = training
 
 
+def ready(workload: Task, name: str, way: Method, spec: TrainSpec, patience: Patience) -> Contestant:
+    """A method that has settled; with another start where too much of the processors was stolen meanwhile."""
+    while True:
+        since, who = Steal(), enter(workload, name, way, spec)
+        if who.settled:
+            return who
+        settle(workload, who)
+        if who.failed or who.attachment is None or not patience.is_lost(since):
+            return who
+        who.attachment.detach()
+
+
 def affordable_steps(contestants: list[Contestant], spec: TrainSpec) -> int:
     """Steps of a block, the same for all methods: fewer than asked for where the slowest one would take too long."""
     step_s = torch.tensor([statistics.median(who.step_s) for who in contestants if who.step_s and not who.failed])
@@ -177,13 +197,15 @@ def affordable_steps(contestants: list[Contestant], spec: TrainSpec) -> int:
     return max(1, min(spec.block_steps, int(spec.most_block_s / step_s.max())))
 
 
-def compete(workload: Task, ways: dict[str, Method], spec: TrainSpec, repeats: int) -> list[Contestant]:
-    """All methods, block by block in turn; the order turns round from block to block."""
-    contestants = []
-    for name, way in ways.items():
-        who = enter(workload, name, way, spec)
-        settle(workload, who)  # before the next one enters: automatic plans measure one model at a time
-        contestants.append(who)
+def compete(
+    workload: Task, ways: dict[str, Method], spec: TrainSpec, repeats: int, patience: Patience
+) -> tuple[list[Contestant], list[float]]:
+    """All methods, block by block in turn; the order turns round from block to block.
+
+    And what share of the processors' time was stolen in each round of blocks that counts.
+    """
+    # One by one: automatic plans measure one model at a time.
+    contestants = [ready(workload, name, way, spec, patience) for name, way in ways.items()]
     for who in contestants:
         run_block(workload, who, spec.warmup_steps, counted=False)
         calibrate(workload, who)
@@ -191,11 +213,27 @@ def compete(workload: Task, ways: dict[str, Method], spec: TrainSpec, repeats: i
     block_steps = affordable_steps(contestants, spec)
     gc.collect()
     gc.freeze()  # a collection would go through the models of all methods, in the steps of one
-    for repeat in range(repeats):
-        for who in contestants if repeat % 2 == 0 else contestants[::-1]:
+    stolen: list[float] = []
+    while len(stolen) < repeats:
+        since = Steal()
+        for who in contestants if len(stolen) % 2 == 0 else contestants[::-1]:
             run_block(workload, who, block_steps, counted=True)
-            event(kind="block", method=who.name, repeat=repeat, loss=who.losses[-1] if who.losses else None)
-    return contestants
+            event(kind="block", method=who.name, repeat=len(stolen), loss=who.losses[-1] if who.losses else None)
+        share = since.share
+        if patience.is_lost(since):
+            for who in contestants:
+                who.forget_block()
+            event(kind=DISTURBED, turns=len(contestants))
+        else:
+            stolen.append(share)
+    return contestants, stolen
+
+
+def agreed(figure: float) -> float:
+    """Rank 0's; collective."""
+    figures = torch.tensor([figure], dtype=torch.float64)
+    dist.broadcast(figures, src=0)
+    return float(figures.item())
 
 
 def pick(sweep: list[Contestant], spec: TrainSpec) -> str:
@@ -215,7 +253,7 @@ def result_of(workload: Task, who: Contestant, spec: TrainSpec) -> dict[str, Any
     if who.failed:
         return {"failed": who.failed, "failed_s": who.failed_s}
     evaluate = spec.evaluate and dist.get_rank() == 0 and not who.name.endswith(f":{AGAIN}")
-    alone_s, backward_s = statistics.median(who.alone_s), statistics.median(who.backward_s)
+    alone_s, backward_s = statistics.median(who.alone_s), statistics.median(chain.from_iterable(who.backward_s))
     rows, plan, timeline, predicted = [], [], [], []
     if who.attachment:
         plan = who.attachment.explain()
@@ -238,7 +276,7 @@ def result_of(workload: Task, who: Contestant, spec: TrainSpec) -> dict[str, Any
         "blocks": who.blocks,
         "losses": who.losses,
         "samples_per_step": workload.batch_size,
-        "sent_bytes": who.sent_bytes,
+        "sent_bytes": sum(who.sent_bytes),
         "final": workload.evaluate(who.inner) if evaluate else {},
         "backward_s": min(alone_s, backward_s),
         "exposed_s": max(backward_s - alone_s, 0.0),
@@ -281,14 +319,16 @@ def measure(text: str) -> dict[str, Any]:
     size, rank = dist.get_world_size(), dist.get_rank()
     workload = Emulated(real, spec.compute, rank, size) if spec.emulate_compute else real
     sweep, picked = {}, None
+    patience = Patience(spec.patience_s, agreed)
     if spec.sweep:
-        contestants = compete(workload, {name: method(name) for name in spec.sweep}, spec, spec.sweep_repeats)
+        ways = {name: method(name) for name in spec.sweep}
+        contestants, _ = compete(workload, ways, spec, spec.sweep_repeats, patience)
         picked = pick(contestants, spec)
         sweep = {who.name: result_of(workload, who, spec) for who in contestants}
         del contestants  # their models
     ways = {name: method(picked if picked and name == DDP else name) for name in spec.methods}
     ways[f"{spec.methods[0]}:{AGAIN}"] = ways[spec.methods[0]]
-    contestants = compete(workload, ways, spec, spec.repeats)
+    contestants, stolen = compete(workload, ways, spec, spec.repeats, patience)
     jobs = {
         kind: measured_jobs([who for who in contestants if ways[who.name].sparse is kind]) for kind in (True, False)
     }
@@ -296,7 +336,7 @@ def measure(text: str) -> dict[str, Any]:
         who.name: {**result_of(workload, who, spec), "predicted_s": predicted_s(who, jobs[ways[who.name].sparse])}
         for who in contestants
     }
-    return {"picked": picked, "sweep": sweep, "judged": judged}
+    return {"picked": picked, "sweep": sweep, "judged": judged, "stolen": stolen}
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from ..bench.methods import METHODS
 from ..bench.options import parse_options
 from ..bench.patterns import UNIT
 from ..bench.plan import DRAWN_ITEMS, PlanSpec, run_planning
+from ..bench.steal import MOST_STOLEN
 from ..bench.sync import DENSE_SIZES_BYTES, SUBJECTS, SyncSpec, run_sync
 from ..bench.topk import TopKWorkload
 from ..bench.topk import kind_of as exchange_kind_of
@@ -158,6 +159,14 @@ def train(
             "nodes with cores of their own. Nothing is learnt."
         ),
     ] = False,
+    patience: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="Seconds, in each cell, for measuring again what the host of a virtual machine disturbed: where it "
+            f"took more than {MOST_STOLEN:.0%} of the processors' time. None with --quick.",
+        ),
+    ] = 300.0,
     json: Json = None,
     quick: Quick = False,
     loopback: Loopback = False,
@@ -178,6 +187,7 @@ def train(
         block_steps=3 if quick else block_steps,
         loopback=loopback,
         emulate_compute=emulate_compute,
+        patience_s=0.0 if quick else patience,
     )
     bounds = bounds_of(require, spec.methods[1:])
     cells = [{"workload": w, "link": rate} for w in GRID_WORKLOADS for rate in GRID_LINKS] if grid else [{}]

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from ..bench.launch import START_OVER
+from ..bench.rank import DISTURBED
 
 WIDE = 130  # columns of a terminal that shows whole tables
 
@@ -47,6 +48,9 @@ def event_bar(title: str, total: int, first: str = "starting the ranks") -> Iter
         def on_event(event: dict[str, Any]) -> None:
             if event.get("kind") == START_OVER:
                 progress.reset(task, now="a rank crashed, starting over")
+                return
+            if event.get("kind") == DISTURBED:
+                progress.update(task, advance=-event["turns"], now="the host took the processors, measuring again")
                 return
             now = " ".join(f"{v:.4f}" if isinstance(v, float) else str(v) for v in event.values() if v is not None)
             progress.update(task, advance=1, now=now)
