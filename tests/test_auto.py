@@ -6,11 +6,10 @@ import copy
 import gc
 import io
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,12 +17,11 @@ import torch.distributed as dist
 from torch import nn
 
 import gradsync
-from gradsync import overlap
 from gradsync.auto import AutoPlanner
 from gradsync.bucket import Layout, TensorSpec
 from gradsync.compressors import ErrorFeedback, Signum, TopK, dgc
 from gradsync.density import ParameterProfile
-from gradsync.planner import Constraints, Job, Search, candidate_plans, rehearsed
+from gradsync.planner import Constraints, Job, Search, candidate_plans
 from gradsync.planner.rival_plans import CountedCuts, layerwise_plans
 from gradsync.profile import Profile
 from gradsync.recording import Recorder, active, recording
@@ -31,6 +29,7 @@ from gradsync.schemes import MajorityVote
 from gradsync.trial import ROUNDS, TURN_STEPS
 from tests.engine.conservation import left_to_send
 from tests.engine.models import Perceptron
+from tests.quick import quickly
 from tests.world import Ranks, new_oracle_group
 
 World = Callable[[int], Ranks]
@@ -49,14 +48,6 @@ class WithTable(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.body(self.table((x.abs() * 50).long() % 200)).mean(dim=1)
-
-
-@contextmanager
-def quickly() -> Iterator[None]:
-    """Inside, what kernels cost is measured of few, and in few runs: it is not the matter here."""
-    fewer = {"PLANNED": (), "NUMELS": (256, 1024, 4096)}
-    with patch.multiple(rehearsed, **fewer), patch.object(overlap, "EXCHANGE_RUNS", 2):
-        yield
 
 
 def gradients(model: nn.Module, step: int, rank: int) -> dict[str, torch.Tensor]:

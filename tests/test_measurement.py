@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from unittest.mock import patch
 
 import pytest
@@ -13,15 +12,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gradsync
-from gradsync import overlap
 from gradsync.bucket import TensorSpec, trainable_parameters
 from gradsync.measurement import Kind, Measurement, measure
-from gradsync.planner import MeasuringPlanner, default_plan, rehearsed
+from gradsync.planner import MeasuringPlanner, default_plan
 from gradsync.planner.measure import Network
 from gradsync.planning import MAX_OBSERVATIONS
 from gradsync.profile import Profile, Span
 from gradsync.recording import Recorder, recording
 from gradsync.stopwatch import StepTimes, Stopwatch
+from tests.quick import quickly
 from tests.world import Ranks
 
 STEPS, WARM_UP = 4, 3
@@ -76,14 +75,6 @@ class Training:
         self.early += self.ran > WARM_UP and min(flights) < backward.end_s
 
 
-@contextmanager
-def quick() -> Iterator[None]:
-    """Few kernels, at small sizes, and few runs: what they cost is not the matter here."""
-    fewer = {"PLANNED": (), "NUMELS": (1 << 8, 1 << 10, 1 << 12)}
-    with patch.multiple(rehearsed, **fewer), patch.object(overlap, "EXCHANGE_RUNS", 2):
-        yield
-
-
 def measured_and_not(ddp: bool) -> tuple[str, int, bool, list[str]]:
     """The profile, how many steps it took, whether the weights are those of a run without, and ready names in order."""
     plain, watched = Training(ddp=ddp), Training(ddp=ddp)
@@ -97,7 +88,7 @@ def measured_and_not(ddp: bool) -> tuple[str, int, bool, list[str]]:
         seen.append(step := ended(watch, now_s))
         return step
 
-    with quick(), patch.object(Stopwatch, "step_ended", noted):
+    with quickly(), patch.object(Stopwatch, "step_ended", noted):
         profile = measure(watched.counted_step, model=watched.module, steps=STEPS, warmup=WARM_UP, candidates=())
     ran = watched.ran
     assert not watched.early
@@ -145,7 +136,7 @@ def planned_by_a_profile() -> tuple[bool, str]:
     """Whether what was measured once is what the planner goes by, and the plan."""
     first, second = Training(), Training()
     first.attach()
-    with quick():
+    with quickly():
         profile = measure(first.step, steps=1, warmup=2, candidates=())
     planner = MeasuringPlanner(Network.of(profile))
     handle = gradsync.attach(second.module, plan=planner)
@@ -170,7 +161,7 @@ def measured_over_nodes() -> str:
         training.attach()
     finally:
         del os.environ["GROUP_RANK"]
-    with quick():
+    with quickly():
         profile = measure(training.step, steps=2, warmup=2, candidates=())
     assert training.handle is not None
     training.handle.detach()
@@ -190,7 +181,7 @@ def test_links_inside_nodes_and_across_them_are_told_apart(world: Callable[[int]
 def measured_alone() -> str:
     training = Training()
     training.attach()
-    with quick():
+    with quickly():
         return gradsync.measure(training.step, steps=2, warmup=2, candidates=()).to_json()
 
 
@@ -217,7 +208,7 @@ def trial_goes_on() -> tuple[bool, bool, int]:
     for _ in range(4):
         step()
     before = not handle.settled
-    with quick():
+    with quickly():
         measure(step, steps=1, warmup=2, candidates=())
     behind, measured = not handle.settled, count
     while not handle.settled and count < 200:
@@ -274,7 +265,7 @@ def fails_beside_a_transfer() -> str:
 
     training.module.first.weight.register_hook(fail)
     try:
-        with quick():
+        with quickly():
             measure(training.step, steps=STEPS, warmup=WARM_UP, candidates=())
     except (RuntimeError, ZeroDivisionError) as error:
         assert training.ran == busy_step and training.handle is not None

@@ -30,8 +30,11 @@ import torch.distributed as dist
 
 GRACE_S = 15.0  # for the other ranks, once one has failed
 COLLECTIVE_TIMEOUT_S = 20.0  # of the default process group
-# Of the one server that forks. Optimisers import dynamo when they are made.
-PRELOADED = ["torch", "torch.distributed", "torch.testing", "torch._dynamo", "gradsync"]
+# Of the one server that forks. Optimisers import dynamo when they are made, measurements scipy.
+PRELOADED = [
+    *("torch", "torch.distributed", "torch.testing", "torch._dynamo"),
+    *("scipy.optimize", "scipy.special", "gradsync"),
+]
 ORACLE_BACKEND = "gloo_with_one_thread"
 
 

@@ -215,14 +215,15 @@ def _rate(byte_s: Estimate, seen: float) -> Estimate:
     return Estimate(value=1 / byte_s.value, low=low, high=1 / byte_s.low if byte_s.low else None)
 
 
-def slowdown(alone_s: float, together_s: float, shared_s: float) -> float:
-    """How many times as long work takes while something else goes on.
+def slowdown(alone_s: Array, together_s: Array, shared_s: Array) -> Array:
+    """How many times as long work takes while something else goes on; seconds of any shape, or numbers.
 
     It took `together_s` in place of `alone_s`, and for `shared_s` of that it was not alone. Where more time was lost
     than that explains, something else took it: then it is how many times as long the work took on the whole.
     """
     done_s = shared_s + alone_s - together_s  # what it would have taken alone for what it did meanwhile
-    return shared_s / done_s if done_s * MOST_SLOWDOWN > shared_s else together_s / alone_s
+    explained = done_s * MOST_SLOWDOWN > shared_s
+    return np.where(explained, shared_s / np.where(explained, done_s, 1.0), together_s / alone_s)
 
 
 def fit_slowdown(alone_s: Array, together_s: Array, shared_s: Array) -> Estimate | None:
@@ -240,17 +241,14 @@ def fit_slowdown(alone_s: Array, together_s: Array, shared_s: Array) -> Estimate
         return None
     generator = np.random.default_rng(0)
 
-    def drawn() -> float:
-        """From as many steps as there are, some of them more than once."""
-        return max(
-            _factor(generator.choice(alone, len(alone)), *generator.choice(np.stack([both, shared]), len(both), axis=1))
-            for alone, both, shared in ranks
-        )
+    def draws(count: int) -> NDArray[np.int64]:
+        """All so many steps, then ROUNDS times as many of them, some more than once."""
+        return np.vstack([np.arange(count), generator.integers(count, size=(ROUNDS, count))])
 
-    value = max(_factor(*rank) for rank in ranks)
-    low, high = np.quantile([drawn() for _ in range(ROUNDS)], [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]).tolist()
+    factors = []
+    for alone, together, shared in ranks:
+        mine, others = draws(len(alone)), draws(len(together))
+        factors.append(slowdown(*(np.median(s, axis=1) for s in (alone[mine], together[others], shared[others]))))
+    value, *drawn = np.max(factors, axis=0).tolist()
+    low, high = np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]).tolist()
     return Estimate(value=value, low=min(low, value), high=max(high, value))
-
-
-def _factor(alone_s: Array, together_s: Array, shared_s: Array) -> float:
-    return slowdown(float(np.median(alone_s)), float(np.median(together_s)), float(np.median(shared_s)))

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradsync.bench.automatic import AUTOMATIC
 from gradsync.bench.methods import METHODS, TORCH_SPARSE
+from tests.quick import quickly
 from tests.world import Ranks, new_oracle_group
 
 ROWS, WIDTH, STEPS = 40, 8, 4  # PowerSGD compresses from its third step on
@@ -50,6 +51,7 @@ def gradients(model: nn.Module, inner: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.to_dense() for name, p in inner.named_parameters() if p.grad is not None}
 
 
+@quickly()
 def differences(name: str) -> tuple[float, list[bool], bool]:
     """Largest relative difference from DDP, which gradients are sparse, whether all ranks have the same."""
     expected = gradients(DistributedDataParallel(reference := Tiny(sparse=False)), reference)

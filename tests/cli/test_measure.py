@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 from gradsync.cli import app
 from gradsync.compressors import ErrorFeedback, SharedTernGrad, TopK
-from gradsync.planner import rehearsed
 from gradsync.profile import Profile
 from tests.forked import run_on_two_ranks
+from tests.quick import quickly
 
 SCRIPT = """
 import sys
@@ -30,11 +30,10 @@ for step in range(100):
     model(torch.tensor([dist.get_rank(), 7])).sum().backward()
 """
 PROGRAM = """
-from gradsync.planner import rehearsed
-
-rehearsed.PLANNED, rehearsed.NUMELS = (), (256, 1024, 4096)  # what kernels cost is not the matter here
 from gradsync.cli import main
+from tests.quick import hurry
 
+hurry()
 main()
 """
 SHORT = """
@@ -85,12 +84,11 @@ def test_a_script_is_run_measured_and_ended(tmp_path: Path) -> None:
 def test_a_workload_is_measured_in_one_process_where_there_is_no_torchrun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rehearsed, "PLANNED", ())
-    monkeypatch.setattr(rehearsed, "NUMELS", (256, 1024, 4096))
     small = ["--option", "data=zipf", "--option", "vocabulary=500", "--option", "num_negatives=16"]
     out = tmp_path / "profile.json"
     options = ["--steps", "1", "--warmup", "2", "-o", str(out)]
-    done = CliRunner().invoke(app, ["measure", "--workload", "lstm", *small, *options])
+    with quickly():
+        done = CliRunner().invoke(app, ["measure", "--workload", "lstm", *small, *options])
     assert done.exit_code == 0, done.output
     profile = Profile.load(out)
     assert (profile.world, profile.links) == (1, ())

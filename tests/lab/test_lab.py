@@ -114,6 +114,16 @@ with Lab(Scenario(nodes=2), user_namespace={user_namespace}) as lab:
     assert becomes(0, spaces)
 
 
+def test_a_holder_that_was_killed_leaves_nothing_behind() -> None:
+    with Lab(Scenario(nodes=2)) as lab:
+        for rank in range(2):
+            lab.spawn(rank, SLEEPS_WITH_CHILD)
+        spaces = spaces_of(lab)
+        assert becomes(1 + 2 + 2 * 3, spaces)
+        os.kill(lab._pids[0], signal.SIGKILL)
+    assert becomes(0, spaces)
+
+
 def test_two_labs_share_nothing(lab: Lab) -> None:
     answer = "import socket\nwith socket.create_server(('', 6000)) as s:\n print('up', flush=True)\n s.accept()"
     call = "import socket\nsocket.create_connection(('10.77.0.1', 6000))"

@@ -142,6 +142,7 @@ class Network:
         from pyroute2 import IPRoute
 
         self.pids = [hold_namespace() for _ in range(spec["nodes"])]
+        self.spaces = {network_namespace(pid) for pid in self.pids}  # which a holder may leave before us
         self.home = os.open("/proc/self/ns/net", os.O_RDONLY)
         self.switch = IPRoute()
         self.nodes = [self._socket_inside(pid) for pid in self.pids]
@@ -236,10 +237,9 @@ class Network:
 
     def leave(self, *_signal: Any) -> NoReturn:
         """Ends what runs in the nodes, whoever started it, and this process."""
-        spaces = {network_namespace(pid) for pid in self.pids}
         deadline = time.monotonic() + KILL_PATIENCE_S
         while time.monotonic() < deadline:  # more than once: a process may fork while its siblings are killed
-            inside = [pid for pid in processes_inside(spaces) if pid not in self.pids]
+            inside = [pid for pid in processes_inside(self.spaces) if pid not in self.pids]
             if not inside:
                 break
             for pid in inside:

@@ -1,0 +1,37 @@
+"""Measurements of jobs in no time, for tests in which it does not matter what kernels and links cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from gradsync import overlap
+from gradsync.planner import links, rehearsed
+from gradsync.schemes import rehearsal
+
+FEWER: tuple[tuple[Any, str, Any], ...] = (
+    (rehearsed, "PLANNED", ()),
+    (rehearsed, "NUMELS", (256, 1024, 4096)),
+    (rehearsal, "MOST_CACHED_BYTES", 64),
+    (rehearsal, "DENSE_REPEATS", 1),
+    (links, "SIZES", links.SIZES[:3]),
+    (links, "REPEATS", (3, 3)),
+    (overlap, "EXCHANGE_RUNS", 2),
+)
+
+
+@contextmanager
+def quickly() -> Iterator[None]:
+    """Inside, little of kernels and links is measured, and in few runs."""
+    with ExitStack() as stack:
+        for module, name, value in FEWER:
+            stack.enter_context(patch.object(module, name, value))
+        yield
+
+
+def hurry() -> None:
+    """The same until this process ends: for programs."""
+    for module, name, value in FEWER:
+        setattr(module, name, value)
