@@ -207,9 +207,11 @@ class Search {
             }
     }
 
-    // Places to cut, about as many as wanted: close where the bytes or the time are.
+    // Places to cut, about as many as wanted and as can be afforded: close where the bytes or the time are.
     std::vector<int> positions() const {
-        const int size = problem_.size, wanted = settings_.positions;
+        const int size = problem_.size;
+        const double affordable = std::sqrt(settings_.transitions / (kLeast * static_cast<double>(options_.size())));
+        const int wanted = std::min(settings_.positions, static_cast<int>(affordable) + 1);
         std::vector<int> chosen(size + 1);
         std::iota(chosen.begin(), chosen.end(), 0);
         if (size <= wanted || settings_.max_items < size) return chosen;

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import nsmallest
 from itertools import accumulate
+from math import sqrt
 
 from .machine import step_s
 from .problem import Demand, Option, Part, Problem, Resource, Solution
@@ -319,7 +320,9 @@ class _Search:
 
     def _positions(self) -> list[int]:
         """Places to cut, about as many as wanted: close where the bytes or the time are."""
-        size, wanted = self._problem.size, self._settings.positions
+        size = self._problem.size
+        affordable = sqrt(self._settings.transitions / (LEAST * len(self._options)))
+        wanted = min(self._settings.positions, int(affordable) + 1)
         chosen = list(range(size + 1))
         if size <= wanted or self._settings.max_items < size:
             return chosen
