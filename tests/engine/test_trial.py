@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,12 +21,25 @@ from gradsync.density import ParameterProfile
 from gradsync.planner import default_plan, default_plans
 from gradsync.planning import Planner
 from gradsync.schemes import AllReduce, State, register
-from gradsync.trial import ROUNDS, TURN_STEPS
+from gradsync.trial import ROUNDS, TURN_STEPS, Trial
 from tests.engine.models import Perceptron
 from tests.engine.twins import assert_same_on_all_ranks, averaged
 from tests.world import Ranks
 
 World = Callable[[int], Ranks]
+
+
+class Clock:
+    """By which trials are timed here: how busy the machine is does not decide them."""
+
+    now_s = 0.0
+
+
+def timed_step_ended(
+    trial: Trial[Any], _: float, usual: Callable[[Trial[Any], float], bool] = Trial.step_ended
+) -> bool:
+    Clock.now_s += 0.01
+    return usual(trial, Clock.now_s)
 
 
 @register
@@ -34,7 +48,7 @@ class Tardy(AllReduce):
     """All-reduce that takes its time."""
 
     async def synchronize(self, x: Tensor, state: State, group: Group, scale: float) -> tuple[Tensor, State]:
-        time.sleep(0.05)
+        Clock.now_s += 0.05
         return await super().synchronize(x, state, group, scale)
 
 
@@ -49,6 +63,7 @@ def slow_first(profiles: Sequence[ParameterProfile], world_size: int) -> list[gr
     ]
 
 
+@patch.object(Trial, "step_ended", timed_step_ended)
 def kept_plan(wrap: bool) -> tuple[list[bool], list[int], list[list[str]]]:
     torch.manual_seed(0)
     local = Perceptron()
