@@ -1,4 +1,4 @@
-"""Before methods are timed: gradsync settles without learning, and blocks are as long as all methods can afford."""
+"""gradsync settles without learning, blocks are as long as all methods can afford, and disturbed ones made again."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class Short(Line):
 
 
 class Disturbed:
-    """Stands for `Patience`: asked for the so manieth time, counted from 0, it says that something was disturbed."""
+    """Stands for `Patience`: of the times that it is asked, counted from 0, at these something was disturbed."""
 
     def __init__(self, *times: int) -> None:
         self.times, self.asked = times, -1

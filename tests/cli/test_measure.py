@@ -81,9 +81,7 @@ def test_a_script_is_run_measured_and_ended(tmp_path: Path) -> None:
     assert table.sparse and table.rows is not None and table.rows.rows == 2
 
 
-def test_a_workload_is_measured_in_one_process_where_there_is_no_torchrun(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_workload_is_measured_in_one_process_where_there_is_no_torchrun(tmp_path: Path) -> None:
     small = ["--option", "data=zipf", "--option", "vocabulary=500", "--option", "num_negatives=16"]
     out = tmp_path / "profile.json"
     options = ["--steps", "1", "--warmup", "2", "-o", str(out)]

@@ -123,6 +123,7 @@ def run_training(spec: TrainSpec, on_event: Callable[[dict[str, Any]], None]) ->
 
 
 def _times(workload: workloads.Workload, sparse: bool, patience: Patience) -> ComputeTimes:
+    """What is slept through, measured while the host leaves the processors alone, as far as patience goes."""
     while True:
         since = Steal()
         times = measured_times(workload, sparse=sparse)
