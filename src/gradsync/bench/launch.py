@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 from ..lab import Lab, LabUnavailableError, Scenario
 from ..lab.awake import awake
 from ..lab.cluster import end, first_failure, free_port
+from ..lab.processors import confined, shares_of_nodes
 
 RANK_ENVIRONMENT = {"THP_MEM_ALLOC_ENABLE": "1"}  # huge pages for large tensors: fresh memory is touched 4-5x faster
 END_GRACE_S = 10.0  # after one rank failed, the others get this long to notice and say why
@@ -47,13 +48,15 @@ class Loopback:
         self.world_size = world_size
         self.ranks_per_node = ranks_per_node
         self.is_awake = is_awake
+        self._processors = shares_of_nodes(world_size // ranks_per_node)
         self._port = free_port()
 
     def spawn(self, rank: int, argv: Sequence[str], env: Mapping[str, str], **popen: Any) -> subprocess.Popen[Any]:
+        node = rank // self.ranks_per_node
         torchrun = {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank % self.ranks_per_node),
-            "GROUP_RANK": str(rank // self.ranks_per_node),
+            "GROUP_RANK": str(node),
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_WORLD_SIZE": str(self.ranks_per_node),
             "MASTER_ADDR": "127.0.0.1",
@@ -61,10 +64,15 @@ class Loopback:
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
         }
-        return subprocess.Popen(list(argv), env={**os.environ, **torchrun, **env}, **popen)
+        with confined(self._processors, node):
+            return subprocess.Popen(list(argv), env={**os.environ, **torchrun, **env}, **popen)
 
     def describe(self) -> dict[str, Any]:
-        return {"links": "loopback (not shaped)", "processors_kept_awake": self.is_awake}
+        return {
+            "links": "loopback (not shaped)",
+            "processors_kept_awake": self.is_awake,
+            "processors_of_nodes": self._processors,
+        }
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from typing import IO, Any
 from .awake import awake
 from .counters import NODE_INTERFACE
 from .keeper import tbf
+from .processors import confined, shares_of_nodes
 from .scenario import UNSHAPED, Scenario, rate_bytes_per_s
 
 HERE = Path(__file__).parent
@@ -63,6 +64,7 @@ class Lab:
     Works as root, and as an ordinary user where user namespaces are allowed (there the ranks see themselves as root);
     `user_namespace=True` takes that way as root too. Any number of labs can exist at once. On exit everything that
     still runs in the nodes is killed. While it exists, a virtual machine's processors are kept awake (`awake.py`).
+    The ranks of a node run on its share of the processors, where that comes out even (`processors.py`).
 
     Raises:
         LabUnavailableError: on entry, saying what is missing and how to get it.
@@ -82,6 +84,7 @@ class Lab:
         self._talk = threading.Lock()
         self._pids: list[int] = []
         self._observed: dict[str, Any] = {}
+        self._processors = shares_of_nodes(scenario.nodes)
         self._awake = ExitStack()
         self._is_awake = False
         self._flows: dict[tuple[int, int], list[subprocess.Popen[Any]]] = {}
@@ -124,7 +127,8 @@ class Lab:
             raise ValueError(f"there is no rank {rank}: the ranks are 0..{self.scenario.world_size - 1}")
         node = rank // self.scenario.ranks_per_node
         environment = {**DEFAULT_ENVIRONMENT, **os.environ, **self._torchrun(rank), **(env or {})}
-        process = self._start(node, argv, env=environment, **popen)
+        with confined(self._processors, node):
+            process = self._start(node, argv, env=environment, **popen)
         self.ranks[rank] = process
         return process
 
@@ -186,6 +190,7 @@ class Lab:
             "lab": "user namespace" if self._user_namespace else "root",
             "kernel": platform.release(),
             "processors_kept_awake": self._is_awake,
+            "processors_of_nodes": self._processors,
         }
 
     # Faults while a job runs.
