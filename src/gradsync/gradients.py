@@ -212,9 +212,14 @@ class RowGradients:
         return rows if used or rows.nnz else SparseRows.absent(self._shapes[name], self.bucket.dtype, self._device)
 
 
-def all_finite(values: Tensor) -> bool:
-    """Whether no element is NaN or infinite: in one pass, unless their sum leaves the range."""
-    return bool(values.sum(dtype=accumulation_dtype(values.dtype)).isfinite()) or bool(values.isfinite().all())
+def all_finite(values: Tensor, total: Tensor | None = None) -> bool:
+    """Whether no element is NaN or infinite: in one pass, unless their sum leaves the range; none if that is known."""
+    return bool((total_of(values) if total is None else total).isfinite()) or bool(values.isfinite().all())
+
+
+def total_of(values: Tensor) -> Tensor:
+    """The sum of all elements, (), in the type of sums."""
+    return values.sum(dtype=accumulation_dtype(values.dtype))
 
 
 def dense_of(gradient: Tensor) -> Tensor:

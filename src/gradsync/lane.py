@@ -13,7 +13,7 @@ from torch import Tensor
 from .bucket import Bucket, Layout, StepMarks
 from .comm import Group, Ledger, RecordingGroup
 from .density import DensityProfile, ParameterProfile, joined
-from .gradients import FlatGradients, Gradients, all_finite, gradients_of, marks_of_ranks
+from .gradients import FlatGradients, Gradients, all_finite, gradients_of, marks_of_ranks, total_of
 from .schemes import Scheme, State
 from .state import StateSlice, at_step, has_place, left_to_send, owed, slices, slices_owed, with_slices, without
 from .steps import Pattern, Step, Transfer, transfers
@@ -50,6 +50,7 @@ class Lane:
     took_over: bool = False  # some rank owes something: what follows from it must be the same on all
     still_owes: bool = False  # so it will be when the step is kept
     next_owed: Tensor | None = None
+    total: Tensor | None = None  # of the result, where it might not be finite
     waiting: set[str] = field(default_factory=set)  # parameters that were not loaded in this step yet
     steps: int = 0
     sent_bytes: float = 0.0
@@ -102,6 +103,8 @@ class Lane:
             self.gradients.add(self.owed)  # which is what `x` looks at
         state = at_step(self.state, step)
         result, self.next_state = await self.scheme.synchronize(x, state, self.group, 1.0 / self.group.size)
+        if self._may_break:  # while other buckets are in flight
+            self.total = total_of(result)
         if self.flags_apart:
             await self.group.all_reduce(self.gradients.flags)
         return result
@@ -127,17 +130,21 @@ class Lane:
 
         NaN says so, to a GradScaler too; nor does a finite result of a lossy scheme hide what the rank saw.
         """
-        lossy = self.state and not self.scheme.exact
-        if (lossy or self.took_over) and isinstance(self.gradients, FlatGradients):
+        if self._may_break and isinstance(self.gradients, FlatGradients):
             self.gradients.spoil()
+
+    @property
+    def _may_break(self) -> bool:
+        """Whether finite gradients may give a result that is not, or one that hides those which were not."""
+        lossy = bool(self.state) and not self.scheme.exact
+        return (lossy or self.took_over) and self.bucket.layout is Layout.FLAT
 
     @property
     def broken(self) -> bool:
         """Whether what compressors made of finite gradients is not finite: the same bits, so the same on all ranks."""
-        lossy = self.state and not self.scheme.exact
-        if not (lossy or self.took_over) or not isinstance(self.gradients, FlatGradients):
+        if not self._may_break or not isinstance(self.gradients, FlatGradients):
             return False
-        return not all_finite(self.gradients.values)
+        return not all_finite(self.gradients.values, self.total)
 
     def commit(self, *, keep: bool) -> None:
         """The next state becomes the state, if the step is to be kept."""

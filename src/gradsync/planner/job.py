@@ -29,9 +29,9 @@ class Slowdown:
 
     @classmethod
     def of(cls, overlap: Overlap) -> Slowdown:
-        """What is sure of it: the lower ends of the measured intervals, which a few disturbed steps do not move."""
+        """As measured; less than 1 is chance."""
         measured = {field_.name: getattr(overlap, field_.name) for field_ in fields(cls)}
-        return cls(**{name: max(factor.low, 1.0) for name, factor in measured.items() if factor is not None})
+        return cls(**{name: max(factor.value, 1.0) for name, factor in measured.items() if factor is not None})
 
     @property
     def matters(self) -> bool:
