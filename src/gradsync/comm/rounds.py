@@ -92,25 +92,29 @@ class Rounds:
         self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], together: bool, bounded: bool, tag: int
     ) -> Iterator[list[dist.Work]]:
         """Starts the messages that may be in flight together; once they have ended it is asked for the next."""
-        distances, start = range(1, self._size), 0
+        distances, start, whole = range(1, self._size), 0, slice(None)
         if together:
-            yield [m for k in distances for m in self._start(k, outgoing, incoming, slice(None), tag)]
+            # gloo tells a sender that there is room for its message behind what it sends that rank: room comes first.
+            received = [m for k in distances for m in self._receive(k, incoming, whole, tag)]
+            yield [*received, *(m for k in distances for m in self._send(k, outgoing, whole, tag))]
             return
         # Ranks may count different turns: a pair always meets in the turn and round of its next chunk.
         while start < max(t.numel() for t in [*outgoing, *incoming]):
             for k in distances:
-                yield self._start(k, outgoing, incoming, slice(start, start + CHUNK_BYTES), tag)
+                chunk = slice(start, start + CHUNK_BYTES)
+                yield [*self._receive(k, incoming, chunk, tag), *self._send(k, outgoing, chunk, tag)]
             if bounded and start == 0:
                 incoming = [part[: length_of(part)] if part.numel() else part for part in incoming]
             start += CHUNK_BYTES
 
-    def _start(
-        self, distance: int, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], chunk: slice, tag: int
-    ) -> list[dist.Work]:
-        """One round: a chunk to the member `distance` places on, and one from the member as many places before."""
-        to, origin = (self._rank + distance) % self._size, (self._rank - distance) % self._size
-        received, sent = incoming[origin][chunk], outgoing[to][chunk]
-        messages = [self._process_group.recv([received], origin, tag)] if received.numel() else []
-        if sent.numel():
-            messages.append(self._process_group.send([sent], to, tag))
-        return messages
+    def _receive(self, distance: int, incoming: Sequence[Tensor], chunk: slice, tag: int) -> list[dist.Work]:
+        """A chunk from the member so many places before; none of an empty message."""
+        origin = (self._rank - distance) % self._size
+        part = incoming[origin][chunk]
+        return [self._process_group.recv([part], origin, tag)] if part.numel() else []
+
+    def _send(self, distance: int, outgoing: Sequence[Tensor], chunk: slice, tag: int) -> list[dist.Work]:
+        """A chunk to the member so many places on; none of an empty message."""
+        to = (self._rank + distance) % self._size
+        part = outgoing[to][chunk]
+        return [self._process_group.send([part], to, tag)] if part.numel() else []
