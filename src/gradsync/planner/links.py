@@ -21,7 +21,7 @@ from ..steps import Pattern, Transfer
 BUDGET_S = 6.0  # of all exchanges together, over which the smallest sizes may be; at 200 Mbit 4 MiB fit in
 SIZES = (1 << 10, 16 << 10, 128 << 10, 1 << 20, 4 << 20)  # bytes that a member sends
 FEWEST_SIZES = 3  # so that a latency and a rate are told however slow the links are
-REPEATS = (3, 9)  # the fewest and the most
+REPEATS = (3, 21)  # the fewest and the most
 SHARE_OF_A_SIZE = 1 / 3  # of what is left of the budget, where there are more than the fewest repeats
 PATTERNS = (Pattern.ALL_REDUCE, Pattern.ALL_GATHER, Pattern.ALL_TO_ALL, Pattern.MESSAGES)
 
