@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ def test_a_plan_is_made_for_the_job_and_explained(profile: Path, tmp_path: Path)
     plan = Plan.load(out)
     plan.check(SPECS, 4)
     assert "within 2%" in made.output or "less than with DDP" in made.output
-    assert "above the best that its model allows" in made.output
+    assert "above the best that its model" in made.output
     told = run("explain", out, "--profile", profile, "--allow", "int8")
     assert told.exit_code == 0, told.output
     assert told.output.splitlines()[0] in made.output and "ms a step" in told.output
@@ -65,6 +66,15 @@ def test_which_leaves_payloads_may_take_is_as_asked_for(
     assert seen == [None, once, LeafConstraints(2), LeafConstraints(1, ("all_to_all",))]
     told = run("explain", tmp_path / "plan.json", "--profile", profile, "--allow", "int8", "--without", "all_to_all")
     assert told.exit_code == 0 and "two_way" not in told.output
+
+
+@pytest.mark.parametrize(("hiding", "model"), [(False, "its model"), (True, "its model, with half of the latencies,")])
+def test_which_model_a_gap_is_certified_by_is_said(
+    profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hiding: bool, model: str
+) -> None:
+    monkeypatch.setattr(command, "searched", lambda job, way: replace(searched(job, way), hiding=hiding))
+    made = run("plan", profile, "-o", tmp_path / "plan.json")
+    assert f"above the best that {model} allows" in " ".join(made.output.split())
 
 
 def test_a_plan_may_be_for_another_cluster(profile: Path, tmp_path: Path) -> None:

@@ -70,7 +70,8 @@ def plan(
         found.plan.save(out)
         _print(describe(explained(found.plan, job, found.ways)))
         gap = found.certificate().gap
-    console.print(f"The search is at most {gap:.1%} above the best that its model allows.", highlight=False)
+    model = "its model, with half of the latencies," if found.hiding else "its model"
+    console.print(f"The search is at most {gap:.1%} above the best that {model} allows.", highlight=False)
     beside.print(f"Plan: {out}")
 
 

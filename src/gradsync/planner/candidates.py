@@ -26,12 +26,16 @@ Search = Callable[[Job, Constraints], Sequence[Plan]]  # plans of a measured job
 
 @dataclass(frozen=True)
 class Searched:
-    """What a search found for a job among these ways, and the plan made of it."""
+    """What a search found for a job among these ways, and the plan made of it.
+
+    `hiding`: with half of the latencies, as those of one transfer are the other's time.
+    """
 
     ways: tuple[Way, ...]
     formulation: Formulation
     found: Solution
     plan: Plan
+    hiding: bool = False
 
     def certificate(self) -> Certificate:
         """How far from the best the search is at most, by the machine of `problem`."""
@@ -54,10 +58,12 @@ def searched(job: Job, constraints: Constraints | None = None) -> Searched:
 def _searched(job: Job, ways: Sequence[Way]) -> Searched:
     """Where that is clearly better, with half of the latencies in the search, and with large gradients in pieces."""
     best = _solved(job, ways, formulate(job, ways))
-    best = _better(best, _solved(job, ways, formulate(job.with_hidden_latencies(), ways)), job)
+    best = _better(best, _solved(job, ways, formulate(job.with_hidden_latencies(), ways), hiding=True), job)
     formulation = best.formulation
     cut = formulation.in_pieces(max(SMALLEST_PIECE_BYTES, sum(formulation.problem.nbytes) / MOST_PIECES))
-    return best if cut.problem.size == formulation.problem.size else _better(best, _solved(job, ways, cut), job)
+    if cut.problem.size == formulation.problem.size:
+        return best
+    return _better(best, _solved(job, ways, cut, best.hiding), job)
 
 
 def _better(usual: Searched, other: Searched, job: Job) -> Searched:
@@ -65,12 +71,12 @@ def _better(usual: Searched, other: Searched, job: Job) -> Searched:
     return other if seconds[1] < (1 - WORTH_IT) * seconds[0] else usual
 
 
-def _solved(job: Job, ways: Sequence[Way], formulation: Formulation) -> Searched:
+def _solved(job: Job, ways: Sequence[Way], formulation: Formulation, hiding: bool = False) -> Searched:
     found = search(formulation.problem)
     ranks = [0 if scheme.exact else 1 if isinstance(scheme, HalfPrecision) else 2 for scheme in formulation.schemes]
     simple = simplified(formulation.problem, found, ranks)
     plan = with_best_turns(formulation.plan(simple.parts), job)
-    return Searched(tuple(ways), formulation, found, with_best_turns(polished(plan, job, ways), job))
+    return Searched(tuple(ways), formulation, found, with_best_turns(polished(plan, job, ways), job), hiding)
 
 
 def candidate_plans(job: Job, constraints: Constraints | None = None) -> list[Plan]:
