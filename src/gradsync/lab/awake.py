@@ -10,6 +10,7 @@ As a script, `awake.py PARENT`, it is these processes. It imports nothing of the
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -38,7 +39,7 @@ def awake() -> Iterator[bool]:
     try:
         yield True
     finally:
-        keeper.kill()
+        os.killpg(keeper.pid, signal.SIGKILL)
         keeper.wait()
 
 
