@@ -18,6 +18,8 @@ from gradsync.bench.train import AGAIN, TrainSpec, block_medians, run_training
 from gradsync.bench.train_rank import Contestant, pick
 from gradsync.lab import Lab
 from gradsync.report.record import TrainingRun
+from gradsync.workloads import Workload
+from gradsync.workloads.emulated import ComputeTimes
 from tests.world import Ranks
 
 
@@ -100,6 +102,21 @@ def test_ddp_is_the_picked_one_judged_anew_and_the_sweep_stays_in_the_run(run_wi
         assert (record.baseline, record.params["phase"], record.ratio.median) == ("ddp", "pick", 2.0)
         assert record.aa is None
     assert "ddp is ddp_1mb" in run.notes[0] and "ddp_100mb 2000.0 ms" in run.notes[0]
+
+
+def test_emulated_records_know_what_a_rank_alone_takes(run_with: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def times(workload: Workload, *, sparse: bool) -> ComputeTimes:
+        return ComputeTimes(forward_s=0.1, ready_s={}, backward_s=0.6 if sparse else 0.7, optimizer_s=0.1)
+
+    monkeypatch.setattr(train, "measured_times", times)
+    spec = TrainSpec(methods=("ddp", "ddp_sparse"), repeats=2, emulate_compute=True)
+    figures = {name: blocks_of(1.0, 1.0) for name in ("ddp", "ddp_sparse", f"ddp:{AGAIN}")}
+    records = run_with(spec, [figures], [SWEEP], "ddp_1mb").records
+    assert {record.subject: record.scaling for record in records} == pytest.approx(
+        {"ddp_sparse": 0.8, "ddp_default": 0.45, "ddp_100mb": 0.45, "ddp_one_bucket": 0.45}
+    )
+    spec = spec.model_copy(update={"emulate_compute": False})
+    assert {record.scaling for record in run_with(spec, [figures], [SWEEP], "ddp_1mb").records} == {None}
 
 
 def test_ddp_that_is_not_first_is_a_subject(run_with: Any) -> None:

@@ -172,6 +172,14 @@ def test_records_table_has_what_was_learned_of_both_if_anything_was() -> None:
     assert "AUC - / 0.7841" in printed(records_table([failed, record.model_copy(update={"loss": {"auc": 0.7}})]))
 
 
+def test_records_table_has_the_scaling_factor_where_a_rank_alone_is_known() -> None:
+    record = training_run().records[0]  # its subject takes 40 ms
+    for compact in (False, True):
+        text = printed(records_table([record.model_copy(update={"alone_s": 0.038}), record], compact=compact))
+        assert "scaling" in text and text.count(" 0.95 ") == 1
+        assert "scaling" not in printed(records_table([record], compact=compact))
+
+
 def test_options_of_the_workload_are_in_the_table() -> None:
     record = training_run().records[0]
     params = [{**record.params, "negatives": negatives, "dim": 8} for negatives in ("own", "shared")]

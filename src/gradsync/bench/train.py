@@ -211,6 +211,7 @@ def _record(
         ratio=_ratio(mine, base),
         aa=aa,
         predicted_s=figures[subject.name][0].get("predicted_s"),
+        alone_s=_alone_s(spec, picked if picked and subject.name == DDP else subject.name),
         loss=subject.final or None,
         baseline_loss=baseline.final or None,
         seeds=[spec.seed],
@@ -221,6 +222,12 @@ def _record(
         commit=run.commit,
         failed=subject.failed or lost,
     )
+
+
+def _alone_s(spec: TrainSpec, name: str) -> float | None:
+    """Of a step with nothing to exchange, by the method's model."""
+    times = spec.compute.get(method(name).sparse) if name != DDP else None  # all of its bucket sizes failed
+    return times.step_s if times else None
 
 
 def _blocks(ranks: list[dict[str, Any]]) -> list[float]:

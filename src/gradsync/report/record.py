@@ -127,7 +127,8 @@ class Record(BaseModel):
     machine, the subject cannot take less than that over `environment["cores"]`, whatever the network allows. Of the
     metric `imbalance`, which takes no time, `ratio` and `aa` are those of push imbalance, draw by draw; of `loss`,
     `ratio` is that of the held-out losses, seed by seed, and `aa` that of the baseline's with one seed and the next; of
-    `gap` that of the step by the subject's plan over the step by the best of all plans, problem by problem.
+    `gap` that of the step by the subject's plan over the step by the best of all plans, problem by problem. `alone_s`
+    is a step of one rank that exchanges nothing, of the subject's model; known where computation is emulated.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -145,6 +146,7 @@ class Record(BaseModel):
     aa: Spread | None  # the baseline against itself in the same run
     predicted_s: float | None = None
     bound_s: float | None = None
+    alone_s: float | None = None
     cpu_s: float | None = None
     loss: dict[str, float] | None = None  # the subject's measures on held-out samples after the run: loss, auc, ...
     baseline_loss: dict[str, float] | None = None
@@ -160,6 +162,13 @@ class Record(BaseModel):
     environment: dict[str, Any] = {}
     commit: str | None = None
     failed: str | None = None
+
+    @property
+    def scaling(self) -> float | None:
+        """What n ranks process over n times what one does, each its batch; 1 where exchanges cost nothing."""
+        if self.alone_s is None or self.subject_s is None:
+            return None
+        return self.alone_s / self.subject_s.median
 
     def within(self, bound: float) -> bool:
         """Whether "ratio <= bound" holds by the noise rule: the lower end of the ratio's interval is compared with the

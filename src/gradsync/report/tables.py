@@ -32,6 +32,7 @@ RECORD_COLUMNS = (
     "predicted, ms",
     "bound, ms",
     "subject / bound",
+    "scaling",
     "held-out",
 )
 # Measures of held-out samples after the run, by the names that `Workload.evaluate` gives them: in words, and digits.
@@ -121,8 +122,8 @@ def _figures(method: MethodRun, records: dict[str, Record], run: TrainingRun) ->
     ]
 
 
-LEARNED = RECORD_COLUMNS.index("held-out")
-COMPACT_RECORD_COLUMNS = (0, 1, 2, 3, 5, 6, LEARNED)
+SCALING, LEARNED = RECORD_COLUMNS.index("scaling"), RECORD_COLUMNS.index("held-out")
+COMPACT_RECORD_COLUMNS = (0, 1, 2, 3, 5, 6, SCALING, LEARNED)
 COMPACT_COLUMNS = (0, 1, 3, 5, 6, 7)  # what matters most, for narrow terminals
 
 
@@ -156,11 +157,17 @@ def records_table(records: Sequence[Record], *, compact: bool = False) -> Table:
 
     shared = _shared(records)
     caption = "times: median [p5-p95]; A/A: the baseline against itself; wire: subject / baseline, a step and node"
-    learned = any(measure_of(record.loss) for record in records)
-    if learned:
+    unknown = set()
+    if any(record.scaling is not None for record in records):
+        caption += "; scaling: what all ranks process over as many times what one would alone"
+    else:
+        unknown.add(SCALING)
+    if any(measure_of(record.loss) for record in records):
         caption += "; held-out: subject / baseline, after the run"
+    else:
+        unknown.add(LEARNED)
     table = Table(title=Text(_in_words(shared)), caption=Text(caption))
-    chosen = [n for n in (COMPACT_RECORD_COLUMNS if compact else range(len(RECORD_COLUMNS))) if learned or n != LEARNED]
+    chosen = [n for n in (COMPACT_RECORD_COLUMNS if compact else range(len(RECORD_COLUMNS))) if n not in unknown]
     for number in chosen:
         table.add_column(RECORD_COLUMNS[number], justify="left" if number < 3 else "right", overflow="fold")
     for record in records:
@@ -185,6 +192,7 @@ def _record_row(record: Record, shared: dict[str, Any]) -> list[str]:
         NOTHING if record.predicted_s is None else f"{record.predicted_s * 1e3:.1f}",
         NOTHING if bound_s is None else f"{bound_s * 1e3:.{_digits(bound_s)}f}",
         NOTHING if over_bound is None else f"{over_bound:.2f}",
+        NOTHING if record.scaling is None else f"{record.scaling:.2f}",
         _learned(record),
     ]
 
