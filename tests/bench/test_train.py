@@ -374,6 +374,33 @@ def test_a_method_that_fails_on_one_rank_drops_out_on_all_and_the_others_go_on(
     assert [len(m.losses) for m in run.methods[3:]] == [1 + 4 + 2 * (1 + 2)] * 2
 
 
+# A method in which both ranks wait in a backward for what never comes.
+STUCK = """
+import threading
+from dataclasses import replace
+from gradsync.bench import methods, train_rank
+from gradsync.bench.rank import run_rank
+
+def wrap(model, timeout):
+    next(model.parameters()).register_hook(lambda gradient: threading.Event().wait())
+    return methods.METHODS["ddp_default"].wrap(model, timeout)
+
+methods.METHODS["stuck_breaks"] = replace(methods.METHODS["ddp_default"], wrap=wrap)
+run_rank(train_rank.measure)
+"""
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_a_method_that_waits_for_ever_ends_the_run_and_is_named(
+    run_program: Callable[[str, TrainSpec], TrainingRun],
+) -> None:
+    spec = TrainSpec(
+        workload="dense160", methods=("ddp_default", "stuck_breaks"), nodes=2, loopback=True, method_timeout_s=2.0
+    )
+    with pytest.raises(RuntimeError, match="a step of stuck_breaks: stuck, no end after 5 s"):
+        run_program(STUCK, spec)
+
+
 @pytest.mark.usefixtures("forked_ranks")
 def test_a_rank_that_fails_is_reported_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     # The parent finds a workload, the ranks, which are processes of their own, do not.

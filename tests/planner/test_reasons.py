@@ -10,7 +10,7 @@ from gradsync.costs import CostModel
 from gradsync.plan import Plan
 from gradsync.planner.measure import Network
 from gradsync.planner.predict import predict
-from gradsync.planner.reasons import describe, explain, polished
+from gradsync.planner.reasons import describe, explain
 from gradsync.planner.ways import Constraints, exact_ways, ways_of
 from gradsync.schemes import AllReduce, BalancedParallelism, CompressedTwoWay, HalfPrecision, to_expression
 from tests.planner.test_options import PARAMETERS, job
@@ -72,13 +72,3 @@ def test_the_verdict_keeps_ddp_where_little_is_gained() -> None:
     assert "keep it" in beside.verdict, "of a long step it is little"
     lines = list(describe(won))
     assert lines[-1] == won.verdict and any("half" in line for line in lines)
-
-
-def test_polishing_takes_what_the_engine_would_be_quicker_by() -> None:
-    here, plan = job(), plan_of(["head.weight"], DENSE[1:])
-    ways = ways_of(here, ALLOWED)
-    better = polished(plan, here, ways)
-    better.check(SPECS, 4)
-    assert predict(better, here).seconds < predict(plan, here).seconds
-    assert not better.buckets[0].make_scheme().exact and better.buckets[1].make_scheme().exact
-    assert polished(better, here, ways).digest == better.digest, "nothing more is gained"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -35,6 +38,28 @@ def end_with(parent: int) -> None:
         die_with_parent()
     if os.getppid() != parent:
         sys.exit(f"process {parent}, which started this rank, is gone")
+
+
+@contextmanager
+def in_time(what: str, patience_s: float) -> Iterator[None]:
+    """Ends this process, and says what was stuck and where, if the block has not ended by then.
+
+    For what waits without a timeout, as callbacks of torch's hooks do.
+    """
+
+    def give_up() -> None:
+        faulthandler.dump_traceback(all_threads=True)
+        sys.stderr.write(f"{what}: stuck, no end after {patience_s:.0f} s\n")
+        sys.stderr.flush()
+        os._exit(1)
+
+    timer = threading.Timer(patience_s, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def event(**data: Any) -> None:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from itertools import chain
 from math import inf
+from threading import TIMEOUT_MAX
 from typing import Any
 
 import torch
@@ -29,12 +30,13 @@ from ..workloads import Batch, Workload
 from ..workloads.emulated import Emulated
 from .methods import DDP, Method, method
 from .plans import fit_optimizer
-from .rank import DISTURBED, event, run_rank
+from .rank import DISTURBED, event, in_time, run_rank
 from .steal import Patience, Steal
 from .train import AGAIN, TrainSpec
 
 Task = Workload | Emulated
 
+PATIENCE_FOR_STEP = 2.5  # method timeouts; before ranks lose each other in the harness' own collectives
 CALIBRATION_STEPS = 3  # steps without synchronisation, from which the length of backward alone is known
 
 
@@ -47,6 +49,7 @@ class Contestant:
     attachment: Attachment | None
     optimizer: Optimizer
     batches: Iterator[Batch]
+    patience_s: float = TIMEOUT_MAX  # for a step
     failed: str | None = None
     failed_s: float = inf  # when it failed on this rank, on the clock that the ranks of one machine share
     step_s: list[float] = field(default_factory=list)  # of the warm-up
@@ -96,7 +99,7 @@ def enter(workload: Task, name: str, way: Method, spec: TrainSpec) -> Contestant
     model = workload.model(sparse=way.sparse, seed=spec.seed)
     batches = workload.batches(dist.get_rank(), dist.get_world_size(), spec.seed)
     optimizer = workload.optimizer(model)
-    who = Contestant(name, model, None, optimizer, batches)
+    who = Contestant(name, model, None, optimizer, batches, PATIENCE_FOR_STEP * spec.method_timeout_s)
     with attempt(who):
         if way.lossy is not None and (momentum := fit_optimizer(way.lossy, optimizer)):
             way = method(way.name, momentum)
@@ -106,6 +109,11 @@ def enter(workload: Task, name: str, way: Method, spec: TrainSpec) -> Contestant
 
 def train_step(workload: Task, who: Contestant, *, sync: bool = True) -> tuple[float, float, float]:
     """One optimiser step; (step, backward) seconds and the loss. Without `sync` nothing is communicated or updated."""
+    with in_time(f"a step of {who.name}", who.patience_s):
+        return _train_step(workload, who, sync=sync)
+
+
+def _train_step(workload: Task, who: Contestant, *, sync: bool) -> tuple[float, float, float]:
     began_s = time.perf_counter()
     batch = next(who.batches)
     no_sync = who.attachment.no_sync if who.attachment else getattr(who.model, "no_sync", nullcontext)

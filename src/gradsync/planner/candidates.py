@@ -11,9 +11,10 @@ from .default import default_plans
 from .job import Job
 from .joint import Certificate, certify, search
 from .options import Formulation, Way, formulate
+from .polish import merged, polished
 from .predict import predict
 from .problem import Solution
-from .reasons import WORTH_IT, polished
+from .reasons import WORTH_IT
 from .simplify import simplified
 from .turns import with_best_turns
 from .ways import Constraints, exact_ways, ways_of
@@ -56,14 +57,17 @@ def searched(job: Job, constraints: Constraints | None = None) -> Searched:
 
 
 def _searched(job: Job, ways: Sequence[Way]) -> Searched:
-    """Where that is clearly better, with half of the latencies in the search, and with large gradients in pieces."""
+    """Where that is clearly better, with half of the latencies in the search, and with large gradients in pieces.
+
+    At the end neighbours are merged, of whose shared latencies and threads the search does not know all.
+    """
     best = _solved(job, ways, formulate(job, ways))
     best = _better(best, _solved(job, ways, formulate(job.with_hidden_latencies(), ways), hiding=True), job)
     formulation = best.formulation
     cut = formulation.in_pieces(max(SMALLEST_PIECE_BYTES, sum(formulation.problem.nbytes) / MOST_PIECES))
-    if cut.problem.size == formulation.problem.size:
-        return best
-    return _better(best, _solved(job, ways, cut, best.hiding), job)
+    if cut.problem.size != formulation.problem.size:
+        best = _better(best, _solved(job, ways, cut, best.hiding), job)
+    return replace(best, plan=merged(best.plan, job, ways))
 
 
 def _better(usual: Searched, other: Searched, job: Job) -> Searched:

@@ -78,7 +78,7 @@ def explain(plan: Plan, job: Job, ways: Sequence[Way]) -> Explanation:
     reasons = []
     for place, bucket in enumerate(plan.buckets):
         scheme = bucket.make_scheme()
-        others = sorted(_alternatives(plan, place, job, ways, steps), key=lambda other: other.step_s)
+        others = sorted(alternatives(plan, place, job, ways, steps), key=lambda other: other.step_s)
         lossy = next((other for other in others if not other.scheme.exact), None)
         known = {p.name: p.tensor for p in job.profiles}
         reasons.append(
@@ -102,7 +102,7 @@ def rivals(job: Job) -> dict[str, float]:
     for name, nbytes in DDP_BYTES.items():
         plan = default_plan(profiles, job.world_size, bucket_bytes=nbytes)
         found[name] = predict(plan, dense).seconds
-        half = _with_scheme(plan, range(len(plan.buckets)), BF16)
+        half = with_scheme(plan, range(len(plan.buckets)), BF16)
         found[name.replace("ddp", "ddp_bf16")] = predict(half, dense).seconds
     return found
 
@@ -123,34 +123,20 @@ def describe(explanation: Explanation) -> Iterator[str]:
     yield explanation.verdict
 
 
-def polished(plan: Plan, job: Job, ways: Sequence[Way]) -> Plan:
-    """The plan with other schemes for buckets, one after another, by which the predicted step is clearly shorter.
-
-    A search does not know what the exchange stretches backward by, nor of the one thread that issues.
-    """
-    steps = {bucket.id: steps_of(bucket, bucket.make_scheme(), job) for bucket in plan.buckets}
-    seconds = played(plan, job, steps).seconds
-    for place, bucket in enumerate(plan.buckets):
-        best = min(_alternatives(plan, place, job, ways, steps), key=lambda other: other.step_s, default=None)
-        if best is not None and best.step_s < (1 - SAME) * seconds:
-            seconds, steps[bucket.id] = best.step_s, steps_of(bucket, best.scheme, job)
-            plan = _with_scheme(plan, [place], best.scheme)
-    return plan
-
-
-def _alternatives(
+def alternatives(
     plan: Plan, place: int, job: Job, ways: Sequence[Way], steps: Mapping[str, Sequence[Step]]
 ) -> Iterator[Alternative]:
+    """Other schemes among the ways for the bucket in this place; `steps` of each bucket."""
     bucket = plan.buckets[place]
     present = bucket.make_scheme()
     for way in ways:
-        if way.scheme.unplanned != present.unplanned and _may(bucket, present, way, job):
+        if way.scheme.unplanned != present.unplanned and may_take(bucket, present, way, job):
             changed = {**steps, bucket.id: steps_of(bucket, way.scheme, job)}
-            yield Alternative(way.scheme, played(_with_scheme(plan, [place], way.scheme), job, changed).seconds)
+            yield Alternative(way.scheme, played(with_scheme(plan, [place], way.scheme), job, changed).seconds)
 
 
-def _may(bucket: BucketPlan, present: Scheme[Any], way: Way, job: Job) -> bool:
-    """Whether the way is one of this bucket."""
+def may_take(bucket: BucketPlan, present: Scheme[Any], way: Way, job: Job) -> bool:
+    """Whether the way is one of this bucket, which has the present scheme."""
     if way.members is not None:
         return set(bucket.names) == set(way.members)
     sparse = {p.name for p in job.profiles if p.sparse}
@@ -158,19 +144,28 @@ def _may(bucket: BucketPlan, present: Scheme[Any], way: Way, job: Job) -> bool:
     return present.layout is Layout.FLAT and taken and sparse.isdisjoint(bucket.names)
 
 
-def _with_scheme(plan: Plan, places: Sequence[int], scheme: Scheme[Any]) -> Plan:
+def with_scheme(plan: Plan, places: Sequence[int], scheme: Scheme[Any]) -> Plan:
     """The plan with this scheme for some of its buckets."""
     expression = to_expression(scheme)
-    buckets = tuple(
-        bucket.model_copy(update={"scheme": expression}) if place in places else bucket
-        for place, bucket in enumerate(plan.buckets)
+    return with_buckets(
+        plan,
+        [
+            bucket.model_copy(update={"scheme": expression}) if place in places else bucket
+            for place, bucket in enumerate(plan.buckets)
+        ],
     )
-    finishing = {bucket for bucket, stage in plan.order if stage == FINISH}
+
+
+def with_buckets(plan: Plan, buckets: Sequence[BucketPlan]) -> Plan:
+    """The plan with these buckets, each in the turns that the plan has for its id."""
+    ids = {bucket.id for bucket in buckets}
+    turns = [turn for turn in plan.order if turn[0] in ids]
+    finishing = {bucket for bucket, stage in turns if stage == FINISH}
     stages = {
         bucket.id: (*bucket.make_scheme().stages(plan.world), *([FINISH] if bucket.id in finishing else []))
         for bucket in buckets
     }
-    return plan.model_copy(update={"buckets": buckets, "order": tuple(reordered(plan.order, stages))})
+    return plan.model_copy(update={"buckets": tuple(buckets), "order": tuple(reordered(turns, stages))})
 
 
 def _why_exact(step_s: float, lossy: Alternative | None) -> str:

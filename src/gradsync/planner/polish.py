@@ -1,0 +1,61 @@
+"""A search's plan made better by what the search does not know.
+
+That is what an exchange stretches backward by, the engine's one issuing thread, and what transfers in flight take from
+each other. Steps are those of `predict`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from ..bucket import Layout
+from ..plan import BucketPlan, Plan
+from ..schemes import to_expression
+from .job import Job
+from .options import Way
+from .predict import played, predict, steps_of
+from .reasons import SAME, alternatives, may_take, with_buckets, with_scheme
+from .turns import with_best_turns
+
+
+def polished(plan: Plan, job: Job, ways: Sequence[Way]) -> Plan:
+    """The plan with other schemes for buckets, one after another, by which the predicted step is clearly shorter."""
+    steps = {bucket.id: steps_of(bucket, bucket.make_scheme(), job) for bucket in plan.buckets}
+    seconds = played(plan, job, steps).seconds
+    for place, bucket in enumerate(plan.buckets):
+        best = min(alternatives(plan, place, job, ways, steps), key=lambda other: other.step_s, default=None)
+        if best is not None and best.step_s < (1 - SAME) * seconds:
+            seconds, steps[bucket.id] = best.step_s, steps_of(bucket, best.scheme, job)
+            plan = with_scheme(plan, [place], best.scheme)
+    return plan
+
+
+def merged(plan: Plan, job: Job, ways: Sequence[Way]) -> Plan:
+    """The plan with neighbours in one bucket, by the way of either, where the predicted step is clearly shorter so."""
+    seconds, place = predict(plan, job).seconds, 0
+    while place + 1 < len(plan.buckets):
+        found = [with_best_turns(each, job) for each in _with_neighbours_merged(plan, place, job, ways)]
+        steps_s = [predict(each, job).seconds for each in found]
+        if found and min(steps_s) < (1 - SAME) * seconds:
+            seconds, plan = min(steps_s), found[steps_s.index(min(steps_s))]
+            place = max(place - 1, 0)
+        else:
+            place += 1
+    return plan
+
+
+def _with_neighbours_merged(plan: Plan, place: int, job: Job, ways: Sequence[Way]) -> Iterator[Plan]:
+    """The plan with the buckets in this place and the next one in one, which has the second one's name and turns."""
+    first, second = plan.buckets[place : place + 2]
+    schemes = [bucket.make_scheme() for bucket in (first, second)]
+    dtypes = {p.tensor.dtype for p in job.profiles if p.name in {*first.names, *second.names}}
+    if len(dtypes) > 1 or any(scheme.layout is not Layout.FLAT for scheme in schemes):
+        return
+    pieces = [*first.segments, *second.segments]
+    joined = [(name, list(same)) for name, same in groupby(pieces, key=lambda piece: piece[0])]
+    segments = tuple((name, same[0][1], same[-1][2]) for name, same in joined)
+    for scheme in dict.fromkeys(schemes):
+        both = BucketPlan(id=second.id, segments=segments, scheme=to_expression(scheme))
+        if any(way.scheme.unplanned == scheme.unplanned and may_take(both, scheme, way, job) for way in ways):
+            yield with_buckets(plan, [*plan.buckets[:place], both, *plan.buckets[place + 2 :]])
