@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradsync.trial import MOST_OF_FIRST, ROUNDS, TURN_STEPS, Trial, fastest
+from gradsync.trial import CLOSE, MOST_OF_FIRST, ROUNDS, RUN_OFF_ROUNDS, TURN_STEPS, Trial, fastest, slowest
 
 
 def run(trial: Trial[int], step_s: list[float], *, first_s: float = 100.0) -> list[int]:
@@ -50,12 +50,31 @@ def test_one_long_pause_of_the_training_loop_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("medians_s", "kept"),
+    ("times_s", "two"),
     [
-        ([[1.0, 0.5, 0.6]], 1),
-        ([[1.0, MOST_OF_FIRST + 0.01, 1.0]], 0),
-        ([[1.0, 0.5, 0.8], [1.0, 1.5, 0.8]], 2),  # the slowest rank is what everybody waits for
+        ([1.0, 1.05, 0.97], [0, 2]),
+        ([2.0, 1.0, 1.0 + 0.9 * (CLOSE - 1)], [1, 2]),
+        ([2.0, 1.0, 1.0 + 1.1 * (CLOSE - 1)], []),
     ],
 )
-def test_the_fastest_is_kept_if_clearly_faster_than_the_first(medians_s: list[list[float]], kept: int) -> None:
-    assert fastest(medians_s)[0] == kept
+def test_the_best_two_run_off_once_if_they_are_close(times_s: list[float], two: list[int]) -> None:
+    trial = Trial([0, 1, 2])
+    run(trial, times_s)
+    assert trial.run_off(times_s) == bool(two) == (not trial.done)
+    ran = run(trial, [3.0, 3.0, 3.0])
+    assert ran[::TURN_STEPS] == [*two, *two[::-1]] * (RUN_OFF_ROUNDS // 2)
+    assert not trial.run_off(times_s) and trial.done
+    assert [len(times) for times in trial._times_s] == [
+        (ROUNDS + RUN_OFF_ROUNDS * (number in two)) * (TURN_STEPS - 1) for number in range(3)
+    ]
+
+
+def test_a_candidate_is_as_slow_as_on_its_slowest_rank() -> None:
+    assert slowest([[1.0, 0.5, 0.8], [1.0, 1.5, 0.8]]) == [1.0, 1.5, 0.8]
+
+
+@pytest.mark.parametrize(
+    ("times_s", "kept"), [([1.0, 0.5, 0.6], 1), ([1.0, MOST_OF_FIRST + 0.005, 1.0], 0), ([1.0, 1.5, 0.8], 2)]
+)
+def test_the_fastest_is_kept_if_clearly_faster_than_the_first(times_s: list[float], kept: int) -> None:
+    assert fastest(times_s) == kept

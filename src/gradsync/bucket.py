@@ -39,6 +39,10 @@ class TensorSpec:
     def of(cls, tensor: Tensor) -> TensorSpec:
         return cls(tuple(tensor.shape), tensor.dtype)
 
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether `of` would make this of it."""
+        return tensor.dtype is self.dtype and tensor.shape == self.shape
+
     @property
     def numel(self) -> int:
         return int(torch.Size(self.shape).numel())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -126,6 +126,16 @@ class Engine:
     def settled(self) -> bool:
         """Whether the plan in force stays."""
         return self._closed or not self.parameters or (self._planning.settled and not self.replanning)
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether somebody wants to know of each gradient of the step as soon as it is ready."""
+        return active() is not None or self._planning.looks
+
+    @property
+    def due(self) -> Sized:
+        """Work of schemes that waits for the next `load`, in the step under way."""
+        return self._require_step().due
 
     def load(self, name: str, gradient: Tensor | None, *, used: bool = True) -> None:
         """A parameter's gradient is ready (None or not `used`: this rank did not use it in this step).

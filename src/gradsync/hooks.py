@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set, Sized
 from contextlib import contextmanager
 from functools import cache
 from types import FrameType
@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -85,6 +86,8 @@ class AutogradHooks:
         # Parameters in buckets of tables: a dense gradient stays where autograd made it.
         self._staying: set[str] = set()
         self._tenants: list[tuple[Lane, list[tuple[str, nn.Parameter, Tensor]]]] = []
+        self._told_together: dict[str, _ToldTogether] = {}  # gradients that need nothing but to be told of
+        self._due: Sized = ()  # work of schemes that waits for the next gradient to be told of
         self._handles = [
             parameter.register_post_accumulate_grad_hook(_GradientHook(self, name))
             for name, parameter in self._parameters.items()
@@ -140,11 +143,11 @@ class AutogradHooks:
         if not buffers:
             return
         for name, buffer in buffers.items():
-            now, before = TensorSpec.of(buffer), self._buffer_specs.get(name, "not there")
-            if now != before:
+            before = self._buffer_specs.get(name)
+            if before is None or not before.is_of(buffer):
                 why = (
-                    f"the buffer {name!r} is {now}, it was {before} when gradsync was attached, so rank 0's cannot be "
-                    "given to all; use broadcast_buffers=False"
+                    f"the buffer {name!r} is {TensorSpec.of(buffer)}, it was {before or 'not there'} when gradsync was "
+                    "attached, so rank 0's cannot be given to all; use broadcast_buffers=False"
                 )
                 self._engine.fail(why)
                 raise ValueError(why)
@@ -152,11 +155,32 @@ class AutogradHooks:
         self._engine.call("broadcast of buffers", lambda group: broadcast_tensors(group, tensors, timeout_s))
 
     def _on_gradient(self, name: str, parameter: nn.Parameter) -> None:
-        if torch._C._current_graph_task_id() != self._task or not self._engine.in_step:
-            if not self._syncing:
-                self._accumulated.add(name)
+        # Between kernels of backward the caches hold nothing of ours: what is done here for every gradient costs five
+        # times what it does in a loop. So little is.
+        if torch._C._current_graph_task_id() == self._task:
+            together = self._told_together.get(name)
+            if together is not None and not self._due:
+                together.ready.append(name)
+                if together.complete:
+                    self._tell(together)
                 return
-            self._begin_in_backward()
+            if self._engine.in_step:
+                self._take(name, parameter)
+                if together is not None and together.complete:
+                    self._tell(together)
+                return
+        if not self._syncing:
+            self._accumulated.add(name)
+            return
+        self._begin_in_backward()
+        self._on_gradient(name, parameter)
+
+    def _tell(self, together: _ToldTogether) -> None:
+        ready, together.ready = together.ready, []
+        for name in ready:
+            self._take(name, self._parameters[name])
+
+    def _take(self, name: str, parameter: nn.Parameter) -> None:
         gradient = parameter.grad
         if gradient is None:
             raise RuntimeError(
@@ -234,6 +258,9 @@ class AutogradHooks:
         self._lent.clear()
         self._stale.clear()
         self._settled.clear()
+        self._told_together.clear()
+        self._due = engine.due
+        one_by_one = engine.one_by_one
         for lane, tenants in self._tenants:
             lend = [t for t in tenants if t[0] in self._lendable and t[1].grad is None and t[1].requires_grad]
             if len(lend) == len(tenants) == len(lane.bucket.segments):
@@ -243,6 +270,8 @@ class AutogradHooks:
             for name, parameter, home in lend:
                 parameter.grad = home
                 self._lent.add(name)
+            if lend and not one_by_one:
+                self._told_together |= dict.fromkeys((name for name, _, _ in lend), _ToldTogether(lane.waiting))
         for name, parameter in self._parameters.items():
             if not parameter.requires_grad:  # frozen since attach: nothing will come
                 self._load_leftover(name)
@@ -276,8 +305,11 @@ class AutogradHooks:
         self._armed = None
         self._synchronizations += 1
         self._round_counted = False
-        for name in engine.missing():
-            self._load_leftover(name)
+        if engine.missing():
+            for together in self._told_together.values():
+                self._tell(together)
+            for name in engine.missing():
+                self._load_leftover(name)
         engine.finish()
         self._accumulated.clear()
         if len(self._settled) < len(self._parameters):
@@ -326,18 +358,34 @@ def broadcast_tensors(group: Group, tensors: list[Tensor], timeout_s: float) -> 
 
 
 def _broadcast_piece(group: Group, tensors: list[Tensor], timeout_s: float) -> None:
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
     with torch.no_grad():
         # Bytes, so that all element types share the message.
-        message = torch.cat([t.detach().contiguous().view(-1).view(torch.uint8) for t in tensors])
+        parts = [_flatten_dense_tensors(alike).view(torch.uint8) for alike in by_dtype.values()]
+        message = torch.cat(parts)
         group.broadcast(message).wait(timeout_s)
         if group.rank == 0:
             return
-        offset = 0
-        for tensor in tensors:
-            nbytes = tensor.numel() * tensor.element_size()
+        received = torch.split(message, [len(part) for part in parts])
+        for (dtype, alike), part in zip(by_dtype.items(), received, strict=True):
             # clone: a view of another element type must start at a multiple of its size
-            tensor.copy_(message[offset : offset + nbytes].clone().view(tensor.dtype).view(tensor.shape))
-            offset += nbytes
+            torch._foreach_copy_(alike, _unflatten_dense_tensors(part.clone().view(dtype), alike))
+
+
+class _ToldTogether:
+    """Gradients of one bucket that live in it already: the engine is told of them when no other is missing."""
+
+    __slots__ = ("ready", "waiting")
+
+    def __init__(self, waiting: Set[str]) -> None:
+        self.waiting = waiting  # the parameters that the bucket waits for, these included
+        self.ready: list[str] = []
+
+    @property
+    def complete(self) -> bool:
+        return len(self.ready) == len(self.waiting)
 
 
 class _Hook:

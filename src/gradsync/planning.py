@@ -27,7 +27,7 @@ from .lane import Lanes
 from .observation import Observer
 from .plan import Plan, What
 from .profile import Profile
-from .trial import Trial, fastest
+from .trial import Trial, fastest, slowest
 
 logger = logging.getLogger(__name__)
 
@@ -293,9 +293,13 @@ class Planning:
         if not trial.done:
             self._switch_to(trial.current)
             return
-        self._trial = None
         medians_s = self._gather("times of a trial", torch.tensor(trial.medians_s, dtype=torch.float64))
-        best, times_s = fastest([part.tolist() for part in medians_s])
+        times_s = slowest([part.tolist() for part in medians_s])
+        if trial.run_off(times_s):
+            self._switch_to(trial.current)
+            return
+        self._trial = None
+        best = fastest(times_s)
         for number, (plan, time_s) in enumerate(zip(trial.candidates, times_s, strict=True)):
             verdict = "kept" if number == best else "left"
             logger.info("tried a plan of %d buckets: %.1f ms a step, %s", len(plan.buckets), time_s * 1e3, verdict)

@@ -1,13 +1,14 @@
 """A trial: what no formula decides, how well an exchange shares the cores with backward, is tried out on real steps.
 
-Candidates take turns, there and back, so that a drift of the machine's speed meets all of them alike. Every rank times
-its own steps; a decision is made from all ranks' figures.
+Candidates take turns, there and back, so that a drift of the machine's speed meets all of them alike. The best two of
+them, if they are close, take more turns: a run-off. Every rank times its own steps; decisions are made from all ranks'
+figures.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Generic, TypeVar
 
@@ -15,7 +16,9 @@ T = TypeVar("T")
 
 TURN_STEPS = 5  # the first of them is not counted: it takes new memory
 ROUNDS = 2  # turns of each candidate
-MOST_OF_FIRST = 0.97  # of the first one's time; medians of eight steps of one plan differ by 1-2 % on shared cores
+RUN_OFF_ROUNDS = 4  # more of each of the best two
+CLOSE = 1.1  # of the best one's time: up to there the second may be the best
+MOST_OF_FIRST = 0.99  # of the first one's time; medians of 24 steps of one plan differ by about 1 % on shared cores
 
 
 class Trial(Generic[T]):
@@ -23,10 +26,10 @@ class Trial(Generic[T]):
 
     def __init__(self, candidates: Sequence[T]) -> None:
         self.candidates = list(candidates)
-        there = list(range(len(self.candidates)))
-        self._turns = [number for turn in range(ROUNDS) for number in (there if turn % 2 == 0 else there[::-1])]
+        self._turns = _there_and_back(range(len(self.candidates)), ROUNDS)
         self._ends_s: list[float] = []
-        self._times_s: list[list[float]] = [[] for _ in there]
+        self._times_s: list[list[float]] = [[] for _ in self.candidates]
+        self._ran_off = False
 
     @property
     def current(self) -> T:
@@ -43,6 +46,15 @@ class Trial(Generic[T]):
         """This rank's median step time of each candidate."""
         return [statistics.median(times) for times in self._times_s]
 
+    def run_off(self, times_s: Sequence[float]) -> bool:
+        """All turns are over: whether the best two, by these times of all candidates, take more of them now."""
+        best, second = sorted(range(len(times_s)), key=times_s.__getitem__)[:2]
+        if self._ran_off or times_s[second] > CLOSE * times_s[best]:
+            return False
+        self._ran_off = True
+        self._turns = _there_and_back(sorted((best, second)), RUN_OFF_ROUNDS)
+        return True
+
     def interrupt(self) -> None:
         """A step was not the current candidate's: its turn begins anew."""
         self._ends_s.clear()
@@ -57,11 +69,17 @@ class Trial(Generic[T]):
         return True
 
 
-def fastest(medians_s: Sequence[Sequence[float]]) -> tuple[int, list[float]]:
-    """The candidate to keep, and each one's step time: that of the rank on which it is slowest.
+def slowest(medians_s: Sequence[Sequence[float]]) -> list[float]:
+    """Each candidate's step time: that of the rank on which it is slowest. `medians_s[rank][candidate]`."""
+    return [max(column) for column in zip(*medians_s, strict=True)]
 
-    `medians_s[rank][candidate]`. The first candidate stays unless another one is clearly faster.
-    """
-    slowest_s = [max(column) for column in zip(*medians_s, strict=True)]
-    best = slowest_s.index(min(slowest_s))
-    return (best if slowest_s[best] < MOST_OF_FIRST * slowest_s[0] else 0), slowest_s
+
+def fastest(times_s: Sequence[float]) -> int:
+    """The candidate to keep: the first one stays unless another is clearly faster."""
+    best = times_s.index(min(times_s))
+    return best if times_s[best] < MOST_OF_FIRST * times_s[0] else 0
+
+
+def _there_and_back(numbers: Iterable[int], rounds: int) -> list[int]:
+    there = list(numbers)
+    return [number for turn in range(rounds) for number in (there if turn % 2 == 0 else there[::-1])]

@@ -11,7 +11,7 @@ from gradsync.cluster import Placement
 from gradsync.compressors import BlockInt, ErrorFeedback
 from gradsync.costs import CostModel, KernelCost
 from gradsync.density import ParameterProfile
-from gradsync.planner.candidates import MOST_TRIED, candidate_plans, searched
+from gradsync.planner.candidates import FAR_LONGER, MOST_TRIED, UNSURE, candidate_plans, searched
 from gradsync.planner.job import Job
 from gradsync.planner.joint import search
 from gradsync.planner.measure import Network
@@ -39,6 +39,27 @@ def test_candidates_fit_the_model_the_quickest_first_and_are_the_same_again() ->
     assert [p.digest for p in candidate_plans(here, Constraints(lossy=(FEEDBACK,)))] == [p.digest for p in plans]
     exact = [all(bucket.make_scheme().exact for bucket in plan.buckets) for plan in plans]
     assert not exact[0] and any(exact), "bytes cost much here, and one plan loses nothing"
+
+
+def test_of_plans_that_take_far_longer_one_is_tried_at_most() -> None:
+    here = on(25e6)
+    plans = candidate_plans(here, Constraints(lossy=(FEEDBACK,)))
+    first, *others = (here.beside_s + predict(plan, here).seconds for plan in plans)
+    assert others and all(seconds <= FAR_LONGER * first for seconds in others[1:])
+
+
+def test_the_best_plan_is_tried_in_fewer_buckets_too() -> None:
+    count = 40
+    profiles = tuple(
+        ParameterProfile(f"p{number}", TensorSpec((1 << 18,), torch.float32), sparse=False, position=number)
+        for number in range(count)
+    )
+    network = Network(CostModel(1e-4, 1e9), Placement.one_per_node(4))
+    here = Job(profiles, {f"p{number}": 0.01 * (number + 1) for number in range(count)}, 0.01 * count, network)
+    plans = candidate_plans(here)
+    seconds = [here.beside_s + predict(plan, here).seconds for plan in plans]
+    fewest = min(range(len(plans)), key=lambda number: len(plans[number].buckets))
+    assert len(plans[fewest].buckets) < len(plans[0].buckets) and seconds[fewest] <= (1 + UNSURE) * seconds[0]
 
 
 def test_where_bytes_cost_nothing_nothing_is_compressed() -> None:

@@ -119,7 +119,7 @@ class Synchronization:
         self._offload = offload
         self._postponed: list[str] = []  # prepared buckets that are ready, if nothing is early
         self._works: list[Work[Any]] = []  # handed to somebody in this step
-        self._for_compute: deque[Work[Any]] = deque()
+        self.due: deque[Work[Any]] = deque()  # that waits for the thread of backward
         self._on_cuda = thread.device is not None and thread.device.type == "cuda"
         self._buckets = {bucket for bucket, _ in order}
         self.ready_s: dict[str, float] = {}  # when each bucket's data was complete
@@ -155,8 +155,8 @@ class Synchronization:
 
     def do_work(self) -> None:
         """Does what waits for the thread of backward; called on it."""
-        while self._for_compute and not self._cancelled:
-            self._for_compute.popleft().run()
+        while self.due and not self._cancelled:
+            self.due.popleft().run()
             self._thread.submit(self.advance)
 
     def cancel(self) -> None:
@@ -274,7 +274,7 @@ class Synchronization:
             self._record(f"{bucket}:{stage}", "kernel", resumed_s)
             self._pending[bucket] = (operation, stage, time.perf_counter())
             if isinstance(operation, Work) and not self._hand_over(operation) and operation.device == COMPUTE:
-                self._for_compute.append(operation)
+                self.due.append(operation)
         except GroupError as error:
             raise GroupError(f"{self._where(bucket, current)}: {error}") from None
         except Exception as error:

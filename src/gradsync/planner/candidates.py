@@ -11,7 +11,7 @@ from .default import default_plans
 from .job import Job
 from .joint import Certificate, certify, search
 from .options import Formulation, Way, formulate
-from .polish import merged, polished
+from .polish import coarse, merged, polished
 from .predict import predict
 from .problem import Solution
 from .reasons import WORTH_IT
@@ -19,7 +19,9 @@ from .simplify import simplified
 from .turns import with_best_turns
 from .ways import Constraints, exact_ways, ways_of
 
-MOST_TRIED = 4
+MOST_TRIED = 5
+UNSURE = 0.05  # share of a step that predictions may be off by
+FAR_LONGER = 1.5
 SMALLEST_PIECE_BYTES, MOST_PIECES = 1 << 18, 64  # of gradients that are cut, and about how many of a job
 
 Search = Callable[[Job, Constraints], Sequence[Plan]]  # plans of a measured job that are to be tried, at least one
@@ -86,24 +88,32 @@ def _solved(job: Job, ways: Sequence[Way], formulation: Formulation, hiding: boo
 def candidate_plans(job: Job, constraints: Constraints | None = None) -> list[Plan]:
     """Plans worth a try on real steps, that with the shortest predicted step first.
 
-    The best two of the search's plan and those that it finds for each lossy way alone; unless plans must be lossy, the
-    one that it finds without losing anything, and the best of those that need no search. Predictions know more than the
-    search, and are as good as what was measured.
+    The best two of the search's plan and those that it finds for each lossy way alone; the best in fewer buckets, as
+    what a call costs and overlap gains is what predictions know least of; unless plans must be lossy, the one that it
+    finds without losing anything, and the best of those that need no search. Predictions know more than the search, and
+    are as good as what was measured: of plans that take far longer by them one is tried at most.
     """
     if job.world_size == 1:
         return default_plans(job.profiles, 1)
     constraints = constraints or Constraints()
     alone = [replace(constraints, lossy=(lossy,), always=True) for lossy in constraints.lossy]
-    by_search = [searched(job, each).plan for each in (constraints, *alone)]
+    found = [searched(job, each) for each in (constraints, *alone)]
     usual: list[Plan] = []
     if not constraints.always:
-        by_search.append(_searched(job, exact_ways(job)).plan)
+        found.append(_searched(job, exact_ways(job)))
         usual = default_plans(job.profiles, job.world_size, job.network)
+    by_search = [each.plan for each in found]
     seconds = {plan.digest: predict(plan, job).seconds for plan in (*by_search, *usual)}
 
     def best(plans: Sequence[Plan], count: int) -> list[Plan]:
         return sorted({p.digest: p for p in plans}.values(), key=lambda plan: seconds[plan.digest])[:count]
 
+    quickest = min(found, key=lambda each: seconds[each.plan.digest])
+    step_s = job.beside_s + seconds[quickest.plan.digest]
+    fewer = coarse(quickest.plan, job, quickest.ways, (1 + UNSURE) * step_s - job.beside_s)
+    seconds[fewer.digest] = predict(fewer, job).seconds
     last = [] if constraints.always else by_search[-1:]
-    found = {p.digest: p for p in (*best(by_search, 2), *last, *best(usual, MOST_TRIED))}
-    return best(list(found.values())[:MOST_TRIED], MOST_TRIED)
+    all_of_them = {p.digest: p for p in (*best(by_search, 2), fewer, *last, *best(usual, MOST_TRIED))}
+    tried = best(list(all_of_them.values())[:MOST_TRIED], MOST_TRIED)
+    far = [plan for plan in tried if job.beside_s + seconds[plan.digest] > FAR_LONGER * step_s]
+    return tried[: max(len(tried) - len(far), 2)]

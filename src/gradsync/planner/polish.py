@@ -45,6 +45,19 @@ def merged(plan: Plan, job: Job, ways: Sequence[Way]) -> Plan:
     return plan
 
 
+def coarse(plan: Plan, job: Job, ways: Sequence[Way], most_s: float) -> Plan:
+    """The plan with as many neighbours in one bucket as keep the predicted step within `most_s`."""
+    place = 0
+    while place + 1 < len(plan.buckets):
+        found = [with_best_turns(each, job) for each in _with_neighbours_merged(plan, place, job, ways)]
+        steps_s = [predict(each, job).seconds for each in found]
+        if found and min(steps_s) <= most_s:
+            plan = found[steps_s.index(min(steps_s))]
+        else:
+            place += 1
+    return plan
+
+
 def _with_neighbours_merged(plan: Plan, place: int, job: Job, ways: Sequence[Way]) -> Iterator[Plan]:
     """The plan with the buckets in this place and the next one in one, which has the second one's name and turns."""
     first, second = plan.buckets[place : place + 2]
