@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 import torch
 
-from gradsync.compressors import BlockInt, ErrorFeedback, TopK
-from gradsync.planner.errors import highest, name_of, relative_errors
+from gradsync.bucket import FlatSpec, Segment
+from gradsync.compressors import BlockInt, ErrorFeedback, RandomK, TopK
+from gradsync.planner.errors import delay_of, highest, name_of, relative_errors, sends_later
 from gradsync.schemes import AllReduce, CompressedAllGather, CompressedTwoWay, HalfPrecision, PowerSGD
 
 HALF, TOP = HalfPrecision(values="bfloat16"), ErrorFeedback(TopK(0.25))
@@ -45,3 +48,19 @@ def test_of_zeros_integers_and_sparse_gradients_there_is_nothing_to_say(x: torch
 
 def test_of_the_ranks_the_highest_error_counts() -> None:
     assert highest([{"a": 0.1, "b": 0.5}, {"a": 0.2}, {}]) == {"a": 0.2, "b": 0.5}
+
+
+def test_the_delay_is_what_error_feedback_comes_to_hold_back() -> None:
+    random = ErrorFeedback(RandomK(0.3))
+    assert sends_later(random) and sends_later(CompressedAllGather(random)) and sends_later(PowerSGD(2))
+    assert not sends_later(HALF) and not sends_later(RandomK(0.3))
+    generator = torch.Generator().manual_seed(0)
+    state = random.init(FlatSpec((Segment("w", 0, 1 << 14),), ((1 << 14,),), torch.float32), 0)
+    squares = []
+    for _ in range(60):
+        x = torch.randn(1 << 14, generator=generator)
+        _, state = random.compress(x, state)
+        squares.append(float(state.elements["residual"].square().sum() / x.square().sum()))
+    assert delay_of(0.7**0.5) == pytest.approx(0.7 / 0.3)
+    assert sum(squares[30:]) / 30 == pytest.approx(delay_of(0.7**0.5), rel=0.05)
+    assert delay_of(1.0) == delay_of(1.2) == inf

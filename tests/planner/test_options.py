@@ -13,6 +13,7 @@ from gradsync.compressors import BlockInt, ErrorFeedback, TopK
 from gradsync.costs import CostModel, KernelCost
 from gradsync.density import DensityProfile, ParameterProfile
 from gradsync.planner.compressing import LATE
+from gradsync.planner.errors import name_of
 from gradsync.planner.job import Job
 from gradsync.planner.machine import play
 from gradsync.planner.measure import Network
@@ -186,6 +187,8 @@ def test_what_no_way_is_left_for_is_named() -> None:
         ways_of(here, Constraints(exact=("nothing",)))
     with pytest.raises(ValueError, match="most_error must not be negative"):
         Constraints(most_error=-0.1)
+    with pytest.raises(ValueError, match="most_delay must not be negative"):
+        Constraints(most_delay=-1)
     with pytest.raises(ValueError, match="lossy must be compressors"):
         Constraints(lossy=(AGSparse(),))
     with pytest.raises(ValueError, match="ready_s says of 1 parameters nothing, the first is 'first'"):
@@ -198,6 +201,17 @@ def test_errors_exempt_parameters_from_ways_that_lose_too_much() -> None:
     ways = ways_of(here, Constraints(lossy=(FEEDBACK,), most_error=0.01, errors=errors))
     (among,) = {way.among for way in ways if way.among is not None}
     assert among == {"half", "first"}, "the others lose more, or nobody knows how much"
+
+
+def test_what_error_feedback_sends_later_is_bound_by_its_delay() -> None:
+    half = HalfPrecision(values="bfloat16")
+    errors = {"body": {str(FEEDBACK): 0.7, str(half): 0.02}, "first": {str(FEEDBACK): 0.72, str(half): 0.002}}
+    constraints = Constraints(lossy=(FEEDBACK, half), most_error=0.01, most_delay=1.0, errors=errors)
+    among: dict[str, set[str]] = {}
+    for way in ways_of(job(), constraints):
+        if way.among is not None:
+            among.setdefault(name_of(way.scheme), set()).update(way.among)
+    assert among == {str(FEEDBACK): {"body"}, str(half): {"first"}}
 
 
 def test_large_gradients_in_pieces_make_a_plan_of_their_segments() -> None:

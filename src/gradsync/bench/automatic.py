@@ -28,7 +28,8 @@ from ..schemes import HalfPrecision, PowerSGD
 from . import compressors
 from .plans import DENSE_SCHEMES, VOTES, lossy_of
 
-MOST_ERROR = 0.1  # of a gradient's norm that `auto` may change: 16 and 8 bits do less, one bit and 1 % mostly more
+MOST_ERROR = 0.1  # of a gradient's norm that `auto` may lose: 16 bits do less
+MOST_DELAY = 1.0  # of steps' gradients that its error feedback may hold back: an error of 0.7 in each step
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ AUTOMATIC: dict[str, Automatic] = {
             Constraints(
                 (HalfPrecision(values="bfloat16"), ErrorFeedback(BlockInt(8)), PowerSGD(2), ErrorFeedback(TopK(0.01))),
                 most_error=MOST_ERROR,
+                most_delay=MOST_DELAY,
             ),
         )
     ),

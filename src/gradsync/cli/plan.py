@@ -38,6 +38,10 @@ MostError = Annotated[
     float | None,
     typer.Option(min=0.0, help="Most relative error of a step's gradient, of each parameter, as it was measured."),
 ]
+MostDelay = Annotated[
+    float | None,
+    typer.Option(min=0.0, help="Instead of that, with error feedback: of how many steps' gradients it may hold back."),
+]
 MostCompressions = Annotated[
     int | None,
     typer.Option(min=0, help="Lossy steps of a compressed gradient on its way, at the most; 1 by default."),
@@ -56,6 +60,7 @@ def plan(
     exact: Exact = None,
     matrices_only: MatricesOnly = False,
     most_error: MostError = None,
+    most_delay: MostDelay = None,
     most_compressions: MostCompressions = None,
     without: Without = None,
     flat_only: FlatOnly = False,
@@ -65,7 +70,7 @@ def plan(
     with plain_errors():
         job = _job(profile, cluster)
         leaves = _leaves(most_compressions, without, flat_only)
-        constraints = _constraints(job, allow, exact, matrices_only, most_error, leaves)
+        constraints = _constraints(job, allow, exact, matrices_only, most_error, most_delay, leaves)
         found = searched(job, constraints)
         found.plan.save(out)
         _print(describe(explained(found.plan, job, found.ways)))
@@ -83,6 +88,7 @@ def explain(
     exact: Exact = None,
     matrices_only: MatricesOnly = False,
     most_error: MostError = None,
+    most_delay: MostDelay = None,
     most_compressions: MostCompressions = None,
     without: Without = None,
     flat_only: FlatOnly = False,
@@ -91,7 +97,7 @@ def explain(
     with plain_errors():
         job = _job(profile, cluster)
         leaves = _leaves(most_compressions, without, flat_only)
-        constraints = _constraints(job, allow, exact, matrices_only, most_error, leaves)
+        constraints = _constraints(job, allow, exact, matrices_only, most_error, most_delay, leaves)
         _print(describe(explained(Plan.load(plan), job, ways_of(job, constraints))))
 
 
@@ -114,6 +120,7 @@ def _constraints(
     exact: Sequence[str] | None,
     matrices_only: bool,
     most_error: float | None,
+    most_delay: float | None,
     leaves: LeafConstraints | None,
 ) -> Constraints:
     lossy = tuple(lossy_of(name, job.world_size) for name in allow.split(",") if name)
@@ -122,6 +129,7 @@ def _constraints(
         exact=tuple(exact or ()),
         matrices_only=matrices_only,
         most_error=most_error,
+        most_delay=most_delay,
         errors=job.errors,
         leaves=leaves,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import isfinite
+from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..bucket import Bucket, Layout, Segment, TensorSpec
 from ..comm import LocalGroup, drive
-from ..schemes import Route, Scheme, SchemeOrCompressor, ways
+from ..compressors import ErrorFeedback
+from ..schemes import PowerSGD, Route, Scheme, SchemeOrCompressor, ways
 from ..schemes.compressed import Compressed
 from ..state import at_step
 from .compressing import LATE
@@ -22,6 +23,23 @@ DRIVEN_S = 60.0  # a group of one rank waits for nobody
 def name_of(way: SchemeOrCompressor) -> str:
     """By which its errors are known: whoever carries a compressor's payloads, they are the compressor's."""
     return str(way.compressor if isinstance(way, Compressed | Route) and way.compressor is not None else way)
+
+
+def sends_later(way: SchemeOrCompressor) -> bool:
+    """Whether what a step leaves out of a gradient goes with later ones: error feedback."""
+    way = way.compressor if isinstance(way, Compressed | Route) and way.compressor is not None else way
+    return isinstance(way, ErrorFeedback | PowerSGD)
+
+
+def delay_of(error: float) -> float:
+    """Steps' gradients that error feedback holds back, by a step's relative error: infinite from 1 on.
+
+    A step sends a share 1 - error^2 of the squared norm of gradient and residual. Gradients that have nothing to do
+    with each other add up by their squares; so the residual's square settles where
+    r^2 = error^2 (r^2 + g^2), at error^2 / (1 - error^2) of the gradient's. By as much are convergence bounds of error
+    feedback longer (Stich et al., 2018; Karimireddy et al., 2019).
+    """
+    return error**2 / (1 - error**2) if error < 1 else inf
 
 
 def alone(way: SchemeOrCompressor) -> Scheme[Any]:

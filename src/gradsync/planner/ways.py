@@ -28,7 +28,7 @@ from ..schemes import (
 from ..steps import OFFLOAD
 from .compressing import LATE
 from .default import found_schemes, in_ready_order, sparse_schemes, timed_schemes
-from .errors import name_of
+from .errors import delay_of, name_of, sends_later
 from .flat import dense_schemes
 from .job import Job
 from .options import Way, flat_of
@@ -52,7 +52,8 @@ class Constraints:
 
     `most_error` bounds, for each parameter, the root of the squared error that one step makes over the squared
     gradient, as `errors` has it by parameter and lossy way; without a figure the way is not allowed then. With error
-    feedback a step's error is sent later, and without it is lost: the bound is for either.
+    feedback a step's error is sent later, and without it is lost: the bound is for either, unless `most_delay` says of
+    how many steps' gradients error feedback may hold back as much as that, see `delay_of`.
 
     `leaves`: which leaves of the decision tree a compressor's payloads may take, routes and the schemes that are the
     same as a leaf. None: all the schemes, and routes that compress once: `errors` are those of one compression, another
@@ -64,6 +65,7 @@ class Constraints:
     exact: tuple[str, ...] = ()  # names or shell patterns of parameters that lose nothing
     matrices_only: bool = False  # tensors of one dimension, as biases and norms, lose nothing
     most_error: float | None = None
+    most_delay: float | None = None
     errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by parameter, by `name_of` a way
     leaves: LeafConstraints | None = None
 
@@ -73,8 +75,9 @@ class Constraints:
                 raise ValueError(f"Constraints.lossy must be compressors, or schemes of flat buckets, got {way!r}")
         if isinstance(self.exact, str):
             raise ValueError(f"Constraints.exact must be a tuple of names or patterns, got {self.exact!r}")
-        if self.most_error is not None and not self.most_error >= 0:
-            raise ValueError(f"Constraints.most_error must not be negative, got {self.most_error}")
+        for name, bound in (("most_error", self.most_error), ("most_delay", self.most_delay)):
+            if bound is not None and not bound >= 0:
+                raise ValueError(f"Constraints.{name} must not be negative, got {bound}")
         if self.leaves is not None:
             if not isinstance(self.leaves, LeafConstraints):
                 raise ValueError(f"Constraints.leaves must be LeafConstraints or None, got {self.leaves!r}")
@@ -97,6 +100,8 @@ class Constraints:
         if self.matrices_only and len(tensor.shape) < 2:
             return False
         error = self.errors.get(profile.name, {}).get(name_of(way), inf)
+        if self.most_delay is not None and sends_later(way):
+            return delay_of(error) <= self.most_delay
         return self.most_error is None or error <= self.most_error
 
 
