@@ -26,7 +26,7 @@ from gradsync.planner.rival_plans import CountedCuts, layerwise_plans
 from gradsync.profile import Profile
 from gradsync.recording import Recorder, active, recording
 from gradsync.schemes import MajorityVote
-from gradsync.trial import ROUNDS, TURN_STEPS
+from gradsync.trial import ROUNDS, RUN_OFF_ROUNDS, TURN_STEPS
 from tests.engine.conservation import left_to_send
 from tests.engine.models import Perceptron
 from tests.quick import quickly
@@ -35,7 +35,7 @@ from tests.world import Ranks, new_oracle_group
 World = Callable[[int], Ranks]
 TOP = ErrorFeedback(TopK(0.05))
 MEASURED, WARMUP, MOST_PLANS = 2, 2, 6
-LONGEST = WARMUP + 1 + 2 * MEASURED + MOST_PLANS * ROUNDS * TURN_STEPS
+LONGEST = WARMUP + 1 + 2 * MEASURED + (MOST_PLANS * ROUNDS + 2 * RUN_OFF_ROUNDS) * TURN_STEPS
 
 
 class WithTable(nn.Module):
