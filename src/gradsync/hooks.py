@@ -85,8 +85,9 @@ class AutogradHooks:
         self._homes: dict[str, Tensor] = {}
         # Parameters in buckets of tables: a dense gradient stays where autograd made it.
         self._staying: set[str] = set()
-        self._tenants: list[tuple[Lane, list[tuple[str, nn.Parameter, Tensor]]]] = []
-        self._told_together: dict[str, _ToldTogether] = {}  # gradients that need nothing but to be told of
+        self._tenants: list[tuple[Lane, list[tuple[str, nn.Parameter, Tensor]], _ToldTogether]] = []
+        self._told_together: dict[str, _ToldTogether] = {}  # of gradients that need nothing but to be told of
+        self._beside: dict[str, list[_ToldTogether]] = {}  # of each parameter's buckets
         self._due: Sized = ()  # work of schemes that waits for the next gradient to be told of
         self._handles = [
             parameter.register_post_accumulate_grad_hook(_GradientHook(self, name))
@@ -166,8 +167,9 @@ class AutogradHooks:
                 return
             if self._engine.in_step:
                 self._take(name, parameter)
-                if together is not None and together.complete:
-                    self._tell(together)
+                for together in self._beside[name]:
+                    if together.complete:
+                        self._tell(together)
                 return
         if not self._syncing:
             self._accumulated.add(name)
@@ -261,7 +263,8 @@ class AutogradHooks:
         self._told_together.clear()
         self._due = engine.due
         one_by_one = engine.one_by_one
-        for lane, tenants in self._tenants:
+        for lane, tenants, together in self._tenants:
+            together.begin(lane.waiting)
             lend = [t for t in tenants if t[0] in self._lendable and t[1].grad is None and t[1].requires_grad]
             if len(lend) == len(tenants) == len(lane.bucket.segments):
                 lane.gradients.clear()
@@ -270,8 +273,8 @@ class AutogradHooks:
             for name, parameter, home in lend:
                 parameter.grad = home
                 self._lent.add(name)
-            if lend and not one_by_one:
-                self._told_together |= dict.fromkeys((name for name, _, _ in lend), _ToldTogether(lane.waiting))
+            if not one_by_one:
+                self._told_together |= dict.fromkeys((name for name, _, _ in lend), together)
         for name, parameter in self._parameters.items():
             if not parameter.requires_grad:  # frozen since attach: nothing will come
                 self._load_leftover(name)
@@ -283,13 +286,17 @@ class AutogradHooks:
         self._homes = {}
         self._staying = set()
         self._tenants = []
+        self._beside = {name: [] for name in self._parameters}
         for lane in engine.lanes:
             homes = ((name, self._parameters[name], lane.gradients.home(name)) for name in lane.bucket.names)
             tenants = [(name, parameter, home) for name, parameter, home in homes if home is not None]
             self._homes |= {name: home for name, _, home in tenants}
             if lane.bucket.layout is Layout.ROWS:
                 self._staying.update(lane.bucket.names)
-            self._tenants.append((lane, tenants))
+            together = _ToldTogether()
+            for name in dict.fromkeys(lane.bucket.names):
+                self._beside[name].append(together)
+            self._tenants.append((lane, tenants, together))
 
     def _load_leftover(self, name: str) -> None:
         """This backward brings the parameter no gradient; what local ones accumulated counts nevertheless."""
@@ -306,7 +313,7 @@ class AutogradHooks:
         self._synchronizations += 1
         self._round_counted = False
         if engine.missing():
-            for together in self._told_together.values():
+            for _, _, together in self._tenants:
                 self._tell(together)
             for name in engine.missing():
                 self._load_leftover(name)
@@ -379,9 +386,12 @@ class _ToldTogether:
 
     __slots__ = ("ready", "waiting")
 
-    def __init__(self, waiting: Set[str]) -> None:
-        self.waiting = waiting  # the parameters that the bucket waits for, these included
-        self.ready: list[str] = []
+    ready: list[str]
+    waiting: Set[str]  # the parameters that the bucket waits for, these included
+
+    def begin(self, waiting: Set[str]) -> None:
+        """A new step."""
+        self.ready, self.waiting = [], waiting
 
     @property
     def complete(self) -> bool:

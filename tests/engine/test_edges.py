@@ -6,6 +6,8 @@ import gc
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradsync
 from gradsync import Plan
 from gradsync.bucket import TensorSpec, trainable_parameters
+from gradsync.comm import Synchronization
 from gradsync.schemes import AllReduce
 from tests.engine.models import Perceptron
 from tests.engine.test_lifecycle import Coarse, plan_for, residuals, rows
@@ -207,7 +210,38 @@ def dropped_models_take_their_threads_along() -> None:
     assert threads() == before
 
 
+def buckets_are_ready_with_their_last_gradient() -> None:
+    """Be it one that lives in the bucket from the start, as small ones do, or one that is copied into it."""
+    for order in (lambda layers: layers, lambda layers: layers[::-1]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 300), *order([nn.Linear(300, 300, bias=False), nn.LayerNorm(300)]))
+        names = [name for name, _ in model.named_parameters()]
+        specs = {name: TensorSpec.of(p) for name, p in model.named_parameters()}
+        plan = Plan.make(
+            specs, 2, [([n for n in names if n[0] != "0"], AllReduce()), (["0.bias", "0.weight"], AllReduce())]
+        )
+        handle = gradsync.attach(model, plan=plan, timeout=10)
+        seen: list[str] = []
+        usual = Synchronization.mark_ready
+
+        def mark_ready(running: Synchronization, bucket: str, usual: Any = usual, seen: list[str] = seen) -> None:
+            seen.append(bucket)
+            usual(running, bucket)
+
+        for name, parameter in model.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name, seen=seen: seen.append(name))
+        with patch.object(Synchronization, "mark_ready", mark_ready):
+            for _ in range(3):
+                seen.clear()
+                model.zero_grad()
+                model(torch.randn(2, 4)).square().mean().backward()
+                theirs = {name for name in names if name[0] != "0"}
+                assert seen.index(plan.buckets[0].id) == len(theirs) - 1, seen  # our hooks come before the test's
+        handle.detach()
+
+
 CASES = [
+    buckets_are_ready_with_their_last_gradient,
     forwards_on_the_side_start_nothing,
     shared_parameters_are_refused,
     loaded_state_wins_over_the_last_steps,
