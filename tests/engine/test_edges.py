@@ -127,6 +127,33 @@ class Average(nn.Module):
         return result
 
 
+def buffers_of_all_kinds_come_from_rank_0() -> None:
+    def buffers(rank: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(rank)
+        image = torch.randn(2, 3, 4, 5, generator=generator)
+        return {
+            "empty": torch.zeros(0, 3),
+            "bool": torch.rand(7, generator=generator) < 0.5,
+            "count": torch.tensor(rank),
+            "complex": torch.randn(3, dtype=torch.complex64, generator=generator),
+            "narrow": torch.randn(5, generator=generator).half(),
+            "transposed": torch.randn(3, 4, generator=generator).T,
+            "channels last": image.contiguous(memory_format=torch.channels_last),
+        }
+
+    model = nn.Linear(3, 1)
+    for name, buffer in buffers(dist.get_rank()).items():
+        model.register_buffer(name, buffer)
+    handle = gradsync.attach(model, timeout=10)
+    for own in (buffers(dist.get_rank()), {}):
+        for name, buffer in own.items():
+            getattr(model, name).copy_(buffer)  # they drift apart
+        model(torch.ones(2, 3)).sum().backward()
+        for name, buffer in buffers(0).items():
+            assert torch.equal(getattr(model, name), buffer), name
+    handle.detach()
+
+
 def replaced_buffers_still_come_from_rank_0() -> None:
     model = Average()
     handle = gradsync.attach(model, timeout=10)
@@ -247,6 +274,7 @@ CASES = [
     loaded_state_wins_over_the_last_steps,
     an_inf_anywhere_keeps_all_state,
     long_runs_keep_no_ledger,
+    buffers_of_all_kinds_come_from_rank_0,
     replaced_buffers_still_come_from_rank_0,
     a_table_first_used_late_stays_sparse,
     detach_can_be_called_twice_and_too_early,
