@@ -35,9 +35,9 @@ def delay_of(error: float) -> float:
     """Steps' gradients that error feedback holds back, by a step's relative error: infinite from 1 on.
 
     A step sends a share 1 - error^2 of the squared norm of gradient and residual. Gradients that have nothing to do
-    with each other add up by their squares; so the residual's square settles where
-    r^2 = error^2 (r^2 + g^2), at error^2 / (1 - error^2) of the gradient's. By as much are convergence bounds of error
-    feedback longer (Stich et al., 2018; Karimireddy et al., 2019).
+    with each other add up by their squares; so the residual's square settles where r^2 = error^2 (r^2 + g^2), at
+    error^2 / (1 - error^2) of the gradient's. Of any gradients it may be more: with d = 1 - error^2, at most
+    4 (1 - d) / d^2 times (Karimireddy et al., 2019, lemma 3).
     """
     return error**2 / (1 - error**2) if error < 1 else inf
 
