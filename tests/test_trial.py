@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradsync.trial import CLOSE, MOST_OF_FIRST, ROUNDS, RUN_OFF_ROUNDS, TURN_STEPS, Trial, fastest, slowest
+from gradsync.trial import CLOSE, MOST_OF_FIRST, ROUNDS, RUN_OFF_ROUNDS, TURN_STEPS, Trial, slowest
 
 
 def run(trial: Trial[int], step_s: list[float], *, first_s: float = 100.0) -> list[int]:
@@ -77,4 +77,20 @@ def test_a_candidate_is_as_slow_as_on_its_slowest_rank() -> None:
     ("times_s", "kept"), [([1.0, 0.5, 0.6], 1), ([1.0, MOST_OF_FIRST + 0.005, 1.0], 0), ([1.0, 1.5, 0.8], 2)]
 )
 def test_the_fastest_is_kept_if_clearly_faster_than_the_first(times_s: list[float], kept: int) -> None:
-    assert fastest(times_s) == kept
+    assert Trial([0, 1, 2]).fastest(times_s) == kept
+
+
+@pytest.mark.parametrize(
+    ("times_s", "after", "kept"),
+    [
+        ([1.04, 1.00, 1.02], [1.04, 1.06, 1.08], 1),  # the first had lost before the machine got slower
+        ([1.00, 1.02, 1.03], [1.06, 1.08, 1.03], 0),  # so had the last one
+        ([1.00, 1.02, 1.03], [1.06, 1.04, 1.03], 1),
+    ],
+)
+def test_after_a_run_off_one_of_the_two_is_kept(times_s: list[float], after: list[float], kept: int) -> None:
+    trial = Trial([0, 1, 2])
+    run(trial, times_s)
+    assert trial.run_off(times_s)
+    run(trial, after)
+    assert trial.fastest(after) == kept

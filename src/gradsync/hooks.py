@@ -102,7 +102,7 @@ class AutogradHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._homes, self._tenants = {}, []  # what `attach` returned may live on, the buckets' memory need not
+        self._homes, self._tenants, self._due = {}, [], ()  # what `attach` returned may live on, their memory need not
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -186,8 +186,8 @@ class AutogradHooks:
         gradient = parameter.grad
         if gradient is None:
             raise RuntimeError(
-                f"the gradient of {name!r} was taken away by a hook that ran before gradsync's (an optimiser step "
-                "inside backward?); attach gradsync first"
+                f"the gradient of {name!r} was taken away by another hook before it was exchanged (an optimiser step "
+                "inside backward?); let the optimiser step when backward has ended"
             )
         if name in self._staying and gradient.layout is torch.strided and _is_part(gradient):
             parameter.grad = gradient = gradient.detach().clone()  # of an earlier plan's bucket, which can go now
@@ -369,16 +369,16 @@ def _broadcast_piece(group: Group, tensors: list[Tensor], timeout_s: float) -> N
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
     with torch.no_grad():
-        # Bytes, so that all element types share the message.
-        parts = [_flatten_dense_tensors(alike).view(torch.uint8) for alike in by_dtype.values()]
-        message = torch.cat(parts)
+        # Bytes, so that all element types share the message: wide ones first, as each must start at a multiple of its
+        # size.
+        kinds = sorted(by_dtype.items(), key=lambda kind: -kind[0].itemsize)
+        message = torch.cat([_flatten_dense_tensors(alike).view(torch.uint8) for _, alike in kinds])
         group.broadcast(message).wait(timeout_s)
         if group.rank == 0:
             return
-        received = torch.split(message, [len(part) for part in parts])
-        for (dtype, alike), part in zip(by_dtype.items(), received, strict=True):
-            # clone: a view of another element type must start at a multiple of its size
-            torch._foreach_copy_(alike, _unflatten_dense_tensors(part.clone().view(dtype), alike))
+        lengths = [dtype.itemsize * sum(tensor.numel() for tensor in alike) for dtype, alike in kinds]
+        for (dtype, alike), part in zip(kinds, message.split(lengths), strict=True):
+            torch._foreach_copy_(alike, _unflatten_dense_tensors(part.view(dtype), alike))
 
 
 class _ToldTogether:

@@ -27,7 +27,7 @@ from .lane import Lanes
 from .observation import Observer
 from .plan import Plan, What
 from .profile import Profile
-from .trial import Trial, fastest, slowest
+from .trial import Trial, slowest
 
 logger = logging.getLogger(__name__)
 
@@ -299,7 +299,7 @@ class Planning:
             self._switch_to(trial.current)
             return
         self._trial = None
-        best = fastest(times_s)
+        best = trial.fastest(times_s)
         for number, (plan, time_s) in enumerate(zip(trial.candidates, times_s, strict=True)):
             verdict = "kept" if number == best else "left"
             logger.info("tried a plan of %d buckets: %.1f ms a step, %s", len(plan.buckets), time_s * 1e3, verdict)

@@ -29,7 +29,7 @@ class Trial(Generic[T]):
         self._turns = _there_and_back(range(len(self.candidates)), ROUNDS)
         self._ends_s: list[float] = []
         self._times_s: list[list[float]] = [[] for _ in self.candidates]
-        self._ran_off = False
+        self._finalists: list[int] = []  # of a run-off: the others were not timed when these were
 
     @property
     def current(self) -> T:
@@ -49,11 +49,20 @@ class Trial(Generic[T]):
     def run_off(self, times_s: Sequence[float]) -> bool:
         """All turns are over: whether the best two, by these times of all candidates, take more of them now."""
         best, second = sorted(range(len(times_s)), key=times_s.__getitem__)[:2]
-        if self._ran_off or times_s[second] > CLOSE * times_s[best]:
+        if self._finalists or times_s[second] > CLOSE * times_s[best]:
             return False
-        self._ran_off = True
-        self._turns = _there_and_back(sorted((best, second)), RUN_OFF_ROUNDS)
+        self._finalists = sorted((best, second))
+        self._turns = _there_and_back(self._finalists, RUN_OFF_ROUNDS)
         return True
+
+    def fastest(self, times_s: Sequence[float]) -> int:
+        """The candidate to keep by these times of all candidates, after a run-off one of the two.
+
+        The first of all candidates stays, if it may, unless another is clearly faster.
+        """
+        left = self._finalists or range(len(self.candidates))
+        best = min(left, key=times_s.__getitem__)
+        return 0 if 0 in left and times_s[best] >= MOST_OF_FIRST * times_s[0] else best
 
     def interrupt(self) -> None:
         """A step was not the current candidate's: its turn begins anew."""
@@ -72,12 +81,6 @@ class Trial(Generic[T]):
 def slowest(medians_s: Sequence[Sequence[float]]) -> list[float]:
     """Each candidate's step time: that of the rank on which it is slowest. `medians_s[rank][candidate]`."""
     return [max(column) for column in zip(*medians_s, strict=True)]
-
-
-def fastest(times_s: Sequence[float]) -> int:
-    """The candidate to keep: the first one stays unless another is clearly faster."""
-    best = times_s.index(min(times_s))
-    return best if times_s[best] < MOST_OF_FIRST * times_s[0] else 0
 
 
 def _there_and_back(numbers: Iterable[int], rounds: int) -> list[int]:

@@ -68,6 +68,26 @@ def test_which_leaves_payloads_may_take_is_as_asked_for(
     assert told.exit_code == 0 and "two_way" not in told.output
 
 
+def test_what_ways_may_lose_and_hold_back_is_as_asked_for(
+    profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Constraints] = []
+
+    def noting(job: Job, constraints: Constraints) -> Searched:
+        seen.append(constraints)
+        return searched(job, constraints)
+
+    monkeypatch.setattr(command, "searched", noting)
+    bounds = "--most-error", "0.05", "--most-delay", "1.5"
+    for words in (
+        ("plan", profile, "-o", tmp_path / "plan.json"),
+        ("explain", tmp_path / "plan.json", "--profile", profile),
+    ):
+        done = run(*words, "--allow", "int8", *bounds)
+        assert done.exit_code == 0, done.output
+    assert [(each.most_error, each.most_delay) for each in seen] == [(0.05, 1.5)] * len(seen) and seen
+
+
 @pytest.mark.parametrize(("hiding", "model"), [(False, "its model"), (True, "its model, with half of the latencies,")])
 def test_which_model_a_gap_is_certified_by_is_said(
     profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hiding: bool, model: str

@@ -349,7 +349,7 @@ def gradient_taken_away() -> str:
         (buffer_that_grew, "the buffer 'running_mean' is"),
         (replaced_parameter, "a parameter of the model was replaced after gradsync was attached"),
         (other_element_type, "was torch.float32 when gradsync was attached"),
-        (gradient_taken_away, "was taken away by a hook that ran before gradsync's"),
+        (gradient_taken_away, "was taken away by another hook before it was exchanged"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )

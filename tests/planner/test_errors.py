@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from math import inf
+from typing import Any
 
 import pytest
 import torch
 
 from gradsync.bucket import FlatSpec, Segment
-from gradsync.compressors import BlockInt, ErrorFeedback, RandomK, TopK
+from gradsync.compressors import BlockInt, Compressor, ErrorFeedback, MomentumCorrection, RandomK, TopK
 from gradsync.planner.errors import delay_of, highest, name_of, relative_errors, sends_later
 from gradsync.schemes import AllReduce, CompressedAllGather, CompressedTwoWay, HalfPrecision, PowerSGD
 
@@ -50,17 +51,27 @@ def test_of_the_ranks_the_highest_error_counts() -> None:
     assert highest([{"a": 0.1, "b": 0.5}, {"a": 0.2}, {}]) == {"a": 0.2, "b": 0.5}
 
 
-def test_the_delay_is_what_error_feedback_comes_to_hold_back() -> None:
+def test_what_is_not_sent_now_is_sent_later_with_feedback() -> None:
     random = ErrorFeedback(RandomK(0.3))
-    assert sends_later(random) and sends_later(CompressedAllGather(random)) and sends_later(PowerSGD(2))
+    for way in (random, CompressedAllGather(random), PowerSGD(2), MomentumCorrection(TopK(0.3))):
+        assert sends_later(way)
     assert not sends_later(HALF) and not sends_later(RandomK(0.3))
+
+
+@pytest.mark.parametrize("selection", [RandomK(0.3), TopK(0.2)])
+def test_the_delay_is_what_error_feedback_comes_to_hold_back(selection: Compressor[Any]) -> None:
+    way = ErrorFeedback(selection)
     generator = torch.Generator().manual_seed(0)
-    state = random.init(FlatSpec((Segment("w", 0, 1 << 14),), ((1 << 14,),), torch.float32), 0)
+    state = way.init(FlatSpec((Segment("w", 0, 1 << 14),), ((1 << 14,),), torch.float32), 0)
     squares = []
     for _ in range(60):
         x = torch.randn(1 << 14, generator=generator)
-        _, state = random.compress(x, state)
+        _, state = way.compress(x, state)
         squares.append(float(state.elements["residual"].square().sum() / x.square().sum()))
+    (error,) = relative_errors([way], "w", x).values()
+    assert sum(squares[30:]) / 30 == pytest.approx(delay_of(error), rel=0.05)
+
+
+def test_who_sends_nothing_holds_all_back() -> None:
     assert delay_of(0.7**0.5) == pytest.approx(0.7 / 0.3)
-    assert sum(squares[30:]) / 30 == pytest.approx(delay_of(0.7**0.5), rel=0.05)
     assert delay_of(1.0) == delay_of(1.2) == inf

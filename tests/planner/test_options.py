@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf, nan
 from typing import Any
 
 import pytest
@@ -185,10 +186,11 @@ def test_what_no_way_is_left_for_is_named() -> None:
         formulate(here, [way for way in exact_ways(here) if way.members])
     with pytest.raises(ValueError, match="exact names 'nothing', which no parameter"):
         ways_of(here, Constraints(exact=("nothing",)))
-    with pytest.raises(ValueError, match="most_error must not be negative"):
+    with pytest.raises(ValueError, match="most_error must be a number and not be negative"):
         Constraints(most_error=-0.1)
-    with pytest.raises(ValueError, match="most_delay must not be negative"):
-        Constraints(most_delay=-1)
+    for bound in (-1, inf, nan):
+        with pytest.raises(ValueError, match="most_delay must be a number and not be negative"):
+            Constraints(most_delay=bound)
     with pytest.raises(ValueError, match="lossy must be compressors"):
         Constraints(lossy=(AGSparse(),))
     with pytest.raises(ValueError, match="ready_s says of 1 parameters nothing, the first is 'first'"):

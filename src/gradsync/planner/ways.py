@@ -76,8 +76,8 @@ class Constraints:
         if isinstance(self.exact, str):
             raise ValueError(f"Constraints.exact must be a tuple of names or patterns, got {self.exact!r}")
         for name, bound in (("most_error", self.most_error), ("most_delay", self.most_delay)):
-            if bound is not None and not bound >= 0:
-                raise ValueError(f"Constraints.{name} must not be negative, got {bound}")
+            if bound is not None and not 0 <= bound < inf:
+                raise ValueError(f"Constraints.{name} must be a number and not be negative, got {bound}")
         if self.leaves is not None:
             if not isinstance(self.leaves, LeafConstraints):
                 raise ValueError(f"Constraints.leaves must be LeafConstraints or None, got {self.leaves!r}")
