@@ -273,6 +273,7 @@ NB_MODULE(MODULE_NAME, m) {
     m.def("encode_bitmap", &encode, "indices"_a.noconvert(), "size"_a, "out"_a.noconvert());
     m.def("count_bits", &count_of, "words"_a.noconvert(), "threads"_a);
     m.def("decode_bitmap", &decode, "words"_a.noconvert(), "out"_a.noconvert(), "threads"_a);
+    bind_chunks(m);
     bind_packed(m);
     bind_owners(m);
     bind_randomized(m);

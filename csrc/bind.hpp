@@ -5,6 +5,7 @@
 
 namespace MODULE_NAME {
 
+void bind_chunks(nanobind::module_ &m);
 void bind_packed(nanobind::module_ &m);
 void bind_owners(nanobind::module_ &m);
 void bind_randomized(nanobind::module_ &m);

@@ -22,23 +22,24 @@ inline double sum_of_lanes(double *lanes) {
     return lanes[0];
 }
 
-// Of up to a group.
-template <typename T> double sum_of_squares(const T *x, size_t count) {
-    const auto square = [&](size_t i) {
-        const double value = widen(x[i]);
-        return value * value;
-    };
+// Of up to a group: the sum of term(value) of its elements.
+template <typename T, typename Term> double sum_of_terms(const T *x, size_t count, Term term) {
+    const auto at = [&](size_t i) { return term(double{widen(x[i])}); };
     double lanes[kLanes];
     if (count < kLanes) {
-        for (size_t l = 0; l < kLanes; ++l) lanes[l] = l < count ? square(l) : 0;
+        for (size_t l = 0; l < kLanes; ++l) lanes[l] = l < count ? at(l) : 0;
         return sum_of_lanes(lanes);
     }
-    for (size_t l = 0; l < kLanes; ++l) lanes[l] = square(l);
+    for (size_t l = 0; l < kLanes; ++l) lanes[l] = at(l);
     size_t i = kLanes;
     for (; i + kLanes <= count; i += kLanes)
-        for (size_t l = 0; l < kLanes; ++l) lanes[l] += square(i + l);
-    for (size_t l = 0; i + l < count; ++l) lanes[l] += square(i + l);
+        for (size_t l = 0; l < kLanes; ++l) lanes[l] += at(i + l);
+    for (size_t l = 0; i + l < count; ++l) lanes[l] += at(i + l);
     return sum_of_lanes(lanes);
+}
+
+template <typename T> double sum_of_squares(const T *x, size_t count) {
+    return sum_of_terms(x, count, [](double value) { return value * value; });
 }
 
 // What the sums of groups add up to, count > 0. Overwrites them.

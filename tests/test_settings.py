@@ -10,7 +10,7 @@ import pytest
 
 from gradsync.compressors import Compressor, Sign, TopK, Warmup
 from gradsync.expressions import Nameable, registered
-from gradsync.schemes import MajorityVote, PowerSGD, ways
+from gradsync.schemes import CoarseGrained, MajorityVote, PowerSGD, ways
 from tests.compressors.family import MEMBERS, SHARES
 from tests.schemes.family import ALL_MEMBERS
 
@@ -30,6 +30,7 @@ NAMED: dict[type[Nameable], Nameable] = {
         *(way for compressor in (TopK(0.1), MEMBERS["bfloat16"].compressor) for way in ways(compressor)),
         MajorityVote(Sign()),
         PowerSGD(),
+        CoarseGrained(),
     )
 }
 

@@ -120,7 +120,7 @@ EVEN = 1 << 16  # what the usual ways divide
 USUAL = [
     (kernel, params | {"size": EVEN} | ({"sections": 4} if "sections" in params else {}))
     for kernel, params in CASES
-    if kernel in ("top_k", "squared_norms", "hadamard", "pack_signs", "quantize", "dequantize")
+    if kernel in ("top_k", "squared_norms", "take_chunks", "hadamard", "pack_signs", "quantize", "dequantize")
 ]
 
 

@@ -19,6 +19,7 @@ from gradsync.bucket import TensorSpec, trainable_parameters
 from gradsync.compressors import ErrorFeedback, Sign, TopK, Warmup
 from gradsync.schemes import (
     AllReduce,
+    CoarseGrained,
     CompressedAllGather,
     CompressedTwoWay,
     HalfPrecision,
@@ -40,6 +41,7 @@ World = Callable[[int], Ranks]
 FEEDBACK = ErrorFeedback(TopK(0.2))
 TWO_WAY, GATHERED = CompressedTwoWay(FEEDBACK), CompressedAllGather(FEEDBACK)
 LOW_RANK = PowerSGD(1, min_compression=1.0)
+COARSE = CoarseGrained(ratio=0.2, chunk=16, max_age=12)
 
 
 def plan_for(model: nn.Module, scheme: Scheme[Any], *cuts: list[tuple[str, int, int]]) -> Plan:
@@ -68,7 +70,7 @@ def trained(model: nn.Module, scheme: Scheme[Any], steps: int) -> tuple[gradsync
 
 
 def resumes_bit_by_bit() -> None:
-    for scheme in (TWO_WAY, GATHERED, Sparsified(FEEDBACK), LOW_RANK):
+    for scheme in (TWO_WAY, GATHERED, Sparsified(FEEDBACK), LOW_RANK, COARSE):
         torch.manual_seed(0)
         model = Perceptron()
         handle = gradsync.attach(model, plan=plan_for(model, scheme), timeout=10)
@@ -193,6 +195,7 @@ def every_step_sends_the_bytes_that_are_predicted_for_it() -> None:
         CompressedTwoWay(FEEDBACK, milder_first),
         CompressedAllGather(milder_first),
         PowerSGD(1, min_compression=1.0, start_step=3),
+        CoarseGrained(ratio=0.2, chunk=16, warmup=(1.0,), steps_per_ratio=3),
         HalfPrecision(CompressedAllGather(milder_first)),
     ):
         model = Perceptron()
@@ -225,7 +228,7 @@ def gradients_of(model: nn.Module, seed: int, factor: float = 1.0) -> dict[str, 
 def what_was_left_goes_with_gradients_that_are_not_compressed() -> None:
     torch.manual_seed(0)
     model = Perceptron()
-    for scheme in (GATHERED, TWO_WAY, LOW_RANK):
+    for scheme in (GATHERED, TWO_WAY, LOW_RANK, COARSE):
         handle = gradsync.attach(model, plan=plan_for(model, scheme), timeout=10)
         for _ in range(2):
             gradients_of(model, seed=0)

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "chunks.hpp"
 #include "convert.hpp"
 #include "count_sketch.hpp"
 #include "elements.hpp"
@@ -674,6 +675,23 @@ template <typename T> static void check_squared_norms(int threads) {
     }
 }
 
+template <typename T, typename Out> static void check_take_chunks(int threads) {
+    using A = Accumulator<T>;
+    for (size_t chunk : {1, 33, 1024, 2000}) {
+        std::vector<T> x(5001, narrow<T>(1));
+        const std::vector<A> residual(x.size(), 2);
+        std::vector<A> left(x.size());
+        const Blocks chunks({x.size()}, chunk);
+        std::vector<size_t> slots(chunks.count(), kNotChosen);
+        slots.front() = 0, slots.back() = 1;
+        std::vector<Out> payload(2 * chunk);
+        std::vector<double> norms(chunks.count());
+        take_chunks(chunks, chunk, x.data(), residual.data(), slots, 0.5, payload.data(), left.data(), norms.data(), threads);
+        CHECK(widen(payload.front()) == 1.5 && norms.front() == 0 && norms.back() == 0 && left.back() == 0);
+        CHECK(norms[1] == 3.0 * static_cast<double>(chunk) && left[chunk] == 3 && widen(x[chunk]) == 0);
+    }
+}
+
 template <typename T> static void check_count_sketch(int threads) {
     using A = Accumulator<T>;
     const std::vector<uint64_t> lengths{0, 1, 31, 2000, 777}, starts{0, 5, 7, 0xfffffff0u, 33};
@@ -726,6 +744,10 @@ static bool overrun(const std::string &kernel) {
     } else if (kernel == "squared_norms") {
         std::vector<double> norms(1);
         squared_norms(Blocks({12}, 8), values.data(), norms.data(), 1);
+    } else if (kernel == "take_chunks") {
+        std::vector<float> x(12), left(12);
+        std::vector<double> norms(2);
+        take_chunks(Blocks({12}, 8), 8, x.data(), values.data(), {kNotChosen, 0}, 1, tight.data() + 4, left.data(), norms.data(), 1);
     } else if (kernel == "count_sketch") {
         count_sketch(fewer.data(), sketched_sections({12}, {0}, {1}, {3}, 1), 1, out.data(), 1);
     } else if (kernel == "sketch_estimates") {
@@ -832,6 +854,10 @@ int main(int argc, char **argv) {
         check_hadamard<double>(threads);
         check_squared_norms<float>(threads);
         check_squared_norms<Bfloat16>(threads);
+        check_take_chunks<float, float>(threads);
+        check_take_chunks<float, Float16>(threads);
+        check_take_chunks<double, Bfloat16>(threads);
+        check_take_chunks<Bfloat16, Bfloat16>(threads);
         check_count_sketch<float>(threads);
         check_count_sketch<Float16>(threads);
         check_count_sketch<double>(threads);

@@ -476,6 +476,25 @@ def squared_norms(kernels: Any, size: int) -> list[Tensor]:
     return outs
 
 
+def take_chunks(kernels: Any, size: int) -> list[Tensor]:
+    outs = []
+    for dtype, sent, chunk in zip(
+        DTYPES, (torch.bfloat16, torch.float64, None, None), (1500, 7, 40, 3000), strict=True
+    ):
+        x = gradient(size, dtype)
+        wide = accumulation_dtype(dtype)
+        chunks = -(-size // chunk)
+        chosen = torch.tensor(sorted({0, chunks // 2, chunks - 1} if chunks else ()), dtype=torch.int64)
+        payload = torch.full(
+            (len(chosen) * chunk + 3,), 77, dtype=sent if sent is not None and dtype.itemsize > 2 else dtype
+        )
+        left, norms = torch.full((size + 3,), 77, dtype=wide), torch.full((chunks + 3,), 77, dtype=torch.float64)
+        residual = gradient(size, wide).flip(0)
+        kernels.take_chunks(x, residual, chosen, payload[:-3], left[:-3], norms[:-3], chunk=chunk, scale=0.25)
+        outs += [x, payload, left, norms]
+    return outs
+
+
 def some_columns(size: int) -> tuple[int, int, int]:
     """More than a block of counters for the first section, where it has any; 16 lanes for the last."""
     return size // SKETCHED * 256 + 2, 3, 272
@@ -493,7 +512,7 @@ CASES: dict[str, Callable[[Any, int], list[Tensor]]] = {
         rotated_index, owned_by_hash,
         positions_in, encode_offsets, decode_offsets, sum_rows, unite_rows, join_columns, scatter_rows, nonzero_rows,
         hierarchical_hash, narrow, sum_parts, quantize, block_scales, dequantize, random_k, hadamard, pack_signs,
-        unpack_signs, count_sketch, sketch_estimates, squared_norms,
+        unpack_signs, count_sketch, sketch_estimates, squared_norms, take_chunks,
     )
 }  # fmt: skip
 

@@ -27,6 +27,7 @@ from gradsync.compressors import (
 )
 from gradsync.schemes import (
     AllReduce,
+    CoarseGrained,
     CompressedAllGather,
     CompressedAllReduce,
     CompressedTwoWay,
@@ -178,6 +179,7 @@ MILDER_FIRST = ErrorFeedback(Warmup((TopK(0.5), TopK(0.1)), (0, 3)))
         HalfPrecision(CompressedAllGather(MILDER_FIRST)),
         Hierarchical(inter=CompressedAllGather(MILDER_FIRST), ranks_per_node=2),
         PowerSGD(1, matrices="bucket", start_step=3),
+        CoarseGrained(ratio=0.2, chunk=16, warmup=(1.0,), steps_per_ratio=3),
     ],
     ids=lambda scheme: scheme.title,
 )

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from gradsync.bucket import Bucket, Layout, Segment, TensorSpec
+from gradsync.bucket import TensorSpec
 from gradsync.cluster import Placement
-from gradsync.comm import LocalGroup
-from gradsync.compressors import State
-from gradsync.schemes import Hierarchical, PowerSGD, ReduceScatter, Scheme, from_expression, to_expression
+from gradsync.schemes import Hierarchical, PowerSGD, ReduceScatter, from_expression, to_expression
 from gradsync.steps import transfers
-from tests.schemes.family import Outcome, run_scheme
+from tests.schemes.stateful import SHAPES, Ranks, bucket, gradient, tensors_of
 
 pytestmark = pytest.mark.usefixtures("stale_memory")
 
-# Two layers alike, evenly spaced, a convolution, a scalar, an empty tensor and a matrix too small to be compressed.
-SHAPES = ((24, 40), (40,), (24, 40), (40,), (16, 8, 3, 3), (), (0, 5), (3, 4))
 MATRICES = [0, 2, 4]
 KINDS = [
     pytest.param(PowerSGD(2), id="tensors"),
@@ -30,56 +24,8 @@ KINDS = [
 ]
 
 
-def bucket(dtype: torch.dtype = torch.float64, shapes: Sequence[tuple[int, ...]] = SHAPES) -> Bucket:
-    specs = tuple(TensorSpec(shape, dtype) for shape in shapes)
-    segments = tuple(Segment(f"tensor {number}", 0, spec.numel) for number, spec in enumerate(specs))
-    return Bucket("0", segments, specs, Layout.FLAT)
-
-
-def gradient(seed: int, like: Bucket | None = None) -> Tensor:
-    """With flags behind, of which the second is not set for every seed."""
-    like = like or bucket()
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(like.numel + like.num_flags, generator=generator, dtype=torch.float64)
-    x[like.numel :] = 0.0
-    x[like.numel : like.numel + 2] = torch.tensor([1.0, float(seed % 2)])
-    return x.to(like.dtype)
-
-
-def tensors_of(x: Tensor, like: Bucket | None = None) -> list[Tensor]:
-    like = like or bucket()
-    parts = x[: like.numel].double().split([segment.numel for segment in like.segments])
-    return [part.view(spec.shape) for part, spec in zip(parts, like.tensors, strict=True)]
-
-
 def matrix(x: Tensor) -> Tensor:
     return x.reshape(x.shape[0], -1)
-
-
-class Ranks:
-    """Ranks that take steps together, each with its state."""
-
-    def __init__(
-        self, scheme: Scheme[Any], size: int, like: Bucket | None = None, placement: Placement | None = None
-    ) -> None:
-        self.scheme, self.size, self.placement = scheme, size, placement
-        self.states = [scheme.init(like or bucket(), group) for group in LocalGroup.world(size, placement)]
-
-    def step(self, inputs: Sequence[Tensor], scale: float | None = None) -> Tensor:
-        """What all of them have afterwards."""
-        self.outcome: Outcome = run_scheme(self.scheme, inputs, scale or 1 / self.size, self.states, self.placement)
-        self.states = self.outcome.states
-        first = self.outcome.results[0]
-        for result in self.outcome.results:
-            assert torch.equal(result.nan_to_num(7.0), first.nan_to_num(7.0)), "the same bits on all ranks"
-        return first
-
-    def kept(self, rank: int = 0) -> State:
-        state: State = self.states[rank]["sent"][0]
-        return state
-
-    def residuals(self) -> Tensor:
-        return sum((self.kept(rank).elements["residual"].double() for rank in range(self.size)), torch.zeros(()))
 
 
 def test_what_has_the_rank_arrives_as_it_is() -> None:

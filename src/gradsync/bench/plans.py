@@ -13,7 +13,7 @@ from ..density import ParameterProfile
 from ..optim import take_momentum
 from ..plan import Plan
 from ..planner import CompressingPlanner, default_plan
-from ..schemes import HalfPrecision, MajorityVote, PowerSGD, Scheme, SchemeOrCompressor
+from ..schemes import CoarseGrained, HalfPrecision, MajorityVote, PowerSGD, Scheme, SchemeOrCompressor
 from . import compressors
 
 PlanMaker = Callable[[Sequence[ParameterProfile], int], Plan]
@@ -28,6 +28,8 @@ DENSE_SCHEMES: dict[str, Scheme[Any]] = {
     "sign": MajorityVote(Sign()),
     "signum": MajorityVote(Signum()),
     **{f"powersgd{rank}": PowerSGD(rank) for rank in (1, 2, 4)},
+    **{f"csc{ratio}": CoarseGrained(ratio=ratio) for ratio in (0.05, 0.1, 0.25)},
+    "csc0.1_bf16": CoarseGrained(HalfPrecision(values="bfloat16"), ratio=0.1),
 }
 
 

@@ -62,6 +62,23 @@ def squared_norms(x: Tensor, norms: Tensor, block: int) -> Run | None:
     return lambda: norms.copy_(torch.linalg.vector_norm(x.view(-1, block), dim=1, dtype=torch.float64).square_())
 
 
+def take_chunks(
+    x: Tensor, residual: Tensor, chosen: Tensor, payload: Tensor, left: Tensor, norms: Tensor, chunk: int
+) -> Run | None:
+    """By rows, with a pass for each of the sum, the payload, what that takes away, the norms and the zeros."""
+    if len(x) % chunk:
+        return None
+
+    def run() -> None:
+        rows = torch.add(residual, x, out=left).view(-1, chunk)
+        sent = payload.view(-1, chunk).copy_(rows[chosen])
+        rows[chosen] -= sent
+        torch.linalg.vector_norm(rows, 1, dim=1, dtype=torch.float64, out=norms)
+        x.zero_()
+
+    return run
+
+
 def pack_signs(
     x: Tensor,
     words: Tensor,

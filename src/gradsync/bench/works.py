@@ -158,6 +158,25 @@ def squared_norms(g: torch.Generator, *, size: int, block: int) -> Work:
     )
 
 
+def take_chunks(g: torch.Generator, *, size: int, chunk: int, ratio: float, dtype: str = "float32") -> Work:
+    """Chunks that are sent, and the others kept, evenly spread. Of gradients that are zero, as they are afterwards."""
+    chunks = -(-size // chunk)
+    x, residual = torch.zeros(size), torch.randn(size, generator=g)
+    count = max(1, round(ratio * chunks))
+    chosen = torch.arange(count) * chunks // count
+    outs = [
+        torch.zeros(len(chosen) * chunk, dtype=getattr(torch, dtype)),
+        torch.zeros(size),
+        torch.zeros(chunks, dtype=torch.float64),
+    ]
+    return Work(
+        lambda module: module.take_chunks(x, residual, chosen, *outs, chunk=chunk),
+        outs,
+        tensor_bytes(x, x, residual, *outs),
+        usual.take_chunks(x, residual, chosen, outs[0], outs[1], outs[2], chunk),
+    )
+
+
 def random_k(g: torch.Generator, *, size: int, density: float, block: int) -> Work:
     """Elements of a dense tensor that are drawn, and nothing of it read."""
     count = round(density * size / block)
@@ -513,7 +532,7 @@ WORK: dict[str, Callable[..., Work]] = {
         join_elements, partition_rotated, rotated_index, owners_by_hash,
         partition_hashed, owned_by_hash, positions_in, hierarchical_hash, top_k, select_above, count_above, narrow,
         sum_parts, quantize, block_scales, dequantize, random_k, hadamard, pack_signs, unpack_signs,
-        count_sketch, sketch_estimates, squared_norms,
+        count_sketch, sketch_estimates, squared_norms, take_chunks,
     )
 }  # fmt: skip
 _TABLE = {"ranks": 8, "size": 1_250_000, "dtype": "float32"}  # an eighth of ten million rows: one of 8 owners' share
@@ -581,6 +600,9 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (  # kernel, parameters of its w
     ("top_k", {"size": 8 * _BITS, "density": 0.01}),
     ("squared_norms", {"size": _DENSE, "block": 64}),
     ("squared_norms", {"size": _DENSE, "block": 256}),
+    ("take_chunks", {"size": _DENSE, "chunk": 32768, "ratio": 0.1}),
+    ("take_chunks", {"size": _DENSE, "chunk": 32768, "ratio": 0.1, "dtype": "bfloat16"}),
+    ("take_chunks", {"size": _BITS, "chunk": 32768, "ratio": 0.1}),
     ("random_k", {"size": _DENSE, "density": 0.01, "block": 1}),
     ("random_k", {"size": _DENSE, "density": 0.01, "block": 64}),
     ("hadamard", {"size": 8 * _BITS, "chunk": 4096, "inverse": False}),

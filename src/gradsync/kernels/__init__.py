@@ -23,6 +23,7 @@ from gradsync.kernels.checks import (
     sign_scales_shape,
 )
 from gradsync.kernels.choice import Implementation, active, use
+from gradsync.kernels.chunks import take_chunks
 from gradsync.kernels.draws import rotation_sizes
 from gradsync.kernels.elements import join_elements, nonzero_elements, partition_elements, unite_elements
 from gradsync.kernels.formats import count_bits, decode_bitmap, decode_offsets, encode_bitmap, encode_offsets
@@ -111,6 +112,7 @@ __all__ = [
     "squared_norms",
     "sum_parts",
     "sum_rows",
+    "take_chunks",
     "top_k",
     "unite_elements",
     "unite_rows",

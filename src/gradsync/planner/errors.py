@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import inf, isfinite
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from ..bucket import Bucket, Layout, Segment, TensorSpec
 from ..comm import LocalGroup, drive
 from ..compressors import Feedback
-from ..schemes import PowerSGD, Route, Scheme, SchemeOrCompressor, ways
+from ..schemes import CoarseGrained, PowerSGD, Route, Scheme, SchemeOrCompressor, ways
 from ..schemes.compressed import Compressed
 from ..state import at_step
 from .compressing import LATE
@@ -31,7 +32,7 @@ def sends_later(way: SchemeOrCompressor) -> bool:
     Momentum correction, too: the velocity that it keeps is its residual.
     """
     way = way.compressor if isinstance(way, Compressed | Route) and way.compressor is not None else way
-    return isinstance(way, Feedback | PowerSGD)
+    return isinstance(way, Feedback | PowerSGD | CoarseGrained)
 
 
 def delay_of(error: float) -> float:
@@ -51,6 +52,8 @@ def alone(way: SchemeOrCompressor) -> Scheme[Any]:
     """What loses as much, and keeps the same, in a group of one rank."""
     if isinstance(way, Route) and way.compressor is not None:
         return ways(way.compressor)[0]
+    if isinstance(way, CoarseGrained):
+        return replace(way, choice="exact")  # by the last step's scores there is nothing to choose by
     return way if isinstance(way, Scheme) else ways(way)[0]
 
 

@@ -9,6 +9,7 @@ from .base import from_expression as from_expression
 from .base import registered as registered
 from .capacity import RowCapacity as RowCapacity
 from .centralized import AGSparse as AGSparse
+from .coarse import CoarseGrained as CoarseGrained
 from .combine import Hierarchical as Hierarchical
 from .compressed import CompressedAllGather as CompressedAllGather
 from .compressed import CompressedAllReduce as CompressedAllReduce

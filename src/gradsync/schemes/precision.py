@@ -49,6 +49,15 @@ class HalfPrecision(Scheme[Any]):
         object.__setattr__(self, "layout", self.inner.layout)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of values on the wire."""
+        return DTYPES[self.values]
+
+    def rounds(self, dtype: torch.dtype) -> bool:
+        """Whether values of this type are wider."""
+        return dtype.itemsize > self.dtype.itemsize
+
+    @property
     def title(self) -> str:
         return f"{self.inner.title} {self.values}"
 
@@ -86,11 +95,11 @@ class HalfPrecision(Scheme[Any]):
 
     async def synchronize(self, x: Any, state: State, group: Group, scale: float) -> tuple[Any, State]:
         if isinstance(x, Tensor):
-            if not self._rounds(x.dtype):
+            if not self.rounds(x.dtype):
                 return await self.inner.synchronize(x, state, group, scale)
             total, next_state = await self.inner.synchronize(self._narrowed(x, scale), state, group, 1.0)
             return x.copy_(total), next_state
-        if not self._rounds(x[0].values.dtype):
+        if not self.rounds(x[0].values.dtype):
             return await self.inner.synchronize(x, state, group, scale)
         scaled_tables = tuple(self._rounded(table, scale) for table in x)
         tables, next_state = await self.inner.synchronize(scaled_tables, state, group, 1.0)
@@ -105,7 +114,7 @@ class HalfPrecision(Scheme[Any]):
         round: int = 0,
     ) -> tuple[Step, ...]:
         inner = self.inner.steps(self._narrow(specs), profiles, placement, round)
-        if not self._rounds(specs[0].dtype):
+        if not self.rounds(specs[0].dtype):
             return inner
         brought, summed = ([float(spec.numel) for spec in specs] for _ in range(2))
         if self.layout is Layout.ROWS:
@@ -113,20 +122,17 @@ class HalfPrecision(Scheme[Any]):
                 [p.union_rows(ranks) * spec.dim for p, spec in zip(profiles, specs, strict=True)]
                 for ranks in (1, placement.size)
             )
-        nbytes = specs[0].itemsize + DTYPES[self.values].itemsize  # of an element, in and out
+        nbytes = specs[0].itemsize + self.dtype.itemsize  # of an element, in and out
         return Compute("round_values", nbytes * sum(brought)), *inner, Compute("widen_values", nbytes * sum(summed))
 
     def unchanged_since(self, round: int) -> int:
         return self.inner.unchanged_since(round)
 
-    def _rounds(self, dtype: torch.dtype) -> bool:
-        return dtype.itemsize > DTYPES[self.values].itemsize
-
     def _narrow(self, specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
-        return tuple(self._narrow_one(spec) if self._rounds(spec.dtype) else spec for spec in specs)
+        return tuple(self._narrow_one(spec) if self.rounds(spec.dtype) else spec for spec in specs)
 
     def _narrow_one(self, spec: TensorSpec) -> TensorSpec:
-        narrow = DTYPES[self.values]
+        narrow = self.dtype
         return replace(spec, dtype=narrow, flat=None if spec.flat is None else spec.flat.with_dtype(narrow))
 
     def _rounded(self, table: SparseRows, scale: float) -> SparseRows:
@@ -134,6 +140,6 @@ class HalfPrecision(Scheme[Any]):
         return replace(table, indices=indices, values=self._narrowed(values.flatten(), 1.0).view(values.shape))
 
     def _narrowed(self, x: Tensor, scale: float) -> Tensor:
-        narrowed = memory.empty_like(x, DTYPES[self.values])
+        narrowed = memory.empty_like(x, self.dtype)
         kernels.narrow(x, narrowed, scale=scale)
         return narrowed

@@ -7,6 +7,7 @@ place it refuses.
 """
 
 from gradsync.kernels.cpu.boundary import load, supports
+from gradsync.kernels.cpu.chunks import take_chunks
 from gradsync.kernels.cpu.convert import narrow, sum_parts
 from gradsync.kernels.cpu.elements import (
     NonzeroElements,
@@ -73,6 +74,7 @@ __all__ = [
     "squared_norms",
     "sum_parts",
     "sum_rows",
+    "take_chunks",
     "supports",
     "top_k",
     "unite_elements",

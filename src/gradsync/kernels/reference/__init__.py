@@ -4,6 +4,7 @@ Runs on any device and dtype, so it is also the fallback. `gradsync.kernels` say
 """
 
 from gradsync.kernels.in_steps import Steps
+from gradsync.kernels.reference.chunks import take_chunks
 from gradsync.kernels.reference.convert import narrow, sum_parts
 from gradsync.kernels.reference.draws import draws, draws_at, noise
 from gradsync.kernels.reference.elements import (
@@ -103,6 +104,7 @@ __all__ = [
     "squared_norms",
     "sum_parts",
     "sum_rows",
+    "take_chunks",
     "top_k",
     "unite_elements",
     "unite_rows",

@@ -14,6 +14,7 @@ Triton comes with torch for CUDA and is imported with this package, which `impor
 
 from gradsync.kernels.in_steps import Steps
 from gradsync.kernels.reference.largest import count_above, select_above
+from gradsync.kernels.triton.chunks import take_chunks
 from gradsync.kernels.triton.convert import narrow, sum_parts
 from gradsync.kernels.triton.elements import (
     NonzeroElements,
@@ -92,6 +93,7 @@ __all__ = [
     "squared_norms",
     "sum_parts",
     "sum_rows",
+    "take_chunks",
     "top_k",
     "unite_elements",
     "unite_rows",

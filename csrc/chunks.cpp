@@ -1,0 +1,106 @@
+#include "chunks.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <type_traits>
+
+#include "convert.hpp"
+#include "rank_bitmap.hpp"
+#include "rows.hpp"
+#include "scratch.hpp"
+
+namespace MODULE_NAME {
+namespace {
+
+template <typename T>
+void correct(Accumulator<T> *__restrict p, const T *__restrict x, const Accumulator<T> *__restrict residual, size_t count) {
+    if constexpr (std::is_same_v<T, double>)
+        for (size_t i = 0; i < count; ++i) p[i] = residual[i] + x[i];
+    else
+        add_row(p, residual, x, count);
+}
+
+// out = scale * p; p becomes what rounding takes away. Up to a group.
+template <typename A, typename Out> void send(A *__restrict p, size_t count, A scale, Out *__restrict out) {
+    const A inverse = 1 / scale;
+    if constexpr (std::is_same_v<A, Out>) {
+        for (size_t i = 0; i < count; ++i) {
+            out[i] = p[i] * scale;
+            p[i] -= out[i] * inverse;
+        }
+    } else {
+        float sent[kGroup];
+        narrow_block<false>(p, count, scale, out);
+        widen_row(sent, out, count);
+        for (size_t i = 0; i < count; ++i) p[i] -= static_cast<A>(sent[i]) * inverse;
+    }
+}
+
+template <bool stream, typename A> void keep(A *to, const A *p, size_t count) {
+    if constexpr (stream)
+        stream_bytes(reinterpret_cast<char *>(to), reinterpret_cast<const char *>(p), count * sizeof(A));
+    else
+        std::memcpy(to, p, count * sizeof(A));
+}
+
+}  // namespace
+
+template <typename T, typename Out>
+void take_chunks(const Blocks &chunks, size_t chunk, T *x, const Accumulator<T> *residual,
+                 const std::vector<size_t> &slots, double scale, Out *payload, Accumulator<T> *left, double *norms,
+                 int threads) {
+    using A = Accumulator<T>;
+    const bool stream = chunks.numel() * sizeof(A) >= kStreamedBytes;
+    Scratch<double> sums(chunks.pieces());
+    const auto each_of = [&](int t, auto body) {
+        chunks.each_piece(share_begin(chunks.pieces(), t, threads), share_begin(chunks.pieces(), t + 1, threads), body);
+    };
+    const auto take = [&](int t) {
+        each_of(t, [&](const Piece &piece) {
+            A p[kGroup];
+            correct(p, x + piece.begin, residual + piece.begin, piece.count);
+            std::memset(static_cast<void *>(x + piece.begin), 0, piece.count * sizeof(T));
+            if (slots[piece.block] != kNotChosen) {
+                Out *const room = payload + slots[piece.block] * chunk;
+                send(p, piece.count, static_cast<A>(scale), room + (piece.begin - piece.block_begin));
+                if (piece.last) std::fill(room + piece.block_count, room + chunk, Out{});
+            }
+            sums[piece.index] = sum_of_terms(p, piece.count, [](double value) { return std::fabs(value); });
+            if (stream) keep<true>(left + piece.begin, p, piece.count);
+            else keep<false>(left + piece.begin, p, piece.count);
+        });
+        order_stores();
+    };
+    const auto write_norms = [&](int t) {
+        each_of(t, [&](const Piece &piece) {
+            if (!piece.last) return;
+            const size_t pieces = piece.index + 1 - piece.first_piece;
+            norms[piece.block] = sum_of_groups(sums.begin() + piece.first_piece, pieces);
+        });
+    };
+    if (threads > 1) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+        for (int t = 0; t < threads; ++t) take(t);
+#pragma omp parallel for schedule(static) num_threads(threads)
+        for (int t = 0; t < threads; ++t) write_norms(t);
+    } else {
+        take(0);
+        write_norms(0);
+    }
+}
+
+#define INSTANTIATE(T, Out)                                                                                         \
+    template void take_chunks(const Blocks &, size_t, T *, const Accumulator<T> *, const std::vector<size_t> &, double, \
+                              Out *, Accumulator<T> *, double *, int);
+INSTANTIATE(float, float)
+INSTANTIATE(float, Bfloat16)
+INSTANTIATE(float, Float16)
+INSTANTIATE(double, double)
+INSTANTIATE(double, Bfloat16)
+INSTANTIATE(double, Float16)
+INSTANTIATE(Bfloat16, Bfloat16)
+INSTANTIATE(Float16, Float16)
+#undef INSTANTIATE
+
+}  // namespace MODULE_NAME

@@ -1,0 +1,258 @@
+"""Coarse-grained: nothing is lost, the same chunks on all ranks, those with the largest norms, none forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradsync.bucket import Bucket, TensorSpec
+from gradsync.cluster import Placement
+from gradsync.schemes import (
+    BalancedParallelism,
+    CoarseGrained,
+    HalfPrecision,
+    Hierarchical,
+    PowerSGD,
+    ReduceScatter,
+    from_expression,
+    to_expression,
+)
+from gradsync.steps import transfers
+from tests.schemes.stateful import Ranks, bucket, gradient
+
+pytestmark = pytest.mark.usefixtures("stale_memory")
+
+SMALL = CoarseGrained(ratio=0.2, chunk=100)  # the bucket has 3126 elements: the last chunk is short
+KINDS = [
+    pytest.param(SMALL, id="late"),
+    pytest.param(replace(SMALL, choice="exact"), id="exact"),
+    pytest.param(replace(SMALL, scheme=ReduceScatter(), max_age=7), id="halves"),
+    pytest.param(replace(SMALL, scheme=HalfPrecision(values="bfloat16")), id="bfloat16"),
+    pytest.param(replace(SMALL, scheme=HalfPrecision(values="float16"), choice="exact"), id="exact float16"),
+    pytest.param(replace(SMALL, warmup=(1.0, 0.5), steps_per_ratio=2), id="warm-up"),
+    pytest.param(replace(SMALL, chunk=5000), id="one chunk"),
+    pytest.param(replace(SMALL, ratio=1.0), id="dense"),
+]
+ONE = bucket(torch.float32, ((1000,),))
+
+
+def elements(x: Tensor, like: Bucket) -> Tensor:
+    return x[: like.numel].double()
+
+
+def constant(values: Sequence[float], like: Bucket = ONE) -> Tensor:
+    """So much in every element of each chunk of 100."""
+    x = torch.zeros(like.numel + like.num_flags)
+    x[: like.numel] = torch.tensor(values).repeat_interleave(100)
+    return x
+
+
+def chunks_of(x: Tensor) -> list[int]:
+    """Which of them something arrived in."""
+    return x[: ONE.numel].view(-1, 100).any(dim=1).nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize("scheme", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_nothing_is_lost(scheme: CoarseGrained, dtype: torch.dtype) -> None:
+    """Of each rank to the bit; of the sum but for what adding up in the type of the message loses."""
+    ranks = Ranks(scheme, 3, like := bucket(dtype))
+    brought, given = torch.zeros(like.numel).double(), torch.zeros(like.numel).double()
+    for step in range(6):
+        inputs = [gradient(10 * step + rank, like) for rank in range(3)]
+        before = [ranks.kept(rank).elements["residual"] for rank in range(3)]
+        result = ranks.step(inputs, scale=0.25)
+        assert result.dtype is dtype
+        given += 4 * elements(result, like)
+        brought += sum(elements(x, like) for x in inputs)
+        sent = torch.zeros_like(brought)
+        for rank in range(3):
+            left = ranks.kept(rank).elements["residual"]
+            assert left.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
+            total = before[rank] + inputs[rank][: like.numel]
+            part = total - left
+            assert torch.equal(part + left, total)
+            sent += part.double()
+        rounding = 2**-7 if dtype is torch.bfloat16 or isinstance(scheme.scheme, HalfPrecision) else 1e-6
+        torch.testing.assert_close(4 * elements(result, like), sent, rtol=rounding, atol=20 * rounding)
+        assert (result[like.numel :] > 0).tolist()[:2] == [True, True], "flags arrive"
+    if dtype is torch.float64 and not isinstance(scheme.scheme, HalfPrecision):
+        torch.testing.assert_close(given + ranks.residuals(), brought, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("scheme", KINDS)
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bytes_and_turns_are_as_predicted_whatever_the_data(
+    scheme: CoarseGrained, size: int, dtype: torch.dtype
+) -> None:
+    ranks = Ranks(scheme, size, like := bucket(dtype))
+    for step in range(5):
+        inputs = [gradient(step + rank, like) * (step != 1) for rank in range(size)]
+        ranks.step(inputs)
+        expected = transfers(scheme.steps(like.specs, (), Placement.one_per_node(size), step))
+        assert [t.stage for t in expected] == list(scheme.stages(size))
+        assert ranks.outcome.awaits == [len(expected)] * size
+        for rank, ledger in enumerate(ranks.outcome.ledgers):
+            got = [(entry.pattern, entry.sent_bytes) for entry in ledger.entries]
+            assert got == [(t.pattern, pytest.approx(t.sent_bytes(rank))) for t in expected]
+
+
+def test_chunks_and_one_number_for_each_are_all_that_travels() -> None:
+    (expected,) = transfers(SMALL.steps(bucket(torch.float32).specs, (), Placement.one_per_node(2)))
+    assert expected.part_bytes[0] == 4 * (6 * 100 + 32 + bucket().num_flags)
+    half = replace(SMALL, scheme=HalfPrecision(values="bfloat16"))
+    (narrow,) = transfers(half.steps(bucket(torch.float32).specs, (), Placement.one_per_node(2)))
+    assert narrow.part_bytes[0] == expected.part_bytes[0] / 2
+
+
+def test_all_chunks_give_the_mean() -> None:
+    ranks = Ranks(replace(SMALL, ratio=1.0), 3)
+    for step in range(2):
+        inputs = [gradient(10 * step + rank) for rank in range(3)]
+        mean = torch.stack(inputs).mean(dim=0)
+        torch.testing.assert_close(elements(ranks.step(inputs), bucket()), elements(mean, bucket()), rtol=0, atol=1e-14)
+        assert not ranks.residuals().any()
+
+
+def test_the_exact_choice_is_that_of_the_largest_norms_over_all_ranks() -> None:
+    """No rank alone would choose chunk 4."""
+    ranks = Ranks(replace(SMALL, ratio=0.1, choice="exact"), 2, ONE)
+    first = constant([9.0, 0, 0, 0, 5.0, 0, 0, 0, 0, 0])
+    second = constant([0.0, 0, 0, 0, -5.0, 0, 0, 0, 9.0, 0])
+    assert not ranks.step([first, second]).any(), "their sum is zero, their norms are not"
+    assert ranks.residuals().view(-1, 100)[:, 0].tolist() == [9.0, 0, 0, 0, 0, 0, 0, 0, 9.0, 0]
+    assert chunks_of(ranks.step([0 * first, 0 * second])) == [0], "of equal norms the first"
+
+
+def test_the_late_choice_goes_by_what_the_last_step_left() -> None:
+    ranks = Ranks(replace(SMALL, ratio=0.1), 2, ONE)
+    sizes = constant([9.0, 1, 2, 3, 4, 5, 6, 7, 8, 1])
+    nothing = torch.zeros_like(sizes)
+    found = [chunks_of(ranks.step([sizes if step == 0 else nothing] * 2)) for step in range(11)]
+    assert found == [[0], [8], [7], [6], [5], [4], [3], [2], [1], [9], []], "no chunk twice while others wait"
+
+
+@pytest.mark.parametrize("choice", ["late", "exact"])
+def test_after_a_dense_step_the_choice_goes_by_its_sums(choice: str) -> None:
+    ranks = Ranks(replace(SMALL, ratio=0.1, warmup=(1.0,), steps_per_ratio=1, choice=choice), 2, ONE)
+    sizes = constant([1.0, 1, 2, 3, 9, 5, 6, 7, 8, 1])
+    assert len(chunks_of(ranks.step([sizes, sizes]))) == 10
+    assert chunks_of(ranks.step([sizes, sizes])) == [4]
+
+
+@pytest.mark.parametrize("choice", ["late", "exact"])
+def test_no_chunk_waits_longer_than_its_age_allows(choice: str) -> None:
+    sizes = constant([9.0, 9, 9, 9, 9, 9, 9, 9, 9, 1e-3])
+    without, capped = ({"max_age": age} for age in (None, 10))
+    waited = []
+    for settings in (without, capped):
+        ranks, last = Ranks(replace(SMALL, choice=choice, **settings), 2, ONE), [0] * 10  # 2 of 10 chunks
+        longest = 0
+        for step in range(60):
+            for chunk in chunks_of(ranks.step([sizes, sizes])):
+                last[chunk] = step
+            longest = max(longest, step - min(last))
+        waited.append(longest)
+    assert waited[0] == 59, "without a cap it starves"
+    assert waited[1] <= 10 + 2 / 0.2
+
+
+def test_what_is_kept_is_forgotten_as_asked_for() -> None:
+    sizes = constant([9.0, 1, 0, 0, 0, 0, 0, 0, 0, 0])
+    for history, expected in ((1.0, 4.0), (0.5, 1.875), (0.0, 1.0)):
+        ranks = Ranks(replace(SMALL, ratio=0.1, history=history, choice="exact"), 1, ONE)
+        for _ in range(4):
+            ranks.step([sizes])
+        assert ranks.residuals()[100] == expected
+
+
+def test_what_16_bits_cannot_hold_is_kept_and_sent_later() -> None:
+    """Finite numbers never end as infinite ones: what is beyond the range goes with the next steps."""
+    scheme = CoarseGrained(HalfPrecision(values="float16"), ratio=1.0, chunk=100)
+    ranks = Ranks(scheme, 2, ONE)
+    huge, nothing = constant([1e5] * 10), torch.zeros_like(constant([0.0] * 10))
+    first = ranks.step([huge, nothing], scale=1.0)[:1000]
+    assert (first == 65504).all()
+    second = ranks.step([nothing, nothing], scale=1.0)[:1000]
+    torch.testing.assert_close((first + second).double(), torch.full((1000,), 1e5).double(), rtol=0, atol=16)
+    assert (first.double() + second + ranks.residuals() == 1e5).all()
+
+
+def test_what_is_not_finite_in_a_chunk_that_is_not_sent_shows_in_its_score() -> None:
+    ranks = Ranks(replace(SMALL, ratio=0.1), 2, ONE)
+    good, bad = constant([1.0] * 10), constant([1.0] * 9 + [torch.inf])
+    ranks.step([good, bad])
+    for rank in range(2):
+        assert not ranks.kept(rank).tensors["scores"][0].isfinite().all(), "on all ranks"
+
+
+@pytest.mark.parametrize("scheme", KINDS)
+def test_a_step_can_be_taken_back(scheme: CoarseGrained) -> None:
+    ranks = Ranks(scheme, 2)
+    inputs = [gradient(rank) for rank in range(2)]
+    ranks.step(inputs)
+    states = ranks.states
+    first = ranks.step(inputs)
+    ranks.states = states
+    assert torch.equal(ranks.step(inputs), first)
+
+
+@pytest.mark.parametrize("inner", [SMALL, replace(SMALL, choice="exact")], ids=["late", "exact"])
+def test_nothing_is_lost_between_nodes_either(inner: CoarseGrained) -> None:
+    """Ranks of a node sum first; between nodes each has the chunks of its own part of the node's sums."""
+    like = bucket(torch.float32)
+    scheme = Hierarchical(ReduceScatter(), inner, ranks_per_node=2)
+    ranks = Ranks(scheme, 4, like, Placement.regular(2, 2))
+    brought, given = torch.zeros(like.numel).double(), torch.zeros(like.numel).double()
+    for step in range(3):
+        inputs = [gradient(10 * step + rank, like) for rank in range(4)]
+        given += 4 * elements(ranks.step(inputs), like)
+        brought += sum(elements(x, like) for x in inputs)
+        for rank, ledger in enumerate(ranks.outcome.ledgers):
+            expected = transfers(scheme.steps(like.specs, (), Placement.regular(2, 2), step))
+            assert ledger.sent_bytes == pytest.approx(sum(t.sent_bytes(rank) for t in expected))
+    kept = [ranks.kept(rank).elements["residual"].double() for rank in range(4)]
+    left = torch.cat([kept[0] + kept[2], kept[1] + kept[3]])[: like.numel]
+    torch.testing.assert_close(given + left, brought, rtol=0, atol=1e-4)
+
+
+def test_a_bucket_without_elements_has_flags_only() -> None:
+    like = bucket(shapes=((0, 3),))
+    for scheme in (SMALL, replace(SMALL, choice="exact", max_age=2)):
+        result = Ranks(scheme, 2, like).step([gradient(0, like), gradient(1, like)])
+        assert (result > 0).tolist() == [True, True, *[False] * (like.num_flags - 2)]
+
+
+def test_steps_change_with_the_warm_up_and_at_no_other_round() -> None:
+    scheme = replace(SMALL, warmup=(1.0, 0.5), steps_per_ratio=2)
+    assert [scheme.unchanged_since(step) for step in range(6)] == [0, 0, 2, 2, 4, 4]
+    assert [scheme.num_chosen(1000, step) for step in range(6)] == [10, 10, 5, 5, 2, 2]
+    assert [SMALL.unchanged_since(step) for step in range(3)] == [0, 0, 0]
+
+
+def test_plans_name_it_and_illegal_settings_are_refused() -> None:
+    scheme = CoarseGrained(HalfPrecision(), 0.05, 4096, "exact", 0.9, 100, (1.0, 0.25), 500)
+    assert from_expression(to_expression(scheme)) == scheme
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"ratio": 0.0}, r"ratio, and those of warmup, must be in \(0, 1\], got 0.0"),
+        ({"warmup": (1.5,), "steps_per_ratio": 1}, r"ratio, and those of warmup, must be in \(0, 1\], got 1.5"),
+        ({"chunk": 0}, "chunk must be at least 1 element, got 0"),
+        ({"choice": "early"}, "choice must be one of late, exact, got 'early'"),
+        ({"history": 1.5}, r"history must be in \[0, 1\], got 1.5"),
+        ({"max_age": 0}, "max_age must be at least 1 step or None, got 0"),
+        ({"warmup": (1.0,)}, "warmup needs steps_per_ratio of at least 1"),
+        ({"steps_per_ratio": 3}, "warmup needs steps_per_ratio of at least 1, and only it does"),
+        ({"scheme": BalancedParallelism()}, "scheme must be exact and for flat buckets"),
+        ({"scheme": PowerSGD()}, "scheme must be exact and for flat buckets"),
+    ]
+    for settings, message in cases:
+        with pytest.raises(ValueError, match=message):
+            replace(SMALL, **settings)
+    with pytest.raises(ValueError, match="is for floating-point gradients"):
+        SMALL.check((TensorSpec((4,), torch.int64),))
