@@ -12,9 +12,9 @@ from gradsync.bench.methods import METHODS, method
 from gradsync.bench.plans import fit_optimizer
 from gradsync.compressors import Cast, ErrorFeedback, MomentumCorrection, SharedBlockInt, TopK
 from gradsync.planner import candidate_plans
-from gradsync.planner.rival_plans import best_cuts_plans, bytecomp_plans, layerwise_plans, mergecomp_plans
+from gradsync.planner.rival_plans import best_cuts_plans, bytecomp_plans, layerwise_plans, lazy_plans, mergecomp_plans
 from gradsync.planner.ways import Constraints
-from gradsync.schemes import HalfPrecision
+from gradsync.schemes import CoarseGrained, HalfPrecision
 from tests.planner.test_rival_plans import compressed, job
 
 
@@ -63,6 +63,8 @@ def test_a_name_that_means_nothing_is_refused_with_what_there_is(name: str, reas
     [
         ("bf16_cuts", candidate_plans, Constraints((HalfPrecision(values="bfloat16"),), always=True)),
         ("bf16_mergecomp", mergecomp_plans, Constraints((HalfPrecision(values="bfloat16"),), always=True)),
+        ("lazy_bf16", lazy_plans, Constraints((HalfPrecision(values="bfloat16"),), always=True)),
+        ("csc0.1_lazy", lazy_plans, Constraints((CoarseGrained(ratio=0.1),), always=True)),
         ("topk0.01_layerwise", layerwise_plans, Constraints((ErrorFeedback(TopK(0.01)),), always=True)),
         ("bf16_bytecomp", bytecomp_plans, Constraints((Cast("bfloat16"),))),
         ("int8_shared_cuts", candidate_plans, Constraints((ErrorFeedback(SharedBlockInt(3)),), always=True)),

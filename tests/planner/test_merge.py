@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
+from math import inf
 
 import pytest
 
@@ -13,6 +14,8 @@ from gradsync.planner.machine import deferred_s, step_s
 from gradsync.planner.merge import (
     equal_counts,
     fixed_size,
+    lazy,
+    lazy_bytes,
     mergecomp,
     mg_wfbp,
     released_cut,
@@ -196,6 +199,28 @@ def test_buckets_of_fixed_size_close_as_soon_as_they_hold_it() -> None:
     assert whole(problem) == (Part(0, 5, 0),)
 
 
+def test_lazy_buckets_are_of_one_gradient_all_of_them_or_as_many_as_cost_least() -> None:
+    """Of 100 gradients of 1 MB, with a latency of 2 ms and 2 ns for a byte, in buckets of 10 MB."""
+    option = Option("all-reduce", (Demand(Resource.INTER, Curve.linear(1e-3, 1e-9)),) * 2)
+    problem = Problem((1e-3,) * 100, (1e6,) * 100, (option,))
+    assert lazy(problem, nbytes=0.0) == layerwise(problem, 0)
+    assert lazy(problem, nbytes=inf) == whole(problem)
+    assert lazy_bytes(problem) == pytest.approx(1e7)
+    assert lazy(problem) == fixed_size(problem, nbytes=lazy_bytes(problem))
+    free = replace(problem, options=(Option("free", (Demand(Resource.COMPUTE, Curve.linear(0.0, 1e-9)),)),))
+    assert lazy(free) == whole(free), "nothing is moved"
+
+
+@pytest.mark.parametrize("latency_s", [1e-4, 1e-3, 5e-3])
+def test_the_lazy_threshold_is_about_the_best_where_the_link_is_what_takes_time(latency_s: float) -> None:
+    """Up to a tenth of the step, as the paper's specification asks for (8.2, 3)."""
+    option = Option("all-reduce", (Demand(Resource.INTER, Curve.linear(latency_s, 5e-9)),))
+    problem = Problem((3e-3,) * 100, (1e6,) * 100, (option,))
+    sweep = [step_s(problem, lazy(problem, nbytes=1e5 * 2**power)) for power in range(12)]
+    assert step_s(problem, lazy(problem)) <= 1.1 * min(sweep)
+    assert max(sweep) > 1.4 * min(sweep)
+
+
 def test_items_that_may_not_be_merged_are_not() -> None:
     option = Option("dense", (Demand(Resource.INTER, Curve.linear(1.0, 1.0)),))
     sparse = Option("sparse", (Demand(Resource.INTER, Curve.linear(2.0, 0.1)),))
@@ -208,7 +233,7 @@ def test_items_that_may_not_be_merged_are_not() -> None:
         alone=(False, False, True, True, False, False),
     )
     forced = (Part(0, 2, 0), Part(2, 3, 1), Part(3, 4, 1), Part(4, 6, 0))
-    assert whole(problem) == fixed_size(problem) == forced
+    assert whole(problem) == fixed_size(problem) == lazy(problem, nbytes=inf) == forced
     for parts in (best_cuts(problem).parts, mergecomp(problem, most=9).parts, mg_wfbp(problem)):
         check_parts(problem, parts)
     assert [len(solution.parts) for solution in curve(problem)] == [4, 5, 6]
@@ -219,7 +244,7 @@ def test_items_that_may_not_be_merged_are_not() -> None:
 def test_no_item_and_one_item_have_cuts() -> None:
     problem = mergecomp_problem("lstm")
     none, one = replace(problem, gaps_s=(), nbytes=()), replace(problem, gaps_s=(1.0,), nbytes=(4.0,))
-    for ways in (whole, fixed_size, equal_counts, mg_wfbp):
+    for ways in (whole, fixed_size, equal_counts, mg_wfbp, lazy):
         assert ways(none) == ()
         assert ways(one) == (Part(0, 1, 0),)
     for search in (best_cuts, mergecomp):

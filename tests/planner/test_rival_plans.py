@@ -24,6 +24,7 @@ from gradsync.planner.rival_plans import (
     bytecomp_plans,
     byteps_plans,
     layerwise_plans,
+    lazy_plans,
     mergecomp_plans,
     mg_wfbp_plans,
     secopa_plans,
@@ -33,6 +34,7 @@ from gradsync.schemes import AllReduce, HalfPrecision, PowerSGD, Route, Scheme
 
 FEEDBACK, TOP = ErrorFeedback(BlockInt(8)), ErrorFeedback(TopK(0.01))
 SHARED = ErrorFeedback(SharedBlockInt(4))
+HALF = HalfPrecision(values="bfloat16")
 LAYERS = 6
 COMPRESSORS = (FEEDBACK, TOP, SHARED, dgc(0.01, momentum=0.0))
 KERNELS = dict.fromkeys(
@@ -134,6 +136,16 @@ def test_mg_wfbp_merges_as_latency_asks_for_and_loses_nothing() -> None:
         assert not compressed(plan)
         numbers.append(sum(bucket.make_scheme() == AllReduce() for bucket in plan.buckets))
     assert numbers == sorted(numbers, reverse=True) and numbers[0] > numbers[-1] == 1
+
+
+def test_lazy_buckets_are_larger_where_latency_is_and_lose_what_is_asked_for() -> None:
+    for lossy, scheme in (((), AllReduce()), ((HALF,), HALF)):
+        numbers = []
+        for stage_s in (0.0, 5e-4, 1.0):
+            here = job(stage_s=stage_s, bandwidth_bytes_per_s=1e9)
+            (plan,) = lazy_plans(here, Constraints(lossy, always=bool(lossy)))
+            numbers.append(sum(bucket.make_scheme() == scheme for bucket in plan.buckets))
+        assert numbers == sorted(numbers, reverse=True) and numbers[0] > numbers[-1] == 1
 
 
 def test_mg_wfbp_does_not_look_for_zeros() -> None:

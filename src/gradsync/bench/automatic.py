@@ -19,6 +19,7 @@ from ..planner.rival_plans import (
     bytecomp_plans,
     byteps_plans,
     layerwise_plans,
+    lazy_plans,
     mergecomp_plans,
     mg_wfbp_plans,
     secopa_plans,
@@ -59,6 +60,10 @@ AUTOMATIC: dict[str, Automatic] = {
     ),
     "auto_exact": Automatic(partial(_planner, Constraints()), exact=True),
     "mg_wfbp": Automatic(partial(_planner, Constraints(), search=mg_wfbp_plans), exact=True),
+    "lazy": Automatic(partial(_planner, Constraints(), search=lazy_plans), exact=True),
+    "lazy_bf16": Automatic(
+        partial(_planner, Constraints((HalfPrecision(values="bfloat16"),), always=True), search=lazy_plans)
+    ),
 }
 
 CUTS = "cuts"
@@ -66,6 +71,7 @@ EVERYTHING: dict[str, Search] = {  # what may be compressed is; of `cuts` with a
     "layerwise": layerwise_plans,
     CUTS: candidate_plans,
     "mergecomp": mergecomp_plans,
+    "lazy": lazy_plans,
 }
 CHOSEN: dict[str, Search] = {  # what is compressed the search chooses; by routes, which carry compressors only
     "secopa": secopa_plans,

@@ -1,4 +1,4 @@
-"""Where MergeComp, MG-WFBP and DDP cut the items into buckets for one option (`mergecomp.md` 3.1, 3.2).
+"""Where MergeComp, MG-WFBP, GradientFlow and DDP cut the items into buckets for one option (`mergecomp.md` 3.1, 3.2).
 
 As in `cuts`, items that may not take the option take the first that they may, and are in buckets of their own.
 """
@@ -6,6 +6,7 @@ As in `cuts`, items that may not take the option take the first that they may, a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import inf, sqrt
 
 from .cuts import ROUNDING, by_count, cut_at, item_options, may_join
 from .machine import ROWS, Level, advance, deferred_s, follows, step_s
@@ -29,6 +30,27 @@ def fixed_size(problem: Problem, option: int = 0, nbytes: float = DDP_BYTES) -> 
             stops.append(item + 1)
             held = 0.0
     return cut_at(problem, option, stops)
+
+
+def lazy(problem: Problem, option: int = 0, nbytes: float | None = None) -> tuple[Part, ...]:
+    """GradientFlow's lazy all-reduce (Sun et al., 2019): gradients wait until so many bytes are ready, and go together.
+
+    0: each by itself; infinite: all at once. By default `lazy_bytes`. Where buckets end depends on order and sizes
+    alone, so all ranks send alike whatever is ready when; the last bucket may hold less.
+    """
+    return fixed_size(problem, option, lazy_bytes(problem, option) if nbytes is None else nbytes)
+
+
+def lazy_bytes(problem: Problem, option: int = 0) -> float:
+    """Of S bytes in buckets of x, S / x latencies and the exchange of the last x bytes stand beside backward or behind.
+
+    They are least together at x = sqrt(S alpha / beta), with latency and time for a byte of the option's transfers
+    (`gradientflow.md` 3.4).
+    """
+    transfers = [d for d in problem.options[option].chain if d.resource in (Resource.INTRA, Resource.INTER)]
+    latency_s = sum(demand.curve(0.0) for demand in transfers)
+    moving_s = sum(demand.curve(problem.amount(demand, 0, problem.size)) for demand in transfers) - latency_s
+    return sum(problem.nbytes) * sqrt(latency_s / moving_s) if moving_s > 0 else inf
 
 
 def equal_counts(problem: Problem, option: int = 0, count: int = 2) -> tuple[Part, ...]:

@@ -29,7 +29,7 @@ from .compressing import LATE
 from .cuts import best_cuts, by_count, cut_at
 from .greedy import bytecomp_device, bytecomp_offload
 from .job import Job
-from .merge import fixed_size, mergecomp, mg_wfbp, whole
+from .merge import fixed_size, lazy, mergecomp, mg_wfbp, whole
 from .options import KNOTS_BYTES, Formulation, Way, formulate
 from .predict import predict
 from .problem import Curve, Part, Problem
@@ -89,10 +89,12 @@ def mergecomp_plans(job: Job, constraints: Constraints) -> list[Plan]:
 
 def mg_wfbp_plans(job: Job, constraints: Constraints) -> list[Plan]:
     """MG-WFBP: nothing is compressed, dense gradients are merged where that saves more than the wait for the next."""
-    dense = [p if p.sparse else replace(p, density=None, elements=None) for p in job.profiles]
-    job = replace(job, profiles=tuple(dense))  # it does not look for zeros
-    formulation = formulate(job, exact_ways(job))
-    return [with_best_turns(_merged(formulation, _numbers(formulation, AllReduce()), mg_wfbp), job)]
+    return [_merged_exactly(job, mg_wfbp)]
+
+
+def lazy_plans(job: Job, constraints: Constraints) -> list[Plan]:
+    """GradientFlow's lazy all-reduce of dense gradients, as they are or by a lossy way, in buckets of the best size."""
+    return _merged_plans(job, constraints, lazy) if constraints.lossy else [_merged_exactly(job, lazy)]
 
 
 def secopa_plans(job: Job, constraints: Constraints) -> list[Plan]:
@@ -184,6 +186,14 @@ def _merged_plans(
         merged = {plan.digest: plan for plan in (_merged(formulation, numbers, cut) for cut in cuts)}
         plans += [with_best_turns(plan, job) for plan in merged.values()]
     return [min(plans, key=lambda plan: predict(plan, job).seconds)]
+
+
+def _merged_exactly(job: Job, cut: Cut) -> Plan:
+    """By all-reduce."""
+    dense = [p if p.sparse else replace(p, density=None, elements=None) for p in job.profiles]
+    job = replace(job, profiles=tuple(dense))  # it does not look for zeros
+    formulation = formulate(job, exact_ways(job))
+    return with_best_turns(_merged(formulation, _numbers(formulation, AllReduce()), cut), job)
 
 
 def _merged(formulation: Formulation, numbers: frozenset[int], cut: Cut) -> Plan:
