@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from .agreement import DEFAULT_TIMEOUT_S, agreed_engine, forget
+from .arrivals import Sections
 from .auto import planner_of
 from .bucket import matches
 from .comm import Group, GroupError
@@ -99,6 +100,20 @@ class Attachment:
         State of different steps, or with different plans to go on with, is refused like what has no place.
         """
         self._engine.load_state_dict(state, strict=strict)
+
+    def arrived(self, parameter: Tensor) -> Sections | None:
+        """Which elements of the parameter's gradient the last step brought; None: all of them.
+
+        Sections [start, stop) of its elements as `parameter.reshape(-1)` counts them, ascending. The gradient is 0
+        elsewhere: a scheme such as `CoarseGrained` sent other chunks in that step.
+
+        Raises:
+            ValueError: for a tensor that is no parameter synchronised here.
+        """
+        for name, ours in self._engine.parameters.items():
+            if ours is parameter:
+                return self._engine.arrivals.of(name)
+        raise ValueError(f"expected a parameter that is synchronised here, got a tensor of {tuple(parameter.shape)}")
 
     def statistics(self) -> list[BucketStatistics]:
         """Bytes, time and overlap of each bucket since attach, or since the plan changed."""

@@ -22,7 +22,8 @@ from torch.optim import Optimizer
 
 from .agreement import DEFAULT_TIMEOUT_S, agreed_engine, forget
 from .auto import planner_of
-from .hooks import at_end_of_backward, before_optimizer_steps
+from .freezing import Freezing
+from .hooks import after_optimizer_steps, at_end_of_backward, before_optimizer_steps
 from .optim import OneMomentum
 from .plan import Plan
 from .planning import Planner
@@ -60,16 +61,22 @@ class DDPState:
         self._given: list[tuple[GradBucket, Future[Tensor]]] = []
         self._modules = weakref.WeakSet(model.modules())
         self._momentum = OneMomentum(parameters)
-        self._handle = before_optimizer_steps(self, DDPState._before_optimizer_step, optimizer)
+        engine = self.engine
+        self._freezing = Freezing(parameters, lambda: engine.arrivals)
+        self._handles = [
+            before_optimizer_steps(self, DDPState._before_optimizer_step, optimizer),
+            after_optimizer_steps(self, DDPState._after_optimizer_step, optimizer),
+        ]
         # DDP holds its state: a model that is dropped takes thread and communicator along.
-        for end in (self.engine.close, self._handle.remove):
+        for end in (self.engine.close, *(handle.remove for handle in self._handles)):
             weakref.finalize(self, end).atexit = False
 
     def detach(self) -> None:
         """From now on the hook is DDP's own all-reduce: torch cannot take a hook off."""
         self.detached = True
         self._given.clear()
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
         self.engine.close()
         forget(self._modules, self.engine.parameters.values())
 
@@ -109,6 +116,10 @@ class DDPState:
         except ValueError as error:
             self.engine.fail(str(error))  # settings may differ by rank: the others would wait for this one
             raise
+        self._freezing.before(optimizer)
+
+    def _after_optimizer_step(self, optimizer: Optimizer) -> None:
+        self._freezing.after(optimizer)
 
     def _require_even_inputs(self) -> None:
         model = self._model()

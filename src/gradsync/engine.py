@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from . import memory
+from .arrivals import Arrivals
 from .bucket import PHASES, StepMarks, TensorSpec
 from .comm import Group, GroupError, JobThread, Synchronization, gather_bytes
 from .density import ParameterProfile
@@ -67,6 +68,7 @@ class Engine:
         self._marks = StepMarks()
         self._marks_checked = True
         self._steps_good = True
+        self.arrivals = Arrivals()  # of the last finished step
         self._timeline: list[Task] = []
         self._ready_s: dict[str, float] = {}  # when each bucket was ready in the last step
         self._final_statistics: list[BucketStatistics] = []
@@ -182,6 +184,7 @@ class Engine:
             self._running = None
         for lane in self.lanes:
             lane.accept(running.results[lane.bucket.id], self.step)
+        self.arrivals = Arrivals(lane.arrival for lane in self.lanes)
         troubled = (lane.gradients.troubled or lane.broken for lane in self.lanes)
         self._steps_good = not (self.lanes.have_state and any(troubled))
         if not self._steps_good:

@@ -19,12 +19,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from .bucket import Layout, TensorSpec
 from .comm import Group
 from .engine import Engine
+from .freezing import Freezing
 from .lane import Lane
 from .optim import OneMomentum
 from .plan import Plan
@@ -74,6 +75,7 @@ class AutogradHooks:
         self._rounds = 0  # of backward and optimiser step since attach; ranks that count differently must not average
         self._round_counted = True  # a round is a synchronization and a step after it
         self._momentum = OneMomentum(self._parameters)
+        self._freezing = Freezing(self._parameters, lambda: engine.arrivals)
         self._versions: dict[str, int] | None = None  # of the gradients, when they must not be changed before the step
         self._lendable: set[str] = set()  # whose gradients autograd makes dense, and small: it may add into their homes
         self._task = -1  # autograd's number of the backward under way
@@ -96,6 +98,7 @@ class AutogradHooks:
         model_hook = _uncompiled(_ModelHook)
         self._handles.append(model.register_forward_pre_hook(model_hook(self, AutogradHooks._before_forward)))
         self._handles.append(before_optimizer_steps(self, AutogradHooks._before_optimizer_step, optimizer))
+        self._handles.append(after_optimizer_steps(self, AutogradHooks._after_optimizer_step, optimizer))
 
     def remove(self) -> None:
         """Takes the hooks off; gradients stay where they are."""
@@ -221,10 +224,14 @@ class AutogradHooks:
         except ValueError as error:
             self._engine.fail(str(error))  # settings may differ by rank: the others would wait for this one
             raise
+        self._freezing.before(optimizer)
         self._used[id(optimizer)] = self._synchronizations
         if not self._round_counted:  # several optimisers may step, and a sharded one in an outer and an inner step
             self._rounds += 1
             self._round_counted = True
+
+    def _after_optimizer_step(self, optimizer: Optimizer) -> None:
+        self._freezing.after(optimizer)
 
     def _require_untouched(self, versions: Mapping[str, int]) -> None:
         """A rank that came late has not clipped or unscaled, so no rank may have."""
@@ -346,6 +353,14 @@ def before_optimizer_steps(
     """Runs `function(owner, optimizer)` before each step of the optimiser, or of any, while the owner lives."""
     hook = _uncompiled(_Hook)(owner, lambda alive, optimizer, *_: function(alive, optimizer))
     return register_optimizer_step_pre_hook(hook) if optimizer is None else optimizer.register_step_pre_hook(hook)
+
+
+def after_optimizer_steps(
+    owner: T, function: Callable[[T, Optimizer], None], optimizer: Optimizer | None = None
+) -> RemovableHandle:
+    """As `before_optimizer_steps`, after each step."""
+    hook = _uncompiled(_Hook)(owner, lambda alive, optimizer, *_: function(alive, optimizer))
+    return register_optimizer_step_post_hook(hook) if optimizer is None else optimizer.register_step_post_hook(hook)
 
 
 def broadcast_tensors(group: Group, tensors: list[Tensor], timeout_s: float) -> None:

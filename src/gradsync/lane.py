@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .arrivals import Arrival
 from .bucket import Bucket, Layout, StepMarks
 from .comm import Group, Ledger, RecordingGroup
 from .density import DensityProfile, ParameterProfile, joined
@@ -124,6 +125,12 @@ class Lane:
             used = [segment.name not in unused for segment in self.bucket.segments]
             lengths = torch.tensor([segment.numel for segment in self.bucket.segments])
             self.next_owed = self.owed.masked_fill(torch.tensor(used).repeat_interleave(lengths), 0.0)
+
+    @property
+    def arrival(self) -> Arrival:
+        """What the accepted step brought, until its state is committed."""
+        sections = self.scheme.arrived(self.next_state) if self.next_state else None
+        return Arrival(self.bucket, sections, self.scheme.freezes)
 
     def spoil(self) -> None:
         """After a step in which some rank saw NaN or infinity: the state stays, so the result must not be used.

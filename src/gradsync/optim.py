@@ -16,6 +16,9 @@ from torch.optim import SGD, Optimizer
 
 from .compressors import MomentumCorrection, Signum
 from .plan import Plan
+from .schemes import CoarseGrained
+
+Keeper = MomentumCorrection[Any] | Signum | CoarseGrained  # of a momentum on each rank
 
 
 def take_momentum(optimizer: Optimizer, parameters: Iterable[Tensor]) -> float:
@@ -72,7 +75,7 @@ class OneMomentum:
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._parameters = dict(parameters)
         self._plan: Plan | None = None
-        self._kept: dict[int, tuple[str, MomentumCorrection[Any] | Signum]] = {}  # by id of the parameter
+        self._kept: dict[int, tuple[str, Keeper]] = {}  # by id of the parameter
 
     def check(self, plan: Plan, optimizer: Optimizer) -> None:
         """
@@ -87,7 +90,7 @@ class OneMomentum:
             if momentum := momentum_of(group):
                 self._require_none(group["params"], momentum)
 
-    def _kept_by(self, plan: Plan) -> dict[int, tuple[str, MomentumCorrection[Any] | Signum]]:
+    def _kept_by(self, plan: Plan) -> dict[int, tuple[str, Keeper]]:
         found = ((bucket.names, _momentum_in(bucket.make_scheme())) for bucket in plan.buckets)
         return {id(self._parameters[name]): (name, keeper) for names, keeper in found if keeper for name in names}
 
@@ -123,9 +126,9 @@ def _part(group: dict[str, Any], wanted: set[int]) -> dict[str, Any]:
     return new
 
 
-def _momentum_in(part: object) -> MomentumCorrection[Any] | Signum | None:
-    """The first compressor with a momentum anywhere in a scheme."""
-    if isinstance(part, MomentumCorrection | Signum) and part.momentum:
+def _momentum_in(part: object) -> Keeper | None:
+    """What has a momentum, anywhere in a scheme, the first."""
+    if isinstance(part, MomentumCorrection | Signum | CoarseGrained) and part.momentum:
         return part
     inner: Iterable[object] = ()
     if isinstance(part, tuple):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from gradsync.bench.automatic import AUTOMATIC, Parted, automatic, parted
+from gradsync.bench.coarse import MOMENTUM, coarse
 from gradsync.bench.methods import METHODS, method
 from gradsync.bench.plans import fit_optimizer
 from gradsync.compressors import Cast, ErrorFeedback, MomentumCorrection, SharedBlockInt, TopK
@@ -16,6 +18,8 @@ from gradsync.planner.rival_plans import best_cuts_plans, bytecomp_plans, layerw
 from gradsync.planner.ways import Constraints
 from gradsync.schemes import CoarseGrained, HalfPrecision
 from tests.planner.test_rival_plans import compressed, job
+
+CHUNKS = CoarseGrained(ratio=0.1, chunk=4096, scoring="agreement", freeze=True)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +68,7 @@ def test_a_name_that_means_nothing_is_refused_with_what_there_is(name: str, reas
         ("bf16_cuts", candidate_plans, Constraints((HalfPrecision(values="bfloat16"),), always=True)),
         ("bf16_mergecomp", mergecomp_plans, Constraints((HalfPrecision(values="bfloat16"),), always=True)),
         ("lazy_bf16", lazy_plans, Constraints((HalfPrecision(values="bfloat16"),), always=True)),
-        ("csc0.1_lazy", lazy_plans, Constraints((CoarseGrained(ratio=0.1),), always=True)),
+        ("csc0.1_lazy", lazy_plans, Constraints((CHUNKS,), always=True, fewest_elements=CHUNKS.chunk)),
         ("topk0.01_layerwise", layerwise_plans, Constraints((ErrorFeedback(TopK(0.01)),), always=True)),
         ("bf16_bytecomp", bytecomp_plans, Constraints((Cast("bfloat16"),))),
         ("int8_shared_cuts", candidate_plans, Constraints((ErrorFeedback(SharedBlockInt(3)),), always=True)),
@@ -108,3 +112,23 @@ def test_a_compressor_with_momentum_is_refused_where_only_some_gradients_are_com
     assert found is not None
     with pytest.raises(ValueError, match="keeps momentum, .* automatic plans cannot try it"):
         found.planner(4)
+
+
+def test_words_behind_a_ratio_of_chunks_change_what_they_say() -> None:
+    assert coarse("csc0.1", 0.0) == CHUNKS
+    assert coarse("csc0.25_bf16_exact", 0.0) == replace(
+        CHUNKS, ratio=0.25, scheme=HalfPrecision(values="bfloat16"), choice="exact"
+    )
+    assert coarse("csc0.1_unmasked", 0.5) == replace(CHUNKS, freeze=False, momentum=0.5, masking=False)
+    assert coarse("csc0.1_cuts", 0.0) is coarse("csc", 0.0) is coarse("topk0.1", 0.0) is None
+    with pytest.raises(ValueError, match=r"must be in \(0, 1\], got 2"):
+        method("csc2")
+
+
+@pytest.mark.parametrize(("name", "taken"), [("csc0.1", 0.0), ("csc0.1_dgc", MOMENTUM)])
+def test_momentum_is_taken_from_what_travels_in_chunks(name: str, taken: float) -> None:
+    large, small = torch.nn.Parameter(torch.zeros(80, 80)), torch.nn.Parameter(torch.zeros(80))
+    optimizer = torch.optim.SGD([large, small], lr=0.1, momentum=MOMENTUM)
+    assert fit_optimizer(name, optimizer) == taken
+    momenta = {id(p): group["momentum"] for group in optimizer.param_groups for p in group["params"]}
+    assert momenta == {id(large): MOMENTUM - taken, id(small): MOMENTUM}

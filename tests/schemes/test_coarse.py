@@ -37,6 +37,12 @@ KINDS = [
     pytest.param(replace(SMALL, warmup=(1.0, 0.5), steps_per_ratio=2), id="warm-up"),
     pytest.param(replace(SMALL, chunk=5000), id="one chunk"),
     pytest.param(replace(SMALL, ratio=1.0), id="dense"),
+    pytest.param(replace(SMALL, scoring="agreement", freeze=True), id="agreement"),
+    pytest.param(replace(SMALL, scoring="relative", choice="exact"), id="exact relative"),
+]
+KEEP_MOMENTUM = [
+    pytest.param(replace(SMALL, momentum=0.9), id="momentum"),
+    pytest.param(replace(SMALL, momentum=0.9, choice="exact", scoring="agreement"), id="exact momentum"),
 ]
 ONE = bucket(torch.float32, ((1000,),))
 
@@ -85,7 +91,7 @@ def test_nothing_is_lost(scheme: CoarseGrained, dtype: torch.dtype) -> None:
         torch.testing.assert_close(given + ranks.residuals(), brought, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("scheme", KINDS)
+@pytest.mark.parametrize("scheme", KINDS + KEEP_MOMENTUM)
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bytes_and_turns_are_as_predicted_whatever_the_data(
@@ -132,10 +138,22 @@ def test_the_exact_choice_is_that_of_the_largest_norms_over_all_ranks() -> None:
 
 def test_the_late_choice_goes_by_what_the_last_step_left() -> None:
     ranks = Ranks(replace(SMALL, ratio=0.1), 2, ONE)
-    sizes = constant([9.0, 1, 2, 3, 4, 5, 6, 7, 8, 1])
+    sizes = constant([1.0, 1, 2, 3, 4, 5, 6, 7, 8, 1])
     nothing = torch.zeros_like(sizes)
-    found = [chunks_of(ranks.step([sizes if step == 0 else nothing] * 2)) for step in range(11)]
-    assert found == [[0], [8], [7], [6], [5], [4], [3], [2], [1], [9], []], "no chunk twice while others wait"
+    found = [chunks_of(ranks.step([sizes if step == 0 else nothing] * 2)) for step in range(9)]
+    assert found == [[0], [8], [7], [6], [5], [4], [3], [2], [1]], "no chunk twice while others wait"
+
+
+def test_the_late_choice_chooses_as_the_exact_one_what_grows_as_it_did() -> None:
+    """What has the largest gradients is sent in every step, the others when they have gathered as much."""
+    sizes = constant([50.0, 1, 2, 3, 4, 5, 6, 7, 8, 1])
+    ranks = Ranks(SMALL, 2, ONE)
+    for step in range(12):
+        norms = (ranks.residuals() + 2 * elements(sizes, ONE)).view(-1, 100).abs().sum(dim=1)
+        chosen = chunks_of(ranks.step([sizes, sizes]))
+        if step > 0:  # the first one has nothing to choose by
+            assert chosen == sorted(norms.sort(descending=True, stable=True).indices[:2].tolist())
+            assert 0 in chosen
 
 
 @pytest.mark.parametrize("choice", ["late", "exact"])
@@ -161,6 +179,73 @@ def test_no_chunk_waits_longer_than_its_age_allows(choice: str) -> None:
         waited.append(longest)
     assert waited[0] == 59, "without a cap it starves"
     assert waited[1] <= 10 + 2 / 0.2
+
+
+def test_chunks_in_which_the_ranks_cancel_out_wait_for_those_in_which_they_agree() -> None:
+    agreed, noise = constant([1.0] * 5 + [0.0] * 5), constant([0.0] * 5 + [3.0] * 5)
+    for choice in ("late", "exact"):
+        counts = {}
+        for scoring in ("norm", "agreement"):
+            ranks = Ranks(replace(SMALL, choice=choice, scoring=scoring), 2, ONE)
+            sent = [chunk for _ in range(30) for chunk in chunks_of(ranks.step([agreed + noise, agreed - noise]))]
+            counts[scoring] = sum(chunk < 5 for chunk in sent)
+        assert counts["agreement"] > 1.5 * counts["norm"]
+
+
+def test_tensors_with_small_gradients_are_served_as_well() -> None:
+    like = bucket(torch.float32, ((500,), (500,)))
+    sizes = constant([100.0, 101, 102, 103, 104, 1.0, 1.01, 1.02, 1.03, 1.04], like)
+    for choice in ("late", "exact"):
+        shares = {}
+        for scoring in ("norm", "relative"):
+            ranks = Ranks(replace(SMALL, choice=choice, scoring=scoring), 2, like)
+            sent = [chunk for _ in range(40) for chunk in chunks_of(ranks.step([sizes, sizes]))]
+            shares[scoring] = sum(chunk >= 5 for chunk in sent) / len(sent)
+        assert shares["norm"] < 0.1
+        assert 0.4 < shares["relative"] < 0.6
+
+
+@pytest.mark.parametrize("masking", [True, False])
+def test_momentum_of_a_rank_is_sent_as_a_gradient_is(masking: bool) -> None:
+    """One rank, u = u / 2 + g of which the chunk with more of it is sent: masked, u begins anew there."""
+    scheme = CoarseGrained(ratio=0.5, chunk=1, choice="exact", momentum=0.5, masking=masking)
+    like = bucket(shapes=((2,),))
+    ranks = Ranks(scheme, 1, like)
+    inputs = torch.zeros(like.numel + like.num_flags, dtype=torch.float64)
+    inputs[:2] = torch.tensor([4.0, 3.0])
+    results = [ranks.step([inputs])[:2].tolist() for _ in range(3)]
+    # u = (4, 3), p = u; then u = (4 or 6, 4.5), p = (4 or 6, 7.5)
+    last = [6 + 4.0, 0.0] if masking else [6 + 7.0, 0.0]
+    assert results == [[4.0, 0.0], [0.0, 7.5], last]
+
+
+def test_of_all_chunks_momentum_is_an_optimisers() -> None:
+    """Nothing is masked in a dense step."""
+    ranks = Ranks(replace(SMALL, ratio=1.0, momentum=0.9), 2)
+    velocity = torch.zeros(bucket().numel, dtype=torch.float64)
+    for step in range(4):
+        inputs = [gradient(10 * step + rank) for rank in range(2)]
+        velocity = 0.9 * velocity + torch.stack(inputs).mean(dim=0)[: bucket().numel]
+        torch.testing.assert_close(elements(ranks.step(inputs), bucket()), velocity, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("scheme", [SMALL, replace(SMALL, choice="exact", scheme=HalfPrecision())], ids=str)
+def test_what_arrived_is_told(scheme: CoarseGrained) -> None:
+    ranks, like = Ranks(scheme, 2), bucket()
+    assert scheme.arrived(ranks.states[0]) is None, "before the first step nothing was left out"
+    for step in range(3):
+        result = ranks.step([gradient(10 * step + rank) for rank in range(2)])
+        sections = scheme.arrived(ranks.states[0])
+        assert sections is not None and len(sections) == 6
+        assert sections == scheme.arrived(ranks.states[1])
+        arrived = torch.zeros(like.numel, dtype=torch.bool)
+        for start, stop in sections:
+            arrived[start:stop] = True
+        assert not result[: like.numel][~arrived].any()
+        assert all(result[start:stop].any() for start, stop in sections)
+    ranks = Ranks(replace(SMALL, ratio=1.0), 2)
+    ranks.step([gradient(0), gradient(1)])
+    assert SMALL.arrived(ranks.states[0]) is None
 
 
 def test_what_is_kept_is_forgotten_as_asked_for() -> None:
@@ -192,7 +277,7 @@ def test_what_is_not_finite_in_a_chunk_that_is_not_sent_shows_in_its_score() -> 
         assert not ranks.kept(rank).tensors["scores"][0].isfinite().all(), "on all ranks"
 
 
-@pytest.mark.parametrize("scheme", KINDS)
+@pytest.mark.parametrize("scheme", KINDS + KEEP_MOMENTUM)
 def test_a_step_can_be_taken_back(scheme: CoarseGrained) -> None:
     ranks = Ranks(scheme, 2)
     inputs = [gradient(rank) for rank in range(2)]
@@ -237,13 +322,18 @@ def test_steps_change_with_the_warm_up_and_at_no_other_round() -> None:
 
 
 def test_plans_name_it_and_illegal_settings_are_refused() -> None:
-    scheme = CoarseGrained(HalfPrecision(), 0.05, 4096, "exact", 0.9, 100, (1.0, 0.25), 500)
+    scheme = CoarseGrained(
+        HalfPrecision(), 0.05, 4096, "exact", "relative", 0.9, 100, True, warmup=(1.0, 0.25), steps_per_ratio=500
+    )
     assert from_expression(to_expression(scheme)) == scheme
     cases: list[tuple[dict[str, Any], str]] = [
         ({"ratio": 0.0}, r"ratio, and those of warmup, must be in \(0, 1\], got 0.0"),
         ({"warmup": (1.5,), "steps_per_ratio": 1}, r"ratio, and those of warmup, must be in \(0, 1\], got 1.5"),
         ({"chunk": 0}, "chunk must be at least 1 element, got 0"),
         ({"choice": "early"}, "choice must be one of late, exact, got 'early'"),
+        ({"scoring": "size"}, "scoring must be one of norm, agreement, relative, got 'size'"),
+        ({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0"),
+        ({"momentum": 0.9, "freeze": True}, "momentum is for plain error feedback: without freeze"),
         ({"history": 1.5}, r"history must be in \[0, 1\], got 1.5"),
         ({"max_age": 0}, "max_age must be at least 1 step or None, got 0"),
         ({"warmup": (1.0,)}, "warmup needs steps_per_ratio of at least 1"),

@@ -27,7 +27,7 @@ from ..planner.rival_plans import (
 from ..planner.ways import Constraints
 from ..schemes import HalfPrecision, PowerSGD
 from . import compressors
-from .plans import DENSE_SCHEMES, VOTES, lossy_of
+from .plans import VOTES, fewest_elements, is_lossy, lossy_of
 
 MOST_ERROR = 0.1  # of a gradient's norm that `auto` may lose: 16 bits do less
 MOST_DELAY = 1.0  # of steps' gradients that its error feedback may hold back: an error of 0.7 in each step
@@ -108,7 +108,12 @@ class Parted:
             if by_name
             else lossy_of(self.lossy, world_size, momentum)
         )
-        constraints = Constraints((lossy,), always=self.ending in EVERYTHING, matrices_only=_matrices_only(self.lossy))
+        constraints = Constraints(
+            (lossy,),
+            always=self.ending in EVERYTHING,
+            matrices_only=_matrices_only(self.lossy),
+            fewest_elements=fewest_elements(self.lossy),
+        )
         return _planner(constraints, world_size, self.search)
 
 
@@ -119,10 +124,10 @@ def parted(name: str) -> Parted | None:
         ValueError: for an unknown search behind a known name, a number of buckets that is none, and a search that the
             lossy way cannot be carried by.
     """
-    if _is_lossy(name):
+    if is_lossy(name):
         return None
     stem, _, ending = name.rpartition("_")
-    if not _is_lossy(stem):
+    if not is_lossy(stem):
         return None
     lossy_of(stem, compressors.USUAL_RANKS)  # raises for a number that its compressor does not take
     if ending in CHOSEN and not compressors.is_known(stem):
@@ -154,10 +159,6 @@ def automatic(name: str, momentum: float = 0.0) -> Automatic | None:
     if found is None:
         return None
     return Automatic(partial(found.planner, momentum=momentum), lossy=found.lossy)
-
-
-def _is_lossy(name: str) -> bool:
-    return name in DENSE_SCHEMES or compressors.is_known(name)
 
 
 def _matrices_only(name: str) -> bool:

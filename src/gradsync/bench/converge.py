@@ -19,15 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..arrivals import Arrival, Arrivals
 from ..bucket import Layout, TensorSpec
 from ..comm import LocalGroup, drive_in_turns
 from ..density import ParameterProfile
+from ..freezing import Freezing
 from ..plan import Plan
 from ..planner import default_plan
 from ..report.record import Losses, Record, Spread
 from ..workloads import Workload, load
-from . import compressors
-from .plans import DENSE_SCHEMES, PlanMaker, fit_optimizer, lossy_planner
+from . import coarse, compressors
+from .plans import DENSE_SCHEMES, SCHEMES_IN_WORDS, PlanMaker, fit_optimizer, is_lossy, lossy_planner
 from .provenance import commit, machine, versions
 
 BASELINE = "dense"  # all-reduce of what the ranks have, in float32
@@ -37,7 +39,7 @@ def usual_methods() -> tuple[str, ...]:
     """All there are, and without error feedback those that need it."""
     names = compressors.usual_names()
     bare = [f"{name}{compressors.WITHOUT}" for name in names if compressors.named(name).family.feedback]
-    return tuple(dict.fromkeys((*DENSE_SCHEMES, *names, *bare)))
+    return tuple(dict.fromkeys((*DENSE_SCHEMES, *coarse.USUAL, *names, *bare)))
 
 
 @dataclass(frozen=True)
@@ -77,9 +79,11 @@ def planner_of(name: str, momentum: float = 0.0) -> PlanMaker:
     Raises:
         ValueError: for an unknown name, listing what there is.
     """
-    if name != BASELINE and name not in DENSE_SCHEMES and not compressors.is_known(name):
-        others = ", ".join((BASELINE, *DENSE_SCHEMES))
-        raise ValueError(f"unknown method {name!r}; there are {others}, and compressors: {compressors.NAMES_IN_WORDS}")
+    if name != BASELINE and not is_lossy(name):
+        raise ValueError(
+            f"unknown method {name!r}; there are {BASELINE}, {SCHEMES_IN_WORDS}; and compressors: "
+            f"{compressors.NAMES_IN_WORDS}"
+        )
     return default_plan if name == BASELINE else lossy_planner(name, momentum)
 
 
@@ -174,6 +178,9 @@ def trained(task: Workload, name: str, *, seed: int, steps: int, ranks: int) -> 
     batches = [task.batches(rank, ranks, seed) for rank in range(ranks)]
     parameters = dict(model.named_parameters())
     together: Ranks | None = None
+    freezing = Freezing(parameters, lambda: Arrivals() if together is None else together.arrivals)
+    optimizer.register_step_pre_hook(freezing.before)
+    optimizer.register_step_post_hook(freezing.after)
     for _ in range(steps):
         gradients = []
         for mine in batches:
@@ -194,6 +201,7 @@ class Ranks:
         self._groups = LocalGroup.world(size)
         self._buckets = [(bucket.bucket(specs), bucket.make_scheme()) for bucket in plan.buckets]
         self._states = [[scheme.init(bucket, group) for group in self._groups] for bucket, scheme in self._buckets]
+        self.arrivals = Arrivals()  # of the last step
 
     @classmethod
     def of(cls, gradients: Mapping[str, Tensor], planner: PlanMaker, size: int) -> Ranks:
@@ -208,6 +216,7 @@ class Ranks:
     def mean(self, gradients: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """What the ranks agree on, of one step's gradients of each."""
         means: dict[str, Tensor] = {}
+        arrived: list[Arrival] = []
         size = len(self._groups)
         for number, (bucket, scheme) in enumerate(self._buckets):
             if bucket.layout is Layout.ROWS:
@@ -224,7 +233,9 @@ class Ranks:
                 ]
             )
             self._states[number] = [state for _, state in done]
+            arrived.append(Arrival(bucket, scheme.arrived(done[0][1]), scheme.freezes))
             parts = done[0][0][: bucket.numel].split([segment.numel for segment in bucket.segments])
             for name, part in zip(bucket.names, parts, strict=True):
                 means[name] = part.view_as(gradients[0][name])
+        self.arrivals = Arrivals(arrived)
         return means

@@ -24,9 +24,9 @@ from ..attach import Attachment, attach
 from ..auto import AutoPlanner
 from ..planner import SPARSE_SCHEMES as PLANNED_SCHEMES
 from ..schemes import Scheme
-from . import compressors
+from . import coarse, compressors
 from .automatic import AUTOMATIC, ENDINGS_IN_WORDS, Automatic, automatic
-from .plans import DENSE_SCHEMES, lossy_planner, planned
+from .plans import DENSE_SCHEMES, SCHEMES_IN_WORDS, is_lossy, lossy_planner, planned
 
 ONE_BUCKET_MB = 1 << 20  # larger than any model here: DDP then puts everything into one bucket
 
@@ -160,7 +160,7 @@ METHODS: dict[str, Method] = {
         Method("gradsync_dense", False, True, _gradsync),
         *(planning(name, each) for name, each in AUTOMATIC.items()),
         *(Method(n, True, True, partial(_gradsync, plan=partial(planned, s))) for n, s in SPARSE_SCHEMES.items()),
-        *map(lossy, DENSE_SCHEMES),
+        *map(lossy, (*DENSE_SCHEMES, *coarse.USUAL)),
     )
 }
 
@@ -182,9 +182,9 @@ def method(name: str, momentum: float = 0.0) -> Method:
         return METHODS[name]
     if (planned_for := automatic(name, momentum)) is not None:
         return planning(name, planned_for)
-    if name not in DENSE_SCHEMES and not compressors.is_known(name):
+    if not is_lossy(name):
         raise ValueError(
             f"unknown method {name!r}; there are {', '.join(METHODS)} and {DDP} (the best of the bucket sweep), "
-            f"compressors: {compressors.NAMES_IN_WORDS}; and searches: {ENDINGS_IN_WORDS}"
+            f"{SCHEMES_IN_WORDS}; compressors: {compressors.NAMES_IN_WORDS}; and searches: {ENDINGS_IN_WORDS}"
         )
     return lossy(name, momentum)

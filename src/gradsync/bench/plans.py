@@ -14,7 +14,7 @@ from ..optim import take_momentum
 from ..plan import Plan
 from ..planner import CompressingPlanner, default_plan
 from ..schemes import CoarseGrained, HalfPrecision, MajorityVote, PowerSGD, Scheme, SchemeOrCompressor
-from . import compressors
+from . import coarse, compressors
 
 PlanMaker = Callable[[Sequence[ParameterProfile], int], Plan]
 
@@ -28,19 +28,38 @@ DENSE_SCHEMES: dict[str, Scheme[Any]] = {
     "sign": MajorityVote(Sign()),
     "signum": MajorityVote(Signum()),
     **{f"powersgd{rank}": PowerSGD(rank) for rank in (1, 2, 4)},
-    **{f"csc{ratio}": CoarseGrained(ratio=ratio) for ratio in (0.05, 0.1, 0.25)},
-    "csc0.1_bf16": CoarseGrained(HalfPrecision(values="bfloat16"), ratio=0.1),
 }
+SCHEMES_IN_WORDS = f"{', '.join(DENSE_SCHEMES)}, {coarse.NAMES_IN_WORDS}"
+
+
+def dense_scheme(name: str, momentum: float = 0.0) -> Scheme[Any] | None:
+    """The scheme of dense buckets of this name; None for other names.
+
+    Raises:
+        ValueError: for a ratio that is none.
+    """
+    return DENSE_SCHEMES.get(name) or coarse.coarse(name, momentum)
+
+
+def is_lossy(name: str) -> bool:
+    """Whether it names a scheme of dense buckets or a compressor."""
+    return dense_scheme(name) is not None or compressors.is_known(name)
+
+
+def fewest_elements(name: str) -> int:
+    """Of tensors that do not travel dense."""
+    scheme = dense_scheme(name)
+    return scheme.chunk if isinstance(scheme, CoarseGrained) else 0
 
 
 def lossy_planner(name: str, momentum: float = 0.0) -> CompressingPlanner:
-    """What makes the plans of a method: one of `DENSE_SCHEMES`, or a compressor, see `compressors.named`.
+    """What makes the plans of a method: a scheme of dense buckets, or a compressor, see `compressors.named`.
 
     Raises:
         ValueError: for an unknown name, or a number that the compressor does not take.
     """
-    if name in DENSE_SCHEMES:
-        return CompressingPlanner(DENSE_SCHEMES[name])
+    if (scheme := dense_scheme(name, momentum)) is not None:
+        return CompressingPlanner(scheme, fewest_elements=fewest_elements(name))
     matrices_only = compressors.named(name).family.matrices_only
     return CompressingPlanner(partial(_among, name, momentum), matrices_only=matrices_only)
 
@@ -51,7 +70,7 @@ def lossy_of(name: str, world_size: int, momentum: float = 0.0) -> SchemeOrCompr
     Raises:
         ValueError: for an unknown name, or a number that the compressor does not take.
     """
-    return DENSE_SCHEMES[name] if name in DENSE_SCHEMES else _among(name, momentum, world_size)
+    return dense_scheme(name, momentum) or _among(name, momentum, world_size)
 
 
 def _among(name: str, momentum: float, world_size: int) -> Compressor[Any]:
@@ -74,12 +93,12 @@ def fit_optimizer(name: str, optimizer: Optimizer) -> float:
             group["momentum"] = 0.0
         if "betas" in group:
             group["betas"] = (0.0, *group["betas"][1:])
-    if name in DENSE_SCHEMES or not compressors.is_known(name):
-        return 0.0
-    family = compressors.named(name).family
-    if "momentum" not in family.asks:
-        return 0.0
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if (scheme := dense_scheme(name, coarse.MOMENTUM)) is not None:
+        does = isinstance(scheme, CoarseGrained) and scheme.momentum > 0
+        return take_momentum(optimizer, [p for p in parameters if p.numel() >= fewest_elements(name)]) if does else 0.0
+    if not compressors.is_known(name) or "momentum" not in (family := compressors.named(name).family).asks:
+        return 0.0
     return take_momentum(optimizer, [p for p in parameters if p.dim() > 1 or not family.matrices_only])
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ..bench import compressors
-from ..bench.plans import DENSE_SCHEMES, lossy_of
+from ..bench.plans import SCHEMES_IN_WORDS, lossy_of
 from ..cluster import Cluster
 from ..plan import Plan
 from ..planner.candidates import searched
@@ -28,7 +28,7 @@ OnCluster = Annotated[
 Allow = Annotated[
     str,
     typer.Option(
-        help=f"What dense gradients may be lost by, comma-separated: {', '.join(DENSE_SCHEMES)}, and compressors: "
+        help=f"What dense gradients may be lost by, comma-separated: {SCHEMES_IN_WORDS}; and compressors: "
         f"{compressors.NAMES_IN_WORDS}. By default nothing is lost."
     ),
 ]

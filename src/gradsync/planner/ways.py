@@ -64,6 +64,7 @@ class Constraints:
     always: bool = False  # what may take a lossy way takes one, exact ways are for all others
     exact: tuple[str, ...] = ()  # names or shell patterns of parameters that lose nothing
     matrices_only: bool = False  # tensors of one dimension, as biases and norms, lose nothing
+    fewest_elements: int = 0  # of tensors that may lose anything
     most_error: float | None = None
     most_delay: float | None = None
     errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by parameter, by `name_of` a way
@@ -75,6 +76,8 @@ class Constraints:
                 raise ValueError(f"Constraints.lossy must be compressors, or schemes of flat buckets, got {way!r}")
         if isinstance(self.exact, str):
             raise ValueError(f"Constraints.exact must be a tuple of names or patterns, got {self.exact!r}")
+        if type(self.fewest_elements) is not int or self.fewest_elements < 0:
+            raise ValueError(f"Constraints.fewest_elements must be a number from 0 on, got {self.fewest_elements!r}")
         for name, bound in (("most_error", self.most_error), ("most_delay", self.most_delay)):
             if bound is not None and not 0 <= bound < inf:
                 raise ValueError(f"Constraints.{name} must be a number and not be negative, got {bound}")
@@ -97,7 +100,7 @@ class Constraints:
         tensor = profile.tensor
         if profile.sparse or not tensor.dtype.is_floating_point or matches(profile.name, self.exact):
             return False
-        if self.matrices_only and len(tensor.shape) < 2:
+        if tensor.numel < self.fewest_elements or (self.matrices_only and len(tensor.shape) < 2):
             return False
         error = self.errors.get(profile.name, {}).get(name_of(way), inf)
         if self.most_delay is not None and sends_later(way):

@@ -104,6 +104,18 @@ class Scheme(Nameable, ABC, Generic[X]):
         `round` is the number of the training step, on which few schemes depend.
         """
 
+    @property
+    def freezes(self) -> bool:
+        """Whether optimisers must leave alone what `arrived` has not."""
+        return False
+
+    def arrived(self, state: State) -> list[tuple[int, int]] | None:
+        """The sections [start, stop) of a flat bucket's elements that the step which led to this state brought.
+
+        The result is 0 elsewhere. None: all of them.
+        """
+        return None
+
     def unchanged_since(self, round: int) -> int:
         """From which round on `steps` are what they are in this one."""
         return 0

@@ -10,18 +10,21 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from .. import kernels, memory
-from ..bucket import Bucket, Layout, TensorSpec
+from ..bucket import Bucket, FlatSpec, Layout, TensorSpec
 from ..cluster import Placement
 from ..comm import Group
-from ..compressors import SENT
+from ..compressors import RESIDUAL, SENT
 from ..compressors import State as CompressorState
+from ..compressors.momentum import MOMENTUM
 from ..density import DensityProfile
 from ..expressions import register
 from ..kernels import Sections
@@ -31,8 +34,10 @@ from .compressed import parted
 from .dense import AllReduce
 from .precision import HalfPrecision
 
-RESIDUAL, SCORES, AGES = "residual", "scores", "ages"  # what is kept: for each element, and for each chunk
+SCORES, AGES, AGREEMENT, LEVELS = "scores", "ages", "agreement", "levels"  # what is kept of chunks
 CHOICES = ("late", "exact")
+SCORING = ("norm", "agreement", "relative")
+LEVEL_STEPS = 10  # over which a tensor's level is a running mean, about
 
 
 @register
@@ -44,18 +49,27 @@ class CoarseGrained(Scheme[Tensor]):
     others (error feedback), so sent + residual = gradient + residual before, to the bit. The result is `scale` times
     the sum of p in chosen chunks and 0 elsewhere. A chunk's score is the L1 norm of p, summed over the ranks.
 
-    `choice="late"`: the scores are those of the last step, of what was left when it had sent. They ride behind its
-    chunks as their mean magnitudes, so that no rank ever waits for a choice. (Of p before it was sent they would choose
-    again what was just emptied, while other chunks starve.) The first step, which has none, takes the first chunks.
+    `choice="late"`: the scores are what the last step lets one expect. Behind its chunks ride the mean magnitudes of
+    what was left of each chunk, or of p where it was sent, so that no rank ever waits for a choice. What gathered in so
+    many steps is expected to be larger by one step's share in the next. (By p itself they would choose again what was
+    just emptied; by what was left alone, what has the largest gradients only every other time.) The first step, which
+    has no scores, takes the first chunks.
     `choice="exact"`: the scores are this step's, for an all-reduce of one number a chunk ahead of the chunks.
 
     `scheme` gets the chunks end to end, with the flags behind them: one that is exact and keeps no state, or
     `HalfPrecision` of such a one. Then each rank's sums are scaled by a power of two before they are rounded, and what
     rounding takes away is kept. (What the sum itself loses in 16 bits is lost.)
 
+    `scoring="agreement"`: norms times the share of them that the sum kept when the chunk was sent last: where ranks
+    cancel out, there is little but noise. `"relative"`: norms over the usual ones in the same tensor (that which has
+    most of the chunk), so that tensors with small gradients are served as well.
     `history`: of what is kept, the share that is added to the next gradient; 0: it is dropped. Below 1 it is lost by
     and by, and nothing is older than it should be. `max_age`: chunks that were not sent for so many steps go first, the
     oldest of them, in up to half of the places; then none waits longer than max_age + 2 / ratio steps.
+    `freeze`: the optimiser changes neither weights nor its own state where nothing arrived. Without, it takes what did
+    not arrive for a gradient of 0: momentum goes on to move the weights, and fades; weight decay goes on.
+    `momentum`, in place of the optimiser's: each rank's own ahead of the choice, u = m u + g, which is then sent as
+    gradients are (deep gradient compression); with `masking` it is set to 0 where it was sent, but for dense steps.
     `warmup`: the ratios of the first steps, `steps_per_ratio` with each; 1 is dense.
 
     Chunks lie across the borders of tensors. State goes with the tensors: under other buckets residuals stay, and
@@ -67,8 +81,12 @@ class CoarseGrained(Scheme[Tensor]):
     ratio: float = 0.1
     chunk: int = 1 << 15
     choice: str = "late"  # or "exact"
+    scoring: str = "norm"  # or "agreement", or "relative"
     history: float = 1.0
     max_age: int | None = None
+    freeze: bool = False
+    momentum: float = 0.0  # in [0, 1)
+    masking: bool = True
     warmup: tuple[float, ...] = ()
     steps_per_ratio: int = 0
 
@@ -93,8 +111,13 @@ class CoarseGrained(Scheme[Tensor]):
                 raise ValueError(f"{name}.ratio, and those of warmup, must be in (0, 1], got {ratio!r}")
         if self.chunk < 1:
             raise ValueError(f"{name}.chunk must be at least 1 element, got {self.chunk!r}")
-        if self.choice not in CHOICES:
-            raise ValueError(f"{name}.choice must be one of {', '.join(CHOICES)}, got {self.choice!r}")
+        for setting, known in (("choice", CHOICES), ("scoring", SCORING)):
+            if (given := getattr(self, setting)) not in known:
+                raise ValueError(f"{name}.{setting} must be one of {', '.join(known)}, got {given!r}")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"{name}.momentum must be in [0, 1), got {self.momentum}")
+        if self.momentum and (self.freeze or self.history < 1):
+            raise ValueError(f"{name}.momentum is for plain error feedback: without freeze, with a history of 1")
         if not 0 <= self.history <= 1:
             raise ValueError(f"{name}.history must be in [0, 1], got {self.history}")
         if self.max_age is not None and self.max_age < 1:
@@ -112,6 +135,10 @@ class CoarseGrained(Scheme[Tensor]):
     @property
     def carries_flags(self) -> bool:
         return True
+
+    @property
+    def freezes(self) -> bool:
+        return self.freeze
 
     @property
     def _carrier(self) -> Scheme[Any]:
@@ -141,14 +168,24 @@ class CoarseGrained(Scheme[Tensor]):
             raise ValueError(
                 f"{self.name} cannot carry its chunks by {self.scheme.title}, which keeps state of its own"
             )
-        spec = bucket.flat_spec
-        residual = torch.zeros(spec.numel, dtype=kernels.accumulation_dtype(spec.dtype))
-        chunks = self.num_chunks(spec.numel)
-        kept = {AGES: torch.zeros(chunks)} if self.max_age is not None else {}
-        if self.choice == "late":
-            kept[SCORES] = torch.zeros(chunks)
-        tensors = {name: _of_bucket(numbers, len(spec.segments)) for name, numbers in kept.items()}
-        return {SENT: (CompressorState(spec, group.rank, elements={RESIDUAL: residual}, tensors=tensors),)}
+        spec, chunks = bucket.flat_spec, self.num_chunks(bucket.numel)
+        zeros = torch.zeros(spec.numel, dtype=kernels.accumulation_dtype(spec.dtype))
+        elements = {RESIDUAL: zeros, **({MOMENTUM: zeros.clone()} if self.momentum else {})}
+        numbers = {name: torch.full((chunks,), first) for name, first in self._kept_of_chunks.items()}
+        tensors = {name: _of_bucket(each, len(spec.segments)) for name, each in numbers.items()}
+        return {SENT: (CompressorState(spec, group.rank, elements=elements, tensors=tensors),)}
+
+    @property
+    def _kept_of_chunks(self) -> dict[str, float]:
+        """By name, with what there is before the first step."""
+        late, kept = self.choice == "late", {}
+        if late:
+            kept[SCORES] = 0.0
+        if late or self.max_age is not None:
+            kept[AGES] = 0.0
+        if self.scoring != "norm":
+            kept |= {AGREEMENT: 1.0} if self.scoring == "agreement" else {LEVELS: 0.0}
+        return kept
 
     async def synchronize(self, x: Tensor, state: State, group: Group, scale: float) -> tuple[Tensor, State]:
         own = cast(CompressorState, state[SENT][0])
@@ -156,48 +193,70 @@ class CoarseGrained(Scheme[Tensor]):
         values, behind = x[:numel], x[numel:]
         chunks, count = self.num_chunks(numel), self.num_chosen(numel, own.step)
         kept = {name: tensors[0].to(x.device) for name, tensors in own.tensors.items()}
-        residual = own.elements[RESIDUAL].to(x.device)
-        if self.history < 1:
-            residual = residual * self.history
-        left = memory.empty_like(residual)
+        elements = {name: flat.to(x.device) for name, flat in own.elements.items()}
+        residual = elements[RESIDUAL] * self.history if self.history < 1 else elements[RESIDUAL]
+        brought, following = values, {RESIDUAL: memory.empty_like(residual)}
+        if self.momentum:
+            following[MOMENTUM] = elements[MOMENTUM].mul(self.momentum).add_(values)
+            brought = following[MOMENTUM].clone()
+        left = following[RESIDUAL]
         norms = torch.empty(chunks, dtype=torch.float64, device=x.device)
         wire, factors = self._wire(x.dtype), self._factors(x.dtype, scale)
-        late = self.choice == "late"
-        riding = chunks if late else 0
+        riding = chunks if self.choice == "late" else 0
         message = memory.empty(count * self.chunk + riding + len(behind), wire, x.device)
         payload, scores, flags = message.split([count * self.chunk, riding, len(behind)])
 
-        if late:
-            chosen = self._chosen(kept[SCORES], kept.get(AGES), count)
-            kernels.take_chunks(values, residual, chosen, payload, left, norms, chunk=self.chunk, scale=factors.before)
+        if self.choice == "late":
+            chosen = self._chosen(kept[SCORES], kept, count)
+            kernels.take_chunks(brought, residual, chosen, payload, left, norms, chunk=self.chunk, scale=factors.before)
+            scores.copy_(norms.mul_(factors.before / self.chunk))
+            scores[chosen] = _magnitudes(payload, self.chunk).to(wire)
         else:
             nothing = torch.empty(0, dtype=torch.int64, device=x.device)
-            kernels.take_chunks(values, residual, nothing, payload[:0], left, norms, chunk=self.chunk)
+            kernels.take_chunks(brought, residual, nothing, payload[:0], left, norms, chunk=self.chunk)
             # Agree: on the chunks with the largest norms.
             summed_norms = await group.all_reduce(norms.to(torch.float32))
-            chosen = self._chosen(summed_norms, kept.get(AGES), count)
+            kept |= self._levels(summed_norms, kept, own.spec)
+            chosen = self._chosen(summed_norms, kept, count)
             _take_more(left, chosen, payload, self.chunk, factors.before)
-        if late:
-            scores.copy_(norms.mul_(factors.before / self.chunk))
         flags.copy_(behind)
         # Exchange: the chosen chunks.
         summed, _ = await self._carrier.synchronize(message, {}, group, factors.through)
         sums, scores, flags = summed.split([count * self.chunk, riding, len(behind)])
-        for place, number in enumerate(chosen.tolist()):
-            part = values[number * self.chunk : (number + 1) * self.chunk]
-            part.copy_(sums[place * self.chunk :][: len(part)])
+        if self.momentum:
+            values.zero_()
+        parts = _parts(values, chosen, self.chunk)
+        if parts:
+            torch._foreach_copy_(parts, [s[: len(p)] for s, p in zip(sums.split(self.chunk), parts, strict=True)])
             if factors.after != 1:
-                part.mul_(factors.after)
+                torch._foreach_mul_(parts, factors.after)
+        if self.momentum and self.masking and count < chunks:
+            torch._foreach_zero_(_parts(following[MOMENTUM], chosen, self.chunk))
         behind.copy_(flags)
 
-        following: dict[str, Tensor] = {}
-        if late:
-            # Nothing is left of a dense step: where its sums were large, the next gradients will be.
-            following[SCORES] = scores.float() if count < chunks else self._norms(values)
+        if self.choice == "late":
+            found = scores.float()  # of what was left, and where it was sent of p
+        else:
+            found = summed_norms * (factors.before * factors.through / self.chunk)
+        if AGREEMENT in kept:
+            agreement = self._root_mean_squares(sums) / found[chosen]
+            kept[AGREEMENT] = kept[AGREEMENT].index_copy(0, chosen, agreement.nan_to_num_(1.0, 1.0))
         if AGES in kept:
-            following[AGES] = (kept[AGES] + 1).index_fill_(0, chosen, 0)
-        tensors = {name: _of_bucket(numbers, len(own.spec.segments)) for name, numbers in following.items()}
-        return x, {SENT: (own.next(elements={RESIDUAL: left}, tensors=tensors),)}
+            kept[AGES] = kept[AGES] + 1
+        if self.choice == "late":
+            share = found / kept[AGES]  # of one step
+            kept[SCORES] = (found + share).index_copy(0, chosen, share[chosen])
+            kept |= self._levels(kept[SCORES], kept, own.spec)
+        if AGES in kept:
+            kept[AGES] = kept[AGES].index_fill(0, chosen, 0)
+        tensors = {name: _of_bucket(numbers, len(own.spec.segments)) for name, numbers in kept.items()}
+        return x, {SENT: (replace(own.next(elements=following, tensors=tensors), agreed=chosen),)}
+
+    def arrived(self, state: State) -> list[tuple[int, int]] | None:
+        own = cast(CompressorState, state[SENT][0])
+        if own.agreed is None or len(own.agreed) == self.num_chunks(own.spec.numel):
+            return None
+        return [(first * self.chunk, min((first + 1) * self.chunk, own.spec.numel)) for first in own.agreed.tolist()]
 
     def steps(
         self,
@@ -211,6 +270,7 @@ class CoarseGrained(Scheme[Tensor]):
         wide = kernels.accumulation_dtype(spec.dtype).itemsize
         sent = self.num_chosen(spec.numel, round) * self.chunk
         passed = float(2 * spec.nbytes + 2 * wide * spec.numel)  # the gradient, and zeros in its place; the residuals
+        passed += float(self.momentum > 0) * (2 * spec.nbytes + 4 * wide * spec.numel)
         taken, put = float(message.itemsize * sent), float((message.itemsize + spec.itemsize) * sent)
         carried = self._carrier.steps((message,), (), placement, round)
         if self.choice == "late":
@@ -254,19 +314,37 @@ class CoarseGrained(Scheme[Tensor]):
         before = 2.0 ** math.floor(math.log2(abs(scale))) if scale else 1.0
         return Factors(before=before, after=scale / before)
 
-    def _chosen(self, scores: Tensor, ages: Tensor | None, count: int) -> Tensor:
+    def _chosen(self, norms: Tensor, kept: Mapping[str, Tensor], count: int) -> Tensor:
         """(count,) int64, ascending: the chunks with the largest scores, of equal ones the first."""
+        scores = norms
+        if AGREEMENT in kept:
+            scores = norms * kept[AGREEMENT]
+        if LEVELS in kept:
+            scores = norms / kept[LEVELS].clamp_min(torch.finfo(torch.float32).tiny)
         order = scores.sort(descending=True, stable=True).indices
-        if ages is not None and self.max_age is not None:
+        if self.max_age is not None:
+            ages = kept[AGES]
             oldest = ages.sort(descending=True, stable=True).indices[: -(-count // 2)]
             forced = oldest[ages[oldest] >= self.max_age]
             order = torch.cat([forced, order[~torch.isin(order, forced)]])
         return order[:count].sort().values
 
-    def _norms(self, values: Tensor) -> Tensor:
-        """The root mean squares of chunks, in an order of additions that all ranks keep."""
-        squares = torch.empty(self.num_chunks(len(values)), dtype=torch.float64, device=values.device)
-        kernels.squared_norms(values, Sections((len(values),)), squares, block=self.chunk)
+    def _levels(self, norms: Tensor, kept: Mapping[str, Tensor], spec: FlatSpec) -> dict[str, Tensor]:
+        """The usual norm of chunks of the same tensor, after a step with these."""
+        if LEVELS not in kept:
+            return {}
+        tensor_of = torch.tensor(_owners(tuple(spec.lengths), self.chunk))
+        known = norms.double().cpu()
+        sums = torch.zeros(len(spec.segments), dtype=torch.float64).index_add_(0, tensor_of, known)
+        counts = torch.bincount(tensor_of, minlength=len(spec.segments))
+        means = (sums / counts)[tensor_of].float().to(norms.device)
+        before = kept[LEVELS]
+        return {LEVELS: torch.where(before > 0, before + (means - before) / LEVEL_STEPS, means)}
+
+    def _root_mean_squares(self, sums: Tensor) -> Tensor:
+        """Of each chunk, in an order of additions that all ranks keep."""
+        squares = torch.empty(len(sums) // self.chunk, dtype=torch.float64, device=sums.device)
+        kernels.squared_norms(sums, Sections((len(sums),)), squares, block=self.chunk)
         return squares.div_(self.chunk).sqrt_().float()
 
 
@@ -279,6 +357,29 @@ class Factors:
     after: float = 1.0
 
 
+@lru_cache(maxsize=256)
+def _owners(lengths: tuple[int, ...], chunk: int) -> list[int]:
+    """For each chunk the tensor that has most of it, of equal ones the first."""
+    found: list[tuple[int, int]] = [(0, 0)] * -(-sum(lengths) // chunk)  # (elements, tensor)
+    start = 0
+    for tensor, length in enumerate(lengths):
+        for number in range(start // chunk, -(-(start + length) // chunk)):
+            inside = min(start + length, (number + 1) * chunk) - max(start, number * chunk)
+            if inside > found[number][0]:
+                found[number] = inside, tensor
+        start += length
+    return [tensor for _, tensor in found]
+
+
+def _parts(flat: Tensor, chosen: Tensor, chunk: int) -> list[Tensor]:
+    return [flat[number * chunk : (number + 1) * chunk] for number in chosen.tolist()]
+
+
+def _magnitudes(payload: Tensor, chunk: int) -> Tensor:
+    """The mean of each chunk."""
+    return payload.view(-1, chunk).abs().mean(dim=1, dtype=torch.float32)
+
+
 def _of_bucket(numbers: Tensor, num_segments: int) -> tuple[Tensor, ...]:
     """What goes with the bucket as a whole, kept with its first segment."""
     return numbers, *[numbers[:0]] * (num_segments - 1)
@@ -286,10 +387,12 @@ def _of_bucket(numbers: Tensor, num_segments: int) -> tuple[Tensor, ...]:
 
 def _take_more(left: Tensor, chosen: Tensor, payload: Tensor, chunk: int, scale: float) -> None:
     """As `take_chunks` of what is left already, but for the norms."""
-    for place, number in enumerate(chosen.tolist()):
-        room, part = payload[place * chunk : (place + 1) * chunk], left[number * chunk : (number + 1) * chunk]
-        rest, nothing = torch.empty_like(part), torch.zeros_like(part)
-        first = torch.zeros(1, dtype=torch.int64, device=part.device)
-        norm = torch.empty(1, dtype=torch.float64, device=part.device)
-        kernels.take_chunks(nothing, part, first, room, rest, norm, chunk=chunk, scale=scale)
-        part.copy_(rest)
+    parts = _parts(left, chosen, chunk)
+    if not parts:
+        return
+    together = torch.zeros(len(payload), dtype=left.dtype, device=left.device)
+    rest, norms = torch.empty_like(together), torch.empty(len(parts), dtype=torch.float64, device=left.device)
+    torch._foreach_copy_([t[: len(p)] for t, p in zip(together.split(chunk), parts, strict=True)], parts)
+    every = torch.arange(len(parts), device=left.device)
+    kernels.take_chunks(torch.zeros_like(together), together, every, payload, rest, norms, chunk=chunk, scale=scale)
+    torch._foreach_copy_(parts, [r[: len(p)] for r, p in zip(rest.split(chunk), parts, strict=True)])

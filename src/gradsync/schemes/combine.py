@@ -52,6 +52,11 @@ class Hierarchical(Scheme[Any]):
                 f"Hierarchical.intra and inter must be for the same kind of bucket, got {self.intra.name} for "
                 f"{self.intra.layout} and {self.inter.name} for {self.inter.layout}"
             )
+        if self.ranks_per_node > 1 and self.inter.freezes:
+            raise ValueError(
+                "Hierarchical.inter must not freeze, as a rank knows what arrived of its own part only, got "
+                f"{self.inter!r}"
+            )
         if not self.intra.owns_alike:
             raise ValueError(
                 "Hierarchical.intra must give the same parts to the same ranks of all nodes, whatever the data: "
@@ -88,6 +93,14 @@ class Hierarchical(Scheme[Any]):
         owners = range(self.ranks_per_node)
         parts = [self.intra.part_of(flat, (known,), self.ranks_per_node, owner)[1] for owner in owners]
         return max(parts, key=lambda part: part[0].rows)
+
+    @property
+    def freezes(self) -> bool:
+        return self.inter.freezes
+
+    def arrived(self, state: State) -> list[tuple[int, int]] | None:
+        """Of a rank's own part nobody else knows: there it is None."""
+        return self.inter.arrived(state) if self.ranks_per_node == 1 else None
 
     def stages(self, size: int) -> tuple[str, ...]:
         nodes = self._nodes(size)

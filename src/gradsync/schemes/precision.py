@@ -75,6 +75,13 @@ class HalfPrecision(Scheme[Any]):
         return self.inner.offloads
 
     @property
+    def freezes(self) -> bool:
+        return self.inner.freezes
+
+    def arrived(self, state: State) -> list[tuple[int, int]] | None:
+        return self.inner.arrived(state)
+
+    @property
     def unplanned(self) -> Scheme[Any]:
         return HalfPrecision(self.inner.unplanned, self.values)
 

@@ -1,0 +1,75 @@
+"""Schemes that send some chunks only: attachments say what arrived, and optimisers leave the rest alone if told to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW, Optimizer
+
+import gradsync
+from gradsync import Plan
+from gradsync.bucket import TensorSpec
+from gradsync.schemes import AllReduce, CoarseGrained
+from tests.world import Ranks
+
+World = Callable[[int], Ranks]
+
+
+def trained(model: nn.Module, handle: gradsync.Attachment, optimizer: Optimizer, *, steps: int = 4) -> None:
+    """Holds each step to what the attachment says of it."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    freezes = any(bucket.make_scheme().freezes for bucket in handle.plan.buckets)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(5, 16, generator=generator)).square().mean().backward()
+        before = {p: p.detach().clone() for p in model.parameters()}
+        optimizer.step()
+        for parameter in model.parameters():
+            sections = handle.arrived(parameter)
+            moved = (parameter != before[parameter]).reshape(-1)
+            if sections is None:
+                assert moved.any()
+                continue
+            arrived = torch.zeros(parameter.numel(), dtype=torch.bool)
+            for start, stop in sections:
+                arrived[start:stop] = True
+            assert parameter.grad is not None and not parameter.grad.reshape(-1)[~arrived].any()
+            left = moved[~arrived]
+            assert not left.any() if freezes else left.any(), "momentum, or the decay of weights"
+        first = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+        dist.broadcast(mine := first.clone(), 0)
+        assert torch.equal(mine, first)
+
+
+def what_did_not_arrive_stays(freeze: bool, behind_ddp: bool, adam: bool) -> list[int]:
+    """How many elements of the weight arrived in the last step; half of it travels dense."""
+    torch.manual_seed(0)
+    inner = nn.Linear(16, 16)
+    model = DistributedDataParallel(inner) if behind_ddp else inner
+    names = {name: TensorSpec.of(p) for name, p in inner.named_parameters()}
+    weight, bias = names
+    scheme = CoarseGrained(ratio=0.25, chunk=16, freeze=freeze)
+    buckets = [([(weight, 0, 128)], scheme), ([(weight, 128, 256), (bias, 0, 16)], AllReduce())]
+    handle = gradsync.attach(model, plan=Plan.make(names, dist.get_world_size(), buckets), timeout=10)
+    parameters = inner.parameters()
+    optimizer = AdamW(parameters, lr=0.1) if adam else SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
+    trained(model, handle, optimizer)
+    with pytest.raises(ValueError, match=r"expected a parameter that is synchronised here, got a tensor of \(3,\)"):
+        handle.arrived(torch.zeros(3))
+    sections = handle.arrived(inner.weight)
+    assert sections is not None and handle.arrived(inner.bias) is None
+    handle.detach()
+    return [stop - start for start, stop in sections]
+
+
+@pytest.mark.parametrize("freeze", [True, False])
+@pytest.mark.parametrize("behind_ddp", [False, True])
+@pytest.mark.parametrize("adam", [False, True])
+def test_what_did_not_arrive_stays(freeze: bool, behind_ddp: bool, adam: bool, world: World) -> None:
+    for lengths in world(2).run(what_did_not_arrive_stays, freeze, behind_ddp, adam):
+        assert lengths == [16, 16, 128], "two of eight chunks, and all of the other half"
