@@ -14,12 +14,12 @@ from gradsync.bench.methods import METHODS, method
 from gradsync.bench.plans import fit_optimizer
 from gradsync.compressors import Cast, ErrorFeedback, MomentumCorrection, SharedBlockInt, TopK
 from gradsync.planner import candidate_plans
-from gradsync.planner.rival_plans import best_cuts_plans, bytecomp_plans, layerwise_plans, lazy_plans, mergecomp_plans
+from gradsync.planner.rival_plans import LazyPlans, best_cuts_plans, bytecomp_plans, layerwise_plans, mergecomp_plans
 from gradsync.planner.ways import Constraints
 from gradsync.schemes import CoarseGrained, HalfPrecision
 from tests.planner.test_rival_plans import compressed, job
 
-CHUNKS = CoarseGrained(ratio=0.1, chunk=4096, scoring="agreement", freeze=True)
+CHUNKS = CoarseGrained(ratio=0.1, scoring="agreement", freeze=True)
 
 
 @pytest.mark.parametrize(
@@ -67,8 +67,8 @@ def test_a_name_that_means_nothing_is_refused_with_what_there_is(name: str, reas
     [
         ("bf16_cuts", candidate_plans, Constraints((HalfPrecision(values="bfloat16"),), always=True)),
         ("bf16_mergecomp", mergecomp_plans, Constraints((HalfPrecision(values="bfloat16"),), always=True)),
-        ("lazy_bf16", lazy_plans, Constraints((HalfPrecision(values="bfloat16"),), always=True)),
-        ("csc0.1_lazy", lazy_plans, Constraints((CHUNKS,), always=True, fewest_elements=CHUNKS.chunk)),
+        ("lazy_bf16", LazyPlans(), Constraints((HalfPrecision(values="bfloat16"),), always=True)),
+        ("csc0.1_lazy", LazyPlans(), Constraints((CHUNKS,), always=True, fewest_elements=CHUNKS.chunk)),
         ("topk0.01_layerwise", layerwise_plans, Constraints((ErrorFeedback(TopK(0.01)),), always=True)),
         ("bf16_bytecomp", bytecomp_plans, Constraints((Cast("bfloat16"),))),
         ("int8_shared_cuts", candidate_plans, Constraints((ErrorFeedback(SharedBlockInt(3)),), always=True)),
@@ -127,7 +127,7 @@ def test_words_behind_a_ratio_of_chunks_change_what_they_say() -> None:
 
 @pytest.mark.parametrize(("name", "taken"), [("csc0.1", 0.0), ("csc0.1_dgc", MOMENTUM)])
 def test_momentum_is_taken_from_what_travels_in_chunks(name: str, taken: float) -> None:
-    large, small = torch.nn.Parameter(torch.zeros(80, 80)), torch.nn.Parameter(torch.zeros(80))
+    large, small = torch.nn.Parameter(torch.zeros(200, 200)), torch.nn.Parameter(torch.zeros(80))
     optimizer = torch.optim.SGD([large, small], lr=0.1, momentum=MOMENTUM)
     assert fit_optimizer(name, optimizer) == taken
     momenta = {id(p): group["momentum"] for group in optimizer.param_groups for p in group["params"]}

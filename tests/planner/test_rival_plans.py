@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from math import inf
+from typing import Any
 
 import pytest
 import torch
@@ -20,17 +22,18 @@ from gradsync.planner.measure import Network
 from gradsync.planner.predict import predict
 from gradsync.planner.rival_plans import (
     CountedCuts,
+    FreeRatio,
+    LazyPlans,
     best_cuts_plans,
     bytecomp_plans,
     byteps_plans,
     layerwise_plans,
-    lazy_plans,
     mergecomp_plans,
     mg_wfbp_plans,
     secopa_plans,
 )
 from gradsync.planner.ways import Constraints
-from gradsync.schemes import AllReduce, HalfPrecision, PowerSGD, Route, Scheme
+from gradsync.schemes import AllReduce, CoarseGrained, HalfPrecision, PowerSGD, Route, Scheme
 
 FEEDBACK, TOP = ErrorFeedback(BlockInt(8)), ErrorFeedback(TopK(0.01))
 SHARED = ErrorFeedback(SharedBlockInt(4))
@@ -41,6 +44,7 @@ KERNELS = dict.fromkeys(
     [
         *(of.kernel(what) for what in ("observe", "compress", "decompress") for of in COMPRESSORS),
         *("scale", "round_values", "widen_values", "low_rank_rows", "low_rank_columns", "low_rank_product"),
+        *("take_chunks", "put_chunks"),
     ],
     KernelCost(2e-4, 1e-9),
 )
@@ -143,9 +147,35 @@ def test_lazy_buckets_are_larger_where_latency_is_and_lose_what_is_asked_for() -
         numbers = []
         for stage_s in (0.0, 5e-4, 1.0):
             here = job(stage_s=stage_s, bandwidth_bytes_per_s=1e9)
-            (plan,) = lazy_plans(here, Constraints(lossy, always=bool(lossy)))
+            (plan,) = LazyPlans()(here, Constraints(lossy, always=bool(lossy)))
             numbers.append(sum(bucket.make_scheme() == scheme for bucket in plan.buckets))
         assert numbers == sorted(numbers, reverse=True) and numbers[0] > numbers[-1] == 1
+
+
+@pytest.mark.parametrize(("nbytes", "buckets"), [(0.0, LAYERS * 2), (inf, 1)])
+def test_lazy_buckets_are_of_one_gradient_or_all_of_them(nbytes: float, buckets: int) -> None:
+    (plan,) = LazyPlans(nbytes)(job(), Constraints())
+    assert sum(bucket.make_scheme() == AllReduce() for bucket in plan.buckets) == buckets
+    with pytest.raises(ValueError, match="LazyPlans.nbytes must be a number from 0 on or None, got -1"):
+        LazyPlans(-1)
+
+
+def test_the_share_of_chunks_is_what_travels_for_free() -> None:
+    """All where the link is fast, without loss; the least that is allowed where it is slow."""
+    chunks = CoarseGrained(ratio=0.1, chunk=64)
+    allowed = Constraints((chunks,), fewest_elements=64)
+    shares: list[Any] = []
+    for bandwidth in (1e12, 4e8, 2e8, 1e4):
+        (plan,) = FreeRatio()(job(bandwidth_bytes_per_s=bandwidth), allowed)
+        schemes = [bucket.make_scheme() for bucket in plan.buckets]
+        shares.append(min([s.ratio for s in schemes if isinstance(s, CoarseGrained)], default=None))
+    assert shares[0] is None and shares[-1] == 0.1
+    assert 1 > shares[1] > shares[2] > 0.1
+    for wrong in (Constraints(), Constraints((chunks, HALF))):
+        with pytest.raises(ValueError, match="FreeRatio needs CoarseGrained as the one lossy way"):
+            FreeRatio()(job(), wrong)
+    with pytest.raises(ValueError, match=r"FreeRatio.ratios must be in \(0, 1\]"):
+        FreeRatio(ratios=(2.0,))
 
 
 def test_mg_wfbp_does_not_look_for_zeros() -> None:

@@ -15,18 +15,19 @@ from ..compressors import BlockInt, ErrorFeedback, TopK
 from ..planner import Search, candidate_plans
 from ..planner.rival_plans import (
     CountedCuts,
+    FreeRatio,
+    LazyPlans,
     best_cuts_plans,
     bytecomp_plans,
     byteps_plans,
     layerwise_plans,
-    lazy_plans,
     mergecomp_plans,
     mg_wfbp_plans,
     secopa_plans,
 )
 from ..planner.ways import Constraints
 from ..schemes import HalfPrecision, PowerSGD
-from . import compressors
+from . import coarse, compressors
 from .plans import VOTES, fewest_elements, is_lossy, lossy_of
 
 MOST_ERROR = 0.1  # of a gradient's norm that `auto` may lose: 16 bits do less
@@ -60,9 +61,12 @@ AUTOMATIC: dict[str, Automatic] = {
     ),
     "auto_exact": Automatic(partial(_planner, Constraints()), exact=True),
     "mg_wfbp": Automatic(partial(_planner, Constraints(), search=mg_wfbp_plans), exact=True),
-    "lazy": Automatic(partial(_planner, Constraints(), search=lazy_plans), exact=True),
+    "lazy": Automatic(partial(_planner, Constraints(), search=LazyPlans()), exact=True),
     "lazy_bf16": Automatic(
-        partial(_planner, Constraints((HalfPrecision(values="bfloat16"),), always=True), search=lazy_plans)
+        partial(_planner, Constraints((HalfPrecision(values="bfloat16"),), always=True), search=LazyPlans())
+    ),
+    "csc_free": Automatic(
+        partial(_planner, Constraints((coarse.named(0.1),), fewest_elements=coarse.CHUNK), search=FreeRatio())
     ),
 }
 
@@ -71,7 +75,7 @@ EVERYTHING: dict[str, Search] = {  # what may be compressed is; of `cuts` with a
     "layerwise": layerwise_plans,
     CUTS: candidate_plans,
     "mergecomp": mergecomp_plans,
-    "lazy": lazy_plans,
+    "lazy": LazyPlans(),
 }
 CHOSEN: dict[str, Search] = {  # what is compressed the search chooses; by routes, which carry compressors only
     "secopa": secopa_plans,
@@ -155,6 +159,8 @@ def automatic(name: str, momentum: float = 0.0) -> Automatic | None:
     """
     if name in AUTOMATIC:
         return AUTOMATIC[name]
+    if (waits := re.fullmatch(r"lazy_(\d+)kb", name)) is not None:
+        return Automatic(partial(_planner, Constraints(), search=LazyPlans(1e3 * int(waits[1]))), exact=True)
     found = parted(name)
     if found is None:
         return None

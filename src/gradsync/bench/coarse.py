@@ -8,7 +8,7 @@ from typing import Any
 
 from ..schemes import CoarseGrained, HalfPrecision
 
-CHUNK = 1 << 12  # elements: the models here are small; tensors with fewer travel dense
+CHUNK = 1 << 15  # elements; tensors with fewer travel dense
 MOMENTUM = 0.9
 
 VARIANTS: dict[str, dict[str, Any]] = {  # what a word behind the ratio changes; without any, what did best
@@ -17,7 +17,7 @@ VARIANTS: dict[str, dict[str, Any]] = {  # what a word behind the ratio changes;
     "exact": {"choice": "exact"},
     "norm": {"scoring": "norm"},
     "relative": {"scoring": "relative"},
-    "32k": {"chunk": 1 << 15},
+    "4k": {"chunk": 1 << 12},  # for models of small tensors
     "moving": {"freeze": False},
     "fading": {"freeze": False, "history": MOMENTUM},
     "dropped": {"freeze": False, "history": 0.0},
@@ -26,6 +26,11 @@ VARIANTS: dict[str, dict[str, Any]] = {  # what a word behind the ratio changes;
 }
 USUAL = ("csc0.05", "csc0.1", "csc0.25", "csc0.1_bf16")  # measured unless others are named
 NAMES_IN_WORDS = f"{', '.join(USUAL)}, with other ratios too, and behind them any of _{', _'.join(VARIANTS)}"
+
+
+def named(ratio: float) -> CoarseGrained:
+    """`csc` and this ratio."""
+    return CoarseGrained(ratio=ratio, chunk=CHUNK, scoring="agreement", freeze=True)
 
 
 def coarse(name: str, momentum: float) -> CoarseGrained | None:
@@ -38,7 +43,7 @@ def coarse(name: str, momentum: float) -> CoarseGrained | None:
     words = form["words"].split("_")[1:] if form else []
     if form is None or any(word not in VARIANTS for word in words):
         return None
-    found = CoarseGrained(ratio=float(form["ratio"]), chunk=CHUNK, scoring="agreement", freeze=True)
+    found = named(float(form["ratio"]))
     for word in words:
         found = replace(found, **VARIANTS[word])
     return replace(found, momentum=momentum) if found.momentum else found

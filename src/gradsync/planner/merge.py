@@ -6,6 +6,7 @@ As in `cuts`, items that may not take the option take the first that they may, a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import inf, sqrt
 
 from .cuts import ROUNDING, by_count, cut_at, item_options, may_join
@@ -35,10 +36,17 @@ def fixed_size(problem: Problem, option: int = 0, nbytes: float = DDP_BYTES) -> 
 def lazy(problem: Problem, option: int = 0, nbytes: float | None = None) -> tuple[Part, ...]:
     """GradientFlow's lazy all-reduce (Sun et al., 2019): gradients wait until so many bytes are ready, and go together.
 
-    0: each by itself; infinite: all at once. By default `lazy_bytes`. Where buckets end depends on order and sizes
-    alone, so all ranks send alike whatever is ready when; the last bucket may hold less.
+    0: each by itself; infinite: all at once. By default `lazy_bytes`, and the last bucket is parted once more where
+    what backward leaves for its end is shorter so. Where buckets end depends on order and sizes alone, so all ranks
+    send alike whatever is ready when.
     """
-    return fixed_size(problem, option, lazy_bytes(problem, option) if nbytes is None else nbytes)
+    if nbytes is not None:
+        return fixed_size(problem, option, nbytes)
+    parts = fixed_size(problem, option, lazy_bytes(problem, option))
+    ends = [part.stop for part in parts]
+    last = range(parts[-1].start + 1, parts[-1].stop) if parts else ()
+    parted = [cut_at(problem, option, sorted([*ends, stop])) for stop in last]
+    return min((parts, *parted), key=partial(step_s, problem))
 
 
 def lazy_bytes(problem: Problem, option: int = 0) -> float:

@@ -21,7 +21,7 @@ from ..bucket import TensorSpec
 from ..cluster import Placement
 from ..compressors import Compressor
 from ..plan import Plan
-from ..schemes import AllReduce, CompressedAllGather, CompressedAllReduce, Route, routes
+from ..schemes import AllReduce, CoarseGrained, CompressedAllGather, CompressedAllReduce, Route, routes
 from ..schemes.compressed import parted
 from ..schemes.tree import COMPRESS, DECOMPRESS, Kind, Task
 from ..steps import COMPUTE, OFFLOAD, Compute
@@ -92,9 +92,59 @@ def mg_wfbp_plans(job: Job, constraints: Constraints) -> list[Plan]:
     return [_merged_exactly(job, mg_wfbp)]
 
 
-def lazy_plans(job: Job, constraints: Constraints) -> list[Plan]:
-    """GradientFlow's lazy all-reduce of dense gradients, as they are or by a lossy way, in buckets of the best size."""
-    return _merged_plans(job, constraints, lazy) if constraints.lossy else [_merged_exactly(job, lazy)]
+@dataclass(frozen=True)
+class LazyPlans:
+    """GradientFlow's lazy all-reduce of dense gradients, as they are or by a lossy way, see `merge.lazy`.
+
+    Raises:
+        ValueError: for a negative `nbytes`.
+    """
+
+    nbytes: float | None = None  # that gradients wait for; 0: each by itself, infinite: one call, None: the best
+
+    def __post_init__(self) -> None:
+        if self.nbytes is not None and not self.nbytes >= 0:
+            raise ValueError(f"LazyPlans.nbytes must be a number from 0 on or None, got {self.nbytes!r}")
+
+    def __call__(self, job: Job, constraints: Constraints) -> list[Plan]:
+        def cut(problem: Problem, option: int) -> Sequence[Part]:
+            return lazy(problem, option, self.nbytes)
+
+        return _merged_plans(job, constraints, cut) if constraints.lossy else [_merged_exactly(job, cut)]
+
+
+@dataclass(frozen=True)
+class FreeRatio:
+    """Coarse-grained communication of as many chunks as cost nothing, lazily merged: ours, of GradientFlow's parts.
+
+    Of the ratios from the allowed way's own up to 1, and all-reduce, the largest share whose predicted step is within
+    `slack` of the shortest: what travels beside backward costs no time, and what is not left out no accuracy. Where the
+    link is fast that is all, without loss. As the plan is made of what was measured, and made anew when the job drifts,
+    the share follows the window that backward leaves.
+
+    Raises:
+        ValueError: for a slack or ratios out of their range; when asked for plans, unless `CoarseGrained` is what the
+            constraints allow.
+    """
+
+    slack: float = 0.02
+    ratios: tuple[float, ...] = (0.9, 0.75, 0.6, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1, 0.05, 0.02, 0.01)
+
+    def __post_init__(self) -> None:
+        if not self.slack >= 0:
+            raise ValueError(f"FreeRatio.slack must be a number from 0 on, got {self.slack!r}")
+        if not all(0 < ratio <= 1 for ratio in self.ratios):
+            raise ValueError(f"FreeRatio.ratios must be in (0, 1], got {self.ratios}")
+
+    def __call__(self, job: Job, constraints: Constraints) -> list[Plan]:
+        least = [way for way in constraints.lossy if isinstance(way, CoarseGrained)]
+        if len(least) != len(constraints.lossy) or len(least) != 1:
+            raise ValueError(f"FreeRatio needs CoarseGrained as the one lossy way, got {constraints.lossy}")
+        ratios = sorted({*(ratio for ratio in self.ratios if ratio > least[0].ratio), least[0].ratio}, reverse=True)
+        shares = [replace(constraints, lossy=(replace(least[0], ratio=ratio),)) for ratio in ratios]
+        plans = [plan for share in (replace(constraints, lossy=()), *shares) for plan in LazyPlans()(job, share)]
+        seconds = [predict(plan, job).seconds for plan in plans]
+        return [next(plan for plan, s in zip(plans, seconds, strict=True) if s <= (1 + self.slack) * min(seconds))]
 
 
 def secopa_plans(job: Job, constraints: Constraints) -> list[Plan]:
