@@ -58,7 +58,7 @@ class Inline:
 
 
 def test_records_hold_losses_by_seed_beside_dense(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(converge, "_executor", lambda jobs: Inline())
+    monkeypatch.setattr(converge, "processes", lambda jobs: Inline())
     monkeypatch.setattr(converge, "opened", lambda name, **options: load("dense20"))
     made = {BASELINE: [1.0, 2.0], "bf16": [1.1, 2.0], "topk0.01": [1.5, float("nan")]}
     monkeypatch.setattr(converge, "final_loss", lambda workload, options, name, seed, steps, ranks: made[name][seed])
@@ -85,7 +85,7 @@ def test_unknown_methods_and_numbers_are_refused() -> None:
 
 
 def test_an_interrupted_run_keeps_the_methods_that_are_finished(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(converge, "_executor", lambda jobs: Inline())
+    monkeypatch.setattr(converge, "processes", lambda jobs: Inline())
     monkeypatch.setattr(converge, "opened", lambda name, **options: load("dense20"))
     monkeypatch.setattr(converge, "final_loss", lambda *arguments: 1.0)
     spec = ConvergeSpec(("dense20",), ("bf16", "topk0.01", "int8"), seeds=2)

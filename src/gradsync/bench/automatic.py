@@ -63,7 +63,8 @@ AUTOMATIC: dict[str, Automatic] = {
     "mg_wfbp": Automatic(partial(_planner, Constraints(), search=mg_wfbp_plans), exact=True),
     "lazy": Automatic(partial(_planner, Constraints(), search=LazyPlans()), exact=True),
     "lazy_bf16": Automatic(
-        partial(_planner, Constraints((HalfPrecision(values="bfloat16"),), always=True), search=LazyPlans())
+        partial(_planner, Constraints((HalfPrecision(values="bfloat16"),), always=True), search=LazyPlans()),
+        lossy="bf16",
     ),
     "csc_free": Automatic(
         partial(_planner, Constraints((coarse.named(0.1),), fewest_elements=coarse.CHUNK), search=FreeRatio())

@@ -14,10 +14,11 @@ from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_complet
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, reduce
+from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..arrivals import Arrival, Arrivals
 from ..bucket import Layout, TensorSpec
@@ -98,7 +99,7 @@ def run_converge(spec: ConvergeSpec, on_event: Callable[[dict[str, Any]], None])
     losses: dict[tuple[str, str, int], float] = {}
     notes: list[str] = []
     try:
-        with _executor(spec.jobs) as executor:
+        with processes(spec.jobs) as executor:
             futures: dict[Future[float], tuple[str, str, int]] = {}
             for workload, name, seed in spec.runs:
                 started = executor.submit(final_loss, workload, spec.options, name, seed, spec.steps, spec.ranks)
@@ -126,7 +127,7 @@ def _finished(losses: Mapping[tuple[str, str, int], float], spec: ConvergeSpec, 
 
 
 @contextmanager
-def _executor(jobs: int) -> Iterator[Executor]:
+def processes(jobs: int) -> Iterator[Executor]:
     """Processes that share nothing with this one, so that threads of torch here do no harm there."""
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as executor:
         try:
@@ -172,6 +173,12 @@ def final_loss(workload: str, options: dict[str, Any], name: str, seed: int, ste
 
 def trained(task: Workload, name: str, *, seed: int, steps: int, ranks: int) -> float:
     """The held-out loss of a fresh model."""
+    model = next(islice(training(task, name, seed=seed, ranks=ranks), steps - 1, None))
+    return float(task.evaluate(model)["loss"])
+
+
+def training(task: Workload, name: str, *, seed: int, ranks: int) -> Iterator[nn.Module]:
+    """A fresh model after each of its steps, without end."""
     model = task.model(sparse=True, seed=seed)
     optimizer = task.optimizer(model)
     planner = planner_of(name, fit_optimizer(name, optimizer))
@@ -181,7 +188,7 @@ def trained(task: Workload, name: str, *, seed: int, steps: int, ranks: int) -> 
     freezing = Freezing(parameters, lambda: Arrivals() if together is None else together.arrivals)
     optimizer.register_step_pre_hook(freezing.before)
     optimizer.register_step_post_hook(freezing.after)
-    for _ in range(steps):
+    while True:
         gradients = []
         for mine in batches:
             optimizer.zero_grad()
@@ -191,7 +198,7 @@ def trained(task: Workload, name: str, *, seed: int, steps: int, ranks: int) -> 
         for parameter, gradient in together.mean(gradients).items():
             parameters[parameter].grad = gradient
         optimizer.step()
-    return float(task.evaluate(model)["loss"])
+        yield model
 
 
 class Ranks:

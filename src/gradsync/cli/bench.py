@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -21,6 +22,7 @@ from ..bench.methods import METHODS
 from ..bench.options import parse_options
 from ..bench.patterns import UNIT
 from ..bench.plan import DRAWN_ITEMS, PlanSpec, run_planning
+from ..bench.reach import ReachSpec, names_timed, run_reach
 from ..bench.steal import MOST_STOLEN
 from ..bench.sync import DENSE_SIZES_BYTES, SUBJECTS, SyncSpec, run_sync
 from ..bench.topk import TopKWorkload
@@ -32,7 +34,7 @@ from ..footprint import DEFAULT_SAMPLE
 from ..report.balance import balance_table
 from ..report.compress import compress_tables, loss_table, size_in_words, size_of
 from ..report.planning import planning_table
-from ..report.record import Record, save_records
+from ..report.record import Record, load_records, save_records
 from ..report.tables import judgements, records_table
 from ..simulator.models import PAPER_MODELS
 from ..workloads import declared_options, kind_of, names
@@ -393,6 +395,29 @@ def converge(
     finish(records, notes, json, bounds, loss_table)
     if len(records) < len(spec.cases):
         raise typer.Exit(INTERRUPTED)
+
+
+@app.command()
+def reach(
+    timed: Annotated[Path, typer.Argument(help="Records of `gradsync bench train`, of one workload on one network.")],
+    loss: Annotated[float, typer.Option(help="The held-out loss that is to be reached.")],
+    baseline: Annotated[str, typer.Option(help="A method of that run.")] = "ddp_bf16",
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each method, with other weights and batches.")] = 3,
+    every: Annotated[int, typer.Option(min=1, help="Steps between evaluations.")] = 10,
+    most_steps: Annotated[int, typer.Option(min=1, help="Of a run that does not reach it.")] = 500,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes at once, of one thread each.")] = 2,
+    json: Json = None,
+    require: Require = None,
+) -> None:
+    """The time to a loss: a method's steps, from several seeds without a network, times its seconds a step on one."""
+    with plain_errors():
+        records = load_records(timed)
+        spec = ReachSpec(loss, baseline, seeds=seeds, every=every, most_steps=most_steps, jobs=jobs)
+        subjects = names_timed(records)
+    bounds = bounds_of(require, subjects)
+    with plain_errors(), event_bar("runs", len(subjects) * seeds, "opening the data") as on_event:
+        found, notes = run_reach(records, spec, on_event)
+    finish(found, notes, json, bounds)
 
 
 def _listed(text: str) -> tuple[str, ...]:
