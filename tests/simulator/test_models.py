@@ -10,6 +10,7 @@ from gradsync.simulator.models import PAPER_MODELS, paper_model
 @pytest.mark.parametrize(
     ("name", "tensors", "millions", "backward_ms", "sizes", "largest"),
     [
+        ("alexnet", 26, 61.10, 25.9, 14, 37_748_736),
         ("vgg16", 32, 138.36, 85.3, 17, 102_760_448),
         ("resnet50", 161, 25.56, 62.8, 22, 2_359_296),
         ("resnet101", 314, 44.55, 120.4, 22, 2_359_296),
@@ -44,5 +45,5 @@ def test_gradients_come_in_the_order_of_backward() -> None:
 
 
 def test_an_unknown_model_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"unknown model 'vgg19', choose one of vgg16, "):
+    with pytest.raises(ValueError, match=r"unknown model 'vgg19', choose one of alexnet, vgg16, "):
         paper_model("vgg19")

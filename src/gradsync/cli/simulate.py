@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..simulator import Communication, Table, bytecomp_tables, mergecomp_tables, zen_table
+from ..simulator import Communication, Table, bytecomp_tables, gradientflow_tables, mergecomp_tables, zen_table
 from ..simulator.zen import FIRST_OF_EIGHT, MODELS, RATES_BYTES_PER_S
 from .progress import console
 
@@ -24,6 +24,7 @@ class Paper(StrEnum):
     ZEN = "zen"
     BYTECOMP = "bytecomp"
     MERGECOMP = "mergecomp"
+    GRADIENTFLOW = "gradientflow"
 
 
 def simulate(
@@ -32,10 +33,15 @@ def simulate(
 ) -> None:
     """A paper's evaluation beside the published values: of communication (zen), or of whole steps, up to a minute."""
     rows: Sequence[Any]
-    if paper is Paper.ZEN:
-        rows, show = _zen()
-    else:
-        rows, show = _tables(bytecomp_tables() if paper is Paper.BYTECOMP else mergecomp_tables())
+    match paper:
+        case Paper.ZEN:
+            rows, show = _zen()
+        case Paper.BYTECOMP:
+            rows, show = _tables(bytecomp_tables())
+        case Paper.MERGECOMP:
+            rows, show = _tables(mergecomp_tables())
+        case Paper.GRADIENTFLOW:
+            rows, show = _tables(gradientflow_tables())
     text = encoder.dumps([asdict(row) for row in rows], indent=1)
     if json == "-":
         typer.echo(text)

@@ -4,6 +4,7 @@ From the same `steps` that planning reads, and on the planner's machine.
 """
 
 from .bytecomp import bytecomp_tables as bytecomp_tables
+from .gradientflow import gradientflow_tables as gradientflow_tables
 from .mergecomp import mergecomp_tables as mergecomp_tables
 from .tables import Figure as Figure
 from .tables import Table as Table

@@ -1,4 +1,4 @@
-"""The models on which ByteComp and MergeComp were judged, as data: gradients in the order they become ready.
+"""The models on which ByteComp, MergeComp and GradientFlow were judged, as data: gradients in the order they become ready.
 
 Each file beside this one says where its numbers come from: `traced` gaps are the authors' measurements, `modelled`
 ones ours, from the layers' operations.
@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from importlib import resources
 
-PAPER_MODELS = ("vgg16", "resnet50", "resnet101", "ugatit", "bert-base", "gpt2", "lstm")
+PAPER_MODELS = ("alexnet", "vgg16", "resnet50", "resnet101", "ugatit", "bert-base", "gpt2", "lstm")
 
 
 @dataclass(frozen=True)
