@@ -1,4 +1,4 @@
-"""The models on which ByteComp, MergeComp and GradientFlow were judged, as data: gradients in the order they become ready.
+"""The models on which the papers were judged, as data: gradients in the order they become ready.
 
 Each file beside this one says where its numbers come from: `traced` gaps are the authors' measurements, `modelled`
 ones ours, from the layers' operations.
