@@ -78,14 +78,14 @@ def test_what_ways_may_lose_and_hold_back_is_as_asked_for(
         return searched(job, constraints)
 
     monkeypatch.setattr(command, "searched", noting)
-    bounds = "--most-error", "0.05", "--most-delay", "1.5"
+    bounds = "--most-error", "0.05", "--most-delay", "1.5", "--most-delay-frozen", "9"
     for words in (
         ("plan", profile, "-o", tmp_path / "plan.json"),
         ("explain", tmp_path / "plan.json", "--profile", profile),
     ):
         done = run(*words, "--allow", "int8", *bounds)
         assert done.exit_code == 0, done.output
-    assert [(each.most_error, each.most_delay) for each in seen] == [(0.05, 1.5)] * len(seen) and seen
+    assert {(each.most_error, each.most_delay, each.most_delay_frozen) for each in seen} == {(0.05, 1.5, 9.0)}
 
 
 @pytest.mark.parametrize(("hiding", "model"), [(False, "its model"), (True, "its model, with half of the latencies,")])

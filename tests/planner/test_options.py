@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf, nan
 from typing import Any
 
@@ -24,6 +25,7 @@ from gradsync.planner.ways import Constraints, exact_ways, ways_of
 from gradsync.schemes import (
     AGSparse,
     AllReduce,
+    CoarseGrained,
     CompressedAllGather,
     CompressedTwoWay,
     HalfPrecision,
@@ -191,6 +193,8 @@ def test_what_no_way_is_left_for_is_named() -> None:
     for bound in (-1, inf, nan):
         with pytest.raises(ValueError, match="most_delay must be a number and not be negative"):
             Constraints(most_delay=bound)
+        with pytest.raises(ValueError, match="most_delay_frozen must be a number and not be negative"):
+            Constraints(most_delay_frozen=bound)
     with pytest.raises(ValueError, match="lossy must be compressors"):
         Constraints(lossy=(AGSparse(),))
     with pytest.raises(ValueError, match="ready_s says of 1 parameters nothing, the first is 'first'"):
@@ -214,6 +218,22 @@ def test_what_error_feedback_sends_later_is_bound_by_its_delay() -> None:
         if way.among is not None:
             among.setdefault(name_of(way.scheme), set()).update(way.among)
     assert among == {str(FEEDBACK): {"body"}, str(half): {"first"}}
+
+
+def test_what_is_frozen_may_be_held_back_longer_and_no_tensor_smaller_than_a_chunk() -> None:
+    frozen, moving = (CoarseGrained(ratio=0.1, chunk=1 << 12, freeze=freeze) for freeze in (True, False))
+    body = next(p for p in PARAMETERS if p.name == "body")
+    small = replace(body, tensor=replace(body.tensor, shape=(63, 65)))
+    assert body.tensor.numel >= 1 << 12 > small.tensor.numel
+    errors = {"body": dict.fromkeys((str(frozen), str(moving)), 0.94)}  # about 7.6 steps' gradients
+    constraints = Constraints((frozen, moving), most_delay=1.0, most_delay_frozen=8.0, errors=errors)
+    assert constraints.allow(frozen, body) and not constraints.allow(moving, body)
+    assert not constraints.allow(frozen, small)
+    assert not replace(constraints, most_delay_frozen=7.0).allow(frozen, body)
+    assert not replace(constraints, most_delay_frozen=None).allow(frozen, body), "then it is as all others"
+    assert not replace(constraints, fewest_elements=body.tensor.numel + 1).allow(frozen, body)
+    with pytest.raises(ValueError, match="fewest_elements must be a number from 0 on, got -1"):
+        Constraints(fewest_elements=-1)
 
 
 def test_large_gradients_in_pieces_make_a_plan_of_their_segments() -> None:

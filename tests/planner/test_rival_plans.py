@@ -163,7 +163,7 @@ def test_lazy_buckets_are_of_one_gradient_or_all_of_them(nbytes: float, buckets:
 def test_the_share_of_chunks_is_what_travels_for_free() -> None:
     """All where the link is fast, without loss; the least that is allowed where it is slow."""
     chunks = CoarseGrained(ratio=0.1, chunk=64)
-    allowed = Constraints((chunks,), fewest_elements=64)
+    allowed = Constraints((chunks,))
     shares: list[Any] = []
     for bandwidth in (1e12, 4e8, 2e8, 1e4):
         (plan,) = FreeRatio()(job(bandwidth_bytes_per_s=bandwidth), allowed)

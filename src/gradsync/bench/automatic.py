@@ -28,9 +28,11 @@ from ..planner.rival_plans import (
 from ..planner.ways import Constraints
 from ..schemes import HalfPrecision, PowerSGD
 from . import coarse, compressors
-from .plans import VOTES, fewest_elements, is_lossy, lossy_of
+from .plans import VOTES, is_lossy, lossy_of
 
 MOST_ERROR = 0.1  # of a gradient's norm that `auto` may lose: 16 bits do less
+CHUNKS = coarse.named(0.1)  # of which a tenth holds back 9 steps' gradients at most
+MOST_DELAY_FROZEN = 10.0
 MOST_DELAY = 1.0  # of steps' gradients that its error feedback may hold back: an error of 0.7 in each step
 
 
@@ -53,9 +55,16 @@ AUTOMATIC: dict[str, Automatic] = {
         partial(
             _planner,
             Constraints(
-                (HalfPrecision(values="bfloat16"), ErrorFeedback(BlockInt(8)), PowerSGD(2), ErrorFeedback(TopK(0.01))),
+                (
+                    HalfPrecision(values="bfloat16"),
+                    ErrorFeedback(BlockInt(8)),
+                    PowerSGD(2),
+                    ErrorFeedback(TopK(0.01)),
+                    CHUNKS,
+                ),
                 most_error=MOST_ERROR,
                 most_delay=MOST_DELAY,
+                most_delay_frozen=MOST_DELAY_FROZEN,
             ),
         )
     ),
@@ -66,9 +75,7 @@ AUTOMATIC: dict[str, Automatic] = {
         partial(_planner, Constraints((HalfPrecision(values="bfloat16"),), always=True), search=LazyPlans()),
         lossy="bf16",
     ),
-    "csc_free": Automatic(
-        partial(_planner, Constraints((coarse.named(0.1),), fewest_elements=coarse.CHUNK), search=FreeRatio())
-    ),
+    "csc_free": Automatic(partial(_planner, Constraints((CHUNKS,)), search=FreeRatio())),
 }
 
 CUTS = "cuts"
@@ -117,7 +124,6 @@ class Parted:
             (lossy,),
             always=self.ending in EVERYTHING,
             matrices_only=_matrices_only(self.lossy),
-            fewest_elements=fewest_elements(self.lossy),
         )
         return _planner(constraints, world_size, self.search)
 

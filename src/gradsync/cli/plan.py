@@ -42,6 +42,10 @@ MostDelay = Annotated[
     float | None,
     typer.Option(min=0.0, help="Instead of that, with error feedback: of how many steps' gradients it may hold back."),
 ]
+MostDelayFrozen = Annotated[
+    float | None,
+    typer.Option(min=0.0, help="The same of chunks, where optimisers leave alone what did not arrive."),
+]
 MostCompressions = Annotated[
     int | None,
     typer.Option(min=0, help="Lossy steps of a compressed gradient on its way, at the most; 1 by default."),
@@ -61,6 +65,7 @@ def plan(
     matrices_only: MatricesOnly = False,
     most_error: MostError = None,
     most_delay: MostDelay = None,
+    most_delay_frozen: MostDelayFrozen = None,
     most_compressions: MostCompressions = None,
     without: Without = None,
     flat_only: FlatOnly = False,
@@ -70,7 +75,7 @@ def plan(
     with plain_errors():
         job = _job(profile, cluster)
         leaves = _leaves(most_compressions, without, flat_only)
-        constraints = _constraints(job, allow, exact, matrices_only, most_error, most_delay, leaves)
+        constraints = _constraints(job, allow, exact, matrices_only, most_error, most_delay, most_delay_frozen, leaves)
         found = searched(job, constraints)
         found.plan.save(out)
         _print(describe(explained(found.plan, job, found.ways)))
@@ -89,6 +94,7 @@ def explain(
     matrices_only: MatricesOnly = False,
     most_error: MostError = None,
     most_delay: MostDelay = None,
+    most_delay_frozen: MostDelayFrozen = None,
     most_compressions: MostCompressions = None,
     without: Without = None,
     flat_only: FlatOnly = False,
@@ -97,7 +103,7 @@ def explain(
     with plain_errors():
         job = _job(profile, cluster)
         leaves = _leaves(most_compressions, without, flat_only)
-        constraints = _constraints(job, allow, exact, matrices_only, most_error, most_delay, leaves)
+        constraints = _constraints(job, allow, exact, matrices_only, most_error, most_delay, most_delay_frozen, leaves)
         _print(describe(explained(Plan.load(plan), job, ways_of(job, constraints))))
 
 
@@ -121,6 +127,7 @@ def _constraints(
     matrices_only: bool,
     most_error: float | None,
     most_delay: float | None,
+    most_delay_frozen: float | None,
     leaves: LeafConstraints | None,
 ) -> Constraints:
     lossy = tuple(lossy_of(name, job.world_size) for name in allow.split(",") if name)
@@ -130,6 +137,7 @@ def _constraints(
         matrices_only=matrices_only,
         most_error=most_error,
         most_delay=most_delay,
+        most_delay_frozen=most_delay_frozen,
         errors=job.errors,
         leaves=leaves,
     )

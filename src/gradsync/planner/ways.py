@@ -16,6 +16,7 @@ from ..density import ParameterProfile
 from ..schemes import (
     DEVICES,
     WITH_SUMS,
+    CoarseGrained,
     CompressedAllGather,
     CompressedAllReduce,
     CompressedTwoWay,
@@ -53,7 +54,9 @@ class Constraints:
     `most_error` bounds, for each parameter, the root of the squared error that one step makes over the squared
     gradient, as `errors` has it by parameter and lossy way; without a figure the way is not allowed then. With error
     feedback a step's error is sent later, and without it is lost: the bound is for either, unless `most_delay` says of
-    how many steps' gradients error feedback may hold back as much as that, see `delay_of`.
+    how many steps' gradients error feedback may hold back as much as that, see `delay_of`. `most_delay_frozen`: the
+    same of ways that freeze what did not arrive, where no momentum ages and so more may be held back; None: as others.
+    Chunks are no way for tensors smaller than one.
 
     `leaves`: which leaves of the decision tree a compressor's payloads may take, routes and the schemes that are the
     same as a leaf. None: all the schemes, and routes that compress once: `errors` are those of one compression, another
@@ -67,6 +70,7 @@ class Constraints:
     fewest_elements: int = 0  # of tensors that may lose anything
     most_error: float | None = None
     most_delay: float | None = None
+    most_delay_frozen: float | None = None
     errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by parameter, by `name_of` a way
     leaves: LeafConstraints | None = None
 
@@ -78,7 +82,8 @@ class Constraints:
             raise ValueError(f"Constraints.exact must be a tuple of names or patterns, got {self.exact!r}")
         if type(self.fewest_elements) is not int or self.fewest_elements < 0:
             raise ValueError(f"Constraints.fewest_elements must be a number from 0 on, got {self.fewest_elements!r}")
-        for name, bound in (("most_error", self.most_error), ("most_delay", self.most_delay)):
+        for name in ("most_error", "most_delay", "most_delay_frozen"):
+            bound = getattr(self, name)
             if bound is not None and not 0 <= bound < inf:
                 raise ValueError(f"Constraints.{name} must be a number and not be negative, got {bound}")
         if self.leaves is not None:
@@ -102,9 +107,13 @@ class Constraints:
             return False
         if tensor.numel < self.fewest_elements or (self.matrices_only and len(tensor.shape) < 2):
             return False
+        if isinstance(way, CoarseGrained) and tensor.numel < way.chunk:
+            return False
         error = self.errors.get(profile.name, {}).get(name_of(way), inf)
-        if self.most_delay is not None and sends_later(way):
-            return delay_of(error) <= self.most_delay
+        frozen = isinstance(way, Scheme) and way.freezes and self.most_delay_frozen is not None
+        most_delay = self.most_delay_frozen if frozen else self.most_delay
+        if most_delay is not None and sends_later(way):
+            return delay_of(error) <= most_delay
         return self.most_error is None or error <= self.most_error
 
 
