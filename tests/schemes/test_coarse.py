@@ -269,6 +269,17 @@ def test_what_16_bits_cannot_hold_is_kept_and_sent_later() -> None:
     assert (first.double() + second + ranks.residuals() == 1e5).all()
 
 
+def test_norms_beyond_16_bits_do_not_stay() -> None:
+    scheme = CoarseGrained(HalfPrecision(values="float16"), ratio=0.1, chunk=100, scoring="relative")
+    ranks = Ranks(scheme, 2, ONE)
+    huge, small = constant([1.0] * 9 + [1e6]), constant([1.0] * 10)
+    ranks.step([huge, small])
+    assert not ranks.kept().tensors["scores"][0].isfinite().all()
+    sent = [chunks_of(ranks.step([small, small])) for _ in range(30)]
+    assert sent[0] == [9], "what is beyond the range goes first"
+    assert all(ranks.kept().tensors[name][0].isfinite().all() for name in ("scores", "levels"))
+
+
 def test_what_is_not_finite_in_a_chunk_that_is_not_sent_shows_in_its_score() -> None:
     ranks = Ranks(replace(SMALL, ratio=0.1), 2, ONE)
     good, bad = constant([1.0] * 10), constant([1.0] * 9 + [torch.inf])

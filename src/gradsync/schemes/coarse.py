@@ -339,7 +339,8 @@ class CoarseGrained(Scheme[Tensor]):
         counts = torch.bincount(tensor_of, minlength=len(spec.segments))
         means = (sums / counts)[tensor_of].float().to(norms.device)
         before = kept[LEVELS]
-        return {LEVELS: torch.where(before > 0, before + (means - before) / LEVEL_STEPS, means)}
+        after = torch.where(before > 0, before + (means - before) / LEVEL_STEPS, means)
+        return {LEVELS: torch.where(means.isfinite(), after, before)}  # norms may leave the range of 16 bits for a step
 
     def _root_mean_squares(self, sums: Tensor) -> Tensor:
         """Of each chunk, in an order of additions that all ranks keep."""
