@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from . import memory
 from .arrivals import Arrivals, Sections
 
 
@@ -46,24 +47,55 @@ class Freezing:
 
 
 class _Frozen:
-    """One parameter as it was before a step."""
+    """One parameter as it was before a step, where it is to stay."""
 
     def __init__(self, optimizer: Optimizer, parameter: Tensor, sections: Sections) -> None:
-        moves = torch.zeros(parameter.numel(), dtype=torch.bool, device=parameter.device)
-        for start, stop in sections:
-            moves[start:stop] = True
-        self._moves = moves.view(parameter.shape)
         self._parameter = parameter
-        self._weights = parameter.clone()
-        self._state = {name: values.clone() for name, values in _of_elements(optimizer, parameter).items()}
+        self._still = _between(sections, parameter.numel())
+        self._weights = _Kept(parameter, self._still)
+        state = _of_elements(optimizer, parameter)
+        self._state = {name: _Kept(values, self._still) for name, values in state.items()}
 
     def restore(self, optimizer: Optimizer) -> None:
-        torch.where(self._moves, self._parameter, self._weights, out=self._parameter)
+        self._weights.put_back(self._parameter)
         for name, values in _of_elements(optimizer, self._parameter).items():
             if name in self._state:
-                torch.where(self._moves, values, self._state[name], out=values)
+                self._state[name].put_back(values)
             else:  # made in this step
-                values.masked_fill_(~self._moves, 0)
+                _Kept(torch.zeros_like(values), self._still).put_back(values)
+
+
+class _Kept:
+    """Sections of a tensor's elements."""
+
+    def __init__(self, tensor: Tensor, sections: Sections) -> None:
+        self._sections = sections
+        self._lengths = [stop - start for start, stop in sections]
+        self._values = memory.empty(sum(self._lengths), tensor.dtype, tensor.device)
+        if sections:
+            torch._foreach_copy_(self._parts, _views(tensor.reshape(-1), sections))
+
+    def put_back(self, tensor: Tensor) -> None:
+        if not self._sections:
+            return
+        flat = tensor.reshape(-1)
+        torch._foreach_copy_(_views(flat, self._sections), self._parts)
+        if not tensor.is_contiguous():  # then flat is a copy
+            tensor.copy_(flat.view(tensor.shape))
+
+    @property
+    def _parts(self) -> list[Tensor]:
+        return list(self._values.split(self._lengths))
+
+
+def _between(sections: Sections, numel: int) -> list[tuple[int, int]]:
+    """What the sections leave out, in pieces as large as may be."""
+    starts, stops = [0, *(stop for _, stop in sections)], [*(start for start, _ in sections), numel]
+    return [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
+
+
+def _views(flat: Tensor, sections: Sections) -> list[Tensor]:
+    return [flat[start:stop] for start, stop in sections]
 
 
 def _of_elements(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
