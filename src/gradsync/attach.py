@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -157,6 +158,7 @@ def attach(
     timeout: timedelta | float = DEFAULT_TIMEOUT_S,
     exclude: Sequence[str] = (),
     broadcast_buffers: bool = True,
+    grad_scaler: torch.amp.GradScaler | None = None,
 ) -> Attachment:
     """Makes `loss.backward()` return with gradients averaged over the ranks; nothing else of a training loop changes.
 
@@ -177,6 +179,8 @@ def attach(
         timeout: seconds (or a timedelta) after which a rank that waits for the others raises.
         exclude: names or shell patterns (`"encoder.*"`) of parameters that are left alone.
         broadcast_buffers: rank 0's buffers go to all before each training forward, as DDP does.
+        grad_scaler: what scales the loss, if anything does: what compressors left of earlier gradients follows when the
+            scale changes. Overflows need no help: a step in which some rank saw one is skipped on all.
 
     Raises:
         RuntimeError: without a process group, when attached already, inside a backward, for FSDP, or when another rank
@@ -191,11 +195,15 @@ def attach(
     plan = planner_of(plan)
     timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     if isinstance(model, DistributedDataParallel):
-        state = DDPState(model, plan=plan, timeout_s=timeout_s, exclude=exclude, optimizer=optimizer)
+        state = DDPState(
+            model, plan=plan, timeout_s=timeout_s, exclude=exclude, optimizer=optimizer, grad_scaler=grad_scaler
+        )
         _register(model, state)
         return Attachment(state.engine, state.no_sync, state.detach, model)
-    settings = f"broadcast_buffers={broadcast_buffers}"
+    settings = f"broadcast_buffers={broadcast_buffers}, grad_scaler={grad_scaler is not None}"
     engine, parameters = agreed_engine(model, plan, process_group, timeout_s, exclude, settings, optimizer)
+    if grad_scaler is not None:
+        engine.loss_scale = grad_scaler.get_scale
     initial = [p for name, p in model.named_parameters() if not matches(name, exclude)]
     try:
         _level(engine, [*initial, *model.buffers()])

@@ -49,10 +49,19 @@ class DDPState:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         exclude: Sequence[str] = (),
         optimizer: Optimizer | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         self.engine, parameters = agreed_engine(
-            model, planner_of(plan), model.process_group, timeout_s, exclude, optimizer=optimizer
+            model,
+            planner_of(plan),
+            model.process_group,
+            timeout_s,
+            exclude,
+            f"grad_scaler={grad_scaler is not None}",
+            optimizer,
         )
+        if grad_scaler is not None:
+            self.engine.loss_scale = grad_scaler.get_scale
         self._model = weakref.ref(model)
         self._process_group = model.process_group
         self.detached = False

@@ -29,7 +29,7 @@ from .plan import Plan, describe
 from .planning import Planner, Planning, Resumption
 from .profile import Profile
 from .recording import active
-from .state import NOT_STRICT, VERSION, StateSlice, slices_of
+from .state import NOT_STRICT, VERSION, StateSlice, scale_of, slices_of
 from .timeline import Task
 
 logger = logging.getLogger(__name__)
@@ -57,6 +57,8 @@ class Engine:
         self.group = group
         self.timeout_s = timeout_s
         self.step = 0
+        self.loss_scale: Callable[[], float] | None = None  # what gradients are multiplied by, where that may change
+        self._scale: float | None = None  # in whose units state is
         self.late = False  # some rank took part in the last step at its optimiser's step only
         self.device = next(iter(self.parameters.values())).device if self.parameters else torch.device("cpu")
         self._observer = Observer(self.specs, sparse_names)
@@ -93,6 +95,8 @@ class Engine:
         self._check_marks()
         self._marks = StepMarks(late, rounds % PHASES if rounds else None)
         self.lanes.commit(keep=self._steps_good)
+        if self.loss_scale is not None:
+            self._rescale(self.loss_scale())
         if self.replanning:
             self._change_plan(self._planning.plan)
         self._observer.begin()
@@ -323,6 +327,8 @@ class Engine:
             "plan": plan.to_json(),
             "state": {part.key: part.values for part in self.lanes.state_slices()},
         }
+        if self._scale is not None:
+            state["loss_scale"] = self._scale
         planned = self._planning.state_of(self) if self.settled else None
         return state if planned is None else {**state, "planned": planned}
 
@@ -331,10 +337,11 @@ class Engine:
         if self.in_step:
             raise RuntimeError("load_state_dict() was called inside a step; call it between two steps, on every rank")
         slices: list[StateSlice] = []
+        scale: float | None = None
         resumption: Resumption | None = None
         problem: Exception | None = None
         try:
-            slices = slices_of(state, self.specs, strict=strict)
+            slices, scale = slices_of(state, self.specs, strict=strict), scale_of(state)
             resumption = self._planning.resumption(state)
         except Exception as error:  # told to all, then raised
             problem = error
@@ -356,6 +363,7 @@ class Engine:
             self.plan, self.lanes = self._planning.plan, lanes
             self._announce()
         self.lanes.restore(slices)
+        self._scale = scale
         self._agree_on_owed()
 
     def statistics(self) -> list[BucketStatistics]:
@@ -436,6 +444,13 @@ class Engine:
             raise RuntimeError(
                 f"gradient synchronisation stopped earlier: {self._failure}; detach() and attach again on every rank"
             )
+
+    def _rescale(self, scale: float) -> None:
+        """What is left to be sent was multiplied by the scale of its time."""
+        if self._scale is not None and scale != self._scale:
+            for lane in self.lanes:
+                lane.rescale(scale / self._scale)
+        self._scale = scale
 
     def _plan_on(self) -> None:
         """The plan of the next step is decided, perhaps the one for good."""

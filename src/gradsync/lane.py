@@ -16,7 +16,18 @@ from .comm import Group, Ledger, RecordingGroup
 from .density import DensityProfile, ParameterProfile, joined
 from .gradients import FlatGradients, Gradients, all_finite, gradients_of, marks_of_ranks, total_of
 from .schemes import Scheme, State
-from .state import StateSlice, at_step, has_place, left_to_send, owed, slices, slices_owed, with_slices, without
+from .state import (
+    StateSlice,
+    at_step,
+    has_place,
+    left_to_send,
+    owed,
+    rescaled,
+    slices,
+    slices_owed,
+    with_slices,
+    without,
+)
 from .steps import Pattern, Step, Transfer, transfers
 from .timeline import Task, covered_s
 
@@ -159,6 +170,11 @@ class Lane:
             self.state, self.owed = self.next_state, self.next_owed
             self.took_over = self.still_owes
         self.next_state = self.next_owed = None
+
+    def rescale(self, factor: float) -> None:
+        """Gradients come so many times as large from now on."""
+        self.state = rescaled(self.state, factor)
+        self.owed = None if self.owed is None else self.owed * factor
 
     def reset_state(self) -> None:
         self.next_state = self.owed = self.next_owed = None

@@ -6,6 +6,7 @@ slashes for a tensor that goes with the segment as a whole, which another plan t
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -103,6 +104,18 @@ def slices_of(saved: Mapping[str, Any], specs: Mapping[str, TensorSpec], *, stri
     return slices
 
 
+def scale_of(saved: Mapping[str, Any]) -> float | None:
+    """The loss scale in whose units a state was saved; None where nothing scaled the loss.
+
+    Raises:
+        ValueError: for one that is no positive number.
+    """
+    scale = saved.get("loss_scale")
+    if scale is not None and not (isinstance(scale, float) and 0 < scale < math.inf):
+        raise ValueError(f"the state's loss_scale must be a positive number, got {scale!r}")
+    return scale
+
+
 def slices(bucket: Bucket, state: Mapping[str, Kept]) -> Iterator[StateSlice]:
     """Copies of what a scheme keeps of a bucket, one for each segment and compress point."""
     for point, kept in state.items():
@@ -123,6 +136,18 @@ def at_step(state: Mapping[str, Kept], step: int) -> dict[str, Kept]:
     """The state for a step of this number, the same on all ranks: what compressors draw, and when, depends on it."""
     return {
         point: kept if isinstance(kept, Tensor) else tuple(replace(part, step=step) for part in kept)
+        for point, kept in state.items()
+    }
+
+
+def rescaled(state: Mapping[str, Kept], factor: float) -> dict[str, Kept]:
+    """The state in other units of the gradient: what is kept of elements, times a factor."""
+    return {
+        point: kept * factor
+        if isinstance(kept, Tensor)
+        else tuple(
+            replace(part, elements={name: values * factor for name, values in part.elements.items()}) for part in kept
+        )
         for point, kept in state.items()
     }
 

@@ -114,7 +114,7 @@ def test_the_row_length_is_the_option_dim(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("command", ["train", "sync"])
 def test_the_help_names_the_options_of_every_workload(command: str) -> None:
-    done = CliRunner().invoke(app, ["bench", command, "--help"], env={"COLUMNS": "800"})
+    done = CliRunner().invoke(app, ["bench", command, "--help"], env={"COLUMNS": "1600"})
     for name in workloads.names():
         if name != "typed":
             options = ", ".join(workloads.declared_options(workloads.kind_of(name)))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from gradsync.lars import LARS
 from gradsync.workloads import AlexNetWorkload, ResNet8, ResNet20, ResNet32, load
 from gradsync.workloads.convolutional import AlexNet, ImageWorkload, ResNet
 from tests.workloads.training import opened, train
@@ -105,6 +106,29 @@ def test_the_networks_learn_the_digits(kind: type[ImageWorkload]) -> None:
     assert max(losses) < 3  # no blow-up of the first steps; ten classes by chance: 2.3
     assert np.mean(losses[-10:]) < 0.6
     assert workload.evaluate(model)["accuracy"] > 0.8
+
+
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_the_networks_learn_the_digits_in_large_batches_by_lars(kind: type[ImageWorkload]) -> None:
+    workload = small(kind, batch_size=256, lars=3.0, warmup_steps=10)
+    model, losses = train(workload, 40, sparse=False)
+    assert max(losses) < 3
+    assert workload.evaluate(model)["accuracy"] > 0.8
+    optimizer = workload.optimizer(model)
+    assert isinstance(optimizer, LARS) and optimizer.param_groups[0]["warmup_steps"] == 10
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lars": -1.0}, "lars must be finite and not negative, got -1.0"),
+        ({"lars": 1.0, "warmup_steps": -1}, "warmup_steps must not be negative, got -1"),
+        ({"warmup_steps": 5}, "warmup_steps are of LARS: give its learning rate"),
+    ],
+)
+def test_updates_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load("alexnet", data="digits", **options)
 
 
 def test_generated_images_are_refused() -> None:

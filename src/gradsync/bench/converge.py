@@ -25,6 +25,7 @@ from ..bucket import Layout, TensorSpec
 from ..comm import LocalGroup, drive_in_turns
 from ..density import ParameterProfile
 from ..freezing import Freezing
+from ..lars import LARS
 from ..plan import Plan
 from ..planner import default_plan
 from ..report.record import Losses, Record, Spread
@@ -186,6 +187,9 @@ def training(task: Workload, name: str, *, seed: int, ranks: int) -> Iterator[nn
     parameters = dict(model.named_parameters())
     together: Ranks | None = None
     freezing = Freezing(parameters, lambda: Arrivals() if together is None else together.arrivals)
+    if isinstance(optimizer, LARS):
+        names = {id(parameter): each for each, parameter in parameters.items()}
+        optimizer.arrived = lambda p: None if together is None else together.arrivals.of(names[id(p)])
     optimizer.register_step_pre_hook(freezing.before)
     optimizer.register_step_post_hook(freezing.after)
     while True:

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from .. import workloads
 from ..attach import Attachment
 from ..lab.counters import interface_bytes
+from ..lars import LARS
 from ..planner import Job
 from ..planner.predict import predict, unmeasured
 from ..workloads import Batch, Workload
@@ -104,6 +105,8 @@ def enter(workload: Task, name: str, way: Method, spec: TrainSpec) -> Contestant
         if way.lossy is not None and (momentum := fit_optimizer(way.lossy, optimizer)):
             way = method(way.name, momentum)
         who.model, who.attachment = way.wrap(model, timedelta(seconds=spec.method_timeout_s))
+        if isinstance(optimizer, LARS) and who.attachment is not None:
+            optimizer.arrived = who.attachment.arrived
     return who
 
 

@@ -6,6 +6,7 @@ a step can be repeated. A training forward moves the running statistics of batch
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD, Optimizer
 
+from gradsync.lars import LARS
 from gradsync.workloads.base import Batch
 from gradsync.workloads.classification import ClassificationWorkload
 from gradsync.workloads.data import Array
@@ -107,7 +109,7 @@ class AlexNet(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageWorkload(ClassificationWorkload):
-    """Which of ten classes is in the image? Trained by SGD with momentum."""
+    """Which of ten classes is in the image? Trained by SGD with momentum, or LARS."""
 
     real: ClassVar[str] = FASHION.name
     stand_in: ClassVar[str] = DIGITS.name
@@ -118,7 +120,18 @@ class ImageWorkload(ClassificationWorkload):
     weight_decay: ClassVar[float]
 
     batch_size: int = 64  # images a rank and step
+    lars: float = 0.0  # the learning rate of LARS, for large batches; 0: SGD at `learning_rate`
+    warmup_steps: int = 0  # of LARS
     data: str = FASHION.name
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.lars < math.inf:
+            raise ValueError(f"lars must be finite and not negative, got {self.lars}")
+        if self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps must not be negative, got {self.warmup_steps}")
+        if self.warmup_steps and not self.lars:
+            raise ValueError(f"warmup_steps are of LARS: give its learning rate (lars) too, got {self.warmup_steps}")
 
     def open(self, cache: Path) -> tuple[Array, str]:
         return open_images(self.data, cache)
@@ -146,7 +159,15 @@ class ImageWorkload(ClassificationWorkload):
             return self.network()
 
     def optimizer(self, model: nn.Module) -> Optimizer:
-        """SGD with momentum and weight decay, as in the networks' papers."""
+        """SGD with momentum and weight decay, as in the networks' papers, or LARS with the same."""
+        if self.lars:
+            return LARS(
+                model.parameters(),
+                lr=self.lars,
+                momentum=MOMENTUM,
+                weight_decay=self.weight_decay,
+                warmup_steps=self.warmup_steps,
+            )
         return SGD(model.parameters(), lr=self.learning_rate, momentum=MOMENTUM, weight_decay=self.weight_decay)
 
     def describe(self) -> str:
