@@ -75,7 +75,7 @@ def test_the_figures_of_our_notes_are_met() -> None:
     assert len(found) == 21
     for figure in found:
         assert figure.published is not None
-        rel = 0.12 if figure.table == "threshold" else 0.02
+        rel = 0.04 if figure.table == "threshold" else 0.02
         assert figure.value == pytest.approx(figure.published, rel=rel, abs=0.05), figure
 
 
