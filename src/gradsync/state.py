@@ -1,7 +1,8 @@
 """What schemes keep, by parameter: in slices for a checkpoint or another plan, and laid into a new plan's buckets.
 
 A slice has a name of its own, `parameter[start:stop]/point` for one element for each of these elements, and with two
-slashes for a tensor that goes with the segment as a whole, which another plan takes over where it fits.
+slashes for a tensor that goes with the segment as a whole, which another plan takes over where it fits; what goes with
+all segments of a bucket together has the name of the first.
 """
 
 from __future__ import annotations
@@ -130,6 +131,9 @@ def slices(bucket: Bucket, state: Mapping[str, Kept]) -> Iterator[StateSlice]:
                 for segment, tensor in zip(segments, tensors, strict=True):
                     where = segment.name, segment.start, segment.stop
                     yield StateSlice(*where, f"{point}.{name}", tensor.clone(), whole=True)
+            for name, tensor in part.together.items():
+                where = segments[0].name, segments[0].start, segments[0].stop
+                yield StateSlice(*where, f"{point}.{name}", tensor.clone(), whole=True)
 
 
 def at_step(state: Mapping[str, Kept], step: int) -> dict[str, Kept]:
@@ -230,7 +234,8 @@ def has_place(states: Iterable[Mapping[str, Kept]], part: StateSlice) -> bool:
     point, _, name = part.point.partition(".")
     if part.whole:
         kept_there = [state[point] for state in states if point in state]
-        return any(name in each.tensors for kept in kept_there if not isinstance(kept, Tensor) for each in kept)
+        parts = [each for kept in kept_there if not isinstance(kept, Tensor) for each in kept]
+        return any(name in each.tensors or name in each.together for each in parts)
     points = {point, SENT} if _copies(point) else {point}
     found = 0
     for state in states:
@@ -319,7 +324,8 @@ def _restored(point: str, state: CompressorState, saved: Sequence[StateSlice]) -
         name: tuple(_whole(f"{point}.{name}", *each, saved) for each in zip(segments, parts, strict=True))
         for name, parts in state.tensors.items()
     }
-    return replace(state, tensors=tensors)
+    together = {name: _whole(f"{point}.{name}", segments[0], each, saved) for name, each in state.together.items()}
+    return replace(state, tensors=tensors, together=together)
 
 
 def _whole(point: str, segment: Segment, fresh: Tensor, saved: Sequence[StateSlice]) -> Tensor:

@@ -274,10 +274,10 @@ def test_norms_beyond_16_bits_do_not_stay() -> None:
     ranks = Ranks(scheme, 2, ONE)
     huge, small = constant([1.0] * 9 + [1e6]), constant([1.0] * 10)
     ranks.step([huge, small])
-    assert not ranks.kept().tensors["scores"][0].isfinite().all()
+    assert not ranks.kept().together["scores"].isfinite().all()
     sent = [chunks_of(ranks.step([small, small])) for _ in range(30)]
     assert sent[0] == [9], "what is beyond the range goes first"
-    assert all(ranks.kept().tensors[name][0].isfinite().all() for name in ("scores", "levels"))
+    assert all(ranks.kept().together[name].isfinite().all() for name in ("scores", "levels"))
 
 
 def test_what_is_not_finite_in_a_chunk_that_is_not_sent_shows_in_its_score() -> None:
@@ -285,7 +285,7 @@ def test_what_is_not_finite_in_a_chunk_that_is_not_sent_shows_in_its_score() -> 
     good, bad = constant([1.0] * 10), constant([1.0] * 9 + [torch.inf])
     ranks.step([good, bad])
     for rank in range(2):
-        assert not ranks.kept(rank).tensors["scores"][0].isfinite().all(), "on all ranks"
+        assert not ranks.kept(rank).together["scores"].isfinite().all(), "on all ranks"
 
 
 @pytest.mark.parametrize("scheme", KINDS + KEEP_MOMENTUM)

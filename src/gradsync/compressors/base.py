@@ -40,7 +40,8 @@ def copies_at(point: str) -> int:
 class State:
     """What a compressor knows and remembers of one flat tensor. Nothing in it is overwritten: a step can be taken back.
 
-    `elements` goes with the elements of the tensor wherever a plan cuts it, `tensors` with each segment as a whole.
+    `elements` goes with the elements of the tensor wherever a plan cuts it, `tensors` with each segment as a whole,
+    `together` with all of them: it goes on whichever of them were used.
     """
 
     spec: FlatSpec
@@ -48,6 +49,7 @@ class State:
     step: int = 0  # how often it was compressed before
     elements: Mapping[str, Tensor] = field(default_factory=dict)  # each (numel,)
     tensors: Mapping[str, tuple[Tensor, ...]] = field(default_factory=dict)  # each one tensor for every segment
+    together: Mapping[str, Tensor] = field(default_factory=dict)
     agreed: Tensor | None = None  # what the ranks agreed on for this step, see `Compressor.observe`
 
     def next(self, **changes: Any) -> State:

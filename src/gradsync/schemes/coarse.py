@@ -172,8 +172,7 @@ class CoarseGrained(Scheme[Tensor]):
         zeros = torch.zeros(spec.numel, dtype=kernels.accumulation_dtype(spec.dtype))
         elements = {RESIDUAL: zeros, **({MOMENTUM: zeros.clone()} if self.momentum else {})}
         numbers = {name: torch.full((chunks,), first) for name, first in self._kept_of_chunks.items()}
-        tensors = {name: _of_bucket(each, len(spec.segments)) for name, each in numbers.items()}
-        return {SENT: (CompressorState(spec, group.rank, elements=elements, tensors=tensors),)}
+        return {SENT: (CompressorState(spec, group.rank, elements=elements, together=numbers),)}
 
     @property
     def _kept_of_chunks(self) -> dict[str, float]:
@@ -192,7 +191,7 @@ class CoarseGrained(Scheme[Tensor]):
         numel = own.spec.numel
         values, behind = x[:numel], x[numel:]
         chunks, count = self.num_chunks(numel), self.num_chosen(numel, own.step)
-        kept = {name: tensors[0].to(x.device) for name, tensors in own.tensors.items()}
+        kept = {name: numbers.to(x.device) for name, numbers in own.together.items()}
         elements = {name: flat.to(x.device) for name, flat in own.elements.items()}
         residual = elements[RESIDUAL] * self.history if self.history < 1 else elements[RESIDUAL]
         brought, following = values, {RESIDUAL: memory.empty_like(residual)}
@@ -249,8 +248,7 @@ class CoarseGrained(Scheme[Tensor]):
             kept |= self._levels(kept[SCORES], kept, own.spec)
         if AGES in kept:
             kept[AGES] = kept[AGES].index_fill(0, chosen, 0)
-        tensors = {name: _of_bucket(numbers, len(own.spec.segments)) for name, numbers in kept.items()}
-        return x, {SENT: (replace(own.next(elements=following, tensors=tensors), agreed=chosen),)}
+        return x, {SENT: (replace(own.next(elements=following, together=kept), agreed=chosen),)}
 
     def arrived(self, state: State) -> list[tuple[int, int]] | None:
         own = cast(CompressorState, state[SENT][0])
@@ -379,11 +377,6 @@ def _parts(flat: Tensor, chosen: Tensor, chunk: int) -> list[Tensor]:
 def _magnitudes(payload: Tensor, chunk: int) -> Tensor:
     """The mean of each chunk."""
     return payload.view(-1, chunk).abs().mean(dim=1, dtype=torch.float32)
-
-
-def _of_bucket(numbers: Tensor, num_segments: int) -> tuple[Tensor, ...]:
-    """What goes with the bucket as a whole, kept with its first segment."""
-    return numbers, *[numbers[:0]] * (num_segments - 1)
 
 
 def _take_more(left: Tensor, chosen: Tensor, payload: Tensor, chunk: int, scale: float) -> None:
