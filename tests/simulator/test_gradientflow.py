@@ -42,7 +42,8 @@ def test_every_technique_is_worth_its_while_on_512_gpus(job: gradientflow.Job) -
 def test_an_iteration_is_the_sum_of_what_it_is_attributed_to(technique: str) -> None:
     found = attributed(ALEXNET, 512, technique)
     assert found.seconds == pytest.approx(iteration_s(ALEXNET, 512, technique))
-    assert min(found.bytes_s, found.latency_s, found.kernels_s) >= -1e-9
+    assert min(found.bytes_s, found.latency_s, found.kernels_s, found.choosing_s) >= -1e-9
+    assert (found.choosing_s > 1e-6) == (technique in ("+ chunks", "ours"))
     assert found.forward_s + found.backward_s == pytest.approx(0.03885)
 
 
