@@ -21,7 +21,7 @@ def task() -> Workload:
 
 
 def loss_of(task: Workload, name: str) -> float:
-    return trained(task, name, seed=0, steps=STEPS, ranks=RANKS)
+    return trained(task, name, seed=0, steps=STEPS, ranks=RANKS)["loss"]
 
 
 def test_dense_ranks_train_by_the_mean_of_their_gradients(task: Workload) -> None:
@@ -61,9 +61,14 @@ def test_records_hold_losses_by_seed_beside_dense(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(converge, "processes", lambda jobs: Inline())
     monkeypatch.setattr(converge, "opened", lambda name, **options: load("dense20"))
     made = {BASELINE: [1.0, 2.0], "bf16": [1.1, 2.0], "topk0.01": [1.5, float("nan")]}
-    monkeypatch.setattr(converge, "final_loss", lambda workload, options, name, seed, steps, ranks: made[name][seed])
+
+    def final(workload: str, options: object, name: str, seed: int, steps: int, ranks: int) -> dict[str, float]:
+        assert steps == 3 * load("dense20").steps_per_epoch(ranks)
+        return {"loss": made[name][seed], "accuracy": 1 - made[name][seed] / 10}
+
+    monkeypatch.setattr(converge, "final", final)
     events: list[Any] = []
-    spec = ConvergeSpec(("dense20",), ("bf16", "topk0.01"), seeds=2)
+    spec = ConvergeSpec(("dense20",), ("bf16", "topk0.01"), seeds=2, epochs=3)
     records, notes = run_converge(spec, events.append)
     assert not notes
     assert len(events) == len(spec.runs) == 6
@@ -71,10 +76,17 @@ def test_records_hold_losses_by_seed_beside_dense(monkeypatch: pytest.MonkeyPatc
     assert half.losses is not None and half.losses.subject == [1.1, 2.0] and half.losses.baseline == [1.0, 2.0]
     assert half.ratio is not None and half.ratio.median == pytest.approx(1.05) and half.seeds == [0, 1]
     assert half.within(1.0)
+    assert half.accuracies is not None and half.accuracies.baseline == [0.9, 0.8]
+    assert half.accuracies.subject == pytest.approx([0.89, 0.8]) and lost.accuracies is None
     assert lost.failed == "the loss is not finite" and lost.losses is None
     headings, rows = loss_rows(records)
     assert headings == ["method", "dense20"] and [row[0] for row in rows] == [BASELINE, "bf16", "topk0.01"]
-    assert rows[0][1] == "1.5000" and rows[1][1].startswith("1.5500 (1.050") and "not finite" in rows[2][1]
+    assert (
+        rows[0][1] == "1.5000"
+        and rows[1][1].startswith("1.5500 (1.050")
+        and "; -0.5 [-1.0, +0.0] points" in rows[1][1]
+        and "not finite" in rows[2][1]
+    )
 
 
 def test_unknown_methods_and_numbers_are_refused() -> None:
@@ -82,12 +94,14 @@ def test_unknown_methods_and_numbers_are_refused() -> None:
         ConvergeSpec(methods=("ddp",))
     with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
         ConvergeSpec(steps=0)
+    with pytest.raises(ValueError, match="epochs must be positive and finite, got 0"):
+        ConvergeSpec(epochs=0)
 
 
 def test_an_interrupted_run_keeps_the_methods_that_are_finished(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(converge, "processes", lambda jobs: Inline())
     monkeypatch.setattr(converge, "opened", lambda name, **options: load("dense20"))
-    monkeypatch.setattr(converge, "final_loss", lambda *arguments: 1.0)
+    monkeypatch.setattr(converge, "final", lambda *arguments: {"loss": 1.0})
     spec = ConvergeSpec(("dense20",), ("bf16", "topk0.01", "int8"), seeds=2)
     seen: list[tuple[str, int]] = []
 

@@ -55,7 +55,7 @@ def test_who_learns_like_a_method() -> None:
 
 def test_steps_are_those_of_training() -> None:
     """The first evaluation is that of as many steps, and nothing is looked at beyond the most."""
-    loss = trained(load("resnet8", **OPTIONS), "dense", seed=1, steps=3, ranks=2)
+    loss = trained(load("resnet8", **OPTIONS), "dense", seed=1, steps=3, ranks=2)["loss"]
     spec = ReachSpec(loss, "ddp", every=3, most_steps=3)
     assert steps_to("resnet8", OPTIONS, "dense", 1, 2, spec) == 3
     assert steps_to("resnet8", OPTIONS, "dense", 1, 2, ReachSpec(loss - 1e-6, "ddp", every=3, most_steps=5)) is None

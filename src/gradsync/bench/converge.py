@@ -34,6 +34,8 @@ from . import coarse, compressors
 from .plans import DENSE_SCHEMES, SCHEMES_IN_WORDS, PlanMaker, fit_optimizer, is_lossy, lossy_planner
 from .provenance import commit, machine, versions
 
+Measures = Mapping[tuple[str, str, int], Mapping[str, float]]  # by workload, method, seed
+
 BASELINE = "dense"  # all-reduce of what the ranks have, in float32
 
 
@@ -52,6 +54,7 @@ class ConvergeSpec:
     methods: tuple[str, ...] = field(default_factory=usual_methods)
     options: dict[str, Any] = field(default_factory=dict)
     steps: int = 100
+    epochs: float | None = None  # in place of steps: passes over the data, rounded to steps
     ranks: int = 2
     seeds: int = 3  # 0, 1, ...
     jobs: int = 2  # processes at once, each with one thread
@@ -62,6 +65,12 @@ class ConvergeSpec:
         for what, number in (("steps", self.steps), ("ranks", self.ranks), ("seeds", self.seeds), ("jobs", self.jobs)):
             if number < 1:
                 raise ValueError(f"{what} must be at least 1, got {number}")
+        if self.epochs is not None and not 0 < self.epochs < math.inf:
+            raise ValueError(f"epochs must be positive and finite, got {self.epochs}")
+
+    def steps_of(self, task: Workload) -> int:
+        """Of each run on a workload."""
+        return self.steps if self.epochs is None else max(round(self.epochs * task.steps_per_epoch(self.ranks)), 1)
 
     @property
     def cases(self) -> list[tuple[str, str]]:
@@ -97,34 +106,37 @@ def run_converge(spec: ConvergeSpec, on_event: Callable[[dict[str, Any]], None])
         ValueError: for an unknown workload.
     """
     options = {name: opened(name, **spec.options).options for name in spec.workloads}  # data are fetched here
-    losses: dict[tuple[str, str, int], float] = {}
+    steps = {name: spec.steps_of(opened(name, **spec.options)) for name in spec.workloads}
+    measures: dict[tuple[str, str, int], dict[str, float]] = {}
     notes: list[str] = []
     try:
         with processes(spec.jobs) as executor:
-            futures: dict[Future[float], tuple[str, str, int]] = {}
+            futures: dict[Future[dict[str, float]], tuple[str, str, int]] = {}
             for workload, name, seed in spec.runs:
-                started = executor.submit(final_loss, workload, spec.options, name, seed, spec.steps, spec.ranks)
+                started = executor.submit(final, workload, spec.options, name, seed, steps[workload], spec.ranks)
                 futures[started] = workload, name, seed
             for ended in as_completed(futures):
-                losses[futures[ended]] = ended.result()
+                measures[futures[ended]] = ended.result()
                 workload, name, seed = futures[ended]
-                on_event({"workload": workload, "method": name, "seed": seed, "loss": ended.result()})
+                on_event({"workload": workload, "method": name, "seed": seed, "loss": ended.result()["loss"]})
     except KeyboardInterrupt:
-        if not any(_finished(losses, spec, *case) for case in spec.cases):
+        if not any(_finished(measures, spec, *case) for case in spec.cases):
             raise
-        notes = [f"interrupted: {len(losses)} of {len(spec.runs)} runs are done; methods that miss one have no record"]
+        notes = [
+            f"interrupted: {len(measures)} of {len(spec.runs)} runs are done; methods that miss one have no record"
+        ]
     about = {"versions": versions(), "environment": machine(), "commit": commit()}
     records = [
-        _record(workload, name, losses, spec, options[workload])
+        _record(workload, name, measures, spec, steps[workload], options[workload])
         for workload, name in spec.cases
-        if _finished(losses, spec, workload, name)
+        if _finished(measures, spec, workload, name)
     ]
     return [record.model_copy(update=about) for record in records], notes
 
 
-def _finished(losses: Mapping[tuple[str, str, int], float], spec: ConvergeSpec, workload: str, name: str) -> bool:
-    """Whether the losses of all seeds are there, the method's and the baseline's."""
-    return all((workload, method, seed) in losses for method in (BASELINE, name) for seed in range(spec.seeds))
+def _finished(measures: Measures, spec: ConvergeSpec, workload: str, name: str) -> bool:
+    """Whether those of all seeds are there, the method's and the baseline's."""
+    return all((workload, method, seed) in measures for method in (BASELINE, name) for seed in range(spec.seeds))
 
 
 @contextmanager
@@ -139,17 +151,23 @@ def processes(jobs: int) -> Iterator[Executor]:
 
 
 def _record(
-    workload: str, name: str, losses: Mapping[tuple[str, str, int], float], spec: ConvergeSpec, options: dict[str, Any]
+    workload: str, name: str, measures: Measures, spec: ConvergeSpec, steps: int, options: dict[str, Any]
 ) -> Record:
     seeds = list(range(spec.seeds))
-    subject, baseline = ([losses[workload, method, seed] for seed in seeds] for method in (name, BASELINE))
+
+    def of(measure: str) -> list[list[float]]:
+        found = ([measures[workload, method, seed].get(measure) for seed in seeds] for method in (name, BASELINE))
+        return [[value for value in values if value is not None] for values in found]
+
+    subject, baseline = of("loss")
+    right, baseline_right = of("accuracy")
     finite = all(map(math.isfinite, (*subject, *baseline)))
     return Record(
         case="converge",
         metric="loss",
         subject=name,
         baseline=BASELINE,
-        params={"workload": workload, "steps": spec.steps, "ranks": spec.ranks},
+        params={"workload": workload, "steps": steps, "ranks": spec.ranks},
         options=options,
         repeats=spec.seeds,
         subject_s=None,
@@ -157,6 +175,7 @@ def _record(
         ratio=Spread.of([a / b for a, b in zip(subject, baseline, strict=True)]) if finite else None,
         aa=Spread.of([a / b for a, b in zip(baseline, [*baseline[1:], baseline[0]], strict=True)]) if finite else None,
         losses=Losses(subject=subject, baseline=baseline) if finite else None,
+        accuracies=Losses(subject=right, baseline=baseline_right) if finite and right else None,
         seeds=seeds,
         failed=None if finite else "the loss is not finite",
     )
@@ -165,17 +184,16 @@ def _record(
 opened = cache(load)
 
 
-def final_loss(workload: str, options: dict[str, Any], name: str, seed: int, steps: int, ranks: int) -> float:
-    """The held-out loss after so many steps, in one thread; the same number whenever it is asked for."""
+def final(workload: str, options: dict[str, Any], name: str, seed: int, steps: int, ranks: int) -> dict[str, float]:
+    """The held-out loss, and what else is measured, after so many steps, in one thread; the same numbers every time."""
     torch.set_num_threads(1)
     task = opened(workload, **options)
     return trained(task, name, seed=seed, steps=steps, ranks=ranks)
 
 
-def trained(task: Workload, name: str, *, seed: int, steps: int, ranks: int) -> float:
-    """The held-out loss of a fresh model."""
-    model = next(islice(training(task, name, seed=seed, ranks=ranks), steps - 1, None))
-    return float(task.evaluate(model)["loss"])
+def trained(task: Workload, name: str, *, seed: int, steps: int, ranks: int) -> dict[str, float]:
+    """What is measured of a fresh model on held-out samples."""
+    return task.evaluate(next(islice(training(task, name, seed=seed, ranks=ranks), steps - 1, None)))
 
 
 def training(task: Workload, name: str, *, seed: int, ranks: int) -> Iterator[nn.Module]:

@@ -367,6 +367,9 @@ def converge(
         ),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Of each run.")] = 100,
+    epochs: Annotated[
+        float | None, typer.Option(help="Of each run, in place of --steps: passes over the training samples.")
+    ] = None,
     ranks: Annotated[int, typer.Option(min=1, help="Simulated in one process.")] = 2,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each method, with other weights and batches.")] = 3,
     jobs: Annotated[int, typer.Option(min=1, help="Processes at once, of one thread each.")] = 2,
@@ -385,6 +388,7 @@ def converge(
             methods=_listed(methods) if methods else usual_methods(),
             options=parse_options(chosen, option or ()),
             steps=min(steps, 5) if quick else steps,
+            epochs=None if quick else epochs,
             ranks=ranks,
             seeds=1 if quick else seeds,
             jobs=jobs,

@@ -73,7 +73,10 @@ def compress_tables(records: Sequence[Record], *, compact: bool = False) -> Grou
 
 
 def loss_rows(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
-    """Headings, and a row for each method: held-out loss on each workload, mean over seeds, and over the baseline's."""
+    """Headings, and a row for each method: held-out loss on each workload, mean over seeds, and over the baseline's.
+
+    Where the workload has accuracies, by how many points they are above the baseline's, seed by seed.
+    """
     workloads = list(dict.fromkeys(record.params["workload"] for record in records))
     rows: dict[str, dict[str, str]] = {}
     for record in records:
@@ -84,13 +87,16 @@ def loss_rows(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
         losses, ratio = record.losses, record.ratio
         rows.setdefault(record.baseline, {})[workload] = f"{_mean(losses.baseline):.4f}"
         figures = f"{_mean(losses.subject):.4f} ({ratio.median:.3f} [{ratio.p5:.3f}-{ratio.p95:.3f}])"
+        if (right := record.accuracies) is not None:
+            points = [100 * (a - b) for a, b in zip(right.subject, right.baseline, strict=True)]
+            figures += f"; {_mean(points):+.1f} [{min(points):+.1f}, {max(points):+.1f}] points"
         rows.setdefault(record.subject, {})[workload] = figures
     return ["method", *workloads], [[n, *(row.get(w, NOTHING) for w in workloads)] for n, row in rows.items()]
 
 
 def loss_table(records: Sequence[Record], *, compact: bool = False) -> Table:
     """For a terminal, however narrow."""
-    note = "held-out loss, mean over seeds (over that of the baseline, seed by seed)"
+    note = "held-out loss, mean over seeds (over that of the baseline, seed by seed); points of accuracy above it"
     return _table("Losses after as many steps", note, *loss_rows(records))
 
 

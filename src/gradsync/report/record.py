@@ -98,7 +98,7 @@ class CompressionError(BaseModel):
 
 
 class Losses(BaseModel):
-    """Held-out losses, by seed."""
+    """Held-out losses, or accuracies, by seed."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -157,6 +157,7 @@ class Record(BaseModel):
     cost: FittedCost | None = None  # of the metric `cost`
     error: CompressionError | None = None  # of the metric `error`
     losses: Losses | None = None  # of the metric `loss`
+    accuracies: Losses | None = None  # with it, where the workload has some
     planning: Planning | None = None  # of the metric `plan_s`
     versions: dict[str, str] = {}
     environment: dict[str, Any] = {}
