@@ -345,9 +345,8 @@ class Engine:
             resumption = self._planning.resumption(state)
         except Exception as error:  # told to all, then raised
             problem = error
-        self.agree(
-            "loading of state", problem, f"step {state.get('step')}{'' if resumption is None else f', {resumption}'}"
-        )
+        alike = f"step {state.get('step')}{'' if resumption is None else f', {resumption}'}"
+        self.agree("loading of state", problem, alike if scale is None else f"{alike}, loss scale {scale:g}")
         lanes = self.lanes
         try:
             if resumption is not None and (self.replanning or resumption.plan.digest != self.plan.digest):
@@ -362,7 +361,10 @@ class Engine:
             self._planning.resume(self, resumption)
             self.plan, self.lanes = self._planning.plan, lanes
             self._announce()
-        self.lanes.restore(slices)
+        what = "state that is the same on all ranks"
+        self.lanes.restore(
+            slices, lambda mine: self.call(what, lambda group: gather_bytes(group, mine, self.timeout_s))
+        )
         self._scale = scale
         self._agree_on_owed()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -302,11 +303,24 @@ class Lanes:
         for lane in self:
             lane.commit(keep=keep)
 
-    def restore(self, state: Sequence[StateSlice]) -> None:
-        """This state, and no other."""
+    def restore(self, state: Sequence[StateSlice], gather: Callable[[bytes], list[bytes]]) -> None:
+        """This state, and no other. `gather` hands bytes to all, by rank.
+
+        What goes with tensors as a whole, as the scores of chunks, must be the same on all ranks that keep it: in
+        buckets of which they were given different numbers it begins anew.
+        """
         for lane in self:
             lane.reset_state()
             lane.take_over(state)
+        whole = [(lane.bucket.id, part) for lane in self for part in lane.state_slices() if part.whole]
+        mine = json.dumps([(bucket, part.key, part.digest) for bucket, part in whole])
+        digests: dict[tuple[str, str], set[str]] = {}
+        for theirs in gather(mine.encode()):
+            for bucket, key, digest in json.loads(theirs):
+                digests.setdefault((bucket, key), set()).add(digest)
+        for bucket in sorted({bucket for (bucket, _), found in digests.items() if len(found) > 1}):
+            self[bucket].reset_state()
+            self[bucket].take_over([part for part in state if not part.whole])
 
     def inherit(self, state: Iterable[StateSlice]) -> None:
         """What the schemes of another plan kept goes over to these, or, where it is left to be sent, with gradients.

@@ -7,6 +7,7 @@ all segments of a bucket together has the name of the first.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -42,6 +43,12 @@ class StateSlice:
     def key(self) -> str:
         """Its name in a `state_dict`."""
         return f"{self.name}[{self.start}:{self.stop}]/{'/' if self.whole else ''}{self.point}"
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the values."""
+        content = self.values.cpu().reshape(-1).contiguous().view(torch.uint8)
+        return hashlib.sha256(content.numpy().tobytes()).hexdigest()
 
     @classmethod
     def from_key(cls, key: str, values: Tensor) -> StateSlice:
