@@ -30,7 +30,7 @@ from gradsync.schemes import (
     ways,
 )
 from gradsync.steps import FINISH
-from gradsync.trial import TURN_STEPS
+from gradsync.trial import ROUNDS, RUN_OFF_ROUNDS, TURN_STEPS
 from tests.compressors.family import MEMBERS
 from tests.engine.conservation import left_to_send
 from tests.engine.models import Perceptron
@@ -282,7 +282,7 @@ def nothing_is_lost_while_plans_take_turns() -> None:
     came_in = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     came_out = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     ran: set[str] = set()
-    for step in range(3 + 2 * TURN_STEPS * len(plans)):
+    for step in range(3 + (ROUNDS * len(plans) + 2 * RUN_OFF_ROUNDS) * TURN_STEPS):
         ran.add(handle.plan.digest)
         for name, gradient in gradients_of(model, seed=step).items():
             came_out[name] += dist.get_world_size() * gradient

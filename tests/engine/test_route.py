@@ -24,7 +24,7 @@ from gradsync.plan import Plan
 from gradsync.schemes import AllReduce, CompressedTwoWay, Route, Scheme
 from gradsync.steps import transfers
 from gradsync.timeline import Task
-from gradsync.trial import TURN_STEPS
+from gradsync.trial import ROUNDS, RUN_OFF_ROUNDS, TURN_STEPS
 from tests.engine.conservation import left_to_send
 from tests.engine.models import Perceptron
 from tests.world import Ranks
@@ -91,7 +91,7 @@ def turns_between(group: LocalGroup, schemes: Sequence[Scheme[Any]]) -> dict[str
     ours = Engine(parameters, group, lambda profiles, size: plans, timeout_s=20)
     totals = {name: (torch.zeros(p.numel()), torch.zeros(p.numel())) for name, p in parameters.items()}
     ran: set[str] = set()
-    for step in range(3 + 2 * TURN_STEPS * len(plans)):
+    for step in range(3 + (ROUNDS * len(plans) + 2 * RUN_OFF_ROUNDS) * TURN_STEPS):
         brought = gradients(group.rank, step)
         ours.begin()
         ran.add(ours.plan.digest)
