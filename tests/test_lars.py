@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from typing import Any
 
@@ -9,7 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gradsync.arrivals import Arrival, Arrivals
+from gradsync.bucket import Bucket, Layout, Segment, TensorSpec
+from gradsync.freezing import Freezing
 from gradsync.lars import LARS
+from gradsync.optim import momentum_of, take_momentum
 
 SETTINGS: dict[str, Any] = {"lr": 2.0, "momentum": 0.9, "weight_decay": 0.01, "trust": 0.02}
 
@@ -64,33 +69,80 @@ def test_what_is_all_zero_moves_at_the_plain_rate() -> None:
     torch.testing.assert_close(stepped(zero, [gradient]), -2.0 * gradient)
 
 
-def test_the_rate_is_by_the_norms_of_what_arrived() -> None:
-    """As if the layer had no more."""
-    weights, gradient = random(4, 6, seed=0), random(4, 6, seed=1)
-    sections = [(0, 5), (12, 18)]
+def test_a_gradient_of_zeros_decays_nothing() -> None:
+    """The trust of it has no bounds but those of the decay, which would then be all of the step."""
+    weights = random(2, 3, seed=0)
+    assert torch.equal(stepped(weights, [torch.zeros(2, 3, dtype=torch.float64)]), weights)
+    assert torch.equal(stepped(weights, [torch.zeros(2, 3, dtype=torch.float64)], weight_decay=0.0), weights)
+
+
+@pytest.mark.parametrize("sections", [[], [(0, 5), (12, 18)], [(23, 24)], [(0, 24)]])
+def test_what_arrived_moves_as_if_it_were_the_layer_and_the_rest_by_momentum_alone(
+    sections: list[tuple[int, int]],
+) -> None:
+    """The first step brings all: momentum, and weights that decay."""
+    weights, gradients = random(4, 6, seed=0), [random(4, 6, seed=seed) for seed in (1, 2)]
     arrived = torch.zeros(24, dtype=torch.bool)
     for start, stop in sections:
         arrived[start:stop] = True
-    partly = torch.where(arrived.view(4, 6), gradient, 0.0)
-    got = stepped(weights, [partly], arrived=lambda parameter: sections, weight_decay=0.0)
-    cut, sent = (x.reshape(-1)[arrived].view(1, -1) for x in (weights, gradient))
-    alone = stepped(cut, [sent], weight_decay=0.0)
-    torch.testing.assert_close(got.reshape(-1)[arrived], alone.view(-1))
-    assert torch.equal(got.reshape(-1)[~arrived], weights.reshape(-1)[~arrived])
-    whole = stepped(weights, [gradient], arrived=lambda parameter: None)
-    assert torch.equal(whole, stepped(weights, [gradient]))
+    gradients[1] = torch.where(arrived.view(4, 6), gradients[1], 0.0)
+    known: list[Any] = [None, sections]
+    first = stepped(weights, gradients[:1]).view(-1)
+    both = stepped(weights, gradients, arrived=lambda parameter: known.pop(0)).view(-1)
+    momentum = 0.9 * (first - weights.view(-1))
+    torch.testing.assert_close((both - first)[~arrived], momentum[~arrived])
+    cut, sent = (x.view(-1)[arrived].view(1, -1) for x in (first, gradients[1]))
+    alone = stepped(cut, [sent]) - cut if sections else cut
+    torch.testing.assert_close((both - first - momentum)[arrived], alone.view(-1))
 
 
-def test_where_nothing_arrived_momentum_alone_moves() -> None:
-    weights, gradient = random(3, 4, seed=0), random(3, 4, seed=1)
-    first = stepped(weights, [gradient], weight_decay=0.0)
-    sections: list[Any] = [None, []]
-    parameter = nn.Parameter(weights.clone())
-    optimizer = LARS([parameter], **{**SETTINGS, "weight_decay": 0.0}, arrived=lambda _: sections.pop(0))
-    for each in (gradient, torch.zeros_like(gradient)):
-        parameter.grad = each
+def test_a_bias_that_arrived_in_part_moves_there() -> None:
+    moved = stepped(torch.zeros(4), [torch.ones(4)], arrived=lambda parameter: [(1, 3)])
+    assert moved.tolist() == [0.0, -2.0, -2.0, 0.0]
+
+
+def test_a_part_would_move_too_far_by_the_norm_of_all_weights() -> None:
+    weights = torch.ones(4, 4)
+    gradient = torch.zeros(16).index_fill(0, torch.arange(4), 1.0).view(4, 4)
+    settings: dict[str, Any] = {"lr": 1.0, "trust": 0.1, "weight_decay": 0.0}
+    told, untold = (stepped(weights, [gradient], arrived=known, **settings) for known in (lambda _: [(0, 4)], None))
+    assert (float(told[0, 0]), float(untold[0, 0])) == pytest.approx((0.9, 0.8))
+
+
+def test_elements_are_counted_by_their_index_in_any_order_of_memory() -> None:
+    weights = torch.ones(1, 4, 2, 2).to(memory_format=torch.channels_last)
+    moved = stepped(weights, [torch.ones_like(weights)], arrived=lambda parameter: [(0, 4)])
+    assert (moved.reshape(-1) < 1).tolist() == [True] * 4 + [False] * 12
+
+
+def test_norms_have_more_range_than_half_precision() -> None:
+    weights = torch.full((300, 300), 300.0, dtype=torch.float16)  # of norm 9e4; float16 ends at 6.5e4
+    moved = stepped(weights, [weights], lr=1.0, trust=0.5, weight_decay=0.0)
+    assert torch.equal(moved, torch.full_like(weights, 150.0))
+
+
+def test_what_is_frozen_stays_where_momentum_would_move_it() -> None:
+    parameter = nn.Parameter(random(3, 4, seed=0))
+    spec = TensorSpec((3, 4), torch.float64)
+    bucket = Bucket("0", (Segment("weight", 0, 12),), (spec,), Layout.FLAT)
+    known: list[Any] = [None]
+    optimizer = LARS([parameter], **SETTINGS, arrived=lambda _: known[0])
+    freezing = Freezing({"weight": parameter}, lambda: Arrivals([Arrival(bucket, known[0], frozen=True)]))
+    optimizer.register_step_pre_hook(freezing.before)
+    optimizer.register_step_post_hook(freezing.after)
+    for seed, known[0] in enumerate([None, [(2, 5)]]):
+        before = parameter.detach().clone()
+        parameter.grad = random(3, 4, seed=seed)
         optimizer.step()
-    torch.testing.assert_close(parameter.detach() - first, 0.9 * (first - weights))
+    assert (parameter != before).reshape(-1).nonzero().flatten().tolist() == [2, 3, 4]
+
+
+def test_a_copy_takes_all_for_arrived() -> None:
+    again = copy.deepcopy(LARS([nn.Parameter(torch.ones(2, 2))], lr=0.1, arrived=lambda parameter: []))
+    (parameter,) = again.param_groups[0]["params"]
+    parameter.grad = torch.ones(2, 2)
+    again.step()
+    assert again.arrived is None and (parameter < 1).all()
 
 
 def test_the_rate_rises_in_equal_parts() -> None:
@@ -112,11 +164,11 @@ def test_training_resumes_in_the_middle_of_the_warm_up() -> None:
             buffer = io.BytesIO()
             torch.save(optimizer.state_dict(), buffer)
             buffer.seek(0)
-            optimizer = LARS([parameter], lr=1.0)
+            optimizer = LARS([parameter], lr=1.0, arrived=lambda parameter: None)
             optimizer.load_state_dict(torch.load(buffer, weights_only=True))
         parameter.grad = gradient
         optimizer.step()
-    assert torch.equal(parameter.detach(), straight)
+    assert torch.equal(parameter.detach(), straight) and optimizer.arrived is not None
 
 
 def test_a_closure_is_called_with_gradients_on() -> None:
@@ -142,13 +194,25 @@ def test_a_closure_is_called_with_gradients_on() -> None:
         ({"warmup_steps": 1.5}, "LARS.warmup_steps must be a whole number from 0 on, got 1.5"),
     ],
 )
-def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_wrong_settings_are_refused_in_groups_too(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LARS([nn.Parameter(torch.ones(2))], **{**SETTINGS, **settings})
+    with pytest.raises(ValueError, match=message):
+        LARS([{"params": [nn.Parameter(torch.ones(2))], **settings}], lr=1.0)
 
 
-def test_sparse_gradients_are_refused() -> None:
-    table = nn.Embedding(5, 2, sparse=True)
+def test_sparse_gradients_are_refused_before_anything_has_changed() -> None:
+    parameter, table = nn.Parameter(torch.ones(2, 2)), nn.Embedding(5, 2, sparse=True)
+    parameter.grad = torch.ones(2, 2)
     table(torch.tensor([1, 2])).sum().backward()
+    optimizer = LARS([parameter, table.weight], lr=0.1)
     with pytest.raises(RuntimeError, match="LARS is for dense gradients, got torch.sparse_coo of"):
-        LARS(table.parameters(), lr=0.1).step()
+        optimizer.step()
+    assert (parameter == 1).all() and optimizer.param_groups[0]["steps"] == 0
+
+
+def test_momentum_is_seen_and_not_taken() -> None:
+    """It sums up steps, each by the norms of its time, and no gradients as SGD's does."""
+    optimizer = LARS([nn.Parameter(torch.ones(2, 2))], lr=0.1, momentum=0.8)
+    assert take_momentum(optimizer, optimizer.param_groups[0]["params"]) == 0
+    assert momentum_of(optimizer.param_groups[0]) == 0.8

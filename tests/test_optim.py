@@ -18,6 +18,7 @@ from gradsync import Plan
 from gradsync.bucket import TensorSpec
 from gradsync.compressors import ErrorFeedback, Signum, TopK, dgc
 from gradsync.density import ParameterProfile
+from gradsync.lars import LARS
 from gradsync.optim import OneMomentum, take_momentum
 from gradsync.schemes import (
     AllReduce,
@@ -173,6 +174,7 @@ def plan_of(layer: nn.Linear, scheme: Scheme[Any]) -> Plan:
             partial(torch.optim.RMSprop, momentum=0.5),
             "MomentumCorrection, .* would apply 0.5",
         ),
+        (CompressedAllGather(DGC), partial(LARS, lr=0.1), "MomentumCorrection, .* would apply 0.9"),
         (MajorityVote(Signum(0.7)), sgd, "Signum, .* 0.7 .* would apply 0.9"),
         (CompressedAllGather(DGC), partial(torch.optim.Adam, betas=(0.0, 0.999)), None),
         (CompressedAllGather(DGC), torch.optim.RMSprop, None),

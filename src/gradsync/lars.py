@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, overload
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .arrivals import Sections
+from .kernels import accumulation_dtype
 
 
 class LARS(Optimizer):
@@ -19,21 +20,23 @@ class LARS(Optimizer):
         rate = lr * trust * |w| / (|g| + weight_decay * |w|);  v = momentum * v + rate * (g + weight_decay * w);  w -= v
 
     Tensors of one dimension or none, as biases and the scales of normalization, have the plain lr and no weight decay.
-    So has a tensor whose weights or gradient are all zero.
+    So has a tensor whose weights are all zero. One whose gradient is all zero is moved by momentum alone.
 
     Where only part of a gradient arrived, as by `CoarseGrained`, the rest of it is 0, and its norm is that of a part;
-    so |w| and |g| are those of the elements that arrived, or the rate would grow the less arrives. Where nothing
-    arrived, momentum alone moves the weights, and with `CoarseGrained(freeze=True)` nothing does.
+    so |w| and |g| are those of the elements that arrived, or the rate would grow the less arrives. Weights decay there
+    alone, too: what arrived moves as if it were the whole layer. Everything else is moved by momentum alone, and with
+    `CoarseGrained(freeze=True)` by nothing.
 
     Args:
         lr: the learning rate after warm-up.
         trust: share of its own norm that a tensor moves by at a learning rate of 1.
         warmup_steps: over which the learning rate rises in equal parts; counted in the state, so that training resumes.
-        arrived: `Attachment.arrived`, or None where gradients arrive whole.
+        arrived: `Attachment.arrived`, or None where gradients arrive whole. It may be set later, and goes neither with
+            a copy of the optimiser nor into a checkpoint.
 
     Raises:
-        ValueError: for settings out of their range.
-        RuntimeError: when stepping, for sparse gradients.
+        ValueError: for settings out of their range, in parameter groups too.
+        RuntimeError: when stepping, for sparse gradients, before anything has changed.
 
     Example:
         >>> handle = gradsync.attach(model, plan=planner)                                     # doctest: +SKIP
@@ -51,18 +54,17 @@ class LARS(Optimizer):
         warmup_steps: int = 0,
         arrived: Callable[[Tensor], Sections | None] | None = None,
     ) -> None:
-        for name, value in (("lr", lr), ("trust", trust)):
-            if not 0 < value < math.inf:
-                raise ValueError(f"LARS.{name} must be positive and finite, got {value}")
-        if not 0 <= momentum < 1:
-            raise ValueError(f"LARS.momentum must be in [0, 1), got {momentum}")
-        if not 0 <= weight_decay < math.inf:
-            raise ValueError(f"LARS.weight_decay must be finite and not negative, got {weight_decay}")
-        if type(warmup_steps) is not int or warmup_steps < 0:
-            raise ValueError(f"LARS.warmup_steps must be a whole number from 0 on, got {warmup_steps!r}")
+        self.arrived = arrived
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust}
         super().__init__(params, {**defaults, "warmup_steps": warmup_steps, "steps": 0})
-        self.arrived = arrived
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.__dict__.setdefault("arrived", None)  # of a copy, which has groups and state only
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        _check({**self.defaults, **param_group})
+        super().add_param_group(param_group)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -75,6 +77,9 @@ class LARS(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
+            for parameter in group["params"]:
+                _require_dense(parameter)
+        for group in self.param_groups:
             group["steps"] += 1
             rate = group["lr"] * min(1.0, group["steps"] / max(group["warmup_steps"], 1))
             for parameter in group["params"]:
@@ -83,36 +88,62 @@ class LARS(Optimizer):
         return loss
 
     def _step(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], rate: float) -> None:
-        if gradient.layout is not torch.strided:
-            raise RuntimeError(
-                f"LARS is for dense gradients, got {gradient.layout} of {tuple(gradient.shape)}: train tables with "
-                "sparse gradients by an optimiser of their own"
-            )
-        update = gradient
+        sections = None if self.arrived is None else self.arrived(parameter)
+        weights: Tensor = parameter
+        if sections is not None:
+            weights, gradient = _gathered(parameter, sections), _gathered(gradient, sections)
         if parameter.dim() > 1:
-            update = gradient.add(parameter, alpha=group["weight_decay"])
-            rate *= self._trust(parameter, gradient, group)
+            trust = _trust(weights, gradient, group["trust"], group["weight_decay"])
+            update = gradient.add(weights, alpha=group["weight_decay"]).mul_(rate * trust)
+        else:
+            update = gradient.mul(rate)
+        if sections is not None:
+            update = _spread(update, sections, parameter)
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        velocity = state["momentum_buffer"].mul_(group["momentum"]).add_(update, alpha=rate)
-        parameter.sub_(velocity)
-
-    def _trust(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> float:
-        sections = None if self.arrived is None else self.arrived(parameter)
-        weights_norm, gradient_norm = _norm(parameter, sections), _norm(gradient, sections)
-        if weights_norm == 0 or gradient_norm == 0:
-            return 1.0
-        trust: float = group["trust"] * weights_norm / (gradient_norm + group["weight_decay"] * weights_norm)
-        return trust
+        parameter.sub_(state["momentum_buffer"].mul_(group["momentum"]).add_(update))
 
 
-def _norm(tensor: Tensor, sections: Sections | None) -> float:
-    if sections is None:
-        return float(tensor.norm())
+def _trust(weights: Tensor, gradient: Tensor, trust: float, decay: float) -> Tensor:
+    """One number, on the weights' device: no step waits for it."""
+    wide = accumulation_dtype(weights.dtype)
+    weights_norm, gradient_norm = (torch.linalg.vector_norm(x, dtype=wide) for x in (weights, gradient))
+    ratio = trust * weights_norm / (gradient_norm + decay * weights_norm)
+    return torch.where(gradient_norm == 0, 0.0, torch.where(weights_norm == 0, 1.0, ratio))
+
+
+def _gathered(tensor: Tensor, sections: Sections) -> Tensor:
+    """The elements of the sections end to end."""
     flat = tensor.reshape(-1)
-    return _joined([float(flat[start:stop].norm()) for start, stop in sections])
+    return torch.cat([flat[:0], *(flat[start:stop] for start, stop in sections)])
 
 
-def _joined(norms: Sequence[float]) -> float:
-    return math.sqrt(sum(norm * norm for norm in norms))
+def _spread(elements: Tensor, sections: Sections, parameter: Tensor) -> Tensor:
+    """What `_gathered` gave, where it was, and zeros elsewhere."""
+    flat = elements.new_zeros(parameter.numel())
+    parts = [flat[start:stop] for start, stop in sections]
+    if parts:
+        torch._foreach_copy_(parts, list(elements.split([len(part) for part in parts])))
+    return flat.view(parameter.shape)
+
+
+def _require_dense(parameter: Tensor) -> None:
+    if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+        raise RuntimeError(
+            f"LARS is for dense gradients, got {parameter.grad.layout} of {tuple(parameter.shape)}: train tables with "
+            "sparse gradients by an optimiser of their own"
+        )
+
+
+def _check(settings: Mapping[str, Any]) -> None:
+    """Those of one parameter group."""
+    for name in ("lr", "trust"):
+        if not 0 < settings[name] < math.inf:
+            raise ValueError(f"LARS.{name} must be positive and finite, got {settings[name]}")
+    if not 0 <= settings["momentum"] < 1:
+        raise ValueError(f"LARS.momentum must be in [0, 1), got {settings['momentum']}")
+    if not 0 <= settings["weight_decay"] < math.inf:
+        raise ValueError(f"LARS.weight_decay must be finite and not negative, got {settings['weight_decay']}")
+    if type(settings["warmup_steps"]) is not int or settings["warmup_steps"] < 0:
+        raise ValueError(f"LARS.warmup_steps must be a whole number from 0 on, got {settings['warmup_steps']!r}")
