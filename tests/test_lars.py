@@ -154,6 +154,14 @@ def test_the_rate_rises_in_equal_parts() -> None:
     assert rates == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0, 2.0])
 
 
+def test_the_rate_falls_by_the_square_of_the_steps_that_are_left() -> None:
+    bias, gradient = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+    settings = {"momentum": 0.0, "warmup_steps": 2, "decay_steps": 4}
+    after = [float(stepped(bias, [gradient] * steps, **settings)[0]) for steps in range(7)]
+    rates = [before - now for before, now in zip(after, after[1:], strict=False)]
+    assert rates == pytest.approx([0.5 * 2.0, 0.75**2 * 2.0, 0.5**2 * 2.0, 0.25**2 * 2.0, 0.0, 0.0])
+
+
 def test_training_resumes_in_the_middle_of_the_warm_up() -> None:
     gradients = [random(4, 4, seed=seed) for seed in range(6)]
     straight = stepped(random(4, 4, seed=9), gradients, warmup_steps=5)

@@ -106,15 +106,13 @@ class Attachment:
         """Which elements of the parameter's gradient the last step brought; None: all of them.
 
         Sections [start, stop) of its elements as `parameter.reshape(-1)` counts them, ascending. The gradient is 0
-        elsewhere: a scheme such as `CoarseGrained` sent other chunks in that step.
-
-        Raises:
-            ValueError: for a tensor that is no parameter synchronised here.
+        elsewhere: a scheme such as `CoarseGrained` sent other chunks in that step. None also for parameters that are
+        not synchronised here.
         """
         for name, ours in self._engine.parameters.items():
             if ours is parameter:
                 return self._engine.arrivals.of(name)
-        raise ValueError(f"expected a parameter that is synchronised here, got a tensor of {tuple(parameter.shape)}")
+        return None
 
     def statistics(self) -> list[BucketStatistics]:
         """Bytes, time and overlap of each bucket since attach, or since the plan changed."""

@@ -31,6 +31,7 @@ class LARS(Optimizer):
         lr: the learning rate after warm-up.
         trust: share of its own norm that a tensor moves by at a learning rate of 1.
         warmup_steps: over which the learning rate rises in equal parts; counted in the state, so that training resumes.
+        decay_steps: at which it has fallen to 0, by the square of the share that is left; None: it does not fall.
         arrived: `Attachment.arrived`, or None where gradients arrive whole. It may be set later, and goes neither with
             a copy of the optimiser nor into a checkpoint.
 
@@ -52,11 +53,12 @@ class LARS(Optimizer):
         weight_decay: float = 1e-4,
         trust: float = 1e-3,
         warmup_steps: int = 0,
+        decay_steps: int | None = None,
         arrived: Callable[[Tensor], Sections | None] | None = None,
     ) -> None:
         self.arrived = arrived
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust}
-        super().__init__(params, {**defaults, "warmup_steps": warmup_steps, "steps": 0})
+        super().__init__(params, {**defaults, "warmup_steps": warmup_steps, "decay_steps": decay_steps, "steps": 0})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -81,7 +83,7 @@ class LARS(Optimizer):
                 _require_dense(parameter)
         for group in self.param_groups:
             group["steps"] += 1
-            rate = group["lr"] * min(1.0, group["steps"] / max(group["warmup_steps"], 1))
+            rate = group["lr"] * _share(group["steps"], group["warmup_steps"], group["decay_steps"])
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._step(parameter, parameter.grad, group, rate)
@@ -103,6 +105,12 @@ class LARS(Optimizer):
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         parameter.sub_(state["momentum_buffer"].mul_(group["momentum"]).add_(update))
+
+
+def _share(steps: int, warmup_steps: int, decay_steps: int | None) -> float:
+    """Of the learning rate in a step of this number, from 1."""
+    left = 1.0 if decay_steps is None else max(1 - (steps - 1) / decay_steps, 0.0)
+    return min(1.0, steps / max(warmup_steps, 1)) * left**2
 
 
 def _trust(weights: Tensor, gradient: Tensor, trust: float, decay: float) -> Tensor:
@@ -147,3 +155,5 @@ def _check(settings: Mapping[str, Any]) -> None:
         raise ValueError(f"LARS.weight_decay must be finite and not negative, got {settings['weight_decay']}")
     if type(settings["warmup_steps"]) is not int or settings["warmup_steps"] < 0:
         raise ValueError(f"LARS.warmup_steps must be a whole number from 0 on, got {settings['warmup_steps']!r}")
+    if (steps := settings["decay_steps"]) is not None and (type(steps) is not int or steps < 1):
+        raise ValueError(f"LARS.decay_steps must be a whole number from 1 on or None, got {steps!r}")

@@ -59,8 +59,7 @@ def what_did_not_arrive_stays(freeze: bool, behind_ddp: bool, adam: bool) -> lis
     parameters = inner.parameters()
     optimizer = AdamW(parameters, lr=0.1) if adam else SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
     trained(model, handle, optimizer)
-    with pytest.raises(ValueError, match=r"expected a parameter that is synchronised here, got a tensor of \(3,\)"):
-        handle.arrived(torch.zeros(3))
+    assert handle.arrived(torch.zeros(3)) is None, "nothing of it is left out here"
     sections = handle.arrived(inner.weight)
     assert sections is not None and handle.arrived(inner.bias) is None
     handle.detach()

@@ -110,12 +110,17 @@ def test_the_networks_learn_the_digits(kind: type[ImageWorkload]) -> None:
 
 @pytest.mark.parametrize("kind", NETWORKS)
 def test_the_networks_learn_the_digits_in_large_batches_by_lars(kind: type[ImageWorkload]) -> None:
-    workload = small(kind, batch_size=256, lars=3.0, warmup_steps=10)
+    workload = small(kind, batch_size=256, lars=0.1, warmup_steps=10, decay_steps=60)
     model, losses = train(workload, 40, sparse=False)
     assert max(losses) < 3
     assert workload.evaluate(model)["accuracy"] > 0.8
     optimizer = workload.optimizer(model)
-    assert isinstance(optimizer, LARS) and optimizer.param_groups[0]["warmup_steps"] == 10
+    assert isinstance(optimizer, LARS)
+    assert {name: optimizer.param_groups[0][name] for name in ("trust", "warmup_steps", "decay_steps")} == {
+        "trust": workload.trust,
+        "warmup_steps": 10,
+        "decay_steps": 60,
+    }
 
 
 @pytest.mark.parametrize(
@@ -124,6 +129,8 @@ def test_the_networks_learn_the_digits_in_large_batches_by_lars(kind: type[Image
         ({"lars": -1.0}, "lars must be finite and not negative, got -1.0"),
         ({"lars": 1.0, "warmup_steps": -1}, "warmup_steps must not be negative, got -1"),
         ({"warmup_steps": 5}, "warmup_steps are of LARS: give its learning rate"),
+        ({"decay_steps": 5}, "decay_steps are of LARS: give its learning rate"),
+        ({"lars": 1.0, "trust": 0.0}, "trust must be positive and finite, got 0.0"),
     ],
 )
 def test_updates_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:

@@ -28,6 +28,7 @@ from gradsync.workloads.images import DIGITS, FASHION, HELD_OUT_RATIO, IMAGE_SET
 EVALUATION_IMAGES = 2_000
 EVALUATION_BATCH = 100
 MOMENTUM = 0.9
+TRUST = 0.06  # large, so that what LARS leaves at the plain rate, biases and norms, moves by a small one
 STAGES = (16, 32, 64)  # channels of He et al.'s stages for small images
 LARGE_SIDE = 16  # images from here on are halved by the first convolution, which makes a step four times as cheap
 
@@ -121,17 +122,22 @@ class ImageWorkload(ClassificationWorkload):
 
     batch_size: int = 64  # images a rank and step
     lars: float = 0.0  # the learning rate of LARS, for large batches; 0: SGD at `learning_rate`
-    warmup_steps: int = 0  # of LARS
+    trust: float = TRUST  # of LARS, as the next two
+    warmup_steps: int = 0
+    decay_steps: int = 0  # 0: the rate does not fall
     data: str = FASHION.name
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.lars < math.inf:
             raise ValueError(f"lars must be finite and not negative, got {self.lars}")
-        if self.warmup_steps < 0:
-            raise ValueError(f"warmup_steps must not be negative, got {self.warmup_steps}")
-        if self.warmup_steps and not self.lars:
-            raise ValueError(f"warmup_steps are of LARS: give its learning rate (lars) too, got {self.warmup_steps}")
+        if not 0 < self.trust < math.inf:
+            raise ValueError(f"trust must be positive and finite, got {self.trust}")
+        for name in ("warmup_steps", "decay_steps"):
+            if (steps := getattr(self, name)) < 0:
+                raise ValueError(f"{name} must not be negative, got {steps}")
+            if steps and not self.lars:
+                raise ValueError(f"{name} are of LARS: give its learning rate (lars) too, got {steps}")
 
     def open(self, cache: Path) -> tuple[Array, str]:
         return open_images(self.data, cache)
@@ -166,7 +172,9 @@ class ImageWorkload(ClassificationWorkload):
                 lr=self.lars,
                 momentum=MOMENTUM,
                 weight_decay=self.weight_decay,
+                trust=self.trust,
                 warmup_steps=self.warmup_steps,
+                decay_steps=self.decay_steps or None,
             )
         return SGD(model.parameters(), lr=self.learning_rate, momentum=MOMENTUM, weight_decay=self.weight_decay)
 
