@@ -42,6 +42,7 @@ FEEDBACK = ErrorFeedback(TopK(0.2))
 TWO_WAY, GATHERED = CompressedTwoWay(FEEDBACK), CompressedAllGather(FEEDBACK)
 LOW_RANK = PowerSGD(1, min_compression=1.0)
 COARSE = CoarseGrained(ratio=0.2, chunk=16, max_age=12)
+LATE, EXACT = (CoarseGrained(ratio=0.3, chunk=4, choice=choice) for choice in ("late", "exact"))
 
 
 def plan_for(model: nn.Module, scheme: Scheme[Any], *cuts: list[tuple[str, int, int]]) -> Plan:
@@ -419,11 +420,11 @@ def owners_hand_over_what_they_no_longer_own() -> None:
     handle.detach()
 
 
-def what_nobody_used_is_not_sent() -> None:
+def what_nobody_used_is_not_sent(scheme: Scheme[Any]) -> None:
     """Its gradient is None: what its residual would have sent would be lost."""
     torch.manual_seed(0)
     model = nn.ModuleDict({"often": nn.Linear(6, 3, bias=False), "seldom": nn.Linear(6, 3, bias=False)})
-    handle = gradsync.attach(model, plan=plan_for(model, TWO_WAY), timeout=10)
+    handle = gradsync.attach(model, plan=plan_for(model, scheme), timeout=10)
     brought, given = torch.zeros(18), torch.zeros(18)
     for step in range(6):
         model.zero_grad()
@@ -450,8 +451,9 @@ def test_owners_hand_over_what_they_no_longer_own(world: World) -> None:
     world(2).run(owners_hand_over_what_they_no_longer_own)
 
 
-def test_what_nobody_used_is_not_sent(world: World) -> None:
-    world(2).run(what_nobody_used_is_not_sent)
+@pytest.mark.parametrize("scheme", [TWO_WAY, LATE, EXACT], ids=["two ways", "late chunks", "exact chunks"])
+def test_what_nobody_used_is_not_sent(world: World, scheme: Scheme[Any]) -> None:
+    world(2).run(what_nobody_used_is_not_sent, scheme)
 
 
 def test_a_resumed_run_is_the_same_bit_by_bit(world: World) -> None:

@@ -18,13 +18,14 @@ import gradsync
 from gradsync import Plan
 from gradsync.bucket import TensorSpec
 from gradsync.compressors import ErrorFeedback, TopK
-from gradsync.schemes import AllReduce, CompressedAllGather, CompressedTwoWay, Scheme
+from gradsync.schemes import AllReduce, CoarseGrained, CompressedAllGather, CompressedTwoWay, Scheme
 from tests.engine.conservation import left_to_send
 from tests.world import Ranks
 
 World = Callable[[int], Ranks]
 FEEDBACK = ErrorFeedback(TopK(0.2))
 EXACT, TWO_WAY, GATHERED = AllReduce(), CompressedTwoWay(FEEDBACK), CompressedAllGather(FEEDBACK)
+CHUNKS = CoarseGrained(ratio=0.2, chunk=3)
 
 
 class Branches(nn.Module):
@@ -250,7 +251,7 @@ STORIES = [
 ]
 
 
-@pytest.mark.parametrize("scheme", [GATHERED, TWO_WAY], ids=["gathered", "two ways"])
+@pytest.mark.parametrize("scheme", [GATHERED, TWO_WAY, CHUNKS], ids=["gathered", "two ways", "chunks"])
 @pytest.mark.parametrize("story", STORIES, ids=[story.__name__ for story in STORIES])
 def test_what_is_owed_is_sent_once(world: World, story: Callable[[Scheme[Any]], None], scheme: Scheme[Any]) -> None:
     world(2).run(story, scheme)

@@ -126,6 +126,16 @@ def test_all_chunks_give_the_mean() -> None:
         assert not ranks.residuals().any()
 
 
+@pytest.mark.parametrize("choice", ["late", "exact"])
+@pytest.mark.parametrize("values", ["bfloat16", "float16"])
+def test_sums_in_16_bits_give_the_mean_over_any_number_of_ranks(values: str, choice: str) -> None:
+    """A third is no power of two: what is left of it comes after the sum."""
+    ranks = Ranks(replace(SMALL, scheme=HalfPrecision(values=values), ratio=1.0, choice=choice), 3, ONE)
+    inputs = [constant([float(rank + number) for number in range(10)]) for rank in range(3)]
+    mean = torch.stack(inputs).mean(dim=0)[:1000]
+    torch.testing.assert_close(ranks.step(inputs)[:1000], mean, rtol=2**-7, atol=0)
+
+
 def test_the_exact_choice_is_that_of_the_largest_norms_over_all_ranks() -> None:
     """No rank alone would choose chunk 4."""
     ranks = Ranks(replace(SMALL, ratio=0.1, choice="exact"), 2, ONE)
