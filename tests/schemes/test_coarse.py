@@ -22,6 +22,7 @@ from gradsync.schemes import (
     from_expression,
     to_expression,
 )
+from gradsync.state import rescaled
 from gradsync.steps import transfers
 from tests.schemes.stateful import Ranks, bucket, gradient
 
@@ -237,6 +238,19 @@ def test_of_all_chunks_momentum_is_an_optimisers() -> None:
         inputs = [gradient(10 * step + rank) for rank in range(2)]
         velocity = 0.9 * velocity + torch.stack(inputs).mean(dim=0)[: bucket().numel]
         torch.testing.assert_close(elements(ranks.step(inputs), bucket()), velocity, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("scheme", KINDS + KEEP_MOMENTUM)
+def test_a_loss_that_is_scaled_otherwise_changes_no_choice(scheme: CoarseGrained) -> None:
+    like = bucket(torch.float32)
+    plain, scaled, factor = Ranks(scheme, 2, like), Ranks(scheme, 2, like), 1.0
+    for step in range(12):
+        if step % 3 == 2:
+            scaled.states, factor = [rescaled(state, 2.0) for state in scaled.states], 2 * factor
+        inputs = [gradient(10 * step + rank, like) for rank in range(2)]
+        plain.step(inputs)
+        scaled.step([torch.cat([x[: like.numel] * factor, x[like.numel :]]) for x in inputs])
+        assert scheme.arrived(scaled.states[0]) == scheme.arrived(plain.states[0]), step
 
 
 @pytest.mark.parametrize("scheme", [SMALL, replace(SMALL, choice="exact", scheme=HalfPrecision())], ids=str)

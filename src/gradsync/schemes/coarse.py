@@ -328,14 +328,15 @@ class CoarseGrained(Scheme[Tensor]):
         return order[:count].sort().values
 
     def _levels(self, norms: Tensor, kept: Mapping[str, Tensor], spec: FlatSpec) -> dict[str, Tensor]:
-        """The usual norm of chunks of the same tensor, after a step with these."""
+        """The usual norm of chunks of the same tensor, after a step with these; by the mean, as loss scales change."""
         if LEVELS not in kept:
             return {}
         tensor_of = torch.tensor(_owners(tuple(spec.lengths), self.chunk))
         known = norms.double().cpu()
         sums = torch.zeros(len(spec.segments), dtype=torch.float64).index_add_(0, tensor_of, known)
         counts = torch.bincount(tensor_of, minlength=len(spec.segments))
-        means = (sums / counts)[tensor_of].float().to(norms.device)
+        means = (sums / counts)[tensor_of]
+        means = (means / means[means.isfinite()].mean()).float().to(norms.device)
         before = kept[LEVELS]
         after = torch.where(before > 0, before + (means - before) / LEVEL_STEPS, means)
         return {LEVELS: torch.where(means.isfinite(), after, before)}  # norms may leave the range of 16 bits for a step
