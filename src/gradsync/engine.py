@@ -366,6 +366,9 @@ class Engine:
             slices, lambda mine: self.call(what, lambda group: gather_bytes(group, mine, self.timeout_s))
         )
         self._scale = scale
+        if self.loss_scale is None and scale is not None:  # the coming gradients have none that is known here
+            self._rescale(1.0)
+            self._scale = None
         self._agree_on_owed()
 
     def statistics(self) -> list[BucketStatistics]:

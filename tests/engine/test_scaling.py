@@ -168,6 +168,31 @@ def test_training_resumes_at_another_scale(name: str, world: World) -> None:
     world(2).run(training_resumes_at_another_scale, name)
 
 
+def training_resumes_without_a_scale() -> None:
+    """What was left at a scale of 32 goes on in units of the gradient."""
+    ends = []
+    for scaled in (False, True):
+        first = Training(CHUNKS, scaled=scaled)
+        for number in range(3):
+            first.step(number)
+        saved = first.handle.state_dict()
+        first.handle.detach()
+        other = Training(CHUNKS, scaled=False)
+        other.inner.load_state_dict(first.inner.state_dict())
+        other.handle.load_state_dict(saved)
+        assert "loss_scale" not in other.handle.state_dict()
+        for number in range(3, 6):
+            other.step(number)
+        ends.append(other.weights)
+        other.handle.detach()
+    for got, value in zip(*ends, strict=True):
+        assert torch.equal(got, value)
+
+
+def test_training_resumes_without_a_scale(world: World) -> None:
+    world(2).run(training_resumes_without_a_scale)
+
+
 def a_scaler_on_one_rank_only() -> None:
     scaler = torch.amp.GradScaler("cpu") if dist.get_rank() == 1 else None
     with pytest.raises(ValueError, match="grad_scaler"):
