@@ -205,7 +205,9 @@ def attach(
     initial = [p for name, p in model.named_parameters() if not matches(name, exclude)]
     try:
         _level(engine, [*initial, *model.buffers()])
-        hooks = AutogradHooks(model, parameters, engine, optimizer=optimizer, broadcast_buffers=broadcast_buffers)
+        hooks = AutogradHooks(
+            model, parameters, engine, optimizer=optimizer, broadcast_buffers=broadcast_buffers, exclude=exclude
+        )
     except BaseException:
         forget(model.modules(), parameters.values())
         engine.close()

@@ -20,10 +20,10 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from .agreement import DEFAULT_TIMEOUT_S, agreed_engine, forget
+from .agreement import DEFAULT_TIMEOUT_S, agreed_engine, forget, unwrapped
 from .auto import planner_of
 from .freezing import Freezing
-from .hooks import after_optimizer_steps, at_end_of_backward, before_optimizer_steps
+from .hooks import Additions, after_optimizer_steps, at_end_of_backward, before_optimizer_steps
 from .optim import OneMomentum
 from .plan import Plan
 from .planning import Planner
@@ -69,6 +69,7 @@ class DDPState:
         self._names = {id(p): name for name, p in parameters.items()}
         self._given: list[tuple[GradBucket, Future[Tensor]]] = []
         self._modules = weakref.WeakSet(model.modules())
+        self._additions = Additions(unwrapped(model), exclude)
         self._momentum = OneMomentum(parameters)
         engine = self.engine
         self._freezing = Freezing(parameters, lambda: engine.arrivals)
@@ -101,6 +102,7 @@ class DDPState:
     def load(self, bucket: GradBucket) -> Future[Tensor]:
         if not self.engine.in_step:
             self._require_even_inputs()
+            self._require_no_additions()
             self._given.clear()
             self.engine.begin()
             at_end_of_backward(_nothing, self.engine)
@@ -134,6 +136,12 @@ class DDPState:
         model = self._model()
         if model is not None and model._join_config.enable:
             raise RuntimeError(UNEVEN_INPUTS)
+
+    def _require_no_additions(self) -> None:
+        model = self._model()
+        if model is not None and (why := self._additions.check(unwrapped(model))):
+            self.engine.fail(why)
+            raise RuntimeError(why)
 
     def _result(self, bucket: GradBucket) -> Tensor:
         buffer = bucket.buffer()

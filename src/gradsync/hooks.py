@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Set, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set, Sized
 from contextlib import contextmanager
 from functools import cache
 from types import FrameType
@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
-from .bucket import Layout, TensorSpec
+from .bucket import Layout, TensorSpec, matches
 from .comm import Group
 from .engine import Engine
 from .freezing import Freezing
@@ -42,6 +43,40 @@ REENTRANT = (
 )
 
 
+class Additions:
+    """Finds parameters that came to a model after `attach`: each rank would keep its own gradients of them."""
+
+    def __init__(self, model: nn.Module, exclude: Sequence[str]) -> None:
+        self._exclude = exclude
+        self._known = WeakIdKeyDictionary({parameter: True for parameter in model.parameters()})
+        self._remember(model)
+
+    def check(self, model: nn.Module) -> str:
+        """What is wrong, or nothing; costs next to nothing while no module has changed."""
+        if list(map(len, self._tables)) == self._lengths and all(_children(m()) == ids for m, ids in self._parents):
+            return ""
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and parameter not in self._known and not matches(name, self._exclude):
+                return (
+                    f"the parameter {name!r} came to the model after gradsync was attached, and nobody synchronises "
+                    "it; detach() first, then attach again, or let exclude name it"
+                )
+        self._remember(model)
+        return ""
+
+    def _remember(self, model: nn.Module) -> None:
+        """No module, which would live on, and with it what is attached to it."""
+        modules = list(model.modules())
+        self._tables: list[Sized] = [m._parameters for m in modules]
+        self._tables += [m._modules for m in modules if not m._modules]
+        self._lengths = list(map(len, self._tables))
+        self._parents = [(weakref.ref(m), _children(m)) for m in modules if m._modules]
+
+
+def _children(module: nn.Module | None) -> list[int]:
+    return [] if module is None else list(map(id, module._modules.values()))
+
+
 class AutogradHooks:
     """Ties an engine to the parameters of one model, until `remove`."""
 
@@ -53,8 +88,10 @@ class AutogradHooks:
         *,
         optimizer: Optimizer | None = None,
         broadcast_buffers: bool = True,
+        exclude: Sequence[str] = (),
     ) -> None:
         self._model = weakref.ref(model)
+        self._additions = Additions(model, exclude)
         self._parameters = dict(parameters)
         self._engine = engine
         # The dicts, not the buffers: a module may replace those. Walking the modules would cost more than a small step.
@@ -121,8 +158,10 @@ class AutogradHooks:
     def _before_forward(self, model: nn.Module) -> None:
         if not torch.is_grad_enabled() or _is_backward():  # inside backward, checkpointing repeats a forward
             return
+        why = self._additions.check(model)
         if any(parameters.get(key) is not p for parameters, key, p in self._places):
             why = "a parameter of the model was replaced after gradsync was attached; detach() first, then attach again"
+        if why:
             self._engine.fail(why)
             raise RuntimeError(why)
         if (witness := active()) is not None:

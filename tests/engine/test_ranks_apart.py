@@ -322,6 +322,64 @@ def replaced_parameter() -> str:
     return raising(lambda: model(torch.ones(1, 2)))
 
 
+def grown(change: Callable[[nn.Sequential], None], *, behind_ddp: bool = False) -> str:
+    """What a step says after the model has changed."""
+    inner = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+    model = DistributedDataParallel(inner, find_unused_parameters=True) if behind_ddp else inner
+    handle = gradsync.attach(model, timeout=MILD, exclude=() if behind_ddp else ["2.b*"])
+    model(torch.ones(1, 2)).sum().backward()
+    change(inner)
+    try:
+        model(torch.ones(1, 2)).sum().backward()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    finally:
+        handle.detach()
+    return "well"
+
+
+def added_module() -> str:
+    return grown(lambda model: model.append(nn.Linear(2, 2)))
+
+
+def added_module_on_one_rank() -> str:
+    return grown(lambda model: model.append(nn.Linear(2, 2)) if dist.get_rank() == 0 else None)
+
+
+def added_parameter() -> str:
+    return grown(lambda model: model[1].register_parameter("slope", nn.Parameter(torch.ones(2))))
+
+
+def replaced_module() -> str:
+    return grown(lambda model: model.__setitem__(2, nn.Linear(2, 2)))
+
+
+def added_module_behind_ddp() -> str:
+    return grown(lambda model: model.append(nn.Linear(2, 2)), behind_ddp=True)
+
+
+def harmless_change(number: int) -> str:
+    def change(model: nn.Sequential) -> None:
+        match number:
+            case 0:
+                model[2] = nn.Sequential(model[2])  # a wrapper
+            case 1:
+                model.append(nn.Linear(2, 2).requires_grad_(False))
+            case 2:
+                model[2].add_module("bypass", nn.Linear(2, 2))  # excluded
+            case 3:
+                model[1] = nn.ReLU()
+            case 4:
+                del model[0]
+
+    return grown(change)
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_modules_may_change_where_nothing_new_is_to_be_synchronised(world: World, number: int) -> None:
+    assert world(2).run(harmless_change, number) == ["well"] * 2
+
+
 def other_element_type() -> str:
     model = nn.Linear(2, 2)
     gradsync.attach(model, timeout=MILD)
@@ -348,6 +406,11 @@ def gradient_taken_away() -> str:
         (read_only_memory_on_one_rank, "nference tensor"),
         (buffer_that_grew, "the buffer 'running_mean' is"),
         (replaced_parameter, "a parameter of the model was replaced after gradsync was attached"),
+        (added_module, "the parameter '3.weight' came to the model after gradsync was attached"),
+        (added_module_on_one_rank, "the parameter '3.weight' came to the model after gradsync was attached"),
+        (added_parameter, "the parameter '1.slope' came to the model after gradsync was attached"),
+        (replaced_module, "the parameter '2.weight' came to the model after gradsync was attached"),
+        (added_module_behind_ddp, "the parameter '3.weight' came to the model after gradsync was attached"),
         (other_element_type, "was torch.float32 when gradsync was attached"),
         (gradient_taken_away, "was taken away by another hook before it was exchanged"),
     ],
