@@ -130,6 +130,8 @@ class Lane:
         if not self.next_state and not self.took_over:
             return
         unused = {name for name in self.bucket.names if not self.gradients.used(name)}
+        if self.next_state:
+            self.next_state = self.scheme.unused(self.next_state, unused)
         if unused and self.next_state:
             self.next_state = without(self.next_state, self.state, unused)
         self.still_owes = bool(unused) and self.took_over

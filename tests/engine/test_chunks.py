@@ -121,32 +121,42 @@ def test_a_model_smaller_than_a_chunk_and_all_chunks_have_ddps_gradients(
     world(size).run(all_that_comes_in, CoarseGrained(choice=choice, **settings))
 
 
-def places_of_two_layers(scheme: CoarseGrained) -> list[list[int]]:
-    """Which chunks of the second layer arrive, step by step, once the first one of the same bucket is frozen."""
+def places_of_two_layers(scheme: CoarseGrained, every: int) -> list[list[list[int]]]:
+    """Which chunks of each of two layers in a bucket arrive, step by step; from the 7th on the first is used seldom."""
     torch.manual_seed(0)
     model = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(2))
-    specs = {name: TensorSpec.of(p) for name, p in model.named_parameters()}
-    plan = Plan.make(specs, dist.get_world_size(), [(list(specs), scheme)])
-    handle = gradsync.attach(model, plan=plan, timeout=10)
+    handle = gradsync.attach(model, plan=plan_for(model, scheme), timeout=10)
     generator = torch.Generator().manual_seed(dist.get_rank())
     arrived = []
-    for step in range(46):
+    for step in range(67):
         model.zero_grad()
-        model[0].requires_grad_(step < 6)
-        layers = model if step < 6 else model[1:]
+        is_used = step < 6 or step % every == 0
+        model[0].requires_grad_(is_used)
+        layers = model if is_used else model[1:]
         sum(layer(torch.randn(5, 16, generator=generator)).square().mean() for layer in layers).backward()
-        sections = handle.arrived(model[1].weight)
-        assert sections is not None
-        arrived.append([start // scheme.chunk for start, _ in sections])
+        sections = [handle.arrived(layer.weight) or () for layer in model]
+        arrived.append([[start // scheme.chunk for start, _ in each] for each in sections])
     handle.detach()
     return arrived[6:]
 
 
+def chunks_in(steps: list[list[list[int]]], layer: int) -> set[int]:
+    return {chunk for step in steps for chunk in step[layer]}
+
+
 @both_choices
-def test_what_is_frozen_stops_no_other_chunk(world: World, scheme: CoarseGrained) -> None:
-    first, second = world(2).run(places_of_two_layers, scheme)
+def test_what_is_frozen_stops_no_other_chunk_and_takes_no_place(world: World, scheme: CoarseGrained) -> None:
+    first, second = world(2).run(places_of_two_layers, scheme, 1000)
     assert first == second
-    assert {chunk for chunks in first for chunk in chunks} == set(range(32)), "every chunk has its turn"
+    assert chunks_in(first, 1) == set(range(32)), "every chunk has its turn"
+    assert not chunks_in(first[30:], 0)
+
+
+@both_choices
+def test_what_is_used_now_and_then_has_its_turn(world: World, scheme: CoarseGrained) -> None:
+    first, second = world(2).run(places_of_two_layers, replace(scheme, ratio=0.5), 3)
+    assert first == second
+    assert chunks_in(first[::3], 0) == chunks_in(first, 1) == set(range(32)), "in steps that use it"
 
 
 def loaded_apart(scheme: CoarseGrained) -> list[object]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 from torch import Tensor
@@ -115,6 +115,13 @@ class Scheme(Nameable, ABC, Generic[X]):
         The result is 0 elsewhere. None: all of them.
         """
         return None
+
+    def unused(self, state: State, names: Collection[str]) -> State:
+        """`state` after a step in which no rank used these parameters: their result is given to nobody.
+
+        What is kept of their elements stays what it was before, whatever this says.
+        """
+        return state
 
     def unchanged_since(self, round: int) -> int:
         """From which round on `steps` are what they are in this one."""

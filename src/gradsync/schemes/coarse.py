@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, cast
@@ -34,7 +34,7 @@ from .compressed import parted
 from .dense import AllReduce
 from .precision import HalfPrecision
 
-SCORES, AGES, AGREEMENT, LEVELS = "scores", "ages", "agreement", "levels"  # what is kept of chunks
+SCORES, AGES, AGREEMENT, LEVELS, IDLE = "scores", "ages", "agreement", "levels", "idle"  # what is kept of chunks
 CHOICES = ("late", "exact")
 SCORING = ("norm", "agreement", "relative")
 LEVEL_STEPS = 10  # over which a tensor's level is a running mean, about
@@ -63,6 +63,7 @@ class CoarseGrained(Scheme[Tensor]):
     `scoring="agreement"`: norms times the share of them that the sum kept when the chunk was sent last: where ranks
     cancel out, there is little but noise. `"relative"`: norms over the usual ones in the same tensor (that which has
     most of the chunk), so that tensors with small gradients are served as well.
+    Chunks of which no rank used anything in the last n steps have 1 / (n + 1) of their score.
     `history`: of what is kept, the share that is added to the next gradient; 0: it is dropped. Below 1 it is lost by
     and by, and nothing is older than it should be. `max_age`: chunks that were not sent for so many steps go first, the
     oldest of them, in up to half of the places; then none waits longer than max_age + 2 / ratio steps.
@@ -177,7 +178,7 @@ class CoarseGrained(Scheme[Tensor]):
     @property
     def _kept_of_chunks(self) -> dict[str, float]:
         """By name, with what there is before the first step."""
-        late, kept = self.choice == "late", {}
+        late, kept = self.choice == "late", {IDLE: 0.0}
         if late:
             kept[SCORES] = 0.0
         if late or self.max_age is not None:
@@ -250,6 +251,19 @@ class CoarseGrained(Scheme[Tensor]):
             kept[AGES] = kept[AGES].index_fill(0, chosen, 0)
         return x, {SENT: (replace(own.next(elements=following, together=kept), agreed=chosen),)}
 
+    def unused(self, state: State, names: Collection[str]) -> State:
+        """What nobody uses, as it is frozen, would take places with what it has left: the less the longer it lasts."""
+        own = cast(CompressorState, state[SENT][0])
+        if names:
+            idle, start = own.together[IDLE] + 1, 0
+            for segment in own.spec.segments:
+                if segment.numel and segment.name not in names:
+                    idle[start // self.chunk : -(-(start + segment.numel) // self.chunk)] = 0
+                start += segment.numel
+        else:
+            idle = torch.zeros_like(own.together[IDLE])
+        return {SENT: (replace(own, together={**own.together, IDLE: idle}),)}
+
     def arrived(self, state: State) -> list[tuple[int, int]] | None:
         own = cast(CompressorState, state[SENT][0])
         if own.agreed is None or len(own.agreed) == self.num_chunks(own.spec.numel):
@@ -314,11 +328,11 @@ class CoarseGrained(Scheme[Tensor]):
 
     def _chosen(self, norms: Tensor, kept: Mapping[str, Tensor], count: int) -> Tensor:
         """(count,) int64, ascending: the chunks with the largest scores, of equal ones the first."""
-        scores = norms
+        scores = norms / (1 + kept[IDLE])
         if AGREEMENT in kept:
-            scores = norms * kept[AGREEMENT]
+            scores = scores * kept[AGREEMENT]
         if LEVELS in kept:
-            scores = norms / kept[LEVELS].clamp_min(torch.finfo(torch.float32).tiny)
+            scores = scores / kept[LEVELS].clamp_min(torch.finfo(torch.float32).tiny)
         order = scores.sort(descending=True, stable=True).indices
         if self.max_age is not None:
             ages = kept[AGES]

@@ -6,7 +6,7 @@ choice, and the cost model tells which pay.
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Collection, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, TypeVar
@@ -146,6 +146,9 @@ class Hierarchical(Scheme[Any]):
             if isinstance(kept, Tensor):
                 raise ValueError(f"{self.inter.name} keeps {point!r} of the whole bucket, between nodes it has a part")
         return state
+
+    def unused(self, state: State, names: Collection[str]) -> State:
+        return self.inter.unused(state, names)
 
     async def synchronize(self, x: Any, state: State, group: Group, scale: float) -> tuple[Any, State]:
         self._check_placement(group.placement)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,6 +80,9 @@ class HalfPrecision(Scheme[Any]):
 
     def arrived(self, state: State) -> list[tuple[int, int]] | None:
         return self.inner.arrived(state)
+
+    def unused(self, state: State, names: Collection[str]) -> State:
+        return self.inner.unused(state, names)
 
     @property
     def unplanned(self) -> Scheme[Any]:
