@@ -110,13 +110,14 @@ class Lane:
 
     async def synchronize(self, *, check_finite: bool, marks: StepMarks, step: int) -> Any:
         """The bucket's turns in a step; the next state is kept beside the present one."""
-        x = self.gradients.take(check_finite=check_finite, marks=marks)
+        self.total = None
+        x = self.gradients.take(check_finite=check_finite and not self._shows, marks=marks)
         if self.owed is not None:
             assert isinstance(self.gradients, FlatGradients)
             self.gradients.add(self.owed)  # which is what `x` looks at
         state = at_step(self.state, step)
         result, self.next_state = await self.scheme.synchronize(x, state, self.group, 1.0 / self.group.size)
-        if self._may_break:  # while other buckets are in flight
+        if check_finite and self.bucket.layout is Layout.FLAT:  # while other buckets are in flight
             self.total = total_of(result)
         if self.flags_apart:
             await self.group.all_reduce(self.gradients.flags)
@@ -151,21 +152,19 @@ class Lane:
 
         NaN says so, to a GradScaler too; nor does a finite result of a lossy scheme hide what the rank saw.
         """
-        if self._may_break and isinstance(self.gradients, FlatGradients):
+        lossy = bool(self.state) and not self.scheme.exact
+        if (lossy or self.took_over) and isinstance(self.gradients, FlatGradients):
             self.gradients.spoil()
 
     @property
-    def _may_break(self) -> bool:
-        """Whether finite gradients may give a result that is not, or one that hides those which were not."""
-        lossy = bool(self.state) and not self.scheme.exact
-        return (lossy or self.took_over) and self.bucket.layout is Layout.FLAT
+    def _shows(self) -> bool:
+        """Whether NaN and infinity of any rank show in a flat bucket's result: who leaves nothing out sums them too."""
+        return self.scheme.exact and not self.state and self.bucket.layout is Layout.FLAT
 
     @property
     def broken(self) -> bool:
-        """Whether what compressors made of finite gradients is not finite: the same bits, so the same on all ranks."""
-        if not self._may_break or not isinstance(self.gradients, FlatGradients):
-            return False
-        return not all_finite(self.gradients.values, self.total)
+        """Whether the result is not finite, be it of finite gradients: the same bits, so the same on all ranks."""
+        return isinstance(self.gradients, FlatGradients) and not all_finite(self.gradients.values, self.total)
 
     def commit(self, *, keep: bool) -> None:
         """The next state becomes the state, if the step is to be kept."""
