@@ -59,8 +59,7 @@ def merged_and_unused_in_turns(nbytes: float) -> None:
     compare_with_ddp(Branches, step, options={"plan": lazily_merged(Branches(), nbytes)}, **UNUSED)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("nbytes", THRESHOLDS)
+@pytest.mark.parametrize(("nbytes", "size"), [*((nbytes, 2) for nbytes in THRESHOLDS), (100.0, 3)])
 @pytest.mark.parametrize("story", [merged, merged_and_unused_in_turns], ids=["dense", "unused"])
 def test_gradients_are_ddps_for_any_threshold(
     world: World, story: Callable[[float], None], nbytes: float, size: int
