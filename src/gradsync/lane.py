@@ -159,7 +159,8 @@ class Lane:
     @property
     def _shows(self) -> bool:
         """Whether NaN and infinity of any rank show in a flat bucket's result: who leaves nothing out sums them too."""
-        return self.scheme.exact and not self.state and self.bucket.layout is Layout.FLAT
+        exact = self.scheme.exact and not self.state
+        return self.bucket.layout is Layout.FLAT and (exact or self.scheme.shows_infinity)
 
     @property
     def broken(self) -> bool:

@@ -293,23 +293,33 @@ def test_what_16_bits_cannot_hold_is_kept_and_sent_later() -> None:
     assert (first.double() + second + ranks.residuals() == 1e5).all()
 
 
-def test_norms_beyond_16_bits_do_not_stay() -> None:
+def test_norms_beyond_16_bits_are_the_largest_that_there_are() -> None:
     scheme = CoarseGrained(HalfPrecision(values="float16"), ratio=0.1, chunk=100, scoring="relative")
     ranks = Ranks(scheme, 2, ONE)
     huge, small = constant([1.0] * 9 + [1e6]), constant([1.0] * 10)
-    ranks.step([huge, small])
-    assert not ranks.kept().together["scores"].isfinite().all()
+    assert ranks.step([huge, huge]).isfinite().all(), "a step to keep"
     sent = [chunks_of(ranks.step([small, small])) for _ in range(30)]
-    assert sent[0] == [9], "what is beyond the range goes first"
+    assert sent[0] == [9]
     assert all(ranks.kept().together[name].isfinite().all() for name in ("scores", "levels"))
 
 
-def test_what_is_not_finite_in_a_chunk_that_is_not_sent_shows_in_its_score() -> None:
-    ranks = Ranks(replace(SMALL, ratio=0.1), 2, ONE)
-    good, bad = constant([1.0] * 10), constant([1.0] * 9 + [torch.inf])
-    ranks.step([good, bad])
-    for rank in range(2):
-        assert not ranks.kept(rank).together["scores"].isfinite().all(), "on all ranks"
+@pytest.mark.parametrize("scheme", KINDS + KEEP_MOMENTUM)
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_what_is_not_finite_in_any_chunk_shows_in_the_result(scheme: CoarseGrained, value: float) -> None:
+    """In that of all ranks, be the chunk sent or not."""
+    ranks = Ranks(scheme, 2)
+    inputs = [gradient(rank) for rank in range(2)]
+    ranks.step(inputs)
+    states, shown = ranks.states, 0
+    for number in range(scheme.num_chunks(bucket(torch.float32).numel)):
+        ranks.states = states
+        spoilt = inputs[1].clone()
+        spoilt[number * scheme.chunk + 7] = value
+        result = elements(ranks.step([inputs[0], spoilt]), bucket(torch.float32))
+        assert not result.isfinite().all()
+        shown += int(result[1:].isfinite().all())
+    if scheme.choice == "late" and scheme.num_chosen(len(result), 1) < scheme.num_chunks(len(result)):
+        assert shown, "where nothing was sent"
 
 
 @pytest.mark.parametrize("scheme", KINDS + KEEP_MOMENTUM)

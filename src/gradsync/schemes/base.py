@@ -105,6 +105,11 @@ class Scheme(Nameable, ABC, Generic[X]):
         """
 
     @property
+    def shows_infinity(self) -> bool:
+        """Whether a flat bucket's result is not finite where any rank's gradients, or its next state, are not."""
+        return False
+
+    @property
     def freezes(self) -> bool:
         """Whether optimisers must leave alone what `arrived` has not."""
         return False

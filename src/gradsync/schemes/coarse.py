@@ -72,6 +72,7 @@ class CoarseGrained(Scheme[Tensor]):
     `momentum`, in place of the optimiser's: each rank's own ahead of the choice, u = m u + g, which is then sent as
     gradients are (deep gradient compression); with `masking` it is set to 0 where it was sent, but for dense steps.
     `warmup`: the ratios of the first steps, `steps_per_ratio` with each; 1 is dense.
+    NaN and infinity of any rank, in whichever chunk, make the first element of the result NaN.
 
     Chunks lie across the borders of tensors. State goes with the tensors: under other buckets residuals stay, and
     scores begin anew. Of one chunk, or with a ratio of 1, it is `scheme` with error feedback for its rounding.
@@ -135,6 +136,10 @@ class CoarseGrained(Scheme[Tensor]):
 
     @property
     def carries_flags(self) -> bool:
+        return True
+
+    @property
+    def shows_infinity(self) -> bool:
         return True
 
     @property
@@ -209,8 +214,10 @@ class CoarseGrained(Scheme[Tensor]):
         if self.choice == "late":
             chosen = self._chosen(kept[SCORES], kept, count)
             kernels.take_chunks(brought, residual, chosen, payload, left, norms, chunk=self.chunk, scale=factors.before)
-            scores.copy_(norms.mul_(factors.before / self.chunk))
-            scores[chosen] = _magnitudes(payload, self.chunk).to(wire)
+            magnitudes = norms.mul(factors.before / self.chunk)
+            magnitudes[chosen] = _magnitudes(payload, self.chunk)
+            most = torch.finfo(wire).max / (2 * group.size)  # so that the sum stays in range: infinity means infinity
+            scores.copy_(torch.where(norms.isfinite(), magnitudes.clamp_(max=most), torch.nan))
         else:
             nothing = torch.empty(0, dtype=torch.int64, device=x.device)
             kernels.take_chunks(brought, residual, nothing, payload[:0], left, norms, chunk=self.chunk)
@@ -238,6 +245,8 @@ class CoarseGrained(Scheme[Tensor]):
             found = scores.float()  # of what was left, and where it was sent of p
         else:
             found = summed_norms * (factors.before * factors.through / self.chunk)
+        # A step that some rank cannot keep shows to all, also where nothing was sent.
+        values[:1] = torch.where(found.sum(dtype=torch.float64).isfinite(), values[:1], torch.nan)
         if AGREEMENT in kept:
             agreement = self._root_mean_squares(sums) / found[chosen]
             kept[AGREEMENT] = kept[AGREEMENT].index_copy(0, chosen, agreement.nan_to_num_(1.0, 1.0))
@@ -353,7 +362,7 @@ class CoarseGrained(Scheme[Tensor]):
         means = (means / means[means.isfinite()].mean()).float().to(norms.device)
         before = kept[LEVELS]
         after = torch.where(before > 0, before + (means - before) / LEVEL_STEPS, means)
-        return {LEVELS: torch.where(means.isfinite(), after, before)}  # norms may leave the range of 16 bits for a step
+        return {LEVELS: torch.where(means.isfinite(), after, before)}  # all may be 0
 
     def _root_mean_squares(self, sums: Tensor) -> Tensor:
         """Of each chunk, in an order of additions that all ranks keep."""
@@ -391,7 +400,7 @@ def _parts(flat: Tensor, chosen: Tensor, chunk: int) -> list[Tensor]:
 
 def _magnitudes(payload: Tensor, chunk: int) -> Tensor:
     """The mean of each chunk."""
-    return payload.view(-1, chunk).abs().mean(dim=1, dtype=torch.float32)
+    return payload.view(-1, chunk).abs().mean(dim=1, dtype=torch.float32).double()
 
 
 def _take_more(left: Tensor, chosen: Tensor, payload: Tensor, chunk: int, scale: float) -> None:
