@@ -128,12 +128,12 @@ def test_what_is_frozen_stays_where_momentum_would_move_it() -> None:
     known: list[Any] = [None]
     optimizer = LARS([parameter], **SETTINGS, arrived=lambda _: known[0])
     freezing = Freezing({"weight": parameter}, lambda: Arrivals([Arrival(bucket, known[0], frozen=True)]))
-    optimizer.register_step_pre_hook(freezing.before)
-    optimizer.register_step_post_hook(freezing.after)
     for seed, known[0] in enumerate([None, [(2, 5)]]):
         before = parameter.detach().clone()
         parameter.grad = random(3, 4, seed=seed)
+        freezing.before(optimizer)
         optimizer.step()
+        freezing.after(optimizer)
     assert (parameter != before).reshape(-1).nonzero().flatten().tolist() == [2, 3, 4]
 
 

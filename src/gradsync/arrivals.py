@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
+from . import memory
 from .bucket import Bucket
 
 Sections = Sequence[tuple[int, int]]  # [start, stop) of elements, ascending
@@ -48,6 +52,27 @@ class Arrivals:
             return None
         freed = ((each.bucket, each.sections if each.frozen else None) for each in found)
         return sorted(section for each in freed for section in _within(name, *each))
+
+
+def gathered(tensor: Tensor, sections: Sections) -> Tensor:
+    """The elements of the sections, by their index, end to end."""
+    lengths = [stop - start for start, stop in sections]
+    elements = memory.empty(sum(lengths), tensor.dtype, tensor.device)
+    if lengths:
+        flat = tensor.detach().reshape(-1)
+        torch._foreach_copy_(list(elements.split(lengths)), [flat[start:stop] for start, stop in sections])
+    return elements
+
+
+def put(elements: Tensor, sections: Sections, tensor: Tensor) -> None:
+    """What `gathered` gave goes where it was."""
+    if not sections:
+        return
+    flat = tensor.detach().reshape(-1)
+    parts = [flat[start:stop] for start, stop in sections]
+    torch._foreach_copy_(parts, list(elements.detach().split([len(part) for part in parts])))
+    if flat.data_ptr() != tensor.data_ptr():  # a copy, of elements that lie otherwise
+        tensor.detach().copy_(flat.view(tensor.shape))
 
 
 def _within(name: str, bucket: Bucket, sections: Sections | None) -> Iterator[tuple[int, int]]:

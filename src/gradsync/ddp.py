@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from .agreement import DEFAULT_TIMEOUT_S, agreed_engine, forget, unwrapped
 from .auto import planner_of
 from .freezing import Freezing
-from .hooks import Additions, after_optimizer_steps, at_end_of_backward, before_optimizer_steps
+from .hooks import Additions, OptimizerStep, after_optimizer_steps, at_end_of_backward, before_optimizer_steps
 from .optim import OneMomentum
 from .plan import Plan
 from .planning import Planner
@@ -121,16 +121,16 @@ class DDPState:
             future.set_result(self._result(bucket))
         self._given.clear()
 
-    def _before_optimizer_step(self, optimizer: Optimizer) -> None:
+    def _before_optimizer_step(self, step: OptimizerStep) -> None:
         try:
-            self._momentum.check(self.engine.plan, optimizer)
+            self._momentum.check(self.engine.plan, step.optimizer)
+            self._freezing.before(step.optimizer, has_closure=step.has_closure, is_watched=step.is_watched)
         except ValueError as error:
             self.engine.fail(str(error))  # settings may differ by rank: the others would wait for this one
             raise
-        self._freezing.before(optimizer)
 
-    def _after_optimizer_step(self, optimizer: Optimizer) -> None:
-        self._freezing.after(optimizer)
+    def _after_optimizer_step(self, step: OptimizerStep) -> None:
+        self._freezing.after(step.optimizer)
 
     def _require_even_inputs(self) -> None:
         model = self._model()

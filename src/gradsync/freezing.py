@@ -6,86 +6,153 @@ goes on to move weights by gradients of long ago, Adam's averages fade, and weig
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
-from torch import Tensor
-from torch.optim import Optimizer
+from torch import Tensor, nn
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
-from . import memory
-from .arrivals import Arrivals, Sections
+from .arrivals import Arrivals, Sections, gathered, put
+
+# They treat every element by itself, whatever shape a parameter has. Subclasses may do otherwise.
+OF_ELEMENTS = frozenset({ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop})
 
 
 class Freezing:
-    """Takes back what optimisers do outside of what arrived, to weights and to their own state of the same shape.
+    """Lets optimisers change what arrived alone: of weights, and of their own state of the same shape.
 
     For optimisers that treat every element by itself; what others compute of a whole tensor they compute with zeros in
-    the gradient. Numbers that an optimiser has for a whole tensor, as Adam's count of steps, go on. It costs a copy of
-    the weights and of the state. `before` and `after` are hooks of an optimiser's step.
+    the gradient. Numbers that an optimiser has for a whole tensor, as Adam's count of steps, go on, but for a tensor of
+    one number and no dimension. `before` and
+    `after` enclose a step of an optimiser.
+
+    Optimisers of `OF_ELEMENTS` step small parameters of what arrived: the less arrives, the less they have to do. What
+    others do elsewhere is taken back, for a copy of the weights and of the state.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], arrivals: Callable[[], Arrivals]) -> None:
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._arrivals = arrivals  # of the last step
-        self._under_way: dict[int, list[_Frozen]] = {}  # by optimiser
+        self._under_way: dict[int, _Step] = {}  # by optimiser
 
     @torch.no_grad()
-    def before(self, optimizer: Optimizer, *_: object) -> None:
+    def before(self, optimizer: Optimizer, *, has_closure: bool = False, is_watched: bool = False) -> None:
+        """`is_watched`: hooks of others are to see the parameters and not what stands for them.
+
+        Raises:
+            ValueError: for a step with a closure, which computes gradients when it is too late.
+        """
+        if (unfinished := self._under_way.pop(id(optimizer), None)) is not None:  # as it has raised
+            unfinished.give_up()
         arrivals = self._arrivals()
         if not arrivals.freeze:
             return
+        if has_closure:
+            raise ValueError(
+                "optimizer.step(closure) computes gradients after gradsync has told the optimiser which of them "
+                "arrived, and the plan freezes what did not: call backward() first, then step() without a closure"
+            )
         ours = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._names]
         found = [(p, arrivals.unfrozen(self._names[id(p)])) for p in ours if p.grad is not None]
-        self._under_way[id(optimizer)] = [
-            _Frozen(optimizer, p, sections) for p, sections in found if sections is not None
-        ]
+        partial = [(p, sections) for p, sections in found if sections is not None and _between(sections, p.numel())]
+        if partial:
+            any_shape = type(optimizer) in OF_ELEMENTS and not is_watched
+            self._under_way[id(optimizer)] = (_OfWhatArrived if any_shape else _TakenBack)(optimizer, partial)
 
     @torch.no_grad()
-    def after(self, optimizer: Optimizer, *_: object) -> None:
-        for frozen in self._under_way.pop(id(optimizer), ()):
-            frozen.restore(optimizer)
+    def after(self, optimizer: Optimizer) -> None:
+        if (step := self._under_way.pop(id(optimizer), None)) is not None:
+            step.end()
 
 
-class _Frozen:
-    """One parameter as it was before a step, where it is to stay."""
+class _Step(ABC):
+    """An optimiser's step under way."""
 
-    def __init__(self, optimizer: Optimizer, parameter: Tensor, sections: Sections) -> None:
-        self._parameter = parameter
-        self._still = _between(sections, parameter.numel())
-        self._weights = _Kept(parameter, self._still)
-        state = _of_elements(optimizer, parameter)
-        self._state = {name: _Kept(values, self._still) for name, values in state.items()}
+    @abstractmethod
+    def end(self) -> None: ...
 
-    def restore(self, optimizer: Optimizer) -> None:
-        self._weights.put_back(self._parameter)
-        for name, values in _of_elements(optimizer, self._parameter).items():
-            if name in self._state:
-                self._state[name].put_back(values)
-            else:  # made in this step
-                _Kept(torch.zeros_like(values), self._still).put_back(values)
+    @abstractmethod
+    def give_up(self) -> None:
+        """The optimiser did not come to the end of it."""
 
 
-class _Kept:
-    """Sections of a tensor's elements."""
+class _OfWhatArrived(_Step):
+    """In place of parameters, the optimiser has smaller ones with the elements that arrived."""
 
-    def __init__(self, tensor: Tensor, sections: Sections) -> None:
+    def __init__(self, optimizer: Optimizer, partial: Iterable[tuple[Tensor, Sections]]) -> None:
+        self._optimizer = optimizer
+        partial = list(partial)
+        # One number has no parts: it stays out of the step.
+        self._parts = [_Part(optimizer, whole, sections) for whole, sections in partial if whole.dim()]
+        self._groups = [(group, group["params"]) for group in optimizer.param_groups]
+        instead: dict[int, list[Tensor]] = {id(whole): [] for whole, _ in partial}
+        instead |= {id(part.whole): [part.parameter] for part in self._parts}
+        for group, params in self._groups:
+            group["params"] = [each for p in params for each in instead.get(id(p), [p])]
+
+    def end(self) -> None:
+        for part in self._parts:
+            part.put_back(self._optimizer)
+        self.give_up()
+
+    def give_up(self) -> None:
+        for group, params in self._groups:
+            group["params"] = params
+        for part in self._parts:
+            self._optimizer.state.pop(part.parameter, None)
+
+
+class _Part:
+    """What arrived of one parameter, with what the optimiser keeps of it."""
+
+    def __init__(self, optimizer: Optimizer, whole: Tensor, sections: Sections) -> None:
+        self.whole = whole
         self._sections = sections
-        self._lengths = [stop - start for start, stop in sections]
-        self._values = memory.empty(sum(self._lengths), tensor.dtype, tensor.device)
-        if sections:
-            torch._foreach_copy_(self._parts, _views(tensor.reshape(-1), sections))
+        self.parameter = nn.Parameter(gathered(whole, sections))
+        assert whole.grad is not None
+        self.parameter.grad = gathered(whole.grad, sections)
+        if whole in optimizer.state:
+            optimizer.state[self.parameter] = {
+                name: gathered(values, sections) if _alike(values, whole) else values
+                for name, values in optimizer.state[whole].items()
+            }
 
-    def put_back(self, tensor: Tensor) -> None:
-        if not self._sections:
-            return
-        flat = tensor.reshape(-1)
-        torch._foreach_copy_(_views(flat, self._sections), self._parts)
-        if not tensor.is_contiguous():  # then flat is a copy
-            tensor.copy_(flat.view(tensor.shape))
+    def put_back(self, optimizer: Optimizer) -> None:
+        put(self.parameter, self._sections, self.whole)
+        state = optimizer.state[self.whole]
+        for name, values in optimizer.state[self.parameter].items():
+            if not _alike(values, self.parameter):
+                state[name] = values
+                continue
+            if not _alike(state.get(name), self.whole):  # made in this step
+                state[name] = torch.zeros_like(self.whole, dtype=values.dtype)
+            put(values, self._sections, state[name])
 
-    @property
-    def _parts(self) -> list[Tensor]:
-        return list(self._values.split(self._lengths))
+
+class _TakenBack(_Step):
+    """The optimiser has its parameters; what did not arrive is as it was afterwards."""
+
+    def __init__(self, optimizer: Optimizer, partial: Iterable[tuple[Tensor, Sections]]) -> None:
+        self._optimizer = optimizer
+        self._kept = []
+        for parameter, sections in partial:
+            still = _between(sections, parameter.numel())
+            state = {name: gathered(values, still) for name, values in self._of_elements(parameter).items()}
+            self._kept.append((parameter, still, gathered(parameter, still), state))
+
+    def end(self) -> None:
+        for parameter, still, weights, state in self._kept:
+            put(weights, still, parameter)
+            for name, values in self._of_elements(parameter).items():
+                put(state[name] if name in state else torch.zeros_like(gathered(values, still)), still, values)
+
+    def give_up(self) -> None:
+        """Nothing is to be put back into what others may have changed since."""
+
+    def _of_elements(self, parameter: Tensor) -> dict[str, Tensor]:
+        kept = self._optimizer.state.get(parameter, {})
+        return {name: values for name, values in kept.items() if _alike(values, parameter)}
 
 
 def _between(sections: Sections, numel: int) -> list[tuple[int, int]]:
@@ -94,14 +161,5 @@ def _between(sections: Sections, numel: int) -> list[tuple[int, int]]:
     return [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
 
 
-def _views(flat: Tensor, sections: Sections) -> list[Tensor]:
-    return [flat[start:stop] for start, stop in sections]
-
-
-def _of_elements(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    kept = optimizer.state.get(parameter, {})
-    return {name: values for name, values in kept.items() if isinstance(values, Tensor) and _alike(values, parameter)}
-
-
-def _alike(values: Tensor, parameter: Tensor) -> bool:
-    return values.shape == parameter.shape and values.dim() > 0
+def _alike(values: object, parameter: Tensor) -> bool:
+    return isinstance(values, Tensor) and values.shape == parameter.shape

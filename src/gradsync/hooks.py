@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set, Sized
 from contextlib import contextmanager
 from functools import cache
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -245,8 +245,9 @@ class AutogradHooks:
         if gradient is home and home is not None:
             self._settled.add(name)
 
-    def _before_optimizer_step(self, optimizer: Optimizer) -> None:
+    def _before_optimizer_step(self, step: OptimizerStep) -> None:
         """The other ranks may wait for a rank whose backward reached no parameter."""
+        optimizer = step.optimizer
         ours = {id(p) for p in self._parameters.values()}
         if not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
             return
@@ -260,17 +261,17 @@ class AutogradHooks:
         self._versions = None
         try:
             self._momentum.check(self._engine.plan, optimizer)
+            self._freezing.before(optimizer, has_closure=step.has_closure, is_watched=step.is_watched)
         except ValueError as error:
             self._engine.fail(str(error))  # settings may differ by rank: the others would wait for this one
             raise
-        self._freezing.before(optimizer)
         self._used[id(optimizer)] = self._synchronizations
         if not self._round_counted:  # several optimisers may step, and a sharded one in an outer and an inner step
             self._rounds += 1
             self._round_counted = True
 
-    def _after_optimizer_step(self, optimizer: Optimizer) -> None:
-        self._freezing.after(optimizer)
+    def _after_optimizer_step(self, step: OptimizerStep) -> None:
+        self._freezing.after(step.optimizer)
 
     def _require_untouched(self, versions: Mapping[str, int]) -> None:
         """A rank that came late has not clipped or unscaled, so no rank may have."""
@@ -387,19 +388,38 @@ class AutogradHooks:
 
 
 def before_optimizer_steps(
-    owner: T, function: Callable[[T, Optimizer], None], optimizer: Optimizer | None = None
+    owner: T, function: Callable[[T, OptimizerStep], None], optimizer: Optimizer | None = None
 ) -> RemovableHandle:
-    """Runs `function(owner, optimizer)` before each step of the optimiser, or of any, while the owner lives."""
-    hook = _uncompiled(_Hook)(owner, lambda alive, optimizer, *_: function(alive, optimizer))
+    """Runs `function(owner, step)` before each step of the optimiser, or of any, while the owner lives."""
+    hook = _uncompiled(_Hook)(owner, lambda alive, *step: function(alive, OptimizerStep(*step)))
     return register_optimizer_step_pre_hook(hook) if optimizer is None else optimizer.register_step_pre_hook(hook)
 
 
 def after_optimizer_steps(
-    owner: T, function: Callable[[T, Optimizer], None], optimizer: Optimizer | None = None
+    owner: T, function: Callable[[T, OptimizerStep], None], optimizer: Optimizer | None = None
 ) -> RemovableHandle:
     """As `before_optimizer_steps`, after each step."""
-    hook = _uncompiled(_Hook)(owner, lambda alive, optimizer, *_: function(alive, optimizer))
+    hook = _uncompiled(_Hook)(owner, lambda alive, *step: function(alive, OptimizerStep(*step)))
     return register_optimizer_step_post_hook(hook) if optimizer is None else optimizer.register_step_post_hook(hook)
+
+
+class OptimizerStep(NamedTuple):
+    """A call of an optimiser's `step`, as its hooks get it."""
+
+    optimizer: Optimizer
+    args: tuple[Any, ...]  # the first one is the optimiser
+    kwargs: Mapping[str, Any]
+
+    @property
+    def has_closure(self) -> bool:
+        """Whether it computes its gradients itself."""
+        return self.kwargs.get("closure", self.args[1] if len(self.args) > 1 else None) is not None
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether hooks of others are to see what it steps."""
+        hooks = (self.optimizer._optimizer_step_pre_hooks, self.optimizer._optimizer_step_post_hooks)
+        return any(not isinstance(hook, _Hook) for each in hooks for hook in each.values())
 
 
 def broadcast_tensors(group: Group, tensors: list[Tensor], timeout_s: float) -> None:

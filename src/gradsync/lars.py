@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .arrivals import Sections
+from .arrivals import Sections, gathered, put
 from .kernels import accumulation_dtype
 
 
@@ -93,14 +93,15 @@ class LARS(Optimizer):
         sections = None if self.arrived is None else self.arrived(parameter)
         weights: Tensor = parameter
         if sections is not None:
-            weights, gradient = _gathered(parameter, sections), _gathered(gradient, sections)
+            weights, gradient = gathered(parameter, sections), gathered(gradient, sections)
         if parameter.dim() > 1:
             trust = _trust(weights, gradient, group["trust"], group["weight_decay"])
             update = gradient.add(weights, alpha=group["weight_decay"]).mul_(rate * trust)
         else:
             update = gradient.mul(rate)
         if sections is not None:
-            update = _spread(update, sections, parameter)
+            arrived, update = update, torch.zeros_like(parameter)
+            put(arrived, sections, update)
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
@@ -119,21 +120,6 @@ def _trust(weights: Tensor, gradient: Tensor, trust: float, decay: float) -> Ten
     weights_norm, gradient_norm = (torch.linalg.vector_norm(x, dtype=wide) for x in (weights, gradient))
     ratio = trust * weights_norm / (gradient_norm + decay * weights_norm)
     return torch.where(gradient_norm == 0, 0.0, torch.where(weights_norm == 0, 1.0, ratio))
-
-
-def _gathered(tensor: Tensor, sections: Sections) -> Tensor:
-    """The elements of the sections end to end."""
-    flat = tensor.reshape(-1)
-    return torch.cat([flat[:0], *(flat[start:stop] for start, stop in sections)])
-
-
-def _spread(elements: Tensor, sections: Sections, parameter: Tensor) -> Tensor:
-    """What `_gathered` gave, where it was, and zeros elsewhere."""
-    flat = elements.new_zeros(parameter.numel())
-    parts = [flat[start:stop] for start, stop in sections]
-    if parts:
-        torch._foreach_copy_(parts, list(elements.split([len(part) for part in parts])))
-    return flat.view(parameter.shape)
 
 
 def _require_dense(parameter: Tensor) -> None:

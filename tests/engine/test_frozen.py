@@ -66,6 +66,52 @@ def what_did_not_arrive_stays(freeze: bool, behind_ddp: bool, adam: bool) -> lis
     return [stop - start for start, stop in sections]
 
 
+def others_see_the_parameters_and_closures_are_refused(given: bool) -> list[str]:
+    """What the ranks were told; one of them has a closure."""
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16, bias=False)
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    seen: list[tuple[int, ...]] = []
+    scheme = CoarseGrained(ratio=0.25, chunk=16, freeze=True)
+    plan = Plan.make({"weight": TensorSpec.of(model.weight)}, dist.get_world_size(), [(["weight"], scheme)])
+    handle = gradsync.attach(model, plan=plan, optimizer=optimizer if given else None, timeout=10)
+    trained(model, handle, optimizer, steps=2)
+
+    def remember(optimizer: Optimizer, *_: object) -> None:
+        seen.extend(tuple(p.shape) for p in optimizer.param_groups[0]["params"])
+
+    watching = optimizer.register_step_post_hook(remember)
+    trained(model, handle, optimizer, steps=2)
+    assert seen == [(16, 16)] * 2
+    watching.remove()
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        result = model(torch.ones(5, 16)).square().mean()
+        result.backward()
+        return result
+
+    said = []
+    for _ in range(2):
+        try:
+            if dist.get_rank() == 0:
+                optimizer.step(loss)
+            else:
+                loss()
+                optimizer.step()
+        except (RuntimeError, ValueError) as error:
+            said.append(str(error))
+    handle.detach()
+    return said
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["any optimizer", "its own"])
+def test_others_see_the_parameters_and_closures_are_refused(given: bool, world: World) -> None:
+    first, second = world(2).run(others_see_the_parameters_and_closures_are_refused, given)
+    assert "without a closure" in first[0]
+    assert "without a closure" in second[0], "which would have waited for the first one"
+
+
 @pytest.mark.parametrize("freeze", [True, False])
 @pytest.mark.parametrize("behind_ddp", [False, True])
 @pytest.mark.parametrize("adam", [False, True])

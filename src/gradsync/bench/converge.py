@@ -208,8 +208,6 @@ def training(task: Workload, name: str, *, seed: int, ranks: int) -> Iterator[nn
     if isinstance(optimizer, LARS):
         names = {id(parameter): each for each, parameter in parameters.items()}
         optimizer.arrived = lambda p: None if together is None else together.arrivals.of(names[id(p)])
-    optimizer.register_step_pre_hook(freezing.before)
-    optimizer.register_step_post_hook(freezing.after)
     while True:
         gradients = []
         for mine in batches:
@@ -219,7 +217,9 @@ def training(task: Workload, name: str, *, seed: int, ranks: int) -> Iterator[nn
         together = together or Ranks.of(gradients[0], planner, ranks)
         for parameter, gradient in together.mean(gradients).items():
             parameters[parameter].grad = gradient
+        freezing.before(optimizer)
         optimizer.step()
+        freezing.after(optimizer)
         yield model
 
 
