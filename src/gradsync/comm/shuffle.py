@@ -1,0 +1,342 @@
+"""Group schedules: who averages with whom in each round, as data, and what follows from it, computed.
+
+After DS-Sync (Wang et al., 2020 and 2022): in each round the ranks are divided into groups, each averages on its own,
+and who is with whom changes from round to round, so that after a few of them everything has mixed with everything. The
+papers show a grid of 2 x 2 ranks; what generates their larger schedules is not published. These are ours.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, reduce
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
+
+Matrix = NDArray[np.float64]
+RankGroup = tuple[int, ...]  # ascending
+
+EXACT = 1e-9  # entries of products that are less apart are the same
+DOUBLINGS = 60  # of the rounds that a spread is summed over: what a cycle leaves may be close to all
+
+
+@dataclass(frozen=True)
+class Round:
+    """One partition of the ranks: each one's value moves towards the mean of its group's.
+
+    `relaxations`, by group: the share of the way, in (0, 2); none: all of it, to the mean. Beyond 1, values pass the
+    mean, by which ranks that stand for different numbers of others can agree on the mean of them all.
+
+    Raises:
+        ValueError: for groups that are no partition of the ranks from 0 on, or relaxations out of range.
+    """
+
+    groups: tuple[RankGroup, ...]
+    relaxations: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        members = sorted(chain.from_iterable(self.groups))
+        if not members or not all(self.groups) or members != list(range(len(members))):
+            raise ValueError(
+                f"Round.groups must have each rank from 0 on once, and no empty group, got {list(self.groups)}"
+            )
+        relaxations = self.relaxations or (1.0,) * len(self.groups)
+        if len(relaxations) != len(self.groups) or not all(0 < share < 2 for share in relaxations):
+            raise ValueError(
+                f"Round.relaxations must be in (0, 2), one for each of {len(self.groups)} groups, got {relaxations}"
+            )
+        ordered = sorted((tuple(sorted(group)), share) for group, share in zip(self.groups, relaxations, strict=True))
+        object.__setattr__(self, "groups", tuple(group for group, _ in ordered))
+        object.__setattr__(self, "relaxations", tuple(float(share) for _, share in ordered))
+
+    @property
+    def size(self) -> int:
+        """Of the world."""
+        return sum(map(len, self.groups))
+
+    def group_of(self, rank: int) -> RankGroup:
+        return next(group for group in self.groups if rank in group)
+
+    @property
+    def mixing(self) -> Matrix:
+        """W, (n, n): what a round makes of the ranks' values is W times them. Symmetric, rows and columns sum to 1."""
+        w = np.eye(self.size)
+        for group, share in zip(self.groups, self.relaxations, strict=True):
+            w[np.ix_(group, group)] += share * (1 / len(group) - np.eye(len(group)))
+        return w
+
+
+@dataclass(frozen=True)
+class GroupSchedule:
+    """Rounds that are repeated: round t is `rounds[t % len(rounds)]`. A cycle is all of them once.
+
+    Raises:
+        ValueError: for rounds of different ranks, or where some ranks never mix with some others, however long it goes
+            on: their values would go apart for ever.
+    """
+
+    rounds: tuple[Round, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rounds", tuple(self.rounds))
+        if len(sizes := {each.size for each in self.rounds}) != 1:
+            raise ValueError(
+                f"GroupSchedule.rounds must be one or more, of the same ranks, got {sorted(sizes)} of them"
+            )
+        if len(apart := self._parts()) > 1:
+            raise ValueError(
+                "GroupSchedule.rounds must mix all ranks with each other in the end, but these never meet: "
+                f"{' and '.join(map(str, map(list, apart)))}"
+            )
+
+    @property
+    def size(self) -> int:
+        """Of the world."""
+        return self.rounds[0].size
+
+    def round(self, step: int) -> Round:
+        return self.rounds[step % len(self.rounds)]
+
+    def group_of(self, rank: int, step: int) -> RankGroup:
+        return self.round(step).group_of(rank)
+
+    @cached_property
+    def distinct(self) -> tuple[RankGroup, ...]:
+        """All groups of more than one rank, each once: in this order all ranks make them."""
+        return tuple(sorted({group for each in self.rounds for group in each.groups if len(group) > 1}))
+
+    def product(self, start: int = 0, rounds: int | None = None) -> Matrix:
+        """(n, n): what so many rounds from `start` on, by default a cycle, make of the ranks' values."""
+        steps = range(start, start + (len(self.rounds) if rounds is None else rounds))
+        return reduce(lambda done, step: self.round(step).mixing @ done, steps, np.eye(self.size))
+
+    def rounds_to_consensus(self, start: int = 0) -> int | None:
+        """The fewest rounds from there on, if no more than two cycles, after which all ranks have the mean; else None.
+
+        Up to rounding: the same bits have only the ranks of a group.
+        """
+        done = np.eye(self.size)
+        for rounds in range(2 * len(self.rounds) + 1):
+            if np.abs(done - 1 / self.size).max() < EXACT:
+                return rounds
+            done = self.round(start + rounds).mixing @ done
+        return None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether a cycle brings all ranks to the mean."""
+        return bool(np.abs(self.product() - 1 / self.size).max() < EXACT)
+
+    @property
+    def left(self) -> float:
+        """What a cycle leaves of any disagreement at most: of the sum of squared distances to the mean, as a share."""
+        return float(np.linalg.norm(self.product() - 1 / self.size, 2) ** 2)
+
+    def spread(self, momentum: float = 0.0, *, averaged: bool = False) -> float:
+        """How far the ranks are apart for good, if each gets noise of variance 1 of its own in each round.
+
+        The sum over the ranks of the expected squared distance to their mean, after a round, as a mean over the cycle.
+        `momentum` sums up noise as SGD does gradients: on each rank for itself, or `averaged` with the values.
+        """
+        return float(np.mean(self.spreads(momentum, averaged=averaged)))
+
+    def spreads(self, momentum: float = 0.0, *, averaged: bool = False) -> list[float]:
+        """`spread`, after each round of the cycle."""
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum must be in [0, 1), got {momentum}")
+        n = self.size
+        apart = np.eye(n) - 1 / n
+        steps = []  # of (values, momenta): what a round makes of them, and of the noise
+        for each in self.rounds:
+            w, own = each.mixing, each.mixing if averaged else np.eye(n)
+            steps.append((np.block([[w, momentum * w], [np.zeros((n, n)), momentum * own]]), np.vstack([w, own])))
+        cycle, noise = np.eye(2 * n), np.zeros((2 * n, 2 * n))
+        for move, spill in steps:
+            cycle, noise = move @ cycle, move @ noise @ move.T + spill @ apart @ spill.T
+        cycle = cycle @ np.kron(np.eye(2), apart)
+        covariance = noise  # of one cycle, of two, of four, ...
+        for _ in range(DOUBLINGS):
+            covariance, cycle = covariance + cycle @ covariance @ cycle.T, cycle @ cycle
+            if np.abs(cycle).max() < EXACT:
+                break
+        found = []
+        for move, spill in steps:
+            covariance = move @ covariance @ move.T + spill @ apart @ spill.T
+            found.append(float(np.trace(covariance[:n, :n])))
+        return found
+
+    def _parts(self) -> list[list[int]]:
+        """The ranks by whom they ever mix with, over others too."""
+        part = list(range(self.size))
+        for group in self.distinct:
+            joined = {part[rank] for rank in group}
+            part = [min(joined) if name in joined else name for name in part]
+        return [[rank for rank in range(self.size) if part[rank] == name] for name in dict.fromkeys(part)]
+
+
+def together(size: int) -> GroupSchedule:
+    """One group of all ranks."""
+    return GroupSchedule((Round((tuple(range(size)),)),))
+
+
+def grid(radices: Sequence[int], ranks: Sequence[int] | None = None) -> GroupSchedule:
+    """As many rounds as radices: ranks are numbers of mixed radices, and those that differ in one digit form a group.
+
+    A cycle is exact, whatever the radices, and from whatever round it is begun. `ranks` in another order: place by
+    place who sits there.
+
+    Raises:
+        ValueError: for radices that are no whole numbers from 2 on, or other ranks than as many as their product.
+    """
+    if not radices or any(type(radix) is not int or radix < 2 for radix in radices):
+        raise ValueError(f"radices must be whole numbers from 2 on, one or more, got {list(radices)}")
+    size = math.prod(radices)
+    ranks = range(size) if ranks is None else ranks
+    if sorted(ranks) != list(range(size)):
+        raise ValueError(f"ranks must be those from 0 to {size - 1} in any order, got {list(ranks)}")
+    places = np.array(ranks).reshape(radices)
+    rounds = [np.moveaxis(places, digit, -1).reshape(-1, radix) for digit, radix in enumerate(radices)]
+    return GroupSchedule(tuple(Round(tuple(map(tuple, groups.tolist()))) for groups in rounds))
+
+
+def hypercube(size: int) -> GroupSchedule:
+    """Pairs: log2(size) rounds.
+
+    Raises:
+        ValueError: for a size that is no power of two from 2 on.
+    """
+    if size < 2 or size & (size - 1):
+        raise ValueError(f"a hypercube has a power of two of ranks, at least 2, got {size}")
+    return grid([2] * (size.bit_length() - 1))
+
+
+def random_grid(radices: Sequence[int], seed: int) -> GroupSchedule:
+    """A grid of the ranks in an order that follows from the seed."""
+    ranks = list(range(math.prod(radices)))
+    random.Random(seed).shuffle(ranks)
+    return grid(radices, ranks)
+
+
+def random_groups(sizes: Sequence[int], rounds: int, seed: int) -> GroupSchedule:
+    """So many rounds of groups of these sizes, drawn by the seed: for any number of ranks, but never exact.
+
+    Each round leaves (groups - 1) / (ranks - 1) of what the ranks are apart in expectation, whatever the sizes.
+
+    Raises:
+        ValueError: for sizes below 1, or too few rounds for all ranks to mix.
+    """
+    if not sizes or any(type(size) is not int or size < 1 for size in sizes):
+        raise ValueError(f"sizes must be whole numbers from 1 on, one or more, got {list(sizes)}")
+    draw, ranks, found = random.Random(seed), list(range(sum(sizes))), []
+    for _ in range(rounds):
+        draw.shuffle(ranks)
+        starts = np.cumsum([0, *sizes]).tolist()
+        found.append(
+            Round(tuple(tuple(ranks[start : start + size]) for start, size in zip(starts, sizes, strict=False)))
+        )
+    return GroupSchedule(tuple(found))
+
+
+def crossing(racks: int, per_rack: int, budget: int, *, keep_apart: bool = False) -> GroupSchedule:
+    """A round inside racks, then rounds in which `budget` groups at a time cross, of one rank a rack, till all have.
+
+    Rank r sits in rack r // per_rack. Who does not cross mixes inside the rack: all of them, which leaves the ranks
+    less apart, or with `keep_apart` those that have crossed and those that have not for themselves, which is exact.
+
+    Raises:
+        ValueError: for fewer than two racks, or a budget that does not divide the ranks of a rack.
+    """
+    if racks < 2 or per_rack < 1 or budget < 1 or per_rack % budget:
+        raise ValueError(
+            "crossing needs two racks or more, and a budget that divides the ranks of a rack, got "
+            f"{racks} racks of {per_rack} and a budget of {budget}"
+        )
+    place = np.arange(racks * per_rack).reshape(racks, per_rack)
+    rounds = [Round(tuple(map(tuple, place.tolist())))]
+    for first in range(0, per_rack, budget):
+        cross = place[:, first : first + budget].T.tolist()
+        before, after = place[:, :first].tolist(), place[:, first + budget :].tolist()
+        stay = [*before, *after] if keep_apart else [b + a for b, a in zip(before, after, strict=True)]
+        rounds.append(Round(tuple(tuple(group) for group in [*cross, *stay] if group)))
+    return GroupSchedule(tuple(rounds))
+
+
+def exact(size: int, most: int) -> GroupSchedule:
+    """A schedule of groups of at most `most` ranks, a cycle of which brings any number of ranks to the mean.
+
+    A grid where the prime factors of `size` allow one: of as few rounds as can be, with radices as alike as can be.
+    Else the ranks are parted so that each part has a grid, and none is smaller than all that come after it. Each part
+    agrees on its own mean. Then, part by part, groups of one rank that comes after and some of the part bring the part
+    to the mean of all on average, which it spreads while the others go on. (After the Base-(k+1) graphs of Takezawa et
+    al., 2023, whose parts are the digits of the size.)
+
+    Raises:
+        ValueError: for no ranks, or `most` below 2.
+    """
+    if size < 1 or most < 2:
+        raise ValueError(f"an exact schedule needs 1 rank and groups of 2 ranks at least, got {size} and {most}")
+    parts = _parts(size, most)
+    if len(parts) == 1:
+        return grid(_radices(size, most) or ()) if size > 1 else together(1)
+    grids = [grid(radices).rounds if (radices := _radices(part, most)) else () for part in parts]
+    starts = [sum(parts[:place]) for place in range(len(parts) + 1)]
+    apart = max(map(len, grids))
+    rounds: list[dict[RankGroup, float]] = [{} for _ in range(apart + _num_rounds_after(parts, most))]
+    for place, (part, own, start) in enumerate(zip(parts, grids, starts, strict=False)):
+        spreads_from = apart + place + 1
+        for first, todo in ((0, own), (spreads_from, own if place < len(parts) - 1 else ())):
+            for number, each in enumerate(todo, first):
+                rounds[number] |= {tuple(start + rank for rank in group): 1.0 for group in each.groups}
+        after = range(start + part, size)
+        if after:
+            share = min(most - 1, part // len(after))  # ranks of the part for each one after it
+            relaxation = part * (share + 1) / ((size - start) * share)
+            for number, rank in enumerate(after):
+                of_part = range(start + number * share, start + (number + 1) * share)
+                rounds[apart + place][(*of_part, rank)] = relaxation
+    return GroupSchedule(tuple(_with_all(each, size) for each in rounds))
+
+
+def _with_all(groups: Mapping[RankGroup, float], size: int) -> Round:
+    """These, and all other ranks alone."""
+    alone = set(range(size)).difference(chain.from_iterable(groups))
+    return Round((*groups, *((rank,) for rank in alone)), (*groups.values(), *(1.0 for _ in alone)))
+
+
+@lru_cache(maxsize=4096)
+def _radices(size: int, most: int) -> tuple[int, ...] | None:
+    """As few as can be, and of these the most alike, the largest first; None where some prime factor is too large."""
+    if size == 1:
+        return ()
+    rests = ((radix, _radices(size // radix, most)) for radix in range(2, min(most, size) + 1) if size % radix == 0)
+    found = [(radix, *rest) for radix, rest in rests if rest is not None and radix >= max(rest, default=0)]
+    return min(found, key=lambda radices: (len(radices), radices), default=None)
+
+
+@lru_cache(maxsize=4096)
+def _parts(size: int, most: int) -> tuple[int, ...]:
+    """Sizes of parts with grids, each at least the sum of those after it, of which a schedule has few rounds."""
+    if _radices(size, most) is not None:
+        return (size,)
+    largest = (part for part in range(-(-size // 2), size) if _radices(part, most) is not None)
+    return min(((part, *_parts(size - part, most)) for part in largest), key=lambda parts: _cost(parts, most))
+
+
+def _cost(parts: tuple[int, ...], most: int) -> tuple[int, int]:
+    """Rounds, and parts."""
+    return max(_depth(part, most) for part in parts) + _num_rounds_after(parts, most), len(parts)
+
+
+def _num_rounds_after(parts: Sequence[int], most: int) -> int:
+    """Of a schedule of several parts, once each has its own mean; the last one has that of all when it has met all."""
+    return max(place + 1 + _depth(part, most) for place, part in enumerate(parts[:-1]))
+
+
+def _depth(part: int, most: int) -> int:
+    radices = _radices(part, most)
+    assert radices is not None
+    return len(radices)

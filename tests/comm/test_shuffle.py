@@ -1,0 +1,200 @@
+"""Schedules mix as they are said to: when all ranks agree, what is left if not, how far apart noise keeps them."""
+
+from __future__ import annotations
+
+import math
+from itertools import chain
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradsync.comm.shuffle import (
+    GroupSchedule,
+    Round,
+    crossing,
+    exact,
+    grid,
+    hypercube,
+    random_grid,
+    random_groups,
+    together,
+)
+
+GRIDS = [(2, 2), (4, 4), (2,) * 4, (2, 3), (3, 4, 5), (8, 8), (4, 4, 4), (2,) * 6, (2,) * 7, (16, 4), (7,)]
+RADICES = st.lists(st.integers(2, 5), min_size=1, max_size=3)
+
+
+def played(schedule: GroupSchedule, rounds: int, *, seed: int = 0) -> np.ndarray:
+    """Values of the ranks after so many rounds, each group for itself."""
+    x = np.random.default_rng(seed).normal(size=schedule.size)
+    for step in range(rounds):
+        before = x.copy()
+        for group, share in zip(schedule.round(step).groups, schedule.round(step).relaxations, strict=True):
+            x[list(group)] += share * (before[list(group)].mean() - before[list(group)])
+        assert x.mean() == pytest.approx(before.mean(), abs=1e-9)
+    return x
+
+
+def noisy_spread(schedule: GroupSchedule, momentum: float, *, averaged: bool, cycles: int, seed: int) -> float:
+    """Of simulated ranks that get noise in each round, as a mean over the later half of the cycles."""
+    rng = np.random.default_rng(seed)
+    x, v = np.zeros((schedule.size, 400)), np.zeros((schedule.size, 400))
+    mixings, found = [each.mixing for each in schedule.rounds], []
+    for cycle in range(cycles):
+        for w in mixings:
+            v = momentum * v + rng.normal(size=v.shape)
+            x = w @ (x + v)
+            v = w @ v if averaged else v
+            if 2 * cycle >= cycles:
+                found.append(float(((x - x.mean(axis=0)) ** 2).sum(axis=0).mean()))
+    return float(np.mean(found))
+
+
+@pytest.mark.parametrize("radices", GRIDS)
+def test_a_grid_agrees_after_as_many_rounds_as_it_has_digits(radices: tuple[int, ...]) -> None:
+    schedule = grid(radices)
+    assert schedule.is_exact and schedule.left < 1e-12
+    assert all(schedule.rounds_to_consensus(start) == len(radices) for start in range(len(radices)))
+    assert len(schedule.distinct) == sum(schedule.size // radix for radix in radices)
+    assert np.ptp(played(schedule, len(radices))) < 1e-9
+
+
+@given(RADICES, st.integers(0, 99))
+def test_a_grid_is_exact_whoever_sits_where(radices: list[int], seed: int) -> None:
+    schedule = random_grid(radices, seed)
+    assert schedule.is_exact
+    assert {len(group) for group in schedule.distinct} == set(radices)
+    assert schedule == random_grid(radices, seed)
+
+
+def test_a_hypercube_has_pairs() -> None:
+    schedule = hypercube(8)
+    assert len(schedule.rounds) == 3 and {len(group) for group in schedule.distinct} == {2}
+    assert schedule.group_of(5, 0) == (1, 5) and schedule.group_of(5, 3) == (1, 5) and schedule.group_of(5, 5) == (4, 5)
+    with pytest.raises(ValueError, match="power of two of ranks, at least 2, got 6"):
+        hypercube(6)
+
+
+@given(st.integers(1, 90), st.integers(2, 9))
+def test_any_number_of_ranks_agrees_exactly(size: int, most: int) -> None:
+    schedule = exact(size, most)
+    assert schedule.size == size and schedule.is_exact
+    assert all(len(group) <= most for group in schedule.distinct)
+    assert np.ptp(played(schedule, len(schedule.rounds))) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("size", "most", "rounds"), [(31, 2, 9), (7, 4, 3), (13, 4, 5), (64, 8, 2), (60, 5, 3), (1, 2, 1)]
+)
+def test_few_rounds_are_enough(size: int, most: int, rounds: int) -> None:
+    assert len(exact(size, most).rounds) == rounds
+
+
+@pytest.mark.parametrize("sizes", [(4, 4, 4), (3, 4), (2, 2, 3), (5, 1, 1)])
+def test_random_groups_leave_what_they_should_on_average(sizes: tuple[int, ...]) -> None:
+    n, draws = sum(sizes), 3000
+    schedule = random_groups(sizes, draws, seed=1)
+    x = np.random.default_rng(0).normal(size=n)
+    x -= x.mean()
+    left = np.array([((each.mixing @ x) ** 2).sum() for each in schedule.rounds]) / (x**2).sum()
+    expected = (len(sizes) - 1) / (n - 1)
+    assert abs(left.mean() - expected) < 3 * left.std() / math.sqrt(draws)
+    assert not random_groups(sizes, 5, seed=1).is_exact and random_groups(sizes, 200, seed=1).left < 0.01
+
+
+@pytest.mark.parametrize(
+    ("schedule", "spread", "with_momentum", "with_averaged"),
+    [
+        (grid((4, 4)), 3.0, 15.8, 3.0),
+        (hypercube(16), 11.0, 104, 25.2),
+        (grid((8, 8)), 7.0, 36.8, 7.0),
+        (grid((4, 4, 4)), 18.0, 123, 25.8),
+        (hypercube(64), 57.0, 678, 189),
+    ],
+)
+def test_spreads_are_those_of_the_specification(
+    schedule: GroupSchedule, spread: float, with_momentum: float, with_averaged: float
+) -> None:
+    assert schedule.spread() == pytest.approx(spread)
+    assert schedule.spread(0.9) == pytest.approx(with_momentum, rel=5e-3)
+    assert schedule.spread(0.9, averaged=True) == pytest.approx(with_averaged, rel=5e-3)
+
+
+def test_unequal_radices_oscillate() -> None:
+    assert grid((16, 4)).spreads() == pytest.approx([3.0, 15.0])
+
+
+@pytest.mark.parametrize("schedule", [grid((2, 3)), exact(5, 2), crossing(2, 4, 1), random_groups((2, 3), 7, 0)])
+@pytest.mark.parametrize(("momentum", "averaged"), [(0.0, False), (0.7, False), (0.7, True)])
+def test_spreads_are_those_of_ranks_with_noise(schedule: GroupSchedule, momentum: float, averaged: bool) -> None:
+    seen = noisy_spread(schedule, momentum, averaged=averaged, cycles=60, seed=2)
+    assert schedule.spread(momentum, averaged=averaged) == pytest.approx(seen, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("racks", "per_rack", "budget", "apart", "mixed", "left"),
+    [(2, 8, 1, 9.1, 5.2, 0.10), (4, 8, 1, 21.4, 13.7, 0.10), (4, 8, 2, 11.9, 8.5, 0.07), (8, 8, 1, 45.9, 30.7, 0.10)],
+)
+def test_crossing_is_exact_if_those_who_crossed_are_kept_apart(
+    racks: int, per_rack: int, budget: int, apart: float, mixed: float, left: float
+) -> None:
+    kept, all_mix = (crossing(racks, per_rack, budget, keep_apart=keep) for keep in (True, False))
+    assert kept.is_exact and not all_mix.is_exact
+    assert len(kept.rounds) == len(all_mix.rounds) == 1 + per_rack // budget
+    assert all_mix.left == pytest.approx(left, abs=5e-3)
+    assert kept.spread() == pytest.approx(apart, abs=0.06) and all_mix.spread() == pytest.approx(mixed, abs=0.06)
+
+
+@pytest.mark.parametrize("keep_apart", [False, True])
+@given(st.integers(2, 5), st.integers(1, 4), st.integers(1, 4))
+def test_no_more_groups_cross_than_the_budget_lets(keep_apart: bool, racks: int, times: int, budget: int) -> None:
+    per_rack = times * budget
+    schedule = crossing(racks, per_rack, budget, keep_apart=keep_apart)
+    for each in schedule.rounds:
+        cross = [group for group in each.groups if len({rank // per_rack for rank in group}) > 1]
+        assert len(cross) <= budget
+    crossed = [g for each in schedule.rounds for g in each.groups if len({rank // per_rack for rank in g}) > 1]
+    assert sorted(chain.from_iterable(crossed)) == list(range(racks * per_rack)), "each rank once in a cycle"
+
+
+def test_groups_of_one_and_worlds_of_one() -> None:
+    assert together(1).is_exact and together(1).distinct == () and together(1).spread() == 0.0
+    sits_out = GroupSchedule((Round(((0, 1), (2,))), Round(((1, 2), (0,)))))
+    assert sits_out.group_of(2, 0) == (2,) and sits_out.distinct == ((0, 1), (1, 2))
+    assert not sits_out.is_exact and sits_out.rounds_to_consensus() is None and 0 < sits_out.left < 1
+
+
+def test_schedules_do_not_depend_on_the_order_in_which_groups_are_named() -> None:
+    assert Round(((3, 2), (1, 0)), (0.5, 1.0)) == Round(((0, 1), (2, 3)), (1.0, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Round(((0, 1), (1, 2))), "each rank from 0 on once"),
+        (lambda: Round(((0, 1), ())), "no empty group"),
+        (lambda: Round(((0, 2),)), "each rank from 0 on once"),
+        (lambda: Round(()), "each rank from 0 on once"),
+        (lambda: Round(((0, 1),), (2.0,)), r"in \(0, 2\), one for each of 1 groups"),
+        (lambda: Round(((0, 1),), (1.0, 1.0)), "one for each of 1 groups"),
+        (lambda: GroupSchedule(()), "one or more, of the same ranks"),
+        (lambda: GroupSchedule((Round(((0, 1),)), Round(((0,),)))), r"of the same ranks, got \[1, 2\]"),
+        (lambda: GroupSchedule((Round(((0, 1), (2, 3))),)), r"never meet: \[0, 1\] and \[2, 3\]"),
+        (lambda: random_groups((1, 1), 4, 0), "never meet"),
+        (lambda: grid((4, 1)), "radices must be whole numbers from 2 on"),
+        (lambda: grid(()), "one or more"),
+        (lambda: grid((2, 2), [0, 1, 2, 2]), "those from 0 to 3 in any order"),
+        (lambda: random_groups((3, 0), 4, 0), "sizes must be whole numbers from 1 on"),
+        (lambda: crossing(1, 4, 1), "two racks or more"),
+        (lambda: crossing(2, 4, 3), "a budget that divides the ranks of a rack"),
+        (lambda: exact(0, 2), "needs 1 rank"),
+        (lambda: exact(4, 1), "groups of 2 ranks"),
+        (lambda: grid((2,)).spread(1.0), r"momentum must be in \[0, 1\)"),
+    ],
+)
+def test_what_is_no_schedule_is_refused(make: object, said: str) -> None:
+    assert callable(make)
+    with pytest.raises(ValueError, match=said):
+        make()
