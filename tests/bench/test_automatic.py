@@ -119,6 +119,7 @@ def test_words_behind_a_ratio_of_chunks_change_what_they_say() -> None:
     assert coarse("csc0.25_bf16_exact", 0.0) == replace(
         CHUNKS, ratio=0.25, scheme=HalfPrecision(values="bfloat16"), choice="exact"
     )
+    assert coarse("csc0.1_warm", 0.0) == replace(CHUNKS, warmup=(1.0, 0.5, 0.25), steps_per_ratio=20)
     assert coarse("csc0.1_unmasked", 0.5) == replace(CHUNKS, freeze=False, momentum=0.5, masking=False)
     assert coarse("csc0.1_cuts", 0.0) is coarse("csc", 0.0) is coarse("topk0.1", 0.0) is None
     with pytest.raises(ValueError, match=r"must be in \(0, 1\], got 2"):

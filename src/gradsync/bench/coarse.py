@@ -21,6 +21,7 @@ VARIANTS: dict[str, dict[str, Any]] = {  # what a word behind the ratio changes;
     "moving": {"freeze": False},
     "fading": {"freeze": False, "history": MOMENTUM},
     "dropped": {"freeze": False, "history": 0.0},
+    "warm": {"warmup": (1.0, 0.5, 0.25), "steps_per_ratio": 20},
     "dgc": {"freeze": False, "momentum": MOMENTUM},
     "unmasked": {"freeze": False, "momentum": MOMENTUM, "masking": False},
 }
