@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import chain
 
 import numpy as np
@@ -24,6 +25,10 @@ from gradsync.comm.shuffle import (
 
 GRIDS = [(2, 2), (4, 4), (2,) * 4, (2, 3), (3, 4, 5), (8, 8), (4, 4, 4), (2,) * 6, (2,) * 7, (16, 4), (7,)]
 RADICES = st.lists(st.integers(2, 5), min_size=1, max_size=3)
+
+
+def regular(racks: int, per_rack: int) -> list[range]:
+    return [range(rack * per_rack, (rack + 1) * per_rack) for rack in range(racks)]
 
 
 def played(schedule: GroupSchedule, rounds: int, *, seed: int = 0) -> np.ndarray:
@@ -126,7 +131,9 @@ def test_unequal_radices_oscillate() -> None:
     assert grid((16, 4)).spreads() == pytest.approx([3.0, 15.0])
 
 
-@pytest.mark.parametrize("schedule", [grid((2, 3)), exact(5, 2), crossing(2, 4, 1), random_groups((2, 3), 7, 0)])
+@pytest.mark.parametrize(
+    "schedule", [grid((2, 3)), exact(5, 2), crossing(regular(2, 4), 1), random_groups((2, 3), 7, 0)]
+)
 @pytest.mark.parametrize(("momentum", "averaged"), [(0.0, False), (0.7, False), (0.7, True)])
 def test_spreads_are_those_of_ranks_with_noise(schedule: GroupSchedule, momentum: float, averaged: bool) -> None:
     seen = noisy_spread(schedule, momentum, averaged=averaged, cycles=60, seed=2)
@@ -140,23 +147,36 @@ def test_spreads_are_those_of_ranks_with_noise(schedule: GroupSchedule, momentum
 def test_crossing_is_exact_if_those_who_crossed_are_kept_apart(
     racks: int, per_rack: int, budget: int, apart: float, mixed: float, left: float
 ) -> None:
-    kept, all_mix = (crossing(racks, per_rack, budget, keep_apart=keep) for keep in (True, False))
+    kept, all_mix = (crossing(regular(racks, per_rack), budget, keep_apart=keep) for keep in (True, False))
     assert kept.is_exact and not all_mix.is_exact
     assert len(kept.rounds) == len(all_mix.rounds) == 1 + per_rack // budget
     assert all_mix.left == pytest.approx(left, abs=5e-3)
     assert kept.spread() == pytest.approx(apart, abs=0.06) and all_mix.spread() == pytest.approx(mixed, abs=0.06)
 
 
-@pytest.mark.parametrize("keep_apart", [False, True])
+def groups_that_cross(each: Round, racks: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    rack_of = {rank: number for number, rack in enumerate(racks) for rank in rack}
+    return [group for group in each.groups if len({rack_of[rank] for rank in group}) > 1]
+
+
 @given(st.integers(2, 5), st.integers(1, 4), st.integers(1, 4))
-def test_no_more_groups_cross_than_the_budget_lets(keep_apart: bool, racks: int, times: int, budget: int) -> None:
-    per_rack = times * budget
-    schedule = crossing(racks, per_rack, budget, keep_apart=keep_apart)
-    for each in schedule.rounds:
-        cross = [group for group in each.groups if len({rank // per_rack for rank in group}) > 1]
-        assert len(cross) <= budget
-    crossed = [g for each in schedule.rounds for g in each.groups if len({rank // per_rack for rank in g}) > 1]
-    assert sorted(chain.from_iterable(crossed)) == list(range(racks * per_rack)), "each rank once in a cycle"
+def test_in_a_cycle_each_rank_crosses_once(racks: int, times: int, budget: int) -> None:
+    places = regular(racks, times * budget)
+    for keep_apart in (False, True):
+        schedule = crossing(places, budget, keep_apart=keep_apart)
+        crossed = [groups_that_cross(each, places) for each in schedule.rounds]
+        assert max(map(len, crossed)) == budget
+        assert sorted(chain.from_iterable(chain.from_iterable(crossed))) == list(range(schedule.size))
+        assert schedule.is_exact or not keep_apart
+
+
+@given(st.lists(st.integers(1, 5), min_size=2, max_size=4), st.integers(1, 6), st.integers(0, 9))
+def test_racks_may_have_any_sizes_and_ranks_in_any_order(sizes: list[int], budget: int, seed: int) -> None:
+    ranks = np.random.default_rng(seed).permutation(sum(sizes)).tolist()
+    racks = [[ranks.pop() for _ in range(size)] for size in sizes]
+    schedule = crossing(racks, budget)
+    assert all(len(groups_that_cross(each, racks)) <= budget for each in schedule.rounds)
+    assert schedule.left < 1
 
 
 def test_groups_of_one_and_worlds_of_one() -> None:
@@ -187,8 +207,11 @@ def test_schedules_do_not_depend_on_the_order_in_which_groups_are_named() -> Non
         (lambda: grid(()), "one or more"),
         (lambda: grid((2, 2), [0, 1, 2, 2]), "those from 0 to 3 in any order"),
         (lambda: random_groups((3, 0), 4, 0), "sizes must be whole numbers from 1 on"),
-        (lambda: crossing(1, 4, 1), "two racks or more"),
-        (lambda: crossing(2, 4, 3), "a budget that divides the ranks of a rack"),
+        (lambda: crossing(regular(1, 4), 1), "needs two racks"),
+        (lambda: crossing([[0, 1], []], 1), "racks with ranks"),
+        (lambda: crossing(regular(2, 4), 0), "a budget from 1 on"),
+        (lambda: crossing(regular(2, 4), 3, keep_apart=True), "the budget divides them"),
+        (lambda: crossing([[0, 1], [2]], 1, keep_apart=True), "racks of 1, 2 and a budget of 1"),
         (lambda: exact(0, 2), "needs 1 rank"),
         (lambda: exact(4, 1), "groups of 2 ranks"),
         (lambda: grid((2,)).spread(1.0), r"momentum must be in \[0, 1\)"),

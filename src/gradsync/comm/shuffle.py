@@ -241,27 +241,36 @@ def random_groups(sizes: Sequence[int], rounds: int, seed: int) -> GroupSchedule
     return GroupSchedule(tuple(found))
 
 
-def crossing(racks: int, per_rack: int, budget: int, *, keep_apart: bool = False) -> GroupSchedule:
+def crossing(racks: Sequence[Sequence[int]], budget: int, *, keep_apart: bool = False) -> GroupSchedule:
     """A round inside racks, then rounds in which `budget` groups at a time cross, of one rank a rack, till all have.
 
-    Rank r sits in rack r // per_rack. Who does not cross mixes inside the rack: all of them, which leaves the ranks
-    less apart, or with `keep_apart` those that have crossed and those that have not for themselves, which is exact.
+    `racks`: the ranks in each. Who does not cross mixes inside the rack: all of them, which leaves the ranks less
+    apart, or with `keep_apart` those that have crossed and those that have not for themselves, which is exact. In racks
+    with fewer ranks than the largest one, ranks cross again, in the same round once.
 
     Raises:
-        ValueError: for fewer than two racks, or a budget that does not divide the ranks of a rack.
+        ValueError: for fewer than two racks, an empty one, or no budget; and if they are to be kept apart, for racks of
+            different sizes, or a budget that does not divide them.
     """
-    if racks < 2 or per_rack < 1 or budget < 1 or per_rack % budget:
+    sizes = sorted(set(map(len, racks)))
+    if len(racks) < 2 or sizes[0] < 1 or budget < 1:
+        raise ValueError(f"crossing needs two racks with ranks, and a budget from 1 on, got {racks} and {budget}")
+    if keep_apart and (len(sizes) > 1 or sizes[0] % budget):
         raise ValueError(
-            "crossing needs two racks or more, and a budget that divides the ranks of a rack, got "
-            f"{racks} racks of {per_rack} and a budget of {budget}"
+            "who crossed can be kept apart if all racks have as many ranks, and the budget divides them, got racks of "
+            f"{', '.join(map(str, sizes))} and a budget of {budget}"
         )
-    place = np.arange(racks * per_rack).reshape(racks, per_rack)
-    rounds = [Round(tuple(map(tuple, place.tolist())))]
-    for first in range(0, per_rack, budget):
-        cross = place[:, first : first + budget].T.tolist()
-        before, after = place[:, :first].tolist(), place[:, first + budget :].tolist()
-        stay = [*before, *after] if keep_apart else [b + a for b, a in zip(before, after, strict=True)]
-        rounds.append(Round(tuple(tuple(group) for group in [*cross, *stay] if group)))
+    rounds = [Round(tuple(map(tuple, racks)))]
+    for first in range(0, sizes[-1], budget):
+        columns = [
+            tuple(rack[place % len(rack)] for rack in racks if place - first < len(rack))
+            for place in range(first, min(first + budget, sizes[-1]))
+        ]
+        crossed = set(chain.from_iterable(columns))
+        stay = [[[rank for rank in rack if rank not in crossed]] for rack in racks]
+        if keep_apart:
+            stay = [[list(rack[:first]), list(rack[first + budget :])] for rack in racks]
+        rounds.append(Round((*columns, *(tuple(group) for parts in stay for group in parts if group))))
     return GroupSchedule(tuple(rounds))
 
 
