@@ -20,6 +20,7 @@ from gradsync.comm.shuffle import (
     hypercube,
     random_grid,
     random_groups,
+    sitting_out,
     together,
 )
 
@@ -36,7 +37,7 @@ def played(schedule: GroupSchedule, rounds: int, *, seed: int = 0) -> np.ndarray
     x = np.random.default_rng(seed).normal(size=schedule.size)
     for step in range(rounds):
         before = x.copy()
-        for group, share in zip(schedule.round(step).groups, schedule.round(step).relaxations, strict=True):
+        for group, share in schedule.round(step).parts:
             x[list(group)] += share * (before[list(group)].mean() - before[list(group)])
         assert x.mean() == pytest.approx(before.mean(), abs=1e-9)
     return x
@@ -177,6 +178,31 @@ def test_racks_may_have_any_sizes_and_ranks_in_any_order(sizes: list[int], budge
     schedule = crossing(racks, budget)
     assert all(len(groups_that_cross(each, racks)) <= budget for each in schedule.rounds)
     assert schedule.left < 1
+
+
+@pytest.mark.parametrize("schedule", [grid((8, 8)), grid((3, 3)), hypercube(16), exact(7, 4)])
+@pytest.mark.parametrize("every", [2, 3, 4])
+def test_who_sits_out_is_alone_but_for_one_round_of_so_many(schedule: GroupSchedule, every: int) -> None:
+    out = sitting_out(schedule, (2, 5), every)
+    assert len(out.rounds) == every * len(schedule.rounds)
+    for rank in (2, 5):
+        with_others = [step for step in range(len(out.rounds)) if len(out.group_of(rank, step)) > 1]
+        assert 1 <= len(with_others) <= len(schedule.rounds)
+    for step, each in enumerate(out.rounds):
+        for group in each.groups:
+            others = {rank for rank in group if rank not in (2, 5)}
+            assert others <= set(schedule.group_of(min(others or {2}), step))
+    assert out.left < 1 and np.ptp(played(out, 40 * len(out.rounds))) < 1e-6
+    with pytest.raises(ValueError, match="sit out all rounds but one of 2 or more"):
+        sitting_out(schedule, range(schedule.size), every)
+
+
+def test_ranks_may_change_places() -> None:
+    ranks = [3, 1, 4, 2, 0, 5]
+    moved = grid((2, 3)).with_ranks(ranks)
+    assert moved == grid((2, 3), ranks) and moved.spread() == pytest.approx(grid((2, 3)).spread())
+    with pytest.raises(ValueError, match="from 0 to 5 in any order"):
+        moved.with_ranks(ranks[:5])
 
 
 def test_groups_of_one_and_worlds_of_one() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, reduce
 from itertools import chain
@@ -58,6 +58,11 @@ class Round:
         """Of the world."""
         return sum(map(len, self.groups))
 
+    @property
+    def parts(self) -> tuple[tuple[RankGroup, float], ...]:
+        """Each group with its relaxation."""
+        return tuple(zip(self.groups, self.relaxations, strict=True))
+
     def group_of(self, rank: int) -> RankGroup:
         return next(group for group in self.groups if rank in group)
 
@@ -65,7 +70,7 @@ class Round:
     def mixing(self) -> Matrix:
         """W, (n, n): what a round makes of the ranks' values is W times them. Symmetric, rows and columns sum to 1."""
         w = np.eye(self.size)
-        for group, share in zip(self.groups, self.relaxations, strict=True):
+        for group, share in self.parts:
             w[np.ix_(group, group)] += share * (1 / len(group) - np.eye(len(group)))
         return w
 
@@ -168,6 +173,19 @@ class GroupSchedule:
             covariance = move @ covariance @ move.T + spill @ apart @ spill.T
             found.append(float(np.trace(covariance[:n, :n])))
         return found
+
+    def with_ranks(self, ranks: Sequence[int]) -> GroupSchedule:
+        """The same rounds of other ranks: `ranks[r]` in the place of rank r. It mixes as well as this one.
+
+        Raises:
+            ValueError: for other ranks than all of them in some order.
+        """
+        if sorted(ranks) != list(range(self.size)):
+            raise ValueError(f"ranks must be those from 0 to {self.size - 1} in any order, got {list(ranks)}")
+        moved = [tuple(tuple(ranks[rank] for rank in group) for group in each.groups) for each in self.rounds]
+        return GroupSchedule(
+            tuple(Round(groups, each.relaxations) for groups, each in zip(moved, self.rounds, strict=True))
+        )
 
     def _parts(self) -> list[list[int]]:
         """The ranks by whom they ever mix with, over others too."""
@@ -314,6 +332,34 @@ def _with_all(groups: Mapping[RankGroup, float], size: int) -> Round:
     """These, and all other ranks alone."""
     alone = set(range(size)).difference(chain.from_iterable(groups))
     return Round((*groups, *((rank,) for rank in alone)), (*groups.values(), *(1.0 for _ in alone)))
+
+
+def sitting_out(schedule: GroupSchedule, ranks: Collection[int], every: int) -> GroupSchedule:
+    """The schedule, but that these ranks join their groups in one round of `every` only and are alone in all others.
+
+    Those with whom they would be go on without them. Which round of the schedule they join moves on, so that they meet
+    everybody; it is not exact any more.
+
+    Raises:
+        ValueError: for ranks that are none, `every` below 2, or too few others.
+    """
+    if every < 2 or not ranks or not set(ranks) < set(range(schedule.size)):
+        raise ValueError(
+            f"some of {schedule.size} ranks can sit out all rounds but one of 2 or more, got {sorted(ranks)} and every "
+            f"{every} rounds"
+        )
+    length = len(schedule.rounds)
+    moves_on = math.gcd(every, length) > 1
+    joined = {every * turn + (turn % every if moves_on else 0) for turn in range(length)}
+    rounds = []
+    for step in range(every * length):
+        each = schedule.round(step)
+        if step in joined:
+            rounds.append(each)
+            continue
+        left = {tuple(rank for rank in group if rank not in ranks): share for group, share in each.parts}
+        rounds.append(_with_all({group: share for group, share in left.items() if group}, schedule.size))
+    return GroupSchedule(tuple(rounds))
 
 
 @lru_cache(maxsize=4096)
