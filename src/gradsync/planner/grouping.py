@@ -1,0 +1,233 @@
+"""Which nodes average with whom where links differ: schedules of groups that dodge what is slow (after DS-Sync).
+
+How the paper groups is not published. Here candidates compete: everybody together, grids and other exact schedules,
+schedules of which only so many groups cross between racks at a time, and those in which slow nodes sit out most rounds.
+Where a schedule leaves open who sits where, nodes are moved about until the busiest links have least to carry. What
+each takes is computed round by round on the links of a cluster: a node that waits for nobody goes on.
+
+Nodes, not ranks: ranks of one node sum first, and each has a part of that sum between nodes.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cluster import Cluster, Link
+from ..comm.shuffle import GroupSchedule, RankGroup, Round, crossing, exact, sitting_out, together
+
+SITTING_OUT = (2, 4, 8)  # rounds of which a slow node joins one
+SLOW = 0.8  # share of the usual bandwidth below which a node's link is slow
+CYCLES = 8  # that are played, of which the later half is timed
+MOVES = 1500  # tried to find out who should sit where
+COOLEST = 1e-3  # of the first cost: what is worse by so much is hardly taken in the end
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """A schedule on a cluster, and what is expected of it."""
+
+    name: str
+    schedule: GroupSchedule
+    step_s: float  # a step, computation and exchange, in the long run
+    spread: float  # see `GroupSchedule.spread`, per node
+    left: float  # see `GroupSchedule.left`
+    crossing: int  # groups that cross one rack's uplink at most in a round
+
+
+def groupings(
+    cluster: Cluster,
+    nbytes: float,
+    compute_s: float,
+    *,
+    largest: int | None = None,
+    budget: int | None = 1,
+    most_spread: float = 1.0,
+    most_left: float = 0.5,
+    seed: int = 0,
+) -> list[Grouping]:
+    """Candidates that keep what is asked for, the quickest first; everybody together is always among them.
+
+    Args:
+        nbytes: what each node averages in a step.
+        compute_s: what a step takes beside the exchange.
+        largest: nodes of a group at most, but for everybody together; None: the square root of all.
+        budget: groups that may cross a rack's uplink in the same round; None: any number.
+        most_spread: how far apart nodes may be for good, as `GroupSchedule.spread` by node.
+        most_left: share of any disagreement that a cycle may leave.
+        seed: of the search for who sits where.
+
+    Raises:
+        ValueError: for a cluster of one node, or figures that are none.
+    """
+    _check(cluster, nbytes, compute_s, budget)
+    found: dict[GroupSchedule, Grouping] = {}
+    largest = largest or max(2, math.isqrt(cluster.nodes))
+    budget = budget or cluster.nodes
+    for name, schedule in _candidates(cluster, largest, budget, seed):
+        judged = Grouping(
+            name,
+            schedule,
+            step_s=step_s(schedule, cluster, nbytes, compute_s),
+            spread=schedule.spread() / cluster.nodes,
+            left=schedule.left,
+            crossing=max(_most_crossing(each, cluster) for each in schedule.rounds),
+        )
+        if judged.crossing <= budget and judged.spread <= most_spread and judged.left <= most_left:
+            found.setdefault(schedule, judged)
+    return sorted(found.values(), key=lambda grouping: grouping.step_s)
+
+
+def step_s(schedule: GroupSchedule, cluster: Cluster, nbytes: float, compute_s: float) -> float:
+    """What a step takes in the long run: a group begins when its last node is there, its nodes go on when it ends."""
+    ended_s, marks = [0.0] * cluster.nodes, []
+    rounds = [round_s(each, cluster, nbytes) for each in schedule.rounds]
+    for cycle in range(CYCLES + 1):
+        if cycle >= CYCLES // 2:
+            marks.append(max(ended_s))
+        for lasting in rounds:
+            for group, seconds in lasting.items():
+                end_s = max(ended_s[node] for node in group) + compute_s + seconds
+                for node in group:
+                    ended_s[node] = end_s
+    return (marks[-1] - marks[0]) / ((len(marks) - 1) * len(rounds))
+
+
+def round_s(each: Round, cluster: Cluster, nbytes: float) -> dict[RankGroup, float]:
+    """How long each group of a round averages so many bytes, in a ring through its racks in turn.
+
+    Groups that cross the same uplink share it.
+    """
+    loads: dict[object, float] = {}
+    over: dict[RankGroup, list[tuple[object, Link]]] = {}
+    for group in each.groups:
+        over[group] = list(_links(group, cluster)) if len(group) > 1 else []
+        for key, _ in over[group]:
+            loads[key] = loads.get(key, 0.0) + 2 * (len(group) - 1) / len(group) * nbytes
+    return {
+        group: max((loads[key] / link.bandwidth_bytes_per_s for key, link in links), default=0.0)
+        + 2 * (len(group) - 1) * max((link.latency_s for _, link in links), default=0.0)
+        for group, links in over.items()
+    }
+
+
+def uplink_loads(groups: Iterable[RankGroup], cluster: Cluster) -> list[float]:
+    """What each rack's uplink carries in each direction, in units of what a node averages."""
+    assert cluster.rack_size is not None
+    loads = [0.0] * -(-cluster.nodes // cluster.rack_size)
+    for group in groups:
+        for rack in _racks_of(group, cluster):
+            loads[rack] += 2 * (len(group) - 1) / len(group)
+    return loads
+
+
+def _check(cluster: Cluster, nbytes: float, compute_s: float, budget: int | None) -> None:
+    if cluster.nodes < 2:
+        raise ValueError("there is nobody to average with: a grouping needs two nodes or more, got one")
+    if nbytes < 0 or compute_s < 0 or (budget is not None and budget < 1):
+        raise ValueError(
+            f"nbytes and compute_s must not be negative, and the budget at least 1, got {nbytes}, {compute_s}, {budget}"
+        )
+
+
+def _candidates(cluster: Cluster, largest: int, budget: int, seed: int) -> Iterator[tuple[str, GroupSchedule]]:
+    """Schedules that may do, by a name for people."""
+    yield "together", together(cluster.nodes)
+    slow = [node for node, link in cluster.slow.items() if _is_slow(link, cluster)]
+    for name, schedule in _of_all(cluster, largest, budget, seed):
+        yield name, schedule
+        if slow and len(slow) < cluster.nodes:
+            for every in SITTING_OUT:
+                yield f"{name}, slow nodes in one round of {every}", sitting_out(schedule, slow, every)
+
+
+def _of_all(cluster: Cluster, largest: int, budget: int, seed: int) -> Iterator[tuple[str, GroupSchedule]]:
+    n, racks = cluster.nodes, _racks(cluster)
+    known: dict[GroupSchedule, str] = {}
+    for most in range(2, min(largest, n) + 1):
+        schedule = exact(n, most)
+        known.setdefault(schedule, f"exact, groups of up to {max(map(len, schedule.distinct))}")
+    for schedule, name in known.items():
+        yield name, seated(schedule, cluster, seed) if len(racks) > 1 else schedule
+    if len(racks) > 1:
+        for groups in range(1, min(budget, max(map(len, racks))) + 1):
+            yield f"crossing, {groups} at a time", crossing(racks, groups)
+            if len(set(map(len, racks))) == 1 and len(racks[0]) % groups == 0:
+                yield f"crossing, {groups} at a time, kept apart", crossing(racks, groups, keep_apart=True)
+
+
+def seated(schedule: GroupSchedule, cluster: Cluster, seed: int = 0) -> GroupSchedule:
+    """The schedule with nodes where the busiest links have least to carry, round by round, by simulated annealing."""
+    draw, rounds = random.Random(seed), [_RoundLoads(each, cluster) for each in schedule.rounds]
+    nodes = np.arange(cluster.nodes)
+    present_s = best_s = first_s = sum(each.busiest_s(nodes) for each in rounds)
+    best = nodes.copy()
+    for move in range(MOVES):
+        pair = draw.sample(range(len(nodes)), 2)
+        nodes[pair] = nodes[pair[::-1]]
+        moved_s = sum(each.busiest_s(nodes) for each in rounds)
+        warmth_s = first_s * COOLEST ** (move / MOVES)
+        if moved_s <= present_s or draw.random() < math.exp((present_s - moved_s) / warmth_s):
+            present_s = moved_s
+            if moved_s < best_s:
+                best_s, best = moved_s, nodes.copy()
+        else:
+            nodes[pair] = nodes[pair[::-1]]
+    return schedule.with_ranks(best.tolist())
+
+
+class _RoundLoads:
+    """What the links carry in a round, for many ways to seat the nodes."""
+
+    def __init__(self, each: Round, cluster: Cluster) -> None:
+        groups = [group for group in each.groups if len(group) > 1]
+        sizes = np.array([len(group) for group in groups])
+        self._members = np.array([rank for group in groups for rank in group], dtype=np.int64)
+        self._of_group, self._starts = np.repeat(np.arange(len(groups)), sizes), np.cumsum([0, *sizes[:-1]])
+        self._sent = 2 * (sizes - 1) / sizes  # over each link on a group's way
+        self._bandwidths = np.array([cluster.link_of(node).bandwidth_bytes_per_s for node in range(cluster.nodes)])
+        self._rack_of = np.array([rack for rack, nodes in enumerate(_racks(cluster)) for _ in nodes])
+        self._trunk_bytes_per_s = cluster.trunk.bandwidth_bytes_per_s if cluster.trunk else math.inf
+
+    def busiest_s(self, nodes: NDArray[np.int64]) -> float:
+        """For what each node averages being one byte, with `nodes[r]` in the place of rank r."""
+        seated = nodes[self._members]
+        slowest = np.minimum.reduceat(self._bandwidths[seated], self._starts)
+        is_in = np.zeros((len(self._sent), self._rack_of[-1] + 1), dtype=bool)
+        is_in[self._of_group, self._rack_of[seated]] = True
+        is_in[is_in.sum(axis=1) < 2] = False
+        return max(float((self._sent / slowest).max()), float((self._sent @ is_in).max()) / self._trunk_bytes_per_s)
+
+
+def _is_slow(link: Link, cluster: Cluster) -> bool:
+    return link.bandwidth_bytes_per_s < SLOW * cluster.link.bandwidth_bytes_per_s
+
+
+def _racks(cluster: Cluster) -> list[list[int]]:
+    size = cluster.rack_size or cluster.nodes
+    return [list(range(first, min(first + size, cluster.nodes))) for first in range(0, cluster.nodes, size)]
+
+
+def _racks_of(group: RankGroup, cluster: Cluster) -> list[int]:
+    """Over whose uplinks the group's ring goes: of all its racks, if they are several."""
+    racks = sorted({node // (cluster.rack_size or cluster.nodes) for node in group})
+    return racks if len(racks) > 1 else []
+
+
+def _links(group: RankGroup, cluster: Cluster) -> Iterator[tuple[object, Link]]:
+    for node in group:
+        yield node, cluster.link_of(node)
+    for rack in _racks_of(group, cluster):
+        assert cluster.trunk is not None
+        yield f"rack {rack}", cluster.trunk
+
+
+def _most_crossing(each: Round, cluster: Cluster) -> int:
+    """Groups that cross the uplink that most of them cross."""
+    racks = [rack for group in each.groups for rack in _racks_of(group, cluster)]
+    return max(map(racks.count, racks), default=0)
