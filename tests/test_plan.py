@@ -212,6 +212,10 @@ def segments(number: int, *parts: tuple[str, int, int]) -> dict[str, Any]:
             edited(buckets=bucket(1, scheme={"agsparse": {"capacity": [5, 5], "same_rows": [0, 0]}})),
             "bucket '1': the scheme is planned for 2 tables, the bucket has 1",
         ),
+        (
+            edited(buckets=bucket(0, scheme={"shuffled": {"rounds": [[[0, 1], [2, 3]], [[0, 2], [1, 3]]]}})),
+            "bucket '0': shuffled is for parameters",
+        ),
         (edited(order=[*edited()["order"], ["9", "push"]]), "order names bucket '9', which the plan does not have"),
         (edited(order=edited()["order"][1:]), r"gives bucket '0' the stages \[\], not \['all_reduce'\]"),
         (

@@ -113,6 +113,11 @@ class Plan(Document):
                         f"which has {specs[name].numel} elements"
                     )
                 covered[name].append((start, stop))
+            if bucket.make_scheme().mixes and bucket.what is What.GRADIENT:
+                raise ValueError(
+                    f"bucket {bucket.id!r}: {bucket.make_scheme().name} is for parameters (what: 'parameter'): ranks "
+                    "that average gradients in groups only go apart for ever"
+                )
             seen = bucket.bucket(specs)  # raises for mixed dtypes and cut tables
             try:
                 bucket.make_scheme().check(seen.specs)

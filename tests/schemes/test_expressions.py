@@ -20,6 +20,7 @@ from gradsync.schemes import (
     BalancedParallelism,
     Route,
     Scheme,
+    Shuffled,
     State,
     from_expression,
     register,
@@ -65,11 +66,11 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-# Those of compressors are held to the same with each of them, in test_compressed.py, and routes in test_route.py.
-WITHOUT_COMPRESSOR = [scheme() for scheme in registered().values() if not issubclass(scheme, Compressed | Route)]
+# Those that must be told of a compressor, a route or a schedule are held to the same in their own tests.
+BY_THEMSELVES = [s() for s in registered().values() if not issubclass(s, Compressed | Route | Shuffled)]
 
 
-@pytest.mark.parametrize("scheme", WITHOUT_COMPRESSOR, ids=lambda s: s.name)
+@pytest.mark.parametrize("scheme", BY_THEMSELVES, ids=lambda s: s.name)
 def test_expressions_return_to_the_scheme_they_came_from(scheme: Scheme[Any]) -> None:
     assert from_expression(to_expression(scheme)) == scheme
 

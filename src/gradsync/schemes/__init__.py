@@ -40,6 +40,7 @@ from .selection import Choice as Choice
 from .selection import Selection as Selection
 from .selection import candidates as candidates
 from .selection import select as select
+from .shuffled import Shuffled as Shuffled
 from .space import POINTS as POINTS
 from .space import Aggregation as Aggregation
 from .space import Balance as Balance

@@ -34,6 +34,7 @@ class Scheme(Nameable, ABC, Generic[X]):
     kind: ClassVar[str] = "scheme"
     layout: Layout  # of the class, or of what the scheme is made of
     exact: bool = True  # the result is the sum up to rounding; as `layout`
+    mixes: ClassVar[bool] = False  # ranks get results of their own, which brings them together: for parameters only
     depends_on_shapes: bool = False  # steps follow from the shapes of a bucket's tensors, not from its size alone
 
     @property

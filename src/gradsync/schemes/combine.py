@@ -160,13 +160,13 @@ class Hierarchical(Scheme[Any]):
         node, across = group.within_node(), group.across_nodes()
         # Push: to each rank of the node its part.
         push = self.intra.push(x, {}, node, 1.0, wide=True)
-        shard, _ = await _in_turns(push, len(self.intra.push_stages(g)))
+        shard, _ = await in_turns(push, len(self.intra.push_stages(g)))
         # Across the nodes.
         sums = self.inter.synchronize(self.intra.part(shard), state, across, scale)
-        part, next_state = await _in_turns(sums, len(self.inter.stages(nodes)))
+        part, next_state = await in_turns(sums, len(self.inter.stages(nodes)))
         # Pull: from each rank of the node its part of the sum.
         pull = self.intra.pull(self.intra.with_part(shard, part), {}, node)
-        return await _in_turns(pull, len(self.intra.pull_stages(g))), next_state
+        return await in_turns(pull, len(self.intra.pull_stages(g))), next_state
 
     def steps(
         self,
@@ -186,9 +186,9 @@ class Hierarchical(Scheme[Any]):
         parts = [self.intra.part_of(specs, profiles, g, owner) for owner in range(g)]
         between = [self.inter.steps(*part, Placement.one_per_node(nodes), round) for part in parts]
         return (
-            *_at_once("node", within, [self.intra.push_steps(specs, profiles, g)] * nodes),
-            *_at_once("across", across, between),
-            *_at_once("node", within, [self.intra.pull_steps(specs, profiles, g, n)] * nodes),
+            *at_once("node", n, within, [self.intra.push_steps(specs, profiles, g)] * nodes),
+            *at_once("across", n, across, between),
+            *at_once("node", n, within, [self.intra.pull_steps(specs, profiles, g, n)] * nodes),
         )
 
     def unchanged_since(self, round: int) -> int:
@@ -222,7 +222,7 @@ def _bucket_of(bucket: Bucket, part: FlatSpec) -> Bucket:
 _OF_HALVES = {Partitioned: " of two halves (push and pull)", Scheme: ""}
 
 
-async def _in_turns(coroutine: Coroutine[Any, Any, T], turns: int) -> T:
+async def in_turns(coroutine: Coroutine[Any, Any, T], turns: int) -> T:
     """What a scheme in a subgroup returns, after exactly so many awaits.
 
     One subgroup may need another round, as when rows do not fit, and others not. Did their ranks then have different
@@ -255,9 +255,8 @@ def _ended(coroutine: Coroutine[Any, Any, T], pending: Pending[Any], timeout_s: 
         return result
 
 
-def _at_once(word: str, groups: Sequence[tuple[int, ...]], each: Sequence[Sequence[Step]]) -> Iterator[Step]:
-    """`each` of these steps in its own group, all groups at the same time, turn by turn; the most work of a turn."""
-    size = sum(map(len, groups))
+def at_once(word: str, size: int, groups: Sequence[tuple[int, ...]], each: Sequence[Sequence[Step]]) -> Iterator[Step]:
+    """`each` of these steps in its own group of the `size` ranks, all at the same time, turn by turn; the most work."""
     for turn in zip_longest(*map(_turns, each), fillvalue=((), None)):
         yield from max((work for work, _ in turn), key=lambda work: sum(step.nbytes for step in work))
         alike: dict[object, list[tuple[tuple[int, ...], Transfer]]] = {}

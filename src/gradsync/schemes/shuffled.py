@@ -1,0 +1,149 @@
+"""Averages within groups that change from round to round (DS-Sync, Wang et al., 2020 and 2022)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from ..bucket import Bucket, Layout, TensorSpec
+from ..cluster import Placement
+from ..comm import Group
+from ..comm.shuffle import GroupSchedule, RankGroup, Round
+from ..compressors import State as CompressorState
+from ..density import DensityProfile
+from ..expressions import register
+from ..steps import Compute, Step
+from .base import Scheme, State
+from .combine import at_once, in_turns
+from .dense import AllReduce
+
+ROUND = "round"  # the compress point of a state that only counts
+
+
+@register
+@dataclass(frozen=True)
+class Shuffled(Scheme[Tensor]):
+    """The mean over this rank's group in this round, by `scheme`; in the next round it is with others.
+
+    For parameters after the optimiser's step: averages of gradients would let the replicas go apart for ever. With W
+    the round's mixing (`GroupSchedule`), the result is `scale` times the number of all ranks times W x: with a scale of
+    1 / ranks, x moves towards the mean of its group. Not exact: not the mean of all. The same bits within a group, if
+    the round has no relaxation.
+
+    `rounds` are repeated: of each, its groups, which have every rank once. `relaxations`: of each round, one for each
+    group in ascending order; none: all go to the mean. `scheme` is exact, for flat buckets, and keeps no state.
+    Flags arrive within the group.
+    Wire: that of `scheme` within the groups of the round; a rank alone sends nothing.
+    """
+
+    rounds: tuple[tuple[RankGroup, ...], ...]
+    relaxations: tuple[tuple[float, ...], ...] = ()
+    scheme: Scheme[Any] = AllReduce()
+
+    layout = Layout.FLAT
+    exact = False
+    mixes = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.scheme, Scheme) or self.scheme.layout is not Layout.FLAT or not self.scheme.exact:
+            raise ValueError(f"{type(self).__name__}.scheme must be exact and for flat buckets, got {self.scheme!r}")
+        try:
+            groups = [tuple(tuple(map(int, group)) for group in each) for each in self.rounds]
+            shares = [tuple(map(float, each)) for each in self.relaxations] or [()] * len(groups)
+        except TypeError:
+            raise ValueError(
+                f"{type(self).__name__}.rounds must be lists of groups of ranks, and relaxations lists of numbers, got "
+                f"{self.rounds!r} and {self.relaxations!r}"
+            ) from None
+        if len(shares) != len(groups):
+            raise ValueError(f"there are {len(groups)} rounds, and relaxations of {len(shares)}")
+        schedule = GroupSchedule(tuple(Round(*each) for each in zip(groups, shares, strict=True)))
+        relaxed = any(share != 1 for each in schedule.rounds for share in each.relaxations)
+        object.__setattr__(self, "rounds", tuple(each.groups for each in schedule.rounds))
+        object.__setattr__(self, "relaxations", tuple(each.relaxations for each in schedule.rounds) if relaxed else ())
+
+    @classmethod
+    def by(cls, schedule: GroupSchedule, scheme: Scheme[Any] | None = None) -> Shuffled:
+        rounds, relaxations = zip(*((each.groups, each.relaxations) for each in schedule.rounds), strict=True)
+        return cls(rounds, relaxations, scheme or AllReduce())
+
+    @cached_property
+    def schedule(self) -> GroupSchedule:
+        shares = self.relaxations or [()] * len(self.rounds)
+        return GroupSchedule(tuple(Round(*each) for each in zip(self.rounds, shares, strict=True)))
+
+    @property
+    def title(self) -> str:
+        return f"{self.name} {self.scheme.title}"
+
+    @property
+    def carries_flags(self) -> bool:
+        return True
+
+    def stages(self, size: int) -> tuple[str, ...]:
+        """Those of the largest group; smaller ones that need fewer have empty turns."""
+        return max((self.scheme.stages(len(group)) for group in self.schedule.distinct), key=len, default=())
+
+    def init(self, bucket: Bucket, group: Group) -> State:
+        """Makes the groups, each once, in the same order on all ranks.
+
+        Raises:
+            ValueError: for a schedule of another number of ranks, or a `scheme` that keeps state.
+        """
+        if self.schedule.size != group.size:
+            raise ValueError(f"the schedule is for {self.schedule.size} ranks, there are {group.size}")
+        if self.scheme.init(bucket, group):
+            raise ValueError(f"{self.name} cannot average by {self.scheme.title}, which keeps state of its own")
+        for members in self.schedule.distinct:
+            if group.rank in members:
+                group.subgroup(members)
+        return {ROUND: (CompressorState(bucket.flat_spec, group.rank),)}
+
+    async def synchronize(self, x: Tensor, state: State, group: Group, scale: float) -> tuple[Tensor, State]:
+        (counted,) = state[ROUND]
+        assert isinstance(counted, CompressorState)
+        numel, turns = counted.spec.numel, len(self.stages(group.size))
+        members, share = self._part(group.rank, counted.step)
+        own = x[:numel].mul(scale * group.size * (1 - share)) if share != 1 else None
+        if len(members) > 1:
+            within = group.subgroup(members)
+            # Exchange: the mean of the group.
+            x, _ = await in_turns(self.scheme.synchronize(x, {}, within, scale * group.size / within.size), turns)
+        else:
+            if turns:
+                await in_turns(_nothing(), turns)
+            x[:numel] *= scale * group.size
+        if own is not None:
+            x[:numel].mul_(share).add_(own)
+        return x, {ROUND: (counted.next(),)}
+
+    def steps(
+        self,
+        specs: tuple[TensorSpec, ...],
+        profiles: tuple[DensityProfile, ...],
+        placement: Placement,
+        round: int = 0,
+    ) -> tuple[Step, ...]:
+        now = self.schedule.round(round)
+        groups = [group for group in now.groups if len(group) > 1]
+        within = [self.scheme.steps(specs, profiles, placement.of(group), round) for group in groups]
+        exchange = tuple(at_once("group", placement.size, groups, within))
+        if any(share != 1 for share in now.relaxations):
+            (spec,) = specs
+            exchange = (Compute("relax", 2.0 * spec.nbytes), *exchange, Compute("relax", 3.0 * spec.nbytes))
+        return exchange
+
+    def unchanged_since(self, round: int) -> int:
+        """The round of the cycle that it is."""
+        return round % len(self.rounds)
+
+    def _part(self, rank: int, step: int) -> tuple[RankGroup, float]:
+        return next((group, share) for group, share in self.schedule.round(step).parts if rank in group)
+
+
+async def _nothing() -> None:
+    """A rank alone exchanges nothing."""

@@ -1,0 +1,115 @@
+"""Each round mixes as its schedule says, bit by bit the same within a group, and moves the bytes that it says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from gradsync.bucket import Bucket
+from gradsync.cluster import Placement
+from gradsync.comm import LocalGroup
+from gradsync.comm.shuffle import GroupSchedule, crossing, exact, grid, hypercube, random_groups, sitting_out, together
+from gradsync.schemes import (
+    AllReduce,
+    BalancedParallelism,
+    CoarseGrained,
+    HalfPrecision,
+    ReduceScatter,
+    Scheme,
+    Shuffled,
+    from_expression,
+    to_expression,
+)
+from gradsync.steps import transfers
+from tests.schemes.family import run_scheme
+from tests.schemes.stateful import bucket, gradient
+
+SCHEDULES = {
+    "alone": together(1),
+    "together": together(3),
+    "grid": grid((2, 3)),
+    "pairs": hypercube(4),
+    "prime": exact(5, 2),
+    "racks": crossing([range(3), range(3, 6)], 1),
+    "random": random_groups((3, 1, 1), 9, seed=2),
+    "slow": sitting_out(grid((2, 2)), (3,), 2),
+}
+every_schedule = pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+
+
+@every_schedule
+@pytest.mark.parametrize("inner", [AllReduce(), ReduceScatter()], ids=["all-reduce", "halves"])
+def test_each_round_mixes_as_its_schedule_says(schedule: GroupSchedule, inner: Scheme[Any]) -> None:
+    scheme, like, n = Shuffled.by(schedule, inner), bucket(), schedule.size
+    states = [scheme.init(like, group) for group in LocalGroup.world(n)]
+    inputs = [gradient(rank) for rank in range(n)]
+    for step in range(2 * len(schedule.rounds)):
+        before = torch.stack([x[: like.numel] for x in inputs])
+        outcome = run_scheme(scheme, inputs, 1 / n, states)
+        states, inputs = outcome.states, [result.clone() for result in outcome.results]
+        after = torch.stack([x[: like.numel] for x in inputs])
+        torch.testing.assert_close(after, torch.from_numpy(schedule.round(step).mixing) @ before)
+        for group, share in schedule.round(step).parts:
+            for rank in group if share == 1 else ():
+                assert torch.equal(after[rank], after[group[0]]), "the same bits"
+            flags = [inputs[rank][like.numel :] for rank in group]
+            assert all(torch.equal(flag > 0, flags[0] > 0) for flag in flags), "of the group"
+    if schedule.is_exact:
+        torch.testing.assert_close(after, after.mean(dim=0).expand_as(after))
+
+
+@every_schedule
+def test_recorded_bytes_are_the_predicted_ones(schedule: GroupSchedule) -> None:
+    scheme, like, n = Shuffled.by(schedule), bucket(torch.float32), schedule.size
+    states = [scheme.init(like, group) for group in LocalGroup.world(n)]
+    for step in range(len(schedule.rounds)):
+        outcome = run_scheme(scheme, [gradient(rank, like) for rank in range(n)], 1 / n, states)
+        states = outcome.states
+        expected = scheme.steps(like.specs, (), Placement.one_per_node(n), step)
+        assert scheme.steps(like.specs, (), Placement.one_per_node(n), scheme.unchanged_since(step)) == expected
+        for rank, ledger in enumerate(outcome.ledgers):
+            assert ledger.sent_bytes == sum(transfer.sent_bytes(rank) for transfer in transfers(expected))
+
+
+def test_a_scale_is_that_of_the_sum_over_all_ranks() -> None:
+    whole, like = Shuffled.by(together(3)), bucket()
+    states = [whole.init(like, group) for group in LocalGroup.world(3)]
+    inputs = [gradient(rank) for rank in range(3)]
+    total = torch.stack(inputs).sum(dim=0)
+    result = run_scheme(whole, inputs, 0.25, states).results[0]
+    torch.testing.assert_close(result[: like.numel], 0.25 * total[: like.numel])
+
+
+@every_schedule
+def test_plans_can_name_it(schedule: GroupSchedule) -> None:
+    scheme = Shuffled.by(schedule, ReduceScatter())
+    again = from_expression(to_expression(scheme))
+    assert again == scheme and isinstance(again, Shuffled) and again.schedule == schedule
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"rounds": [[[0, 1], [2, 3]]]}, "never meet"),
+        ({"rounds": [[[0, 1, 1]]]}, "each rank from 0 on once"),
+        ({"rounds": [3]}, "must be lists of groups of ranks"),
+        ({"rounds": []}, "one or more"),
+        ({"rounds": [[[0, 1]]], "relaxations": [[1.0], [1.0]]}, "1 rounds, and relaxations of 2"),
+        ({"rounds": [[[0, 1]]], "relaxations": [[2.5]]}, r"in \(0, 2\)"),
+        ({"rounds": [[[0, 1]]], "scheme": BalancedParallelism()}, "exact and for flat buckets"),
+        ({"rounds": [[[0, 1]]], "scheme": CoarseGrained()}, "exact and for flat buckets"),
+    ],
+)
+def test_what_is_no_schedule_is_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Shuffled(**settings)
+
+
+def test_schedules_of_other_worlds_and_schemes_with_state_are_refused() -> None:
+    like: Bucket = bucket(torch.float32)
+    with pytest.raises(ValueError, match="for 4 ranks, there are 3"):
+        Shuffled.by(hypercube(4)).init(like, LocalGroup.world(3)[0])
+    with pytest.raises(ValueError, match="exact and for flat|keeps state of its own"):
+        Shuffled.by(together(2), HalfPrecision()).init(like, LocalGroup.world(2)[0])
