@@ -26,7 +26,7 @@ FLOORS: list[set[str]] = [
     {"engine", "planner", "characterization"},
     {"overlap"},
     {"agreement", "hooks", "lab", "measurement", "report", "simulator", "workloads"},
-    {"auto"},
+    {"auto", "averaging"},
     {"ddp"},
     {"adapters"},
     {"attach"},

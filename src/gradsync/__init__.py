@@ -2,6 +2,7 @@
 
 from .attach import Attachment as Attachment
 from .attach import attach as attach
+from .attach import consensus as consensus
 from .auto import AutoPlanner as AutoPlanner
 from .characterization import Characterization as Characterization
 from .characterization import characterize as characterize

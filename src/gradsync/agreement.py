@@ -44,10 +44,11 @@ def agreed_engine(
     exclude: Sequence[str] = (),
     settings: str = "",
     optimizer: Optimizer | None = None,
+    refusal: str = "",
 ) -> tuple[Engine, dict[str, nn.Parameter]]:
     """An engine for the model's parameters, on all ranks or on none; and these parameters by name.
 
-    `settings` are the caller's, in words; they must be the same on all ranks.
+    `settings` are the caller's, in words; they must be the same on all ranks. `refusal`: what is wrong with them here.
 
     Raises:
         RuntimeError, ValueError: as `gradsync.attach` says.
@@ -66,7 +67,7 @@ def agreed_engine(
         return engines[0]
 
     try:
-        examine = partial(_examine, model, plan, exclude, group.size)
+        examine = partial(_examine, model, plan, exclude, group.size, refusal)
         parameters = _agree(group, examine, partial(_texts, model, plan, exclude, settings), timeout_s)
         engine = _agree(group, build, lambda engine: {"plans": engine.plan.to_json()}, timeout_s)
         engine.follow()
@@ -109,9 +110,11 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _examine(
-    model: nn.Module, plan: Plan | Planner, exclude: Sequence[str], world_size: int
+    model: nn.Module, plan: Plan | Planner, exclude: Sequence[str], world_size: int, refusal: str
 ) -> dict[str, nn.Parameter]:
     """The parameters to synchronise; raises for whatever is wrong on this rank."""
+    if refusal:
+        raise ValueError(refusal)
     if any(module in _attached for module in model.modules()):
         raise RuntimeError("gradsync is attached to this model, or to a part of it, already; call detach() on it first")
     if not isinstance(plan, Plan) and not callable(plan):

@@ -17,13 +17,14 @@ from torch.optim import Optimizer
 from .agreement import DEFAULT_TIMEOUT_S, agreed_engine, forget
 from .arrivals import Sections
 from .auto import planner_of
+from .averaging import Averaging
 from .bucket import matches
 from .comm import Group, GroupError
 from .ddp import UNEVEN_INPUTS, DDPState, ddp_hook
 from .engine import Engine
 from .hooks import AutogradHooks, broadcast_tensors
 from .lane import BucketStatistics
-from .plan import Plan
+from .plan import Plan, What
 from .planning import Planner
 from .profile import Profile
 from .timeline import Task
@@ -39,9 +40,15 @@ class Attachment:
     """What `attach` returns: the synchronisation of one model's gradients, until `detach`."""
 
     def __init__(
-        self, engine: Engine, no_sync: Callable[[], Any], remove: Callable[[], None], model: nn.Module
+        self,
+        engine: Engine,
+        no_sync: Callable[[], Any],
+        remove: Callable[[], None],
+        model: nn.Module,
+        averaging: Averaging | None = None,
     ) -> None:
         self._engine = engine
+        self._averaging = averaging
         self._no_sync = no_sync  # refers to the model weakly, as everything here: the model's modules keep this alive
         modules = weakref.WeakSet(model.modules())
         for module in modules:
@@ -75,6 +82,15 @@ class Attachment:
         """Inside, gradients accumulate locally; forward *and* backward belong inside, as with DDP."""
         with self._no_sync():
             yield
+
+    def consensus(self) -> None:
+        """Makes the ranks' models one: parameters are their mean, the same bits, variances of normalisation are pooled.
+
+        Where the plan averages parameters; with gradients averaged the models are one already. On all ranks at once,
+        between two steps; training goes on from there.
+        """
+        if self._averaging is not None:
+            self._averaging.consensus()
 
     def state_dict(self) -> dict[str, Any]:
         """Plan, step and scheme state by parameter; belongs into a checkpoint of this rank.
@@ -172,7 +188,8 @@ def attach(
             on now: timing decides, and bucket sizes change rounding). Or a function of (profiles, world size) that
             returns a plan, or several to be tried; `gradsync.planner.CompressingPlanner` is one, for a compressor.
             "auto": the first steps are measured, a search finds a plan, and the best ones are tried (see `AutoPlanner`,
-            which also takes what gradients may lose).
+            which also takes what gradients may lose). By a plan of parameters (`what`) gradients stay each rank's own,
+            and parameters are averaged after each step of `optimizer`, which it needs.
         process_group: the ranks that share the model; None: all.
         timeout: seconds (or a timedelta) after which a rank that waits for the others raises.
         exclude: names or shell patterns (`"encoder.*"`) of parameters that are left alone.
@@ -192,6 +209,8 @@ def attach(
     """
     plan = planner_of(plan)
     timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    if isinstance(plan, Plan) and plan.what is What.PARAMETER:
+        return _attach_averaging(model, optimizer, plan, process_group, timeout_s, exclude, grad_scaler)
     if isinstance(model, DistributedDataParallel):
         state = DDPState(
             model, plan=plan, timeout_s=timeout_s, exclude=exclude, optimizer=optimizer, grad_scaler=grad_scaler
@@ -213,6 +232,59 @@ def attach(
         engine.close()
         raise
     return Attachment(engine, hooks.no_sync, hooks.remove, model)
+
+
+def _attach_averaging(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    plan: Plan,
+    process_group: dist.ProcessGroup | None,
+    timeout_s: float,
+    exclude: Sequence[str],
+    grad_scaler: torch.amp.GradScaler | None,
+) -> Attachment:
+    refusal = ""
+    if optimizer is None:
+        refusal = (
+            "a plan of parameters averages them after the optimiser's step: attach(..., optimizer=...) must name it"
+        )
+    elif isinstance(model, DistributedDataParallel):
+        refusal = "DistributedDataParallel averages gradients; a plan of parameters is for the model inside of it"
+    elif grad_scaler is not None:
+        refusal = (
+            "a GradScaler decides on each rank by itself to skip a step, and skipped steps must not be averaged with "
+            "others: train in bfloat16 or float32 with a plan of parameters"
+        )
+    engine, parameters = agreed_engine(
+        model, plan, process_group, timeout_s, exclude, "averages parameters", optimizer, refusal
+    )
+    assert optimizer is not None
+    try:
+        _level(engine, [*(p for n, p in model.named_parameters() if not matches(n, exclude)), *model.buffers()])
+        averaging = Averaging(model, parameters, engine, optimizer)
+    except BaseException:
+        forget(model.modules(), parameters.values())
+        engine.close()
+        raise
+    return Attachment(engine, averaging.no_sync, averaging.remove, model, averaging)
+
+
+@contextmanager
+def consensus(model: nn.Module) -> Iterator[None]:
+    """Inside, and from there on, the ranks' models are one, see `Attachment.consensus`: to evaluate and to save.
+
+    Raises:
+        RuntimeError: where gradsync is not attached to the model.
+
+    Example:
+        >>> with gradsync.consensus(model):  # doctest: +SKIP
+        ...     evaluate(model)
+    """
+    attachment = _attachments.get(model)
+    if attachment is None:
+        raise RuntimeError("gradsync is not attached to this model")
+    attachment.consensus()
+    yield
 
 
 def _level(engine: Engine, tensors: list[Tensor]) -> None:

@@ -78,6 +78,8 @@ class Plan(Document):
         world: int,
         buckets: Sequence[tuple[Sequence[str] | Sequence[tuple[str, int, int]], Scheme[Any]]],
         order: Sequence[tuple[str, str]] | None = None,
+        *,
+        what: What = What.GRADIENT,
     ) -> Plan:
         """A plan from (parameter names or segments, scheme) pairs; buckets are numbered in the order given.
 
@@ -87,9 +89,14 @@ class Plan(Document):
         plans = []
         for number, (parts, scheme) in enumerate(buckets):
             segments = tuple((p, 0, specs[p].numel) if isinstance(p, str) else p for p in parts)
-            plans.append(BucketPlan(id=str(number), segments=segments, scheme=to_expression(scheme)))
+            plans.append(BucketPlan(id=str(number), segments=segments, what=what, scheme=to_expression(scheme)))
         turns = order if order is not None else default_order(plans, world)
         return cls(world=world, model=model_digest(specs), order=tuple(turns), buckets=tuple(plans))
+
+    @property
+    def what(self) -> What:
+        """What the plan synchronises: of one kind in all buckets, see `check`."""
+        return self.buckets[0].what if self.buckets else What.GRADIENT
 
     def check(self, specs: Mapping[str, TensorSpec], world: int) -> None:
         """Holds the plan against a model's parameters.
@@ -103,6 +110,8 @@ class Plan(Document):
         ids = [bucket.id for bucket in self.buckets]
         if repeated := sorted({i for i in ids if ids.count(i) > 1}):
             raise ValueError(f"the plan has several buckets with the id {repeated[0]!r}")
+        if any(bucket.what is not self.what for bucket in self.buckets):
+            raise ValueError("the plan has buckets of gradients and of parameters; it must be all of one kind")
         for bucket in self.buckets:
             for name, start, stop in bucket.segments:
                 if name not in covered:

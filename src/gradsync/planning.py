@@ -337,8 +337,8 @@ class Planning:
 
     def _check(self, plan: Plan) -> None:
         plan.check({name: profile.tensor for name, profile in self._observer.profiles.items()}, self._group.size)
-        if any(bucket.what is not What.GRADIENT for bucket in plan.buckets):
-            raise ValueError("this version synchronises gradients only; the plan has buckets of parameters")
+        if self._planner is not None and plan.what is not What.GRADIENT:
+            raise ValueError("the planner made a plan of parameters; give such a plan itself to attach()")
 
     def _switch_to(self, plan: Plan) -> None:
         """An equal plan is no other one: what runs by it goes on."""

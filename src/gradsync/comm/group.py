@@ -414,8 +414,9 @@ def _new_communicator(
     # numbers of groups would wait for each other. So this is its end, with a name that the members share.
     store = distributed_c10d._get_default_store()
     parent = (process_group or distributed_c10d._get_default_group()).group_name
-    number = store.add(f"gradsync {parent} of {members[rank]}", 1)
-    name = f"gradsync {parent} {number} from {members[0]}"  # groups of one number, as of nodes, share no member
+    among = hashlib.sha256(str(members).encode()).hexdigest()[:16]
+    number = store.add(f"gradsync {parent} {among} of {members[rank]}", 1)  # groups of just these, as each counts them
+    name = f"gradsync {parent} {among} {number}"
     made: dist.ProcessGroup
     made, _ = distributed_c10d._new_process_group_helper(
         len(members),
