@@ -27,7 +27,7 @@ def test_json_alone_goes_to_the_output() -> None:
     assert json.loads(result.stdout)[0]["scheme"] == "dense"
 
 
-@pytest.mark.parametrize("paper", ["bytecomp", "mergecomp", "gradientflow"])
+@pytest.mark.parametrize("paper", ["bytecomp", "mergecomp", "gradientflow", "ds_sync"])
 def test_tables_of_plans_have_the_published_figures_in_brackets(
     paper: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

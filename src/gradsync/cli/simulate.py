@@ -11,7 +11,15 @@ from typing import Annotated, Any
 
 import typer
 
-from ..simulator import Communication, Table, bytecomp_tables, gradientflow_tables, mergecomp_tables, zen_table
+from ..simulator import (
+    Communication,
+    Table,
+    bytecomp_tables,
+    ds_sync_tables,
+    gradientflow_tables,
+    mergecomp_tables,
+    zen_table,
+)
 from ..simulator.zen import FIRST_OF_EIGHT, MODELS, RATES_BYTES_PER_S
 from .progress import console
 
@@ -25,6 +33,7 @@ class Paper(StrEnum):
     BYTECOMP = "bytecomp"
     MERGECOMP = "mergecomp"
     GRADIENTFLOW = "gradientflow"
+    DS_SYNC = "ds_sync"
 
 
 def simulate(
@@ -42,6 +51,8 @@ def simulate(
             rows, show = _tables(mergecomp_tables())
         case Paper.GRADIENTFLOW:
             rows, show = _tables(gradientflow_tables())
+        case Paper.DS_SYNC:
+            rows, show = _tables(ds_sync_tables())
     text = encoder.dumps([asdict(row) for row in rows], indent=1)
     if json == "-":
         typer.echo(text)

@@ -189,11 +189,21 @@ class GroupSchedule:
 
     def _parts(self) -> list[list[int]]:
         """The ranks by whom they ever mix with, over others too."""
-        part = list(range(self.size))
+        towards = list(range(self.size))  # another one of the same part, in the end the first one of it
+
+        def first(rank: int) -> int:
+            while towards[rank] != rank:
+                towards[rank] = rank = towards[towards[rank]]
+            return rank
+
         for group in self.distinct:
-            joined = {part[rank] for rank in group}
-            part = [min(joined) if name in joined else name for name in part]
-        return [[rank for rank in range(self.size) if part[rank] == name] for name in dict.fromkeys(part)]
+            known = sorted(map(first, group))
+            for rank in known:
+                towards[rank] = known[0]
+        parts: dict[int, list[int]] = {}
+        for rank in range(self.size):
+            parts.setdefault(first(rank), []).append(rank)
+        return list(parts.values())
 
 
 def together(size: int) -> GroupSchedule:

@@ -4,6 +4,7 @@ From the same `steps` that planning reads, and on the planner's machine.
 """
 
 from .bytecomp import bytecomp_tables as bytecomp_tables
+from .ds_sync import ds_sync_tables as ds_sync_tables
 from .gradientflow import gradientflow_tables as gradientflow_tables
 from .mergecomp import mergecomp_tables as mergecomp_tables
 from .tables import Figure as Figure
