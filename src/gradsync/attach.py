@@ -37,7 +37,7 @@ _registered: weakref.WeakKeyDictionary[nn.Module, DDPState] = weakref.WeakKeyDic
 
 
 class Attachment:
-    """What `attach` returns: the synchronisation of one model's gradients, until `detach`."""
+    """What `attach` returns: the synchronisation of one model's gradients, or parameters, until `detach`."""
 
     def __init__(
         self,
@@ -175,6 +175,8 @@ def attach(
     grad_scaler: torch.amp.GradScaler | None = None,
 ) -> Attachment:
     """Makes `loss.backward()` return with gradients averaged over the ranks; nothing else of a training loop changes.
+
+    Or, by a plan of parameters, `optimizer.step()` with parameters averaged within a group of them.
 
     Works in place, on every rank alike. Parameters and buffers are broadcast from rank 0. A model wrapped in
     DistributedDataParallel gets gradsync as its communication hook.

@@ -24,8 +24,7 @@ class Freezing:
 
     For optimisers that treat every element by itself; what others compute of a whole tensor they compute with zeros in
     the gradient. Numbers that an optimiser has for a whole tensor, as Adam's count of steps, go on, but for a tensor of
-    one number and no dimension. `before` and
-    `after` enclose a step of an optimiser.
+    one number and no dimension. `before` and `after` enclose a step of an optimiser.
 
     Optimisers of `OF_ELEMENTS` step small parameters of what arrived: the less arrives, the less they have to do. What
     others do elsewhere is taken back, for a copy of the weights and of the state.
