@@ -1,4 +1,4 @@
-"""Every method leaves synchronised gradients: the exact ones DDP's, the lossy ones close to them."""
+"""Every method leaves synchronised gradients, the exact ones DDP's, the lossy ones close to them; or parameters."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
 
 from gradsync.bench.automatic import AUTOMATIC
 from gradsync.bench.methods import METHODS, TORCH_SPARSE
@@ -19,6 +20,8 @@ from tests.quick import quickly
 from tests.world import Ranks, new_oracle_group
 
 ROWS, WIDTH, STEPS = 40, 8, 4  # PowerSGD compresses from its third step on
+
+AVERAGING = ("ds_sync",)  # parameters, not gradients
 
 # Largest difference from DDP's gradients as a share of the largest gradient: half an ulp of 8 and of 11 bits for the
 # rank's value and again for the sum; 8 bits have one scale for all tensors; PowerSGD keeps a rank and feeds the rest
@@ -58,7 +61,8 @@ def differences(name: str) -> tuple[float, list[bool], bool]:
     inner = Tiny(sparse=METHODS[name].sparse)
     torch_sparse = patch.object(dist, "new_group", return_value=new_oracle_group())
     with torch_sparse if name in TORCH_SPARSE else nullcontext():
-        wrapped, attachment = METHODS[name].wrap(inner, timedelta(seconds=20))
+        optimizer = SGD(inner.parameters(), lr=0.1)
+        wrapped, attachment = METHODS[name].wrap(inner, optimizer, timedelta(seconds=20))
     found = gradients(wrapped, inner)
     assert found.keys() == expected.keys()
     layouts = [p.grad is not None and p.grad.layout is torch.sparse_coo for p in inner.parameters()]
@@ -73,7 +77,27 @@ def differences(name: str) -> tuple[float, list[bool], bool]:
     return worst, layouts, alike
 
 
-@pytest.mark.parametrize("name", METHODS)
+@quickly()
+def averaged(name: str) -> bool:
+    """Whether all ranks have the same parameters after steps by gradients of their own."""
+    inner = Tiny(sparse=METHODS[name].sparse)
+    optimizer = SGD(inner.parameters(), lr=0.1)
+    _, attachment = METHODS[name].wrap(inner, optimizer, timedelta(seconds=20))
+    gradients(inner, inner)
+    optimizer.step()
+    assert attachment is not None
+    attachment.detach()
+    mine = torch.cat([p.detach().reshape(-1) for p in inner.parameters()])
+    dist.broadcast(first := mine.clone(), 0)
+    return torch.equal(first, mine)
+
+
+@pytest.mark.parametrize("name", AVERAGING)
+def test_method_averages_parameters(name: str, world: Callable[[int], Ranks]) -> None:
+    assert all(world(2).run(averaged, name)), "both are one group"
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in AVERAGING])
 def test_method_synchronises(name: str, world: Callable[[int], Ranks]) -> None:
     for worst, layouts, alike in world(2).run(differences, name):
         assert alike

@@ -264,14 +264,14 @@ from gradsync.bench import methods, train_rank
 from gradsync.bench.rank import run_rank
 
 def breaking(way, step):
-    def wrap(model, timeout):
+    def wrap(model, optimizer, timeout):
         steps = itertools.count(1)
         def hook(gradient):
             if next(steps) == step:
                 raise ValueError("the cause")
         if dist.get_rank() == 1:
             list(model.parameters())[2].register_hook(hook)
-        return way.wrap(model, timeout)
+        return way.wrap(model, optimizer, timeout)
     return replace(way, wrap=wrap)
 
 for name, step in {"gradsync": 3, "ddp_1mb": 5, "ddp_default": 9}.items():
@@ -293,14 +293,14 @@ from tests.quick import hurry
 hurry()
 
 def breaking(way, step, settled):
-    def wrap(model, timeout):
+    def wrap(model, optimizer, timeout):
         attachments, steps = [], itertools.count(1)
         def hook(gradient):
             if attachments and attachments[0].settled is settled and next(steps) == step:
                 raise ValueError("the cause")
         if dist.get_rank() == 1:
             list(model.parameters())[2].register_hook(hook)
-        wrapped, attachment = way.wrap(model, timeout)
+        wrapped, attachment = way.wrap(model, optimizer, timeout)
         attachments.append(attachment)
         return wrapped, attachment
     return replace(way, wrap=wrap)
@@ -381,9 +381,9 @@ from dataclasses import replace
 from gradsync.bench import methods, train_rank
 from gradsync.bench.rank import run_rank
 
-def wrap(model, timeout):
+def wrap(model, optimizer, timeout):
     next(model.parameters()).register_hook(lambda gradient: threading.Event().wait())
-    return methods.METHODS["ddp_default"].wrap(model, timeout)
+    return methods.METHODS["ddp_default"].wrap(model, optimizer, timeout)
 
 methods.METHODS["stuck_breaks"] = replace(methods.METHODS["ddp_default"], wrap=wrap)
 run_rank(train_rank.measure)

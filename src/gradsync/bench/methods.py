@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from ..attach import Attachment, attach
 from ..auto import AutoPlanner
@@ -26,14 +27,14 @@ from ..planner import SPARSE_SCHEMES as PLANNED_SCHEMES
 from ..schemes import Scheme
 from . import coarse, compressors
 from .automatic import AUTOMATIC, ENDINGS_IN_WORDS, Automatic, automatic
-from .plans import DENSE_SCHEMES, SCHEMES_IN_WORDS, is_lossy, lossy_planner, planned
+from .plans import DENSE_SCHEMES, SCHEMES_IN_WORDS, averaging_plan, is_lossy, lossy_planner, planned
 
 ONE_BUCKET_MB = 1 << 20  # larger than any model here: DDP then puts everything into one bucket
 
 
 @dataclass(frozen=True)
 class Method:
-    """How a model is wrapped; a rank that waits for the others longer than the timeout raises.
+    """How a model and its optimiser are wrapped; a rank that waits for the others longer than the timeout raises.
 
     `sparse`: embeddings give sparse gradients. `exact`: equal to the fp32 mean. `lossy`: what gradsync sends dense
     gradients by, by its name, where that is one thing: optimisers are fitted to it.
@@ -42,7 +43,7 @@ class Method:
     name: str
     sparse: bool
     exact: bool
-    wrap: Callable[[nn.Module, timedelta], tuple[nn.Module, Attachment | None]]
+    wrap: Callable[[nn.Module, Optimizer, timedelta], tuple[nn.Module, Attachment | None]]
     lossy: str | None = None
 
 
@@ -94,6 +95,7 @@ def int8_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> Fu
 
 def _ddp(
     model: nn.Module,
+    optimizer: Optimizer,
     timeout: timedelta,
     *,
     bucket_mb: float = 25,
@@ -107,13 +109,21 @@ def _ddp(
     return wrapped, None
 
 
-def _gradsync(model: nn.Module, timeout: timedelta, *, plan: Any = None) -> tuple[nn.Module, Attachment]:
+def _gradsync(
+    model: nn.Module, optimizer: Optimizer, timeout: timedelta, *, plan: Any = None
+) -> tuple[nn.Module, Attachment]:
     return model, attach(model, plan=plan, timeout=timeout)
 
 
-def _automatic(planner: Callable[[int], AutoPlanner], model: nn.Module, timeout: timedelta) -> Any:
+def _averaging(model: nn.Module, optimizer: Optimizer, timeout: timedelta) -> tuple[nn.Module, Attachment]:
+    return model, attach(model, optimizer, averaging_plan(model, dist.get_world_size()), timeout=timeout)
+
+
+def _automatic(
+    planner: Callable[[int], AutoPlanner], model: nn.Module, optimizer: Optimizer, timeout: timedelta
+) -> Any:
     """A planner of its own for each model: it keeps what it measures."""
-    return _gradsync(model, timeout, plan=planner(dist.get_world_size()))
+    return _gradsync(model, optimizer, timeout, plan=planner(dist.get_world_size()))
 
 
 def planning(name: str, of: Automatic) -> Method:
@@ -158,6 +168,7 @@ METHODS: dict[str, Method] = {
         Method("ddp_sparse_bf16", True, False, partial(_ddp, hook=bf16_hook)),
         *(Method(f"ddp_powersgd{rank}", False, False, _powersgd(rank)) for rank in (1, 2, 4)),
         Method("gradsync_dense", False, True, _gradsync),
+        Method("ds_sync", False, False, _averaging),
         *(planning(name, each) for name, each in AUTOMATIC.items()),
         *(Method(n, True, True, partial(_gradsync, plan=partial(planned, s))) for n, s in SPARSE_SCHEMES.items()),
         *map(lossy, (*DENSE_SCHEMES, *coarse.USUAL)),

@@ -25,6 +25,7 @@ from .. import workloads
 from ..attach import Attachment
 from ..lab.counters import interface_bytes
 from ..lars import LARS
+from ..plan import What
 from ..planner import Job
 from ..planner.predict import predict, unmeasured
 from ..workloads import Batch, Workload
@@ -104,7 +105,7 @@ def enter(workload: Task, name: str, way: Method, spec: TrainSpec) -> Contestant
     with attempt(who):
         if way.lossy is not None and (momentum := fit_optimizer(way.lossy, optimizer)):
             way = method(way.name, momentum)
-        who.model, who.attachment = way.wrap(model, timedelta(seconds=spec.method_timeout_s))
+        who.model, who.attachment = way.wrap(model, optimizer, timedelta(seconds=spec.method_timeout_s))
         if isinstance(optimizer, LARS) and who.attachment is not None:
             optimizer.arrived = who.attachment.arrived
     return who
@@ -263,6 +264,8 @@ def result_of(workload: Task, who: Contestant, spec: TrainSpec) -> dict[str, Any
     """This rank's figures of one method as plain data."""
     if who.failed:
         return {"failed": who.failed, "failed_s": who.failed_s}
+    if who.attachment is not None:
+        who.attachment.consensus()
     evaluate = spec.evaluate and dist.get_rank() == 0 and not who.name.endswith(f":{AGAIN}")
     alone_s, backward_s = statistics.median(who.alone_s), statistics.median(chain.from_iterable(who.backward_s))
     rows, plan, timeline, predicted = [], [], [], []
@@ -303,9 +306,9 @@ def predicted_s(who: Contestant, jobs: list[Job]) -> float | None:
     """A whole step by the contestant's plan, by what was measured of the job in this run.
 
     By its own measurement, or else the first of `jobs` in which all of the plan's kernels were measured: of models
-    whose gradients are as sparse.
+    whose gradients are as sparse. None of plans of parameters.
     """
-    if who.attachment is None or who.failed:
+    if who.attachment is None or who.failed or who.attachment.plan.what is not What.GRADIENT:
         return None
     own = who.attachment.profile
     for job in jobs if own is None else [Job.of(own)]:
