@@ -60,7 +60,8 @@ class Loop:
     @property
     def kept(self) -> dict[str, Tensor]:
         """All that a step which is skipped must leave as it was."""
-        momenta = [self.optimizer.state[weight]["momentum_buffer"] for weight in self.weights]
+        states = [self.optimizer.state[weight] for weight in self.weights]  # none of what has not arrived yet
+        momenta = [s.get("momentum_buffer", torch.zeros(())) for s in states]
         numbered = {f"{what} {i}": t for what, ts in (("w", self.weights), ("m", momenta)) for i, t in enumerate(ts)}
         saved = self.handle.state_dict()
         left = {key: t if "//" in key else t / saved.get("loss_scale", 1.0) for key, t in saved["state"].items()}
