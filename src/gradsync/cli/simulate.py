@@ -23,7 +23,7 @@ from ..simulator import (
 from ..simulator.zen import FIRST_OF_EIGHT, MODELS, RATES_BYTES_PER_S
 from .progress import console
 
-COUNTED = ("tensors", "buckets", "of 20 steps")  # units of whole numbers
+COUNTED = ("tensors", "buckets", "of 20 steps", "ranks")  # units of whole numbers
 
 
 class Paper(StrEnum):

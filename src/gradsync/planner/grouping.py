@@ -14,17 +14,23 @@ import math
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from ..cluster import Cluster, Link
+from ..bucket import TensorSpec
+from ..cluster import Cluster, Link, Placement
 from ..comm.shuffle import GroupSchedule, RankGroup, Round, crossing, exact, sitting_out, together
+from ..schemes import AllReduce
+from ..steps import Transfer, transfers
 
 SITTING_OUT = (2, 4, 8)  # rounds of which a slow node joins one
 SLOW = 0.8  # share of the usual bandwidth below which a node's link is slow
 CYCLES = 8  # that are played, of which the later half is timed
 MOVES = 1500  # tried to find out who should sit where
+LARGE_BYTES = float(1 << 30)  # whose exchange is a ring for sure
 COOLEST = 1e-3  # of the first cost: what is worse by so much is hardly taken in the end
 
 
@@ -98,6 +104,14 @@ def step_s(schedule: GroupSchedule, cluster: Cluster, nbytes: float, compute_s: 
     return (marks[-1] - marks[0]) / ((len(marks) - 1) * len(rounds))
 
 
+@cache
+def ring_of(members: int, nbytes: float) -> Transfer:
+    """The exchange of a group, by the scheme's own steps."""
+    bucket = TensorSpec((math.ceil(nbytes / 4),), torch.float32)
+    (found,) = transfers(AllReduce().steps((bucket,), (), Placement.one_per_node(members)))
+    return found
+
+
 def round_s(each: Round, cluster: Cluster, nbytes: float) -> dict[RankGroup, float]:
     """How long each group of a round averages so many bytes, in a ring through its racks in turn.
 
@@ -108,10 +122,12 @@ def round_s(each: Round, cluster: Cluster, nbytes: float) -> dict[RankGroup, flo
     for group in each.groups:
         over[group] = list(_links(group, cluster)) if len(group) > 1 else []
         for key, _ in over[group]:
-            loads[key] = loads.get(key, 0.0) + 2 * (len(group) - 1) / len(group) * nbytes
+            loads[key] = loads.get(key, 0.0) + ring_of(len(group), nbytes).busiest_bytes
     return {
-        group: max((loads[key] / link.bandwidth_bytes_per_s for key, link in links), default=0.0)
-        + 2 * (len(group) - 1) * max((link.latency_s for _, link in links), default=0.0)
+        group: max(loads[key] / link.bandwidth_bytes_per_s for key, link in links)
+        + ring_of(len(group), nbytes).rounds * max(link.latency_s for _, link in links)
+        if links
+        else 0.0
         for group, links in over.items()
     }
 
@@ -122,8 +138,13 @@ def uplink_loads(groups: Iterable[RankGroup], cluster: Cluster) -> list[float]:
     loads = [0.0] * -(-cluster.nodes // cluster.rack_size)
     for group in groups:
         for rack in _racks_of(group, cluster):
-            loads[rack] += 2 * (len(group) - 1) / len(group)
+            loads[rack] += _share(len(group))
     return loads
+
+
+def _share(members: int) -> float:
+    """Of what each averages, what a ring of so many sends over each link on its way."""
+    return ring_of(members, LARGE_BYTES).busiest_bytes / LARGE_BYTES if members > 1 else 0.0
 
 
 def _check(cluster: Cluster, nbytes: float, compute_s: float, budget: int | None) -> None:
@@ -189,7 +210,7 @@ class _RoundLoads:
         sizes = np.array([len(group) for group in groups])
         self._members = np.array([rank for group in groups for rank in group], dtype=np.int64)
         self._of_group, self._starts = np.repeat(np.arange(len(groups)), sizes), np.cumsum([0, *sizes[:-1]])
-        self._sent = 2 * (sizes - 1) / sizes  # over each link on a group's way
+        self._sent = np.array([_share(size) for size in sizes.tolist()])
         self._bandwidths = np.array([cluster.link_of(node).bandwidth_bytes_per_s for node in range(cluster.nodes)])
         self._rack_of = np.array([rack for rack, nodes in enumerate(_racks(cluster)) for _ in nodes])
         self._trunk_bytes_per_s = cluster.trunk.bandwidth_bytes_per_s if cluster.trunk else math.inf
