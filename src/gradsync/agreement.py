@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import TypeVar
@@ -45,15 +45,17 @@ def agreed_engine(
     settings: str = "",
     optimizer: Optimizer | None = None,
     refusal: str = "",
+    also: Mapping[str, Tensor] | None = None,
 ) -> tuple[Engine, dict[str, nn.Parameter]]:
     """An engine for the model's parameters, on all ranks or on none; and these parameters by name.
 
     `settings` are the caller's, in words; they must be the same on all ranks. `refusal`: what is wrong with them here.
+    `also`: what else the engine has, by other names.
 
     Raises:
         RuntimeError, ValueError: as `gradsync.attach` says.
     """
-    group = _group_of(process_group, timeout_s)
+    group = group_of(process_group, timeout_s)
     engines: list[Engine] = []
     if plan is None:
         # Measurements and trials let timing decide on the order of sums.
@@ -61,13 +63,15 @@ def agreed_engine(
 
     def build() -> Engine:
         sparse_names = _sparse_tables(unwrapped(model))
-        engines.append(Engine(parameters, group, plan, timeout_s=timeout_s, sparse_names=sparse_names))
+        engines.append(
+            Engine({**parameters, **(also or {})}, group, plan, timeout_s=timeout_s, sparse_names=sparse_names)
+        )
         if optimizer is not None:
             OneMomentum(parameters).check(engines[0].plan, optimizer)
         return engines[0]
 
     try:
-        examine = partial(_examine, model, plan, exclude, group.size, refusal)
+        examine = partial(_examine, model, plan, exclude, group.size, refusal, also or {})
         parameters = _agree(group, examine, partial(_texts, model, plan, exclude, settings), timeout_s)
         engine = _agree(group, build, lambda engine: {"plans": engine.plan.to_json()}, timeout_s)
         engine.follow()
@@ -82,7 +86,7 @@ def agreed_engine(
     return engine, parameters
 
 
-def _group_of(process_group: dist.ProcessGroup | None, timeout_s: float) -> Group:
+def group_of(process_group: dist.ProcessGroup | None, timeout_s: float) -> Group:
     """The ranks to agree with, and to talk to from then on."""
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
@@ -110,7 +114,12 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _examine(
-    model: nn.Module, plan: Plan | Planner, exclude: Sequence[str], world_size: int, refusal: str
+    model: nn.Module,
+    plan: Plan | Planner,
+    exclude: Sequence[str],
+    world_size: int,
+    refusal: str,
+    also: Mapping[str, Tensor],
 ) -> dict[str, nn.Parameter]:
     """The parameters to synchronise; raises for whatever is wrong on this rank."""
     if refusal:
@@ -145,7 +154,7 @@ def _examine(
     if len(devices) > 1:
         raise ValueError(f"the parameters sit on several devices, {', '.join(sorted(devices))}; one is supported")
     if isinstance(plan, Plan):
-        plan.check({name: TensorSpec.of(p) for name, p in parameters.items()}, world_size)
+        plan.check({name: TensorSpec.of(p) for name, p in {**parameters, **also}.items()}, world_size)
     return parameters
 
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from .agreement import DEFAULT_TIMEOUT_S, agreed_engine, forget
+from .agreement import DEFAULT_TIMEOUT_S, agreed_engine, forget, gather_texts, group_of
 from .arrivals import Sections
 from .auto import planner_of
-from .averaging import Averaging
+from .averaging import Averaging, companions
 from .bucket import matches
 from .comm import Group, GroupError
 from .ddp import UNEVEN_INPUTS, DDPState, ddp_hook
@@ -25,8 +25,11 @@ from .engine import Engine
 from .hooks import AutogradHooks, broadcast_tensors
 from .lane import BucketStatistics
 from .plan import Plan, What
+from .planner import AveragingPlanner
+from .planner.rates import cluster_of, measured_rates
 from .planning import Planner
 from .profile import Profile
+from .stepping import why_not_in_parts
 from .timeline import Task
 
 # A caller need not keep what `attach` returns: it lives as long as any module of the model, as a wrapper (of
@@ -83,6 +86,15 @@ class Attachment:
         with self._no_sync():
             yield
 
+    def wait(self) -> None:
+        """Waits for averages of parameters that are under way, and has them in the model; else there are none.
+
+        By a plan of parameters an exchange goes on behind `optimizer.step()`. Modules wait for their own parameters
+        when their forward begins, `state_dict()` of the model for all; who reads parameters otherwise waits here.
+        """
+        if self._averaging is not None:
+            self._averaging.land()
+
     def consensus(self) -> None:
         """Makes the ranks' models one: parameters are their mean, the same bits, variances of normalisation are pooled.
 
@@ -98,7 +110,8 @@ class Attachment:
         Raises:
             RuntimeError: after `detach`: what was left to be sent is gone.
         """
-        return self._engine.state_dict()
+        state = self._engine.state_dict()
+        return state if self._averaging is None else {**state, "references": self._averaging.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Takes over what this rank's `state_dict` gave; on all ranks at once, between two steps.
@@ -116,7 +129,10 @@ class Attachment:
 
         State of different steps, or with different plans to go on with, is refused like what has no place.
         """
+        self.wait()
         self._engine.load_state_dict(state, strict=strict)
+        if self._averaging is not None:
+            self._averaging.load_state_dict(state.get("references", {}))
 
     def arrived(self, parameter: Tensor) -> Sections | None:
         """Which elements of the parameter's gradient the last step brought; None: all of them.
@@ -160,14 +176,16 @@ class Attachment:
 
 def _release(modules: weakref.WeakSet[nn.Module], engine: Engine, remove: Callable[[], None]) -> None:
     forget(modules, engine.parameters.values())
-    remove()
-    engine.close()
+    try:
+        remove()
+    finally:
+        engine.close()
 
 
 def attach(
     model: nn.Module,
     optimizer: Optimizer | None = None,
-    plan: Plan | Planner | Literal["auto"] | None = None,
+    plan: Plan | Planner | AveragingPlanner | Literal["auto"] | None = None,
     process_group: dist.ProcessGroup | None = None,
     timeout: timedelta | float = DEFAULT_TIMEOUT_S,
     exclude: Sequence[str] = (),
@@ -191,7 +209,8 @@ def attach(
             returns a plan, or several to be tried; `gradsync.planner.CompressingPlanner` is one, for a compressor.
             "auto": the first steps are measured, a search finds a plan, and the best ones are tried (see `AutoPlanner`,
             which also takes what gradients may lose). By a plan of parameters (`what`) gradients stay each rank's own,
-            and parameters are averaged after each step of `optimizer`, which it needs.
+            and parameters are averaged after each step of `optimizer`, which it needs; `planner.AveragingPlanner` makes
+            such plans for the links it finds.
         process_group: the ranks that share the model; None: all.
         timeout: seconds (or a timedelta) after which a rank that waits for the others raises.
         exclude: names or shell patterns (`"encoder.*"`) of parameters that are left alone.
@@ -209,10 +228,10 @@ def attach(
         >>> handle = gradsync.attach(model)  # doctest: +SKIP
         >>> loss.backward()                  # doctest: +SKIP
     """
-    plan = planner_of(plan)
     timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-    if isinstance(plan, Plan) and plan.what is What.PARAMETER:
+    if isinstance(plan, AveragingPlanner) or (isinstance(plan, Plan) and plan.what is not What.GRADIENT):
         return _attach_averaging(model, optimizer, plan, process_group, timeout_s, exclude, grad_scaler)
+    plan = planner_of(plan)
     if isinstance(model, DistributedDataParallel):
         state = DDPState(
             model, plan=plan, timeout_s=timeout_s, exclude=exclude, optimizer=optimizer, grad_scaler=grad_scaler
@@ -239,7 +258,7 @@ def attach(
 def _attach_averaging(
     model: nn.Module,
     optimizer: Optimizer | None,
-    plan: Plan,
+    plan: Plan | AveragingPlanner,
     process_group: dist.ProcessGroup | None,
     timeout_s: float,
     exclude: Sequence[str],
@@ -257,18 +276,51 @@ def _attach_averaging(
             "a GradScaler decides on each rank by itself to skip a step, and skipped steps must not be averaged with "
             "others: train in bfloat16 or float32 with a plan of parameters"
         )
+    made: Plan | None
+    if isinstance(plan, AveragingPlanner):
+        made, refusal = _planned(plan, model, optimizer, process_group, timeout_s, exclude, refusal)
+    else:
+        made = plan
+    if made is not None and made.what is What.EARLY_PARAMETER and optimizer is not None:
+        refusal = refusal or why_not_in_parts(optimizer)
+    also = None if made is None else companions(model, made)
     engine, parameters = agreed_engine(
-        model, plan, process_group, timeout_s, exclude, "averages parameters", optimizer, refusal
+        model, made, process_group, timeout_s, exclude, "averages parameters", optimizer, refusal, also
     )
     assert optimizer is not None
     try:
         _level(engine, [*(p for n, p in model.named_parameters() if not matches(n, exclude)), *model.buffers()])
-        averaging = Averaging(model, parameters, engine, optimizer)
+        averaging = Averaging(model, engine, optimizer)
     except BaseException:
         forget(model.modules(), parameters.values())
         engine.close()
         raise
     return Attachment(engine, averaging.no_sync, averaging.remove, model, averaging)
+
+
+def _planned(
+    planner: AveragingPlanner,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    process_group: dist.ProcessGroup | None,
+    timeout_s: float,
+    exclude: Sequence[str],
+    refusal: str,
+) -> tuple[Plan | None, str]:
+    """The plan, or none and what is wrong on this rank, if anything is; links are measured if all can go on."""
+    group = group_of(process_group, timeout_s)
+    try:
+        if any(text.strip() for text in gather_texts(group, refusal, timeout_s)):
+            return None, refusal
+        assert optimizer is not None
+        placement, cluster = group.placement, None
+        if planner.measures and placement.num_nodes > 1:
+            cluster = cluster_of(measured_rates(group, timeout_s), placement.ranks_per_node or 1)
+        return planner.plan(model, optimizer, placement, cluster, exclude), ""
+    except ValueError as error:
+        return None, str(error)
+    finally:
+        group.close()
 
 
 @contextmanager

@@ -65,6 +65,8 @@ class Engine:
         self._planning = Planning(plan, self._observer, group, self.call, device=self.device, timeout_s=timeout_s)
         self.plan, self.lanes = self._planning.plan, Lanes()
         self._running: Synchronization | None = None
+        self._collected: set[str] = set()  # buckets of the step under way whose results are here
+        self._collected_s: float | None = None  # when the first of them was asked for before `finish`
         self._failure: str | None = None
         self._closed = False
         self._marks = StepMarks()
@@ -104,6 +106,7 @@ class Engine:
         for lane in self.lanes:
             lane.begin()
         self._aside = None
+        self._collected, self._collected_s = set(), None
         witness = active()
         self._apart = witness is not None and witness.began(self)
         self._running = Synchronization(
@@ -166,6 +169,36 @@ class Engine:
         waiting: set[str] = set().union(*(lane.waiting for lane in self.lanes))
         return [name for name in self.parameters if name in waiting] if waiting else []
 
+    @property
+    def goes_on_alone(self) -> bool:
+        """Whether the plan's exchange needs nobody but the communication thread once everything is loaded."""
+        return not self.lanes.prepared and not self.lanes.offload
+
+    def go_on(self) -> None:
+        """All parameters are loaded: the exchange goes on while the caller does something else before `finish`."""
+        assert not self.missing()
+        self._require_step().go_on()
+
+    def collect(self, name: str) -> None:
+        """After `go_on`: waits until the buckets of this parameter are synchronised, for `unload`.
+
+        Raises:
+            GroupError: as `finish` does.
+        """
+        running = self._require_step()
+        for lane in self.lanes.of(name):
+            if lane.bucket.id in self._collected:
+                continue
+            if self._collected_s is None:
+                self._collected_s = time.perf_counter() - running.began_s
+            try:
+                running.wait_for(lane.bucket.id)
+            except BaseException as error:
+                self.fail(str(error))
+                self._running = None
+                raise
+            self._accept(lane, running)
+
     def finish(self) -> None:
         """Waits until every bucket is synchronised; all parameters are loaded.
 
@@ -174,7 +207,7 @@ class Engine:
         """
         running = self._require_step()
         assert not self.missing()
-        backward_ended_s = time.perf_counter() - running.began_s
+        backward_ended_s = self._collected_s or time.perf_counter() - running.began_s
         if (witness := active()) is not None:
             witness.backward_ended(self)
         try:
@@ -187,7 +220,8 @@ class Engine:
         finally:
             self._running = None
         for lane in self.lanes:
-            lane.accept(running.results[lane.bucket.id], self.step)
+            if lane.bucket.id not in self._collected:
+                self._accept(lane, running)
         self.arrivals = Arrivals(lane.arrival for lane in self.lanes)
         troubled = (lane.gradients.troubled or lane.broken for lane in self.lanes)
         self._steps_good = not (self.lanes.have_state and any(troubled))
@@ -415,6 +449,10 @@ class Engine:
         memory.release()
 
     # Below here: how.
+
+    def _accept(self, lane: Lane, running: Synchronization) -> None:
+        lane.accept(running.results[lane.bucket.id], self.step)
+        self._collected.add(lane.bucket.id)
 
     def _synchronize(self, bucket_id: str) -> Any:
         return self.lanes[bucket_id].synchronize(check_finite=self.lanes.have_state, marks=self._marks, step=self.step)

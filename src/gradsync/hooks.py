@@ -132,7 +132,7 @@ class AutogradHooks:
             parameter.register_post_accumulate_grad_hook(_GradientHook(self, name))
             for name, parameter in self._parameters.items()
         ]
-        model_hook = _uncompiled(_ModelHook)
+        model_hook = uncompiled(ModelHook)
         self._handles.append(model.register_forward_pre_hook(model_hook(self, AutogradHooks._before_forward)))
         self._handles.append(before_optimizer_steps(self, AutogradHooks._before_optimizer_step, optimizer))
         self._handles.append(after_optimizer_steps(self, AutogradHooks._after_optimizer_step, optimizer))
@@ -391,7 +391,7 @@ def before_optimizer_steps(
     owner: T, function: Callable[[T, OptimizerStep], None], optimizer: Optimizer | None = None
 ) -> RemovableHandle:
     """Runs `function(owner, step)` before each step of the optimiser, or of any, while the owner lives."""
-    hook = _uncompiled(_Hook)(owner, lambda alive, *step: function(alive, OptimizerStep(*step)))
+    hook = uncompiled(Hook)(owner, lambda alive, *step: function(alive, OptimizerStep(*step)))
     return register_optimizer_step_pre_hook(hook) if optimizer is None else optimizer.register_step_pre_hook(hook)
 
 
@@ -399,7 +399,7 @@ def after_optimizer_steps(
     owner: T, function: Callable[[T, OptimizerStep], None], optimizer: Optimizer | None = None
 ) -> RemovableHandle:
     """As `before_optimizer_steps`, after each step."""
-    hook = _uncompiled(_Hook)(owner, lambda alive, *step: function(alive, OptimizerStep(*step)))
+    hook = uncompiled(Hook)(owner, lambda alive, *step: function(alive, OptimizerStep(*step)))
     return register_optimizer_step_post_hook(hook) if optimizer is None else optimizer.register_step_post_hook(hook)
 
 
@@ -419,7 +419,7 @@ class OptimizerStep(NamedTuple):
     def is_watched(self) -> bool:
         """Whether hooks of others are to see what it steps."""
         hooks = (self.optimizer._optimizer_step_pre_hooks, self.optimizer._optimizer_step_post_hooks)
-        return any(not isinstance(hook, _Hook) for each in hooks for hook in each.values())
+        return any(not isinstance(hook, Hook) for each in hooks for hook in each.values())
 
 
 def broadcast_tensors(group: Group, tensors: list[Tensor], timeout_s: float) -> None:
@@ -472,7 +472,7 @@ class _ToldTogether:
         return len(self.ready) == len(self.waiting)
 
 
-class _Hook:
+class Hook:
     """A hook that knows its owner weakly, does nothing in copies of the model, and never enters a pickle."""
 
     def __init__(self, owner: object, function: Callable[..., Any]) -> None:
@@ -491,7 +491,7 @@ class _Hook:
         return _get_nothing, ()
 
 
-class _GradientHook(_Hook):
+class _GradientHook(Hook):
     """The hook of one parameter; runs for every gradient, so nothing lies between it and its owner."""
 
     def __init__(self, owner: AutogradHooks, name: str) -> None:
@@ -504,7 +504,7 @@ class _GradientHook(_Hook):
             owner._on_gradient(self._name, parameter)
 
 
-class _ModelHook(_Hook):
+class ModelHook(Hook):
     """A forward hook of the attached model itself."""
 
     def __call__(self, model: nn.Module, *args: Any) -> None:
@@ -514,7 +514,7 @@ class _ModelHook(_Hook):
 
 
 @cache
-def _uncompiled(hook: type[_Hook]) -> type[_Hook]:
+def uncompiled(hook: type[Hook]) -> type[Hook]:
     """The kind of hook as `torch.compile` does not look into it; made late, because it imports the compiler."""
     return type(f"{hook.__name__}Uncompiled", (hook,), {"__call__": torch.compiler.disable(hook.__call__)})
 

@@ -17,12 +17,20 @@ from .expressions import to_expression
 from .schemes import Scheme, from_expression
 from .steps import FINISH
 
+OF = ":"  # between a parameter's name and that of what the optimiser keeps of it
+
 
 class What(StrEnum):
     """What of a parameter is synchronised, and so when."""
 
     GRADIENT = "gradient"  # before the optimiser's step
     PARAMETER = "parameter"  # after it
+    EARLY_PARAMETER = "early_parameter"  # after a step of its own inside backward, when its gradient is there
+
+
+def state_name(parameter: str, key: str) -> str:
+    """What a plan calls an optimiser's state of a parameter: `weight:momentum_buffer`."""
+    return f"{parameter}{OF}{key}"
 
 
 class BucketPlan(BaseModel):

@@ -52,8 +52,10 @@ def train(model: nn.Module, optimizer: SGD, seed: int) -> None:
     optimizer.step()
 
 
-def everyones(model: nn.Module) -> Tensor:
+def everyones(model: nn.Module, handle: gradsync.Attachment | None = None) -> Tensor:
     """All parameters of all ranks, (ranks, elements)."""
+    if handle is not None:
+        handle.wait()
     mine = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(found, mine)
@@ -63,15 +65,16 @@ def everyones(model: nn.Module) -> Tensor:
 def steps_mix_as_the_schedule_says() -> None:
     schedule = SCHEDULES[dist.get_world_size()]
     model, optimizer, handle = make(schedule)
-    assert torch.equal(everyones(model), everyones(model)[:1].expand(schedule.size, -1))
+    assert torch.equal(everyones(model, handle), everyones(model, handle)[:1].expand(schedule.size, -1))
     for step in range(2 * len(schedule.rounds)):
+        handle.wait()
         alone, own = copy.deepcopy(model), copy.deepcopy(optimizer.state_dict())
         twin = SGD(alone.parameters(), lr=0.1, momentum=0.9)
         twin.load_state_dict(own)
         train(alone, twin, step)
         train(model, optimizer, step)
         w = torch.from_numpy(schedule.round(step).mixing).float()
-        now = everyones(model)
+        now = everyones(model, handle)
         torch.testing.assert_close(now, w @ everyones(alone))
         for group, share in schedule.round(step).parts:
             assert share != 1 or all(torch.equal(now[rank], now[group[0]]) for rank in group)
@@ -95,9 +98,9 @@ def a_group_of_all_is_training_together() -> None:
     for step in range(4):
         train(model, optimizer, step)
         train(ddp, plain, step)
+    handle.detach()
     for ours, theirs in zip(model.parameters(), oracle.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
-    handle.detach()
 
 
 def test_a_group_of_all_is_training_together(world: World) -> None:
@@ -108,15 +111,15 @@ def a_consensus_is_the_mean() -> None:
     model, optimizer, handle = make(SCHEDULES[4])
     for step in range(3):
         train(model, optimizer, step)
-    before = everyones(model)
+    before = everyones(model, handle)
     assert not torch.equal(before[0], before[3])
     with gradsync.consensus(model):
-        now = everyones(model)
+        now = everyones(model, handle)
         assert all(torch.equal(row, now[0]) for row in now), "the same bits"
         torch.testing.assert_close(now[0], before.mean(dim=0))
     with handle.no_sync():
         train(model, optimizer, 7)
-    assert not torch.equal(everyones(model)[0], everyones(model)[1]), "a step of each rank's own"
+    assert not torch.equal(everyones(model, handle)[0], everyones(model, handle)[1]), "a step of each rank's own"
     handle.detach()
     with pytest.raises(RuntimeError, match="not attached to this model"), gradsync.consensus(model):
         pass
@@ -161,6 +164,7 @@ def training_resumes_in_the_middle_of_a_cycle() -> None:
     torch.save([part.state_dict() for part in (model, optimizer, handle)], content)
     for step in range(4, 7):
         train(model, optimizer, step)
+    trained = everyones(model, handle)
     handle.detach()
     other, its_optimizer, its_handle = make(schedule)
     content.seek(0)
@@ -168,7 +172,7 @@ def training_resumes_in_the_middle_of_a_cycle() -> None:
         part.load_state_dict(saved)
     for step in range(4, 7):
         train(other, its_optimizer, step)
-    assert torch.equal(everyones(other), everyones(model))
+    assert torch.equal(everyones(other, its_handle), trained)
     its_handle.detach()
 
 
@@ -230,6 +234,7 @@ def a_rank_that_missed_a_step_is_found() -> list[str]:
                     train(model, optimizer, step)
             else:
                 train(model, optimizer, step)
+        handle.wait()
     except RuntimeError as error:
         said.append(str(error))
     handle.detach()
@@ -254,6 +259,6 @@ def plain_average() -> None:
     plan = Plan.make(specs, 2, [(list(specs), AllReduce())], what=What.PARAMETER)
     handle = gradsync.attach(model, optimizer, plan, timeout=10)
     train(model, optimizer, 0)
-    now = everyones(model)
+    now = everyones(model, handle)
     assert torch.equal(now[0], now[1])
     handle.detach()

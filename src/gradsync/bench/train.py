@@ -22,6 +22,7 @@ from .methods import DDP, DDP_SWEEP, TORCH_SPARSE, method
 from .provenance import commit, machine, versions
 from .steal import MOST_STOLEN, Patience, Steal
 
+BLOCK_AVERAGES: dict[str, Callable[[list[float]], float]] = {"median": statistics.median, "mean": statistics.fmean}
 AGAIN = "again"  # suffix of the baseline's second copy
 
 Figures = dict[str, list[dict[str, Any]]]  # what the ranks measured, by method and rank
@@ -37,6 +38,7 @@ class TrainSpec(BaseModel):
     ranks_per_node: int = 1
     link: str = "1gbit"
     scenario: dict[str, Any] = {}  # further settings of the lab's scenario
+    scenario_name: str | None = None  # steps of a scenario differ by turns: blocks are then judged by their mean step
     loopback: bool = False
     emulate_compute: bool = False  # forward, backward and optimiser are slept through, see `workloads/emulated.py`
     compute: dict[bool, ComputeTimes] = {}  # what is slept: of models with sparse gradients, and without
@@ -57,6 +59,11 @@ class TrainSpec(BaseModel):
     @property
     def world_size(self) -> int:
         return self.nodes * self.ranks_per_node
+
+    @property
+    def block_average(self) -> str:
+        """Of the steps of a block, by `BLOCK_AVERAGES`."""
+        return "median" if self.scenario_name is None else "mean"
 
     @property
     def sweep(self) -> tuple[str, ...]:
@@ -192,6 +199,8 @@ def _record(
     params = {"nodes": spec.nodes, "link": run.link, "workload": spec.workload}
     params["block_steps"] = steps_of(figures[baseline.name]) // max(len(base), 1) if base else spec.block_steps
     params |= {"ranks_per_node": spec.ranks_per_node, **spec.scenario, **spec.options}
+    if spec.scenario_name is not None:
+        params |= {"scenario": spec.scenario_name, "block_average": spec.block_average}
     if spec.emulate_compute:
         params["emulate_compute"] = True
     params["baseline_method"] = picked if baseline.name == DDP else baseline.name
@@ -231,15 +240,14 @@ def _alone_s(spec: TrainSpec, name: str) -> float | None:
 
 
 def _blocks(ranks: list[dict[str, Any]]) -> list[float]:
-    """`block_medians`; none of a method that failed."""
-    return [] if ranks[0]["failed"] else block_medians(ranks)
+    """`block_steps_s`; none of a method that failed."""
+    return [] if ranks[0]["failed"] else block_steps_s(ranks)
 
 
-def block_medians(ranks: list[dict[str, Any]]) -> list[float]:
-    """Median step time of each counted block: of the slowest rank, which is the one everybody waits for."""
-    return [
-        max(statistics.median(block) for block in blocks) for blocks in zip(*(r["blocks"] for r in ranks), strict=True)
-    ]
+def block_steps_s(ranks: list[dict[str, Any]]) -> list[float]:
+    """The usual step of each counted block: of the slowest rank, which is the one everybody waits for."""
+    usual = BLOCK_AVERAGES[ranks[0]["block_average"]]
+    return [max(usual(block) for block in blocks) for blocks in zip(*(r["blocks"] for r in ranks), strict=True)]
 
 
 def steps_of(ranks: list[dict[str, Any]]) -> int:

@@ -288,6 +288,7 @@ def result_of(workload: Task, who: Contestant, spec: TrainSpec) -> dict[str, Any
     return {
         "failed": None,
         "blocks": who.blocks,
+        "block_average": spec.block_average,
         "losses": who.losses,
         "samples_per_step": workload.batch_size,
         "sent_bytes": sum(who.sent_bytes),

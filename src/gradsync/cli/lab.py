@@ -12,7 +12,7 @@ from rich.table import Table
 
 from ..cluster import format_rate
 from ..lab import Lab, LabUnavailableError, LinkRate, Scenario
-from ..lab.scenario import parse_background, parse_slow
+from ..lab.scenario import parse_background, parse_moving_background, parse_slow, parse_stalls
 from .progress import console
 
 app = typer.Typer(help="An emulated cluster on this machine: namespaces joined by shaped links.", no_args_is_help=True)
@@ -28,6 +28,10 @@ RackSize = Annotated[int | None, typer.Option(help="Nodes of a rack.")]
 Trunk = Annotated[str | None, typer.Option(help="Rate of each rack's uplink.")]
 Slow = Annotated[list[str] | None, typer.Option(help="A node with another rate, NODE=RATE; repeatable.")]
 Background = Annotated[list[str] | None, typer.Option(help="Traffic all the time, FROM->TO=RATE; repeatable.")]
+Moving = Annotated[
+    str | None, typer.Option("--moving-background", help="Traffic that moves to other nodes now and then, RATE@TIME.")
+]
+Stalls = Annotated[str | None, typer.Option(help="Ranks that stop now and then, TIME@TIME between, as 500ms@4s.")]
 Procs = Annotated[int, typer.Option("--procs-per-node", min=1, help="Ranks on each node.")]
 
 
@@ -39,6 +43,8 @@ def scenario_of(
     slow: list[str] | None,
     background: list[str] | None,
     procs_per_node: int = 1,
+    moving_background: str | None = None,
+    stalls: str | None = None,
 ) -> Scenario:
     """The scenario; a wrong option ends the command with its message."""
     try:
@@ -50,6 +56,8 @@ def scenario_of(
             trunk=trunk,
             slow=parse_slow(slow or []),
             background=parse_background(background or []),
+            moving_background=None if moving_background is None else parse_moving_background(moving_background),
+            stalls=None if stalls is None else parse_stalls(stalls),
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
@@ -65,11 +73,13 @@ def run(
     trunk: Trunk = None,
     slow: Slow = None,
     background: Background = None,
+    moving_background: Moving = None,
+    stalls: Stalls = None,
     procs_per_node: Procs = 1,
     timeout: Annotated[float | None, typer.Option(help="Seconds after which all ranks are ended.")] = None,
 ) -> None:
     """Runs a command as every rank of an emulated cluster, with the environment torchrun would set."""
-    scenario = scenario_of(nodes, link, rack_size, trunk, slow, background, procs_per_node)
+    scenario = scenario_of(nodes, link, rack_size, trunk, slow, background, procs_per_node, moving_background, stalls)
     try:
         with Lab(scenario) as lab:
             codes = lab.run([*command, *context.args], timeout_s=timeout)

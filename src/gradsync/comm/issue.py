@@ -9,7 +9,8 @@ read each other's messages.
 
 Who issues? The communication thread, as far as buckets are ready while backward goes on; the thread that waits for the
 end does the rest itself. Handing over costs two changes of threads, which many small steps would feel. A lock, the
-`turn`, makes it one at a time.
+`turn`, makes it one at a time. Where nobody waits for the end yet, `go_on` hands over the rest, and `wait_for` waits
+for one bucket.
 
 Who computes? What a scheme does between two awaits, whoever issues. `Work` that a scheme awaits, the device that it is
 for: `OFFLOAD` is a thread of its own, which begins at once; `COMPUTE` is the thread of backward, which does it when it
@@ -131,6 +132,9 @@ class Synchronization:
         self._cancelled = False
         self._ended = False
         self._error: BaseException | None = None
+        self._handed_over = False  # all that is left
+        self._progress = threading.Condition()  # of results, and of the end
+        self._result_events: dict[str, torch.cuda.Event] = {}
         self.results: dict[str, Any] = {}
         self.began_s = time.perf_counter()
         self.tasks: list[Task] = []
@@ -163,6 +167,22 @@ class Synchronization:
         """Gives the step up: what was not issued yet never is."""
         self._cancelled = True
         self._give_up_work()
+        self._tell_progress()
+
+    def go_on(self) -> None:
+        """All buckets are ready: has the thread do what is left, while the caller does something else before `wait`."""
+        self._handed_over = True
+        self._thread.submit(self.advance)
+
+    def wait_for(self, bucket: str) -> None:
+        """After `go_on`: blocks until this bucket is synchronised, raises what went wrong with it or before it."""
+        assert self._handed_over
+        with self._progress:
+            self._progress.wait_for(lambda: bucket in self.results or self._ended or self._cancelled)
+        if bucket not in self.results:
+            self.wait()
+        if bucket in self._result_events:
+            self._result_events[bucket].wait(torch.cuda.current_stream())
 
     def wait(self) -> None:
         """Issues what is left, blocks until every bucket is synchronised, raises what went wrong."""
@@ -194,6 +214,12 @@ class Synchronization:
             if self._on_cuda:
                 self._issued = torch.cuda.Event()
                 self._issued.record()
+        self._tell_progress()
+
+    def _tell_progress(self) -> None:
+        if self._handed_over:
+            with self._progress:
+                self._progress.notify_all()
 
     def _run_turns(self, *, joined: bool) -> bool:
         """Whether all turns are over."""
@@ -268,8 +294,12 @@ class Synchronization:
             try:
                 operation = self._coroutines[bucket].send(value)
             except StopIteration as done:
-                self.results[bucket] = done.value
                 self._record(f"{bucket}:{FINISH}", "kernel", resumed_s)
+                if self._on_cuda:
+                    self._result_events[bucket] = torch.cuda.Event()
+                    self._result_events[bucket].record()
+                self.results[bucket] = done.value
+                self._tell_progress()
                 return
             self._record(f"{bucket}:{stage}", "kernel", resumed_s)
             self._pending[bucket] = (operation, stage, time.perf_counter())

@@ -351,9 +351,9 @@ def sitting_out(schedule: GroupSchedule, ranks: Collection[int], every: int) -> 
     everybody; it is not exact any more.
 
     Raises:
-        ValueError: for ranks that are none, `every` below 2, or too few others.
+        ValueError: for ranks that are none, or `every` below 2.
     """
-    if every < 2 or not ranks or not set(ranks) < set(range(schedule.size)):
+    if every < 2 or not ranks or not set(ranks) <= set(range(schedule.size)):
         raise ValueError(
             f"some of {schedule.size} ranks can sit out all rounds but one of 2 or more, got {sorted(ranks)} and every "
             f"{every} rounds"

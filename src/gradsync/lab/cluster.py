@@ -22,6 +22,7 @@ from typing import IO, Any
 
 from .awake import awake
 from .counters import NODE_INTERFACE
+from .disturb import disturbances
 from .keeper import tbf
 from .processors import confined, shares_of_nodes
 from .scenario import UNSHAPED, Scenario, rate_bytes_per_s
@@ -85,7 +86,7 @@ class Lab:
         self._pids: list[int] = []
         self._observed: dict[str, Any] = {}
         self._processors = shares_of_nodes(scenario.nodes)
-        self._awake = ExitStack()
+        self._awake, self._disturbances = ExitStack(), ExitStack()
         self._is_awake = False
         self._flows: dict[tuple[int, int], list[subprocess.Popen[Any]]] = {}
         self._flow_ports = count(BACKGROUND_PORT)
@@ -105,11 +106,13 @@ class Lab:
         self._is_awake = self._awake.enter_context(awake())
         for source, target, rate in self.scenario.background:
             self.start_background(source, target, rate)
+        self._disturbances.enter_context(disturbances(self))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._disturbances.close()
         for process in [*self.ranks.values(), *(p for flow in self._flows.values() for p in flow)]:
             end(process)
         self._close()
@@ -183,7 +186,7 @@ class Lab:
             if (value := rate_bytes_per_s(rate)) is not None
         }
         return {
-            "links": {k: v for k, v in asdict(self.scenario).items() if v not in (None, {}, ())},
+            "links": {k: v for k, v in asdict(self.scenario).items() if v not in (None, {}, (), 0)},
             "shaping": {"kind": "tbf, both directions", **{rate: shapers[rate] for rate in sorted(shapers)}},
             "congestion_control": self._observed.get("congestion_control"),
             "segmentation_offload": self._observed.get("segmentation_offload"),

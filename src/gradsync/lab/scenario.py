@@ -1,12 +1,13 @@
-"""What a lab looks like: nodes, link rates, racks, slow nodes, background traffic."""
+"""What a lab looks like, and what happens to it: link rates, racks, slow nodes, background traffic, stalls."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..cluster import format_rate, parse_rate_bytes_per_s
+from ..cluster import format_rate, parse_duration_s, parse_rate_bytes_per_s
 
 UNSHAPED = "unshaped"
 MOST_NODES = 200  # addresses in one /24
@@ -18,7 +19,9 @@ class Scenario:
     """Rates as people write them (`1gbit`, `200mbit`) or `unshaped`.
 
     `slow`: node -> its own rate. With `rack_size`, every so many nodes share a rack joined to the others by `trunk`.
-    `background`: (from node, to node, rate) of traffic that runs all the time.
+    `background`: (from node, to node, rate) of traffic that runs all the time. `moving_background`: (rate, seconds) of
+    one flow that is between two other nodes after so long each time. `stalls`: (seconds, seconds between on average):
+    some rank stops for so long, as a swapping process does. Both are drawn by `seed`.
     """
 
     nodes: int
@@ -28,6 +31,9 @@ class Scenario:
     trunk: str | None = None
     slow: dict[int, str] = field(default_factory=dict)
     background: tuple[tuple[int, int, str], ...] = ()
+    moving_background: tuple[str, float] | None = None
+    stalls: tuple[float, float] | None = None
+    seed: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.nodes <= MOST_NODES:
@@ -49,6 +55,13 @@ class Scenario:
             rate_bytes_per_s(rate)
         for _, _, rate in self.background:
             parse_rate_bytes_per_s(rate)
+        if self.moving_background is not None:
+            rate, stays_s = self.moving_background
+            parse_rate_bytes_per_s(rate)
+            if self.nodes < 2 or not 0 < stays_s < math.inf:
+                raise ValueError(f"moving traffic needs two nodes and a time above 0 s, got {self.nodes} and {stays_s}")
+        if self.stalls is not None and not all(0 < seconds < math.inf for seconds in self.stalls):
+            raise ValueError(f"stalls need two times above 0 s, got {self.stalls}")
 
     @property
     def world_size(self) -> int:
@@ -99,3 +112,19 @@ def parse_background(texts: Sequence[str]) -> tuple[tuple[int, int, str], ...]:
             raise ValueError(f"background traffic is written FROM->TO=RATE, like 0->2=300mbit; got {text!r}")
         flows.append((int(match[1]), int(match[2]), match[3]))
     return tuple(flows)
+
+
+def parse_moving_background(text: str) -> tuple[str, float]:
+    """`"100mbit@4s"` -> ("100mbit", 4.0); raises ValueError."""
+    rate, at, seconds = text.partition("@")
+    if not at:
+        raise ValueError(f"moving traffic is written RATE@TIME, like 100mbit@4s; got {text!r}")
+    return rate, parse_duration_s(seconds)
+
+
+def parse_stalls(text: str) -> tuple[float, float]:
+    """`"500ms@4s"` -> (0.5, 4.0); raises ValueError."""
+    stall, at, every = text.partition("@")
+    if not at:
+        raise ValueError(f"stalls are written TIME@TIME between them, like 500ms@4s; got {text!r}")
+    return parse_duration_s(stall), parse_duration_s(every)

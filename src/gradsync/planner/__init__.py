@@ -1,5 +1,6 @@
 """From measurements to a plan."""
 
+from .averaging import AveragingPlanner as AveragingPlanner
 from .candidates import Search as Search
 from .candidates import candidate_plans as candidate_plans
 from .candidates import searched as searched

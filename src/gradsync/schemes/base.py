@@ -111,6 +111,15 @@ class Scheme(Nameable, ABC, Generic[X]):
         return False
 
     @property
+    def is_lossy(self) -> bool:
+        """Whether what travels is less than what ranks brought."""
+        return not self.exact
+
+    def own_part(self, x: Tensor, state: State, scale: float) -> Tensor | None:
+        """Of a flat bucket's elements, what of this rank is in the scaled sum; None: all of it. `x` stays as it is."""
+        return None
+
+    @property
     def freezes(self) -> bool:
         """Whether optimisers must leave alone what `arrived` has not."""
         return False

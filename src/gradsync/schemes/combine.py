@@ -64,6 +64,7 @@ class Hierarchical(Scheme[Any]):
             )
         object.__setattr__(self, "layout", self.intra.layout)
         object.__setattr__(self, "exact", self.intra.exact and self.inter.exact)
+        object.__setattr__(self, "mixes", self.inter.mixes)
         object.__setattr__(self, "depends_on_shapes", self.inter.depends_on_shapes)
 
     @property
@@ -93,6 +94,10 @@ class Hierarchical(Scheme[Any]):
         owners = range(self.ranks_per_node)
         parts = [self.intra.part_of(flat, (known,), self.ranks_per_node, owner)[1] for owner in owners]
         return max(parts, key=lambda part: part[0].rows)
+
+    @property
+    def is_lossy(self) -> bool:
+        return self.intra.is_lossy or self.inter.is_lossy
 
     @property
     def freezes(self) -> bool:

@@ -193,6 +193,14 @@ class CompressedAllGather(Compressed):
         behind.copy_(any_flags(messages, payload, len(behind)))
         return x, {SENT: (next_state,)}
 
+    def own_part(self, x: Tensor, state: State, scale: float) -> Tensor | None:
+        """Compressed once more, by the same draws."""
+        (own,) = state[SENT]
+        payload, _ = self.compressor.compress(x, own)
+        part = torch.empty_like(x)
+        self.compressor.sum_into(part, [payload], scale)
+        return part
+
     def steps(
         self,
         specs: tuple[TensorSpec, ...],

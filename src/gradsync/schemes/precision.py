@@ -149,6 +149,10 @@ class HalfPrecision(Scheme[Any]):
         indices, values = kernels.sum_rows([(table.indices, table.values)], table.num_rows, scale=scale)
         return replace(table, indices=indices, values=self._narrowed(values.flatten(), 1.0).view(values.shape))
 
+    def own_part(self, x: Tensor, state: State, scale: float) -> Tensor | None:
+        """But for what rounding of sums takes away."""
+        return self._narrowed(x, scale).to(x.dtype) if self.rounds(x.dtype) else None
+
     def _narrowed(self, x: Tensor, scale: float) -> Tensor:
         narrowed = memory.empty_like(x, self.dtype)
         kernels.narrow(x, narrowed, scale=scale)

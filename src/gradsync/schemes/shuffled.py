@@ -18,7 +18,9 @@ from ..expressions import register
 from ..steps import Compute, Step
 from .base import Scheme, State
 from .combine import at_once, in_turns
+from .compressed import CompressedAllGather
 from .dense import AllReduce
+from .precision import HalfPrecision
 
 ROUND = "round"  # the compress point of a state that only counts
 
@@ -34,7 +36,9 @@ class Shuffled(Scheme[Tensor]):
     the round has no relaxation.
 
     `rounds` are repeated: of each, its groups, which have every rank once. `relaxations`: of each round, one for each
-    group in ascending order; none: all go to the mean. `scheme` is exact, for flat buckets, and keeps no state.
+    group in ascending order; none: all go to the mean. `scheme` is for flat buckets, keeps no residuals, and is exact,
+    rounds to 16 bits, or gathers payloads. What a rank's values lose by that it keeps: its result has it in place of
+    the others', so nothing is lost to the mean of all, and results of a group differ by as much.
     Flags arrive within the group.
     Wire: that of `scheme` within the groups of the round; a rank alone sends nothing.
     """
@@ -49,8 +53,13 @@ class Shuffled(Scheme[Tensor]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.scheme, Scheme) or self.scheme.layout is not Layout.FLAT or not self.scheme.exact:
-            raise ValueError(f"{type(self).__name__}.scheme must be exact and for flat buckets, got {self.scheme!r}")
+        inner = self.scheme.inner if isinstance(self.scheme, HalfPrecision) else self.scheme
+        is_exact = isinstance(inner, Scheme) and inner.layout is Layout.FLAT and inner.exact
+        if not is_exact and not isinstance(self.scheme, CompressedAllGather):
+            raise ValueError(
+                f"{type(self).__name__}.scheme must be for flat buckets and exact, HalfPrecision of such a one, or "
+                f"CompressedAllGather, got {self.scheme!r}"
+            )
         try:
             groups = [tuple(tuple(map(int, group)) for group in each) for each in self.rounds]
             shares = [tuple(map(float, each)) for each in self.relaxations] or [()] * len(groups)
@@ -84,6 +93,10 @@ class Shuffled(Scheme[Tensor]):
     def carries_flags(self) -> bool:
         return True
 
+    @property
+    def is_lossy(self) -> bool:
+        return self.scheme.is_lossy
+
     def stages(self, size: int) -> tuple[str, ...]:
         """Those of the largest group; smaller ones that need fewer have empty turns."""
         return max((self.scheme.stages(len(group)) for group in self.schedule.distinct), key=len, default=())
@@ -96,30 +109,42 @@ class Shuffled(Scheme[Tensor]):
         """
         if self.schedule.size != group.size:
             raise ValueError(f"the schedule is for {self.schedule.size} ranks, there are {group.size}")
-        if self.scheme.init(bucket, group):
-            raise ValueError(f"{self.name} cannot average by {self.scheme.title}, which keeps state of its own")
+        state = self.scheme.init(bucket, group)
+        if any(isinstance(kept, Tensor) or any(part.elements for part in kept) for kept in state.values()):
+            raise ValueError(
+                f"{self.name} cannot average by {self.scheme.title}, which keeps residuals: here a rank keeps what it "
+                "does not send in its values"
+            )
         for members in self.schedule.distinct:
             if group.rank in members:
                 group.subgroup(members)
-        return {ROUND: (CompressorState(bucket.flat_spec, group.rank),)}
+        return {**state, ROUND: (CompressorState(bucket.flat_spec, group.rank),)}
 
     async def synchronize(self, x: Tensor, state: State, group: Group, scale: float) -> tuple[Tensor, State]:
+        inner = {point: kept for point, kept in state.items() if point != ROUND}
         (counted,) = state[ROUND]
         assert isinstance(counted, CompressorState)
         numel, turns = counted.spec.numel, len(self.stages(group.size))
         members, share = self._part(group.rank, counted.step)
         own = x[:numel].mul(scale * group.size * (1 - share)) if share != 1 else None
+        rest = None
         if len(members) > 1:
             within = group.subgroup(members)
+            share_of_one = scale * group.size / within.size
+            if (sent := self.scheme.own_part(x[:numel], inner, share_of_one)) is not None:
+                rest = x[:numel].mul(scale * group.size).sub_(sent, alpha=within.size)
             # Exchange: the mean of the group.
-            x, _ = await in_turns(self.scheme.synchronize(x, {}, within, scale * group.size / within.size), turns)
+            x, _ = await in_turns(self.scheme.synchronize(x, inner, within, share_of_one), turns)
         else:
             if turns:
                 await in_turns(_nothing(), turns)
             x[:numel] *= scale * group.size
+        if rest is not None:
+            x[:numel].add_(rest)
         if own is not None:
             x[:numel].mul_(share).add_(own)
-        return x, {ROUND: (counted.next(),)}
+        following = {point: tuple(part.next() for part in kept) for point, kept in inner.items()}
+        return x, {**following, ROUND: (counted.next(),)}
 
     def steps(
         self,
@@ -132,8 +157,10 @@ class Shuffled(Scheme[Tensor]):
         groups = [group for group in now.groups if len(group) > 1]
         within = [self.scheme.steps(specs, profiles, placement.of(group), round) for group in groups]
         exchange = tuple(at_once("group", placement.size, groups, within))
+        (spec,) = specs
+        if groups and self.is_lossy:
+            exchange = (Compute("keep_rest", 5.0 * spec.nbytes), *exchange, Compute("add_rest", 3.0 * spec.nbytes))
         if any(share != 1 for share in now.relaxations):
-            (spec,) = specs
             exchange = (Compute("relax", 2.0 * spec.nbytes), *exchange, Compute("relax", 3.0 * spec.nbytes))
         return exchange
 

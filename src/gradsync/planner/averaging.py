@@ -1,0 +1,185 @@
+"""Plans that average parameters in groups which change (after DS-Sync), for a model, its optimiser and the links."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RAdam
+
+from ..bucket import TensorSpec, matches, trainable_parameters
+from ..cluster import Cluster, Placement
+from ..comm.shuffle import GroupSchedule, sitting_out, together
+from ..compressors import Cast, Compressor
+from ..optim import momentum_of
+from ..plan import Plan, What, state_name
+from ..schemes import AllReduce, CompressedAllGather, HalfPrecision, Hierarchical, ReduceScatter, Scheme, Shuffled
+from .grouping import Grouping, groupings
+
+BUCKET_BYTES = 4 << 20  # what a module's forward waits for at most beside its own; one tensor may be larger
+STATES: dict[type[Optimizer], tuple[str, ...]] = {
+    SGD: ("momentum_buffer",),
+    **dict.fromkeys((Adam, AdamW, NAdam, RAdam), ("exp_avg", "exp_avg_sq")),
+}
+
+
+@dataclass(frozen=True)
+class AveragingPlanner:
+    """For `attach(model, optimizer, AveragingPlanner())`: who averages with whom follows from the links of the nodes.
+
+    Of the schedules that keep what is asked for, the one with the shortest expected step. Ranks of a node are averaged
+    in every round, and each has a part of that between nodes.
+
+    Args:
+        cluster: None: rates between all nodes are measured when attached, for the time of a few MiB each.
+        schedule: of nodes, or of ranks, if it is not to be chosen.
+        largest: nodes of a group at most; None: the square root of all.
+        budget: groups that may cross a rack's uplink in the same round; None: any number.
+        most_spread: how far nodes may be apart for good, in variances of a step's noise, see `GroupSchedule.spread`.
+        most_left: share of any disagreement that a cycle may leave.
+        momentum_every: rounds of which one averages the optimiser's momenta too, in 16 bits; 0: each rank's stay its
+            own. Ranks are 5 to 12 times as far apart with momenta of their own (momentum 0.9).
+        compressor: what differences to the values of the last consensus travel by; None: values travel as they are.
+            What it leaves out a rank keeps for itself, so it needs no error feedback.
+        early: parameters are stepped inside backward, and their exchange begins there. Not for gradients that are
+            clipped.
+        compute_s: what a step takes beside the exchange; it decides between schedules only where nodes are slow.
+    """
+
+    cluster: Cluster | None = None
+    schedule: GroupSchedule | None = None
+    largest: int | None = None
+    budget: int | None = 1
+    most_spread: float = 1.0
+    most_left: float = 0.5
+    momentum_every: int = 0
+    compressor: Compressor[Any] | None = None
+    early: bool = False
+    compute_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.momentum_every < 0 or type(self.momentum_every) is not int:
+            raise ValueError(f"momentum_every must be a whole number from 0 on, got {self.momentum_every!r}")
+        if self.compressor is not None and not isinstance(self.compressor, Compressor):
+            raise ValueError(f"compressor must be a compressor or None, got {self.compressor!r}")
+
+    @property
+    def measures(self) -> bool:
+        """Whether it needs to know the links."""
+        return self.cluster is None and self.schedule is None
+
+    def plan(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        placement: Placement,
+        cluster: Cluster | None = None,
+        exclude: Sequence[str] = (),
+    ) -> Plan:
+        """The plan, by this cluster if none was given.
+
+        Raises:
+            ValueError: for a cluster or schedule of other nodes, nodes with different numbers of ranks, and momenta of
+                an optimiser that is not known.
+        """
+        parameters = {n: p for n, p in trainable_parameters(model).items() if not matches(n, exclude)}
+        specs = {name: TensorSpec.of(p) for name, p in parameters.items()}
+        nbytes = float(sum(spec.nbytes for spec in specs.values()))
+        schedule = self._schedule(placement, self.cluster or cluster, nbytes)
+        by_node = schedule.size != placement.size
+        ordered = list(reversed(specs)) if self.early else list(specs)
+        scheme = _of_ranks(Shuffled.by(schedule, self._exchange(schedule)), placement, by_node)
+        buckets = [(names, scheme) for names in _filled(ordered, specs)]
+        buffers = {n: TensorSpec.of(b) for n, b in model.named_buffers() if b.is_floating_point() and b.numel()}
+        exact = _of_ranks(Shuffled.by(schedule), placement, by_node)
+        buckets += [(names, exact) for names in _filled(list(buffers), buffers)]
+        if self.momentum_every:
+            names = [n for n in ordered if id(parameters[n]) in _with_momentum(optimizer)]
+            states = {state_name(n, key): specs[n] for n in names for key in _states_of(optimizer)}
+            seldom = _thinned(schedule, self.momentum_every)
+            rounded = _of_ranks(Shuffled.by(seldom, HalfPrecision()), placement, by_node)
+            buckets += [(filled, rounded) for filled in _filled(list(states), states)]
+            specs |= states
+        what = What.EARLY_PARAMETER if self.early else What.PARAMETER
+        return Plan.make(specs | buffers, placement.size, buckets, what=what)
+
+    def grouping(self, cluster: Cluster, nbytes: float) -> Grouping:
+        """The schedule of nodes that is taken on these links, and what is expected of it."""
+        return groupings(
+            cluster,
+            nbytes,
+            self.compute_s,
+            largest=self.largest,
+            budget=self.budget,
+            most_spread=self.most_spread,
+            most_left=self.most_left,
+        )[0]
+
+    def _schedule(self, placement: Placement, cluster: Cluster | None, nbytes: float) -> GroupSchedule:
+        nodes, schedule = placement.num_nodes, self.schedule
+        if schedule is None:
+            if nodes == 1:
+                return together(placement.size)
+            assert cluster is not None, "either is given, or the links were measured"
+            schedule = self.grouping(cluster, nbytes).schedule
+        if schedule.size not in (nodes, placement.size):
+            raise ValueError(
+                f"the schedule is for {schedule.size}, the job has {placement.size} ranks on {nodes} nodes: expected "
+                "one of as many ranks, or nodes"
+            )
+        return schedule
+
+    def _exchange(self, schedule: GroupSchedule) -> Scheme[Any]:
+        """Of a group. Payloads of 16 bits may be summed on their way, which pays from three members on."""
+        if self.compressor is None:
+            return AllReduce()
+        if isinstance(self.compressor, Cast) and max(map(len, schedule.distinct), default=1) > 2:
+            return HalfPrecision(values=self.compressor.dtype)
+        return CompressedAllGather(self.compressor)
+
+
+def _of_ranks(between: Scheme[Any], placement: Placement, by_node: bool) -> Scheme[Any]:
+    """`between` nodes, once the ranks of each have summed up."""
+    if not by_node:
+        return between
+    per_node = placement.ranks_per_node
+    if per_node is None:
+        raise ValueError("groups of nodes need as many ranks on each node, and here they differ")
+    return Hierarchical(ReduceScatter(), between, per_node)
+
+
+def _filled(names: Sequence[str], specs: dict[str, TensorSpec]) -> list[list[str]]:
+    """Buckets of one type each, in this order."""
+    buckets: list[list[str]] = []
+    for dtype in dict.fromkeys(specs[name].dtype for name in names):
+        filled_bytes = math.inf
+        for name in (name for name in names if specs[name].dtype is dtype):
+            if filled_bytes + specs[name].nbytes > BUCKET_BYTES:
+                buckets.append([])
+                filled_bytes = 0
+            buckets[-1].append(name)
+            filled_bytes += specs[name].nbytes
+    return buckets
+
+
+def _thinned(schedule: GroupSchedule, every: int) -> GroupSchedule:
+    """The same groups, in one round of so many."""
+    return schedule if every == 1 else sitting_out(schedule, range(schedule.size), every)
+
+
+def _states_of(optimizer: Optimizer) -> tuple[str, ...]:
+    found = next((keys for kind, keys in STATES.items() if type(optimizer) is kind), None)
+    if found is None:
+        known = ", ".join(kind.__name__ for kind in STATES)
+        raise ValueError(
+            f"momentum_every averages the momenta of {known}; what {type(optimizer).__name__} keeps is not known: use 0"
+        )
+    return found
+
+
+def _with_momentum(optimizer: Optimizer) -> set[int]:
+    """Parameters that have momenta."""
+    return {id(p) for group in optimizer.param_groups if momentum_of(group) for p in group["params"]}
