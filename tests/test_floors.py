@@ -23,6 +23,7 @@ FLOORS: list[set[str]] = [
     {"document"},
     {"plan", "lane", "recording", "sparsity", "profile"},
     {"planning", "optim", "fitting", "freezing"},
+    {"stepping"},
     {"engine", "planner", "characterization"},
     {"overlap"},
     {"agreement", "hooks", "lab", "measurement", "report", "simulator", "workloads"},

@@ -158,9 +158,9 @@ def test_a_plan_changed_by_hand_must_drop_its_digest() -> None:
         (edited(buckets=bucket(0, size=3)), r"plan, field buckets\.0\.size: Extra inputs are not permitted"),
         (
             edited(buckets=bucket(0, what="weights")),
-            r"field buckets\.0\.what: .*'gradient' or 'parameter'.*got weights",
+            r"field buckets\.0\.what: .*'gradient', 'parameter' or 'early_parameter'.*got weights",
         ),
-        (edited(buckets=bucket(2, scheme={"gossip": {}})), r"buckets\.2\.scheme: .*unknown scheme 'gossip'; there are"),
+        (edited(buckets=bucket(2, scheme={"rumour": {}})), r"buckets\.2\.scheme: .*unknown scheme 'rumour'; there are"),
         (edited(buckets=bucket(2, scheme={"all_reduce": {"k": 1}})), r"\.scheme: .*'all_reduce' has no setting 'k'"),
         (edited(buckets=bucket(2, scheme="all_reduce")), r"field buckets\.2\.scheme: .*dictionary.*got all_reduce"),
     ],

@@ -10,7 +10,7 @@ import pytest
 
 from gradsync.compressors import Compressor, Sign, TopK, Warmup
 from gradsync.expressions import Nameable, registered
-from gradsync.schemes import CoarseGrained, MajorityVote, PowerSGD, Shuffled, ways
+from gradsync.schemes import CoarseGrained, Gossip, MajorityVote, PowerSGD, Shuffled, ways
 from tests.compressors.family import MEMBERS, SHARES
 from tests.schemes.family import ALL_MEMBERS
 
@@ -31,6 +31,7 @@ NAMED: dict[type[Nameable], Nameable] = {
         MajorityVote(Sign()),
         PowerSGD(),
         CoarseGrained(),
+        Gossip(((1, -1),)),
         Shuffled((((0, 1),),)),
     )
 }

@@ -14,7 +14,7 @@ from torch import nn
 
 from gradsync.bench import launch, train
 from gradsync.bench.methods import DDP_SWEEP, METHODS, method
-from gradsync.bench.train import AGAIN, TrainSpec, block_medians, run_training
+from gradsync.bench.train import AGAIN, TrainSpec, block_steps_s, run_training
 from gradsync.bench.train_rank import Contestant, pick
 from gradsync.lab import Lab
 from gradsync.report.record import TrainingRun
@@ -27,7 +27,8 @@ def rank_result(blocks: list[list[float]]) -> dict[str, Any]:
     """What a rank says of a method."""
     steps = sum(map(len, blocks))
     return {
-        "failed": None, "blocks": blocks, "losses": [1.0] * steps, "samples_per_step": 8, "sent_bytes": 100 * steps,
+        "failed": None, "blocks": blocks, "block_average": "median", "mixes_by": None,
+        "losses": [1.0] * steps, "samples_per_step": 8, "sent_bytes": 100 * steps,
         "final": {}, "backward_s": 0.1, "exposed_s": 0.0, "plan": [], "buckets": [], "timeline": [],
         "predicted_timeline": [],
     }  # fmt: skip
@@ -64,7 +65,7 @@ def run_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., TrainingRun]:
 
 
 def test_a_block_is_as_slow_as_its_slowest_rank() -> None:
-    assert block_medians([blocks_of(1.0, 2.0), blocks_of(3.0, 1.0)]) == [3.0, 2.0]
+    assert block_steps_s([blocks_of(1.0, 2.0), blocks_of(3.0, 1.0)]) == [3.0, 2.0]
 
 
 def test_ratios_are_taken_block_by_block_and_the_baseline_is_held_against_itself(run_with: Any) -> None:

@@ -17,7 +17,7 @@ from gradsync.cluster import Placement
 from gradsync.comm import GroupError, LocalGroup, drive, run_local
 from gradsync.density import DensityProfile
 from gradsync.positions import ALIGNMENT_BYTES, SPARSE_FORMATS, IndexFormat
-from gradsync.schemes import BalancedParallelism, CoarseGrained, PowerSGD, Shuffled, registered
+from gradsync.schemes import BalancedParallelism, CoarseGrained, Gossip, PowerSGD, Shuffled, registered
 from gradsync.schemes.compressed import Compressed
 from gradsync.schemes.points import SMALLEST
 from gradsync.sparse import SparseRows
@@ -121,7 +121,7 @@ def slack_bytes(member: Member, inputs: list[Any]) -> float:
 
 def test_every_registered_scheme_is_a_row_of_the_table() -> None:
     """But for those that lose more than a rounding or average groups, which have contracts of their own."""
-    others = (Compressed, PowerSGD, CoarseGrained, Shuffled)
+    others = (Compressed, PowerSGD, CoarseGrained, Gossip, Shuffled)
     builtin = {
         name
         for name, scheme in registered().items()

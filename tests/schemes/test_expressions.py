@@ -18,6 +18,7 @@ from gradsync.density import DensityProfile
 from gradsync.schemes import (
     AllReduce,
     BalancedParallelism,
+    Gossip,
     Route,
     Scheme,
     Shuffled,
@@ -67,7 +68,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 # Those that must be told of a compressor, a route or a schedule are held to the same in their own tests.
-BY_THEMSELVES = [s() for s in registered().values() if not issubclass(s, Compressed | Route | Shuffled)]
+BY_THEMSELVES = [s() for s in registered().values() if not issubclass(s, Compressed | Gossip | Route | Shuffled)]
 
 
 @pytest.mark.parametrize("scheme", BY_THEMSELVES, ids=lambda s: s.name)
@@ -97,13 +98,13 @@ def test_a_registered_scheme_of_the_user_is_named_in_snake_case_with_its_setting
         (None, "a scheme is written"),
         ({}, "a scheme is written"),
         ({"all_reduce": {}, "agsparse": {}}, "a scheme is written"),
-        ({"gossip": {}}, "unknown scheme 'gossip'; there are agsparse, all_reduce, balanced_.*, every_other"),
+        ({"rumour": {}}, "unknown scheme 'rumour'; there are agsparse, all_reduce, balanced_.*, every_other"),
         ({"all_reduce": {"chunks": 2}}, "scheme 'all_reduce' has no setting 'chunks'; it has none"),
         ({"every_other": {"inner": {"all_reduce": {}}, "rounds": 2}}, "no setting 'rounds'; it has inner, period"),
         ({"all_reduce": []}, "settings of scheme 'all_reduce' must be an object, got \\[\\]"),
         ({"all_reduce": None}, "must be an object, got None"),
         ({"every_other": {}}, "scheme 'every_other': .*missing .* 'inner'"),
-        ({"every_other": {"inner": {"gossip": {}}}}, "unknown scheme 'gossip'"),
+        ({"every_other": {"inner": {"rumour": {}}}}, "unknown scheme 'rumour'"),
         ({"every_other": {"inner": 3}}, "a scheme is written .* got 3"),
         ({"every_other": {"inner": {"all_reduce": {}}, "period": 0}}, "period must be at least 1, got 0"),
     ],

@@ -22,7 +22,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bert": {"data": "zipf", "batch_size": 8, "dim": 64},
     "gpt": {"data": "zipf", "batch_size": 2, "dim": 64, "context": 16},
     **{
-        name: {"data": "digits", "batch_size": 8, "learning_rate": 0.01}  # small batches want small steps
+        name: {"data": "digits", "batch_size": 8, "learning_rate": 0.003}  # small batches want small steps
         for name in ("resnet8", "resnet20", "resnet32", "alexnet")
     },
 }

@@ -6,6 +6,7 @@ broke takes no other method along. Names are those of the records.
 
 # No `from __future__ import annotations`: DDP compares the annotations of a hook with the types themselves.
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,10 +25,11 @@ from torch.optim import Optimizer
 from ..attach import Attachment, attach
 from ..auto import AutoPlanner
 from ..planner import SPARSE_SCHEMES as PLANNED_SCHEMES
-from ..schemes import Scheme
-from . import coarse, compressors
+from ..planner import CompressingPlanner
+from ..schemes import AllReduce, Hierarchical, ReduceScatter, Scheme
+from . import averaging, coarse, compressors
 from .automatic import AUTOMATIC, ENDINGS_IN_WORDS, Automatic, automatic
-from .plans import DENSE_SCHEMES, SCHEMES_IN_WORDS, averaging_plan, is_lossy, lossy_planner, planned
+from .plans import DENSE_SCHEMES, SCHEMES_IN_WORDS, is_lossy, lossy_planner, planned
 
 ONE_BUCKET_MB = 1 << 20  # larger than any model here: DDP then puts everything into one bucket
 
@@ -45,6 +47,7 @@ class Method:
     exact: bool
     wrap: Callable[[nn.Module, Optimizer, timedelta], tuple[nn.Module, Attachment | None]]
     lossy: str | None = None
+    averages: bool = False  # parameters, after steps that are each rank's own
 
 
 def bf16_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
@@ -115,8 +118,16 @@ def _gradsync(
     return model, attach(model, plan=plan, timeout=timeout)
 
 
-def _averaging(model: nn.Module, optimizer: Optimizer, timeout: timedelta) -> tuple[nn.Module, Attachment]:
-    return model, attach(model, optimizer, averaging_plan(model, dist.get_world_size()), timeout=timeout)
+def _averaging(
+    model: nn.Module, optimizer: Optimizer, timeout: timedelta, *, of: averaging.AveragingMethod
+) -> tuple[nn.Module, Attachment]:
+    return model, attach(model, optimizer, of.plan(model, dist.get_world_size()), timeout=timeout)
+
+
+def _hierarchical(nodes_per_rack: int, model: nn.Module, optimizer: Optimizer, timeout: timedelta) -> Any:
+    """Sums inside racks first, then between them."""
+    scheme = Hierarchical(ReduceScatter(), AllReduce(), nodes_per_rack=nodes_per_rack)
+    return _gradsync(model, optimizer, timeout, plan=CompressingPlanner(scheme))
 
 
 def _automatic(
@@ -168,7 +179,6 @@ METHODS: dict[str, Method] = {
         Method("ddp_sparse_bf16", True, False, partial(_ddp, hook=bf16_hook)),
         *(Method(f"ddp_powersgd{rank}", False, False, _powersgd(rank)) for rank in (1, 2, 4)),
         Method("gradsync_dense", False, True, _gradsync),
-        Method("ds_sync", False, False, _averaging),
         *(planning(name, each) for name, each in AUTOMATIC.items()),
         *(Method(n, True, True, partial(_gradsync, plan=partial(planned, s))) for n, s in SPARSE_SCHEMES.items()),
         *map(lossy, (*DENSE_SCHEMES, *coarse.USUAL)),
@@ -191,11 +201,17 @@ def method(name: str, momentum: float = 0.0) -> Method:
     """
     if name in METHODS and not momentum:
         return METHODS[name]
+    if (averages := averaging.averaging_method(name)) is not None:
+        return Method(name, False, False, partial(_averaging, of=averages), averages=True)
+    if match := re.fullmatch(r"hierarchical(\d+)", name):
+        return Method(name, False, True, partial(_hierarchical, int(match[1])))
     if (planned_for := automatic(name, momentum)) is not None:
         return planning(name, planned_for)
     if not is_lossy(name):
         raise ValueError(
             f"unknown method {name!r}; there are {', '.join(METHODS)} and {DDP} (the best of the bucket sweep), "
-            f"{SCHEMES_IN_WORDS}; compressors: {compressors.NAMES_IN_WORDS}; and searches: {ENDINGS_IN_WORDS}"
+            f"{SCHEMES_IN_WORDS}; averages of parameters: {averaging.NAMES_IN_WORDS}; "
+            f"hierarchicalN, of racks of N nodes; compressors: {compressors.NAMES_IN_WORDS}; "
+            f"and searches: {ENDINGS_IN_WORDS}"
         )
     return lossy(name, momentum)

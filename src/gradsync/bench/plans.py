@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from torch import nn
 from torch.optim import SGD, Optimizer
 
-from ..bucket import TensorSpec, trainable_parameters
-from ..comm.shuffle import exact
 from ..compressors import Compressor, Sign, Signum
 from ..density import ParameterProfile
 from ..optim import take_momentum
-from ..plan import Plan, What
+from ..plan import Plan
 from ..planner import CompressingPlanner, default_plan
-from ..planner.default import BUCKET_BYTES
-from ..schemes import CoarseGrained, HalfPrecision, MajorityVote, PowerSGD, Scheme, SchemeOrCompressor, Shuffled
+from ..schemes import CoarseGrained, HalfPrecision, MajorityVote, PowerSGD, Scheme, SchemeOrCompressor
 from . import coarse, compressors
 
 PlanMaker = Callable[[Sequence[ParameterProfile], int], Plan]
@@ -35,22 +30,6 @@ DENSE_SCHEMES: dict[str, Scheme[Any]] = {
     **{f"powersgd{rank}": PowerSGD(rank) for rank in (1, 2, 4)},
 }
 SCHEMES_IN_WORDS = f"{', '.join(DENSE_SCHEMES)}, {coarse.NAMES_IN_WORDS}"
-
-
-def averaging_plan(model: nn.Module, world_size: int) -> Plan:
-    """DS-Sync: parameters in large buckets, averaged in groups of up to the square root of all, which change."""
-    specs = {name: TensorSpec.of(p) for name, p in trainable_parameters(model).items()}
-    schedule = exact(world_size, max(2, math.isqrt(world_size)))
-    buckets: list[list[str]] = []
-    for dtype in dict.fromkeys(spec.dtype for spec in specs.values()):
-        filled_bytes = BUCKET_BYTES
-        for name in (name for name, spec in specs.items() if spec.dtype is dtype):
-            if filled_bytes >= BUCKET_BYTES:
-                buckets.append([])
-                filled_bytes = 0
-            buckets[-1].append(name)
-            filled_bytes += specs[name].nbytes
-    return Plan.make(specs, world_size, [(names, Shuffled.by(schedule)) for names in buckets], what=What.PARAMETER)
 
 
 def dense_scheme(name: str, momentum: float = 0.0) -> Scheme[Any] | None:

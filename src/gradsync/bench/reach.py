@@ -55,6 +55,8 @@ def learner_of(name: str) -> str:
         return SAME_AS[name]
     if name == "ddp" or (known := method(name)).exact:
         return BASELINE
+    if known.averages:
+        return name
     if known.lossy is None:
         raise ValueError(f"what {name} loses is torch's alone, or depends on what it measures: none here learns alike")
     return known.lossy

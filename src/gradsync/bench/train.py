@@ -201,6 +201,8 @@ def _record(
     params |= {"ranks_per_node": spec.ranks_per_node, **spec.scenario, **spec.options}
     if spec.scenario_name is not None:
         params |= {"scenario": spec.scenario_name, "block_average": spec.block_average}
+    if (scheme := figures[subject.name][0].get("mixes_by")) is not None:
+        params["mixes_by"] = scheme
     if spec.emulate_compute:
         params["emulate_compute"] = True
     params["baseline_method"] = picked if baseline.name == DDP else baseline.name

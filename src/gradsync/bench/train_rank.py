@@ -33,8 +33,9 @@ from ..workloads.emulated import Emulated
 from .methods import DDP, Method, method
 from .plans import fit_optimizer
 from .rank import DISTURBED, event, in_time, run_rank
+from .replicas import mixings_of
 from .steal import Patience, Steal
-from .train import AGAIN, TrainSpec
+from .train import AGAIN, BLOCK_AVERAGES, TrainSpec
 
 Task = Workload | Emulated
 
@@ -69,6 +70,12 @@ class Contestant:
     def settled(self) -> bool:
         """Whether it goes on as it does now; the same on all ranks."""
         return self.attachment is None or self.attachment.settled
+
+    @property
+    def cycle(self) -> int:
+        """Rounds after which who averages with whom repeats; 1 where all average with all."""
+        scheme = mixing_scheme(self)
+        return 1 if scheme is None else len(mixings_of(scheme, dist.get_world_size()))
 
     def forget_block(self) -> None:
         """The last one; its steps were made, and its losses stay."""
@@ -133,9 +140,10 @@ def _train_step(workload: Task, who: Contestant, *, sync: bool) -> tuple[float, 
 
 
 def run_block(workload: Task, who: Contestant, steps: int, *, counted: bool) -> None:
-    """A block of steps. The first one, which finds caches as another method left them, is not timed."""
+    """A block of steps, of whole cycles. The first, which finds caches as another method left them, is not timed."""
     if who.failed:
         return
+    steps += -steps % who.cycle
     with attempt(who):
         who.losses.append(train_step(workload, who)[2])
     if who.failed:
@@ -251,7 +259,9 @@ def agreed(figure: float) -> float:
 def pick(sweep: list[Contestant], spec: TrainSpec) -> str:
     """The best by median block, each as long as on its slowest rank: the same on all ranks."""
     rows = [
-        [inf] * spec.sweep_repeats if who.failed else [statistics.median(block) for block in who.blocks]
+        [inf] * spec.sweep_repeats
+        if who.failed
+        else [BLOCK_AVERAGES[spec.block_average](block) for block in who.blocks]
         for who in sweep
     ]
     medians_s = torch.tensor(rows, dtype=torch.float64)
@@ -289,6 +299,7 @@ def result_of(workload: Task, who: Contestant, spec: TrainSpec) -> dict[str, Any
         "failed": None,
         "blocks": who.blocks,
         "block_average": spec.block_average,
+        "mixes_by": mixing_scheme(who),
         "losses": who.losses,
         "samples_per_step": workload.batch_size,
         "sent_bytes": sum(who.sent_bytes),
@@ -301,6 +312,13 @@ def result_of(workload: Task, who: Contestant, spec: TrainSpec) -> dict[str, Any
         "predicted_timeline": predicted,
         "predicted_s": None,
     }
+
+
+def mixing_scheme(who: Contestant) -> dict[str, Any] | None:
+    """By what ranks average parameters, if they do: of the plan's first bucket, as all have the same groups."""
+    if who.attachment is None or who.attachment.plan.what is What.GRADIENT:
+        return None
+    return who.attachment.plan.buckets[0].scheme
 
 
 def predicted_s(who: Contestant, jobs: list[Job]) -> float | None:

@@ -20,6 +20,7 @@ from .compressed import ways as ways
 from .dense import AllReduce as AllReduce
 from .dense import ReduceScatter as ReduceScatter
 from .elements import BalancedElements as BalancedElements
+from .gossip import Gossip as Gossip
 from .partitioned import BalancedParallelism as BalancedParallelism
 from .points import BLOCKS_OF_256 as BLOCKS_OF_256
 from .points import DOUBLING_OF_ELEMENTS as DOUBLING_OF_ELEMENTS

@@ -34,25 +34,28 @@ class Hierarchical(Scheme[Any]):
     Exact if its parts are. After the push each rank of a node owns the node's sum of one part; these parts travel
     between nodes, each once, and not every rank's own tensor. Sums of 16-bit floats stay in float32 until they are
     complete, and the scale is applied there. With one rank a node it is `inter` alone, on one node `intra`.
+    `nodes_per_rack`: so many nodes, which follow each other, count as one, as those of a rack with a narrow uplink.
     Wire: what the halves of `intra` move among a node's ranks, and `inter`, for a part, among as many ranks as nodes.
     """
 
     intra: Partitioned[Any, Any] = ReduceScatter()
     inter: Scheme[Any] = AllReduce()
     ranks_per_node: int = 1
+    nodes_per_rack: int = 1
 
     def __post_init__(self) -> None:
         for setting, kind in (("intra", Partitioned), ("inter", Scheme)):
             if not isinstance(given := getattr(self, setting), kind):
                 raise ValueError(f"Hierarchical.{setting} must be a scheme{_OF_HALVES[kind]}, got {given!r}")
-        if type(self.ranks_per_node) is not int or self.ranks_per_node < 1:
-            raise ValueError(f"Hierarchical.ranks_per_node must be at least 1, got {self.ranks_per_node!r}")
+        for setting in ("ranks_per_node", "nodes_per_rack"):
+            if type(number := getattr(self, setting)) is not int or number < 1:
+                raise ValueError(f"Hierarchical.{setting} must be at least 1, got {number!r}")
         if self.inter.layout is not self.intra.layout:
             raise ValueError(
                 f"Hierarchical.intra and inter must be for the same kind of bucket, got {self.intra.name} for "
                 f"{self.intra.layout} and {self.inter.name} for {self.inter.layout}"
             )
-        if self.ranks_per_node > 1 and self.inter.freezes:
+        if self.together > 1 and self.inter.freezes:
             raise ValueError(
                 "Hierarchical.inter must not freeze, as a rank knows what arrived of its own part only, got "
                 f"{self.inter!r}"
@@ -66,6 +69,11 @@ class Hierarchical(Scheme[Any]):
         object.__setattr__(self, "exact", self.intra.exact and self.inter.exact)
         object.__setattr__(self, "mixes", self.inter.mixes)
         object.__setattr__(self, "depends_on_shapes", self.inter.depends_on_shapes)
+
+    @property
+    def together(self) -> int:
+        """Ranks that sum first, and each have a part of that."""
+        return self.ranks_per_node * self.nodes_per_rack
 
     @property
     def title(self) -> str:
@@ -88,11 +96,11 @@ class Hierarchical(Scheme[Any]):
     def _across(self, profiles: Sequence[DensityProfile]) -> Sequence[DensityProfile]:
         """Of the sums of nodes; of a flat bucket those in the fullest of the parts, as one plan is for all of them."""
         if self.layout is Layout.ROWS or not profiles:
-            return [profile.of_sums(self.ranks_per_node) for profile in profiles]
+            return [profile.of_sums(self.together) for profile in profiles]
         (known,) = profiles
         flat = (TensorSpec((known.num_rows,), torch.float32),)  # of whatever type: it is about numbers of elements
-        owners = range(self.ranks_per_node)
-        parts = [self.intra.part_of(flat, (known,), self.ranks_per_node, owner)[1] for owner in owners]
+        owners = range(self.together)
+        parts = [self.intra.part_of(flat, (known,), self.together, owner)[1] for owner in owners]
         return max(parts, key=lambda part: part[0].rows)
 
     @property
@@ -105,15 +113,15 @@ class Hierarchical(Scheme[Any]):
 
     def arrived(self, state: State) -> list[tuple[int, int]] | None:
         """Of a rank's own part nobody else knows: there it is None."""
-        return self.inter.arrived(state) if self.ranks_per_node == 1 else None
+        return self.inter.arrived(state) if self.together == 1 else None
 
     def stages(self, size: int) -> tuple[str, ...]:
         nodes = self._nodes(size)
-        if self.ranks_per_node == 1:
+        if self.together == 1:
             return self.inter.stages(nodes)
         if nodes == 1:
             return self.intra.stages(size)
-        push, pull = self.intra.push_stages(self.ranks_per_node), self.intra.pull_stages(self.ranks_per_node)
+        push, pull = self.intra.push_stages(self.together), self.intra.pull_stages(self.together)
         return (
             *(f"node {stage}" for stage in push),
             *(f"across {stage}" for stage in self.inter.stages(nodes)),
@@ -122,7 +130,7 @@ class Hierarchical(Scheme[Any]):
 
     def check(self, specs: tuple[TensorSpec, ...]) -> None:
         self.intra.check(specs)
-        self.inter.check(self.intra.part_of(specs, (), self.ranks_per_node, 0)[0])
+        self.inter.check(self.intra.part_of(specs, (), self.together, 0)[0])
 
     def init(self, bucket: Bucket, group: Group) -> State:
         """What `inter` keeps of the part that this rank has between nodes.
@@ -130,19 +138,19 @@ class Hierarchical(Scheme[Any]):
         Raises:
             ValueError: on every rank, where nodes do not have as many ranks as planned; for state that has no place.
         """
-        self._check_placement(group.placement)
+        placement = self._placement(group.placement)
         if self.intra.init(bucket, group):
             raise ValueError(f"{self.intra.name} keeps state, for which Hierarchical has no place inside nodes")
-        if self.ranks_per_node == 1:
+        if self.together == 1:
             return self.inter.init(bucket, group)
-        if not group.placement.is_hierarchy:
+        if not placement.is_hierarchy:
             return {}
         # Made here, where all ranks come by between their operations.
-        node, across = group.within_node(), group.across_nodes()
+        node, across = (group.subgroup(find(group.rank)) for find in (placement.within, placement.across))
         if self.layout is Layout.ROWS:
             part = bucket
         else:
-            (spec,), _ = self.intra.part_of(bucket.specs, (), self.ranks_per_node, node.rank)
+            (spec,), _ = self.intra.part_of(bucket.specs, (), self.together, node.rank)
             part = bucket if spec.flat is None else _bucket_of(bucket, spec.flat)
         state = self.inter.init(part, across)
         if part is bucket and state:
@@ -156,13 +164,13 @@ class Hierarchical(Scheme[Any]):
         return self.inter.unused(state, names)
 
     async def synchronize(self, x: Any, state: State, group: Group, scale: float) -> tuple[Any, State]:
-        self._check_placement(group.placement)
-        g, nodes = self.ranks_per_node, group.size // self.ranks_per_node
+        placement = self._placement(group.placement)
+        g, nodes = self.together, placement.num_nodes
         if g == 1:
             return await self.inter.synchronize(x, state, group, scale)
         if nodes == 1:
             return await self.intra.synchronize(x, state, group, scale)
-        node, across = group.within_node(), group.across_nodes()
+        node, across = (group.subgroup(find(group.rank)) for find in (placement.within, placement.across))
         # Push: to each rank of the node its part.
         push = self.intra.push(x, {}, node, 1.0, wide=True)
         shard, _ = await in_turns(push, len(self.intra.push_stages(g)))
@@ -180,8 +188,8 @@ class Hierarchical(Scheme[Any]):
         placement: Placement,
         round: int = 0,
     ) -> tuple[Step, ...]:
-        self._check_placement(placement)
-        g, nodes, n = self.ranks_per_node, placement.num_nodes, placement.size
+        placement = self._placement(placement)
+        g, nodes, n = self.together, placement.num_nodes, placement.size
         if g == 1:
             return self.inter.steps(specs, profiles, placement, round)
         if nodes == 1:
@@ -204,17 +212,27 @@ class Hierarchical(Scheme[Any]):
         Raises:
             ValueError: for a number of ranks that does not fill nodes.
         """
-        if size % self.ranks_per_node:
-            raise ValueError(f"Hierarchical is planned for {self.ranks_per_node} ranks a node, there are {size} ranks")
-        return size // self.ranks_per_node
+        if size % self.together:
+            raise ValueError(f"Hierarchical is planned for {self.together} ranks a node, there are {size} ranks")
+        return size // self.together
 
-    def _check_placement(self, placement: Placement) -> None:
+    def _placement(self, placement: Placement) -> Placement:
+        """With racks in place of nodes."""
         if placement.ranks_per_node != self.ranks_per_node:
             counts = [placement.nodes.count(node) for node in dict.fromkeys(placement.nodes)]
             raise ValueError(
                 f"Hierarchical is planned for {self.ranks_per_node} ranks on each node, the nodes have "
                 f"{', '.join(map(str, counts))}; make a plan for this placement"
             )
+        if self.nodes_per_rack == 1:
+            return placement
+        if placement.num_nodes % self.nodes_per_rack:
+            raise ValueError(
+                f"Hierarchical is planned for {self.nodes_per_rack} nodes in each rack, there are "
+                f"{placement.num_nodes} nodes"
+            )
+        order = {node: number for number, node in enumerate(dict.fromkeys(placement.nodes))}
+        return Placement(tuple(order[node] // self.nodes_per_rack for node in placement.nodes))
 
 
 def _bucket_of(bucket: Bucket, part: FlatSpec) -> Bucket:

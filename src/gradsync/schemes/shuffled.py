@@ -38,7 +38,8 @@ class Shuffled(Scheme[Tensor]):
     `rounds` are repeated: of each, its groups, which have every rank once. `relaxations`: of each round, one for each
     group in ascending order; none: all go to the mean. `scheme` is for flat buckets, keeps no residuals, and is exact,
     rounds to 16 bits, or gathers payloads. What a rank's values lose by that it keeps: its result has it in place of
-    the others', so nothing is lost to the mean of all, and results of a group differ by as much.
+    the others', so results of a group differ by as much, and the mean of all loses nothing, but for what sums of 16
+    bits are rounded by on their way.
     Flags arrive within the group.
     Wire: that of `scheme` within the groups of the round; a rank alone sends nothing.
     """

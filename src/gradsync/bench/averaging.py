@@ -1,0 +1,91 @@
+"""Methods that average parameters, by name: DS-Sync in its variants, and what it is held against."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from ..bucket import TensorSpec, trainable_parameters
+from ..comm.shuffle import GroupSchedule, Round, together
+from ..compressors import BlockInt, Cast, Compressor
+from ..plan import Plan, What
+from ..planner import AveragingPlanner
+from ..planner.averaging import BUCKET_BYTES
+from ..schemes import Gossip, Scheme
+
+DS_SYNC = "ds_sync"
+COMPRESSORS: dict[str, Compressor[Any]] = {"bf16": Cast("bfloat16"), "int8": BlockInt(8)}
+NAMES_IN_WORDS = (
+    f"{DS_SYNC}, with _gN for groups of up to N nodes, _mK for momenta averaged in one round of K (_m0: never), _early "
+    f"for steps inside backward, {' or '.join(f'_{name}' for name in COMPRESSORS)} for what travels; local_sgdK, all "
+    "ranks together in one step of K; gossip_ring; one_peer_exponential"
+)
+USUAL_MOMENTUM_EVERY = 4
+
+
+@dataclass(frozen=True)
+class AveragingMethod:
+    """What makes its plan among so many ranks, and in how many rounds momenta are averaged once, if at all."""
+
+    plan: Callable[[nn.Module, int], Plan | AveragingPlanner]
+    momentum_every: int = 0
+
+
+def averaging_method(name: str) -> AveragingMethod | None:
+    """None for names of others.
+
+    Raises:
+        ValueError: for an ending that is none.
+    """
+    if name == "gossip_ring":
+        return AveragingMethod(partial(_everything_by, lambda size: Gossip.ring()))
+    if name == "one_peer_exponential":
+        return AveragingMethod(partial(_everything_by, Gossip.one_peer_exponential))
+    if match := re.fullmatch(r"local_sgd(\d+)", name):
+        every = int(match[1])
+        return AveragingMethod(lambda model, size: AveragingPlanner(schedule=local_steps(size, every)))
+    base, *endings = name.removeprefix(DS_SYNC).split("_")
+    if not name.startswith(DS_SYNC) or base:
+        return None
+    planner = AveragingPlanner(momentum_every=USUAL_MOMENTUM_EVERY)
+    for ending in endings:
+        planner = _with(planner, ending, name)
+    return AveragingMethod(lambda model, size: planner, planner.momentum_every)
+
+
+def _with(planner: AveragingPlanner, ending: str, name: str) -> AveragingPlanner:
+    if ending == "early":
+        return replace(planner, early=True)
+    if ending in COMPRESSORS:
+        return replace(planner, compressor=COMPRESSORS[ending])
+    if match := re.fullmatch(r"m(\d+)", ending):
+        return replace(planner, momentum_every=int(match[1]))
+    if match := re.fullmatch(r"g(\d+)", ending):
+        return replace(planner, largest=int(match[1]))
+    raise ValueError(f"unknown ending _{ending} of {name!r}; there are {NAMES_IN_WORDS}")
+
+
+def local_steps(size: int, every: int) -> GroupSchedule:
+    """All together in the last round of so many, each alone in the others."""
+    alone = Round(tuple((rank,) for rank in range(size)))
+    return GroupSchedule((*([alone] * (every - 1)), *together(size).rounds))
+
+
+def _everything_by(scheme: Callable[[int], Scheme[Any]], model: nn.Module, size: int) -> Plan:
+    """Parameters, and buffers of floats."""
+    specs = {name: TensorSpec.of(p) for name, p in trainable_parameters(model).items()}
+    specs |= {n: TensorSpec.of(b) for n, b in model.named_buffers() if b.is_floating_point() and b.numel()}
+    buckets: list[list[str]] = []
+    filled_bytes = BUCKET_BYTES
+    for name, spec in specs.items():
+        if filled_bytes >= BUCKET_BYTES or specs[buckets[-1][0]].dtype is not spec.dtype:
+            buckets.append([])
+            filled_bytes = 0
+        buckets[-1].append(name)
+        filled_bytes += spec.nbytes
+    return Plan.make(specs, size, [(names, scheme(size)) for names in buckets], what=What.PARAMETER)

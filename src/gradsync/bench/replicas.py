@@ -1,0 +1,135 @@
+"""What ranks learn that average parameters: replicas in one process, each with an optimiser of its own.
+
+Who averages with whom is a matrix for each round, so schedules of groups and neighbours on a graph are one thing here.
+A replica's parameters are a row; after each step the rows are mixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..bucket import FlatSpec
+from ..comm.shuffle import Matrix
+from ..compressors import Cast, Compressor
+from ..planner.averaging import STATES
+from ..schemes import CompressedAllGather, Gossip, HalfPrecision, Hierarchical, Scheme, Shuffled, from_expression
+from ..workloads import Workload
+
+
+def mixings_of(scheme: Mapping[str, Any] | Scheme[Any], size: int) -> list[Matrix]:
+    """W of each round of a cycle among so many ranks.
+
+    Raises:
+        ValueError: for a scheme by which ranks do not average parameters.
+    """
+    made = scheme if isinstance(scheme, Scheme) else from_expression(scheme)
+    if isinstance(made, Gossip):
+        return [made.mixing(size, round) for round in range(len(made.distances))]
+    if isinstance(made, Hierarchical):
+        within = np.kron(np.eye(size // made.together), np.full((made.together, made.together), 1 / made.together))
+        blocks = np.ones((made.together, made.together)) / made.together
+        return [
+            (np.kron(each, blocks) @ within).astype(np.float64)
+            for each in mixings_of(made.inter, size // made.together)
+        ]
+    if isinstance(made, Shuffled):
+        return [each.mixing for each in made.schedule.rounds]
+    raise ValueError(f"{made.title} mixes no parameters")
+
+
+class Replicas:
+    """Of a workload's model, one a rank; `step` is a step of all of them, and a round."""
+
+    def __init__(
+        self, workload: Workload, scheme: Mapping[str, Any], *, momentum_every: int, seed: int, ranks: int
+    ) -> None:
+        self._workload = workload
+        self._mixings = [torch.from_numpy(w).float() for w in mixings_of(scheme, ranks)]
+        self._compressor = _compressor_of(from_expression(scheme))
+        self._momentum_every = momentum_every
+        self._models = [workload.model(sparse=False, seed=seed) for _ in range(ranks)]
+        self._parameters = _rows([list(model.parameters()) for model in self._models])
+        self._buffers = _rows([[b for b in model.buffers() if b.is_floating_point()] for model in self._models])
+        self._optimizers: list[Optimizer] = [workload.optimizer(model) for model in self._models]
+        self._batches = [workload.batches(rank, ranks, seed) for rank in range(ranks)]
+        self._mean = workload.model(sparse=False, seed=seed)
+        self._reference = self._parameters[0].clone()  # from where differences are counted that travel compressed
+
+    def train(self) -> Iterator[nn.Module]:
+        """The mean model after each step, which is overwritten by the next."""
+        for step in count():
+            for model, optimizer, batches in zip(self._models, self._optimizers, self._batches, strict=True):
+                model.train()
+                loss = self._workload.loss(model, next(batches))
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            self._mix(step)
+            yield self._mean_model()
+
+    @torch.no_grad()
+    def _mix(self, step: int) -> None:
+        w = self._mixings[step % len(self._mixings)]
+        if self._compressor is None:
+            self._parameters.copy_(w @ self._parameters)
+        else:
+            apart = self._parameters - self._reference
+            sent = torch.stack([_sent(self._compressor, row, rank) for rank, row in enumerate(apart)])
+            self._parameters += w @ sent - sent
+        self._buffers.copy_(w @ self._buffers)
+        every = self._momentum_every
+        if every and step % every == self._turn(step // every):
+            for group in zip(*(optimizer.state.values() for optimizer in self._optimizers), strict=True):
+                for key in STATES[type(self._optimizers[0])]:
+                    if isinstance(group[0].get(key), Tensor):
+                        mixed = torch.einsum("ij,j...->i...", w, torch.stack([kept[key] for kept in group]))
+                        for kept, mean in zip(group, mixed, strict=True):
+                            kept[key].copy_(mean)
+
+    def _turn(self, number: int) -> int:
+        """Which of so many rounds it is in: another one each time where it would always be the same groups."""
+        return number % self._momentum_every if np.gcd(self._momentum_every, len(self._mixings)) > 1 else 0
+
+    @torch.no_grad()
+    def _mean_model(self) -> nn.Module:
+        for mean, *of_ranks in zip(
+            self._mean.parameters(), *(model.parameters() for model in self._models), strict=True
+        ):
+            mean.copy_(torch.stack(of_ranks).mean(dim=0))
+        for mean, *of_ranks in zip(self._mean.buffers(), *(model.buffers() for model in self._models), strict=True):
+            mean.copy_(torch.stack(of_ranks).to(torch.float64).mean(dim=0) if mean.is_floating_point() else of_ranks[0])
+        return self._mean
+
+
+def _compressor_of(scheme: Scheme[Any]) -> Compressor[Any] | None:
+    """By what parameters travel within groups; None: as they are."""
+    inner: Any = scheme.inter if isinstance(scheme, Hierarchical) else scheme
+    inner = inner.scheme if isinstance(inner, Shuffled) else inner
+    if isinstance(inner, HalfPrecision):
+        return Cast(inner.values)
+    return inner.compressor if isinstance(inner, CompressedAllGather) else None
+
+
+def _sent(compressor: Compressor[Any], row: Tensor, rank: int) -> Tensor:
+    """What of a row the others get."""
+    payload, _ = compressor.compress(row, compressor.init(FlatSpec.of(row), rank))
+    arrived = torch.empty_like(row)
+    compressor.sum_into(arrived, [payload], 1.0)
+    return arrived
+
+
+@torch.no_grad()
+def _rows(tensors: list[list[Tensor]]) -> Tensor:
+    """(ranks, elements): what each rank has, moved there, so that a change of a row changes it."""
+    rows = torch.stack([torch.cat([t.reshape(-1).float() for t in each] or [torch.zeros(0)]) for each in tensors])
+    for row, each in zip(rows, tensors, strict=True):
+        for tensor, part in zip(each, row.split([t.numel() for t in each]), strict=True):
+            tensor.data = part.view(tensor.shape)
+    return rows
