@@ -61,3 +61,23 @@ def test_a_grid_is_all_workloads_on_all_links(monkeypatch: pytest.MonkeyPatch, t
     assert whole.exit_code == 0, whole.output
     assert ran == [(workload, link) for workload in cli.GRID_WORKLOADS for link in cli.GRID_LINKS] and len(ran) == 12
     assert len(json.loads(out.read_text())) == 12 and "lstm, 1gbit: slow" in whole.output
+
+
+def test_scenarios_are_runs_with_a_bottleneck(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    specs: list[TrainSpec] = []
+
+    def run(spec: TrainSpec, on_event: object) -> Finished:
+        specs.append(spec)
+        return Finished(spec)
+
+    monkeypatch.setattr(cli, "run_training", run)
+    words = ["bench", "train", "--link", "200mbit", "--nodes", "4", "--methods", "ddp,ds_sync", "--scenario"]
+    result = CliRunner().invoke(app, [*words, "slow-node,racks", "--json", str(tmp_path / "out.json")])
+    assert result.exit_code == 0, result.output
+    assert [(spec.scenario_name, spec.scenario, spec.block_average) for spec in specs] == [
+        ("slow-node", {"slow": {3: "50mbit"}}, "mean"),
+        ("racks", {"rack_size": 2, "trunk": "100mbit"}, "mean"),
+    ]
+    assert "200mbit, racks: slow" in result.output
+    wrong = CliRunner().invoke(app, [*words, "earthquake"])
+    assert wrong.exit_code != 0 and "unknown scenario 'earthquake'" in " ".join(wrong.output.replace("│", " ").split())

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from gradsync.bench.converge import trained
-from gradsync.bench.reach import ReachSpec, crossing, learner_of, run_reach, steps_to
+from gradsync.bench.reach import Learner, ReachSpec, crossing, run_reach, steps_to, timed_runs
 from gradsync.cli import app
 from gradsync.report.record import Record, Spread, load_records, save_records
 from gradsync.workloads import load
@@ -43,22 +43,26 @@ def test_a_loss_is_reached_on_the_line_between_two_means_of_the_last_ones() -> N
 
 
 def test_who_learns_like_a_method() -> None:
-    assert [learner_of(name) for name in ("ddp", "ddp_1mb", "lazy", "ddp_bf16", "lazy_bf16")] == [
+    assert [Learner.of(name).name for name in ("ddp", "ddp_1mb", "lazy", "ddp_bf16", "lazy_bf16", "hierarchical2")] == [
         *["dense"] * 3,
         *["bf16"] * 2,
+        "dense",
     ]
-    assert learner_of("csc0.1_4k_lazy") == learner_of("csc0.1_4k") == "csc0.1_4k"
+    assert Learner.of("csc0.1_4k_lazy") == Learner.of("csc0.1_4k") == Learner("csc0.1_4k")
     for name in ("auto", "ddp_int8", "csc_free"):
         with pytest.raises(ValueError, match=f"what {name} loses is torch's alone, or depends on what it measures"):
-            learner_of(name)
+            Learner.of(name)
 
 
 def test_steps_are_those_of_training() -> None:
     """The first evaluation is that of as many steps, and nothing is looked at beyond the most."""
     loss = trained(load("resnet8", **OPTIONS), "dense", seed=1, steps=3, ranks=2)["loss"]
     spec = ReachSpec(loss, "ddp", every=3, most_steps=3)
-    assert steps_to("resnet8", OPTIONS, "dense", 1, 2, spec) == 3
-    assert steps_to("resnet8", OPTIONS, "dense", 1, 2, ReachSpec(loss - 1e-6, "ddp", every=3, most_steps=5)) is None
+    assert steps_to("resnet8", OPTIONS, Learner("dense"), 1, 2, spec) == 3
+    assert (
+        steps_to("resnet8", OPTIONS, Learner("dense"), 1, 2, ReachSpec(loss - 1e-6, "ddp", every=3, most_steps=5))
+        is None
+    )
 
 
 def test_times_are_steps_by_seconds(tmp_path: Path) -> None:
@@ -66,7 +70,7 @@ def test_times_are_steps_by_seconds(tmp_path: Path) -> None:
     records = [timed("ddp_bf16", 1.0), timed("bf16", 0.5), timed("auto", 0.1), timed("ddp_bf16", 9.0, phase="pick")]
     events: list[dict[str, Any]] = []
     spec = ReachSpec(1e3, "ddp_bf16", seeds=2, every=1, most_steps=2)
-    (ddp, ours), notes = run_reach(records, spec, events.append)
+    (ddp, ours), notes = run_reach(timed_runs(records), spec, events.append)
     assert (ddp.subject, ours.subject, ours.baseline, ours.metric) == ("ddp", "bf16", "ddp_bf16", "time_to_loss_s")
     assert ours.params["steps"] == ours.params["baseline_steps"] == [1.0, 1.0]
     assert ours.ratio == Spread.of([0.5]) and ddp.ratio == Spread.of([2.0]) and ours.aa == Spread.of([1.0])
@@ -82,20 +86,20 @@ def test_times_are_steps_by_seconds(tmp_path: Path) -> None:
 def test_a_loss_that_is_not_reached_fails() -> None:
     spec = ReachSpec(0.0, "ddp", seeds=1, every=1, most_steps=1)
     with pytest.raises(ValueError, match="ddp does not reach a loss of 0.0 within 1 steps"):
-        run_reach([timed("bf16", 1.0)], spec, lambda event: None)
+        run_reach(timed_runs([timed("bf16", 1.0)]), spec, lambda event: None)
 
 
 def test_what_is_no_timed_run_of_one_workload_is_refused() -> None:
     spec = ReachSpec(1.0, "ddp")
     for records, message in (
-        ([timed("bf16", 1.0), timed("bf16", 1.0, link="1mbit")], "one workload on one network, got"),
-        ([], "one workload on one network, got"),
+        ([timed("bf16", 1.0), timed("bf16", 1.0, workload="gpt")], "one workload, got"),
+        ([], "one workload, got"),
         ([timed("bf16", 1.0).model_copy(update={"options": {**OPTIONS, "source": "zoo"}})], "trained on zoo, here"),
     ):
         with pytest.raises(ValueError, match=message):
-            run_reach(records, spec, lambda event: None)
+            run_reach(timed_runs(records), spec, lambda event: None)
     with pytest.raises(ValueError, match="there is no time of 'topk', but of bf16, ddp"):
-        run_reach([timed("bf16", 1.0)], ReachSpec(1.0, "topk"), lambda event: None)
+        run_reach(timed_runs([timed("bf16", 1.0)]), ReachSpec(1.0, "topk"), lambda event: None)
     with pytest.raises(ValueError, match="most_steps must be at least 10"):
         ReachSpec(1.0, "ddp", most_steps=5)
     with pytest.raises(ValueError, match="seeds must be at least 1"):

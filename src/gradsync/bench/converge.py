@@ -2,7 +2,8 @@
 
 The ranks are simulated in one process. They share one model, as theirs would be equal: each computes the gradients of
 its own batch, the schemes of the method's plan make one of them, rank after rank in one thread, and one optimiser takes
-the step. Tables with sparse gradients are summed exactly.
+the step. Tables with sparse gradients are summed exactly. By methods that average parameters each rank has a model and
+an optimiser of its own (`replicas.py`), and what is evaluated is the mean model.
 """
 
 from __future__ import annotations
@@ -31,8 +32,11 @@ from ..planner import default_plan
 from ..report.record import Losses, Record, Spread
 from ..workloads import Workload, load
 from . import coarse, compressors
+from .averaging import NAMES_IN_WORDS as AVERAGES_IN_WORDS
+from .averaging import averaging_method
 from .plans import DENSE_SCHEMES, SCHEMES_IN_WORDS, PlanMaker, fit_optimizer, is_lossy, lossy_planner
 from .provenance import commit, machine, versions
+from .replicas import Replicas
 
 Measures = Mapping[tuple[str, str, int], Mapping[str, float]]  # by workload, method, seed
 
@@ -61,7 +65,8 @@ class ConvergeSpec:
 
     def __post_init__(self) -> None:
         for name in self.methods:
-            planner_of(name)
+            if averaging_method(name) is None:
+                planner_of(name)
         for what, number in (("steps", self.steps), ("ranks", self.ranks), ("seeds", self.seeds), ("jobs", self.jobs)):
             if number < 1:
                 raise ValueError(f"{what} must be at least 1, got {number}")
@@ -90,9 +95,12 @@ def planner_of(name: str, momentum: float = 0.0) -> PlanMaker:
     Raises:
         ValueError: for an unknown name, listing what there is.
     """
+    if averaging_method(name) is not None:
+        raise ValueError(f"{name} averages parameters, and has no plan of gradients")
     if name != BASELINE and not is_lossy(name):
         raise ValueError(
-            f"unknown method {name!r}; there are {BASELINE}, {SCHEMES_IN_WORDS}; and compressors: "
+            f"unknown method {name!r}; there are {BASELINE}, {SCHEMES_IN_WORDS}; averages of parameters: "
+            f"{AVERAGES_IN_WORDS}; and compressors: "
             f"{compressors.NAMES_IN_WORDS}"
         )
     return default_plan if name == BASELINE else lossy_planner(name, momentum)
@@ -196,8 +204,21 @@ def trained(task: Workload, name: str, *, seed: int, steps: int, ranks: int) -> 
     return task.evaluate(next(islice(training(task, name, seed=seed, ranks=ranks), steps - 1, None)))
 
 
-def training(task: Workload, name: str, *, seed: int, ranks: int) -> Iterator[nn.Module]:
-    """A fresh model after each of its steps, without end."""
+def training(
+    task: Workload, name: str, *, seed: int, ranks: int, mixes_by: Mapping[str, Any] | None = None
+) -> Iterator[nn.Module]:
+    """A fresh model after each of its steps, without end; where replicas differ, their mean.
+
+    Args:
+        mixes_by: the scheme by which a method averages parameters; None: as it would on links that are all alike.
+    """
+    if (averages := averaging_method(name)) is not None:
+        return Replicas.of(averages, task, seed=seed, ranks=ranks, scheme=mixes_by).train()
+    return _together(task, name, seed=seed, ranks=ranks)
+
+
+def _together(task: Workload, name: str, *, seed: int, ranks: int) -> Iterator[nn.Module]:
+    """Ranks that have one model, as their gradients are averaged."""
     model = task.model(sparse=True, seed=seed)
     optimizer = task.optimizer(model)
     planner = planner_of(name, fit_optimizer(name, optimizer))

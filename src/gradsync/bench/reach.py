@@ -7,6 +7,7 @@ them it is a straight line.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, as_completed
 from dataclasses import dataclass
@@ -45,110 +46,148 @@ class ReachSpec:
             raise ValueError(f"most_steps must be at least {self.every}, a first evaluation, got {self.most_steps}")
 
 
-def learner_of(name: str) -> str:
-    """What `converge` calls that which learns the same as a method of `gradsync bench train`.
+@dataclass(frozen=True)
+class Learner:
+    """What learns as a method does: its name in `converge`, and by what scheme it averages parameters, if it does."""
+
+    name: str
+    mixes_by: str | None = None  # as JSON
+
+    @classmethod
+    def of(cls, name: str, mixes_by: dict[str, Any] | None = None) -> Learner:
+        """Of a method of `gradsync bench train`.
+
+        Raises:
+            ValueError: for a method of which nothing here learns the same.
+        """
+        if name in SAME_AS:
+            return cls(SAME_AS[name])
+        if name == "ddp" or (known := method(name)).exact:
+            return cls(BASELINE)
+        if known.averages:
+            return cls(name, None if mixes_by is None else json.dumps(mixes_by))
+        if known.lossy is None:
+            raise ValueError(
+                f"what {name} loses is torch's alone, or depends on what it measures: none here learns alike"
+            )
+        return cls(known.lossy)
+
+
+@dataclass(frozen=True)
+class TimedRun:
+    """What methods took a step, in one run on one network."""
+
+    steps_s: dict[str, Spread]
+    about: dict[str, Any]  # the workload, nodes and links
+    learners: dict[str, Learner]
+    notes: tuple[str, ...]  # on methods left out
+    record: Record
+
+    @property
+    def ranks(self) -> int:
+        return int(self.about["nodes"]) * int(self.about["ranks_per_node"] or 1)
+
+    @classmethod
+    def of(cls, records: Sequence[Record], about: dict[str, Any]) -> TimedRun:
+        steps_s: dict[str, Spread] = {}
+        mixes_by: dict[str, dict[str, Any]] = {}
+        for record in records:
+            for name, spread in ((record.subject, record.subject_s), (record.baseline, record.baseline_s)):
+                if spread is not None:
+                    steps_s.setdefault(name, spread)
+            if "mixes_by" in record.params:
+                mixes_by[record.subject] = record.params["mixes_by"]
+        learners, notes = {}, []
+        for name in steps_s:
+            try:
+                learners[name] = Learner.of(name, mixes_by.get(name))
+            except ValueError as error:
+                notes.append(str(error))
+        return cls(steps_s, about, learners, tuple(notes), records[0])
+
+
+def timed_runs(records: Sequence[Record]) -> list[TimedRun]:
+    """The runs on one network each that records of `gradsync bench train` are of.
 
     Raises:
-        ValueError: for a method of which nothing here learns the same.
+        ValueError: for records of several workloads, or none.
     """
-    if name in SAME_AS:
-        return SAME_AS[name]
-    if name == "ddp" or (known := method(name)).exact:
-        return BASELINE
-    if known.averages:
-        return name
-    if known.lossy is None:
-        raise ValueError(f"what {name} loses is torch's alone, or depends on what it measures: none here learns alike")
-    return known.lossy
+    steps = [record for record in records if record.metric == "step_s" and record.params.get("phase") != "pick"]
+    workloads = sorted({str(record.params.get("workload")) for record in steps})
+    if len(workloads) != 1:
+        raise ValueError(f"expected training steps of one workload, got {workloads}")
+    keys = ("workload", "nodes", "ranks_per_node", "link", "scenario")
+    runs: dict[tuple[Any, ...], list[Record]] = {}
+    for record in steps:
+        runs.setdefault(tuple(record.params.get(key) for key in keys), []).append(record)
+    return [
+        TimedRun.of(each, {key: value for key, value in zip(keys, run, strict=True) if value is not None})
+        for run, each in runs.items()
+    ]
+
+
+def learners_of(runs: Sequence[TimedRun]) -> list[tuple[Learner, int]]:
+    """Each once, with the number of its ranks."""
+    return list(dict.fromkeys((learner, run.ranks) for run in runs for learner in run.learners.values()))
 
 
 def run_reach(
-    timed: Sequence[Record], spec: ReachSpec, on_event: Callable[[dict[str, Any]], None]
+    runs: Sequence[TimedRun], spec: ReachSpec, on_event: Callable[[dict[str, Any]], None]
 ) -> tuple[list[Record], list[str]]:
-    """A record for each method of one workload's timed run, beside the baseline, and notes of those left out.
+    """A record for each method of each run, beside the baseline, and notes of those left out.
 
     Raises:
-        ValueError: for records of several workloads or networks, or none of a baseline that reaches the loss.
+        ValueError: for runs without the baseline, or one that does not reach the loss.
     """
-    steps_s, about = _times(timed)
-    if spec.baseline not in steps_s:
-        raise ValueError(f"there is no time of {spec.baseline!r}, but of {', '.join(steps_s)}")
-    notes, learners = [], {}
-    for name in steps_s:
-        try:
-            learners[name] = learner_of(name)
-        except ValueError as error:
-            if name == spec.baseline:
-                raise
-            notes.append(str(error))
-    reached = _reached(str(about["workload"]), timed[0].options, set(learners.values()), about["ranks"], spec, on_event)
-    if None in reached[learners[spec.baseline]]:
-        raise ValueError(f"{spec.baseline} does not reach a loss of {spec.loss} within {spec.most_steps} steps")
+    for run in runs:
+        if spec.baseline not in run.steps_s:
+            raise ValueError(f"there is no time of {spec.baseline!r}, but of {', '.join(run.steps_s)}")
+        if spec.baseline not in run.learners:
+            raise ValueError(f"{spec.baseline} cannot be the baseline: {'; '.join(run.notes)}")
+    reached = _reached(runs, spec, on_event)
+    for run in runs:
+        if None in reached[run.learners[spec.baseline], run.ranks]:
+            raise ValueError(f"{spec.baseline} does not reach a loss of {spec.loss} within {spec.most_steps} steps")
     records = [
-        _record(name, reached[learner], reached[learners[spec.baseline]], steps_s, about, spec, timed[0])
-        for name, learner in learners.items()
+        _record(name, reached[learner, run.ranks], reached[run.learners[spec.baseline], run.ranks], run, spec)
+        for run in runs
+        for name, learner in run.learners.items()
         if name != spec.baseline
     ]
-    return records, notes
-
-
-def names_timed(timed: Sequence[Record]) -> list[str]:
-    """The methods of a timed run."""
-    return list(_times(timed)[0])
-
-
-def _times(timed: Sequence[Record]) -> tuple[dict[str, Spread], dict[str, Any]]:
-    """Seconds a step by method, and what the run was."""
-    timed = [record for record in timed if record.metric == "step_s" and record.params.get("phase") != "pick"]
-    keys = ("workload", "nodes", "ranks_per_node", "link")
-    runs = {tuple(record.params.get(key) for key in keys) for record in timed}
-    if len(runs) != 1:
-        raise ValueError(f"expected training steps of one workload on one network, got {sorted(map(str, runs))}")
-    (run,) = runs
-    about: dict[str, Any] = dict(zip(keys, run, strict=True))
-    about["ranks"] = about["nodes"] * (about["ranks_per_node"] or 1)
-    found: dict[str, Spread] = {}
-    for record in timed:
-        for name, spread in ((record.subject, record.subject_s), (record.baseline, record.baseline_s)):
-            if spread is not None:
-                found.setdefault(name, spread)
-    return found, about
+    return records, list(dict.fromkeys(note for run in runs for note in run.notes))
 
 
 def _reached(
-    workload: str,
-    options: dict[str, Any],
-    learners: set[str],
-    ranks: int,
-    spec: ReachSpec,
-    on_event: Callable[[dict[str, Any]], None],
-) -> dict[str, list[float | None]]:
-    """Steps to the loss, by learner and seed."""
-    source = options.get("source")
-    options = {name: value for name, value in options.items() if name != "source"}
-    if (here := opened(workload, **options).options.get("source")) != source:
-        raise ValueError(f"the timed run trained on {source}, here there is {here}")
-    found: dict[str, list[float | None]] = {learner: [None] * spec.seeds for learner in learners}
+    runs: Sequence[TimedRun], spec: ReachSpec, on_event: Callable[[dict[str, Any]], None]
+) -> dict[tuple[Learner, int], list[float | None]]:
+    """Steps to the loss, by learner, number of ranks, and seed."""
+    workload, given = str(runs[0].about["workload"]), runs[0].record.options
+    options = {name: value for name, value in given.items() if name != "source"}
+    if (here := opened(workload, **options).options.get("source")) != given.get("source"):
+        raise ValueError(f"the timed run trained on {given.get('source')}, here there is {here}")
+    found: dict[tuple[Learner, int], list[float | None]] = {each: [None] * spec.seeds for each in learners_of(runs)}
     with processes(spec.jobs) as executor:
-        futures: dict[Future[float | None], tuple[str, int]] = {}
-        for learner in sorted(learners):
+        futures: dict[Future[float | None], tuple[tuple[Learner, int], int]] = {}
+        for learner, ranks in found:
             for seed in range(spec.seeds):
-                futures[executor.submit(steps_to, workload, options, learner, seed, ranks, spec)] = learner, seed
+                started = executor.submit(steps_to, workload, options, learner, seed, ranks, spec)
+                futures[started] = (learner, ranks), seed
         for ended in as_completed(futures):
-            learner, seed = futures[ended]
-            found[learner][seed] = ended.result()
-            on_event({"method": learner, "seed": seed, "steps": ended.result()})
+            learning, seed = futures[ended]
+            found[learning][seed] = ended.result()
+            on_event({"method": learning[0].name, "seed": seed, "steps": ended.result()})
     return found
 
 
 def steps_to(
-    workload: str, options: dict[str, Any], learner: str, seed: int, ranks: int, spec: ReachSpec
+    workload: str, options: dict[str, Any], learner: Learner, seed: int, ranks: int, spec: ReachSpec
 ) -> float | None:
     """Steps until the loss is reached; None where it is not within `most_steps`."""
     torch.set_num_threads(1)
     task = opened(workload, **options)
     losses: list[float] = []
-    steps = training(task, learner, seed=seed, ranks=ranks)
+    mixes_by = None if learner.mixes_by is None else json.loads(learner.mixes_by)
+    steps = training(task, learner.name, seed=seed, ranks=ranks, mixes_by=mixes_by)
     for model in islice(steps, spec.every - 1, spec.most_steps, spec.every):
         losses.append(float(task.evaluate(model)["loss"]))
         if (place := crossing(losses, spec.loss)) is not None:
@@ -168,26 +207,20 @@ def crossing(losses: Sequence[float], target: float) -> float | None:
 
 
 def _record(
-    name: str,
-    steps: list[float | None],
-    baseline_steps: list[float | None],
-    steps_s: dict[str, Spread],
-    about: dict[str, Any],
-    spec: ReachSpec,
-    timed: Record,
+    name: str, steps: list[float | None], baseline_steps: list[float | None], run: TimedRun, spec: ReachSpec
 ) -> Record:
     got = [each for each in steps if each is not None]
     base = [each for each in baseline_steps if each is not None]
     reached = len(got) == len(steps)
-    subject_s = [steps_s[name].median * each for each in got]
-    baseline_s = [steps_s[spec.baseline].median * each for each in base]
+    subject_s = [run.steps_s[name].median * each for each in got]
+    baseline_s = [run.steps_s[spec.baseline].median * each for each in base]
     return Record(
         case="train",
         metric="time_to_loss_s",
         subject=name,
         baseline=spec.baseline,
-        params={**about, "loss": spec.loss, "steps": steps, "baseline_steps": baseline_steps},
-        options=timed.options,
+        params={**run.about, "ranks": run.ranks, "loss": spec.loss, "steps": steps, "baseline_steps": baseline_steps},
+        options=run.record.options,
         repeats=spec.seeds,
         subject_s=Spread.of(subject_s) if reached else None,
         baseline_s=Spread.of(baseline_s),
@@ -195,7 +228,7 @@ def _record(
         aa=Spread.of([a / b for a, b in zip(baseline_s, [*baseline_s[1:], baseline_s[0]], strict=True)]),
         seeds=list(range(spec.seeds)),
         versions=versions(),
-        environment=machine() | {"timed": timed.environment, "timed_commit": timed.commit},
+        environment=machine() | {"timed": run.record.environment, "timed_commit": run.record.commit},
         commit=commit(),
         failed=None if reached else f"the loss is not reached within {spec.most_steps} steps from every seed",
     )

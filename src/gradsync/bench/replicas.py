@@ -6,6 +6,7 @@ A replica's parameters are a row; after each step the rows are mixed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from itertools import count
 from typing import Any
@@ -16,11 +17,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..bucket import FlatSpec
+from ..cluster import Cluster, Link, Placement
 from ..comm.shuffle import Matrix
 from ..compressors import Cast, Compressor
+from ..plan import Plan
 from ..planner.averaging import STATES
 from ..schemes import CompressedAllGather, Gossip, HalfPrecision, Hierarchical, Scheme, Shuffled, from_expression
 from ..workloads import Workload
+from .averaging import AveragingMethod
+
+ALIKE_BYTES_PER_S = 1.25e8  # 1 Gbit/s; of links that are all alike it decides nothing
 
 
 def mixings_of(scheme: Mapping[str, Any] | Scheme[Any], size: int) -> list[Matrix]:
@@ -62,6 +68,20 @@ class Replicas:
         self._mean = workload.model(sparse=False, seed=seed)
         self._reference = self._parameters[0].clone()  # from where differences are counted that travel compressed
 
+    @classmethod
+    def of(
+        cls, method: AveragingMethod, workload: Workload, *, seed: int, ranks: int, scheme: Mapping[str, Any] | None
+    ) -> Replicas:
+        """By this scheme, or as the method would on links that are all alike."""
+        if scheme is None:
+            model = workload.model(sparse=False, seed=seed)
+            made = method.plan(model, ranks)
+            if not isinstance(made, Plan):
+                alike = Cluster(ranks, Link(ALIKE_BYTES_PER_S)) if ranks > 1 else None
+                made = made.plan(model, workload.optimizer(model), Placement.one_per_node(ranks), alike)
+            scheme = made.buckets[0].scheme
+        return cls(workload, scheme, momentum_every=method.momentum_every, seed=seed, ranks=ranks)
+
     def train(self) -> Iterator[nn.Module]:
         """The mean model after each step, which is overwritten by the next."""
         for step in count():
@@ -84,18 +104,21 @@ class Replicas:
             sent = torch.stack([_sent(self._compressor, row, rank) for rank, row in enumerate(apart)])
             self._parameters += w @ sent - sent
         self._buffers.copy_(w @ self._buffers)
-        every = self._momentum_every
-        if every and step % every == self._turn(step // every):
+        if self.mixes_momenta(step):
             for group in zip(*(optimizer.state.values() for optimizer in self._optimizers), strict=True):
-                for key in STATES[type(self._optimizers[0])]:
+                for key in STATES.get(type(self._optimizers[0]), ()):
                     if isinstance(group[0].get(key), Tensor):
                         mixed = torch.einsum("ij,j...->i...", w, torch.stack([kept[key] for kept in group]))
                         for kept, mean in zip(group, mixed, strict=True):
                             kept[key].copy_(mean)
 
-    def _turn(self, number: int) -> int:
-        """Which of so many rounds it is in: another one each time where it would always be the same groups."""
-        return number % self._momentum_every if np.gcd(self._momentum_every, len(self._mixings)) > 1 else 0
+    def mixes_momenta(self, step: int) -> bool:
+        """Whether it is one of the rounds in which `AveragingPlanner` has momenta averaged."""
+        every, length = self._momentum_every, len(self._mixings)
+        if every < 2:
+            return every == 1
+        turn = step // every % length
+        return step % every == (turn % every if math.gcd(every, length) > 1 else 0)
 
     @torch.no_grad()
     def _mean_model(self) -> nn.Module:

@@ -6,11 +6,11 @@ import re
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ..bench import compressors
+from ..bench import averaging, compressors
 from ..bench.automatic import ENDINGS_IN_WORDS
 from ..bench.balance import SUBJECTS as MAPS
 from ..bench.balance import BalanceSpec, run_balance
@@ -22,7 +22,8 @@ from ..bench.methods import METHODS
 from ..bench.options import parse_options
 from ..bench.patterns import UNIT
 from ..bench.plan import DRAWN_ITEMS, PlanSpec, run_planning
-from ..bench.reach import ReachSpec, names_timed, run_reach
+from ..bench.reach import ReachSpec, learners_of, run_reach, timed_runs
+from ..bench.scenarios import SCENARIOS, settings_of
 from ..bench.steal import MOST_STOLEN
 from ..bench.sync import DENSE_SIZES_BYTES, SUBJECTS, SyncSpec, run_sync
 from ..bench.topk import TopKWorkload
@@ -138,13 +139,21 @@ def train(
         str,
         typer.Option(
             help="Comma-separated; the first is the baseline. ddp, wherever it stands: the best of DDP's bucket sizes. "
-            f"There are ddp, {', '.join(METHODS)}; compressors: {compressors.NAMES_IN_WORDS}; and searches, which "
-            f"measure the job first: {ENDINGS_IN_WORDS}."
+            f"There are ddp, {', '.join(METHODS)}; averages of parameters: {averaging.NAMES_IN_WORDS}; hierarchicalN, "
+            f"sums in racks of N nodes first; compressors: {compressors.NAMES_IN_WORDS}; and searches, which measure "
+            f"the job first: {ENDINGS_IN_WORDS}."
         ),
     ] = "ddp,ddp_sparse,ddp_sparse_bf16,gradsync",
     nodes: Nodes = 4,
     ranks_per_node: RanksPerNode = 1,
     link: Rate = "1gbit",
+    scenario: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Clusters with a bottleneck, comma-separated, one run each: {', '.join(SCENARIOS)}. What they slow "
+            "down is relative to --link. Blocks are judged by their mean step."
+        ),
+    ] = None,
     repeats: Annotated[int, typer.Option(min=5, help="Pairs of blocks that are judged.")] = 10,
     block_steps: Annotated[int, typer.Option(min=1, help="Steps of a block.")] = 8,
     row_length: Annotated[int | None, typer.Option(help="Short for --option dim=N.")] = None,
@@ -192,15 +201,17 @@ def train(
         patience_s=0.0 if quick else patience,
     )
     bounds = bounds_of(require, spec.methods[1:])
-    cells = [{"workload": w, "link": rate} for w in GRID_WORKLOADS for rate in GRID_LINKS] if grid else [{}]
+    with plain_errors():
+        cells = cells_of(grid, _listed(scenario or ""), nodes, link)
     records: list[Record] = []
     notes: list[str] = []
     for each in (spec.model_copy(update=cell) for cell in cells):
-        with plain_errors(), event_bar(f"{each.workload} on {nodes} nodes, {each.link}", each.turns) as on_event:
+        scene = f", {each.scenario_name}" if each.scenario_name else ""
+        with plain_errors(), event_bar(f"{each.workload} on {nodes} nodes, {each.link}{scene}", each.turns) as on_event:
             run = run_training(each, on_event)
         records += run.records
-        notes += [f"{each.workload}, {each.link}: {note}" for note in run.notes] if grid else run.notes
-        if grid and json is not None and json != "-":
+        notes += [f"{each.workload}, {each.link}{scene}: {note}" for note in run.notes] if len(cells) > 1 else run.notes
+        if len(cells) > 1 and json is not None and json != "-":
             save_records(records, json)  # what is finished stays if the run is interrupted
     finish(records, notes, json, bounds)
 
@@ -403,7 +414,7 @@ def converge(
 
 @app.command()
 def reach(
-    timed: Annotated[Path, typer.Argument(help="Records of `gradsync bench train`, of one workload on one network.")],
+    timed: Annotated[Path, typer.Argument(help="Records of `gradsync bench train`, of one workload.")],
     loss: Annotated[float, typer.Option(help="The held-out loss that is to be reached.")],
     baseline: Annotated[str, typer.Option(help="A method of that run.")] = "ddp_bf16",
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each method, with other weights and batches.")] = 3,
@@ -417,11 +428,29 @@ def reach(
     with plain_errors():
         records = load_records(timed)
         spec = ReachSpec(loss, baseline, seeds=seeds, every=every, most_steps=most_steps, jobs=jobs)
-        subjects = names_timed(records)
-    bounds = bounds_of(require, subjects)
-    with plain_errors(), event_bar("runs", len(subjects) * seeds, "opening the data") as on_event:
-        found, notes = run_reach(records, spec, on_event)
+        runs = timed_runs(records)
+    bounds = bounds_of(require, list(dict.fromkeys(name for run in runs for name in run.steps_s)))
+    with plain_errors(), event_bar("runs", len(learners_of(runs)) * seeds, "opening the data") as on_event:
+        found, notes = run_reach(runs, spec, on_event)
     finish(found, notes, json, bounds)
+
+
+def cells_of(grid: bool, scenarios: Sequence[str], nodes: int, link: str) -> list[dict[str, Any]]:
+    """What the runs of a command change of its specification: nothing, or workload, link and bottleneck.
+
+    Raises:
+        ValueError: for scenarios that are none, or not for these nodes and links.
+    """
+    cells: list[dict[str, Any]] = [{}]
+    if grid:
+        cells = [{"workload": workload, "link": rate} for workload in GRID_WORKLOADS for rate in GRID_LINKS]
+    if not scenarios:
+        return cells
+    return [
+        {**cell, "scenario_name": name, "scenario": settings_of(name, nodes, cell.get("link", link))}
+        for cell in cells
+        for name in scenarios
+    ]
 
 
 def _listed(text: str) -> tuple[str, ...]:

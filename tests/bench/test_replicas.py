@@ -1,0 +1,116 @@
+"""Replicas in one process learn what ranks do that average parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gradsync import attach
+from gradsync.bench.averaging import averaging_method
+from gradsync.bench.converge import planner_of, training
+from gradsync.bench.reach import Learner
+from gradsync.bench.replicas import Replicas, mixings_of
+from gradsync.cluster import Placement
+from gradsync.comm.shuffle import exact, grid
+from gradsync.plan import Plan
+from gradsync.planner import AveragingPlanner
+from gradsync.schemes import AllReduce, Hierarchical, ReduceScatter, Shuffled, to_expression
+from gradsync.workloads import load
+from tests.world import Ranks
+
+OPTIONS: dict[str, Any] = {"data": "digits", "batch_size": 8, "learning_rate": 0.01}
+STEPS = 6
+
+
+def parameters(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def after_steps(name: str, ranks: int, **given: Any) -> Tensor:
+    steps = training(load("alexnet", **OPTIONS), name, seed=3, ranks=ranks, **given)
+    return parameters(next(islice(steps, STEPS - 1, None)))
+
+
+def trained_by_ranks(name: str) -> Tensor:
+    """The mean model of ranks that average as the method says."""
+    task, rank, size = load("alexnet", **OPTIONS), dist.get_rank(), dist.get_world_size()
+    model = task.model(sparse=False, seed=3)
+    optimizer = task.optimizer(model)
+    method = averaging_method(name)
+    assert method is not None
+    plan = method.plan(model, size)
+    if isinstance(plan, AveragingPlanner):  # here ranks share a node, and there they do not
+        plan = replace(plan, schedule=exact(size, 2))
+    handle = attach(model, optimizer, plan, timeout=30)
+    for batch in islice(task.batches(rank, size, 3), STEPS):
+        optimizer.zero_grad()
+        task.loss(model, batch).backward()
+        optimizer.step()
+    handle.consensus()
+    handle.detach()
+    return parameters(model)
+
+
+@pytest.mark.parametrize("name", ["ds_sync_m0", "ds_sync_m1", "ds_sync_m2_bf16", "one_peer_exponential"])
+def test_replicas_learn_what_ranks_do(name: str, world: Callable[[int], Ranks]) -> None:
+    """On wires momenta have 16 bits, and in replicas all."""
+    found = world(4).run(trained_by_ranks, name)
+    start, simulated = parameters(load("alexnet", **OPTIONS).model(sparse=False, seed=3)), after_steps(name, ranks=4)
+    assert float((found[0] - simulated).norm()) < 2e-3 * float((simulated - start).norm())
+
+
+def test_replicas_that_always_average_are_one_model() -> None:
+    torch.testing.assert_close(after_steps("local_sgd1", ranks=3), after_steps("dense", ranks=3), atol=1e-5, rtol=1e-4)
+    apart = after_steps("local_sgd3", ranks=3) - after_steps("dense", ranks=3)
+    assert float(apart.abs().max()) > 1e-4
+
+
+def test_the_scheme_of_a_timed_run_is_the_one_that_learns() -> None:
+    scheme = to_expression(Shuffled.by(grid((2, 2), [0, 3, 1, 2])))
+    learner = Learner.of("ds_sync_m0", scheme)
+    assert learner != Learner.of("ds_sync_m0") and learner.mixes_by is not None
+    given = after_steps("ds_sync_m0", ranks=4, mixes_by=scheme)
+    assert float((given - after_steps("ds_sync_m0", ranks=4)).abs().max()) > 1e-6, "others are in a group"
+
+
+def test_ranks_of_a_node_mix_in_every_round() -> None:
+    scheme = Hierarchical(ReduceScatter(), Shuffled.by(exact(2, 2)), ranks_per_node=2)
+    (w,) = mixings_of(scheme, 4)
+    np.testing.assert_allclose(w, np.full((4, 4), 0.25))
+    with pytest.raises(ValueError, match="mixes no parameters"):
+        mixings_of(AllReduce(), 4)
+
+
+def test_momenta_take_turns_as_the_plan_has_them() -> None:
+    """In the replicas they are mixed in the rounds in which the plan's groups are not alone."""
+    task = load("alexnet", **OPTIONS)
+    model = task.model(sparse=False, seed=0)
+    for every in (1, 2, 3, 4):
+        planner = AveragingPlanner(schedule=grid((2, 2)), momentum_every=every)
+        plan = planner.plan(model, task.optimizer(model), Placement.one_per_node(4))
+        assert isinstance(plan, Plan)
+        momenta = plan.buckets[-1].make_scheme()
+        assert isinstance(momenta, Shuffled)
+        rounds = momenta.schedule.rounds
+        mixed = [len(each.groups) < 4 for each in rounds]
+        method = averaging_method(f"ds_sync_m{every}")
+        assert method is not None
+        scheme = to_expression(Shuffled.by(grid((2, 2))))
+        replicas = Replicas.of(method, task, seed=0, ranks=4, scheme=scheme)
+        assert [replicas.mixes_momenta(step) for step in range(2 * len(rounds))] == 2 * mixed
+
+
+def test_what_is_no_such_method_is_said() -> None:
+    assert averaging_method("bf16") is None and averaging_method("ds_synchronous") is None
+    with pytest.raises(ValueError, match="unknown ending _fast of 'ds_sync_fast'; there are"):
+        averaging_method("ds_sync_fast")
+    with pytest.raises(ValueError, match="averages parameters, and has no plan of gradients"):
+        planner_of("ds_sync")
