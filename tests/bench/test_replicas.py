@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from gradsync import attach
 from gradsync.bench.averaging import averaging_method
 from gradsync.bench.converge import planner_of, training
+from gradsync.bench.methods import method
 from gradsync.bench.reach import Learner
 from gradsync.bench.replicas import Replicas, mixings_of
 from gradsync.cluster import Placement
@@ -44,9 +45,9 @@ def trained_by_ranks(name: str) -> Tensor:
     task, rank, size = load("alexnet", **OPTIONS), dist.get_rank(), dist.get_world_size()
     model = task.model(sparse=False, seed=3)
     optimizer = task.optimizer(model)
-    method = averaging_method(name)
-    assert method is not None
-    plan = method.plan(model, size)
+    averages = averaging_method(name)
+    assert averages is not None
+    plan = averages.plan(model, size)
     if isinstance(plan, AveragingPlanner):  # here ranks share a node, and there they do not
         plan = replace(plan, schedule=exact(size, 2))
     handle = attach(model, optimizer, plan, timeout=30)
@@ -101,11 +102,28 @@ def test_momenta_take_turns_as_the_plan_has_them() -> None:
         assert isinstance(momenta, Shuffled)
         rounds = momenta.schedule.rounds
         mixed = [len(each.groups) < 4 for each in rounds]
-        method = averaging_method(f"ds_sync_m{every}")
-        assert method is not None
+        averages = averaging_method(f"ds_sync_m{every}")
+        assert averages is not None
         scheme = to_expression(Shuffled.by(grid((2, 2))))
-        replicas = Replicas.of(method, task, seed=0, ranks=4, scheme=scheme)
+        replicas = Replicas.of(averages, task, seed=0, ranks=4, scheme=scheme)
         assert [replicas.mixes_momenta(step) for step in range(2 * len(rounds))] == 2 * mixed
+
+
+def test_ablations_are_worse_and_only_simulated() -> None:
+    """Groups that never change go apart, and averages of what was there before a step leave the step apart."""
+
+    def spread(name: str) -> float:
+        made = averaging_method(name)
+        assert made is not None
+        replicas = Replicas.of(made, load("alexnet", **OPTIONS), seed=3, ranks=4, scheme=None)
+        next(islice(replicas.train(), 2 * STEPS - 1, None))
+        return replicas.spread
+
+    shuffled, static, stale = map(spread, ("ds_sync_m0", "ds_sync_m0_static", "ds_sync_m0_stale"))
+    assert static > 2 * shuffled and stale > 1.5 * shuffled
+    assert spread("ds_sync_m1") < shuffled, "momenta in step keep replicas together"
+    with pytest.raises(ValueError, match="ds_sync_static is for `gradsync bench converge` only"):
+        method("ds_sync_static")
 
 
 def test_what_is_no_such_method_is_said() -> None:

@@ -313,3 +313,24 @@ def test_wrong_settings_are_refused(world: World) -> None:
 
 def test_a_schedule_is_kept(world: World) -> None:
     assert AveragingPlanner(schedule=PAIRS) == AveragingPlanner(schedule=GroupSchedule(PAIRS.rounds))
+
+
+def models_of_many_kinds_train() -> None:
+    """Buffers beside momenta, and parameters of several types between each other: the digest is of one order."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 8).double(), nn.Linear(8, 2))
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    handle = gradsync.attach(model, optimizer, AveragingPlanner(schedule=together(2), momentum_every=1), timeout=10)
+    for seed in range(3):
+        x = torch.randn(5, 6, generator=torch.Generator().manual_seed(2 * seed + dist.get_rank()))
+        optimizer.zero_grad()
+        model[3](model[2](model[1](model[0](x)).double()).float()).square().mean().backward()
+        optimizer.step()
+    handle.wait()
+    for tensor in (*model.parameters(), *(b for b in model.buffers() if b.is_floating_point())):
+        dist.broadcast(first := tensor.detach().clone(), 0)
+        assert torch.equal(first, tensor)
+
+
+def test_models_of_many_kinds_train(world: World) -> None:
+    world(2).run(models_of_many_kinds_train)

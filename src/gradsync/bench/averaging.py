@@ -25,15 +25,21 @@ NAMES_IN_WORDS = (
     f"for steps inside backward, {' or '.join(f'_{name}' for name in COMPRESSORS)} for what travels; local_sgdK, all "
     "ranks together in one step of K; gossip_ring; one_peer_exponential"
 )
+ABLATIONS = ("static", "stale")  # groups that never change; averages of what was there before the step
+ABLATIONS_IN_WORDS = "ds_sync_static, with groups that never change, and ds_sync_stale, which averages before the step"
 USUAL_MOMENTUM_EVERY = 4
 
 
 @dataclass(frozen=True)
 class AveragingMethod:
-    """What makes its plan among so many ranks, and in how many rounds momenta are averaged once, if at all."""
+    """What makes its plan among so many ranks, and in how many rounds momenta are averaged once, if at all.
+
+    `ablations`: what is done worse, to see what it is good for; only in simulations of what is learnt.
+    """
 
     plan: Callable[[nn.Module, int], Plan | AveragingPlanner]
     momentum_every: int = 0
+    ablations: tuple[str, ...] = ()
 
 
 def averaging_method(name: str) -> AveragingMethod | None:
@@ -54,8 +60,9 @@ def averaging_method(name: str) -> AveragingMethod | None:
         return None
     planner = AveragingPlanner(momentum_every=USUAL_MOMENTUM_EVERY)
     for ending in endings:
-        planner = _with(planner, ending, name)
-    return AveragingMethod(lambda model, size: planner, planner.momentum_every)
+        planner = planner if ending in ABLATIONS else _with(planner, ending, name)
+    ablations = tuple(ending for ending in endings if ending in ABLATIONS)
+    return AveragingMethod(lambda model, size: planner, planner.momentum_every, ablations)
 
 
 def _with(planner: AveragingPlanner, ending: str, name: str) -> AveragingPlanner:
@@ -79,7 +86,8 @@ def local_steps(size: int, every: int) -> GroupSchedule:
 def _everything_by(scheme: Callable[[int], Scheme[Any]], model: nn.Module, size: int) -> Plan:
     """Parameters, and buffers of floats."""
     specs = {name: TensorSpec.of(p) for name, p in trainable_parameters(model).items()}
-    specs |= {n: TensorSpec.of(b) for n, b in model.named_buffers() if b.is_floating_point() and b.numel()}
+    buffers = {n: TensorSpec.of(b) for n, b in model.named_buffers() if b.is_floating_point() and b.numel()}
+    specs |= dict(sorted(buffers.items()))
     buckets: list[list[str]] = []
     filled_bytes = BUCKET_BYTES
     for name, spec in specs.items():

@@ -32,8 +32,8 @@ from ..planner import default_plan
 from ..report.record import Losses, Record, Spread
 from ..workloads import Workload, load
 from . import coarse, compressors
+from .averaging import ABLATIONS_IN_WORDS, averaging_method
 from .averaging import NAMES_IN_WORDS as AVERAGES_IN_WORDS
-from .averaging import averaging_method
 from .plans import DENSE_SCHEMES, SCHEMES_IN_WORDS, PlanMaker, fit_optimizer, is_lossy, lossy_planner
 from .provenance import commit, machine, versions
 from .replicas import Replicas
@@ -100,7 +100,7 @@ def planner_of(name: str, momentum: float = 0.0) -> PlanMaker:
     if name != BASELINE and not is_lossy(name):
         raise ValueError(
             f"unknown method {name!r}; there are {BASELINE}, {SCHEMES_IN_WORDS}; averages of parameters: "
-            f"{AVERAGES_IN_WORDS}; and compressors: "
+            f"{AVERAGES_IN_WORDS}; their ablations: {ABLATIONS_IN_WORDS}; and compressors: "
             f"{compressors.NAMES_IN_WORDS}"
         )
     return default_plan if name == BASELINE else lossy_planner(name, momentum)

@@ -7,7 +7,7 @@ A replica's parameters are a row; after each step the rows are mixed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import count
 from typing import Any
 
@@ -54,10 +54,20 @@ class Replicas:
     """Of a workload's model, one a rank; `step` is a step of all of them, and a round."""
 
     def __init__(
-        self, workload: Workload, scheme: Mapping[str, Any], *, momentum_every: int, seed: int, ranks: int
+        self,
+        workload: Workload,
+        scheme: Mapping[str, Any],
+        *,
+        momentum_every: int,
+        seed: int,
+        ranks: int,
+        ablations: Collection[str] = (),
     ) -> None:
         self._workload = workload
         self._mixings = [torch.from_numpy(w).float() for w in mixings_of(scheme, ranks)]
+        if "static" in ablations:
+            self._mixings = self._mixings[:1]
+        self._is_stale = "stale" in ablations
         self._compressor = _compressor_of(from_expression(scheme))
         self._momentum_every = momentum_every
         self._models = [workload.model(sparse=False, seed=seed) for _ in range(ranks)]
@@ -80,24 +90,39 @@ class Replicas:
                 alike = Cluster(ranks, Link(ALIKE_BYTES_PER_S)) if ranks > 1 else None
                 made = made.plan(model, workload.optimizer(model), Placement.one_per_node(ranks), alike)
             scheme = made.buckets[0].scheme
-        return cls(workload, scheme, momentum_every=method.momentum_every, seed=seed, ranks=ranks)
+        return cls(
+            workload,
+            scheme,
+            momentum_every=method.momentum_every,
+            seed=seed,
+            ranks=ranks,
+            ablations=method.ablations,
+        )
 
     def train(self) -> Iterator[nn.Module]:
         """The mean model after each step, which is overwritten by the next."""
         for step in count():
+            before = self._parameters.clone() if self._is_stale else None
             for model, optimizer, batches in zip(self._models, self._optimizers, self._batches, strict=True):
                 model.train()
                 loss = self._workload.loss(model, next(batches))
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-            self._mix(step)
+            self._mix(step, before)
             yield self._mean_model()
 
+    @property
+    def spread(self) -> float:
+        """How far replicas are apart now: the mean squared distance to their mean."""
+        return float((self._parameters - self._parameters.mean(dim=0)).square().sum(dim=1).mean())
+
     @torch.no_grad()
-    def _mix(self, step: int) -> None:
+    def _mix(self, step: int, before: Tensor | None) -> None:
         w = self._mixings[step % len(self._mixings)]
-        if self._compressor is None:
+        if before is not None:  # averages of that, which were under way during the step
+            self._parameters += w @ before - before
+        elif self._compressor is None:
             self._parameters.copy_(w @ self._parameters)
         else:
             apart = self._parameters - self._reference

@@ -236,7 +236,9 @@ class Network:
             self._go_home()
 
     def leave(self, *_signal: Any) -> NoReturn:
-        """Ends what runs in the nodes, whoever started it, and this process."""
+        """Ends what runs in the nodes, whoever started it, and this process; told to once more meanwhile, it goes on."""
+        for again in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(again, signal.SIG_IGN)
         deadline = time.monotonic() + KILL_PATIENCE_S
         while time.monotonic() < deadline:  # more than once: a process may fork while its siblings are killed
             inside = [pid for pid in processes_inside(self.spaces) if pid not in self.pids]
