@@ -201,3 +201,16 @@ def test_gradients_that_a_closure_computes_are_refused() -> None:
         freezing.before(optimizer, has_closure=True)
     frozen[0] = False
     freezing.before(optimizer, has_closure=True)
+
+
+def test_an_optimiser_whose_step_has_raised_gets_its_parameters_back() -> None:
+    weight = nn.Parameter(torch.ones(3, 4))
+    weight.grad = torch.ones(3, 4)
+    optimizer = SGD([weight], lr=0.1)
+    freezing = Freezing({"weight": weight}, lambda: Arrivals([Arrival(BUCKET, SECTIONS, frozen=True)]))
+    freezing.before(optimizer)
+    assert optimizer.param_groups[0]["params"][0] is not weight
+    freezing.give_up()
+    assert optimizer.param_groups[0]["params"][0] is weight
+    freezing.after(optimizer)
+    assert torch.equal(weight, torch.ones(3, 4))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
@@ -14,22 +14,22 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from .agreement import DEFAULT_TIMEOUT_S, agreed_engine, forget, gather_texts, group_of
+from .agreement import DEFAULT_TIMEOUT_S, agreed_engine, forget
 from .arrivals import Sections
-from .auto import planner_of
-from .averaging import Averaging, companions
+from .auto import AutoPlanner, planner_of
+from .averaging import Averaging
 from .bucket import matches
-from .comm import Group, GroupError
+from .choosing import Choice
 from .ddp import UNEVEN_INPUTS, DDPState, ddp_hook
 from .engine import Engine
-from .hooks import AutogradHooks, broadcast_tensors
+from .fronts import Front, Fronts, ParametersBeside, averaging_front, level, why_not_parameters
+from .hooks import AutogradHooks
 from .lane import BucketStatistics
 from .plan import Plan, What
 from .planner import AveragingPlanner
-from .planner.rates import cluster_of, measured_rates
 from .planning import Planner
 from .profile import Profile
-from .stepping import why_not_in_parts
+from .regrouping import Regrouping
 from .timeline import Task
 
 # A caller need not keep what `attach` returns: it lives as long as any module of the model, as a wrapper (of
@@ -42,24 +42,27 @@ _registered: weakref.WeakKeyDictionary[nn.Module, DDPState] = weakref.WeakKeyDic
 class Attachment:
     """What `attach` returns: the synchronisation of one model's gradients, or parameters, until `detach`."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        no_sync: Callable[[], Any],
-        remove: Callable[[], None],
-        model: nn.Module,
-        averaging: Averaging | None = None,
-    ) -> None:
-        self._engine = engine
-        self._averaging = averaging
-        self._no_sync = no_sync  # refers to the model weakly, as everything here: the model's modules keep this alive
+    def __init__(self, fronts: Fronts, model: nn.Module) -> None:
+        self._fronts = fronts
         modules = weakref.WeakSet(model.modules())
         for module in modules:
             _attachments[module] = self
         # A model that is dropped takes its thread and communicator along; at exit the process' end does.
-        self._release = weakref.finalize(self, _release, modules, engine, remove)
+        self._release = weakref.finalize(self, _release, modules, fronts)
         self._release.atexit = False
         self._modules = modules
+
+    @property
+    def _engine(self) -> Engine:
+        return self._fronts.present.engine
+
+    @property
+    def _averaging(self) -> Averaging | None:
+        return self._fronts.present.averaging
+
+    @property
+    def _regrouping(self) -> Regrouping | None:
+        return self._fronts.present.regrouping
 
     @property
     def plan(self) -> Plan:
@@ -69,7 +72,7 @@ class Attachment:
     @property
     def settled(self) -> bool:
         """Whether the plan in force stays: what the first steps show was seen, and what they should try was tried."""
-        return self._engine.settled
+        return self._engine.settled and (self._fronts.choice is None or self._fronts.choice.made)
 
     @property
     def profile(self) -> Profile | None:
@@ -83,26 +86,31 @@ class Attachment:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, gradients accumulate locally; forward *and* backward belong inside, as with DDP."""
-        with self._no_sync():
+        with self._fronts.present.no_sync():
             yield
 
     def wait(self) -> None:
         """Waits for averages of parameters that are under way, and has them in the model; else there are none.
 
         By a plan of parameters an exchange goes on behind `optimizer.step()`. Modules wait for their own parameters
-        when their forward begins, `state_dict()` of the model for all; who reads parameters otherwise waits here.
+        when their forward begins; evaluation for all, as do `state_dict()` and `load_state_dict()` of the model, parts
+        of it and the optimiser. Who reads or writes parameters otherwise waits here.
         """
         if self._averaging is not None:
             self._averaging.land()
 
+    @torch.inference_mode(False)  # what is made here is trained on
     def consensus(self) -> None:
         """Makes the ranks' models one: parameters are their mean, the same bits, variances of normalisation are pooled.
 
         Where the plan averages parameters; with gradients averaged the models are one already. On all ranks at once,
-        between two steps; training goes on from there.
+        between two steps; training goes on from there, by other groups where an `AveragingPlanner` finds that links
+        have changed, or is to hold the ranks together.
         """
         if self._averaging is not None:
             self._averaging.consensus()
+        if self._regrouping is not None:
+            self._regrouping.consider()
 
     def state_dict(self) -> dict[str, Any]:
         """Plan, step and scheme state by parameter; belongs into a checkpoint of this rank.
@@ -110,14 +118,18 @@ class Attachment:
         Raises:
             RuntimeError: after `detach`: what was left to be sent is gone.
         """
+        self.wait()
         state = self._engine.state_dict()
+        if self._regrouping is not None:
+            state["groups"] = self._regrouping.state_dict()
         return state if self._averaging is None else {**state, "references": self._averaging.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Takes over what this rank's `state_dict` gave; on all ranks at once, between two steps.
 
         State follows parameters, whatever plan is in force now; under `plan="auto"` the plan comes along, if it had
-        settled, under the same constraints and for the same job: model, ranks, their nodes, torch. What nothing was
+        settled, under the same constraints and for the same job: model, ranks, their nodes, torch. So does that of an
+        `AveragingPlanner` of the same settings that may change groups, for ranks on the same nodes. What nothing was
         saved for begins anew. What was left to be sent of gradients that are not compressed now goes with the next
         ones. Other state that has no place here would be lost: of unknown parameters, or the momentum of a compressor
         that the plan does not name. Without `strict` it is dropped. What goes with a matrix as a whole begins anew
@@ -130,7 +142,10 @@ class Attachment:
         State of different steps, or with different plans to go on with, is refused like what has no place.
         """
         self.wait()
+        groups = None if self._regrouping is None else self._regrouping.saved(state)
         self._engine.load_state_dict(state, strict=strict)
+        if self._regrouping is not None:
+            self._regrouping.go_on(groups)
         if self._averaging is not None:
             self._averaging.load_state_dict(state.get("references", {}))
 
@@ -174,12 +189,9 @@ class Attachment:
         self._release()
 
 
-def _release(modules: weakref.WeakSet[nn.Module], engine: Engine, remove: Callable[[], None]) -> None:
-    forget(modules, engine.parameters.values())
-    try:
-        remove()
-    finally:
-        engine.close()
+def _release(modules: weakref.WeakSet[nn.Module], fronts: Fronts) -> None:
+    forget(modules, fronts.present.engine.parameters.values())
+    fronts.close()
 
 
 def attach(
@@ -230,21 +242,26 @@ def attach(
     """
     timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     if isinstance(plan, AveragingPlanner) or (isinstance(plan, Plan) and plan.what is not What.GRADIENT):
-        return _attach_averaging(model, optimizer, plan, process_group, timeout_s, exclude, grad_scaler)
+        front = averaging_front(model, optimizer, plan, process_group, timeout_s, exclude, grad_scaler)
+        return Attachment(Fronts(front), model)
     plan = planner_of(plan)
+    averaging = plan.averaging if isinstance(plan, AutoPlanner) else None
+    refusal = "" if averaging is None else why_not_parameters(model, optimizer, grad_scaler)
+    if isinstance(model, DistributedDataParallel) and refusal:
+        raise ValueError(refusal)
     if isinstance(model, DistributedDataParallel):
         state = DDPState(
             model, plan=plan, timeout_s=timeout_s, exclude=exclude, optimizer=optimizer, grad_scaler=grad_scaler
         )
         _register(model, state)
-        return Attachment(state.engine, state.no_sync, state.detach, model)
+        return Attachment(Fronts(Front(state.engine, state.no_sync, state.detach)), model)
     settings = f"broadcast_buffers={broadcast_buffers}, grad_scaler={grad_scaler is not None}"
-    engine, parameters = agreed_engine(model, plan, process_group, timeout_s, exclude, settings, optimizer)
+    engine, parameters = agreed_engine(model, plan, process_group, timeout_s, exclude, settings, optimizer, refusal)
     if grad_scaler is not None:
         engine.loss_scale = grad_scaler.get_scale
     initial = [p for name, p in model.named_parameters() if not matches(name, exclude)]
     try:
-        _level(engine, [*initial, *model.buffers()])
+        level(engine, [*initial, *model.buffers()])
         hooks = AutogradHooks(
             model, parameters, engine, optimizer=optimizer, broadcast_buffers=broadcast_buffers, exclude=exclude
         )
@@ -252,75 +269,11 @@ def attach(
         forget(model.modules(), parameters.values())
         engine.close()
         raise
-    return Attachment(engine, hooks.no_sync, hooks.remove, model)
-
-
-def _attach_averaging(
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    plan: Plan | AveragingPlanner,
-    process_group: dist.ProcessGroup | None,
-    timeout_s: float,
-    exclude: Sequence[str],
-    grad_scaler: torch.amp.GradScaler | None,
-) -> Attachment:
-    refusal = ""
-    if optimizer is None:
-        refusal = (
-            "a plan of parameters averages them after the optimiser's step: attach(..., optimizer=...) must name it"
-        )
-    elif isinstance(model, DistributedDataParallel):
-        refusal = "DistributedDataParallel averages gradients; a plan of parameters is for the model inside of it"
-    elif grad_scaler is not None:
-        refusal = (
-            "a GradScaler decides on each rank by itself to skip a step, and skipped steps must not be averaged with "
-            "others: train in bfloat16 or float32 with a plan of parameters"
-        )
-    made: Plan | None
-    if isinstance(plan, AveragingPlanner):
-        made, refusal = _planned(plan, model, optimizer, process_group, timeout_s, exclude, refusal)
-    else:
-        made = plan
-    if made is not None and made.what is What.EARLY_PARAMETER and optimizer is not None:
-        refusal = refusal or why_not_in_parts(optimizer)
-    also = None if made is None else companions(model, made)
-    engine, parameters = agreed_engine(
-        model, made, process_group, timeout_s, exclude, "averages parameters", optimizer, refusal, also
-    )
-    assert optimizer is not None
-    try:
-        _level(engine, [*(p for n, p in model.named_parameters() if not matches(n, exclude)), *model.buffers()])
-        averaging = Averaging(model, engine, optimizer)
-    except BaseException:
-        forget(model.modules(), parameters.values())
-        engine.close()
-        raise
-    return Attachment(engine, averaging.no_sync, averaging.remove, model, averaging)
-
-
-def _planned(
-    planner: AveragingPlanner,
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    process_group: dist.ProcessGroup | None,
-    timeout_s: float,
-    exclude: Sequence[str],
-    refusal: str,
-) -> tuple[Plan | None, str]:
-    """The plan, or none and what is wrong on this rank, if anything is; links are measured if all can go on."""
-    group = group_of(process_group, timeout_s)
-    try:
-        if any(text.strip() for text in gather_texts(group, refusal, timeout_s)):
-            return None, refusal
-        assert optimizer is not None
-        placement, cluster = group.placement, None
-        if planner.measures and placement.num_nodes > 1:
-            cluster = cluster_of(measured_rates(group, timeout_s), placement.ranks_per_node or 1)
-        return planner.plan(model, optimizer, placement, cluster, exclude), ""
-    except ValueError as error:
-        return None, str(error)
-    finally:
-        group.close()
+    fronts = Fronts(Front(engine, hooks.no_sync, hooks.remove))
+    if averaging is not None and optimizer is not None:
+        other = ParametersBeside(fronts, hooks, averaging, model, optimizer, process_group, timeout_s, exclude)
+        fronts.choice = Choice(engine, model, optimizer, other)
+    return Attachment(fronts, model)
 
 
 @contextmanager
@@ -339,23 +292,6 @@ def consensus(model: nn.Module) -> Iterator[None]:
         raise RuntimeError("gradsync is not attached to this model")
     attachment.consensus()
     yield
-
-
-def _level(engine: Engine, tensors: list[Tensor]) -> None:
-    """Gives rank 0's tensors to all, or raises on all."""
-    what = "broadcast of the model"
-
-    def broadcast(group: Group) -> Exception | None:
-        try:
-            broadcast_tensors(group, tensors, engine.timeout_s)
-        except GroupError:
-            raise
-        except Exception as error:  # of this rank alone: the others learn of it below
-            return error
-        return None
-
-    problem = engine.call(what, broadcast)
-    engine.agree(what, problem)
 
 
 def _register(model: DistributedDataParallel, state: DDPState) -> None:

@@ -25,7 +25,7 @@ from .density import ParameterProfile
 from .engine import Engine
 from .measurement import Measurement
 from .plan import Plan
-from .planner import default_plan
+from .planner import AveragingPlanner, default_plan
 from .planner.candidates import Search, candidate_plans
 from .planner.errors import alone
 from .planner.job import Job
@@ -59,6 +59,10 @@ class AutoPlanner:
     wait for each other. `gradsync.planner.rival_plans` has others' searches. `must_plan`: where nothing can be measured
     or no plan be made, all ranks raise.
 
+    `averaging`: when the plan has settled, parameters are averaged in groups by that planner's plan for a block of
+    steps, and from then on, if that is clearly faster; `attach` needs the optimiser for it. A checkpoint goes on with
+    averaged gradients, and chooses again.
+
     Raises:
         ValueError: when made, for settings out of their range, and compressors with momentum, which a plan that does
             not compress has no place for: allowed as the only way, `always` taken; when asked for a plan, for an
@@ -79,10 +83,11 @@ class AutoPlanner:
         warmup: int = WARMUP_STEPS,
         search: Search = candidate_plans,
         must_plan: bool = False,
+        averaging: AveragingPlanner | None = None,
     ) -> None:
         self.constraints = constraints or Constraints()
         self.steps, self.warmup = steps, warmup
-        self.search, self.must_plan = search, must_plan
+        self.search, self.must_plan, self.averaging = search, must_plan, averaging
         if not (self.constraints.always and len(self.constraints.lossy) == 1):
             for lossy in self.constraints.lossy:
                 _require_only_residuals(lossy)

@@ -11,40 +11,60 @@ pooled), and what the optimiser keeps of a parameter, as its momentum, by `plan.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.optim import Optimizer
 
-from .bucket import trainable_parameters
+from .bucket import TensorSpec, matches, trainable_parameters
 from .comm import Group
 from .engine import Engine
 from .hooks import (
+    REENTRANT,
+    Changes,
     Hook,
     ModelHook,
     OptimizerStep,
     after_optimizer_steps,
     at_end_of_backward,
     before_optimizer_steps,
+    broadcast_tensors,
+    is_backward,
+    is_nested_backward,
     uncompiled,
 )
 from .plan import OF, Plan, What
-from .stepping import EarlySteps
+from .stepping import EarlySteps, begin_state
 
+logger = logging.getLogger(__name__)
+
+UNSTAMPED = (0, 0)
 MESSAGE_BYTES = 25 << 20  # of a consensus: large enough for line rate, small beside the model
 CLOSURE = (
     "optimizer.step(closure) computes gradients itself; by a plan of early parameters they were stepped in backward: "
     "call step() without a closure, or let the plan say what='parameter'"
 )
+SCALED = (
+    "a GradScaler decides on each rank by itself to skip a step, and skipped steps must not be averaged with others: "
+    "train in bfloat16 or float32 with a plan of parameters"
+)
+SECOND_BACKWARD = (
+    "a second backward began before optimizer.step(), by a plan of early parameters, which were stepped in the first: "
+    "let all backwards but the last be within no_sync(), or the plan say what='parameter'"
+)
 
 
 def companions(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
-    """What the plan names beside parameters: buffers, and of states of the optimiser what has their shape."""
+    """What the plan names beside parameters, by name: buffers, and of states of the optimiser what has their shape.
+
+    A plan's digest depends on the order of what it is for: parameters as the model has them, then these, sorted.
+    """
     parameters = trainable_parameters(model)
     buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
     found: dict[str, Tensor] = {}
@@ -52,44 +72,60 @@ def companions(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
         owner = name.rpartition(OF)[0]
         if name not in parameters and (tensor := buffers.get(name, parameters.get(owner))) is not None:
             found[name] = tensor
-    return found
+    return dict(sorted(found.items()))
 
 
 class Averaging:
     """Runs an engine on parameters after each step of their optimiser."""
 
-    def __init__(self, model: nn.Module, engine: Engine, optimizer: Optimizer) -> None:
+    def __init__(self, model: nn.Module, engine: Engine, optimizer: Optimizer, exclude: Sequence[str] = ()) -> None:
         self._model = weakref.ref(model)
         self._engine = engine
         self._optimizer = weakref.ref(optimizer)
         self._sync = True
-        self._rounds = 0  # ranks that count differently are out of step
+        self._steps = 0  # of the optimiser since attach; ranks that count differently are out of step
         self._parameters = {n: p for n, p in trainable_parameters(model).items() if n in engine.specs}
-        self._buffers = {n: b for n, b in model.named_buffers() if n in engine.specs}
+        self._changes = Changes(model, self._parameters.values(), exclude)
+        self._frozen = [(n, p) for n, p in model.named_parameters() if not (p.requires_grad or matches(n, exclude))]
+        buffers = {n: b for n, b in model.named_buffers() if n in engine.specs}
+        self._buffers = {  # the dicts, not the buffers: a module may replace those
+            name: (module._buffers, key)
+            for within, module in model.named_modules()
+            for key in module._buffers
+            if (name := f"{within}.{key}" if within else key) in buffers
+        }
         names = engine.specs.keys() - self._parameters.keys() - self._buffers.keys()
         self._states = {n: (n.rpartition(OF)[0], n.rpartition(OF)[2]) for n in engine.specs if n in names}
         self._states_of: dict[str, list[str]] = {}
         for name, (parameter, _) in self._states.items():
             self._states_of.setdefault(parameter, []).append(name)
-        self._means = _means_of_variances(model, self._buffers)
+        self._means = _means_of_variances(model, buffers)
         self._references = self._taken_references()
-        self._versions: dict[str, int] = {}  # of what is under way, by name, as it was sent
+        self._sent: dict[str, tuple[int, int]] = {}  # what is under way, by name; parameters: see `_stamp`
+        self._is_open = False  # a round was begun, and not all of it is sent
         self._fired: set[str] = set()  # names whose module's forward was seen to begin
-        self._waits: bool | None = None  # whether exchanges end in `optimizer.step()`; None before the first forward
-        owners = _owners(model, {id(t): n for n, t in (self._parameters | self._buffers).items()})
-        hook, of_module = uncompiled(ModelHook), uncompiled(Hook)
+        self._waits: bool | None = None  # whether exchanges end with `optimizer.step()`; None before the first forward
+        owners = _owners(model, {id(t): n for n, t in (self._parameters | buffers).items()})
+        self._moving = {name for m, names in owners if isinstance(m, nn.RNNBase) for name in names}
+        hook, model_hook = uncompiled(Hook), uncompiled(ModelHook)
+        landing = hook(self, Averaging._before_states)
+        # Before the hooks of others: these may prepare weights for a forward, as those of spectral_norm do.
         self._handles = [
             after_optimizer_steps(self, Averaging._after_optimizer_step, optimizer),
             before_optimizer_steps(self, Averaging._before_optimizer_step, optimizer),
-            model.register_forward_pre_hook(hook(self, Averaging._before_forward)),
-            model.register_state_dict_pre_hook(hook(self, Averaging._before_state_dict)),
-            *(m.register_forward_pre_hook(of_module(self, _ForModule(names))) for m, names in owners),
+            optimizer.register_state_dict_pre_hook(landing),
+            optimizer.register_load_state_dict_pre_hook(landing),
+            *(m.register_state_dict_pre_hook(landing) for m in model.modules()),
+            *(m.register_load_state_dict_pre_hook(landing) for m in model.modules()),
+            *(m.register_forward_pre_hook(hook(self, _ForModule(names)), prepend=True) for m, names in owners),
+            model.register_forward_pre_hook(model_hook(self, Averaging._before_forward), prepend=True),
         ]
+        self.watch: Callable[[Tensor, Tensor], None] | None = None  # gets parameters, and what they are about to be
         self._early: _EarlyExchange | None = None
         if engine.plan.what is What.EARLY_PARAMETER:
             self._early = _EarlyExchange(EarlySteps(optimizer), engine.plan, self._parameters)
             self._handles += [
-                p.register_post_accumulate_grad_hook(of_module(self, _ForGradient(name)))
+                p.register_post_accumulate_grad_hook(hook(self, _ForGradient(name)))
                 for name, p in self._parameters.items()
             ]
 
@@ -98,7 +134,9 @@ class Averaging:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        if self._engine.in_step and self._versions:
+        if self._early is not None:
+            self._early.give_up()
+        if self._engine.in_step and not self._is_open:
             self.land()
 
     @contextmanager
@@ -110,14 +148,16 @@ class Averaging:
         finally:
             self._sync = before
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def land(self) -> None:
         """Waits for the end of the exchange under way, if there is one."""
-        if self._versions:
+        if self._sent:
             self._engine.finish()
-            for name in list(self._versions):
+            for name in list(self._sent):
                 self._put(name)
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def consensus(self) -> None:
         """All ranks have the mean of their parameters, the same bits, and of what normalisation saw. Collective.
@@ -128,69 +168,111 @@ class Averaging:
         self.land()
         model = self._model()
         statistics = [] if model is None else [found for m in model.modules() if (found := _statistics(m)) is not None]
-        variances = {id(variance) for _, variance in statistics}
-        buffers = [] if model is None else [buffer for buffer in model.buffers() if id(buffer) not in variances]
+        pooled = {id(tensor) for pair in statistics for tensor in pair}
+        buffers = [] if model is None else [buffer for buffer in model.buffers() if id(buffer) not in pooled]
         averaged = [*self._parameters.values(), *(buffer for buffer in buffers if buffer.is_floating_point())]
         counters = [buffer for buffer in buffers if not buffer.is_floating_point() and not buffer.is_complex()]
-        squares = [variance.double() + mean.double().square() for mean, variance in statistics]
+        means = [mean.double() for mean, _ in statistics]
         timeout_s = self._engine.timeout_s
 
-        def agree(group: Group) -> None:
+        def agree(group: Group) -> list[Tensor]:
             _average(group, averaged, timeout_s)
-            _average(group, squares, timeout_s)
+            _average(group, means, timeout_s)
+            # From the mean of all: squares of means far from zero would swallow variances.
+            around = [v.double() + (m.double() - mean).square() for (m, v), mean in zip(statistics, means, strict=True)]
+            _average(group, around, timeout_s)
             _take_largest(group, counters, timeout_s)
+            return around
 
-        self._engine.call("consensus", agree)
-        for (mean, variance), square in zip(statistics, squares, strict=True):
-            variance.copy_(square - mean.double().square())
+        variances = self._engine.call("consensus", agree)
+        for (mean, variance), of_all, around_it in zip(statistics, means, variances, strict=True):
+            mean.copy_(of_all)
+            variance.copy_(around_it)
         self._references = self._taken_references()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What rounded differences are taken from, by parameter."""
+        """What differences are taken from, by name."""
         self.land()
         return {name: reference.clone() for name, reference in self._references.items()}
 
     def load_state_dict(self, references: Mapping[str, Tensor]) -> None:
-        """Parameters for which there is none have the one of now: load the model first."""
+        """Collective. Of what there is none, that of now: load the model first. Whose differ, those of rank 0 count."""
         self.land()
         self._references = self._taken_references()
         for name, reference in self._references.items():
             if name in references:
                 reference.copy_(references[name])
+        timeout_s, taken = self._engine.timeout_s, list(self._references.values())
+        if taken:
+            self._engine.call("references", lambda group: broadcast_tensors(group, taken, timeout_s))
 
     # What modules and the optimiser call.
 
     def _before_forward(self, model: nn.Module) -> None:
-        if self._waits is None and torch.is_grad_enabled():
+        if is_backward():  # checkpointing repeats a forward
+            return
+        if not torch.is_grad_enabled():  # evaluation may take other ways, as those of fused layers
+            if self._sent:
+                self.land()
+            return
+        thawed = next((name for name, p in self._frozen if p.requires_grad), None)
+        if thawed is not None:
+            self._refuse(
+                f"the parameter {thawed!r} was frozen when gradsync was attached, and nobody averages it; detach() "
+                "first, then attach again, or let exclude name it"
+            )
+        if why := self._changes.check(model):
+            self._refuse(why)
+        if self._waits is None:
             self._waits = False
-        elif self._versions:
-            self._deliver(self._versions.keys() - self._fired - self._states.keys())
+        elif self._sent:
+            self._deliver(self._sent.keys() - self._fired - self._states.keys())
 
     def _before_forward_of(self, names: tuple[str, ...]) -> None:
+        if self._is_open and is_backward():  # checkpointing repeats a forward: of what was not stepped yet
+            return
         self._fired.update(names)
-        if self._versions:
+        if self._sent:
             self._deliver(names)
 
-    def _before_state_dict(self, *_: Any) -> None:
-        self.land()
+    def _before_states(self, *_: Any) -> None:
+        """They are saved, or loaded."""
+        if self._sent:
+            self.land()
 
     def _before_optimizer_step(self, step: OptimizerStep) -> None:
-        if self._early is None:
+        if step.is_inner:
+            return
+        if step.is_scaled:
+            self._refuse(SCALED)
+        early = self._early
+        if early is None:
+            used = (name for name in self._undelivered() if self._parameters[name].grad is not None)
+            if (name := next(used, None)) is not None:
+                self._found_unseen_use(name)
             self.land()
             return
-        names = {p: name for name, p in self._parameters.items()}
-        why = CLOSURE if step.has_closure else self._early.steps.check(names)
-        if why:
-            self._engine.fail(why)
-            raise RuntimeError(why)
-        self._early.put_back = self._early.steps.take_out()
+        if step.has_closure:
+            self._refuse(CLOSURE)
+        early.steps.put_back()  # after a step that has failed
+        if not early.is_open:
+            self.land()
+            if self._sync:  # the others may wait for a rank whose backward reached no parameter
+                self._begin_early()
+                self._end_of_backward()
+        if why := early.steps.check({p: name for name, p in self._parameters.items()}):
+            self._refuse(why)
+        early.steps.take_out()
 
     @torch.no_grad()
     def _after_optimizer_step(self, step: OptimizerStep) -> None:
+        if step.is_inner:
+            return
+        self._steps += 1
         if self._early is not None:
-            self._early.put_back()
+            self._early.steps.end()
             self._early.is_open = False
-        elif self._sync:
+        elif self._sync and self._engine.specs:
             self._begin()
             for name in self._parameters:
                 self._send(name)
@@ -204,20 +286,17 @@ class Averaging:
         early = self._early
         assert early is not None
         if early.task != torch._C._current_graph_task_id():
-            if early.is_open:
-                why = (
-                    "a second backward began before optimizer.step(), by a plan of early parameters, which were "
-                    "stepped in the first: let all backwards but the last be within no_sync(), or the plan say "
-                    "what='parameter'"
-                )
-                self._engine.fail(why)
-                raise RuntimeError(why)
+            if is_nested_backward():
+                self._refuse(REENTRANT)
+            if early.is_open and not self._is_open:  # else the one before has failed, as the engine says
+                self._refuse(SECOND_BACKWARD)
             early.task = torch._C._current_graph_task_id()
-            early.is_open = True
-            self.land()
-            self._begin()
-            early.begin()
             at_end_of_backward(self._end_of_backward, self._engine)
+            early.unseen = set(self._undelivered())
+            self.land()
+            self._begin_early()
+        if name in early.unseen:
+            self._found_unseen_use(name)
         for complete in early.arrived(name):
             self._step_and_send(complete)
 
@@ -236,36 +315,75 @@ class Averaging:
 
     # Below here: how.
 
+    def _undelivered(self) -> list[str]:
+        """Parameters under way that no forward has waited for."""
+        return [name for name in self._sent if name in self._parameters]
+
+    def _found_unseen_use(self, name: str) -> None:
+        """A forward took the parameter's values while they were averaged."""
+        if not self._waits:
+            logger.warning(
+                "%r was used while it was averaged, in no forward of the model or of its own module: from now on "
+                "optimizer.step() waits for averages",
+                name,
+            )
+            self._waits = True
+
+    def _begin_early(self) -> None:
+        assert self._early is not None
+        self._early.is_open = True
+        self._begin()
+        self._early.begin()
+
     def _begin(self) -> None:
         """A round; buffers are what they will be until the next forward."""
-        self._engine.begin(rounds=self._rounds)
-        self._rounds += 1
-        for name, buffer in self._buffers.items():
-            self._versions[name] = buffer._version
-            self._engine.load(name, self._outgoing(name, buffer))
+        self._engine.begin(rounds=self._steps)
+        self._is_open = True
+        for name in self._buffers:
+            self._sent[name] = UNSTAMPED
+            self._engine.load(name, self._outgoing(name, self._buffer(name)))
 
     def _send(self, name: str) -> None:
         """A parameter that was stepped, and what the optimiser keeps of it."""
         parameter = self._parameters[name]
-        self._versions[name] = parameter._version
+        self._sent[name] = self._stamp(name)
         self._engine.load(name, self._outgoing(name, parameter.detach()))
         for state in self._states_of.get(name, ()):
             kept = self._state(state)
-            self._versions[state] = 0 if kept is None else kept._version
+            self._sent[state] = UNSTAMPED
             self._engine.load(state, kept, used=kept is not None)
 
     def _end(self) -> None:
         """All is sent."""
+        self._is_open = False
         if self._waits is not False or not self._engine.goes_on_alone:
             self.land()
         else:
             self._engine.go_on()
 
+    def _stamp(self, name: str) -> tuple[int, int]:
+        """Another one when the parameter was changed: its version and address, where its module does not move it."""
+        parameter = self._parameters[name]
+        return parameter._version, 0 if name in self._moving else parameter.data_ptr()
+
+    def _buffer(self, name: str) -> Tensor:
+        """As it is now."""
+        table, key = self._buffers[name]
+        buffer: Tensor | None = table.get(key)
+        before = self._engine.specs[name]
+        if buffer is None or not before.is_of(buffer):
+            now = "gone" if buffer is None else TensorSpec.of(buffer)
+            self._refuse(
+                f"the buffer {name!r} is {now}, it was {before} when gradsync was attached, so it cannot be averaged: "
+                "detach() first, then attach again"
+            )
+        return buffer
+
     def _outgoing(self, name: str, tensor: Tensor) -> Tensor:
         if (reference := self._references.get(name)) is not None:
             return tensor - reference
         mean = self._means.get(name)
-        return tensor if mean is None else tensor + self._buffers[mean].square()
+        return tensor if mean is None else tensor + (self._buffer(mean) - self._references[mean]).square()
 
     def _incoming(self, name: str) -> Tensor:
         result = self._engine.unload(name, None, sparse=False)
@@ -274,33 +392,39 @@ class Averaging:
         if (mean := self._means.get(name)) is not None:
             if self._engine.in_step:
                 self._engine.collect(mean)
-            return result - self._engine.unload(mean, None, sparse=False).square()
+            return (result - self._engine.unload(mean, None, sparse=False).square()).clamp_(min=0)
         return result
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def _deliver(self, names: Sequence[str] | set[str]) -> None:
         """Waits for these, as far as they are under way, and puts the averages in their places."""
         for name in names:
-            if name in self._versions:
+            if name in self._sent:
                 self._engine.collect(name)
                 self._put(name)
 
     def _put(self, name: str) -> None:
-        version = self._versions.pop(name)
+        sent = self._sent.pop(name)
         if name in self._states:
             if self._engine.used(name):
                 self._put_state(name, self._incoming(name))
+        elif name in self._buffers:
+            buffer, average = self._buffer(name), self._incoming(name)
+            # Masks have infinities for good, of which sums with other signs make what is no number.
+            buffer.copy_(torch.where(buffer.isfinite(), average, buffer))
         else:
-            tensor = self._parameters[name] if name in self._parameters else self._buffers[name]
-            if tensor._version != version and name in self._parameters:
-                why = (
+            parameter = self._parameters[name]
+            if sent != self._stamp(name):
+                self._refuse(
                     f"{name!r} was changed between optimizer.step() and the forward after it, while it was averaged "
                     "with other ranks: change parameters before the step, or after gradsync.consensus(model)"
                 )
-                self._engine.fail(why)
-                raise RuntimeError(why)
-            tensor.copy_(self._incoming(name))
-        if not self._versions and self._engine.in_step:
+            average = self._incoming(name)
+            if self.watch is not None:
+                self.watch(parameter, average)
+            parameter.copy_(average)
+        if not self._sent and self._engine.in_step:
             self._engine.finish()
 
     def _state(self, name: str) -> Tensor | None:
@@ -309,24 +433,33 @@ class Averaging:
         optimizer = self._optimizer()
         kept = None if optimizer is None else optimizer.state.get(self._parameters[parameter], {}).get(key)
         if kept is not None and (not isinstance(kept, Tensor) or kept.shape != self._parameters[parameter].shape):
-            why = (
+            self._refuse(
                 f"the plan averages {name!r}, and there the optimiser has {type(kept).__name__}, no tensor of its shape"
             )
-            self._engine.fail(why)
-            raise ValueError(why)
         return kept
 
     def _put_state(self, name: str, mean: Tensor) -> None:
-        parameter, key = self._states[name]
+        """Where the optimiser has none yet, it begins all that it keeps of the parameter, as it would miss the rest."""
+        optimizer, parameter = self._optimizer(), self._parameters[self._states[name][0]]
+        if optimizer is not None and self._state(name) is None:
+            begin_state(optimizer, parameter)
         if (kept := self._state(name)) is not None:
             kept.copy_(mean)
-        elif (optimizer := self._optimizer()) is not None:
-            optimizer.state[self._parameters[parameter]][key] = mean.clone()
 
     def _taken_references(self) -> dict[str, Tensor]:
-        """Of parameters that travel rounded: from where their differences are counted, the same bits on all ranks."""
+        """From where differences are counted, the same bits on all ranks.
+
+        Of parameters that travel rounded, and of means beside variances: their squares are to be small.
+        """
         rounded = {name for lane in self._engine.lanes if lane.scheme.is_lossy for name in lane.bucket.names}
-        return {name: p.detach().clone() for name, p in self._parameters.items() if name in rounded}
+        taken = {name: p.detach().clone() for name, p in self._parameters.items() if name in rounded}
+        return taken | {name: self._buffer(name).clone() for name in self._means.values()}
+
+    def _refuse(self, why: str) -> NoReturn:
+        """The round under way is given up, and the other ranks are told."""
+        self._engine.abandon(why)
+        self._engine.fail(why)
+        raise RuntimeError(why)
 
 
 class _EarlyExchange:
@@ -336,7 +469,7 @@ class _EarlyExchange:
         self.steps = steps
         self.task = -1  # autograd's number of the backward that began it
         self.is_open = False  # until the optimiser's own step
-        self.put_back: Callable[[], None] = lambda: None
+        self.unseen: set[str] = set()  # parameters that the forward of this backward did not wait for
         self._together: list[list[str]] = []  # what is stepped at once: of one bucket, and each in one only
         known: set[str] = set()
         for bucket in plan.buckets:
@@ -346,6 +479,12 @@ class _EarlyExchange:
                 self._together.append(names)
         self._place = {name: place for place, names in enumerate(self._together) for name in names}
         self._waiting: list[set[str]] = []
+
+    def give_up(self) -> None:
+        """The optimiser has all it had; gradients by which parameters were stepped are used up."""
+        self.steps.put_back()
+        for parameter in self.steps.stepped:
+            parameter.grad = None
 
     def begin(self) -> None:
         self._waiting = [set(names) for names in self._together]

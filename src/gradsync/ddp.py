@@ -87,6 +87,7 @@ class DDPState:
         self._given.clear()
         for handle in self._handles:
             handle.remove()
+        self._freezing.give_up()
         self.engine.close()
         forget(self._modules, self.engine.parameters.values())
 

@@ -25,7 +25,7 @@ from .density import ParameterProfile
 from .forecast import forecast, network_cost
 from .lane import BucketStatistics, Lane, Lanes
 from .observation import Observer
-from .plan import Plan, describe
+from .plan import Plan, What, describe
 from .planning import Planner, Planning, Resumption
 from .profile import Profile
 from .recording import active
@@ -225,7 +225,7 @@ class Engine:
         self.arrivals = Arrivals(lane.arrival for lane in self.lanes)
         troubled = (lane.gradients.troubled or lane.broken for lane in self.lanes)
         self._steps_good = not (self.lanes.have_state and any(troubled))
-        if not self._steps_good:
+        if not self._steps_good and self.plan.what is What.GRADIENT:  # nobody would skip parameters
             for lane in self.lanes:
                 lane.spoil()
         self._record(running, backward_ended_s)
@@ -258,6 +258,22 @@ class Engine:
             raise
         if self.settled and not self.replanning:
             self._announce()
+
+    def replan(self, plan: Plan) -> None:
+        """Goes over to another plan between two steps, at once; the results of the last one are in their places.
+
+        Collective. What schemes kept goes over too.
+
+        Raises:
+            ValueError: for a plan that is not for this model, or has no place for what was kept.
+            RuntimeError: on all ranks, when they have different plans.
+        """
+        assert not self.in_step
+        self._check_marks()
+        self.lanes.commit(keep=self._steps_good)
+        self.propose([plan])
+        if self.replanning:
+            self._change_plan(self._planning.plan)
 
     def fail(self, why: str) -> None:
         """From now on nothing is synchronised any more; the other ranks are told."""

@@ -64,6 +64,11 @@ class Freezing:
         if (step := self._under_way.pop(id(optimizer), None)) is not None:
             step.end()
 
+    def give_up(self) -> None:
+        """Optimisers have their parameters, also those whose step has raised."""
+        while self._under_way:
+            self._under_way.popitem()[1].give_up()
+
 
 class _Step(ABC):
     """An optimiser's step under way."""

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, Sized
 from contextlib import contextmanager
 from functools import cache
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -73,6 +73,28 @@ class Additions:
         self._parents = [(weakref.ref(m), _children(m)) for m in modules if m._modules]
 
 
+class Changes:
+    """Finds what came to a model, or went from it, after `attach`."""
+
+    def __init__(self, model: nn.Module, parameters: Iterable[nn.Parameter], exclude: Sequence[str]) -> None:
+        self._additions = Additions(model, exclude)
+        ours = {id(p) for p in parameters}
+        self._places = [
+            (module._parameters, key, p)
+            for module in model.modules()
+            for key, p in module._parameters.items()
+            if p is not None and id(p) in ours
+        ]
+
+    def check(self, model: nn.Module) -> str:
+        """What is wrong, or nothing."""
+        if any(parameters.get(key) is not p for parameters, key, p in self._places):
+            return (
+                "a parameter of the model was replaced after gradsync was attached; detach() first, then attach again"
+            )
+        return self._additions.check(model)
+
+
 def _children(module: nn.Module | None) -> list[int]:
     return [] if module is None else list(map(id, module._modules.values()))
 
@@ -91,20 +113,13 @@ class AutogradHooks:
         exclude: Sequence[str] = (),
     ) -> None:
         self._model = weakref.ref(model)
-        self._additions = Additions(model, exclude)
+        self._changes = Changes(model, parameters.values(), exclude)
         self._parameters = dict(parameters)
         self._engine = engine
         # The dicts, not the buffers: a module may replace those. Walking the modules would cost more than a small step.
         synchronised = model.named_modules() if broadcast_buffers and engine.group.size > 1 else ()
         self._buffers = [(name, module._buffers) for name, module in synchronised]
         self._buffer_specs = {name: TensorSpec.of(buffer) for name, buffer in self._present_buffers().items()}
-        ours = {id(p): name for name, p in self._parameters.items()}
-        self._places = [
-            (module._parameters, key, p)
-            for module in model.modules()
-            for key, p in module._parameters.items()
-            if p is not None and id(p) in ours
-        ]
         self._sync = True
         self._armed: bool | None = None  # the last forward's wish to synchronise; None once it was fulfilled
         self._synchronizations = 0  # since attach
@@ -142,6 +157,7 @@ class AutogradHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._freezing.give_up()
         self._homes, self._tenants, self._due = {}, [], ()  # what `attach` returned may live on, their memory need not
 
     @contextmanager
@@ -153,15 +169,21 @@ class AutogradHooks:
         finally:
             self._sync, self._armed = before, None
 
+    def rest(self) -> None:
+        """Until `go_on`: gradients are each rank's own, whatever it is told to synchronise."""
+        self._sync, self._armed = False, None
+
+    def go_on(self) -> None:
+        """From the next forward on; what gradients have gathered meanwhile was used."""
+        self._sync, self._armed = True, None
+        self._accumulated.clear()
+
     # What autograd and the model call.
 
     def _before_forward(self, model: nn.Module) -> None:
-        if not torch.is_grad_enabled() or _is_backward():  # inside backward, checkpointing repeats a forward
+        if not torch.is_grad_enabled() or is_backward():  # inside backward, checkpointing repeats a forward
             return
-        why = self._additions.check(model)
-        if any(parameters.get(key) is not p for parameters, key, p in self._places):
-            why = "a parameter of the model was replaced after gradsync was attached; detach() first, then attach again"
-        if why:
+        if why := self._changes.check(model):
             self._engine.fail(why)
             raise RuntimeError(why)
         if (witness := active()) is not None:
@@ -290,7 +312,7 @@ class AutogradHooks:
         return self._sync if self._armed is None else self._armed
 
     def _begin_in_backward(self) -> None:
-        if _is_nested_backward():
+        if is_nested_backward():
             raise RuntimeError(REENTRANT)
         self._task = torch._C._current_graph_task_id()
         self._begin()
@@ -421,6 +443,18 @@ class OptimizerStep(NamedTuple):
         hooks = (self.optimizer._optimizer_step_pre_hooks, self.optimizer._optimizer_step_post_hooks)
         return any(not isinstance(hook, Hook) for each in hooks for hook in each.values())
 
+    @property
+    def is_inner(self) -> bool:
+        """Whether it is part of another step of this optimiser, whose class calls the step of the class above."""
+        within = (f for f in _frames() if f.f_code is _step_code() and f.f_locals.get("self") is self.optimizer)
+        return sum(1 for _ in within) > 1
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether a GradScaler called it, which leaves steps out as it sees fit."""
+        by = (f.f_locals["self"] for f in _frames() if f.f_code is torch.amp.GradScaler.step.__code__)
+        return any(scaler.is_enabled() for scaler in by)
+
 
 def broadcast_tensors(group: Group, tensors: list[Tensor], timeout_s: float) -> None:
     """Overwrites the tensors with member 0's, in few messages; same shapes everywhere."""
@@ -514,6 +548,20 @@ class ModelHook(Hook):
 
 
 @cache
+def _step_code() -> CodeType:
+    """Of what calls the hooks around a step, whatever the optimiser."""
+    return Optimizer.profile_hook_step(lambda optimizer: None).__code__
+
+
+def _frames() -> Iterator[FrameType]:
+    """From here outwards."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+@cache
 def uncompiled(hook: type[Hook]) -> type[Hook]:
     """The kind of hook as `torch.compile` does not look into it; made late, because it imports the compiler."""
     return type(f"{hook.__name__}Uncompiled", (hook,), {"__call__": torch.compiler.disable(hook.__call__)})
@@ -554,20 +602,18 @@ def at_end_of_backward(finish: Callable[[], None], engine: Engine) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(finish, engine))
 
 
-def _is_backward() -> bool:
+def is_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _is_nested_backward() -> bool:
+def is_nested_backward() -> bool:
     """Whether this thread is inside a backward that was started by a backward."""
     from torch.utils.checkpoint import CheckpointFunction
 
     run, checkpoint = torch.autograd.graph._engine_run_backward.__code__, CheckpointFunction.backward.__code__
-    frame: FrameType | None = sys._getframe()
     depth = 0
-    while frame is not None:
+    for frame in _frames():
         if frame.f_code is checkpoint:
             return True
         depth += frame.f_code is run
-        frame = frame.f_back
     return depth > 1

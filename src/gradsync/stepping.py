@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .freezing import OF_ELEMENTS
 
 CHANGED = (
-    "the gradient of {name!r} was changed between backward and optimizer.step() (clipping?), which is too late for a "
-    "plan of early parameters: they were stepped in backward; let the plan say what='parameter'"
+    "{what} was changed between backward and optimizer.step() ({such}?), which is too late for a plan of early "
+    "parameters: they were stepped in backward; let the plan say what='parameter'"
 )
 
 
@@ -31,34 +32,85 @@ def why_not_in_parts(optimizer: Optimizer) -> str:
     )
 
 
+def begin_state(optimizer: Optimizer, parameter: nn.Parameter) -> bool:
+    """Has the optimiser make what it keeps of a parameter, as if gradients had been zero; whether it is known how."""
+    if type(optimizer) not in OF_ELEMENTS:
+        return False
+    before, gradient, values = optimizer.param_groups, parameter.grad, parameter.detach().clone()
+    owner = next((group for group in before if any(p is parameter for p in group["params"])), None)
+    if owner is None:
+        return False
+    still: dict[str, Any] = {key: 0.0 for key in ("lr", "weight_decay") if key in owner}
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer.param_groups = [{**owner, **still, "params": [parameter]}]
+    try:
+        _plain_step(optimizer)(optimizer)
+    finally:
+        optimizer.param_groups, parameter.grad = before, gradient
+        parameter.detach().copy_(values)
+    return True
+
+
 class EarlySteps:
     """Steps an optimiser's parameters part by part; its own `step` then has only the others left.
 
-    For optimisers that treat every element by itself, see `why_not_in_parts`.
+    For optimisers that treat every element by itself, see `why_not_in_parts`. Around the optimiser's own step:
+    `check`, `take_out`, and afterwards `end`.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._versions: dict[nn.Parameter, int] = {}  # of the gradients that were used, since `step` was called last
-        self._step: Callable[[Optimizer], object] = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
+        self._used: dict[nn.Parameter, tuple[Tensor, int]] = {}  # gradients, with their versions, since `end`
+        self._settings: list[dict[str, object]] = []  # of the groups, when the first was used
+        self._taken_from: list[tuple[dict[str, Any], list[nn.Parameter]]] = []  # groups, and what they had
+        self._step = _plain_step(optimizer)
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
-        return parameter in self._versions
+        return parameter in self._used
+
+    @property
+    def stepped(self) -> list[nn.Parameter]:
+        """Since `end`."""
+        return list(self._used)
 
     @torch.no_grad()
     def step(self, parameters: Iterable[nn.Parameter]) -> None:
         """Those of them that have gradients and are the optimiser's. Its hooks and schedulers see nothing of it."""
+        if not self._used:
+            self._settings = self._settings_now()
         wanted = {p for p in parameters if p.grad is not None}
         with self._of(lambda p: p in wanted):
             self._step(self._optimizer)
-        self._versions |= {p: p.grad._version for p in wanted if p.grad is not None}
+        self._used |= {p: (p.grad, p.grad._version) for p in wanted if p.grad is not None}
 
     def check(self, names: Mapping[nn.Parameter, str]) -> str:
         """Before the optimiser's own step: what is wrong, or nothing."""
-        for p, version in self._versions.items():
-            if p.grad is not None and p.grad._version != version:
-                return CHANGED.format(name=names.get(p, "a parameter"))
+        for p, (gradient, version) in self._used.items():
+            if p.grad is not gradient or gradient._version != version:
+                return CHANGED.format(what=f"the gradient of {names.get(p, 'a parameter')!r}", such="clipping")
+        for before, now in zip(self._settings, self._settings_now(), strict=False):  # groups may have come since
+            for key in before:
+                if self._used and before[key] != now.get(key):
+                    return CHANGED.format(what=f"the optimiser's {key!r}", such="warm-up")
         return ""
+
+    def take_out(self) -> None:
+        """What was stepped already leaves the optimiser's groups, until `put_back`."""
+        self.put_back()
+        self._taken_from = [(group, group["params"]) for group in self._optimizer.param_groups]
+        for group, params in self._taken_from:
+            group["params"] = [p for p in params if p not in self._used]
+
+    def put_back(self) -> None:
+        """The optimiser has its groups as they were, also where its own step has failed."""
+        for group, params in self._taken_from:
+            group["params"] = params
+        self._taken_from = []
+
+    def end(self) -> None:
+        """After the optimiser's own step."""
+        self.put_back()
+        self._used.clear()
 
     @contextmanager
     def _of(self, chosen: Callable[[nn.Parameter], bool]) -> Iterator[None]:
@@ -69,15 +121,16 @@ class EarlySteps:
         finally:
             self._optimizer.param_groups = before
 
-    def take_out(self) -> Callable[[], None]:
-        """What was stepped already leaves the optimiser's groups, until the function that is returned is called."""
-        groups = [(group, group["params"]) for group in self._optimizer.param_groups]
-        for group, params in groups:
-            group["params"] = [p for p in params if p not in self._versions]
+    def _settings_now(self) -> list[dict[str, object]]:
+        groups = self._optimizer.param_groups
+        return [{key: _comparable(kept) for key, kept in group.items() if key != "params"} for group in groups]
 
-        def put_back() -> None:
-            for group, params in groups:
-                group["params"] = params
-            self._versions.clear()
 
-        return put_back
+def _plain_step(optimizer: Optimizer) -> Callable[[Optimizer], object]:
+    """Without the hooks."""
+    step: Callable[[Optimizer], object] = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
+    return step
+
+
+def _comparable(setting: object) -> object:
+    return (id(setting), setting._version) if isinstance(setting, Tensor) else setting

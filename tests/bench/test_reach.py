@@ -48,6 +48,11 @@ def test_who_learns_like_a_method() -> None:
         *["bf16"] * 2,
         "dense",
     ]
+    assert [Learner.of(name).name for name in ("asp", "ssp", "post_local_sgd", "post_local_sgd8")] == [
+        *["asp"] * 2,
+        "local_sgd4",
+        "local_sgd8",
+    ]
     assert Learner.of("csc0.1_4k_lazy") == Learner.of("csc0.1_4k") == Learner("csc0.1_4k")
     for name in ("auto", "ddp_int8", "csc_free"):
         with pytest.raises(ValueError, match=f"what {name} loses is torch's alone, or depends on what it measures"):

@@ -27,7 +27,7 @@ def rank_result(blocks: list[list[float]]) -> dict[str, Any]:
     """What a rank says of a method."""
     steps = sum(map(len, blocks))
     return {
-        "failed": None, "blocks": blocks, "block_average": "median", "mixes_by": None,
+        "failed": None, "blocks": blocks, "block_average": "median", "mixes_by": None, "in_step": True,
         "losses": [1.0] * steps, "samples_per_step": 8, "sent_bytes": 100 * steps,
         "final": {}, "backward_s": 0.1, "exposed_s": 0.0, "plan": [], "buckets": [], "timeline": [],
         "predicted_timeline": [],
@@ -62,6 +62,11 @@ def run_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., TrainingRun]:
         return run_training(spec.model_copy(update={"workload": "dense160", "nodes": len(judged)}), lambda event: None)
 
     return run
+
+
+def test_ranks_that_do_not_wait_are_as_fast_as_they_are_together() -> None:
+    ranks = [{**blocks_of(median), "in_step": False} for median in (1.0, 3.0)]
+    assert block_steps_s(ranks) == [1.5], "four steps in 3 s, of which two are one of all ranks"
 
 
 def test_a_block_is_as_slow_as_its_slowest_rank() -> None:

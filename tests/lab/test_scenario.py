@@ -9,12 +9,20 @@ from typing import Any
 import pytest
 
 from gradsync.lab import Scenario, counters
-from gradsync.lab.scenario import parse_background, parse_slow, rate_bytes_per_s
+from gradsync.lab.scenario import (
+    parse_background,
+    parse_moving_background,
+    parse_slow,
+    parse_stalls,
+    rate_bytes_per_s,
+)
 
 
 def test_the_spellings_of_the_command_line_are_read() -> None:
     assert parse_slow(["3=100mbit", "0=1gbit"]) == {3: "100mbit", 0: "1gbit"}
     assert parse_background(["0->2=300mbit", "1->0=5mbit"]) == ((0, 2, "300mbit"), (1, 0, "5mbit"))
+    assert parse_moving_background("100mbit@4s") == ("100mbit", 4.0)
+    assert parse_stalls("500ms@4s") == (0.5, 4.0)
     assert parse_slow([]) == {}
     assert parse_background([]) == ()
 
@@ -31,6 +39,25 @@ def test_misspelt_background_traffic_is_refused(text: str) -> None:
         parse_background([text])
 
 
+@pytest.mark.parametrize("text", ["100mbit", "", "4s"])
+def test_misspelt_moving_traffic_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="RATE@TIME, like 100mbit@4s"):
+        parse_moving_background(text)
+
+
+@pytest.mark.parametrize("text", ["500ms", "", "500ms:4s"])
+def test_misspelt_stalls_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="TIME@TIME between them, like 500ms@4s"):
+        parse_stalls(text)
+
+
+@pytest.mark.parametrize("read", [parse_moving_background, parse_stalls])
+@pytest.mark.parametrize("time", ["", "4", "4min", "-4s", "4s@4s"])
+def test_times_that_are_none_are_refused(read: Callable[[str], object], time: str) -> None:
+    with pytest.raises(ValueError, match="a duration must look like"):
+        read(f"1s@{time}")
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -44,6 +71,20 @@ def test_misspelt_background_traffic_is_refused(text: str) -> None:
         ({"nodes": 2, "background": ((0, 5, "1mbit"),)}, r"no node 5: the nodes are 0\.\.1"),
         ({"nodes": 2, "background": ((1, 1, "1mbit"),)}, "two nodes, got 1->1"),
         ({"nodes": 2, "background": ((0, 1, "unshaped"),)}, "link rate"),
+        ({"nodes": 2, "background": ((0, 1, "100gbit"),)}, "got 100gbit"),
+        ({"nodes": 2, "background": ((0, 1, "1mbit"), (0, 1, "2mbit"))}, "once from a node to another"),
+        ({"nodes": 2, "moving_background": ("unshaped", 4.0)}, "link rate"),
+        ({"nodes": 2, "moving_background": ("", 4.0)}, "link rate must look like .* got ''"),
+        ({"nodes": 2, "moving_background": ("100gbit", 4.0)}, "got 100gbit"),
+        ({"nodes": 1, "moving_background": ("1mbit", 4.0)}, "needs two nodes .* got 1 nodes"),
+        ({"nodes": 2, "moving_background": ("1mbit", 0.0)}, "a time above 0 s, got 2 nodes and 0.0"),
+        ({"nodes": 2, "moving_background": ("1mbit", float("inf"))}, "a time above 0 s"),
+        (
+            {"nodes": 2, "background": ((0, 1, "1mbit"), (1, 0, "1mbit")), "moving_background": ("1mbit", 4.0)},
+            "two nodes without other background traffic",
+        ),
+        ({"nodes": 2, "stalls": (0.0, 4.0)}, r"two times above 0 s, got \(0.0, 4.0\)"),
+        ({"nodes": 2, "stalls": (0.5, float("inf"))}, "two times above 0 s"),
         ({"nodes": 2, "link": "fast"}, "link rate must look like .* got 'fast'"),
         ({"nodes": 2, "slow": {1: "0mbit"}}, "positive, got '0mbit'"),
         ({"nodes": 4, "rack_size": 2, "trunk": "1GB/s"}, "got '1GB/s'"),

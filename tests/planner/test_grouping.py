@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -57,32 +59,62 @@ def test_groups_that_cross_share_the_uplink() -> None:
     assert round_s(both, cluster, NBYTES)[2, 3] == pytest.approx(transfer_s / 2, rel=1e-3)
 
 
+@st.composite
+def topologies(draw: st.DrawFn) -> Cluster:
+    """Racks of any size and rate, the last one perhaps smaller, and up to three nodes with slower or faster links."""
+    nodes = draw(st.one_of(st.integers(2, 16), st.sampled_from([17, 19, 23])))
+    trunk = Link(draw(st.floats(0.1, 4.0)) * LINK.bandwidth_bytes_per_s, draw(st.sampled_from([0.0, 30e-6, 1e-3])))
+    shares = draw(st.dictionaries(st.integers(0, nodes - 1), st.floats(0.05, 2.0), max_size=3))
+    links = {node: Link(share * LINK.bandwidth_bytes_per_s) for node, share in shares.items()}
+    return Cluster(nodes, LINK, slow=links, rack_size=draw(st.integers(1, 8)), trunk=trunk)
+
+
 @settings(max_examples=25)
 @given(
-    st.integers(2, 20),
-    st.integers(1, 7),
-    st.floats(0.1, 4.0),
-    st.sets(st.integers(0, 19), max_size=3),
-    st.integers(1, 3),
+    topologies(),
+    st.one_of(st.none(), st.integers(1, 3)),
+    st.one_of(st.none(), st.integers(2, 9)),
+    st.sampled_from([0.0, 0.3, 1.0, 4.0]),
+    st.sampled_from([0.0, 0.05, 0.5, 1.0]),
 )
-def test_no_more_groups_cross_an_uplink_than_the_budget_lets(
-    nodes: int, rack_size: int, share: float, slow: set[int], budget: int
+def test_whatever_the_racks_all_that_is_returned_keeps_to_what_is_asked_for(
+    cluster: Cluster, budget: int | None, largest: int | None, most_spread: float, most_left: float
 ) -> None:
-    trunk = Link(share * LINK.bandwidth_bytes_per_s)
-    slow_links = {node: SLOW for node in slow if node < nodes}
-    cluster = Cluster(nodes, LINK, slow=slow_links, rack_size=rack_size, trunk=trunk)
-    found = groupings(cluster, NBYTES, COMPUTE_S, budget=budget)
+    assert cluster.rack_size is not None
+    found = groupings(
+        cluster, NBYTES, COMPUTE_S, budget=budget, largest=largest, most_spread=most_spread, most_left=most_left
+    )
     assert "together" in [grouping.name for grouping in found]
     assert [grouping.step_s for grouping in found] == sorted(grouping.step_s for grouping in found)
     for grouping in found:
-        assert grouping.schedule.size == nodes and grouping.spread <= 1.0 and grouping.left <= 0.5
-        for each in grouping.schedule.rounds:
-            over: dict[int, int] = {}
+        schedule = grouping.schedule
+        assert schedule.size == cluster.nodes
+        assert (
+            schedule.spread() / cluster.nodes == pytest.approx(grouping.spread) and grouping.spread < most_spread + 1e-6
+        )
+        assert schedule.left == pytest.approx(grouping.left) and grouping.left < most_left + 1e-6
+        if largest is not None and grouping.name != "together":
+            assert max(map(len, schedule.distinct)) <= largest
+        for each in schedule.rounds:
+            over = Counter[int]()  # groups with members beyond the rack, by rack
             for group in each.groups:
-                touched = {node // rack_size for node in group}
-                for rack in touched if len(touched) > 1 else ():
-                    over[rack] = over.get(rack, 0) + 1
-            assert max(over.values(), default=0) <= min(budget, grouping.crossing)
+                touched = {node // cluster.rack_size for node in group}
+                over.update(touched if len(touched) > 1 else ())
+            assert max(over.values(), default=0) <= min(budget or cluster.nodes, grouping.crossing)
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 7, 12, 49])
+def test_everybody_together_is_always_possible(nodes: int) -> None:
+    """And so are exact schedules, if nothing may be left, though rounding leaves something of both."""
+    names = [each.name for each in groupings(Cluster(nodes, LINK), NBYTES, COMPUTE_S, most_spread=0.0, most_left=0.0)]
+    assert names == ["together"]
+    assert nodes == 2 or len(groupings(Cluster(nodes, LINK), NBYTES, COMPUTE_S, most_spread=2.0, most_left=0.0)) > 1
+
+
+def test_groups_inside_racks_are_no_larger_than_asked_for() -> None:
+    cluster = racks(2, 8, share=0.5)
+    assert "crossing, 1 at a time" in [each.name for each in groupings(cluster, NBYTES, COMPUTE_S)]
+    assert [each.name for each in groupings(cluster, NBYTES, COMPUTE_S, largest=4)] == ["together"]
 
 
 def test_slow_nodes_sit_out() -> None:
@@ -121,6 +153,9 @@ def test_nodes_are_seated_where_uplinks_have_less_to_carry() -> None:
         ({"nbytes": -1.0}, "must not be negative"),
         ({"compute_s": -1.0}, "must not be negative"),
         ({"budget": 0}, "the budget at least 1"),
+        ({"largest": 1}, "largest must be at least 2 nodes"),
+        ({"most_spread": -0.1}, "must not be negative, got -0.1 and 0.5"),
+        ({"most_left": float("nan")}, "must not be negative, got 1.0 and nan"),
     ],
 )
 def test_what_is_no_task_is_refused(settings: dict[str, object], said: str) -> None:

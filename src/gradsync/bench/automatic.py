@@ -12,7 +12,7 @@ from functools import partial
 
 from ..auto import AutoPlanner
 from ..compressors import BlockInt, ErrorFeedback, TopK
-from ..planner import Search, candidate_plans
+from ..planner import AveragingPlanner, Search, candidate_plans
 from ..planner.rival_plans import (
     CountedCuts,
     FreeRatio,
@@ -28,6 +28,7 @@ from ..planner.rival_plans import (
 from ..planner.ways import Constraints
 from ..schemes import HalfPrecision, PowerSGD
 from . import coarse, compressors
+from .averaging import USUAL_MOMENTUM_EVERY
 from .plans import VOTES, is_lossy, lossy_of
 
 MOST_ERROR = 0.1  # of a gradient's norm that `auto` may lose: 16 bits do less
@@ -45,13 +46,18 @@ class Automatic:
     lossy: str | None = None
 
 
-def _planner(constraints: Constraints, world_size: int, search: Search = candidate_plans) -> AutoPlanner:
+def _planner(
+    constraints: Constraints,
+    world_size: int,
+    search: Search = candidate_plans,
+    averaging: AveragingPlanner | None = None,
+) -> AutoPlanner:
     """A method that cannot be planned for is out: it must not train by the default plan under its name."""
-    return AutoPlanner(constraints, search=search, must_plan=True)
+    return AutoPlanner(constraints, search=search, must_plan=True, averaging=averaging)
 
 
 AUTOMATIC: dict[str, Automatic] = {
-    "auto": Automatic(  # all that loses little
+    "auto": Automatic(  # all that loses little, averages of parameters in groups too
         partial(
             _planner,
             Constraints(
@@ -66,6 +72,7 @@ AUTOMATIC: dict[str, Automatic] = {
                 most_delay=MOST_DELAY,
                 most_delay_frozen=MOST_DELAY_FROZEN,
             ),
+            averaging=AveragingPlanner(momentum_every=USUAL_MOMENTUM_EVERY),
         )
     ),
     "auto_exact": Automatic(partial(_planner, Constraints()), exact=True),

@@ -32,6 +32,7 @@ from ..planner import default_plan
 from ..report.record import Losses, Record, Spread
 from ..workloads import Workload, load
 from . import coarse, compressors
+from .asynchronous import ASP, Asynchronous
 from .averaging import ABLATIONS_IN_WORDS, averaging_method
 from .averaging import NAMES_IN_WORDS as AVERAGES_IN_WORDS
 from .plans import DENSE_SCHEMES, SCHEMES_IN_WORDS, PlanMaker, fit_optimizer, is_lossy, lossy_planner
@@ -65,7 +66,7 @@ class ConvergeSpec:
 
     def __post_init__(self) -> None:
         for name in self.methods:
-            if averaging_method(name) is None:
+            if name != ASP and averaging_method(name) is None:
                 planner_of(name)
         for what, number in (("steps", self.steps), ("ranks", self.ranks), ("seeds", self.seeds), ("jobs", self.jobs)):
             if number < 1:
@@ -100,7 +101,7 @@ def planner_of(name: str, momentum: float = 0.0) -> PlanMaker:
     if name != BASELINE and not is_lossy(name):
         raise ValueError(
             f"unknown method {name!r}; there are {BASELINE}, {SCHEMES_IN_WORDS}; averages of parameters: "
-            f"{AVERAGES_IN_WORDS}; their ablations: {ABLATIONS_IN_WORDS}; and compressors: "
+            f"{AVERAGES_IN_WORDS}; {ASP}, a parameter server; their ablations: {ABLATIONS_IN_WORDS}; and compressors: "
             f"{compressors.NAMES_IN_WORDS}"
         )
     return default_plan if name == BASELINE else lossy_planner(name, momentum)
@@ -212,6 +213,8 @@ def training(
     Args:
         mixes_by: the scheme by which a method averages parameters; None: as it would on links that are all alike.
     """
+    if name == ASP:
+        return Asynchronous(task, seed=seed, ranks=ranks).train()
     if (averages := averaging_method(name)) is not None:
         return Replicas.of(averages, task, seed=seed, ranks=ranks, scheme=mixes_by).train()
     return _together(task, name, seed=seed, ranks=ranks)

@@ -29,7 +29,9 @@ from ..planner import CompressingPlanner
 from ..schemes import AllReduce, Hierarchical, ReduceScatter, Scheme
 from . import averaging, coarse, compressors
 from .automatic import AUTOMATIC, ENDINGS_IN_WORDS, Automatic, automatic
+from .parameter_server import USUAL_STALENESS, parameter_servers
 from .plans import DENSE_SCHEMES, SCHEMES_IN_WORDS, is_lossy, lossy_planner, planned
+from .rivals import POST_LOCAL_SGD, USUAL_PERIOD, Rival, post_local_sgd
 
 ONE_BUCKET_MB = 1 << 20  # larger than any model here: DDP then puts everything into one bucket
 
@@ -45,9 +47,10 @@ class Method:
     name: str
     sparse: bool
     exact: bool
-    wrap: Callable[[nn.Module, Optimizer, timedelta], tuple[nn.Module, Attachment | None]]
+    wrap: Callable[[nn.Module, Optimizer, timedelta], tuple[nn.Module, Attachment | Rival | None]]
     lossy: str | None = None
     averages: bool = False  # parameters, after steps that are each rank's own
+    in_step: bool = True  # as fast as the slowest rank; else each is as fast as it can
 
 
 def bf16_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
@@ -134,7 +137,8 @@ def _automatic(
     planner: Callable[[int], AutoPlanner], model: nn.Module, optimizer: Optimizer, timeout: timedelta
 ) -> Any:
     """A planner of its own for each model: it keeps what it measures."""
-    return _gradsync(model, optimizer, timeout, plan=planner(dist.get_world_size()))
+    made = planner(dist.get_world_size())
+    return model, attach(model, None if made.averaging is None else optimizer, made, timeout=timeout)
 
 
 def planning(name: str, of: Automatic) -> Method:
@@ -190,6 +194,22 @@ TORCH_SPARSE = frozenset(("ddp_sparse", "ddp_sparse_1mb", "ddp_sparse_bf16"))  #
 DDP = "ddp"  # the best of the bucket sweep, picked before the methods are judged
 DDP_SWEEP = ("ddp_default", "ddp_1mb", "ddp_100mb", "ddp_one_bucket")
 
+RIVALS_IN_WORDS = (
+    f"asp and ssp, parameter servers, sspN with workers N steps apart at most ({USUAL_STALENESS} by default); "
+    f"post_local_sgd, post_local_sgdK with parameters averaged in one step of K ({USUAL_PERIOD} by default)"
+)
+
+
+def _rival(name: str) -> Method | None:
+    """None for names of others, and for numbers by which it would be training in step."""
+    if name == "asp":
+        return Method(name, False, False, partial(parameter_servers, staleness=None), in_step=False)
+    if (match := re.fullmatch(r"ssp(\d*)", name)) and (staleness := int(match[1] or USUAL_STALENESS)) > 0:
+        return Method(name, False, False, partial(parameter_servers, staleness=staleness), in_step=False)
+    if (match := re.fullmatch(rf"{POST_LOCAL_SGD}(\d*)", name)) and (every := int(match[1] or USUAL_PERIOD)) > 1:
+        return Method(name, False, False, partial(post_local_sgd, every=every))
+    return None
+
 
 def method(name: str, momentum: float = 0.0) -> Method:
     """The method of this name: one of `METHODS`, gradsync with a compressor, or with a search for one.
@@ -202,7 +222,11 @@ def method(name: str, momentum: float = 0.0) -> Method:
     if name in METHODS and not momentum:
         return METHODS[name]
     if (averages := averaging.averaging_method(name)) is not None:
+        if averages.ablations:
+            raise ValueError(f"{name} is for `gradsync bench converge` only: it is known to be worse")
         return Method(name, False, False, partial(_averaging, of=averages), averages=True)
+    if (rival := _rival(name)) is not None:
+        return rival
     if match := re.fullmatch(r"hierarchical(\d+)", name):
         return Method(name, False, True, partial(_hierarchical, int(match[1])))
     if (planned_for := automatic(name, momentum)) is not None:
@@ -211,7 +235,7 @@ def method(name: str, momentum: float = 0.0) -> Method:
         raise ValueError(
             f"unknown method {name!r}; there are {', '.join(METHODS)} and {DDP} (the best of the bucket sweep), "
             f"{SCHEMES_IN_WORDS}; averages of parameters: {averaging.NAMES_IN_WORDS}; "
-            f"hierarchicalN, of racks of N nodes; compressors: {compressors.NAMES_IN_WORDS}; "
+            f"{RIVALS_IN_WORDS}; hierarchicalN, of racks of N nodes; compressors: {compressors.NAMES_IN_WORDS}; "
             f"and searches: {ENDINGS_IN_WORDS}"
         )
     return lossy(name, momentum)

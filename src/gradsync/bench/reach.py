@@ -17,14 +17,22 @@ from typing import Any
 import torch
 
 from ..report.record import Record, Spread
+from .asynchronous import ASP
 from .converge import BASELINE, opened, processes, training
 from .methods import method
 from .provenance import commit, machine, versions
+from .rivals import POST_LOCAL_SGD, USUAL_PERIOD
 
 SMOOTHED = 3  # evaluations that a loss is the mean of
 
 # Methods of torch that lose what schemes of ours do.
-SAME_AS = {"ddp_bf16": "bf16", "ddp_sparse_bf16": "bf16", "ddp_fp16": "fp16"}
+SAME_AS = {
+    "ddp_bf16": "bf16",
+    "ddp_sparse_bf16": "bf16",
+    "ddp_fp16": "fp16",
+    "asp": ASP,
+    "ssp": ASP,  # workers that are equally fast never wait for each other
+}
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,8 @@ class Learner:
             return cls(BASELINE)
         if known.averages:
             return cls(name, None if mixes_by is None else json.dumps(mixes_by))
+        if name.startswith(POST_LOCAL_SGD):  # but for its first steps
+            return cls(f"local_sgd{name.removeprefix(POST_LOCAL_SGD) or USUAL_PERIOD}")
         if known.lossy is None:
             raise ValueError(
                 f"what {name} loses is torch's alone, or depends on what it measures: none here learns alike"

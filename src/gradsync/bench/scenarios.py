@@ -21,8 +21,9 @@ def _slow_node(share: float) -> Callable[[int, float], Settings]:
 
 
 def _racks(nodes: int, rate: float) -> Settings:
-    """Two, with uplinks of a quarter of what their nodes could send."""
-    return {"rack_size": nodes // 2, "trunk": format_rate(rate * (nodes // 2) / 4)}
+    """Two, with uplinks of a quarter of what the nodes of the larger one could send."""
+    rack_size = -(-nodes // 2)
+    return {"rack_size": rack_size, "trunk": format_rate(rate * rack_size / 4)}
 
 
 def _contention(nodes: int, rate: float) -> Settings:

@@ -247,9 +247,13 @@ def _blocks(ranks: list[dict[str, Any]]) -> list[float]:
 
 
 def block_steps_s(ranks: list[dict[str, Any]]) -> list[float]:
-    """The usual step of each counted block: of the slowest rank, which is the one everybody waits for."""
+    """The usual step of each counted block: of the slowest rank, which is the one everybody waits for.
+
+    Where nobody waits, it is the time in which the ranks make as many steps together as there are ranks.
+    """
     usual = BLOCK_AVERAGES[ranks[0]["block_average"]]
-    return [max(usual(block) for block in blocks) for blocks in zip(*(r["blocks"] for r in ranks), strict=True)]
+    together = max if ranks[0]["in_step"] else statistics.harmonic_mean
+    return [together([usual(block) for block in blocks]) for blocks in zip(*(r["blocks"] for r in ranks), strict=True)]
 
 
 def steps_of(ranks: list[dict[str, Any]]) -> int:

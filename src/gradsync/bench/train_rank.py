@@ -34,6 +34,7 @@ from .methods import DDP, Method, method
 from .plans import fit_optimizer
 from .rank import DISTURBED, event, in_time, run_rank
 from .replicas import mixings_of
+from .rivals import Rival
 from .steal import Patience, Steal
 from .train import AGAIN, BLOCK_AVERAGES, TrainSpec
 
@@ -49,10 +50,11 @@ class Contestant:
 
     name: str
     model: nn.Module
-    attachment: Attachment | None
+    attachment: Attachment | Rival | None
     optimizer: Optimizer
     batches: Iterator[Batch]
     patience_s: float = TIMEOUT_MAX  # for a step
+    in_step: bool = True  # see `Method`
     failed: str | None = None
     failed_s: float = inf  # when it failed on this rank, on the clock that the ranks of one machine share
     step_s: list[float] = field(default_factory=list)  # of the warm-up
@@ -108,7 +110,9 @@ def enter(workload: Task, name: str, way: Method, spec: TrainSpec) -> Contestant
     model = workload.model(sparse=way.sparse, seed=spec.seed)
     batches = workload.batches(dist.get_rank(), dist.get_world_size(), spec.seed)
     optimizer = workload.optimizer(model)
-    who = Contestant(name, model, None, optimizer, batches, PATIENCE_FOR_STEP * spec.method_timeout_s)
+    who = Contestant(
+        name, model, None, optimizer, batches, PATIENCE_FOR_STEP * spec.method_timeout_s, in_step=way.in_step
+    )
     with attempt(who):
         if way.lossy is not None and (momentum := fit_optimizer(way.lossy, optimizer)):
             way = method(way.name, momentum)
@@ -187,7 +191,7 @@ def settle(workload: Task, who: Contestant) -> None:
     with attempt(who):
         while not who.settled:
             train_step(workload, who)
-        assert who.attachment is not None
+        assert who.attachment is not None and not isinstance(who.attachment, Rival)
         nothing = {"step": 0, "state": {}}  # of the residuals that trials left
         who.attachment.load_state_dict({**who.attachment.state_dict(), **nothing})
     who.inner.load_state_dict(saved[0])
@@ -299,6 +303,7 @@ def result_of(workload: Task, who: Contestant, spec: TrainSpec) -> dict[str, Any
         "failed": None,
         "blocks": who.blocks,
         "block_average": spec.block_average,
+        "in_step": who.in_step,
         "mixes_by": mixing_scheme(who),
         "losses": who.losses,
         "samples_per_step": workload.batch_size,
@@ -316,6 +321,8 @@ def result_of(workload: Task, who: Contestant, spec: TrainSpec) -> dict[str, Any
 
 def mixing_scheme(who: Contestant) -> dict[str, Any] | None:
     """By what ranks average parameters, if they do: of the plan's first bucket, as all have the same groups."""
+    if isinstance(who.attachment, Rival):
+        return who.attachment.mixes_by
     if who.attachment is None or who.attachment.plan.what is What.GRADIENT:
         return None
     return who.attachment.plan.buckets[0].scheme
@@ -327,7 +334,9 @@ def predicted_s(who: Contestant, jobs: list[Job]) -> float | None:
     By its own measurement, or else the first of `jobs` in which all of the plan's kernels were measured: of models
     whose gradients are as sparse. None of plans of parameters.
     """
-    if who.attachment is None or who.failed or who.attachment.plan.what is not What.GRADIENT:
+    if who.attachment is None or isinstance(who.attachment, Rival) or who.failed:
+        return None
+    if who.attachment.plan.what is not What.GRADIENT:
         return None
     own = who.attachment.profile
     for job in jobs if own is None else [Job.of(own)]:

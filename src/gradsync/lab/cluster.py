@@ -112,10 +112,12 @@ class Lab:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._disturbances.close()
-        for process in [*self.ranks.values(), *(p for flow in self._flows.values() for p in flow)]:
-            end(process)
-        self._close()
+        try:
+            self._disturbances.close()
+        finally:
+            for process in [*self.ranks.values(), *(p for flow in self._flows.values() for p in flow)]:
+                end(process)
+            self._close()
 
     # Processes.
 

@@ -27,14 +27,25 @@ class Disturbed(Protocol):
 
 @contextmanager
 def disturbances(lab: Disturbed) -> Iterator[None]:
-    """Inside, those of the lab's scenario go on, each in a thread of its own; drawn by the scenario's seed."""
+    """Inside, those of the lab's scenario go on, each in a thread of its own; drawn by the scenario's seed.
+
+    One that could not go on raises at the end why: what was measured meanwhile was not disturbed as it should be.
+    """
     scenario, ended = lab.scenario, threading.Event()
+    errors: list[Exception] = []
+
+    def keep_on(disturb: Callable[[Disturbed, threading.Event], None]) -> None:
+        try:
+            disturb(lab, ended)
+        except Exception as error:  # raised below
+            errors.append(error)
+
     under_way: list[Callable[[Disturbed, threading.Event], None]] = []
     if scenario.moving_background is not None:
         under_way.append(_move_background)
     if scenario.stalls is not None:
         under_way.append(_stall)
-    threads = [threading.Thread(target=each, args=(lab, ended), daemon=True) for each in under_way]
+    threads = [threading.Thread(target=keep_on, args=(each,), daemon=True) for each in under_way]
     for thread in threads:
         thread.start()
     try:
@@ -43,22 +54,21 @@ def disturbances(lab: Disturbed) -> Iterator[None]:
         ended.set()
         for thread in threads:
             thread.join()
+    if errors:
+        raise errors[0]
 
 
 def _move_background(lab: Disturbed, ended: threading.Event) -> None:
-    """One flow, which has another pair of nodes each time."""
+    """One flow, which has another pair of nodes each time, of those between which none runs all the time."""
     assert lab.scenario.moving_background is not None
     rate, stays_s = lab.scenario.moving_background
-    draw, before = random.Random(lab.scenario.seed), (-1, -1)
+    draw, free = random.Random(lab.scenario.seed), lab.scenario.pairs_without_background
+    pair = draw.choice(free)
     while not ended.is_set():
-        pair = before
-        while pair == before:
-            source, target = draw.sample(range(lab.scenario.nodes), 2)
-            pair = (source, target)
         lab.start_background(*pair, rate)
         ended.wait(stays_s)
         lab.stop_background(*pair)
-        before = pair if lab.scenario.nodes > 2 else before
+        pair = draw.choice([other for other in free if other != pair] or free)
 
 
 def _stall(lab: Disturbed, ended: threading.Event) -> None:

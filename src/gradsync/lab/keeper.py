@@ -236,7 +236,7 @@ class Network:
             self._go_home()
 
     def leave(self, *_signal: Any) -> NoReturn:
-        """Ends what runs in the nodes, whoever started it, and this process; told to once more meanwhile, it goes on."""
+        """Ends what runs in the nodes, whoever started it, and this process; it goes on if told so again."""
         for again in (signal.SIGTERM, signal.SIGINT):
             signal.signal(again, signal.SIG_IGN)
         deadline = time.monotonic() + KILL_PATIENCE_S

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import permutations
 
 from ..cluster import format_rate, parse_duration_s, parse_rate_bytes_per_s
 
@@ -53,13 +54,19 @@ class Scenario:
                 raise ValueError(f"background traffic needs two nodes, got {source}->{target}")
         for rate in (self.link, self.trunk or UNSHAPED, *self.slow.values()):
             rate_bytes_per_s(rate)
-        for _, _, rate in self.background:
-            parse_rate_bytes_per_s(rate)
+        flows = [rate for _, _, rate in self.background]
+        for rate in flows if self.moving_background is None else [*flows, self.moving_background[0]]:
+            parse_rate_bytes_per_s(rate)  # `unshaped` is none
+            rate_bytes_per_s(rate)
+        if len({flow[:2] for flow in self.background}) < len(self.background):
+            raise ValueError(f"background traffic may run once from a node to another, got {list(self.background)}")
         if self.moving_background is not None:
-            rate, stays_s = self.moving_background
-            parse_rate_bytes_per_s(rate)
-            if self.nodes < 2 or not 0 < stays_s < math.inf:
-                raise ValueError(f"moving traffic needs two nodes and a time above 0 s, got {self.nodes} and {stays_s}")
+            _, stays_s = self.moving_background
+            if not self.pairs_without_background or not 0 < stays_s < math.inf:
+                raise ValueError(
+                    "moving traffic needs two nodes without other background traffic and a time above 0 s, got "
+                    f"{self.nodes} nodes and {stays_s}"
+                )
         if self.stalls is not None and not all(0 < seconds < math.inf for seconds in self.stalls):
             raise ValueError(f"stalls need two times above 0 s, got {self.stalls}")
 
@@ -77,6 +84,12 @@ class Scenario:
     @property
     def racks(self) -> int:
         return self.rack_of(self.nodes - 1) + 1
+
+    @property
+    def pairs_without_background(self) -> list[tuple[int, int]]:
+        """Ordered pairs of nodes, from one to another, between which no `background` runs."""
+        taken = {(source, target) for source, target, _ in self.background}
+        return [pair for pair in permutations(range(self.nodes), 2) if pair not in taken]
 
 
 def rate_bytes_per_s(text: str) -> float | None:

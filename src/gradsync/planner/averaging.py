@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RAdam
 
 from ..bucket import TensorSpec, matches, trainable_parameters
@@ -17,7 +17,8 @@ from ..compressors import Cast, Compressor
 from ..optim import momentum_of
 from ..plan import Plan, What, state_name
 from ..schemes import AllReduce, CompressedAllGather, HalfPrecision, Hierarchical, ReduceScatter, Scheme, Shuffled
-from .grouping import Grouping, groupings
+from .grouping import Grouping, groupings, judge
+from .regroup import CLEARLY, ROOM, is_better, spread_for
 
 BUCKET_BYTES = 4 << 20  # what a module's forward waits for at most beside its own; one tensor may be larger
 STATES: dict[type[Optimizer], tuple[str, ...]] = {
@@ -47,6 +48,14 @@ class AveragingPlanner:
         early: parameters are stepped inside backward, and their exchange begins there. Not for gradients that are
             clipped.
         compute_s: what a step takes beside the exchange; it decides between schedules only where nodes are slow.
+        remap: where rates were measured, they are again at a consensus point if rounds have come to take clearly more
+            or less time, and other groups are taken if they are expected to be clearly better.
+        most_apart: how far ranks may be apart behind a round, as a share of the norm of their parameters: the root mean
+            square distance to their mean. At consensus points groups become larger, up to all together, where more is
+            expected of what averages have changed since the last one, and smaller where there is room; None: they stay.
+            It takes a pass over the parameters in each round. Distances shrink with the learning rate, and the norm
+            hardly does, so ranks are held together most in the first phase of training, which is where it matters
+            (Kong et al., 2021, "Consensus Control for Decentralized Deep Learning").
     """
 
     cluster: Cluster | None = None
@@ -59,17 +68,30 @@ class AveragingPlanner:
     compressor: Compressor[Any] | None = None
     early: bool = False
     compute_s: float = 0.0
+    remap: bool = True
+    most_apart: float | None = None
 
     def __post_init__(self) -> None:
         if self.momentum_every < 0 or type(self.momentum_every) is not int:
             raise ValueError(f"momentum_every must be a whole number from 0 on, got {self.momentum_every!r}")
         if self.compressor is not None and not isinstance(self.compressor, Compressor):
             raise ValueError(f"compressor must be a compressor or None, got {self.compressor!r}")
+        if self.most_apart is not None and not self.most_apart > 0:
+            raise ValueError(f"most_apart must be a share above 0, or None, got {self.most_apart!r}")
+        if self.most_apart is not None and self.schedule is not None:
+            raise ValueError("most_apart lets groups change, and a schedule was given: give one of the two")
 
-    @property
-    def measures(self) -> bool:
+    def measures(self, placement: Placement) -> bool:
         """Whether it needs to know the links."""
-        return self.cluster is None and self.schedule is None
+        return self.cluster is None and self.schedule is None and placement.num_nodes > 1
+
+    def remaps(self, placement: Placement) -> bool:
+        """Whether groups are chosen anew when links have changed."""
+        return self.remap and self.measures(placement)
+
+    def regroups(self, placement: Placement) -> bool:
+        """Whether groups may change at consensus points."""
+        return self.remaps(placement) or (self.most_apart is not None and placement.num_nodes > 1)
 
     def plan(
         self,
@@ -85,10 +107,9 @@ class AveragingPlanner:
             ValueError: for a cluster or schedule of other nodes, nodes with different numbers of ranks, and momenta of
                 an optimiser that is not known.
         """
-        parameters = {n: p for n, p in trainable_parameters(model).items() if not matches(n, exclude)}
+        parameters = _parameters(model, exclude)
         specs = {name: TensorSpec.of(p) for name, p in parameters.items()}
-        nbytes = float(sum(spec.nbytes for spec in specs.values()))
-        schedule = self._schedule(placement, self.cluster or cluster, nbytes)
+        schedule = self._schedule(placement, self.cluster or cluster, _total_bytes(parameters))
         by_node = schedule.size != placement.size
         ordered = list(reversed(specs)) if self.early else list(specs)
         scheme = _of_ranks(Shuffled.by(schedule, self._exchange(schedule)), placement, by_node)
@@ -96,15 +117,16 @@ class AveragingPlanner:
         buffers = {n: TensorSpec.of(b) for n, b in model.named_buffers() if b.is_floating_point() and b.numel()}
         exact = _of_ranks(Shuffled.by(schedule), placement, by_node)
         buckets += [(names, exact) for names in _filled(list(buffers), buffers)]
+        beside = dict(buffers)
         if self.momentum_every:
             names = [n for n in ordered if id(parameters[n]) in _with_momentum(optimizer)]
             states = {state_name(n, key): specs[n] for n in names for key in _states_of(optimizer)}
             seldom = _thinned(schedule, self.momentum_every)
             rounded = _of_ranks(Shuffled.by(seldom, HalfPrecision()), placement, by_node)
             buckets += [(filled, rounded) for filled in _filled(list(states), states)]
-            specs |= states
+            beside |= states
         what = What.EARLY_PARAMETER if self.early else What.PARAMETER
-        return Plan.make(specs | buffers, placement.size, buckets, what=what)
+        return Plan.make(specs | dict(sorted(beside.items())), placement.size, buckets, what=what)
 
     def grouping(self, cluster: Cluster, nbytes: float) -> Grouping:
         """The schedule of nodes that is taken on these links, and what is expected of it."""
@@ -117,6 +139,47 @@ class AveragingPlanner:
             most_spread=self.most_spread,
             most_left=self.most_left,
         )[0]
+
+    def regrouped(
+        self,
+        present: GroupSchedule,
+        model: nn.Module,
+        optimizer: Optimizer,
+        placement: Placement,
+        cluster: Cluster,
+        exclude: Sequence[str] = (),
+        *,
+        removed: float | None = None,
+    ) -> Plan | None:
+        """A plan by other groups of nodes than these, if they are expected to be clearly better on this cluster.
+
+        Args:
+            removed: what rounds took away of the ranks' distances, see `regroup.spread_for`; None: that is not known.
+        """
+        nbytes = _total_bytes(_parameters(model, exclude))
+        judged = judge("present", present, cluster, nbytes, self.compute_s)
+        most_spread, too_far = self.most_spread, False
+        if self.most_apart is not None and removed is not None:
+            nodes = placement.num_nodes
+            allowed = spread_for(self.most_apart, removed, nodes, placement.size // nodes)
+            too_far = CLEARLY * judged.spread > allowed
+            most_spread = min(most_spread, allowed if too_far else ROOM * allowed)
+        found = replace(self, most_spread=most_spread).grouping(cluster, nbytes)
+        if found.schedule == present or not (too_far or is_better(found, judged, self.budget)):
+            return None
+        settled = replace(self, schedule=found.schedule, most_apart=None)
+        return settled.plan(model, optimizer, placement, None, exclude)
+
+    def expected_s(
+        self, schedule: GroupSchedule, model: nn.Module, cluster: Cluster, exclude: Sequence[str] = ()
+    ) -> float:
+        """What a round of a schedule of nodes takes on these links, with what a step takes beside the exchange."""
+        nbytes = _total_bytes(_parameters(model, exclude))
+        return judge("present", schedule, cluster, nbytes, self.compute_s).step_s
+
+    def cycle(self, schedule: GroupSchedule) -> int:
+        """Rounds until what travels with whom begins again, by a plan of this schedule."""
+        return len(schedule.rounds) * max(self.momentum_every, 1)
 
     def _schedule(self, placement: Placement, cluster: Cluster | None, nbytes: float) -> GroupSchedule:
         nodes, schedule = placement.num_nodes, self.schedule
@@ -139,6 +202,22 @@ class AveragingPlanner:
         if isinstance(self.compressor, Cast) and max(map(len, schedule.distinct), default=1) > 2:
             return HalfPrecision(values=self.compressor.dtype)
         return CompressedAllGather(self.compressor)
+
+
+def schedule_of(plan: Plan) -> GroupSchedule:
+    """Of nodes, or of ranks: the one by which a plan of this planner averages parameters."""
+    scheme = plan.buckets[0].make_scheme()
+    between = scheme.inter if isinstance(scheme, Hierarchical) else scheme
+    assert isinstance(between, Shuffled)
+    return between.schedule
+
+
+def _parameters(model: nn.Module, exclude: Sequence[str]) -> dict[str, nn.Parameter]:
+    return {n: p for n, p in trainable_parameters(model).items() if not matches(n, exclude)}
+
+
+def _total_bytes(parameters: Mapping[str, Tensor]) -> float:
+    return float(sum(TensorSpec.of(p).nbytes for p in parameters.values()))
 
 
 def _of_ranks(between: Scheme[Any], placement: Placement, by_node: bool) -> Scheme[Any]:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from ..bucket import TensorSpec
 from ..cluster import Cluster, Link, Placement
-from ..comm.shuffle import GroupSchedule, RankGroup, Round, crossing, exact, sitting_out, together
+from ..comm.shuffle import EXACT, GroupSchedule, RankGroup, Round, crossing, exact, sitting_out, together
 from ..schemes import AllReduce
 from ..steps import Transfer, transfers
 
@@ -62,7 +62,7 @@ def groupings(
     Args:
         nbytes: what each node averages in a step.
         compute_s: what a step takes beside the exchange.
-        largest: nodes of a group at most, but for everybody together; None: the square root of all.
+        largest: nodes of a group at most, but for everybody together; None: the square root of all, or a whole rack.
         budget: groups that may cross a rack's uplink in the same round; None: any number.
         most_spread: how far apart nodes may be for good, as `GroupSchedule.spread` by node.
         most_left: share of any disagreement that a cycle may leave.
@@ -71,22 +71,32 @@ def groupings(
     Raises:
         ValueError: for a cluster of one node, or figures that are none.
     """
-    _check(cluster, nbytes, compute_s, budget)
-    found: dict[GroupSchedule, Grouping] = {}
-    largest = largest or max(2, math.isqrt(cluster.nodes))
+    _check(cluster, nbytes, compute_s)
+    _check_limits(largest, budget, most_spread, most_left)
+    everybody, found = together(cluster.nodes), dict[GroupSchedule, Grouping]()
     budget = budget or cluster.nodes
-    for name, schedule in _candidates(cluster, largest, budget, seed):
-        judged = Grouping(
-            name,
-            schedule,
-            step_s=step_s(schedule, cluster, nbytes, compute_s),
-            spread=schedule.spread() / cluster.nodes,
-            left=schedule.left,
-            crossing=max(_most_crossing(each, cluster) for each in schedule.rounds),
-        )
-        if judged.crossing <= budget and judged.spread <= most_spread and judged.left <= most_left:
+    for name, schedule in _candidates(cluster, largest or max(2, math.isqrt(cluster.nodes)), budget, seed):
+        if largest is not None and schedule != everybody and max(map(len, schedule.distinct)) > largest:
+            continue
+        judged = judge(name, schedule, cluster, nbytes, compute_s)
+        is_near = (
+            judged.spread <= most_spread + EXACT and judged.left <= most_left + EXACT
+        )  # exact ones but for rounding
+        if judged.crossing <= budget and is_near:
             found.setdefault(schedule, judged)
     return sorted(found.values(), key=lambda grouping: grouping.step_s)
+
+
+def judge(name: str, schedule: GroupSchedule, cluster: Cluster, nbytes: float, compute_s: float) -> Grouping:
+    """What is expected of the schedule there."""
+    return Grouping(
+        name,
+        schedule,
+        step_s=step_s(schedule, cluster, nbytes, compute_s),
+        spread=schedule.spread() / cluster.nodes,
+        left=schedule.left,
+        crossing=max(_most_crossing(each, cluster) for each in schedule.rounds),
+    )
 
 
 def step_s(schedule: GroupSchedule, cluster: Cluster, nbytes: float, compute_s: float) -> float:
@@ -147,13 +157,18 @@ def _share(members: int) -> float:
     return ring_of(members, LARGE_BYTES).busiest_bytes / LARGE_BYTES if members > 1 else 0.0
 
 
-def _check(cluster: Cluster, nbytes: float, compute_s: float, budget: int | None) -> None:
+def _check(cluster: Cluster, nbytes: float, compute_s: float) -> None:
     if cluster.nodes < 2:
         raise ValueError("there is nobody to average with: a grouping needs two nodes or more, got one")
-    if nbytes < 0 or compute_s < 0 or (budget is not None and budget < 1):
-        raise ValueError(
-            f"nbytes and compute_s must not be negative, and the budget at least 1, got {nbytes}, {compute_s}, {budget}"
-        )
+    if nbytes < 0 or compute_s < 0:
+        raise ValueError(f"nbytes and compute_s must not be negative, got {nbytes} and {compute_s}")
+
+
+def _check_limits(largest: int | None, budget: int | None, most_spread: float, most_left: float) -> None:
+    if (largest is not None and largest < 2) or (budget is not None and budget < 1):
+        raise ValueError(f"largest must be at least 2 nodes, and the budget at least 1, got {largest} and {budget}")
+    if not (most_spread >= 0 and most_left >= 0):
+        raise ValueError(f"most_spread and most_left must not be negative, got {most_spread} and {most_left}")
 
 
 def _candidates(cluster: Cluster, largest: int, budget: int, seed: int) -> Iterator[tuple[str, GroupSchedule]]:

@@ -7,7 +7,6 @@ uplink of racks, shows in them as it would in training.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -21,6 +20,7 @@ TOO_SHORT_S = 5e-3
 REPEATS = 2  # of each round, of which the quickest counts: others may disturb, but nobody helps
 SLOW = 0.8  # share of the usual rate below which a node's link is slow
 NEAR = 0.75  # share of what their links could do that nodes of a rack reach at least
+MOST_NEAR = 0.8  # of the pairs of all racks: some other job may have been in the way of one
 
 Rates = NDArray[np.float64]  # bytes per second between two nodes, (nodes, nodes), the same in both directions
 
@@ -34,6 +34,15 @@ def tournament(size: int) -> list[list[tuple[int, int]]]:
         rounds.append([(a, b) for a, b in pairs if a is not None and b is not None])
         seats = [seats[0], seats[-1], *seats[1:-1]]
     return rounds
+
+
+def measured_cluster(group: Group, timeout_s: float) -> Cluster:
+    """The nodes of the group, and what rates between them say of their links. Collective.
+
+    Raises:
+        GroupError: when another rank died or stopped answering.
+    """
+    return cluster_of(measured_rates(group, timeout_s), group.placement.ranks_per_node or 1)
 
 
 def measured_rates(group: Group, timeout_s: float) -> Rates:
@@ -71,6 +80,8 @@ def _exchange_s(group: Group, peer: int | None, nbytes: int, timeout_s: float) -
 def cluster_of(rates: Rates, ranks_per_node: int = 1) -> Cluster:
     """What the rates say of links and racks; racks only where they are all as large, of nodes that follow each other.
 
+    A node's link is as fast as the best of its exchanges: in racks of two, a slow node's neighbour looks as slow as it.
+
     Raises:
         ValueError: for rates of fewer than two nodes.
     """
@@ -80,7 +91,7 @@ def cluster_of(rates: Rates, ranks_per_node: int = 1) -> Cluster:
     links = rates.max(axis=1)
     usual = float(np.median(links))
     slow = {node: Link(float(rate)) for node, rate in enumerate(links) if rate < SLOW * usual}
-    size = _rack_size(rates >= NEAR * np.minimum.outer(links, links))
+    size = _rack_size(rates, links)
     if size is None:
         return Cluster(nodes, Link(usual), ranks_per_node, slow=slow)
     uplinks = [
@@ -91,20 +102,20 @@ def cluster_of(rates: Rates, ranks_per_node: int = 1) -> Cluster:
     return Cluster(nodes, Link(usual), ranks_per_node, slow=slow, rack_size=size, trunk=Link(float(max(uplinks))))
 
 
-def _rack_size(near: NDArray[np.bool_]) -> int | None:
-    """None where all are near each other, or where who is near whom makes no racks."""
-    racks: list[list[int]] = []
-    for node in range(len(near)):
-        if racks and near[node, racks[-1]].all():
-            racks[-1].append(node)
-        else:
-            racks.append([node])
-    sizes = set(map(len, racks))
-    return sizes.pop() if 1 < len(racks) < len(near) and len(sizes) == 1 and _are_apart(near, racks) else None
+def _rack_size(rates: Rates, links: NDArray[np.float64]) -> int | None:
+    """Of the largest racks whose nodes are near each other, and that hold up what goes between them when most does."""
+    nodes, shares = len(rates), rates / np.minimum.outer(links, links)
+    for size in range(nodes // 2, 1, -1):
+        rack_of = np.arange(nodes) // size
+        inside = np.equal.outer(rack_of, rack_of) & ~np.eye(nodes, dtype=bool)
+        is_rack = nodes % size == 0 and (shares[inside] >= NEAR).mean() >= MOST_NEAR
+        if is_rack and _share_across(shares, rack_of) < NEAR:
+            return size
+    return None
 
 
-def _are_apart(near: NDArray[np.bool_], racks: Sequence[Sequence[int]]) -> bool:
-    """Whether most pairs of two racks are not near each other."""
-    rack_of = np.array([number for number, rack in enumerate(racks) for _ in rack])
-    across = rack_of[:, None] != rack_of[None, :]
-    return bool(near[across].mean() < 0.5)
+def _share_across(shares: NDArray[np.float64], rack_of: NDArray[np.int64]) -> float:
+    """What pairs of two racks reach of what their links could do, where most of them exchange at once."""
+    rounds = [[pair for pair in pairs if len({*rack_of[list(pair)]}) > 1] for pairs in tournament(len(shares))]
+    most = max(map(len, rounds))
+    return float(np.mean([shares[pair] for pairs in rounds if len(pairs) == most for pair in pairs]))

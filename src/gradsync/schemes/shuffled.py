@@ -99,8 +99,9 @@ class Shuffled(Scheme[Tensor]):
         return self.scheme.is_lossy
 
     def stages(self, size: int) -> tuple[str, ...]:
-        """Those of the largest group; smaller ones that need fewer have empty turns."""
-        return max((self.scheme.stages(len(group)) for group in self.schedule.distinct), key=len, default=())
+        """Those of the largest group; smaller ones that need fewer have empty turns. One rank has them too."""
+        groups = self.schedule.distinct or ((0,),)
+        return max((self.scheme.stages(len(group)) for group in groups), key=len)
 
     def init(self, bucket: Bucket, group: Group) -> State:
         """Makes the groups, each once, in the same order on all ranks.
