@@ -64,11 +64,11 @@ def gradients(model: nn.Module, inner: nn.Module) -> dict[str, Tensor]:
 def differences(name: str) -> tuple[float, list[bool], bool]:
     """Largest relative difference from DDP, which gradients are sparse, whether all ranks have the same."""
     expected = gradients(DistributedDataParallel(reference := Tiny(sparse=False)), reference)
-    inner = Tiny(sparse=METHODS[name].sparse)
+    inner = Tiny(sparse=method(name).sparse)
     torch_sparse = patch.object(dist, "new_group", return_value=new_oracle_group())
     with torch_sparse if name in TORCH_SPARSE else nullcontext():
         optimizer = SGD(inner.parameters(), lr=0.1)
-        wrapped, attachment = METHODS[name].wrap(inner, optimizer, timedelta(seconds=20))
+        wrapped, attachment = method(name).wrap(inner, optimizer, timedelta(seconds=20))
     found = gradients(wrapped, inner)
     assert found.keys() == expected.keys()
     layouts = [p.grad is not None and p.grad.layout is torch.sparse_coo for p in inner.parameters()]
@@ -103,12 +103,12 @@ def test_method_averages_parameters(name: str, world: Callable[[int], Ranks]) ->
     assert all(world(2).run(averaged, name)), "both are one group"
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [*METHODS, "hierarchical", "hierarchical1"])
 def test_method_synchronises(name: str, world: Callable[[int], Ranks]) -> None:
     for worst, layouts, alike in world(2).run(differences, name):
         assert alike
-        assert layouts == [METHODS[name].sparse, False, False]
-        if METHODS[name].exact:
+        assert layouts == [method(name).sparse, False, False]
+        if method(name).exact:
             assert worst < 1e-6
         elif name in AUTOMATIC:
             assert worst < 1e-6, "so far the job is being measured"

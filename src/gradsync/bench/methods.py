@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from ..attach import Attachment, attach
 from ..auto import AutoPlanner
+from ..comm import torch_group
 from ..planner import SPARSE_SCHEMES as PLANNED_SCHEMES
 from ..planner import CompressingPlanner
 from ..schemes import AllReduce, Hierarchical, ReduceScatter, Scheme
@@ -127,9 +128,14 @@ def _averaging(
     return model, attach(model, optimizer, of.plan(model, dist.get_world_size()), timeout=timeout)
 
 
-def _hierarchical(nodes_per_rack: int, model: nn.Module, optimizer: Optimizer, timeout: timedelta) -> Any:
-    """Sums inside racks first, then between them."""
-    scheme = Hierarchical(ReduceScatter(), AllReduce(), nodes_per_rack=nodes_per_rack)
+def _hierarchical(nodes_per_rack: int | None, model: nn.Module, optimizer: Optimizer, timeout: timedelta) -> Any:
+    """Sums inside racks first, then between them; None: two racks."""
+    group = torch_group(None, timeout_s=timeout.total_seconds())
+    placement = group.placement
+    group.close()
+    per_node, nodes = placement.ranks_per_node or 1, placement.num_nodes
+    in_rack = nodes_per_rack or max(nodes // 2, 1)
+    scheme = Hierarchical(ReduceScatter(), AllReduce(), per_node, nodes_per_rack=in_rack)
     return _gradsync(model, optimizer, timeout, plan=CompressingPlanner(scheme))
 
 
@@ -196,7 +202,8 @@ DDP_SWEEP = ("ddp_default", "ddp_1mb", "ddp_100mb", "ddp_one_bucket")
 
 RIVALS_IN_WORDS = (
     f"asp and ssp, parameter servers, sspN with workers N steps apart at most ({USUAL_STALENESS} by default); "
-    f"post_local_sgd, post_local_sgdK with parameters averaged in one step of K ({USUAL_PERIOD} by default)"
+    f"post_local_sgd, post_local_sgdK with parameters averaged in one step of K ({USUAL_PERIOD} by default); "
+    "hierarchical, sums in each of two racks first, hierarchicalN in racks of N nodes"
 )
 
 
@@ -227,15 +234,15 @@ def method(name: str, momentum: float = 0.0) -> Method:
         return Method(name, False, False, partial(_averaging, of=averages), averages=True)
     if (rival := _rival(name)) is not None:
         return rival
-    if match := re.fullmatch(r"hierarchical(\d+)", name):
-        return Method(name, False, True, partial(_hierarchical, int(match[1])))
+    if match := re.fullmatch(r"hierarchical(\d*)", name):
+        return Method(name, False, True, partial(_hierarchical, int(match[1] or 0) or None))
     if (planned_for := automatic(name, momentum)) is not None:
         return planning(name, planned_for)
     if not is_lossy(name):
         raise ValueError(
             f"unknown method {name!r}; there are {', '.join(METHODS)} and {DDP} (the best of the bucket sweep), "
             f"{SCHEMES_IN_WORDS}; averages of parameters: {averaging.NAMES_IN_WORDS}; "
-            f"{RIVALS_IN_WORDS}; hierarchicalN, of racks of N nodes; compressors: {compressors.NAMES_IN_WORDS}; "
+            f"{RIVALS_IN_WORDS}; compressors: {compressors.NAMES_IN_WORDS}; "
             f"and searches: {ENDINGS_IN_WORDS}"
         )
     return lossy(name, momentum)

@@ -18,7 +18,7 @@ from ..bench.characterization import SUBJECT, LookSpec, run_looks
 from ..bench.compress import MANY, MANY_BYTES, QUICK_SIZES_BYTES, SIZES_BYTES, CompressSpec, run_compress
 from ..bench.converge import ConvergeSpec, run_converge, usual_methods
 from ..bench.kernels import KernelsSpec, run_kernels
-from ..bench.methods import METHODS
+from ..bench.methods import METHODS, RIVALS_IN_WORDS
 from ..bench.options import parse_options
 from ..bench.patterns import UNIT
 from ..bench.plan import DRAWN_ITEMS, PlanSpec, run_planning
@@ -139,9 +139,9 @@ def train(
         str,
         typer.Option(
             help="Comma-separated; the first is the baseline. ddp, wherever it stands: the best of DDP's bucket sizes. "
-            f"There are ddp, {', '.join(METHODS)}; averages of parameters: {averaging.NAMES_IN_WORDS}; hierarchicalN, "
-            f"sums in racks of N nodes first; compressors: {compressors.NAMES_IN_WORDS}; and searches, which measure "
-            f"the job first: {ENDINGS_IN_WORDS}."
+            f"There are ddp, {', '.join(METHODS)}; averages of parameters: {averaging.NAMES_IN_WORDS}; "
+            f"{RIVALS_IN_WORDS}; compressors: {compressors.NAMES_IN_WORDS}; and searches, which measure the job first: "
+            f"{ENDINGS_IN_WORDS}."
         ),
     ] = "ddp,ddp_sparse,ddp_sparse_bf16,gradsync",
     nodes: Nodes = 4,
