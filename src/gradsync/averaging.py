@@ -247,7 +247,7 @@ class Averaging:
             self._refuse(SCALED)
         early = self._early
         if early is None:
-            used = (name for name in self._undelivered() if self._parameters[name].grad is not None)
+            used = (name for name in self._undelivered() if _has_come(self._parameters[name].grad))
             if (name := next(used, None)) is not None:
                 self._found_unseen_use(name)
             self.land()
@@ -518,6 +518,11 @@ class _ForModule:
 
     def __call__(self, averaging: Averaging, *_: Any) -> None:
         averaging._before_forward_of(self._names)
+
+
+def _has_come(gradient: Tensor | None) -> bool:
+    """Whether a backward brought it; zeros are what zero_grad(set_to_none=False) leaves. The host must know: rare."""
+    return gradient is not None and (gradient.layout is not torch.strided or bool(gradient.any()))
 
 
 def _owners(model: nn.Module, names: Mapping[int, str]) -> list[tuple[nn.Module, tuple[str, ...]]]:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from .agreement import agreed_engine, forget, gather_texts, group_of
-from .averaging import Averaging, companions
+from .averaging import SCALED, Averaging, companions
 from .bucket import matches
 from .choosing import Choice
 from .cluster import Cluster
@@ -153,10 +153,7 @@ def why_not_parameters(model: nn.Module, optimizer: Optimizer | None, grad_scale
     if isinstance(model, DistributedDataParallel):
         return "DistributedDataParallel averages gradients; a plan of parameters is for the model inside of it"
     if grad_scaler is not None:
-        return (
-            "a GradScaler decides on each rank by itself to skip a step, and skipped steps must not be averaged with "
-            "others: train in bfloat16 or float32 with a plan of parameters"
-        )
+        return SCALED
     return ""
 
 

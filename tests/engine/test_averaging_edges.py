@@ -21,9 +21,13 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 import gradsync
+from gradsync import Plan
+from gradsync.bucket import TensorSpec
 from gradsync.comm.shuffle import GroupSchedule, exact, grid, together
 from gradsync.compressors import Cast
+from gradsync.plan import What
 from gradsync.planner import AveragingPlanner
+from gradsync.schemes import Shuffled
 from tests.engine.models import Branches, Checkpointed, MixedPrecision, Perceptron, TiedTable
 from tests.world import Ranks
 from tests.world import World as ShortLived
@@ -1015,3 +1019,51 @@ def compiled_models_train_alike() -> None:
 
 def test_compiled_models_train_as_others(world: World) -> None:
     world(2).run(compiled_models_train_alike)
+
+
+def cut_and_by_two_schedules(what: What) -> Tensor:
+    """A parameter of which two buckets have a half each, that mix with others."""
+    torch.manual_seed(0)
+    model = Perceptron()
+    optimizer = momentum_sgd(model)
+    specs = {name: TensorSpec.of(p) for name, p in model.named_parameters()}
+    cut = "layers.2.weight"
+    rest = [(name, 0, spec.numel) for name, spec in specs.items() if name != cut]
+    buckets = [
+        ([rest[-1], (cut, 0, 30)], Shuffled.by(grid((2, 2)))),
+        ([(cut, 30, 64), *rest[:-1]], Shuffled.by(exact(4, 3))),
+    ]
+    handle = gradsync.attach(model, optimizer, Plan.make(specs, 4, buckets, what=what), timeout=10)
+    for step in range(5):
+        train(model, optimizer, step)
+    handle.detach()  # right after a step
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def both_cut_alike() -> None:
+    assert torch.equal(cut_and_by_two_schedules(What.PARAMETER), cut_and_by_two_schedules(What.EARLY_PARAMETER))
+
+
+def test_cut_parameters_are_stepped_once_early(world: World) -> None:
+    world(4).run(both_cut_alike)
+
+
+def one_rank_clips() -> str:
+    model, optimizer, handle = make(early=True)
+
+    def go() -> None:
+        for step in range(3):
+            optimizer.zero_grad()
+            backward(model, step)
+            if dist.get_rank() == 1:
+                nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            optimizer.step()
+
+    said = error_of(go)
+    handle.detach()
+    return said
+
+
+def test_what_one_rank_does_too_late_stops_all_with_its_reason(world: World) -> None:
+    for said in world(2).run(one_rank_clips):
+        assert "was changed between backward and optimizer.step()" in said
