@@ -77,6 +77,7 @@ def test_replicas_that_always_average_are_one_model() -> None:
 def test_the_scheme_of_a_timed_run_is_the_one_that_learns() -> None:
     scheme = to_expression(Shuffled.by(grid((2, 2), [0, 3, 1, 2])))
     learner = Learner.of("ds_sync_m0", scheme)
+    assert Learner.of("ds_sync_early_m0", scheme) == learner
     assert learner != Learner.of("ds_sync_m0") and learner.mixes_by is not None
     given = after_steps("ds_sync_m0", ranks=4, mixes_by=scheme)
     assert float((given - after_steps("ds_sync_m0", ranks=4)).abs().max()) > 1e-6, "others are in a group"

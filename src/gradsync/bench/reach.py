@@ -23,6 +23,7 @@ from .methods import method
 from .provenance import commit, machine, versions
 from .rivals import POST_LOCAL_SGD, USUAL_PERIOD
 
+EARLY = "_early"
 SMOOTHED = 3  # evaluations that a loss is the mean of
 
 # Methods of torch that lose what schemes of ours do.
@@ -73,7 +74,8 @@ class Learner:
         if name == "ddp" or (known := method(name)).exact:
             return cls(BASELINE)
         if known.averages:
-            return cls(name, None if mixes_by is None else json.dumps(mixes_by))
+            learnt = name.replace(EARLY, "")  # when a step is made changes nothing of what is learnt
+            return cls(learnt, None if mixes_by is None else json.dumps(mixes_by))
         if name.startswith(POST_LOCAL_SGD):  # but for its first steps
             return cls(f"local_sgd{name.removeprefix(POST_LOCAL_SGD) or USUAL_PERIOD}")
         if known.lossy is None:
