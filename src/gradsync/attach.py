@@ -22,7 +22,7 @@ from .bucket import matches
 from .choosing import Choice
 from .ddp import UNEVEN_INPUTS, DDPState, ddp_hook
 from .engine import Engine
-from .fronts import Front, Fronts, ParametersBeside, averaging_front, level, why_not_parameters
+from .fronts import Front, Fronts, ParametersBeside, averaging_front, level, survive, why_not_parameters
 from .hooks import AutogradHooks
 from .lane import BucketStatistics
 from .plan import Plan, What
@@ -107,10 +107,7 @@ class Attachment:
         between two steps; training goes on from there, by other groups where an `AveragingPlanner` finds that links
         have changed, or is to hold the ranks together.
         """
-        if self._averaging is not None:
-            self._averaging.consensus()
-        if self._regrouping is not None:
-            self._regrouping.consider()
+        self._fronts.consensus()
 
     def state_dict(self) -> dict[str, Any]:
         """Plan, step and scheme state by parameter; belongs into a checkpoint of this rank.
@@ -242,8 +239,15 @@ def attach(
     """
     timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     if isinstance(plan, AveragingPlanner) or (isinstance(plan, Plan) and plan.what is not What.GRADIENT):
-        front = averaging_front(model, optimizer, plan, process_group, timeout_s, exclude, grad_scaler)
-        return Attachment(Fronts(front), model)
+        fronts = Fronts(averaging_front(model, optimizer, plan, process_group, timeout_s, exclude, grad_scaler))
+        if isinstance(plan, AveragingPlanner) and optimizer is not None:
+            try:
+                survive(fronts, plan, model, optimizer, process_group, timeout_s, exclude)
+            except BaseException:
+                forget(model.modules(), fronts.present.engine.parameters.values())
+                fronts.close()
+                raise
+        return Attachment(fronts, model)
     plan = planner_of(plan)
     averaging = plan.averaging if isinstance(plan, AutoPlanner) else None
     refusal = "" if averaging is None else why_not_parameters(model, optimizer, grad_scaler)

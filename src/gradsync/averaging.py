@@ -23,7 +23,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.optim import Optimizer
 
 from .bucket import TensorSpec, matches, trainable_parameters
-from .comm import Group
+from .comm import Group, GroupError
 from .engine import Engine
 from .hooks import (
     REENTRANT,
@@ -83,7 +83,8 @@ class Averaging:
         self._engine = engine
         self._optimizer = weakref.ref(optimizer)
         self._sync = True
-        self._steps = 0  # of the optimiser since attach; ranks that count differently are out of step
+        self.steps = 0  # of the optimiser since attach; ranks that count differently are out of step
+        self._has_stepped = False  # since the last training forward
         self._parameters = {n: p for n, p in trainable_parameters(model).items() if n in engine.specs}
         self._changes = Changes(model, self._parameters.values(), exclude)
         self._frozen = [(n, p) for n, p in model.named_parameters() if not (p.requires_grad or matches(n, exclude))]
@@ -121,6 +122,9 @@ class Averaging:
             model.register_forward_pre_hook(model_hook(self, Averaging._before_forward), prepend=True),
         ]
         self.watch: Callable[[Tensor, Tensor], None] | None = None  # gets parameters, and what they are about to be
+        # Behind steps, before the next forward: where it is set, errors of the exchange are left to it, see `give_up`.
+        self.recover: Callable[[], None] | None = None
+        self.gave_up = False
         self._early: _EarlyExchange | None = None
         if engine.plan.what is What.EARLY_PARAMETER:
             self._early = _EarlyExchange(EarlySteps(optimizer), engine.plan, self._parameters)
@@ -153,9 +157,15 @@ class Averaging:
     def land(self) -> None:
         """Waits for the end of the exchange under way, if there is one."""
         if self._sent:
-            self._engine.finish()
-            for name in list(self._sent):
-                self._put(name)
+            with self._giving_up():
+                self._engine.finish()
+                for name in list(self._sent):
+                    self._put(name)
+
+    def give_up(self) -> None:
+        """From now on steps are this rank's own; of a round under way it has what has arrived."""
+        self._sent.clear()
+        self.gave_up = True
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -227,6 +237,9 @@ class Averaging:
             self._waits = False
         elif self._sent:
             self._deliver(self._sent.keys() - self._fired - self._states.keys())
+        if self.recover is not None and self._has_stepped and self._sync:
+            self.recover()
+        self._has_stepped = False
 
     def _before_forward_of(self, names: tuple[str, ...]) -> None:
         if self._is_open and is_backward():  # checkpointing repeats a forward: of what was not stepped yet
@@ -257,7 +270,7 @@ class Averaging:
         early.steps.put_back()  # after a step that has failed
         if not early.is_open:
             self.land()
-            if self._sync:  # the others may wait for a rank whose backward reached no parameter
+            if self._exchanges:  # the others may wait for a rank whose backward reached no parameter
                 self._begin_early()
                 self._end_of_backward()
         if why := early.steps.check({p: name for name, p in self._parameters.items()}):
@@ -268,11 +281,12 @@ class Averaging:
     def _after_optimizer_step(self, step: OptimizerStep) -> None:
         if step.is_inner:
             return
-        self._steps += 1
+        self.steps += 1
+        self._has_stepped = True
         if self._early is not None:
             self._early.steps.end()
             self._early.is_open = False
-        elif self._sync and self._engine.specs:
+        elif self._exchanges and self._engine.specs:
             self._begin()
             for name in self._parameters:
                 self._send(name)
@@ -281,7 +295,7 @@ class Averaging:
     @torch.no_grad()
     def _on_gradient(self, name: str) -> None:
         """Of a plan of early parameters: the bucket is stepped and sent when its last gradient has come."""
-        if not self._sync:
+        if not self._exchanges:
             return
         early = self._early
         assert early is not None
@@ -294,6 +308,8 @@ class Averaging:
             at_end_of_backward(self._end_of_backward, self._engine)
             early.unseen = set(self._undelivered())
             self.land()
+            if self.gave_up:
+                return
             self._begin_early()
         if name in early.unseen:
             self._found_unseen_use(name)
@@ -303,6 +319,8 @@ class Averaging:
     @torch.no_grad()
     def _end_of_backward(self) -> None:
         assert self._early is not None
+        if self.gave_up:
+            return
         for left in self._early.left():
             self._step_and_send(left)
         self._end()
@@ -314,6 +332,20 @@ class Averaging:
             self._send(name)
 
     # Below here: how.
+
+    @property
+    def _exchanges(self) -> bool:
+        return self._sync and not self.gave_up
+
+    @contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        """Errors of the exchange end the round, where somebody is to go on behind them."""
+        try:
+            yield
+        except GroupError:
+            if self.recover is None:
+                raise
+            self.give_up()
 
     def _undelivered(self) -> list[str]:
         """Parameters under way that no forward has waited for."""
@@ -337,7 +369,7 @@ class Averaging:
 
     def _begin(self) -> None:
         """A round; buffers are what they will be until the next forward."""
-        self._engine.begin(rounds=self._steps)
+        self._engine.begin(rounds=self.steps)
         self._is_open = True
         for name in self._buffers:
             self._sent[name] = UNSTAMPED
@@ -399,10 +431,11 @@ class Averaging:
     @torch.no_grad()
     def _deliver(self, names: Sequence[str] | set[str]) -> None:
         """Waits for these, as far as they are under way, and puts the averages in their places."""
-        for name in names:
-            if name in self._sent:
-                self._engine.collect(name)
-                self._put(name)
+        with self._giving_up():
+            for name in names:
+                if name in self._sent:
+                    self._engine.collect(name)
+                    self._put(name)
 
     def _put(self, name: str) -> None:
         sent = self._sent.pop(name)

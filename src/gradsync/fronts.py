@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,10 +20,10 @@ from .averaging import SCALED, Averaging, companions
 from .bucket import matches
 from .choosing import Choice
 from .cluster import Cluster
-from .comm import Group, GroupError
+from .comm import Group, GroupError, Survival, Survivors, gather_bytes
 from .comm.shuffle import together
 from .engine import Engine
-from .hooks import AutogradHooks, broadcast_tensors
+from .hooks import AutogradHooks, Hook, broadcast_tensors
 from .plan import Plan, What
 from .planner import AveragingPlanner
 from .planner.averaging import schedule_of
@@ -31,6 +32,8 @@ from .regrouping import Regrouping
 from .stepping import why_not_in_parts
 
 logger = logging.getLogger(__name__)
+
+SURVIVES_NOT = "NCCL ends a job that lost a rank by itself: survives is for gloo"
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,13 @@ class Front:
     averaging: Averaging | None = None
     regrouping: Regrouping | None = None
 
+    def consensus(self) -> None:
+        """See `Attachment.consensus`."""
+        if self.averaging is not None:
+            self.averaging.consensus()
+        if self.regrouping is not None:
+            self.regrouping.consider()
+
     def close(self) -> None:
         try:
             self.remove()
@@ -55,15 +65,28 @@ class Front:
 
 @dataclass
 class Fronts:
-    """The one in force; of two that are tried the other one beside it; and how it is chosen, if it is."""
+    """The one in force; of two that are tried the other one beside it, and how it is chosen, if it is.
+
+    `surviving`: what makes another one where ranks are lost, if anything does.
+    """
 
     present: Front
     resting: Front | None = None
     choice: Choice | None = None
+    surviving: Surviving | None = None
+
+    def consensus(self) -> None:
+        """See `Attachment.consensus`."""
+        if self.surviving is None:
+            self.present.consensus()
+        else:
+            self.surviving.consensus()
 
     def close(self) -> None:
         if self.choice is not None:
             self.choice.remove()
+        if self.surviving is not None:
+            self.surviving.close()
         for front in (self.present, self.resting):
             if front is not None:
                 front.close()
@@ -141,9 +164,133 @@ class ParametersBeside:
         self._hooks.go_on()
 
     def keep(self) -> None:
-        assert self._fronts.resting is not None
+        model, optimizer = self._model(), self._optimizer()
+        assert self._fronts.resting is not None and model is not None and optimizer is not None
         self._fronts.resting.close()
         self._fronts.resting = None
+        survive(self._fronts, self._planner, model, optimizer, self._process_group, self._timeout_s, self._exclude)
+
+
+class Surviving:
+    """Where ranks are lost by whose averages a model is trained, those that are left get a front of their own.
+
+    It begins between two steps, where all have made as many. Who is behind makes up for it by steps of its own, while
+    the others wait.
+    """
+
+    def __init__(
+        self,
+        fronts: Fronts,
+        planner: AveragingPlanner,
+        model: nn.Module,
+        optimizer: Optimizer,
+        process_group: dist.ProcessGroup | None,
+        timeout_s: float,
+        exclude: Sequence[str],
+    ) -> None:
+        self._fronts, self._planner = fronts, planner.of_others()
+        self._model, self._optimizer = weakref.ref(model), weakref.ref(optimizer)
+        self._timeout_s, self._exclude = timeout_s, exclude
+        mine = secrets.token_hex(8).encode()
+        name: list[bytes] = fronts.present.engine.call(
+            "a name for survivors", lambda group: gather_bytes(group, mine, timeout_s)
+        )
+        self._survivors = Survivors(f"gradsync survivors {name[0].decode()}", process_group, timeout_s=timeout_s)
+        self._survival: Survival | None = None  # on which the present front is to end
+        self._follow()
+
+    def close(self) -> None:
+        self._survivors.close()
+
+    def consensus(self) -> None:
+        """That of the front, or of those that are left where ranks were lost until then."""
+        averaging = self._present
+        averaging.land()
+        if not self._is_over:
+            try:
+                self._fronts.present.consensus()
+                return
+            except GroupError:
+                averaging.give_up()
+        self._agree()
+        self._go_on()
+
+    @property
+    def _present(self) -> Averaging:
+        averaging = self._fronts.present.averaging
+        assert averaging is not None
+        return averaging
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether ranks were lost, as far as is known here."""
+        return self._present.gave_up or self._survivors.called
+
+    def _follow(self) -> None:
+        self._present.recover = Hook(self, Surviving._between_steps)
+
+    def _between_steps(self) -> None:
+        if self._is_over and self._present.steps >= self._agree().steps:
+            self._go_on()
+
+    def _agree(self) -> Survival:
+        """Who is left: they all come here, as each learns of it at once, and the present front is not used again."""
+        if self._survival is None:
+            self._present.land()
+            self._fronts.present.engine.fail("ranks were lost, those that are left are to go on without them")
+            self._present.give_up()
+            self._survival = self._survived(self._survivors.ranks)
+        return self._survival
+
+    def _survived(self, before: Sequence[int]) -> Survival:
+        found = self._survivors.agree(self._present.steps)
+        lost = ", ".join(str(rank) for rank in before if rank not in found.ranks)
+        left = ", ".join(map(str, found.ranks))
+        logger.warning("gradsync lost %s; ranks %s go on", f"ranks {lost}" if lost else "a round, and no rank", left)
+        return found
+
+    @torch.inference_mode(False)
+    def _go_on(self) -> None:
+        """With those that are left. Collective over them."""
+        before, model, optimizer = self._fronts.present, self._model(), self._optimizer()
+        assert model is not None and optimizer is not None and self._survival is not None
+        before.engine.close()
+        forget(model.modules(), before.engine.parameters.values())
+        made: Front | None = None
+        while made is None:
+            try:
+                made = averaging_front(
+                    model,
+                    optimizer,
+                    self._planner,
+                    self._survivors.new_group(),
+                    self._timeout_s,
+                    self._exclude,
+                    None,
+                    apart=True,
+                )
+            except RuntimeError as error:  # perhaps another rank was lost
+                ranks = self._survival.ranks
+                self._survival = self._survived(ranks)
+                if self._survival.ranks == ranks:
+                    raise GroupError(f"ranks {ranks} are left, and could not go on: {error}") from error
+        before.remove()
+        self._fronts.present, self._survival = made, None
+        self._follow()
+
+
+def survive(
+    fronts: Fronts,
+    planner: AveragingPlanner,
+    model: nn.Module,
+    optimizer: Optimizer,
+    process_group: dist.ProcessGroup | None,
+    timeout_s: float,
+    exclude: Sequence[str],
+) -> None:
+    """Has the ranks go on where others are lost, if the planner says so. Collective."""
+    if planner.survives and fronts.present.engine.group.size > 1:
+        fronts.surviving = Surviving(fronts, planner, model, optimizer, process_group, timeout_s, exclude)
 
 
 def why_not_parameters(model: nn.Module, optimizer: Optimizer | None, grad_scaler: torch.amp.GradScaler | None) -> str:
@@ -166,8 +313,13 @@ def averaging_front(
     exclude: Sequence[str],
     grad_scaler: torch.amp.GradScaler | None,
     regroups: tuple[AveragingPlanner, Cluster] | None = None,
+    *,
+    apart: bool = False,
 ) -> Front:
-    """`regroups`: who made the plan for which links, if the groups may change."""
+    """`regroups`: who made the plan for which links, if the groups may change.
+
+    `apart`: the ranks have models of their own, of which the mean is taken, in place of rank 0's.
+    """
     refusal = why_not_parameters(model, optimizer, grad_scaler)
     made: Plan | None
     by = "" if regroups is None else f" by {regroups[0]}"
@@ -185,21 +337,29 @@ def averaging_front(
     )
     assert optimizer is not None
     regrouping: Regrouping | None = None
+    averaging: Averaging | None = None
     try:
-        level(engine, [*(p for n, p in model.named_parameters() if not matches(n, exclude)), *model.buffers()])
+        if not apart:
+            level(engine, [*(p for n, p in model.named_parameters() if not matches(n, exclude)), *model.buffers()])
         averaging = Averaging(model, engine, optimizer, exclude)
         if regroups is not None and regroups[0].regroups(engine.group.placement):
             planner, links = regroups
             regrouping = Regrouping(planner, engine, averaging, model, optimizer, links, exclude)
+        if apart:
+            averaging.consensus()
     except BaseException:
+        if averaging is not None:
+            averaging.remove()
         forget(model.modules(), parameters.values())
         engine.close()
         raise
 
+    present = averaging
+
     def remove() -> None:
         if regrouping is not None:
             regrouping.remove()
-        averaging.remove()
+        present.remove()
 
     return Front(engine, averaging.no_sync, remove, averaging, regrouping)
 
@@ -216,6 +376,8 @@ def _planned(
     """The plan and the links it is for, or none and what is wrong here, if anything is; measured if all can go on."""
     group = group_of(process_group, timeout_s)
     try:
+        if planner.survives and "nccl" in dist.get_backend_config(process_group):
+            refusal = refusal or SURVIVES_NOT
         if any(text.strip() for text in gather_texts(group, refusal, timeout_s)):
             return None, None, refusal
         assert optimizer is not None

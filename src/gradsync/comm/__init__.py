@@ -16,6 +16,8 @@ from .local import LocalGroup as LocalGroup
 from .local import run_local as run_local
 from .record import Ledger as Ledger
 from .record import RecordingGroup as RecordingGroup
+from .survivors import Survival as Survival
+from .survivors import Survivors as Survivors
 from .threads import JobThread as JobThread
 from .work import Work as Work
 from .work import WorkGivenUpError as WorkGivenUpError

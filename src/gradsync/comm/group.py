@@ -403,20 +403,29 @@ def _is_open(communicator: dist.ProcessGroup) -> bool:
 
 
 def _new_communicator(
-    process_group: dist.ProcessGroup | None, members: tuple[int, ...], rank: int, timeout: timedelta
+    process_group: dist.ProcessGroup | None,
+    members: tuple[int, ...],
+    rank: int,
+    timeout: timedelta,
+    *,
+    name: str | None = None,
 ) -> dist.ProcessGroup:
-    """A process group of the same members and backend, which only they need to call for."""
+    """A process group of these members and the same backend, which only they need to call for.
+
+    `name`: the same on all of them, and no other group's; None: they have made as many groups of just these.
+    """
     backend = dist.get_backend(process_group)
-    if len(members) == dist.get_world_size():
+    if len(members) == dist.get_world_size() and name is None:
         whole: dist.ProcessGroup = dist.new_group(members, timeout=timeout, backend=backend)
         return whole
     # new_group(use_local_synchronization=True) names the group by how many groups a rank is in: members of different
     # numbers of groups would wait for each other. So this is its end, with a name that the members share.
     store = distributed_c10d._get_default_store()
-    parent = (process_group or distributed_c10d._get_default_group()).group_name
-    among = hashlib.sha256(str(members).encode()).hexdigest()[:16]
-    number = store.add(f"gradsync {parent} {among} of {members[rank]}", 1)  # groups of just these, as each counts them
-    name = f"gradsync {parent} {among} {number}"
+    if name is None:
+        parent = (process_group or distributed_c10d._get_default_group()).group_name
+        among = hashlib.sha256(str(members).encode()).hexdigest()[:16]
+        number = store.add(f"gradsync {parent} {among} of {members[rank]}", 1)  # groups of these, as each counts them
+        name = f"gradsync {parent} {among} {number}"
     made: dist.ProcessGroup
     made, _ = distributed_c10d._new_process_group_helper(
         len(members),

@@ -56,6 +56,13 @@ class AveragingPlanner:
             It takes a pass over the parameters in each round. Distances shrink with the learning rate, and the norm
             hardly does, so ranks are held together most in the first phase of training, which is where it matters
             (Kong et al., 2021, "Consensus Control for Decentralized Deep Learning").
+        survives: where a rank dies or stops answering, the others do not raise. They finish the step in their groups,
+            keep their own values of what did not arrive, and agree on who is left; then they make their models one, and
+            go on by a plan for these: `cluster` and `schedule` were for others, so links are measured. Optimisers keep
+            what they have, rounds are counted anew, and samples of the lost rank are nobody's. Its silence is waited
+            for: 15 s, or half of the timeout. A rank that is alive but does not come before the timeout is left behind,
+            and raises. Costs a thread that tells the store of torch.distributed once a second that the rank is alive;
+            where that store ends with its host, all raise. Not with NCCL, which ends such jobs itself.
     """
 
     cluster: Cluster | None = None
@@ -70,6 +77,7 @@ class AveragingPlanner:
     compute_s: float = 0.0
     remap: bool = True
     most_apart: float | None = None
+    survives: bool = False
 
     def __post_init__(self) -> None:
         if self.momentum_every < 0 or type(self.momentum_every) is not int:
@@ -83,7 +91,8 @@ class AveragingPlanner:
 
     def measures(self, placement: Placement) -> bool:
         """Whether it needs to know the links."""
-        return self.cluster is None and self.schedule is None and placement.num_nodes > 1
+        given = self.cluster is not None or self.schedule is not None or self._must_sum(placement)
+        return not given and placement.num_nodes > 1
 
     def remaps(self, placement: Placement) -> bool:
         """Whether groups are chosen anew when links have changed."""
@@ -127,6 +136,10 @@ class AveragingPlanner:
             beside |= states
         what = What.EARLY_PARAMETER if self.early else What.PARAMETER
         return Plan.make(specs | dict(sorted(beside.items())), placement.size, buckets, what=what)
+
+    def of_others(self) -> AveragingPlanner:
+        """The same settings for other ranks than `cluster` and `schedule` were given for."""
+        return replace(self, cluster=None, schedule=None)
 
     def grouping(self, cluster: Cluster, nbytes: float) -> Grouping:
         """The schedule of nodes that is taken on these links, and what is expected of it."""
@@ -184,7 +197,7 @@ class AveragingPlanner:
     def _schedule(self, placement: Placement, cluster: Cluster | None, nbytes: float) -> GroupSchedule:
         nodes, schedule = placement.num_nodes, self.schedule
         if schedule is None:
-            if nodes == 1:
+            if nodes == 1 or self._must_sum(placement):
                 return together(placement.size)
             assert cluster is not None, "either is given, or the links were measured"
             schedule = self.grouping(cluster, nbytes).schedule
@@ -194,6 +207,10 @@ class AveragingPlanner:
                 "one of as many ranks, or nodes"
             )
         return schedule
+
+    def _must_sum(self, placement: Placement) -> bool:
+        """Whether no groups of nodes can be made any more: nodes have different numbers of ranks left."""
+        return self.survives and self.cluster is None and placement.ranks_per_node is None
 
     def _exchange(self, schedule: GroupSchedule) -> Scheme[Any]:
         """Of a group. Payloads of 16 bits may be summed on their way, which pays from three members on."""

@@ -1,0 +1,170 @@
+"""`Survivors`: who is left, where ranks have died or stopped answering, agreed on through the store.
+
+Collectives do not tell: a broken connection says nothing of third ranks, and who computes for long answers no sooner
+than who is dead. So each rank has a thread that counts beats in the store of `torch.distributed`. Who finds that a rank
+was lost calls the others there; those that come, before the missing ones were silent for long, are who is left.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Collection
+from concurrent import futures
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from .board import ANSWER_S
+from .group import GroupError, _is_open, _new_communicator, _ranks
+
+BEAT_S = 1.0
+SILENT_S = 15.0  # who has not beaten for so long is gone; half of the timeout where that is shorter
+POLL_S = 0.1  # of those that wait for others to come
+EXIT_S = 2.0  # that the end of the process waits for a thread inside of the store's code
+NO_STORE = (
+    "ranks were lost, and the store of torch.distributed, through which the others would agree on how to go on, does "
+    "not answer: where the ranks host it, not torchrun, it ends with rank 0"
+)
+
+
+@dataclass(frozen=True)
+class Survival:
+    """Who is left, by global rank, and the most steps that one of them has made."""
+
+    ranks: tuple[int, ...]
+    steps: int
+
+
+class Survivors:
+    """The ranks of a process group as far as they are left. `name`: the same on all of them, and nobody else's, ever.
+
+    `called`: some rank has found that ranks were lost, and waits in `agree`.
+    """
+
+    def __init__(self, name: str, process_group: dist.ProcessGroup | None, *, timeout_s: float) -> None:
+        self.ranks = tuple(dist.get_process_group_ranks(process_group))
+        self.called = False
+        self._rank = dist.get_rank()
+        self._name, self._process_group, self._timeout_s = name, process_group, timeout_s
+        self._silent_s = min(SILENT_S, timeout_s / 2)
+        self._calls = 0  # on which the ranks have agreed
+        self._asked: tuple[int, futures.Future[Survival]] | None = None  # by `agree`: steps, and where it waits
+        self._group: dist.ProcessGroup | None = None
+        self._store_lost = False
+        self._ended, self._woken = threading.Event(), threading.Event()
+        self._store = distributed_c10d._get_default_store()
+        self._thread = threading.Thread(target=self._watch, name="gradsync survivors", daemon=True)
+        self._thread.start()
+        # A daemon thread that the interpreter ends while it is inside of C++ code would take the process down.
+        self._end = weakref.finalize(self, _end, self._ended, self._woken, self._thread)
+
+    def agree(self, steps: int) -> Survival:
+        """Who is left, the same on all of them; each says how many steps it has made. They all must call it.
+
+        A rank that is alive is waited for until the timeout.
+
+        Raises:
+            GroupError: where the store does not answer, and on a rank that the others have left behind.
+        """
+        answer: futures.Future[Survival] = futures.Future()
+        self._asked = steps, answer
+        self._woken.set()
+        if self._store_lost:
+            raise GroupError(NO_STORE)
+        try:
+            found = answer.result(self._timeout_s + self._silent_s + ANSWER_S)
+        except futures.TimeoutError:
+            raise GroupError(NO_STORE) from None
+        if self._rank not in found.ranks:
+            raise GroupError(
+                f"{_ranks(found.ranks)} went on without this one, rank {self._rank}, which they could not wait for any "
+                "longer: end it here; a new job may go on from a checkpoint"
+            )
+        return found
+
+    def new_group(self) -> dist.ProcessGroup:
+        """A process group of those that `agree` found, in the place of the last one. Collective."""
+        self._destroy_group()
+        self._group = _new_communicator(
+            self._process_group,
+            self.ranks,
+            self.ranks.index(self._rank),
+            timedelta(seconds=self._timeout_s),
+            name=f"{self._name} {self._calls}",
+        )
+        return self._group
+
+    def close(self) -> None:
+        """Ends the thread, and the last group."""
+        self._end()
+        self._destroy_group()
+
+    def _destroy_group(self) -> None:
+        if self._group is not None and _is_open(self._group):
+            dist.destroy_process_group(self._group)
+        self._group = None
+
+    # What the thread does: alone, as the store's host may be what stopped.
+
+    def _watch(self) -> None:
+        beat_s = min(BEAT_S, self._silent_s / 10)
+        try:
+            store = distributed_c10d.PrefixStore(self._name, self._store.clone())  # type: ignore[attr-defined]  # torch does not declare it
+            while not self._ended.is_set():
+                self._woken.clear()
+                store.add(f"beat {self._rank}", 1)
+                if self._asked is not None:
+                    steps, answer = self._asked
+                    found = self._agreed(store, steps)
+                    self.called, self._asked = False, None
+                    answer.set_result(found)
+                self.called = store.check([f"here {self._calls}"])
+                self._woken.wait(beat_s)
+        except RuntimeError:
+            self._store_lost = True
+            if self._asked is not None:
+                self._asked[1].set_exception(GroupError(NO_STORE))
+
+    def _agreed(self, store: distributed_c10d.Store, steps: int) -> Survival:
+        here, left = f"here {self._calls}", f"left {self._calls}"
+        store.append(here, f"{self._rank}:{steps} ")  # type: ignore[attr-defined]  # torch does not declare it
+        began_s = time.monotonic()
+        beats: dict[int, tuple[int, float]] = {}  # of ranks that have not come: how many, and since when
+        while not store.check([left]):
+            if self._ended.wait(POLL_S):
+                raise GroupError("this rank gives up")
+            came = dict(_numbers(store.get(here)))
+            now_s = time.monotonic()
+            for rank in (rank for rank in self.ranks if rank not in came):
+                beat = store.add(f"beat {rank}", 0)
+                if rank not in beats or beats[rank][0] != beat:
+                    beats[rank] = beat, now_s
+            alive = self._alive(beats, came, now_s)
+            if not alive or now_s - began_s > self._timeout_s:
+                ranks = " ".join(f"{rank}:{came[rank]}" for rank in sorted(came))
+                store.compare_set(left, "", ranks)  # the first one counts
+        found = dict(_numbers(store.get(left)))
+        if self._rank in found:
+            self._calls += 1
+            self.ranks = tuple(found)
+        return Survival(tuple(found), max(found.values()))
+
+    def _alive(self, beats: dict[int, tuple[int, float]], came: Collection[int], now_s: float) -> list[int]:
+        """Who has not come, and beats."""
+        return [rank for rank, (_, since_s) in beats.items() if rank not in came and now_s - since_s < self._silent_s]
+
+
+def _numbers(text: bytes) -> list[tuple[int, int]]:
+    entries = (entry.split(":") for entry in text.decode().split())
+    return [(int(rank), int(number)) for rank, number in entries]
+
+
+def _end(ended: threading.Event, woken: threading.Event, thread: threading.Thread) -> None:
+    ended.set()
+    woken.set()
+    if thread is not threading.current_thread():  # garbage may be collected on any thread
+        thread.join(EXIT_S)
