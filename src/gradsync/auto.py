@@ -61,7 +61,7 @@ class AutoPlanner:
 
     `averaging`: when the plan has settled, parameters are averaged in groups by that planner's plan for a block of
     steps, and from then on, if that is clearly faster; `attach` needs the optimiser for it. A checkpoint goes on with
-    averaged gradients, and chooses again.
+    averaged gradients, and chooses again. Lost ranks are survived from that choice on only, if the planner says so.
 
     Raises:
         ValueError: when made, for settings out of their range, and compressors with momentum, which a plan that does

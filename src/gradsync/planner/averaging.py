@@ -62,7 +62,8 @@ class AveragingPlanner:
             what they have, rounds are counted anew, and samples of the lost rank are nobody's. Its silence is waited
             for: 15 s, or half of the timeout. A rank that is alive but does not come before the timeout is left behind,
             and raises. Costs a thread that tells the store of torch.distributed once a second that the rank is alive;
-            where that store ends with its host, all raise. Not with NCCL, which ends such jobs itself.
+            where that store ends with its host, all raise. Not with NCCL, which ends such jobs itself. Nodes with
+            different numbers of ranks are averaged all together.
     """
 
     cluster: Cluster | None = None
