@@ -25,7 +25,7 @@ from .planner import default_plan
 logger = logging.getLogger(__name__)
 
 BLOCK_STEPS = 12  # of each way at least, that are timed
-CLEARLY = 0.95  # of the steps with averaged gradients: more than blocks differ by chance
+CLEARLY = 0.9  # of the steps with averaged gradients: more than blocks differ by chance, and than more steps cost
 
 Steps = Generator[None, float, float]  # goes on once a step, told when it ended; returns seconds
 

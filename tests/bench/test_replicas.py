@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, product
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,9 @@ from gradsync.bench.averaging import averaging_method
 from gradsync.bench.converge import planner_of, training
 from gradsync.bench.methods import method
 from gradsync.bench.reach import Learner
-from gradsync.bench.replicas import Replicas, mixings_of
-from gradsync.cluster import Placement
-from gradsync.comm.shuffle import exact, grid
+from gradsync.bench.replicas import ALIKE_BYTES_PER_S, Replicas, mixings_of
+from gradsync.cluster import Cluster, Link, Placement
+from gradsync.comm.shuffle import exact, grid, resting, together
 from gradsync.plan import Plan
 from gradsync.planner import AveragingPlanner
 from gradsync.schemes import AllReduce, Hierarchical, ReduceScatter, Shuffled, to_expression
@@ -49,7 +49,8 @@ def trained_by_ranks(name: str) -> Tensor:
     assert averages is not None
     plan = averages.plan(model, size)
     if isinstance(plan, AveragingPlanner):  # here ranks share a node, and there they do not
-        plan = replace(plan, schedule=exact(size, 2))
+        alike = Cluster(size, Link(ALIKE_BYTES_PER_S))
+        plan = replace(plan, schedule=plan.schedule or plan.grouping(alike, 1e6).schedule)
     handle = attach(model, optimizer, plan, timeout=30)
     for batch in islice(task.batches(rank, size, 3), STEPS):
         optimizer.zero_grad()
@@ -60,7 +61,9 @@ def trained_by_ranks(name: str) -> Tensor:
     return parameters(model)
 
 
-@pytest.mark.parametrize("name", ["ds_sync_m0", "ds_sync_m1", "ds_sync_m2_bf16", "one_peer_exponential"])
+@pytest.mark.parametrize(
+    "name", ["ds_sync_m0", "ds_sync_m2", "ds_sync_h1_m1", "ds_sync_h1_m2_bf16", "one_peer_exponential"]
+)
 def test_replicas_learn_what_ranks_do(name: str, world: Callable[[int], Ranks]) -> None:
     """On wires momenta have 16 bits, and in replicas all."""
     found = world(4).run(trained_by_ranks, name)
@@ -76,11 +79,11 @@ def test_replicas_that_always_average_are_one_model() -> None:
 
 def test_the_scheme_of_a_timed_run_is_the_one_that_learns() -> None:
     scheme = to_expression(Shuffled.by(grid((2, 2), [0, 3, 1, 2])))
-    learner = Learner.of("ds_sync_m0", scheme)
-    assert Learner.of("ds_sync_early_m0", scheme) == learner
-    assert learner != Learner.of("ds_sync_m0") and learner.mixes_by is not None
-    given = after_steps("ds_sync_m0", ranks=4, mixes_by=scheme)
-    assert float((given - after_steps("ds_sync_m0", ranks=4)).abs().max()) > 1e-6, "others are in a group"
+    learner = Learner.of("ds_sync_h1_m0", scheme)
+    assert Learner.of("ds_sync_early_h1_m0", scheme) == learner
+    assert learner != Learner.of("ds_sync_h1_m0") and learner.mixes_by is not None
+    given = after_steps("ds_sync_h1_m0", ranks=4, mixes_by=scheme)
+    assert float((given - after_steps("ds_sync_h1_m0", ranks=4)).abs().max()) > 1e-6, "others are in a group"
 
 
 def test_ranks_of_a_node_mix_in_every_round() -> None:
@@ -95,8 +98,8 @@ def test_momenta_take_turns_as_the_plan_has_them() -> None:
     """In the replicas they are mixed in the rounds in which the plan's groups are not alone."""
     task = load("alexnet", **OPTIONS)
     model = task.model(sparse=False, seed=0)
-    for every in (1, 2, 3, 4):
-        planner = AveragingPlanner(schedule=grid((2, 2)), momentum_every=every)
+    for schedule, every in product((grid((2, 2)), resting(grid((2, 2)), 2), resting(together(4), 3)), (1, 2, 3, 4)):
+        planner = AveragingPlanner(schedule=schedule, momentum_every=every)
         plan = planner.plan(model, task.optimizer(model), Placement.one_per_node(4))
         assert isinstance(plan, Plan)
         momenta = plan.buckets[-1].make_scheme()
@@ -105,7 +108,7 @@ def test_momenta_take_turns_as_the_plan_has_them() -> None:
         mixed = [len(each.groups) < 4 for each in rounds]
         averages = averaging_method(f"ds_sync_m{every}")
         assert averages is not None
-        scheme = to_expression(Shuffled.by(grid((2, 2))))
+        scheme = to_expression(Shuffled.by(schedule))
         replicas = Replicas.of(averages, task, seed=0, ranks=4, scheme=scheme)
         assert [replicas.mixes_momenta(step) for step in range(2 * len(rounds))] == 2 * mixed
 
@@ -120,9 +123,9 @@ def test_ablations_are_worse_and_only_simulated() -> None:
         next(islice(replicas.train(), 2 * STEPS - 1, None))
         return replicas.spread
 
-    shuffled, static, stale = map(spread, ("ds_sync_m0", "ds_sync_m0_static", "ds_sync_m0_stale"))
+    shuffled, static, stale = map(spread, ("ds_sync_h1_m0", "ds_sync_h1_m0_static", "ds_sync_h1_m0_stale"))
     assert static > 2 * shuffled and stale > 1.5 * shuffled
-    assert spread("ds_sync_m1") < shuffled, "momenta in step keep replicas together"
+    assert spread("ds_sync_h1_m1") < shuffled, "momenta in step keep replicas together"
     with pytest.raises(ValueError, match="ds_sync_static is for `gradsync bench converge` only"):
         method("ds_sync_static")
 

@@ -18,9 +18,12 @@ from gradsync.comm.shuffle import (
     exact,
     grid,
     hypercube,
+    one_of,
     random_grid,
     random_groups,
+    resting,
     sitting_out,
+    thinned,
     together,
 )
 
@@ -187,7 +190,10 @@ def test_who_sits_out_is_alone_but_for_one_round_of_so_many(schedule: GroupSched
     assert len(out.rounds) == every * len(schedule.rounds)
     for rank in (2, 5):
         with_others = [step for step in range(len(out.rounds)) if len(out.group_of(rank, step)) > 1]
-        assert 1 <= len(with_others) <= len(schedule.rounds)
+        joined = {step % len(schedule.rounds) for step in with_others}
+        alone = {step for step in range(len(schedule.rounds)) if len(schedule.group_of(rank, step)) == 1}
+        assert joined == set(range(len(schedule.rounds))) - alone
+        assert len(with_others) == len(joined)
     for step, each in enumerate(out.rounds):
         for group in each.groups:
             others = {rank for rank in group if rank not in (2, 5)}
@@ -195,6 +201,38 @@ def test_who_sits_out_is_alone_but_for_one_round_of_so_many(schedule: GroupSched
     assert out.left < 1 and np.ptp(played(out, 40 * len(out.rounds))) < 1e-6
     with pytest.raises(ValueError, match="sit out all rounds but one of 2 or more"):
         sitting_out(schedule, (), every)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("every", [2, 3, 4, 8])
+def test_one_round_of_so_many_is_each_round_of_the_cycle_once(length: int, every: int) -> None:
+    found = one_of(every, length)
+    assert sorted(step % length for step in found) == list(range(length))
+    assert sorted(step // every for step in found) == list(range(length))
+
+
+@pytest.mark.parametrize("schedule", [grid((4, 4)), exact(7, 4), sitting_out(grid((2, 2)), (3,), 2), together(5)])
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_ranks_that_all_rest_mix_as_they_did_when_they_meet(schedule: GroupSchedule, every: int) -> None:
+    out = resting(schedule, every)
+    assert out.left == pytest.approx(schedule.left, abs=1e-12) and out.distinct == schedule.distinct
+    assert [each for each in out.rounds if not each.rests] == list(schedule.rounds)
+    assert [each.rests for each in out.rounds] == len(schedule.rounds) * [*[True] * (every - 1), False]
+    for refused in (resting, thinned):
+        with pytest.raises(ValueError, match="one round of 1 or more, got every 0"):
+            refused(schedule, 0)
+
+
+@pytest.mark.parametrize("schedule", [grid((2, 2)), hypercube(16), resting(grid((2, 2)), 2), resting(together(3), 3)])
+@pytest.mark.parametrize("every", [1, 2, 4])
+def test_a_thinned_schedule_has_its_groups_at_the_same_times(schedule: GroupSchedule, every: int) -> None:
+    """Where nobody met before nobody meets now, and of the meetings one in so many is left, each in its turn."""
+    out = thinned(schedule, every)
+    assert len(out.rounds) == every * len(schedule.rounds)
+    left = {step: each for step, each in enumerate(out.rounds) if not each.rests}
+    assert all(each == schedule.round(step) for step, each in left.items())
+    assert len(left) == sum(not each.rests for each in schedule.rounds)
+    assert out.left == pytest.approx(schedule.left, abs=1e-12)
 
 
 def test_ranks_may_change_places() -> None:

@@ -17,14 +17,14 @@ from torch.optim import SGD
 import gradsync
 from gradsync import Plan
 from gradsync.bucket import TensorSpec
-from gradsync.comm.shuffle import GroupSchedule, exact, grid, sitting_out, together
+from gradsync.comm.shuffle import GroupSchedule, exact, grid, resting, sitting_out, together
 from gradsync.plan import What
 from gradsync.schemes import AllReduce, Shuffled
 from tests.engine.models import Convolutions, Perceptron
 from tests.world import Ranks
 
 World = Callable[[int], Ranks]
-SCHEDULES = {2: together(2), 3: exact(3, 2), 4: sitting_out(grid((2, 2)), (3,), 2)}
+SCHEDULES = {2: resting(together(2), 3), 3: exact(3, 2), 4: sitting_out(grid((2, 2)), (3,), 2)}
 
 
 def plan_of(model: nn.Module, schedule: GroupSchedule, *, buckets: int = 2) -> Plan:

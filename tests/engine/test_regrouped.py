@@ -153,9 +153,9 @@ def follow(
 @pytest.mark.parametrize(
     ("planner", "tolerance"),
     [
-        (AveragingPlanner(), 1e-6),
-        (AveragingPlanner(early=True), 1e-6),
-        (AveragingPlanner(compressor=Cast("bfloat16")), 1e-3),
+        (AveragingPlanner(most_local_steps=1), 1e-6),
+        (AveragingPlanner(most_local_steps=1, early=True), 1e-6),
+        (AveragingPlanner(most_local_steps=1, compressor=Cast("bfloat16")), 1e-3),
     ],
     ids=["plain", "early", "rounded"],
 )
@@ -166,7 +166,7 @@ def test_groups_follow_the_links_at_a_consensus(world: World, planner: Averaging
 
 def groups_come_back() -> None:
     with emulated() as links:
-        model, optimizer, handle = make(AveragingPlanner())
+        model, optimizer, handle = make(AveragingPlanner(most_local_steps=1))
         taken = []
         for slow_node, round_s in ((None, 0.01), (3, 0.1), (3, 0.04), (None, 0.01), (None, 0.01)):
             links.slow_node, links.round_s = slow_node, round_s
@@ -185,7 +185,10 @@ def test_groups_come_back_when_contention_is_over(world: World) -> None:
 def groups_stay() -> None:
     """Rounds take longer, and rates say that other groups would be no better; or nobody is to look."""
     with emulated() as links:
-        for planner, measured in ((AveragingPlanner(), 1), (AveragingPlanner(remap=False), 0)):
+        for planner, measured in (
+            (AveragingPlanner(most_local_steps=1), 1),
+            (AveragingPlanner(most_local_steps=1, remap=False), 0),
+        ):
             links.measured, links.round_s = 0, 0.01
             model, optimizer, handle = make(planner)
             plan = handle.plan
@@ -204,7 +207,7 @@ def test_groups_stay_where_others_are_no_better(world: World) -> None:
 
 
 def training_resumes_with_the_groups_of_its_checkpoint() -> None:
-    planner = AveragingPlanner(compressor=Cast("bfloat16"))
+    planner = AveragingPlanner(most_local_steps=1, compressor=Cast("bfloat16"))
     with emulated() as links:
         model, optimizer, handle = make(planner)
         train(model, optimizer, links, WATCHED)
@@ -236,17 +239,17 @@ def test_training_resumes_with_the_groups_of_its_checkpoint(world: World) -> Non
 def checkpoints_of_other_settings_bring_no_groups() -> str:
     with emulated() as links:
         links.slow_node = 3
-        model, optimizer, handle = make(AveragingPlanner())
+        model, optimizer, handle = make(AveragingPlanner(most_local_steps=1))
         assert schedule_of(handle.plan) == WITHOUT_3
         train(model, optimizer, links, 2)
         state = handle.state_dict()
         handle.detach()
         links.slow_node = None
-        _, _, other = make(AveragingPlanner(momentum_every=2))
+        _, _, other = make(AveragingPlanner(most_local_steps=1, momentum_every=2))
         other.load_state_dict(state)
         assert schedule_of(other.plan) == PAIRS
         other.detach()
-        _, _, same = make(AveragingPlanner())
+        _, _, same = make(AveragingPlanner(most_local_steps=1))
         broken = {**state, "plan": "{}"} if dist.get_rank() == 1 else state
         with pytest.raises((RuntimeError, ValueError)) as caught:
             same.load_state_dict(broken)
@@ -301,7 +304,10 @@ def share_removed_by_a_step(model: nn.Module, optimizer: SGD, handle: gradsync.A
 
 @pytest.mark.parametrize(
     "planner",
-    [AveragingPlanner(most_apart=1e-4), AveragingPlanner(most_apart=1e-4, cluster=Cluster(NODES, Link(1e8)))],
+    [
+        AveragingPlanner(most_local_steps=1, most_apart=1e-4),
+        AveragingPlanner(most_local_steps=1, most_apart=1e-4, cluster=Cluster(NODES, Link(1e8))),
+    ],
     ids=["links measured", "links given"],
 )
 def test_groups_grow_where_ranks_are_apart_and_shrink_when_they_are_not(
@@ -311,7 +317,7 @@ def test_groups_grow_where_ranks_are_apart_and_shrink_when_they_are_not(
 
 
 def nodes_of_two_are_together() -> None:
-    planner = AveragingPlanner(most_apart=1e-4, cluster=Cluster(2, Link(1e8), ranks_per_node=2))
+    planner = AveragingPlanner(most_local_steps=1, most_apart=1e-4, cluster=Cluster(2, Link(1e8), ranks_per_node=2))
     with emulated(per_node=2), asked_for_groups() as asked:
         model, optimizer, handle = make(planner)
         assert schedule_of(handle.plan) == together(2)
@@ -328,7 +334,7 @@ def test_distances_are_seen_where_nodes_have_several_ranks(world: World) -> None
 
 def rates_are_measured_while_training(early: bool) -> str:
     """Of links that are there: which groups come of it nobody knows, but that training goes on with all alike."""
-    model, optimizer, handle = make(AveragingPlanner(early=early))
+    model, optimizer, handle = make(AveragingPlanner(most_local_steps=1, early=early))
     for _ in range(2):
         for number in range(LONG_WATCHED):
             step(model, optimizer, number)
@@ -358,7 +364,7 @@ def test_rates_are_measured_while_training(world: World, early: bool) -> None:
 
 def settings_differ() -> str:
     with emulated(), pytest.raises(ValueError, match="settings of attach differ") as caught:
-        make(AveragingPlanner(remap=dist.get_rank() == 0))
+        make(AveragingPlanner(most_local_steps=1, remap=dist.get_rank() == 0))
     return str(caught.value)
 
 

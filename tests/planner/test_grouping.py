@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from gradsync.cluster import Cluster, Link
 from gradsync.comm.shuffle import Round, crossing, grid, hypercube, together
-from gradsync.planner.grouping import groupings, round_s, seated, step_s, uplink_loads
+from gradsync.planner import AveragingPlanner
+from gradsync.planner.grouping import groupings, judge, round_s, seated, step_s, uplink_loads
 
 LINK = Link(1.25e9, 30e-6)  # 10 Gbit/s
 SLOW = Link(1.25e9 / 4, 30e-6)
@@ -93,8 +94,8 @@ def test_whatever_the_racks_all_that_is_returned_keeps_to_what_is_asked_for(
             schedule.spread() / cluster.nodes == pytest.approx(grouping.spread) and grouping.spread < most_spread + 1e-6
         )
         assert schedule.left == pytest.approx(grouping.left) and grouping.left < most_left + 1e-6
-        if largest is not None and grouping.name != "together":
-            assert max(map(len, schedule.distinct)) <= largest
+        if largest is not None:
+            assert all(len(group) in (*range(largest + 1), cluster.nodes) for group in schedule.distinct)
         for each in schedule.rounds:
             over = Counter[int]()  # groups with members beyond the rack, by rack
             for group in each.groups:
@@ -114,7 +115,8 @@ def test_everybody_together_is_always_possible(nodes: int) -> None:
 def test_groups_inside_racks_are_no_larger_than_asked_for() -> None:
     cluster = racks(2, 8, share=0.5)
     assert "crossing, 1 at a time" in [each.name for each in groupings(cluster, NBYTES, COMPUTE_S)]
-    assert [each.name for each in groupings(cluster, NBYTES, COMPUTE_S, largest=4)] == ["together"]
+    found = groupings(cluster, NBYTES, COMPUTE_S, largest=4, most_local_steps=1)
+    assert [each.name for each in found] == ["together"]
 
 
 def test_slow_nodes_sit_out() -> None:
@@ -129,7 +131,32 @@ def test_what_may_be_apart_is_bounded() -> None:
     tight = groupings(UNIFORM, NBYTES, COMPUTE_S, most_spread=0.2)
     assert [grouping.name for grouping in tight] == ["exact, groups of up to 8", "together"]
     assert [each.name for each in groupings(UNIFORM, NBYTES, COMPUTE_S, most_spread=0.0, most_left=0.0)] == ["together"]
-    assert groupings(UNIFORM, NBYTES, COMPUTE_S, largest=4)[0].name == "exact, groups of up to 2"
+    quickest = groupings(UNIFORM, NBYTES, COMPUTE_S, largest=4, most_local_steps=1)[0]
+    assert quickest.name == "exact, groups of up to 2"
+
+
+@pytest.mark.parametrize("cluster", [UNIFORM, ONE_SLOW, racks(4, 4, share=0.5)])
+def test_local_steps_are_judged_as_what_they_are(cluster: Cluster) -> None:
+    found = groupings(cluster, NBYTES, COMPUTE_S, most_spread=1.5)
+    rested = [each for each in found if each.name.endswith(" steps")]
+    assert {each.name[-7:] for each in rested} >= {"2 steps", "3 steps"}
+    for each in rested:
+        judged = judge(each.name, each.schedule, cluster, NBYTES, COMPUTE_S)
+        assert (each.left, each.crossing, each.step_s) == (judged.left, judged.crossing, judged.step_s)
+        assert each.spread == pytest.approx(judged.spread, abs=1e-9)
+    assert found[0] in rested, "links rest"
+    free = groupings(cluster, 0.0, COMPUTE_S)
+    assert free[0].step_s == pytest.approx(COMPUTE_S, rel=0.01)
+
+
+def test_of_what_is_about_as_quick_the_one_that_keeps_nodes_closer_is_taken() -> None:
+    """Where the exchange is nothing beside a step, nobody makes local steps for it."""
+    cluster = Cluster(4, LINK)
+    hardly = AveragingPlanner(compute_s=COMPUTE_S).grouping(cluster, 1e-3 * COMPUTE_S * LINK.bandwidth_bytes_per_s)
+    assert hardly.name == "together"
+    assert AveragingPlanner().grouping(cluster, NBYTES).name == "together, after 3 steps"
+    names = [AveragingPlanner(most_local_steps=most).grouping(cluster, NBYTES).name for most in (2, 1)]
+    assert names == ["exact, groups of up to 2, after 2 steps", "exact, groups of up to 2"]
 
 
 def test_nodes_are_seated_where_uplinks_have_less_to_carry() -> None:
@@ -154,6 +181,7 @@ def test_nodes_are_seated_where_uplinks_have_less_to_carry() -> None:
         ({"compute_s": -1.0}, "must not be negative"),
         ({"budget": 0}, "the budget at least 1"),
         ({"largest": 1}, "largest must be at least 2 nodes"),
+        ({"most_local_steps": 0}, "most_local_steps must be at least 1, got 0"),
         ({"most_spread": -0.1}, "must not be negative, got -0.1 and 0.5"),
         ({"most_left": float("nan")}, "must not be negative, got 1.0 and nan"),
     ],

@@ -39,8 +39,8 @@ def of(cluster: Cluster, schedule: GroupSchedule) -> Grouping:
     return judge("", schedule, cluster, NBYTES, 0.0)
 
 
-def planned(cluster: Cluster) -> GroupSchedule:
-    return AveragingPlanner().grouping(cluster, NBYTES).schedule
+def planned(cluster: Cluster, most_local_steps: int = 1) -> GroupSchedule:
+    return AveragingPlanner(most_local_steps=most_local_steps).grouping(cluster, NBYTES).schedule
 
 
 def watched(seconds: list[float], cycle: int = 1) -> Rounds:
@@ -89,8 +89,9 @@ def test_changes_that_take_no_time_are_none() -> None:
     assert not links_changed([1e-4], [9e-4])
 
 
+@pytest.mark.parametrize("most", [1, 4])
 @pytest.mark.parametrize("seed", range(20))
-def test_noise_leaves_groups_as_they_are(seed: int) -> None:
+def test_noise_leaves_groups_as_they_are(seed: int, most: int) -> None:
     """Of a tenth on rounds, and on the rates of whoever measures nevertheless."""
     draw = random.Random(seed)
     noisy = watched([0.05 * draw.uniform(0.9, 1.1) for _ in range(4 * WATCHED)])
@@ -99,8 +100,8 @@ def test_noise_leaves_groups_as_they_are(seed: int) -> None:
     shares = {node: Link(LINK.bandwidth_bytes_per_s * draw.uniform(0.9, 1.0)) for node in range(NODES)}
     usual = Cluster(NODES, LINK, slow=shares)
     with_slow = Cluster(NODES, LINK, slow={**shares, 3: Link(draw.uniform(0.45, 0.55) * 1e8)})
-    for present, measured in ((PAIRS, usual), (planned(slow(3, 0.5)), with_slow)):
-        found = planned(measured)
+    for present, measured in ((planned(UNIFORM, most), usual), (planned(slow(3, 0.5), most), with_slow)):
+        found = planned(measured, most)
         assert found == present or not is_better(of(measured, found), of(measured, present), 1)
 
 
@@ -187,12 +188,12 @@ def test_only_what_is_clearly_better_is_taken() -> None:
 def test_a_planner_goes_over_to_groups_for_the_links_of_now() -> None:
     model = nn.Linear(1000, 250)
     optimizer = SGD(model.parameters(), lr=0.1)
-    planner, placement = AveragingPlanner(), Placement.one_per_node(NODES)
+    planner, placement = AveragingPlanner(most_local_steps=1), Placement.one_per_node(NODES)
     assert planner.regrouped(PAIRS, model, optimizer, placement, UNIFORM) is None
     plan = planner.regrouped(PAIRS, model, optimizer, placement, slow(3, 0.1))
     assert plan is not None
     assert plan.digest == planner.plan(model, optimizer, placement, slow(3, 0.1)).digest
-    assert schedule_of(plan) == sitting_out(PAIRS, (3,), 4)
+    assert schedule_of(plan) == sitting_out(together(NODES), (3,), 8)
     racks = Cluster(NODES, LINK, rack_size=2, trunk=Link(1e7))
     over = planner.regrouped(PAIRS, model, optimizer, placement, racks)
     assert over is not None and schedule_of(over) == crossing([range(2), range(2, 4)], 1)
@@ -272,7 +273,7 @@ def regrouped_spread(planner: AveragingPlanner, present: GroupSchedule, removed:
 
 def test_groups_grow_where_ranks_are_apart_and_shrink_where_there_is_room() -> None:
     """Of 16 nodes; `removed` for which pairs, groups of 4, or none but all together keep ranks near enough."""
-    planner = AveragingPlanner(most_apart=1.0)
+    planner = AveragingPlanner(most_apart=1.0, most_local_steps=1)
     pairs, fours, all_together = hypercube(16), grid((4, 4)), together(16)
     spreads = [schedule.spread() / 16 for schedule in (pairs, fours)]
     calm, restless, wild = (spread_for(1.0, spread, 16, 1) for spread in (2 * spreads[0], 2 * spreads[1], 0.01))
@@ -285,11 +286,11 @@ def test_groups_grow_where_ranks_are_apart_and_shrink_where_there_is_room() -> N
         assert regrouped_spread(planner, present, wild) == all_together
     for present, removed in ((pairs, calm), (fours, restless), (all_together, wild)):
         assert regrouped_spread(planner, present, removed) is None
-    assert regrouped_spread(AveragingPlanner(), pairs, wild) is None, "nobody asked"
+    assert regrouped_spread(AveragingPlanner(most_local_steps=1), pairs, wild) is None, "nobody asked"
 
 
 def test_distances_near_the_bound_leave_groups_as_they_are() -> None:
-    planner, spread = AveragingPlanner(most_apart=1.0), hypercube(16).spread() / 16
+    planner, spread = AveragingPlanner(most_apart=1.0, most_local_steps=1), hypercube(16).spread() / 16
     for nearly in (1.05 * spread, 0.95 * spread):
         removed = spread_for(1.0, nearly, 16, 1)
         assert regrouped_spread(planner, hypercube(16), removed) is None

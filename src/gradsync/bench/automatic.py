@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from ..auto import AutoPlanner
@@ -33,6 +33,7 @@ from .plans import VOTES, is_lossy, lossy_of
 
 MOST_ERROR = 0.1  # of a gradient's norm that `auto` may lose: 16 bits do less
 CHUNKS = coarse.named(0.1)  # of which a tenth holds back 9 steps' gradients at most
+CHUNKS_BF16 = replace(CHUNKS, **coarse.VARIANTS["bf16"])
 MOST_DELAY_FROZEN = 10.0
 MOST_DELAY = 1.0  # of steps' gradients that its error feedback may hold back: an error of 0.7 in each step
 
@@ -67,6 +68,7 @@ AUTOMATIC: dict[str, Automatic] = {
                     PowerSGD(2),
                     ErrorFeedback(TopK(0.01)),
                     CHUNKS,
+                    CHUNKS_BF16,
                 ),
                 most_error=MOST_ERROR,
                 most_delay=MOST_DELAY,

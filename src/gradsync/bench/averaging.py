@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from ..bucket import TensorSpec, trainable_parameters
-from ..comm.shuffle import GroupSchedule, Round, together
+from ..comm.shuffle import resting, together
 from ..compressors import BlockInt, Cast, Compressor
 from ..plan import Plan, What
 from ..planner import AveragingPlanner
@@ -21,9 +21,10 @@ from ..schemes import Gossip, Scheme
 DS_SYNC = "ds_sync"
 COMPRESSORS: dict[str, Compressor[Any]] = {"bf16": Cast("bfloat16"), "int8": BlockInt(8)}
 NAMES_IN_WORDS = (
-    f"{DS_SYNC}, with _gN for groups of up to N nodes, _mK for momenta averaged in one round of K (_m0: never), _early "
-    f"for steps inside backward, {' or '.join(f'_{name}' for name in COMPRESSORS)} for what travels; local_sgdK, all "
-    "ranks together in one step of K; gossip_ring; one_peer_exponential"
+    f"{DS_SYNC}, with _gN for groups of up to N nodes, _hK for averages after up to K steps (_h1: after each), _mK for "
+    "momenta averaged in one round of K (_m0: never), _early for steps inside backward, "
+    f"{' or '.join(f'_{name}' for name in COMPRESSORS)} for what travels; local_sgdK, all ranks together after K "
+    "steps; gossip_ring; one_peer_exponential"
 )
 ABLATIONS = ("static", "stale")  # groups that never change; averages of what was there before the step
 ABLATIONS_IN_WORDS = "ds_sync_static, with groups that never change, and ds_sync_stale, which averages before the step"
@@ -54,7 +55,7 @@ def averaging_method(name: str) -> AveragingMethod | None:
         return AveragingMethod(partial(_everything_by, Gossip.one_peer_exponential))
     if match := re.fullmatch(r"local_sgd(\d+)", name):
         every = int(match[1])
-        return AveragingMethod(lambda model, size: AveragingPlanner(schedule=local_steps(size, every)))
+        return AveragingMethod(lambda model, size: AveragingPlanner(schedule=resting(together(size), every)))
     base, *endings = name.removeprefix(DS_SYNC).split("_")
     if not name.startswith(DS_SYNC) or base:
         return None
@@ -72,15 +73,11 @@ def _with(planner: AveragingPlanner, ending: str, name: str) -> AveragingPlanner
         return replace(planner, compressor=COMPRESSORS[ending])
     if match := re.fullmatch(r"m(\d+)", ending):
         return replace(planner, momentum_every=int(match[1]))
+    if match := re.fullmatch(r"h(\d+)", ending):
+        return replace(planner, most_local_steps=int(match[1]))
     if match := re.fullmatch(r"g(\d+)", ending):
         return replace(planner, largest=int(match[1]))
     raise ValueError(f"unknown ending _{ending} of {name!r}; there are {NAMES_IN_WORDS}")
-
-
-def local_steps(size: int, every: int) -> GroupSchedule:
-    """All together in the last round of so many, each alone in the others."""
-    alone = Round(tuple((rank,) for rank in range(size)))
-    return GroupSchedule((*([alone] * (every - 1)), *together(size).rounds))
 
 
 def _everything_by(scheme: Callable[[int], Scheme[Any]], model: nn.Module, size: int) -> Plan:

@@ -6,7 +6,6 @@ A replica's parameters are a row; after each step the rows are mixed.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping
 from itertools import count
 from typing import Any
@@ -18,7 +17,7 @@ from torch.optim import Optimizer
 
 from ..bucket import FlatSpec
 from ..cluster import Cluster, Link, Placement
-from ..comm.shuffle import Matrix
+from ..comm.shuffle import Matrix, one_of
 from ..compressors import Cast, Compressor
 from ..plan import Plan
 from ..planner.averaging import STATES
@@ -65,8 +64,10 @@ class Replicas:
     ) -> None:
         self._workload = workload
         self._mixings = [torch.from_numpy(w).float() for w in mixings_of(scheme, ranks)]
+        self._meets = [bool((w != torch.eye(ranks)).any()) for w in self._mixings]
         if "static" in ablations:
-            self._mixings = self._mixings[:1]
+            first = self._mixings[self._meets.index(True)]
+            self._mixings = [first if meets else w for w, meets in zip(self._mixings, self._meets, strict=True)]
         self._is_stale = "stale" in ablations
         self._compressor = _compressor_of(from_expression(scheme))
         self._momentum_every = momentum_every
@@ -139,11 +140,12 @@ class Replicas:
 
     def mixes_momenta(self, step: int) -> bool:
         """Whether it is one of the rounds in which `AveragingPlanner` has momenta averaged."""
-        every, length = self._momentum_every, len(self._mixings)
-        if every < 2:
-            return every == 1
-        turn = step // every % length
-        return step % every == (turn % every if math.gcd(every, length) > 1 else 0)
+        every, place = self._momentum_every, step % len(self._meets)
+        if not (every and self._meets[place]):
+            return False
+        length = sum(self._meets)  # rounds of a cycle in which ranks meet
+        meeting = step // len(self._meets) * length + sum(self._meets[:place])
+        return meeting % (every * length) in one_of(every, length)
 
     @torch.no_grad()
     def _mean_model(self) -> nn.Module:

@@ -17,11 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..arrivals import Sections
+from ..comm.shuffle import resting, together
 from ..expressions import to_expression
 from ..lane import BucketStatistics
 from ..schemes import Shuffled
 from ..timeline import Task
-from .averaging import local_steps
 
 POST_LOCAL_SGD = "post_local_sgd"
 USUAL_PERIOD = 4  # steps of post-local SGD from one average to the next
@@ -89,7 +89,7 @@ class PostLocalSGD(Rival):
         local = PostLocalSGDState(self._group, None, GRADIENT_STEPS, post_local_gradient_allreduce=False)
         self.ddp.register_comm_hook(local, post_localSGD_hook)
         self._hook = optimizer.register_step_post_hook(self._after_step)
-        self.mixes_by = to_expression(Shuffled.by(local_steps(dist.get_world_size(), every)))
+        self.mixes_by = to_expression(Shuffled.by(resting(together(dist.get_world_size()), every)))
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._averager.average_parameters(optimizer.param_groups)

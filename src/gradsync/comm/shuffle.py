@@ -67,6 +67,11 @@ class Round:
         return next(group for group in self.groups if rank in group)
 
     @property
+    def rests(self) -> bool:
+        """Whether every rank is alone."""
+        return len(self.groups) == self.size
+
+    @property
     def mixing(self) -> Matrix:
         """W, (n, n): what a round makes of the ranks' values is W times them. Symmetric, rows and columns sum to 1."""
         w = np.eye(self.size)
@@ -153,16 +158,19 @@ class GroupSchedule:
         """`spread`, after each round of the cycle."""
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), got {momentum}")
-        n = self.size
+        n, kinds = self.size, 2 if momentum else 1
         apart = np.eye(n) - 1 / n
-        steps = []  # of (values, momenta): what a round makes of them, and of the noise
+        steps = []  # of values, and momenta if there are some: what a round makes of them, and of the noise
         for each in self.rounds:
             w, own = each.mixing, each.mixing if averaged else np.eye(n)
-            steps.append((np.block([[w, momentum * w], [np.zeros((n, n)), momentum * own]]), np.vstack([w, own])))
-        cycle, noise = np.eye(2 * n), np.zeros((2 * n, 2 * n))
+            if momentum:
+                steps.append((np.block([[w, momentum * w], [np.zeros((n, n)), momentum * own]]), np.vstack([w, own])))
+            else:
+                steps.append((w, w))
+        cycle, noise = np.eye(kinds * n), np.zeros((kinds * n, kinds * n))
         for move, spill in steps:
             cycle, noise = move @ cycle, move @ noise @ move.T + spill @ apart @ spill.T
-        cycle = cycle @ np.kron(np.eye(2), apart)
+        cycle = cycle @ np.kron(np.eye(kinds), apart)
         covariance = noise  # of one cycle, of two, of four, ...
         for _ in range(DOUBLINGS):
             covariance, cycle = covariance + cycle @ covariance @ cycle.T, cycle @ cycle
@@ -358,11 +366,9 @@ def sitting_out(schedule: GroupSchedule, ranks: Collection[int], every: int) -> 
             f"some of {schedule.size} ranks can sit out all rounds but one of 2 or more, got {sorted(ranks)} and every "
             f"{every} rounds"
         )
-    length = len(schedule.rounds)
-    moves_on = math.gcd(every, length) > 1
-    joined = {every * turn + (turn % every if moves_on else 0) for turn in range(length)}
+    joined = one_of(every, len(schedule.rounds))
     rounds = []
-    for step in range(every * length):
+    for step in range(every * len(schedule.rounds)):
         each = schedule.round(step)
         if step in joined:
             rounds.append(each)
@@ -370,6 +376,44 @@ def sitting_out(schedule: GroupSchedule, ranks: Collection[int], every: int) -> 
         left = {tuple(rank for rank in group if rank not in ranks): share for group, share in each.parts}
         rounds.append(_with_all({group: share for group, share in left.items() if group}, schedule.size))
     return GroupSchedule(tuple(rounds))
+
+
+def one_of(every: int, length: int) -> frozenset[int]:
+    """One round in each `every` of them, in as many cycles of so many rounds: each round of the cycle once."""
+    shared = math.gcd(every, length)
+    return frozenset(every * turn + turn * shared // length for turn in range(length))
+
+
+def resting(schedule: GroupSchedule, every: int) -> GroupSchedule:
+    """The schedule, but that all ranks are alone in `every` - 1 rounds before each of its own: local SGD's local steps.
+
+    A cycle is as exact as it was; between averages ranks go apart.
+
+    Raises:
+        ValueError: for `every` below 1.
+    """
+    _check_meets(every)
+    alone = Round(tuple((rank,) for rank in range(schedule.size)))
+    return GroupSchedule(tuple(each for meets in schedule.rounds for each in (*[alone] * (every - 1), meets)))
+
+
+def thinned(schedule: GroupSchedule, every: int) -> GroupSchedule:
+    """The same groups at the same times, but that of the rounds in which ranks meet one in `every` is left.
+
+    Raises:
+        ValueError: for `every` below 1.
+    """
+    _check_meets(every)
+    meetings = tuple(each for each in schedule.rounds if not each.rests)
+    if every == 1 or not meetings:
+        return schedule
+    left = iter(sitting_out(GroupSchedule(meetings), range(schedule.size), every).rounds)
+    return GroupSchedule(tuple(each if each.rests else next(left) for each in schedule.rounds * every))
+
+
+def _check_meets(every: int) -> None:
+    if every < 1:
+        raise ValueError(f"ranks meet in one round of 1 or more, got every {every} rounds")
 
 
 @lru_cache(maxsize=4096)

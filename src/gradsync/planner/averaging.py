@@ -12,7 +12,7 @@ from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RAdam
 
 from ..bucket import TensorSpec, matches, trainable_parameters
 from ..cluster import Cluster, Placement
-from ..comm.shuffle import GroupSchedule, sitting_out, together
+from ..comm.shuffle import GroupSchedule, thinned, together
 from ..compressors import Cast, Compressor
 from ..optim import momentum_of
 from ..plan import Plan, What, state_name
@@ -20,6 +20,7 @@ from ..schemes import AllReduce, CompressedAllGather, HalfPrecision, Hierarchica
 from .grouping import Grouping, groupings, judge
 from .regroup import CLEARLY, ROOM, is_better, spread_for
 
+ABOUT = 1.02  # times as long is about as long
 BUCKET_BYTES = 4 << 20  # what a module's forward waits for at most beside its own; one tensor may be larger
 STATES: dict[type[Optimizer], tuple[str, ...]] = {
     SGD: ("momentum_buffer",),
@@ -41,13 +42,16 @@ class AveragingPlanner:
         budget: groups that may cross a rack's uplink in the same round; None: any number.
         most_spread: how far nodes may be apart for good, in variances of a step's noise, see `GroupSchedule.spread`.
         most_left: share of any disagreement that a cycle may leave.
-        momentum_every: rounds of which one averages the optimiser's momenta too, in 16 bits; 0: each rank's stay its
-            own. Ranks are 5 to 12 times as far apart with momenta of their own (momentum 0.9).
+        most_local_steps: steps of which only the last may be followed by an average, on all nodes; 1: each one is. How
+            many follows from the links, and from `most_spread`.
+        momentum_every: rounds with averages, of which one averages the optimiser's momenta too, in 16 bits; 0: each
+            rank's stay its own. Ranks are 5 to 12 times as far apart with momenta of their own (momentum 0.9).
         compressor: what differences to the values of the last consensus travel by; None: values travel as they are.
             What it leaves out a rank keeps for itself, so it needs no error feedback.
         early: parameters are stepped inside backward, and their exchange begins there. Not for gradients that are
             clipped.
-        compute_s: what a step takes beside the exchange; it decides between schedules only where nodes are slow.
+        compute_s: what a step takes beside the exchange; it decides between schedules where nodes are slow, and how
+            many local steps pay.
         remap: where rates were measured, they are again at a consensus point if rounds have come to take clearly more
             or less time, and other groups are taken if they are expected to be clearly better.
         most_apart: how far ranks may be apart behind a round, as a share of the norm of their parameters: the root mean
@@ -72,6 +76,7 @@ class AveragingPlanner:
     budget: int | None = 1
     most_spread: float = 1.0
     most_left: float = 0.5
+    most_local_steps: int = 4
     momentum_every: int = 0
     compressor: Compressor[Any] | None = None
     early: bool = False
@@ -83,6 +88,8 @@ class AveragingPlanner:
     def __post_init__(self) -> None:
         if self.momentum_every < 0 or type(self.momentum_every) is not int:
             raise ValueError(f"momentum_every must be a whole number from 0 on, got {self.momentum_every!r}")
+        if type(self.most_local_steps) is not int or self.most_local_steps < 1:
+            raise ValueError(f"most_local_steps must be a whole number from 1 on, got {self.most_local_steps!r}")
         if self.compressor is not None and not isinstance(self.compressor, Compressor):
             raise ValueError(f"compressor must be a compressor or None, got {self.compressor!r}")
         if self.most_apart is not None and not self.most_apart > 0:
@@ -131,7 +138,7 @@ class AveragingPlanner:
         if self.momentum_every:
             names = [n for n in ordered if id(parameters[n]) in _with_momentum(optimizer)]
             states = {state_name(n, key): specs[n] for n in names for key in _states_of(optimizer)}
-            seldom = _thinned(schedule, self.momentum_every)
+            seldom = thinned(schedule, self.momentum_every)
             rounded = _of_ranks(Shuffled.by(seldom, HalfPrecision()), placement, by_node)
             buckets += [(filled, rounded) for filled in _filled(list(states), states)]
             beside |= states
@@ -143,8 +150,11 @@ class AveragingPlanner:
         return replace(self, cluster=None, schedule=None)
 
     def grouping(self, cluster: Cluster, nbytes: float) -> Grouping:
-        """The schedule of nodes that is taken on these links, and what is expected of it."""
-        return groupings(
+        """The schedule of nodes that is taken on these links, and what is expected of it.
+
+        Of those that are about as quick as the quickest it is the one that keeps nodes closest together.
+        """
+        found = groupings(
             cluster,
             nbytes,
             self.compute_s,
@@ -152,7 +162,10 @@ class AveragingPlanner:
             budget=self.budget,
             most_spread=self.most_spread,
             most_left=self.most_left,
-        )[0]
+            most_local_steps=self.most_local_steps,
+        )
+        quick = (each for each in found if each.step_s <= ABOUT * found[0].step_s)
+        return min(quick, key=lambda grouping: grouping.spread)
 
     def regrouped(
         self,
@@ -260,11 +273,6 @@ def _filled(names: Sequence[str], specs: dict[str, TensorSpec]) -> list[list[str
             buckets[-1].append(name)
             filled_bytes += specs[name].nbytes
     return buckets
-
-
-def _thinned(schedule: GroupSchedule, every: int) -> GroupSchedule:
-    """The same groups, in one round of so many."""
-    return schedule if every == 1 else sitting_out(schedule, range(schedule.size), every)
 
 
 def _states_of(optimizer: Optimizer) -> tuple[str, ...]:

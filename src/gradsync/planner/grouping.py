@@ -1,7 +1,8 @@
 """Which nodes average with whom where links differ: schedules of groups that dodge what is slow (after DS-Sync).
 
 How the paper groups is not published. Here candidates compete: everybody together, grids and other exact schedules,
-schedules of which only so many groups cross between racks at a time, and those in which slow nodes sit out most rounds.
+schedules of which only so many groups cross between racks at a time, those in which slow nodes sit out most rounds, and
+those in which all do.
 Where a schedule leaves open who sits where, nodes are moved about until the busiest links have least to carry. What
 each takes is computed round by round on the links of a cluster: a node that waits for nobody goes on.
 
@@ -13,8 +14,9 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,13 +24,14 @@ from numpy.typing import NDArray
 
 from ..bucket import TensorSpec
 from ..cluster import Cluster, Link, Placement
-from ..comm.shuffle import EXACT, GroupSchedule, RankGroup, Round, crossing, exact, sitting_out, together
+from ..comm.shuffle import EXACT, GroupSchedule, RankGroup, Round, crossing, exact, resting, sitting_out, together
 from ..schemes import AllReduce
-from ..steps import Transfer, transfers
+from ..steps import transfers
 
 SITTING_OUT = (2, 4, 8)  # rounds of which a slow node joins one
 SLOW = 0.8  # share of the usual bandwidth below which a node's link is slow
-CYCLES = 8  # that are played, of which the later half is timed
+ROUNDS = 32  # that are played at least, in cycles of which the later half is timed
+FEWEST_CYCLES = 4
 MOVES = 1500  # tried to find out who should sit where
 LARGE_BYTES = float(1 << 30)  # whose exchange is a ring for sure
 COOLEST = 1e-3  # of the first cost: what is worse by so much is hardly taken in the end
@@ -55,6 +58,7 @@ def groupings(
     budget: int | None = 1,
     most_spread: float = 1.0,
     most_left: float = 0.5,
+    most_local_steps: int = 4,
     seed: int = 0,
 ) -> list[Grouping]:
     """Candidates that keep what is asked for, the quickest first; everybody together is always among them.
@@ -66,24 +70,27 @@ def groupings(
         budget: groups that may cross a rack's uplink in the same round; None: any number.
         most_spread: how far apart nodes may be for good, as `GroupSchedule.spread` by node.
         most_left: share of any disagreement that a cycle may leave.
+        most_local_steps: of which only the last one is followed by an average, on all nodes.
         seed: of the search for who sits where.
 
     Raises:
         ValueError: for a cluster of one node, or figures that are none.
     """
     _check(cluster, nbytes, compute_s)
-    _check_limits(largest, budget, most_spread, most_left)
-    everybody, found = together(cluster.nodes), dict[GroupSchedule, Grouping]()
+    _check_limits(largest, budget, most_spread, most_left, most_local_steps)
+    found = dict[GroupSchedule, Grouping]()
     budget = budget or cluster.nodes
-    for name, schedule in _candidates(cluster, largest or max(2, math.isqrt(cluster.nodes)), budget, seed):
-        if largest is not None and schedule != everybody and max(map(len, schedule.distinct)) > largest:
+    usual = max(2, math.isqrt(cluster.nodes))
+    for name, schedule in _candidates(cluster, largest or usual, budget, seed):
+        if largest is not None and any(largest < len(group) < cluster.nodes for group in schedule.distinct):
             continue
         judged = judge(name, schedule, cluster, nbytes, compute_s)
-        is_near = (
-            judged.spread <= most_spread + EXACT and judged.left <= most_left + EXACT
-        )  # exact ones but for rounding
-        if judged.crossing <= budget and is_near:
-            found.setdefault(schedule, judged)
+        if judged.crossing > budget or judged.left > most_left + EXACT:  # exact ones but for rounding
+            continue
+        for every in range(1, most_local_steps + 1):
+            if _rested_spread(judged.spread, every, cluster.nodes) <= most_spread + EXACT:
+                rested = judged if every == 1 else _rested(judged, every, cluster, nbytes, compute_s)
+                found.setdefault(rested.schedule, rested)
     return sorted(found.values(), key=lambda grouping: grouping.step_s)
 
 
@@ -99,12 +106,30 @@ def judge(name: str, schedule: GroupSchedule, cluster: Cluster, nbytes: float, c
     )
 
 
+def _rested(judged: Grouping, every: int, cluster: Cluster, nbytes: float, compute_s: float) -> Grouping:
+    """As `judge` of the schedule `resting`."""
+    schedule = resting(judged.schedule, every)
+    return replace(
+        judged,
+        name=f"{judged.name}, after {every} steps",
+        schedule=schedule,
+        step_s=step_s(schedule, cluster, nbytes, compute_s),
+        spread=_rested_spread(judged.spread, every, cluster.nodes),
+    )
+
+
+def _rested_spread(spread: float, every: int, nodes: int) -> float:
+    """Of a schedule `resting`: each meeting ends the noise of `every` steps, and each step alone adds one's."""
+    return every * spread + (every - 1) / 2 * (1 - 1 / nodes)
+
+
 def step_s(schedule: GroupSchedule, cluster: Cluster, nbytes: float, compute_s: float) -> float:
     """What a step takes in the long run: a group begins when its last node is there, its nodes go on when it ends."""
     ended_s, marks = [0.0] * cluster.nodes, []
     rounds = [round_s(each, cluster, nbytes) for each in schedule.rounds]
-    for cycle in range(CYCLES + 1):
-        if cycle >= CYCLES // 2:
+    cycles = max(FEWEST_CYCLES, -(-ROUNDS // len(rounds)))
+    for cycle in range(cycles + 1):
+        if cycle >= cycles // 2:
             marks.append(max(ended_s))
         for lasting in rounds:
             for group, seconds in lasting.items():
@@ -114,12 +139,19 @@ def step_s(schedule: GroupSchedule, cluster: Cluster, nbytes: float, compute_s: 
     return (marks[-1] - marks[0]) / ((len(marks) - 1) * len(rounds))
 
 
+class Ring(NamedTuple):
+    """The exchange of a group."""
+
+    busiest_bytes: float
+    rounds: int
+
+
 @cache
-def ring_of(members: int, nbytes: float) -> Transfer:
-    """The exchange of a group, by the scheme's own steps."""
+def ring_of(members: int, nbytes: float) -> Ring:
+    """By the scheme's own steps."""
     bucket = TensorSpec((math.ceil(nbytes / 4),), torch.float32)
     (found,) = transfers(AllReduce().steps((bucket,), (), Placement.one_per_node(members)))
-    return found
+    return Ring(found.busiest_bytes, found.rounds)
 
 
 def round_s(each: Round, cluster: Cluster, nbytes: float) -> dict[RankGroup, float]:
@@ -164,16 +196,19 @@ def _check(cluster: Cluster, nbytes: float, compute_s: float) -> None:
         raise ValueError(f"nbytes and compute_s must not be negative, got {nbytes} and {compute_s}")
 
 
-def _check_limits(largest: int | None, budget: int | None, most_spread: float, most_left: float) -> None:
+def _check_limits(
+    largest: int | None, budget: int | None, most_spread: float, most_left: float, most_local_steps: int
+) -> None:
     if (largest is not None and largest < 2) or (budget is not None and budget < 1):
         raise ValueError(f"largest must be at least 2 nodes, and the budget at least 1, got {largest} and {budget}")
     if not (most_spread >= 0 and most_left >= 0):
         raise ValueError(f"most_spread and most_left must not be negative, got {most_spread} and {most_left}")
+    if most_local_steps < 1:
+        raise ValueError(f"most_local_steps must be at least 1, got {most_local_steps}")
 
 
 def _candidates(cluster: Cluster, largest: int, budget: int, seed: int) -> Iterator[tuple[str, GroupSchedule]]:
-    """Schedules that may do, by a name for people."""
-    yield "together", together(cluster.nodes)
+    """Schedules that may do, by a name for people; all ranks may rest between their rounds."""
     slow = [node for node, link in cluster.slow.items() if _is_slow(link, cluster)]
     for name, schedule in _of_all(cluster, largest, budget, seed):
         yield name, schedule
@@ -184,6 +219,7 @@ def _candidates(cluster: Cluster, largest: int, budget: int, seed: int) -> Itera
 
 def _of_all(cluster: Cluster, largest: int, budget: int, seed: int) -> Iterator[tuple[str, GroupSchedule]]:
     n, racks = cluster.nodes, _racks(cluster)
+    yield "together", together(n)
     known: dict[GroupSchedule, str] = {}
     for most in range(2, min(largest, n) + 1):
         schedule = exact(n, most)
