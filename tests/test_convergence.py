@@ -18,7 +18,9 @@ from gradsync.comm.shuffle import (
     grid,
     hypercube,
     random_groups,
+    resting,
     sitting_out,
+    thinned,
     together,
 )
 
@@ -92,6 +94,29 @@ def test_the_pages_spreads_with_momentum_are_those_of_schedules() -> None:
         none, local, averaged = schedule.spread(), schedule.spread(0.9), schedule.spread(0.9, averaged=True)
         assert figures == list(map(written, (none, local, averaged))), name
         assert 5 <= local / none <= 12 and 3.5 <= local / averaged <= 5.3
+
+
+def spread_with_momenta(schedule: GroupSchedule, momenta: GroupSchedule, momentum: float = 0.9) -> float:
+    """Of values that the one mixes, while the other mixes momenta: by what rounds make of the covariance of both."""
+    n, rounds = schedule.size, len(momenta.rounds)
+    apart = np.eye(n) - 1 / n
+    covariance, found = np.zeros((2 * n, 2 * n)), []
+    for step in range(rounds * -(-400 // rounds)):
+        w, own = schedule.round(step).mixing, momenta.round(step).mixing
+        move = np.block([[w, momentum * w], [np.zeros((n, n)), momentum * own]])
+        spill = np.vstack([w, own])
+        covariance = move @ covariance @ move.T + spill @ apart @ spill.T
+        found.append(float(np.trace(covariance[:n, :n])))
+    return float(np.mean(found[-rounds:]))
+
+
+@pytest.mark.parametrize("schedule", [grid((4, 4)), hypercube(16), resting(together(16), 3), resting(together(16), 4)])
+def test_momenta_that_are_seldom_averaged_bring_what_is_said(schedule: GroupSchedule) -> None:
+    text = " ".join((PAGE.parent / "averaging.md").read_text(encoding="utf-8").split())
+    assert "one round in four that averages them brings 40 to 60 % of what every round would" in text
+    local, always = schedule.spread(0.9), schedule.spread(0.9, averaged=True)
+    assert spread_with_momenta(schedule, schedule) == pytest.approx(always, rel=1e-3)
+    assert 0.4 <= (local - spread_with_momenta(schedule, thinned(schedule, 4))) / (local - always) <= 0.6
 
 
 def test_random_groups_have_the_spread_that_the_page_says() -> None:

@@ -17,12 +17,12 @@ from torch.optim import Optimizer
 from .agreement import DEFAULT_TIMEOUT_S, agreed_engine, forget
 from .arrivals import Sections
 from .auto import AutoPlanner, planner_of
-from .averaging import Averaging
+from .averaging import Averaging, check_saved
 from .bucket import matches
 from .choosing import Choice
 from .ddp import UNEVEN_INPUTS, DDPState, ddp_hook
 from .engine import Engine
-from .fronts import Front, Fronts, ParametersBeside, averaging_front, level, survive, why_not_parameters
+from .fronts import Attached, Front, Fronts, ParametersBeside, averaging_front, level, survive, why_not_parameters
 from .hooks import AutogradHooks
 from .lane import BucketStatistics
 from .plan import Plan, What
@@ -119,7 +119,7 @@ class Attachment:
         state = self._engine.state_dict()
         if self._regrouping is not None:
             state["groups"] = self._regrouping.state_dict()
-        return state if self._averaging is None else {**state, "references": self._averaging.state_dict()}
+        return state if self._averaging is None else {**state, **self._averaging.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Takes over what this rank's `state_dict` gave; on all ranks at once, between two steps.
@@ -133,18 +133,22 @@ class Attachment:
         where the plan cuts elsewhere.
 
         Raises:
-            ValueError: before anything has changed, for state of another version, or that has no place here.
+            ValueError: before anything has changed, for state of another version, or that has no place here; and for
+                one rank's whose model was apart from the others', if now there is another number of ranks, or gradients
+                are averaged: save at a consensus.
             RuntimeError: where another rank raises, inside a step, and after `detach`.
 
         State of different steps, or with different plans to go on with, is refused like what has no place.
         """
         self.wait()
+        if not self._engine.in_step:  # else the engine refuses
+            check_saved(self._engine, state, self._averaging is not None, strict=strict)
         groups = None if self._regrouping is None else self._regrouping.saved(state)
         self._engine.load_state_dict(state, strict=strict)
         if self._regrouping is not None:
             self._regrouping.go_on(groups)
         if self._averaging is not None:
-            self._averaging.load_state_dict(state.get("references", {}))
+            self._averaging.load_state_dict(state)
 
     def arrived(self, parameter: Tensor) -> Sections | None:
         """Which elements of the parameter's gradient the last step brought; None: all of them.
@@ -238,11 +242,12 @@ def attach(
         >>> loss.backward()                  # doctest: +SKIP
     """
     timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    attached = Attached(model, optimizer, process_group, timeout_s, exclude)
     if isinstance(plan, AveragingPlanner) or (isinstance(plan, Plan) and plan.what is not What.GRADIENT):
-        fronts = Fronts(averaging_front(model, optimizer, plan, process_group, timeout_s, exclude, grad_scaler))
-        if isinstance(plan, AveragingPlanner) and optimizer is not None:
+        fronts = Fronts(averaging_front(attached, plan, grad_scaler))
+        if isinstance(plan, AveragingPlanner):
             try:
-                survive(fronts, plan, model, optimizer, process_group, timeout_s, exclude)
+                survive(fronts, plan, attached)
             except BaseException:
                 forget(model.modules(), fronts.present.engine.parameters.values())
                 fronts.close()
@@ -275,7 +280,7 @@ def attach(
         raise
     fronts = Fronts(Front(engine, hooks.no_sync, hooks.remove))
     if averaging is not None and optimizer is not None:
-        other = ParametersBeside(fronts, hooks, averaging, model, optimizer, process_group, timeout_s, exclude)
+        other = ParametersBeside(fronts, hooks, averaging, attached)
         fronts.choice = Choice(engine, model, optimizer, other)
     return Attachment(fronts, model)
 

@@ -45,6 +45,7 @@ from .stepping import EarlySteps, begin_state
 logger = logging.getLogger(__name__)
 
 UNSTAMPED = (0, 0)
+APART = "apart"  # of a checkpoint: how many ranks have models that differ
 MESSAGE_BYTES = 25 << 20  # of a consensus: large enough for line rate, small beside the model
 CLOSURE = (
     "optimizer.step(closure) computes gradients itself; by a plan of early parameters they were stepped in backward: "
@@ -58,6 +59,27 @@ SECOND_BACKWARD = (
     "a second backward began before optimizer.step(), by a plan of early parameters, which were stepped in the first: "
     "let all backwards but the last be within no_sync(), or the plan say what='parameter'"
 )
+
+
+def check_saved(engine: Engine, state: Mapping[str, Any], averages: bool, *, strict: bool) -> None:
+    """Whether training may go on by what one rank saved; `averages`: of parameters, else of gradients. Collective.
+
+    Raises:
+        ValueError, RuntimeError: on all ranks if `strict`, where the models of its ranks were apart, and there are
+            others now, or gradients are averaged.
+    """
+    problem: Exception | None = None
+    before, size = state.get(APART, 0), engine.group.size
+    if type(before) is not int or before < 0:
+        problem = ValueError(f"the state's {APART!r} must be a number of ranks, got {before!r}")
+    elif strict and before and not (averages and before == size):
+        now = f"there are {size}" if averages else "gradients are averaged"
+        problem = ValueError(
+            f"this checkpoint is one rank's, of {before} whose models were apart, and now {now}: save inside "
+            "gradsync.consensus(model), which fits any number of ranks; load_state_dict(..., strict=False) goes on "
+            "from the models that are here"
+        )
+    engine.agree("loading of averages", problem)
 
 
 def companions(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
@@ -84,6 +106,9 @@ class Averaging:
         self._optimizer = weakref.ref(optimizer)
         self._sync = True
         self.steps = 0  # of the optimiser since attach; ranks that count differently are out of step
+        self.are_apart = False  # the ranks' models differ
+        is_exact = all(lane.scheme.exact for lane in engine.lanes)
+        self._go_apart = engine.group.size > 1 and not is_exact  # by steps that are averaged
         self._has_stepped = False  # since the last training forward
         self._parameters = {n: p for n, p in trainable_parameters(model).items() if n in engine.specs}
         self._changes = Changes(model, self._parameters.values(), exclude)
@@ -199,15 +224,19 @@ class Averaging:
             mean.copy_(of_all)
             variance.copy_(around_it)
         self._references = self._taken_references()
+        self.are_apart = False
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """What differences are taken from, by name."""
+    def state_dict(self) -> dict[str, Any]:
+        """What differences are taken from, by name, and how many ranks' models are apart, if they are."""
         self.land()
-        return {name: reference.clone() for name, reference in self._references.items()}
+        references = {name: reference.clone() for name, reference in self._references.items()}
+        return {"references": references, APART: self._engine.group.size if self.are_apart else 0}
 
-    def load_state_dict(self, references: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Collective. Of what there is none, that of now: load the model first. Whose differ, those of rank 0 count."""
         self.land()
+        references = state.get("references", {})
+        self.are_apart = bool(state.get(APART))
         self._references = self._taken_references()
         for name, reference in self._references.items():
             if name in references:
@@ -283,6 +312,7 @@ class Averaging:
             return
         self.steps += 1
         self._has_stepped = True
+        self.are_apart = self._go_apart or (self._engine.group.size > 1 and not self._exchanges)
         if self._early is not None:
             self._early.steps.end()
             self._early.is_open = False

@@ -6,7 +6,7 @@ import logging
 import secrets
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -92,61 +92,76 @@ class Fronts:
                 front.close()
 
 
-class ParametersBeside:
-    """The other way of a model whose gradients are averaged by these hooks, see `choosing.Parameters`."""
+class Attached:
+    """A model, its optimiser if it is known, and how its ranks are reached, as `attach` was told.
+
+    Refers weakly to the first two.
+
+    Args:
+        exclude: names or shell patterns of parameters that are left alone.
+    """
 
     def __init__(
         self,
-        fronts: Fronts,
-        hooks: AutogradHooks,
-        planner: AveragingPlanner,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | None,
         process_group: dist.ProcessGroup | None,
         timeout_s: float,
         exclude: Sequence[str],
     ) -> None:
-        self._fronts, self._hooks, self._planner = fronts, hooks, planner
-        self._model, self._optimizer = weakref.ref(model), weakref.ref(optimizer)
-        self._process_group, self._timeout_s, self._exclude = process_group, timeout_s, exclude
+        self._model = weakref.ref(model)
+        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
+        self.process_group, self.timeout_s, self.exclude = process_group, timeout_s, exclude
+
+    @property
+    def model(self) -> nn.Module:
+        model = self._model()
+        assert model is not None
+        return model
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        return None if self._optimizer is None else self._optimizer()
+
+    def within(self, process_group: dist.ProcessGroup) -> Attached:
+        """Among the ranks of another group."""
+        return Attached(self.model, self.optimizer, process_group, self.timeout_s, self.exclude)
+
+
+class ParametersBeside:
+    """The other way of a model whose gradients are averaged by these hooks, see `choosing.Parameters`."""
+
+    def __init__(self, fronts: Fronts, hooks: AutogradHooks, planner: AveragingPlanner, attached: Attached) -> None:
+        self._fronts, self._hooks, self._planner, self._attached = fronts, hooks, planner, attached
         self._made: tuple[Plan, Cluster | None] | None = None
 
     def prepare(self, most_s: float) -> int:
-        model, optimizer = self._model(), self._optimizer()
-        assert model is not None
-        engine = self._fronts.present.engine
-        made, cluster, refusal = _planned(
-            self._planner, model, optimizer, self._process_group, self._timeout_s, self._exclude, ""
-        )
+        attached, engine = self._attached, self._fronts.present.engine
+        if engine.profile is not None and not self._planner.compute_s:
+            parts = engine.profile.parts
+            self._planner = replace(self._planner, compute_s=parts.backward.median_s + parts.beside.median_s)
+        made, cluster, refusal = _planned(self._planner, attached, "")
         if refusal:
             logger.info("parameters are not averaged: %s", refusal)
         cycle = 0
         if made is not None and (schedule := schedule_of(made)) != together(schedule.size):
             expected_s = 0.0
             if cluster is not None:
-                expected_s = self._planner.expected_s(schedule, model, cluster, self._exclude)
+                expected_s = self._planner.expected_s(schedule, attached.model, cluster, attached.exclude)
             cycle = self._planner.cycle(schedule) if expected_s <= most_s else 0
             self._made = made, cluster
         mine = torch.tensor([cycle], device=engine.device)
-        parts = engine.call("whether to average parameters", lambda group: group.all_gather(mine).wait(self._timeout_s))
+        parts = engine.call(
+            "whether to average parameters", lambda group: group.all_gather(mine).wait(attached.timeout_s)
+        )
         return min(int(part) for part in parts)
 
     def begin(self) -> None:
-        model, optimizer = self._model(), self._optimizer()
-        assert model is not None and self._made is not None
+        assert self._made is not None
         present = self._fronts.present
-        forget(model.modules(), present.engine.parameters.values())
+        forget(self._attached.model.modules(), present.engine.parameters.values())
         plan, cluster = self._made
-        front = averaging_front(
-            model,
-            optimizer,
-            plan,
-            self._process_group,
-            self._timeout_s,
-            self._exclude,
-            None,
-            regroups=None if cluster is None else (self._planner, cluster),
-        )
+        front = averaging_front(self._attached, plan, regroups=None if cluster is None else (self._planner, cluster))
         self._hooks.rest()
         self._fronts.present, self._fronts.resting = front, present
 
@@ -164,11 +179,10 @@ class ParametersBeside:
         self._hooks.go_on()
 
     def keep(self) -> None:
-        model, optimizer = self._model(), self._optimizer()
-        assert self._fronts.resting is not None and model is not None and optimizer is not None
+        assert self._fronts.resting is not None
         self._fronts.resting.close()
         self._fronts.resting = None
-        survive(self._fronts, self._planner, model, optimizer, self._process_group, self._timeout_s, self._exclude)
+        survive(self._fronts, self._planner, self._attached)
 
 
 class Surviving:
@@ -178,24 +192,16 @@ class Surviving:
     the others wait.
     """
 
-    def __init__(
-        self,
-        fronts: Fronts,
-        planner: AveragingPlanner,
-        model: nn.Module,
-        optimizer: Optimizer,
-        process_group: dist.ProcessGroup | None,
-        timeout_s: float,
-        exclude: Sequence[str],
-    ) -> None:
-        self._fronts, self._planner = fronts, planner.of_others()
-        self._model, self._optimizer = weakref.ref(model), weakref.ref(optimizer)
-        self._timeout_s, self._exclude = timeout_s, exclude
+    def __init__(self, fronts: Fronts, planner: AveragingPlanner, attached: Attached) -> None:
+        self._fronts, self._planner, self._attached = fronts, planner.of_others(), attached
+        timeout_s = attached.timeout_s
         mine = secrets.token_hex(8).encode()
         name: list[bytes] = fronts.present.engine.call(
             "a name for survivors", lambda group: gather_bytes(group, mine, timeout_s)
         )
-        self._survivors = Survivors(f"gradsync survivors {name[0].decode()}", process_group, timeout_s=timeout_s)
+        self._survivors = Survivors(
+            f"gradsync survivors {name[0].decode()}", attached.process_group, timeout_s=timeout_s
+        )
         self._survival: Survival | None = None  # on which the present front is to end
         self._follow()
 
@@ -252,23 +258,15 @@ class Surviving:
     @torch.inference_mode(False)
     def _go_on(self) -> None:
         """With those that are left. Collective over them."""
-        before, model, optimizer = self._fronts.present, self._model(), self._optimizer()
-        assert model is not None and optimizer is not None and self._survival is not None
+        before = self._fronts.present
+        assert self._survival is not None
         before.engine.close()
-        forget(model.modules(), before.engine.parameters.values())
+        forget(self._attached.model.modules(), before.engine.parameters.values())
         made: Front | None = None
         while made is None:
             try:
-                made = averaging_front(
-                    model,
-                    optimizer,
-                    self._planner,
-                    self._survivors.new_group(),
-                    self._timeout_s,
-                    self._exclude,
-                    None,
-                    apart=True,
-                )
+                left = self._attached.within(self._survivors.new_group())
+                made = averaging_front(left, self._planner, apart=True)
             except RuntimeError as error:  # perhaps another rank was lost
                 ranks = self._survival.ranks
                 self._survival = self._survived(ranks)
@@ -279,18 +277,10 @@ class Surviving:
         self._follow()
 
 
-def survive(
-    fronts: Fronts,
-    planner: AveragingPlanner,
-    model: nn.Module,
-    optimizer: Optimizer,
-    process_group: dist.ProcessGroup | None,
-    timeout_s: float,
-    exclude: Sequence[str],
-) -> None:
+def survive(fronts: Fronts, planner: AveragingPlanner, attached: Attached) -> None:
     """Has the ranks go on where others are lost, if the planner says so. Collective."""
     if planner.survives and fronts.present.engine.group.size > 1:
-        fronts.surviving = Surviving(fronts, planner, model, optimizer, process_group, timeout_s, exclude)
+        fronts.surviving = Surviving(fronts, planner, attached)
 
 
 def why_not_parameters(model: nn.Module, optimizer: Optimizer | None, grad_scaler: torch.amp.GradScaler | None) -> str:
@@ -305,13 +295,9 @@ def why_not_parameters(model: nn.Module, optimizer: Optimizer | None, grad_scale
 
 
 def averaging_front(
-    model: nn.Module,
-    optimizer: Optimizer | None,
+    attached: Attached,
     plan: Plan | AveragingPlanner,
-    process_group: dist.ProcessGroup | None,
-    timeout_s: float,
-    exclude: Sequence[str],
-    grad_scaler: torch.amp.GradScaler | None,
+    grad_scaler: torch.amp.GradScaler | None = None,
     regroups: tuple[AveragingPlanner, Cluster] | None = None,
     *,
     apart: bool = False,
@@ -320,12 +306,13 @@ def averaging_front(
 
     `apart`: the ranks have models of their own, of which the mean is taken, in place of rank 0's.
     """
+    model, optimizer, exclude = attached.model, attached.optimizer, attached.exclude
     refusal = why_not_parameters(model, optimizer, grad_scaler)
     made: Plan | None
     by = "" if regroups is None else f" by {regroups[0]}"
     if isinstance(plan, AveragingPlanner):
         by = f" by {plan}"
-        made, cluster, refusal = _planned(plan, model, optimizer, process_group, timeout_s, exclude, refusal)
+        made, cluster, refusal = _planned(plan, attached, refusal)
         regroups = None if cluster is None else (plan, cluster)
     else:
         made = plan
@@ -333,7 +320,15 @@ def averaging_front(
         refusal = refusal or why_not_in_parts(optimizer)
     also = None if made is None else companions(model, made)
     engine, parameters = agreed_engine(
-        model, made, process_group, timeout_s, exclude, f"averages parameters{by}", optimizer, refusal, also
+        model,
+        made,
+        attached.process_group,
+        attached.timeout_s,
+        exclude,
+        f"averages parameters{by}",
+        optimizer,
+        refusal,
+        also,
     )
     assert optimizer is not None
     regrouping: Regrouping | None = None
@@ -364,19 +359,12 @@ def averaging_front(
     return Front(engine, averaging.no_sync, remove, averaging, regrouping)
 
 
-def _planned(
-    planner: AveragingPlanner,
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    process_group: dist.ProcessGroup | None,
-    timeout_s: float,
-    exclude: Sequence[str],
-    refusal: str,
-) -> tuple[Plan | None, Cluster | None, str]:
+def _planned(planner: AveragingPlanner, attached: Attached, refusal: str) -> tuple[Plan | None, Cluster | None, str]:
     """The plan and the links it is for, or none and what is wrong here, if anything is; measured if all can go on."""
-    group = group_of(process_group, timeout_s)
+    timeout_s, optimizer = attached.timeout_s, attached.optimizer
+    group = group_of(attached.process_group, timeout_s)
     try:
-        if planner.survives and "nccl" in dist.get_backend_config(process_group):
+        if planner.survives and "nccl" in dist.get_backend_config(attached.process_group):
             refusal = refusal or SURVIVES_NOT
         if any(text.strip() for text in gather_texts(group, refusal, timeout_s)):
             return None, None, refusal
@@ -384,7 +372,7 @@ def _planned(
         placement, cluster = group.placement, planner.cluster
         if planner.measures(placement):
             cluster = measured_cluster(group, timeout_s)
-        return planner.plan(model, optimizer, placement, cluster, exclude), cluster, ""
+        return planner.plan(attached.model, optimizer, placement, cluster, attached.exclude), cluster, ""
     except ValueError as error:
         return None, None, str(error)
     finally:

@@ -136,7 +136,8 @@ class Regrouping:
     def _count_removed_anew(self) -> None:
         """From a consensus on: rounds of the first cycle have less to remove."""
         self._removed_from = self._engine.step + self._cycle
-        self._removed, self._removed_rounds = 0.0, 0
+        self._removed, self._removed_rounds = 0.0, 0  # in whole cycles
+        self._under_way: list[float] = []  # in the one that is not over
         self._squares = torch.zeros(2, dtype=torch.float64, device=self._engine.device)
 
     def _communication_s(self) -> float:
@@ -164,8 +165,11 @@ class Regrouping:
             rank = placement.nodes[self._engine.group.rank]
             relaxation = next(share for group, share in self._schedule.round(round).parts if rank in group)
             distance, norm = self._squares.tolist()  # the host counts them: two numbers a round
-            self._removed += share_removed(distance, norm, relaxation) if norm else 0.0
-            self._removed_rounds += 1
+            self._under_way.append(share_removed(distance, norm, relaxation) if norm else 0.0)
+        if len(self._under_way) == self._cycle:
+            self._removed += sum(self._under_way)
+            self._removed_rounds += self._cycle
+            self._under_way.clear()
         self._squares.zero_()
 
     def _better_plan(self, group: Group, removed: float | None) -> str:

@@ -27,7 +27,7 @@ from gradsync.comm.shuffle import GroupSchedule, exact, grid, together
 from gradsync.compressors import Cast
 from gradsync.plan import What
 from gradsync.planner import AveragingPlanner
-from gradsync.schemes import Shuffled
+from gradsync.schemes import AllReduce, Shuffled
 from tests.engine.models import Branches, Checkpointed, MixedPrecision, Perceptron, TiedTable
 from tests.world import Ranks
 from tests.world import World as ShortLived
@@ -769,6 +769,78 @@ def test_a_consensus_checkpoint_goes_on_with_other_numbers_of_ranks(
 ) -> None:
     saved = world(before).run(save_after_a_consensus, settings)
     world(size).run(go_on_elsewhere, saved, settings)
+
+
+def save_in_a_cycle() -> bytes:
+    model, optimizer, handle = make(schedule=exact(dist.get_world_size(), 2))
+    train(model, optimizer, 0)
+    stream = io.BytesIO()
+    torch.save(handle.state_dict(), stream)
+    handle.detach()
+    return stream.getvalue()
+
+
+def refuse_elsewhere(saved: list[bytes]) -> None:
+    model, optimizer, handle = make(schedule=together(2))
+    before = [p.detach().clone() for p in model.parameters()]
+    state = torch.load(io.BytesIO(saved[dist.get_rank()]), weights_only=True)
+    with pytest.raises(
+        (ValueError, RuntimeError), match="one rank's, of 3 whose models were apart, and now there are 2"
+    ):
+        handle.load_state_dict(state)
+    assert all(map(torch.equal, before, model.parameters()))
+    assert handle.state_dict()["step"] == 0
+    good = handle.state_dict()
+    told = "rank 1 could not: the state's 'apart' must be a number of ranks" if not dist.get_rank() else "'apart' must"
+    with pytest.raises((ValueError, RuntimeError), match=told):
+        handle.load_state_dict({**good, "apart": "all"} if dist.get_rank() else good)
+    handle.load_state_dict(torch.load(io.BytesIO(saved[0]), weights_only=True), strict=False)
+    train(model, optimizer, 1)
+    handle.consensus()
+    assert all(map(same_on_all, model.parameters()))
+    handle.detach()
+
+
+def refuse_for_gradients(saved: list[bytes]) -> None:
+    handle = gradsync.attach(Perceptron(), timeout=10)
+    state = torch.load(io.BytesIO(saved[dist.get_rank()]), weights_only=True)
+    with pytest.raises((ValueError, RuntimeError), match="whose models were apart, and now gradients are averaged"):
+        handle.load_state_dict(state)
+    handle.detach()
+
+
+def test_one_ranks_checkpoint_is_refused_with_other_numbers_of_ranks(world: World) -> None:
+    saved = world(3).run(save_in_a_cycle)
+    world(2).run(refuse_elsewhere, saved)
+    world(3).run(refuse_for_gradients, saved)
+
+
+def go_on_alone_or_exactly(saved: list[bytes]) -> bytes:
+    """Models of one rank, and of ranks that all average exactly, are not apart."""
+    size = dist.get_world_size()
+    model = Perceptron()
+    specs = {n: TensorSpec.of(p) for n, p in model.named_parameters()}
+    plan = Plan.make(specs, size, [(list(specs), AllReduce())], what=What.PARAMETER)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    handle = gradsync.attach(model, optimizer, plan, timeout=10)
+    if saved:
+        handle.load_state_dict(torch.load(io.BytesIO(saved[0]), weights_only=True))
+    train(model, optimizer, 0)
+    with handle.no_sync():
+        train(model, optimizer, 1)
+    assert handle.state_dict()["apart"] == (size if size > 1 else 0)
+    train(model, optimizer, 2)
+    assert handle.state_dict()["apart"] == 0
+    stream = io.BytesIO()
+    torch.save(handle.state_dict(), stream)
+    handle.detach()
+    return stream.getvalue()
+
+
+def test_ranks_whose_models_are_one_go_on_with_others(world: World) -> None:
+    saved = world(1).run(go_on_alone_or_exactly, [])
+    saved = world(2).run(go_on_alone_or_exactly, saved)
+    world(1).run(go_on_alone_or_exactly, saved)
 
 
 def furthest_of(model: nn.Module) -> float:

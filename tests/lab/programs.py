@@ -53,6 +53,61 @@ group.close()
 dist.destroy_process_group()
 """
 
+# For each schedule: averages for one cycle, says `ready`, waits for a line, averages for CYCLES more, says `done`.
+AVERAGES = """
+import os, sys, torch, torch.distributed as dist
+import gradsync
+from gradsync.comm import shuffle
+from gradsync.planner import AveragingPlanner
+dist.init_process_group("gloo")
+for text in os.environ["SCHEDULES"].split(";"):
+    schedule = eval(text, vars(shuffle))
+    model = torch.nn.Linear(1024, 512, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = gradsync.attach(model, optimizer, AveragingPlanner(schedule=schedule), timeout=60)
+    for cycle in range(1 + int(os.environ["CYCLES"])):
+        for _ in schedule.rounds:
+            optimizer.zero_grad()
+            model(torch.ones(1, 1024)).sum().backward()
+            optimizer.step()
+        handle.wait()
+        if not cycle:
+            dist.barrier()
+            print("ready", flush=True)
+            sys.stdin.readline()
+    dist.barrier()
+    print("done", flush=True)
+    sys.stdin.readline()
+    handle.detach()
+dist.destroy_process_group()
+"""
+
+# Twice: rounds, a consensus, and in how many rounds of its cycle the last rank is alone; a line is waited for between.
+REMAPPED = """
+import sys, torch, torch.distributed as dist
+import gradsync
+from gradsync.planner import AveragingPlanner
+from gradsync.planner.averaging import schedule_of
+from gradsync.planner.regroup import FIGURES, LEAST_ROUNDS
+dist.init_process_group("gloo")
+model = torch.nn.Linear(512, 512, bias=False)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+handle = gradsync.attach(model, optimizer, AveragingPlanner(most_local_steps=1), timeout=60)
+last = dist.get_world_size() - 1
+for _ in range(2):
+    cycle = len(schedule_of(handle.plan).rounds)
+    for _ in range(FIGURES * (LEAST_ROUNDS + cycle)):
+        optimizer.zero_grad()
+        model(torch.ones(1, 512)).sum().backward()
+        optimizer.step()
+    handle.consensus()
+    rounds = schedule_of(handle.plan).rounds
+    print(sum(len(each.group_of(last)) == 1 for each in rounds) / len(rounds), flush=True)
+    sys.stdin.readline()
+handle.detach()
+dist.destroy_process_group()
+"""
+
 # Rank 1 answers every byte. Rank 0 sends one, says `lost` for each 0.2 s without an answer, `ok` when it comes.
 PING = """
 import os, socket, time

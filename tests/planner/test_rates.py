@@ -78,6 +78,8 @@ def test_racks_and_their_uplinks_are_recovered(number: int, per_rack: int, share
     assert exactly.trunk is not None
     uplink_bytes_per_s = pytest.approx(cluster.trunk.bandwidth_bytes_per_s)
     assert (exactly.rack_size, exactly.slow, exactly.link) == (per_rack, {}, LINK)
+    late = cluster_of(rates_on(cluster), latency_s=1e-3)
+    assert late.trunk is not None and late.trunk.latency_s == late.link.latency_s == 1e-3
     assert exactly.trunk.bandwidth_bytes_per_s == uplink_bytes_per_s
     for seed in range(10):
         found = cluster_of(rates_on(cluster, NOISE, seed))

@@ -15,7 +15,7 @@ from ..comm.shuffle import resting, together
 from ..compressors import BlockInt, Cast, Compressor
 from ..plan import Plan, What
 from ..planner import AveragingPlanner
-from ..planner.averaging import BUCKET_BYTES
+from ..planner.averaging import filled
 from ..schemes import Gossip, Scheme
 
 DS_SYNC = "ds_sync"
@@ -85,12 +85,4 @@ def _everything_by(scheme: Callable[[int], Scheme[Any]], model: nn.Module, size:
     specs = {name: TensorSpec.of(p) for name, p in trainable_parameters(model).items()}
     buffers = {n: TensorSpec.of(b) for n, b in model.named_buffers() if b.is_floating_point() and b.numel()}
     specs |= dict(sorted(buffers.items()))
-    buckets: list[list[str]] = []
-    filled_bytes = BUCKET_BYTES
-    for name, spec in specs.items():
-        if filled_bytes >= BUCKET_BYTES or specs[buckets[-1][0]].dtype is not spec.dtype:
-            buckets.append([])
-            filled_bytes = 0
-        buckets[-1].append(name)
-        filled_bytes += spec.nbytes
-    return Plan.make(specs, size, [(names, scheme(size)) for names in buckets], what=What.PARAMETER)
+    return Plan.make(specs, size, [(names, scheme(size)) for names in filled(list(specs), specs)], what=What.PARAMETER)

@@ -49,6 +49,15 @@ def mixings_of(scheme: Mapping[str, Any] | Scheme[Any], size: int) -> list[Matri
     raise ValueError(f"{made.title} mixes no parameters")
 
 
+def rests_of(scheme: Scheme[Any]) -> list[bool]:
+    """Of each round of a cycle, whether no rank, or node, meets another one."""
+    if isinstance(scheme, Hierarchical):
+        return rests_of(scheme.inter)
+    if isinstance(scheme, Shuffled):
+        return [each.rests for each in scheme.schedule.rounds]
+    return [False] * (len(scheme.distances) if isinstance(scheme, Gossip) else 1)
+
+
 class Replicas:
     """Of a workload's model, one a rank; `step` is a step of all of them, and a round."""
 
@@ -64,12 +73,13 @@ class Replicas:
     ) -> None:
         self._workload = workload
         self._mixings = [torch.from_numpy(w).float() for w in mixings_of(scheme, ranks)]
-        self._meets = [bool((w != torch.eye(ranks)).any()) for w in self._mixings]
-        if "static" in ablations:
+        made = from_expression(scheme)
+        self._meets = [not rests for rests in rests_of(made)]
+        if "static" in ablations and any(self._meets):
             first = self._mixings[self._meets.index(True)]
             self._mixings = [first if meets else w for w, meets in zip(self._mixings, self._meets, strict=True)]
         self._is_stale = "stale" in ablations
-        self._compressor = _compressor_of(from_expression(scheme))
+        self._compressor = _compressor_of(made)
         self._momentum_every = momentum_every
         self._models = [workload.model(sparse=False, seed=seed) for _ in range(ranks)]
         self._parameters = _rows([list(model.parameters()) for model in self._models])

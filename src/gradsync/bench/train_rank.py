@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from itertools import chain
-from math import inf
+from math import inf, lcm
 from threading import TIMEOUT_MAX
 from typing import Any
 
@@ -28,12 +28,13 @@ from ..lars import LARS
 from ..plan import What
 from ..planner import Job
 from ..planner.predict import predict, unmeasured
+from ..schemes import from_expression
 from ..workloads import Batch, Workload
 from ..workloads.emulated import Emulated
 from .methods import DDP, Method, method
 from .plans import fit_optimizer
 from .rank import DISTURBED, event, in_time, run_rank
-from .replicas import mixings_of
+from .replicas import rests_of
 from .rivals import Rival
 from .steal import Patience, Steal
 from .train import AGAIN, BLOCK_AVERAGES, TrainSpec
@@ -75,9 +76,12 @@ class Contestant:
 
     @property
     def cycle(self) -> int:
-        """Rounds after which who averages with whom repeats; 1 where all average with all."""
-        scheme = mixing_scheme(self)
-        return 1 if scheme is None else len(mixings_of(scheme, dist.get_world_size()))
+        """Rounds after which who averages what with whom repeats; 1 where all average with all."""
+        scheme, attachment = mixing_scheme(self), self.attachment
+        if scheme is None or attachment is None:
+            return 1
+        schemes = [scheme] if isinstance(attachment, Rival) else [b.scheme for b in attachment.plan.buckets]
+        return lcm(*(len(rests_of(from_expression(each))) for each in schemes))
 
     def forget_block(self) -> None:
         """The last one; its steps were made, and its losses stay."""

@@ -180,6 +180,10 @@ class Lab:
             for source, target in enumerate(targets)
         ]
 
+    def uplink_bytes(self) -> list[tuple[int, int]]:
+        """(sent, received) bytes of each rack over the trunk until now; nothing where there is one rack."""
+        return [(sent, received) for sent, received in self._tell({"do": "uplinks"})["uplinks"]]
+
     def describe(self) -> dict[str, Any]:
         """What the links are, for a record; congestion control and off-loads as read in node 0 when it was built."""
         shapers = {

@@ -224,6 +224,15 @@ class Network:
         self.shape(self.switch, self.index(self.switch, f"port{node}"), rate)
         self.shape(self.nodes[node], self.index(self.nodes[node], interface), rate)
 
+    def uplinks(self, racks: int) -> list[tuple[int, int]]:
+        """Bytes that have left each rack, and come into it, over its end of the trunk."""
+        found = []
+        for rack in range(racks) if racks > 1 else ():
+            (link,) = self.switch.get_links(self.index(self.switch, f"up{rack}"))
+            counted = link.get_attr("IFLA_STATS64")
+            found.append((counted["tx_bytes"], counted["rx_bytes"]))
+        return found
+
     def set_link(self, node: int, state: str) -> None:
         self.switch.link("set", index=self.index(self.switch, f"port{node}"), state=state)
 
@@ -290,6 +299,9 @@ def keep() -> None:
     for line in sys.stdin:
         command = json.loads(line)
         try:
+            if command["do"] == "uplinks":
+                answer(uplinks=network.uplinks(spec["racks"]))
+                continue
             if command["do"] == "rate":
                 network.set_rate(command["node"], command["rate"], spec["interface"])
             else:

@@ -17,7 +17,7 @@ from ..compressors import Cast, Compressor
 from ..optim import momentum_of
 from ..plan import Plan, What, state_name
 from ..schemes import AllReduce, CompressedAllGather, HalfPrecision, Hierarchical, ReduceScatter, Scheme, Shuffled
-from .grouping import Grouping, groupings, judge
+from .grouping import Grouping, groupings, judge, step_s
 from .regroup import CLEARLY, ROOM, is_better, spread_for
 
 ABOUT = 1.02  # times as long is about as long
@@ -32,13 +32,15 @@ STATES: dict[type[Optimizer], tuple[str, ...]] = {
 class AveragingPlanner:
     """For `attach(model, optimizer, AveragingPlanner())`: who averages with whom follows from the links of the nodes.
 
-    Of the schedules that keep what is asked for, the one with the shortest expected step. Ranks of a node are averaged
-    in every round, and each has a part of that between nodes.
+    Of the schedules that keep what is asked for, the one with the shortest expected step; of those that are about as
+    quick, the one that keeps nodes closest together. Ranks of a node are averaged in every round, and each has a part
+    of that between nodes.
 
     Args:
         cluster: None: rates between all nodes are measured when attached, for the time of a few MiB each.
         schedule: of nodes, or of ranks, if it is not to be chosen.
-        largest: nodes of a group at most; None: the square root of all.
+        largest: nodes of a group at most, but for all of them; None: the square root of all, or all that do not sit
+            out.
         budget: groups that may cross a rack's uplink in the same round; None: any number.
         most_spread: how far nodes may be apart for good, in variances of a step's noise, see `GroupSchedule.spread`.
         most_left: share of any disagreement that a cycle may leave.
@@ -51,7 +53,7 @@ class AveragingPlanner:
         early: parameters are stepped inside backward, and their exchange begins there. Not for gradients that are
             clipped.
         compute_s: what a step takes beside the exchange; it decides between schedules where nodes are slow, and how
-            many local steps pay.
+            many local steps pay. With 0, nodes make as many as `most_spread` lets them. `AutoPlanner` measures it.
         remap: where rates were measured, they are again at a consensus point if rounds have come to take clearly more
             or less time, and other groups are taken if they are expected to be clearly better.
         most_apart: how far ranks may be apart behind a round, as a share of the norm of their parameters: the root mean
@@ -130,17 +132,17 @@ class AveragingPlanner:
         by_node = schedule.size != placement.size
         ordered = list(reversed(specs)) if self.early else list(specs)
         scheme = _of_ranks(Shuffled.by(schedule, self._exchange(schedule)), placement, by_node)
-        buckets = [(names, scheme) for names in _filled(ordered, specs)]
+        buckets = [(names, scheme) for names in filled(ordered, specs)]
         buffers = {n: TensorSpec.of(b) for n, b in model.named_buffers() if b.is_floating_point() and b.numel()}
         exact = _of_ranks(Shuffled.by(schedule), placement, by_node)
-        buckets += [(names, exact) for names in _filled(list(buffers), buffers)]
+        buckets += [(names, exact) for names in filled(list(buffers), buffers)]
         beside = dict(buffers)
         if self.momentum_every:
             names = [n for n in ordered if id(parameters[n]) in _with_momentum(optimizer)]
             states = {state_name(n, key): specs[n] for n in names for key in _states_of(optimizer)}
             seldom = thinned(schedule, self.momentum_every)
             rounded = _of_ranks(Shuffled.by(seldom, HalfPrecision()), placement, by_node)
-            buckets += [(filled, rounded) for filled in _filled(list(states), states)]
+            buckets += [(names, rounded) for names in filled(list(states), states)]
             beside |= states
         what = What.EARLY_PARAMETER if self.early else What.PARAMETER
         return Plan.make(specs | dict(sorted(beside.items())), placement.size, buckets, what=what)
@@ -165,7 +167,7 @@ class AveragingPlanner:
             most_local_steps=self.most_local_steps,
         )
         quick = (each for each in found if each.step_s <= ABOUT * found[0].step_s)
-        return min(quick, key=lambda grouping: grouping.spread)
+        return min(quick, key=lambda grouping: round(grouping.spread, 9))  # as processors round differently
 
     def regrouped(
         self,
@@ -202,7 +204,7 @@ class AveragingPlanner:
     ) -> float:
         """What a round of a schedule of nodes takes on these links, with what a step takes beside the exchange."""
         nbytes = _total_bytes(_parameters(model, exclude))
-        return judge("present", schedule, cluster, nbytes, self.compute_s).step_s
+        return step_s(schedule, cluster, nbytes, self.compute_s)
 
     def cycle(self, schedule: GroupSchedule) -> int:
         """Rounds until what travels with whom begins again, by a plan of this schedule."""
@@ -243,6 +245,20 @@ def schedule_of(plan: Plan) -> GroupSchedule:
     return between.schedule
 
 
+def filled(names: Sequence[str], specs: Mapping[str, TensorSpec]) -> list[list[str]]:
+    """Buckets of one type each, in this order."""
+    buckets: list[list[str]] = []
+    for dtype in dict.fromkeys(specs[name].dtype for name in names):
+        filled_bytes = math.inf
+        for name in (name for name in names if specs[name].dtype is dtype):
+            if filled_bytes + specs[name].nbytes > BUCKET_BYTES:
+                buckets.append([])
+                filled_bytes = 0
+            buckets[-1].append(name)
+            filled_bytes += specs[name].nbytes
+    return buckets
+
+
 def _parameters(model: nn.Module, exclude: Sequence[str]) -> dict[str, nn.Parameter]:
     return {n: p for n, p in trainable_parameters(model).items() if not matches(n, exclude)}
 
@@ -259,20 +275,6 @@ def _of_ranks(between: Scheme[Any], placement: Placement, by_node: bool) -> Sche
     if per_node is None:
         raise ValueError("groups of nodes need as many ranks on each node, and here they differ")
     return Hierarchical(ReduceScatter(), between, per_node)
-
-
-def _filled(names: Sequence[str], specs: dict[str, TensorSpec]) -> list[list[str]]:
-    """Buckets of one type each, in this order."""
-    buckets: list[list[str]] = []
-    for dtype in dict.fromkeys(specs[name].dtype for name in names):
-        filled_bytes = math.inf
-        for name in (name for name in names if specs[name].dtype is dtype):
-            if filled_bytes + specs[name].nbytes > BUCKET_BYTES:
-                buckets.append([])
-                filled_bytes = 0
-            buckets[-1].append(name)
-            filled_bytes += specs[name].nbytes
-    return buckets
 
 
 def _states_of(optimizer: Optimizer) -> tuple[str, ...]:

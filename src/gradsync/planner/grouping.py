@@ -66,7 +66,8 @@ def groupings(
     Args:
         nbytes: what each node averages in a step.
         compute_s: what a step takes beside the exchange.
-        largest: nodes of a group at most, but for everybody together; None: the square root of all, or a whole rack.
+        largest: nodes of a group at most, but for everybody together; None: the square root of all, a whole rack, or
+            all that do not sit out.
         budget: groups that may cross a rack's uplink in the same round; None: any number.
         most_spread: how far apart nodes may be for good, as `GroupSchedule.spread` by node.
         most_left: share of any disagreement that a cycle may leave.

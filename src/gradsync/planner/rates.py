@@ -42,7 +42,8 @@ def measured_cluster(group: Group, timeout_s: float) -> Cluster:
     Raises:
         GroupError: when another rank died or stopped answering.
     """
-    return cluster_of(measured_rates(group, timeout_s), group.placement.ranks_per_node or 1)
+    rates = measured_rates(group, timeout_s)
+    return cluster_of(rates, group.placement.ranks_per_node or 1, latency_of(group))
 
 
 def measured_rates(group: Group, timeout_s: float) -> Rates:
@@ -67,6 +68,11 @@ def measured_rates(group: Group, timeout_s: float) -> Rates:
     return rates
 
 
+def latency_of(group: Group) -> float:
+    """Seconds of a message, the same on all ranks, where the group measured it; else nothing."""
+    return group.alpha_s or 0.0
+
+
 def _exchange_s(group: Group, peer: int | None, nbytes: int, timeout_s: float) -> float:
     """Both ways; all ranks begin at once."""
     group.all_reduce(torch.zeros(1)).wait(timeout_s)
@@ -77,7 +83,7 @@ def _exchange_s(group: Group, peer: int | None, nbytes: int, timeout_s: float) -
     return time.perf_counter() - began_s
 
 
-def cluster_of(rates: Rates, ranks_per_node: int = 1) -> Cluster:
+def cluster_of(rates: Rates, ranks_per_node: int = 1, latency_s: float = 0.0) -> Cluster:
     """What the rates say of links and racks; racks only where they are all as large, of nodes that follow each other.
 
     A node's link is as fast as the best of its exchanges: in racks of two, a slow node's neighbour looks as slow as it.
@@ -90,16 +96,17 @@ def cluster_of(rates: Rates, ranks_per_node: int = 1) -> Cluster:
         raise ValueError(f"rates between nodes need two of them, got {nodes}")
     links = rates.max(axis=1)
     usual = float(np.median(links))
-    slow = {node: Link(float(rate)) for node, rate in enumerate(links) if rate < SLOW * usual}
+    slow = {node: Link(float(rate), latency_s) for node, rate in enumerate(links) if rate < SLOW * usual}
     size = _rack_size(rates, links)
     if size is None:
-        return Cluster(nodes, Link(usual), ranks_per_node, slow=slow)
+        return Cluster(nodes, Link(usual, latency_s), ranks_per_node, slow=slow)
     uplinks = [
         sum(rates[a, b] for a, b in pairs if (a // size == rack) != (b // size == rack))
         for pairs in tournament(nodes)
         for rack in range(nodes // size)
     ]
-    return Cluster(nodes, Link(usual), ranks_per_node, slow=slow, rack_size=size, trunk=Link(float(max(uplinks))))
+    trunk = Link(float(max(uplinks)), latency_s)
+    return Cluster(nodes, Link(usual, latency_s), ranks_per_node, slow=slow, rack_size=size, trunk=trunk)
 
 
 def _rack_size(rates: Rates, links: NDArray[np.float64]) -> int | None:
