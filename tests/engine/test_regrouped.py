@@ -310,7 +310,7 @@ def share_removed_by_a_step(model: nn.Module, optimizer: SGD, handle: gradsync.A
     [
         (AveragingPlanner(most_local_steps=1, most_apart=1e-4), PAIRS),
         (AveragingPlanner(most_local_steps=1, most_apart=1e-4, cluster=Cluster(NODES, Link(1e8))), PAIRS),
-        (AveragingPlanner(most_apart=1e-4, cluster=Cluster(NODES, Link(1e8))), resting(PAIRS, 2)),
+        (AveragingPlanner(most_apart=1e-4, cluster=Cluster(NODES, Link(1e8))), resting(PAIRS, 3)),
     ],
     ids=["links measured", "links given", "local steps"],
 )

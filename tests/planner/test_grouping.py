@@ -154,7 +154,7 @@ def test_of_what_is_about_as_quick_the_one_that_keeps_nodes_closer_is_taken() ->
     cluster = Cluster(4, LINK)
     hardly = AveragingPlanner(compute_s=COMPUTE_S).grouping(cluster, 1e-3 * COMPUTE_S * LINK.bandwidth_bytes_per_s)
     assert hardly.name == "together"
-    assert AveragingPlanner().grouping(cluster, NBYTES).name == "together, after 3 steps"
+    assert AveragingPlanner().grouping(cluster, NBYTES).name == "exact, groups of up to 2, after 3 steps"
     names = [AveragingPlanner(most_local_steps=most).grouping(cluster, NBYTES).name for most in (2, 1)]
     assert names == ["exact, groups of up to 2, after 2 steps", "exact, groups of up to 2"]
 
@@ -183,7 +183,7 @@ def test_nodes_are_seated_where_uplinks_have_less_to_carry() -> None:
         ({"largest": 1}, "largest must be at least 2 nodes"),
         ({"most_local_steps": 0}, "most_local_steps must be at least 1, got 0"),
         ({"most_spread": -0.1}, "must not be negative, got -0.1 and 0.5"),
-        ({"most_left": float("nan")}, "must not be negative, got 1.0 and nan"),
+        ({"most_left": float("nan")}, "must not be negative, got 1.5 and nan"),
     ],
 )
 def test_what_is_no_task_is_refused(settings: dict[str, object], said: str) -> None:

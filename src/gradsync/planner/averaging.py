@@ -42,7 +42,8 @@ class AveragingPlanner:
         largest: nodes of a group at most, but for all of them; None: the square root of all, or all that do not sit
             out.
         budget: groups that may cross a rack's uplink in the same round; None: any number.
-        most_spread: how far nodes may be apart for good, in variances of a step's noise, see `GroupSchedule.spread`.
+        most_spread: how far nodes may be apart for good, in variances of a step's noise, see `GroupSchedule.spread`. All
+            nodes that average after each fourth step are 1.5 apart at most, pairs of a hypercube 1.
         most_left: share of any disagreement that a cycle may leave.
         most_local_steps: steps of which only the last may be followed by an average, on all nodes; 1: each one is. How
             many follows from the links, and from `most_spread`.
@@ -76,7 +77,7 @@ class AveragingPlanner:
     schedule: GroupSchedule | None = None
     largest: int | None = None
     budget: int | None = 1
-    most_spread: float = 1.0
+    most_spread: float = 1.5
     most_left: float = 0.5
     most_local_steps: int = 4
     momentum_every: int = 0

@@ -56,7 +56,7 @@ def groupings(
     *,
     largest: int | None = None,
     budget: int | None = 1,
-    most_spread: float = 1.0,
+    most_spread: float = 1.5,
     most_left: float = 0.5,
     most_local_steps: int = 4,
     seed: int = 0,
