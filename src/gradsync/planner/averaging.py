@@ -42,8 +42,8 @@ class AveragingPlanner:
         largest: nodes of a group at most, but for all of them; None: the square root of all, or all that do not sit
             out.
         budget: groups that may cross a rack's uplink in the same round; None: any number.
-        most_spread: how far nodes may be apart for good, in variances of a step's noise, see `GroupSchedule.spread`. All
-            nodes that average after each fourth step are 1.5 apart at most, pairs of a hypercube 1.
+        most_spread: how far nodes may be apart for good, in variances of a step's noise, see `GroupSchedule.spread`.
+            All nodes that average after each fourth step are 1.5 apart at most, pairs of a hypercube 1.
         most_left: share of any disagreement that a cycle may leave.
         most_local_steps: steps of which only the last may be followed by an average, on all nodes; 1: each one is. How
             many follows from the links, and from `most_spread`.
