@@ -5,11 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import io
-import os
-import signal
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -30,7 +28,6 @@ from gradsync.planner import AveragingPlanner
 from gradsync.schemes import AllReduce, Shuffled
 from tests.engine.models import Branches, Checkpointed, MixedPrecision, Perceptron, TiedTable
 from tests.world import Ranks
-from tests.world import World as ShortLived
 
 World = Callable[[int], Ranks]
 both_ways = pytest.mark.parametrize("early", [False, True], ids=["after the step", "early"])
@@ -1045,32 +1042,6 @@ def ways_that_no_hook_sees(early: bool) -> None:
 @both_ways
 def test_uses_that_no_hook_sees_are_noticed_and_waited_for_from_then_on(world: World, early: bool) -> None:
     world(2).run(ways_that_no_hook_sees, early)
-
-
-@pytest.fixture
-def short_lived() -> Iterator[ShortLived]:
-    with ShortLived(4) as world:
-        yield world
-
-
-def one_dies(early: bool) -> str:
-    model, optimizer, _ = make(schedule=grid((2, 2)), early=early)
-    for step in range(6):
-        if dist.get_rank() == 3 and step == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if said := error_of(lambda step=step: train(model, optimizer, step)):  # type: ignore[misc]
-            return said
-    return ""
-
-
-@both_ways
-def test_a_killed_rank_stops_the_others_with_an_error(short_lived: ShortLived, early: bool) -> None:
-    """Also those that are in other groups in that round."""
-    short_lived.start(one_dies, early)
-    outcomes = short_lived.outcomes(limit_s=30)
-    assert outcomes[3].died
-    for outcome in outcomes[:3]:
-        assert outcome.error is None and "bucket" in outcome.value and "step" in outcome.value
 
 
 def compiled_models_train_alike() -> None:

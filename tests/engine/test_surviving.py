@@ -24,13 +24,13 @@ from gradsync.comm.shuffle import grid, together
 from gradsync.planner import AveragingPlanner
 from gradsync.planner.averaging import schedule_of
 from tests.engine.models import Perceptron
+from tests.engine.test_averaging_edges import both_ways, error_of
 from tests.engine.test_choice import STEPS, attached
 from tests.quick import quickly
 from tests.world import Outcome, Ranks, World
 
 TIMEOUT_S = 8.0
 LIMIT_S = 90.0  # of a test, where others have the cores
-both_ways = pytest.mark.parametrize("early", [False, True], ids=["after the step", "early"])
 
 
 @pytest.fixture
@@ -61,15 +61,6 @@ def train(model: nn.Module, optimizer: SGD, seed: int) -> float:
 def values(model: nn.Module) -> list[float]:
     flat: list[float] = torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist()
     return flat
-
-
-def error_of(attempt: Callable[[], Any]) -> str:
-    """What it raises, or nothing."""
-    try:
-        attempt()
-    except RuntimeError as error:
-        return str(error)
-    return ""
 
 
 def left(outcomes: list[Outcome], lost: set[int]) -> list[Any]:
@@ -150,10 +141,11 @@ def test_ranks_that_chose_averages_go_on_too(short_lived: World) -> None:
     assert all(each == (found[0][0], "parameter", 3) for each in found)
 
 
-def all_stop(early: bool) -> str:
-    model, optimizer, handle = make(early=early, survives=False)
+def stopped_by_a_death(lost: int, settings: dict[str, Any]) -> str:
+    """What this rank raises when that one dies."""
+    model, optimizer, _ = make(**settings)
     for step in range(10):
-        if dist.get_rank() == 3 and step == 2:
+        if dist.get_rank() == lost and step == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         if said := error_of(lambda step=step: train(model, optimizer, step)):  # type: ignore[misc]
             return said
@@ -162,7 +154,9 @@ def all_stop(early: bool) -> str:
 
 @both_ways
 def test_all_raise_unless_the_planner_says_otherwise(short_lived: World, early: bool) -> None:
-    short_lived.start(all_stop, early)
+    """Also those that are in other groups in that round."""
+    assert not AveragingPlanner().survives
+    short_lived.start(stopped_by_a_death, 3, {"early": early, "survives": False})
     assert all("bucket" in said and "step" in said for said in left(short_lived.outcomes(LIMIT_S), {3}))
 
 
@@ -246,19 +240,9 @@ def test_a_job_of_those_left_goes_on_from_their_checkpoints(short_lived: World) 
     assert short_lived.run(loaded, [content for content, _ in found], size=3) == expected
 
 
-def first_rank_dies() -> str:
-    model, optimizer, _ = make()
-    for step in range(10):
-        if dist.get_rank() == 0 and step == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if said := error_of(lambda step=step: train(model, optimizer, step)):  # type: ignore[misc]
-            return said
-    return ""
-
-
 def test_all_raise_where_the_store_died_with_its_host() -> None:
     with World(4, store_on_rank_0=True) as world:
-        world.start(first_rank_dies)
+        world.start(stopped_by_a_death, 0, {})
         assert all("the store of torch.distributed" in said for said in left(world.outcomes(LIMIT_S), {0}))
 
 

@@ -299,14 +299,14 @@ def keep() -> None:
     for line in sys.stdin:
         command = json.loads(line)
         try:
+            told: dict[str, Any] = {}
             if command["do"] == "uplinks":
-                answer(uplinks=network.uplinks(spec["racks"]))
-                continue
-            if command["do"] == "rate":
+                told["uplinks"] = network.uplinks(spec["racks"])
+            elif command["do"] == "rate":
                 network.set_rate(command["node"], command["rate"], spec["interface"])
             else:
                 network.set_link(command["node"], command["do"])
-            answer()
+            answer(**told)
         except Exception as error:  # told to the caller, who raises it
             answer(error=f"{type(error).__name__}: {error}")
     network.leave()
