@@ -9,23 +9,26 @@ import pytest
 from typer.testing import CliRunner
 
 from gradsync.bench.converge import trained
+from gradsync.bench.launch import LOOPBACK
 from gradsync.bench.reach import Learner, ReachSpec, crossing, run_reach, steps_to, timed_runs
 from gradsync.cli import app
+from gradsync.comm.shuffle import resting, together
 from gradsync.report.record import Record, Spread, load_records, save_records
+from gradsync.schemes import Shuffled, to_expression
 from gradsync.workloads import load
 
 OPTIONS = {"batch_size": 8, "data": "digits"}
 
 
-def timed(subject: str, median_s: float, **changes: Any) -> Record:
+def timed(subject: str, median_s: float, workload: str = "resnet8", **changes: Any) -> Record:
     """A training step beside DDP's of 2 s."""
-    task = load("resnet8", **OPTIONS)
+    task = load(workload, **OPTIONS)
     return Record(
         case="train",
         metric="step_s",
         subject=subject,
         baseline="ddp",
-        params={"workload": "resnet8", "nodes": 2, "ranks_per_node": 1, "link": "1gbit", **changes},
+        params={"workload": workload, "nodes": 2, "ranks_per_node": 1, "link": "1gbit", **changes},
         options=task.options | {"data": "digits"},
         repeats=5,
         subject_s=Spread.of([median_s]),
@@ -88,6 +91,33 @@ def test_times_are_steps_by_seconds(tmp_path: Path) -> None:
     assert [record.subject for record in load_records(tmp_path / "out.json")] == ["ddp", "bf16"]
 
 
+def test_whole_runs_take_the_steps_that_are_counted(tmp_path: Path) -> None:
+    """On loopback, as the timed run was: seconds are real, and replicas are those of the ranks."""
+    pairs = to_expression(Shuffled.by(resting(together(2), 2)))
+    records = [timed("local_sgd2", 1.0, "alexnet", link=LOOPBACK, mixes_by=pairs, baseline_method="ddp_1mb")]
+    loss = trained(load("alexnet", **OPTIONS), "dense", seed=0, steps=6, ranks=2)["loss"] * 1.001
+    spec = ReachSpec(loss, "ddp", seeds=1, every=2, most_steps=12, whole=("local_sgd2",))
+    events: list[dict[str, Any]] = []
+    (product, *whole), _ = run_reach(timed_runs(records), spec, events.append)
+    assert [record.subject for record in whole] == ["ddp", "local_sgd2"] and "whole" not in product.params
+    for record, counted, step_s in zip(whole, ("baseline_steps", "steps"), (2.0, 1.0), strict=True):
+        assert record.params["steps"] == pytest.approx(product.params[counted], abs=0.1)
+        assert record.predicted_s == pytest.approx(step_s * product.params[counted][0])
+        assert record.subject_s is not None and 0 < record.subject_s.median < 60
+    assert [event["method"] for event in events if event.get("kind") == "whole"] == ["ddp_1mb", "local_sgd2"]
+
+
+def test_what_cannot_be_trained_whole_is_refused() -> None:
+    asp, emulated = timed("asp", 1.0), timed("bf16", 1.0, emulate_compute=True)
+    for record, name, message in (
+        (asp, "topk", "topk cannot be trained whole: there are asp, ddp"),
+        (emulated, "bf16", "nothing is learnt"),
+        (asp, "asp", "not of asp"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run_reach(timed_runs([record]), ReachSpec(1e3, "ddp", every=1, whole=(name,)), lambda event: None)
+
+
 def test_a_loss_that_is_not_reached_fails() -> None:
     spec = ReachSpec(0.0, "ddp", seeds=1, every=1, most_steps=1)
     with pytest.raises(ValueError, match="ddp does not reach a loss of 0.0 within 1 steps"):
@@ -97,7 +127,7 @@ def test_a_loss_that_is_not_reached_fails() -> None:
 def test_what_is_no_timed_run_of_one_workload_is_refused() -> None:
     spec = ReachSpec(1.0, "ddp")
     for records, message in (
-        ([timed("bf16", 1.0), timed("bf16", 1.0, workload="gpt")], "one workload, got"),
+        ([timed("bf16", 1.0), timed("bf16", 1.0, "alexnet")], "one workload, got"),
         ([], "one workload, got"),
         ([timed("bf16", 1.0).model_copy(update={"options": {**OPTIONS, "source": "zoo"}})], "trained on zoo, here"),
     ):

@@ -24,6 +24,7 @@ RANK_ENVIRONMENT = {"THP_MEM_ALLOC_ENABLE": "1"}  # huge pages for large tensors
 END_GRACE_S = 10.0  # after one rank failed, the others get this long to notice and say why
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)  # what ends a process whose memory is corrupted
 
+LOOPBACK = "loopback (not shaped)"  # in records, in place of a link's rate
 START_OVER = "start over"  # the event before a run's second attempt
 
 T = TypeVar("T")
@@ -69,7 +70,7 @@ class Loopback:
 
     def describe(self) -> dict[str, Any]:
         return {
-            "links": "loopback (not shaped)",
+            "links": LOOPBACK,
             "processors_kept_awake": self.is_awake,
             "processors_of_nodes": self._processors,
         }

@@ -2,7 +2,8 @@
 
 A run of `gradsync bench train` has the times. Steps are counted as `converge` trains, with simulated ranks in one
 process, from several seeds. Held-out losses are noisy: that of a step is the mean of the last few, and between two of
-them it is a straight line.
+them it is a straight line. Of methods named in `whole` the product is held against runs in which they train to the loss
+on the emulated cluster.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ import torch
 from ..report.record import Record, Spread
 from .asynchronous import ASP
 from .converge import BASELINE, opened, processes, training
+from .launch import LOOPBACK
 from .methods import method
 from .provenance import commit, machine, versions
 from .rivals import POST_LOCAL_SGD, USUAL_PERIOD
+from .scenarios import settings_of
+from .whole import WholeRun, WholeSpec, run_whole
 
 EARLY = "_early"
 SMOOTHED = 3  # evaluations that a loss is the mean of
@@ -46,6 +50,7 @@ class ReachSpec:
     every: int = 10  # steps between evaluations
     most_steps: int = 500
     jobs: int = 2
+    whole: tuple[str, ...] = ()  # methods that are trained on the cluster too, from the first seed, beside the baseline
 
     def __post_init__(self) -> None:
         for what in ("seeds", "every", "jobs"):
@@ -53,6 +58,11 @@ class ReachSpec:
                 raise ValueError(f"{what} must be at least 1, got {getattr(self, what)}")
         if self.most_steps < self.every:
             raise ValueError(f"most_steps must be at least {self.every}, a first evaluation, got {self.most_steps}")
+
+    @property
+    def trained_whole(self) -> tuple[str, ...]:
+        """`whole`, and the baseline before it."""
+        return tuple(dict.fromkeys((self.baseline, *self.whole))) if self.whole else ()
 
 
 @dataclass(frozen=True)
@@ -85,6 +95,9 @@ class Learner:
         return cls(known.lossy)
 
 
+Reached = dict[tuple[Learner, int], list[float | None]]  # steps, by learner and number of ranks, of each seed
+
+
 @dataclass(frozen=True)
 class TimedRun:
     """What methods took a step, in one run on one network."""
@@ -92,6 +105,7 @@ class TimedRun:
     steps_s: dict[str, Spread]
     about: dict[str, Any]  # the workload, nodes and links
     learners: dict[str, Learner]
+    trains: dict[str, str]  # what trains by a method: of DDP's bucket sizes the one that was the best
     notes: tuple[str, ...]  # on methods left out
     record: Record
 
@@ -103,10 +117,13 @@ class TimedRun:
     def of(cls, records: Sequence[Record], about: dict[str, Any]) -> TimedRun:
         steps_s: dict[str, Spread] = {}
         mixes_by: dict[str, dict[str, Any]] = {}
+        trains: dict[str, str] = {}
         for record in records:
-            for name, spread in ((record.subject, record.subject_s), (record.baseline, record.baseline_s)):
+            sides = {"subject": (record.subject, record.subject_s), "baseline": (record.baseline, record.baseline_s)}
+            for side, (name, spread) in sides.items():
                 if spread is not None:
                     steps_s.setdefault(name, spread)
+                    trains.setdefault(name, record.params.get(f"{side}_method") or name)
             if "mixes_by" in record.params:
                 mixes_by[record.subject] = record.params["mixes_by"]
         learners, notes = {}, []
@@ -115,7 +132,7 @@ class TimedRun:
                 learners[name] = Learner.of(name, mixes_by.get(name))
             except ValueError as error:
                 notes.append(str(error))
-        return cls(steps_s, about, learners, tuple(notes), records[0])
+        return cls(steps_s, about, learners, trains, tuple(notes), records[0])
 
 
 def timed_runs(records: Sequence[Record]) -> list[TimedRun]:
@@ -149,9 +166,12 @@ def run_reach(
     """A record for each method of each run, beside the baseline, and notes of those left out.
 
     Raises:
-        ValueError: for runs without the baseline, or one that does not reach the loss.
+        ValueError: for runs without the baseline, or one that does not reach the loss; for methods to be trained whole
+            of which there is no time or no learner.
     """
     for run in runs:
+        if spec.whole:
+            _check_whole(run, spec)
         if spec.baseline not in run.steps_s:
             raise ValueError(f"there is no time of {spec.baseline!r}, but of {', '.join(run.steps_s)}")
         if spec.baseline not in run.learners:
@@ -166,18 +186,103 @@ def run_reach(
         for name, learner in run.learners.items()
         if name != spec.baseline
     ]
-    return records, list(dict.fromkeys(note for run in runs for note in run.notes))
+    notes = [note for run in runs for note in run.notes]
+    if spec.whole:
+        for run in runs:
+            found, said = _whole(run, reached, spec, on_event)
+            records += found
+            notes += said
+    return records, list(dict.fromkeys(notes))
 
 
-def _reached(
-    runs: Sequence[TimedRun], spec: ReachSpec, on_event: Callable[[dict[str, Any]], None]
-) -> dict[tuple[Learner, int], list[float | None]]:
-    """Steps to the loss, by learner, number of ranks, and seed."""
+def _check_whole(run: TimedRun, spec: ReachSpec) -> None:
+    if unknown := [name for name in spec.whole if name not in run.learners]:
+        raise ValueError(f"{', '.join(unknown)} cannot be trained whole: there are {', '.join(run.learners)}")
+    if apart := [name for name in spec.whole if not method(name).in_step]:
+        raise ValueError(f"whole runs are of ranks that make steps together, not of {', '.join(apart)}")
+    if run.record.params.get("emulate_compute"):
+        raise ValueError("where computation is emulated nothing is learnt, so there is nothing to train whole")
+
+
+def _whole(
+    run: TimedRun, reached: Reached, spec: ReachSpec, on_event: Callable[[dict[str, Any]], None]
+) -> tuple[list[Record], list[str]]:
+    """Of methods trained on the cluster of a run; `predicted_s` is the product."""
+    about, names = run.about, spec.trained_whole
+    nodes, link = int(about["nodes"]), str(about["link"])
+    where: dict[str, Any] = {"loopback": True} if link == LOOPBACK else {"link": link}
+    if (scene := about.get("scenario")) is not None:
+        where |= {"scenario_name": scene, "scenario": settings_of(scene, nodes, link)}
+    options = {name: value for name, value in run.record.options.items() if name != "source"}
+    whole = WholeSpec(
+        workload=str(about["workload"]),
+        options=options,
+        methods=tuple(run.trains[name] for name in names),
+        nodes=nodes,
+        ranks_per_node=int(about["ranks_per_node"] or 1),
+        loss=spec.loss,
+        every=spec.every,
+        most_steps=spec.most_steps,
+        **where,
+    )
+    found, described, notes = run_whole(whole, on_event)
+    base, base_steps = found[run.trains[spec.baseline]], reached[run.learners[spec.baseline], run.ranks][0]
+    if base.seconds is None or base_steps is None:
+        why = base.failed or f"it does not reach a loss of {spec.loss} within {spec.most_steps} steps"
+        return [], [*notes, f"no whole runs: {spec.baseline}: {why}"]
+    records = []
+    for name in names:
+        steps = reached[run.learners[name], run.ranks][0]
+        records.append(_whole_record(name, found[run.trains[name]], steps, base, run, spec, described))
+    return records, notes
+
+
+def _whole_record(
+    name: str,
+    got: WholeRun,
+    steps: float | None,
+    base: WholeRun,
+    run: TimedRun,
+    spec: ReachSpec,
+    described: dict[str, Any],
+) -> Record:
+    assert base.seconds is not None
+    return Record(
+        case="train",
+        metric="time_to_loss_s",
+        subject=name,
+        baseline=spec.baseline,
+        params={
+            **run.about,
+            "ranks": run.ranks,
+            "loss": spec.loss,
+            "whole": True,
+            "steps": [got.steps],
+            "baseline_steps": [base.steps],
+            "predicted_steps": [steps],
+        },
+        options=run.record.options,
+        repeats=1,
+        subject_s=None if got.seconds is None else Spread.of([got.seconds]),
+        baseline_s=Spread.of([base.seconds]),
+        ratio=None if got.seconds is None else Spread.of([got.seconds / base.seconds]),
+        aa=None,
+        predicted_s=None if steps is None else run.steps_s[name].median * steps,
+        seeds=[0],
+        versions=versions(),
+        environment=machine() | described,
+        commit=commit(),
+        failed=got.failed or (f"the loss is not reached within {spec.most_steps} steps" if got.steps is None else None),
+    )
+
+
+def _reached(runs: Sequence[TimedRun], spec: ReachSpec, on_event: Callable[[dict[str, Any]], None]) -> Reached:
+    """Steps to the loss."""
     workload, given = str(runs[0].about["workload"]), runs[0].record.options
     options = {name: value for name, value in given.items() if name != "source"}
     if (here := opened(workload, **options).options.get("source")) != given.get("source"):
         raise ValueError(f"the timed run trained on {given.get('source')}, here there is {here}")
-    found: dict[tuple[Learner, int], list[float | None]] = {each: [None] * spec.seeds for each in learners_of(runs)}
+    found: Reached = {each: [None] * spec.seeds for each in learners_of(runs)}
     with processes(spec.jobs) as executor:
         futures: dict[Future[float | None], tuple[tuple[Learner, int], int]] = {}
         for learner, ranks in found:

@@ -19,7 +19,7 @@ from ..report.record import Record, Spread, WireBytes
 from ..schemes import AllReduce, BalancedElements
 from ..steps import Compute
 from . import topk
-from .launch import Loopback, cluster, once_more_after_crash, run_ranks
+from .launch import LOOPBACK, Loopback, cluster, once_more_after_crash, run_ranks
 from .methods import SPARSE_SCHEMES
 from .provenance import commit, machine, versions
 
@@ -76,7 +76,7 @@ def sync_records(
     """Every exchange against its case's baseline, from what the ranks measured."""
     cost = CostModel.of(ranks[0]["cost"])  # all ranks have agreed on it
     environment = {**environment, **ranks[0]["cost"]}
-    params = {"nodes": spec.nodes, "link": "loopback (not shaped)" if on_loopback else spec.link}
+    params = {"nodes": spec.nodes, "link": LOOPBACK if on_loopback else spec.link}
     params |= {"ranks_per_node": spec.ranks_per_node, **spec.scenario}
     # On loopback all ranks share one interface, which counts what all nodes send.
     node_share = 1 / spec.nodes if on_loopback else 1.0

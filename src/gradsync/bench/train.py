@@ -17,7 +17,7 @@ from .. import workloads
 from ..lab import Scenario
 from ..report.record import BucketRow, MethodRun, Record, Spread, TimelineTask, TrainingRun, WireBytes
 from ..workloads.emulated import ComputeTimes, measured_times
-from .launch import Loopback, cluster, once_more_after_crash, run_ranks
+from .launch import LOOPBACK, Loopback, cluster, once_more_after_crash, run_ranks
 from .methods import DDP, DDP_SWEEP, TORCH_SPARSE, method
 from .provenance import commit, machine, versions
 from .steal import MOST_STOLEN, Patience, Steal
@@ -116,7 +116,7 @@ def run_training(spec: TrainSpec, on_event: Callable[[dict[str, Any]], None]) ->
         description=workload.describe() + (", computation emulated" if spec.emulate_compute else ""),
         source=workload.source,
         nodes=spec.nodes,
-        link="loopback (not shaped)" if on_loopback else spec.link,
+        link=LOOPBACK if on_loopback else spec.link,
         methods=[],
         records=[],
         environment=environment,

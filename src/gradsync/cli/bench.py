@@ -421,16 +421,26 @@ def reach(
     every: Annotated[int, typer.Option(min=1, help="Steps between evaluations.")] = 10,
     most_steps: Annotated[int, typer.Option(min=1, help="Of a run that does not reach it.")] = 500,
     jobs: Annotated[int, typer.Option(min=1, help="Processes at once, of one thread each.")] = 2,
+    whole: Annotated[
+        str,
+        typer.Option(
+            help="Methods, comma-separated, that are also trained to the loss on the emulated cluster, each by itself "
+            "from the first seed, beside the baseline: whether the product holds."
+        ),
+    ] = "",
     json: Json = None,
     require: Require = None,
 ) -> None:
     """The time to a loss: a method's steps, from several seeds without a network, times its seconds a step on one."""
     with plain_errors():
         records = load_records(timed)
-        spec = ReachSpec(loss, baseline, seeds=seeds, every=every, most_steps=most_steps, jobs=jobs)
+        spec = ReachSpec(
+            loss, baseline, seeds=seeds, every=every, most_steps=most_steps, jobs=jobs, whole=_listed(whole)
+        )
         runs = timed_runs(records)
     bounds = bounds_of(require, list(dict.fromkeys(name for run in runs for name in run.steps_s)))
-    with plain_errors(), event_bar("runs", len(learners_of(runs)) * seeds, "opening the data") as on_event:
+    total = len(learners_of(runs)) * seeds + len(runs) * len(spec.trained_whole)
+    with plain_errors(), event_bar("runs", total, "opening the data") as on_event:
         found, notes = run_reach(runs, spec, on_event)
     finish(found, notes, json, bounds)
 
