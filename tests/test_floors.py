@@ -26,7 +26,7 @@ FLOORS: list[set[str]] = [
     {"stepping"},
     {"engine", "planner", "characterization"},
     {"overlap"},
-    {"agreement", "hooks", "lab", "measurement", "report", "simulator", "workloads"},
+    {"agreement", "hooks", "lab", "mean_model", "measurement", "report", "simulator", "workloads"},
     {"auto", "averaging", "choosing"},
     {"ddp", "regrouping"},
     {"fronts"},

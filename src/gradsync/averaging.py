@@ -19,11 +19,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.optim import Optimizer
 
 from .bucket import TensorSpec, matches, trainable_parameters
-from .comm import Group, GroupError
+from .comm import GroupError
 from .engine import Engine
 from .hooks import (
     REENTRANT,
@@ -39,14 +38,14 @@ from .hooks import (
     is_nested_backward,
     uncompiled,
 )
+from .mean_model import statistics_of, take_mean
 from .plan import OF, Plan, What
-from .stepping import EarlySteps, begin_state
+from .stepping import EarlyExchange, EarlySteps, begin_state
 
 logger = logging.getLogger(__name__)
 
 UNSTAMPED = (0, 0)
 APART = "apart"  # of a checkpoint: how many ranks have models that differ
-MESSAGE_BYTES = 25 << 20  # of a consensus: large enough for line rate, small beside the model
 CLOSURE = (
     "optimizer.step(closure) computes gradients itself; by a plan of early parameters they were stepped in backward: "
     "call step() without a closure, or let the plan say what='parameter'"
@@ -150,9 +149,9 @@ class Averaging:
         # Behind steps, before the next forward: where it is set, errors of the exchange are left to it, see `give_up`.
         self.recover: Callable[[], None] | None = None
         self.gave_up = False
-        self._early: _EarlyExchange | None = None
+        self._early: EarlyExchange | None = None
         if engine.plan.what is What.EARLY_PARAMETER:
-            self._early = _EarlyExchange(EarlySteps(optimizer), engine.plan, self._parameters)
+            self._early = EarlyExchange(EarlySteps(optimizer), engine.plan, self._parameters)
             self._handles += [
                 p.register_post_accumulate_grad_hook(hook(self, _ForGradient(name)))
                 for name, p in self._parameters.items()
@@ -201,28 +200,10 @@ class Averaging:
         the largest of any rank's.
         """
         self.land()
-        model = self._model()
-        statistics = [] if model is None else [found for m in model.modules() if (found := _statistics(m)) is not None]
-        pooled = {id(tensor) for pair in statistics for tensor in pair}
-        buffers = [] if model is None else [buffer for buffer in model.buffers() if id(buffer) not in pooled]
-        averaged = [*self._parameters.values(), *(buffer for buffer in buffers if buffer.is_floating_point())]
-        counters = [buffer for buffer in buffers if not buffer.is_floating_point() and not buffer.is_complex()]
-        means = [mean.double() for mean, _ in statistics]
-        timeout_s = self._engine.timeout_s
-
-        def agree(group: Group) -> list[Tensor]:
-            _average(group, averaged, timeout_s)
-            _average(group, means, timeout_s)
-            # From the mean of all: squares of means far from zero would swallow variances.
-            around = [v.double() + (m.double() - mean).square() for (m, v), mean in zip(statistics, means, strict=True)]
-            _average(group, around, timeout_s)
-            _take_largest(group, counters, timeout_s)
-            return around
-
-        variances = self._engine.call("consensus", agree)
-        for (mean, variance), of_all, around_it in zip(statistics, means, variances, strict=True):
-            mean.copy_(of_all)
-            variance.copy_(around_it)
+        model, timeout_s = self._model(), self._engine.timeout_s
+        if model is not None:
+            parameters = list(self._parameters.values())
+            self._engine.call("consensus", lambda group: take_mean(group, model, parameters, timeout_s))
         self._references = self._taken_references()
         self.are_apart = False
 
@@ -525,44 +506,6 @@ class Averaging:
         raise RuntimeError(why)
 
 
-class _EarlyExchange:
-    """A round of a plan of early parameters."""
-
-    def __init__(self, steps: EarlySteps, plan: Plan, parameters: Mapping[str, Tensor]) -> None:
-        self.steps = steps
-        self.task = -1  # autograd's number of the backward that began it
-        self.is_open = False  # until the optimiser's own step
-        self.unseen: set[str] = set()  # parameters that the forward of this backward did not wait for
-        self._together: list[list[str]] = []  # what is stepped at once: of one bucket, and each in one only
-        known: set[str] = set()
-        for bucket in plan.buckets:
-            names = [n for n in dict.fromkeys(bucket.names) if n in parameters and n not in known]
-            known.update(names)
-            if names:
-                self._together.append(names)
-        self._place = {name: place for place, names in enumerate(self._together) for name in names}
-        self._waiting: list[set[str]] = []
-
-    def give_up(self) -> None:
-        """The optimiser has all it had; gradients by which parameters were stepped are used up."""
-        self.steps.put_back()
-        for parameter in self.steps.stepped:
-            parameter.grad = None
-
-    def begin(self) -> None:
-        self._waiting = [set(names) for names in self._together]
-
-    def arrived(self, name: str) -> list[list[str]]:
-        """What is complete by this gradient."""
-        place = self._place[name]
-        self._waiting[place].discard(name)
-        return [] if self._waiting[place] else [self._together[place]]
-
-    def left(self) -> list[list[str]]:
-        """What did not become complete in this backward."""
-        return [names for names, waiting in zip(self._together, self._waiting, strict=True) if waiting]
-
-
 class _ForGradient:
     """What the hook of one parameter calls."""
 
@@ -602,44 +545,5 @@ def _owners(model: nn.Module, names: Mapping[int, str]) -> list[tuple[nn.Module,
 def _means_of_variances(model: nn.Module, buffers: Mapping[str, Tensor]) -> dict[str, str]:
     """Of running variances among the buffers, by name: the running mean, if it is among them too."""
     names = {id(buffer): name for name, buffer in buffers.items()}
-    pairs = [found for m in model.modules() if (found := _statistics(m)) is not None]
+    pairs = [found for m in model.modules() if (found := statistics_of(m)) is not None]
     return {names[id(v)]: names[id(m)] for m, v in pairs if id(v) in names and id(m) in names}
-
-
-def _statistics(module: nn.Module) -> tuple[Tensor, Tensor] | None:
-    """Running means and variances, as normalisation over batches keeps them."""
-    mean, variance = (getattr(module, name, None) for name in ("running_mean", "running_var"))
-    return (mean, variance) if isinstance(mean, Tensor) and isinstance(variance, Tensor) else None
-
-
-def _average(group: Group, tensors: Sequence[Tensor], timeout_s: float) -> None:
-    """In few messages, in float32 at least."""
-    wide = [torch.promote_types(tensor.dtype, torch.float32) for tensor in tensors]
-    for dtype in dict.fromkeys(wide):
-        alike = [tensor for tensor, kind in zip(tensors, wide, strict=True) if kind is dtype]
-        for piece in _pieces(alike, dtype.itemsize):
-            message = _flatten_dense_tensors([tensor.to(dtype) for tensor in piece]).div_(group.size)
-            group.all_reduce(message).wait(timeout_s)
-            torch._foreach_copy_(piece, list(_unflatten_dense_tensors(message, piece)))
-
-
-def _take_largest(group: Group, tensors: Sequence[Tensor], timeout_s: float) -> None:
-    if not tensors:
-        return
-    mine = _flatten_dense_tensors([tensor.to(torch.int64) for tensor in tensors])
-    largest = torch.stack(list(group.all_gather(mine).wait(timeout_s))).amax(dim=0)
-    torch._foreach_copy_(list(tensors), list(_unflatten_dense_tensors(largest, tensors)))
-
-
-def _pieces(tensors: Sequence[Tensor], itemsize: int) -> Iterator[list[Tensor]]:
-    """In order, of about so many bytes each."""
-    piece: list[Tensor] = []
-    filled_bytes = 0
-    for tensor in tensors:
-        piece.append(tensor)
-        filled_bytes += tensor.numel() * itemsize
-        if filled_bytes >= MESSAGE_BYTES:
-            yield piece
-            piece, filled_bytes = [], 0
-    if piece:
-        yield piece

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .freezing import OF_ELEMENTS
+from .plan import Plan
 
 CHANGED = (
     "{what} was changed between backward and optimizer.step() ({such}?), which is too late for a plan of early "
@@ -124,6 +125,44 @@ class EarlySteps:
     def _settings_now(self) -> list[dict[str, object]]:
         groups = self._optimizer.param_groups
         return [{key: _comparable(kept) for key, kept in group.items() if key != "params"} for group in groups]
+
+
+class EarlyExchange:
+    """A round of a plan of early parameters: what is stepped together, and what of it has its gradients."""
+
+    def __init__(self, steps: EarlySteps, plan: Plan, parameters: Mapping[str, Tensor]) -> None:
+        self.steps = steps
+        self.task = -1  # autograd's number of the backward that began it
+        self.is_open = False  # until the optimiser's own step
+        self.unseen: set[str] = set()  # parameters that the forward of this backward did not wait for
+        self._together: list[list[str]] = []  # what is stepped at once: of one bucket, and each in one only
+        known: set[str] = set()
+        for bucket in plan.buckets:
+            names = [n for n in dict.fromkeys(bucket.names) if n in parameters and n not in known]
+            known.update(names)
+            if names:
+                self._together.append(names)
+        self._place = {name: place for place, names in enumerate(self._together) for name in names}
+        self._waiting: list[set[str]] = []
+
+    def give_up(self) -> None:
+        """The optimiser has all it had; gradients by which parameters were stepped are used up."""
+        self.steps.put_back()
+        for parameter in self.steps.stepped:
+            parameter.grad = None
+
+    def begin(self) -> None:
+        self._waiting = [set(names) for names in self._together]
+
+    def arrived(self, name: str) -> list[list[str]]:
+        """What is complete by this gradient."""
+        place = self._place[name]
+        self._waiting[place].discard(name)
+        return [] if self._waiting[place] else [self._together[place]]
+
+    def left(self) -> list[list[str]]:
+        """What did not become complete in this backward."""
+        return [names for names, waiting in zip(self._together, self._waiting, strict=True) if waiting]
 
 
 def _plain_step(optimizer: Optimizer) -> Callable[[Optimizer], object]:
