@@ -166,8 +166,8 @@ def run_reach(
     """A record for each method of each run, beside the baseline, and notes of those left out.
 
     Raises:
-        ValueError: for runs without the baseline, or one that does not reach the loss; for methods to be trained whole
-            of which there is no time or no learner.
+        ValueError: for runs without the baseline, or one that does not reach the loss; for methods that cannot be
+            trained whole.
     """
     for run in runs:
         if spec.whole:
@@ -196,8 +196,8 @@ def run_reach(
 
 
 def _check_whole(run: TimedRun, spec: ReachSpec) -> None:
-    if unknown := [name for name in spec.whole if name not in run.learners]:
-        raise ValueError(f"{', '.join(unknown)} cannot be trained whole: there are {', '.join(run.learners)}")
+    if unknown := [name for name in spec.whole if name not in run.steps_s]:
+        raise ValueError(f"{', '.join(unknown)} cannot be trained whole: there are {', '.join(run.steps_s)}")
     if apart := [name for name in spec.whole if not method(name).in_step]:
         raise ValueError(f"whole runs are of ranks that make steps together, not of {', '.join(apart)}")
     if run.record.params.get("emulate_compute"):
@@ -207,7 +207,7 @@ def _check_whole(run: TimedRun, spec: ReachSpec) -> None:
 def _whole(
     run: TimedRun, reached: Reached, spec: ReachSpec, on_event: Callable[[dict[str, Any]], None]
 ) -> tuple[list[Record], list[str]]:
-    """Of methods trained on the cluster of a run; `predicted_s` is the product."""
+    """Of methods trained on the cluster of a run; `predicted_s` is the product, where something learns alike."""
     about, names = run.about, spec.trained_whole
     nodes, link = int(about["nodes"]), str(about["link"])
     where: dict[str, Any] = {"loopback": True} if link == LOOPBACK else {"link": link}
@@ -232,7 +232,7 @@ def _whole(
         return [], [*notes, f"no whole runs: {spec.baseline}: {why}"]
     records = []
     for name in names:
-        steps = reached[run.learners[name], run.ranks][0]
+        steps = reached[run.learners[name], run.ranks][0] if name in run.learners else None
         records.append(_whole_record(name, found[run.trains[name]], steps, base, run, spec, described))
     return records, notes
 
