@@ -273,7 +273,8 @@ class Engine:
         self.lanes.commit(keep=self._steps_good)
         self.propose([plan])
         if self.replanning:
-            self._change_plan(self._planning.plan)
+            with self.group.renewed():
+                self._change_plan(self._planning.plan)
 
     def fail(self, why: str) -> None:
         """From now on nothing is synchronised any more; the other ranks are told."""

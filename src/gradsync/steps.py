@@ -67,15 +67,20 @@ class Transfer:
 
     @classmethod
     def at_once(cls, stage: str, size: int, groups: Sequence[tuple[int, ...]], each: Sequence[Transfer]) -> Transfer:
-        """`each` of these, which are of one pattern, in its own group of the `size` members, at the same time."""
+        """`each` of these, which are of one pattern, in its own group of the `size` members, at the same time.
+
+        Groups of these are within theirs.
+        """
         (pattern,) = {transfer.pattern for transfer in each}
         part_bytes = [0.0] * size
         messages = []
+        apart: list[tuple[int, ...]] = []
         for group, transfer in zip(groups, each, strict=True):
             for member, nbytes in zip(group, transfer.part_bytes, strict=True):
                 part_bytes[member] = nbytes
             messages += [(group[source], group[to], nbytes) for source, to, nbytes in transfer.messages]
-        return cls(stage, pattern, tuple(part_bytes), tuple(messages), tuple(groups))
+            apart += [tuple(group[place] for place in inner) for inner in transfer.groups] or [group]
+        return cls(stage, pattern, tuple(part_bytes), tuple(messages), tuple(apart))
 
     @property
     def size(self) -> int:

@@ -54,6 +54,26 @@ def test_processes_get_what_threads_get(world: World, size: int, members: list[i
     assert got == run_local(len(members or range(size)), operations)
 
 
+def operations_of_groups_within_groups() -> list[tuple[tuple[int, ...], dict[str, list[list[float]]]]]:
+    """Of ranks 1, 2, 3, and the first and last of these: places are within the group that is asked."""
+    group = TorchGroup(timeout_s=10)
+    found = []
+    for places in ((1, 2, 3), (0, 2)):
+        if group.rank in places:
+            group = group.subgroup(places)
+            found.append((group.members, operations(group)))
+        else:
+            break
+    return found
+
+
+def test_subgroups_have_subgroups(world: World) -> None:
+    got = world(4).run(operations_of_groups_within_groups)
+    (three, two) = run_local(3, operations), run_local(2, operations)
+    outer, inner = (1, 2, 3), (1, 3)
+    assert got == [[], [(outer, three[0]), (inner, two[0])], [(outer, three[1])], [(outer, three[2]), (inner, two[1])]]
+
+
 def wait_for_an_absent_rank(absent: int) -> str:
     group = TorchGroup(timeout_s=10)
     text = ""

@@ -20,7 +20,7 @@ from torch.optim import SGD
 import gradsync
 from gradsync import regrouping
 from gradsync.cluster import Cluster, Link
-from gradsync.comm.shuffle import GroupSchedule, grid, resting, sitting_out, together
+from gradsync.comm.shuffle import GroupSchedule, Round, grid, resting, sitting_out, together
 from gradsync.compressors import Cast
 from gradsync.planner import AveragingPlanner, rates
 from gradsync.planner.averaging import schedule_of
@@ -29,6 +29,7 @@ from gradsync.planner.regroup import FIGURES, LEAST_ROUNDS
 from gradsync.regrouping import Regrouping
 from tests.engine.models import Perceptron
 from tests.world import Ranks
+from tests.world import World as Processes
 
 World = Callable[[int], Ranks]
 NODES = 4
@@ -165,16 +166,38 @@ def test_groups_follow_the_links_at_a_consensus(world: World, planner: Averaging
     assert len({str(each) for each in digests}) == 1
 
 
+def nodes_of_two_average_in_groups() -> None:
+    """Two of three nodes at a time, ranks of a node in every round."""
+    nodes = GroupSchedule((Round(((0, 1), (2,))), Round(((0,), (1, 2)))))
+    planner = AveragingPlanner(cluster=Cluster(3, Link(1e8), ranks_per_node=2), schedule=nodes, momentum_every=2)
+    with emulated(per_node=2):
+        model, optimizer, handle = make(planner)
+        for number in range(4):
+            own, now = stepped_alone_and_together(model, optimizer, handle, number)
+            mixing = np.kron(nodes.round(number).mixing, np.full((2, 2), 0.5))
+            torch.testing.assert_close(now, torch.from_numpy(mixing).float() @ own, rtol=1e-5, atol=1e-6)
+        handle.wait()
+        assert all(bucket.predicted_bytes == bucket.sent_bytes for bucket in handle.statistics())
+        handle.detach()
+
+
+def test_nodes_with_several_ranks_average_in_groups() -> None:
+    with Processes(6) as world:
+        world.run(nodes_of_two_average_in_groups)
+
+
 def groups_come_back() -> None:
     with emulated() as links:
         model, optimizer, handle = make(AveragingPlanner(most_local_steps=1))
-        taken = []
+        taken, opened = [], []
         for slow_node, round_s in ((None, 0.01), (3, 0.1), (3, 0.04), (None, 0.01), (None, 0.01)):
             links.slow_node, links.round_s = slow_node, round_s
             train(model, optimizer, links, LONG_WATCHED)
             handle.consensus()
             taken.append(schedule_of(handle.plan))
+            opened.append(len(dist.distributed_c10d._world.pg_map))
         assert taken == [PAIRS, WITHOUT_3, WITHOUT_3, PAIRS, PAIRS]
+        assert opened[0] == opened[3] == opened[4], "those of plans that are over are closed"
         assert links.measured == 3, "when attached, and when rounds took another time"
         handle.detach()
 

@@ -21,6 +21,7 @@ import gradsync
 from gradsync.auto import AutoPlanner
 from gradsync.cluster import Placement
 from gradsync.comm.shuffle import grid, together
+from gradsync.compressors import BlockInt, Compressor
 from gradsync.planner import AveragingPlanner
 from gradsync.planner.averaging import schedule_of
 from tests.engine.models import Perceptron
@@ -71,9 +72,11 @@ def left(outcomes: list[Outcome], lost: set[int]) -> list[Any]:
     return [outcome.value for rank, outcome in enumerate(outcomes) if rank not in lost]
 
 
-def some_die(deaths: dict[int, int], early: bool) -> tuple[list[float], list[float], int, list[str]]:
+def some_die(
+    deaths: dict[int, int], early: bool, compressor: Compressor[Any] | None
+) -> tuple[list[float], list[float], int, list[str]]:
     """`deaths`: by rank, in which step."""
-    model, optimizer, handle = make(early=early)
+    model, optimizer, handle = make(early=early, compressor=compressor)
     losses = []
     for step in range(40):
         if deaths.get(dist.get_rank()) == step:
@@ -88,10 +91,14 @@ def some_die(deaths: dict[int, int], early: bool) -> tuple[list[float], list[flo
 
 @both_ways
 @pytest.mark.parametrize(
-    "deaths", [{3: 5}, {0: 5, 2: 20}, {1: 4, 2: 4, 3: 4}], ids=["one", "two in turn", "all others"]
+    ("deaths", "compressor"),
+    [({3: 5}, None), ({0: 5, 2: 20}, BlockInt(8)), ({1: 4, 2: 4, 3: 4}, None)],
+    ids=["one", "two in turn, compressed", "all others"],
 )
-def test_those_left_go_on_as_one_where_ranks_die(short_lived: World, deaths: dict[int, int], early: bool) -> None:
-    short_lived.start(some_die, deaths, early)
+def test_those_left_go_on_as_one_where_ranks_die(
+    short_lived: World, deaths: dict[int, int], compressor: Compressor[Any] | None, early: bool
+) -> None:
+    short_lived.start(some_die, deaths, early, compressor)
     found = left(short_lived.outcomes(LIMIT_S), set(deaths))
     for parameters, losses, size, words in found:
         assert parameters == found[0][0], "the same bits"

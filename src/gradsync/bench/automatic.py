@@ -78,6 +78,9 @@ AUTOMATIC: dict[str, Automatic] = {
         )
     ),
     "auto_exact": Automatic(partial(_planner, Constraints()), exact=True),
+    "auto_averages": Automatic(  # of gradients exactly, or of parameters in groups
+        partial(_planner, Constraints(), averaging=AveragingPlanner(momentum_every=USUAL_MOMENTUM_EVERY))
+    ),
     "mg_wfbp": Automatic(partial(_planner, Constraints(), search=mg_wfbp_plans), exact=True),
     "lazy": Automatic(partial(_planner, Constraints(), search=LazyPlans()), exact=True),
     "lazy_bf16": Automatic(

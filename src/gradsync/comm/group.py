@@ -15,7 +15,8 @@ import secrets
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
@@ -104,8 +105,17 @@ class Group(ABC):
         """The group of the members at these places, this one among them; this group itself if they are all.
 
         Made at the first call, for which all of them must come to the same point between their operations; kept until
-        this group is closed. Operations on both count as this group's: all are issued in one order.
+        this group is closed, or its `renewed` ends. Operations on both count as this group's: all are issued in one
+        order.
         """
+
+    @contextmanager
+    def renewed(self) -> Iterator[None]:
+        """Subgroups that nobody asks for inside of it are closed at its end: those of plans that are over add up.
+
+        Entered by all members between their operations; groups of nodes, made with this group, stay.
+        """
+        yield
 
     @abstractmethod
     def all_reduce(self, buffer: Tensor) -> Pending[Tensor]:
@@ -189,7 +199,7 @@ class TorchGroup(Group):
         parent: TorchGroup | None = None,
         places: tuple[int, ...] | None = None,
     ) -> None:
-        everyone = tuple(dist.get_process_group_ranks(process_group))
+        everyone = tuple(dist.get_process_group_ranks(process_group)) if parent is None else parent.members
         self.members = everyone if places is None else tuple(everyone[place] for place in places)
         self.rank = self.members.index(dist.get_rank())
         self.backend = dist.get_backend(process_group)
@@ -198,6 +208,7 @@ class TorchGroup(Group):
         if placement is not None and placement.size != len(self.members):
             raise ValueError(f"the placement is of {placement.size} ranks, the group has {len(self.members)}")
         self._subgroups: dict[tuple[int, ...], TorchGroup] = {}
+        self._asked_for: set[tuple[int, ...]] = set()  # of them, since `renewed` began
         # gloo's own timeout only says that there was one; ours, which comes first, says who is missing.
         patience_s = timeout_s if self.backend == "nccl" else 1.5 * timeout_s + 5.0
         self._patience = timedelta(seconds=patience_s)
@@ -209,6 +220,7 @@ class TorchGroup(Group):
         except BaseException:  # nobody will get the group, to close it
             self._release(hanging=True)
             raise
+        self._lasting = frozenset(self._subgroups)
 
     def _open(self, process_group: dist.ProcessGroup | None, timeout_s: float) -> None:
         """Makes what operations need. Where it fails, `_releases` has what was made until then."""
@@ -227,11 +239,17 @@ class TorchGroup(Group):
     def subgroup(self, places: tuple[int, ...]) -> Group:
         if len(places) == self.size:
             return self
+        self._asked_for.add(places)
         if places not in self._subgroups:
-            made = self._make_subgroup(places)
-            self._subgroups[places] = made
-            self._releases.append(lambda hanging: made.close())
+            self._subgroups[places] = self._make_subgroup(places)
         return self._subgroups[places]
+
+    @contextmanager
+    def renewed(self) -> Iterator[None]:
+        self._asked_for = set(self._lasting)
+        yield
+        for places in self._subgroups.keys() - self._asked_for:
+            self._subgroups.pop(places).close()
 
     def _make_subgroup(self, places: tuple[int, ...]) -> TorchGroup:
         return TorchGroup(self._process_group, timeout_s=self._timeout_s, parent=self, places=places)
@@ -313,6 +331,8 @@ class TorchGroup(Group):
 
     def _release(self, *, hanging: bool) -> None:
         """Ends what the group has, the last first."""
+        while self._subgroups:
+            self._subgroups.popitem()[1].close()
         while self._releases:
             self._releases.pop()(hanging)
 

@@ -230,15 +230,7 @@ class CoarseGrained(Scheme[Tensor]):
         # Exchange: the chosen chunks.
         summed, _ = await self._carrier.synchronize(message, {}, group, factors.through)
         sums, scores, flags = summed.split([count * self.chunk, riding, len(behind)])
-        if self.momentum:
-            values.zero_()
-        parts = _parts(values, chosen, self.chunk)
-        if parts:
-            torch._foreach_copy_(parts, [s[: len(p)] for s, p in zip(sums.split(self.chunk), parts, strict=True)])
-            if factors.after != 1:
-                torch._foreach_mul_(parts, factors.after)
-        if self.momentum and self.masking and count < chunks:
-            torch._foreach_zero_(_parts(following[MOMENTUM], chosen, self.chunk))
+        self._put(values, sums, chosen, factors.after, following.get(MOMENTUM))
         behind.copy_(flags)
 
         if self.choice == "late":
@@ -247,18 +239,36 @@ class CoarseGrained(Scheme[Tensor]):
             found = summed_norms * (factors.before * factors.through / self.chunk)
         # A step that some rank cannot keep shows to all, also where nothing was sent.
         values[:1] = torch.where(found.sum(dtype=torch.float64).isfinite(), values[:1], torch.nan)
+        kept |= self._numbers_after(kept, found, sums, chosen, own.spec)
+        return x, {SENT: (replace(own.next(elements=following, together=kept), agreed=chosen),)}
+
+    def _put(self, values: Tensor, sums: Tensor, chosen: Tensor, factor: float, momentum: Tensor | None) -> None:
+        """The chosen chunks of what the ranks have summed; with `momentum`, alone, and it begins anew if masked."""
+        if momentum is not None:
+            values.zero_()
+        if parts := _parts(values, chosen, self.chunk):
+            torch._foreach_copy_(parts, [s[: len(p)] for s, p in zip(sums.split(self.chunk), parts, strict=True)])
+            if factor != 1:
+                torch._foreach_mul_(parts, factor)
+        if momentum is not None and self.masking and len(chosen) < self.num_chunks(len(values)):
+            torch._foreach_zero_(_parts(momentum, chosen, self.chunk))
+
+    def _numbers_after(
+        self, kept: Mapping[str, Tensor], found: Tensor, sums: Tensor, chosen: Tensor, spec: FlatSpec
+    ) -> dict[str, Tensor]:
+        """Of each chunk, after a step that found these magnitudes, and sent the chosen ones."""
+        after: dict[str, Tensor] = {}
         if AGREEMENT in kept:
             agreement = self._root_mean_squares(sums) / found[chosen]
-            kept[AGREEMENT] = kept[AGREEMENT].index_copy(0, chosen, agreement.nan_to_num_(1.0, 1.0))
+            after[AGREEMENT] = kept[AGREEMENT].index_copy(0, chosen, agreement.nan_to_num_(1.0, 1.0))
         if AGES in kept:
-            kept[AGES] = kept[AGES] + 1
-        if self.choice == "late":
-            share = found / kept[AGES]  # of one step
-            kept[SCORES] = (found + share).index_copy(0, chosen, share[chosen])
-            kept |= self._levels(kept[SCORES], kept, own.spec)
-        if AGES in kept:
-            kept[AGES] = kept[AGES].index_fill(0, chosen, 0)
-        return x, {SENT: (replace(own.next(elements=following, together=kept), agreed=chosen),)}
+            ages = kept[AGES] + 1
+            after[AGES] = ages.index_fill(0, chosen, 0)
+            if self.choice == "late":
+                share = found / ages  # of one step
+                after[SCORES] = (found + share).index_copy(0, chosen, share[chosen])
+                after |= self._levels(after[SCORES], kept, spec)
+        return after
 
     def unused(self, state: State, names: Collection[str]) -> State:
         """What nobody uses, as it is frozen, would take places with what it has left: the less the longer it lasts."""
