@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 
 from gradsync.bucket import Layout, TensorSpec, model_digest
-from gradsync.plan import Plan, default_order, describe
-from gradsync.schemes import AGSparse, AllReduce, BalancedParallelism
+from gradsync.plan import Plan, What, default_order, describe
+from gradsync.schemes import AGSparse, AllReduce, BalancedParallelism, Shuffled
 
 SPECS = {
     "table": TensorSpec((10, 4), torch.float32),
@@ -294,3 +294,6 @@ def test_a_plan_is_described_in_words_a_line_a_bucket() -> None:
     assert describe(plan, big)[1] == "table -> balanced parallelism, column stripe"
     with_room = Plan.make(big, 4, [(["table"], BalancedParallelism(capacity=(40,), same_rows=(0,)))])
     assert describe(with_room, big) == ["table -> balanced parallelism, capacity 40, same rows 0, column stripe"]
+    resting = Shuffled((*[((0,), (1,))] * 3, ((0, 1),)))
+    words = describe(Plan.make(big, 2, [(["table"], resting)], what=What.PARAMETER), big)
+    assert words == ["table, 0.00 MB -> shuffled, rounds 3 x [[0], [1]] [[0, 1]], all reduce"]

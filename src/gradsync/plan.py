@@ -5,8 +5,9 @@ A plan does not know how it was chosen. It names parameters, not modules; `check
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
+from itertools import groupby
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, field_validator
@@ -192,8 +193,18 @@ def _words(expression: Mapping[str, Any]) -> list[str]:
             words.append(value.replace("_", " "))
         elif value != []:
             numbers = value if isinstance(value, list) else [value]
-            words.append(" ".join([key.replace("_", " "), *map(str, numbers)]))
+            words.append(" ".join([key.replace("_", " "), *_repeated(numbers)]))
     return words
+
+
+def _repeated(values: Sequence[Any]) -> Iterator[str]:
+    """Each; of equal lists in a row, as of rounds in which all ranks rest, one and their number."""
+    for value, run in groupby(values):
+        count = len(list(run))
+        if count > 1 and isinstance(value, list):
+            yield f"{count} x {value}"
+        else:
+            yield from [str(value)] * count
 
 
 def _check_cover(name: str, parts: list[tuple[int, int]], numel: int) -> None:
