@@ -200,10 +200,9 @@ class Averaging:
         the largest of any rank's.
         """
         self.land()
-        model, timeout_s = self._model(), self._engine.timeout_s
-        if model is not None:
-            parameters = list(self._parameters.values())
-            self._engine.call("consensus", lambda group: take_mean(group, model, parameters, timeout_s))
+        model, parameters = self._model(), list(self._parameters.values())
+        timeout_s = self._engine.timeout_s
+        self._engine.call("consensus", lambda group: take_mean(group, model, parameters, timeout_s))
         self._references = self._taken_references()
         self.are_apart = False
 

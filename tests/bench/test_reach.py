@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from gradsync.bench import reach
 from gradsync.bench.converge import trained
 from gradsync.bench.launch import LOOPBACK
 from gradsync.bench.reach import Learner, ReachSpec, crossing, run_reach, steps_to, timed_runs
+from gradsync.bench.whole import WholeRun, _merged
 from gradsync.cli import app
 from gradsync.comm.shuffle import resting, together
 from gradsync.report.record import Record, Spread, load_records, save_records
+from gradsync.report.tables import judgements
 from gradsync.schemes import Shuffled, to_expression
 from gradsync.workloads import load
 
@@ -108,14 +111,56 @@ def test_whole_runs_take_the_steps_that_are_counted(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_trained_whole_is_refused() -> None:
-    asp, emulated = timed("asp", 1.0), timed("bf16", 1.0, emulate_compute=True)
-    for record, name, message in (
-        (asp, "topk", "topk cannot be trained whole: there are asp, ddp"),
-        (emulated, "bf16", "nothing is learnt"),
-        (asp, "asp", "not of asp"),
+    best = {"baseline_method": "ddp_1mb"}
+    asp, emulated = timed("asp", 1.0, **best), timed("bf16", 1.0, emulate_compute=True, **best)
+    for record, baseline, name, message in (
+        (asp, "ddp", "topk", "topk cannot be trained whole: there are asp, ddp"),
+        (emulated, "ddp", "bf16", "nothing is learnt"),
+        (asp, "ddp", "asp", "not of asp"),
+        (asp, "asp", "ddp", "not of asp"),
     ):
         with pytest.raises(ValueError, match=message):
-            run_reach(timed_runs([record]), ReachSpec(1e3, "ddp", every=1, whole=(name,)), lambda event: None)
+            run_reach(timed_runs([record]), ReachSpec(1e3, baseline, every=1, whole=(name,)), lambda event: None)
+
+
+def test_whole_runs_that_fail_are_said_and_cost_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that do not reach the loss, too; bounds are held against products alone."""
+    records = [timed("local_sgd2", 1.0, baseline_method="ddp_1mb", scenario="racks", nodes=4)]
+    spec = ReachSpec(1e3, "ddp", seeds=1, every=1, most_steps=1, whole=("ddp", "local_sgd2"))
+
+    def reached(ddp: WholeRun, local: WholeRun) -> tuple[list[Record], list[str]]:
+        found = {"ddp_1mb": ddp, "local_sgd2": local}
+        monkeypatch.setattr(reach, "run_whole", lambda whole, on_event: (found, {}, []))
+        return run_reach(timed_runs(records), spec, lambda event: None)
+
+    (product, ddp, local), notes = reached(WholeRun(9.0, 4.5), WholeRun(None, None, "it broke"))
+    assert (ddp.failed, local.failed, local.ratio) == (None, "it broke", None)
+    assert notes == ["1gbit, racks: ddp: 9.0 s to the loss, by the product 2.0 s; in 4.5 steps, counted 1.0"]
+    assert [holds for holds, _ in judgements([product, ddp, local], [("local_sgd2", 0.5)])] == [True]
+    (_, _, local), _ = reached(WholeRun(9.0, 4.5), WholeRun(None, None))
+    assert local.failed == "the loss is not reached within 1 steps"
+    (_,), notes = reached(WholeRun(None, None), WholeRun(3.0, 4.5))
+    assert notes == ["1gbit, racks: no whole runs: ddp: it does not reach a loss of 1000.0 within 1 steps"]
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("rank 0 ended with code 1")
+
+    monkeypatch.setattr(reach, "run_whole", fails)
+    (_,), notes = run_reach(timed_runs(records), spec, lambda event: None)
+    assert notes == ["1gbit, racks: no whole runs: rank 0 ended with code 1"]
+
+
+def test_a_part_of_a_whole_run_takes_as_long_as_on_the_slowest_rank() -> None:
+    """To where the line between the last two evaluations is at the loss; who failed first says why."""
+    both = [
+        {"failed": None, "parts_s": parts, "place": 1.5, "every": 10} for parts in ([1.0, 3.0, 4.0], [2.0, 1.0, 2.0])
+    ]
+    assert _merged(both) == WholeRun(2.0 + 3.0 + 0.5 * 4.0, 25.0)
+    failed = [
+        {"failed": why, "failed_s": at, "parts_s": [], "place": None, "every": 10} for why, at in (("b", 2), ("a", 1))
+    ]
+    assert _merged(failed) == WholeRun(None, None, "a")
+    assert _merged([{**both[0], "place": None}]) == WholeRun(None, None)
 
 
 def test_a_loss_that_is_not_reached_fails() -> None:

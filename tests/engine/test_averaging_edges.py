@@ -905,6 +905,31 @@ def nothing_lives_on() -> None:
     assert not any(each() for each in gone)
 
 
+def the_inside_of_a_wrapper_that_is_gone() -> None:
+    """Two rounds of pairs of four ranks; the third step leaves them apart."""
+    torch.manual_seed(0)
+    inside = Perceptron()
+    wrapper = nn.Sequential(inside)
+    optimizer = SGD(wrapper.parameters(), lr=0.1)
+    handle = gradsync.attach(wrapper, optimizer, AveragingPlanner(schedule=grid((2, 2))), timeout=10)
+    del wrapper
+    gc.collect()
+    for number in range(3):
+        train(inside, optimizer, number)
+    handle.wait()
+    weight = next(inside.parameters())
+    assert not same_on_all(weight)
+    expected = mean_over_ranks(weight)
+    handle.consensus()
+    torch.testing.assert_close(weight.detach(), expected)
+    assert same_on_all(weight)
+    handle.detach()
+
+
+def test_a_consensus_is_made_of_parameters_whose_attached_module_is_gone(world: World) -> None:
+    world(4).run(the_inside_of_a_wrapper_that_is_gone)
+
+
 def test_a_model_that_is_dropped_takes_its_averaging_along(world: World) -> None:
     world(2).run(nothing_lives_on)
 

@@ -189,21 +189,50 @@ def test_nodes_with_several_ranks_average_in_groups() -> None:
 def groups_come_back() -> None:
     with emulated() as links:
         model, optimizer, handle = make(AveragingPlanner(most_local_steps=1))
-        taken, opened = [], []
+        taken = []
         for slow_node, round_s in ((None, 0.01), (3, 0.1), (3, 0.04), (None, 0.01), (None, 0.01)):
             links.slow_node, links.round_s = slow_node, round_s
             train(model, optimizer, links, LONG_WATCHED)
             handle.consensus()
             taken.append(schedule_of(handle.plan))
-            opened.append(len(dist.distributed_c10d._world.pg_map))
         assert taken == [PAIRS, WITHOUT_3, WITHOUT_3, PAIRS, PAIRS]
-        assert opened[0] == opened[3] == opened[4], "those of plans that are over are closed"
         assert links.measured == 3, "when attached, and when rounds took another time"
         handle.detach()
 
 
 def test_groups_come_back_when_contention_is_over(world: World) -> None:
     world(NODES).run(groups_come_back)
+
+
+def plans_follow_one_another(per_node: int) -> list[int]:
+    """How many communicators are open by each; ranks are in other pairs by every second plan."""
+    others = grid((2, 2), [0, 3, 1, 2])
+    assert set(others.distinct) != set(PAIRS.distinct)
+    with emulated(per_node):
+        model, optimizer, handle = make(AveragingPlanner(schedule=PAIRS))
+        engine, opened = handle._engine, [len(dist.distributed_c10d._world.pg_map)]
+        for schedule in (others, PAIRS, others, PAIRS):
+            handle.consensus()
+            plan = AveragingPlanner(schedule=schedule).plan(model, optimizer, engine.group.placement)
+            engine.replan(plan)
+            for number in range(2):
+                own, now = stepped_alone_and_together(model, optimizer, handle, number)
+                mixing = np.kron(schedule.round(engine.step - 1).mixing, np.full((per_node, per_node), 1 / per_node))
+                torch.testing.assert_close(now, torch.from_numpy(mixing).float() @ own, rtol=1e-5, atol=1e-6)
+            opened.append(len(dist.distributed_c10d._world.pg_map))
+        handle.detach()
+    return opened
+
+
+def test_groups_of_plans_that_are_over_are_closed(world: World) -> None:
+    for opened in world(NODES).run(plans_follow_one_another, 1):
+        assert len(set(opened)) == 1
+
+
+def test_so_are_those_between_nodes_with_several_ranks() -> None:
+    with Processes(2 * NODES) as world:
+        for opened in world.run(plans_follow_one_another, 2):
+            assert len(set(opened)) == 1
 
 
 def groups_stay() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from gradsync.lab.cluster import free_port
 
-NODES, LOST, STEPS = 3, 2, 80
+NODES, LOST, STEPS = 3, 2, 40
 LIMIT_S = 100.0
 PROGRAM = """
 import sys, time
@@ -33,9 +33,10 @@ for step in range(int(sys.argv[2])):
     model(torch.randn(16, 6, generator=generator)).square().mean().backward()
     optimizer.step()
     (place / f"step {step} of {dist.get_rank()}").touch()
-    time.sleep(0.02)
+    if step == 20 and dist.get_rank() == int(sys.argv[3]):
+        time.sleep(1e6)  # it is to be lost, the others wait for it
 handle.consensus()
-text = f"{gradsync.__name__} {[p.tolist() for p in model.parameters()]}"
+text = str([p.tolist() for p in model.parameters()])
 handle.detach()
 (place / f"writing {dist.get_rank()}").write_text(text)
 (place / f"writing {dist.get_rank()}").rename(place / f"model {dist.get_rank()}")
@@ -51,7 +52,7 @@ def agents(program: Path, place: Path) -> Iterator[list[subprocess.Popen[bytes]]
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(NODES), "--nproc-per-node", "1"),
             *("--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)),
-            *(str(program), str(place), str(STEPS)),
+            *(str(program), str(place), str(STEPS), str(LOST)),
         ]
         with (place / f"log {node}").open("wb") as log:
             started.append(

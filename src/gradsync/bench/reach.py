@@ -170,12 +170,11 @@ def run_reach(
             trained whole.
     """
     for run in runs:
-        if spec.whole:
-            _check_whole(run, spec)
         if spec.baseline not in run.steps_s:
             raise ValueError(f"there is no time of {spec.baseline!r}, but of {', '.join(run.steps_s)}")
         if spec.baseline not in run.learners:
             raise ValueError(f"{spec.baseline} cannot be the baseline: {'; '.join(run.notes)}")
+    whole = [_whole_spec(run, spec) for run in runs] if spec.whole else []
     reached = _reached(runs, spec, on_event)
     for run in runs:
         if None in reached[run.learners[spec.baseline], run.ranks]:
@@ -187,53 +186,66 @@ def run_reach(
         if name != spec.baseline
     ]
     notes = [note for run in runs for note in run.notes]
-    if spec.whole:
-        for run in runs:
-            found, said = _whole(run, reached, spec, on_event)
-            records += found
-            notes += said
+    for run, each in zip(runs, whole, strict=False):  # none where none is asked for
+        found, said = _whole(run, each, reached, spec, on_event)
+        records += found
+        notes += said
     return records, list(dict.fromkeys(notes))
 
 
-def _check_whole(run: TimedRun, spec: ReachSpec) -> None:
-    if unknown := [name for name in spec.whole if name not in run.steps_s]:
+def _whole_spec(run: TimedRun, spec: ReachSpec) -> WholeSpec:
+    """
+    Raises:
+        ValueError: for methods that cannot be trained whole.
+    """
+    if unknown := [name for name in spec.trained_whole if name not in run.steps_s]:
         raise ValueError(f"{', '.join(unknown)} cannot be trained whole: there are {', '.join(run.steps_s)}")
-    if apart := [name for name in spec.whole if not method(name).in_step]:
+    trains = [run.trains[name] for name in spec.trained_whole]
+    if apart := [name for name in trains if not method(name).in_step]:
         raise ValueError(f"whole runs are of ranks that make steps together, not of {', '.join(apart)}")
     if run.record.params.get("emulate_compute"):
         raise ValueError("where computation is emulated nothing is learnt, so there is nothing to train whole")
-
-
-def _whole(
-    run: TimedRun, reached: Reached, spec: ReachSpec, on_event: Callable[[dict[str, Any]], None]
-) -> tuple[list[Record], list[str]]:
-    """Of methods trained on the cluster of a run; `predicted_s` is the product, where something learns alike."""
-    about, names = run.about, spec.trained_whole
-    nodes, link = int(about["nodes"]), str(about["link"])
-    where: dict[str, Any] = {"loopback": True} if link == LOOPBACK else {"link": link}
-    if (scene := about.get("scenario")) is not None:
-        where |= {"scenario_name": scene, "scenario": settings_of(scene, nodes, link)}
-    options = {name: value for name, value in run.record.options.items() if name != "source"}
-    whole = WholeSpec(
+    about, where = run.about, dict[str, Any](loopback=True)
+    if about["link"] != LOOPBACK:
+        where = {"link": about["link"]}
+        if (scene := about.get("scenario")) is not None:
+            where |= {"scenario_name": scene, "scenario": settings_of(scene, int(about["nodes"]), about["link"])}
+    return WholeSpec(
         workload=str(about["workload"]),
-        options=options,
-        methods=tuple(run.trains[name] for name in names),
-        nodes=nodes,
+        options={name: value for name, value in run.record.options.items() if name != "source"},
+        methods=tuple(trains),
+        nodes=int(about["nodes"]),
         ranks_per_node=int(about["ranks_per_node"] or 1),
         loss=spec.loss,
         every=spec.every,
         most_steps=spec.most_steps,
         **where,
     )
-    found, described, notes = run_whole(whole, on_event)
-    base, base_steps = found[run.trains[spec.baseline]], reached[run.learners[spec.baseline], run.ranks][0]
-    if base.seconds is None or base_steps is None:
+
+
+def _whole(
+    run: TimedRun, whole: WholeSpec, reached: Reached, spec: ReachSpec, on_event: Callable[[dict[str, Any]], None]
+) -> tuple[list[Record], list[str]]:
+    """Of methods trained on the cluster of a run, and in words how they stand to the product, or why there are none."""
+    where = ", ".join(str(run.about[key]) for key in ("link", "scenario") if key in run.about)
+    try:
+        found, described, notes = run_whole(whole, on_event)
+    except RuntimeError as error:
+        return [], [f"{where}: no whole runs: {error}"]
+    base = found[run.trains[spec.baseline]]
+    if base.seconds is None:
         why = base.failed or f"it does not reach a loss of {spec.loss} within {spec.most_steps} steps"
-        return [], [*notes, f"no whole runs: {spec.baseline}: {why}"]
+        return [], [*notes, f"{where}: no whole runs: {spec.baseline}: {why}"]
     records = []
-    for name in names:
-        steps = reached[run.learners[name], run.ranks][0] if name in run.learners else None
-        records.append(_whole_record(name, found[run.trains[name]], steps, base, run, spec, described))
+    for name in spec.trained_whole:
+        got = found[run.trains[name]]
+        counted = reached[run.learners[name], run.ranks][0] if name in run.learners else None
+        record = _whole_record(name, got, counted, base, run, spec, described)
+        records.append(record)
+        if got.seconds is not None:
+            product = "" if record.predicted_s is None else f", by the product {record.predicted_s:.1f} s"
+            steps = "" if counted is None else f", counted {counted:.1f}"
+            notes.append(f"{where}: {name}: {got.seconds:.1f} s to the loss{product}; in {got.steps:.1f} steps{steps}")
     return records, notes
 
 

@@ -10,7 +10,8 @@ from pydantic import Field
 
 from .. import workloads
 from ..lab import Scenario
-from .launch import cluster, run_ranks
+from .launch import Loopback, cluster, once_more_after_crash, run_ranks
+from .methods import TORCH_SPARSE
 from .train import TrainSpec
 
 
@@ -38,13 +39,21 @@ def run_whole(
 
     Raises:
         ValueError: for an unknown workload.
-        RuntimeError: when a rank failed.
+        RuntimeError: when a rank failed, or there is no lab for links that are shaped.
     """
     workloads.load(spec.workload, **spec.options)  # fetched here: ranks in a lab reach no registry
     scenario = Scenario(nodes=spec.nodes, link=spec.link, ranks_per_node=spec.ranks_per_node, **spec.scenario)
     notes: list[str] = []
     with cluster(scenario, notes, loopback=spec.loopback) as where:
-        ranks = run_ranks(where, spec.world_size, "gradsync.bench.whole_rank", spec.model_dump_json(), on_event)
+        if isinstance(where, Loopback) and not spec.loopback:
+            raise RuntimeError("; ".join(notes))
+
+        def run() -> list[dict[str, Any]]:
+            module = "gradsync.bench.whole_rank"
+            return run_ranks(where, spec.world_size, module, spec.model_dump_json(), on_event)
+
+        may_crash = not TORCH_SPARSE.isdisjoint(spec.methods)
+        ranks = once_more_after_crash(run, notes, on_event) if may_crash else run()
         described = where.describe()
     return {name: _merged([rank[name] for rank in ranks]) for name in spec.methods}, described, notes
 

@@ -16,7 +16,7 @@ import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
@@ -113,7 +113,8 @@ class Group(ABC):
     def renewed(self) -> Iterator[None]:
         """Subgroups that nobody asks for inside of it are closed at its end: those of plans that are over add up.
 
-        Entered by all members between their operations; groups of nodes, made with this group, stay.
+        Those within subgroups too. Entered by all members between their operations; groups of nodes, made with this
+        group, stay.
         """
         yield
 
@@ -247,8 +248,11 @@ class TorchGroup(Group):
     @contextmanager
     def renewed(self) -> Iterator[None]:
         self._asked_for = set(self._lasting)
-        yield
-        for places in self._subgroups.keys() - self._asked_for:
+        with ExitStack() as within:
+            for made in self._subgroups.values():
+                within.enter_context(made.renewed())
+            yield
+        for places in sorted(self._subgroups.keys() - self._asked_for):  # in one order on all members
             self._subgroups.pop(places).close()
 
     def _make_subgroup(self, places: tuple[int, ...]) -> TorchGroup:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -75,12 +74,6 @@ class RecordingGroup(Group):
         if places not in self._subgroups:
             self._subgroups[places] = RecordingGroup(self.inner.subgroup(places), self.ledger)
         return self._subgroups[places]
-
-    @contextmanager
-    def renewed(self) -> Iterator[None]:
-        with self.inner.renewed():
-            yield
-            self._subgroups.clear()  # whose counterparts are closed, or asked for again
 
     def all_reduce(self, buffer: Tensor) -> Pending[Tensor]:
         nbytes = buffer.numel() * buffer.element_size()

@@ -123,12 +123,13 @@ class Record(BaseModel):
 
     `bound_s` is what the network allows for the subject's transfers. `predicted_s` is the cost model's word for the
     whole subject, with costs fitted in the same run; None where nothing predicts it, as for training steps of which no
-    automatic plan has measured the job. `cpu_s` is the processor time of all ranks together: where they share a
-    machine, the subject cannot take less than that over `environment["cores"]`, whatever the network allows. Of the
-    metric `imbalance`, which takes no time, `ratio` and `aa` are those of push imbalance, draw by draw; of `loss`,
-    `ratio` is that of the held-out losses, seed by seed, and `aa` that of the baseline's with one seed and the next; of
-    `gap` that of the step by the subject's plan over the step by the best of all plans, problem by problem. `alone_s`
-    is a step of one rank that exchanges nothing, of the subject's model; known where computation is emulated.
+    automatic plan has measured the job; of whole runs to a loss it is steps times seconds of a step. `cpu_s` is the
+    processor time of all ranks together: where they share a machine, the subject cannot take less than that over
+    `environment["cores"]`, whatever the network allows. Of the metric `imbalance`, which takes no time, `ratio` and
+    `aa` are those of push imbalance, draw by draw; of `loss`, `ratio` is that of the held-out losses, seed by seed, and
+    `aa` that of the baseline's with one seed and the next; of `gap` that of the step by the subject's plan over the
+    step by the best of all plans, problem by problem. `alone_s` is a step of one rank that exchanges nothing, of the
+    subject's model; known where computation is emulated.
     """
 
     model_config = ConfigDict(extra="forbid")

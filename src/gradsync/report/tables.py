@@ -205,13 +205,16 @@ def _learned(record: Record) -> str:
 
 
 def judgements(records: Sequence[Record], bounds: Sequence[tuple[str, float]]) -> list[tuple[bool, str]]:
-    """For each record of each bound's subject: whether it holds by the noise rule, and the rule's figures in words."""
+    """For each record of each bound's subject: whether it holds by the noise rule, and the rule's figures in words.
+
+    Whole runs, which are made once, only say whether other records hold.
+    """
     shared = _shared(records)
     return [
         (record.within(bound), _judgement(record, bound, shared))
         for subject, bound in bounds
         for record in records
-        if record.subject == subject
+        if record.subject == subject and not record.params.get("whole")
     ]
 
 

@@ -316,5 +316,5 @@ def chosen_table() -> Table:
         rows.add(f"{name}: {found[0].name}", [("spread of a node", found[0].spread, None)], "variances")
     return rows.done(
         f"Groups that the planner chooses, beside all together (published: up to {PUBLISHED_SPEED} times the speed)",
-        "One group at a time may cross a rack's uplink; nodes may be one variance apart. slow: a quarter of the rate.",
+        "One group at a time may cross a rack's uplink; nodes may be 1.5 variances apart. slow: a quarter of the rate.",
     )
