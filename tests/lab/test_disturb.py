@@ -56,7 +56,7 @@ class Lab:
 def test_nothing_happens_where_nothing_was_asked_for() -> None:
     lab, threads = Lab(Scenario(nodes=4, background=((0, 1, "1mbit"),))), threading.active_count()
     with disturbances(lab):
-        assert threading.active_count() == threads
+        assert threading.active_count() <= threads
     assert lab.done == []
 
 
