@@ -247,7 +247,8 @@ def test_a_job_of_those_left_goes_on_from_their_checkpoints(short_lived: World) 
     assert short_lived.run(loaded, [content for content, _ in found], size=3) == expected
 
 
-def test_all_raise_where_the_store_died_with_its_host() -> None:
+def test_all_raise_where_the_store_died_with_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.world.GRACE_S", LIMIT_S)
     with World(4, store_on_rank_0=True) as world:
         world.start(stopped_by_a_death, 0, {})
         assert all("the store of torch.distributed" in said for said in left(world.outcomes(LIMIT_S), {0}))

@@ -56,7 +56,9 @@ class Survivors:
         self._group: dist.ProcessGroup | None = None
         self._store_lost = False
         self._ended, self._woken = threading.Event(), threading.Event()
-        self._store = distributed_c10d._get_default_store()
+        # A connection of its own, made while its host is alive: to a dead one it would be tried for minutes.
+        own = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]  # torch does not declare it
+        self._store = distributed_c10d.PrefixStore(name, own)
         self._thread = threading.Thread(target=self._watch, name="gradsync survivors", daemon=True)
         self._thread.start()
         # A daemon thread that the interpreter ends while it is inside of C++ code would take the process down.
@@ -112,8 +114,8 @@ class Survivors:
 
     def _watch(self) -> None:
         beat_s = min(BEAT_S, self._silent_s / 10)
+        store = self._store
         try:
-            store = distributed_c10d.PrefixStore(self._name, self._store.clone())  # type: ignore[attr-defined]  # torch does not declare it
             while not self._ended.is_set():
                 self._woken.clear()
                 store.add(f"beat {self._rank}", 1)
