@@ -94,7 +94,7 @@ def test_times_are_steps_by_seconds(tmp_path: Path) -> None:
     assert [record.subject for record in load_records(tmp_path / "out.json")] == ["ddp", "bf16"]
 
 
-def test_whole_runs_take_the_steps_that_are_counted(tmp_path: Path) -> None:
+def test_whole_runs_take_the_steps_that_are_counted() -> None:
     """On loopback, as the timed run was: seconds are real, and replicas are those of the ranks."""
     pairs = to_expression(Shuffled.by(resting(together(2), 2)))
     records = [timed("local_sgd2", 1.0, "alexnet", link=LOOPBACK, mixes_by=pairs, baseline_method="ddp_1mb")]

@@ -123,8 +123,8 @@ def float_buffers(model: nn.Module) -> list[Tensor]:
 
 
 @torch.no_grad()
-def average_(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Overwrites them with their means over the group, in one message."""
+def average_(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Overwrites them with their means over the group, by default all ranks, in one message."""
     each = list(tensors)
     if not each:
         return

@@ -13,6 +13,7 @@ from ..workloads import Workload
 from .methods import method
 from .rank import event, run_rank
 from .reach import crossing
+from .rivals import average_
 from .steal import Patience
 from .train_rank import Contestant, agreed, attempt, ready, train_step
 from .whole import WholeSpec
@@ -21,10 +22,7 @@ from .whole import WholeSpec
 def held_out_loss(workload: Workload, who: Contestant, spec: WholeSpec) -> float:
     """Of the mean of the ranks' models, which stay as they are. Collective, the same on all ranks."""
     mean = {name: value.clone() for name, value in who.inner.state_dict().items()}
-    for value in mean.values():
-        if value.is_floating_point():
-            dist.all_reduce(value)
-            value.div_(dist.get_world_size())
+    average_([value for value in mean.values() if value.is_floating_point()])
     if dist.get_rank() != 0:
         return agreed(0.0)
     model = workload.model(sparse=method(who.name).sparse, seed=spec.seed)
