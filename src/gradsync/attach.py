@@ -17,13 +17,13 @@ from torch.optim import Optimizer
 from .agreement import DEFAULT_TIMEOUT_S, agreed_engine, forget
 from .arrivals import Sections
 from .auto import AutoPlanner, planner_of
+from .autograd import AutogradHooks
 from .averaging import Averaging, check_saved
 from .bucket import matches
 from .choosing import Choice
 from .ddp import UNEVEN_INPUTS, DDPState, ddp_hook
 from .engine import Engine
 from .fronts import Attached, Front, Fronts, ParametersBeside, averaging_front, level, survive, why_not_parameters
-from .hooks import AutogradHooks
 from .lane import BucketStatistics
 from .plan import Plan, What
 from .planner import AveragingPlanner

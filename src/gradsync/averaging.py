@@ -22,25 +22,24 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .bucket import TensorSpec, matches, trainable_parameters
-from .comm import GroupError
+from .comm import GroupError, broadcast_tensors
 from .engine import Engine
-from .hooks import (
+from .mean_model import statistics_of, take_mean
+from .model_changes import Changes
+from .plan import OF, Plan, What
+from .stepping import EarlyExchange, EarlySteps, begin_state
+from .torch_hooks import (
     REENTRANT,
-    Changes,
     Hook,
     ModelHook,
     OptimizerStep,
     after_optimizer_steps,
     at_end_of_backward,
     before_optimizer_steps,
-    broadcast_tensors,
     is_backward,
     is_nested_backward,
     uncompiled,
 )
-from .mean_model import statistics_of, take_mean
-from .plan import OF, Plan, What
-from .stepping import EarlyExchange, EarlySteps, begin_state
 
 logger = logging.getLogger(__name__)
 

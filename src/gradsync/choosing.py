@@ -19,8 +19,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .engine import Engine
-from .hooks import ModelHook, OptimizerStep, after_optimizer_steps, is_backward, uncompiled
 from .planner import default_plan
+from .torch_hooks import ModelHook, OptimizerStep, after_optimizer_steps, is_backward, uncompiled
 
 logger = logging.getLogger(__name__)
 

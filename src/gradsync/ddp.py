@@ -23,10 +23,11 @@ from torch.optim import Optimizer
 from .agreement import DEFAULT_TIMEOUT_S, agreed_engine, forget, unwrapped
 from .auto import planner_of
 from .freezing import Freezing
-from .hooks import Additions, OptimizerStep, after_optimizer_steps, at_end_of_backward, before_optimizer_steps
+from .model_changes import Additions
 from .optim import OneMomentum
 from .plan import Plan
 from .planning import Planner
+from .torch_hooks import OptimizerStep, after_optimizer_steps, at_end_of_backward, before_optimizer_steps
 
 UNEVEN_INPUTS = (
     "uneven inputs (join) are not supported: give every rank the same number of steps, for example with "

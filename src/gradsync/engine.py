@@ -1,4 +1,4 @@
-"""The engine: runs a plan, step by step. Front-ends (`hooks.py`, `ddp.py`) tell it when gradients are ready.
+"""The engine: runs a plan, step by step. Front-ends (`autograd.py`, `ddp.py`) tell it when gradients are ready.
 
 A step is `begin`, a `load` for every gradient as it becomes ready, `finish`, then `unload` of the results. State of
 schemes is committed at the next `begin`: a step that failed, or in which some rank saw non-finite values, leaves none.

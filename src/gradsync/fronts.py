@@ -16,20 +16,21 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from .agreement import agreed_engine, forget, gather_texts, group_of
+from .autograd import AutogradHooks
 from .averaging import SCALED, Averaging, companions
 from .bucket import matches
 from .choosing import Choice
 from .cluster import Cluster
-from .comm import Group, GroupError, Survival, Survivors, gather_bytes
+from .comm import Group, GroupError, Survival, Survivors, broadcast_tensors, gather_bytes
 from .comm.shuffle import together
 from .engine import Engine
-from .hooks import AutogradHooks, Hook, broadcast_tensors
 from .plan import Plan, What
 from .planner import AveragingPlanner
 from .planner.averaging import schedule_of
 from .planner.rates import measured_cluster
 from .regrouping import Regrouping
 from .stepping import why_not_in_parts
+from .torch_hooks import Hook
 
 logger = logging.getLogger(__name__)
 

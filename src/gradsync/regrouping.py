@@ -21,12 +21,12 @@ from .averaging import Averaging
 from .cluster import Cluster
 from .comm import Group, gather_bytes
 from .engine import Engine
-from .hooks import OptimizerStep, after_optimizer_steps
 from .plan import Plan
 from .planner import AveragingPlanner
 from .planner.averaging import schedule_of
 from .planner.rates import measured_cluster
 from .planner.regroup import LEAST_ROUNDS, Rounds, links_changed, share_removed
+from .torch_hooks import OptimizerStep, after_optimizer_steps
 
 logger = logging.getLogger(__name__)
 

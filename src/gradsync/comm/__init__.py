@@ -14,6 +14,7 @@ from .issue import drive as drive
 from .issue import drive_in_turns as drive_in_turns
 from .local import LocalGroup as LocalGroup
 from .local import run_local as run_local
+from .messages import broadcast_tensors as broadcast_tensors
 from .record import Ledger as Ledger
 from .record import RecordingGroup as RecordingGroup
 from .survivors import Survival as Survival

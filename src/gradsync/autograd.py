@@ -8,95 +8,37 @@ as zero here.
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, Sized
+from collections.abc import Iterator, Mapping, Sequence, Set, Sized
 from contextlib import contextmanager
-from functools import cache
-from types import CodeType, FrameType
-from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.optim import Optimizer
 
-from .bucket import Layout, TensorSpec, matches
-from .comm import Group
+from .bucket import Layout, TensorSpec
+from .comm import broadcast_tensors
 from .engine import Engine
 from .freezing import Freezing
 from .lane import Lane
+from .model_changes import Changes
 from .optim import OneMomentum
 from .plan import Plan
 from .recording import active
-
-T = TypeVar("T")
-
-MOST_LENT_BYTES = 64 << 10  # autograd adding into zeroed memory saves a call; for more, copying passes over less memory
-BROADCAST_BYTES = 25 << 20  # a message of initial parameters: large enough for line rate, small beside the model
-
-REENTRANT = (
-    "gradients became ready inside a nested backward (re-entrant activation checkpointing?), whose end cannot be told "
-    "from the end of the outer one; use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+from .torch_hooks import (
+    REENTRANT,
+    Hook,
+    ModelHook,
+    OptimizerStep,
+    after_optimizer_steps,
+    at_end_of_backward,
+    before_optimizer_steps,
+    is_backward,
+    is_nested_backward,
+    uncompiled,
 )
 
-
-class Additions:
-    """Finds parameters that came to a model after `attach`: each rank would keep its own gradients of them."""
-
-    def __init__(self, model: nn.Module, exclude: Sequence[str]) -> None:
-        self._exclude = exclude
-        self._known = WeakIdKeyDictionary({parameter: True for parameter in model.parameters()})
-        self._remember(model)
-
-    def check(self, model: nn.Module) -> str:
-        """What is wrong, or nothing; costs next to nothing while no module has changed."""
-        if list(map(len, self._tables)) == self._lengths and all(_children(m()) == ids for m, ids in self._parents):
-            return ""
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad and parameter not in self._known and not matches(name, self._exclude):
-                return (
-                    f"the parameter {name!r} came to the model after gradsync was attached, and nobody synchronises "
-                    "it; detach() first, then attach again, or let exclude name it"
-                )
-        self._remember(model)
-        return ""
-
-    def _remember(self, model: nn.Module) -> None:
-        """No module, which would live on, and with it what is attached to it."""
-        modules = list(model.modules())
-        self._tables: list[Sized] = [m._parameters for m in modules]
-        self._tables += [m._modules for m in modules if not m._modules]
-        self._lengths = list(map(len, self._tables))
-        self._parents = [(weakref.ref(m), _children(m)) for m in modules if m._modules]
-
-
-class Changes:
-    """Finds what came to a model, or went from it, after `attach`."""
-
-    def __init__(self, model: nn.Module, parameters: Iterable[nn.Parameter], exclude: Sequence[str]) -> None:
-        self._additions = Additions(model, exclude)
-        ours = {id(p) for p in parameters}
-        self._places = [
-            (module._parameters, key, p)
-            for module in model.modules()
-            for key, p in module._parameters.items()
-            if p is not None and id(p) in ours
-        ]
-
-    def check(self, model: nn.Module) -> str:
-        """What is wrong, or nothing."""
-        if any(parameters.get(key) is not p for parameters, key, p in self._places):
-            return (
-                "a parameter of the model was replaced after gradsync was attached; detach() first, then attach again"
-            )
-        return self._additions.check(model)
-
-
-def _children(module: nn.Module | None) -> list[int]:
-    return [] if module is None else list(map(id, module._modules.values()))
+MOST_LENT_BYTES = 64 << 10  # autograd adding into zeroed memory saves a call; for more, copying passes over less memory
 
 
 class AutogradHooks:
@@ -409,86 +351,6 @@ class AutogradHooks:
             parameter.grad = engine.unload(name, parameter.grad, sparse=sparse)
 
 
-def before_optimizer_steps(
-    owner: T, function: Callable[[T, OptimizerStep], None], optimizer: Optimizer | None = None
-) -> RemovableHandle:
-    """Runs `function(owner, step)` before each step of the optimiser, or of any, while the owner lives."""
-    hook = uncompiled(Hook)(owner, lambda alive, *step: function(alive, OptimizerStep(*step)))
-    return register_optimizer_step_pre_hook(hook) if optimizer is None else optimizer.register_step_pre_hook(hook)
-
-
-def after_optimizer_steps(
-    owner: T, function: Callable[[T, OptimizerStep], None], optimizer: Optimizer | None = None
-) -> RemovableHandle:
-    """As `before_optimizer_steps`, after each step."""
-    hook = uncompiled(Hook)(owner, lambda alive, *step: function(alive, OptimizerStep(*step)))
-    return register_optimizer_step_post_hook(hook) if optimizer is None else optimizer.register_step_post_hook(hook)
-
-
-class OptimizerStep(NamedTuple):
-    """A call of an optimiser's `step`, as its hooks get it."""
-
-    optimizer: Optimizer
-    args: tuple[Any, ...]  # the first one is the optimiser
-    kwargs: Mapping[str, Any]
-
-    @property
-    def has_closure(self) -> bool:
-        """Whether it computes its gradients itself."""
-        return self.kwargs.get("closure", self.args[1] if len(self.args) > 1 else None) is not None
-
-    @property
-    def is_watched(self) -> bool:
-        """Whether hooks of others are to see what it steps."""
-        hooks = (self.optimizer._optimizer_step_pre_hooks, self.optimizer._optimizer_step_post_hooks)
-        return any(not isinstance(hook, Hook) for each in hooks for hook in each.values())
-
-    @property
-    def is_inner(self) -> bool:
-        """Whether it is part of another step of this optimiser, whose class calls the step of the class above."""
-        within = (f for f in _frames() if f.f_code is _step_code() and f.f_locals.get("self") is self.optimizer)
-        return sum(1 for _ in within) > 1
-
-    @property
-    def is_scaled(self) -> bool:
-        """Whether a GradScaler called it, which leaves steps out as it sees fit."""
-        by = (f.f_locals["self"] for f in _frames() if f.f_code is torch.amp.GradScaler.step.__code__)
-        return any(scaler.is_enabled() for scaler in by)
-
-
-def broadcast_tensors(group: Group, tensors: list[Tensor], timeout_s: float) -> None:
-    """Overwrites the tensors with member 0's, in few messages; same shapes everywhere."""
-    if group.size == 1:
-        return
-    piece: list[Tensor] = []
-    filled_bytes = 0
-    for tensor in tensors:
-        piece.append(tensor)
-        filled_bytes += tensor.numel() * tensor.element_size()
-        if filled_bytes >= BROADCAST_BYTES:
-            _broadcast_piece(group, piece, timeout_s)
-            piece, filled_bytes = [], 0
-    if piece:
-        _broadcast_piece(group, piece, timeout_s)
-
-
-def _broadcast_piece(group: Group, tensors: list[Tensor], timeout_s: float) -> None:
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    with torch.no_grad():
-        # Bytes, so that all element types share the message: wide ones first, as each must start at a multiple of its
-        # size.
-        kinds = sorted(by_dtype.items(), key=lambda kind: -kind[0].itemsize)
-        message = torch.cat([_flatten_dense_tensors(alike).view(torch.uint8) for _, alike in kinds])
-        group.broadcast(message).wait(timeout_s)
-        if group.rank == 0:
-            return
-        lengths = [dtype.itemsize * sum(tensor.numel() for tensor in alike) for dtype, alike in kinds]
-        for (dtype, alike), part in zip(kinds, message.split(lengths), strict=True):
-            torch._foreach_copy_(alike, _unflatten_dense_tensors(part.view(dtype), alike))
-
-
 class _ToldTogether:
     """Gradients of one bucket that live in it already: the engine is told of them when no other is missing."""
 
@@ -506,25 +368,6 @@ class _ToldTogether:
         return len(self.ready) == len(self.waiting)
 
 
-class Hook:
-    """A hook that knows its owner weakly, does nothing in copies of the model, and never enters a pickle."""
-
-    def __init__(self, owner: object, function: Callable[..., Any]) -> None:
-        self._owner: weakref.ref[Any] = weakref.ref(owner)
-        self._function = function
-
-    def __call__(self, *args: Any) -> None:
-        owner = self._owner()
-        if owner is not None:
-            self._function(owner, *args)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return _nothing
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _get_nothing, ()
-
-
 class _GradientHook(Hook):
     """The hook of one parameter; runs for every gradient, so nothing lies between it and its owner."""
 
@@ -538,82 +381,6 @@ class _GradientHook(Hook):
             owner._on_gradient(self._name, parameter)
 
 
-class ModelHook(Hook):
-    """A forward hook of the attached model itself."""
-
-    def __call__(self, model: nn.Module, *args: Any) -> None:
-        owner = self._owner()
-        if owner is not None and owner._model() is model:
-            self._function(owner, model, *args[1:])
-
-
-@cache
-def _step_code() -> CodeType:
-    """Of what calls the hooks around a step, whatever the optimiser."""
-    return Optimizer.profile_hook_step(lambda optimizer: None).__code__
-
-
-def _frames() -> Iterator[FrameType]:
-    """From here outwards."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-@cache
-def uncompiled(hook: type[Hook]) -> type[Hook]:
-    """The kind of hook as `torch.compile` does not look into it; made late, because it imports the compiler."""
-    return type(f"{hook.__name__}Uncompiled", (hook,), {"__call__": torch.compiler.disable(hook.__call__)})
-
-
 def _is_part(tensor: Tensor) -> bool:
     """Whether it keeps more memory than its own."""
     return tensor.untyped_storage().nbytes() > tensor.nbytes
-
-
-def _nothing(*args: Any) -> None:
-    """The hook in a copy of an attached model."""
-
-
-def _get_nothing() -> Callable[..., None]:
-    return _nothing
-
-
-class _EndOfBackward:
-    """Calls `finish` when backward ends. Autograd drops it uncalled when backward raises: then the step is given up."""
-
-    def __init__(self, finish: Callable[[], None], engine: Engine) -> None:
-        self._finish = finish
-        self._engine: Engine | None = engine
-
-    def __call__(self) -> None:
-        self._engine = None
-        self._finish()
-
-    def __del__(self) -> None:
-        if self._engine is not None:
-            self._engine.abandon("backward ended with an error on this rank")
-
-
-def at_end_of_backward(finish: Callable[[], None], engine: Engine) -> None:
-    """Inside backward: runs `finish` at its end; if it ends with an error, abandons the engine's step."""
-    # Private, but the only way to run code when backward ends; FSDP2 uses it too.
-    torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(finish, engine))
-
-
-def is_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
-def is_nested_backward() -> bool:
-    """Whether this thread is inside a backward that was started by a backward."""
-    from torch.utils.checkpoint import CheckpointFunction
-
-    run, checkpoint = torch.autograd.graph._engine_run_backward.__code__, CheckpointFunction.backward.__code__
-    depth = 0
-    for frame in _frames():
-        if frame.f_code is checkpoint:
-            return True
-        depth += frame.f_code is run
-    return depth > 1

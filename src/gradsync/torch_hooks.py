@@ -1,0 +1,165 @@
+"""Hooks on models, optimisers and the end of backward: they know their owner weakly, and stay out of copies."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from types import CodeType, FrameType
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from .engine import Engine
+
+T = TypeVar("T")
+REENTRANT = (
+    "gradients became ready inside a nested backward (re-entrant activation checkpointing?), whose end cannot be told "
+    "from the end of the outer one; use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+)
+
+
+def before_optimizer_steps(
+    owner: T, function: Callable[[T, OptimizerStep], None], optimizer: Optimizer | None = None
+) -> RemovableHandle:
+    """Runs `function(owner, step)` before each step of the optimiser, or of any, while the owner lives."""
+    hook = uncompiled(Hook)(owner, lambda alive, *step: function(alive, OptimizerStep(*step)))
+    return register_optimizer_step_pre_hook(hook) if optimizer is None else optimizer.register_step_pre_hook(hook)
+
+
+def after_optimizer_steps(
+    owner: T, function: Callable[[T, OptimizerStep], None], optimizer: Optimizer | None = None
+) -> RemovableHandle:
+    """As `before_optimizer_steps`, after each step."""
+    hook = uncompiled(Hook)(owner, lambda alive, *step: function(alive, OptimizerStep(*step)))
+    return register_optimizer_step_post_hook(hook) if optimizer is None else optimizer.register_step_post_hook(hook)
+
+
+class OptimizerStep(NamedTuple):
+    """A call of an optimiser's `step`, as its hooks get it."""
+
+    optimizer: Optimizer
+    args: tuple[Any, ...]  # the first one is the optimiser
+    kwargs: Mapping[str, Any]
+
+    @property
+    def has_closure(self) -> bool:
+        """Whether it computes its gradients itself."""
+        return self.kwargs.get("closure", self.args[1] if len(self.args) > 1 else None) is not None
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether hooks of others are to see what it steps."""
+        hooks = (self.optimizer._optimizer_step_pre_hooks, self.optimizer._optimizer_step_post_hooks)
+        return any(not isinstance(hook, Hook) for each in hooks for hook in each.values())
+
+    @property
+    def is_inner(self) -> bool:
+        """Whether it is part of another step of this optimiser, whose class calls the step of the class above."""
+        within = (f for f in _frames() if f.f_code is _step_code() and f.f_locals.get("self") is self.optimizer)
+        return sum(1 for _ in within) > 1
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether a GradScaler called it, which leaves steps out as it sees fit."""
+        by = (f.f_locals["self"] for f in _frames() if f.f_code is torch.amp.GradScaler.step.__code__)
+        return any(scaler.is_enabled() for scaler in by)
+
+
+class Hook:
+    """A hook that knows its owner weakly, does nothing in copies of the model, and never enters a pickle."""
+
+    def __init__(self, owner: object, function: Callable[..., Any]) -> None:
+        self._owner: weakref.ref[Any] = weakref.ref(owner)
+        self._function = function
+
+    def __call__(self, *args: Any) -> None:
+        owner = self._owner()
+        if owner is not None:
+            self._function(owner, *args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _nothing
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _get_nothing, ()
+
+
+class ModelHook(Hook):
+    """A forward hook of the attached model itself."""
+
+    def __call__(self, model: nn.Module, *args: Any) -> None:
+        owner = self._owner()
+        if owner is not None and owner._model() is model:
+            self._function(owner, model, *args[1:])
+
+
+@cache
+def _step_code() -> CodeType:
+    """Of what calls the hooks around a step, whatever the optimiser."""
+    return Optimizer.profile_hook_step(lambda optimizer: None).__code__
+
+
+def _frames() -> Iterator[FrameType]:
+    """From here outwards."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+@cache
+def uncompiled(hook: type[Hook]) -> type[Hook]:
+    """The kind of hook as `torch.compile` does not look into it; made late, because it imports the compiler."""
+    return type(f"{hook.__name__}Uncompiled", (hook,), {"__call__": torch.compiler.disable(hook.__call__)})
+
+
+def _nothing(*args: Any) -> None:
+    """The hook in a copy of an attached model."""
+
+
+def _get_nothing() -> Callable[..., None]:
+    return _nothing
+
+
+class _EndOfBackward:
+    """Calls `finish` when backward ends. Autograd drops it uncalled when backward raises: then the step is given up."""
+
+    def __init__(self, finish: Callable[[], None], engine: Engine) -> None:
+        self._finish = finish
+        self._engine: Engine | None = engine
+
+    def __call__(self) -> None:
+        self._engine = None
+        self._finish()
+
+    def __del__(self) -> None:
+        if self._engine is not None:
+            self._engine.abandon("backward ended with an error on this rank")
+
+
+def at_end_of_backward(finish: Callable[[], None], engine: Engine) -> None:
+    """Inside backward: runs `finish` at its end; if it ends with an error, abandons the engine's step."""
+    # Private, but the only way to run code when backward ends; FSDP2 uses it too.
+    torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(finish, engine))
+
+
+def is_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def is_nested_backward() -> bool:
+    """Whether this thread is inside a backward that was started by a backward."""
+    from torch.utils.checkpoint import CheckpointFunction
+
+    run, checkpoint = torch.autograd.graph._engine_run_backward.__code__, CheckpointFunction.backward.__code__
+    depth = 0
+    for frame in _frames():
+        if frame.f_code is checkpoint:
+            return True
+        depth += frame.f_code is run
+    return depth > 1
