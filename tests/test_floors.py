@@ -18,7 +18,7 @@ FLOORS: list[set[str]] = [
     {"comm"},
     {"bucket", "forecast", "sparse"},
     {"arrivals", "density", "gradients", "positions"},
-    {"compressors"},
+    {"compressors", "gradient_views"},
     {"schemes", "observation", "footprint", "state", "lars", "model_changes"},
     {"document"},
     {"plan", "lane", "recording", "sparsity", "profile"},

@@ -16,7 +16,7 @@ def flat_gradients(
 ) -> FlatGradients:
     parts = [Segment(*s) for s in segments or [(name, 0, p.numel()) for name, p in parameters.items()]]
     specs = tuple(TensorSpec.of(parameters[part.name]) for part in parts)
-    gradients = gradients_of(Bucket("0", tuple(parts), specs, Layout.FLAT, flags_ride), parameters)
+    gradients = gradients_of(Bucket("0", tuple(parts), specs, Layout.FLAT, flags_ride), parameters, CPU)
     assert isinstance(gradients, FlatGradients)
     return gradients
 
@@ -24,7 +24,7 @@ def flat_gradients(
 def row_gradients(parameters: dict[str, Tensor]) -> RowGradients:
     segments = tuple(Segment(name, 0, p.numel()) for name, p in parameters.items())
     specs = tuple(TensorSpec.of(p) for p in parameters.values())
-    gradients = gradients_of(Bucket("0", segments, specs, Layout.ROWS), parameters)
+    gradients = gradients_of(Bucket("0", segments, specs, Layout.ROWS), parameters, CPU)
     assert isinstance(gradients, RowGradients)
     return gradients
 
@@ -35,6 +35,7 @@ def rows_of(indices: list[int], value: float, shape: tuple[int, ...]) -> Tensor:
     return torch.sparse_coo_tensor(torch.tensor([indices]), values, shape, check_invariants=True)
 
 
+CPU = torch.device("cpu")
 WEIGHT, BIAS = torch.arange(6.0).reshape(2, 3), torch.tensor([7.0, 8.0])
 
 
@@ -50,17 +51,17 @@ def test_loaded_gradients_lie_one_after_the_other_and_come_out_as_they_went_in()
     assert torch.equal(gradients.unload("b", None, sparse=False, shape=BIAS.shape), 2 * BIAS)
 
 
-def test_a_gradient_that_lives_in_its_home_is_not_copied() -> None:
+def test_a_gradient_that_lives_in_its_view_is_not_copied() -> None:
     gradients = flat_gradients({"w": WEIGHT, "b": BIAS})
-    home = gradients.home("w")
-    assert home is not None
-    home.copy_(WEIGHT)
-    gradients.load("w", home)
+    view = gradients.view("w")
+    assert view is not None
+    view.copy_(WEIGHT)
+    gradients.load("w", view)
     flat = gradients.take(check_finite=False)
-    assert flat.data_ptr() == home.data_ptr()
+    assert flat.data_ptr() == view.data_ptr()
     gradients.accept(flat.mul_(3))
-    assert gradients.unload("w", None, sparse=False, shape=WEIGHT.shape) is home
-    assert torch.equal(home, 3 * WEIGHT)
+    assert gradients.unload("w", None, sparse=False, shape=WEIGHT.shape) is view
+    assert torch.equal(view, 3 * WEIGHT)
 
 
 @pytest.mark.parametrize(
@@ -75,16 +76,16 @@ def test_a_gradient_that_lives_in_its_home_is_not_copied() -> None:
     ],
     ids=["channels last", "channels last 3d", "transposed", "plain", "scalar", "empty"],
 )
-def test_homes_have_the_parameters_strides_as_autograd_gives_them(parameter: Tensor) -> None:
+def test_views_have_the_parameters_strides_as_autograd_gives_them(parameter: Tensor) -> None:
     gradients = flat_gradients({"before": BIAS, "p": parameter})
-    home = gradients.home("p")
-    assert home is not None
-    assert (home.shape, home.stride(), home.dtype) == (parameter.shape, parameter.stride(), parameter.dtype)
+    view = gradients.view("p")
+    assert view is not None
+    assert (view.shape, view.stride(), view.dtype) == (parameter.shape, parameter.stride(), parameter.dtype)
     gradients.load("before", BIAS)
     gradients.load("p", parameter.clone(memory_format=torch.contiguous_format))
-    assert torch.equal(home, parameter)
+    assert torch.equal(view, parameter)
     flat = gradients.take(check_finite=False)
-    assert flat[: BIAS.numel()].tolist() == BIAS.tolist(), "a home stays inside its own part"
+    assert flat[: BIAS.numel()].tolist() == BIAS.tolist(), "a view stays inside its own part"
     assert torch.equal(flat[BIAS.numel() : -7].sort().values, parameter.flatten().sort().values)
 
 
@@ -93,8 +94,8 @@ def test_in_order_elements_lie_by_their_index_and_gradients_come_back_in_the_par
     parameter = torch.randn(1, 2, 3, 4).to(memory_format=torch.channels_last)
     segments = tuple(Segment(*each) for each in cut)
     bucket = Bucket("0", segments, (TensorSpec.of(parameter),) * len(segments), Layout.FLAT)
-    gradients = gradients_of(bucket, {"p": parameter}, in_order=True)
-    assert gradients.home("p") is None
+    gradients = gradients_of(bucket, {"p": parameter}, CPU, in_order=True)
+    assert gradients.view("p") is None
     gradients.begin()
     gradients.load("p", parameter)
     flat = gradients.take(check_finite=False)
@@ -109,14 +110,14 @@ def test_in_order_elements_lie_by_their_index_and_gradients_come_back_in_the_par
 
 def test_in_order_contiguous_gradients_live_in_the_bucket_nevertheless() -> None:
     bucket = Bucket("0", (Segment("w", 0, 6),), (TensorSpec.of(WEIGHT),), Layout.FLAT)
-    assert gradients_of(bucket, {"w": WEIGHT}, in_order=True).home("w") is not None
+    assert gradients_of(bucket, {"w": WEIGHT}, CPU, in_order=True).view("w") is not None
 
 
-def test_an_expanded_parameter_has_a_home_without_shared_elements() -> None:
+def test_an_expanded_parameter_has_a_view_without_shared_elements() -> None:
     parameter = torch.randn(3, 1).expand(3, 4)
-    home = flat_gradients({"p": parameter}).home("p")
-    assert home is not None
-    assert home.is_contiguous()
+    view = flat_gradients({"p": parameter}).view("p")
+    assert view is not None
+    assert view.is_contiguous()
 
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous out", "channels last out"])
@@ -126,9 +127,9 @@ def test_a_parameter_cut_across_buckets_is_put_together_again(reuse: bool, chann
     whole = {"p": parameter, "b": BIAS}
     first = flat_gradients(whole, [("p", 0, 5), ("p", 20, 24)])
     second = flat_gradients(whole, [("b", 0, 2), ("p", 5, 20)])
-    assert first.home("p") is None
-    assert second.home("p") is None
-    assert second.home("b") is not None
+    assert first.view("p") is None
+    assert second.view("p") is None
+    assert second.view("b") is not None
     for gradients in (first, second):
         gradients.begin()
         gradients.load("p", parameter)
@@ -211,7 +212,6 @@ TABLES = {"t": torch.zeros(6, 2), "u": torch.zeros(4, 3)}
 
 def test_tables_are_taken_as_they_came_and_delivered_in_the_layout_asked_for() -> None:
     gradients = row_gradients(TABLES)
-    assert gradients.home("t") is None
     gradients.begin()
     brought = rows_of([5, 1, 5], 2.0, (6, 2))
     gradients.load("t", brought)

@@ -1,9 +1,9 @@
 """Our own autograd front-end: `loss.backward()` returns with synchronised gradients.
 
-Every parameter's gradient-accumulation hook tells the engine that the gradient is ready; a callback that autograd runs
-at the end of backward waits for the rest and puts the results into `param.grad`. Semantics are DDP's with
-`find_unused_parameters=True`: a gradient that no rank produced is left as it is, one that only this rank lacks counts
-as zero here.
+A hook on every parameter's accumulation node, which runs behind all hooks that users put on the parameter, tells the
+engine that the gradient is ready; a callback that autograd runs at the end of backward waits for the rest and puts the
+results into `param.grad`. Semantics are DDP's with `find_unused_parameters=True`: a gradient that no rank produced is
+left as it is, one that only this rank lacks counts as zero here.
 """
 
 from __future__ import annotations
@@ -15,20 +15,23 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from .bucket import Layout, TensorSpec
 from .comm import broadcast_tensors
 from .engine import Engine
 from .freezing import Freezing
-from .lane import Lane
+from .gradient_views import GradientViews, is_part
 from .model_changes import Changes
 from .optim import OneMomentum
 from .plan import Plan
 from .recording import active
 from .torch_hooks import (
     REENTRANT,
+    AccumulationHook,
     Hook,
     ModelHook,
+    OptimizerRounds,
     OptimizerStep,
     after_optimizer_steps,
     at_end_of_backward,
@@ -37,8 +40,6 @@ from .torch_hooks import (
     is_nested_backward,
     uncompiled,
 )
-
-MOST_LENT_BYTES = 64 << 10  # autograd adding into zeroed memory saves a call; for more, copying passes over less memory
 
 
 class AutogradHooks:
@@ -66,29 +67,25 @@ class AutogradHooks:
         self._armed: bool | None = None  # the last forward's wish to synchronise; None once it was fulfilled
         self._synchronizations = 0  # since attach
         self._used: dict[int, int] = {}  # optimiser -> that when it stepped last
-        self._rounds = 0  # of backward and optimiser step since attach; ranks that count differently must not average
-        self._round_counted = True  # a round is a synchronization and a step after it
+        self._rounds = OptimizerRounds()  # since attach; ranks that count differently must not average
         self._momentum = OneMomentum(self._parameters)
         self._freezing = Freezing(self._parameters, lambda: engine.arrivals)
         self._versions: dict[str, int] | None = None  # of the gradients, when they must not be changed before the step
-        self._lendable: set[str] = set()  # whose gradients autograd makes dense, and small: it may add into their homes
         self._task = -1  # autograd's number of the backward under way
-        self._lent: set[str] = set()  # parameters whose grad was None before the step
-        self._stale: dict[str, Tensor] = {}  # gradients in their homes that must survive if nobody renews them
         self._accumulated: set[str] = set()  # parameters that local backwards used since the last synchronised one
-        self._settled: set[str] = set()  # parameters whose grad is their home already
+        self._arrived: set[str] = set()  # parameters whose gradient this backward brought
         self._plan: Plan | None = None  # the plan by which gradients live where they do
-        self._homes: dict[str, Tensor] = {}
-        # Parameters in buckets of tables: a dense gradient stays where autograd made it.
-        self._staying: set[str] = set()
-        self._tenants: list[tuple[Lane, list[tuple[str, nn.Parameter, Tensor]], _ToldTogether]] = []
-        self._told_together: dict[str, _ToldTogether] = {}  # of gradients that need nothing but to be told of
-        self._beside: dict[str, list[_ToldTogether]] = {}  # of each parameter's buckets
+        self._views = GradientViews()
+        self._tables: set[str] = set()  # parameters in buckets of tables: a dense gradient stays where autograd made it
+        self._groups: list[_ReadyGroup] = []  # a bucket's gradients each
+        self._groups_of: dict[str, list[_ReadyGroup]] = {}  # by parameter: those of its buckets
+        self._ready_group: dict[str, _ReadyGroup] = {}  # of gradients that need nothing but to be told of
         self._due: Sized = ()  # work of schemes that waits for the next gradient to be told of
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(_GradientHook(self, name))
+        self._accumulations = [
+            AccumulationHook(parameter, _GradientHook(self, name, parameter))
             for name, parameter in self._parameters.items()
         ]
+        self._handles: list[RemovableHandle] = []
         model_hook = uncompiled(ModelHook)
         self._handles.append(model.register_forward_pre_hook(model_hook(self, AutogradHooks._before_forward)))
         self._handles.append(before_optimizer_steps(self, AutogradHooks._before_optimizer_step, optimizer))
@@ -98,9 +95,13 @@ class AutogradHooks:
         """Takes the hooks off; gradients stay where they are."""
         for handle in self._handles:
             handle.remove()
+        for accumulation in self._accumulations:
+            accumulation.remove()
         self._handles.clear()
+        self._accumulations.clear()
         self._freezing.give_up()
-        self._homes, self._tenants, self._due = {}, [], ()  # what `attach` returned may live on, their memory need not
+        # The attachment may live on, the buckets' memory need not.
+        self._views, self._groups, self._groups_of, self._due = GradientViews(), [], {}, ()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -128,6 +129,7 @@ class AutogradHooks:
         if why := self._changes.check(model):
             self._engine.fail(why)
             raise RuntimeError(why)
+        self._follow_moved_parameters()
         if (witness := active()) is not None:
             witness.forward_began(self._engine)
         self._armed = self._sync
@@ -161,53 +163,60 @@ class AutogradHooks:
         timeout_s, tensors = self._engine.timeout_s, list(buffers.values())
         self._engine.call("broadcast of buffers", lambda group: broadcast_tensors(group, tensors, timeout_s))
 
-    def _on_gradient(self, name: str, parameter: nn.Parameter) -> None:
+    def _follow_moved_parameters(self) -> None:
+        """Puts hooks on new accumulation nodes: torch makes one where a parameter's element type or device changed."""
+        for accumulation in self._accumulations:
+            accumulation.follow()
+
+    def _on_gradient(self, name: str, parameter: nn.Parameter, produced: Tensor) -> None:
         # Between kernels of backward the caches hold nothing of ours: what is done here for every gradient costs five
         # times what it does in a loop. So little is.
         if torch._C._current_graph_task_id() == self._task:
-            together = self._told_together.get(name)
-            if together is not None and not self._due:
-                together.ready.append(name)
-                if together.complete:
-                    self._tell(together)
+            group = self._ready_group.get(name)
+            if group is not None and not self._due:
+                group.ready.append(name)
+                if group.complete:
+                    self._tell(group)
                 return
             if self._engine.in_step:
-                self._take(name, parameter)
-                for together in self._beside[name]:
-                    if together.complete:
-                        self._tell(together)
+                self._take(name, parameter, produced)
+                for group in self._groups_of[name]:
+                    if group.complete:
+                        self._tell(group)
                 return
         if not self._syncing:
             self._accumulated.add(name)
             return
         self._begin_in_backward()
-        self._on_gradient(name, parameter)
+        self._on_gradient(name, parameter, produced)
 
-    def _tell(self, together: _ToldTogether) -> None:
-        ready, together.ready = together.ready, []
+    def _tell(self, group: _ReadyGroup) -> None:
+        ready, group.ready = group.ready, []
         for name in ready:
             self._take(name, self._parameters[name])
 
-    def _take(self, name: str, parameter: nn.Parameter) -> None:
+    def _take(self, name: str, parameter: nn.Parameter, produced: Tensor | None = None) -> None:
+        """Hands the engine a gradient that backward brought; `produced`: what autograd accumulated just now."""
         gradient = parameter.grad
         if gradient is None:
             raise RuntimeError(
                 f"the gradient of {name!r} was taken away by another hook before it was exchanged (an optimiser step "
                 "inside backward?); let the optimiser step when backward has ended"
             )
-        if name in self._staying and gradient.layout is torch.strided and _is_part(gradient):
+        self._arrived.add(name)
+        view = self._views.get(name)
+        if view is not None and view.holds(gradient):
+            self._engine.load(name, view.tensor)
+            return
+        is_dense = gradient.layout is torch.strided
+        if name in self._tables and is_dense and is_part(gradient):
             parameter.grad = gradient = gradient.detach().clone()  # of an earlier plan's bucket, which can go now
-        # create_graph=True: the values are averaged, their graph is not (as with DDP)
         self._engine.load(name, gradient.detach() if gradient.requires_grad else gradient)
-        home = self._homes.get(name)
-        if gradient is not home and gradient.layout is torch.strided and name not in self._staying:
-            if gradient.nbytes <= MOST_LENT_BYTES:
-                self._lendable.add(name)
-            # Of a parameter that the plan cut it stays, to be overwritten, if it is what autograd made and no more.
-            if home is not None or gradient.requires_grad or _is_part(gradient):
-                parameter.grad = gradient = home
-        if gradient is home and home is not None:
-            self._settled.add(name)
+        if view is not None and is_dense:
+            del gradient
+            self._views.settle(view, produced)
+        elif is_dense and name not in self._tables and gradient.requires_grad:
+            parameter.grad = None  # cut by the plan: the averaged values come without a graph
 
     def _before_optimizer_step(self, step: OptimizerStep) -> None:
         """The other ranks may wait for a rank whose backward reached no parameter."""
@@ -230,9 +239,9 @@ class AutogradHooks:
             self._engine.fail(str(error))  # settings may differ by rank: the others would wait for this one
             raise
         self._used[id(optimizer)] = self._synchronizations
-        if not self._round_counted:  # several optimisers may step, and a sharded one in an outer and an inner step
-            self._rounds += 1
-            self._round_counted = True
+        self._rounds.stepped(step)
+        self._engine.stepped_alone |= self._rounds.alone
+        self._follow_moved_parameters()
 
     def _after_optimizer_step(self, step: OptimizerStep) -> None:
         self._freezing.after(step.optimizer)
@@ -264,28 +273,18 @@ class AutogradHooks:
     def _begin(self, *, late: bool = False) -> None:
         engine = self._engine
         if engine.replanning:
-            self._homes, self._tenants = {}, []
-        engine.begin(late=late, rounds=self._rounds)
+            self._views.move_out()
+        engine.begin(late=late, rounds=self._rounds.number)
         if self._plan is not engine.plan:
             self._move_in()
-        self._lent.clear()
-        self._stale.clear()
-        self._settled.clear()
-        self._told_together.clear()
+        self._arrived.clear()
+        self._ready_group.clear()
         self._due = engine.due
         one_by_one = engine.one_by_one
-        for lane, tenants, together in self._tenants:
-            together.begin(lane.waiting)
-            lend = [t for t in tenants if t[0] in self._lendable and t[1].grad is None and t[1].requires_grad]
-            if len(lend) == len(tenants) == len(lane.bucket.segments):
-                lane.gradients.clear()
-            elif lend:
-                torch._foreach_zero_([home for _, _, home in lend])
-            for name, parameter, home in lend:
-                parameter.grad = home
-                self._lent.add(name)
+        for group, lane, lent in zip(self._groups, engine.lanes, self._views.begin(), strict=True):
+            group.begin(lane.waiting)
             if not one_by_one:
-                self._told_together |= dict.fromkeys((name for name, _, _ in lend), together)
+                self._ready_group |= dict.fromkeys(lent, group)
         for name, parameter in self._parameters.items():
             if not parameter.requires_grad:  # frozen since attach: nothing will come
                 self._load_leftover(name)
@@ -294,27 +293,26 @@ class AutogradHooks:
         """Under a new plan: which gradients live in which bucket's memory."""
         engine = self._engine
         self._plan = engine.plan
-        self._homes = {}
-        self._staying = set()
-        self._tenants = []
-        self._beside = {name: [] for name in self._parameters}
+        self._views.move_in((lane.gradients for lane in engine.lanes), self._parameters)
+        self._groups, self._groups_of = [], {name: [] for name in self._parameters}
+        self._tables = set()
         for lane in engine.lanes:
-            homes = ((name, self._parameters[name], lane.gradients.home(name)) for name in lane.bucket.names)
-            tenants = [(name, parameter, home) for name, parameter, home in homes if home is not None]
-            self._homes |= {name: home for name, _, home in tenants}
             if lane.bucket.layout is Layout.ROWS:
-                self._staying.update(lane.bucket.names)
-            together = _ToldTogether()
+                self._tables.update(lane.bucket.names)
+            group = _ReadyGroup()
+            self._groups.append(group)
             for name in dict.fromkeys(lane.bucket.names):
-                self._beside[name].append(together)
-            self._tenants.append((lane, tenants, together))
+                self._groups_of[name].append(group)
 
     def _load_leftover(self, name: str) -> None:
         """This backward brings the parameter no gradient; what local ones accumulated counts nevertheless."""
         gradient = self._parameters[name].grad
         used = gradient is not None and name in self._accumulated
-        if not used and gradient is not None and gradient is self._homes.get(name) and name not in self._lent:
-            self._stale[name] = gradient.clone()
+        if not used:
+            self._views.keep_values(name)
+        view = self._views.get(name)
+        if view is not None and gradient is not None and view.holds(gradient):
+            gradient = view.tensor
         self._engine.load(name, gradient, used=used)
 
     @torch.no_grad()
@@ -322,37 +320,38 @@ class AutogradHooks:
         engine = self._engine
         self._armed = None
         self._synchronizations += 1
-        self._round_counted = False
+        self._rounds.synchronized()
         if engine.missing():
-            for _, _, together in self._tenants:
-                self._tell(together)
+            for group in self._groups:
+                self._tell(group)
             for name in engine.missing():
                 self._load_leftover(name)
         engine.finish()
         self._accumulated.clear()
-        if len(self._settled) < len(self._parameters):
-            for name, parameter in self._parameters.items():
-                if name not in self._settled:
-                    self._deliver(name, parameter)
+        for name, parameter in self._parameters.items():
+            view = self._views.get(name)
+            if view is None or name not in self._arrived or not view.is_lived_in():
+                self._deliver(name, parameter)
+        self._views.end()
         if engine.late:
             self._versions = {n: p.grad._version for n, p in self._parameters.items() if p.grad is not None}
 
     def _deliver(self, name: str, parameter: nn.Parameter) -> None:
+        """Puts the synchronised gradient where the parameter's is; what no rank used stays as it was."""
         engine = self._engine
-        home = self._homes.get(name)
         if not engine.used(name):
-            if name in self._lent:
-                parameter.grad = None
-            elif name in self._stale and home is not None:
-                home.copy_(self._stale[name])
+            self._views.restore(name)
             return
         sparse = engine.layout_is_sparse(name)
-        if parameter.grad is None or sparse or parameter.grad is not home:
+        view = self._views.get(name)
+        if view is not None and not sparse:
+            self._views.deliver(view)
+        else:
             parameter.grad = engine.unload(name, parameter.grad, sparse=sparse)
 
 
-class _ToldTogether:
-    """Gradients of one bucket that live in it already: the engine is told of them when no other is missing."""
+class _ReadyGroup:
+    """The gradients of one bucket that live in it already: the engine is told of them when no other is missing."""
 
     __slots__ = ("ready", "waiting")
 
@@ -369,18 +368,14 @@ class _ToldTogether:
 
 
 class _GradientHook(Hook):
-    """The hook of one parameter; runs for every gradient, so nothing lies between it and its owner."""
+    """The hook of one parameter's accumulation; runs for every gradient, so nothing lies between it and its owner."""
 
-    def __init__(self, owner: AutogradHooks, name: str) -> None:
+    def __init__(self, owner: AutogradHooks, name: str, parameter: nn.Parameter) -> None:
         super().__init__(owner, AutogradHooks._on_gradient)
-        self._name = name
+        self._name, self._parameter = name, weakref.ref(parameter)
 
-    def __call__(self, parameter: nn.Parameter) -> None:
-        owner = self._owner()
-        if owner is not None:
-            owner._on_gradient(self._name, parameter)
-
-
-def _is_part(tensor: Tensor) -> bool:
-    """Whether it keeps more memory than its own."""
-    return tensor.untyped_storage().nbytes() > tensor.nbytes
+    def __call__(self, _: object, produced: tuple[Tensor | None, ...]) -> None:
+        gradient = produced[0]
+        owner, parameter = self._owner(), self._parameter()
+        if gradient is not None and owner is not None and parameter is not None:  # None: an undefined gradient
+            owner._on_gradient(self._name, parameter, gradient)

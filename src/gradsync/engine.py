@@ -54,11 +54,14 @@ class Engine:
     ) -> None:
         self.parameters = dict(parameters)
         self.specs = {name: TensorSpec.of(p) for name, p in self.parameters.items()}
+        # The ranks agreed on these shapes and strides: a memory format that changes later changes no message.
+        self._templates = {name: torch.empty_like(p, device="meta") for name, p in self.parameters.items()}
         self.group = group
         self.timeout_s = timeout_s
         self.step = 0
         self.loss_scale: Callable[[], float] | None = None  # what gradients are multiplied by, where that may change
         self._scale: float | None = None  # in whose units state is
+        self.stepped_alone = False  # an optimiser stepped that no synchronised backward preceded; set by front-ends
         self.late = False  # some rank took part in the last step at its optimiser's step only
         self.device = next(iter(self.parameters.values())).device if self.parameters else torch.device("cpu")
         self._observer = Observer(self.specs, sparse_names)
@@ -558,7 +561,7 @@ class Engine:
     def _lanes_of(self, plan: Plan) -> Lanes:
         """Its buckets at run time; on all ranks at once, as schemes may make groups."""
         lanes = Lanes(
-            Lane.make(bucket.bucket(self.specs), bucket.make_scheme(), self.parameters, self.group)
+            Lane.make(bucket.bucket(self.specs), bucket.make_scheme(), self._templates, self.device, self.group)
             for bucket in plan.buckets
         )
         if self._other_core is None and lanes.offload:

@@ -1,7 +1,7 @@
 """The memory of a bucket: gradients in, the synchronised ones out. Two kinds, one interface.
 
 `FlatGradients` keeps dense gradients in one tensor, so that a parameter's gradient can *live* there as a view and
-nothing is copied. `RowGradients` holds sparse ones. Neither touches `param.grad`: that is the front-end's business.
+nothing is copied. `RowGradients` holds sparse ones. Neither touches `param.grad`: `gradient_views.py` does.
 """
 
 from __future__ import annotations
@@ -23,35 +23,52 @@ class FlatGradients:
     and of a parameter that the plan cut, in the order of their indices.
     """
 
-    def __init__(self, bucket: Bucket, parameters: Mapping[str, Tensor], *, in_order: bool = False) -> None:
+    def __init__(
+        self, bucket: Bucket, templates: Mapping[str, Tensor], device: torch.device, *, in_order: bool = False
+    ) -> None:
         self.bucket = bucket
-        device = parameters[bucket.segments[0].name].device
-        self.flat = torch.zeros(bucket.numel + bucket.num_flags, dtype=bucket.dtype, device=device)
+        self._device = device
+        self._loaded: set[str] = set()
+        # The strides that optimisers expect of a gradient: the parameter's own.
+        self._shapes = {name: templates[name].shape for name in bucket.names}
+        self._strides = {name: torch.empty_like(templates[name], device="meta").stride() for name in bucket.names}
+        whole = {s.name for s in bucket.segments if s.numel == templates[s.name].numel()}
+        self._with_view = {name for name in whole if not in_order or templates[name].is_contiguous()}
+        self._allocate()
+
+    def _allocate(self) -> None:
+        bucket = self.bucket
+        self.flat = torch.zeros(bucket.numel + bucket.num_flags, dtype=bucket.dtype, device=self._device)
         self.flags = self.flat[bucket.numel :]
         self._parts: dict[str, list[tuple[Segment, Tensor]]] = {}
-        self._homes: dict[str, Tensor] = {}
-        self._strides: dict[str, tuple[int, ...]] = {}
-        self._loaded: set[str] = set()
+        self._views: dict[str, Tensor] = {}
         offset = 0
         for segment in bucket.segments:
-            part = self.flat[offset : offset + segment.numel]
-            self._parts.setdefault(segment.name, []).append((segment, part))
-            parameter = parameters[segment.name]
-            # The parameter's own strides, as optimisers expect of a gradient.
-            like = torch.empty_like(parameter, device="meta")
-            self._strides[segment.name] = like.stride()
-            if segment.numel == parameter.numel() and (like.is_contiguous() or not in_order):
-                self._homes[segment.name] = part.as_strided(like.shape, like.stride(), part.storage_offset())
+            name, part = segment.name, self.flat[offset : offset + segment.numel]
+            self._parts.setdefault(name, []).append((segment, part))
+            if name in self._with_view:
+                self._views[name] = part.as_strided(self._shapes[name], self._strides[name], part.storage_offset())
             offset += segment.numel
+        self._storage = self.flat.untyped_storage()
+        self._own_references = torch._C._storage_Use_Count(self._storage._cdata)
+
+    @property
+    def references(self) -> int:
+        """How many tensors lie in this memory beside the bucket's own."""
+        return torch._C._storage_Use_Count(self._storage._cdata) - self._own_references
+
+    def renew(self) -> None:
+        """Takes other memory, of zeros, and leaves the present one to whoever refers to it."""
+        self._allocate()
 
     @property
     def values(self) -> Tensor:
         """The elements of the parameters, without flags."""
         return self.flat[: self.bucket.numel]
 
-    def home(self, name: str) -> Tensor | None:
-        """The view in which the parameter's gradient may live; None if its elements lie otherwise."""
-        return self._homes.get(name)
+    def view(self, name: str) -> Tensor | None:
+        """The place in which the parameter's gradient may live; None if its elements lie otherwise."""
+        return self._views.get(name)
 
     def begin(self) -> None:
         """A new step: nobody has used anything yet."""
@@ -62,9 +79,9 @@ class FlatGradients:
         offset = 0
         for segment in self.bucket.segments:
             part = addend[offset : offset + segment.numel].to(self.flat.device)
-            home = self._homes.get(segment.name)
-            if home is not None:
-                home += part.view(home.shape)
+            view = self._views.get(segment.name)
+            if view is not None:
+                view += part.view(view.shape)
             else:
                 self.flat[offset : offset + segment.numel] += part
             offset += segment.numel
@@ -74,17 +91,20 @@ class FlatGradients:
         self.flat.zero_()
 
     def load(self, name: str, gradient: Tensor | None, *, used: bool = True) -> None:
-        """Takes a parameter's gradient (None: zero). `used`: it was produced in this step."""
+        """Takes a parameter's gradient (None: zero); one that is `view(name)` itself lies there already.
+
+        `used`: it was produced in this step.
+        """
         if used:
             self._loaded.add(name)
-        home = self._homes.get(name)
+        view = self._views.get(name)
         if gradient is None:
             for _, part in self._parts[name]:
                 part.zero_()
-        elif gradient is not home:
+        elif gradient is not view:
             dense = dense_of(gradient)
-            if home is not None:
-                home.copy_(dense)
+            if view is not None:
+                view.copy_(dense)
                 return
             flat = dense.reshape(-1)
             for segment, part in self._parts[name]:
@@ -121,10 +141,10 @@ class FlatGradients:
         self.flat[: self.bucket.numel].fill_(torch.nan)
 
     def unload(self, name: str, out: Tensor | None, *, sparse: bool, shape: torch.Size) -> Tensor:
-        """The synchronised gradient: the home itself, or where there is none `out` with this bucket's elements set."""
-        home = self._homes.get(name)
-        if home is not None:
-            return SparseRows.from_dense(home).to_torch(home.shape) if sparse else home
+        """The synchronised gradient: the view itself, or where there is none `out` with this bucket's elements set."""
+        view = self._views.get(name)
+        if view is not None:
+            return SparseRows.from_dense(view).to_torch(view.shape) if sparse else view
         if out is None or out.layout is not torch.strided:
             out = self.flat.new_empty_strided(shape, self._strides[name])
         flat = out.reshape(-1)  # a view where out is contiguous
@@ -136,19 +156,16 @@ class FlatGradients:
 class RowGradients:
     """A bucket of row-sparse tables: each gradient is kept as it came until the scheme takes it."""
 
-    def __init__(self, bucket: Bucket, parameters: Mapping[str, Tensor]) -> None:
+    def __init__(self, bucket: Bucket, templates: Mapping[str, Tensor], device: torch.device) -> None:
         self.bucket = bucket
-        self._shapes = {name: parameters[name].shape for name in bucket.names}
-        self._device = parameters[bucket.names[0]].device
+        self._shapes = {name: templates[name].shape for name in bucket.names}
+        self._device = device
         self._brought: dict[str, tuple[Tensor, bool]] = {}
         self._taken: dict[str, tuple[int, int]] = {}  # dense gradients as they were taken: address and version
         self._result: dict[str, SparseRows] = {}
         self._check_finite = False
         # They ride in no message; a plan without flat buckets sums them apart.
         self.flags = torch.zeros(NUM_MARKS, device=self._device)
-
-    def home(self, name: str) -> Tensor | None:
-        return None
 
     def begin(self) -> None:
         self._brought.clear()
@@ -243,8 +260,11 @@ def marks_of_ranks(gradients: Gradients) -> tuple[bool, bool]:
     return late, sum(phases) > 1
 
 
-def gradients_of(bucket: Bucket, parameters: Mapping[str, Tensor], *, in_order: bool = False) -> Gradients:
-    """The memory for a bucket over these parameters; `in_order`: see `FlatGradients`."""
+def gradients_of(
+    bucket: Bucket, templates: Mapping[str, Tensor], device: torch.device, *, in_order: bool = False
+) -> Gradients:
+    """The memory for a bucket, on this device, of parameters with the shapes and strides of `templates` (of any device,
+    `meta` too); `in_order`: see `FlatGradients`."""
     if bucket.layout is Layout.FLAT:
-        return FlatGradients(bucket, parameters, in_order=in_order)
-    return RowGradients(bucket, parameters)
+        return FlatGradients(bucket, templates, device, in_order=in_order)
+    return RowGradients(bucket, templates, device)

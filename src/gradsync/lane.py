@@ -73,11 +73,14 @@ class Lane:
     exposed_s: float = 0.0
 
     @classmethod
-    def make(cls, bucket: Bucket, scheme: Scheme[Any], parameters: Mapping[str, Tensor], group: Group) -> Lane:
+    def make(
+        cls, bucket: Bucket, scheme: Scheme[Any], templates: Mapping[str, Tensor], device: torch.device, group: Group
+    ) -> Lane:
+        """See `gradients_of`."""
         recording = RecordingGroup(group, Ledger())
         state = scheme.init(bucket, recording)
         # State is of elements by their index, whatever plans and memory formats it meets; so is what it is added to.
-        gradients = gradients_of(bucket, parameters, in_order=bool(state))
+        gradients = gradients_of(bucket, templates, device, in_order=bool(state))
         lane = cls(bucket, scheme, gradients, recording, state)
         lane.flags_apart = bucket.layout is Layout.FLAT and not bucket.flags_ride
         return lane

@@ -10,7 +10,7 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -52,6 +52,11 @@ class OptimizerStep(NamedTuple):
         return self.kwargs.get("closure", self.args[1] if len(self.args) > 1 else None) is not None
 
     @property
+    def has_gradients(self) -> bool:
+        """Whether any of the optimiser's parameters has a gradient."""
+        return any(p.grad is not None for group in self.optimizer.param_groups for p in group["params"])
+
+    @property
     def is_watched(self) -> bool:
         """Whether hooks of others are to see what it steps."""
         hooks = (self.optimizer._optimizer_step_pre_hooks, self.optimizer._optimizer_step_post_hooks)
@@ -68,6 +73,39 @@ class OptimizerStep(NamedTuple):
         """Whether a GradScaler called it, which leaves steps out as it sees fit."""
         by = (f.f_locals["self"] for f in _frames() if f.f_code is torch.amp.GradScaler.step.__code__)
         return any(scaler.is_enabled() for scaler in by)
+
+
+class OptimizerRounds:
+    """Counts the rounds of optimiser steps that a rank makes; ranks that are in step make as many.
+
+    A round begins with the first step behind a synchronised backward, and with each further step of an optimiser that
+    has stepped in the round already. Several optimisers share a round, as do the outer and the inner step of a sharded
+    one.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.alone = False  # the last round began without a synchronised backward
+        self._is_synchronized = False
+        self._stepped: set[int] = set()  # optimisers that made a step in this round
+
+    def synchronized(self) -> None:
+        """A backward has synchronised gradients: the next step begins a round."""
+        self._is_synchronized = True
+        self._stepped.clear()
+
+    def stepped(self, step: OptimizerStep) -> None:
+        """An optimiser is about to step."""
+        optimizer = id(step.optimizer)
+        if optimizer in self._stepped and step.is_inner:
+            return
+        if not self._is_synchronized and not step.has_gradients:  # it changes nothing
+            return
+        if not self._stepped or optimizer in self._stepped:
+            self.number += 1
+            self.alone, self._is_synchronized = not self._is_synchronized, False
+            self._stepped.clear()
+        self._stepped.add(optimizer)
 
 
 class Hook:
@@ -87,6 +125,35 @@ class Hook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _get_nothing, ()
+
+
+class AccumulationHook:
+    """A hook on the node that accumulates a parameter's gradient.
+
+    It runs behind all hooks on the parameter, whenever these were registered, and so sees what they made of the
+    gradient. It is called with nothing, and with a tuple of what autograd accumulates: a tensor, or None for an
+    undefined gradient.
+    """
+
+    def __init__(self, parameter: nn.Parameter, hook: Callable[[Any, tuple[Tensor | None, ...]], None]) -> None:
+        self._parameter, self._hook = weakref.ref(parameter), hook
+        self._register(parameter)
+
+    def follow(self) -> None:
+        """Moves to the parameter's new node, where torch has made one: its element type or device has changed."""
+        parameter = self._parameter()
+        if parameter is not None and (parameter.dtype is not self._dtype or parameter.device != self._device):
+            self.remove()
+            self._register(parameter)
+
+    def remove(self) -> None:
+        self._handle.remove()
+
+    def _register(self, parameter: nn.Parameter) -> None:
+        self._dtype, self._device = parameter.dtype, parameter.device
+        # A parameter refers to its node weakly: what is registered lives as long as somebody holds the node.
+        self._node = torch.autograd.graph.get_gradient_edge(parameter).node
+        self._handle = self._node.register_hook(self._hook)
 
 
 class ModelHook(Hook):

@@ -8,6 +8,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -131,6 +132,56 @@ def only_tables_out_of_step() -> str:
     if dist.get_rank() == 0:
         optimizer.step()
     return raising(lambda: model(torch.tensor([1, 2])).sum().backward())
+
+
+def a_local_step_on_one_rank(at: int, skip: bool) -> str:
+    """Rank 1 leaves `no_sync()` out of step, or makes no backward at all, and steps nevertheless."""
+    model = Perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = gradsync.attach(model, timeout=MILD)
+
+    def train() -> None:
+        for number in range(5):
+            apart = number == at and dist.get_rank() == 1
+            if not (apart and skip):
+                optimizer.zero_grad()
+                with handle.no_sync() if apart else nullcontext():
+                    model(rows()).mean().backward()
+            optimizer.step()
+
+    return raising(train)
+
+
+@pytest.mark.parametrize(("at", "skip"), [(0, False), (2, False), (1, True), (2, True)])
+def test_a_step_without_a_synchronised_backward_on_one_rank_raises_on_all(world: World, at: int, skip: bool) -> None:
+    for text in world(2).run(a_local_step_on_one_rank, at, skip):
+        assert "the ranks are out of step" in text, text
+
+
+def local_sgd_by_hand(optimizers: int) -> None:
+    """All ranks step alone alike, several optimisers or one, and average parameters by hand."""
+    model = Perceptron()
+    halves = [list(model.layers[:2].parameters()), [*model.layers[2:].parameters(), model.scale, model.nothing]]
+    parts = halves if optimizers == 2 else [halves[0] + halves[1]]
+    steppers = [torch.optim.SGD(part, lr=0.1) for part in parts]
+    handle = gradsync.attach(model, timeout=MILD)
+    for number in range(12):
+        model.zero_grad()
+        with handle.no_sync() if number % 4 else nullcontext():
+            model(rows()).mean().backward()
+        for optimizer in steppers:
+            optimizer.step()
+        if number % 4 == 3:
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.data)
+                parameter.data /= dist.get_world_size()
+    assert_same_on_all_ranks(dict(model.named_parameters()))
+    handle.detach()
+
+
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_local_sgd_by_hand_raises_nothing(world: World, optimizers: int) -> None:
+    world(2).run(local_sgd_by_hand, optimizers)
 
 
 @pytest.mark.parametrize("function", [a_backward_on_one_rank_only, only_tables_out_of_step])

@@ -1,0 +1,227 @@
+"""`GradientViews`: which parameters' gradients live in their bucket's memory, so that nothing is copied.
+
+A gradient is known by its memory, address and strides, never by the tensor object: users replace `p.grad`, assign to
+`p.grad.data` or move the model, and objects say nothing of that. Memory that somebody else refers to is never written
+to behind his back: a bucket whose old gradients are still held takes fresh memory, and a gradient in memory of the
+user's stays there, the synchronised one being copied into it. So references see what they see with plain DDP.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .gradients import FlatGradients, Gradients
+
+MOST_LENT_BYTES = 64 << 10  # autograd adding into zeroed memory saves a call; for more, copying passes over less memory
+
+
+class GradientView:
+    """The place of one parameter's gradient in its bucket's memory."""
+
+    __slots__ = ("_address", "_strides", "memory", "name", "parameter", "tensor")
+
+    tensor: Tensor  # the bucket's own; `parameter.grad` gets aliases, as whoever has a gradient may assign to its data
+    _address: int
+    _strides: tuple[int, ...]
+
+    def __init__(self, name: str, parameter: nn.Parameter, memory: FlatGradients, tensor: Tensor) -> None:
+        self.name, self.parameter, self.memory = name, parameter, memory
+        self.lie_at(tensor)
+
+    def lie_at(self, tensor: Tensor) -> None:
+        """Moves the place to this view of the bucket's memory."""
+        self.tensor, self._address, self._strides = tensor, tensor.data_ptr(), tensor.stride()
+
+    def holds(self, gradient: Tensor) -> bool:
+        """Returns whether the gradient's memory is this place."""
+        is_dense = gradient.layout is torch.strided
+        return is_dense and gradient.data_ptr() == self._address and gradient.stride() == self._strides
+
+    def is_lived_in(self) -> bool:
+        """Returns whether the parameter's gradient is there and lies in this place."""
+        gradient = self.parameter.grad
+        return gradient is not None and self.holds(gradient)
+
+    def fits(self) -> bool:
+        """Returns whether the place has the strides that autograd gives the parameter's gradients.
+
+        It has not once the model went over to another memory format.
+        """
+        parameter, strides = self.parameter, self._strides
+        return parameter.stride() == strides or torch.empty_like(parameter, device="meta").stride() == strides
+
+    def give(self) -> None:
+        """Makes the place the parameter's gradient."""
+        self.parameter.grad = self.tensor.detach()
+
+
+class GradientViews:
+    """The places of all parameters whose gradients can live in the buckets of a plan, and who lives there."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, GradientView] = {}
+        self._by_bucket: list[list[GradientView]] = []
+        self._lendable: set[str] = set()  # parameters whose gradients autograd makes dense and small
+        self._lent: set[str] = set()  # parameters without a gradient to whom this step lent their place
+        self._unrenewed: dict[str, Tensor] = {}  # values of gradients that stay if no rank renews them in this step
+        self._movable: set[str] = set()  # parameters with gradients in memory of the plan before that nobody refers to
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._by_name
+
+    def get(self, name: str) -> GradientView | None:
+        """The parameter's place; None where the plan cuts it, or keeps it as a table."""
+        return self._by_name.get(name)
+
+    def move_out(self) -> None:
+        """Lets go of the memory of the plan in force, which ends."""
+        self._movable = {
+            view.name
+            for views in self._by_bucket
+            if views and views[0].memory.references <= sum(view.is_lived_in() for view in views)
+            for view in views
+            if view.is_lived_in() and not _is_held(view.parameter)
+        }
+        self._by_name, self._by_bucket = {}, []
+
+    def move_in(self, memories: Iterable[Gradients], parameters: Mapping[str, nn.Parameter]) -> None:
+        """Takes places in the buckets of a new plan, in the plan's order."""
+        for memory in memories:
+            views: list[GradientView] = []
+            if isinstance(memory, FlatGradients):
+                for name in dict.fromkeys(memory.bucket.names):
+                    tensor = memory.view(name)
+                    if tensor is not None:
+                        views.append(GradientView(name, parameters[name], memory, tensor))
+            self._by_bucket.append(views)
+            self._by_name |= {view.name: view for view in views}
+
+    def begin(self) -> Iterator[list[str]]:
+        """Begins a step: lends places to parameters without a gradient; yields the names, bucket by bucket."""
+        self._lent.clear()
+        self._unrenewed.clear()
+        for views in self._by_bucket:
+            yield self._lend(views) if views else []
+
+    def is_lent(self, name: str) -> bool:
+        """Returns whether the parameter had no gradient when the step began, and got its place."""
+        return name in self._lent
+
+    def keep_values(self, name: str) -> None:
+        """Remembers the values of a gradient that this step's result will overwrite, see `restore`."""
+        view = self._by_name.get(name)
+        if view is not None and name not in self._lent and view.is_lived_in():
+            self._unrenewed[name] = view.tensor.clone()
+
+    def restore(self, name: str) -> None:
+        """Leaves the parameter's gradient as it was before a step in which no rank used it."""
+        view = self._by_name.get(name)
+        if name in self._lent and view is not None:
+            view.parameter.grad = None
+        elif name in self._unrenewed and view is not None:
+            view.tensor.copy_(self._unrenewed[name])
+
+    def settle(self, view: GradientView, produced: Tensor | None) -> None:
+        """Moves a gradient that was copied into its place there, unless somebody else refers to it or its memory.
+
+        `produced`: what autograd handed to the accumulation just now. The caller must not refer to the gradient.
+        """
+        if view.tensor.nbytes <= MOST_LENT_BYTES:
+            self._lendable.add(view.name)
+        if (
+            (gradient := view.parameter.grad) is not None and gradient.requires_grad
+        ):  # create_graph=True: the values are averaged, their graph is not (as with DDP)
+            view.give()
+            return
+        del gradient
+        if view.fits() and (view.name in self._movable or _is_unshared(view.parameter, produced)):
+            view.give()
+
+    def deliver(self, view: GradientView) -> None:
+        """Makes the synchronised values the parameter's gradient, in the memory where that is."""
+        gradient = view.parameter.grad
+        if gradient is None or gradient.requires_grad or gradient.layout is not torch.strided:
+            view.give()
+        elif not view.holds(gradient):
+            gradient.copy_(view.tensor)
+
+    def end(self) -> None:
+        """Ends a step: gradients in memory of an earlier plan that did not move stay there."""
+        self._movable.clear()
+
+    def _lend(self, views: Sequence[GradientView]) -> list[str]:
+        memory, free, lived_in = views[0].memory, [], 0
+        for view in views:
+            gradient = view.parameter.grad
+            if gradient is None:
+                free.append(view)
+            elif view.holds(gradient):
+                lived_in += 1
+        if lived_in < len(views) and memory.references > lived_in:
+            memory.renew()
+            for view in views:
+                tensor = memory.view(view.name)
+                assert tensor is not None
+                view.lie_at(tensor)
+        lent = [v for v in free if v.name in self._lendable and v.parameter.requires_grad and v.fits()]
+        if len(lent) == len(memory.bucket.segments):
+            memory.clear()
+        elif lent:
+            torch._foreach_zero_([view.tensor for view in lent])
+        for view in lent:
+            view.give()
+        names = [view.name for view in lent]
+        self._lent.update(names)
+        return names
+
+
+def is_part(tensor: Tensor) -> bool:
+    """Returns whether the tensor keeps more memory alive than its own."""
+    return tensor.untyped_storage().nbytes() > tensor.nbytes
+
+
+def _object_references(parameter: nn.Parameter) -> int:
+    """Returns how many refer to the object that is the parameter's gradient, from Python and from C++."""
+    gradient: Any = parameter.grad
+    return sys.getrefcount(gradient) + int(gradient._use_count())
+
+
+def _memory_references(tensor: Tensor) -> int:
+    """Returns how many tensors lie in the tensor's memory, itself included, and how many hold the memory as such."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def _fewest_references() -> tuple[int, int]:
+    """Returns both numbers for a gradient that only its parameter refers to: versions of torch count differently."""
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    return _object_references(parameter), _memory_references(parameter.grad)
+
+
+_FEWEST_OBJECT_REFERENCES, _FEWEST_MEMORY_REFERENCES = _fewest_references()
+
+
+def _is_held(parameter: nn.Parameter) -> bool:
+    """Returns whether anybody but the parameter refers to its gradient, as a tensor object."""
+    return _object_references(parameter) > _FEWEST_OBJECT_REFERENCES
+
+
+def _is_unshared(parameter: nn.Parameter, produced: Tensor | None) -> bool:
+    """Returns whether nobody but the parameter refers to its gradient or that gradient's memory.
+
+    `produced`: what autograd handed to the accumulation, which may be the same memory.
+    """
+    gradient = parameter.grad
+    assert gradient is not None
+    known = _FEWEST_MEMORY_REFERENCES
+    if produced is not None and torch._C._is_alias_of(produced, gradient):  # type: ignore[attr-defined]  # private
+        known += 2 if produced._is_view() else 1  # a view and its base
+    if _memory_references(gradient) > known:
+        return False
+    del gradient
+    return not _is_held(parameter)
