@@ -82,9 +82,9 @@ class AutogradHooks:
         self._ready_group: dict[str, _ReadyGroup] = {}  # of gradients that need nothing but to be told of
         self._due: Sized = ()  # work of schemes that waits for the next gradient to be told of
         self._accumulations = [
-            AccumulationHook(parameter, _GradientHook(self, name, parameter))
-            for name, parameter in self._parameters.items()
+            AccumulationHook(parameter, _GradientHook(self, name)) for name, parameter in self._parameters.items()
         ]
+        self._addresses: list[int] = []  # of the parameters
         self._handles: list[RemovableHandle] = []
         model_hook = uncompiled(ModelHook)
         self._handles.append(model.register_forward_pre_hook(model_hook(self, AutogradHooks._before_forward)))
@@ -164,11 +164,15 @@ class AutogradHooks:
         self._engine.call("broadcast of buffers", lambda group: broadcast_tensors(group, tensors, timeout_s))
 
     def _follow_moved_parameters(self) -> None:
-        """Puts hooks on new accumulation nodes: torch makes one where a parameter's element type or device changed."""
-        for accumulation in self._accumulations:
-            accumulation.follow()
+        """Looks at parameters whose memory was replaced, as by `Module.to`."""
+        addresses = list(map(Tensor.data_ptr, self._parameters.values()))
+        if addresses != self._addresses:
+            self._addresses = addresses
+            for accumulation in self._accumulations:
+                accumulation.follow()
+            self._views.refit()
 
-    def _on_gradient(self, name: str, parameter: nn.Parameter, produced: Tensor) -> None:
+    def _on_gradient(self, name: str, produced: Tensor) -> None:
         # Between kernels of backward the caches hold nothing of ours: what is done here for every gradient costs five
         # times what it does in a loop. So little is.
         if torch._C._current_graph_task_id() == self._task:
@@ -179,7 +183,7 @@ class AutogradHooks:
                     self._tell(group)
                 return
             if self._engine.in_step:
-                self._take(name, parameter, produced)
+                self._take(name, produced)
                 for group in self._groups_of[name]:
                     if group.complete:
                         self._tell(group)
@@ -188,15 +192,16 @@ class AutogradHooks:
             self._accumulated.add(name)
             return
         self._begin_in_backward()
-        self._on_gradient(name, parameter, produced)
+        self._on_gradient(name, produced)
 
     def _tell(self, group: _ReadyGroup) -> None:
         ready, group.ready = group.ready, []
         for name in ready:
-            self._take(name, self._parameters[name])
+            self._take(name)
 
-    def _take(self, name: str, parameter: nn.Parameter, produced: Tensor | None = None) -> None:
+    def _take(self, name: str, produced: Tensor | None = None) -> None:
         """Hands the engine a gradient that backward brought; `produced`: what autograd accumulated just now."""
+        parameter = self._parameters[name]
         gradient = parameter.grad
         if gradient is None:
             raise RuntimeError(
@@ -239,7 +244,7 @@ class AutogradHooks:
             self._engine.fail(str(error))  # settings may differ by rank: the others would wait for this one
             raise
         self._used[id(optimizer)] = self._synchronizations
-        self._rounds.stepped(step)
+        self._rounds.stepped(step, has_local_gradients=bool(self._accumulated))
         self._engine.stepped_alone |= self._rounds.alone
         self._follow_moved_parameters()
 
@@ -328,10 +333,11 @@ class AutogradHooks:
                 self._load_leftover(name)
         engine.finish()
         self._accumulated.clear()
-        for name, parameter in self._parameters.items():
-            view = self._views.get(name)
-            if view is None or name not in self._arrived or not view.is_lived_in():
-                self._deliver(name, parameter)
+        if not len(self._arrived) == len(self._views) == len(self._parameters) or not self._views.hold_all():
+            for name, parameter in self._parameters.items():
+                view = self._views.get(name)
+                if view is None or name not in self._arrived or not view.is_lived_in():
+                    self._deliver(name, parameter)
         self._views.end()
         if engine.late:
             self._versions = {n: p.grad._version for n, p in self._parameters.items() if p.grad is not None}
@@ -370,12 +376,11 @@ class _ReadyGroup:
 class _GradientHook(Hook):
     """The hook of one parameter's accumulation; runs for every gradient, so nothing lies between it and its owner."""
 
-    def __init__(self, owner: AutogradHooks, name: str, parameter: nn.Parameter) -> None:
+    def __init__(self, owner: AutogradHooks, name: str) -> None:
         super().__init__(owner, AutogradHooks._on_gradient)
-        self._name, self._parameter = name, weakref.ref(parameter)
+        self._name = name
 
     def __call__(self, _: object, produced: tuple[Tensor | None, ...]) -> None:
-        gradient = produced[0]
-        owner, parameter = self._owner(), self._parameter()
-        if gradient is not None and owner is not None and parameter is not None:  # None: an undefined gradient
-            owner._on_gradient(self._name, parameter, gradient)
+        gradient, owner = produced[0], self._owner()
+        if gradient is not None and owner is not None:  # None: an undefined gradient
+            owner._on_gradient(self._name, gradient)

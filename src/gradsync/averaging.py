@@ -30,6 +30,7 @@ from .plan import OF, Plan, What
 from .stepping import EarlyExchange, EarlySteps, begin_state
 from .torch_hooks import (
     REENTRANT,
+    AccumulationHook,
     Hook,
     ModelHook,
     OptimizerStep,
@@ -149,18 +150,19 @@ class Averaging:
         self.recover: Callable[[], None] | None = None
         self.gave_up = False
         self._early: EarlyExchange | None = None
+        self._accumulations: list[AccumulationHook] = []
         if engine.plan.what is What.EARLY_PARAMETER:
             self._early = EarlyExchange(EarlySteps(optimizer), engine.plan, self._parameters)
-            self._handles += [
-                p.register_post_accumulate_grad_hook(hook(self, _ForGradient(name)))
-                for name, p in self._parameters.items()
+            self._accumulations = [
+                AccumulationHook(p, hook(self, _ForGradient(name))) for name, p in self._parameters.items()
             ]
 
     def remove(self) -> None:
         """Takes the hooks off; parameters stay as they are, and differ between the ranks."""
-        for handle in self._handles:
+        for handle in (*self._handles, *self._accumulations):
             handle.remove()
         self._handles.clear()
+        self._accumulations.clear()
         if self._early is not None:
             self._early.give_up()
         if self._engine.in_step and not self._is_open:
@@ -241,6 +243,8 @@ class Averaging:
             )
         if why := self._changes.check(model):
             self._refuse(why)
+        for accumulation in self._accumulations:
+            accumulation.follow()
         if self._waits is None:
             self._waits = False
         elif self._sent:
@@ -505,13 +509,14 @@ class Averaging:
 
 
 class _ForGradient:
-    """What the hook of one parameter calls."""
+    """The call of the hook on one parameter's accumulation."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def __call__(self, averaging: Averaging, *_: Any) -> None:
-        averaging._on_gradient(self._name)
+    def __call__(self, averaging: Averaging, _: object, produced: tuple[Tensor | None, ...]) -> None:
+        if produced[0] is not None:  # an undefined gradient comes as None
+            averaging._on_gradient(self._name)
 
 
 class _ForModule:

@@ -70,9 +70,11 @@ class GradientViews:
         self._lent: set[str] = set()  # parameters without a gradient to whom this step lent their place
         self._unrenewed: dict[str, Tensor] = {}  # values of gradients that stay if no rank renews them in this step
         self._movable: set[str] = set()  # parameters with gradients in memory of the plan before that nobody refers to
+        self._unfit: set[str] = set()  # parameters that went over to another memory format than their places have
+        self._memory: tuple[list[int], list[tuple[int, ...]]] = [], []  # addresses and strides of all places
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._by_name
+    def __len__(self) -> int:
+        return len(self._by_name)
 
     def get(self, name: str) -> GradientView | None:
         """The parameter's place; None where the plan cuts it, or keeps it as a table."""
@@ -100,6 +102,12 @@ class GradientViews:
                         views.append(GradientView(name, parameters[name], memory, tensor))
             self._by_bucket.append(views)
             self._by_name |= {view.name: view for view in views}
+        self._remember_memory()
+        self.refit()
+
+    def refit(self) -> None:
+        """Looks which places have the strides of their parameters, some of which may have moved."""
+        self._unfit = {name for name, view in self._by_name.items() if not view.fits()}
 
     def begin(self) -> Iterator[list[str]]:
         """Begins a step: lends places to parameters without a gradient; yields the names, bucket by bucket."""
@@ -139,7 +147,7 @@ class GradientViews:
             view.give()
             return
         del gradient
-        if view.fits() and (view.name in self._movable or _is_unshared(view.parameter, produced)):
+        if view.name not in self._unfit and (view.name in self._movable or _is_unshared(view.parameter, produced)):
             view.give()
 
     def deliver(self, view: GradientView) -> None:
@@ -150,9 +158,21 @@ class GradientViews:
         elif not view.holds(gradient):
             gradient.copy_(view.tensor)
 
+    def hold_all(self) -> bool:
+        """Returns whether the gradients of all parameters that have places lie in them: a quick look at once."""
+        gradients: Any = [view.parameter.grad for view in self._by_name.values()]
+        try:
+            return (list(map(Tensor.data_ptr, gradients)), list(map(Tensor.stride, gradients))) == self._memory
+        except (TypeError, RuntimeError):  # no gradient, or a sparse one
+            return False
+
     def end(self) -> None:
         """Ends a step: gradients in memory of an earlier plan that did not move stay there."""
         self._movable.clear()
+
+    def _remember_memory(self) -> None:
+        places = [view.tensor for view in self._by_name.values()]
+        self._memory = [place.data_ptr() for place in places], [place.stride() for place in places]
 
     def _lend(self, views: Sequence[GradientView]) -> list[str]:
         memory, free, lived_in = views[0].memory, [], 0
@@ -168,7 +188,9 @@ class GradientViews:
                 tensor = memory.view(view.name)
                 assert tensor is not None
                 view.lie_at(tensor)
-        lent = [v for v in free if v.name in self._lendable and v.parameter.requires_grad and v.fits()]
+            self._remember_memory()
+        lendable = self._lendable - self._unfit
+        lent = [view for view in free if view.name in lendable and view.parameter.requires_grad]
         if len(lent) == len(memory.bucket.segments):
             memory.clear()
         elif lent:

@@ -80,12 +80,13 @@ class OptimizerRounds:
 
     A round begins with the first step behind a synchronised backward, and with each further step of an optimiser that
     has stepped in the round already. Several optimisers share a round, as do the outer and the inner step of a sharded
-    one.
+    one. A step by gradients that hold more than what was synchronised counts as one round more: a rank that closed its
+    window of `no_sync` too early or too late makes such steps.
     """
 
     def __init__(self) -> None:
         self.number = 0
-        self.alone = False  # the last round began without a synchronised backward
+        self.alone = False  # the last round was not by synchronised gradients alone
         self._is_synchronized = False
         self._stepped: set[int] = set()  # optimisers that made a step in this round
 
@@ -94,16 +95,16 @@ class OptimizerRounds:
         self._is_synchronized = True
         self._stepped.clear()
 
-    def stepped(self, step: OptimizerStep) -> None:
-        """An optimiser is about to step."""
+    def stepped(self, step: OptimizerStep, *, has_local_gradients: bool) -> None:
+        """An optimiser is about to step. `has_local_gradients`: a local backward came since the synchronised one."""
         optimizer = id(step.optimizer)
         if optimizer in self._stepped and step.is_inner:
             return
         if not self._is_synchronized and not step.has_gradients:  # it changes nothing
             return
         if not self._stepped or optimizer in self._stepped:
-            self.number += 1
-            self.alone, self._is_synchronized = not self._is_synchronized, False
+            self.number += 1 + (self._is_synchronized and has_local_gradients)
+            self.alone, self._is_synchronized = has_local_gradients or not self._is_synchronized, False
             self._stepped.clear()
         self._stepped.add(optimizer)
 

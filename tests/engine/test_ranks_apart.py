@@ -158,6 +158,28 @@ def test_a_step_without_a_synchronised_backward_on_one_rank_raises_on_all(world:
         assert "the ranks are out of step" in text, text
 
 
+def windows_that_are_not_the_same() -> str:
+    """Of two backwards a step rank 0 synchronises the second, rank 1 the first: it steps by more than the sum."""
+    model = Perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = gradsync.attach(model, timeout=MILD)
+
+    def train() -> None:
+        for _ in range(4):
+            optimizer.zero_grad()
+            for micro in range(2):
+                with handle.no_sync() if micro == dist.get_rank() else nullcontext():
+                    model(rows()).mean().backward()
+            optimizer.step()
+
+    return raising(train)
+
+
+def test_windows_of_no_sync_that_differ_raise_on_all(world: World) -> None:
+    for text in world(2).run(windows_that_are_not_the_same):
+        assert "the ranks are out of step" in text, text
+
+
 def local_sgd_by_hand(optimizers: int) -> None:
     """All ranks step alone alike, several optimisers or one, and average parameters by hand."""
     model = Perceptron()
