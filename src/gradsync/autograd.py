@@ -277,7 +277,7 @@ class AutogradHooks:
     @torch.no_grad()
     def _begin(self, *, late: bool = False) -> None:
         engine = self._engine
-        if engine.replanning:
+        if engine.replanning or self._plan is not engine.plan:
             self._views.move_out()
         engine.begin(late=late, rounds=self._rounds.number)
         if self._plan is not engine.plan:

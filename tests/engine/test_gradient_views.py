@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -93,11 +93,17 @@ def replaced_by_the_user(twin: Twin, number: int) -> None:
     twin.optimizer.step()
 
 
-@pytest.mark.parametrize("make", [small_and_large, with_table])
-@pytest.mark.parametrize("step", [data_assigned, set_elsewhere, moved_to_cpu, in_a_flat_buffer, replaced_by_the_user])
-def test_gradients_are_known_by_their_memory(world: World, step: Callable[[Twin, int], None], make: object) -> None:
-    if make is with_table and step in (in_a_flat_buffer, replaced_by_the_user, moved_to_cpu):
-        pytest.skip("a sparse gradient is no view of a dense tensor, nor added to one in place")
+ANYWHERE = [data_assigned, set_elsewhere]
+DENSE = [moved_to_cpu, in_a_flat_buffer, replaced_by_the_user]  # a sparse gradient is not added to a dense one in place
+
+
+@pytest.mark.parametrize(
+    ("make", "step"),
+    [*((small_and_large, step) for step in ANYWHERE + DENSE), *((with_table, step) for step in ANYWHERE)],
+)
+def test_gradients_are_known_by_their_memory(
+    world: World, make: Callable[[], nn.Module], step: Callable[[Twin, int], None]
+) -> None:
     world(2).run(compare_with_ddp, make, step)
 
 
@@ -188,9 +194,6 @@ def test_memory_that_nobody_keeps_is_used_again(world: World, set_to_none: bool)
         assert counts == [1] * len(counts)
 
 
-Hooks = Callable[[nn.Module], Iterator[object]]
-
-
 def scale() -> float:
     return 3.0 * dist.get_rank() + 0.1
 
@@ -251,14 +254,17 @@ def hooked(make: Callable[[], nn.Module], hook: Callable[[nn.Module], None], ear
     detach(twins)
 
 
+HOOKS = [replacing, in_place, before_accumulation]
+
+
 @pytest.mark.parametrize("early", [True, False])
-@pytest.mark.parametrize("hook", [replacing, in_place, before_accumulation, of_another])
-@pytest.mark.parametrize("make", [small_and_large, with_table])
+@pytest.mark.parametrize(
+    ("make", "hook"),
+    [*((make, hook) for make in (small_and_large, with_table) for hook in HOOKS), (small_and_large, of_another)],
+)
 def test_hooks_on_parameters_run_before_the_exchange(
     world: World, make: Callable[[], nn.Module], hook: Callable[[nn.Module], None], early: bool
 ) -> None:
-    if make is with_table and hook is of_another:
-        pytest.skip("the table's gradient comes last")
     world(2).run(hooked, make, hook, early)
 
 
