@@ -1,4 +1,4 @@
-// The owner partitions of single elements as Python classes and functions; see bind.cpp.
+// The owner partitions of single elements, and digests, as Python classes and functions; see bind.cpp.
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
@@ -7,6 +7,7 @@
 
 #include "arrays.hpp"
 #include "bind.hpp"
+#include "digest.hpp"
 #include "elements.hpp"
 #include "hashing.hpp"
 #include "hierarchy.hpp"
@@ -211,6 +212,20 @@ void write_rotated(uint32_t owner, const ReadOnlyArray &positions, uint32_t owne
     });
 }
 
+void digest_into(const ReadOnlyArray &x, const Array &out, int threads) {
+    check_threads(threads);
+    if (x.dtype() != nb::dtype<int64_t>()) check_floating("x", x);
+    check_flat("x", x);
+    if (out.dtype() != nb::dtype<int64_t>()) refuse_kind("out", "int64", out);
+    check_flat("out", out, 1);
+    const auto write = [&](auto element) {
+        nb::gil_scoped_release unlocked;
+        *static_cast<uint64_t *>(out.data()) = digest(static_cast<const decltype(element) *>(x.data()), x.shape(0), threads);
+    };
+    if (x.dtype() == nb::dtype<int64_t>()) return write(int64_t{});
+    with_floating(x.dtype(), write);
+}
+
 }  // namespace
 
 void bind_owners(nb::module_ &m) {
@@ -244,6 +259,7 @@ void bind_owners(nb::module_ &m) {
         .def("write", &BoundHierarchy::write, "owned"_a.noconvert(), "overflow"_a.noconvert());
     m.def("owners_by_hash", &hash_owners, "indices"_a.noconvert(), "owners"_a, "key"_a, "out"_a.noconvert(),
           "threads"_a);
+    m.def("digest", &digest_into, "x"_a.noconvert(), "out"_a.noconvert(), "threads"_a);
     m.def("positions_in", &find_positions, "owned"_a.noconvert(), "indices"_a.noconvert(), "out"_a.noconvert());
     m.def("rotated_index", &write_rotated, "owner"_a, "positions"_a.noconvert(), "owners"_a, "key"_a,
           "out"_a.noconvert(), "threads"_a);

@@ -12,18 +12,20 @@ namespace MODULE_NAME {
 
 constexpr uint64_t kMaxIndex = (uint64_t{1} << 63) - 1;
 
+// MurmurHash3's 64-bit finaliser: a bijection in which each bit of the input changes each of the output half of the time.
+inline uint64_t finalised(uint64_t h) {
+    h = (h ^ h >> 33) * 0xff51afd7ed558ccdu;
+    h = (h ^ h >> 33) * 0xc4ceb9fe1a85ec53u;
+    return h ^ h >> 33;
+}
+
 class Hash {
 public:
     // Into [0, range), range <= 2^32.
     Hash(uint64_t key, uint64_t range) : key_(key), range_(range) {}
 
     uint64_t range() const { return range_; }
-    uint64_t operator()(uint64_t index) const {
-        uint64_t h = index ^ key_;
-        h = (h ^ h >> 33) * 0xff51afd7ed558ccdu;
-        h = (h ^ h >> 33) * 0xc4ceb9fe1a85ec53u;
-        return ((h ^ h >> 33) >> 32) * range_ >> 32;
-    }
+    uint64_t operator()(uint64_t index) const { return (finalised(index ^ key_) >> 32) * range_ >> 32; }
 
 private:
     uint64_t key_, range_;

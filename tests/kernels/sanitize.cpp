@@ -14,6 +14,7 @@
 #include "chunks.hpp"
 #include "convert.hpp"
 #include "count_sketch.hpp"
+#include "digest.hpp"
 #include "elements.hpp"
 #include "hadamard.hpp"
 #include "hashing.hpp"
@@ -675,6 +676,16 @@ template <typename T> static void check_squared_norms(int threads) {
     }
 }
 
+template <typename T> static void check_digest(int threads) {
+    for (size_t size : {0, 1, 2, 511, 512, 1023, 1024, 2047, 2048, 2049, 70001}) {
+        std::vector<T> x(size, narrow<T>(2));
+        const uint64_t before = digest(x.data(), size, threads);
+        CHECK(before == digest(x.data(), size, 1));
+        if (size > 0) x.back() = narrow<T>(3);
+        CHECK((before == digest(x.data(), size, threads)) == (size == 0));
+    }
+}
+
 template <typename T, typename Out> static void check_take_chunks(int threads) {
     using A = Accumulator<T>;
     for (size_t chunk : {1, 33, 1024, 2000}) {
@@ -744,6 +755,8 @@ static bool overrun(const std::string &kernel) {
     } else if (kernel == "squared_norms") {
         std::vector<double> norms(1);
         squared_norms(Blocks({12}, 8), values.data(), norms.data(), 1);
+    } else if (kernel == "digest") {
+        std::printf("%d\n", static_cast<int>(digest(fewer.data(), 12, 1)));
     } else if (kernel == "take_chunks") {
         std::vector<float> x(12), left(12);
         std::vector<double> norms(2);
@@ -854,6 +867,10 @@ int main(int argc, char **argv) {
         check_hadamard<double>(threads);
         check_squared_norms<float>(threads);
         check_squared_norms<Bfloat16>(threads);
+        check_digest<float>(threads);
+        check_digest<double>(threads);
+        check_digest<Bfloat16>(threads);
+        check_digest<Float16>(threads);
         check_take_chunks<float, float>(threads);
         check_take_chunks<float, Float16>(threads);
         check_take_chunks<double, Bfloat16>(threads);

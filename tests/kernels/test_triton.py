@@ -504,6 +504,14 @@ def some_sections(size: int) -> Sections:
     return Sections((size, 0, size // 3), (3, 0, 2**32 - 9), (2**64 - 1, 5, 7))
 
 
+def digest(kernels: Any, size: int) -> list[Tensor]:
+    outs = []
+    for x in [*(values_of(torch.arange(3 * size), dtype) for dtype in DTYPES), torch.arange(size) - 5]:
+        outs.append(torch.zeros(1, dtype=torch.int64))
+        kernels.digest(x, outs[-1])
+    return outs
+
+
 CASES: dict[str, Callable[[Any, int], list[Tensor]]] = {
     case.__name__: case
     for case in (
@@ -512,7 +520,7 @@ CASES: dict[str, Callable[[Any, int], list[Tensor]]] = {
         rotated_index, owned_by_hash,
         positions_in, encode_offsets, decode_offsets, sum_rows, unite_rows, join_columns, scatter_rows, nonzero_rows,
         hierarchical_hash, narrow, sum_parts, quantize, block_scales, dequantize, random_k, hadamard, pack_signs,
-        unpack_signs, count_sketch, sketch_estimates, squared_norms, take_chunks,
+        unpack_signs, count_sketch, sketch_estimates, squared_norms, take_chunks, digest,
     )
 }  # fmt: skip
 

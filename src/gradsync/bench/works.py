@@ -158,6 +158,12 @@ def squared_norms(g: torch.Generator, *, size: int, block: int) -> Work:
     )
 
 
+def digest(g: torch.Generator, *, size: int, dtype: str = "float32") -> Work:
+    """What ranks compare their parameters by."""
+    x, out = torch.randn(size, generator=g).to(getattr(torch, dtype)), torch.zeros(1, dtype=torch.int64)
+    return Work(lambda module: module.digest(x, out), [out], tensor_bytes(x, out))
+
+
 def take_chunks(g: torch.Generator, *, size: int, chunk: int, ratio: float, dtype: str = "float32") -> Work:
     """Chunks that are sent, and the others kept, evenly spread. Of gradients that are zero, as they are afterwards."""
     chunks = -(-size // chunk)
@@ -532,7 +538,7 @@ WORK: dict[str, Callable[..., Work]] = {
         join_elements, partition_rotated, rotated_index, owners_by_hash,
         partition_hashed, owned_by_hash, positions_in, hierarchical_hash, top_k, select_above, count_above, narrow,
         sum_parts, quantize, block_scales, dequantize, random_k, hadamard, pack_signs, unpack_signs,
-        count_sketch, sketch_estimates, squared_norms, take_chunks,
+        count_sketch, sketch_estimates, squared_norms, take_chunks, digest,
     )
 }  # fmt: skip
 _TABLE = {"ranks": 8, "size": 1_250_000, "dtype": "float32"}  # an eighth of ten million rows: one of 8 owners' share
@@ -600,6 +606,8 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (  # kernel, parameters of its w
     ("top_k", {"size": 8 * _BITS, "density": 0.01}),
     ("squared_norms", {"size": _DENSE, "block": 64}),
     ("squared_norms", {"size": _DENSE, "block": 256}),
+    ("digest", {"size": _DENSE}),
+    ("digest", {"size": _DENSE, "dtype": "bfloat16"}),
     ("take_chunks", {"size": _DENSE, "chunk": 32768, "ratio": 0.1}),
     ("take_chunks", {"size": _DENSE, "chunk": 32768, "ratio": 0.1, "dtype": "bfloat16"}),
     ("take_chunks", {"size": _BITS, "chunk": 32768, "ratio": 0.1}),

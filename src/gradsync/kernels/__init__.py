@@ -24,6 +24,7 @@ from gradsync.kernels.checks import (
 )
 from gradsync.kernels.choice import Implementation, active, use
 from gradsync.kernels.chunks import take_chunks
+from gradsync.kernels.digests import digest
 from gradsync.kernels.draws import rotation_sizes
 from gradsync.kernels.elements import join_elements, nonzero_elements, partition_elements, unite_elements
 from gradsync.kernels.formats import count_bits, decode_bitmap, decode_offsets, encode_bitmap, encode_offsets
@@ -82,6 +83,7 @@ __all__ = [
     "decode_bitmap",
     "decode_offsets",
     "dequantize",
+    "digest",
     "encode_bitmap",
     "encode_offsets",
     "hadamard",

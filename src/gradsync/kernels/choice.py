@@ -18,7 +18,7 @@ KERNELS = (
     "join_elements", "partition_rotated", "rotated_index", "owners_by_hash", "partition_hashed", "owned_by_hash",
     "positions_in", "hierarchical_hash", "top_k", "select_above", "count_above", "narrow", "sum_parts", "quantize",
     "block_scales", "dequantize", "random_k", "hadamard", "pack_signs", "unpack_signs", "count_sketch",
-    "sketch_estimates", "squared_norms", "take_chunks",
+    "sketch_estimates", "squared_norms", "take_chunks", "digest",
 )  # fmt: skip
 _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {  # kernel: (reference, native)
     kernel: (getattr(reference, kernel), getattr(cpu, kernel)) for kernel in KERNELS

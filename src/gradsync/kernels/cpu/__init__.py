@@ -9,6 +9,7 @@ place it refuses.
 from gradsync.kernels.cpu.boundary import load, supports
 from gradsync.kernels.cpu.chunks import take_chunks
 from gradsync.kernels.cpu.convert import narrow, sum_parts
+from gradsync.kernels.cpu.digests import digest
 from gradsync.kernels.cpu.elements import (
     NonzeroElements,
     count_bits,
@@ -48,6 +49,7 @@ __all__ = [
     "decode_bitmap",
     "decode_offsets",
     "dequantize",
+    "digest",
     "encode_bitmap",
     "encode_offsets",
     "hadamard",

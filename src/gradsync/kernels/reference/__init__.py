@@ -6,6 +6,7 @@ Runs on any device and dtype, so it is also the fallback. `gradsync.kernels` say
 from gradsync.kernels.in_steps import Steps
 from gradsync.kernels.reference.chunks import take_chunks
 from gradsync.kernels.reference.convert import narrow, sum_parts
+from gradsync.kernels.reference.digests import digest
 from gradsync.kernels.reference.draws import draws, draws_at, noise
 from gradsync.kernels.reference.elements import (
     NonzeroElements,
@@ -75,6 +76,7 @@ __all__ = [
     "decode_bitmap",
     "decode_offsets",
     "dequantize",
+    "digest",
     "draws",
     "draws_at",
     "encode_bitmap",

@@ -28,10 +28,14 @@ def hash_key(seed: int, number: int = 0) -> int:
 
 def hashed(indices: Tensor, size: int, key: int) -> Tensor:
     """Hashes in [0, size), size < 2^31: the upper half of murmur3's 64-bit finaliser of index and key, scaled."""
-    h = indices.long() ^ signed(key)
+    return _shifted(finalised(indices.long() ^ signed(key)), 32) * size >> 32
+
+
+def finalised(h: Tensor) -> Tensor:
+    """A bijection of 64 bits, murmur3's finaliser; of int64, as of the unsigned numbers with the same bits."""
     h = (h ^ _shifted(h, 33)) * signed(0xFF51AFD7ED558CCD)
     h = (h ^ _shifted(h, 33)) * signed(0xC4CEB9FE1A85EC53)
-    return _shifted(h ^ _shifted(h, 33), 32) * size >> 32
+    return h ^ _shifted(h, 33)
 
 
 def signed(bits: int) -> int:

@@ -16,6 +16,7 @@ from gradsync.kernels.in_steps import Steps
 from gradsync.kernels.reference.largest import count_above, select_above
 from gradsync.kernels.triton.chunks import take_chunks
 from gradsync.kernels.triton.convert import narrow, sum_parts
+from gradsync.kernels.triton.digests import digest
 from gradsync.kernels.triton.elements import (
     NonzeroElements,
     count_bits,
@@ -68,6 +69,7 @@ __all__ = [
     "decode_bitmap",
     "decode_offsets",
     "dequantize",
+    "digest",
     "encode_bitmap",
     "encode_offsets",
     "hadamard",

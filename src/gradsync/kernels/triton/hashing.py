@@ -33,12 +33,18 @@ _DEALT_AT_ONCE = 1 << 27  # elements: torch sorts less than 2^31, and takes seve
 
 
 @triton.jit
-def hashed(index: tl.tensor, size: tl.tensor, key: tl.tensor) -> tl.tensor:
-    """As the reference's: the upper half of murmur3's 64-bit finaliser of int64 index and key, scaled to [0, size)."""
-    h = (index ^ key).to(tl.uint64, bitcast=True)
+def finalised(h: tl.tensor) -> tl.tensor:
+    """A bijection of uint64, murmur3's finaliser."""
     h = (h ^ (h >> 33)) * 0xFF51AFD7ED558CCD
     h = (h ^ (h >> 33)) * 0xC4CEB9FE1A85EC53
-    return (((h ^ (h >> 33)) >> 32).to(tl.int64) * size) >> 32
+    return h ^ (h >> 33)
+
+
+@triton.jit
+def hashed(index: tl.tensor, size: tl.tensor, key: tl.tensor) -> tl.tensor:
+    """As the reference's: the upper half of murmur3's 64-bit finaliser of int64 index and key, scaled to [0, size)."""
+    h = finalised((index ^ key).to(tl.uint64, bitcast=True))
+    return ((h >> 32).to(tl.int64) * size) >> 32
 
 
 @triton.jit(do_not_specialize=["key"])

@@ -1,0 +1,22 @@
+// A digest of 64 bits of a tensor's elements, in order: tensors that differ in any element, or in the order of their
+// elements, have different digests, but for a chance of about 2^-64. It is no protection against tensors that are made
+// to have the same digest. All NaNs count as one, and both zeros.
+//
+// The elements' bits are words of 32 bits, the lower half of 64 bits first, two elements of 16 bits a word. Each block
+// of words is a pair of sums of products with fixed keys; the finalised pairs, each mixed with its block's number, are
+// added, so blocks may be taken in any order.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "scalars.hpp"
+
+namespace MODULE_NAME {
+
+constexpr size_t kDigestWords = 1024;  // of a block: its keys fit the level-1 cache beside it
+
+// For float, double, Bfloat16, Float16, and int64_t, whose bits are taken as they are.
+template <typename T> uint64_t digest(const T *x, size_t count, int threads);
+
+}  // namespace MODULE_NAME

@@ -1,0 +1,67 @@
+"""A digest of a tensor's elements, in plain torch operations."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradsync.kernels.checks import check_flat, check_shape, describe
+from gradsync.kernels.reference.draws import draws
+from gradsync.kernels.reference.hashing import finalised
+
+WORDS = 1024  # of a block, 32 bits each
+KEY_SEED = 0x6772616473796E63  # any; the same everywhere
+_AT_ONCE = 1 << 12  # blocks: some 32 MiB for each step of the arithmetic
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by itemsize
+INFINITY_AND_NAN = {  # the bits of infinity, beyond which magnitudes are NaNs, and of the NaN that stands for all
+    torch.float64: (0x7FF0000000000000, 0x7FF8000000000000),
+    torch.float32: (0x7F800000, 0x7FC00000),
+    torch.bfloat16: (0x7F80, 0x7FC0),
+    torch.float16: (0x7C00, 0x7E00),
+}
+
+
+def check_digest(x: Tensor, out: Tensor) -> None:
+    """Refuses what `digest` cannot work on."""
+    if x.dtype != torch.int64 and x.dtype not in INFINITY_AND_NAN:
+        raise TypeError(f"x must be floating point of 16, 32 or 64 bits, or int64, got {describe(x)}")
+    check_flat("x", x)
+    if out.dtype != torch.int64:
+        raise TypeError(f"out must be int64, got {describe(out)}")
+    check_shape("out", out, 1)
+
+
+def keys(device: torch.device) -> Tensor:
+    """(2, WORDS) int64 in [0, 2^32): what the words of a block are multiplied by, for each of its two sums; all odd."""
+    return draws(KEY_SEED, 0, 2 * WORDS, device).view(2, WORDS) | 1
+
+
+@torch.no_grad()
+def digest(x: Tensor, out: Tensor) -> None:
+    """See `gradsync.kernels.digest`."""
+    check_digest(x, out)
+    total = torch.zeros(1, dtype=torch.int64, device=x.device)
+    factors = keys(x.device)
+    for begin in range(0, x.numel(), WORDS * _AT_ONCE):  # a multiple of what a block holds, whatever the element type
+        words = _words(x[begin : begin + WORDS * _AT_ONCE])
+        words = torch.nn.functional.pad(words, (0, -len(words) % WORDS)).view(-1, WORDS)
+        first, second = ((words * factor).sum(1) for factor in factors)
+        number = begin * x.element_size() // 4 // WORDS + torch.arange(len(words), device=x.device)
+        total += finalised(first ^ finalised(second ^ finalised(number + 1))).sum()
+    out.copy_(finalised(total ^ finalised(torch.full_like(total, x.numel() + 1))))
+
+
+def _words(x: Tensor) -> Tensor:
+    """The elements' bits, 32 a number, int64: the lower half of 64 first, two elements of 16 in one."""
+    size = x.element_size()
+    bits = x.contiguous().view(_BITS[size]).long()
+    if x.dtype in INFINITY_AND_NAN:
+        infinity, nan = INFINITY_AND_NAN[x.dtype]
+        magnitude = bits & (1 << 8 * size - 1) - 1  # a comparison of the numbers would take subnormal ones for zeros
+        bits = bits.masked_fill(magnitude > infinity, nan).masked_fill(magnitude == 0, 0)
+    if size == 8:
+        return torch.stack([bits & 0xFFFFFFFF, bits >> 32 & 0xFFFFFFFF], dim=1).flatten()
+    if size == 4:
+        return bits & 0xFFFFFFFF
+    pairs = torch.nn.functional.pad(bits & 0xFFFF, (0, len(bits) % 2)).view(-1, 2)
+    return pairs[:, 0] | pairs[:, 1] << 16

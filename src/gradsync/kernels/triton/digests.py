@@ -1,0 +1,60 @@
+"""A digest of a tensor's elements, in Triton: a program sums a block, and adds it to those of all with one atomic."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gradsync.kernels.reference.digests import INFINITY_AND_NAN, WORDS, check_digest, keys
+from gradsync.kernels.reference.hashing import finalised as finalised_by_torch
+from gradsync.kernels.triton.boundary import bits_of, blocks, check_contiguous, common_device, launch
+from gradsync.kernels.triton.hashing import finalised
+
+
+@triton.jit
+def _sum_blocks(
+    x: tl.tensor,
+    count: tl.tensor,
+    keys: tl.tensor,
+    total: tl.tensor,
+    INFINITY: tl.constexpr,
+    NAN: tl.constexpr,
+    BITS: tl.constexpr,
+    WORDS: tl.constexpr,
+) -> None:
+    """Each program works on one block; numbers are taken as they are where NAN is 0."""
+    number = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, WORDS * 32 // BITS)
+    at = number * (WORDS * 32 // BITS) + lane
+    bits = tl.load(x + at, mask=at < count, other=0).to(tl.int64)
+    if NAN != 0:
+        magnitude = bits & ((1 << (BITS - 1)) - 1)
+        bits = tl.where(magnitude > INFINITY, NAN, bits)
+        bits = tl.where(magnitude == 0, 0, bits)
+    if BITS == 64:
+        low, high = bits & 0xFFFFFFFF, (bits >> 32) & 0xFFFFFFFF
+        first = low * tl.load(keys + 2 * lane) + high * tl.load(keys + 2 * lane + 1)
+        second = low * tl.load(keys + WORDS + 2 * lane) + high * tl.load(keys + WORDS + 2 * lane + 1)
+    else:
+        word = (bits & ((1 << BITS) - 1)) << ((lane * BITS) % 32)
+        first = word * tl.load(keys + (lane * BITS) // 32)
+        second = word * tl.load(keys + WORDS + (lane * BITS) // 32)
+    mixed = finalised((number + 1).to(tl.uint64, bitcast=True))
+    mixed = finalised(tl.sum(second, 0).to(tl.uint64, bitcast=True) ^ mixed)
+    mixed = finalised(tl.sum(first, 0).to(tl.uint64, bitcast=True) ^ mixed)
+    tl.atomic_add(total, mixed.to(tl.int64, bitcast=True))
+
+
+def digest(x: Tensor, out: Tensor) -> None:
+    """See `gradsync.kernels.digest`."""
+    check_digest(x, out)
+    device = common_device([x, out])
+    check_contiguous("x", x)
+    total = torch.zeros(1, dtype=torch.int64, device=device)
+    infinity, nan = INFINITY_AND_NAN.get(x.dtype, (0, 0))
+    constants = {"INFINITY": infinity, "NAN": nan, "BITS": 8 * x.element_size(), "WORDS": WORDS}
+    programs = blocks(x.numel(), WORDS * 4 // x.element_size())
+    launch(_sum_blocks, programs, device, bits_of(x), x.numel(), keys(device), total, **constants)
+    out.copy_(finalised_by_torch(total ^ finalised_by_torch(torch.full_like(total, x.numel() + 1))))
