@@ -15,7 +15,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from .bucket import TensorSpec, matches, trainable_parameters
 from .comm import GroupError, broadcast_tensors
 from .engine import Engine
+from .kernels import digest
 from .mean_model import statistics_of, take_mean
 from .model_changes import Changes
 from .plan import OF, Plan, What
@@ -44,7 +45,6 @@ from .torch_hooks import (
 
 logger = logging.getLogger(__name__)
 
-UNSTAMPED = (0, 0)
 APART = "apart"  # of a checkpoint: how many ranks have models that differ
 CLOSURE = (
     "optimizer.step(closure) computes gradients itself; by a plan of early parameters they were stepped in backward: "
@@ -126,7 +126,7 @@ class Averaging:
             self._states_of.setdefault(parameter, []).append(name)
         self._means = _means_of_variances(model, buffers)
         self._references = self._taken_references()
-        self._sent: dict[str, tuple[int, int]] = {}  # what is under way, by name; parameters: see `_stamp`
+        self._sent: dict[str, _Stamp | None] = {}  # what is under way, by name; states of the optimiser have no stamp
         self._is_open = False  # a round was begun, and not all of it is sent
         self._fired: set[str] = set()  # names whose module's forward was seen to begin
         self._waits: bool | None = None  # whether exchanges end with `optimizer.step()`; None before the first forward
@@ -385,31 +385,37 @@ class Averaging:
         self._engine.begin(rounds=self.steps)
         self._is_open = True
         for name in self._buffers:
-            self._sent[name] = UNSTAMPED
-            self._engine.load(name, self._outgoing(name, self._buffer(name)))
+            buffer = self._buffer(name)
+            self._sent[name] = _Stamp.of(buffer, self._goes_on_behind)
+            self._engine.load(name, self._outgoing(name, buffer))
 
     def _send(self, name: str) -> None:
         """A parameter that was stepped, and what the optimiser keeps of it."""
         parameter = self._parameters[name]
-        self._sent[name] = self._stamp(name)
+        self._sent[name] = self._stamp(name, with_values=self._goes_on_behind)
         self._engine.load(name, self._outgoing(name, parameter.detach()))
         for state in self._states_of.get(name, ()):
             kept = self._state(state)
-            self._sent[state] = UNSTAMPED
+            self._sent[state] = None
             self._engine.load(state, kept, used=kept is not None)
 
     def _end(self) -> None:
         """All is sent."""
         self._is_open = False
-        if self._waits is not False or not self._engine.goes_on_alone:
-            self.land()
-        else:
+        if self._goes_on_behind:
             self._engine.go_on()
+        else:
+            self.land()
 
-    def _stamp(self, name: str) -> tuple[int, int]:
-        """Another one when the parameter was changed: its version and address, where its module does not move it."""
+    @property
+    def _goes_on_behind(self) -> bool:
+        """Whether the exchange goes on while the user's code runs, until the next forward."""
+        return self._waits is False and self._engine.goes_on_alone
+
+    def _stamp(self, name: str, *, with_values: bool) -> _Stamp:
         parameter = self._parameters[name]
-        return parameter._version, 0 if name in self._moving else parameter.data_ptr()
+        stamp = _Stamp.of(parameter.detach(), with_values)
+        return stamp._replace(address=0) if name in self._moving else stamp  # their modules move them
 
     def _buffer(self, name: str) -> Tensor:
         """As it is now."""
@@ -452,20 +458,19 @@ class Averaging:
 
     def _put(self, name: str) -> None:
         sent = self._sent.pop(name)
-        if name in self._states:
+        if sent is None:
             if self._engine.used(name):
                 self._put_state(name, self._incoming(name))
         elif name in self._buffers:
             buffer, average = self._buffer(name), self._incoming(name)
+            if sent != _Stamp.of(buffer, sent.has_values):
+                self._refuse_change(name)
             # Masks have infinities for good, of which sums with other signs make what is no number.
             buffer.copy_(torch.where(buffer.isfinite(), average, buffer))
         else:
             parameter = self._parameters[name]
-            if sent != self._stamp(name):
-                self._refuse(
-                    f"{name!r} was changed between optimizer.step() and the forward after it, while it was averaged "
-                    "with other ranks: change parameters before the step, or after gradsync.consensus(model)"
-                )
+            if sent != self._stamp(name, with_values=sent.has_values):
+                self._refuse_change(name)
             average = self._incoming(name)
             if self.watch is not None:
                 self.watch(parameter, average)
@@ -501,11 +506,38 @@ class Averaging:
         taken = {name: p.detach().clone() for name, p in self._parameters.items() if name in rounded}
         return taken | {name: self._buffer(name).clone() for name in self._means.values()}
 
+    def _refuse_change(self, name: str) -> NoReturn:
+        self._refuse(
+            f"{name!r} was changed between optimizer.step() and the forward after it, while it was averaged with other "
+            "ranks: change it before the step, after handle.wait(), or after gradsync.consensus(model)"
+        )
+
     def _refuse(self, why: str) -> NoReturn:
         """The round under way is given up, and the other ranks are told."""
         self._engine.abandon(why)
         self._engine.fail(why)
         raise RuntimeError(why)
+
+
+class _Stamp(NamedTuple):
+    """A mark that changes with the tensor, if `has_values` also by writes through `.data`, which leave the version."""
+
+    version: int
+    address: int
+    has_values: bool
+    values: int  # a digest of them
+
+    @classmethod
+    def of(cls, tensor: Tensor, has_values: bool) -> _Stamp:
+        return cls(tensor._version, tensor.data_ptr(), has_values, _digest(tensor) if has_values else 0)
+
+
+def _digest(tensor: Tensor) -> int:
+    """Returns 64 bits that depend on all elements as they lie in memory."""
+    dense = tensor if tensor.is_contiguous() else torch.empty_like(tensor).copy_(tensor)
+    out = torch.empty(1, dtype=torch.int64, device=tensor.device)
+    digest(dense.as_strided((dense.numel(),), (1,)), out)
+    return int(out)
 
 
 class _ForGradient:

@@ -683,6 +683,26 @@ def test_parameters_that_nobody_would_average_are_found(world: World) -> None:
             assert part in text, text
 
 
+def written_through_data(early: bool) -> str:
+    """As weight clipping does: between the step and the next forward it is found, behind `wait()` it is kept."""
+    model, optimizer, handle = make(early=early)
+    weight = next(model.parameters())
+    for step in range(3):
+        train(model, optimizer, step)
+        handle.wait()
+        weight.data.clamp_(-0.01, 0.01)
+    train(model, optimizer, 3)
+    weight.data.clamp_(-0.001, 0.001)
+    said = error_of(lambda: train(model, optimizer, 4))
+    handle.detach()
+    return said
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_writes_through_data_during_an_exchange_are_found(world: World, early: bool) -> None:
+    assert all("was changed between" in said for said in world(2).run(written_through_data, early))
+
+
 def weights_elsewhere() -> str:
     model, optimizer, handle = make()
     for step in range(2):
