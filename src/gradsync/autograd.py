@@ -21,7 +21,7 @@ from .bucket import Layout, TensorSpec
 from .comm import broadcast_tensors
 from .engine import Engine
 from .freezing import Freezing
-from .gradient_views import GradientViews, is_part
+from .gradient_views import GradientViews
 from .model_changes import Changes
 from .optim import OneMomentum
 from .plan import Plan
@@ -214,7 +214,7 @@ class AutogradHooks:
             self._engine.load(name, view.tensor)
             return
         is_dense = gradient.layout is torch.strided
-        if name in self._tables and is_dense and is_part(gradient):
+        if name in self._tables and is_dense and self._views.may_move(name):
             parameter.grad = gradient = gradient.detach().clone()  # of an earlier plan's bucket, which can go now
         self._engine.load(name, gradient.detach() if gradient.requires_grad else gradient)
         if view is not None and is_dense:
@@ -349,11 +349,15 @@ class AutogradHooks:
             self._views.restore(name)
             return
         sparse = engine.layout_is_sparse(name)
-        view = self._views.get(name)
+        view, before = self._views.get(name), parameter.grad
         if view is not None and not sparse:
             self._views.deliver(view)
-        else:
-            parameter.grad = engine.unload(name, parameter.grad, sparse=sparse)
+            return
+        result = engine.unload(name, before, sparse=sparse)
+        if sparse or before is None or before.layout is not torch.strided or before.requires_grad:
+            parameter.grad = result
+        elif result is not before:  # somebody may refer to its memory
+            before.copy_(result)
 
 
 class _ReadyGroup:

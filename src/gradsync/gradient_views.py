@@ -120,6 +120,10 @@ class GradientViews:
         """Returns whether the parameter had no gradient when the step began, and got its place."""
         return name in self._lent
 
+    def may_move(self, name: str) -> bool:
+        """Returns whether the gradient lies in memory of the plan before, to which nobody else refers."""
+        return name in self._movable
+
     def keep_values(self, name: str) -> None:
         """Remembers the values of a gradient that this step's result will overwrite, see `restore`."""
         view = self._by_name.get(name)
@@ -200,11 +204,6 @@ class GradientViews:
         names = [view.name for view in lent]
         self._lent.update(names)
         return names
-
-
-def is_part(tensor: Tensor) -> bool:
-    """Returns whether the tensor keeps more memory alive than its own."""
-    return tensor.untyped_storage().nbytes() > tensor.nbytes
 
 
 def _object_references(parameter: nn.Parameter) -> int:

@@ -10,6 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gradsync
+from gradsync.bucket import TensorSpec
+from gradsync.plan import Plan
+from gradsync.schemes import AGSparse
 from tests.engine.twins import (
     Twin,
     assert_same_gradients,
@@ -252,6 +255,29 @@ def hooked(make: Callable[[], nn.Module], hook: Callable[[nn.Module], None], ear
         assert_same_gradients(twins[0].gradients(), twins[1].gradients(), f"after step {number}")
     assert_same_weights(*twins)
     detach(twins)
+
+
+def rows_in_a_flat_buffer() -> None:
+    """A dense gradient that travels as rows is a view of the user's."""
+    torch.manual_seed(0)
+    table = nn.Embedding(3000, 32)
+    plan = Plan.make({"weight": TensorSpec.of(table.weight)}, dist.get_world_size(), [(["weight"], AGSparse())])
+    handle = gradsync.attach(table, plan=plan, timeout=15)
+    flat = torch.zeros(table.weight.numel())
+    table.weight.grad = flat.view_as(table.weight)
+    for number in range(4):
+        flat.zero_()
+        torch.manual_seed(1000 * number + dist.get_rank())
+        ids = torch.randint(0, 3000, (16,))
+        table(ids).sum().backward()
+        local = torch.zeros(3000, 32).index_add_(0, ids, torch.ones(16, 32))
+        torch.testing.assert_close(flat.view(3000, 32), averaged(local))
+        assert table.weight.grad.data_ptr() == flat.data_ptr()
+    handle.detach()
+
+
+def test_a_dense_gradient_that_travels_as_rows_stays_in_memory_of_the_users(world: World) -> None:
+    world(2).run(rows_in_a_flat_buffer)
 
 
 HOOKS = [replacing, in_place, before_accumulation]
