@@ -202,6 +202,7 @@ class Averaging:
         model, parameters = self._model(), list(self._parameters.values())
         timeout_s = self._engine.timeout_s
         self._engine.call("consensus", lambda group: take_mean(group, model, parameters, timeout_s))
+        self._engine.verify(self._parameters)
         self._references = self._taken_references()
         self.are_apart = False
 
