@@ -212,18 +212,25 @@ void write_rotated(uint32_t owner, const ReadOnlyArray &positions, uint32_t owne
     });
 }
 
-void digest_into(const ReadOnlyArray &x, const Array &out, int threads) {
+Digested digested_of(const ReadOnlyArray &x) {
+    check_flat("xs", x);
+    if (x.dtype() == nb::dtype<int64_t>()) return digested(static_cast<const int64_t *>(x.data()), x.shape(0));
+    check_floating("xs", x);
+    Digested tensor{};
+    with_floating(x.dtype(), [&](auto element) {
+        tensor = digested(static_cast<const decltype(element) *>(x.data()), x.shape(0));
+    });
+    return tensor;
+}
+
+void digest_into(const std::vector<ReadOnlyArray> &xs, const Array &out, int threads) {
     check_threads(threads);
-    if (x.dtype() != nb::dtype<int64_t>()) check_floating("x", x);
-    check_flat("x", x);
+    std::vector<Digested> tensors;
+    for (const ReadOnlyArray &x : xs) tensors.push_back(digested_of(x));
     if (out.dtype() != nb::dtype<int64_t>()) refuse_kind("out", "int64", out);
-    check_flat("out", out, 1);
-    const auto write = [&](auto element) {
-        nb::gil_scoped_release unlocked;
-        *static_cast<uint64_t *>(out.data()) = digest(static_cast<const decltype(element) *>(x.data()), x.shape(0), threads);
-    };
-    if (x.dtype() == nb::dtype<int64_t>()) return write(int64_t{});
-    with_floating(x.dtype(), write);
+    check_flat("out", out, xs.size());
+    nb::gil_scoped_release unlocked;
+    digest(tensors, static_cast<uint64_t *>(out.data()), threads);
 }
 
 }  // namespace
@@ -259,7 +266,7 @@ void bind_owners(nb::module_ &m) {
         .def("write", &BoundHierarchy::write, "owned"_a.noconvert(), "overflow"_a.noconvert());
     m.def("owners_by_hash", &hash_owners, "indices"_a.noconvert(), "owners"_a, "key"_a, "out"_a.noconvert(),
           "threads"_a);
-    m.def("digest", &digest_into, "x"_a.noconvert(), "out"_a.noconvert(), "threads"_a);
+    m.def("digest", &digest_into, "xs"_a.noconvert(), "out"_a.noconvert(), "threads"_a);
     m.def("positions_in", &find_positions, "owned"_a.noconvert(), "indices"_a.noconvert(), "out"_a.noconvert());
     m.def("rotated_index", &write_rotated, "owner"_a, "positions"_a.noconvert(), "owners"_a, "key"_a,
           "out"_a.noconvert(), "threads"_a);

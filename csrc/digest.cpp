@@ -4,6 +4,8 @@
 
 #include "draws.hpp"
 #include "hashing.hpp"
+#include "rank_bitmap.hpp"
+#include "scratch.hpp"
 
 namespace MODULE_NAME {
 namespace {
@@ -84,34 +86,56 @@ uint64_t digest_of_block(const uint32_t *words, size_t count, uint64_t number) {
     return finalised(first ^ finalised(second ^ finalised(number + 1)));
 }
 
-}  // namespace
+template <typename T> constexpr size_t kElements = kDigestWords * sizeof(uint32_t) / sizeof(T);  // of a block
 
-template <typename T> uint64_t digest(const T *x, size_t count, int threads) {
-    constexpr size_t kElements = kDigestWords * sizeof(uint32_t) / sizeof(T);
-    const size_t blocks = (count + kElements - 1) / kElements;
-    const auto sum_of_share = [&](int t) {
-        uint64_t sum = 0;
-        uint32_t words[kDigestWords];
-        for (size_t block = share_begin(blocks, t, threads); block < share_begin(blocks, t + 1, threads); ++block) {
-            const size_t begin = block * kElements;
-            sum += digest_of_block(words, words_of(x + begin, std::min(kElements, count - begin), words), block);
-        }
-        return sum;
-    };
+template <typename T> uint64_t sum_of_blocks(const void *x, size_t count, size_t begin, size_t end) {
     uint64_t sum = 0;
-    if (threads > 1) {
-#pragma omp parallel for schedule(static) num_threads(threads) reduction(+ : sum)
-        for (int t = 0; t < threads; ++t) sum += sum_of_share(t);
-    } else {
-        sum = sum_of_share(0);
+    uint32_t words[kDigestWords];
+    for (size_t block = begin; block < end; ++block) {
+        const size_t first = block * kElements<T>, here = std::min(kElements<T>, count - first);
+        sum += digest_of_block(words, words_of(static_cast<const T *>(x) + first, here, words), block);
     }
-    return finalised(sum ^ finalised(count + 1));
+    return sum;
 }
 
-template uint64_t digest(const float *, size_t, int);
-template uint64_t digest(const double *, size_t, int);
-template uint64_t digest(const Bfloat16 *, size_t, int);
-template uint64_t digest(const Float16 *, size_t, int);
-template uint64_t digest(const int64_t *, size_t, int);
+}  // namespace
+
+template <typename T> Digested digested(const T *x, size_t count) {
+    return {x, count, (count + kElements<T> - 1) / kElements<T>, sum_of_blocks<T>};
+}
+
+void digest(const std::vector<Digested> &tensors, uint64_t *out, int threads) {
+    size_t blocks = 0;  // of all tensors, one behind the other
+    for (const Digested &tensor : tensors) blocks += tensor.blocks;
+    Scratch<uint64_t> sums(threads * tensors.size());
+    const auto sum_share = [&](int t) {
+        const size_t begin = share_begin(blocks, t, threads), end = share_begin(blocks, t + 1, threads);
+        size_t before = 0;
+        for (size_t i = 0; i < tensors.size(); ++i) {
+            const Digested &tensor = tensors[i];
+            const size_t first = std::clamp(begin, before, before + tensor.blocks) - before;
+            const size_t last = std::clamp(end, before, before + tensor.blocks) - before;
+            sums[t * tensors.size() + i] = tensor.sum(tensor.x, tensor.count, first, last);
+            before += tensor.blocks;
+        }
+    };
+    if (threads > 1) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+        for (int t = 0; t < threads; ++t) sum_share(t);
+    } else {
+        sum_share(0);
+    }
+    for (size_t i = 0; i < tensors.size(); ++i) {
+        uint64_t sum = 0;
+        for (int t = 0; t < threads; ++t) sum += sums[t * tensors.size() + i];
+        out[i] = finalised(sum ^ finalised(tensors[i].count + 1));
+    }
+}
+
+template Digested digested(const float *, size_t);
+template Digested digested(const double *, size_t);
+template Digested digested(const Bfloat16 *, size_t);
+template Digested digested(const Float16 *, size_t);
+template Digested digested(const int64_t *, size_t);
 
 }  // namespace MODULE_NAME

@@ -9,6 +9,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "scalars.hpp"
 
@@ -16,7 +17,17 @@ namespace MODULE_NAME {
 
 constexpr size_t kDigestWords = 1024;  // of a block: its keys fit the level-1 cache beside it
 
+// A tensor by its memory; `sum` adds up what its blocks [begin, end) come to.
+struct Digested {
+    const void *x;
+    size_t count, blocks;
+    uint64_t (*sum)(const void *x, size_t count, size_t begin, size_t end);
+};
+
 // For float, double, Bfloat16, Float16, and int64_t, whose bits are taken as they are.
-template <typename T> uint64_t digest(const T *x, size_t count, int threads);
+template <typename T> Digested digested(const T *x, size_t count);
+
+// Writes one digest a tensor.
+void digest(const std::vector<Digested> &tensors, uint64_t *out, int threads);
 
 }  // namespace MODULE_NAME

@@ -19,7 +19,7 @@ FLOORS: list[set[str]] = [
     {"bucket", "forecast", "sparse"},
     {"arrivals", "density", "gradients", "positions"},
     {"compressors", "gradient_views"},
-    {"schemes", "observation", "footprint", "state", "lars", "model_changes"},
+    {"schemes", "observation", "footprint", "state", "lars", "model_changes", "guard"},
     {"document"},
     {"plan", "lane", "recording", "sparsity", "profile"},
     {"planning", "optim", "fitting", "freezing"},

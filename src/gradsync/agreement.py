@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .bucket import TensorSpec, describe_specs, matches, trainable_parameters
 from .comm import Group, LocalGroup, gather_bytes, torch_group
 from .engine import Engine
+from .guard import Verification
 from .optim import OneMomentum
 from .plan import Plan
 from .planner import MeasuringPlanner, default_plan
@@ -46,11 +47,13 @@ def agreed_engine(
     optimizer: Optimizer | None = None,
     refusal: str = "",
     also: Mapping[str, Tensor] | None = None,
+    *,
+    verification: Verification,
 ) -> tuple[Engine, dict[str, nn.Parameter]]:
     """An engine for the model's parameters, on all ranks or on none; and these parameters by name.
 
     `settings` are the caller's, in words; they must be the same on all ranks. `refusal`: what is wrong with them here.
-    `also`: what else the engine has, by other names.
+    `also`: what else the engine has, by other names. `verification`: how ranks compare parameters, from then on.
 
     Raises:
         RuntimeError, ValueError: as `gradsync.attach` says.
@@ -61,10 +64,19 @@ def agreed_engine(
         # Measurements and trials let timing decide on the order of sums.
         plan = default_plan if torch.are_deterministic_algorithms_enabled() else MeasuringPlanner()
 
+    settings, refusal = f"{settings}, {verification}", refusal or verification.refusal
+
     def build() -> Engine:
         sparse_names = _sparse_tables(unwrapped(model))
         engines.append(
-            Engine({**parameters, **(also or {})}, group, plan, timeout_s=timeout_s, sparse_names=sparse_names)
+            Engine(
+                {**parameters, **(also or {})},
+                group,
+                plan,
+                timeout_s=timeout_s,
+                sparse_names=sparse_names,
+                verification=verification,
+            )
         )
         if optimizer is not None:
             OneMomentum(parameters).check(engines[0].plan, optimizer)

@@ -204,6 +204,7 @@ class Averaging:
         model, parameters = self._model(), list(self._parameters.values())
         timeout_s = self._engine.timeout_s
         self._engine.call("consensus", lambda group: take_mean(group, model, parameters, timeout_s))
+        self._engine.verify(self._parameters)
         self._references = self._taken_references()
         self.are_apart = False
 
@@ -536,7 +537,7 @@ def _digest(tensor: Tensor) -> int:
     """Returns 64 bits that depend on all elements as they lie in memory."""
     dense = tensor if tensor.is_contiguous() else torch.empty_like(tensor).copy_(tensor)
     out = torch.empty(1, dtype=torch.int64, device=tensor.device)
-    digest(dense.as_strided((dense.numel(),), (1,)), out)
+    digest([dense.as_strided((dense.numel(),), (1,))], out)
     return int(out)
 
 

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from .agreement import DEFAULT_TIMEOUT_S, agreed_engine, forget, unwrapped
 from .auto import planner_of
 from .freezing import Freezing
+from .guard import VERIFY_EVERY, Verification
 from .model_changes import Additions
 from .optim import OneMomentum
 from .plan import Plan
@@ -51,6 +52,8 @@ class DDPState:
         exclude: Sequence[str] = (),
         optimizer: Optimizer | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
+        verify_every: int = VERIFY_EVERY,
+        verify_tolerance: float | None = None,
     ) -> None:
         self.engine, parameters = agreed_engine(
             model,
@@ -60,6 +63,7 @@ class DDPState:
             exclude,
             f"grad_scaler={grad_scaler is not None}",
             optimizer,
+            verification=Verification(verify_every, verify_tolerance),
         )
         if grad_scaler is not None:
             self.engine.loss_scale = grad_scaler.get_scale
@@ -68,6 +72,8 @@ class DDPState:
         self.detached = False
         self.successor: DDPState | None = None  # attached after this one was detached: a hook is registered only once
         self._names = {id(p): name for name, p in parameters.items()}
+        self._synchronizations = 0  # backwards since attach
+        self._used: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # that when it stepped last
         self._given: list[tuple[GradBucket, Future[Tensor]]] = []
         self._modules = weakref.WeakSet(model.modules())
         self._additions = Additions(unwrapped(model), exclude)
@@ -119,6 +125,7 @@ class DDPState:
         for name in self.engine.missing():
             self.engine.load(name, None, used=False)
         self.engine.finish()
+        self._synchronizations += 1
         for bucket, future in self._given:
             future.set_result(self._result(bucket))
         self._given.clear()
@@ -133,6 +140,16 @@ class DDPState:
 
     def _after_optimizer_step(self, step: OptimizerStep) -> None:
         self._freezing.after(step.optimizer)
+        self._note_step(step)
+
+    def _note_step(self, step: OptimizerStep) -> None:
+        """Tells the engine of a step that followed no synchronised backward."""
+        groups = step.optimizer.param_groups
+        if not any(id(p) in self._names for group in groups for p in group["params"]) or step.is_inner:
+            return
+        if self._used.get(step.optimizer, 0) == self._synchronizations:
+            self.engine.stepped_alone = True
+        self._used[step.optimizer] = self._synchronizations
 
     def _require_even_inputs(self) -> None:
         model = self._model()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from .bucket import PHASES, StepMarks, TensorSpec
 from .comm import Group, GroupError, JobThread, Synchronization, gather_bytes
 from .density import ParameterProfile
 from .forecast import forecast, network_cost
+from .guard import ParameterGuard, Verification
 from .lane import BucketStatistics, Lane, Lanes
 from .observation import Observer
 from .plan import Plan, What, describe
@@ -51,6 +52,7 @@ class Engine:
         *,
         timeout_s: float,
         sparse_names: frozenset[str] = frozenset(),
+        verification: Verification | None = None,
     ) -> None:
         self.parameters = dict(parameters)
         self.specs = {name: TensorSpec.of(p) for name, p in self.parameters.items()}
@@ -61,7 +63,8 @@ class Engine:
         self.step = 0
         self.loss_scale: Callable[[], float] | None = None  # what gradients are multiplied by, where that may change
         self._scale: float | None = None  # in whose units state is
-        self.stepped_alone = False  # an optimiser stepped that no synchronised backward preceded; set by front-ends
+        # Set by the front-end: since the last comparison an optimiser has stepped that no synchronised backward preceded.
+        self.stepped_alone = False
         self.late = False  # some rank took part in the last step at its optimiser's step only
         self.device = next(iter(self.parameters.values())).device if self.parameters else torch.device("cpu")
         self._observer = Observer(self.specs, sparse_names)
@@ -82,8 +85,11 @@ class Engine:
         self._turn = threading.Lock()  # held by whoever uses the group
         self._thread = JobThread("gradsync", self.device)
         self._apart = False  # the step under way exchanges when backward has ended, and no plan is made by it
-        self._aside: Future[Any] | None = None  # what the communication thread does before the exchange
+        self._asides: list[Future[Any]] = []  # what the communication thread does before the exchange
         self._other_core: JobThread | None = None  # for what a plan offloads
+        if verification is None or group.size == 1:
+            verification = Verification(every=0)
+        self._guard = ParameterGuard(self.parameters, verification, self.call, timeout_s=timeout_s)
         self._adopt(self._planning.plan)
         self._announce()
 
@@ -108,7 +114,7 @@ class Engine:
         self._steps_good = False  # until it has ended well
         for lane in self.lanes:
             lane.begin()
-        self._aside = None
+        self._asides = []
         self._collected, self._collected_s = set(), None
         witness = active()
         self._apart = witness is not None and witness.began(self)
@@ -123,6 +129,7 @@ class Engine:
             prepared=self.lanes.prepared,
             offload=None if self._other_core is None else self._other_core.submit,
         )
+        self._begin_to_compare()
 
     @property
     def in_step(self) -> bool:
@@ -214,8 +221,8 @@ class Engine:
         if (witness := active()) is not None:
             witness.backward_ended(self)
         try:
-            if self._aside is not None:
-                self._aside.result()
+            for aside in self._asides:
+                aside.result()
             running.wait()
         except BaseException as error:
             self.fail(str(error))
@@ -235,6 +242,8 @@ class Engine:
         self._marks_checked = False
         if self.device.type == "cpu":
             self._check_marks()  # elsewhere the host would wait for the device: there the next step looks
+        if self._guard.is_under_way:
+            self._compare()
         if self._apart:
             self._planning.step_passed()
         else:
@@ -331,9 +340,10 @@ class Engine:
             raise
 
     def aside(self, job: Callable[[Group], T]) -> Future[T]:
-        """Inside a step that is set apart: runs `job(group)` on the communication thread, before the exchange.
+        """Runs `job(group)` on the communication thread before the exchange of the step under way.
 
-        It has the group to itself; so all ranks must give a job, and one that says the same to the group.
+        It has the group to itself; so all ranks must give a job, and one that says the same to the group, before any
+        gradient of the step is loaded, unless the step is set apart. `finish` waits for it, and raises its errors.
         """
         done: Future[T] = Future()
 
@@ -344,7 +354,7 @@ class Engine:
             except BaseException as error:  # raised again where the result is asked for
                 done.set_exception(error)
 
-        self._aside = done
+        self._asides.append(done)
         self._thread.submit(run)
         return done
 
@@ -365,6 +375,14 @@ class Engine:
         if len({theirs for theirs, _, _ in parts}) > 1:
             by_rank = ", ".join(f"{theirs} on rank {rank}" for rank, (theirs, _, _) in enumerate(parts))
             raise ValueError(f"{what}: the ranks differ: {by_rank}")
+
+    def verify(self, names: Iterable[str]) -> None:
+        """Compares parameters that all ranks are to have alike now, between two steps. Collective.
+
+        Raises:
+            RuntimeError: on all ranks, where they differ by more than the tolerance.
+        """
+        self._guarded(lambda: self._guard.compare(names))
 
     # What is kept and told.
 
@@ -479,6 +497,28 @@ class Engine:
 
     def _where(self, bucket_id: str, stage: str) -> str:
         return f"{self.lanes[bucket_id].bucket.title}, stage {stage!r}, step {self.step}"
+
+    def _begin_to_compare(self) -> None:
+        """Has the guard compare parameters in this step, if it is one that does: the same on all ranks."""
+        compares = self.step > 0 and self.settled and not self._apart and self.plan.what is What.GRADIENT
+        if compares and self._guard.is_due():
+            try:
+                self._guard.begin(self.aside, alone=self.stepped_alone)
+            except Exception as error:
+                self.abandon(f"comparison of parameters, step {self.step}: {error}")
+                raise
+
+    def _compare(self) -> None:
+        self.stepped_alone = False
+        self._guarded(lambda: self._guard.end(self.step))
+
+    def _guarded(self, compare: Callable[[], T]) -> T:
+        """Ends with the error of a comparison, which all ranks see alike: nobody need be told."""
+        try:
+            return compare()
+        except RuntimeError as error:
+            self._failure = self._failure or str(error)
+            raise
 
     def _require_step(self) -> Synchronization:
         if self._running is None:

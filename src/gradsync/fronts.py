@@ -24,6 +24,7 @@ from .cluster import Cluster
 from .comm import Group, GroupError, Survival, Survivors, broadcast_tensors, gather_bytes
 from .comm.shuffle import together
 from .engine import Engine
+from .guard import Verification
 from .plan import Plan, What
 from .planner import AveragingPlanner
 from .planner.averaging import schedule_of
@@ -100,6 +101,7 @@ class Attached:
 
     Args:
         exclude: names or shell patterns of parameters that are left alone.
+        verification: how ranks compare their parameters.
     """
 
     def __init__(
@@ -109,10 +111,12 @@ class Attached:
         process_group: dist.ProcessGroup | None,
         timeout_s: float,
         exclude: Sequence[str],
+        verification: Verification,
     ) -> None:
         self._model = weakref.ref(model)
         self._optimizer = None if optimizer is None else weakref.ref(optimizer)
         self.process_group, self.timeout_s, self.exclude = process_group, timeout_s, exclude
+        self.verification = verification
 
     @property
     def model(self) -> nn.Module:
@@ -126,7 +130,7 @@ class Attached:
 
     def within(self, process_group: dist.ProcessGroup) -> Attached:
         """Among the ranks of another group."""
-        return Attached(self.model, self.optimizer, process_group, self.timeout_s, self.exclude)
+        return Attached(self.model, self.optimizer, process_group, self.timeout_s, self.exclude, self.verification)
 
 
 class ParametersBeside:
@@ -330,6 +334,7 @@ def averaging_front(
         optimizer,
         refusal,
         also,
+        verification=attached.verification,
     )
     assert optimizer is not None
     regrouping: Regrouping | None = None

@@ -23,7 +23,7 @@ floating = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 def digest(kernels: Any, x: Tensor, **options: Any) -> int:
     room = torch.full((3,), 77)
-    kernels.digest(x, room[1:2], **options)
+    kernels.digest([x], room[1:2], **options)
     assert room[[0, 2]].tolist() == [77, 77]
     return int(room[1])
 
@@ -45,6 +45,25 @@ def test_native_digests_equal_the_definition(dtype: torch.dtype, module: ModuleT
         expected = digest(reference, x)
         for threads in (1, 2, 5):
             assert digest(cpu, x, threads=threads, module=module) == expected, (size, threads)
+
+
+@every
+def test_several_at_once_are_each_its_own(kernels: Any) -> None:
+    xs = [any_bits(size, dtype) for size in (0, 3, 2050) for dtype in DTYPES] + [torch.arange(1500)]
+    together = torch.zeros(len(xs), dtype=torch.int64)
+    kernels.digest(xs, together)
+    assert together.tolist() == [digest(kernels, x) for x in xs]
+    kernels.digest([], together[:0])
+
+
+@native
+@pytest.mark.parametrize("threads", [2, 3, 16])
+def test_threads_share_blocks_of_several_tensors(threads: int, module: ModuleType) -> None:
+    xs = [any_bits(size, torch.float32) for size in (5000, 0, 1, 40_000, 700)]
+    outs = [torch.zeros(len(xs), dtype=torch.int64) for _ in range(2)]
+    cpu.digest(xs, outs[0], threads=threads, module=module)
+    cpu.digest(xs, outs[1], threads=1, module=module)
+    assert torch.equal(*outs)
 
 
 def test_long_tensors_are_the_same_in_the_pieces_of_the_definition() -> None:
@@ -139,20 +158,20 @@ def test_differences_that_would_cancel_out_in_a_sum_count() -> None:
 @every
 def test_what_does_not_fit_is_refused(kernels: Any) -> None:
     x, out = torch.zeros(5), torch.zeros(1, dtype=torch.int64)
-    with pytest.raises(ValueError, match="x must be 1-D"):
-        kernels.digest(x.view(1, 5), out)
+    with pytest.raises(ValueError, match="xs must be 1-D"):
+        kernels.digest([x.view(1, 5)], out)
     with pytest.raises(ValueError, match="out must be of shape"):
-        kernels.digest(x, torch.zeros(2, dtype=torch.int64))
+        kernels.digest([x, x], out)
     with pytest.raises(TypeError, match="out must be int64"):
-        kernels.digest(x, torch.zeros(1))
-    with pytest.raises(TypeError, match="x must be float"):
-        kernels.digest(x.int(), out)
+        kernels.digest([x], torch.zeros(1))
+    with pytest.raises(TypeError, match="xs must be float"):
+        kernels.digest([x, x.int()], out)
 
 
 @native
 def test_elements_that_are_apart_are_refused(module: ModuleType) -> None:
     with pytest.raises(TypeError, match="contiguous"):
-        cpu.digest(torch.zeros(8)[::2], torch.zeros(1, dtype=torch.int64), module=module)
+        cpu.digest([torch.zeros(8)[::2]], torch.zeros(1, dtype=torch.int64), module=module)
     apart, together = any_bits(64, torch.float32)[::2], any_bits(64, torch.float32)[::2].contiguous()
     assert digest(reference, apart) == digest(reference, together), "the definition takes them"
 

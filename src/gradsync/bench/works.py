@@ -158,10 +158,11 @@ def squared_norms(g: torch.Generator, *, size: int, block: int) -> Work:
     )
 
 
-def digest(g: torch.Generator, *, size: int, dtype: str = "float32") -> Work:
+def digest(g: torch.Generator, *, size: int, tensors: int, dtype: str = "float32") -> Work:
     """What ranks compare their parameters by."""
-    x, out = torch.randn(size, generator=g).to(getattr(torch, dtype)), torch.zeros(1, dtype=torch.int64)
-    return Work(lambda module: module.digest(x, out), [out], tensor_bytes(x, out))
+    x, out = torch.randn(size, generator=g).to(getattr(torch, dtype)), torch.zeros(tensors, dtype=torch.int64)
+    parts = x.chunk(tensors)
+    return Work(lambda module: module.digest(parts, out), [out], tensor_bytes(x, out))
 
 
 def take_chunks(g: torch.Generator, *, size: int, chunk: int, ratio: float, dtype: str = "float32") -> Work:
@@ -606,8 +607,9 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (  # kernel, parameters of its w
     ("top_k", {"size": 8 * _BITS, "density": 0.01}),
     ("squared_norms", {"size": _DENSE, "block": 64}),
     ("squared_norms", {"size": _DENSE, "block": 256}),
-    ("digest", {"size": _DENSE}),
-    ("digest", {"size": _DENSE, "dtype": "bfloat16"}),
+    ("digest", {"size": _DENSE, "tensors": 1}),
+    ("digest", {"size": _DENSE, "tensors": 256}),
+    ("digest", {"size": _DENSE, "tensors": 1, "dtype": "bfloat16"}),
     ("take_chunks", {"size": _DENSE, "chunk": 32768, "ratio": 0.1}),
     ("take_chunks", {"size": _DENSE, "chunk": 32768, "ratio": 0.1, "dtype": "bfloat16"}),
     ("take_chunks", {"size": _BITS, "chunk": 32768, "ratio": 0.1}),

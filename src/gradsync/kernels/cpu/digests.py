@@ -1,14 +1,16 @@
-"""A native digest of a tensor's elements."""
+"""Native digests of tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import ModuleType
 
 from torch import Tensor
 
-from gradsync.kernels.cpu.boundary import load, plain, threads_for
+from gradsync.kernels.cpu.boundary import load, plain, plains, threads_for
 
 
-def digest(x: Tensor, out: Tensor, *, threads: int | None = None, module: ModuleType | None = None) -> None:
+def digest(xs: Sequence[Tensor], out: Tensor, *, threads: int | None = None, module: ModuleType | None = None) -> None:
     """See `gradsync.kernels.digest`."""
-    (module or load()).digest(plain("x", x), plain("out", out), threads_for(threads, x.numel()))
+    threads = threads_for(threads, sum(x.numel() for x in xs))
+    (module or load()).digest(plains("xs", xs), plain("out", out), threads)

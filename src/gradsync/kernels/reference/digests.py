@@ -1,6 +1,8 @@
-"""A digest of a tensor's elements, in plain torch operations."""
+"""Digests of tensors, in plain torch operations."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,14 +23,15 @@ INFINITY_AND_NAN = {  # the bits of infinity, beyond which magnitudes are NaNs, 
 }
 
 
-def check_digest(x: Tensor, out: Tensor) -> None:
+def check_digest(xs: Sequence[Tensor], out: Tensor) -> None:
     """Refuses what `digest` cannot work on."""
-    if x.dtype != torch.int64 and x.dtype not in INFINITY_AND_NAN:
-        raise TypeError(f"x must be floating point of 16, 32 or 64 bits, or int64, got {describe(x)}")
-    check_flat("x", x)
+    for x in xs:
+        if x.dtype != torch.int64 and x.dtype not in INFINITY_AND_NAN:
+            raise TypeError(f"xs must be floating point of 16, 32 or 64 bits, or int64, got {describe(x)}")
+        check_flat("xs", x)
     if out.dtype != torch.int64:
         raise TypeError(f"out must be int64, got {describe(out)}")
-    check_shape("out", out, 1)
+    check_shape("out", out, len(xs))
 
 
 def keys(device: torch.device) -> Tensor:
@@ -37,18 +40,26 @@ def keys(device: torch.device) -> Tensor:
 
 
 @torch.no_grad()
-def digest(x: Tensor, out: Tensor) -> None:
+def digest(xs: Sequence[Tensor], out: Tensor) -> None:
     """See `gradsync.kernels.digest`."""
-    check_digest(x, out)
-    total = torch.zeros(1, dtype=torch.int64, device=x.device)
-    factors = keys(x.device)
-    for begin in range(0, x.numel(), WORDS * _AT_ONCE):  # a multiple of what a block holds, whatever the element type
-        words = _words(x[begin : begin + WORDS * _AT_ONCE])
-        words = torch.nn.functional.pad(words, (0, -len(words) % WORDS)).view(-1, WORDS)
-        first, second = ((words * factor).sum(1) for factor in factors)
-        number = begin * x.element_size() // 4 // WORDS + torch.arange(len(words), device=x.device)
-        total += finalised(first ^ finalised(second ^ finalised(number + 1))).sum()
-    out.copy_(finalised(total ^ finalised(torch.full_like(total, x.numel() + 1))))
+    check_digest(xs, out)
+    factors = keys(out.device)
+    for place, x in enumerate(xs):
+        total = torch.zeros_like(out[place])
+        for begin in range(0, x.numel(), WORDS * _AT_ONCE):  # begins a block, whatever the element type
+            words = _words(x[begin : begin + WORDS * _AT_ONCE])
+            words = torch.nn.functional.pad(words, (0, -len(words) % WORDS)).view(-1, WORDS)
+            first, second = ((words * factor).sum(1) for factor in factors)
+            number = begin * x.element_size() // 4 // WORDS + torch.arange(len(words), device=x.device)
+            total += finalised(first ^ finalised(second ^ finalised(number + 1))).sum()
+        out[place] = total
+    write_digests(out, [x.numel() for x in xs], out)
+
+
+def write_digests(totals: Tensor, lengths: Sequence[int], out: Tensor) -> None:
+    """Makes digests of the sums over blocks of tensors of these lengths."""
+    counts = torch.tensor(lengths, dtype=torch.int64, device=totals.device)
+    out.copy_(finalised(totals ^ finalised(counts + 1)))
 
 
 def _words(x: Tensor) -> Tensor:

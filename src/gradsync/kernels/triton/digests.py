@@ -1,14 +1,15 @@
-"""A digest of a tensor's elements, in Triton: a program sums a block, and adds it to those of all with one atomic."""
+"""Digests of tensors, in Triton: a program sums a block, and adds it to those of all with one atomic."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradsync.kernels.reference.digests import INFINITY_AND_NAN, WORDS, check_digest, keys
-from gradsync.kernels.reference.hashing import finalised as finalised_by_torch
+from gradsync.kernels.reference.digests import INFINITY_AND_NAN, WORDS, check_digest, keys, write_digests
 from gradsync.kernels.triton.boundary import bits_of, blocks, check_contiguous, common_device, launch
 from gradsync.kernels.triton.hashing import finalised
 
@@ -47,14 +48,15 @@ def _sum_blocks(
     tl.atomic_add(total, mixed.to(tl.int64, bitcast=True))
 
 
-def digest(x: Tensor, out: Tensor) -> None:
+def digest(xs: Sequence[Tensor], out: Tensor) -> None:
     """See `gradsync.kernels.digest`."""
-    check_digest(x, out)
-    device = common_device([x, out])
-    check_contiguous("x", x)
-    total = torch.zeros(1, dtype=torch.int64, device=device)
-    infinity, nan = INFINITY_AND_NAN.get(x.dtype, (0, 0))
-    constants = {"INFINITY": infinity, "NAN": nan, "BITS": 8 * x.element_size(), "WORDS": WORDS}
-    programs = blocks(x.numel(), WORDS * 4 // x.element_size())
-    launch(_sum_blocks, programs, device, bits_of(x), x.numel(), keys(device), total, **constants)
-    out.copy_(finalised_by_torch(total ^ finalised_by_torch(torch.full_like(total, x.numel() + 1))))
+    check_digest(xs, out)
+    device = common_device([out, *xs])
+    check_contiguous("xs", *xs)
+    totals, factors = torch.zeros_like(out), keys(device)
+    for place, x in enumerate(xs):
+        infinity, nan = INFINITY_AND_NAN.get(x.dtype, (0, 0))
+        constants = {"INFINITY": infinity, "NAN": nan, "BITS": 8 * x.element_size(), "WORDS": WORDS}
+        programs = blocks(x.numel(), WORDS * 4 // x.element_size())
+        launch(_sum_blocks, programs, device, bits_of(x), x.numel(), factors, totals[place:], **constants)
+    write_digests(totals, [x.numel() for x in xs], out)
