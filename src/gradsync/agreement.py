@@ -17,10 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]  # a class of torch that its stub lacks
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .bucket import TensorSpec, describe_specs, matches, trainable_parameters
+from .buffers import describe_buffers, why_not_broadcast
 from .comm import Group, LocalGroup, gather_bytes, torch_group
 from .engine import Engine
 from .guard import Verification
@@ -28,6 +30,7 @@ from .optim import OneMomentum
 from .plan import Plan
 from .planner import MeasuringPlanner, default_plan
 from .planning import Planner
+from .wrappers import warn_if_alone, why_not_alone
 
 T = TypeVar("T")
 
@@ -49,16 +52,20 @@ def agreed_engine(
     also: Mapping[str, Tensor] | None = None,
     *,
     verification: Verification,
+    has_buffers: bool = True,
 ) -> tuple[Engine, dict[str, nn.Parameter]]:
     """An engine for the model's parameters, on all ranks or on none; and these parameters by name.
 
     `settings` are the caller's, in words; they must be the same on all ranks. `refusal`: what is wrong with them here.
     `also`: what else the engine has, by other names. `verification`: how ranks compare parameters, from then on.
+    `has_buffers`: buffers are to be rank 0's on all ranks.
 
     Raises:
         RuntimeError, ValueError: as `gradsync.attach` says.
     """
     group = group_of(process_group, timeout_s)
+    warn_if_alone(process_group)
+    has_buffers = has_buffers and not isinstance(model, DistributedDataParallel)  # which sends them itself
     engines: list[Engine] = []
     if plan is None:
         # Measurements and trials let timing decide on the order of sums.
@@ -83,8 +90,9 @@ def agreed_engine(
         return engines[0]
 
     try:
-        examine = partial(_examine, model, plan, exclude, group.size, refusal, also or {})
-        parameters = _agree(group, examine, partial(_texts, model, plan, exclude, settings), timeout_s)
+        examine = partial(_examine, model, plan, exclude, group.size, refusal, also or {}, has_buffers)
+        texts = partial(_texts, model, plan, exclude, settings, has_buffers)
+        parameters = _agree(group, examine, texts, timeout_s)
         engine = _agree(group, build, lambda engine: {"plans": engine.plan.to_json()}, timeout_s)
         engine.follow()
     except BaseException:
@@ -132,6 +140,7 @@ def _examine(
     world_size: int,
     refusal: str,
     also: Mapping[str, Tensor],
+    has_buffers: bool,
 ) -> dict[str, nn.Parameter]:
     """The parameters to synchronise; raises for whatever is wrong on this rank."""
     if refusal:
@@ -146,10 +155,13 @@ def _examine(
         raise RuntimeError("attach() was called during backward; call it before the forward of a step")
     if any("FullyShardedDataParallel" in c.__name__ or c.__name__ == "FSDPModule" for c in _classes(model)):
         raise RuntimeError("FSDP models are not supported yet: FSDP synchronises its gradients itself")
-    parameters = {n: p for n, p in trainable_parameters(unwrapped(model)).items() if not matches(n, exclude)}
+    inner = unwrapped(model)
+    names = [name for name, _ in (*inner.named_parameters(), *inner.named_buffers())]
     for pattern in exclude:
-        if not any(matches(name, [pattern]) for name, _ in unwrapped(model).named_parameters()):
-            raise ValueError(f"exclude names {pattern!r}, which no parameter of the model matches")
+        if not any(matches(name, [pattern]) for name in names):
+            raise ValueError(f"exclude names {pattern!r}, which no parameter or buffer of the model matches")
+    _require_values(inner, exclude)
+    parameters = {n: p for n, p in trainable_parameters(inner).items() if not matches(n, exclude)}
     for name, parameter in parameters.items():
         if parameter in _attached_parameters:
             raise RuntimeError(f"{name!r} is shared with a model that gradsync is attached to already; exclude it here")
@@ -157,11 +169,11 @@ def _examine(
             raise ValueError(f"{name!r} is complex ({parameter.dtype}), which is not supported; exclude it")
         if type(parameter.data).__name__ == "DTensor":
             raise RuntimeError(f"{name!r} is a DTensor (FSDP2 or tensor parallel), which is not supported yet")
-    for name, buffer in model.named_buffers():
-        if torch._debug_has_internal_overlap(buffer):
-            raise ValueError(
-                f"the buffer {name!r} has elements that share memory (expand?), so rank 0's cannot be taken"
-            )
+    for name, buffer in buffers_of(inner, exclude, has_buffers).items():
+        if why := why_not_broadcast(name, buffer):
+            raise ValueError(why)
+    if why := why_not_alone(model, parameters):
+        raise RuntimeError(why)
     devices = {str(p.device) for p in parameters.values()}
     if len(devices) > 1:
         raise ValueError(f"the parameters sit on several devices, {', '.join(sorted(devices))}; one is supported")
@@ -170,11 +182,51 @@ def _examine(
     return parameters
 
 
+def _require_values(model: nn.Module, exclude: Sequence[str]) -> None:
+    """Raises for parameters, frozen ones among them, that have no values to synchronise, or are sparse themselves."""
+    for name, parameter in model.named_parameters():
+        if matches(name, exclude):
+            continue
+        if isinstance(parameter, UninitializedTensorMixin):
+            raise RuntimeError(
+                f"{name!r} is not initialised yet, as its lazy module has seen no input: run a forward with an input "
+                "like those of training on every rank, then attach"
+            )
+        if parameter.is_meta:
+            raise RuntimeError(
+                f"{name!r} is on the meta device and has no values: call model.to_empty(device=...) and initialise or "
+                "load the parameters, then attach"
+            )
+        if parameter.layout is not torch.strided:
+            raise ValueError(
+                f"{name!r} is a sparse parameter (layout {parameter.layout}), which is not supported: make it dense "
+                "(only gradients may be sparse, as of nn.Embedding(sparse=True)), or exclude it"
+            )
+
+
+def buffers_of(model: nn.Module, exclude: Sequence[str], has_buffers: bool = True) -> dict[str, Tensor]:
+    """The buffers that are to be rank 0's on all ranks, by name."""
+    return {name: b for name, b in model.named_buffers() if has_buffers and not matches(name, exclude)}
+
+
+def exclusions(model: nn.Module, exclude: Sequence[str]) -> tuple[str, ...]:
+    """The names and patterns of `exclude`, and the names that DDP is told to ignore (torch's own API for it)."""
+    if isinstance(model, DistributedDataParallel):
+        # DDP compares the name "." + key with those of parameters that belong to the outermost module itself.
+        ignored = {name for name in model.parameters_to_ignore if "." in name}
+    else:
+        ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    inner = unwrapped(model)
+    names = [name for name, _ in (*inner.named_parameters(), *inner.named_buffers())]
+    return (*exclude, *(name for name in names if name in ignored))
+
+
 def _texts(
     model: nn.Module,
     plan: Plan | Planner,
     exclude: Sequence[str],
     settings: str,
+    has_buffers: bool,
     parameters: dict[str, nn.Parameter],
 ) -> dict[str, str]:
     """What the ranks compare before anything is built, in words."""
@@ -184,7 +236,7 @@ def _texts(
     # Gradients are summed as they lie in memory, so channels-last on one rank only would add up the wrong elements.
     lines += [f"{name}: strides {p.stride()}" for name, p in parameters.items() if not p.is_contiguous()]
     lines += [f"{line} (frozen)" for line in describe_specs({n: TensorSpec.of(p) for n, p in others.items()})]
-    lines += [f"{line} (buffer)" for line in describe_specs({n: TensorSpec.of(b) for n, b in inner.named_buffers()})]
+    lines += [f"{line} (buffer)" for line in describe_buffers(buffers_of(inner, exclude, has_buffers))]
     plan_text = plan.to_json() if isinstance(plan, Plan) else f"made by {_planner_name(plan)}"
     return {"models": "\n".join(lines), "plans": plan_text, "settings of attach": settings}
 

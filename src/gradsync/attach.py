@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from .agreement import DEFAULT_TIMEOUT_S, agreed_engine, forget
+from .agreement import DEFAULT_TIMEOUT_S, agreed_engine, buffers_of, exclusions, forget
 from .arrivals import Sections
 from .auto import AutoPlanner, planner_of
 from .autograd import AutogradHooks
@@ -229,8 +229,10 @@ def attach(
             such plans for the links it finds.
         process_group: the ranks that share the model; None: all.
         timeout: seconds (or a timedelta) after which a rank that waits for the others raises.
-        exclude: names or shell patterns (`"encoder.*"`) of parameters that are left alone.
-        broadcast_buffers: rank 0's buffers go to all before each training forward, as DDP does.
+        exclude: names or shell patterns (`"encoder.*"`) of parameters and buffers that are left alone. So are those
+            that DDP is told to ignore (`_set_params_and_buffers_to_ignore_for_model`).
+        broadcast_buffers: rank 0's buffers go to all now and before each training forward, as DDP does. False: each
+            rank keeps its own from the start.
         grad_scaler: what scales the loss, if anything does: what compressors left of earlier gradients follows when the
             scale changes. Overflows need no help: a step in which some rank saw one is skipped on all.
         verify_every: steps from one comparison of the ranks' parameters to the next (the first one comes soon after the
@@ -252,8 +254,11 @@ def attach(
         >>> loss.backward()                  # doctest: +SKIP
     """
     timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    exclude = exclusions(model, exclude)
     verification = Verification(verify_every, verify_tolerance)
-    attached = Attached(model, optimizer, process_group, timeout_s, exclude, verification)
+    attached = Attached(
+        model, optimizer, process_group, timeout_s, exclude, verification, has_buffers=broadcast_buffers
+    )
     if isinstance(plan, AveragingPlanner) or (isinstance(plan, Plan) and plan.what is not What.GRADIENT):
         fronts = Fronts(averaging_front(attached, plan, grad_scaler))
         if isinstance(plan, AveragingPlanner):
@@ -284,13 +289,22 @@ def attach(
         return Attachment(Fronts(Front(state.engine, state.no_sync, state.detach)), model)
     settings = f"broadcast_buffers={broadcast_buffers}, grad_scaler={grad_scaler is not None}"
     engine, parameters = agreed_engine(
-        model, plan, process_group, timeout_s, exclude, settings, optimizer, refusal, verification=verification
+        model,
+        plan,
+        process_group,
+        timeout_s,
+        exclude,
+        settings,
+        optimizer,
+        refusal,
+        verification=verification,
+        has_buffers=broadcast_buffers,
     )
     if grad_scaler is not None:
         engine.loss_scale = grad_scaler.get_scale
     initial = [p for name, p in model.named_parameters() if not matches(name, exclude)]
     try:
-        level(engine, [*initial, *model.buffers()])
+        level(engine, [*initial, *buffers_of(model, exclude, broadcast_buffers).values()])
         hooks = AutogradHooks(
             model, parameters, engine, optimizer=optimizer, broadcast_buffers=broadcast_buffers, exclude=exclude
         )

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from .bucket import Layout, TensorSpec
-from .comm import broadcast_tensors
+from .bucket import Layout
+from .buffers import Buffers
 from .engine import Engine
 from .freezing import Freezing
 from .gradient_views import GradientViews
@@ -59,10 +59,7 @@ class AutogradHooks:
         self._changes = Changes(model, parameters.values(), exclude)
         self._parameters = dict(parameters)
         self._engine = engine
-        # The dicts, not the buffers: a module may replace those. Walking the modules would cost more than a small step.
-        synchronised = model.named_modules() if broadcast_buffers and engine.group.size > 1 else ()
-        self._buffers = [(name, module._buffers) for name, module in synchronised]
-        self._buffer_specs = {name: TensorSpec.of(buffer) for name, buffer in self._present_buffers().items()}
+        self._buffers = Buffers(model, engine, exclude, is_active=broadcast_buffers)
         self._sync = True
         self._armed: bool | None = None  # the last forward's wish to synchronise; None once it was fulfilled
         self._synchronizations = 0  # since attach
@@ -87,7 +84,8 @@ class AutogradHooks:
         self._addresses: list[int] = []  # of the parameters
         self._handles: list[RemovableHandle] = []
         model_hook = uncompiled(ModelHook)
-        self._handles.append(model.register_forward_pre_hook(model_hook(self, AutogradHooks._before_forward)))
+        before_forward = model_hook(self, AutogradHooks._before_forward)
+        self._handles.append(nn.Module.register_forward_pre_hook(model, before_forward))  # of TorchScript, too
         self._handles.append(before_optimizer_steps(self, AutogradHooks._before_optimizer_step, optimizer))
         self._handles.append(after_optimizer_steps(self, AutogradHooks._after_optimizer_step, optimizer))
 
@@ -134,34 +132,7 @@ class AutogradHooks:
             witness.forward_began(self._engine)
         self._armed = self._sync
         if self._sync and model.training:
-            self._broadcast_buffers()
-
-    def _present_buffers(self) -> dict[str, Tensor]:
-        """By name, each once."""
-        found = {
-            id(buffer): (f"{module}.{key}" if module else key, buffer)
-            for module, buffers in self._buffers
-            if buffers
-            for key, buffer in buffers.items()
-            if buffer is not None
-        }
-        return dict(found.values())
-
-    def _broadcast_buffers(self) -> None:
-        buffers = self._present_buffers()
-        if not buffers:
-            return
-        for name, buffer in buffers.items():
-            before = self._buffer_specs.get(name)
-            if before is None or not before.is_of(buffer):
-                why = (
-                    f"the buffer {name!r} is {TensorSpec.of(buffer)}, it was {before or 'not there'} when gradsync was "
-                    "attached, so rank 0's cannot be given to all; use broadcast_buffers=False"
-                )
-                self._engine.fail(why)
-                raise ValueError(why)
-        timeout_s, tensors = self._engine.timeout_s, list(buffers.values())
-        self._engine.call("broadcast of buffers", lambda group: broadcast_tensors(group, tensors, timeout_s))
+            self._buffers.broadcast(self._changes.generation)
 
     def _follow_moved_parameters(self) -> None:
         """Looks at parameters whose memory was replaced, as by `Module.to`."""

@@ -271,5 +271,5 @@ def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a parameter's name is one of the names, or fits one of the shell patterns."""
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    """Whether the name of a parameter or buffer is one of the names, or fits one of the shell patterns."""
+    return name in patterns or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

@@ -63,7 +63,7 @@ class Engine:
         self.step = 0
         self.loss_scale: Callable[[], float] | None = None  # what gradients are multiplied by, where that may change
         self._scale: float | None = None  # in whose units state is
-        # Set by the front-end: since the last comparison an optimiser has stepped that no synchronised backward preceded.
+        # Set by front-ends: since the last comparison an optimiser made a step that no synchronised backward preceded.
         self.stepped_alone = False
         self.late = False  # some rank took part in the last step at its optimiser's step only
         self.device = next(iter(self.parameters.values())).device if self.parameters else torch.device("cpu")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from .agreement import agreed_engine, forget, gather_texts, group_of
+from .agreement import agreed_engine, buffers_of, forget, gather_texts, group_of
 from .autograd import AutogradHooks
 from .averaging import SCALED, Averaging, companions
 from .bucket import matches
@@ -100,8 +100,9 @@ class Attached:
     Refers weakly to the first two.
 
     Args:
-        exclude: names or shell patterns of parameters that are left alone.
+        exclude: names or shell patterns of parameters and buffers that are left alone.
         verification: how ranks compare their parameters.
+        has_buffers: the other buffers begin as rank 0's.
     """
 
     def __init__(
@@ -112,7 +113,10 @@ class Attached:
         timeout_s: float,
         exclude: Sequence[str],
         verification: Verification,
+        *,
+        has_buffers: bool = True,
     ) -> None:
+        self.has_buffers = has_buffers
         self._model = weakref.ref(model)
         self._optimizer = None if optimizer is None else weakref.ref(optimizer)
         self.process_group, self.timeout_s, self.exclude = process_group, timeout_s, exclude
@@ -130,7 +134,15 @@ class Attached:
 
     def within(self, process_group: dist.ProcessGroup) -> Attached:
         """Among the ranks of another group."""
-        return Attached(self.model, self.optimizer, process_group, self.timeout_s, self.exclude, self.verification)
+        return Attached(
+            self.model,
+            self.optimizer,
+            process_group,
+            self.timeout_s,
+            self.exclude,
+            self.verification,
+            has_buffers=self.has_buffers,
+        )
 
 
 class ParametersBeside:
@@ -335,13 +347,15 @@ def averaging_front(
         refusal,
         also,
         verification=attached.verification,
+        has_buffers=attached.has_buffers,
     )
     assert optimizer is not None
     regrouping: Regrouping | None = None
     averaging: Averaging | None = None
     try:
         if not apart:
-            level(engine, [*(p for n, p in model.named_parameters() if not matches(n, exclude)), *model.buffers()])
+            initial = [p for n, p in model.named_parameters() if not matches(n, exclude)]
+            level(engine, [*initial, *buffers_of(model, exclude, attached.has_buffers).values()])
         averaging = Averaging(model, engine, optimizer, exclude)
         if regroups is not None and regroups[0].regroups(engine.group.placement):
             planner, links = regroups

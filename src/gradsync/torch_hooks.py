@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeVar
@@ -231,3 +232,20 @@ def is_nested_backward() -> bool:
             return True
         depth += frame.f_code is run
     return depth > 1
+
+
+@contextmanager
+def outside_of_transforms() -> Iterator[bool]:
+    """Runs plain operations, whatever transform of `torch.func` is under way; whether one is."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        yield False
+    else:
+        from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+        with temporarily_clear_interpreter_stack():
+            yield True
+
+
+def is_called_by(code: CodeType) -> bool:
+    """Whether a function with this code is on this thread's stack."""
+    return any(frame.f_code is code for frame in _frames())

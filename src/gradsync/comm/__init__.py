@@ -1,5 +1,6 @@
 """The only door to `torch.distributed`: groups of ranks, the ledger of bytes, and the thread that issues everything."""
 
+from .aside import gather_aside as gather_aside
 from .gloo import GlooGroup as GlooGroup
 from .gloo import torch_group as torch_group
 from .group import LENGTH_BYTES as LENGTH_BYTES
@@ -15,6 +16,7 @@ from .issue import drive_in_turns as drive_in_turns
 from .local import LocalGroup as LocalGroup
 from .local import run_local as run_local
 from .messages import broadcast_tensors as broadcast_tensors
+from .messages import dense_parts as dense_parts
 from .record import Ledger as Ledger
 from .record import RecordingGroup as RecordingGroup
 from .survivors import Survival as Survival

@@ -23,6 +23,8 @@ class Board:
         self._name = name
         self._own: distributed_c10d.Store | None = None
         self._asking: threading.Thread | None = None
+        self._texts = 0  # exchanges of texts so far
+        self._texts_key = ""  # of the last one
 
     def announce_failure(self, text: str) -> bool:
         """Notes why a member cannot go on; the first notice stays, later ones are its consequences. False: no store."""
@@ -44,6 +46,30 @@ class Board:
         """Those of `ranks` that nobody has seen waiting in this operation or a later one."""
         here = {rank for rank, number in self._numbers("waiting") if number >= operation}
         return [rank for rank in ranks if rank not in here]
+
+    def waiting_since(self, operation: int) -> list[int]:
+        """Members that were seen waiting for others in this operation or a later one."""
+        return [rank for rank, number in self._numbers("waiting") if number >= operation]
+
+    def append_text(self, operation: int, rank: int, text: str) -> str:
+        """Adds a member's text to those that all members give before this operation.
+
+        Returns the key of the exchange before.
+        """
+        self._texts += 1
+        self._texts_key, before = f"texts {operation} {self._texts}", self._texts_key
+        entry = f"{rank}:{text.encode().hex()} "
+        self._ask(lambda store: store.append(self._texts_key, entry), urgent=True)  # type: ignore[attr-defined]  # torch does not declare it
+        return before
+
+    def texts(self) -> dict[int, str]:
+        """The texts of the exchange under way that were given so far, by rank."""
+        entries = (entry.split(":") for entry in (self._read(self._texts_key) or "").split())
+        return {int(rank): bytes.fromhex(text).decode() for rank, text in entries}
+
+    def delete(self, key: str) -> None:
+        """Takes a key out of the store, if it is there."""
+        self._ask(lambda store: b"" if store.delete_key(key) else None)
 
     def left_before(self, operation: int) -> list[int]:
         """Members that left without issuing this operation."""

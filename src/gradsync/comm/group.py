@@ -323,6 +323,16 @@ class TorchGroup(Group):
         work = dist.broadcast(buffer, src=self.members[0], group=self._own, async_op=True)
         return self._pending(work, lambda: buffer)
 
+    @property
+    def board(self) -> Board:
+        """What the members tell each other beside operations."""
+        return self._board
+
+    @property
+    def issued(self) -> int:
+        """How many operations this member has issued: the same number on all members between two of them."""
+        return self._issued
+
     def announce_failure(self, text: str) -> None:
         if not self._board.announce_failure(f"rank {self.members[self.rank]}: {text}"):
             logger.warning("could not tell the other ranks of a failure here, the store does not answer: %s", text)

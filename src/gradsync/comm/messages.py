@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
@@ -10,14 +12,24 @@ from .group import Group
 
 BROADCAST_BYTES = 25 << 20  # a message of initial parameters: large enough for line rate, small beside the model
 
+_COMPRESSED = {
+    torch.sparse_csr: ("crow_indices", "col_indices"),
+    torch.sparse_bsr: ("crow_indices", "col_indices"),
+    torch.sparse_csc: ("ccol_indices", "row_indices"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices"),
+}
+
 
 def broadcast_tensors(group: Group, tensors: list[Tensor], timeout_s: float) -> None:
-    """Overwrites the tensors with member 0's, in few messages; same shapes everywhere."""
+    """Overwrites the tensors with member 0's, in few messages; shapes and layouts are the same on all members.
+
+    Sparse tensors have as many stored elements on all members. Elements that share memory (`expand`) are written once.
+    """
     if group.size == 1:
         return
     piece: list[Tensor] = []
     filled_bytes = 0
-    for tensor in tensors:
+    for tensor in chain.from_iterable(map(dense_parts, tensors)):
         piece.append(tensor)
         filled_bytes += tensor.numel() * tensor.element_size()
         if filled_bytes >= BROADCAST_BYTES:
@@ -25,6 +37,23 @@ def broadcast_tensors(group: Group, tensors: list[Tensor], timeout_s: float) -> 
             piece, filled_bytes = [], 0
     if piece:
         _broadcast_piece(group, piece, timeout_s)
+
+
+def dense_parts(tensor: Tensor) -> list[Tensor]:
+    """The dense tensors that hold a tensor's values, in its own memory: of a sparse one its indices and values.
+
+    Of elements that `expand` made of one there is only that one.
+    """
+    if tensor.layout is torch.strided:
+        if 0 in tensor.stride():
+            one = tuple(0 if stride == 0 else slice(None) for stride in tensor.stride())
+            return [tensor.detach()[one] if tensor.numel() else tensor.new_empty(0)]
+        return [tensor]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in _COMPRESSED:
+        return [*(getattr(tensor, name)() for name in _COMPRESSED[tensor.layout]), tensor.values()]
+    raise ValueError(f"a tensor of layout {tensor.layout} cannot be broadcast")
 
 
 def _broadcast_piece(group: Group, tensors: list[Tensor], timeout_s: float) -> None:
@@ -35,10 +64,26 @@ def _broadcast_piece(group: Group, tensors: list[Tensor], timeout_s: float) -> N
         # Bytes, so that all element types share the message: wide ones first, as each must start at a multiple of its
         # size.
         kinds = sorted(by_dtype.items(), key=lambda kind: -kind[0].itemsize)
-        message = torch.cat([_flatten_dense_tensors(alike).view(torch.uint8) for _, alike in kinds])
+        message = torch.cat([_flat(alike).view(torch.uint8) for _, alike in kinds])
         group.broadcast(message).wait(timeout_s)
         if group.rank == 0:
             return
         lengths = [dtype.itemsize * sum(tensor.numel() for tensor in alike) for dtype, alike in kinds]
         for (dtype, alike), part in zip(kinds, message.split(lengths), strict=True):
-            torch._foreach_copy_(alike, _unflatten_dense_tensors(part.view(dtype), alike))
+            values = _unflatten_dense_tensors(part.view(dtype), alike)
+            if any(map(_is_lazy, alike)):
+                for tensor, value in zip(alike, values, strict=True):
+                    tensor.copy_(value)
+            else:
+                torch._foreach_copy_(alike, values)
+
+
+def _flat(tensors: list[Tensor]) -> Tensor:
+    """The tensors end to end; conjugates and negatives that torch has not computed yet are computed."""
+    flat: Tensor = _flatten_dense_tensors([t.resolve_conj().resolve_neg() if _is_lazy(t) else t for t in tensors])
+    return flat
+
+
+def _is_lazy(tensor: Tensor) -> bool:
+    """Whether the tensor's memory has the conjugate, or the negative, of its values."""
+    return tensor.is_conj() or tensor.is_neg()

@@ -1,0 +1,128 @@
+"""DistributedDataParallel around a model, also inside a framework's wrapper: it must not average beside gradsync."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import sys
+import weakref
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel
+
+logger = logging.getLogger(__name__)
+
+AROUND = (
+    "the model is inside DistributedDataParallel, which averages its gradients already: call "
+    "gradsync.attach(ddp_model) with the wrapped model, or do not wrap it"
+)
+INSIDE = (
+    "the model contains DistributedDataParallel at {name!r}, which averages gradients of its own: attach to that one, "
+    "let exclude=['{name}.*'] leave it alone, or do not wrap that part"
+)
+LATER = (
+    "DistributedDataParallel was put around a model that gradsync is attached to, and both would average its "
+    "gradients: wrap first and call gradsync.attach(ddp_model), or do not wrap it"
+)
+TORCHFT = (
+    "torchft's DistributedDataParallel averages the gradients of this model by its manager: attach to a model without "
+    "it, or leave averaging to torchft"
+)
+_MARK = "gradsync looked"
+
+
+def why_not_alone(model: nn.Module, parameters: Mapping[str, Tensor]) -> str:
+    """Whether DDP averages gradients of these parameters of the model, too: what to do then, or nothing.
+
+    `model` may be DDP itself. Where somebody holds on to accumulation nodes of the parameters, as DDP does, it takes
+    some tenths of a second, else microseconds a parameter.
+    """
+    ours = {id(p) for p in parameters.values()}
+    if _is_of_torchft(model):
+        return TORCHFT
+    for name, module in model.named_modules():
+        if module is not model and isinstance(module, DistributedDataParallel) and _reduces(module, ours):
+            return INSIDE.format(name=name)
+    if isinstance(model, DistributedDataParallel) or not any(map(_is_held, parameters.values())):
+        return ""
+    around = [weakref.ref(found) for found in _living() if _reduces(found, ours)]
+    if around:
+        gc.collect()  # one that nobody uses any more lives until then
+    found = [ddp for ref in around if (ddp := ref()) is not None]
+    if not found:
+        return ""
+    return TORCHFT if any(map(_is_of_torchft, found)) else AROUND
+
+
+class ActiveWrapper:
+    """Notices DDP that was put around a model after `attach`, by the forward that it calls.
+
+    Args:
+        ours: ids of the parameters that gradsync synchronises.
+    """
+
+    def __init__(self, ours: Collection[int]) -> None:
+        self._ours = ours
+        self._harmless: weakref.ref[nn.Module] | None = None  # the last one that averages none of them
+
+    def check(self) -> str:
+        """What is wrong, or nothing."""
+        active = DistributedDataParallel._active_ddp_module
+        if active is None or (self._harmless is not None and self._harmless() is active):
+            return ""
+        if _reduces(active, self._ours):
+            return LATER
+        self._harmless = weakref.ref(active)
+        return ""
+
+
+def warn_if_alone(process_group: dist.ProcessGroup | None) -> None:
+    """Logs a warning where the process group is this rank's alone although the job has other ranks."""
+    if dist.get_world_size(process_group) > 1:
+        return
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    reason = ""
+    if "torchft" in sys.modules:
+        reason = "torchft's replica groups may be of one rank each, and averaging over them is torchft's manager's"
+    elif ranks.isdigit() and int(ranks) > 1:
+        reason = f"WORLD_SIZE says that the job has {ranks}: give init_process_group() all of them"
+    if reason:
+        logger.warning("the process group has one rank, so gradsync synchronises nothing; %s", reason)
+
+
+def _reduces(ddp: DistributedDataParallel, ours: Collection[int]) -> bool:
+    """Whether torch's Reducer averages gradients of some of these; gradsync's own class has none."""
+    if "reducer" not in vars(ddp):
+        return False
+    named = ddp.module.named_parameters()
+    return any(id(p) in ours for name, p in named if p.requires_grad and name not in ddp.parameters_to_ignore)
+
+
+def _is_held(parameter: Tensor) -> bool:
+    """Whether somebody holds the parameter's accumulation node: DDP's Reducer does, and so do graphs."""
+    notes: Any = get_gradient_edge(parameter).node.metadata  # torch declares a method
+    notes[_MARK] = True
+    del notes
+    notes = get_gradient_edge(parameter).node.metadata
+    return notes.pop(_MARK, None) is not None
+
+
+def _living() -> Iterator[DistributedDataParallel]:
+    """All instances of DDP in this process."""
+    classes = set(_subclasses(DistributedDataParallel))
+    return (thing for thing in gc.get_objects() if type(thing) in classes)
+
+
+def _subclasses(of: type[DistributedDataParallel]) -> Iterator[type[DistributedDataParallel]]:
+    yield of
+    for each in of.__subclasses__():
+        yield from _subclasses(each)
+
+
+def _is_of_torchft(model: nn.Module) -> bool:
+    return any(c.__module__.partition(".")[0] == "torchft" for c in type(model).__mro__)
