@@ -26,7 +26,7 @@ FLOORS: list[set[str]] = [
     {"stepping"},
     {"engine", "planner", "characterization"},
     {"overlap", "torch_hooks"},
-    {"agreement", "autograd", "lab", "mean_model", "measurement", "report", "simulator", "workloads"},
+    {"agreement", "autograd", "checkpoint", "lab", "mean_model", "measurement", "report", "simulator", "workloads"},
     {"auto", "averaging", "choosing"},
     {"ddp", "regrouping"},
     {"fronts"},
