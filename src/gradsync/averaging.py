@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from .bucket import TensorSpec, matches, trainable_parameters
 from .comm import GroupError, broadcast_tensors
-from .engine import Engine
+from .engine import LOADING, Engine
 from .mean_model import statistics_of, take_mean
 from .model_changes import Changes
 from .plan import OF, Plan, What
@@ -75,7 +75,7 @@ def check_saved(
         _check_saved(engine.group.size, state, references, strict=strict)
     except Exception as error:  # told to all, then raised
         problem = error
-    engine.agree("loading of averages", problem)
+    engine.agree(LOADING, problem)
     assert isinstance(state, Mapping)
     return state
 

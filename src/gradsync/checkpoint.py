@@ -3,7 +3,7 @@
 `torch.distributed.checkpoint` writes an entry that several ranks name once, as if they were copies; and it reads only
 entries that the reader names, who does not know how many ranks have written. So there are entries for as many ranks as
 there may be, each named by one rank: of n ranks, rank r names those of r, r + n, r + 2 n, and so on. Where n ranks
-write, entries from n on are empty; where n ranks read what more have written, these are what each takes over.
+write, entries from n on are None; where n ranks read what more have written, these are what each takes over.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .comm import gather_bytes
 from .engine import LOADING, Engine
 from .state import from_bytes, handed_over, to_bytes
 
-MOST_RANKS = 1024  # whose parts one checkpoint has; an empty entry takes a kilobyte
+MOST_RANKS = 1024  # whose parts one checkpoint has; an entry without one takes a kilobyte
 GATHERING = "gathering of state"
 HEAD = {"references"}  # what a rank that takes over from nobody goes without
 
@@ -38,9 +38,9 @@ class Part(bytes):
     """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if protocol == 2 and len(self):
+        if protocol == 2:
             return torch.frombuffer(bytearray(self), dtype=torch.uint8).__reduce_ex__(protocol)
-        return super().__reduce_ex__(protocol) if len(self) else (bytes, ())
+        return super().__reduce_ex__(protocol)
 
 
 class Checkpoint:
@@ -52,7 +52,7 @@ class Checkpoint:
         self._engine, self._state_dict, self._load, self._gather = engine, state_dict, load, gather
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part by its name, `rank 0` for example, and empty ones for ranks that are not there.
+        """This rank's part by its name, `rank 0` for example, and None for ranks that are not there.
 
         With `gather` all ranks' parts, as tensors of bytes, (nbytes,) uint8; collective.
 
@@ -74,7 +74,7 @@ class Checkpoint:
                 "and load what gradsync.state.redistribute makes of them"
             )
         mine = to_bytes(self._state_dict())
-        return {_entry(r): Part(mine if r == rank else b"") for r in range(rank, MOST_RANKS, size)}
+        return {_entry(r): Part(mine) if r == rank else None for r in range(rank, MOST_RANKS, size)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over what `state_dict` gave on these ranks, or on another number of them; on all ranks at once.
@@ -138,9 +138,9 @@ def _parts(saved: object, rank: int, size: int) -> dict[int, dict[str, Any]]:
                 f"expected what checkpoint().state_dict() gave, with entries such as {_entry(0)!r}, got {name!r}: what "
                 "state_dict() of the handle gave is for its load_state_dict(), on each rank its own"
             )
-        if int(form[1]) % size != rank or len(content := _content(name, content)) == 0:
+        if content is None or int(form[1]) % size != rank:
             continue
-        part = from_bytes(content)
+        part = from_bytes(_content(name, content))
         if part.get("rank") != int(form[1]):
             raise ValueError(f"the part {name!r} is that of rank {part.get('rank')!r}")
         parts[int(form[1])] = part

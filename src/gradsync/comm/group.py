@@ -439,8 +439,8 @@ class TorchGroup(Group):
                 )
             if apart := sorted(r for r, issued in self._board.met(self._meetings).items() if issued <= number):
                 raise GroupError(
-                    f"{_ranks(apart)} loads or gathers state, as load_state_dict() does, while others train: every "
-                    "rank must, between the same two steps"
+                    f"state is loaded or gathered on {_ranks(apart)}, as by load_state_dict(), while others train: all "
+                    "ranks must, between the same two steps"
                 )
             waited_s = time.monotonic() - began_s
             if not noted and waited_s >= min(NOTICE_S, timeout_s / 2):

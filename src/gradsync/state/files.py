@@ -73,9 +73,7 @@ def from_bytes(content: bytes) -> dict[str, Any]:
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
         return _state(header["__metadata__"][ENTRY], tensors)
     except (SafetensorError, KeyError, ValueError) as error:
-        raise ValueError(
-            f"expected what gradsync.state.to_bytes made, got {len(content)} other bytes: {error!r}"
-        ) from None
+        raise ValueError(f"these {len(content)} bytes are not what gradsync.state.to_bytes made: {error!r}") from None
 
 
 def _state(text: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:

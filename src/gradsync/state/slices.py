@@ -91,7 +91,7 @@ def _require_values(key: str, values: object) -> None:
     if tensor is None or tensor.layout is not torch.strided or tensor.dtype not in DTYPES or tensor.is_meta:
         kind = type(values).__name__ if tensor is None else f"{tensor.dtype} {tensor.layout} on {tensor.device.type}"
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        raise ValueError(f"the state {key!r} must be a dense floating-point tensor ({names}), got {kind}")
+        raise ValueError(f"the state {key!r} must be a dense floating-point tensor, got {kind}; there are {names}")
     finite = tensor.detach().isfinite()
     if not finite.all():
         first = int((~finite).reshape(-1).nonzero()[0])
