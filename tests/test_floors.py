@@ -27,7 +27,7 @@ FLOORS: list[set[str]] = [
     {"engine", "planner", "characterization"},
     {"overlap", "torch_hooks", "wrappers"},
     {"buffers", "model_changes"},
-    {"agreement", "autograd", "lab", "mean_model", "measurement", "report", "simulator", "workloads"},
+    {"agreement", "autograd", "checkpoint", "lab", "mean_model", "measurement", "report", "simulator", "workloads"},
     {"auto", "averaging", "choosing"},
     {"ddp", "regrouping"},
     {"fronts"},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
@@ -20,9 +20,10 @@ from .auto import AutoPlanner, planner_of
 from .autograd import AutogradHooks
 from .averaging import Averaging, check_saved
 from .bucket import matches
+from .checkpoint import Checkpoint
 from .choosing import Choice
 from .ddp import UNEVEN_INPUTS, DDPState, ddp_hook
-from .engine import Engine
+from .engine import LOADING, Engine
 from .fronts import Attached, Front, Fronts, ParametersBeside, averaging_front, level, survive, why_not_parameters
 from .guard import VERIFY_EVERY, Verification
 from .lane import BucketStatistics
@@ -113,6 +114,9 @@ class Attachment:
     def state_dict(self) -> dict[str, Any]:
         """Plan, step and scheme state by parameter; belongs into a checkpoint of this rank.
 
+        It says whose it is: `rank`, `world` and a digest of the parameters. Of tensors, numbers and text only, so that
+        `torch.load(..., weights_only=True)` reads it; for safetensors there is `gradsync.state.save_file`.
+
         Raises:
             RuntimeError: after `detach`: what was left to be sent is gone.
         """
@@ -122,6 +126,23 @@ class Attachment:
             state["groups"] = self._regrouping.state_dict()
         return state if self._averaging is None else {**state, **self._averaging.state_dict()}
 
+    def checkpoint(self, *, gather: bool = False) -> Checkpoint:
+        """An object with `state_dict` and `load_state_dict` that checkpointing libraries take: all ranks' state in one.
+
+        Each rank's part has an entry of its own, so that nothing is taken for a copy of another rank's. Loaded on
+        another number of ranks, what was left to be sent is handed over, see `gradsync.state.redistribute`.
+
+        Args:
+            gather: `state_dict()` brings all ranks' parts to each rank, for libraries that let rank 0 alone write
+                (Accelerate, Lightning): collective, and so many times the memory. Else each rank has its own part, for
+                `torch.distributed.checkpoint`, where all write.
+
+        Example:
+            >>> dcp.save({"model": model.state_dict(), "gradsync": handle.checkpoint()}, ...)  # doctest: +SKIP
+            >>> dcp.load({"model": model.state_dict(), "gradsync": handle.checkpoint()}, ...)  # doctest: +SKIP
+        """
+        return Checkpoint(lambda: self._engine, self.state_dict, self._load, gather=gather)
+
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Takes over what this rank's `state_dict` gave; on all ranks at once, between two steps.
 
@@ -130,26 +151,39 @@ class Attachment:
         `AveragingPlanner` of the same settings that may change groups, for ranks on the same nodes. What nothing was
         saved for begins anew. What was left to be sent of gradients that are not compressed now goes with the next
         ones. Other state that has no place here would be lost: of unknown parameters, or the momentum of a compressor
-        that the plan does not name. Without `strict` it is dropped. What goes with a matrix as a whole begins anew
-        where the plan cuts elsewhere.
+        that the plan does not name. What goes with a matrix as a whole begins anew where the plan cuts elsewhere.
+
+        Where ranks keep state of their own, each loads its own, on as many ranks as saved; else any rank's will do.
+
+        Args:
+            strict: False drops state that has no place, and another rank's, and takes other element types.
 
         Raises:
-            ValueError: before anything has changed, for state of another version, or that has no place here; and for
-                one rank's whose model was apart from the others', if now there is another number of ranks, or gradients
-                are averaged: save at a consensus.
+            TypeError, ValueError: on all ranks, before anything has changed, for state of another version, another
+                rank, another number of ranks or another model; that is not finite, has elements twice or another
+                element type; or that has no place here. And for one rank's whose model was apart from the others', if
+                now there is another number of ranks, or gradients are averaged: save at a consensus.
             RuntimeError: where another rank raises, inside a step, and after `detach`.
+            GroupError: on all ranks, where only some load and the others train, or have left.
 
         State of different steps, or with different plans to go on with, is refused like what has no place.
         """
+        self._load(lambda: state, strict=strict)
+
+    def _load(self, find: Callable[[], object], *, strict: bool = True) -> None:
+        """Loads what `find` returns; once all ranks have met for it, and it may talk to them."""
         self.wait()
-        if not self._engine.in_step:  # else the engine refuses
-            check_saved(self._engine, state, self._averaging is not None, strict=strict)
+        engine, averaging = self._engine, self._averaging
+        engine.meet(LOADING)
+        found = find()
+        state = check_saved(engine, found, None if averaging is None else averaging.specs, strict=strict)
         groups = None if self._regrouping is None else self._regrouping.saved(state)
-        self._engine.load_state_dict(state, strict=strict)
-        if self._regrouping is not None:
-            self._regrouping.go_on(groups)
-        if self._averaging is not None:
-            self._averaging.load_state_dict(state)
+        engine.load_state_dict(state, strict=strict)
+        with engine.all_or_none(LOADING):
+            if self._regrouping is not None:
+                self._regrouping.go_on(groups)
+            if averaging is not None:
+                averaging.load_state_dict(state)
 
     def arrived(self, parameter: Tensor) -> Sections | None:
         """Which elements of the parameter's gradient the last step brought; None: all of them.

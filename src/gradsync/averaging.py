@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from .bucket import TensorSpec, matches, trainable_parameters
 from .comm import GroupError, broadcast_tensors
-from .engine import Engine
+from .engine import LOADING, Engine
 from .kernels import digest
 from .mean_model import statistics_of, take_mean
 from .model_changes import Changes
@@ -60,25 +60,53 @@ SECOND_BACKWARD = (
 )
 
 
-def check_saved(engine: Engine, state: Mapping[str, Any], averages: bool, *, strict: bool) -> None:
-    """Whether training may go on by what one rank saved; `averages`: of parameters, else of gradients. Collective.
+def check_saved(
+    engine: Engine, state: object, references: Mapping[str, TensorSpec] | None, *, strict: bool
+) -> Mapping[str, Any]:
+    """The state, if training may go on by what one rank saved. Collective.
+
+    `references`: what differences of parameters are taken from; None where gradients are averaged.
 
     Raises:
-        ValueError, RuntimeError: on all ranks if `strict`, where the models of its ranks were apart, and there are
-            others now, or gradients are averaged.
+        TypeError, ValueError, RuntimeError: on all ranks, for what is no state; and if `strict`, where the models of
+            its ranks were apart, and there are others now, or gradients are averaged.
     """
     problem: Exception | None = None
-    before, size = state.get(APART, 0), engine.group.size
+    try:
+        _check_saved(engine.group.size, state, references, strict=strict)
+    except Exception as error:  # told to all, then raised
+        problem = error
+    engine.agree(LOADING, problem)
+    assert isinstance(state, Mapping)
+    return state
+
+
+def _check_saved(size: int, state: object, references: Mapping[str, TensorSpec] | None, *, strict: bool) -> None:
+    if not isinstance(state, Mapping):
+        raise TypeError(f"expected the dict that state_dict() gave, got {type(state).__name__}")
+    before = state.get(APART, 0)
     if type(before) is not int or before < 0:
-        problem = ValueError(f"the state's {APART!r} must be a number of ranks, got {before!r}")
-    elif strict and before and not (averages and before == size):
-        now = f"there are {size}" if averages else "gradients are averaged"
-        problem = ValueError(
+        raise ValueError(f"the state's {APART!r} must be a number of ranks, got {before!r}")
+    if strict and before and not (references is not None and before == size):
+        now = f"there are {size}" if references is not None else "gradients are averaged"
+        raise ValueError(
             f"this checkpoint is one rank's, of {before} whose models were apart, and now {now}: save inside "
             "gradsync.consensus(model), which fits any number of ranks; load_state_dict(..., strict=False) goes on "
             "from the models that are here"
         )
-    engine.agree("loading of averages", problem)
+    saved = state.get("references", {})
+    if not isinstance(saved, Mapping):
+        raise ValueError(f"the state's references must be a dict of tensors, got {type(saved).__name__}")
+    for name, spec in (references or {}).items():
+        if name not in saved:
+            continue
+        tensor = saved[name]
+        if not isinstance(tensor, Tensor) or tensor.is_meta or tensor.layout is not torch.strided:
+            raise ValueError(f"the state's reference of {name!r} must be a dense tensor of {spec}, got {tensor!r:.80}")
+        if TensorSpec.of(tensor) != spec:
+            raise ValueError(f"the state's reference of {name!r} is {TensorSpec.of(tensor)}, here it is {spec}")
+        if not tensor.detach().isfinite().all():
+            raise ValueError(f"the state's reference of {name!r} holds values that are not finite")
 
 
 def companions(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
@@ -213,6 +241,11 @@ class Averaging:
         self.land()
         references = {name: reference.clone() for name, reference in self._references.items()}
         return {"references": references, APART: self._engine.group.size if self.are_apart else 0}
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        """What differences are taken from, by name."""
+        return {name: TensorSpec.of(reference) for name, reference in self._references.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Collective. Of what there is none, that of now: load the model first. Whose differ, those of rank 0 count."""

@@ -7,35 +7,39 @@ Which plan it is, `planning.py` decides between steps.
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import memory
 from .arrivals import Arrivals
-from .bucket import PHASES, StepMarks, TensorSpec
+from .bucket import PHASES, StepMarks, TensorSpec, model_digest
 from .comm import Group, GroupError, JobThread, Synchronization, gather_bytes
 from .density import ParameterProfile
 from .forecast import forecast, network_cost
 from .guard import ParameterGuard, Verification
 from .lane import BucketStatistics, Lane, Lanes
 from .observation import Observer
-from .plan import Plan, What, describe
+from .plan import OF, Plan, What, describe
 from .planning import Planner, Planning, Resumption
 from .profile import Profile
 from .recording import active
-from .state import NOT_STRICT, VERSION, StateSlice, scale_of, slices_of
+from .state import NOT_STRICT, VERSION, Origin, Saved, examined, refusal, without_state
 from .timeline import Task
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+LOADING = "loading of state"
 
 
 class Engine:
@@ -384,6 +388,23 @@ class Engine:
         """
         self._guarded(lambda: self._guard.compare(names))
 
+    def meet(self, what: str) -> None:
+        """Blocks until all ranks have come to `what`, which is between two steps, without a message of a step.
+
+        Raises:
+            RuntimeError: inside a step.
+            GroupError: on all ranks, where some of them make a step instead, have left, or do not come in time.
+        """
+        if self.in_step:
+            raise RuntimeError(f"{what} was called inside a step; call it between two steps, on every rank")
+        self.call(what, lambda group: group.meet(what, self.timeout_s))
+
+    def tell(self, what: str, mine: Any) -> list[Any]:
+        """Hands what JSON can say to all ranks; returns everybody's, by rank."""
+        content = json.dumps(mine).encode()
+        parts = self.call(what, lambda group: gather_bytes(group, content, self.timeout_s))
+        return [json.loads(part) for part in parts]
+
     # What is kept and told.
 
     def state_dict(self) -> dict[str, Any]:
@@ -393,8 +414,10 @@ class Engine:
         if not self.in_step:
             self.lanes.commit(keep=self._steps_good)
         plan = next(iter(self._planning.on_trial), self.plan)  # a trial is not for keeping
+        origin = Origin(self.group.rank, self.group.size, self._parameters_digest(), self.lanes.keep_values)
         state = {
             "version": VERSION,
+            **origin.entries(),
             "step": self.step,
             "plan": plan.to_json(),
             "state": {part.key: part.values for part in self.lanes.state_slices()},
@@ -404,44 +427,82 @@ class Engine:
         planned = self._planning.state_of(self) if self.settled else None
         return state if planned is None else {**state, "planned": planned}
 
-    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Takes over what `state_dict` gave, see `Attachment.load_state_dict`."""
-        if self.in_step:
-            raise RuntimeError("load_state_dict() was called inside a step; call it between two steps, on every rank")
-        slices: list[StateSlice] = []
-        scale: float | None = None
-        resumption: Resumption | None = None
-        problem: Exception | None = None
-        try:
-            slices, scale = slices_of(state, self.specs, strict=strict), scale_of(state)
-            resumption = self._planning.resumption(state)
-        except Exception as error:  # told to all, then raised
-            problem = error
-        alike = f"step {state.get('step')}{'' if resumption is None else f', {resumption}'}"
-        self.agree("loading of state", problem, alike if scale is None else f"{alike}, loss scale {scale:g}")
+    def load_state_dict(self, state: object, *, strict: bool = True) -> None:
+        """Takes over what `state_dict` gave, see `Attachment.load_state_dict`; all ranks have met for it."""
+        saved, resumption = self._examined(state, strict=strict)
         lanes = self.lanes
+        problem: Exception | None = None
         try:
             if resumption is not None and (self.replanning or resumption.plan.digest != self.plan.digest):
                 lanes = self._lanes_of(resumption.plan)  # beside the present ones, which stay if there is no place
             if strict:
-                lanes.require_place(slices, f"load it under a plan as it was saved by, or drop it by {NOT_STRICT}")
+                lanes.require_place(
+                    saved.slices, f"load it under a plan as it was saved by, or drop it by {NOT_STRICT}"
+                )
+                lanes.require_dtypes(saved.slices)
         except Exception as error:  # told to all, then raised
             problem = error
-        self.agree("loading of state", problem)
-        self.step = state["step"]
+        self.agree(LOADING, problem)
+        with self.all_or_none(LOADING):
+            self._take_over(saved, resumption, lanes)
+
+    @contextmanager
+    def all_or_none(self, what: str) -> Iterator[None]:
+        """Inside, this rank changes what all ranks change: where it fails, nothing is synchronised any more."""
+        try:
+            yield
+        except Exception as error:
+            self.fail(f"{what}, step {self.step}: {error}")
+            raise
+
+    def _examined(self, state: object, *, strict: bool) -> tuple[Saved, Resumption | None]:
+        """What the state holds; raises on all ranks where it is not a state for this rank of these ranks."""
+        saved: Saved | None = None
+        resumption: Resumption | None = None
+        problem: Exception | None = None
+        alike = ""
+        try:
+            saved = examined(state, self.specs, strict=strict)
+            assert isinstance(state, Mapping)
+            resumption = self._planning.resumption(state)
+            alike = f"step {saved.step}{'' if resumption is None else f', {resumption}'}"
+            alike += "" if saved.scale is None else f", loss scale {saved.scale:g}"
+        except Exception as error:  # told to all, then raised
+            problem = error
+        self.agree(LOADING, problem, alike)
+        assert saved is not None
+        origins = [Origin(**entries) for entries in self.tell(LOADING, saved.origin.entries())]
+        if strict and (why := refusal(origins, self._parameters_digest())):
+            raise ValueError(f"{LOADING}: {why}")
+        group, origin = self.group, saved.origin
+        if origin.per_rank and (origin.rank, origin.world) != (group.rank, group.size):
+            logger.info("the state of rank %d of %d is dropped, but for its step", origin.rank, origin.world)
+            saved = without_state(saved)
+        return saved, resumption
+
+    def _take_over(self, saved: Saved, resumption: Resumption | None, lanes: Lanes) -> None:
+        self.step = saved.step
         if resumption is not None:
             self._planning.resume(self, resumption)
             self.plan, self.lanes = self._planning.plan, lanes
             self._announce()
         what = "state that is the same on all ranks"
         self.lanes.restore(
-            slices, lambda mine: self.call(what, lambda group: gather_bytes(group, mine, self.timeout_s))
+            saved.slices, lambda mine: self.call(what, lambda group: gather_bytes(group, mine, self.timeout_s))
         )
-        self._scale = scale
-        if self.loss_scale is None and scale is not None:  # the coming gradients have none that is known here
+        self._scale = saved.scale
+        if self.loss_scale is None and saved.scale is not None:  # the coming gradients have none that is known here
             self._rescale(1.0)
             self._scale = None
         self._agree_on_owed()
+
+    def _parameters_digest(self) -> str:
+        """SHA-256 over the parameters' names, shapes and element types, in whichever order they were registered.
+
+        What a plan names beside parameters, as buffers and momentum, is no part of it.
+        """
+        names = sorted(n for n, p in self.parameters.items() if isinstance(p, nn.Parameter) and OF not in n)
+        return model_digest({name: self.specs[name] for name in names})
 
     def statistics(self) -> list[BucketStatistics]:
         """Totals by bucket; of a closed engine those at its end."""

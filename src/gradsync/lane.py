@@ -16,11 +16,15 @@ from .bucket import Bucket, Layout, StepMarks
 from .comm import Group, Ledger, RecordingGroup
 from .density import DensityProfile, ParameterProfile, joined
 from .gradients import FlatGradients, Gradients, all_finite, gradients_of, marks_of_ranks, total_of
+from .kernels import accumulation_dtype
 from .schemes import Scheme, State
 from .state import (
+    NOT_STRICT,
     StateSlice,
     at_step,
+    dtype_at,
     has_place,
+    keeps_values,
     left_to_send,
     owed,
     rescaled,
@@ -299,6 +303,11 @@ class Lanes:
         """Whether a step that is not to be kept must leave something as it was; the same on all ranks."""
         return any(lane.state or lane.took_over for lane in self)
 
+    @property
+    def keep_values(self) -> bool:
+        """Whether ranks keep values of their own, so that one rank's state is not another one's."""
+        return any(keeps_values(lane.state) or lane.took_over for lane in self)
+
     def state_slices(self) -> Iterator[StateSlice]:
         """Copies of all state."""
         return (part for lane in self for part in lane.state_slices())
@@ -366,6 +375,22 @@ class Lanes:
                 raise ValueError(
                     f"the plan has no place for the state {part.key!r}, which would be lost, as {part.name!r} travels "
                     f"by {ways}: {advice}"
+                )
+
+    def require_dtypes(self, state: Iterable[StateSlice]) -> None:
+        """
+        Raises:
+            ValueError: for state of another element type than what is kept in its place.
+        """
+        for part in state:
+            lanes = self.of(part.name)
+            kept = dtype_at([lane.state for lane in lanes], part)
+            if kept is None and left_to_send(part):  # it goes with gradients
+                kept = accumulation_dtype(lanes[0].bucket.dtype)
+            if kept is not None and part.values.dtype is not kept:
+                raise ValueError(
+                    f"the state {part.key!r} is {part.values.dtype}, {kept} is kept there: what was rounded in between "
+                    f"is lost; load it as it was saved, or take it as it is by {NOT_STRICT}"
                 )
 
     def _keeps(self, part: StateSlice) -> bool:

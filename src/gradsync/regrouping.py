@@ -106,6 +106,8 @@ class Regrouping:
         problem: Exception | None = None
         try:
             groups = state.get("groups", {})
+            if not isinstance(groups, Mapping):
+                raise ValueError(f"the state's groups must be a dict, got {type(groups).__name__}")
             if self._same_job.items() <= groups.items():
                 found = SavedGroups(Plan.from_json(state["plan"]), groups["young_s"])
                 found.plan.check(self._engine.specs, self._engine.group.size)

@@ -499,7 +499,7 @@ def bad_states() -> None:
     handle = gradsync.attach(model, plan=plan_for(model), timeout=MILD)
     good = handle.state_dict()
     for bad, text in (
-        ({"version": 2}, "the state has no 'state'"),
+        ({"version": 3}, "the state has no 'state'"),
         ({**good, "state": {"weight": torch.zeros(3)}}, "expected a state's key to read"),
         ({**good, "state": {"weight[0:9]/residual": torch.zeros(9)}}, "reaches to element 9, the parameter has 3"),
         ({**good, "state": {"weight[0:2]/residual": torch.zeros(3)}}, r"has values of shape \(3,\)"),

@@ -75,6 +75,14 @@ class Board:
         """Members that left without issuing this operation."""
         return sorted(rank for rank, operations in self._numbers("left") if operations <= operation)
 
+    def note_met(self, meeting: int, rank: int, operations: int) -> None:
+        """Notes that a member has come to a meeting after so many operations."""
+        self._append(f"met {meeting}", rank, operations)
+
+    def met(self, meeting: int) -> dict[int, int]:
+        """Operations issued before the meeting, by the members that have come to it; empty without an answer."""
+        return dict(self._numbers(f"met {meeting}"))
+
     def _append(self, key: str, rank: int, number: int) -> None:
         # One key for all members: a reader asks once, however many there are.
         self._ask(lambda store: store.append(key, f"{rank}:{number} "))  # type: ignore[attr-defined]  # torch does not declare it

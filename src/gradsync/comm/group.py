@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+MEETING_POLL_S = (0.002, 0.2)  # how often who came to a meeting looks for the others: at first, and later
 POLL_S = 1.0  # how often a rank that waits looks at the board
 NOTICE_S = 20.0  # who waits longer notes it on the board, so that the others can tell who is missing
 WARNING_S = 30.0  # who waits longer says for whom, once
@@ -176,6 +177,17 @@ class Group(ABC):
         """Member 0's buffer, in place on all others."""
 
     @abstractmethod
+    def meet(self, what: str, timeout_s: float) -> None:
+        """Blocks until all members have come to `what`, between the same two operations; no operation itself.
+
+        For work that only some members might come to: an operation of theirs would meet another one of the others',
+        of other lengths, which ends the process in some backends. Members that wait in an operation instead raise too.
+
+        Raises:
+            GroupError: on all members, where some are in an operation, have left, failed, or do not come in time.
+        """
+
+    @abstractmethod
     def announce_failure(self, text: str) -> None:
         """Tells the other members, without a collective, that this one cannot go on."""
 
@@ -215,6 +227,7 @@ class TorchGroup(Group):
         self._patience = timedelta(seconds=patience_s)
         self._in_flight: dict[int, tuple[Any, Tensor | None]] = {}  # works, and inputs that must live until they end
         self._issued = 0
+        self._meetings = 0  # that this member has come to
         self._releases: list[Callable[[bool], None]] = []  # of what was made so far; True: an operation may hang
         try:
             self._open(process_group, timeout_s)
@@ -333,6 +346,33 @@ class TorchGroup(Group):
         """How many operations this member has issued: the same number on all members between two of them."""
         return self._issued
 
+    def meet(self, what: str, timeout_s: float) -> None:
+        if self.size == 1:
+            return
+        meeting, pause_s = self._meetings, MEETING_POLL_S[0]
+        self._note_met()
+        began_s = answered_s = time.monotonic()
+        while missing := sorted(set(self.members) - (here := self._board.met(meeting)).keys()):
+            if failure := self._announced_failure():
+                raise GroupError(failure)
+            if gone := self._board.left_before(self._issued):
+                raise GroupError(f"{_ranks(gone)} detached before {what}, which all ranks must come to")
+            now_s = time.monotonic()
+            answered_s = now_s if here else answered_s  # at least this member is there
+            if now_s - answered_s >= min(WARNING_S, timeout_s):
+                raise GroupError(f"the store of torch.distributed, by which the ranks meet for {what}, does not answer")
+            if now_s - began_s >= timeout_s:
+                raise GroupError(f"{_ranks(missing)} did not come to {what} within {timeout_s:.0f} s: all ranks must")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, MEETING_POLL_S[1])
+
+    def _note_met(self) -> None:
+        """Tells the members, and those of subgroups, who may wait in an operation there."""
+        meeting, self._meetings = self._meetings, self._meetings + 1
+        self._board.note_met(meeting, self.members[self.rank], self._issued)
+        for made in self._subgroups.values():
+            made._note_met()
+
     def announce_failure(self, text: str) -> None:
         if not self._board.announce_failure(f"rank {self.members[self.rank]}: {text}"):
             logger.warning("could not tell the other ranks of a failure here, the store does not answer: %s", text)
@@ -406,6 +446,11 @@ class TorchGroup(Group):
                 raise GroupError(
                     f"{_ranks(gone)} detached before this step; every rank must make the same number of steps "
                     "(DistributedSampler(drop_last=True) does)"
+                )
+            if apart := sorted(r for r, issued in self._board.met(self._meetings).items() if issued <= number):
+                raise GroupError(
+                    f"state is loaded or gathered on {_ranks(apart)}, as by load_state_dict(), while others train: all "
+                    "ranks must, between the same two steps"
                 )
             waited_s = time.monotonic() - began_s
             if not noted and waited_s >= min(NOTICE_S, timeout_s / 2):

@@ -113,6 +113,9 @@ class RecordingGroup(Group):
         sent_bytes = (self.size - 1) * buffer.numel() * buffer.element_size() if self.rank == 0 else 0
         return self._written(Pattern.BROADCAST, sent_bytes, self.inner.broadcast(buffer))
 
+    def meet(self, what: str, timeout_s: float) -> None:
+        self.inner.meet(what, timeout_s)
+
     def announce_failure(self, text: str) -> None:
         self.inner.announce_failure(text)
 

@@ -8,22 +8,21 @@ all segments of a bucket together has the name of the first.
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .bucket import Bucket, Segment, TensorSpec
-from .compressors import RESIDUAL, SENT, copies_at
-from .compressors import State as CompressorState
+from ..bucket import Bucket, Segment
+from ..compressors import RESIDUAL, SENT, copies_at
+from ..compressors import State as CompressorState
 
 OWED = "owed"  # the point of what another plan left to be sent
-VERSION = 2  # of a `state_dict`; in the first one elements were as they lay in memory
-NOT_STRICT = "load_state_dict(..., strict=False)"  # what drops state that has no place
+# Digits of other scripts, and more of them than any tensor has elements, are no index.
+KEY = r"(?P<name>.*)\[(?P<start>[0-9]{1,18}):(?P<stop>[0-9]{1,18})\]/(?P<whole>/?)(?P<point>[^/]+)"
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 Kept = Tensor | tuple[CompressorState, ...]  # at one compress point, see `schemes.State`
 
@@ -54,15 +53,16 @@ class StateSlice:
     def from_key(cls, key: str, values: Tensor) -> StateSlice:
         """
         Raises:
-            ValueError: when the key is none, or does not fit the values, or these are no state.
+            ValueError: when the key is none, or does not fit the values, or these are no state, or not finite.
         """
-        form = re.fullmatch(r"(?P<name>.*)\[(?P<start>\d+):(?P<stop>\d+)\]/(?P<whole>/?)(?P<point>[^/]+)", key)
+        form = re.fullmatch(KEY, key) if isinstance(key, str) else None
         if form is None:
             raise ValueError(f"expected a state's key to read name[start:stop]/point, got {key!r}")
-        if not isinstance(values, Tensor) or values.layout is not torch.strided or not values.is_floating_point():
-            kind = f"{values.dtype} {values.layout}" if isinstance(values, Tensor) else type(values).__name__
-            raise ValueError(f"the state {key!r} must be a dense floating-point tensor, got {kind}")
-        part = cls(form["name"], int(form["start"]), int(form["stop"]), form["point"], values, bool(form["whole"]))
+        _require_values(key, values)
+        start, stop, values = int(form["start"]), int(form["stop"]), values.detach()
+        if stop < start:
+            raise ValueError(f"expected a state's key to read name[start:stop]/point, got {key!r}, which ends early")
+        part = cls(form["name"], start, stop, form["point"], values, bool(form["whole"]))
         if not part.whole and values.shape != (part.stop - part.start,):
             raise ValueError(f"the state {key!r} has values of shape {tuple(values.shape)}")
         return part
@@ -82,46 +82,23 @@ class StateSlice:
         target[low - segment.start : high - segment.start].copy_(self.values[low - self.start : high - self.start])
 
 
-def slices_of(saved: Mapping[str, Any], specs: Mapping[str, TensorSpec], *, strict: bool = True) -> list[StateSlice]:
-    """The slices that `Engine.state_dict` gave, for a model with parameters of these `specs`.
-
-    Raises:
-        ValueError: for another version, and if `strict`, for state of parameters that this model does not have.
+def _require_values(key: str, values: object) -> None:
     """
-    if saved.get("version") != VERSION:
+    Raises:
+        ValueError: for what is no dense tensor of finite floating-point numbers in memory.
+    """
+    tensor = values if isinstance(values, Tensor) else None
+    if tensor is None or tensor.layout is not torch.strided or tensor.dtype not in DTYPES or tensor.is_meta:
+        kind = type(values).__name__ if tensor is None else f"{tensor.dtype} {tensor.layout} on {tensor.device.type}"
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise ValueError(f"the state {key!r} must be a dense floating-point tensor, got {kind}; there are {names}")
+    finite = tensor.detach().isfinite()
+    if not finite.all():
+        first = int((~finite).reshape(-1).nonzero()[0])
         raise ValueError(
-            f"expected a gradsync state of version {VERSION}, got version {saved.get('version')!r}: load it with the "
-            "gradsync that saved it, or begin anew without"
+            f"the state {key!r} holds {float(tensor.detach().reshape(-1)[first])} at element {first} of its values: no "
+            "step would be finite again; take an earlier checkpoint, or leave the key out, to begin anew without it"
         )
-    if missing := sorted({"step", "state"} - set(saved)):
-        raise ValueError(f"the state has no {missing[0]!r}: it is not what state_dict() gave")
-    if type(saved["step"]) is not int or saved["step"] < 0:
-        raise ValueError(f"the state's step must be a whole number from 0 on, got {saved['step']!r}")
-    slices = [StateSlice.from_key(key, values) for key, values in saved["state"].items()]
-    for part in slices:
-        if strict and part.name not in specs:
-            raise ValueError(
-                f"the state holds {part.name!r}, which is no parameter to synchronise here: drop it by {NOT_STRICT}"
-            )
-    slices = [part for part in slices if part.name in specs]
-    for part in slices:
-        if part.stop > specs[part.name].numel:
-            raise ValueError(
-                f"the state of {part.name!r} reaches to element {part.stop}, the parameter has {specs[part.name].numel}"
-            )
-    return slices
-
-
-def scale_of(saved: Mapping[str, Any]) -> float | None:
-    """The loss scale in whose units a state was saved; None where nothing scaled the loss.
-
-    Raises:
-        ValueError: for one that is no positive number.
-    """
-    scale = saved.get("loss_scale")
-    if scale is not None and not (isinstance(scale, float) and 0 < scale < math.inf):
-        raise ValueError(f"the state's loss_scale must be a positive number, got {scale!r}")
-    return scale
 
 
 def slices(bucket: Bucket, state: Mapping[str, Kept]) -> Iterator[StateSlice]:
@@ -251,6 +228,38 @@ def has_place(states: Iterable[Mapping[str, Kept]], part: StateSlice) -> bool:
         kept = {at: state[at] for at in points if at in state}
         found += max((sum(map(part.overlap, _segments_of(each, name))) for each in kept.values()), default=0)
     return found >= part.stop - part.start
+
+
+def dtype_at(states: Iterable[Mapping[str, Kept]], part: StateSlice) -> torch.dtype | None:
+    """The element type of what such states keep of the slice's elements at its point; None where they keep nothing."""
+    point, _, name = part.point.partition(".")
+    for state in states:
+        if not part.whole and isinstance(kept := state.get(part.point), Tensor):
+            return kept.dtype
+        for at in (point, SENT) if _copies(point) else (point,):
+            if not isinstance(parts := state.get(at, ()), Tensor):
+                found = (dtype for each in parts if (dtype := _dtype_in(each, name, part)) is not None)
+                if (dtype := next(found, None)) is not None:
+                    return dtype
+    return None
+
+
+def _dtype_in(kept: CompressorState, name: str, part: StateSlice) -> torch.dtype | None:
+    if not part.whole:
+        inside = name in kept.elements and any(map(part.overlaps, kept.spec.segments))
+        return kept.elements[name].dtype if inside else None
+    for segment, tensor in zip(kept.spec.segments, kept.tensors.get(name, ()), strict=False):
+        if part.overlaps(segment):
+            return tensor.dtype
+    return kept.together[name].dtype if name in kept.together and part.overlaps(kept.spec.segments[0]) else None
+
+
+def keeps_values(state: Mapping[str, Kept]) -> bool:
+    """Whether a rank that runs by such a state keeps values of its own; an owner of nothing says yes to be safe."""
+    return any(
+        isinstance(kept, Tensor) or not kept or any(part.elements or part.tensors or part.together for part in kept)
+        for kept in state.values()
+    )
 
 
 def _segments_of(kept: Kept, name: str) -> list[Segment]:

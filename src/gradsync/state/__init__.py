@@ -1,0 +1,29 @@
+"""State of schemes: in slices by parameter, as a `state_dict` that knows whose it is, and in files."""
+
+from .files import from_bytes as from_bytes
+from .files import load_file as load_file
+from .files import save_file as save_file
+from .files import to_bytes as to_bytes
+from .handover import handed_over as handed_over
+from .handover import redistribute as redistribute
+from .saved import NOT_STRICT as NOT_STRICT
+from .saved import VERSION as VERSION
+from .saved import Origin as Origin
+from .saved import Saved as Saved
+from .saved import examined as examined
+from .saved import refusal as refusal
+from .saved import without_state as without_state
+from .slices import OWED as OWED
+from .slices import Kept as Kept
+from .slices import StateSlice as StateSlice
+from .slices import at_step as at_step
+from .slices import dtype_at as dtype_at
+from .slices import has_place as has_place
+from .slices import keeps_values as keeps_values
+from .slices import left_to_send as left_to_send
+from .slices import owed as owed
+from .slices import rescaled as rescaled
+from .slices import slices as slices
+from .slices import slices_owed as slices_owed
+from .slices import with_slices as with_slices
+from .slices import without as without

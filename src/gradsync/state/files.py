@@ -1,0 +1,118 @@
+"""Nested dicts of tensors, numbers and text as safetensors: no pickle. Tensors lie in the file as they are, all else is
+JSON in its header, where a tensor is named by its path."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ENTRY = "gradsync"  # of the header's metadata
+TENSOR, BYTES = "tensor", "bytes"
+BETWEEN = "/"  # the names of a path
+
+
+def save_file(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Writes a state into a safetensors file, overwriting it: a rank's `state_dict()`, or one of `checkpoint()`.
+
+    Raises:
+        TypeError: for a state that holds anything else than dicts, lists, tensors, bytes, numbers, text and None.
+
+    Example:
+        >>> gradsync.state.save_file(handle.state_dict(), f"state.{rank}.safetensors")  # doctest: +SKIP
+    """
+    from safetensors.torch import save_file as write
+
+    tensors: dict[str, Tensor] = {}
+    text = json.dumps(_packed(state, (), tensors))
+    write(tensors, path, {ENTRY: text})
+
+
+def load_file(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Reads what `save_file` wrote; tensors are on the CPU.
+
+    Raises:
+        ValueError: for a file that it did not write.
+        OSError: for one that cannot be read.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no dict
+            return _state((file.metadata() or {})[ENTRY], tensors)
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise ValueError(f"{os.fspath(path)!r} is no file that gradsync.state.save_file wrote: {error!r}") from None
+
+
+def to_bytes(state: Mapping[str, Any]) -> bytes:
+    """The contents of the file that `save_file` writes."""
+    from safetensors.torch import save
+
+    tensors: dict[str, Tensor] = {}
+    text = json.dumps(_packed(state, (), tensors))
+    content: bytes = save(tensors, {ENTRY: text})
+    return content
+
+
+def from_bytes(content: bytes) -> dict[str, Any]:
+    """The inverse of `to_bytes`.
+
+    Raises:
+        ValueError: for other bytes.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        tensors = load(content)
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        return _state(header["__metadata__"][ENTRY], tensors)
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise ValueError(f"these {len(content)} bytes are not what gradsync.state.to_bytes made: {error!r}") from None
+
+
+def _state(text: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    found = _unpacked(json.loads(text), tensors)
+    if not isinstance(found, dict):
+        raise ValueError(f"it holds {type(found).__name__}, no dict")
+    return found
+
+
+def _packed(value: object, path: tuple[str, ...], tensors: dict[str, Tensor]) -> Any:
+    """The value as JSON takes it; its tensors go into `tensors`, each by its path."""
+    if isinstance(value, Tensor | bytes):
+        name = BETWEEN.join(path)
+        if name in tensors:
+            raise TypeError(f"two tensors of the state have the path {name!r}")
+        tensors[name] = _as_tensor(value) if isinstance(value, bytes) else value.detach().contiguous()
+        return {BYTES if isinstance(value, bytes) else TENSOR: name}
+    if isinstance(value, Mapping):
+        if (other := next((key for key in value if not isinstance(key, str)), None)) is not None:
+            raise TypeError(f"keys of a state must be text, got {other!r}")
+        return {key: _packed(each, (*path, key), tensors) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_packed(each, (*path, str(number)), tensors) for number, each in enumerate(value)]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"the state's {BETWEEN.join(path)!r} is a {type(value).__name__}, which safetensors cannot hold")
+
+
+def _unpacked(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_unpacked(each, tensors) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {TENSOR} and isinstance(value[TENSOR], str):
+        return tensors[value[TENSOR]]
+    if value.keys() == {BYTES} and isinstance(value[BYTES], str):
+        return tensors[value[BYTES]].numpy().tobytes()
+    return {key: _unpacked(each, tensors) for key, each in value.items()}
+
+
+def _as_tensor(content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)

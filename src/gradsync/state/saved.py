@@ -1,0 +1,181 @@
+"""A `state_dict` as a checkpoint has it: whose it is, and whether it is one, before anything is changed by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from ..bucket import TensorSpec
+from .slices import StateSlice
+
+VERSION = 3  # of a `state_dict`; in 1 elements were as they lay in memory, in 2 nobody knew whose it was
+MOST_STEPS = 1 << 53  # beyond it a step is no count of anything
+NOT_STRICT = "load_state_dict(..., strict=False)"  # what drops state that has no place
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The rank that a state was saved on: `rank` of `world`, with these parameters.
+
+    Attributes:
+        parameters: SHA-256 over names, shapes and element types of the parameters.
+        per_rank: whether ranks kept state of their own, such as residuals, so that no rank's is another one's.
+    """
+
+    rank: int
+    world: int
+    parameters: str
+    per_rank: bool
+
+    @classmethod
+    def of(cls, saved: Mapping[str, Any]) -> Origin:
+        """
+        Raises:
+            ValueError: for a state that does not say it.
+        """
+        found = cls(*(saved.get(name) for name in ("rank", "world", "parameters", "per_rank")))  # type: ignore[arg-type]
+        whole = type(found.rank) is int and type(found.world) is int
+        if not whole or not 0 <= found.rank < found.world:
+            raise ValueError(
+                f"the state's rank and world must be whole numbers, 0 <= rank < world, got {found.rank!r} and "
+                f"{found.world!r}"
+            )
+        if type(found.parameters) is not str or type(found.per_rank) is not bool:
+            raise ValueError(
+                f"the state's parameters must be a digest and its per_rank a bool, got {found.parameters!r} and "
+                f"{found.per_rank!r}"
+            )
+        return found
+
+    def entries(self) -> dict[str, Any]:
+        """The entries of a `state_dict` that say it."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The contents of a `state_dict`, examined."""
+
+    origin: Origin
+    step: int
+    scale: float | None  # loss scale in whose units the state is
+    slices: list[StateSlice]
+
+
+def examined(saved: object, specs: Mapping[str, TensorSpec], *, strict: bool) -> Saved:
+    """The contents of what `Engine.state_dict` gave, for a model with parameters of these `specs`.
+
+    Raises:
+        TypeError: for what is no dict.
+        ValueError: for another version, for values that are not finite, for elements that are there twice, and, if
+            `strict`, for state of parameters that this model does not have.
+    """
+    if not isinstance(saved, Mapping):
+        raise TypeError(f"expected the dict that state_dict() gave, got {type(saved).__name__}")
+    version = saved.get("version")
+    if type(version) is not int or version != VERSION:
+        raise ValueError(
+            f"expected a gradsync state of version {VERSION}, got version {version!r}: load it with the gradsync that "
+            "saved it, or begin anew without"
+        )
+    for name in ("state", "step", "plan"):
+        if name not in saved:
+            raise ValueError(f"the state has no {name!r}: it is not what state_dict() gave")
+    step, plan = saved["step"], saved["plan"]
+    if type(step) is not int or not 0 <= step < MOST_STEPS:
+        raise ValueError(f"the state's step must be a whole number from 0 on, below 2^53, got {step!r}")
+    if not isinstance(plan, str):
+        raise ValueError(f"the state's plan must be text, got {type(plan).__name__}")
+    origin = Origin.of(saved)
+    try:
+        slices = _slices_of(saved["state"], specs, strict=strict)
+    except ValueError as error:
+        raise ValueError(f"{error} (saved on rank {origin.rank} of {origin.world})") from None
+    return Saved(origin, step, _scale_of(saved), slices)
+
+
+def _slices_of(state: object, specs: Mapping[str, TensorSpec], *, strict: bool) -> list[StateSlice]:
+    if not isinstance(state, Mapping):
+        raise ValueError(f"the state's 'state' must be a dict of tensors, got {type(state).__name__}")
+    slices = [StateSlice.from_key(key, values) for key, values in state.items()]
+    for part in slices:
+        if strict and part.name not in specs:
+            raise ValueError(
+                f"the state holds {part.name!r}, which is no parameter to synchronise here: drop it by {NOT_STRICT}"
+            )
+    slices = [part for part in slices if part.name in specs]
+    for part in slices:
+        if part.stop > specs[part.name].numel:
+            raise ValueError(
+                f"the state of {part.name!r} reaches to element {part.stop}, the parameter has {specs[part.name].numel}"
+            )
+    _require_once(slices)
+    return slices
+
+
+def _require_once(slices: Sequence[StateSlice]) -> None:
+    """
+    Raises:
+        ValueError: when elements of a parameter are there twice at one point.
+    """
+    by_place: dict[tuple[str, str, bool], list[StateSlice]] = {}
+    for part in slices:
+        by_place.setdefault((part.name, part.point, part.whole), []).append(part)
+    for parts in by_place.values():
+        keys = {(part.start, part.stop): part for part in parts}
+        filled = sorted((part for part in parts if part.start < part.stop), key=lambda part: part.start)
+        twice = [(keys[part.start, part.stop], part) for part in parts if keys[part.start, part.stop] is not part]
+        overlapping = [(one, other) for one, other in pairwise(filled) if other.start < one.stop]
+        for one, other in [*twice, *overlapping]:
+            raise ValueError(f"the states {one.key!r} and {other.key!r} overlap: elements are there twice")
+
+
+def _scale_of(saved: Mapping[str, Any]) -> float | None:
+    """The loss scale in whose units a state was saved; None where nothing scaled the loss."""
+    scale = saved.get("loss_scale")
+    if scale is not None and not (isinstance(scale, float) and 0 < scale < math.inf):
+        raise ValueError(f"the state's loss_scale must be a positive number, got {scale!r}")
+    return scale
+
+
+def refusal(origins: Sequence[Origin], parameters: str) -> str:
+    """Why states, by the rank that loads them, are not for these ranks with these `parameters`; "" if they are."""
+    world = len(origins)
+    for rank, origin in enumerate(origins):
+        if origin.parameters != parameters:
+            return (
+                f"the state on rank {rank} is of a model with other parameters: their names, shapes and element types "
+                f"have the digest {origin.parameters[:12]}, here {parameters[:12]}; load the state of this model, or "
+                f"take what both have in common by {NOT_STRICT}"
+            )
+    if not any(origin.per_rank for origin in origins):
+        return ""
+    for rank, origin in enumerate(origins):
+        if origin.world != world:
+            return (
+                f"the state on rank {rank} is that of rank {origin.rank} of {origin.world}, now there are {world} "
+                "ranks: what was left to be sent would be lost, or sent twice. Save and load handle.checkpoint(), "
+                f"which hands it over, or load what gradsync.state.redistribute(states, {world}) makes of the states "
+                f"of all {origin.world} ranks"
+            )
+    loaded: dict[int, list[int]] = {}
+    for rank, origin in enumerate(origins):
+        loaded.setdefault(origin.rank, []).append(rank)
+    advice = (
+        "each rank loads what it saved. Where a framework writes one file for all ranks, or one entry, save and load "
+        "handle.checkpoint(), or handle.checkpoint(gather=True) where only rank 0 writes"
+    )
+    for saved_on, ranks in loaded.items():
+        if len(ranks) > 1:
+            return f"ranks {', '.join(map(str, ranks))} were given the same state, that of rank {saved_on}: {advice}"
+        if ranks != [saved_on]:
+            return f"rank {ranks[0]} was given the state of rank {saved_on}: {advice}"
+    return ""
+
+
+def without_state(saved: Saved) -> Saved:
+    """The same, but nothing of what a rank kept for itself."""
+    return replace(saved, slices=[])
