@@ -361,6 +361,29 @@ def test_ranks_that_load_while_others_train_raise_and_so_do_these(
         assert "while others train: all ranks must, between the same two steps" in said
 
 
+def load_while_others_average() -> str:
+    """The exchange of parameters goes on behind the step: who waits for it hears of the load."""
+    torch.manual_seed(0)
+    model = Perceptron()
+    specs = {name: TensorSpec.of(p) for name, p in model.named_parameters()}
+    plan = Plan.make(specs, dist.get_world_size(), [(list(specs), AllReduce())], what=What.PARAMETER)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = gradsync.attach(model, optimizer, plan, timeout=10)
+    saved = handle.state_dict()
+    with pytest.raises(gradsync.GroupError) as caught:
+        if dist.get_rank() == 1:
+            handle.load_state_dict(saved)
+        for _ in range(2):
+            train(model)
+            optimizer.step()
+    handle.detach()
+    return str(caught.value)
+
+
+def test_ranks_that_load_while_others_average_parameters_raise(world: World) -> None:
+    assert all("state is loaded or gathered on rank 1" in said for said in world(2).run(load_while_others_average))
+
+
 def load_on_one_of_two_nodes() -> str:
     os.environ["GROUP_RANK"] = str(dist.get_rank() // 2)
     try:
