@@ -341,6 +341,36 @@ def test_states_of_another_number_of_ranks_are_redistributed_or_refused(
     world(size).run(only_as_advised, contents, scheme)
 
 
+def gather_into_a_file(path: str) -> list[Tensor]:
+    model, handle = attached(GATHERED)
+    train(model, 3, seed=0)
+    left, parts = left_in_all(model, handle), handle.checkpoint(gather=True).state_dict()
+    if dist.get_rank() == 0:
+        gradsync.state.save_file(parts, path)
+    handle.detach()
+    return left
+
+
+def load_one_file(path: str, before: list[Tensor]) -> None:
+    model, handle = attached(GATHERED)
+    parts = gradsync.state.load_file(path)
+    for missing in ("rank 0", "rank 2"):
+        with pytest.raises(ValueError, match="must have the parts of all ranks that saved it, these ranks found rank"):
+            handle.checkpoint().load_state_dict({name: part for name, part in parts.items() if name != missing})
+    assert handle.state_dict()["step"] == 0
+    handle.checkpoint().load_state_dict(parts)
+    for found, value in zip(left_in_all(model, handle), before, strict=True):
+        torch.testing.assert_close(found, value, rtol=1e-6, atol=1e-9)
+    handle.detach()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_one_file_that_rank_0_wrote_fits_another_number_of_ranks(world: World, size: int, tmp_path: Path) -> None:
+    path = str(tmp_path / "state.safetensors")
+    left = world(3).run(gather_into_a_file, path)[0]
+    world(size).run(load_one_file, path, left)
+
+
 def test_only_the_states_of_all_ranks_at_one_step_are_redistributed(world: World) -> None:
     states = [loads(content) for content in world(2).run(states_of, GATHERED)]
     for wrong, text in (
