@@ -349,7 +349,7 @@ class TorchGroup(Group):
     def meet(self, what: str, timeout_s: float) -> None:
         if self.size == 1:
             return
-        meeting, pause_s = self._meetings, MEETING_POLL_S[0]
+        meeting, pause_s, warned = self._meetings, MEETING_POLL_S[0], False
         self._note_met()
         began_s = answered_s = time.monotonic()
         while missing := sorted(set(self.members) - (here := self._board.met(meeting)).keys()):
@@ -363,6 +363,9 @@ class TorchGroup(Group):
                 raise GroupError(f"the store of torch.distributed, by which the ranks meet for {what}, does not answer")
             if now_s - began_s >= timeout_s:
                 raise GroupError(f"{_ranks(missing)} did not come to {what} within {timeout_s:.0f} s: all ranks must")
+            if not warned and now_s - began_s >= WARNING_S:
+                logger.warning("waiting for %.0f s by now for %s to come to %s", WARNING_S, _ranks(missing), what)
+                warned = True
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, MEETING_POLL_S[1])
 
