@@ -124,20 +124,21 @@ class AutogradHooks:
     def _before_forward(self, model: nn.Module) -> None:
         if not torch.is_grad_enabled() or is_backward():  # inside backward, checkpointing repeats a forward
             return
+        generation = self._changes.generation
         if why := self._changes.check(model):
             self._engine.fail(why)
             raise RuntimeError(why)
-        self._follow_moved_parameters()
+        self._follow_moved_parameters(anew=self._changes.generation != generation)
         if (witness := active()) is not None:
             witness.forward_began(self._engine)
         self._armed = self._sync
         if self._sync and model.training:
             self._buffers.broadcast(self._changes.generation)
 
-    def _follow_moved_parameters(self) -> None:
+    def _follow_moved_parameters(self, *, anew: bool = False) -> None:
         """Puts hooks on new accumulation nodes: torch makes one where a parameter's element type or device changed."""
         for accumulation in self._accumulations:
-            accumulation.follow()
+            accumulation.follow(anew=anew)
 
     def _on_gradient(self, name: str, parameter: nn.Parameter, produced: Tensor) -> None:
         # Between kernels of backward the caches hold nothing of ours: what is done here for every gradient costs five

@@ -140,10 +140,15 @@ class AccumulationHook:
         self._parameter, self._hook = weakref.ref(parameter), hook
         self._register(parameter)
 
-    def follow(self) -> None:
-        """Moves to the parameter's new node, where torch has made one: its element type or device has changed."""
+    def follow(self, *, anew: bool = False) -> None:
+        """Moves to the parameter's new node, where torch has made one: its element type or device has changed.
+
+        `anew`: it may have by `set_` and `resize_`, too, as parametrisations are registered by.
+        """
         parameter = self._parameter()
-        if parameter is not None and (parameter.dtype is not self._dtype or parameter.device != self._device):
+        if parameter is None:
+            return
+        if anew or parameter.dtype is not self._dtype or parameter.device != self._device:
             self.remove()
             self._register(parameter)
 
