@@ -124,20 +124,21 @@ class AutogradHooks:
     def _before_forward(self, model: nn.Module) -> None:
         if not torch.is_grad_enabled() or is_backward():  # inside backward, checkpointing repeats a forward
             return
+        generation = self._changes.generation
         if why := self._changes.check(model):
             self._engine.fail(why)
             raise RuntimeError(why)
-        self._follow_moved_parameters()
+        self._follow_moved_parameters(anew=self._changes.generation != generation)
         if (witness := active()) is not None:
             witness.forward_began(self._engine)
         self._armed = self._sync
         if self._sync and model.training:
             self._buffers.broadcast(self._changes.generation)
 
-    def _follow_moved_parameters(self) -> None:
-        """Looks at parameters whose memory was replaced, as by `Module.to`."""
+    def _follow_moved_parameters(self, *, anew: bool = False) -> None:
+        """Looks at parameters whose memory was replaced, as by `Module.to`; `anew`: or whose modules have changed."""
         addresses = list(map(Tensor.data_ptr, self._parameters.values()))
-        if addresses != self._addresses:
+        if anew or addresses != self._addresses:
             self._addresses = addresses
             for accumulation in self._accumulations:
                 accumulation.follow()
