@@ -6,7 +6,7 @@ ARGS ?=
 WORKERS ?= 2
 PIP_ARGS ?=
 
-.PHONY: setup demo test lint types tests bench clean
+.PHONY: setup demo test lint types tests torch-tests bench clean
 
 setup: .venv/setup.stamp
 
@@ -30,6 +30,10 @@ types: setup
 
 tests: setup
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+# torch's own tests of DDP, with gradsync in its place and behind its hook; ARGS="--ranks 3" for another number of ranks.
+torch-tests: setup
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal tests/torch_ddp $(ARGS)
 
 bench: setup
 	$(BIN)/gradsync bench $(ARGS)

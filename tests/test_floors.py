@@ -25,7 +25,7 @@ FLOORS: list[set[str]] = [
     {"planning", "optim", "fitting", "freezing"},
     {"stepping"},
     {"engine", "planner", "characterization"},
-    {"overlap", "torch_hooks", "wrappers"},
+    {"overlap", "torch_hooks", "uneven", "wrappers"},
     {"buffers", "model_changes"},
     {"agreement", "autograd", "checkpoint", "lab", "mean_model", "measurement", "report", "simulator", "workloads"},
     {"auto", "averaging", "choosing"},
@@ -33,6 +33,7 @@ FLOORS: list[set[str]] = [
     {"fronts"},
     {"adapters"},
     {"attach"},
+    {"data_parallel"},
     {"bench"},
     {"cli"},
 ]

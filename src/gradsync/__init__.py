@@ -9,6 +9,7 @@ from .characterization import characterize as characterize
 from .cluster import Cluster as Cluster
 from .cluster import Link as Link
 from .comm import GroupError as GroupError
+from .data_parallel import DistributedDataParallel as DistributedDataParallel
 from .ddp import DDPState as DDPState
 from .ddp import ddp_hook as ddp_hook
 from .measurement import measure as measure

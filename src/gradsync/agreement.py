@@ -51,6 +51,7 @@ def agreed_engine(
     refusal: str = "",
     also: Mapping[str, Tensor] | None = None,
     *,
+    in_backward: bool = False,
     verification: Verification,
     has_buffers: bool = True,
 ) -> tuple[Engine, dict[str, nn.Parameter]]:
@@ -58,7 +59,7 @@ def agreed_engine(
 
     `settings` are the caller's, in words; they must be the same on all ranks. `refusal`: what is wrong with them here.
     `also`: what else the engine has, by other names. `verification`: how ranks compare parameters, from then on.
-    `has_buffers`: buffers are to be rank 0's on all ranks.
+    `has_buffers`: buffers are to be rank 0's on all ranks. `in_backward`: all ranks are inside one, as DDP's hook is.
 
     Raises:
         RuntimeError, ValueError: as `gradsync.attach` says.
@@ -90,7 +91,7 @@ def agreed_engine(
         return engines[0]
 
     try:
-        examine = partial(_examine, model, plan, exclude, group.size, refusal, also or {}, has_buffers)
+        examine = partial(_examine, model, plan, exclude, group.size, refusal, also or {}, has_buffers, in_backward)
         texts = partial(_texts, model, plan, exclude, settings, has_buffers)
         parameters = _agree(group, examine, texts, timeout_s)
         engine = _agree(group, build, lambda engine: {"plans": engine.plan.to_json()}, timeout_s)
@@ -141,6 +142,7 @@ def _examine(
     refusal: str,
     also: Mapping[str, Tensor],
     has_buffers: bool,
+    in_backward: bool,
 ) -> dict[str, nn.Parameter]:
     """The parameters to synchronise; raises for whatever is wrong on this rank."""
     if refusal:
@@ -151,7 +153,7 @@ def _examine(
         raise TypeError(
             f"plan must be a Plan (see Plan.load), a function that makes one, 'auto', or None; got {plan!r}"
         )
-    if torch._C._current_graph_task_id() != -1:
+    if not in_backward and torch._C._current_graph_task_id() != -1:
         raise RuntimeError("attach() was called during backward; call it before the forward of a step")
     if any("FullyShardedDataParallel" in c.__name__ or c.__name__ == "FSDPModule" for c in _classes(model)):
         raise RuntimeError("FSDP models are not supported yet: FSDP synchronises its gradients itself")

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -22,7 +23,7 @@ from .averaging import Averaging, check_saved
 from .bucket import matches
 from .checkpoint import Checkpoint
 from .choosing import Choice
-from .ddp import UNEVEN_INPUTS, DDPState, ddp_hook
+from .ddp import DDPState, ddp_hook, has_reducer
 from .engine import LOADING, Engine
 from .fronts import Attached, Front, Fronts, ParametersBeside, averaging_front, level, survive, why_not_parameters
 from .guard import VERIFY_EVERY, Verification
@@ -33,6 +34,13 @@ from .planning import Planner
 from .profile import Profile
 from .regrouping import Regrouping
 from .timeline import Task
+from .uneven import UnevenInputs
+
+DROP_IN = (
+    "gradsync.DistributedDataParallel synchronises its model itself: there is nothing to attach; after "
+    "model.attachment.detach(), attach to model.module"
+)
+NO_JOIN = "join() is of averaged gradients; a plan of parameters exchanges them behind optimizer.step()"
 
 # A caller need not keep what `attach` returns: it lives as long as any module of the model, as a wrapper (of
 # torch.compile, say) may be dropped while the model inside goes on.
@@ -209,13 +217,40 @@ class Attachment:
         """The last step as predicted from the plan and the measured network; empty where that is not known."""
         return self._engine.predicted_timeline()
 
-    def join(self, *args: Any, **kwargs: Any) -> None:
-        """Not supported.
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """A context manager for a training loop in which ranks have different numbers of steps, as DDP's `join`.
+
+        A rank that is through contributes zeros to the others' gradients until all are; then all have the model of a
+        rank that was last. Each forward with gradients on is followed by its backward before the next one.
+
+        Args:
+            divide_by_initial_world_size: sums of gradients are divided by the number of all ranks, else by that of the
+                ranks that still have inputs.
+            enable: False: the context manager does nothing.
+            throw_on_early_termination: all ranks raise when the first one is through.
 
         Raises:
-            RuntimeError: always.
+            RuntimeError: by a plan of parameters.
         """
-        raise RuntimeError(UNEVEN_INPUTS)
+        settings = {"divide_by_initial_world_size": divide_by_initial_world_size}
+        return Join([self.joinable], enable, throw_on_early_termination, **settings)
+
+    @property
+    def joinable(self) -> Joinable:
+        """Stands for the model in `torch.distributed.algorithms.Join([...])`, beside other models.
+
+        Raises:
+            RuntimeError: by a plan of parameters.
+        """
+        joinable = self._fronts.present.joinable()
+        if joinable is None:
+            raise RuntimeError(NO_JOIN)
+        return joinable
 
     def detach(self) -> None:
         """Takes gradsync off the model on this rank; gradients and parameters stay. A second call does nothing."""
@@ -239,6 +274,9 @@ def attach(
     exclude: Sequence[str] = (),
     broadcast_buffers: bool = True,
     grad_scaler: torch.amp.GradScaler | None = None,
+    init_sync: bool = True,
+    static_graph: bool = False,
+    find_unused_parameters: bool = True,
     verify_every: int = VERIFY_EVERY,
     verify_tolerance: float | None = None,
 ) -> Attachment:
@@ -269,6 +307,12 @@ def attach(
             rank keeps its own from the start.
         grad_scaler: what scales the loss, if anything does: what compressors left of earlier gradients follows when the
             scale changes. Overflows need no help: a step in which some rank saw one is skipped on all.
+        init_sync: False: parameters and buffers are not broadcast, as they are alike on all ranks already.
+        static_graph: each parameter's gradient is added to as often in each backward as in the first synchronised one,
+            as with DDP's argument of this name. Gradients may then become ready in nested backwards, of re-entrant
+            activation checkpointing.
+        find_unused_parameters: False: a forward raises where the backward before it brought some parameter nothing, as
+            with DDP's argument of this name.
         verify_every: steps from one comparison of the ranks' parameters to the next (the first one comes soon after the
             plan has settled); 0: never. Each takes 16 bytes and one read of the parameters. Where these differ, as
             after a write on one rank only, all ranks warn or raise, naming parameter and ranks. They may differ after
@@ -306,9 +350,9 @@ def attach(
     plan = planner_of(plan)
     averaging = plan.averaging if isinstance(plan, AutoPlanner) else None
     refusal = "" if averaging is None else why_not_parameters(model, optimizer, grad_scaler)
-    if isinstance(model, DistributedDataParallel) and refusal:
+    if has_reducer(model) and refusal:
         raise ValueError(refusal)
-    if isinstance(model, DistributedDataParallel):
+    if has_reducer(model):
         state = DDPState(
             model,
             plan=plan,
@@ -320,8 +364,12 @@ def attach(
             verify_tolerance=verify_tolerance,
         )
         _register(model, state)
-        return Attachment(Fronts(Front(state.engine, state.no_sync, state.detach)), model)
+        return Attachment(Fronts(Front(state.engine, state.no_sync, state.detach, joinable=lambda: state.model)), model)
+    if isinstance(model, DistributedDataParallel):
+        refusal = DROP_IN
     settings = f"broadcast_buffers={broadcast_buffers}, grad_scaler={grad_scaler is not None}"
+    settings += f", init_sync={init_sync}, static_graph={static_graph}, "
+    settings += f"find_unused_parameters={find_unused_parameters}"
     engine, parameters = agreed_engine(
         model,
         plan,
@@ -338,15 +386,25 @@ def attach(
         engine.loss_scale = grad_scaler.get_scale
     initial = [p for name, p in model.named_parameters() if not matches(name, exclude)]
     try:
-        level(engine, [*initial, *buffers_of(model, exclude, broadcast_buffers).values()])
+        if init_sync:
+            level(engine, [*initial, *buffers_of(model, exclude, broadcast_buffers).values()])
         hooks = AutogradHooks(
-            model, parameters, engine, optimizer=optimizer, broadcast_buffers=broadcast_buffers, exclude=exclude
+            model,
+            parameters,
+            engine,
+            optimizer=optimizer,
+            broadcast_buffers=broadcast_buffers,
+            exclude=exclude,
+            static_graph=static_graph,
+            find_unused_parameters=find_unused_parameters,
         )
     except BaseException:
         forget(model.modules(), parameters.values())
         engine.close()
         raise
-    fronts = Fronts(Front(engine, hooks.no_sync, hooks.remove))
+    uneven = UnevenInputs(model, hooks, engine, process_group)
+    hooks.uneven = uneven
+    fronts = Fronts(Front(engine, hooks.no_sync, hooks.remove, joinable=lambda: uneven))
     if averaging is not None and optimizer is not None:
         other = ParametersBeside(fronts, hooks, averaging, attached)
         fronts.choice = Choice(engine, model, optimizer, other)

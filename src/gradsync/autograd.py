@@ -9,15 +9,19 @@ left as it is, one that only this rank lacks counts as zero here.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set, Sized
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from .bucket import Layout
+from .bucket import Layout, matches
 from .buffers import Buffers
 from .engine import Engine
 from .freezing import Freezing
@@ -40,6 +44,13 @@ from .torch_hooks import (
     is_nested_backward,
     uncompiled,
 )
+from .uneven import UnevenInputs, broadcast_from
+
+UNUSED = (
+    "Expected to have finished reduction in the prior iteration before starting a new one: the module has parameters "
+    "that were not used in producing loss. Allow that by passing the keyword argument `find_unused_parameters=True`, "
+    "and make sure that all `forward` function outputs participate in calculating loss."
+)
 
 
 class AutogradHooks:
@@ -54,8 +65,18 @@ class AutogradHooks:
         optimizer: Optimizer | None = None,
         broadcast_buffers: bool = True,
         exclude: Sequence[str] = (),
+        static_graph: bool = False,
+        find_unused_parameters: bool = True,
     ) -> None:
         self._model = weakref.ref(model)
+        self._exclude, self._has_buffers = exclude, broadcast_buffers
+        self.uneven: UnevenInputs | None = None  # tells ranks that are through with their inputs of each forward
+        self.factor = 1.0  # of the mean over the ranks, where only some have inputs
+        # With a static graph: how often each gradient is added to in a backward, and how often it still will be.
+        self._additions: Counter[str] | None = Counter() if static_graph else None
+        self._additions_left: Counter[str] = Counter()
+        self._all_are_used = not find_unused_parameters
+        self._unused: list[str] = []  # parameters to which the last synchronised backward brought nothing
         self._changes = Changes(model, parameters.values(), exclude)
         self._parameters = dict(parameters)
         self._engine = engine
@@ -86,6 +107,9 @@ class AutogradHooks:
         model_hook = uncompiled(ModelHook)
         before_forward = model_hook(self, AutogradHooks._before_forward)
         self._handles.append(nn.Module.register_forward_pre_hook(model, before_forward))  # of TorchScript, too
+        if static_graph:
+            after_forward = model_hook(self, AutogradHooks._after_forward)
+            self._handles.append(nn.Module.register_forward_hook(model, after_forward))
         self._handles.append(before_optimizer_steps(self, AutogradHooks._before_optimizer_step, optimizer))
         self._handles.append(after_optimizer_steps(self, AutogradHooks._after_optimizer_step, optimizer))
 
@@ -128,12 +152,78 @@ class AutogradHooks:
         if why := self._changes.check(model):
             self._engine.fail(why)
             raise RuntimeError(why)
+        if self._unused and self._sync:
+            self._refuse_unused()
         self._follow_moved_parameters(anew=self._changes.generation != generation)
         if (witness := active()) is not None:
             witness.forward_began(self._engine)
+        broadcasts = self._sync and model.training
+        source = 0
+        if self.uneven is not None:
+            source = self.uneven.forward_begins(synchronizes=self._sync, broadcasts=broadcasts)
         self._armed = self._sync
-        if self._sync and model.training:
+        if broadcasts:
+            self.broadcast_buffers(source)
+
+    def _refuse_unused(self) -> None:
+        """Raises as DDP does, and tells the other ranks."""
+        places = {name: place for place, name in enumerate(self._parameters)}
+        names = ", ".join(f"{name} (index {places[name]})" for name in self._unused)
+        why = f"{UNUSED} Parameters which did not receive grad for rank {self._engine.group.rank}: {names}"
+        self._engine.fail(why)
+        raise RuntimeError(why)
+
+    def _after_forward(self, model: nn.Module, output: Any) -> None:
+        """With a static graph: the step begins where backward reaches the model's output, in the outermost backward."""
+        if torch.is_grad_enabled() and not is_backward():
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                    tensor.grad_fn.register_prehook(uncompiled(Hook)(self, AutogradHooks._on_output))
+
+    def _on_output(self, gradients: tuple[Tensor | None, ...]) -> None:
+        if self._syncing and not self._engine.in_step:
+            self._begin_in_backward()
+
+    # For ranks that are through with their inputs, see `uneven.Shadowed`.
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a forward said that its backward would synchronise, and none has yet."""
+        return bool(self._armed)
+
+    @property
+    def rounds(self) -> int:
+        """The rounds of optimiser steps that this rank has made."""
+        return self._rounds.number
+
+    @rounds.setter
+    def rounds(self, number: int) -> None:
+        self._rounds.number = number
+
+    def state_to_level(self) -> list[Tensor]:
+        """Parameters and buffers that are the same on all ranks."""
+        model = self._model()
+        named = () if model is None else model.named_parameters()
+        buffers = self._buffers.present(self._changes.generation) if self._has_buffers else {}
+        return [*(p for n, p in named if not matches(n, self._exclude)), *buffers.values()]
+
+    @torch.no_grad()
+    def shadow_step(self) -> None:
+        """Makes the exchanges of a step, with nothing of this rank's own."""
+        if self._engine.replanning:
+            self._views.move_out()
+        self._engine.stepped_alone = True  # the others' parameters go on without this rank's
+        self._engine.begin()
+        for name in self._engine.missing():
+            self._engine.load(name, None, used=False)
+        self._engine.finish()
+
+    def broadcast_buffers(self, source: int = 0) -> None:
+        """Gives the buffers of the rank `source` to all ranks."""
+        if source == 0:
             self._buffers.broadcast(self._changes.generation)
+        else:
+            self._buffers.broadcast(self._changes.generation, partial(broadcast_from, source=source))
 
     def _follow_moved_parameters(self, *, anew: bool = False) -> None:
         """Looks at parameters whose memory was replaced, as by `Module.to`; `anew`: or whose modules have changed."""
@@ -147,6 +237,8 @@ class AutogradHooks:
     def _on_gradient(self, name: str, produced: Tensor) -> None:
         # Between kernels of backward the caches hold nothing of ours: what is done here for every gradient costs five
         # times what it does in a loop. So little is.
+        if self._additions is not None and self._engine.in_step and not self._is_complete(name, self._additions):
+            return
         if torch._C._current_graph_task_id() == self._task:
             group = self._ready_group.get(name)
             if group is not None and not self._due:
@@ -165,6 +257,32 @@ class AutogradHooks:
             return
         self._begin_in_backward()
         self._on_gradient(name, produced)
+
+    def _is_complete(self, name: str, additions: Counter[str]) -> bool:
+        """With a static graph: whether a gradient was added to now as often as in the first backward.
+
+        Raises:
+            RuntimeError: where it was added to more often.
+        """
+        self._additions_left[name] -= 1
+        if additions and self._additions_left[name] < 0:
+            why = (
+                f"Your training graph has changed in this iteration: the gradient of {name!r} was added to "
+                f"{additions[name]} times in the first backward, now more often; this is not compatible with "
+                "static_graph=True"
+            )
+            self._engine.fail(why)
+            raise RuntimeError(why)
+        self._task = torch._C._current_graph_task_id()  # perhaps of a nested backward
+        return self._additions_left[name] == 0
+
+    def _end_additions(self, additions: Counter[str]) -> None:
+        """Takes what gradients a static graph gave otherwise; the first backward shows how it is."""
+        given = {name: additions[name] - left for name, left in self._additions_left.items() if left < additions[name]}
+        for name in given.keys() & set(self._engine.missing()):
+            self._take(name)
+        if not additions:
+            self._additions = Counter(given)
 
     def _tell(self, group: _ReadyGroup) -> None:
         ready, group.ready = group.ready, []
@@ -254,6 +372,7 @@ class AutogradHooks:
         engine.begin(late=late, rounds=self._rounds.number)
         if self._plan is not engine.plan:
             self._move_in()
+        self._additions_left = Counter(self._additions)
         self._arrived.clear()
         self._ready_group.clear()
         self._due = engine.due
@@ -301,6 +420,10 @@ class AutogradHooks:
         if engine.missing():
             for group in self._groups:
                 self._tell(group)
+            if self._additions is not None:
+                self._end_additions(self._additions)
+            if self._all_are_used:
+                self._unused = [n for n in engine.missing() if self._parameters[n].requires_grad and self._arrived]
             for name in engine.missing():
                 self._load_leftover(name)
         engine.finish()
@@ -311,6 +434,10 @@ class AutogradHooks:
                 if view is None or name not in self._arrived or not view.is_lived_in():
                     self._deliver(name, parameter)
         self._views.end()
+        if self.factor != 1:
+            for name, parameter in self._parameters.items():
+                if parameter.grad is not None and engine.used(name):
+                    parameter.grad.mul_(self.factor)
         if engine.late:
             self._versions = {n: p.grad._version for n, p in self._parameters.items() if p.grad is not None}
 

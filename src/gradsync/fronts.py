@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -50,6 +51,7 @@ class Front:
     remove: Callable[[], None]
     averaging: Averaging | None = None
     regrouping: Regrouping | None = None
+    joinable: Callable[[], Joinable | None] = lambda: None  # what stands for the model among uneven inputs
 
     def consensus(self) -> None:
         """See `Attachment.consensus`."""

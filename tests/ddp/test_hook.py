@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -133,23 +136,116 @@ def test_the_hook_is_registered_as_any_other(world: World) -> None:
     world(2).run(registered_by_hand)
 
 
-def join() -> str:
+def before_the_model() -> None:
+    """As frameworks do that make the DDP model themselves: the state is made first, and without process groups."""
+    for state in (gradsync.DDPState(timeout_s=15), gradsync.DDPState(plan="auto", timeout_s=15, exclude=["scale"])):
+        with pytest.raises(RuntimeError, match="this DDPState has no model yet"):
+            _ = state.engine
+        torch.manual_seed(dist.get_rank())
+        ddp = DistributedDataParallel(Perceptron(), **SMALL_BUCKETS)
+        ddp.register_comm_hook(state, gradsync.ddp_hook)
+        for number in range(3):
+            torch.manual_seed(number * 10 + dist.get_rank())
+            ddp.zero_grad()
+            ddp(torch.randn(4, 6)).square().mean().backward()
+        gradients = {name: p.grad for name, p in ddp.module.named_parameters()}
+        excluded = "scale" not in state.engine.parameters
+        if excluded:
+            gradients.pop("scale")
+        assert_same_on_all_ranks(gradients)
+        assert state.engine.step == 3
+        assert state.model is ddp
+
+
+def test_a_state_may_be_made_before_the_model(world: World) -> None:
+    world(2).run(before_the_model)
+
+
+def unlike_plans() -> str:
     ddp = DistributedDataParallel(Perceptron())
-    handle = gradsync.attach(ddp, timeout=10)
+    ddp.register_comm_hook(gradsync.DDPState(plan=None if dist.get_rank() else "auto", timeout_s=15), gradsync.ddp_hook)
     try:
-        with ddp.join():
-            for _ in range(1 + dist.get_rank()):
-                ddp(torch.randn(4, 6)).mean().backward()
-    except RuntimeError as error:
+        ddp(torch.randn(4, 6)).mean().backward()
+    except (RuntimeError, ValueError) as error:
         return str(error)
-    finally:
-        handle.detach()
-    return "joined"
+    return "nothing raised"
 
 
-def test_join_of_ddp_is_refused(world: World) -> None:
-    for text in world(2).run(join, limit_s=30):
-        assert "uneven inputs (join) are not supported" in text
+def test_a_state_that_does_not_fit_raises_on_all_ranks_in_the_first_backward(world: World) -> None:
+    for text in world(2).run(unlike_plans):
+        assert "the plans differ between the ranks" in text
+
+
+def wrong_states() -> None:
+    ddp = DistributedDataParallel(Perceptron())
+    ddp.register_comm_hook(None, gradsync.ddp_hook)
+    with pytest.raises((TypeError, RuntimeError), match="needs a gradsync.DDPState as its state, got None"):
+        ddp(torch.randn(4, 6)).mean().backward()
+    state = gradsync.DDPState(timeout_s=15)
+    models = [DistributedDataParallel(Perceptron()) for _ in range(2)]
+    for model in models:
+        model.register_comm_hook(state, gradsync.ddp_hook)
+    with pytest.raises(RuntimeError, match="2 DDP models were found"):
+        models[0](torch.randn(4, 6)).mean().backward()
+    state = gradsync.DDPState(models[0], timeout_s=15)
+    other = DistributedDataParallel(Perceptron())
+    other.register_comm_hook(state, gradsync.ddp_hook)
+    with pytest.raises(RuntimeError, match="each DDP model needs a state of its own"):
+        other(torch.randn(4, 6)).mean().backward()
+    state.detach()
+
+
+def test_states_that_are_none_or_of_another_model_are_refused(world: World) -> None:
+    world(2).run(wrong_states)
+
+
+def copies() -> None:
+    torch.manual_seed(dist.get_rank())
+    ddp = DistributedDataParallel(Perceptron())
+    handle = gradsync.attach(ddp, timeout=15)
+    lazily = DistributedDataParallel(Perceptron())
+    lazily.register_comm_hook(gradsync.DDPState(timeout_s=15), gradsync.ddp_hook)
+    for model in (ddp, lazily):
+        for trained in range(2):
+            for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+                again = gradsync.attach(copied, timeout=15)
+                copied(torch.randn(4, 6)).mean().backward()
+                assert_same_on_all_ranks({name: p.grad for name, p in copied.named_parameters()})
+                assert sum(bucket.steps for bucket in again.statistics()) > 0
+                again.detach()
+            if not trained:
+                model(torch.randn(4, 6)).mean().backward()
+    handle.detach()
+
+
+def test_a_hooked_model_is_copied_and_pickled(world: World) -> None:
+    world(2).run(copies)
+
+
+def wrap_again() -> None:
+    """The old wrapper of a model may live on, by DDP's own all-reduce."""
+    module = Perceptron()
+    models = []
+    for number in range(3):
+        model = DistributedDataParallel(module)
+        model.register_comm_hook(gradsync.DDPState(timeout_s=15), gradsync.ddp_hook)
+        models.append(model)
+        module.zero_grad()
+        torch.manual_seed(number * 10 + dist.get_rank())
+        model(torch.randn(4, 6)).mean().backward()
+        assert_same_on_all_ranks({name: p.grad for name, p in module.named_parameters()})
+    nested = DistributedDataParallel(models[-1])
+    nested.register_comm_hook(gradsync.DDPState(timeout_s=15), gradsync.ddp_hook)
+    module.zero_grad()
+    nested(torch.randn(4, 6)).mean().backward()
+    assert_same_on_all_ranks({name: p.grad for name, p in module.named_parameters()})
+    del model, models, nested
+    gc.collect()
+    gradsync.attach(module, timeout=15).detach()
+
+
+def test_a_model_may_be_wrapped_again(world: World) -> None:
+    world(2).run(wrap_again)
 
 
 def attach_again() -> None:

@@ -221,9 +221,8 @@ def _sum_into(buffer: Tensor, parts: Sequence[Tensor]) -> Tensor:
     if buffer.dtype in (torch.float16, torch.bfloat16):
         kernels.sum_parts(parts, buffer)
         return buffer
-    first, *others = parts
-    total = first.clone()
-    for part in others:
+    total = parts[0] + parts[1] if len(parts) > 1 else parts[0]
+    for part in parts[2:]:
         total += part
     return buffer.copy_(total)
 

@@ -1,0 +1,186 @@
+"""Uneven inputs: with `join`, ranks make different numbers of steps and come to the weights that DDP's join gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+import gradsync
+from tests.engine.models import Perceptron, Tables
+from tests.engine.twins import assert_same_on_all_ranks
+from tests.world import Ranks, new_oracle_group
+
+World = Callable[[int], Ranks]
+
+
+class Normed(nn.Module):
+    """A model with buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def made(way: str, make: Callable[[], nn.Module], **options: Any) -> tuple[nn.Module, Any]:
+    """(what is called and has `no_sync`, what has `join`), with other weights on each rank."""
+    torch.manual_seed(dist.get_rank())
+    module = make()
+    if way == "oracle":
+        model = DistributedDataParallel(module, process_group=new_oracle_group(), **options)
+        return model, model
+    if way == "drop-in":
+        model = gradsync.DistributedDataParallel(module, timeout=20, **options)
+        return model, model
+    if way == "hook":
+        model = DistributedDataParallel(module, **options)
+        model.register_comm_hook(gradsync.DDPState(timeout_s=20), gradsync.ddp_hook)
+        return model, model
+    handle = gradsync.attach(module, timeout=20)
+    return module, handle
+
+
+def example(make: Callable[[], nn.Module], number: int) -> Tensor:
+    torch.manual_seed(100 * number + dist.get_rank())
+    return torch.randint(30, (4, 5)) if make is Tables else torch.randn(4, 6)
+
+
+def train(
+    way: str, make: Callable[[], nn.Module], steps: list[int], settings: dict[str, Any], accumulate: bool = False
+) -> dict[str, Tensor]:
+    """Each rank makes its number of steps inside `join`, and all make two more behind it."""
+    model, joinable = made(way, make, **({"find_unused_parameters": True} if make is Tables else {}))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        if accumulate:
+            with joinable.no_sync():
+                model(example(make, number + 50)).square().mean().backward()
+        model(example(make, number)).square().mean().backward()
+        optimizer.step()
+
+    with joinable.join(**settings):
+        for number in range(steps[dist.get_rank()]):
+            step(number)
+            if way in ("drop-in", "attach"):  # in DDP's join ranks that are through wait for a backward of this
+                model.eval()
+                with torch.no_grad():
+                    model(example(make, number))
+                model.train()
+    inner = getattr(model, "module", model)
+    found = {f"joined {name}": tensor.clone() for name, tensor in inner.state_dict().items()}
+    assert_same_on_all_ranks(found)
+    for number in range(2):
+        step(1000 + number)
+    assert_same_on_all_ranks(dict(inner.named_parameters()))
+    return {**found, **inner.state_dict()}
+
+
+def compare(
+    way: str, make: Callable[[], nn.Module], steps: list[int], settings: dict[str, Any], accumulate: bool
+) -> None:
+    expected = train("oracle", make, steps, settings, accumulate)
+    found = train(way, make, steps, settings, accumulate)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.mark.parametrize("way", ["drop-in", "attach", "hook"])
+@pytest.mark.parametrize(
+    ("make", "steps", "settings", "accumulate"),
+    [
+        (Perceptron, [1, 4], {}, False),
+        (Perceptron, [5, 2, 3], {"divide_by_initial_world_size": False}, False),
+        (Perceptron, [3, 0], {}, False),  # a rank without any input
+        (Perceptron, [2, 3], {}, True),
+        (Perceptron, [2, 2], {"enable": False}, False),
+        (Normed, [1, 3, 2], {}, False),
+        (Tables, [3, 1], {"divide_by_initial_world_size": False}, False),
+    ],
+)
+def test_weights_are_those_of_ddps_join(
+    world: World, way: str, make: Callable[[], nn.Module], steps: list[int], settings: dict[str, Any], accumulate: bool
+) -> None:
+    world(len(steps)).run(compare, way, make, steps, settings, accumulate)
+
+
+def several() -> None:
+    """Forwards of both models come before the first backward."""
+    steps = [4, 1][dist.get_rank()]
+    expected = [train("oracle", Perceptron, [4, 1], {}), train("oracle", Normed, [4, 1], {})]
+    models = [made("drop-in", make)[0] for make in (Perceptron, Normed)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in models]
+    with Join(models):
+        for number in range(steps):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            losses = [model(example(Perceptron, number)).square().mean() for model in models]
+            sum(losses).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    for model, theirs in zip(models, expected, strict=True):
+        for name, value in model.module.state_dict().items():
+            torch.testing.assert_close(value, theirs[f"joined {name}"])
+
+
+def test_several_models_join_together(world: World) -> None:
+    world(2).run(several)
+
+
+def terminate(way: str) -> str:
+    model, joinable = made(way, Perceptron)
+    try:
+        with joinable.join(throw_on_early_termination=True):
+            for number in range(1 + dist.get_rank()):
+                model(example(Perceptron, number)).mean().backward()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing raised"
+
+
+@pytest.mark.parametrize("way", ["drop-in", "attach"])
+def test_all_ranks_raise_when_the_first_is_through(world: World, way: str) -> None:
+    through, told = world(2).run(terminate, way)
+    assert "Rank 0 exhausted all inputs" in through
+    assert "Detected at least one rank that exhausted inputs" in told
+
+
+def forward_without_backward() -> str:
+    model, joinable = made("attach", Perceptron)
+    try:
+        with joinable.join():
+            for number in range(2 * dist.get_rank()):
+                model(example(Perceptron, number))
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        joinable.detach()
+    return "nothing raised"
+
+
+def test_a_forward_without_a_backward_raises_on_all_ranks(world: World) -> None:
+    for text in world(2).run(forward_without_backward):
+        assert "must be followed by its backward" in text
+
+
+def join_of_parameters() -> None:
+    model = Perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = gradsync.attach(model, optimizer, gradsync.planner.AveragingPlanner(), timeout=20)
+    with pytest.raises(RuntimeError, match="a plan of parameters exchanges them"):
+        handle.join()
+    handle.detach()
+
+
+def test_a_plan_of_parameters_refuses(world: World) -> None:
+    world(2).run(join_of_parameters)
