@@ -220,7 +220,7 @@ def test_an_embedding_whose_output_is_transposed_is_averaged(world: World) -> No
 
 
 def a_table_of_more_than_2_31_elements(plan: str, folder: str) -> None:
-    """It lies in a file with holes, of which steps read and write a few rows; only broadcast and guard would touch all."""
+    """It lies in a file with holes, of which steps read and write a few rows; broadcast and guard would touch all."""
     rows = 2**29 + 5
     file = Path(folder) / f"table{dist.get_rank()}"
     model = Table(torch.from_file(str(file), shared=True, size=rows * DIM).view(rows, DIM))
