@@ -244,8 +244,8 @@ def attach(
         >>> loss.backward()                  # doctest: +SKIP
     """
     timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-    exclude = exclusions(model, exclude)
-    attached = Attached(model, optimizer, process_group, timeout_s, exclude, has_buffers=broadcast_buffers)
+    exclude = exclusions(model, exclude, has_buffers=broadcast_buffers)
+    attached = Attached(model, optimizer, process_group, timeout_s, exclude)
     if isinstance(plan, AveragingPlanner) or (isinstance(plan, Plan) and plan.what is not What.GRADIENT):
         fronts = Fronts(averaging_front(attached, plan, grad_scaler))
         if isinstance(plan, AveragingPlanner):
@@ -268,22 +268,12 @@ def attach(
         _register(model, state)
         return Attachment(Fronts(Front(state.engine, state.no_sync, state.detach)), model)
     settings = f"broadcast_buffers={broadcast_buffers}, grad_scaler={grad_scaler is not None}"
-    engine, parameters = agreed_engine(
-        model,
-        plan,
-        process_group,
-        timeout_s,
-        exclude,
-        settings,
-        optimizer,
-        refusal,
-        has_buffers=broadcast_buffers,
-    )
+    engine, parameters = agreed_engine(model, plan, process_group, timeout_s, exclude, settings, optimizer, refusal)
     if grad_scaler is not None:
         engine.loss_scale = grad_scaler.get_scale
     initial = [p for name, p in model.named_parameters() if not matches(name, exclude)]
     try:
-        level(engine, [*initial, *buffers_of(model, exclude, broadcast_buffers).values()])
+        level(engine, [*initial, *buffers_of(model, exclude).values()])
         hooks = AutogradHooks(
             model, parameters, engine, optimizer=optimizer, broadcast_buffers=broadcast_buffers, exclude=exclude
         )

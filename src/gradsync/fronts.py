@@ -100,7 +100,6 @@ class Attached:
 
     Args:
         exclude: names or shell patterns of parameters and buffers that are left alone.
-        has_buffers: the other buffers begin as rank 0's.
     """
 
     def __init__(
@@ -110,10 +109,7 @@ class Attached:
         process_group: dist.ProcessGroup | None,
         timeout_s: float,
         exclude: Sequence[str],
-        *,
-        has_buffers: bool = True,
     ) -> None:
-        self.has_buffers = has_buffers
         self._model = weakref.ref(model)
         self._optimizer = None if optimizer is None else weakref.ref(optimizer)
         self.process_group, self.timeout_s, self.exclude = process_group, timeout_s, exclude
@@ -130,9 +126,7 @@ class Attached:
 
     def within(self, process_group: dist.ProcessGroup) -> Attached:
         """Among the ranks of another group."""
-        return Attached(
-            self.model, self.optimizer, process_group, self.timeout_s, self.exclude, has_buffers=self.has_buffers
-        )
+        return Attached(self.model, self.optimizer, process_group, self.timeout_s, self.exclude)
 
 
 class ParametersBeside:
@@ -336,7 +330,6 @@ def averaging_front(
         optimizer,
         refusal,
         also,
-        has_buffers=attached.has_buffers,
     )
     assert optimizer is not None
     regrouping: Regrouping | None = None
@@ -344,7 +337,7 @@ def averaging_front(
     try:
         if not apart:
             initial = [p for n, p in model.named_parameters() if not matches(n, exclude)]
-            level(engine, [*initial, *buffers_of(model, exclude, attached.has_buffers).values()])
+            level(engine, [*initial, *buffers_of(model, exclude).values()])
         averaging = Averaging(model, engine, optimizer, exclude)
         if regroups is not None and regroups[0].regroups(engine.group.placement):
             planner, links = regroups
