@@ -69,7 +69,7 @@ class AutogradHooks:
         find_unused_parameters: bool = True,
     ) -> None:
         self._model = weakref.ref(model)
-        self._exclude, self._has_buffers = exclude, broadcast_buffers
+        self._exclude = exclude
         self.uneven: UnevenInputs | None = None  # tells ranks that are through with their inputs of each forward
         self.factor = 1.0  # of the mean over the ranks, where only some have inputs
         # With a static graph: how often each gradient is added to in a backward, and how often it still will be.
@@ -204,8 +204,8 @@ class AutogradHooks:
         """Parameters and buffers that are the same on all ranks."""
         model = self._model()
         named = () if model is None else model.named_parameters()
-        buffers = self._buffers.present(self._changes.generation) if self._has_buffers else {}
-        return [*(p for n, p in named if not matches(n, self._exclude)), *buffers.values()]
+        buffers = self._buffers.present(self._changes.generation).values()
+        return [*(p for n, p in named if not matches(n, self._exclude)), *buffers]
 
     @torch.no_grad()
     def shadow_step(self) -> None:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsync
-from tests.engine.twins import Twin, compare_with_ddp
+from gradsync.planner import AveragingPlanner
+from tests.engine.twins import Twin, assert_same_on_all_ranks, compare_with_ddp
 from tests.world import Ranks
 
 World = Callable[[int], Ranks]
@@ -208,6 +209,32 @@ def parameters_that_ddp_ignores_are_left_alone() -> None:
     assert all("0.bias" not in bucket.names for bucket in handle.plan.buckets)
     handle.detach()
     gradsync.attach(DistributedDataParallel(make()), timeout=10)
+
+
+def buffers_left_alone_by_plans_of_parameters(how: str) -> None:
+    rank = dist.get_rank()
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.BatchNorm1d(3))
+    model.register_buffer("count", torch.tensor([rank]))
+    model.register_buffer("queue", torch.full((2 + rank,), float(rank)))
+    model[2].running_mean.fill_(float(rank))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    own = {"exclude": ["count", "queue", "2.running_mean"]} if how == "exclude" else {"broadcast_buffers": False}
+    handle = gradsync.attach(model, optimizer, AveragingPlanner(most_local_steps=1), timeout=15, **own)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model[1](model[0](torch.randn(4, 3))).square().sum().backward()
+        optimizer.step()
+    handle.consensus()
+    assert model.count.tolist() == [rank] and model.queue.tolist() == [float(rank)] * (2 + rank)
+    assert float(model[2].running_mean[0]) == rank
+    if how == "exclude":
+        assert_same_on_all_ranks({"mean": model[1].running_mean, "variance": model[1].running_var})
+    handle.detach()
+
+
+@pytest.mark.parametrize("how", ["exclude", "broadcast_buffers"])
+def test_plans_of_parameters_leave_such_buffers_alone(world: World, how: str) -> None:
+    world(2).run(buffers_left_alone_by_plans_of_parameters, how)
 
 
 CASES = [
