@@ -302,8 +302,8 @@ def test_a_unit_in_the_last_place_of_bfloat16_is_no_error(world: World) -> None:
         assert "is 0.00" in told[0] and "within verify_tolerance=0.0312" in told[0], told
 
 
-def local_steps(own: bool) -> None:
-    """Local SGD by hand behind DDP: own steps on all ranks, an average by hand, and a write on one rank at last."""
+def local_steps(own: bool, averages: bool) -> None:
+    """Local SGD by hand behind DDP: own steps on all ranks, and an average by hand, which may be forgotten."""
     model, optimizer, handle = attached(verify_every=2, ddp=True)
     with warnings_of_the_guard() as told:
         for number in range(4):
@@ -316,19 +316,20 @@ def local_steps(own: bool) -> None:
             handle._engine.stepped_alone = dist.get_rank() == 1
             if dist.get_rank() == 1:
                 write(model, optimizer)
-        for number in range(7, 12):
-            train(model, optimizer, number)  # apart: their averaged gradients do not make them one
-        assert not torch.equal(*everyones(model))
-        for p in model.parameters():
-            dist.all_reduce(p.data)
-            p.data /= dist.get_world_size()
-        for number in range(12, 18):
-            train(model, optimizer, number)
-        assert torch.equal(*everyones(model)) and not told
-        if dist.get_rank() == 1:
-            write(model, optimizer)
+        if averages:
+            for p in model.parameters():
+                dist.all_reduce(p.data)
+                p.data /= dist.get_world_size()
+            for number in range(12, 18):
+                train(model, optimizer, number)
+            assert torch.equal(*everyones(model)) and not told
+            if dist.get_rank() == 1:
+                write(model, optimizer)
+        else:
+            train(model, optimizer, 7)  # whether this one compares or the next: a rank has stepped alone
+            assert not torch.equal(*everyones(model)) and not told
         with pytest.raises(RuntimeError, match="drifted apart"):
-            for number in range(18, 21):
+            for number in range(18, 22):
                 train(model, optimizer, number)
     handle.detach()
 
@@ -340,9 +341,10 @@ def everyones(model: nn.Module) -> list[torch.Tensor]:
     return parts
 
 
+@pytest.mark.parametrize("averages", [True, False])
 @pytest.mark.parametrize("own", [True, False], ids=["no_sync", "told by the front-end"])
-def test_ranks_that_step_alone_may_differ_until_they_are_one_again(world: World, own: bool) -> None:
-    world(2).run(local_steps, own)
+def test_ranks_that_step_alone_may_differ_until_the_next_comparison(world: World, own: bool, averages: bool) -> None:
+    world(2).run(local_steps, own, averages)
 
 
 def closures() -> None:
