@@ -61,10 +61,7 @@ class Buffers:
                 if buffer is None or id(buffer) in found:
                     continue
                 name = f"{module}.{key}" if module else key
-                excluded = self._is_excluded.get(name)
-                if excluded is None:
-                    excluded = self._is_excluded[name] = matches(name, self._exclude)
-                if not excluded:
+                if not self._exclude or not self._excludes(name):
                     found[id(buffer)] = (name, buffer)
         return dict(found.values())
 
@@ -96,6 +93,12 @@ class Buffers:
                 "broadcast of buffers",
                 lambda group: _keeping_versions(tensors if writes else [], lambda: send(group, tensors, timeout_s)),
             )
+
+    def _excludes(self, name: str) -> bool:
+        found = self._is_excluded.get(name)
+        if found is None:
+            found = self._is_excluded[name] = matches(name, self._exclude)
+        return found
 
     def _find_tables(self) -> None:
         """The modules' own dicts, as a module may replace its buffers; to walk the modules costs more than a step."""

@@ -36,6 +36,10 @@ from .torch_hooks import Hook
 
 logger = logging.getLogger(__name__)
 
+TORCHSCRIPT = (
+    "a plan of parameters needs hooks on the model's modules, which TorchScript does not have: average gradients "
+    "(no plan, or one of gradients), or attach to the model before it is scripted or traced"
+)
 SURVIVES_NOT = "NCCL ends a job that lost a rank by itself: survives is for gloo"
 
 
@@ -296,6 +300,8 @@ def why_not_parameters(model: nn.Module, optimizer: Optimizer | None, grad_scale
         return "a plan of parameters averages them after the optimiser's step: attach(..., optimizer=...) must name it"
     if isinstance(model, DistributedDataParallel):
         return "DistributedDataParallel averages gradients; a plan of parameters is for the model inside of it"
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        return TORCHSCRIPT
     if grad_scaler is not None:
         return SCALED
     return ""

@@ -39,8 +39,8 @@ _MARK = "gradsync looked"
 def why_not_alone(model: nn.Module, parameters: Mapping[str, Tensor]) -> str:
     """Whether DDP averages gradients of these parameters of the model, too: what to do then, or nothing.
 
-    `model` may be DDP itself. Where somebody holds on to accumulation nodes of the parameters, as DDP does, it takes
-    some tenths of a second, else microseconds a parameter.
+    `model` may be DDP itself. Where somebody holds on to accumulation nodes of the parameters, as DDP does, all
+    objects of the process are looked at (some 50 ms for 200,000), else it takes microseconds a parameter.
     """
     ours = {id(p) for p in parameters.values()}
     if _is_of_torchft(model):

@@ -14,6 +14,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import gradsync
+from gradsync.planner import AveragingPlanner
 from tests.engine.test_beyond_ddp import compare_with_mean
 from tests.engine.twins import Twin, assert_same_on_all_ranks, compare_with_ddp, detach, follow, make_twins
 from tests.world import Ranks
@@ -256,6 +257,23 @@ def old_weight_norm() -> str:
 
 def new_weight() -> str:
     return refused_after(lambda model: setattr(model[0], "weight", nn.Parameter(torch.zeros(6, 4))))
+
+
+def scripted_by_a_plan_of_parameters() -> str:
+    with warnings.catch_warnings(action="ignore"):
+        model = torch.jit.script(nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        gradsync.attach(model, optimizer, AveragingPlanner(), timeout=10)
+    except ValueError as error:
+        gradsync.attach(model, timeout=10).detach()
+        return str(error)
+    return "nothing was raised"
+
+
+def test_plans_of_parameters_refuse_torchscript(world: World) -> None:
+    for said in world(2).run(scripted_by_a_plan_of_parameters):
+        assert "TorchScript does not have" in said and "average gradients" in said, said
 
 
 @pytest.mark.parametrize("function", [weight_norm, old_weight_norm, new_weight])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import chain
-
 import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
@@ -29,7 +27,7 @@ def broadcast_tensors(group: Group, tensors: list[Tensor], timeout_s: float) -> 
         return
     piece: list[Tensor] = []
     filled_bytes = 0
-    for tensor in chain.from_iterable(map(dense_parts, tensors)):
+    for tensor in [part for each in tensors for part in dense_parts(each)]:
         piece.append(tensor)
         filled_bytes += tensor.numel() * tensor.element_size()
         if filled_bytes >= BROADCAST_BYTES:
@@ -60,30 +58,22 @@ def _broadcast_piece(group: Group, tensors: list[Tensor], timeout_s: float) -> N
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    # torch computes conjugates and negatives when they are read: their memory has other values.
+    views = any(tensor.is_neg() or tensor.is_conj() for tensor in tensors)
     with torch.no_grad():
         # Bytes, so that all element types share the message: wide ones first, as each must start at a multiple of its
         # size.
         kinds = sorted(by_dtype.items(), key=lambda kind: -kind[0].itemsize)
-        message = torch.cat([_flat(alike).view(torch.uint8) for _, alike in kinds])
+        computed = [[t.resolve_conj().resolve_neg() for t in alike] if views else alike for _, alike in kinds]
+        message = torch.cat([_flatten_dense_tensors(alike).view(torch.uint8) for alike in computed])
         group.broadcast(message).wait(timeout_s)
         if group.rank == 0:
             return
         lengths = [dtype.itemsize * sum(tensor.numel() for tensor in alike) for dtype, alike in kinds]
         for (dtype, alike), part in zip(kinds, message.split(lengths), strict=True):
             values = _unflatten_dense_tensors(part.view(dtype), alike)
-            if any(map(_is_lazy, alike)):
+            if views:
                 for tensor, value in zip(alike, values, strict=True):
                     tensor.copy_(value)
             else:
                 torch._foreach_copy_(alike, values)
-
-
-def _flat(tensors: list[Tensor]) -> Tensor:
-    """The tensors end to end; conjugates and negatives that torch has not computed yet are computed."""
-    flat: Tensor = _flatten_dense_tensors([t.resolve_conj().resolve_neg() if _is_lazy(t) else t for t in tensors])
-    return flat
-
-
-def _is_lazy(tensor: Tensor) -> bool:
-    """Whether the tensor's memory has the conjugate, or the negative, of its values."""
-    return tensor.is_conj() or tensor.is_neg()
