@@ -53,20 +53,18 @@ def agreed_engine(
     *,
     in_backward: bool = False,
     verification: Verification,
-    has_buffers: bool = True,
 ) -> tuple[Engine, dict[str, nn.Parameter]]:
     """An engine for the model's parameters, on all ranks or on none; and these parameters by name.
 
     `settings` are the caller's, in words; they must be the same on all ranks. `refusal`: what is wrong with them here.
     `also`: what else the engine has, by other names. `verification`: how ranks compare parameters, from then on.
-    `has_buffers`: buffers are to be rank 0's on all ranks. `in_backward`: all ranks are inside one, as DDP's hook is.
+    `in_backward`: all ranks are inside one, as DDP's hook is.
 
     Raises:
         RuntimeError, ValueError: as `gradsync.attach` says.
     """
     group = group_of(process_group, timeout_s)
     warn_if_alone(process_group)
-    has_buffers = has_buffers and not isinstance(model, DistributedDataParallel)  # which sends them itself
     engines: list[Engine] = []
     if plan is None:
         # Measurements and trials let timing decide on the order of sums.
@@ -91,9 +89,8 @@ def agreed_engine(
         return engines[0]
 
     try:
-        examine = partial(_examine, model, plan, exclude, group.size, refusal, also or {}, has_buffers, in_backward)
-        texts = partial(_texts, model, plan, exclude, settings, has_buffers)
-        parameters = _agree(group, examine, texts, timeout_s)
+        examine = partial(_examine, model, plan, exclude, group.size, refusal, also or {}, in_backward)
+        parameters = _agree(group, examine, partial(_texts, model, plan, exclude, settings), timeout_s)
         engine = _agree(group, build, lambda engine: {"plans": engine.plan.to_json()}, timeout_s)
         engine.follow()
     except BaseException:
@@ -141,7 +138,6 @@ def _examine(
     world_size: int,
     refusal: str,
     also: Mapping[str, Tensor],
-    has_buffers: bool,
     in_backward: bool,
 ) -> dict[str, nn.Parameter]:
     """The parameters to synchronise; raises for whatever is wrong on this rank."""
@@ -171,7 +167,7 @@ def _examine(
             raise ValueError(f"{name!r} is complex ({parameter.dtype}), which is not supported; exclude it")
         if type(parameter.data).__name__ == "DTensor":
             raise RuntimeError(f"{name!r} is a DTensor (FSDP2 or tensor parallel), which is not supported yet")
-    for name, buffer in buffers_of(inner, exclude, has_buffers).items():
+    for name, buffer in buffers_of(model, exclude).items():
         if why := why_not_broadcast(name, buffer):
             raise ValueError(why)
     if why := why_not_alone(model, parameters):
@@ -206,21 +202,28 @@ def _require_values(model: nn.Module, exclude: Sequence[str]) -> None:
             )
 
 
-def buffers_of(model: nn.Module, exclude: Sequence[str], has_buffers: bool = True) -> dict[str, Tensor]:
-    """The buffers that are to be rank 0's on all ranks, by name."""
-    return {name: b for name, b in model.named_buffers() if has_buffers and not matches(name, exclude)}
+def buffers_of(model: nn.Module, exclude: Sequence[str]) -> dict[str, Tensor]:
+    """The buffers that gradsync makes rank 0's on all ranks, by name; DDP sends its own."""
+    if isinstance(model, DistributedDataParallel):
+        return {}
+    return {name: buffer for name, buffer in model.named_buffers() if not matches(name, exclude)}
 
 
-def exclusions(model: nn.Module, exclude: Sequence[str]) -> tuple[str, ...]:
-    """The names and patterns of `exclude`, and the names that DDP is told to ignore (torch's own API for it)."""
+def exclusions(model: nn.Module, exclude: Sequence[str], *, has_buffers: bool = True) -> tuple[str, ...]:
+    """The names and patterns of `exclude`, and the names that DDP is told to ignore (torch's own API for it).
+
+    Unless `has_buffers`, the names of all buffers, too.
+    """
     if isinstance(model, DistributedDataParallel):
         # DDP compares the name "." + key with those of parameters that belong to the outermost module itself.
         ignored = {name for name in model.parameters_to_ignore if "." in name}
     else:
         ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     inner = unwrapped(model)
-    names = [name for name, _ in (*inner.named_parameters(), *inner.named_buffers())]
-    return (*exclude, *(name for name in names if name in ignored))
+    buffers = [name for name, _ in inner.named_buffers()]
+    names = [*(name for name, _ in inner.named_parameters()), *buffers]
+    found = [name for name in names if name in ignored]
+    return (*exclude, *found, *(() if has_buffers else buffers))
 
 
 def _texts(
@@ -228,7 +231,6 @@ def _texts(
     plan: Plan | Planner,
     exclude: Sequence[str],
     settings: str,
-    has_buffers: bool,
     parameters: dict[str, nn.Parameter],
 ) -> dict[str, str]:
     """What the ranks compare before anything is built, in words."""
@@ -238,7 +240,7 @@ def _texts(
     # Gradients are summed as they lie in memory, so channels-last on one rank only would add up the wrong elements.
     lines += [f"{name}: strides {p.stride()}" for name, p in parameters.items() if not p.is_contiguous()]
     lines += [f"{line} (frozen)" for line in describe_specs({n: TensorSpec.of(p) for n, p in others.items()})]
-    lines += [f"{line} (buffer)" for line in describe_buffers(buffers_of(inner, exclude, has_buffers))]
+    lines += [f"{line} (buffer)" for line in describe_buffers(buffers_of(model, exclude))]
     plan_text = plan.to_json() if isinstance(plan, Plan) else f"made by {_planner_name(plan)}"
     return {"models": "\n".join(lines), "plans": plan_text, "settings of attach": settings}
 

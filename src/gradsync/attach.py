@@ -332,11 +332,9 @@ def attach(
         >>> loss.backward()                  # doctest: +SKIP
     """
     timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-    exclude = exclusions(model, exclude)
+    exclude = exclusions(model, exclude, has_buffers=broadcast_buffers)
     verification = Verification(verify_every, verify_tolerance)
-    attached = Attached(
-        model, optimizer, process_group, timeout_s, exclude, verification, has_buffers=broadcast_buffers
-    )
+    attached = Attached(model, optimizer, process_group, timeout_s, exclude, verification)
     if isinstance(plan, AveragingPlanner) or (isinstance(plan, Plan) and plan.what is not What.GRADIENT):
         fronts = Fronts(averaging_front(attached, plan, grad_scaler))
         if isinstance(plan, AveragingPlanner):
@@ -371,23 +369,14 @@ def attach(
     settings += f", init_sync={init_sync}, static_graph={static_graph}, "
     settings += f"find_unused_parameters={find_unused_parameters}"
     engine, parameters = agreed_engine(
-        model,
-        plan,
-        process_group,
-        timeout_s,
-        exclude,
-        settings,
-        optimizer,
-        refusal,
-        verification=verification,
-        has_buffers=broadcast_buffers,
+        model, plan, process_group, timeout_s, exclude, settings, optimizer, refusal, verification=verification
     )
     if grad_scaler is not None:
         engine.loss_scale = grad_scaler.get_scale
     initial = [p for name, p in model.named_parameters() if not matches(name, exclude)]
     try:
         if init_sync:
-            level(engine, [*initial, *buffers_of(model, exclude, broadcast_buffers).values()])
+            level(engine, [*initial, *buffers_of(model, exclude).values()])
         hooks = AutogradHooks(
             model,
             parameters,

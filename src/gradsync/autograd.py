@@ -69,7 +69,7 @@ class AutogradHooks:
         find_unused_parameters: bool = True,
     ) -> None:
         self._model = weakref.ref(model)
-        self._exclude, self._has_buffers = exclude, broadcast_buffers
+        self._exclude = exclude
         self.uneven: UnevenInputs | None = None  # tells ranks that are through with their inputs of each forward
         self.factor = 1.0  # of the mean over the ranks, where only some have inputs
         # With a static graph: how often each gradient is added to in a backward, and how often it still will be.
@@ -148,12 +148,13 @@ class AutogradHooks:
     def _before_forward(self, model: nn.Module) -> None:
         if not torch.is_grad_enabled() or is_backward():  # inside backward, checkpointing repeats a forward
             return
+        generation = self._changes.generation
         if why := self._changes.check(model):
             self._engine.fail(why)
             raise RuntimeError(why)
         if self._unused and self._sync:
             self._refuse_unused()
-        self._follow_moved_parameters()
+        self._follow_moved_parameters(anew=self._changes.generation != generation)
         if (witness := active()) is not None:
             witness.forward_began(self._engine)
         broadcasts = self._sync and model.training
@@ -203,8 +204,8 @@ class AutogradHooks:
         """Parameters and buffers that are the same on all ranks."""
         model = self._model()
         named = () if model is None else model.named_parameters()
-        buffers = self._buffers.present(self._changes.generation) if self._has_buffers else {}
-        return [*(p for n, p in named if not matches(n, self._exclude)), *buffers.values()]
+        buffers = self._buffers.present(self._changes.generation).values()
+        return [*(p for n, p in named if not matches(n, self._exclude)), *buffers]
 
     @torch.no_grad()
     def shadow_step(self) -> None:
@@ -224,10 +225,10 @@ class AutogradHooks:
         else:
             self._buffers.broadcast(self._changes.generation, partial(broadcast_from, source=source))
 
-    def _follow_moved_parameters(self) -> None:
-        """Looks at parameters whose memory was replaced, as by `Module.to`."""
+    def _follow_moved_parameters(self, *, anew: bool = False) -> None:
+        """Looks at parameters whose memory was replaced, as by `Module.to`; `anew`: or whose modules have changed."""
         addresses = list(map(Tensor.data_ptr, self._parameters.values()))
-        if addresses != self._addresses:
+        if anew or addresses != self._addresses:
             self._addresses = addresses
             for accumulation in self._accumulations:
                 accumulation.follow()

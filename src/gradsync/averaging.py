@@ -129,6 +129,7 @@ class Averaging:
 
     def __init__(self, model: nn.Module, engine: Engine, optimizer: Optimizer, exclude: Sequence[str] = ()) -> None:
         self._model = weakref.ref(model)
+        self._exclude = exclude
         self._engine = engine
         self._optimizer = weakref.ref(optimizer)
         self._sync = True
@@ -231,7 +232,7 @@ class Averaging:
         self.land()
         model, parameters = self._model(), list(self._parameters.values())
         timeout_s = self._engine.timeout_s
-        self._engine.call("consensus", lambda group: take_mean(group, model, parameters, timeout_s))
+        self._engine.call("consensus", lambda group: take_mean(group, model, parameters, timeout_s, self._exclude))
         self._engine.verify(self._parameters)
         self._references = self._taken_references()
         self.are_apart = False

@@ -15,7 +15,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]  # a class of torch that its stub lacks
 
 from .bucket import TensorSpec, matches
-from .comm import Group, GroupError, TorchGroup, broadcast_tensors, dense_parts, gather_aside, gather_bytes
+from .comm import Group, GroupError, broadcast_tensors, dense_parts, gather_bytes
 from .engine import Engine
 from .torch_hooks import outside_of_transforms
 
@@ -27,8 +27,8 @@ class Buffers:
     """Broadcasts the buffers of one model, as they are at each call.
 
     Nothing but the values travels while names, shapes and element types stay as they were. Where they change, the
-    ranks compare them through the store first, so that no rank reads a message of another size. A model that has no
-    buffers when it is attached is left alone for good, as by DDP.
+    ranks meet through the store first and compare them, so that no rank reads a message of another size. A model that
+    has no buffers when it is attached is left alone for good, as by DDP.
 
     Args:
         exclude: names or shell patterns of buffers that are left alone.
@@ -154,11 +154,11 @@ def _line(
 
 def _require_alike(group: Group, was: str, is_now: str, lines: list[str], engine: Engine) -> None:
     """Raises unless all ranks have these lines; `was`, `is_now`: the first that changed on this rank."""
-    assert isinstance(group, TorchGroup)
     name = (is_now or was).partition(":")[0]
     text = "\n".join(lines)
     try:
-        digests = gather_aside(group, hashlib.sha256(text.encode()).hexdigest(), engine.timeout_s)
+        group.meet("a comparison of buffers that have changed", engine.timeout_s)
+        digests = gather_bytes(group, hashlib.sha256(text.encode()).digest(), engine.timeout_s)
     except GroupError as error:
         raise GroupError(
             f"buffers changed on this rank ({was or 'nothing'!r} became {is_now or 'nothing'!r}) and not on all ranks: "

@@ -44,7 +44,7 @@ class Part(bytes):
 
 
 class Checkpoint:
-    """What `Attachment.checkpoint` returns: `state_dict` and `load_state_dict` of all ranks' state."""
+    """A checkpoint gives and takes the state of all ranks, in entries by rank; `Attachment.checkpoint` makes one."""
 
     def __init__(
         self, engine: Callable[[], Engine], state_dict: Callable[[], dict[str, Any]], load: Load, *, gather: bool

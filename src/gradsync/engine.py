@@ -456,7 +456,7 @@ class Engine:
             raise
 
     def _examined(self, state: object, *, strict: bool) -> tuple[Saved, Resumption | None]:
-        """What the state holds; raises on all ranks where it is not a state for this rank of these ranks."""
+        """Returns what the state holds; raises on all ranks where it is not a state for this rank of these ranks."""
         saved: Saved | None = None
         resumption: Resumption | None = None
         problem: Exception | None = None

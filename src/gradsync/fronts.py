@@ -104,7 +104,6 @@ class Attached:
     Args:
         exclude: names or shell patterns of parameters and buffers that are left alone.
         verification: how ranks compare their parameters.
-        has_buffers: the other buffers begin as rank 0's.
     """
 
     def __init__(
@@ -115,10 +114,7 @@ class Attached:
         timeout_s: float,
         exclude: Sequence[str],
         verification: Verification,
-        *,
-        has_buffers: bool = True,
     ) -> None:
-        self.has_buffers = has_buffers
         self._model = weakref.ref(model)
         self._optimizer = None if optimizer is None else weakref.ref(optimizer)
         self.process_group, self.timeout_s, self.exclude = process_group, timeout_s, exclude
@@ -136,15 +132,7 @@ class Attached:
 
     def within(self, process_group: dist.ProcessGroup) -> Attached:
         """Among the ranks of another group."""
-        return Attached(
-            self.model,
-            self.optimizer,
-            process_group,
-            self.timeout_s,
-            self.exclude,
-            self.verification,
-            has_buffers=self.has_buffers,
-        )
+        return Attached(self.model, self.optimizer, process_group, self.timeout_s, self.exclude, self.verification)
 
 
 class ParametersBeside:
@@ -349,7 +337,6 @@ def averaging_front(
         refusal,
         also,
         verification=attached.verification,
-        has_buffers=attached.has_buffers,
     )
     assert optimizer is not None
     regrouping: Regrouping | None = None
@@ -357,7 +344,7 @@ def averaging_front(
     try:
         if not apart:
             initial = [p for n, p in model.named_parameters() if not matches(n, exclude)]
-            level(engine, [*initial, *buffers_of(model, exclude, attached.has_buffers).values()])
+            level(engine, [*initial, *buffers_of(model, exclude).values()])
         averaging = Averaging(model, engine, optimizer, exclude)
         if regroups is not None and regroups[0].regroups(engine.group.placement):
             planner, links = regroups

@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 
 VERIFY_EVERY = 1000  # steps: parameters are read once at the rate of a copy, 0.02 % of 1000 steps of 100 ms for 250 MB
 # The same gradients round differently in the optimisers of unlike processors: a unit in the last place a step, 6e-8 of
-# float32, adds up as a random walk to 6e-5 in a million steps. Another rank's own batch or seed shows as percents.
+# float32, adds up as a random walk to 6e-5 in a million steps, and no more: averaged gradients are the same for all.
+# Another rank's own batch or seed shows as percents.
 TOLERANCE = 1e-3
 TOLERANCE_UNITS = 4  # of the last place, in element types of 16 bits, of which one is more than TOLERANCE
 COMPARISON = "comparison of parameters"  # in messages

@@ -8,21 +8,34 @@ import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from .bucket import matches
 from .comm import Group
 
 MESSAGE_BYTES = 25 << 20  # large enough for line rate, small beside the model
 
 
-def take_mean(group: Group, model: nn.Module | None, parameters: Sequence[Tensor], timeout_s: float) -> None:
+def take_mean(
+    group: Group,
+    model: nn.Module | None,
+    parameters: Sequence[Tensor],
+    timeout_s: float,
+    exclude: Sequence[str] = (),
+) -> None:
     """These parameters and the model's buffers become the mean over the group, the same bits on all ranks. Collective.
 
     Variances are pooled: of the samples of all ranks together. Counters, and other buffers of whole numbers, are the
     largest of any rank's. Of a model that is gone there are only parameters.
+
+    Args:
+        exclude: names or shell patterns of buffers that are left alone.
     """
     modules = [] if model is None else list(model.modules())
-    statistics = [found for m in modules if (found := statistics_of(m)) is not None]
+    named = {} if model is None else dict(model.named_buffers())
+    present = {id(buffer): buffer for name, buffer in named.items() if not matches(name, exclude)}
+    found = [pair for m in modules if (pair := statistics_of(m)) is not None]
+    statistics = [pair for pair in found if all(id(tensor) in present for tensor in pair)]
     pooled = {id(tensor) for pair in statistics for tensor in pair}
-    buffers = [] if model is None else [buffer for buffer in model.buffers() if id(buffer) not in pooled]
+    buffers = [buffer for buffer in present.values() if id(buffer) not in pooled]
     counters = [buffer for buffer in buffers if not buffer.is_floating_point() and not buffer.is_complex()]
     means = [mean.double() for mean, _ in statistics]
     _average(group, [*parameters, *(buffer for buffer in buffers if buffer.is_floating_point())], timeout_s)

@@ -69,12 +69,13 @@ class Changes:
         self._additions = Additions(model, exclude)
         self._ours = {id(p) for p in parameters}
         self._wrapper = ActiveWrapper(self._ours)
+        self._moves = 0
         self._find_places(model)
 
     @property
     def generation(self) -> int:
-        """Another number once modules have come or gone."""
-        return self._additions.generation
+        """Another number once modules have come or gone, or parameters moved."""
+        return self._additions.generation + self._moves
 
     def check(self, model: nn.Module) -> str:
         """What is wrong, or nothing."""
@@ -86,6 +87,7 @@ class Changes:
             return ""
         if name := self._additions.added(model):
             return REPLACED.format(name=name)
+        self._moves += 1
         self._find_places(model)
         return self._additions.check(model)
 

@@ -142,9 +142,15 @@ class AccumulationHook:
         self._register(parameter)
 
     def follow(self) -> None:
-        """Moves to the parameter's new node, where torch has made one: its element type or device has changed."""
+        """Moves to the parameter's new node, where torch has made one.
+
+        It does where the element type or the device changes, and by `set_` and `resize_`, as parametrisations are
+        registered by.
+        """
         parameter = self._parameter()
-        if parameter is not None and (parameter.dtype is not self._dtype or parameter.device != self._device):
+        if parameter is None or not parameter.requires_grad:
+            return
+        if torch.autograd.graph.get_gradient_edge(parameter).node is not self._node:
             self.remove()
             self._register(parameter)
 
@@ -152,7 +158,6 @@ class AccumulationHook:
         self._handle.remove()
 
     def _register(self, parameter: nn.Parameter) -> None:
-        self._dtype, self._device = parameter.dtype, parameter.device
         # A parameter refers to its node weakly: what is registered lives as long as somebody holds the node.
         self._node = torch.autograd.graph.get_gradient_edge(parameter).node
         self._handle = self._node.register_hook(self._hook)

@@ -217,7 +217,11 @@ def what_cannot_be_attached_can_be_tried_again() -> None:
     for _ in range(2):
         with pytest.raises(RuntimeError, match="comm_hook can only be called once"):
             gradsync.attach(model, timeout=10)
-    gradsync.attach(model.module, timeout=10).detach()
+    inner = model.module
+    with pytest.raises(RuntimeError, match="the model is inside DistributedDataParallel"):
+        gradsync.attach(inner, timeout=10)
+    del model
+    gradsync.attach(inner, timeout=10).detach()
 
 
 def dropped_models_take_their_threads_along() -> None:

@@ -19,10 +19,9 @@ import gradsync
 from gradsync import Plan, averaging, guard
 from gradsync.bucket import TensorSpec, trainable_parameters
 from gradsync.comm.shuffle import resting, together
-from gradsync.guard import Verification, digests_of
 from gradsync.plan import What
 from gradsync.schemes import AllReduce, Shuffled
-from tests.engine.models import Convolutions, MixedPrecision, Perceptron
+from tests.engine.models import MixedPrecision, Perceptron
 from tests.world import Ranks
 
 World = Callable[[int], Ranks]
@@ -283,23 +282,27 @@ def test_it_is_on_by_default(world: World) -> None:
     assert all(WEIGHT in text for text in world(2).run(default_finds))
 
 
-def mixed() -> tuple[int, str]:
-    model, optimizer, handle = attached(MixedPrecision, verify_every=1)
-    for number in range(6):
-        if number == 4 and dist.get_rank() == 1:
-            with torch.no_grad():  # one unit in the last place of the largest magnitude, of 8 bits
-                largest = model.third.weight.view(-1)[model.third.weight.abs().argmax()]
-                largest.view(torch.int16).add_(1)
-        train(model, optimizer, number)
-    handle.detach()
-    return 0, ""
+def last_places() -> list[str]:
+    """The largest weight of bfloat16 is one unit in the last place apart: some half per cent."""
+    with warnings_of_the_guard() as told:
+        model, optimizer, handle = attached(MixedPrecision, verify_every=1)
+        for number in range(6):
+            if number == 4 and dist.get_rank() == 1:
+                with torch.no_grad():
+                    weight = model.third.weight
+                    weight.view(-1).view(torch.int16)[weight.abs().argmax()] += 1
+            train(model, optimizer, number)
+        handle.detach()
+    return told
 
 
 def test_a_unit_in_the_last_place_of_bfloat16_is_no_error(world: World) -> None:
-    world(2).run(mixed)
+    for told in world(2).run(last_places):
+        assert len(told) == 1 and "'third.weight' differs between rank 0 and rank 1" in told[0], told
+        assert "is 0.00" in told[0] and "within verify_tolerance=0.0312" in told[0], told
 
 
-def local_steps(own: bool) -> tuple[int, str]:
+def local_steps(own: bool) -> None:
     """Local SGD by hand behind DDP: own steps on all ranks, an average by hand, and a write on one rank at last."""
     model, optimizer, handle = attached(verify_every=2, ddp=True)
     with warnings_of_the_guard() as told:
@@ -328,7 +331,6 @@ def local_steps(own: bool) -> tuple[int, str]:
             for number in range(18, 21):
                 train(model, optimizer, number)
     handle.detach()
-    return 0, ""
 
 
 def everyones(model: nn.Module) -> list[torch.Tensor]:
@@ -388,68 +390,6 @@ def test_a_rank_that_joins_at_the_step_compares_with_the_others(world: World) ->
     world(2).run(late, 5)
 
 
-def other_settings(mine: list[dict[str, Any]], ddp: bool) -> str:
-    with pytest.raises((ValueError, RuntimeError)) as caught:
-        attached(ddp=ddp, **mine[dist.get_rank()])
-    attached()[2].detach()
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("ddp", [False, True], ids=["attach", "ddp"])
-def test_ranks_must_compare_alike(world: World, ddp: bool) -> None:
-    for one, other in (({"verify_every": 5}, {}), ({}, {"verify_tolerance": 0.1})):
-        for text in world(2).run(other_settings, [one, other], ddp):
-            assert "the settings of attach differ between the ranks" in text and "verify_every=" in text
-
-
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        ({"verify_every": -1}, "verify_every must be a number of steps, 0 for never, got -1"),
-        ({"verify_every": 2.5}, "verify_every must be a number of steps, 0 for never, got 2.5"),
-        ({"verify_every": True}, "verify_every must be a number of steps, 0 for never, got True"),
-        ({"verify_tolerance": -0.1}, "verify_tolerance must be a number that is not negative, or None, got -0.1"),
-        ({"verify_tolerance": math.nan}, "verify_tolerance must be a number that is not negative, or None, got nan"),
-        ({"verify_tolerance": "1"}, "verify_tolerance must be a number that is not negative, or None, got '1'"),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_is_refused_on_every_rank(world: World, bad: dict[str, Any], message: str) -> None:
-    """Given on one rank only, too."""
-    for texts in (world(2).run(other_settings, [bad, bad], False), world(2).run(other_settings, [bad, {}], False)):
-        assert all(message in text for text in texts), texts
-
-
-def excluded() -> None:
-    model, optimizer, handle = attached(plan=None, exclude=["layers.2.*"], verify_every=1)
-    for number in range(5):
-        write(model, optimizer) if dist.get_rank() == 1 else None
-        train(model, optimizer, number)
-    handle.detach()
-
-
-def test_what_is_excluded_is_not_compared(world: World) -> None:
-    world(2).run(excluded)
-
-
-def one_rank_alone() -> None:
-    model, optimizer, handle = attached(verify_every=1)
-    calls: list[Any] = []
-    original = guard.digests_of
-    guard.digests_of = lambda tensors: calls.append(tensors) or original(tensors)
-    try:
-        for number in range(4):
-            train(model, optimizer, number)
-    finally:
-        guard.digests_of = original
-    assert not calls
-    handle.detach()
-
-
-def test_one_rank_alone_compares_nothing(world: World) -> None:
-    world(1).run(one_rank_alone)
-
-
 def consensus(every: int, change: bool) -> tuple[str, bool]:
     """By a plan of parameters models are apart between consensuses, and must be one at each."""
     torch.manual_seed(dist.get_rank())
@@ -503,27 +443,3 @@ def other_shapes() -> str:
 
 def test_parameters_that_have_other_shapes_by_now_are_no_message_of_another_length(world: World) -> None:
     assert all(f"{WEIGHT!r} differs" in text for text in world(2).run(other_shapes))
-
-
-def test_digests_are_of_elements_by_their_index() -> None:
-    model = Convolutions()
-    plain = digests_of(p.contiguous() for p in model.parameters()).tolist()
-    model = model.to(memory_format=torch.channels_last)
-    assert any(not p.is_contiguous() for p in model.parameters())
-    assert digests_of(model.parameters()).tolist() == plain
-    assert len(set(plain)) == len(plain)
-
-
-def test_parameters_that_change_places_count() -> None:
-    pair = [torch.randn(4, 4), torch.randn(4, 4)]
-    joined = [int(guard._joined(digests_of(each))) for each in (pair, pair[::-1])]
-    assert joined[0] != joined[1]
-    assert int(guard._joined(digests_of([]))) not in joined
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_the_default_tolerance_is_some_units_in_the_last_place_at_least(dtype: torch.dtype) -> None:
-    allowed = Verification().allowed(dtype)
-    assert allowed >= 1e-3 and allowed >= 4 * torch.finfo(dtype).eps
-    assert Verification(tolerance=0).allowed(dtype) == 0
-    assert allowed <= 0.04, "a rank's own batches show as more"

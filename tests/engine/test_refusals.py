@@ -183,7 +183,7 @@ def attach_wrongly(kind: str) -> str:
         ("overlap", "ValueError: the plan's segments of 'layers.0.weight' overlap: [3, 5) begins before 48"),
         ("incomplete", "ValueError: the plan leaves elements [0, 1) of 'scale' out; every parameter needs a bucket"),
         ("complex", "ValueError: 'wave' is complex (torch.complex64), which is not supported; exclude it"),
-        ("exclude", "ValueError: exclude names 'layer.*', which no parameter of the model matches"),
+        ("exclude", "ValueError: exclude names 'layer.*', which no parameter or buffer of the model matches"),
         ("fsdp", "RuntimeError: FSDP models are not supported yet: FSDP synchronises its gradients itself"),
         ("fully_shard", "RuntimeError: FSDP models are not supported yet: FSDP synchronises its gradients itself"),
         ("dtensor", "RuntimeError: 'sharded' is a DTensor (FSDP2 or tensor parallel), which is not supported yet"),
@@ -199,7 +199,7 @@ def attach_wrongly_on_rank_1() -> str:
 
 
 def test_what_is_wrong_on_one_rank_only_raises_on_all(world: World) -> None:
-    reason = "exclude names 'absent', which no parameter of the model matches"
+    reason = "exclude names 'absent', which no parameter or buffer of the model matches"
     expected = [f"RuntimeError: rank 1 could not attach: {reason}", f"ValueError: {reason}"]
     assert world(2).run(attach_wrongly_on_rank_1) == expected
 

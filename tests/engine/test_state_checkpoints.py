@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -51,7 +52,7 @@ def train(model: nn.Module, steps: int, seed: int) -> list[Tensor]:
 
 
 def left_in_all(model: nn.Module, handle: gradsync.Attachment) -> list[Tensor]:
-    """What all ranks have left to be sent of each parameter, in float64."""
+    """Returns what all ranks have left to be sent of each parameter, in float64."""
     totals = [values.double() for values in left_to_send(model, handle.state_dict()["state"]).values()]
     for total in totals:
         dist.all_reduce(total)
@@ -157,7 +158,7 @@ def test_what_was_left_arrives_with_the_next_gradients_of_fewer_ranks(world: Wor
 
 
 def a_mixture_is_refused(folder: str, as_stateful: bool) -> str:
-    """Under one key for all ranks entries are taken for copies of each other: some rank's of each is written."""
+    """Entries under one key for all ranks are taken for copies of each other: some rank's of each is written."""
     model, handle = attached(GATHERED)
     train(model, 3, seed=0)
     with quiet_library():
@@ -182,7 +183,7 @@ def test_state_under_one_key_for_all_ranks_is_refused_on_all(world: World, as_st
 
 
 def written_by_rank_0(saved: dict[str, Any]) -> dict[str, Any]:
-    """What all ranks read where a library lets rank 0 write the object that each rank made."""
+    """Returns what all ranks read where a library lets rank 0 write the object that each rank made."""
     content: list[Any] = [None]
     if dist.get_rank() == 0:
         stream = io.BytesIO()
@@ -191,6 +192,35 @@ def written_by_rank_0(saved: dict[str, Any]) -> dict[str, Any]:
     dist.broadcast_object_list(content, 0)
     loaded: dict[str, Any] = torch.load(io.BytesIO(content[0]), weights_only=True)
     return loaded
+
+
+def copies_are_parts_as_well() -> None:
+    """Libraries that write in the background copy what they were given, or send it to another process."""
+    model, handle = attached(GATHERED)
+    train(model, 3, seed=0)
+    before, parts = handle.state_dict(), handle.checkpoint().state_dict()
+    for copied in (copy.deepcopy(parts), pickle.loads(pickle.dumps(parts))):
+        assert all(value is None or isinstance(value, bytes) for value in copied.values())
+        train(model, 1, seed=3)
+        handle.checkpoint().load_state_dict(copied)
+        assert all(torch.equal(values, before["state"][key]) for key, values in handle.state_dict()["state"].items())
+    handle.detach()
+
+
+def test_copies_of_parts_are_loaded_as_well(world: World) -> None:
+    world(2).run(copies_are_parts_as_well)
+
+
+def test_parts_for_more_ranks_than_a_checkpoint_has_entries_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradsync.checkpoint.MOST_RANKS", 0)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        handle = gradsync.attach(nn.Linear(2, 2))
+        with pytest.raises(ValueError, match=r"has entries for 0 ranks, there are 1: save each rank's state_dict\(\)"):
+            handle.checkpoint().state_dict()
+        handle.detach()
+    finally:
+        dist.destroy_process_group()
 
 
 def rank_0_writes_for_all() -> None:
@@ -309,6 +339,36 @@ def test_states_of_another_number_of_ranks_are_redistributed_or_refused(
 ) -> None:
     contents = world(before).run(states_of, scheme)
     world(size).run(only_as_advised, contents, scheme)
+
+
+def gather_into_a_file(path: str) -> list[Tensor]:
+    model, handle = attached(GATHERED)
+    train(model, 3, seed=0)
+    left, parts = left_in_all(model, handle), handle.checkpoint(gather=True).state_dict()
+    if dist.get_rank() == 0:
+        gradsync.state.save_file(parts, path)
+    handle.detach()
+    return left
+
+
+def load_one_file(path: str, before: list[Tensor]) -> None:
+    model, handle = attached(GATHERED)
+    parts = gradsync.state.load_file(path)
+    for missing in ("rank 0", "rank 2"):
+        with pytest.raises(ValueError, match="must have the parts of all ranks that saved it, these ranks found rank"):
+            handle.checkpoint().load_state_dict({name: part for name, part in parts.items() if name != missing})
+    assert handle.state_dict()["step"] == 0
+    handle.checkpoint().load_state_dict(parts)
+    for found, value in zip(left_in_all(model, handle), before, strict=True):
+        torch.testing.assert_close(found, value, rtol=1e-6, atol=1e-9)
+    handle.detach()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_one_file_that_rank_0_wrote_fits_another_number_of_ranks(world: World, size: int, tmp_path: Path) -> None:
+    path = str(tmp_path / "state.safetensors")
+    left = world(3).run(gather_into_a_file, path)[0]
+    world(size).run(load_one_file, path, left)
 
 
 def test_only_the_states_of_all_ranks_at_one_step_are_redistributed(world: World) -> None:

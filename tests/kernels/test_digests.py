@@ -67,9 +67,9 @@ def test_threads_share_blocks_of_several_tensors(threads: int, module: ModuleTyp
 
 
 def test_long_tensors_are_the_same_in_the_pieces_of_the_definition() -> None:
-    """The definition takes 2^22 words at once."""
+    """The definition takes 2^18 words at once."""
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        x = any_bits((1 << 23) + 1, dtype)
+        x = any_bits((1 << 20) + 1, dtype)
         assert digest(reference, x) == digest(cpu, x, module=BASE)
 
 

@@ -1,6 +1,5 @@
 """The only door to `torch.distributed`: groups of ranks, the ledger of bytes, and the thread that issues everything."""
 
-from .aside import gather_aside as gather_aside
 from .gloo import GlooGroup as GlooGroup
 from .gloo import torch_group as torch_group
 from .group import LENGTH_BYTES as LENGTH_BYTES

@@ -23,8 +23,6 @@ class Board:
         self._name = name
         self._own: distributed_c10d.Store | None = None
         self._asking: threading.Thread | None = None
-        self._texts = 0  # exchanges of texts so far
-        self._texts_key = ""  # of the last one
 
     def announce_failure(self, text: str) -> bool:
         """Notes why a member cannot go on; the first notice stays, later ones are its consequences. False: no store."""
@@ -47,41 +45,19 @@ class Board:
         here = {rank for rank, number in self._numbers("waiting") if number >= operation}
         return [rank for rank in ranks if rank not in here]
 
-    def waiting_since(self, operation: int) -> list[int]:
-        """Members that were seen waiting for others in this operation or a later one."""
-        return [rank for rank, number in self._numbers("waiting") if number >= operation]
-
-    def append_text(self, operation: int, rank: int, text: str) -> str:
-        """Adds a member's text to those that all members give before this operation.
-
-        Returns the key of the exchange before.
-        """
-        self._texts += 1
-        self._texts_key, before = f"texts {operation} {self._texts}", self._texts_key
-        entry = f"{rank}:{text.encode().hex()} "
-        self._ask(lambda store: store.append(self._texts_key, entry), urgent=True)  # type: ignore[attr-defined]  # torch does not declare it
-        return before
-
-    def texts(self) -> dict[int, str]:
-        """The texts of the exchange under way that were given so far, by rank."""
-        entries = (entry.split(":") for entry in (self._read(self._texts_key) or "").split())
-        return {int(rank): bytes.fromhex(text).decode() for rank, text in entries}
-
-    def delete(self, key: str) -> None:
-        """Takes a key out of the store, if it is there."""
-        self._ask(lambda store: b"" if store.delete_key(key) else None)
-
     def left_before(self, operation: int) -> list[int]:
         """Members that left without issuing this operation."""
         return sorted(rank for rank, operations in self._numbers("left") if operations <= operation)
 
-    def note_met(self, meeting: int, rank: int, operations: int) -> None:
-        """Notes that a member has come to a meeting after so many operations."""
-        self._append(f"met {meeting}", rank, operations)
+    def note_met(self, meeting: int, rank: int, operations: int, what: str) -> None:
+        """Notes that a member has come to a meeting, for this purpose, after so many operations."""
+        entry = f"{rank}:{operations}:{what.encode().hex()} "
+        self._ask(lambda store: store.append(f"met {meeting}", entry))  # type: ignore[attr-defined]  # see `_append`
 
-    def met(self, meeting: int) -> dict[int, int]:
-        """Operations issued before the meeting, by the members that have come to it; empty without an answer."""
-        return dict(self._numbers(f"met {meeting}"))
+    def met(self, meeting: int) -> dict[int, tuple[int, str]]:
+        """By members that have come to the meeting: operations issued before, and its purpose. Empty if unanswered."""
+        entries = (entry.split(":") for entry in (self._read(f"met {meeting}") or "").split())
+        return {int(rank): (int(number), bytes.fromhex(what).decode()) for rank, number, what in entries}
 
     def _append(self, key: str, rank: int, number: int) -> None:
         # One key for all members: a reader asks once, however many there are.

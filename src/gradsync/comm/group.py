@@ -336,21 +336,11 @@ class TorchGroup(Group):
         work = dist.broadcast(buffer, src=self.members[0], group=self._own, async_op=True)
         return self._pending(work, lambda: buffer)
 
-    @property
-    def board(self) -> Board:
-        """What the members tell each other beside operations."""
-        return self._board
-
-    @property
-    def issued(self) -> int:
-        """How many operations this member has issued: the same number on all members between two of them."""
-        return self._issued
-
     def meet(self, what: str, timeout_s: float) -> None:
         if self.size == 1:
             return
-        meeting, pause_s = self._meetings, MEETING_POLL_S[0]
-        self._note_met()
+        meeting, pause_s, warned = self._meetings, MEETING_POLL_S[0], False
+        self._note_met(what)
         began_s = answered_s = time.monotonic()
         while missing := sorted(set(self.members) - (here := self._board.met(meeting)).keys()):
             if failure := self._announced_failure():
@@ -363,15 +353,18 @@ class TorchGroup(Group):
                 raise GroupError(f"the store of torch.distributed, by which the ranks meet for {what}, does not answer")
             if now_s - began_s >= timeout_s:
                 raise GroupError(f"{_ranks(missing)} did not come to {what} within {timeout_s:.0f} s: all ranks must")
+            if not warned and now_s - began_s >= WARNING_S:
+                logger.warning("waiting for %.0f s by now for %s to come to %s", WARNING_S, _ranks(missing), what)
+                warned = True
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, MEETING_POLL_S[1])
 
-    def _note_met(self) -> None:
+    def _note_met(self, what: str) -> None:
         """Tells the members, and those of subgroups, who may wait in an operation there."""
         meeting, self._meetings = self._meetings, self._meetings + 1
-        self._board.note_met(meeting, self.members[self.rank], self._issued)
+        self._board.note_met(meeting, self.members[self.rank], self._issued, what)
         for made in self._subgroups.values():
-            made._note_met()
+            made._note_met(what)
 
     def announce_failure(self, text: str) -> None:
         if not self._board.announce_failure(f"rank {self.members[self.rank]}: {text}"):
@@ -447,10 +440,12 @@ class TorchGroup(Group):
                     f"{_ranks(gone)} detached before this step; every rank must make the same number of steps "
                     "(DistributedSampler(drop_last=True) does)"
                 )
-            if apart := sorted(r for r, issued in self._board.met(self._meetings).items() if issued <= number):
+            elsewhere = {r: what for r, (issued, what) in self._board.met(self._meetings).items() if issued <= number}
+            if elsewhere:
+                what = next(iter(elsewhere.values()))
                 raise GroupError(
-                    f"state is loaded or gathered on {_ranks(apart)}, as by load_state_dict(), while others train: all "
-                    "ranks must, between the same two steps"
+                    f"{what} began on {_ranks(sorted(elsewhere))} while others train: all ranks must come to it, "
+                    "between the same two steps"
                 )
             waited_s = time.monotonic() - began_s
             if not noted and waited_s >= min(NOTICE_S, timeout_s / 2):

@@ -134,7 +134,7 @@ class AveragingPlanner:
         ordered = list(reversed(specs)) if self.early else list(specs)
         scheme = _of_ranks(Shuffled.by(schedule, self._exchange(schedule)), placement, by_node)
         buckets = [(names, scheme) for names in filled(ordered, specs)]
-        buffers = {n: TensorSpec.of(b) for n, b in model.named_buffers() if b.is_floating_point() and b.numel()}
+        buffers = {n: TensorSpec.of(b) for n, b in model.named_buffers() if _is_averaged(n, b, exclude)}
         exact = _of_ranks(Shuffled.by(schedule), placement, by_node)
         buckets += [(names, exact) for names in filled(list(buffers), buffers)]
         beside = dict(buffers)
@@ -258,6 +258,10 @@ def filled(names: Sequence[str], specs: Mapping[str, TensorSpec]) -> list[list[s
             buckets[-1].append(name)
             filled_bytes += specs[name].nbytes
     return buckets
+
+
+def _is_averaged(name: str, buffer: Tensor, exclude: Sequence[str]) -> bool:
+    return buffer.is_floating_point() and buffer.numel() > 0 and not matches(name, exclude)
 
 
 def _parameters(model: nn.Module, exclude: Sequence[str]) -> dict[str, nn.Parameter]:

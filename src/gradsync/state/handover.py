@@ -73,7 +73,7 @@ def _by_rank(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _added(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """What several ranks kept, as one rank keeps it; ranks cut sums differently, so slices may overlap in part."""
+    """Returns as one rank's what several kept; ranks cut sums differently, so slices may overlap in part."""
     same: dict[str, Tensor] = {}
     by_point: dict[tuple[str, str], list[StateSlice]] = {}
     for state in states:

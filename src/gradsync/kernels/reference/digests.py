@@ -13,7 +13,7 @@ from gradsync.kernels.reference.hashing import finalised
 
 WORDS = 1024  # of a block, 32 bits each
 KEY_SEED = 0x6772616473796E63  # any; the same everywhere
-_AT_ONCE = 1 << 12  # blocks: some 32 MiB for each step of the arithmetic
+_AT_ONCE = 1 << 8  # blocks: 2 MiB for each step of the arithmetic, which caches hold
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by itemsize
 INFINITY_AND_NAN = {  # the bits of infinity, beyond which magnitudes are NaNs, and of the NaN that stands for all
     torch.float64: (0x7FF0000000000000, 0x7FF8000000000000),
