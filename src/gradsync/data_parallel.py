@@ -18,7 +18,7 @@ from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.optim import Optimizer
 
-from .agreement import DEFAULT_TIMEOUT_S
+from .agreement import DEFAULT_TIMEOUT_S, buffers_of, exclusions
 from .attach import Attachment, attach
 from .guard import VERIFY_EVERY
 from .plan import Plan, What
@@ -109,9 +109,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             raise ValueError("delay_all_reduce_named_params and param_to_hook_all_reduce need to be set together")
         if mixed_precision is not None:
             raise ValueError("mixed_precision is not supported: use torch.autocast, or module.to(torch.bfloat16)")
-        if check_reduction:
-            warnings.warn("check_reduction is deprecated and has no effect", FutureWarning, stacklevel=2)
-        _warn_of_broadcast_buffers(broadcast_buffers, forward_sync_buffers)
+        _warn_of_deprecated(check_reduction, broadcast_buffers, forward_sync_buffers)
         self.process_group, self.device_mesh = _group_of(process_group, device_mesh), device_mesh
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.device_ids, self.output_device = _devices_of(module, device_ids, output_device)
@@ -151,7 +149,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             self._attachment.detach()
             raise RuntimeError(NOT_NEEDED)
         if init_sync and buffers and not self.forward_sync_buffers:
-            self._uneven_inputs.spread(list(self.module.buffers()), 0)
+            exclude = exclusions(self.module, self._settings["exclude"])
+            self._uneven_inputs.spread(list(buffers_of(self.module, exclude).values()), 0)
         weakref.finalize(self, self._attachment.detach).atexit = False
         _wrappers[self.module] = weakref.ref(self)
         self.require_backward_grad_sync = self._synchronizes
@@ -261,18 +260,22 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             )
         if self._attachment is not None and self._attachment.plan.what is not What.GRADIENT:
             raise RuntimeError("a plan of parameters is of one optimiser: copy the module, and wrap it")
-        left_out = {"process_group", "_attachment", "_local", "_hints", "_join_config"}
+        left_out = {"process_group", "device_mesh", "_attachment", "_local", "_hints", "_join_config"}
         return {key: value for key, value in self.__dict__.items() if key not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         nn.Module.__setstate__(self, state)
         Joinable.__init__(self)
-        self.process_group = _group_of(None, None)
+        self.process_group, self.device_mesh = _group_of(None, None), None
         self._attachment, self._local, self._hints = None, ExitStack(), {}
 
 
-def _warn_of_broadcast_buffers(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> None:
-    """torch's own warnings of its former argument."""
+def _warn_of_deprecated(
+    check_reduction: bool, broadcast_buffers: bool | None, forward_sync_buffers: bool | None
+) -> None:
+    """Warns of arguments as torch does."""
+    if check_reduction:
+        warnings.warn("check_reduction is deprecated and has no effect", FutureWarning, stacklevel=3)
     if broadcast_buffers is None:
         return
     text = (

@@ -212,6 +212,25 @@ def test_parameters_to_ignore_are_left_alone(world: World) -> None:
     world(2).run(ignored)
 
 
+def buffers_at_the_start(options: dict[str, Any], are_leveled: bool) -> None:
+    torch.manual_seed(dist.get_rank())
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.BatchNorm1d(3))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["2.running_mean"])
+    for norm in module[1:]:
+        norm.running_mean.fill_(dist.get_rank())
+    wrapped(module, **options)
+    leveled, ignored = module[1].running_mean, module[2].running_mean
+    assert float(leveled[0]) == (0 if are_leveled else dist.get_rank())
+    assert float(ignored[0]) == dist.get_rank()
+
+
+@pytest.mark.parametrize(
+    ("options", "are_leveled"), [({}, True), ({"forward_sync_buffers": False}, True), ({"init_sync": False}, False)]
+)
+def test_buffers_begin_alike_unless_they_are_ignored(world: World, options: dict[str, Any], are_leveled: bool) -> None:
+    world(2).run(buffers_at_the_start, options, are_leveled)
+
+
 def unsynchronised_start() -> None:
     torch.manual_seed(dist.get_rank())
     module = Perceptron()

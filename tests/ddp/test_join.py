@@ -45,7 +45,7 @@ def made(way: str, make: Callable[[], nn.Module], **options: Any) -> tuple[nn.Mo
         model = DistributedDataParallel(module, **options)
         model.register_comm_hook(gradsync.DDPState(timeout_s=20), gradsync.ddp_hook)
         return model, model
-    handle = gradsync.attach(module, timeout=20)
+    handle = gradsync.attach(module, timeout=20, **options)
     return module, handle
 
 
@@ -58,7 +58,8 @@ def train(
     way: str, make: Callable[[], nn.Module], steps: list[int], settings: dict[str, Any], accumulate: bool = False
 ) -> dict[str, Tensor]:
     """Each rank makes its number of steps inside `join`, and all make two more behind it."""
-    model, joinable = made(way, make, **({"find_unused_parameters": True} if make is Tables else {}))
+    options = {"find_unused_parameters": True} if make is Tables else {}  # DDP's join of sparse gradients needs it
+    model, joinable = made(way, make, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 
     def step(number: int) -> None:
@@ -156,7 +157,8 @@ def test_all_ranks_raise_when_the_first_is_through(world: World, way: str) -> No
 
 
 def forward_without_backward() -> str:
-    model, joinable = made("attach", Perceptron)
+    """In a process group of its own, where a message of `Join` is left over."""
+    model, joinable = made("attach", Perceptron, process_group=dist.new_group())
     try:
         with joinable.join():
             for number in range(2 * dist.get_rank()):

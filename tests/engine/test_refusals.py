@@ -257,18 +257,6 @@ def test_reentrant_checkpointing_is_refused_with_the_remedy(world: World) -> Non
         assert "use_reentrant=False" in text
 
 
-def join() -> str:
-    handle = gradsync.attach(Perceptron(), timeout=10)
-    text = message(handle.join)
-    handle.detach()
-    return text
-
-
-def test_join_is_refused(world: World) -> None:
-    for text in world(2).run(join):
-        assert text.startswith("RuntimeError: uneven inputs (join) are not supported: give every rank the same number")
-
-
 def test_attach_needs_a_process_group() -> None:
     assert not dist.is_initialized()
     with pytest.raises(RuntimeError, match=r"not initialised; call torch.distributed.init_process_group\(\) first"):

@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 import socket
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
@@ -549,7 +550,7 @@ def with_lengths(messages: Sequence[Tensor], bounds: Sequence[int], peers: Itera
 
 def length_of(message: Tensor) -> int:
     """What `with_lengths` wrote."""
-    return int(message[:LENGTH_BYTES].clone().view(torch.int64))  # the host cuts the message
+    return int.from_bytes(message[:LENGTH_BYTES].cpu().numpy().tobytes(), sys.byteorder)  # the host cuts the message
 
 
 def cut_to_lengths(arrived: Sequence[Tensor], rank: int, own: Tensor) -> list[Tensor]:
