@@ -42,6 +42,7 @@ from .torch_hooks import (
     before_optimizer_steps,
     is_backward,
     is_nested_backward,
+    outside_of_transforms,
     uncompiled,
 )
 from .uneven import UnevenInputs, broadcast_from
@@ -102,7 +103,7 @@ class AutogradHooks:
         self._accumulations = [
             AccumulationHook(parameter, _GradientHook(self, name)) for name, parameter in self._parameters.items()
         ]
-        self._addresses: list[int] = []  # of the parameters
+        self._addresses = list(map(Tensor.data_ptr, self._parameters.values()))
         self._handles: list[RemovableHandle] = []
         model_hook = uncompiled(ModelHook)
         before_forward = model_hook(self, AutogradHooks._before_forward)
@@ -230,8 +231,9 @@ class AutogradHooks:
         addresses = list(map(Tensor.data_ptr, self._parameters.values()))
         if anew or addresses != self._addresses:
             self._addresses = addresses
-            for accumulation in self._accumulations:
-                accumulation.follow()
+            with outside_of_transforms():
+                for accumulation in self._accumulations:
+                    accumulation.follow()
             self._views.refit()
 
     def _on_gradient(self, name: str, produced: Tensor) -> None:

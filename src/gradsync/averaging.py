@@ -155,7 +155,7 @@ class Averaging:
             self._states_of.setdefault(parameter, []).append(name)
         self._means = _means_of_variances(model, buffers)
         self._references = self._taken_references()
-        self._sent: dict[str, _Stamp | None] = {}  # what is under way, by name; states of the optimiser have no stamp
+        self._sent: dict[str, _Stamp | None] = {}  # what is under way, by name; None: it may change meanwhile
         self._is_open = False  # a round was begun, and not all of it is sent
         self._fired: set[str] = set()  # names whose module's forward was seen to begin
         self._waits: bool | None = None  # whether exchanges end with `optimizer.step()`; None before the first forward
@@ -421,7 +421,8 @@ class Averaging:
         self._is_open = True
         for name in self._buffers:
             buffer = self._buffer(name)
-            self._sent[name] = _Stamp.of(buffer, self._goes_on_behind)
+            # Within an early backward checkpointing repeats forwards, which change what normalisation has seen.
+            self._sent[name] = _Stamp.of(buffer, self._goes_on_behind) if self._early is None else None
             self._engine.load(name, self._outgoing(name, buffer))
 
     def _send(self, name: str) -> None:
@@ -493,18 +494,18 @@ class Averaging:
 
     def _put(self, name: str) -> None:
         sent = self._sent.pop(name)
-        if sent is None:
+        if name in self._states:
             if self._engine.used(name):
                 self._put_state(name, self._incoming(name))
         elif name in self._buffers:
             buffer, average = self._buffer(name), self._incoming(name)
-            if sent != _Stamp.of(buffer, sent.has_values):
+            if sent is not None and sent != _Stamp.of(buffer, sent.has_values):
                 self._refuse_change(name)
             # Masks have infinities for good, of which sums with other signs make what is no number.
             buffer.copy_(torch.where(buffer.isfinite(), average, buffer))
         else:
             parameter = self._parameters[name]
-            if sent != self._stamp(name, with_values=sent.has_values):
+            if sent is not None and sent != self._stamp(name, with_values=sent.has_values):
                 self._refuse_change(name)
             average = self._incoming(name)
             if self.watch is not None:

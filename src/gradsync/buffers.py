@@ -15,7 +15,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]  # a class of torch that its stub lacks
 
 from .bucket import TensorSpec, matches
-from .comm import Group, GroupError, broadcast_tensors, dense_parts, gather_bytes
+from .comm import Group, broadcast_tensors, dense_parts, gather_bytes
 from .engine import Engine
 from .torch_hooks import outside_of_transforms
 
@@ -157,17 +157,11 @@ def _line(
 
 def _require_alike(group: Group, was: str, is_now: str, lines: list[str], engine: Engine) -> None:
     """Raises unless all ranks have these lines; `was`, `is_now`: the first that changed on this rank."""
-    name = (is_now or was).partition(":")[0]
+    remedy = REMEDY.format(name=(is_now or was).partition(":")[0])
     text = "\n".join(lines)
-    try:
-        group.meet("a comparison of buffers that have changed", engine.timeout_s)
-        digests = gather_bytes(group, hashlib.sha256(text.encode()).digest(), engine.timeout_s)
-    except GroupError as error:
-        raise GroupError(
-            f"buffers changed on this rank ({was or 'nothing'!r} became {is_now or 'nothing'!r}) and not on all ranks: "
-            f"{error}; {REMEDY.format(name=name)}"
-        ) from None
-    if len(set(digests)) == 1:
+    change = f"{was or 'nothing'!r} became {is_now or 'nothing'!r}"
+    group.meet(f"a comparison of buffers ({change}; if not on all ranks, {remedy})", engine.timeout_s)
+    if len(set(gather_bytes(group, hashlib.sha256(text.encode()).digest(), engine.timeout_s))) == 1:
         return
     texts = [found.decode().split("\n") for found in gather_bytes(group, text.encode() or b" ", engine.timeout_s)]
     rank = next(rank for rank, theirs in enumerate(texts) if theirs != texts[0])

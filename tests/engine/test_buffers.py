@@ -294,9 +294,9 @@ def changed(kind: str) -> str:
         ("not alike", "the buffer 'b' is 5 float32 on rank 0 and 6 float32 on rank 1"),
         ("sparse on rank 1", "the buffer 'b' is 5 float32 on rank 0 and 4 float32 sparse_coo of 0 elements on rank 1"),
         ("names", "the buffer 'c0' is 2 float32 on rank 0 and not there on rank 1"),
-        ("rank 0 only", "('b: 4 float32' became 'b: 1000 float32') and not on all ranks"),
-        ("rank 1 only", "('b: 4 float32' became 'b: 1 float32') and not on all ranks"),
-        ("gone on rank 1", "('b: 4 float32' became 'nothing') and not on all ranks"),
+        ("rank 0 only", "'b: 4 float32' became 'b: 1000 float32'; if not on all ranks, exclude=['b']"),
+        ("rank 1 only", "'b: 4 float32' became 'b: 1 float32'; if not on all ranks, exclude=['b']"),
+        ("gone on rank 1", "'b: 4 float32' became 'nothing'; if not on all ranks, exclude=['b']"),
     ],
 )
 def test_buffers_that_change_otherwise_on_the_ranks_raise_on_all(world: World, kind: str, text: str) -> None:

@@ -357,8 +357,7 @@ def test_ranks_that_load_while_others_train_raise_and_so_do_these(
     world: World, what: str, scheme: Scheme[Any], loader: int
 ) -> None:
     for said in world(3).run(load_while_others, what, scheme, loader):
-        assert f"loading of state began on rank {loader}" in said
-        assert "while others train: all ranks must, between the same two steps" in said
+        assert f"ing of state began on rank {loader} while others train" in said
 
 
 def load_while_others_average() -> str:
@@ -405,7 +404,7 @@ def load_on_one_of_two_nodes() -> str:
 
 
 def test_ranks_of_a_node_say_so_to_those_of_the_others(world: World) -> None:
-    assert all("is loaded or gathered on rank 3" in said for said in world(4).run(load_on_one_of_two_nodes))
+    assert all("loading of state began on rank 3" in said for said in world(4).run(load_on_one_of_two_nodes))
 
 
 def load_while_others_leave() -> str:
