@@ -77,7 +77,7 @@ class AutogradHooks:
         self._additions: Counter[str] | None = Counter() if static_graph else None
         self._additions_left: Counter[str] = Counter()
         self._all_are_used = not find_unused_parameters
-        self._unused: list[str] = []  # parameters to which the last synchronised backward brought nothing
+        self._reached: set[str] = set()  # parameters that backwards since the last forward brought a gradient
         self._changes = Changes(model, parameters.values(), exclude)
         self._parameters = dict(parameters)
         self._engine = engine
@@ -85,7 +85,7 @@ class AutogradHooks:
         self._sync = True
         self._armed: bool | None = None  # the last forward's wish to synchronise; None once it was fulfilled
         self._synchronizations = 0  # since attach
-        self._used: dict[int, int] = {}  # optimiser -> that when it stepped last
+        self._used: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # that at its last step
         self._rounds = OptimizerRounds()  # since attach; ranks that count differently must not average
         self._momentum = OneMomentum(self._parameters)
         self._freezing = Freezing(self._parameters, lambda: engine.arrivals)
@@ -153,12 +153,13 @@ class AutogradHooks:
         if why := self._changes.check(model):
             self._engine.fail(why)
             raise RuntimeError(why)
-        if self._unused and self._sync:
+        if self._sync:
             self._refuse_unused()
+            self._reached.clear()
         self._follow_moved_parameters(anew=self._changes.generation != generation)
         if (witness := active()) is not None:
             witness.forward_began(self._engine)
-        broadcasts = self._sync and model.training
+        broadcasts = self._sync and (model.training or self._buffers.are_in_training())
         source = 0
         if self.uneven is not None:
             source = self.uneven.forward_begins(synchronizes=self._sync, broadcasts=broadcasts)
@@ -167,9 +168,14 @@ class AutogradHooks:
             self.broadcast_buffers(source)
 
     def _refuse_unused(self) -> None:
-        """Raises as DDP does, and tells the other ranks."""
-        places = {name: place for place, name in enumerate(self._parameters)}
-        names = ", ".join(f"{name} (index {places[name]})" for name in self._unused)
+        """Raises as DDP does where backwards left parameters out and all are to be used; tells the other ranks."""
+        if not (self._all_are_used and self._reached):
+            return
+        places = enumerate(self._parameters.items())
+        unused = [(name, i) for i, (name, p) in places if p.requires_grad and name not in self._reached]
+        if not unused:
+            return
+        names = ", ".join(f"{name} (index {index})" for name, index in unused)
         why = f"{UNUSED} Parameters which did not receive grad for rank {self._engine.group.rank}: {names}"
         self._engine.fail(why)
         raise RuntimeError(why)
@@ -321,8 +327,15 @@ class AutogradHooks:
         ours = {id(p) for p in self._parameters.values()}
         if not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
             return
+        if self._engine.in_step and is_backward():
+            why = (
+                "an optimiser stepped inside backward (in a hook?), by gradients that were not averaged yet: let it "
+                "step when backward has ended"
+            )
+            self._engine.fail(why)
+            raise RuntimeError(why)
         # An optimiser whose gradients are newer than its last step owes nothing, whatever forwards came after them.
-        nothing_new = self._used.get(id(optimizer), 0) == self._synchronizations
+        nothing_new = self._used.get(optimizer, 0) == self._synchronizations
         if self._armed and nothing_new and not self._engine.in_step:
             self._begin(late=True)
             self._end()
@@ -335,13 +348,14 @@ class AutogradHooks:
         except ValueError as error:
             self._engine.fail(str(error))  # settings may differ by rank: the others would wait for this one
             raise
-        self._used[id(optimizer)] = self._synchronizations
+        self._used[optimizer] = self._synchronizations
         self._rounds.stepped(step, has_local_gradients=bool(self._accumulated))
         self._engine.stepped_alone |= self._rounds.alone
         self._follow_moved_parameters()
 
     def _after_optimizer_step(self, step: OptimizerStep) -> None:
         self._freezing.after(step.optimizer)
+        self._engine.stepped()
 
     def _require_untouched(self, versions: Mapping[str, int]) -> None:
         """A rank that came late has not clipped or unscaled, so no rank may have."""
@@ -424,11 +438,11 @@ class AutogradHooks:
                 self._tell(group)
             if self._additions is not None:
                 self._end_additions(self._additions)
-            if self._all_are_used:
-                self._unused = [n for n in engine.missing() if self._parameters[n].requires_grad and self._arrived]
             for name in engine.missing():
                 self._load_leftover(name)
         engine.finish()
+        if self._all_are_used:
+            self._reached |= self._arrived
         self._accumulated.clear()
         if not len(self._arrived) == len(self._views) == len(self._parameters) or not self._views.hold_all():
             for name, parameter in self._parameters.items():

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .bucket import TensorSpec, matches, trainable_parameters
+from .bucket import TensorSpec, trainable_parameters
 from .comm import GroupError, broadcast_tensors
 from .engine import LOADING, Engine
 from .kernels import digest
@@ -140,7 +140,6 @@ class Averaging:
         self._has_stepped = False  # since the last training forward
         self._parameters = {n: p for n, p in trainable_parameters(model).items() if n in engine.specs}
         self._changes = Changes(model, self._parameters.values(), exclude)
-        self._frozen = [(n, p) for n, p in model.named_parameters() if not (p.requires_grad or matches(n, exclude))]
         buffers = {n: b for n, b in model.named_buffers() if n in engine.specs}
         self._buffers = {  # the dicts, not the buffers: a module may replace those
             name: (module._buffers, key)
@@ -270,12 +269,6 @@ class Averaging:
             if self._sent:
                 self.land()
             return
-        thawed = next((name for name, p in self._frozen if p.requires_grad), None)
-        if thawed is not None:
-            self._refuse(
-                f"the parameter {thawed!r} was frozen when gradsync was attached, and nobody averages it; detach() "
-                "first, then attach again, or let exclude name it"
-            )
         if why := self._changes.check(model):
             self._refuse(why)
         for accumulation in self._accumulations:

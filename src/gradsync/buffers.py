@@ -41,12 +41,18 @@ class Buffers:
         self._exclude = exclude
         self._is_excluded: dict[str, bool] = {}
         self._tables: list[tuple[str, Mapping[str, Tensor | None]]] = []  # name and buffers of each module
+        self._modules: list[weakref.ref[nn.Module]] = []  # that have buffers
         self._generation = -1  # of the model's modules, when their tables were found
         self._specs: list[tuple[Any, ...]] = []  # the same on all ranks
         self._is_active = is_active and engine.group.size > 1
         if self._is_active:
             self._specs = [_spec(name, buffer) for name, buffer in self.present().items()]
             self._is_active = bool(self._specs)
+
+    def are_in_training(self) -> bool:
+        """Returns whether a module that has buffers is in training mode, as a part of a model that is not may be."""
+        modules = (ref() for ref in self._modules)
+        return any(module.training for module in modules if module is not None)
 
     def present(self, generation: int = 0) -> dict[str, Tensor]:
         """The buffers that are not excluded, by name, each once; `generation`: another number once modules changed."""
@@ -103,7 +109,9 @@ class Buffers:
     def _find_tables(self) -> None:
         """The modules' own dicts, as a module may replace its buffers; to walk the modules costs more than a step."""
         model = self._model()
-        self._tables = [] if model is None else [(name, module._buffers) for name, module in model.named_modules()]
+        modules = [] if model is None else list(model.named_modules())
+        self._tables = [(name, module._buffers) for name, module in modules]
+        self._modules = [weakref.ref(module) for _, module in modules if module._buffers]
 
     def _agree(self, buffers: Mapping[str, Tensor], specs: list[tuple[Any, ...]]) -> None:
         """The buffers have changed on this rank: goes on if they have on all ranks alike, else raises."""

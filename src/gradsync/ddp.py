@@ -253,6 +253,7 @@ class _Exchange:
 
     def _after_optimizer_step(self, step: OptimizerStep) -> None:
         self._freezing.after(step.optimizer)
+        self.engine.stepped()
         self._note_step(step)
 
     def _note_step(self, step: OptimizerStep) -> None:

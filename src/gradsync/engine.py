@@ -93,6 +93,7 @@ class Engine:
         self._other_core: JobThread | None = None  # for what a plan offloads
         if verification is None or group.size == 1:
             verification = Verification(every=0)
+        self._sees_steps = False  # of optimisers
         self._guard = ParameterGuard(self.parameters, verification, self.call, timeout_s=timeout_s)
         self._adopt(self._planning.plan)
         self._announce()
@@ -255,6 +256,12 @@ class Engine:
         self.step += 1
         if witness is not None:
             witness.step_ended(self, self.parameters)  # may end the script
+
+    def stepped(self) -> None:
+        """An optimiser has stepped: the parameters are as training has them, which backward need not find them."""
+        self._sees_steps = True
+        if self.step > 0 and self._planning.settled and self.plan.what is What.GRADIENT:
+            self._guard.look()
 
     def follow(self) -> None:
         """Lets a planner that proposes plans measure the job; on all ranks at once, between two steps."""
@@ -564,7 +571,7 @@ class Engine:
         compares = self.step > 0 and self.settled and not self._apart and self.plan.what is What.GRADIENT
         if compares and self._guard.is_due():
             try:
-                self._guard.begin(self.aside, alone=self.stepped_alone)
+                self._guard.begin(self.aside, alone=self.stepped_alone, sees_steps=self._sees_steps)
             except Exception as error:
                 self.abandon(f"comparison of parameters, step {self.step}: {error}")
                 raise

@@ -120,6 +120,8 @@ class ParameterGuard:
         self._steps_left = 0  # to the next comparison
         self._digests = torch.empty(0, dtype=torch.int64)
         self._told: Future[Pending[list[Tensor]]] | None = None  # by rank, while a comparison is under way
+        self._settled: Tensor | None = None  # digests behind the optimiser's last step before a comparison
+        self._is_suspicious = False  # parameters differed at the last comparison, and had not behind the step before it
         self._warned = -1.0  # difference of the last warning
 
     def is_due(self) -> bool:
@@ -137,14 +139,26 @@ class ParameterGuard:
         """Whether `begin` was called, and `end` is to be."""
         return self._told is not None
 
-    def begin(self, aside: Aside, *, alone: bool) -> None:
-        """Takes the digest of the parameters as they are, and has it exchanged.
+    def look(self) -> None:
+        """Takes the digests of the parameters as an optimiser's step left them, if the next step may compare."""
+        if self._verification.every and self._parameters and self._steps_left <= 1:
+            self._settled = digests_of(self._parameters.values())
 
-        `aside` runs the exchange on the communication thread. `alone`: this rank's optimiser has stepped by gradients
-        of its own since the comparison before.
+    def begin(self, aside: Aside, *, alone: bool, sees_steps: bool) -> None:
+        """Has digests exchanged: of the parameters as they are, and as the optimiser's last step left them.
+
+        The two differ where parameters were written since, or are perturbed for this backward (SAM, noise).
+
+        Args:
+            aside: runs the exchange on the communication thread.
+            alone: this rank's optimiser has stepped by gradients of its own since the comparison before.
+            sees_steps: optimisers are seen to step, else parameters are taken to be settled now.
         """
-        self._digests = digests_of(self._parameters.values())
-        mine = torch.cat([_joined(self._digests), self._digests.new_tensor([int(alone)])])
+        now = digests_of(self._parameters.values())
+        if self._settled is None:
+            self._settled, alone = now, alone or sees_steps
+        mine = torch.cat([_joined(now), _joined(self._settled), now.new_tensor([int(alone)])])
+        self._digests, self._settled = self._settled, None
         ready = torch.cuda.Event() if mine.is_cuda else None
         if ready is not None:
             ready.record()
@@ -167,13 +181,16 @@ class ParameterGuard:
         assert self._told is not None
         pending, self._told = self._told.result(), None
         parts = self._call(COMPARISON, lambda group: torch.stack(list(pending.wait(self._timeout_s))))
-        digests, alone = parts.T.tolist()
-        if len(set(digests)) == 1:
+        now, settled, alone = (set(of_ranks) for of_ranks in parts.T.tolist())
+        suspects, self._is_suspicious = self._is_suspicious, False
+        if len(now) == len(settled) == 1:
             return
         if any(alone):
             logger.debug("step %d: the ranks' models differ, and some rank has stepped alone", step)
-            return
-        self._report(self._parameters, self._digests, f"at step {step}")
+        elif len(settled) > 1:
+            self._report(self._parameters, self._digests, f"at step {step}")
+        elif not suspects:  # written on some rank, or only perturbed for this backward: the next step will tell
+            self._is_suspicious, self._steps_left = True, 1
 
     def compare(self, names: Iterable[str]) -> None:
         """Compares these parameters at once, which are to be the same whatever was before. Collective.

@@ -26,11 +26,20 @@ class Additions:
     def __init__(self, model: nn.Module, exclude: Sequence[str]) -> None:
         self._exclude = exclude
         self._known = WeakIdKeyDictionary({parameter: True for parameter in model.parameters()})
+        named = model.named_parameters()
+        self._frozen = [(n, weakref.ref(p)) for n, p in named if not (p.requires_grad or matches(n, exclude))]
         self.generation = 0  # another number once modules have come or gone
         self._remember(model)
 
     def check(self, model: nn.Module) -> str:
         """What is wrong, or nothing; costs next to nothing while no module has changed."""
+        for name, frozen in self._frozen:
+            parameter = frozen()
+            if parameter is not None and parameter.requires_grad:
+                return (
+                    f"the parameter {name!r} was frozen when gradsync was attached, and nobody synchronises it; "
+                    "detach() first, then attach again, or let exclude name it"
+                )
         if list(map(len, self._tables)) == self._lengths and all(_children(m()) == ids for m, ids in self._parents):
             return ""
         if name := self.added(model):

@@ -89,6 +89,9 @@ class OptimizerRounds:
         self.number = 0
         self.alone = False  # the last round was not by synchronised gradients alone
         self._is_synchronized = False
+        # Optimisers have numbers in the order of their first steps, the same on all ranks, as addresses are not.
+        self._numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._known = 0
         self._stepped: set[int] = set()  # optimisers that made a step in this round
 
     def synchronized(self) -> None:
@@ -98,7 +101,10 @@ class OptimizerRounds:
 
     def stepped(self, step: OptimizerStep, *, has_local_gradients: bool) -> None:
         """An optimiser is about to step. `has_local_gradients`: a local backward came since the synchronised one."""
-        optimizer = id(step.optimizer)
+        optimizer = self._numbers.get(step.optimizer, self._known)
+        if optimizer == self._known:
+            self._numbers[step.optimizer] = optimizer
+            self._known += 1
         if optimizer in self._stepped and step.is_inner:
             return
         if not self._is_synchronized and not step.has_gradients:  # it changes nothing
