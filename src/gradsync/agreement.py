@@ -109,7 +109,8 @@ def group_of(process_group: dist.ProcessGroup | None, timeout_s: float) -> Group
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "torch.distributed is not initialised; call torch.distributed.init_process_group() first "
-            "(torchrun sets the environment it needs)"
+            "(torchrun sets the environment it needs); where a framework does that, attach after it, to the model that "
+            "it has wrapped (Lightning: gradsync.attach(self.trainer.strategy.model) in on_fit_start)"
         )
     if dist.get_rank(process_group) < 0:
         raise RuntimeError("this rank is not a member of process_group; call attach() on its members only")

@@ -31,6 +31,11 @@ NO_HOOKS = (
     "planner, 'auto'), for example a planner.CompressingPlanner in place of a hook that compresses; for a hook of your "
     "own use torch.nn.parallel.DistributedDataParallel"
 )
+NO_REDUCER = (
+    "gradsync.DistributedDataParallel has no Reducer; statistics are in its attachment. Where a framework asks for one "
+    "(Lightning's manual optimisation, Accelerate's trigger_sync_in_backward), let it wrap the model in torch's "
+    "DistributedDataParallel and call gradsync.attach(ddp_model)"
+)
 NOT_NEEDED = "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
 # Of a model the wrapper that synchronises it: that of who wrapped it last.
 _wrappers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[DistributedDataParallel]] = weakref.WeakKeyDictionary()
@@ -116,6 +121,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self.dim, self.module, self.static_graph, self.mixed_precision = dim, module, static_graph, None
         self.find_unused_parameters, self.gradient_as_bucket_view = find_unused_parameters, gradient_as_bucket_view
         self.logger = None  # a Reducer's
+        self.require_forward_param_sync = True  # frameworks set it; no_sync() decides on buffers as on gradients
         self._module_parameters = [p for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
         self.bucket_bytes_cap_list = [int(mb * 2**20) for mb in bucket_cap_mb_list or ()]  # asked for; the plan decides
         keeps_buffers_apart = forward_sync_buffers is None and broadcast_buffers is False
@@ -240,12 +246,16 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     def _register_buffer_comm_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(NO_HOOKS.format(what="hooks for buffers"))
 
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """Nothing: the data are a Reducer's. Lightning's DDPStrategy asks for them when training ends."""
+        return {}
+
     def _register_fused_optim(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(NO_HOOKS.format(what="optimiser inside backward"))
 
     def __getattr__(self, name: str) -> Any:
         if name == "reducer":
-            raise AttributeError("gradsync.DistributedDataParallel has no Reducer; see its attachment for statistics")
+            raise AttributeError(NO_REDUCER)
         return super().__getattr__(name)
 
     def __getstate__(self) -> dict[str, Any]:

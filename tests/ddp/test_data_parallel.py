@@ -140,6 +140,22 @@ def test_others_take_it_for_torchs(world: World) -> None:
     world(2).run(identity)
 
 
+def as_frameworks_use_it() -> None:
+    """Lightning's DDPStrategy asks for logging data, also after an error; it and Accelerate set what syncs forwards."""
+    theirs = DistributedDataParallel(Perceptron(), process_group=new_oracle_group())
+    ours = wrapped(Perceptron())
+    for name in ("require_forward_param_sync", "require_backward_grad_sync", "static_graph", "find_unused_parameters"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+        assert getattr(copy.deepcopy(ours), name) == getattr(theirs, name), name
+    assert not ours._get_ddp_logging_data().get("can_set_static_graph")
+    with pytest.raises(AttributeError, match=r"has no Reducer; .* call gradsync\.attach\(ddp_model\)"):
+        _ = ours.reducer
+
+
+def test_frameworks_find_what_they_use_of_torchs(world: World) -> None:
+    world(2).run(as_frameworks_use_it)
+
+
 def step_of(model: nn.Module, number: int) -> dict[str, Tensor]:
     torch.manual_seed(10 * number + dist.get_rank())
     model.zero_grad()

@@ -259,7 +259,7 @@ def test_reentrant_checkpointing_is_refused_with_the_remedy(world: World) -> Non
 
 def test_attach_needs_a_process_group() -> None:
     assert not dist.is_initialized()
-    with pytest.raises(RuntimeError, match=r"not initialised; call torch.distributed.init_process_group\(\) first"):
+    with pytest.raises(RuntimeError, match=r"call torch.distributed.init_process_group\(\) first.*attach after it"):
         gradsync.attach(Perceptron())
 
 
