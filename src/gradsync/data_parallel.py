@@ -45,9 +45,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     """torch's DistributedDataParallel, with gradients averaged by gradsync: a script changes one import.
 
     `isinstance` takes it for torch's class, and the model is its `module`, so frameworks and checkpoints unwrap it; it
-    has no Reducer. Values are those of torch's class with `find_unused_parameters=True`. A model that is wrapped again
-    is synchronised by its newest wrapper only. A copy, by `copy.deepcopy` or pickle, attaches in its first forward with
-    gradients on, which therefore all ranks make.
+    has no Reducer. A model that is wrapped again is synchronised by its newest wrapper only. A copy, by `copy.deepcopy`
+    or pickle, attaches in its first forward with gradients on, which therefore all ranks make.
 
     Args:
         module: the model, on one device.
@@ -60,9 +59,11 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             re-entrant activation checkpointing.
         delay_all_reduce_named_params, param_to_hook_all_reduce: parameters that are averaged like all others here.
         plan, timeout, exclude, optimizer, grad_scaler, verify_every, verify_tolerance: as of `gradsync.attach`.
-        output_device, dim, bucket_cap_mb, bucket_cap_mb_list, find_unused_parameters, gradient_as_bucket_view,
-            skip_all_reduce_unused_params, batched_grad_copy: taken, and without effect on values: the plan decides on
-            buckets, unused parameters are always found, gradients live in buckets.
+        find_unused_parameters: parameters that the backwards of a forward leave out count as zero; else the next
+            forward raises on all ranks.
+        output_device, dim, bucket_cap_mb, bucket_cap_mb_list, gradient_as_bucket_view, skip_all_reduce_unused_params,
+            batched_grad_copy: taken, and without effect on values: the plan decides on buckets, in which gradients
+            live.
 
     Attributes:
         attachment: what `gradsync.attach` returns: plan, statistics, state for checkpoints.
