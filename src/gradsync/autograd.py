@@ -181,7 +181,7 @@ class AutogradHooks:
         raise RuntimeError(why)
 
     def _after_forward(self, model: nn.Module, output: Any) -> None:
-        """With a static graph: the step begins where backward reaches the model's output, in the outermost backward."""
+        """Begins the step of a static graph where backward reaches the model's output, in the outermost backward."""
         if torch.is_grad_enabled() and not is_backward():
             for tensor in tree_leaves(output):
                 if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
@@ -267,7 +267,7 @@ class AutogradHooks:
         self._on_gradient(name, produced)
 
     def _is_complete(self, name: str, additions: Counter[str]) -> bool:
-        """With a static graph: whether a gradient was added to now as often as in the first backward.
+        """Returns, for a static graph, whether a gradient was added to now as often as in the first backward.
 
         Raises:
             RuntimeError: where it was added to more often.

@@ -244,7 +244,7 @@ class Averaging:
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
-        """What differences are taken from, by name."""
+        """The tensors that differences are taken from, by name."""
         return {name: TensorSpec.of(reference) for name, reference in self._references.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -146,7 +146,7 @@ def describe_buffers(buffers: Mapping[str, Tensor]) -> list[str]:
 
 
 def _spec(name: str, buffer: Tensor) -> tuple[Any, ...]:
-    """What must be the same on all ranks for a broadcast; compared before each one, so it is made of little."""
+    """Returns what must be the same on all ranks for a broadcast; compared before each one, so it is made of little."""
     if buffer.layout is torch.strided:
         return name, buffer.shape, buffer.dtype
     return name, buffer.shape, buffer.dtype, buffer.layout, *(part.shape for part in dense_parts(buffer))

@@ -141,7 +141,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self._attach(init_sync=init_sync, buffers=not keeps_buffers_apart)
 
     def _attach(self, *, init_sync: bool, buffers: bool) -> None:
-        """On all ranks at once; `buffers` begin alike, too."""
+        """Attaches to the module, on all ranks at once; `buffers` begin alike, too."""
         self._attachment = attach(
             self.module,
             process_group=self.process_group,
@@ -164,7 +164,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     @property
     def attachment(self) -> Attachment:
-        """What `gradsync.attach` returned.
+        """The attachment that `gradsync.attach` returned.
 
         Raises:
             RuntimeError: for a copy that has made no forward yet.
@@ -213,7 +213,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             self._local.enter_context(self._attachment.no_sync())
 
     def _set_static_graph(self) -> None:
-        """As `static_graph=True` of the constructor; on all ranks at once, before the first backward."""
+        """Does as `static_graph=True` of the constructor; on all ranks at once, before the first backward."""
         self.static_graph = True
         self.attachment.detach()
         self._attach(init_sync=False, buffers=False)
@@ -223,7 +223,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self.attachment.detach()
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """For `torch.distributed.algorithms.Join`: a rank that is through contributes zeros."""
+        """Returns the hook for `torch.distributed.algorithms.Join`: a rank that is through contributes zeros."""
         self._require_attached()
         return self._uneven_inputs.hook_of(self, **kwargs)
 
@@ -234,7 +234,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         return joinable
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> NoReturn:
-        """Not supported.
+        """Raises, as a communication hook is not supported.
 
         Raises:
             RuntimeError: always, and says what to do in its place.

@@ -94,7 +94,7 @@ class DDPState:
         return self._exchange.engine
 
     def detach(self) -> None:
-        """From now on the hook is DDP's own all-reduce: torch cannot take a hook off."""
+        """Makes the hook DDP's own all-reduce from now on: torch cannot take a hook off."""
         if self._exchange is not None:
             self._exchange.detach()
 
@@ -131,7 +131,7 @@ class DDPState:
 
 
 class _Exchange:
-    """What a state has of one DDP model on this rank."""
+    """The part of a state that belongs to one DDP model on this rank."""
 
     def __init__(
         self,

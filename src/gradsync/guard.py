@@ -73,7 +73,7 @@ class Verification:
 
 @dataclass(frozen=True)
 class Divergence:
-    """What the ranks found where their parameters differ; the same on all of them."""
+    """A difference that the ranks found between their parameters; the same on all of them."""
 
     first: str  # parameter, in the order of the model
     sides: tuple[tuple[int, ...], ...]  # ranks that have the same of it

@@ -87,7 +87,7 @@ class Changes:
         return self._additions.generation + self._moves
 
     def check(self, model: nn.Module) -> str:
-        """What is wrong, or nothing."""
+        """Returns what is wrong, or nothing."""
         if why := self._wrapper.check():
             return why
         if self._are_in_place():

@@ -35,7 +35,7 @@ _open: weakref.WeakSet[_Shadow] = weakref.WeakSet()
 
 
 class Shadowed(Protocol):
-    """What the front-end of a model does for ranks that are through with their inputs."""
+    """The work of a model's front-end for ranks that are through with their inputs."""
 
     factor: float  # of the mean over all ranks, where it is to be that over fewer
     rounds: int  # of backward and optimiser step
@@ -55,7 +55,7 @@ class Shadowed(Protocol):
 
 
 class UnevenInputs(Joinable):
-    """What makes an attached model joinable; knows it weakly."""
+    """Makes an attached model joinable; knows it weakly."""
 
     def __init__(
         self, model: nn.Module, front: Shadowed, engine: Engine, process_group: dist.ProcessGroup | None
@@ -104,7 +104,7 @@ class UnevenInputs(Joinable):
         return have_inputs[-1]
 
     def tell(self, mine: int) -> list[int]:
-        """What every rank says of the coming forward, by rank."""
+        """Returns what every rank says of the coming forward, by rank."""
         timeout_s = self._engine.timeout_s
         told: list[bytes] = self._engine.call(
             "who still has inputs", lambda group: gather_bytes(group, bytes([mine]), timeout_s)
@@ -134,7 +134,7 @@ class UnevenInputs(Joinable):
 
 
 class _Shadow(JoinHook):
-    """What `Join` calls on a rank that is through."""
+    """The hook that `Join` calls on a rank that is through."""
 
     def __init__(self, inputs: UnevenInputs) -> None:
         super().__init__()

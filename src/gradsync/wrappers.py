@@ -71,7 +71,7 @@ class ActiveWrapper:
         self._harmless: weakref.ref[nn.Module] | None = None  # the last one that averages none of them
 
     def check(self) -> str:
-        """What is wrong, or nothing."""
+        """Returns what is wrong, or nothing."""
         active = DistributedDataParallel._active_ddp_module
         if active is None or (self._harmless is not None and self._harmless() is active):
             return ""

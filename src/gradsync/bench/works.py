@@ -159,7 +159,7 @@ def squared_norms(g: torch.Generator, *, size: int, block: int) -> Work:
 
 
 def digest(g: torch.Generator, *, size: int, tensors: int, dtype: str = "float32") -> Work:
-    """What ranks compare their parameters by."""
+    """The digests by which ranks compare their parameters."""
     x, out = torch.randn(size, generator=g).to(getattr(torch, dtype)), torch.zeros(tensors, dtype=torch.int64)
     parts = x.chunk(tensors)
     return Work(lambda module: module.digest(parts, out), [out], tensor_bytes(x, out))

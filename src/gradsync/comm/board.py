@@ -55,7 +55,7 @@ class Board:
         self._ask(lambda store: store.append(f"met {meeting}", entry))  # type: ignore[attr-defined]  # see `_append`
 
     def met(self, meeting: int) -> dict[int, tuple[int, str]]:
-        """By members that have come to the meeting: operations issued before, and its purpose. Empty if unanswered."""
+        """Operations issued before, and the purpose, by members that have come to the meeting. Empty if unanswered."""
         entries = (entry.split(":") for entry in (self._read(f"met {meeting}") or "").split())
         return {int(rank): (int(number), bytes.fromhex(what).decode()) for rank, number, what in entries}
 
