@@ -225,7 +225,7 @@ def counted(every: int, tried: bool) -> tuple[list[int], list[bool]]:
     """Operations of the group in each step beside those of buckets, and whether the plan was settled before it."""
     model, optimizer, handle = attached(verify_every=every, plan=tries if tried else plan_of(Perceptron()))
     group, counts, settled = handle._engine.group, [], []
-    for number in range(40 if tried else 9):
+    for number in range(120 if tried else 9):  # a trial may take 90 steps
         settled.append(handle.settled)
         before, buckets = group._issued, len(handle.plan.buckets)
         train(model, optimizer, number)
