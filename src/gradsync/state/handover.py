@@ -68,7 +68,8 @@ def _by_rank(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         raise ValueError(f"expected the states of all ranks of one job, each once, got {found or 'none'}")
     for name in ("parameters", "step", "loss_scale"):
         if len(values := {repr(state.get(name)) for state in states}) > 1:
-            raise ValueError(f"the states are not of one moment of one job: their {name} differ, {', '.join(sorted(values))}")
+            found = ", ".join(sorted(values))
+            raise ValueError(f"the states are not of one moment of one job: their {name} differ, {found}")
     return [state for _, state in sorted(zip((o.rank for o in origins), states, strict=True), key=lambda each: each[0])]
 
 
