@@ -314,7 +314,7 @@ def attach(
         find_unused_parameters: False: a forward raises where the backward before it brought some parameter nothing, as
             with DDP's argument of this name.
         verify_every: steps from one comparison of the ranks' parameters to the next (the first one comes soon after the
-            plan has settled); 0: never. Each takes 16 bytes and one read of the parameters. Where these differ, as
+            plan has settled); 0: never. Each takes 24 bytes and two reads of the parameters. Where these differ, as
             after a write on one rank only, all ranks warn or raise, naming parameter and ranks. They may differ after
             optimiser steps that followed no synchronised backward, as in local SGD by hand.
         verify_tolerance: the difference, relative to the parameter's largest magnitude, up to which that is a warning,
