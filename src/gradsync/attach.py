@@ -336,15 +336,7 @@ def attach(
     verification = Verification(verify_every, verify_tolerance)
     attached = Attached(model, optimizer, process_group, timeout_s, exclude, verification)
     if isinstance(plan, AveragingPlanner) or (isinstance(plan, Plan) and plan.what is not What.GRADIENT):
-        fronts = Fronts(averaging_front(attached, plan, grad_scaler))
-        if isinstance(plan, AveragingPlanner):
-            try:
-                survive(fronts, plan, attached)
-            except BaseException:
-                forget(model.modules(), fronts.present.engine.parameters.values())
-                fronts.close()
-                raise
-        return Attachment(fronts, model)
+        return Attachment(_averaging_fronts(attached, plan, grad_scaler), model)
     plan = planner_of(plan)
     averaging = plan.averaging if isinstance(plan, AutoPlanner) else None
     refusal = "" if averaging is None else why_not_parameters(model, optimizer, grad_scaler)
@@ -398,6 +390,21 @@ def attach(
         other = ParametersBeside(fronts, hooks, averaging, attached)
         fronts.choice = Choice(engine, model, optimizer, other)
     return Attachment(fronts, model)
+
+
+def _averaging_fronts(
+    attached: Attached, plan: Plan | AveragingPlanner, grad_scaler: torch.amp.GradScaler | None
+) -> Fronts:
+    """Makes the front-end of a plan of parameters."""
+    fronts = Fronts(averaging_front(attached, plan, grad_scaler))
+    if isinstance(plan, AveragingPlanner):
+        try:
+            survive(fronts, plan, attached)
+        except BaseException:
+            forget(attached.model.modules(), fronts.present.engine.parameters.values())
+            fronts.close()
+            raise
+    return fronts
 
 
 @contextmanager

@@ -80,6 +80,7 @@ class AutogradHooks:
         self._reached: set[str] = set()  # parameters that backwards since the last forward brought a gradient
         self._changes = Changes(model, parameters.values(), exclude)
         self._parameters = dict(parameters)
+        self._ids = {id(p) for p in self._parameters.values()}
         self._engine = engine
         self._buffers = Buffers(model, engine, exclude, is_active=broadcast_buffers)
         self._sync = True
@@ -324,8 +325,7 @@ class AutogradHooks:
     def _before_optimizer_step(self, step: OptimizerStep) -> None:
         """The other ranks may wait for a rank whose backward reached no parameter."""
         optimizer = step.optimizer
-        ours = {id(p) for p in self._parameters.values()}
-        if not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
+        if not step.concerns(self._ids):
             return
         if self._engine.in_step and is_backward():
             why = (
@@ -355,7 +355,8 @@ class AutogradHooks:
 
     def _after_optimizer_step(self, step: OptimizerStep) -> None:
         self._freezing.after(step.optimizer)
-        self._engine.stepped()
+        if step.concerns(self._ids):
+            self._engine.stepped()
 
     def _require_untouched(self, versions: Mapping[str, int]) -> None:
         """A rank that came late has not clipped or unscaled, so no rank may have."""

@@ -134,7 +134,7 @@ def why_not_broadcast(name: str, buffer: Tensor) -> str:
         kind = "is on the meta device and has no values: to_empty(device=...) and fill it before attach(), or"
     elif type(buffer).__name__ == "DTensor":
         kind = "is a DTensor:"
-    elif buffer.is_quantized or buffer.is_nested or buffer.layout is torch._mkldnn:  # type: ignore[attr-defined]
+    elif buffer.is_quantized or buffer.is_nested or str(buffer.layout) == "torch._mkldnn":
         layout = "nested" if buffer.is_nested else buffer.dtype if buffer.is_quantized else buffer.layout
         kind = f"is a tensor of a kind that is not broadcast ({layout}):"
     return f"the buffer {name!r} {kind} {REMEDY.format(name=name)}" if kind else ""

@@ -253,13 +253,13 @@ class _Exchange:
 
     def _after_optimizer_step(self, step: OptimizerStep) -> None:
         self._freezing.after(step.optimizer)
-        self.engine.stepped()
-        self._note_step(step)
+        if step.concerns(self._names):
+            self.engine.stepped()
+            self._note_step(step)
 
     def _note_step(self, step: OptimizerStep) -> None:
         """Tells the engine of a step that followed no synchronised backward."""
-        groups = step.optimizer.param_groups
-        if not any(id(p) in self._names for group in groups for p in group["params"]) or step.is_inner:
+        if step.is_inner:
             return
         if self._used.get(step.optimizer, 0) == self._synchronizations:
             self.engine.stepped_alone = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from types import CodeType, FrameType
@@ -51,6 +51,10 @@ class OptimizerStep(NamedTuple):
     def has_closure(self) -> bool:
         """Whether it computes its gradients itself."""
         return self.kwargs.get("closure", self.args[1] if len(self.args) > 1 else None) is not None
+
+    def concerns(self, parameters: Container[int]) -> bool:
+        """Returns whether some of these parameters, by their ids, are the optimiser's."""
+        return any(id(p) in parameters for group in self.optimizer.param_groups for p in group["params"])
 
     @property
     def has_gradients(self) -> bool:
