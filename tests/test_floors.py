@@ -16,7 +16,7 @@ FLOORS: list[set[str]] = [
     {"memory"},
     {"costs", "kernels"},
     {"comm"},
-    {"bucket", "forecast", "sparse"},
+    {"bucket", "forecast", "sparse", "stamp"},
     {"arrivals", "density", "gradients", "positions"},
     {"compressors", "gradient_views"},
     {"schemes", "observation", "footprint", "state", "lars", "guard"},

@@ -15,7 +15,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +24,10 @@ from torch.optim import Optimizer
 from .bucket import TensorSpec, trainable_parameters
 from .comm import GroupError, broadcast_tensors
 from .engine import LOADING, Engine
-from .kernels import digest
 from .mean_model import statistics_of, take_mean
 from .model_changes import Changes
 from .plan import OF, Plan, What
+from .stamp import Stamp
 from .stepping import EarlyExchange, EarlySteps, begin_state
 from .torch_hooks import (
     REENTRANT,
@@ -154,7 +154,7 @@ class Averaging:
             self._states_of.setdefault(parameter, []).append(name)
         self._means = _means_of_variances(model, buffers)
         self._references = self._taken_references()
-        self._sent: dict[str, _Stamp | None] = {}  # what is under way, by name; None: it may change meanwhile
+        self._sent: dict[str, Stamp | None] = {}  # what is under way, by name; None: it may change meanwhile
         self._is_open = False  # a round was begun, and not all of it is sent
         self._fired: set[str] = set()  # names whose module's forward was seen to begin
         self._waits: bool | None = None  # whether exchanges end with `optimizer.step()`; None before the first forward
@@ -415,7 +415,7 @@ class Averaging:
         for name in self._buffers:
             buffer = self._buffer(name)
             # Within an early backward checkpointing repeats forwards, which change what normalisation has seen.
-            self._sent[name] = _Stamp.of(buffer, self._goes_on_behind) if self._early is None else None
+            self._sent[name] = Stamp.of(buffer, self._goes_on_behind) if self._early is None else None
             self._engine.load(name, self._outgoing(name, buffer))
 
     def _send(self, name: str) -> None:
@@ -441,9 +441,9 @@ class Averaging:
         """Whether the exchange goes on while the user's code runs, until the next forward."""
         return self._waits is False and self._engine.goes_on_alone
 
-    def _stamp(self, name: str, *, with_values: bool) -> _Stamp:
+    def _stamp(self, name: str, *, with_values: bool) -> Stamp:
         parameter = self._parameters[name]
-        stamp = _Stamp.of(parameter.detach(), with_values)
+        stamp = Stamp.of(parameter.detach(), with_values)
         return stamp._replace(address=0) if name in self._moving else stamp  # their modules move them
 
     def _buffer(self, name: str) -> Tensor:
@@ -492,7 +492,7 @@ class Averaging:
                 self._put_state(name, self._incoming(name))
         elif name in self._buffers:
             buffer, average = self._buffer(name), self._incoming(name)
-            if sent is not None and sent != _Stamp.of(buffer, sent.has_values):
+            if sent is not None and sent != Stamp.of(buffer, sent.has_values):
                 self._refuse_change(name)
             # Masks have infinities for good, of which sums with other signs make what is no number.
             buffer.copy_(torch.where(buffer.isfinite(), average, buffer))
@@ -546,27 +546,6 @@ class Averaging:
         self._engine.abandon(why)
         self._engine.fail(why)
         raise RuntimeError(why)
-
-
-class _Stamp(NamedTuple):
-    """A mark that changes with the tensor, if `has_values` also by writes through `.data`, which leave the version."""
-
-    version: int
-    address: int
-    has_values: bool
-    values: int  # a digest of them
-
-    @classmethod
-    def of(cls, tensor: Tensor, has_values: bool) -> _Stamp:
-        return cls(tensor._version, tensor.data_ptr(), has_values, _digest(tensor) if has_values else 0)
-
-
-def _digest(tensor: Tensor) -> int:
-    """Returns 64 bits that depend on all elements as they lie in memory."""
-    dense = tensor if tensor.is_contiguous() else torch.empty_like(tensor).copy_(tensor)
-    out = torch.empty(1, dtype=torch.int64, device=tensor.device)
-    digest([dense.as_strided((dense.numel(),), (1,))], out)
-    return int(out)
 
 
 class _ForGradient:

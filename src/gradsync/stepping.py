@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from .freezing import OF_ELEMENTS
 from .plan import Plan
+from .stamp import Stamp
 
 CHANGED = (
     "{what} was changed between backward and optimizer.step() ({such}?), which is too late for a plan of early "
@@ -61,7 +62,7 @@ class EarlySteps:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._used: dict[nn.Parameter, tuple[Tensor, int]] = {}  # gradients, with their versions, since `end`
+        self._used: dict[nn.Parameter, Stamp] = {}  # marks of the gradients, since `end`
         self._settings: list[dict[str, object]] = []  # of the groups, when the first was used
         self._taken_from: list[tuple[dict[str, Any], list[nn.Parameter]]] = []  # groups, and what they had
         self._step = _plain_step(optimizer)
@@ -82,12 +83,12 @@ class EarlySteps:
         wanted = {p for p in parameters if p.grad is not None}
         with self._of(lambda p: p in wanted):
             self._step(self._optimizer)
-        self._used |= {p: (p.grad, p.grad._version) for p in wanted if p.grad is not None}
+        self._used |= {p: Stamp.of(p.grad) for p in wanted if p.grad is not None}
 
     def check(self, names: Mapping[nn.Parameter, str]) -> str:
         """Before the optimiser's own step: what is wrong, or nothing."""
-        for p, (gradient, version) in self._used.items():
-            if p.grad is not gradient or gradient._version != version:
+        for p, stamp in self._used.items():
+            if p.grad is None or Stamp.of(p.grad) != stamp:
                 return CHANGED.format(what=f"the gradient of {names.get(p, 'a parameter')!r}", such="clipping")
         for before, now in zip(self._settings, self._settings_now(), strict=False):  # groups may have come since
             for key in before:

@@ -1136,7 +1136,23 @@ def test_cut_parameters_are_stepped_once_early(world: World) -> None:
     world(4).run(both_cut_alike)
 
 
-def one_rank_clips() -> str:
+def clip(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+def write_through_data(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.data.mul_(0.5)
+
+
+def write_through_numpy(model: nn.Module) -> None:
+    gradient = next(model.parameters()).grad
+    assert gradient is not None
+    gradient.numpy()[...] = 0
+
+
+def one_rank_changes_gradients(change: Callable[[nn.Module], None]) -> str:
     model, optimizer, handle = make(early=True)
 
     def go() -> None:
@@ -1144,7 +1160,7 @@ def one_rank_clips() -> str:
             optimizer.zero_grad()
             backward(model, step)
             if dist.get_rank() == 1:
-                nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+                change(model)
             optimizer.step()
 
     said = error_of(go)
@@ -1152,6 +1168,9 @@ def one_rank_clips() -> str:
     return said
 
 
-def test_what_one_rank_does_too_late_stops_all_with_its_reason(world: World) -> None:
-    for said in world(2).run(one_rank_clips):
+@pytest.mark.parametrize("change", [clip, write_through_data, write_through_numpy])
+def test_what_one_rank_does_too_late_stops_all_with_its_reason(
+    world: World, change: Callable[[nn.Module], None]
+) -> None:
+    for said in world(2).run(one_rank_changes_gradients, change):
         assert "was changed between backward and optimizer.step()" in said
