@@ -83,7 +83,7 @@ def test_what_a_name_plans_by(name: str, search: Any, constraints: Constraints) 
 
 def test_every_name_without_a_compressor_is_a_method_of_its_own() -> None:
     assert AUTOMATIC.keys() <= METHODS.keys()
-    assert METHODS["mg_wfbp"].exact and METHODS["auto_exact"].exact and not METHODS["auto"].exact
+    assert METHODS["mg_wfbp"].exact and METHODS["auto"].exact and not METHODS["auto_lossy"].exact
 
 
 def test_momentum_is_the_compressors_and_vectors_keep_the_optimizers() -> None:

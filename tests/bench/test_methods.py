@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from gradsync.bench.automatic import AUTOMATIC
-from gradsync.bench.methods import METHODS, TORCH_SPARSE, method
+from gradsync.bench.methods import METHODS, SWEEPS, TORCH_SPARSE, method
 from tests.quick import quickly
 from tests.world import Ranks, new_oracle_group
 
@@ -34,6 +34,7 @@ AVERAGING = (
 # back.
 LOSSY = {
     "ddp_bf16": 2**-7, "ddp_sparse_bf16": 2**-7, "bf16": 2**-7, "ddp_fp16": 2**-9, "fp16": 2**-9, "ddp_int8": 2**-6,
+    **dict.fromkeys(SWEEPS["ddp_16bit"], 2**-7),
 }  # fmt: skip
 
 

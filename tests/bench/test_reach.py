@@ -60,7 +60,7 @@ def test_who_learns_like_a_method() -> None:
         "local_sgd8",
     ]
     assert Learner.of("csc0.1_4k_lazy") == Learner.of("csc0.1_4k") == Learner("csc0.1_4k")
-    for name in ("auto", "ddp_int8", "csc_free"):
+    for name in ("auto_lossy", "ddp_int8", "csc_free"):
         with pytest.raises(ValueError, match=f"what {name} loses is torch's alone, or depends on what it measures"):
             Learner.of(name)
 
@@ -78,7 +78,12 @@ def test_steps_are_those_of_training() -> None:
 
 def test_times_are_steps_by_seconds(tmp_path: Path) -> None:
     """A method that learns as the baseline takes the ratio of their steps; what nothing learns alike is left out."""
-    records = [timed("ddp_bf16", 1.0), timed("bf16", 0.5), timed("auto", 0.1), timed("ddp_bf16", 9.0, phase="pick")]
+    records = [
+        timed("ddp_bf16", 1.0),
+        timed("bf16", 0.5),
+        timed("auto_lossy", 0.1),
+        timed("ddp_bf16", 9.0, phase="pick"),
+    ]
     events: list[dict[str, Any]] = []
     spec = ReachSpec(1e3, "ddp_bf16", seeds=2, every=1, most_steps=2)
     (ddp, ours), notes = run_reach(timed_runs(records), spec, events.append)
@@ -86,7 +91,7 @@ def test_times_are_steps_by_seconds(tmp_path: Path) -> None:
     assert ours.params["steps"] == ours.params["baseline_steps"] == [1.0, 1.0]
     assert ours.ratio == Spread.of([0.5]) and ddp.ratio == Spread.of([2.0]) and ours.aa == Spread.of([1.0])
     assert len(events) == 4, "two learners from two seeds"
-    assert len(notes) == 1 and "what auto loses" in notes[0]
+    assert len(notes) == 1 and "what auto_lossy loses" in notes[0]
     save_records(records, tmp_path / "timed.json")
     command = ["bench", "reach", str(tmp_path / "timed.json"), "--loss", "1000", "--every", "1", "--seeds", "1"]
     result = CliRunner().invoke(app, [*command, "--json", str(tmp_path / "out.json")])

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 from gradsync.bench import launch, train
-from gradsync.bench.methods import DDP_SWEEP, METHODS, method
+from gradsync.bench.methods import METHODS, SWEEPS, method
 from gradsync.bench.train import AGAIN, TrainSpec, block_steps_s, run_training
 from gradsync.bench.train_rank import Contestant, pick
 from gradsync.lab import Lab
-from gradsync.report.record import TrainingRun
+from gradsync.report.record import PlanRan, TrainingRun
 from gradsync.workloads import Workload
 from gradsync.workloads.emulated import ComputeTimes
 from tests.world import Ranks
@@ -29,8 +29,8 @@ def rank_result(blocks: list[list[float]]) -> dict[str, Any]:
     return {
         "failed": None, "blocks": blocks, "block_average": "median", "mixes_by": None, "in_step": True,
         "losses": [1.0] * steps, "samples_per_step": 8, "sent_bytes": 100 * steps,
-        "final": {}, "backward_s": 0.1, "exposed_s": 0.0, "plan": [], "buckets": [], "timeline": [],
-        "predicted_timeline": [],
+        "final": {}, "backward_s": 0.1, "exposed_s": 0.0, "plan": [], "plan_digest": None, "buckets": [],
+        "timeline": [], "predicted_timeline": [],
     }  # fmt: skip
 
 
@@ -52,11 +52,12 @@ def run_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., TrainingRun]:
         spec: TrainSpec,
         judged: list[dict[str, Any]],
         sweep: list[dict[str, Any]] | None = None,
-        picked: str | None = None,
+        picked: dict[str, str] | None = None,
     ) -> TrainingRun:
         sweep = sweep or [{} for _ in judged]
         ranks = [
-            {"picked": picked, "sweep": s, "judged": j, "stolen": [0.0]} for s, j in zip(sweep, judged, strict=True)
+            {"picked": picked or {}, "sweep": s, "judged": j, "stolen": [0.0]}
+            for s, j in zip(sweep, judged, strict=True)
         ]
         monkeypatch.setattr(train, "run_ranks", lambda *arguments: ranks)
         return run_training(spec.model_copy(update={"workload": "dense160", "nodes": len(judged)}), lambda event: None)
@@ -90,24 +91,52 @@ def test_ratios_are_taken_block_by_block_and_the_baseline_is_held_against_itself
     assert record.within(0.46) and not record.within(0.45)
 
 
-SWEEP = {name: blocks_of(2.0, 2.0) for name in DDP_SWEEP} | {"ddp_1mb": blocks_of(1.0, 1.0)}
+SWEEP = {name: blocks_of(2.0, 2.0) for name in SWEEPS["ddp"]} | {"ddp_1mb_views": blocks_of(1.0, 1.0)}
+PICKED = {"ddp": "ddp_1mb_views"}
 
 
 def test_ddp_is_the_picked_one_judged_anew_and_the_sweep_stays_in_the_run(run_with: Any) -> None:
     spec = TrainSpec(methods=("ddp", "gradsync"), repeats=2)
     # Fast where it was picked, slow where it is judged: luck must not make the baseline look better than it is.
     figures = {"ddp": blocks_of(3.0, 3.0), "gradsync": blocks_of(1.5, 1.5), f"ddp:{AGAIN}": blocks_of(3.3, 3.0)}
-    run = run_with(spec, [figures] * 2, [SWEEP] * 2, "ddp_1mb")
+    run = run_with(spec, [figures] * 2, [SWEEP] * 2, PICKED)
     records = {r.subject: r for r in run.records}
-    assert [m.name for m in run.methods] == ["ddp", "gradsync", *DDP_SWEEP]
+    assert [m.name for m in run.methods] == ["ddp", "gradsync", *SWEEPS["ddp"]]
     ours = records.pop("gradsync")
-    assert ours.baseline == "ddp" and ours.params["baseline_method"] == "ddp_1mb" and "phase" not in ours.params
+    assert ours.baseline == "ddp" and ours.params["baseline_method"] == "ddp_1mb_views" and "phase" not in ours.params
     assert ours.ratio.median == 0.5 and ours.aa.median == pytest.approx(1.05)
-    assert set(records) == set(DDP_SWEEP) - {"ddp_1mb"}
+    assert set(records) == set(SWEEPS["ddp"]) - {"ddp_1mb_views"}
     for record in records.values():
         assert (record.baseline, record.params["phase"], record.ratio.median) == ("ddp", "pick", 2.0)
         assert record.aa is None
-    assert "ddp is ddp_1mb" in run.notes[0] and "ddp_100mb 2000.0 ms" in run.notes[0]
+    assert "ddp is ddp_1mb_views" in run.notes[0] and "ddp_100mb_views 2000.0 ms" in run.notes[0]
+
+
+def test_each_sweep_has_a_best_of_its_own(run_with: Any) -> None:
+    spec = TrainSpec(methods=("ddp_16bit", "ddp", "auto"), repeats=2)
+    half = {name: blocks_of(1.0, 1.0) for name in SWEEPS["ddp_16bit"]} | {"ddp_bf16_views": blocks_of(0.5, 0.5)}
+    judged = {name: blocks_of(1.0, 1.0) for name in ("ddp_16bit", f"ddp_16bit:{AGAIN}", "ddp", "auto")}
+    run = run_with(spec, [judged], [{**SWEEP, **half}], {"ddp_16bit": "ddp_bf16_views", **PICKED})
+    records = {r.subject: r for r in run.records if "phase" not in r.params}
+    assert records.keys() == {"ddp", "auto"}
+    assert {r.params["baseline_method"] for r in records.values()} == {"ddp_bf16_views"}
+    assert records["ddp"].params["subject_method"] == "ddp_1mb_views" and "subject_method" not in records["auto"].params
+    picks = {r.subject: (r.baseline, r.params["baseline_method"]) for r in run.records if "phase" in r.params}
+    assert picks["ddp_bf16"] == ("ddp_16bit", "ddp_bf16_views") and picks["ddp_default"] == ("ddp", "ddp_1mb_views")
+    assert len(picks) == len(SWEEPS["ddp"]) + len(SWEEPS["ddp_16bit"]) - 2
+
+
+def test_a_record_holds_the_plan_that_ran_and_losses_at_equal_steps_only(run_with: Any) -> None:
+    spec = TrainSpec(methods=("ddp_default", "gradsync", "auto"), repeats=2)
+    base = {**blocks_of(2.0, 2.0), "final": {"loss": 0.5}}
+    planned = {**base, "plan": ["one bucket: ring"], "plan_digest": "abc"}
+    longer = {**planned, "losses": [1.0] * 7}
+    judged = {"ddp_default": base, f"ddp_default:{AGAIN}": base, "gradsync": planned, "auto": longer}
+    records = {r.subject: r for r in run_with(spec, [judged]).records}
+    assert records["gradsync"].plan == PlanRan(digest="abc", words=["one bucket: ring"])
+    assert records["gradsync"].baseline_plan is None, "DDP has none"
+    assert (records["gradsync"].loss_steps, records["gradsync"].loss) == (6, {"loss": 0.5})
+    assert records["auto"].loss_steps is None
 
 
 def test_emulated_records_know_what_a_rank_alone_takes(run_with: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,32 +146,32 @@ def test_emulated_records_know_what_a_rank_alone_takes(run_with: Any, monkeypatc
     monkeypatch.setattr(train, "measured_times", times)
     spec = TrainSpec(methods=("ddp", "ddp_sparse"), repeats=2, emulate_compute=True)
     figures = {name: blocks_of(1.0, 1.0) for name in ("ddp", "ddp_sparse", f"ddp:{AGAIN}")}
-    records = run_with(spec, [figures], [SWEEP], "ddp_1mb").records
+    records = run_with(spec, [figures], [SWEEP], PICKED).records
     assert {record.subject: record.scaling for record in records} == pytest.approx(
-        {"ddp_sparse": 0.8, "ddp_default": 0.45, "ddp_100mb": 0.45, "ddp_one_bucket": 0.45}
+        {"ddp_sparse": 0.8} | {name: 0.45 for name in SWEEPS["ddp"] if name != "ddp_1mb_views"}
     )
     spec = spec.model_copy(update={"emulate_compute": False})
-    assert {record.scaling for record in run_with(spec, [figures], [SWEEP], "ddp_1mb").records} == {None}
+    assert {record.scaling for record in run_with(spec, [figures], [SWEEP], PICKED).records} == {None}
 
 
 def test_ddp_that_is_not_first_is_a_subject(run_with: Any) -> None:
     spec = TrainSpec(methods=("ddp_default", "ddp"), repeats=2)
     figures = {name: blocks_of(2.0, 2.0) for name in ("ddp_default", f"ddp_default:{AGAIN}")}
-    run = run_with(spec, [{**figures, "ddp": blocks_of(1.0, 1.0)}], [SWEEP], "ddp_1mb")
+    run = run_with(spec, [{**figures, "ddp": blocks_of(1.0, 1.0)}], [SWEEP], PICKED)
     first, *others = run.records
     assert (first.subject, first.baseline, first.ratio.median) == ("ddp", "ddp_default", 0.5)
-    assert (first.params["subject_method"], first.params["baseline_method"]) == ("ddp_1mb", "ddp_default")
+    assert (first.params["subject_method"], first.params["baseline_method"]) == ("ddp_1mb_views", "ddp_default")
     # The default was judged: its figures from the pick would stand beside those under the same name.
-    assert [m.name for m in run.methods] == ["ddp_default", "ddp", "ddp_1mb", "ddp_100mb", "ddp_one_bucket"]
-    assert [r.subject for r in others] == ["ddp_100mb", "ddp_one_bucket"]
+    assert [m.name for m in run.methods] == ["ddp_default", "ddp", *SWEEPS["ddp"][1:]]
+    assert {r.subject for r in others} == set(SWEEPS["ddp"][1:]) - {"ddp_1mb_views"}
 
 
 def test_a_sweep_keeps_its_members_that_failed(run_with: Any) -> None:
     spec = TrainSpec(methods=("ddp", "gradsync"), repeats=2)
     judged = {name: blocks_of(1.0, 1.0) for name in ("ddp", "gradsync", f"ddp:{AGAIN}")}
-    run = run_with(spec, [judged], [{**SWEEP, "ddp_100mb": lost("no")}], "ddp_1mb")
-    assert {r.subject: r.failed for r in run.records}["ddp_100mb"] == "no"
-    assert {m.name: m.failed for m in run.methods}["ddp_100mb"] == "no"
+    run = run_with(spec, [judged], [{**SWEEP, "ddp_100mb_views": lost("no")}], PICKED)
+    assert {r.subject: r.failed for r in run.records}["ddp_100mb_views"] == "no"
+    assert {m.name: m.failed for m in run.methods}["ddp_100mb_views"] == "no"
 
 
 def test_a_failed_method_keeps_its_row_with_the_error_that_came_first(run_with: Any) -> None:
@@ -190,7 +219,7 @@ def test_bytes_of_a_step_are_those_of_one_node(loopback: bool, counted: int, mon
     """Two nodes of two ranks, each node sends 4000 bytes in 4 steps."""
     figures = rank_result([[0.1, 0.1], [0.1, 0.1]]) | {"sent_bytes": counted}
     judged = {name: figures for name in ("ddp_default", f"ddp_default:{AGAIN}")}
-    rank = {"picked": None, "sweep": {}, "judged": judged, "stolen": [0.0]}
+    rank = {"picked": {}, "sweep": {}, "judged": judged, "stolen": [0.0]}
     monkeypatch.setattr(train, "run_ranks", lambda *arguments: [rank] * 4)
     monkeypatch.setattr(Lab, "__enter__", lambda self: self)
     monkeypatch.setattr(Lab, "__exit__", lambda *arguments: None)
@@ -206,7 +235,7 @@ def test_bytes_of_a_step_are_those_of_one_node(loopback: bool, counted: int, mon
 def test_a_run_that_the_host_disturbed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     figures = rank_result([[0.1, 0.1], [0.1, 0.1]])
     judged = {name: figures for name in ("ddp_default", f"ddp_default:{AGAIN}")}
-    rank = {"picked": None, "sweep": {}, "judged": judged, "stolen": [0.01, 0.5]}
+    rank = {"picked": {}, "sweep": {}, "judged": judged, "stolen": [0.01, 0.5]}
     monkeypatch.setattr(train, "run_ranks", lambda *arguments: [rank] * 2)
     spec = TrainSpec(workload="dense160", methods=("ddp_default",), nodes=2, repeats=2, block_steps=2, loopback=True)
     run = run_training(spec, lambda event: None)
@@ -216,7 +245,7 @@ def test_a_run_that_the_host_disturbed_says_so(monkeypatch: pytest.MonkeyPatch) 
 
 def test_an_unknown_method_is_refused_with_the_names_there_are() -> None:
     with pytest.raises(
-        ValueError, match=r"unknown method 'ddpp'; there are gradsync, ddp_default, .* and ddp \(the best"
+        ValueError, match=r"unknown method 'ddpp'; there are gradsync, auto, .* and ddp and ddp_16bit \(the best"
     ):
         method("ddpp")
     with pytest.raises(ValueError, match="unknown method 'nccl'"):
@@ -311,7 +340,7 @@ def breaking(way, step, settled):
         return wrapped, attachment
     return replace(way, wrap=wrap)
 
-methods.METHODS["measured_breaks"] = breaking(methods.method("auto_exact"), 6, False)
+methods.METHODS["measured_breaks"] = breaking(methods.method("auto"), 6, False)
 methods.METHODS["counted_breaks"] = breaking(methods.method("bf16_layerwise"), 7, True)
 run_rank(train_rank.measure)
 """

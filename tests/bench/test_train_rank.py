@@ -161,3 +161,19 @@ def test_what_the_host_disturbed_is_made_again_rounds_by_all_methods(world: Worl
     (again,) = set(world(2).run(rounds_that_count, 0, 2, 4))
     assert calm[:2] == again[:2] == (3, 3)
     assert calm[2] == calm[3] and again[2] == again[3] == calm[2] + 2 * 3, "steps made again are trained, too"
+
+
+def steps_trained(*names: str) -> dict[str, tuple[int, int]]:
+    spec = TrainSpec(block_steps=2, warmup_steps=1)
+    ways = {name: method(name) for name in names}
+    contestants, _ = compete(Short(), ways, spec, 2, Disturbed())  # type: ignore[arg-type]
+    for who in contestants:
+        if who.attachment is not None:
+            who.attachment.detach()
+    return {who.name: (len(who.losses), who.cycle) for who in contestants}
+
+
+def test_all_methods_train_equal_steps_also_beside_those_with_cycles(world: World) -> None:
+    """Else their losses would not be those of equal training."""
+    (found, _) = world(2).run(steps_trained, "ddp_default", "local_sgd3", "local_sgd2")
+    assert found == {"ddp_default": (21, 1), "local_sgd3": (21, 3), "local_sgd2": (21, 2)}, "three blocks of 1 + 6"

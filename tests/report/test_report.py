@@ -245,13 +245,13 @@ def test_a_bound_is_judged_by_the_noise_rule_with_its_figures() -> None:
     assert judged == [
         (
             True,
-            "holds: gradsync <= 0.35 x ddp_default: 0.360 <= 0.35 x 1.030 = 0.360 "
-            "(ratio 0.400 [0.360-0.440], A/A 1.000 [0.970-1.030])",
+            "holds: gradsync <= 0.35 x ddp_default: 0.360 <= 0.35 x 1.030 = 0.360; "
+            "the median 0.400 is beyond 0.35 (ratio 0.400 [0.360-0.440], A/A 1.000 [0.970-1.030])",
         ),
         (
             False,
-            "does not hold: gradsync <= 0.34 x ddp_default: 0.360 > 0.34 x 1.030 = 0.350 "
-            "(ratio 0.400 [0.360-0.440], A/A 1.000 [0.970-1.030])",
+            "does not hold: gradsync <= 0.34 x ddp_default: 0.360 > 0.34 x 1.030 = 0.350; "
+            "the median 0.400 is beyond 0.34 (ratio 0.400 [0.360-0.440], A/A 1.000 [0.970-1.030])",
         ),
     ]
 

@@ -1,4 +1,4 @@
-"""Methods that measure the job, each by itself, and then plan: `auto` and its like, and searches for one lossy way.
+"""Methods that measure the job, each by itself, and then plan: `auto_lossy` and its like, and searches for a lossy way.
 
 `NAME_cuts` is any compressor or dense scheme by its name, and behind it by whose search it is planned for.
 """
@@ -31,7 +31,7 @@ from . import coarse, compressors
 from .averaging import USUAL_MOMENTUM_EVERY
 from .plans import VOTES, is_lossy, lossy_of
 
-MOST_ERROR = 0.1  # of a gradient's norm that `auto` may lose: 16 bits do less
+MOST_ERROR = 0.1  # of a gradient's norm that `auto_lossy` may lose: 16 bits do less
 CHUNKS = coarse.named(0.1)  # of which a tenth holds back 9 steps' gradients at most
 CHUNKS_BF16 = replace(CHUNKS, **coarse.VARIANTS["bf16"])
 MOST_DELAY_FROZEN = 10.0
@@ -58,7 +58,7 @@ def _planner(
 
 
 AUTOMATIC: dict[str, Automatic] = {
-    "auto": Automatic(  # all that loses little, averages of parameters in groups too
+    "auto_lossy": Automatic(  # all that loses little, averages of parameters in groups too
         partial(
             _planner,
             Constraints(
@@ -77,7 +77,6 @@ AUTOMATIC: dict[str, Automatic] = {
             averaging=AveragingPlanner(momentum_every=USUAL_MOMENTUM_EVERY),
         )
     ),
-    "auto_exact": Automatic(partial(_planner, Constraints()), exact=True),
     "auto_averages": Automatic(  # of gradients exactly, or of parameters in groups
         partial(_planner, Constraints(), averaging=AveragingPlanner(momentum_every=USUAL_MOMENTUM_EVERY))
     ),

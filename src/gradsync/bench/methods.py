@@ -106,11 +106,14 @@ def _ddp(
     timeout: timedelta,
     *,
     bucket_mb: float = 25,
+    views: bool = False,
     hook: Any = None,
     state: Callable[[dist.ProcessGroup], object] = _itself,
 ) -> tuple[nn.Module, None]:
     group = dist.new_group(timeout=timeout)
-    wrapped = DistributedDataParallel(model, process_group=group, bucket_cap_mb=bucket_mb)
+    wrapped = DistributedDataParallel(
+        model, process_group=group, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=views
+    )
     if hook is not None:
         wrapped.register_comm_hook(state(group), hook)
     return wrapped, None
@@ -170,6 +173,7 @@ def _powersgd(rank: int) -> Callable[..., tuple[nn.Module, None]]:
     return partial(_ddp, bucket_mb=ONE_BUCKET_MB, hook=powerSGD_hook.powerSGD_hook, state=state)
 
 
+BUCKETS_MB = {"": 25, "_1mb": 1, "_100mb": 100, "_one_bucket": ONE_BUCKET_MB}  # by the ending of a method's name
 # Measured beside the planner's choice, by the names of plans.
 SPARSE_SCHEMES: dict[str, Scheme[Any]] = {s.name: s for s in PLANNED_SCHEMES}
 
@@ -177,13 +181,20 @@ METHODS: dict[str, Method] = {
     m.name: m
     for m in (
         Method("gradsync", True, True, _gradsync),
+        Method("auto", True, True, partial(_gradsync, plan="auto")),
         Method("ddp_default", False, True, _ddp),
-        Method("ddp_1mb", False, True, partial(_ddp, bucket_mb=1)),
-        Method("ddp_100mb", False, True, partial(_ddp, bucket_mb=100)),
-        Method("ddp_one_bucket", False, True, partial(_ddp, bucket_mb=ONE_BUCKET_MB)),
+        *(Method(f"ddp{size}", False, True, partial(_ddp, bucket_mb=mb)) for size, mb in BUCKETS_MB.items() if size),
+        *(
+            Method(f"ddp{size}_views", False, True, partial(_ddp, bucket_mb=mb, views=True))
+            for size, mb in BUCKETS_MB.items()
+        ),
         Method("ddp_sparse", True, True, _ddp),
         Method("ddp_sparse_1mb", True, True, partial(_ddp, bucket_mb=1)),
         Method("ddp_bf16", False, False, partial(_ddp, hook=bf16_hook)),
+        *(
+            Method(f"ddp_bf16{size}_views", False, False, partial(_ddp, bucket_mb=mb, views=True, hook=bf16_hook))
+            for size, mb in BUCKETS_MB.items()
+        ),
         Method("ddp_fp16", False, False, partial(_ddp, hook=default_hooks.fp16_compress_hook)),
         Method("ddp_int8", False, False, partial(_ddp, hook=int8_hook)),
         Method("ddp_sparse_bf16", True, False, partial(_ddp, hook=bf16_hook)),
@@ -197,8 +208,12 @@ METHODS: dict[str, Method] = {
 
 TORCH_SPARSE = frozenset(("ddp_sparse", "ddp_sparse_1mb", "ddp_sparse_bf16"))  # torch sums their sparse gradients
 
-DDP = "ddp"  # the best of the bucket sweep, picked before the methods are judged
-DDP_SWEEP = ("ddp_default", "ddp_1mb", "ddp_100mb", "ddp_one_bucket")
+# Names that stand for the best of several settings of DDP, picked before the methods are judged: in 32 and in 16 bits.
+DDP, DDP_16BIT = "ddp", "ddp_16bit"
+SWEEPS: dict[str, tuple[str, ...]] = {
+    DDP: ("ddp_default", *(f"ddp{size}_views" for size in BUCKETS_MB)),
+    DDP_16BIT: ("ddp_bf16", *(f"ddp_bf16{size}_views" for size in BUCKETS_MB)),
+}
 
 RIVALS_IN_WORDS = (
     f"asp and ssp, parameter servers, sspN with workers N steps apart at most ({USUAL_STALENESS} by default); "
@@ -240,7 +255,8 @@ def method(name: str, momentum: float = 0.0) -> Method:
         return planning(name, planned_for)
     if not is_lossy(name):
         raise ValueError(
-            f"unknown method {name!r}; there are {', '.join(METHODS)} and {DDP} (the best of the bucket sweep), "
+            f"unknown method {name!r}; there are {', '.join(METHODS)} and {DDP} and {DDP_16BIT} (the best of "
+            f"DDP's settings, in 32 and in 16 bits), "
             f"{SCHEMES_IN_WORDS}; averages of parameters: {averaging.NAMES_IN_WORDS}; "
             f"{RIVALS_IN_WORDS}; compressors: {compressors.NAMES_IN_WORDS}; "
             f"and searches: {ENDINGS_IN_WORDS}"

@@ -105,7 +105,7 @@ class TimedRun:
     steps_s: dict[str, Spread]
     about: dict[str, Any]  # the workload, nodes and links
     learners: dict[str, Learner]
-    trains: dict[str, str]  # what trains by a method: of DDP's bucket sizes the one that was the best
+    trains: dict[str, str]  # what trains by a method: the setting of DDP that was the best of its sweep
     notes: tuple[str, ...]  # on methods left out
     record: Record
 

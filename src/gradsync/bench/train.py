@@ -1,14 +1,15 @@
 """Training runs: methods train the same model on the same data in turns, block by block.
 
 Turn-taking makes the ratio of two methods hold when the machine's speed drifts. The first method is the baseline and
-runs twice, as two copies: their ratio (A/A) is the noise of the run. `ddp` is the best of DDP's bucket sizes, which run
-in turns before the others do: what it was picked by is not what it is judged by.
+runs twice, as two copies: their ratio (A/A) is the noise of the run. `ddp` and `ddp_16bit` are the best of DDP's
+settings, which run in turns before the others do: what they were picked by is not what they are judged by.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any
 
 from pydantic import BaseModel, Field, field_validator
@@ -18,7 +19,7 @@ from ..lab import Scenario
 from ..report.record import BucketRow, MethodRun, Record, Spread, TimelineTask, TrainingRun, WireBytes
 from ..workloads.emulated import ComputeTimes, measured_times
 from .launch import LOOPBACK, Loopback, cluster, once_more_after_crash, run_ranks
-from .methods import DDP, DDP_SWEEP, TORCH_SPARSE, method
+from .methods import SWEEPS, TORCH_SPARSE, method
 from .provenance import commit, machine, versions
 from .steal import MOST_STOLEN, Patience, Steal
 
@@ -67,12 +68,12 @@ class TrainSpec(BaseModel):
 
     @property
     def sweep(self) -> tuple[str, ...]:
-        """The methods of which `ddp` is the best, if it is asked for."""
-        return DDP_SWEEP if DDP in self.methods else ()
+        """The settings of DDP of which the best are asked for."""
+        return tuple(chain.from_iterable(SWEEPS[name] for name in self.methods if name in SWEEPS))
 
     @property
     def sweep_repeats(self) -> int:
-        """Blocks by which the best of the sweep is picked: half as many as it is judged by."""
+        """Blocks by which the best of a sweep is picked: half as many as it is judged by."""
         return max(3, self.repeats // 2)
 
     @property
@@ -89,11 +90,11 @@ def run_training(spec: TrainSpec, on_event: Callable[[dict[str, Any]], None]) ->
         RuntimeError: when a rank failed.
     """
     for name in spec.methods:
-        if name != DDP:
+        if name not in SWEEPS:
             method(name)
     workload = workloads.load(spec.workload, **spec.options)  # fetched here: ranks in a lab reach no registry
     if spec.emulate_compute:  # before ranks share the cores
-        kinds = sorted({method(name).sparse for name in (*spec.methods, *spec.sweep) if name != DDP})
+        kinds = sorted({method(name).sparse for name in (*spec.methods, *spec.sweep) if name not in SWEEPS})
         patience = Patience(spec.patience_s)
         spec = spec.model_copy(update={"compute": {kind: _times(workload, kind, patience) for kind in kinds}})
     scenario = Scenario(nodes=spec.nodes, link=spec.link, ranks_per_node=spec.ranks_per_node, **spec.scenario)
@@ -140,21 +141,22 @@ def _times(workload: workloads.Workload, sparse: bool, patience: Patience) -> Co
 
 def _fill(run: TrainingRun, spec: TrainSpec, ranks: list[dict[str, Any]], sharing: int) -> None:
     """Methods, records and the pick, from what the ranks returned."""
-    picked: str | None = ranks[0]["picked"]
+    picked: dict[str, str] = ranks[0]["picked"]
     judged: Figures = {name: [rank["judged"][name] for rank in ranks] for name in ranks[0]["judged"]}
     sweep: Figures = {name: [rank["sweep"][name] for rank in ranks] for name in ranks[0]["sweep"]}
     methods = [_merge(name, judged[name], spec, sharing) for name in spec.methods]
     run.methods = list(methods)
     run.records = training_records(spec, run, methods, judged, picked)
-    if picked is not None:
-        members = [_merge(name, figures, spec, sharing) for name, figures in sweep.items()]
+    for name, best in picked.items():
+        members = [_merge(member, sweep[member], spec, sharing) for member in SWEEPS[name]]
         run.methods += [m for m in members if m.name not in spec.methods]
-        run.records += [r for r in sweep_records(spec, run, members, sweep, picked) if r.subject not in spec.methods]
-        run.notes.append(_pick_in_words(picked, sweep))
+        found = sweep_records(spec, run, members, sweep, name, best)
+        run.records += [r for r in found if r.subject not in spec.methods]
+        run.notes.append(_pick_in_words(name, best, {m: sweep[m] for m in SWEEPS[name]}))
 
 
 def training_records(
-    spec: TrainSpec, run: TrainingRun, methods: list[MethodRun], figures: Figures, picked: str | None
+    spec: TrainSpec, run: TrainingRun, methods: list[MethodRun], figures: Figures, picked: Mapping[str, str]
 ) -> list[Record]:
     """Every method against the first one."""
     baseline, *subjects = methods
@@ -163,20 +165,20 @@ def training_records(
 
 
 def sweep_records(
-    spec: TrainSpec, run: TrainingRun, members: list[MethodRun], figures: Figures, picked: str
+    spec: TrainSpec, run: TrainingRun, members: list[MethodRun], figures: Figures, name: str, picked: str
 ) -> list[Record]:
-    """The members of the sweep against the best of them, over the blocks it was picked by."""
+    """The members of a sweep against the best of them, over the blocks it was picked by."""
     best = next(member for member in members if member.name == picked)
-    records = [_record(spec, run, member, best, figures, None, picked) for member in members if member is not best]
-    return [r.model_copy(update={"baseline": DDP, "params": {**r.params, "phase": "pick"}}) for r in records]
+    records = [_record(spec, run, member, best, figures, None, {}) for member in members if member is not best]
+    return [r.model_copy(update={"baseline": name, "params": {**r.params, "phase": "pick"}}) for r in records]
 
 
-def _pick_in_words(picked: str, sweep: Figures) -> str:
+def _pick_in_words(name: str, picked: str, sweep: Figures) -> str:
     medians = {name: statistics.median(blocks) for name, ranks in sweep.items() if (blocks := _blocks(ranks))}
     if not medians:
-        return f"{DDP} is {picked}: all of DDP's bucket sizes failed"
-    said = ", ".join(f"{name} {median_s * 1e3:.1f} ms" for name, median_s in medians.items())
-    return f"{DDP} is {picked}, picked before the methods were judged; the steps then: {said}"
+        return f"{name} is {picked}: all settings of DDP failed"
+    said = ", ".join(f"{member} {median_s * 1e3:.1f} ms" for member, median_s in medians.items())
+    return f"{name} is {picked}, picked before the methods were judged; the steps then: {said}"
 
 
 def _ratio(mine: list[float], base: list[float]) -> Spread | None:
@@ -191,7 +193,7 @@ def _record(
     baseline: MethodRun,
     figures: Figures,
     aa: Spread | None,
-    picked: str | None,
+    picked: Mapping[str, str],
 ) -> Record:
     """One record from the block medians of both; what failed has no figures, and the record has its error."""
     mine, base = _blocks(figures[subject.name]), _blocks(figures[baseline.name])
@@ -205,9 +207,9 @@ def _record(
         params["mixes_by"] = scheme
     if spec.emulate_compute:
         params["emulate_compute"] = True
-    params["baseline_method"] = picked if baseline.name == DDP else baseline.name
-    if subject.name == DDP:
-        params["subject_method"] = picked
+    params["baseline_method"] = picked.get(baseline.name, baseline.name)
+    if subject.name in picked:
+        params["subject_method"] = picked[subject.name]
     payload = sum(row.sent_bytes for row in subject.buckets) if subject.buckets else None
     return Record(
         case="train",
@@ -222,9 +224,12 @@ def _record(
         ratio=_ratio(mine, base),
         aa=aa,
         predicted_s=figures[subject.name][0].get("predicted_s"),
-        alone_s=_alone_s(spec, picked if picked and subject.name == DDP else subject.name),
+        plan=subject.ran,
+        baseline_plan=baseline.ran,
+        alone_s=_alone_s(spec, picked.get(subject.name, subject.name)),
         loss=subject.final or None,
         baseline_loss=baseline.final or None,
+        loss_steps=len(subject.losses) if subject.final and len(subject.losses) == len(baseline.losses) else None,
         seeds=[spec.seed],
         wire_bytes=WireBytes(subject=subject.interface_bytes_per_step, baseline=baseline.interface_bytes_per_step),
         payload_bytes=WireBytes(subject=payload),
@@ -237,7 +242,7 @@ def _record(
 
 def _alone_s(spec: TrainSpec, name: str) -> float | None:
     """Of a step with nothing to exchange, by the method's model."""
-    times = spec.compute.get(method(name).sparse) if name != DDP else None  # all of its bucket sizes failed
+    times = spec.compute.get(method(name).sparse)
     return times.step_s if times else None
 
 
@@ -277,6 +282,7 @@ def _merge(name: str, ranks: list[dict[str, Any]], spec: TrainSpec, sharing: int
         backward_s=ranks[0]["backward_s"],
         exposed_s=ranks[0]["exposed_s"],
         plan=ranks[0]["plan"],
+        plan_digest=ranks[0]["plan_digest"],
         buckets=[BucketRow(**row) for row in ranks[0]["buckets"]],
         timeline=[TimelineTask(**task) for task in ranks[0]["timeline"]],
         predicted_timeline=[TimelineTask(**task) for task in ranks[0]["predicted_timeline"]],

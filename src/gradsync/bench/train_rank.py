@@ -31,7 +31,7 @@ from ..planner.predict import predict, unmeasured
 from ..schemes import from_expression
 from ..workloads import Batch, Workload
 from ..workloads.emulated import Emulated
-from .methods import DDP, Method, method
+from .methods import SWEEPS, Method, method
 from .plans import fit_optimizer
 from .rank import DISTURBED, event, in_time, run_rank
 from .replicas import rests_of
@@ -148,10 +148,9 @@ def _train_step(workload: Task, who: Contestant, *, sync: bool) -> tuple[float, 
 
 
 def run_block(workload: Task, who: Contestant, steps: int, *, counted: bool) -> None:
-    """A block of steps, of whole cycles. The first, which finds caches as another method left them, is not timed."""
+    """Trains a block of steps. The first, which finds caches as another method left them, is not timed."""
     if who.failed:
         return
-    steps += -steps % who.cycle
     with attempt(who):
         who.losses.append(train_step(workload, who)[2])
     if who.failed:
@@ -225,6 +224,11 @@ def affordable_steps(contestants: list[Contestant], spec: TrainSpec) -> int:
     return max(1, min(spec.block_steps, int(spec.most_block_s / step_s.max())))
 
 
+def rounded_up(steps: int, cycle: int) -> int:
+    """The steps, and as many more as make whole cycles of them."""
+    return steps + -steps % cycle
+
+
 def compete(
     workload: Task, ways: dict[str, Method], spec: TrainSpec, repeats: int, patience: Patience
 ) -> tuple[list[Contestant], list[float]]:
@@ -234,11 +238,12 @@ def compete(
     """
     # One by one: automatic plans measure one model at a time.
     contestants = [ready(workload, name, way, spec, patience) for name, way in ways.items()]
+    cycle = lcm(*(who.cycle for who in contestants if not who.failed))  # equal steps for all, of whole cycles
     for who in contestants:
-        run_block(workload, who, spec.warmup_steps, counted=False)
+        run_block(workload, who, rounded_up(spec.warmup_steps, cycle), counted=False)
         calibrate(workload, who)
         event(kind="warmup", method=who.name)
-    block_steps = affordable_steps(contestants, spec)
+    block_steps = rounded_up(affordable_steps(contestants, spec), cycle)
     gc.collect()
     gc.freeze()  # a collection would go through the models of all methods, in the steps of one
     stolen: list[float] = []
@@ -287,6 +292,7 @@ def result_of(workload: Task, who: Contestant, spec: TrainSpec) -> dict[str, Any
     evaluate = spec.evaluate and dist.get_rank() == 0 and not who.name.endswith(f":{AGAIN}")
     alone_s, backward_s = statistics.median(who.alone_s), statistics.median(chain.from_iterable(who.backward_s))
     rows, plan, timeline, predicted = [], [], [], []
+    digest = who.attachment.plan.digest if isinstance(who.attachment, Attachment) else None
     if who.attachment:
         plan = who.attachment.explain()
         timeline = [asdict(task) for task in who.attachment.timeline()]
@@ -316,6 +322,7 @@ def result_of(workload: Task, who: Contestant, spec: TrainSpec) -> dict[str, Any
         "backward_s": min(alone_s, backward_s),
         "exposed_s": max(backward_s - alone_s, 0.0),
         "plan": plan,
+        "plan_digest": digest,
         "buckets": rows,
         "timeline": timeline,
         "predicted_timeline": predicted,
@@ -359,20 +366,23 @@ def measured_jobs(contestants: list[Contestant]) -> list[Job]:
 
 
 def measure(text: str) -> dict[str, Any]:
-    """This rank's figures: of DDP's sweep, if one of the methods is the best of it, and of the methods themselves."""
+    """This rank's figures: of DDP's sweeps, if methods are the best of them, and of the methods themselves."""
     spec = TrainSpec.model_validate_json(text)
     real = workloads.load(spec.workload, **spec.options)
     size, rank = dist.get_world_size(), dist.get_rank()
     workload = Emulated(real, spec.compute, rank, size) if spec.emulate_compute else real
-    sweep, picked = {}, None
+    sweep: dict[str, Any] = {}
+    picked: dict[str, str] = {}
     patience = Patience(spec.patience_s, agreed)
     if spec.sweep:
         ways = {name: method(name) for name in spec.sweep}
         contestants, _ = compete(workload, ways, spec, spec.sweep_repeats, patience)
-        picked = pick(contestants, spec)
+        entered = {who.name: who for who in contestants}
+        for name in (name for name in spec.methods if name in SWEEPS):
+            picked[name] = pick([entered[member] for member in SWEEPS[name]], spec)
         sweep = {who.name: result_of(workload, who, spec) for who in contestants}
-        del contestants  # their models
-    ways = {name: method(picked if picked and name == DDP else name) for name in spec.methods}
+        del contestants, entered  # their models
+    ways = {name: method(picked.get(name, name)) for name in spec.methods}
     ways[f"{spec.methods[0]}:{AGAIN}"] = ways[spec.methods[0]]
     contestants, stolen = compete(workload, ways, spec, spec.repeats, patience)
     jobs = {

@@ -118,6 +118,15 @@ class Planning(BaseModel):
     buckets: int
 
 
+class PlanRan(BaseModel):
+    """The plan that a method ran by."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    digest: str | None = None  # `Plan.digest`; None of methods that are not gradsync's
+    words: list[str]  # as `Attachment.explain` gives them
+
+
 class Record(BaseModel):
     """One comparison. `ratio` = subject / baseline of pairs measured side by side: below 1, the subject is faster.
 
@@ -151,6 +160,9 @@ class Record(BaseModel):
     cpu_s: float | None = None
     loss: dict[str, float] | None = None  # the subject's measures on held-out samples after the run: loss, auc, ...
     baseline_loss: dict[str, float] | None = None
+    loss_steps: int | None = None  # of the subject and of the baseline before; None where they are not equal
+    plan: PlanRan | None = None  # the subject's, at the end of the run; None where there is none
+    baseline_plan: PlanRan | None = None
     seeds: list[int] = []
     wire_bytes: WireBytes | None = None
     payload_bytes: WireBytes | None = None  # what the schemes handed to the transport
@@ -214,9 +226,15 @@ class MethodRun(BaseModel):
     backward_s: float | None = None  # medians of one step's parts, where the method can tell
     exposed_s: float | None = None
     plan: list[str] = []  # in words
+    plan_digest: str | None = None
     buckets: list[BucketRow] = []
     timeline: list[TimelineTask] = []
     predicted_timeline: list[TimelineTask] = []  # of the same step
+
+    @property
+    def ran(self) -> PlanRan | None:
+        """The plan that ran; None of a method that has none, such as DDP."""
+        return PlanRan(digest=self.plan_digest, words=self.plan) if self.plan else None
 
 
 class TrainingRun(BaseModel):

@@ -226,7 +226,11 @@ def _judgement(record: Record, bound: float, shared: dict[str, Any]) -> str:
         return f"does not hold: {words}: {record.failed or 'the baseline was not measured against itself'}"
     compared = f"{record.ratio.p5:.3f} {'<=' if holds else '>'} {bound:g} x {record.aa.p95:.3f}"
     figures = f"ratio {factor(record.ratio)}, A/A {factor(record.aa)}"
-    return f"{'holds' if holds else 'does not hold'}: {words}: {compared} = {bound * record.aa.p95:.3f} ({figures})"
+    median = (
+        f"the median {record.ratio.median:.3f} is {'within' if record.ratio.median <= bound else 'beyond'} {bound:g}"
+    )
+    said = f"{words}: {compared} = {bound * record.aa.p95:.3f}; {median} ({figures})"
+    return f"{'holds' if holds else 'does not hold'}: {said}"
 
 
 def _shared(records: Sequence[Record]) -> dict[str, Any]:
