@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from .. import kernels, memory
-from ..bucket import TensorSpec
+from ..bucket import FlatSpec, TensorSpec
 from ..comm import Group, Pending
-from ..compressors import Payload
+from ..compressors import Compressor, Payload
 from ..compressors import State as CompressorState
 from .base import State
 from .compressed import payload_of
@@ -24,12 +24,25 @@ from .legs import Held, Leg, Piece, pieces_of_member
 from .parcels import dtype_of, plain, point_name, room_nbytes, spec_of, starts_of
 from .tree import Kind
 
-if TYPE_CHECKING:
-    from .route import Route
-
 T = TypeVar("T")
 R = TypeVar("R")
 WHOLE = "whole"  # in the state: the bucket's spec, as compressors keep those of pieces only
+
+
+class Way(Protocol):
+    """A route as the rank on it needs to know it: who takes part in a leg, and what its messages hold."""
+
+    def group_of(self, leg: Leg, group: Group) -> Group:
+        """Returns the ranks of `group` that exchange messages on this leg with the rank."""
+
+    def compressor_at(self, point: int) -> Compressor[Any]:
+        """Returns the compressor of the compression with this number."""
+
+    def is_wide_at(self, point: int) -> bool:
+        """Returns whether a compression is of sums, which are in a wider type."""
+
+    def item_nbytes(self, leg: Leg, held: Held, whole: FlatSpec, step: int) -> list[int]:
+        """Returns the bytes of each item in a message that carries `held` before the leg."""
 
 
 class Transit:
@@ -37,7 +50,7 @@ class Transit:
 
     def __init__(
         self,
-        route: Route,
+        route: Way,
         x: Tensor,
         numel: int,
         whole: CompressorState | None,
