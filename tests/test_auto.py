@@ -24,9 +24,10 @@ from gradsync.density import ParameterProfile
 from gradsync.planner import Constraints, Job, Search, candidate_plans
 from gradsync.planner.rival_plans import CountedCuts, layerwise_plans
 from gradsync.profile import Profile
-from gradsync.recording import Recorder, active, recording
+from gradsync.recording import Recorder
 from gradsync.schemes import MajorityVote
 from gradsync.trial import ROUNDS, RUN_OFF_ROUNDS, TURN_STEPS
+from gradsync.witness import active, recording
 from tests.engine.conservation import left_to_send
 from tests.engine.models import Perceptron
 from tests.quick import quickly

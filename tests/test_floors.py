@@ -15,7 +15,7 @@ FLOORS: list[set[str]] = [
     {"cluster", "drift", "expressions", "maxplus", "steps", "stopwatch", "timeline", "trial"},
     {"memory"},
     {"costs", "kernels"},
-    {"comm"},
+    {"comm", "witness"},
     {"bucket", "forecast", "sparse", "stamp"},
     {"arrivals", "density", "gradients", "positions"},
     {"compressors", "gradient_views"},

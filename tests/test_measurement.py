@@ -14,12 +14,14 @@ from torch import Tensor, nn
 import gradsync
 from gradsync.bucket import TensorSpec, trainable_parameters
 from gradsync.measurement import Kind, Measurement, measure
-from gradsync.planner import MeasuringPlanner, default_plan
-from gradsync.planner.measure import Network
+from gradsync.planner import default_plan
+from gradsync.planner.measuring import MeasuringPlanner
+from gradsync.planner.network import Network
 from gradsync.planning import MAX_OBSERVATIONS
 from gradsync.profile import Profile, Span
-from gradsync.recording import Recorder, recording
+from gradsync.recording import Recorder
 from gradsync.stopwatch import StepTimes, Stopwatch
+from gradsync.witness import recording
 from tests.quick import quickly
 from tests.world import Ranks
 

@@ -15,7 +15,7 @@ from gradsync.bucket import TensorSpec
 from gradsync.cluster import Link
 from gradsync.costs import KernelCost
 from gradsync.planner import default_plans
-from gradsync.planner.measure import Network
+from gradsync.planner.network import Network
 from gradsync.profile import Estimate, Profile, Span, describe_profile
 from gradsync.steps import Compute
 from tests.profiles import READY_S, ROWS, SPECS, make_profile

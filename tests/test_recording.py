@@ -16,15 +16,13 @@ import gradsync
 from gradsync.footprint import Footprint, Footprints, Shape
 from gradsync.recording import (
     Recorder,
-    RecordingDone,
-    active,
     await_recording,
     discard_recording,
     load_recording,
     path_of,
-    recording,
     save_recording,
 )
+from gradsync.witness import RecordingDone, active, recording
 from tests.world import Ranks
 
 

@@ -28,7 +28,8 @@ from .engine import Engine
 from .guard import Verification
 from .optim import OneMomentum
 from .plan import Plan
-from .planner import MeasuringPlanner, default_plan
+from .planner import default_plan
+from .planner.measuring import MeasuringPlanner
 from .planning import Planner
 from .wrappers import warn_if_alone, why_not_alone
 

@@ -33,8 +33,8 @@ from .planner.rehearsed import CANDIDATES
 from .planner.ways import Constraints
 from .planning import Follows, Planner
 from .profile import Profile
-from .recording import active
 from .schemes import SchemeOrCompressor
+from .witness import active
 
 logger = logging.getLogger(__name__)
 

@@ -29,7 +29,6 @@ from .gradient_views import GradientViews
 from .model_changes import Changes
 from .optim import OneMomentum
 from .plan import Plan
-from .recording import active
 from .torch_hooks import (
     REENTRANT,
     AccumulationHook,
@@ -46,6 +45,7 @@ from .torch_hooks import (
     uncompiled,
 )
 from .uneven import UnevenInputs, broadcast_from
+from .witness import active
 
 UNUSED = (
     "Expected to have finished reduction in the prior iteration before starting a new one: the module has parameters "

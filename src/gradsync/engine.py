@@ -23,17 +23,18 @@ from . import memory
 from .arrivals import Arrivals
 from .bucket import PHASES, StepMarks, TensorSpec, model_digest
 from .comm import Group, GroupError, JobThread, Synchronization, gather_bytes
+from .comm.network_cost import network_cost
 from .density import ParameterProfile
-from .forecast import forecast, network_cost
+from .forecast import forecast
 from .guard import ParameterGuard, Verification
 from .lane import BucketStatistics, Lane, Lanes
 from .observation import Observer
 from .plan import OF, Plan, What, describe
 from .planning import Planner, Planning, Resumption
 from .profile import Profile
-from .recording import active
 from .state import NOT_STRICT, VERSION, Origin, Saved, examined, refusal, without_state
 from .timeline import Task
+from .witness import active
 
 logger = logging.getLogger(__name__)
 

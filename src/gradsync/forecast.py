@@ -15,8 +15,7 @@ from itertools import chain, islice
 from math import inf
 from typing import NamedTuple
 
-from .cluster import Link, Placement
-from .comm import Group
+from .cluster import Placement
 from .costs import CostModel
 from .steps import COMPUTE, FINISH, Compute, Pattern, Step
 from .timeline import Task
@@ -71,26 +70,6 @@ def turns_as_they_come(
         order.append((chosen, left[chosen].pop(0)))
         player.turn(*order[-1])
     return order
-
-
-def network_cost(group: Group) -> CostModel | None:
-    """What the links of the group's ranks were measured to be, the same on every rank; None where they were not.
-
-    A rank measured what it gets of its node's link in an all-to-all: of n ranks, g on each node, which send (n - 1) / n
-    of their bytes each and g (n - g) / n of them over that link.
-    """
-    if group.alpha_s is None or group.bytes_per_s is None:
-        return None
-    placement = group.placement
-    if not placement.is_hierarchy:
-        return CostModel(group.alpha_s, group.bytes_per_s, stage_s=group.stage_s, at_once_bytes=group.at_once_bytes)
-    node, across, n = group.within_node(), group.across_nodes(), group.size
-    assert node.alpha_s is not None and node.bytes_per_s is not None and across.alpha_s is not None
-    node_bytes_per_s = group.bytes_per_s * node.size * (n - node.size) / (n - 1)
-    intra = Link(node.bytes_per_s, node.alpha_s)
-    return CostModel(
-        across.alpha_s, node_bytes_per_s, intra=intra, stage_s=across.stage_s, at_once_bytes=group.at_once_bytes
-    )
 
 
 class _Player:

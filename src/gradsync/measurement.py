@@ -45,9 +45,9 @@ from .profile import (
     Spread,
     StepParts,
 )
-from .recording import RecordingDone, Witness, recording
 from .schemes import SchemeOrCompressor
 from .stopwatch import StepTimes, Stopwatch
+from .witness import RecordingDone, Witness, recording
 
 COVER = 1.2  # how much longer than backward what goes on beside it is meant to last
 

@@ -8,43 +8,17 @@ save_recording("recorded", recorder.footprints, rank=0, ranks=4)
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
 from .footprint import DEFAULT_SAMPLE, Footprint, Footprints, Shape, read_footprints, write_footprints
-
-W = TypeVar("W", bound="Witness")
+from .witness import RecordingDone, Witness
 
 PATTERN = "rank*.npz"
 POLL_S = 0.05
-
-
-class RecordingDone(BaseException):  # noqa: N818 (no error; and no `except Exception` of a script may stop it)
-    """Ends a script at the end of the backward of the last step that was to be recorded, on every rank alike."""
-
-
-class Witness:
-    """Sees the steps of all engines while it is active, see `recording`; called by the thread that runs backward."""
-
-    def forward_began(self, engine: Any) -> None:
-        """The model's forward runs, to be followed by a backward."""
-
-    def began(self, engine: Any) -> bool:
-        """A step begins. True sets it apart: nothing is exchanged before backward has ended, and the plan stays."""
-        return False
-
-    def take(self, engine: Any, name: str, gradient: Tensor | None, shape: tuple[int, ...]) -> None:
-        """A gradient of this rank is ready; None: it did not use the parameter."""
-
-    def backward_ended(self, engine: Any) -> None:
-        """All gradients were taken."""
-
-    def step_ended(self, engine: Any, names: Iterable[str]) -> None:
-        """All gradients are synchronised; `names` are the parameters'. May end the script, by `RecordingDone`."""
 
 
 class Recorder(Witness):
@@ -79,33 +53,6 @@ class Recorder(Witness):
         self._seen += 1
         if len(self.footprints) == self.steps:
             raise RecordingDone
-
-
-_active: Witness | None = None
-
-
-def active() -> Witness | None:
-    """Whom engines tell of their steps."""
-    return _active
-
-
-@contextmanager
-def recording(witness: W) -> Iterator[W]:
-    """Inside, the witness is active; `RecordingDone` ends the block and is not raised any further.
-
-    Raises:
-        RuntimeError: inside another such block.
-    """
-    global _active  # noqa: PLW0603 (what is attached inside the user's script must find it)
-    if _active is not None:
-        raise RuntimeError("gradients are being recorded or measured already; end that first")
-    _active = witness
-    try:
-        yield witness
-    except RecordingDone:
-        pass
-    finally:
-        _active = None
 
 
 def path_of(folder: str | Path, rank: int) -> Path:

@@ -17,9 +17,9 @@ from gradsync.costs import CostModel
 from gradsync.density import DensityProfile, ParameterProfile
 from gradsync.engine import Engine
 from gradsync.lane import BucketStatistics
-from gradsync.planner import MeasuringPlanner
 from gradsync.planner.flat import is_dense
-from gradsync.planner.measure import Network
+from gradsync.planner.measuring import MeasuringPlanner
+from gradsync.planner.network import Network
 from gradsync.schemes import AllReduce, BalancedElements, Hierarchical, ReduceScatter, Scheme, SparseReduceScatter
 
 SHAPES = {"first": (300, 100), "few": (120_000,), "last": (70_000,)}

@@ -16,7 +16,7 @@ import gradsync
 from gradsync.bucket import Bucket, Segment, TensorSpec
 from gradsync.cluster import Placement
 from gradsync.comm import TorchGroup, drive, torch_group
-from gradsync.forecast import network_cost
+from gradsync.comm.network_cost import network_cost
 from gradsync.plan import Plan
 from gradsync.schemes import AGSparse, AllReduce, BalancedElements, BalancedParallelism, Hierarchical, ReduceScatter
 from tests.engine.models import Tables

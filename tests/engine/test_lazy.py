@@ -17,7 +17,7 @@ from gradsync.cluster import Placement
 from gradsync.costs import CostModel
 from gradsync.density import ParameterProfile
 from gradsync.planner.job import Job
-from gradsync.planner.measure import Network
+from gradsync.planner.network import Network
 from gradsync.planner.rival_plans import LazyPlans
 from gradsync.planner.ways import Constraints
 from gradsync.schemes import HalfPrecision

@@ -16,8 +16,8 @@ from gradsync.cluster import Placement
 from gradsync.costs import CostModel
 from gradsync.density import ParameterProfile
 from gradsync.plan import Plan
-from gradsync.planner import MeasuringPlanner
-from gradsync.planner.measure import Network
+from gradsync.planner.measuring import MeasuringPlanner
+from gradsync.planner.network import Network
 from gradsync.schemes import AGSparse, AllReduce
 from tests.engine.twins import Twin, detach, follow, make_twins
 from tests.world import Ranks

@@ -14,7 +14,7 @@ from gradsync.density import ParameterProfile
 from gradsync.planner.candidates import FAR_LONGER, MOST_TRIED, UNSURE, candidate_plans, searched
 from gradsync.planner.job import Job
 from gradsync.planner.joint import search
-from gradsync.planner.measure import Network
+from gradsync.planner.network import Network
 from gradsync.planner.options import formulate
 from gradsync.planner.predict import predict
 from gradsync.planner.ways import Constraints, ways_of

@@ -16,7 +16,8 @@ from gradsync.density import DensityProfile, ParameterProfile
 from gradsync.plan import Plan
 from gradsync.planner import default_plan, default_plans, measure
 from gradsync.planner.flat import dense_schemes, element_schemes, flat_scheme, is_dense
-from gradsync.planner.measure import INSIDE_NODES, Network, kernel_costs, measured_network
+from gradsync.planner.measure import kernel_costs, measured_network
+from gradsync.planner.network import INSIDE_NODES, Network
 from gradsync.planner.revise import revised
 from gradsync.schemes import (
     AllReduce,

@@ -18,7 +18,7 @@ from gradsync.planner.compressing import LATE
 from gradsync.planner.errors import name_of
 from gradsync.planner.job import Job
 from gradsync.planner.machine import play
-from gradsync.planner.measure import Network
+from gradsync.planner.network import Network
 from gradsync.planner.options import KNOTS_BYTES, Way, formulate
 from gradsync.planner.problem import Part, Resource
 from gradsync.planner.ways import Constraints, exact_ways, ways_of

@@ -14,7 +14,7 @@ from gradsync.density import DensityProfile, ParameterProfile
 from gradsync.forecast import forecast
 from gradsync.plan import Plan
 from gradsync.planner.job import Job, Slowdown
-from gradsync.planner.measure import Network
+from gradsync.planner.network import Network
 from gradsync.planner.predict import predict
 from gradsync.profile import Estimate, Overlap
 from gradsync.schemes import AGSparse, AllReduce, HalfPrecision

@@ -8,7 +8,7 @@ from gradsync.cluster import Placement
 from gradsync.compressors import BlockInt, ErrorFeedback
 from gradsync.costs import CostModel
 from gradsync.plan import Plan
-from gradsync.planner.measure import Network
+from gradsync.planner.network import Network
 from gradsync.planner.predict import predict
 from gradsync.planner.reasons import describe, explain
 from gradsync.planner.ways import Constraints, exact_ways, ways_of

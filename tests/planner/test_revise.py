@@ -14,9 +14,9 @@ from gradsync.cluster import Link, Placement
 from gradsync.costs import CostModel, KernelCost
 from gradsync.density import DensityProfile, ParameterProfile
 from gradsync.plan import Plan
-from gradsync.planner import MeasuringPlanner
 from gradsync.planner.default import default_plan, default_plans, timed_schemes
-from gradsync.planner.measure import Network
+from gradsync.planner.measuring import MeasuringPlanner
+from gradsync.planner.network import Network
 from gradsync.planner.revise import revised
 from gradsync.schemes import (
     PARAMETER_SERVER_OF_ROWS,

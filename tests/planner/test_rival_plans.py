@@ -18,7 +18,7 @@ from gradsync.density import DensityProfile, ParameterProfile
 from gradsync.plan import Plan
 from gradsync.planner.candidates import Search
 from gradsync.planner.job import Job
-from gradsync.planner.measure import Network
+from gradsync.planner.network import Network
 from gradsync.planner.predict import predict
 from gradsync.planner.rival_plans import (
     CountedCuts,

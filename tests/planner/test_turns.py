@@ -11,7 +11,7 @@ from gradsync.costs import CostModel, KernelCost
 from gradsync.density import ParameterProfile
 from gradsync.plan import Plan
 from gradsync.planner.job import Job
-from gradsync.planner.measure import Network
+from gradsync.planner.network import Network
 from gradsync.planner.predict import predict
 from gradsync.planner.turns import with_best_turns
 from gradsync.schemes import AllReduce, CompressedAllGather

@@ -21,7 +21,7 @@ from gradsync.planner import ways as ways_module
 from gradsync.planner.candidates import searched
 from gradsync.planner.errors import relative_errors
 from gradsync.planner.job import Job
-from gradsync.planner.measure import Network
+from gradsync.planner.network import Network
 from gradsync.planner.options import KNOTS_BYTES, Way, formulate
 from gradsync.planner.predict import predict
 from gradsync.planner.problem import Part, Resource

@@ -13,8 +13,15 @@ from ..bench.options import parse_options
 from ..bench.topk import TopKWorkload, kind_of, load, names
 from ..characterization import Characterization, characterize_footprints, footprints_of
 from ..footprint import DEFAULT_SAMPLE, Footprints
-from ..recording import Recorder, await_recording, discard_recording, load_recording, recording, save_recording
+from ..recording import (
+    Recorder,
+    await_recording,
+    discard_recording,
+    load_recording,
+    save_recording,
+)
 from ..report.sparsity import sparsity_table, summary, views, write_sparsity_page
+from ..witness import recording
 from ..workloads import Batch, Workload
 from .bench import Options
 from .progress import WIDE, beside, console, event_bar, plain_errors

@@ -10,7 +10,6 @@ from .default import SPARSE_SCHEMES as SPARSE_SCHEMES
 from .default import default_plan as default_plan
 from .default import default_plans as default_plans
 from .job import Job as Job
-from .measuring import MeasuringPlanner as MeasuringPlanner
 from .reasons import explain as explain
 from .ways import Constraints as Constraints
 from .ways import ways_of as ways_of

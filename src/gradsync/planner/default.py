@@ -24,7 +24,7 @@ from ..schemes import (
 )
 from ..steps import Step, transfers
 from .flat import across_at_once, dense_schemes, element_schemes, flat_scheme, flat_spec, over_nodes
-from .measure import Network
+from .network import Network
 
 FIRST_BUCKET_BYTES = 1 << 20  # DDP's first bucket: an early start of communication
 BUCKET_BYTES = 25 << 20  # DDP's default, so that dense models run as they do there

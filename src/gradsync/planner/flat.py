@@ -24,7 +24,7 @@ from ..schemes import (
     SparseReduceScatter,
     select,
 )
-from .measure import Network
+from .network import Network
 
 
 def dense_schemes(placement: Placement) -> tuple[Scheme[Any], ...]:

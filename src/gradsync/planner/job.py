@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from ..cluster import Cluster
 from ..density import ParameterProfile
 from ..profile import Overlap, Profile
-from .measure import Network
+from .network import Network
 
 
 @dataclass(frozen=True)

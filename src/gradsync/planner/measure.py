@@ -8,51 +8,21 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..cluster import Placement
 from ..comm import Group
-from ..costs import CostModel, KernelCost
-from ..forecast import network_cost
-from ..profile import Profile
+from ..comm.network_cost import network_cost
+from ..costs import KernelCost
 from ..schemes import (
-    DOUBLING_OF_ROWS,
-    AGSparse,
-    AllReduce,
-    BalancedElements,
-    BalancedParallelism,
-    ReduceScatter,
     Scheme,
-    SparseReduceScatter,
 )
 from ..schemes.rehearsal import Sample, rehearse
-
-PLANNED: tuple[Scheme[Any], ...] = (
-    BalancedParallelism(),
-    AGSparse(),
-    DOUBLING_OF_ROWS,
-    BalancedElements(),
-    AllReduce(),
-)  # what default plans are made of
-INSIDE_NODES: tuple[Scheme[Any], ...] = (ReduceScatter(), SparseReduceScatter())  # and, where several ranks are there
-
-
-@dataclass(frozen=True)
-class Network:
-    """What things cost, and where the ranks are."""
-
-    cost: CostModel
-    placement: Placement
-
-    @classmethod
-    def of(cls, profile: Profile) -> Network:
-        """As it was measured before."""
-        return cls(profile.cost_model(), profile.placement)
+from .network import INSIDE_NODES, PLANNED, Network
 
 
 def measured_network(group: Group, timeout_s: float) -> Network | None:

@@ -10,7 +10,8 @@ from ..costs import CostModel
 from ..density import ParameterProfile
 from ..plan import Plan
 from .default import default_plans
-from .measure import Network, measured_network
+from .measure import measured_network
+from .network import Network
 from .revise import revised
 
 

@@ -24,7 +24,7 @@ from .default import in_ready_order
 from .job import Job
 from .joint import split_items
 from .machine import play
-from .measure import Network
+from .network import Network
 from .problem import Curve, Demand, Option, Part, Problem, Resource
 
 # Sizes at which a scheme's steps are looked at; between them its demands are taken as linear.

@@ -27,7 +27,7 @@ from ..schemes import (
 from ..schemes.rehearsal import rehearse, rehearse_dense
 from ..steps import Compute
 from .links import Highest
-from .measure import INSIDE_NODES, PLANNED
+from .network import INSIDE_NODES, PLANNED
 
 BUDGET_S = 4.0  # of the dense buckets, beside one size more; at the fewest three sizes are rehearsed
 FEWEST_SIZES = 3

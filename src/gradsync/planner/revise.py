@@ -12,7 +12,7 @@ from ..schemes import Scheme, select, to_expression
 from ..schemes.selection import CHANGE_MARGIN
 from .default import MOST_OF_DENSE, price, timed_schemes
 from .flat import dense_schemes, element_schemes, is_dense
-from .measure import Network
+from .network import Network
 
 
 def revised(plan: Plan, before: Sequence[ParameterProfile], now: Sequence[ParameterProfile], network: Network) -> Plan:

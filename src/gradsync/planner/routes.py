@@ -24,7 +24,7 @@ from ..compressors import Compressor, SparseMessage
 from ..schemes import LeafConstraints, Route, Scheme, compressions, routes
 from ..steps import OFFLOAD, Compute, Step
 from .compressing import LATE
-from .measure import Network
+from .network import Network
 from .options import KNOTS_BYTES, resource_of
 from .problem import Resource
 

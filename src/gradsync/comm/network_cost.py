@@ -1,0 +1,27 @@
+"""The cost model of a group's links, by what its ranks measured."""
+
+from __future__ import annotations
+
+from ..cluster import Link
+from ..costs import CostModel
+from .group import Group
+
+
+def network_cost(group: Group) -> CostModel | None:
+    """What the links of the group's ranks were measured to be, the same on every rank; None where they were not.
+
+    A rank measured what it gets of its node's link in an all-to-all: of n ranks, g on each node, which send (n - 1) / n
+    of their bytes each and g (n - g) / n of them over that link.
+    """
+    if group.alpha_s is None or group.bytes_per_s is None:
+        return None
+    placement = group.placement
+    if not placement.is_hierarchy:
+        return CostModel(group.alpha_s, group.bytes_per_s, stage_s=group.stage_s, at_once_bytes=group.at_once_bytes)
+    node, across, n = group.within_node(), group.across_nodes(), group.size
+    assert node.alpha_s is not None and node.bytes_per_s is not None and across.alpha_s is not None
+    node_bytes_per_s = group.bytes_per_s * node.size * (n - node.size) / (n - 1)
+    intra = Link(node.bytes_per_s, node.alpha_s)
+    return CostModel(
+        across.alpha_s, node_bytes_per_s, intra=intra, stage_s=across.stage_s, at_once_bytes=group.at_once_bytes
+    )
