@@ -344,7 +344,7 @@ class AutogradHooks:
             return
         # An optimiser whose gradients are newer than its last step owes nothing, whatever forwards came after them.
         nothing_new = self._used.get(optimizer, 0) == self._synchronizations
-        if is_backward() and (self._engine.in_step or (nothing_new and self._syncing)):
+        if is_backward() and (self._engine.in_step or self._armed or (self._sync and nothing_new)):
             why = (
                 "an optimiser stepped inside backward (in a hook?), by gradients that were not averaged yet: let it "
                 "step when backward has ended"
