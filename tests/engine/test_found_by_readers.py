@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import gradsync
 from tests.engine.models import Perceptron
@@ -164,9 +165,12 @@ def compiled_step(way: str) -> None:
     """`torch.compile` of the whole step, backward and optimiser included, sees to our hooks as well."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
-    own = way == "class"
-    model = gradsync.DistributedDataParallel(module, timeout=10) if own else module
-    handle = model.attachment if own else gradsync.attach(module, timeout=10)
+    model = module
+    if way == "class":
+        model = gradsync.DistributedDataParallel(module, timeout=10)
+    elif way == "hook":
+        model = DistributedDataParallel(module)
+    handle = model.attachment if way == "class" else gradsync.attach(model, timeout=10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(batch: Tensor) -> None:
@@ -185,6 +189,6 @@ def compiled_step(way: str) -> None:
     handle.detach()
 
 
-@pytest.mark.parametrize("way", ["attach", "class"])
+@pytest.mark.parametrize("way", ["attach", "class", "hook"])
 def test_a_whole_step_may_be_compiled(world: World, way: str) -> None:
     world(2).run(compiled_step, way)
