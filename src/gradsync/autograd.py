@@ -41,11 +41,14 @@ from .torch_hooks import (
     before_optimizer_steps,
     is_backward,
     is_nested_backward,
+    never_compiled,
     outside_of_transforms,
     uncompiled,
 )
 from .uneven import UnevenInputs, broadcast_from
 from .witness import active
+
+OwnGradients = tuple[dict[str, Tensor | None], set[str]]  # by name, and those that were accumulated locally
 
 UNUSED = (
     "Expected to have finished reduction in the prior iteration before starting a new one: the module has parameters "
@@ -78,6 +81,7 @@ class AutogradHooks:
         self._additions_left: Counter[str] = Counter()
         self._all_are_used = not find_unused_parameters
         self._reached: set[str] = set()  # parameters that backwards since the last forward brought a gradient
+        self._undefined: set[str] = set()  # parameters that backward reached with an undefined one, since the last step
         self._changes = Changes(model, parameters.values(), exclude)
         self._parameters = dict(parameters)
         self._ids = {id(p) for p in self._parameters.values()}
@@ -151,11 +155,12 @@ class AutogradHooks:
         if not torch.is_grad_enabled() or is_backward():  # inside backward, checkpointing repeats a forward
             return
         generation = self._changes.generation
-        if why := self._changes.check(model):
+        if why := self._changes.check(model) or (self._why_unused() if self._sync else ""):
+            if self.uneven is not None:
+                self.uneven.forward_fails()
             self._engine.fail(why)
             raise RuntimeError(why)
         if self._sync:
-            self._refuse_unused()
             self._reached.clear()
         self._follow_moved_parameters(anew=self._changes.generation != generation)
         if (witness := active()) is not None:
@@ -168,18 +173,16 @@ class AutogradHooks:
         if broadcasts:
             self.broadcast_buffers(source)
 
-    def _refuse_unused(self) -> None:
-        """Raises as DDP does where backwards left parameters out and all are to be used; tells the other ranks."""
+    def _why_unused(self) -> str:
+        """What is wrong, as DDP says it, where backwards left parameters out and all are to be used; or nothing."""
         if not (self._all_are_used and self._reached):
-            return
+            return ""
         places = enumerate(self._parameters.items())
         unused = [(name, i) for i, (name, p) in places if p.requires_grad and name not in self._reached]
         if not unused:
-            return
+            return ""
         names = ", ".join(f"{name} (index {index})" for name, index in unused)
-        why = f"{UNUSED} Parameters which did not receive grad for rank {self._engine.group.rank}: {names}"
-        self._engine.fail(why)
-        raise RuntimeError(why)
+        return f"{UNUSED} Parameters which did not receive grad for rank {self._engine.group.rank}: {names}"
 
     def _after_forward(self, model: nn.Module, output: Any) -> None:
         """Begins the step of a static graph where backward reaches the model's output, in the outermost backward."""
@@ -215,16 +218,28 @@ class AutogradHooks:
         buffers = self._buffers.present(self._changes.generation).values()
         return [*(p for n, p in named if not matches(n, self._exclude)), *buffers]
 
+    def take_gradients(self) -> OwnGradients:
+        """Takes this rank's own gradients from the parameters, for `put_gradients`."""
+        own = {name: parameter.grad for name, parameter in self._parameters.items()}, self._accumulated
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        self._accumulated = set()
+        return own
+
+    def put_gradients(self, own: OwnGradients) -> None:
+        """Gives back what `take_gradients` took."""
+        gradients, self._accumulated = own
+        for name, parameter in self._parameters.items():
+            parameter.grad = gradients[name]
+
     @torch.no_grad()
     def shadow_step(self) -> None:
-        """Makes the exchanges of a step, with nothing of this rank's own."""
-        if self._engine.replanning:
-            self._views.move_out()
+        """Makes the exchanges of a step, with nothing of this rank's own, and has the parameters' gradients of it."""
         self._engine.stepped_alone = True  # the others' parameters go on without this rank's
-        self._engine.begin()
-        for name in self._engine.missing():
-            self._engine.load(name, None, used=False)
-        self._engine.finish()
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        self._begin()
+        self._finish()
 
     def broadcast_buffers(self, source: int = 0) -> None:
         """Gives the buffers of the rank `source` to all ranks."""
@@ -327,17 +342,17 @@ class AutogradHooks:
         optimizer = step.optimizer
         if not step.concerns(self._ids):
             return
-        if self._engine.in_step and is_backward():
+        # An optimiser whose gradients are newer than its last step owes nothing, whatever forwards came after them.
+        nothing_new = self._used.get(optimizer, 0) == self._synchronizations
+        if is_backward() and (self._engine.in_step or self._armed or (self._sync and nothing_new)):
             why = (
                 "an optimiser stepped inside backward (in a hook?), by gradients that were not averaged yet: let it "
                 "step when backward has ended"
             )
             self._engine.fail(why)
             raise RuntimeError(why)
-        # An optimiser whose gradients are newer than its last step owes nothing, whatever forwards came after them.
-        nothing_new = self._used.get(optimizer, 0) == self._synchronizations
         if self._armed and nothing_new and not self._engine.in_step:
-            self._begin(late=True)
+            self._begin(late=True, rounds=self._rounds.number)
             self._end()
         elif self._versions is not None:
             self._require_untouched(self._versions)
@@ -378,15 +393,15 @@ class AutogradHooks:
         if is_nested_backward():
             raise RuntimeError(REENTRANT)
         self._task = torch._C._current_graph_task_id()
-        self._begin()
+        self._begin(rounds=self._rounds.number)
         at_end_of_backward(self._end, self._engine)
 
     @torch.no_grad()
-    def _begin(self, *, late: bool = False) -> None:
+    def _begin(self, *, late: bool = False, rounds: int = 0) -> None:
         engine = self._engine
         if engine.replanning or self._plan is not engine.plan:
             self._views.move_out()
-        engine.begin(late=late, rounds=self._rounds.number)
+        engine.begin(late=late, rounds=rounds)
         if self._plan is not engine.plan:
             self._move_in()
         self._additions_left = Counter(self._additions)
@@ -428,12 +443,15 @@ class AutogradHooks:
             gradient = view.tensor
         self._engine.load(name, gradient, used=used)
 
-    @torch.no_grad()
     def _end(self) -> None:
-        engine = self._engine
         self._armed = None
         self._synchronizations += 1
         self._rounds.synchronized()
+        self._finish()
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        engine = self._engine
         if engine.missing():
             for group in self._groups:
                 self._tell(group)
@@ -443,7 +461,8 @@ class AutogradHooks:
                 self._load_leftover(name)
         engine.finish()
         if self._all_are_used:
-            self._reached |= self._arrived
+            self._reached |= self._arrived | self._undefined
+        self._undefined.clear()
         self._accumulated.clear()
         if not len(self._arrived) == len(self._views) == len(self._parameters) or not self._views.hold_all():
             for name, parameter in self._parameters.items():
@@ -500,7 +519,12 @@ class _GradientHook(Hook):
         super().__init__(owner, AutogradHooks._on_gradient)
         self._name = name
 
+    @never_compiled
     def __call__(self, _: object, produced: tuple[Tensor | None, ...]) -> None:
         gradient, owner = produced[0], self._owner()
-        if gradient is not None and owner is not None:  # None: an undefined gradient
+        if owner is None:
+            return
+        if gradient is not None:
             owner._on_gradient(self._name, gradient)
+        elif owner._syncing:
+            owner._undefined.add(self._name)

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from .agreement import DEFAULT_TIMEOUT_S, buffers_of, exclusions
 from .attach import Attachment, attach
+from .fronts import level
 from .guard import VERIFY_EVERY
 from .plan import Plan, What
 from .planner import AveragingPlanner
@@ -46,7 +47,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     `isinstance` takes it for torch's class, and the model is its `module`, so frameworks and checkpoints unwrap it; it
     has no Reducer. A model that is wrapped again is synchronised by its newest wrapper only. A copy, by `copy.deepcopy`
-    or pickle, attaches in its first forward with gradients on, which therefore all ranks make.
+    or pickle, attaches in its first forward with gradients on, which therefore all ranks make; one whose parameters are
+    all frozen, as a teacher's, never does.
 
     Args:
         module: the model, on one device.
@@ -157,7 +159,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             raise RuntimeError(NOT_NEEDED)
         if init_sync and buffers and not self.forward_sync_buffers:
             exclude = exclusions(self.module, self._settings["exclude"])
-            self._uneven_inputs.spread(list(buffers_of(self.module, exclude).values()), 0)
+            level(self._attachment._engine, list(buffers_of(self.module, exclude).values()))
         weakref.finalize(self, self._attachment.detach).atexit = False
         _wrappers[self.module] = weakref.ref(self)
         self.require_backward_grad_sync = self._synchronizes
@@ -194,7 +196,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         return self.module(*inputs, **kwargs)
 
     def _require_attached(self) -> None:
-        if self._attachment is None:
+        if self._attachment is None and any(parameter.requires_grad for parameter in self._module_parameters):
             self._attach(init_sync=False, buffers=False)
         newest = _wrappers.get(self.module, lambda: None)()
         if newest is not None and newest is not self:
@@ -225,13 +227,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Returns the hook for `torch.distributed.algorithms.Join`: a rank that is through contributes zeros."""
         self._require_attached()
-        return self._uneven_inputs.hook_of(self, **kwargs)
-
-    @property
-    def _uneven_inputs(self) -> UnevenInputs:
         joinable = self.attachment.joinable
         assert isinstance(joinable, UnevenInputs)
-        return joinable
+        return joinable.hook_of(self, **kwargs)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> NoReturn:
         """Raises, as a communication hook is not supported.

@@ -37,6 +37,7 @@ from .torch_hooks import (
     at_end_of_backward,
     before_optimizer_steps,
     is_backward,
+    never_compiled,
 )
 
 # Of each model inside of a DistributedDataParallel: it may be wrapped again, and is synchronised by the newest wrapper.
@@ -336,6 +337,7 @@ def _nothing() -> None:
     """DDP's own callback ends its backward; ours is there to be dropped when backward raises."""
 
 
+@never_compiled
 def ddp_hook(state: DDPState, bucket: GradBucket) -> Future[Tensor]:
     """gradsync as a DDP communication hook: `ddp_model.register_comm_hook(gradsync.DDPState(), gradsync.ddp_hook)`.
 

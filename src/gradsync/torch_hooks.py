@@ -12,12 +12,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo import eval_frame as _eval_frame
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from .engine import Engine
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 REENTRANT = (
     "gradients became ready inside a nested backward (re-entrant activation checkpointing?), whose end cannot be told "
     "from the end of the outer one; use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
@@ -202,6 +204,17 @@ def uncompiled(hook: type[Hook]) -> type[Hook]:
     return type(f"{hook.__name__}Uncompiled", (hook,), {"__call__": torch.compiler.disable(hook.__call__)})
 
 
+def never_compiled(function: F) -> F:
+    """Has `torch.compile` leave alone what autograd calls, and what that calls, where a whole step was given to it.
+
+    Unlike `uncompiled` it costs nothing a call, and needs no compiler; it is for what no compiled code calls itself.
+    """
+    skip = _eval_frame._FrameAction.SKIP  # here, and further in
+    code: CodeType = function.__code__
+    _eval_frame.set_code_exec_strategy(code, _eval_frame._FrameExecStrategy(skip, skip))
+    return function
+
+
 def _nothing(*args: Any) -> None:
     """The hook in a copy of an attached model."""
 
@@ -217,10 +230,12 @@ class _EndOfBackward:
         self._finish = finish
         self._engine: Engine | None = engine
 
+    @never_compiled
     def __call__(self) -> None:
         self._engine = None
         self._finish()
 
+    @never_compiled
     def __del__(self) -> None:
         if self._engine is not None:
             self._engine.abandon("backward ended with an error on this rank")

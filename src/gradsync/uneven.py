@@ -47,8 +47,14 @@ class Shadowed(Protocol):
     def broadcast_buffers(self, source: int) -> None:
         """Gives the buffers of the rank `source` to all ranks."""
 
+    def take_gradients(self) -> Any:
+        """Takes this rank's own gradients from the parameters, for `put_gradients`."""
+
+    def put_gradients(self, own: Any) -> None:
+        """Gives back what `take_gradients` took."""
+
     def shadow_step(self) -> None:
-        """Makes the exchanges of a step, with nothing of this rank's own."""
+        """Makes the exchanges of a step, with nothing of this rank's own, and has the parameters' gradients of it."""
 
     def state_to_level(self) -> list[Tensor]:
         """Parameters and buffers that are the same on all ranks."""
@@ -62,9 +68,11 @@ class UnevenInputs(Joinable):
     ) -> None:
         super().__init__()
         self._model = weakref.ref(model)
-        self._front, self._engine, self._process_group = front, engine, process_group
+        self.front, self._engine, self._process_group = front, engine, process_group
         self._joinable: weakref.ref[Joinable] = weakref.ref(self)
+        self._context: weakref.ref[_Shadow] | None = None  # of the `join` under way, or of one that ended with an error
         self._divide_by_all = True
+        self._expects_backward = False  # a forward of the `join` under way was told to the others as one
 
     def join_hook(self, **settings: Any) -> JoinHook:
         return self.hook_of(self, **settings)
@@ -73,7 +81,9 @@ class UnevenInputs(Joinable):
         """The hook for a model that some other object stands for in `Join`, the one whose settings `Join` sets."""
         self._joinable = weakref.ref(joinable)
         self._divide_by_all = settings.get("divide_by_initial_world_size", True)
-        return _Shadow(self)
+        shadow = _Shadow(self)
+        self._context, self._expects_backward = weakref.ref(shadow), False
+        return shadow
 
     @property
     def join_device(self) -> torch.device:
@@ -90,17 +100,33 @@ class UnevenInputs(Joinable):
             RuntimeError: on all ranks, where `Join` is to end with the first rank that is through, or a forward has had
                 no backward.
         """
-        joinable = self._joinable()
-        if joinable is None or not joinable._join_config.enable:
-            self._front.factor = 1.0
+        if not self._notify():
+            self.front.factor = 1.0
             return 0
-        Join.notify_join_context(joinable)
-        if self._front.awaits_backward:  # after what the ranks that are through wait for
+        if self._expects_backward and self.front.awaits_backward:  # after what the ranks that are through wait for
             self._engine.fail(EVERY_BACKWARD)
             raise RuntimeError(EVERY_BACKWARD)
         told = self.tell(HAS_INPUTS | SYNCHRONIZES * synchronizes | BROADCASTS * broadcasts)
+        self._expects_backward = synchronizes
+        return self._last_with_inputs(told)
+
+    def forward_fails(self) -> None:
+        """Has the ranks that are through ask what comes, so that they learn of an error that this rank will tell."""
+        self._notify()
+
+    def _notify(self) -> bool:
+        """Tells `Join` of a forward; returns whether one is under way, as ranks that are through then ask for more."""
+        joinable = self._joinable()
+        is_under_way = self._context is not None and self._context() is not None
+        if joinable is None or not is_under_way or not joinable._join_config.enable:
+            return False
+        Join.notify_join_context(joinable)
+        return True
+
+    def _last_with_inputs(self, told: list[int]) -> int:
+        """The last rank of those that still have inputs, by whose number sums of the coming step are divided."""
         have_inputs = [rank for rank, theirs in enumerate(told) if theirs]
-        self._front.factor = 1.0 if self._divide_by_all else len(told) / len(have_inputs)
+        self.front.factor = 1.0 if self._divide_by_all else len(told) / len(have_inputs)
         return have_inputs[-1]
 
     def tell(self, mine: int) -> list[int]:
@@ -114,18 +140,18 @@ class UnevenInputs(Joinable):
     def shadow(self) -> Callable[[], None] | None:
         """Follows the others' next forward; returns what follows their backward, if that synchronises."""
         told = self.tell(0)
-        have_inputs = [rank for rank, theirs in enumerate(told) if theirs]
+        source = self._last_with_inputs(told)
         if any(theirs & BROADCASTS for theirs in told):
-            self._front.broadcast_buffers(have_inputs[-1])
-        return self._front.shadow_step if any(theirs & SYNCHRONIZES for theirs in told) else None
+            self.front.broadcast_buffers(source)
+        return self.front.shadow_step if any(theirs & SYNCHRONIZES for theirs in told) else None
 
     def level(self, *, is_last: bool) -> None:
         """All ranks are through: the model of one that was last goes to all."""
-        self._front.factor = 1.0
+        self._context, self.front.factor = None, 1.0
         source = max(rank for rank, was_last in enumerate(self.tell(int(is_last))) if was_last)
-        rounds = torch.tensor([self._front.rounds], device=self._engine.device)
-        self.spread([rounds, *self._front.state_to_level()], source)
-        self._front.rounds = int(rounds)
+        rounds = torch.tensor([self.front.rounds], device=self._engine.device)
+        self.spread([rounds, *self.front.state_to_level()], source)
+        self.front.rounds = int(rounds)
 
     def spread(self, tensors: list[Tensor], source: int) -> None:
         """Gives dense tensors of one rank to all."""
@@ -141,12 +167,14 @@ class _Shadow(JoinHook):
         self._inputs = inputs
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gradsync join")
         self._step: Future[None] | None = None
+        self._own: Any = None  # this rank's gradients, while the parameters have those of the others' steps
         _open.add(self)
 
     def main_hook(self) -> None:
         self._end_step()
         step = self._inputs.shadow()
         if step is not None:
+            self._own = self._own or self._inputs.front.take_gradients()
             self._step = self._thread.submit(step)
             if len(_open) == 1:  # no other model's forward comes before this one's backward: errors are seen at once
                 self._end_step()
@@ -155,6 +183,8 @@ class _Shadow(JoinHook):
         _open.discard(self)
         self._end_step()
         self._thread.shutdown()
+        if self._own is not None:
+            self._inputs.front.put_gradients(self._own)
         self._inputs.level(is_last=is_last_joiner)
 
     def _end_step(self) -> None:

@@ -200,6 +200,20 @@ def test_one_rank_may_copy_alone(world: World) -> None:
     world(2).run(copy_on_rank_0)
 
 
+def frozen_teacher() -> None:
+    """A copy whose parameters are frozen is called with gradients on, here on one rank only: nothing is exchanged."""
+    model = wrapped(Perceptron())
+    teacher = copy.deepcopy(model).requires_grad_(False)
+    step_of(model, 0)
+    if dist.get_rank() == 0:
+        assert torch.equal(teacher(torch.ones(2, 6)), model.module(torch.ones(2, 6)))
+    assert_same_on_all_ranks(step_of(model, 1))
+
+
+def test_a_frozen_copy_has_nothing_to_synchronise(world: World) -> None:
+    world(2).run(frozen_teacher)
+
+
 def pickle_of_another_group() -> None:
     model = wrapped(Perceptron(), process_group=dist.new_group())
     with pytest.raises(RuntimeError, match="only supported when using DDP with the default process group"):
@@ -247,6 +261,24 @@ def test_buffers_begin_alike_unless_they_are_ignored(world: World, options: dict
     world(2).run(buffers_at_the_start, options, are_leveled)
 
 
+def buffers_at_the_start_of_averages() -> None:
+    """Under a plan of parameters."""
+    torch.manual_seed(dist.get_rank())
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    module[1].running_mean.fill_(dist.get_rank())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    plan = gradsync.planner.AveragingPlanner()
+    model = wrapped(module, plan=plan, optimizer=optimizer, forward_sync_buffers=False)
+    assert float(module[1].running_mean[0]) == 0
+    model(torch.randn(4, 3)).mean().backward()
+    optimizer.step()
+    model.attachment.detach()
+
+
+def test_buffers_begin_alike_under_a_plan_of_parameters(world: World) -> None:
+    world(2).run(buffers_at_the_start_of_averages)
+
+
 def unsynchronised_start() -> None:
     torch.manual_seed(dist.get_rank())
     module = Perceptron()
@@ -276,6 +308,40 @@ def test_unused_parameters_raise_on_all_ranks_as_the_constructor_says(world: Wor
     for text in world(2).run(unused):
         assert "passing the keyword argument `find_unused_parameters=True`" in text
         assert "did not receive grad for rank 1: branches.2.weight (index 4), branches.2.bias (index 5)" in text
+
+
+class NoGradient(torch.autograd.Function):
+    """Gives its second input an undefined gradient, as straight-through estimators do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+class StraightThrough(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Perceptron()
+        self.step = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return NoGradient.apply(self.inner(x), self.step)
+
+
+def undefined() -> None:
+    """Reached by backward, a parameter is used, whatever gradient it gets; a local backward says nothing of others."""
+    for plain_model in (DistributedDataParallel(StraightThrough()), wrapped(StraightThrough())):
+        for number in range(4):
+            with plain_model.no_sync() if number == 1 else nullcontext():
+                step_of(plain_model, number)
+
+
+def test_undefined_gradients_are_no_unused_parameters(world: World) -> None:
+    world(2).run(undefined)
 
 
 def refusals() -> str:

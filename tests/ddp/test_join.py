@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsync
-from tests.engine.models import Perceptron, Tables
+from tests.engine.models import Branches, Perceptron, Tables
 from tests.engine.twins import assert_same_on_all_ranks
 from tests.world import Ranks, new_oracle_group
 
@@ -84,7 +86,7 @@ def train(
     for number in range(2):
         step(1000 + number)
     assert_same_on_all_ranks(dict(inner.named_parameters()))
-    return {**found, **inner.state_dict()}
+    return {**found, **dict(inner.named_parameters())}  # behind join DDP goes on to take buffers of the last rank
 
 
 def compare(
@@ -173,6 +175,108 @@ def forward_without_backward() -> str:
 def test_a_forward_without_a_backward_raises_on_all_ranks(world: World) -> None:
     for text in world(2).run(forward_without_backward):
         assert "must be followed by its backward" in text
+
+
+def what_a_rank_keeps(way: str, make: Callable[[], nn.Module]) -> list[dict[str, Tensor]]:
+    """Over several epochs: the last one's gradients, zeroed in place or left over, and those kept by reference."""
+    model, joinable = made(way, make)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    found = []
+    for epoch in range(4):
+        kept: list[dict[str, Tensor]] = []
+        with joinable.join(divide_by_initial_world_size=epoch % 2 == 0):
+            for number in range([3, 7][(dist.get_rank() + epoch) % 2]):
+                with nullcontext() if number % 2 else joinable.no_sync():
+                    model(example(make, 10 * epoch + number)).square().mean().backward()
+                if number % 2:
+                    optimizer.step()
+                    kept.append({name: p.grad for name, p in model.named_parameters()})
+                    optimizer.zero_grad(set_to_none=epoch > 1)
+        found += [*kept, {name: p.grad.clone() for name, p in model.named_parameters()}]
+        found.append({name: p.detach().clone() for name, p in model.named_parameters()})
+        if epoch == 2:
+            optimizer.zero_grad()
+    return [{name.removeprefix("module."): tensor for name, tensor in each.items()} for each in found]
+
+
+def compare_what_is_kept(way: str) -> None:
+    for make in (Perceptron, Normed):
+        expected, found = what_a_rank_keeps("oracle", make), what_a_rank_keeps(way, make)
+        for number, (theirs, ours) in enumerate(zip(expected, found, strict=True)):
+            for name, value in theirs.items():
+                torch.testing.assert_close(ours[name], value, msg=lambda t, n=name, i=number: f"{n}, {i}: {t}")
+
+
+@pytest.mark.parametrize("way", ["drop-in", "attach"])
+def test_a_rank_that_is_through_keeps_its_own_gradients(world: World, way: str) -> None:
+    world(2).run(compare_what_is_kept, way)
+
+
+def sharded(way: str) -> None:
+    """A sharded optimiser in the same `Join` steps by the others' gradients: as one that is not sharded."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    steps = 4 * dist.get_rank()  # rank 0 has no gradients at all
+    expected = train("oracle", Perceptron, [0, 4], {})
+    model, joinable = made(way, Perceptron)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.05)
+    with Join([model if way == "drop-in" else joinable.joinable, optimizer]):
+        for number in range(steps):
+            model(example(Perceptron, number)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, tensor in getattr(model, "module", model).named_parameters():
+        torch.testing.assert_close(tensor, expected[f"joined {name}"])
+        assert tensor.grad is None
+
+
+@pytest.mark.parametrize("way", ["drop-in", "attach"])
+def test_a_sharded_optimiser_joins_too(world: World, way: str) -> None:
+    world(2).run(sharded, way)
+
+
+def around_join(way: str) -> None:
+    """A forward that no backward follows, before and behind `join`, also on one rank."""
+    model, joinable = made(way, Perceptron)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in range(2):
+        model(example(Perceptron, 0))
+        with joinable.join():
+            for number in range(1 + dist.get_rank()):
+                optimizer.zero_grad()
+                model(example(Perceptron, number)).square().mean().backward()
+                optimizer.step()
+        if dist.get_rank() == 0:
+            model(example(Perceptron, 0))
+        optimizer.zero_grad()
+        (model(example(Perceptron, 1)) + model(example(Perceptron, 2))).square().mean().backward()
+        optimizer.step()
+    assert_same_on_all_ranks(dict(getattr(model, "module", model).named_parameters()))
+
+
+@pytest.mark.parametrize("way", ["drop-in", "attach"])
+def test_what_join_asks_for_it_asks_for_inside_only(world: World, way: str) -> None:
+    world(2).run(around_join, way)
+
+
+def unused_inside() -> str:
+    """In a process group of its own, where a message of `Join` is left over."""
+    model = gradsync.DistributedDataParallel(Branches(), process_group=dist.new_group(), timeout=20)
+    try:
+        with model.join():
+            for number in range(1 + 2 * dist.get_rank()):
+                model(example(Perceptron, number), (0, 1, 2) if number == 0 else (0, 1)).mean().backward()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        model.attachment.detach()
+    return "nothing raised"
+
+
+def test_a_forward_that_raises_is_told_to_ranks_that_are_through(world: World) -> None:
+    for text in world(2).run(unused_inside):
+        assert "branches.2.weight" in text
 
 
 def join_of_parameters() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import gradsync
 from tests.engine.models import Perceptron
@@ -33,19 +35,20 @@ def test_a_parameter_that_is_thawed_raises(world: World) -> None:
     assert all("'layers.0.weight' was frozen" in said for said in world(2).run(thawed))
 
 
-def stepped_inside_backward() -> str:
-    model = Perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def stepped_inside_backward(name: str) -> str:
+    model = nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 2, bias=False))
+    hooked = model.get_parameter(name)
+    optimizer = torch.optim.SGD([hooked], lr=0.1)
     handle = gradsync.attach(model, timeout=10)
-    first = next(model.parameters())
-    first.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    hooked.register_post_accumulate_grad_hook(lambda _: optimizer.step())
     said = raising(lambda: [model(torch.randn(4, 6)).mean().backward() for _ in range(2)])
     handle.detach()
     return said
 
 
-def test_an_optimiser_that_steps_inside_backward_raises(world: World) -> None:
-    assert all("stepped inside backward" in said for said in world(2).run(stepped_inside_backward))
+@pytest.mark.parametrize("name", ["0.weight", "1.weight"])  # the last gradient of a backward, and the first
+def test_an_optimiser_that_steps_inside_backward_raises(world: World, name: str) -> None:
+    assert all("stepped inside backward" in said for said in world(2).run(stepped_inside_backward, name))
 
 
 def optimisers_of_their_own() -> None:
@@ -156,3 +159,36 @@ def sharpness_aware(way: str) -> None:
         optimizer.step()
     assert_same_on_all_ranks(dict(module.named_parameters()))
     handle.detach()
+
+
+def compiled_step(way: str) -> None:
+    """`torch.compile` of the whole step, backward and optimiser included, sees to our hooks as well."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
+    model = module
+    if way == "class":
+        model = gradsync.DistributedDataParallel(module, timeout=10)
+    elif way == "hook":
+        model = DistributedDataParallel(module)
+    handle = model.attachment if way == "class" else gradsync.attach(model, timeout=10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(batch: Tensor) -> None:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+    compiled = torch.compile(step, backend="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of graph breaks
+        for number in range(4):
+            torch.manual_seed(10 * number + dist.get_rank())
+            compiled(torch.randn(8, 4))
+    assert_same_on_all_ranks(dict(module.named_parameters()))
+    assert sum(bucket.steps for bucket in handle.statistics()) > 0
+    handle.detach()
+
+
+@pytest.mark.parametrize("way", ["attach", "class", "hook"])
+def test_a_whole_step_may_be_compiled(world: World, way: str) -> None:
+    world(2).run(compiled_step, way)
