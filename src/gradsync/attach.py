@@ -178,6 +178,7 @@ class Attachment:
         """
         self._load(lambda: state, strict=strict)
 
+    @torch.inference_mode(False)  # what is made here is trained on
     def _load(self, find: Callable[[], object], *, strict: bool = True) -> None:
         """Loads what `find` returns; once all ranks have met for it, and it may talk to them."""
         self.wait()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .comm import gather_bytes
 from .engine import LOADING, Engine
-from .state import from_bytes, handed_over, to_bytes
+from .state import Origin, from_bytes, handed_over, to_bytes
 
 MOST_RANKS = 1024  # whose parts one checkpoint has; an entry without one takes a kilobyte
 GATHERING = "gathering of state"
@@ -64,8 +64,8 @@ class Checkpoint:
         engine = self._engine()
         rank, size = engine.group.rank, engine.group.size
         if self._gather:
+            mine = to_bytes(self._state_dict())  # waits for averages under way: the ranks meet between two steps
             engine.meet(GATHERING)
-            mine = to_bytes(self._state_dict())
             parts = engine.call(GATHERING, lambda group: gather_bytes(group, mine, engine.timeout_s))
             return {_entry(r): torch.frombuffer(bytearray(part), dtype=torch.uint8) for r, part in enumerate(parts)}
         if size > MOST_RANKS:
@@ -96,8 +96,8 @@ class Checkpoint:
         except Exception as error:  # told to all, then raised
             problem = error
         engine.agree(LOADING, problem)
-        told = engine.tell(LOADING, [[r, part.get("world")] for r, part in parts.items()])
-        world = _world_of([(int(r), of) for each in told for r, of in each])
+        told = engine.tell(LOADING, [[r, part["world"]] for r, part in parts.items()])
+        world = _world_of([(r, of) for each in told for r, of in each])
         if world == size:
             return parts[rank]
         mine = {key: value for key, value in parts[rank].items() if key not in HEAD} if rank == 0 else {}
@@ -141,8 +141,8 @@ def _parts(saved: object, rank: int, size: int) -> dict[int, dict[str, Any]]:
         if content is None or int(form[1]) % size != rank:
             continue
         part = from_bytes(_content(name, content))
-        if part.get("rank") != int(form[1]):
-            raise ValueError(f"the part {name!r} is that of rank {part.get('rank')!r}")
+        if (rank_of := Origin.of(part).rank) != int(form[1]):
+            raise ValueError(f"the part {name!r} is that of rank {rank_of}")
         parts[int(form[1])] = part
     return dict(sorted(parts.items()))
 
@@ -156,7 +156,7 @@ def _content(name: str, part: object) -> bytes:
     raise ValueError(f"the part {name!r} must be bytes, got {kind}")
 
 
-def _world_of(held: Sequence[tuple[int, Any]]) -> int:
+def _world_of(held: Sequence[tuple[int, int]]) -> int:
     """How many ranks have written the parts `held`, by (rank, world) of each.
 
     Raises:

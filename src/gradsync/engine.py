@@ -78,6 +78,7 @@ class Engine:
         self._collected: set[str] = set()  # buckets of the step under way whose results are here
         self._collected_s: float | None = None  # when the first of them was asked for before `finish`
         self._failure: str | None = None
+        self._is_torn = False  # a load, or a change of plans, has failed midway: state is neither the old nor the new
         self._closed = False
         self._marks = StepMarks()
         self._marks_checked = True
@@ -343,8 +344,8 @@ class Engine:
         try:
             with self._turn:
                 return function(self.group)
-        except Exception as error:
-            why = f"{what}, step {self.step}: {error}"
+        except BaseException as error:  # an interruption leaves the others in the middle of it, too
+            why = f"{what}, step {self.step}: {_said(error)}"
             self.fail(why)
             if isinstance(error, GroupError):
                 raise GroupError(why) from None
@@ -418,6 +419,11 @@ class Engine:
         """The plan and all scheme state by (parameter, slice, compress point); of tensors, numbers and text only."""
         if self._closed:
             raise RuntimeError("gradsync was detached from this model, and its state is gone: call state_dict() before")
+        if self._is_torn:
+            raise RuntimeError(
+                f"there is no whole state to save, as what changes it has failed midway: {self._failure}; detach() and "
+                "attach again on every rank, then load a checkpoint"
+            )
         if not self.in_step:
             self.lanes.commit(keep=self._steps_good)
         plan = next(iter(self._planning.on_trial), self.plan)  # a trial is not for keeping
@@ -458,8 +464,9 @@ class Engine:
         """Inside, this rank changes what all ranks change: where it fails, nothing is synchronised any more."""
         try:
             yield
-        except Exception as error:
-            self.fail(f"{what}, step {self.step}: {error}")
+        except BaseException as error:  # an interruption, too
+            self._is_torn = True
+            self.fail(f"{what}, step {self.step}: {_said(error)}")
             raise
 
     def _examined(self, state: object, *, strict: bool) -> tuple[Saved, Resumption | None]:
@@ -647,8 +654,9 @@ class Engine:
             if kept:
                 self.lanes.inherit(state)
                 self._agree_on_owed()
-        except Exception as error:
-            self.fail(f"the change of plans before step {self.step}: {error}")
+        except BaseException as error:
+            self._is_torn = True
+            self.fail(f"the change of plans before step {self.step}: {_said(error)}")
             raise
         if self.settled:
             self._announce()
@@ -687,3 +695,8 @@ class Engine:
     def _announce(self) -> None:
         for line in self.words():
             logger.info("%s", line)
+
+
+def _said(error: BaseException) -> str:
+    """The error's text, or its name where it has none, as an interruption."""
+    return str(error) or type(error).__name__
