@@ -183,16 +183,16 @@ class Attachment:
         """Loads what `find` returns; once all ranks have met for it, and it may talk to them."""
         self.wait()
         engine, averaging = self._engine, self._averaging
-        engine.meet(LOADING)
-        found = find()
-        state = check_saved(engine, found, None if averaging is None else averaging.specs, strict=strict)
-        groups = None if self._regrouping is None else self._regrouping.saved(state)
-        engine.load_state_dict(state, strict=strict)
-        with engine.all_or_none(LOADING):
-            if self._regrouping is not None:
-                self._regrouping.go_on(groups)
-            if averaging is not None:
-                averaging.load_state_dict(state)
+        with engine.meeting(LOADING):
+            found = find()
+            state = check_saved(engine, found, None if averaging is None else averaging.specs, strict=strict)
+            groups = None if self._regrouping is None else self._regrouping.saved(state)
+            engine.load_state_dict(state, strict=strict)
+            with engine.all_or_none(LOADING):
+                if self._regrouping is not None:
+                    self._regrouping.go_on(groups)
+                if averaging is not None:
+                    averaging.load_state_dict(state)
 
     def arrived(self, parameter: Tensor) -> Sections | None:
         """Which elements of the parameter's gradient the last step brought; None: all of them.

@@ -65,8 +65,8 @@ class Checkpoint:
         rank, size = engine.group.rank, engine.group.size
         if self._gather:
             mine = to_bytes(self._state_dict())  # waits for averages under way: the ranks meet between two steps
-            engine.meet(GATHERING)
-            parts = engine.call(GATHERING, lambda group: gather_bytes(group, mine, engine.timeout_s))
+            with engine.meeting(GATHERING):
+                parts = engine.call(GATHERING, lambda group: gather_bytes(group, mine, engine.timeout_s))
             return {_entry(r): torch.frombuffer(bytearray(part), dtype=torch.uint8) for r, part in enumerate(parts)}
         if size > MOST_RANKS:
             raise ValueError(

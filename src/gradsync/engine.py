@@ -396,8 +396,11 @@ class Engine:
         """
         self._guarded(lambda: self._guard.compare(names))
 
-    def meet(self, what: str) -> None:
-        """Blocks until all ranks have come to `what`, which is between two steps, without a message of a step.
+    @contextmanager
+    def meeting(self, what: str) -> Iterator[None]:
+        """Inside, all ranks have come to `what`, which is between two steps, without a message of a step.
+
+        Errors inside are told to all by whoever raises them. Interruptions are told here: others wait for this rank.
 
         Raises:
             RuntimeError: inside a step.
@@ -406,6 +409,13 @@ class Engine:
         if self.in_step:
             raise RuntimeError(f"{what} was called inside a step; call it between two steps, on every rank")
         self.call(what, lambda group: group.meet(what, self.timeout_s))
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException as error:
+            self.fail(f"{what}, step {self.step}: {_said(error)}")
+            raise
 
     def tell(self, what: str, mine: Any) -> list[Any]:
         """Hands what JSON can say to all ranks; returns everybody's, by rank."""

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gradsync
-from gradsync import Plan
+from gradsync import Plan, engine
 from gradsync.bucket import TensorSpec, trainable_parameters
+from gradsync.comm.board import Board
 from gradsync.compressors import Cast, ErrorFeedback, TopK
 from gradsync.lane import Lane
 from gradsync.plan import What
@@ -324,6 +325,13 @@ def element_types_of_factors() -> None:
     handle.load_state_dict({**saved, "state": {**saved["state"], KEY: saved["state"][KEY].half()}}, strict=False)
     assert handle.state_dict()["state"][KEY].dtype is torch.float32
     handle.detach()
+    handle = attached(Perceptron(), AllReduce())
+    for change in (torch.Tensor.half, torch.Tensor.double):  # of what goes with the next gradients
+        handle.load_state_dict({**saved, "state": {KEY: change(saved["state"][KEY])}}, strict=False)
+        owed = handle.state_dict()
+        assert {values.dtype for values in owed["state"].values()} == {torch.float32}
+        handle.load_state_dict(owed)
+    handle.detach()
 
 
 def test_other_element_types_are_refused_unless_they_are_asked_for(world: World) -> None:
@@ -519,10 +527,10 @@ def a_load_that_is_interrupted(where: str) -> str:
     """As by Ctrl-C, or a signal's handler that raises, after which the script goes on."""
     model, handle, saved = trained()
 
-    def interrupt(*_: Any) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    owner: Any = Lane if where == "take_over" else handle._engine.group
+    owner: Any = {"take_over": Lane, "examined": engine}.get(where, handle._engine.group)
     original = getattr(owner, where)
     if dist.get_rank() == 1:
         setattr(owner, where, interrupt)
@@ -542,10 +550,35 @@ def a_load_that_is_interrupted(where: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("where", ["take_over", "all_gather"])
+@pytest.mark.parametrize("where", ["take_over", "all_gather", "examined"])
 def test_a_load_that_is_interrupted_on_one_rank_raises_on_all(world: World, where: str) -> None:
     said = world(3).run(a_load_that_is_interrupted, where)
     assert all("rank 1: loading of state" in each for each in (said[0], said[2]))
+
+
+def load_when_a_note_was_lost() -> None:
+    """The store still owes rank 1 an answer when that comes to the meeting, and takes no other question meanwhile."""
+    _, handle, saved = trained()
+    ask, lost = Board._ask, []
+
+    def forgetful(self: Board, *arguments: Any, **settings: Any) -> bytes | None:
+        if not lost:
+            lost.append(self)
+            return None
+        return ask(self, *arguments, **settings)
+
+    if dist.get_rank() == 1:
+        Board._ask = forgetful  # type: ignore[method-assign]
+    try:
+        handle.load_state_dict(saved)
+    finally:
+        Board._ask = ask  # type: ignore[method-assign]
+    assert bool(lost) == (dist.get_rank() == 1)
+    handle.detach()
+
+
+def test_a_rank_whose_note_was_lost_says_again_that_it_has_come(world: World) -> None:
+    world(3).run(load_when_a_note_was_lost)
 
 
 def load_while_others_gather(loader: int) -> str:

@@ -348,6 +348,8 @@ class TorchGroup(Group):
         self._note_met(what, detail)
         began_s = answered_s = time.monotonic()
         while missing := sorted(set(self.members) - (here := self._board.met(meeting)).keys()):
+            if self.members[self.rank] in missing:  # a store that owes an answer takes no note
+                self._board.note_met(meeting, self.members[self.rank], self._issued, what, detail)
             if failure := self._announced_failure():
                 raise GroupError(failure)
             if gone := self._board.left_before(self._issued):

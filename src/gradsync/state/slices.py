@@ -19,6 +19,7 @@ from torch import Tensor
 from ..bucket import Bucket, Segment
 from ..compressors import RESIDUAL, SENT, copies_at
 from ..compressors import State as CompressorState
+from ..kernels import accumulation_dtype
 
 OWED = "owed"  # the point of what another plan left to be sent
 # Digits of other scripts, and more of them than any tensor has elements, are no index.
@@ -196,7 +197,7 @@ def owed(bucket: Bucket, state: Mapping[str, Kept], saved: Sequence[StateSlice])
             low, high = max(part.start, segment.start), min(part.stop, segment.stop)
             if part.overlap(segment) and values[low - part.start : high - part.start].any():
                 if flat is None:
-                    flat = torch.zeros(bucket.numel, dtype=part.values.dtype)
+                    flat = torch.zeros(bucket.numel, dtype=accumulation_dtype(bucket.dtype))
                 room = flat[offset + low - segment.start : offset + high - segment.start]
                 room += values[low - part.start : high - part.start].to(room)
     return flat
