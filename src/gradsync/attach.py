@@ -126,7 +126,7 @@ class Attachment:
         `torch.load(..., weights_only=True)` reads it; for safetensors there is `gradsync.state.save_file`.
 
         Raises:
-            RuntimeError: after `detach`: what was left to be sent is gone.
+            RuntimeError: after `detach`: what was left to be sent is gone; and after a load that has failed midway.
         """
         self.wait()
         state = self._engine.state_dict()
@@ -164,7 +164,8 @@ class Attachment:
         Where ranks keep state of their own, each loads its own, on as many ranks as saved; else any rank's will do.
 
         Args:
-            strict: False drops state that has no place, and another rank's, and takes other element types.
+            strict: False drops state that has no place, another rank's, and that of parameters of other sizes, and
+                takes other element types.
 
         Raises:
             TypeError, ValueError: on all ranks, before anything has changed, for state of another version, another
@@ -172,7 +173,7 @@ class Attachment:
                 element type; or that has no place here. And for one rank's whose model was apart from the others', if
                 now there is another number of ranks, or gradients are averaged: save at a consensus.
             RuntimeError: where another rank raises, inside a step, and after `detach`.
-            GroupError: on all ranks, where only some load and the others train, or have left.
+            GroupError: on all ranks, where only some load and the others train, gather, or have left.
 
         State of different steps, or with different plans to go on with, is refused like what has no place.
         """
