@@ -76,14 +76,17 @@ class Checkpoint:
         mine = to_bytes(self._state_dict())
         return {_entry(r): Part(mine) if r == rank else None for r in range(rank, MOST_RANKS, size)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Takes over what `state_dict` gave on these ranks, or on another number of them; on all ranks at once.
+
+        Args:
+            strict: as of `Attachment.load_state_dict`.
 
         Raises:
             TypeError, ValueError, RuntimeError, GroupError: on all ranks, before anything has changed: as
                 `Attachment.load_state_dict`, and where parts of ranks are missing.
         """
-        self._load(lambda: self._own_state(state))
+        self._load(lambda: self._own_state(state), strict=strict)
 
     def _own_state(self, saved: object) -> Mapping[str, Any]:
         """The state for this rank; raises on all ranks where the parts are not all there."""
