@@ -491,6 +491,7 @@ class Engine:
             resumption = self._planning.resumption(state)
             alike = f"step {saved.step}{'' if resumption is None else f', {resumption}'}"
             alike += "" if saved.scale is None else f", loss scale {saved.scale:g}"
+            alike += "" if strict else ", not strict"
         except Exception as error:  # told to all, then raised
             problem = error
         self.agree(LOADING, problem, alike)

@@ -245,6 +245,19 @@ def test_without_strict_another_ranks_state_is_dropped(world: World) -> None:
     world(2).run(without_strict_another_ranks_state_is_dropped)
 
 
+def strict_on_some_ranks_only() -> None:
+    _, handle, saved = trained()
+    for given in (saved, {**saved, "rank": 1 - dist.get_rank()}):
+        with pytest.raises(ValueError, match="the ranks differ: step 3 on rank 0, step 3, not strict on rank 1"):
+            handle.load_state_dict(given, strict=dist.get_rank() == 0)
+        require_same(handle, saved)
+    handle.detach()
+
+
+def test_strict_on_some_ranks_only_raises_on_all(world: World) -> None:
+    world(2).run(strict_on_some_ranks_only)
+
+
 # Whether it is one.
 
 N = 48
