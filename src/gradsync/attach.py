@@ -180,11 +180,11 @@ class Attachment:
         self._load(lambda: state, strict=strict)
 
     @torch.inference_mode(False)  # what is made here is trained on
-    def _load(self, find: Callable[[], object], *, strict: bool = True) -> None:
-        """Loads what `find` returns; once all ranks have met for it, and it may talk to them."""
+    def _load(self, find: Callable[[], object], *, strict: bool = True, what: str = LOADING) -> None:
+        """Loads what `find` returns, once all ranks have met for it; for the same `what` it says the same to them."""
         self.wait()
         engine, averaging = self._engine, self._averaging
-        with engine.meeting(LOADING):
+        with engine.meeting(what):
             found = find()
             state = check_saved(engine, found, None if averaging is None else averaging.specs, strict=strict)
             groups = None if self._regrouping is None else self._regrouping.saved(state)

@@ -20,14 +20,14 @@ from .engine import LOADING, Engine
 from .state import Origin, from_bytes, handed_over, to_bytes
 
 MOST_RANKS = 1024  # whose parts one checkpoint has; an entry without one takes a kilobyte
-GATHERING = "gathering of state"
+GATHERING, LOADING_PARTS = "gathering of state", "loading of a checkpoint"
 HEAD = {"references"}  # what a rank that takes over from nobody goes without
 
 
 class Load(Protocol):
     """Loads what a function returns, which is called once all ranks have met."""
 
-    def __call__(self, find: Callable[[], object], *, strict: bool = True) -> None: ...
+    def __call__(self, find: Callable[[], object], *, strict: bool = True, what: str = LOADING) -> None: ...
 
 
 class Part(bytes):
@@ -86,7 +86,7 @@ class Checkpoint:
             TypeError, ValueError, RuntimeError, GroupError: on all ranks, before anything has changed: as
                 `Attachment.load_state_dict`, and where parts of ranks are missing.
         """
-        self._load(lambda: self._own_state(state), strict=strict)
+        self._load(lambda: self._own_state(state), strict=strict, what=LOADING_PARTS)
 
     def _own_state(self, saved: object) -> Mapping[str, Any]:
         """The state for this rank; raises on all ranks where the parts are not all there."""
