@@ -126,7 +126,7 @@ class Attachment:
         `torch.load(..., weights_only=True)` reads it; for safetensors there is `gradsync.state.save_file`.
 
         Raises:
-            RuntimeError: after `detach`: what was left to be sent is gone.
+            RuntimeError: after `detach`: what was left to be sent is gone; and after a load that has failed midway.
         """
         self.wait()
         state = self._engine.state_dict()
@@ -164,7 +164,8 @@ class Attachment:
         Where ranks keep state of their own, each loads its own, on as many ranks as saved; else any rank's will do.
 
         Args:
-            strict: False drops state that has no place, and another rank's, and takes other element types.
+            strict: False drops state that has no place, another rank's, and that of parameters of other sizes, and
+                takes other element types.
 
         Raises:
             TypeError, ValueError: on all ranks, before anything has changed, for state of another version, another
@@ -172,26 +173,27 @@ class Attachment:
                 element type; or that has no place here. And for one rank's whose model was apart from the others', if
                 now there is another number of ranks, or gradients are averaged: save at a consensus.
             RuntimeError: where another rank raises, inside a step, and after `detach`.
-            GroupError: on all ranks, where only some load and the others train, or have left.
+            GroupError: on all ranks, where only some load and the others train, gather, or have left.
 
         State of different steps, or with different plans to go on with, is refused like what has no place.
         """
         self._load(lambda: state, strict=strict)
 
-    def _load(self, find: Callable[[], object], *, strict: bool = True) -> None:
-        """Loads what `find` returns; once all ranks have met for it, and it may talk to them."""
+    @torch.inference_mode(False)  # what is made here is trained on
+    def _load(self, find: Callable[[], object], *, strict: bool = True, what: str = LOADING) -> None:
+        """Loads what `find` returns, once all ranks have met for it; for the same `what` it says the same to them."""
         self.wait()
         engine, averaging = self._engine, self._averaging
-        engine.meet(LOADING)
-        found = find()
-        state = check_saved(engine, found, None if averaging is None else averaging.specs, strict=strict)
-        groups = None if self._regrouping is None else self._regrouping.saved(state)
-        engine.load_state_dict(state, strict=strict)
-        with engine.all_or_none(LOADING):
-            if self._regrouping is not None:
-                self._regrouping.go_on(groups)
-            if averaging is not None:
-                averaging.load_state_dict(state)
+        with engine.meeting(what):
+            found = find()
+            state = check_saved(engine, found, None if averaging is None else averaging.specs, strict=strict)
+            groups = None if self._regrouping is None else self._regrouping.saved(state)
+            engine.load_state_dict(state, strict=strict)
+            with engine.all_or_none(LOADING):
+                if self._regrouping is not None:
+                    self._regrouping.go_on(groups)
+                if averaging is not None:
+                    averaging.load_state_dict(state)
 
     def arrived(self, parameter: Tensor) -> Sections | None:
         """Which elements of the parameter's gradient the last step brought; None: all of them.

@@ -152,6 +152,16 @@ class FlatSpec:
         return sum(self.lengths)
 
     @cached_property
+    def places(self) -> Mapping[str, Sequence[tuple[int, int, Segment]]]:
+        """The segments of each parameter, by its name: (number, offset in the flat tensor, segment)."""
+        found: dict[str, list[tuple[int, int, Segment]]] = {}
+        offset = 0
+        for number, segment in enumerate(self.segments):
+            found.setdefault(segment.name, []).append((number, offset, segment))
+            offset += segment.numel
+        return found
+
+    @cached_property
     def sections(self) -> Sections:
         """As kernels see them, without seeds."""
         return Sections(self.lengths, tuple(segment.start for segment in self.segments))

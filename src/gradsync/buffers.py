@@ -168,7 +168,8 @@ def _require_alike(group: Group, was: str, is_now: str, lines: list[str], engine
     remedy = REMEDY.format(name=(is_now or was).partition(":")[0])
     text = "\n".join(lines)
     change = f"{was or 'nothing'!r} became {is_now or 'nothing'!r}"
-    group.meet(f"a comparison of buffers ({change}; if not on all ranks, {remedy})", engine.timeout_s)
+    detail = f"{change}; if not on all ranks, {remedy}"
+    group.meet("a comparison of buffers", engine.timeout_s, detail=detail)
     if len(set(gather_bytes(group, hashlib.sha256(text.encode()).digest(), engine.timeout_s))) == 1:
         return
     texts = [found.decode().split("\n") for found in gather_bytes(group, text.encode() or b" ", engine.timeout_s)]

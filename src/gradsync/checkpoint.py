@@ -17,17 +17,17 @@ from torch import Tensor
 
 from .comm import gather_bytes
 from .engine import LOADING, Engine
-from .state import from_bytes, handed_over, to_bytes
+from .state import Origin, from_bytes, handed_over, to_bytes
 
 MOST_RANKS = 1024  # whose parts one checkpoint has; an entry without one takes a kilobyte
-GATHERING = "gathering of state"
+GATHERING, LOADING_PARTS = "gathering of state", "loading of a checkpoint"
 HEAD = {"references"}  # what a rank that takes over from nobody goes without
 
 
 class Load(Protocol):
     """Loads what a function returns, which is called once all ranks have met."""
 
-    def __call__(self, find: Callable[[], object], *, strict: bool = True) -> None: ...
+    def __call__(self, find: Callable[[], object], *, strict: bool = True, what: str = LOADING) -> None: ...
 
 
 class Part(bytes):
@@ -64,9 +64,9 @@ class Checkpoint:
         engine = self._engine()
         rank, size = engine.group.rank, engine.group.size
         if self._gather:
-            engine.meet(GATHERING)
-            mine = to_bytes(self._state_dict())
-            parts = engine.call(GATHERING, lambda group: gather_bytes(group, mine, engine.timeout_s))
+            mine = to_bytes(self._state_dict())  # waits for averages under way: the ranks meet between two steps
+            with engine.meeting(GATHERING):
+                parts = engine.call(GATHERING, lambda group: gather_bytes(group, mine, engine.timeout_s))
             return {_entry(r): torch.frombuffer(bytearray(part), dtype=torch.uint8) for r, part in enumerate(parts)}
         if size > MOST_RANKS:
             raise ValueError(
@@ -76,14 +76,17 @@ class Checkpoint:
         mine = to_bytes(self._state_dict())
         return {_entry(r): Part(mine) if r == rank else None for r in range(rank, MOST_RANKS, size)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Takes over what `state_dict` gave on these ranks, or on another number of them; on all ranks at once.
+
+        Args:
+            strict: as of `Attachment.load_state_dict`.
 
         Raises:
             TypeError, ValueError, RuntimeError, GroupError: on all ranks, before anything has changed: as
                 `Attachment.load_state_dict`, and where parts of ranks are missing.
         """
-        self._load(lambda: self._own_state(state))
+        self._load(lambda: self._own_state(state), strict=strict, what=LOADING_PARTS)
 
     def _own_state(self, saved: object) -> Mapping[str, Any]:
         """The state for this rank; raises on all ranks where the parts are not all there."""
@@ -96,8 +99,8 @@ class Checkpoint:
         except Exception as error:  # told to all, then raised
             problem = error
         engine.agree(LOADING, problem)
-        told = engine.tell(LOADING, [[r, part.get("world")] for r, part in parts.items()])
-        world = _world_of([(int(r), of) for each in told for r, of in each])
+        told = engine.tell(LOADING, [[r, part["world"]] for r, part in parts.items()])
+        world = _world_of([(r, of) for each in told for r, of in each])
         if world == size:
             return parts[rank]
         mine = {key: value for key, value in parts[rank].items() if key not in HEAD} if rank == 0 else {}
@@ -141,8 +144,8 @@ def _parts(saved: object, rank: int, size: int) -> dict[int, dict[str, Any]]:
         if content is None or int(form[1]) % size != rank:
             continue
         part = from_bytes(_content(name, content))
-        if part.get("rank") != int(form[1]):
-            raise ValueError(f"the part {name!r} is that of rank {part.get('rank')!r}")
+        if (rank_of := Origin.of(part).rank) != int(form[1]):
+            raise ValueError(f"the part {name!r} is that of rank {rank_of}")
         parts[int(form[1])] = part
     return dict(sorted(parts.items()))
 
@@ -156,7 +159,7 @@ def _content(name: str, part: object) -> bytes:
     raise ValueError(f"the part {name!r} must be bytes, got {kind}")
 
 
-def _world_of(held: Sequence[tuple[int, Any]]) -> int:
+def _world_of(held: Sequence[tuple[int, int]]) -> int:
     """How many ranks have written the parts `held`, by (rank, world) of each.
 
     Raises:

@@ -79,6 +79,7 @@ class Engine:
         self._collected: set[str] = set()  # buckets of the step under way whose results are here
         self._collected_s: float | None = None  # when the first of them was asked for before `finish`
         self._failure: str | None = None
+        self._is_torn = False  # a load, or a change of plans, has failed midway: state is neither the old nor the new
         self._closed = False
         self._marks = StepMarks()
         self._marks_checked = True
@@ -344,8 +345,8 @@ class Engine:
         try:
             with self._turn:
                 return function(self.group)
-        except Exception as error:
-            why = f"{what}, step {self.step}: {error}"
+        except BaseException as error:  # an interruption leaves the others in the middle of it, too
+            why = f"{what}, step {self.step}: {_said(error)}"
             self.fail(why)
             if isinstance(error, GroupError):
                 raise GroupError(why) from None
@@ -396,8 +397,11 @@ class Engine:
         """
         self._guarded(lambda: self._guard.compare(names))
 
-    def meet(self, what: str) -> None:
-        """Blocks until all ranks have come to `what`, which is between two steps, without a message of a step.
+    @contextmanager
+    def meeting(self, what: str) -> Iterator[None]:
+        """Inside, all ranks have come to `what`, which is between two steps, without a message of a step.
+
+        Errors inside are told to all by whoever raises them. Interruptions are told here: others wait for this rank.
 
         Raises:
             RuntimeError: inside a step.
@@ -406,6 +410,13 @@ class Engine:
         if self.in_step:
             raise RuntimeError(f"{what} was called inside a step; call it between two steps, on every rank")
         self.call(what, lambda group: group.meet(what, self.timeout_s))
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException as error:
+            self.fail(f"{what}, step {self.step}: {_said(error)}")
+            raise
 
     def tell(self, what: str, mine: Any) -> list[Any]:
         """Hands what JSON can say to all ranks; returns everybody's, by rank."""
@@ -419,6 +430,11 @@ class Engine:
         """The plan and all scheme state by (parameter, slice, compress point); of tensors, numbers and text only."""
         if self._closed:
             raise RuntimeError("gradsync was detached from this model, and its state is gone: call state_dict() before")
+        if self._is_torn:
+            raise RuntimeError(
+                f"there is no whole state to save, as what changes it has failed midway: {self._failure}; detach() and "
+                "attach again on every rank, then load a checkpoint"
+            )
         if not self.in_step:
             self.lanes.commit(keep=self._steps_good)
         plan = next(iter(self._planning.on_trial), self.plan)  # a trial is not for keeping
@@ -459,8 +475,9 @@ class Engine:
         """Inside, this rank changes what all ranks change: where it fails, nothing is synchronised any more."""
         try:
             yield
-        except Exception as error:
-            self.fail(f"{what}, step {self.step}: {error}")
+        except BaseException as error:  # an interruption, too
+            self._is_torn = True
+            self.fail(f"{what}, step {self.step}: {_said(error)}")
             raise
 
     def _examined(self, state: object, *, strict: bool) -> tuple[Saved, Resumption | None]:
@@ -475,6 +492,7 @@ class Engine:
             resumption = self._planning.resumption(state)
             alike = f"step {saved.step}{'' if resumption is None else f', {resumption}'}"
             alike += "" if saved.scale is None else f", loss scale {saved.scale:g}"
+            alike += "" if strict else ", not strict"
         except Exception as error:  # told to all, then raised
             problem = error
         self.agree(LOADING, problem, alike)
@@ -648,8 +666,9 @@ class Engine:
             if kept:
                 self.lanes.inherit(state)
                 self._agree_on_owed()
-        except Exception as error:
-            self.fail(f"the change of plans before step {self.step}: {error}")
+        except BaseException as error:
+            self._is_torn = True
+            self.fail(f"the change of plans before step {self.step}: {_said(error)}")
             raise
         if self.settled:
             self._announce()
@@ -688,3 +707,8 @@ class Engine:
     def _announce(self) -> None:
         for line in self.words():
             logger.info("%s", line)
+
+
+def _said(error: BaseException) -> str:
+    """The error's text, or its name where it has none, as an interruption."""
+    return str(error) or type(error).__name__

@@ -185,6 +185,26 @@ def test_a_difference_beyond_the_tolerance_is_an_error(world: World) -> None:
             assert (step, told) == (4, []) and f"more than verify_tolerance={tolerance:.3g}" in text
 
 
+def levelled() -> list[str]:
+    """Models that an optimiser's step left apart are the same again when a checkpoint is loaded."""
+    with warnings_of_the_guard() as warnings:
+        model, optimizer, handle = attached(verify_every=1)
+        for number in range(4):
+            if number == 2:
+                saved = {name: values.clone() for name, values in model.state_dict().items()}
+                optimizer.param_groups[0]["lr"] = 0.1 * (1 + dist.get_rank())
+            train(model, optimizer, number)
+            optimizer.param_groups[0]["lr"] = 0.1
+            if number == 2:
+                model.load_state_dict(saved)
+        handle.detach()
+        return warnings
+
+
+def test_models_that_were_made_the_same_again_have_not_drifted(world: World) -> None:
+    assert world(2).run(levelled) == [[], []]
+
+
 def growing() -> tuple[int, list[str]]:
     """Rank 1's scale is 1e-6 apart, and farther by half at each step."""
     with warnings_of_the_guard() as told:

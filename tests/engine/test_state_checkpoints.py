@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -21,6 +22,7 @@ import gradsync
 from gradsync import Plan
 from gradsync.bucket import TensorSpec, trainable_parameters
 from gradsync.compressors import ErrorFeedback, TopK
+from gradsync.plan import What
 from gradsync.schemes import AllReduce, CompressedAllGather, CompressedTwoWay, PowerSGD, Scheme
 from tests.engine.conservation import left_to_send
 from tests.engine.models import Perceptron
@@ -136,6 +138,25 @@ def test_the_sum_of_what_is_left_is_kept_on_other_numbers_of_ranks(
     world(size).run(load_elsewhere, str(tmp_path), scheme, size > before and scheme is not TWO_WAY, left)
 
 
+def load_without_factors(folder: str, before: list[Tensor]) -> None:
+    model, handle = attached(AllReduce())
+    with pytest.raises((ValueError, RuntimeError), match=r"drop it by load_state_dict\(..., strict=False\)"):
+        read(folder, handle)
+    parts = handle.checkpoint().state_dict()
+    with quiet_library():
+        dcp.load({"gradsync": parts}, checkpoint_id=folder)
+    handle.checkpoint().load_state_dict(parts, strict=False)
+    for found, value in zip(left_in_all(model, handle), before, strict=True):
+        torch.testing.assert_close(found, value, rtol=1e-6, atol=1e-9)
+    train(model, 2, seed=1)
+    handle.detach()
+
+
+def test_without_strict_a_checkpoint_fits_a_plan_that_keeps_less(world: World, tmp_path: Path) -> None:
+    left = world(3).run(save_sharded, str(tmp_path), LOW_RANK)[0]
+    world(2).run(load_without_factors, str(tmp_path), left)
+
+
 def gradients_arrive(folder: str, before: list[Tensor]) -> None:
     """The next averaged gradients have all that was left, with the weight that each rank's gradients have."""
     model, handle = attached(AllReduce())
@@ -223,6 +244,10 @@ def test_parts_for_more_ranks_than_a_checkpoint_has_entries_for_are_refused(monk
         dist.destroy_process_group()
 
 
+def part_of(parts: dict[str, Any], rank: int) -> bytes:
+    return bytes(parts[f"rank {rank}"].numpy())
+
+
 def rank_0_writes_for_all() -> None:
     model, handle = attached(GATHERED)
     train(model, 3, seed=0)
@@ -247,12 +272,41 @@ def rank_0_writes_for_all() -> None:
         handle.checkpoint().load_state_dict(damaged if dist.get_rank() == 1 else whole)
     after = handle.state_dict()
     assert all(torch.equal(after["state"][key], values) for key, values in before["state"].items())
+    for entry in ("rank", "world"):
+        part = {
+            **gradsync.state.from_bytes(part_of(whole, 0)),
+            entry: torch.ones(1),
+        }  # as a flipped bit makes
+        damaged = {**whole, "rank 0": gradsync.state.to_bytes(part)}
+        with pytest.raises((ValueError, RuntimeError), match=r"rank and world must be whole numbers"):
+            handle.checkpoint().load_state_dict(damaged if dist.get_rank() == 0 else whole)
     train(model, 1, seed=4)
     handle.detach()
 
 
 def test_a_library_that_lets_rank_0_write_gets_all_parts_or_is_refused(world: World) -> None:
     world(2).run(rank_0_writes_for_all)
+
+
+def gather_behind_an_averaged_step() -> None:
+    torch.manual_seed(0)
+    model = Perceptron()
+    specs = {name: TensorSpec.of(p) for name, p in model.named_parameters()}
+    plan = Plan.make(specs, dist.get_world_size(), [(list(specs), AllReduce())], what=What.PARAMETER)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = gradsync.attach(model, optimizer, plan, timeout=10)
+    for step in range(3):
+        model.zero_grad()
+        model(torch.randn(5, 6, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        optimizer.step()  # the exchange goes on behind it
+    saved = handle.checkpoint(gather=True).state_dict()
+    assert len(saved) == dist.get_world_size()
+    handle.checkpoint(gather=True).load_state_dict(saved)
+    handle.detach()
+
+
+def test_all_parts_are_gathered_while_averages_are_under_way(world: World) -> None:
+    world(2).run(gather_behind_an_averaged_step)
 
 
 def files_of_each_rank(folder: str) -> None:
@@ -293,13 +347,21 @@ def test_any_nested_state_comes_back_from_a_file(tmp_path: Path) -> None:
         "numbers": [1, 2.5, None, True],
         "bytes": b"\0\1",
         "empty": {},
+        "alike": [{"tensor": "text"}, {"bytes": "text"}, {"dict": {"dict": {}}}, {"tensor": "text", "dict": {}}],
     }
     gradsync.state.save_file(state, tmp_path / "state")
     found = gradsync.state.load_file(tmp_path / "state")
-    for key in ("text", "numbers", "bytes", "empty"):
+    for key in ("text", "numbers", "bytes", "empty", "alike"):
         assert found[key] == state[key]
     torch.testing.assert_close(found["references"], state["references"])
     torch.testing.assert_close(found["tensor"], state["tensor"])
+
+
+def test_a_damaged_header_is_a_value_error() -> None:
+    kept = {"x": torch.ones(2, dtype=torch.bfloat16)}
+    for text in ("3", "[" * 100_000, '{"a": {"tensor": "y"}}', '{"a": {"bytes": "x"}}', '{"a": '):
+        with pytest.raises(ValueError, match=r"are not what gradsync.state.to_bytes made"):
+            gradsync.state.from_bytes(safetensors.torch.save(kept, {"gradsync": text}))
 
 
 def states_of(scheme: Scheme[Any]) -> bytes:

@@ -6,8 +6,11 @@ import copy
 import io
 import math
 import os
+import re
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,12 +19,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gradsync
-from gradsync import Plan
+from gradsync import Plan, engine
 from gradsync.bucket import TensorSpec, trainable_parameters
+from gradsync.comm.board import Board
 from gradsync.compressors import Cast, ErrorFeedback, TopK
 from gradsync.lane import Lane
 from gradsync.plan import What
 from gradsync.schemes import AllReduce, CompressedAllGather, CompressedTwoWay, PowerSGD, Scheme
+from gradsync.state import StateSlice
 from tests.engine.models import Perceptron
 from tests.world import Ranks
 
@@ -196,6 +201,36 @@ def test_the_state_of_a_rank_that_owes_nothing_is_not_that_of_one_that_does(worl
     world(2).run(what_is_owed_on_another_rank_counts)
 
 
+def a_parameter_of_another_size_begins_anew(size: int) -> None:
+    """Its name is the same: of a head for another number of classes."""
+
+    def make(classes: int) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 8), nn.Linear(8, classes))
+
+    model = make(10)
+    handle = attached(model)
+    train(model, 3)
+    saved = handle.state_dict()
+    handle.detach()
+    model = make(size)
+    handle = attached(model)
+    with pytest.raises(ValueError):
+        handle.load_state_dict(saved)
+    handle.load_state_dict(saved, strict=False)
+    for key, values in handle.state_dict()["state"].items():
+        expected = saved["state"][key] if key.startswith("0.") else torch.zeros_like(values)
+        assert torch.equal(values, expected), key
+    with pytest.raises(ValueError, match="the state's plan is none"):
+        handle.load_state_dict({**saved, "plan": "[]"}, strict=False)
+    handle.detach()
+
+
+@pytest.mark.parametrize("size", [5, 20])
+def test_without_strict_the_state_of_parameters_of_other_sizes_is_dropped(world: World, size: int) -> None:
+    world(2).run(a_parameter_of_another_size_begins_anew, size)
+
+
 def without_strict_another_ranks_state_is_dropped() -> None:
     _, handle, saved = trained()
     handle.load_state_dict({**everyones(saved)[0], "step": 7}, strict=False)
@@ -209,6 +244,19 @@ def without_strict_another_ranks_state_is_dropped() -> None:
 
 def test_without_strict_another_ranks_state_is_dropped(world: World) -> None:
     world(2).run(without_strict_another_ranks_state_is_dropped)
+
+
+def strict_on_some_ranks_only() -> None:
+    _, handle, saved = trained()
+    for given in (saved, {**saved, "rank": 1 - dist.get_rank()}):
+        with pytest.raises(ValueError, match="the ranks differ: step 3 on rank 0, step 3, not strict on rank 1"):
+            handle.load_state_dict(given, strict=dist.get_rank() == 0)
+        require_same(handle, saved)
+    handle.detach()
+
+
+def test_strict_on_some_ranks_only_raises_on_all(world: World) -> None:
+    world(2).run(strict_on_some_ranks_only)
 
 
 # Whether it is one.
@@ -291,6 +339,13 @@ def element_types_of_factors() -> None:
     handle.load_state_dict({**saved, "state": {**saved["state"], KEY: saved["state"][KEY].half()}}, strict=False)
     assert handle.state_dict()["state"][KEY].dtype is torch.float32
     handle.detach()
+    handle = attached(Perceptron(), AllReduce())
+    for change in (torch.Tensor.half, torch.Tensor.double):  # of what goes with the next gradients
+        handle.load_state_dict({**saved, "state": {KEY: change(saved["state"][KEY])}}, strict=False)
+        owed = handle.state_dict()
+        assert {values.dtype for values in owed["state"].values()} == {torch.float32}
+        handle.load_state_dict(owed)
+    handle.detach()
 
 
 def test_other_element_types_are_refused_unless_they_are_asked_for(world: World) -> None:
@@ -332,7 +387,7 @@ def load_while_others(what: str, scheme: Scheme[Any], loader: int) -> str:
             train(model)
         elif what == "gather":
             handle.checkpoint(gather=True).state_dict()
-        elif what == "sharded":
+        elif what == "checkpoint":
             handle.checkpoint().load_state_dict(handle.checkpoint().state_dict())
         else:
             handle.load_state_dict(saved)
@@ -349,7 +404,7 @@ def load_while_others(what: str, scheme: Scheme[Any], loader: int) -> str:
         ("load", AllReduce(), 0),
         ("load", TWO_WAY, 1),
         ("gather", GATHERED, 0),
-        ("sharded", AllReduce(), 1),
+        ("checkpoint", AllReduce(), 1),
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )
@@ -357,7 +412,7 @@ def test_ranks_that_load_while_others_train_raise_and_so_do_these(
     world: World, what: str, scheme: Scheme[Any], loader: int
 ) -> None:
     for said in world(3).run(load_while_others, what, scheme, loader):
-        assert f"ing of state began on rank {loader} while others train" in said
+        assert re.search(rf"ing of (state|a checkpoint) began on rank {loader} while others train", said)
 
 
 def load_while_others_average() -> str:
@@ -482,6 +537,122 @@ def test_a_load_that_fails_midway_on_one_rank_raises_on_all(world: World) -> Non
     assert world(2).run(a_load_that_fails_midway) == ["GroupError", "MemoryError"]
 
 
+def a_load_that_is_interrupted(where: str) -> str:
+    """As by Ctrl-C, or a signal's handler that raises, after which the script goes on."""
+    model, handle, saved = trained()
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    owner: Any = {"take_over": Lane, "examined": engine}.get(where, handle._engine.group)
+    original = getattr(owner, where)
+    if dist.get_rank() == 1:
+        setattr(owner, where, interrupt)
+    try:
+        with pytest.raises((KeyboardInterrupt, gradsync.GroupError)):
+            handle.load_state_dict(saved)
+    finally:
+        setattr(owner, where, original)
+    with pytest.raises(RuntimeError, match="stopped earlier: .*KeyboardInterrupt") as caught:
+        train(model)
+    if where == "take_over":
+        with pytest.raises(RuntimeError, match="there is no whole state to save, as what changes it has failed midway"):
+            handle.state_dict()
+    else:
+        require_same(handle, saved)
+    handle.detach()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("where", ["take_over", "all_gather", "examined"])
+def test_a_load_that_is_interrupted_on_one_rank_raises_on_all(world: World, where: str) -> None:
+    said = world(3).run(a_load_that_is_interrupted, where)
+    assert all("rank 1: loading of state" in each for each in (said[0], said[2]))
+
+
+def load_when_a_note_was_lost() -> None:
+    """The store still owes rank 1 an answer when that comes to the meeting, and takes no other question meanwhile."""
+    _, handle, saved = trained()
+    ask, lost = Board._ask, []
+
+    def forgetful(self: Board, *arguments: Any, **settings: Any) -> bytes | None:
+        if not lost:
+            lost.append(self)
+            return None
+        return ask(self, *arguments, **settings)
+
+    if dist.get_rank() == 1:
+        Board._ask = forgetful  # type: ignore[method-assign]
+    try:
+        handle.load_state_dict(saved)
+    finally:
+        Board._ask = ask  # type: ignore[method-assign]
+    assert bool(lost) == (dist.get_rank() == 1)
+    handle.detach()
+
+
+def test_a_rank_whose_note_was_lost_says_again_that_it_has_come(world: World) -> None:
+    world(3).run(load_when_a_note_was_lost)
+
+
+def load_while_others_gather(loader: int, others: str) -> str:
+    model, handle, saved = trained()
+    parts = handle.checkpoint().state_dict()
+    with pytest.raises(gradsync.GroupError) as caught:
+        if dist.get_rank() == loader:
+            handle.load_state_dict(saved)
+        elif others == "gathering of state":
+            handle.checkpoint(gather=True).state_dict()
+        else:
+            handle.checkpoint().load_state_dict(parts)
+    with pytest.raises(RuntimeError, match="stopped earlier"):
+        train(model)
+    handle.detach()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("loader", "others"), [(0, "gathering of state"), (2, "gathering of state"), (1, "loading of a checkpoint")]
+)
+def test_ranks_that_load_while_others_gather_raise_and_so_do_these(world: World, loader: int, others: str) -> None:
+    for said in world(3).run(load_while_others_gather, loader, others):
+        assert "the ranks came to different things at the same time" in said
+        assert f"loading of state on rank {loader}" in said and f"{others} on rank {2 if loader == 0 else 0}" in said
+
+
+class Grown(nn.Module):
+    """A buffer grows between two forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Perceptron()
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def load_while_others_compare_buffers() -> str:
+    torch.manual_seed(0)
+    model = Grown()
+    handle = attached(model)
+    train(model)
+    saved = handle.state_dict()
+    with pytest.raises(gradsync.GroupError) as caught:
+        if dist.get_rank() == 0:
+            handle.load_state_dict(saved)
+        else:
+            model.seen = torch.zeros(5)
+            train(model)
+    handle.detach()
+    return str(caught.value)
+
+
+def test_ranks_that_load_while_others_compare_buffers_raise_and_so_do_these(world: World) -> None:
+    for said in world(2).run(load_while_others_compare_buffers):
+        assert "loading of state on rank 0, a comparison of buffers ('seen: 1 float32' became 'seen: 5 float" in said
+
+
 def loads_between_steps_count_alike() -> None:
     """Steps, loads and gathers in turns, of ranks that come late: nobody takes one for another one's."""
     model, handle, saved = trained(TWO_WAY)
@@ -497,3 +668,74 @@ def loads_between_steps_count_alike() -> None:
 
 def test_ranks_that_come_late_to_a_load_are_waited_for(world: World) -> None:
     world(3).run(loads_between_steps_count_alike)
+
+
+# Of many parameters, and of such with odd names.
+
+ODD = ("tensor", "bytes", "a/b", "a[0:3]/sent", "a[0:6]", "ü☃", "new\nline", "rank 0", "a:momentum", "x]//y", "'\"\\")
+
+
+class Named(nn.Module):
+    """Parameters of six elements each, by these names."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__()
+        self.own = nn.ParameterDict({name: nn.Parameter(torch.randn(6)) for name in names})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.stack(list(self.own.values())).sum(dim=0)
+
+
+def odd_names_come_back(folder: str) -> None:
+    torch.manual_seed(0)
+    model = Named(ODD)
+    handle = attached(model)
+    train(model, 3)
+    saved, parts = copy.deepcopy(handle.state_dict()), handle.checkpoint().state_dict()
+    gradsync.state.save_file(saved, f"{folder}/{dist.get_rank()}")
+    for state in (saved, gradsync.state.load_file(f"{folder}/{dist.get_rank()}"), None):
+        train(model)
+        if state is None:
+            handle.checkpoint().load_state_dict(parts)
+        else:
+            handle.load_state_dict(state)
+        require_same(handle, saved)
+    handle.detach()
+
+
+def test_parameters_of_any_name_have_their_state_back(world: World, tmp_path: Path) -> None:
+    world(2).run(odd_names_come_back, str(tmp_path))
+
+
+@pytest.mark.parametrize("scheme", [GATHERED, TWO_WAY, PowerSGD(1, min_compression=1.0)], ids=lambda each: each.name)
+def test_the_work_of_a_load_grows_with_the_number_of_parameters_only(
+    scheme: Scheme[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: Counter[int] = Counter()
+    size = 0
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            looks[size] += 1
+            return function(*arguments)
+
+        return call
+
+    for name in ("overlaps", "overlap", "copy_to"):
+        monkeypatch.setattr(StateSlice, name, counted(getattr(StateSlice, name)))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for size in (10, 200):
+            model = nn.ParameterList(nn.Parameter(torch.randn(4, 4)) for _ in range(size))
+            handle = attached(model, scheme)
+            torch.stack([p.square().sum() for p in model]).sum().backward()
+            saved = handle.state_dict()
+            handle.load_state_dict(saved)
+            handle.detach()
+            handle = attached(model, AllReduce())  # which owes it
+            residuals = {key: values for key, values in saved["state"].items() if key.endswith(".residual")}
+            handle.load_state_dict({**saved, "state": residuals})
+            handle.detach()
+    finally:
+        dist.destroy_process_group()
+    assert 0 < looks[200] <= 25 * looks[10]

@@ -9,10 +9,27 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 from torch.distributed import distributed_c10d
 
 ANSWER_S = 1.0  # the store's host may be the process that stopped or died: nobody waits longer for an answer
+
+
+class Came(NamedTuple):
+    """What a member came to a meeting with: operations issued before, and the purpose, with details of its own."""
+
+    operations: int
+    what: str
+    detail: str
+
+    def __str__(self) -> str:
+        return purpose(self.what, self.detail)
+
+
+def purpose(what: str, detail: str) -> str:
+    """The purpose of a meeting in messages."""
+    return f"{what} ({detail})" if detail else what
 
 
 class Board:
@@ -49,15 +66,18 @@ class Board:
         """Members that left without issuing this operation."""
         return sorted(rank for rank, operations in self._numbers("left") if operations <= operation)
 
-    def note_met(self, meeting: int, rank: int, operations: int, what: str) -> None:
+    def note_met(self, meeting: int, rank: int, operations: int, what: str, detail: str) -> None:
         """Notes that a member has come to a meeting, for this purpose, after so many operations."""
-        entry = f"{rank}:{operations}:{what.encode().hex()} "
+        entry = f"{rank}:{operations}:{what.encode().hex()}:{detail.encode().hex()} "
         self._ask(lambda store: store.append(f"met {meeting}", entry))  # type: ignore[attr-defined]  # see `_append`
 
-    def met(self, meeting: int) -> dict[int, tuple[int, str]]:
-        """Operations issued before, and the purpose, by members that have come to the meeting. Empty if unanswered."""
+    def met(self, meeting: int) -> dict[int, Came]:
+        """What members that have come to the meeting came with, by rank. Empty if unanswered."""
         entries = (entry.split(":") for entry in (self._read(f"met {meeting}") or "").split())
-        return {int(rank): (int(number), bytes.fromhex(what).decode()) for rank, number, what in entries}
+        return {
+            int(rank): Came(int(number), *(bytes.fromhex(text).decode() for text in texts))
+            for rank, number, *texts in entries
+        }
 
     def _append(self, key: str, rank: int, number: int) -> None:
         # One key for all members: a reader asks once, however many there are.

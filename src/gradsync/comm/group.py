@@ -29,7 +29,7 @@ from torch.distributed import distributed_c10d
 from .. import memory
 from ..cluster import Placement
 from ..steps import DIRECT_BYTES
-from .board import Board
+from .board import Board, Came, purpose
 
 logger = logging.getLogger(__name__)
 
@@ -178,14 +178,18 @@ class Group(ABC):
         """Member 0's buffer, in place on all others."""
 
     @abstractmethod
-    def meet(self, what: str, timeout_s: float) -> None:
+    def meet(self, what: str, timeout_s: float, *, detail: str = "") -> None:
         """Blocks until all members have come to `what`, between the same two operations; no operation itself.
 
         For work that only some members might come to: an operation of theirs would meet another one of the others',
         of other lengths, which ends the process in some backends. Members that wait in an operation instead raise too.
 
+        Args:
+            detail: of this member, for messages; `what` is the same on all.
+
         Raises:
-            GroupError: on all members, where some are in an operation, have left, failed, or do not come in time.
+            GroupError: on all members, where some come to something else, are in an operation, have left, failed, or
+                do not come in time.
         """
 
     @abstractmethod
@@ -337,35 +341,38 @@ class TorchGroup(Group):
         work = dist.broadcast(buffer, src=self.members[0], group=self._own, async_op=True)
         return self._pending(work, lambda: buffer)
 
-    def meet(self, what: str, timeout_s: float) -> None:
+    def meet(self, what: str, timeout_s: float, *, detail: str = "") -> None:
         if self.size == 1:
             return
-        meeting, pause_s, warned = self._meetings, MEETING_POLL_S[0], False
-        self._note_met(what)
+        meeting, pause_s, warned, text = self._meetings, MEETING_POLL_S[0], False, purpose(what, detail)
+        self._note_met(what, detail)
         began_s = answered_s = time.monotonic()
         while missing := sorted(set(self.members) - (here := self._board.met(meeting)).keys()):
+            if self.members[self.rank] in missing:  # a store that owes an answer takes no note
+                self._board.note_met(meeting, self.members[self.rank], self._issued, what, detail)
             if failure := self._announced_failure():
                 raise GroupError(failure)
             if gone := self._board.left_before(self._issued):
-                raise GroupError(f"{_ranks(gone)} detached before {what}, which all ranks must come to")
+                raise GroupError(f"{_ranks(gone)} detached before {text}, which all ranks must come to")
             now_s = time.monotonic()
-            answered_s = now_s if here else answered_s  # at least this member is there
+            answered_s = now_s if here else answered_s  # at least one member is there
             if now_s - answered_s >= min(WARNING_S, timeout_s):
-                raise GroupError(f"the store of torch.distributed, by which the ranks meet for {what}, does not answer")
+                raise GroupError(f"the store of torch.distributed, by which the ranks meet for {text}, does not answer")
             if now_s - began_s >= timeout_s:
-                raise GroupError(f"{_ranks(missing)} did not come to {what} within {timeout_s:.0f} s: all ranks must")
+                raise GroupError(f"{_ranks(missing)} did not come to {text} within {timeout_s:.0f} s: all ranks must")
             if not warned and now_s - began_s >= WARNING_S:
-                logger.warning("waiting for %.0f s by now for %s to come to %s", WARNING_S, _ranks(missing), what)
+                logger.warning("waiting for %.0f s by now for %s to come to %s", WARNING_S, _ranks(missing), text)
                 warned = True
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, MEETING_POLL_S[1])
+        _require_one_purpose(here)
 
-    def _note_met(self, what: str) -> None:
+    def _note_met(self, what: str, detail: str) -> None:
         """Tells the members, and those of subgroups, who may wait in an operation there."""
         meeting, self._meetings = self._meetings, self._meetings + 1
-        self._board.note_met(meeting, self.members[self.rank], self._issued, what)
+        self._board.note_met(meeting, self.members[self.rank], self._issued, what, detail)
         for made in self._subgroups.values():
-            made._note_met(what)
+            made._note_met(what, detail)
 
     def announce_failure(self, text: str) -> None:
         if not self._board.announce_failure(f"rank {self.members[self.rank]}: {text}"):
@@ -441,7 +448,7 @@ class TorchGroup(Group):
                     f"{_ranks(gone)} detached before this step; every rank must make the same number of steps "
                     "(DistributedSampler(drop_last=True) does)"
                 )
-            elsewhere = {r: what for r, (issued, what) in self._board.met(self._meetings).items() if issued <= number}
+            elsewhere = {r: came for r, came in self._board.met(self._meetings).items() if came.operations <= number}
             if elsewhere:
                 what = next(iter(elsewhere.values()))
                 raise GroupError(
@@ -470,6 +477,13 @@ class TorchGroup(Group):
         if len(behind) == self.size:
             return "at least one rank has not come this far, and the store does not say which"
         return f"{_ranks(behind)} did not come this far: still at work, stopped, or a loop of fewer steps there"
+
+
+def _require_one_purpose(came: Mapping[int, Came]) -> None:
+    """Raises, for the members that have come to a meeting, where they came to different things."""
+    if len({each.what for each in came.values()}) > 1:
+        found = ", ".join(f"{each} on rank {rank}" for rank, each in sorted(came.items()))
+        raise GroupError(f"the ranks came to different things at the same time, all must come to the same: {found}")
 
 
 def _is_open(communicator: dist.ProcessGroup) -> bool:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 ENTRY = "gradsync"  # of the header's metadata
-TENSOR, BYTES = "tensor", "bytes"
+TENSOR, BYTES, DICT = "tensor", "bytes", "dict"  # alone in a dict of the header: it stands for such a thing
 BETWEEN = "/"  # the names of a path
+DAMAGE = (KeyError, TypeError, ValueError, RecursionError)  # as which it shows in a header that can be read
 
 
 def save_file(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
@@ -45,7 +46,7 @@ def load_file(path: str | os.PathLike[str]) -> dict[str, Any]:
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no dict
             return _state((file.metadata() or {})[ENTRY], tensors)
-    except (SafetensorError, KeyError, ValueError) as error:
+    except (SafetensorError, *DAMAGE) as error:
         raise ValueError(f"{os.fspath(path)!r} is no file that gradsync.state.save_file wrote: {error!r}") from None
 
 
@@ -72,7 +73,7 @@ def from_bytes(content: bytes) -> dict[str, Any]:
         tensors = load(content)
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
         return _state(header["__metadata__"][ENTRY], tensors)
-    except (SafetensorError, KeyError, ValueError) as error:
+    except (SafetensorError, *DAMAGE) as error:
         raise ValueError(f"these {len(content)} bytes are not what gradsync.state.to_bytes made: {error!r}") from None
 
 
@@ -94,7 +95,8 @@ def _packed(value: object, path: tuple[str, ...], tensors: dict[str, Tensor]) ->
     if isinstance(value, Mapping):
         if (other := next((key for key in value if not isinstance(key, str)), None)) is not None:
             raise TypeError(f"keys of a state must be text, got {other!r}")
-        return {key: _packed(each, (*path, key), tensors) for key, each in value.items()}
+        packed = {key: _packed(each, (*path, key), tensors) for key, each in value.items()}
+        return {DICT: packed} if packed.keys() in ({TENSOR}, {BYTES}, {DICT}) else packed
     if isinstance(value, list | tuple):
         return [_packed(each, (*path, str(number)), tensors) for number, each in enumerate(value)]
     if value is None or isinstance(value, bool | int | float | str):
@@ -107,9 +109,11 @@ def _unpacked(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         return [_unpacked(each, tensors) for each in value]
     if not isinstance(value, dict):
         return value
-    if value.keys() == {TENSOR} and isinstance(value[TENSOR], str):
+    if value.keys() == {DICT} and isinstance(value[DICT], dict):
+        value = value[DICT]
+    elif value.keys() == {TENSOR} and isinstance(value[TENSOR], str):
         return tensors[value[TENSOR]]
-    if value.keys() == {BYTES} and isinstance(value[BYTES], str):
+    elif value.keys() == {BYTES} and isinstance(value[BYTES], str):
         return tensors[value[BYTES]].numpy().tobytes()
     return {key: _unpacked(each, tensors) for key, each in value.items()}
 

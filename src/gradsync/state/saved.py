@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -91,29 +92,50 @@ def examined(saved: object, specs: Mapping[str, TensorSpec], *, strict: bool) ->
         raise ValueError(f"the state's plan must be text, got {type(plan).__name__}")
     origin = Origin.of(saved)
     try:
-        slices = _slices_of(saved["state"], specs, strict=strict)
+        slices = _slices_of(saved["state"])
+        if strict:
+            _require_known(slices, specs)
+        else:
+            slices = _in_common(slices, specs, plan)
+        _require_inside(slices, specs)
+        _require_once(slices)
     except ValueError as error:
         raise ValueError(f"{error} (saved on rank {origin.rank} of {origin.world})") from None
     return Saved(origin, step, _scale_of(saved), slices)
 
 
-def _slices_of(state: object, specs: Mapping[str, TensorSpec], *, strict: bool) -> list[StateSlice]:
+def _slices_of(state: object) -> list[StateSlice]:
     if not isinstance(state, Mapping):
         raise ValueError(f"the state's 'state' must be a dict of tensors, got {type(state).__name__}")
-    slices = [StateSlice.from_key(key, values) for key, values in state.items()]
+    return [StateSlice.from_key(key, values) for key, values in state.items()]
+
+
+def _require_known(slices: Sequence[StateSlice], specs: Mapping[str, TensorSpec]) -> None:
     for part in slices:
-        if strict and part.name not in specs:
+        if part.name not in specs:
             raise ValueError(
                 f"the state holds {part.name!r}, which is no parameter to synchronise here: drop it by {NOT_STRICT}"
             )
-    slices = [part for part in slices if part.name in specs]
+
+
+def _in_common(slices: Sequence[StateSlice], specs: Mapping[str, TensorSpec], plan: str) -> list[StateSlice]:
+    """The slices of parameters that have as many elements here as they had by the plan that the state was saved by."""
+    try:
+        segments = [segment for bucket in json.loads(plan)["buckets"] for segment in bucket["segments"]]
+        numels: dict[str, int] = {}
+        for name, start, stop in segments:
+            numels[name] = numels.get(name, 0) + stop - start
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"the state's plan is none: {error!r}") from None
+    return [part for part in slices if part.name in specs and numels.get(part.name) == specs[part.name].numel]
+
+
+def _require_inside(slices: Sequence[StateSlice], specs: Mapping[str, TensorSpec]) -> None:
     for part in slices:
         if part.stop > specs[part.name].numel:
             raise ValueError(
                 f"the state of {part.name!r} reaches to element {part.stop}, the parameter has {specs[part.name].numel}"
             )
-    _require_once(slices)
-    return slices
 
 
 def _require_once(slices: Sequence[StateSlice]) -> None:

@@ -11,6 +11,7 @@ import hashlib
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from ..bucket import Bucket, Segment
 from ..compressors import RESIDUAL, SENT, copies_at
 from ..compressors import State as CompressorState
+from ..kernels import accumulation_dtype
 
 OWED = "owed"  # the point of what another plan left to be sent
 # Digits of other scripts, and more of them than any tensor has elements, are no index.
@@ -55,7 +57,7 @@ class StateSlice:
         Raises:
             ValueError: when the key is none, or does not fit the values, or these are no state, or not finite.
         """
-        form = re.fullmatch(KEY, key) if isinstance(key, str) else None
+        form = re.fullmatch(KEY, key, re.DOTALL) if isinstance(key, str) else None
         if form is None:
             raise ValueError(f"expected a state's key to read name[start:stop]/point, got {key!r}")
         _require_values(key, values)
@@ -152,17 +154,18 @@ def with_slices(bucket: Bucket, state: Mapping[str, Kept], saved: Sequence[State
     was left of sums that this rank no longer owns is still to be sent: it goes to what is left of its own gradient, of
     sums that several ranks kept alike a share from each.
     """
-    taken = {point: _with_slices(bucket, point, kept, saved) for point, kept in state.items()}
-    for part in saved:
+    found = _by_parameter(bucket, saved)
+    taken = {point: _with_slices(bucket, point, kept, found) for point, kept in state.items()}
+    for part in chain(*found.values()):
         point, _, name = part.point.partition(".")
         sent = taken.get(SENT)
         copies = _copies(point)
         if part.whole or not copies or not name or not isinstance(sent, tuple):
             continue
         rest = part.values / copies
-        for segment in _segments_of(taken.get(point, ()), name):
+        for segment in _segments_of(taken.get(point, ()), name, part.name):
             low, high = max(part.start, segment.start), min(part.stop, segment.stop)
-            if part.name == segment.name and low < high:
+            if low < high:
                 rest[low - part.start : high - part.start] = 0
         _add(replace(part, values=rest, point=name), sent)
     return taken
@@ -179,25 +182,34 @@ def owed(bucket: Bucket, state: Mapping[str, Kept], saved: Sequence[StateSlice])
 
     In units of the gradient, in the type that sums are made in; None where there is nothing.
     """
-    sent = _segments_of(state.get(SENT, ()), RESIDUAL)  # they have what was left, see `with_slices`
+    places = bucket.flat_spec.places
     flat: Tensor | None = None
-    for part in filter(left_to_send, saved):
+    for part in filter(left_to_send, chain(*_by_parameter(bucket, saved).values())):
         point, _, name = part.point.partition(".")
         values = part.values / (_copies(point) or 1)  # of what several ranks kept alike each a share
-        for segment in (*sent, *_segments_of(state.get(point, ()), name)):
+        # What was left has its place there, see `with_slices`.
+        sent = _segments_of(state.get(SENT, ()), RESIDUAL, part.name)
+        for segment in (*sent, *_segments_of(state.get(point, ()), name, part.name)):
             if part.overlap(segment):
                 low, high = max(part.start, segment.start), min(part.stop, segment.stop)
                 values[low - part.start : high - part.start] = 0
-        offset = 0
-        for segment in bucket.segments:
+        for _, offset, segment in places[part.name]:
             low, high = max(part.start, segment.start), min(part.stop, segment.stop)
             if part.overlap(segment) and values[low - part.start : high - part.start].any():
                 if flat is None:
-                    flat = torch.zeros(bucket.numel, dtype=part.values.dtype)
+                    flat = torch.zeros(bucket.numel, dtype=accumulation_dtype(bucket.dtype))
                 room = flat[offset + low - segment.start : offset + high - segment.start]
                 room += values[low - part.start : high - part.start].to(room)
-            offset += segment.numel
     return flat
+
+
+def _by_parameter(bucket: Bucket, saved: Iterable[StateSlice]) -> dict[str, list[StateSlice]]:
+    """The slices of the bucket's parameters, by their names."""
+    found: dict[str, list[StateSlice]] = {name: [] for name in bucket.names}
+    for part in saved:
+        if part.name in found:
+            found[part.name].append(part)
+    return found
 
 
 def slices_owed(bucket: Bucket, flat: Tensor) -> Iterator[StateSlice]:
@@ -226,7 +238,8 @@ def has_place(states: Iterable[Mapping[str, Kept]], part: StateSlice) -> bool:
         if isinstance(state.get(part.point), Tensor):
             return True
         kept = {at: state[at] for at in points if at in state}
-        found += max((sum(map(part.overlap, _segments_of(each, name))) for each in kept.values()), default=0)
+        inside = (_segments_of(each, name, part.name) for each in kept.values())
+        found += max((sum(map(part.overlap, segments)) for segments in inside), default=0)
     return found >= part.stop - part.start
 
 
@@ -245,12 +258,11 @@ def dtype_at(states: Iterable[Mapping[str, Kept]], part: StateSlice) -> torch.dt
 
 
 def _dtype_in(kept: CompressorState, name: str, part: StateSlice) -> torch.dtype | None:
+    inside = [number for number, _, segment in kept.spec.places.get(part.name, ()) if part.overlaps(segment)]
     if not part.whole:
-        inside = name in kept.elements and any(map(part.overlaps, kept.spec.segments))
-        return kept.elements[name].dtype if inside else None
-    for segment, tensor in zip(kept.spec.segments, kept.tensors.get(name, ()), strict=False):
-        if part.overlaps(segment):
-            return tensor.dtype
+        return kept.elements[name].dtype if name in kept.elements and inside else None
+    if inside and name in kept.tensors:
+        return kept.tensors[name][inside[0]].dtype
     return kept.together[name].dtype if name in kept.together and part.overlaps(kept.spec.segments[0]) else None
 
 
@@ -262,11 +274,12 @@ def keeps_values(state: Mapping[str, Kept]) -> bool:
     )
 
 
-def _segments_of(kept: Kept, name: str) -> list[Segment]:
-    """Those of which compressors keep elements under this name."""
+def _segments_of(kept: Kept, name: str, parameter: str) -> list[Segment]:
+    """Those of a parameter of which compressors keep elements under this name."""
     if isinstance(kept, Tensor):
         return []
-    return [segment for part in kept if name in part.elements for segment in part.spec.segments]
+    inside = (part.spec.places.get(parameter, ()) for part in kept if name in part.elements)
+    return [segment for places in inside for _, _, segment in places]
 
 
 def _add(part: StateSlice, kept: tuple[CompressorState, ...]) -> None:
@@ -274,14 +287,12 @@ def _add(part: StateSlice, kept: tuple[CompressorState, ...]) -> None:
     for state in kept:
         if part.point not in state.elements:
             continue
-        offset = 0
-        for segment in state.spec.segments:
+        for _, offset, segment in state.spec.places.get(part.name, ()):
             if part.overlap(segment):
                 low, high = max(part.start, segment.start), min(part.stop, segment.stop)
                 target = state.elements[part.point][offset : offset + segment.numel]
                 addend = part.values[low - part.start : high - part.start].to(target.device)
                 target[low - segment.start : high - segment.start] += addend
-            offset += segment.numel
 
 
 def _without(kept: Kept, before: Kept, names: Collection[str]) -> Kept:
@@ -316,23 +327,26 @@ def _by_segment(point: str, segments: Iterable[Segment], flat: Tensor) -> Iterat
         offset += segment.numel
 
 
-def _with_slices(bucket: Bucket, point: str, kept: Kept, saved: Sequence[StateSlice]) -> Kept:
+Found = Mapping[str, Sequence[StateSlice]]  # slices by the names of their parameters
+
+
+def _with_slices(bucket: Bucket, point: str, kept: Kept, saved: Found) -> Kept:
     if isinstance(kept, Tensor):
         _lay(point, bucket.segments, kept, saved)
         return kept
     return tuple(_restored(point, part, saved) for part in kept)
 
 
-def _lay(point: str, segments: Sequence[Segment], flat: Tensor, saved: Sequence[StateSlice]) -> None:
+def _lay(point: str, segments: Sequence[Segment], flat: Tensor, saved: Found) -> None:
     offset = 0
     for segment in segments:
-        for part in saved:
+        for part in saved.get(segment.name, ()):
             if part.point == point and not part.whole and part.overlaps(segment):
                 part.copy_to(segment, flat[offset : offset + segment.numel])
         offset += segment.numel
 
 
-def _restored(point: str, state: CompressorState, saved: Sequence[StateSlice]) -> CompressorState:
+def _restored(point: str, state: CompressorState, saved: Found) -> CompressorState:
     segments = state.spec.segments
     for name, values in state.elements.items():
         _lay(f"{point}.{name}", segments, values, saved)
@@ -344,9 +358,9 @@ def _restored(point: str, state: CompressorState, saved: Sequence[StateSlice]) -
     return replace(state, tensors=tensors, together=together)
 
 
-def _whole(point: str, segment: Segment, fresh: Tensor, saved: Sequence[StateSlice]) -> Tensor:
+def _whole(point: str, segment: Segment, fresh: Tensor, saved: Found) -> Tensor:
     """What was kept of the segment, else what is there."""
-    for part in saved:
+    for part in saved.get(segment.name, ()):
         fits = part.values.shape == fresh.shape and part.values.dtype is fresh.dtype
         if part.whole and part.point == point and fits and part.overlaps(segment):
             return part.values.to(fresh.device, copy=True)
