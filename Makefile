@@ -3,10 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH := $(shell grep '^torch==' constraints.txt)
 ARGS ?=
-WORKERS ?= 2
+WORKERS ?= 3
 PIP_ARGS ?=
 
-.PHONY: setup demo test lint types tests torch-tests bench clean
+.PHONY: setup demo test lint types tests torch-tests sanitize bench clean
 
 setup: .venv/setup.stamp
 
@@ -34,6 +34,10 @@ tests: setup
 # torch's own tests of DDP, with gradsync in its place and behind its hook; ARGS="--ranks 3" for another number of ranks.
 torch-tests: setup
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal tests/torch_ddp $(ARGS)
+
+# The native code, compiled anew under the address and undefined behaviour sanitizers.
+sanitize: setup
+	$(BIN)/pytest -n 0 tests/sanitizers $(ARGS)
 
 bench: setup
 	$(BIN)/gradsync bench $(ARGS)

@@ -30,13 +30,13 @@ def compiles(folder: Path, *flags: str) -> bool:
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """`sanitize.cpp` with all kernels under the sanitizers, built as each native module is; all files side by side."""
+    """`kernels.cpp` with all kernels under the sanitizers, built as each native module is; all files side by side."""
     folder = tmp_path_factory.mktemp("sanitize")
     if COMPILER is None or not compiles(folder, *SANITIZE):
         pytest.skip("no C++ compiler with the libraries of the address and undefined behaviour sanitizers")
     common = [*SANITIZE, *(["-fopenmp"] if compiles(folder, "-fopenmp") else [])]
     machines = {"base": [], **({"avx2": ["-march=x86-64-v3"]} if BASE.has_avx2() else {})}
-    driver = Path(__file__).with_name("sanitize.cpp")
+    driver = Path(__file__).with_name("kernels.cpp")
     jobs: list[list[str]] = []
     objects: dict[str, list[str]] = {variant: [] for variant in machines}
     for path in [driver, *kernel_sources()]:  # the largest first

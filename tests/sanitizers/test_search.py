@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.test_sanitizers import COMPILER, ROOT, SANITIZE, compiles
+from tests.sanitizers.test_kernels import COMPILER, ROOT, SANITIZE, compiles
 
 
 @pytest.mark.timeout(300)
@@ -18,7 +18,7 @@ def test_the_search_does_nothing_undefined(tmp_path: Path) -> None:
     sources = [str(path) for path in folder.glob("*.cpp") if path.name != "bind.cpp"]
     program = str(tmp_path / "search")
     flags = ["-std=c++17", "-g1", "-Og", "-Wall", "-Wextra", *SANITIZE, "-D_GLIBCXX_ASSERTIONS", f"-I{folder}"]
-    driver = str(Path(__file__).with_name("sanitize.cpp"))
+    driver = str(Path(__file__).with_name("search.cpp"))
     built = subprocess.run(
         [COMPILER, *flags, driver, *sources, "-o", program], capture_output=True, text=True, check=False
     )

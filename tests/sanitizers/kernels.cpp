@@ -1,6 +1,6 @@
 // Drives every native kernel over its edges, in buffers of exactly the right size, for the address and undefined
 // behaviour sanitizers to watch; results are checked against plain loops. Given the name of a kernel, hands it a buffer
-// that is one entry short instead, which the sanitizer must notice. Built and run by test_sanitizers.py.
+// that is one entry short instead, which the sanitizer must notice. Built and run by test_kernels.py.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>

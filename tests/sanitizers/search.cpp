@@ -1,5 +1,5 @@
 // Drives the native search over random problems, for the address and undefined behaviour sanitizers to watch. Built and
-// run by test_sanitizers.py.
+// run by test_search.py.
 #include <cstdio>
 #include <cstdlib>
 #include <random>
