@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 import gradsync
-from gradsync.bucket import TensorSpec
 from gradsync.schemes import AGSparse, AllReduce
+from gradsync.tensors.bucket import TensorSpec
 
 
 def main() -> None:

@@ -65,13 +65,13 @@ def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def stale_memory() -> Iterator[None]:
-    """All that `gradsync.memory` lends, however small, is full of what other tensors left, NaN among it."""
+    """All that `gradsync.tensors.allocator` lends, however small, is full of what other tensors left, NaN among it."""
     from itertools import cycle
     from unittest.mock import patch
 
     import torch
 
-    from gradsync import memory
+    from gradsync.tensors import allocator as memory
 
     left = cycle((0xFF, 0x5A, 0x7F))
 

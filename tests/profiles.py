@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from gradsync.bucket import TensorSpec, model_digest
-from gradsync.density import DensityProfile
-from gradsync.profile import (
+from gradsync.costs.steps import Pattern
+from gradsync.plans.profile import (
     CollectiveEstimate,
     Density,
     Estimate,
@@ -24,7 +23,8 @@ from gradsync.profile import (
     Spread,
     StepParts,
 )
-from gradsync.steps import Pattern
+from gradsync.tensors.bucket import TensorSpec, model_digest
+from gradsync.tensors.density import DensityProfile
 
 SPECS = {
     "table": TensorSpec((1000, 4), torch.float32),

@@ -7,9 +7,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from gradsync import overlap
-from gradsync.planner import links, rehearsed
-from gradsync.schemes import rehearsal
+from gradsync.tuning import kernels as rehearsed
+from gradsync.tuning import links, overlap, rehearsal
 
 FEWER: tuple[tuple[Any, str, Any], ...] = (
     (rehearsed, "PLANNED", ()),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gradsync.compressors import Compressor, Sign, TopK, Warmup
-from gradsync.expressions import Nameable, registered
+from gradsync.compressors.expressions import Nameable, registered
 from gradsync.schemes import CoarseGrained, Gossip, MajorityVote, PowerSGD, Shuffled, ways
 from tests.compressors.family import MEMBERS, SHARES
 from tests.schemes.family import ALL_MEMBERS

@@ -1,19 +1,19 @@
 """gradsync: the cheapest way to synchronise every gradient tensor of a distributed PyTorch training job."""
 
-from .attach import Attachment as Attachment
-from .attach import attach as attach
-from .attach import consensus as consensus
-from .auto import AutoPlanner as AutoPlanner
-from .characterization import Characterization as Characterization
-from .characterization import characterize as characterize
-from .cluster import Cluster as Cluster
-from .cluster import Link as Link
+from .characterization.figures import Characterization as Characterization
+from .characterization.figures import characterize as characterize
 from .comm import GroupError as GroupError
-from .data_parallel import DistributedDataParallel as DistributedDataParallel
-from .ddp import DDPState as DDPState
-from .ddp import ddp_hook as ddp_hook
-from .measurement import measure as measure
-from .plan import Plan as Plan
-from .profile import Profile as Profile
+from .costs.cluster import Cluster as Cluster
+from .costs.cluster import Link as Link
+from .frontends.attach import Attachment as Attachment
+from .frontends.attach import attach as attach
+from .frontends.attach import consensus as consensus
+from .frontends.data_parallel import DistributedDataParallel as DistributedDataParallel
+from .frontends.ddp import DDPState as DDPState
+from .frontends.ddp import ddp_hook as ddp_hook
+from .plans.plan import Plan as Plan
+from .plans.profile import Profile as Profile
+from .tuning.auto import AutoPlanner as AutoPlanner
+from .tuning.measurement import measure as measure
 
 __version__ = "0.1.0"

@@ -25,13 +25,13 @@ from gradsync.bench.balance import (
 )
 from gradsync.bench.patterns import PATTERNS, UNIT
 from gradsync.bench.topk import load
-from gradsync.bucket import TensorSpec
+from gradsync.characterization.statistics import Estimate
 from gradsync.cli import app
 from gradsync.report.balance import balance_rows, balance_table
 from gradsync.report.record import Imbalance, Record, load_records, save_records
 from gradsync.schemes.tables import single_groups
-from gradsync.sparse import SparseRows
-from gradsync.sparsity import Estimate
+from gradsync.tensors.bucket import TensorSpec
+from gradsync.tensors.sparse import SparseRows
 from tests.bench.test_cli import unboxed
 
 EVEN = Imbalance(push=Estimate(value=1.0), pull=Estimate(value=1.0))

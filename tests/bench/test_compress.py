@@ -23,12 +23,12 @@ from gradsync.bench.compress import (
     fitted,
     run_compress,
 )
-from gradsync.bucket import FlatSpec
 from gradsync.cli import app
 from gradsync.compressors import ErrorFeedback, TopK
-from gradsync.costs import KernelCost
+from gradsync.costs.cost_model import KernelCost
 from gradsync.report.compress import compress_tables, error_rows, size_in_words, size_of, time_rows
 from gradsync.report.record import Record, load_records, save_records
+from gradsync.tensors.bucket import FlatSpec
 from tests.bench.test_cli import unboxed
 
 SIZES = (1 << 10, 1 << 14)

@@ -9,11 +9,11 @@ from gradsync.bench import compressors
 from gradsync.bench.compressors import named, usual_names
 from gradsync.bench.methods import METHODS, method
 from gradsync.bench.plans import fit_optimizer, lossy_planner
-from gradsync.bucket import TensorSpec
 from gradsync.compressors import ErrorFeedback, TopK
-from gradsync.density import ParameterProfile
 from gradsync.planner import default_plan
 from gradsync.schemes import AllReduce, HalfPrecision
+from gradsync.tensors.bucket import TensorSpec
+from gradsync.tensors.density import ParameterProfile
 
 PROFILES = [
     ParameterProfile(name, TensorSpec(shape, dtype), sparse)

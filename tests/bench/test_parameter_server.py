@@ -21,8 +21,8 @@ from gradsync.bench.methods import method
 from gradsync.bench.parameter_server import ParameterServers, divide_steps
 from gradsync.bench.replicas import mixings_of
 from gradsync.bench.rivals import GRADIENT_STEPS, PostLocalSGD
-from gradsync.lars import LARS
-from tests.engine.models import Convolutions, Perceptron
+from gradsync.optim.lars import LARS
+from tests.frontends.models import Convolutions, Perceptron
 from tests.world import Ranks, World
 
 Worlds = Callable[[int], Ranks]

@@ -19,10 +19,10 @@ from gradsync.bench.converge import planner_of, training
 from gradsync.bench.methods import method
 from gradsync.bench.reach import Learner
 from gradsync.bench.replicas import ALIKE_BYTES_PER_S, Replicas, mixings_of
-from gradsync.cluster import Cluster, Link, Placement
 from gradsync.comm.shuffle import exact, grid, resting, together
-from gradsync.plan import Plan
+from gradsync.costs.cluster import Cluster, Link, Placement
 from gradsync.planner import AveragingPlanner
+from gradsync.plans.plan import Plan
 from gradsync.schemes import AllReduce, Hierarchical, ReduceScatter, Shuffled, to_expression
 from gradsync.workloads import load
 from tests.world import Ranks

@@ -10,10 +10,10 @@ import torch
 
 from gradsync.bench.sync import SyncSpec, sync_records
 from gradsync.bench.sync_rank import bound_rounds, gradients_of_step
-from gradsync.bucket import Layout
 from gradsync.comm import LocalGroup, run_local
-from gradsync.costs import CostModel, KernelCost
-from gradsync.steps import DIRECT_BYTES, Pattern, Transfer
+from gradsync.costs.cost_model import CostModel, KernelCost
+from gradsync.costs.steps import DIRECT_BYTES, Pattern, Transfer
+from gradsync.tensors.bucket import Layout
 from gradsync.workloads import load
 
 ALPHA_S, BYTES_PER_S = 1e-3, 1e8

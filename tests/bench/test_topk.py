@@ -14,13 +14,13 @@ from gradsync.bench.options import parse_options
 from gradsync.bench.sync import SyncSpec
 from gradsync.bench.sync_rank import elements_of_step, schemes_of
 from gradsync.bench.topk import TopKWorkload, kind_of, load
-from gradsync.bucket import Layout
-from gradsync.characterization import Characterization
+from gradsync.characterization.figures import Characterization
 from gradsync.cli import app
-from gradsync.cluster import Placement
 from gradsync.comm import LocalGroup, drive, run_local
-from gradsync.costs import CostModel
+from gradsync.costs.cluster import Placement
+from gradsync.costs.cost_model import CostModel
 from gradsync.schemes import AllReduce, BalancedElements
+from gradsync.tensors.bucket import Layout
 
 SMALL: dict[str, Any] = {"data": "zipf", "batch_size": 2, "dim": 64, "context": 8}
 COST = CostModel(alpha_s=1e-4, bandwidth_bytes_per_s=1e8, memory_bytes_per_s=1e10)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from gradsync.characterization import Characterization, characterize_footprints
+from gradsync.characterization.figures import Characterization, characterize_footprints
+from gradsync.characterization.footprint import Footprint, Shape
+from gradsync.characterization.recording import load_recording, save_recording
 from gradsync.cli import app
-from gradsync.footprint import Footprint, Shape
-from gradsync.recording import load_recording, save_recording
 from tests.forked import run_on_two_ranks
 
 SMALL = ["--workload", "lstm", "--option", "data=zipf", "--option", "vocabulary=500", "--option", "num_negatives=16"]

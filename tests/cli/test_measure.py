@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from gradsync.cli import app
 from gradsync.compressors import ErrorFeedback, SharedTernGrad, TopK
-from gradsync.profile import Profile
+from gradsync.plans.profile import Profile
 from tests.forked import run_on_two_ranks
 from tests.quick import quickly
 

@@ -29,7 +29,7 @@ from gradsync.comm.gloo import FAST_BYTES_PER_S, MOST_DIRECT_BYTES
 from gradsync.comm.group import Group
 from gradsync.comm.network_cost import network_cost
 from gradsync.comm.rounds import CHUNK_BYTES
-from gradsync.steps import DIRECT_BYTES, Pattern, Transfer
+from gradsync.costs.steps import DIRECT_BYTES, Pattern, Transfer
 from tests.world import Ranks
 from tests.world import World as ShortLived
 

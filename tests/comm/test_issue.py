@@ -25,7 +25,7 @@ from gradsync.comm import (
     run_local,
 )
 from gradsync.comm.issue import CancelledStepError
-from gradsync.timeline import covered_s
+from gradsync.costs.timeline import covered_s
 
 WAIT_S = 20.0
 ORDER = [("0", "push"), ("1", "push"), ("0", "pull"), ("2", "push"), ("1", "pull"), ("2", "pull")]

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsync.cluster import Placement
 from gradsync.comm import LENGTH_BYTES, GroupError, LocalGroup, run_local
 from gradsync.comm.group import length_of
+from gradsync.costs.cluster import Placement
 
 every_size = pytest.mark.parametrize("size", [1, 2, 3, 4])
 CPU = torch.device("cpu")

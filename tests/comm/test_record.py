@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradsync.cluster import Placement
 from gradsync.comm import GroupError, Ledger, LocalGroup, RecordingGroup, run_local
 from gradsync.comm.record import Entry
-from gradsync.steps import Pattern
+from gradsync.costs.cluster import Placement
+from gradsync.costs.steps import Pattern
 
 WAIT_S = 20.0
 SIZE = 4

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gradsync.bucket import FlatSpec, Segment
 from gradsync.compressors import (
     QSGD,
     THC,
@@ -38,6 +37,7 @@ from gradsync.compressors import (
     TopK,
     Warmup,
 )
+from gradsync.tensors.bucket import FlatSpec, Segment
 
 
 @dataclass(frozen=True)

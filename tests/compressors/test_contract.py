@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsync.bucket import FlatSpec
 from gradsync.compressors import (
     Absolute,
     Biased,
@@ -22,6 +21,7 @@ from gradsync.compressors import (
     TopK,
     Unbiased,
 )
+from gradsync.tensors.bucket import FlatSpec
 from tests.compressors.family import MEMBERS, SHARES, Member, compressed, data, gradient, spec_of, with_agreement
 from tests.kernels.native import DTYPES, assert_same_bits, special_values
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsync.bucket import FlatSpec
 from gradsync.compressors import (
     Biased,
     Compressor,
@@ -23,7 +22,8 @@ from gradsync.compressors import (
     Warmup,
     dgc,
 )
-from gradsync.expressions import from_expression, to_expression
+from gradsync.compressors.expressions import from_expression, to_expression
+from gradsync.tensors.bucket import FlatSpec
 from tests.compressors.family import gradient, spec_of
 from tests.kernels.native import assert_same_bits
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsync.bucket import FlatSpec
 from gradsync.compressors import (
     QSGD,
     BlockInt,
@@ -22,6 +21,7 @@ from gradsync.compressors import (
     SharedTernGrad,
     TernGrad,
 )
+from gradsync.tensors.bucket import FlatSpec
 from tests.compressors.family import compressed, gradient, with_agreement
 
 DRAWS = 300

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsync.bucket import FlatSpec, Segment
 from gradsync.compressors import ErrorFeedback, RandomK, State, Summand
+from gradsync.tensors.bucket import FlatSpec, Segment
 from tests.compressors.family import gradient, spec_of
 
 SPEC = FlatSpec.of(torch.zeros(1000), "weight")

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsync.bucket import FlatSpec
 from gradsync.compressors import Compressor, Contraction, ErrorFeedback, OneBit, ScaledSign, Sign, Signum
+from gradsync.tensors.bucket import FlatSpec
 from tests.compressors.family import compressed, data, gradient, spec_of
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gradsync.bucket import FlatSpec
 from gradsync.compressors import CountSketch, SketchML, TopK
+from gradsync.tensors.bucket import FlatSpec
 from tests.compressors.family import compressed, data, gradient, spec_of
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gradsync.bucket import FlatSpec
 from gradsync.compressors import Absolute, Biased, BlockTopK, Contraction, ErrorFeedback, GaussianK, Threshold, TopK
+from gradsync.tensors.bucket import FlatSpec
 from tests.compressors.family import compressed, gradient, spec_of
 from tests.kernels.native import DTYPES, special_values
 

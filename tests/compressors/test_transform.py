@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsync.bucket import FlatSpec, Segment
 from gradsync.compressors import THC, DCTTopK, Summand
 from gradsync.compressors.transform import cosines
+from gradsync.tensors.bucket import FlatSpec, Segment
 from tests.compressors.family import gradient, spec_of, with_agreement
 
 CPU = torch.device("cpu")

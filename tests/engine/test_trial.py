@@ -1,210 +1,104 @@
-"""Plans on trial: every step's gradients are the mean whatever plan runs, and all ranks keep the same, fastest one."""
+"""Candidates of a trial take turns, their first steps do not count, and only a clear winner replaces the first one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from typing import Any
-from unittest.mock import patch
-
 import pytest
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-import gradsync
-from gradsync.bucket import Bucket, TensorSpec
-from gradsync.comm import Group
-from gradsync.density import ParameterProfile
-from gradsync.planner import default_plan, default_plans
-from gradsync.planning import Planner
-from gradsync.schemes import AllReduce, State, register
-from gradsync.trial import ROUNDS, TURN_STEPS, Trial
-from tests.engine.models import Perceptron
-from tests.engine.twins import assert_same_on_all_ranks, averaged
-from tests.world import Ranks
-
-World = Callable[[int], Ranks]
+from gradsync.engine.trial import (
+    CLOSE,
+    MOST_OF_FIRST,
+    ROUNDS,
+    RUN_OFF_ROUNDS,
+    TURN_STEPS,
+    Trial,
+    slowest,
+)
 
 
-class Clock:
-    """By which trials are timed here: how busy the machine is does not decide them."""
+def run(trial: Trial[int], step_s: list[float], *, first_s: float = 100.0) -> list[int]:
+    """Runs it with steps of these times, the first of a turn longer; returns the candidate of each step."""
+    now_s, ran = 0.0, []
+    while not trial.done:
+        first = not ran or len(ran) % TURN_STEPS == 0
+        ran.append(trial.current)
+        now_s += first_s if first else step_s[trial.current]
+        trial.step_ended(now_s)
+    return ran
 
+
+def test_candidates_run_there_and_back() -> None:
+    ran = run(Trial([0, 1, 2]), [1.0, 1.0, 1.0])
+    assert ran[::TURN_STEPS] == [0, 1, 2, 2, 1, 0]
+    assert len(ran) == 3 * ROUNDS * TURN_STEPS
+
+
+def test_a_turn_that_was_interrupted_begins_anew() -> None:
+    trial = Trial([0, 1])
+    for now_s in (0.0, 1.0, 2.0):
+        assert not trial.step_ended(now_s)
+    trial.interrupt()  # other steps lie between
+    ends = [trial.step_ended(1000.0 + now_s) for now_s in range(TURN_STEPS)]
+    assert ends == [False] * (TURN_STEPS - 1) + [True]
+    assert trial.current == 1 and trial._times_s[0] == [1.0] * (TURN_STEPS - 1)
+
+
+def test_the_first_step_of_a_turn_is_not_counted() -> None:
+    trial = Trial([0, 1, 2])
+    run(trial, [3.0, 1.0, 2.0], first_s=1000.0)
+    assert trial.medians_s == [3.0, 1.0, 2.0]
+
+
+def test_one_long_pause_of_the_training_loop_changes_nothing() -> None:
+    trial = Trial([0, 1])
     now_s = 0.0
-
-
-def timed_step_ended(
-    trial: Trial[Any], _: float, usual: Callable[[Trial[Any], float], bool] = Trial.step_ended
-) -> bool:
-    Clock.now_s += 0.01
-    return usual(trial, Clock.now_s)
-
-
-@register
-@dataclass(frozen=True)
-class Tardy(AllReduce):
-    """All-reduce that takes its time."""
-
-    async def synchronize(self, x: Tensor, state: State, group: Group, scale: float) -> tuple[Tensor, State]:
-        Clock.now_s += 0.05
-        return await super().synchronize(x, state, group, scale)
-
-
-def slow_first(profiles: Sequence[ParameterProfile], world_size: int) -> list[gradsync.Plan]:
-    """Of three plans the second one is fast."""
-    specs = {p.name: p.tensor for p in profiles}
-    names = [p.name for p in profiles]
-    return [
-        gradsync.Plan.make(specs, world_size, [(names, Tardy())]),
-        gradsync.Plan.make(specs, world_size, [(names[:3], AllReduce()), (names[3:], AllReduce())]),
-        gradsync.Plan.make(specs, world_size, [(names[::-1], Tardy())]),
-    ]
-
-
-@patch.object(Trial, "step_ended", timed_step_ended)
-def kept_plan(wrap: bool) -> tuple[list[bool], list[int], list[list[str]]]:
-    torch.manual_seed(0)
-    local = Perceptron()
-    torch.manual_seed(0)
-    inner = Perceptron()
-    model = DistributedDataParallel(inner) if wrap else inner
-    handle = gradsync.attach(model, plan=slow_first, timeout=15)
-    settled, buckets = [], []
-    for number in range(3 * ROUNDS * TURN_STEPS + 3):
-        torch.manual_seed(10 * number + dist.get_rank())
-        x = torch.randn(4, 6)
-        for each in (local, model):
-            each.zero_grad(set_to_none=number % 2 == 0)
-            with nullcontext() if each is local or number % 3 else handle.no_sync():
-                each(x).square().mean().backward()
-            if number % 3 == 0:
-                each(x + 1).square().mean().backward()
-        for got, own in zip(model.parameters(), local.parameters(), strict=True):
-            assert got.grad is not None and own.grad is not None
-            torch.testing.assert_close(got.grad, averaged(own.grad), rtol=1e-5, atol=1e-6)
-        settled.append(handle.settled)
-        buckets.append(len(handle.plan.buckets))
-    assert_same_on_all_ranks(dict(inner.named_parameters()))
-    plan = handle.plan
-    handle.detach()
-    return settled, buckets, [bucket.names for bucket in plan.buckets]
-
-
-@pytest.mark.parametrize("wrap", [False, True], ids=["attach", "ddp"])
-def test_the_fastest_plan_is_kept_on_all_ranks(world: World, wrap: bool) -> None:
-    first, second = world(2).run(kept_plan, wrap)
-    assert first == second
-    settled, buckets, names = first
-    assert [len(bucket) for bucket in names] == [3, 5]
-    assert settled.index(True) == 3 * ROUNDS * TURN_STEPS + 1  # one step is observed, one runs before the plan is new
-    assert set(buckets[: settled.index(True)]) == {1, 2}
-
-
-def planner_without_plans() -> str:
-    model = nn.Linear(3, 3)
-    try:
-        gradsync.attach(model, plan=lambda profiles, world_size: [], timeout=15)
-    except ValueError as error:
-        return str(error)
-    return "no error"
-
-
-def test_a_planner_without_plans_is_refused(world: World) -> None:
-    assert all("the planner made no plan" in message for message in world(2).run(planner_without_plans))
-
-
-def one_fits_not(profiles: Sequence[ParameterProfile], world_size: int) -> list[gradsync.Plan]:
-    """The second of two plans, which would come to its turn later, is for another world."""
-    plans = default_plan(profiles, world_size), default_plan(profiles, world_size + 1)
-    return list(plans[: 1 + any(p.position for p in profiles)])
-
-
-def state_has_no_place(profiles: Sequence[ParameterProfile], world_size: int) -> list[gradsync.Plan]:
-    """The second plan has no place for the residual of the first."""
-    specs, names = {p.name: p.tensor for p in profiles}, [p.name for p in profiles]
-    return [gradsync.Plan.make(specs, world_size, [(names, scheme)]) for scheme in (Residual(), AllReduce())]
-
-
-@register
-@dataclass(frozen=True)
-class Residual(AllReduce):
-    """All-reduce with state."""
-
-    def init(self, bucket: Bucket, group: Group) -> State:
-        return {"residual": torch.zeros(bucket.numel)}
-
-
-def fails_with(planner: Planner) -> tuple[list[str], int]:
-    """What every step from the first that fails says, and how many went well."""
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    handle = gradsync.attach(model, plan=planner, timeout=15)
-    errors, good = [], 0
-    for _ in range(2 + TURN_STEPS):
-        try:
-            model(torch.ones(2, 3)).sum().backward()
-            good += 1
-        except (RuntimeError, ValueError) as error:
-            errors.append(str(error))
-    handle.detach()
-    return errors, good
+    for step in range(2 * ROUNDS * TURN_STEPS):
+        now_s += 1000.0 if step == TURN_STEPS + 2 else 1.0
+        trial.step_ended(now_s)
+    assert trial.medians_s == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(
-    ("planner", "message", "steps"),
+    ("times_s", "two"),
     [
-        (one_fits_not, "the plan is for 3 ranks, this job has 2", 0),
-        (state_has_no_place, "has no place for the state", 1 + TURN_STEPS),
+        ([1.0, 1.05, 0.97], [0, 2]),
+        ([2.0, 1.0, 1.0 + 0.9 * (CLOSE - 1)], [1, 2]),
+        ([2.0, 1.0, 1.0 + 1.1 * (CLOSE - 1)], []),
     ],
 )
-def test_plans_that_do_not_fit_stop_every_rank(world: World, planner: Planner, message: str, steps: int) -> None:
-    for errors, good in world(2).run(fails_with, planner):
-        assert message in errors[0] and good == steps
-        assert all("gradient synchronisation stopped earlier" in error for error in errors[1:])
+def test_the_best_two_run_off_once_if_they_are_close(times_s: list[float], two: list[int]) -> None:
+    trial = Trial([0, 1, 2])
+    run(trial, times_s)
+    assert trial.run_off(times_s) == bool(two) == (not trial.done)
+    ran = run(trial, [3.0, 3.0, 3.0])
+    assert ran[::TURN_STEPS] == [*two, *two[::-1]] * (RUN_OFF_ROUNDS // 2)
+    assert not trial.run_off(times_s) and trial.done
+    assert [len(times) for times in trial._times_s] == [
+        (ROUNDS + RUN_OFF_ROUNDS * (number in two)) * (TURN_STEPS - 1) for number in range(3)
+    ]
 
 
-class Wide(nn.Module):
-    """Five MiB in twenty tensors: enough for buckets of several sizes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(20)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layers(x)
-        return out
+def test_a_candidate_is_as_slow_as_on_its_slowest_rank() -> None:
+    assert slowest([[1.0, 0.5, 0.8], [1.0, 1.5, 0.8]]) == [1.0, 1.5, 0.8]
 
 
-def settles_when_timing_must_not_decide() -> list[bool]:
-    settled = []
-    try:
-        for deterministic in (False, True):
-            torch.use_deterministic_algorithms(deterministic)
-            model = Wide()
-            handle = gradsync.attach(model, timeout=15)
-            for _ in range(2):
-                model(torch.ones(1, 256)).sum().backward()
-            settled.append(handle.settled)
-            handle.detach()
-            assert handle.settled
-    finally:
-        torch.use_deterministic_algorithms(False)
-    return settled
+@pytest.mark.parametrize(
+    ("times_s", "kept"), [([1.0, 0.5, 0.6], 1), ([1.0, MOST_OF_FIRST + 0.005, 1.0], 0), ([1.0, 1.5, 0.8], 2)]
+)
+def test_the_fastest_is_kept_if_clearly_faster_than_the_first(times_s: list[float], kept: int) -> None:
+    assert Trial([0, 1, 2]).fastest(times_s) == kept
 
 
-def test_deterministic_algorithms_are_not_chosen_by_time(world: World) -> None:
-    for settled in world(2).run(settles_when_timing_must_not_decide):
-        assert settled == [False, True]
-
-
-def test_bucket_sizes_are_tried_only_where_they_differ() -> None:
-    def profiles(model: nn.Module) -> list[ParameterProfile]:
-        return [ParameterProfile(n, TensorSpec.of(p), sparse=False) for n, p in model.named_parameters()]
-
-    assert len(default_plans(profiles(Perceptron()), 4)) == 1
-    wide = default_plans(profiles(Wide()), 4)
-    assert [len(plan.buckets) for plan in wide] == [2, 5] and wide[0] == default_plan(profiles(Wide()), 4)
-    assert len(default_plans(profiles(Wide()), 1)) == 1  # nothing travels
-    large = [replace(p, tensor=TensorSpec((1 << 20,), torch.float32)) for p in profiles(Wide())]
-    assert [len(plan.buckets) for plan in default_plans(large, 4)] == [5, 20]
+@pytest.mark.parametrize(
+    ("times_s", "after", "kept"),
+    [
+        ([1.04, 1.00, 1.02], [1.04, 1.06, 1.08], 1),  # the first had lost before the machine got slower
+        ([1.00, 1.02, 1.03], [1.06, 1.08, 1.03], 0),  # so had the last one
+        ([1.00, 1.02, 1.03], [1.06, 1.04, 1.03], 1),
+    ],
+)
+def test_after_a_run_off_one_of_the_two_is_kept(times_s: list[float], after: list[float], kept: int) -> None:
+    trial = Trial([0, 1, 2])
+    run(trial, times_s)
+    assert trial.run_off(times_s)
+    run(trial, after)
+    assert trial.fastest(after) == kept

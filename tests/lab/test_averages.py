@@ -6,8 +6,8 @@ import subprocess
 
 import pytest
 
-from gradsync.cluster import Cluster, Link
 from gradsync.comm.shuffle import crossing, grid, resting, together
+from gradsync.costs.cluster import Cluster, Link
 from gradsync.lab import Lab, Scenario
 from gradsync.planner.grouping import uplink_loads
 from tests.lab import programs

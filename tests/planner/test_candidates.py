@@ -6,11 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from gradsync.bucket import TensorSpec
-from gradsync.cluster import Placement
 from gradsync.compressors import BlockInt, ErrorFeedback
-from gradsync.costs import CostModel, KernelCost
-from gradsync.density import ParameterProfile
+from gradsync.costs.cluster import Placement
+from gradsync.costs.cost_model import CostModel, KernelCost
 from gradsync.planner.candidates import FAR_LONGER, MOST_TRIED, UNSURE, candidate_plans, searched
 from gradsync.planner.job import Job
 from gradsync.planner.joint import search
@@ -19,6 +17,8 @@ from gradsync.planner.options import formulate
 from gradsync.planner.predict import predict
 from gradsync.planner.ways import Constraints, ways_of
 from gradsync.schemes import HalfPrecision
+from gradsync.tensors.bucket import TensorSpec
+from gradsync.tensors.density import ParameterProfile
 from tests.planner.test_options import PARAMETERS, job
 
 FEEDBACK = ErrorFeedback(BlockInt(8))

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from torch import nn
 
 import gradsync
-from gradsync.bucket import FlatSpec, TensorSpec
 from gradsync.compressors import (
     QSGD,
     THC,
@@ -34,10 +33,9 @@ from gradsync.compressors import (
     Warmup,
     dgc,
 )
-from gradsync.density import DensityProfile, ParameterProfile
-from gradsync.plan import Plan
 from gradsync.planner import CompressingPlanner, cheapest_way, default_plan
 from gradsync.planner.compressing import _advise_feedback, busiest_bytes
+from gradsync.plans.plan import Plan
 from gradsync.schemes import (
     AllReduce,
     BalancedParallelism,
@@ -49,8 +47,10 @@ from gradsync.schemes import (
     Sparsified,
     ways,
 )
+from gradsync.tensors.bucket import FlatSpec, TensorSpec
+from gradsync.tensors.density import DensityProfile, ParameterProfile
 from tests.compressors.family import MEMBERS
-from tests.engine.models import Perceptron
+from tests.frontends.models import Perceptron
 from tests.world import Ranks
 
 World = Callable[[int], Ranks]

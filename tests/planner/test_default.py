@@ -11,14 +11,14 @@ import pytest
 import torch
 from hypothesis import given
 
-from gradsync.bucket import Layout, TensorSpec
 from gradsync.comm import Ledger, LocalGroup, RecordingGroup, drive, run_local
-from gradsync.density import DensityProfile, ParameterProfile, profile_rows
-from gradsync.plan import Plan
 from gradsync.planner import default_plan, default_plans
 from gradsync.planner.default import SPARSE_SCHEMES, sparse_schemes
+from gradsync.plans.plan import Plan
 from gradsync.schemes import AGSparse, AllReduce, BalancedElements, BalancedParallelism, Scheme
-from gradsync.sparse import SparseRows
+from gradsync.tensors.bucket import Layout, TensorSpec
+from gradsync.tensors.density import DensityProfile, ParameterProfile, profile_rows
+from gradsync.tensors.sparse import SparseRows
 
 MIB = 1 << 20
 

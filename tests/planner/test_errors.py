@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from gradsync.bucket import FlatSpec, Segment
 from gradsync.compressors import BlockInt, Compressor, ErrorFeedback, MomentumCorrection, RandomK, TopK
 from gradsync.planner.errors import delay_of, highest, name_of, relative_errors, sends_later
 from gradsync.schemes import AllReduce, CompressedAllGather, CompressedTwoWay, HalfPrecision, PowerSGD
+from gradsync.tensors.bucket import FlatSpec, Segment
 
 HALF, TOP = HalfPrecision(values="bfloat16"), ErrorFeedback(TopK(0.25))
 

@@ -8,17 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from gradsync.bucket import TensorSpec
-from gradsync.cluster import Link, Placement
 from gradsync.comm import LocalGroup, run_local
-from gradsync.costs import CostModel, KernelCost
-from gradsync.density import DensityProfile, ParameterProfile
-from gradsync.plan import Plan
-from gradsync.planner import default_plan, default_plans, measure
+from gradsync.costs.cluster import Link, Placement
+from gradsync.costs.cost_model import CostModel, KernelCost
+from gradsync.costs.steps import Compute
+from gradsync.planner import default_plan, default_plans
 from gradsync.planner.flat import dense_schemes, element_schemes, flat_scheme, is_dense
-from gradsync.planner.measure import kernel_costs, measured_network
 from gradsync.planner.network import INSIDE_NODES, Network
 from gradsync.planner.revise import revised
+from gradsync.plans.plan import Plan
 from gradsync.schemes import (
     AllReduce,
     BalancedElements,
@@ -29,7 +27,10 @@ from gradsync.schemes import (
     SparseReduceScatter,
 )
 from gradsync.schemes.selection import CHANGE_MARGIN, TOLERANCE
-from gradsync.steps import Compute
+from gradsync.tensors.bucket import TensorSpec
+from gradsync.tensors.density import DensityProfile, ParameterProfile
+from gradsync.tuning import network_costs as measure
+from gradsync.tuning.network_costs import kernel_costs, measured_network
 
 NODES = Placement.regular(2, 2)
 COST = CostModel(alpha_s=1e-4, bandwidth_bytes_per_s=25e6, intra=Link(2e9, 1e-5), stage_s=1e-3)

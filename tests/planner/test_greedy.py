@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
+from gradsync.costs.timeline import Activity, schedule
 from gradsync.planner.greedy import bytecomp, bytecomp_device, bytecomp_offload
 from gradsync.planner.machine import charged_s, play, step_s
 from gradsync.planner.problem import Curve, Demand, Option, Part, Problem, Resource, layerwise
-from gradsync.timeline import Activity, schedule
 from tests.planner.papers import DENSE, DEVICE, HOST, OFFLOADED, bytecomp_problem
 from tests.planner.random_problems import any_chains, one_channel
 

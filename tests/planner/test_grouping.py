@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradsync.cluster import Cluster, Link
 from gradsync.comm.shuffle import Round, crossing, grid, hypercube, together
+from gradsync.costs.cluster import Cluster, Link
 from gradsync.planner import AveragingPlanner
 from gradsync.planner.grouping import groupings, judge, round_s, seated, step_s, uplink_loads
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from gradsync.maxplus import NEVER, apply
 from gradsync.planner.machine import ROWS, Level, charged_s, deferred_s, finish, matrix, play, screened_s, step_s
+from gradsync.planner.maxplus import NEVER, apply
 from gradsync.planner.problem import Curve, Demand, Option, Part, Problem, Resource, layerwise
 from tests.planner.random_problems import any_chains, one_channel, random_parts
 

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from gradsync.bucket import FlatSpec, Segment, TensorSpec
-from gradsync.cluster import Link, Placement
 from gradsync.compressors import BlockInt, ErrorFeedback, TopK
-from gradsync.costs import CostModel, KernelCost
-from gradsync.density import DensityProfile, ParameterProfile
+from gradsync.costs.cluster import Link, Placement
+from gradsync.costs.cost_model import CostModel, KernelCost
+from gradsync.costs.steps import FINISH, Compute
 from gradsync.planner.compressing import LATE
 from gradsync.planner.errors import name_of
 from gradsync.planner.job import Job
@@ -35,7 +34,8 @@ from gradsync.schemes import (
     Scheme,
     Sparsified,
 )
-from gradsync.steps import FINISH, Compute
+from gradsync.tensors.bucket import FlatSpec, Segment, TensorSpec
+from gradsync.tensors.density import DensityProfile, ParameterProfile
 
 FEEDBACK = ErrorFeedback(BlockInt(8))
 LOW_RANK = [Way(PowerSGD(2), among=frozenset({"head.weight", "head.bias"}))]

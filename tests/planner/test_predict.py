@@ -7,18 +7,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gradsync.bucket import TensorSpec
-from gradsync.cluster import Placement
-from gradsync.costs import CostModel
-from gradsync.density import DensityProfile, ParameterProfile
-from gradsync.forecast import forecast
-from gradsync.plan import Plan
+from gradsync.costs.cluster import Placement
+from gradsync.costs.cost_model import CostModel
+from gradsync.costs.forecast import forecast
+from gradsync.costs.timeline import Task, covered_s
 from gradsync.planner.job import Job, Slowdown
 from gradsync.planner.network import Network
 from gradsync.planner.predict import predict
-from gradsync.profile import Estimate, Overlap
+from gradsync.plans.plan import Plan
+from gradsync.plans.profile import Estimate, Overlap
 from gradsync.schemes import AGSparse, AllReduce, HalfPrecision
-from gradsync.timeline import Task, covered_s
+from gradsync.tensors.bucket import TensorSpec
+from gradsync.tensors.density import DensityProfile, ParameterProfile
 
 COST = CostModel(1e-3, 1e8)
 SPEC = TensorSpec((256, 256), torch.float32)

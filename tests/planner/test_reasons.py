@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gradsync.cluster import Placement
 from gradsync.compressors import BlockInt, ErrorFeedback
-from gradsync.costs import CostModel
-from gradsync.plan import Plan
+from gradsync.costs.cluster import Placement
+from gradsync.costs.cost_model import CostModel
 from gradsync.planner.network import Network
 from gradsync.planner.predict import predict
 from gradsync.planner.reasons import describe, explain
 from gradsync.planner.ways import Constraints, exact_ways, ways_of
+from gradsync.plans.plan import Plan
 from gradsync.schemes import AllReduce, BalancedParallelism, CompressedTwoWay, HalfPrecision, to_expression
 from tests.planner.test_options import PARAMETERS, job
 

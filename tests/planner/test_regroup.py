@@ -9,8 +9,8 @@ import pytest
 from torch import nn
 from torch.optim import SGD
 
-from gradsync.cluster import Cluster, Link, Placement
 from gradsync.comm.shuffle import GroupSchedule, Round, crossing, exact, grid, hypercube, sitting_out, together
+from gradsync.costs.cluster import Cluster, Link, Placement
 from gradsync.planner import AveragingPlanner
 from gradsync.planner.averaging import schedule_of
 from gradsync.planner.grouping import Grouping, judge, round_s

@@ -9,15 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from gradsync.bucket import TensorSpec
-from gradsync.cluster import Link, Placement
-from gradsync.costs import CostModel, KernelCost
-from gradsync.density import DensityProfile, ParameterProfile
-from gradsync.plan import Plan
+from gradsync.costs.cluster import Link, Placement
+from gradsync.costs.cost_model import CostModel, KernelCost
 from gradsync.planner.default import default_plan, default_plans, timed_schemes
-from gradsync.planner.measuring import MeasuringPlanner
 from gradsync.planner.network import Network
 from gradsync.planner.revise import revised
+from gradsync.plans.plan import Plan
 from gradsync.schemes import (
     PARAMETER_SERVER_OF_ROWS,
     AGSparse,
@@ -27,6 +24,9 @@ from gradsync.schemes import (
     Hierarchical,
     Scheme,
 )
+from gradsync.tensors.bucket import TensorSpec
+from gradsync.tensors.density import DensityProfile, ParameterProfile
+from gradsync.tuning.default import MeasuringPlanner
 
 WORLD = 8
 SLOW = Network(CostModel(alpha_s=1e-4, bandwidth_bytes_per_s=25e6), Placement.one_per_node(WORLD))

@@ -10,12 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from gradsync.bucket import TensorSpec
-from gradsync.cluster import Placement
 from gradsync.compressors import BlockInt, Compressor, ErrorFeedback, SharedBlockInt, TopK, dgc
-from gradsync.costs import CostModel, KernelCost
-from gradsync.density import DensityProfile, ParameterProfile
-from gradsync.plan import Plan
+from gradsync.costs.cluster import Placement
+from gradsync.costs.cost_model import CostModel, KernelCost
 from gradsync.planner.candidates import Search
 from gradsync.planner.job import Job
 from gradsync.planner.network import Network
@@ -33,7 +30,10 @@ from gradsync.planner.rival_plans import (
     secopa_plans,
 )
 from gradsync.planner.ways import Constraints
+from gradsync.plans.plan import Plan
 from gradsync.schemes import AllReduce, CoarseGrained, HalfPrecision, PowerSGD, Route, Scheme
+from gradsync.tensors.bucket import TensorSpec
+from gradsync.tensors.density import DensityProfile, ParameterProfile
 
 FEEDBACK, TOP = ErrorFeedback(BlockInt(8)), ErrorFeedback(TopK(0.01))
 SHARED = ErrorFeedback(SharedBlockInt(4))

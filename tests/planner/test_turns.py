@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from gradsync.bucket import TensorSpec
-from gradsync.cluster import Placement
 from gradsync.compressors import BlockInt, ErrorFeedback
-from gradsync.costs import CostModel, KernelCost
-from gradsync.density import ParameterProfile
-from gradsync.plan import Plan
+from gradsync.costs.cluster import Placement
+from gradsync.costs.cost_model import CostModel, KernelCost
+from gradsync.costs.steps import FINISH
 from gradsync.planner.job import Job
 from gradsync.planner.network import Network
 from gradsync.planner.predict import predict
 from gradsync.planner.turns import with_best_turns
+from gradsync.plans.plan import Plan
 from gradsync.schemes import AllReduce, CompressedAllGather
-from gradsync.steps import FINISH
+from gradsync.tensors.bucket import TensorSpec
+from gradsync.tensors.density import ParameterProfile
 
 CODED = CompressedAllGather(ErrorFeedback(BlockInt(8)))
 SPEC = TensorSpec((1 << 20,), torch.float32)

@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from gradsync.bucket import TensorSpec
-from gradsync.cluster import Link, Placement
 from gradsync.comm import LocalGroup, run_local
 from gradsync.compressors import QSGD, BlockInt, Cast, Compressor, ErrorFeedback, SharedBlockInt, TopK, dgc
-from gradsync.costs import CostModel, KernelCost
-from gradsync.density import ParameterProfile
-from gradsync.engine import Engine
-from gradsync.plan import Plan
+from gradsync.costs.cluster import Link, Placement
+from gradsync.costs.cost_model import CostModel, KernelCost
+from gradsync.costs.steps import Compute
+from gradsync.engine.engine import Engine
 from gradsync.planner import ways as ways_module
 from gradsync.planner.candidates import searched
 from gradsync.planner.errors import relative_errors
@@ -25,9 +23,9 @@ from gradsync.planner.network import Network
 from gradsync.planner.options import KNOTS_BYTES, Way, formulate
 from gradsync.planner.predict import predict
 from gradsync.planner.problem import Part, Resource
-from gradsync.planner.rehearsed import flat_schemes, measured_kernels
 from gradsync.planner.routes import MOST_ROUTES
 from gradsync.planner.ways import Constraints, exact_ways, ways_of
+from gradsync.plans.plan import Plan
 from gradsync.schemes import (
     CompressedAllGather,
     CompressedTwoWay,
@@ -38,7 +36,9 @@ from gradsync.schemes import (
     is_flat,
     ways,
 )
-from gradsync.steps import Compute
+from gradsync.tensors.bucket import TensorSpec
+from gradsync.tensors.density import ParameterProfile
+from gradsync.tuning.kernels import flat_schemes, measured_kernels
 
 FEEDBACK = ErrorFeedback(BlockInt(8))
 NODES = Placement.regular(2, 2)
@@ -212,9 +212,9 @@ def test_what_nobody_measured_is_left_out_with_a_word(caplog: pytest.LogCaptureF
 def test_a_rehearsal_measures_all_kernels_of_a_compressor_s_routes(
     compressor: Compressor[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradsync.planner.rehearsed.PLANNED", ())
-    monkeypatch.setattr("gradsync.planner.rehearsed.INSIDE_NODES", ())
-    monkeypatch.setattr("gradsync.planner.rehearsed.NUMELS", (256, 1024, 4096))
+    monkeypatch.setattr("gradsync.tuning.kernels.PLANNED", ())
+    monkeypatch.setattr("gradsync.tuning.kernels.INSIDE_NODES", ())
+    monkeypatch.setattr("gradsync.tuning.kernels.NUMELS", (256, 1024, 4096))
     measured = measured_kernels((compressor,), NODES, list)
     cost = replace(SLOW_BETWEEN, kernels={name: KernelCost(1e-5, 1e-10) for name in measured})
     assert routes_of(job(cost), compressor) == routes_of(

@@ -10,11 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradsync.bucket import Layout, TensorSpec
-from gradsync.cluster import Placement
 from gradsync.comm import LENGTH_BYTES, Ledger, LocalGroup, RecordingGroup, drive, run_local
-from gradsync.density import DensityProfile, profile_rows, profile_tables
-from gradsync.positions import IndexFormat
+from gradsync.costs.cluster import Placement
 from gradsync.schemes import (
     BLOCKS_OF_256,
     DOUBLING_OF_ELEMENTS,
@@ -43,7 +40,10 @@ from gradsync.schemes import (
     is_flat,
 )
 from gradsync.schemes.formats import PartFormat
-from gradsync.sparse import SparseRows
+from gradsync.tensors.bucket import Layout, TensorSpec
+from gradsync.tensors.density import DensityProfile, profile_rows, profile_tables
+from gradsync.tensors.index_formats import IndexFormat
+from gradsync.tensors.sparse import SparseRows
 
 Tables = tuple[SparseRows, ...]
 SIZES = (1, 2, 3, 4, 8)

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradsync.bucket import Bucket, Layout, Segment, TensorSpec
-from gradsync.cluster import Placement
 from gradsync.comm import LocalGroup
 from gradsync.compressors import State
+from gradsync.costs.cluster import Placement
 from gradsync.schemes import Scheme
+from gradsync.tensors.bucket import Bucket, Layout, Segment, TensorSpec
 from tests.schemes.family import Outcome, run_scheme
 
 # Two layers alike, evenly spaced, a convolution, a scalar, an empty tensor and a matrix too small to be compressed.

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsync.bucket import Bucket, TensorSpec
-from gradsync.cluster import Placement
+from gradsync.costs.cluster import Placement
+from gradsync.costs.steps import transfers
 from gradsync.schemes import (
     BalancedParallelism,
     CoarseGrained,
@@ -23,7 +23,7 @@ from gradsync.schemes import (
     to_expression,
 )
 from gradsync.state import rescaled
-from gradsync.steps import transfers
+from gradsync.tensors.bucket import Bucket, TensorSpec
 from tests.schemes.stateful import Ranks, bucket, gradient
 
 pytestmark = pytest.mark.usefixtures("stale_memory")

@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsync.bucket import Bucket, Layout, Segment, TensorSpec
-from gradsync.cluster import Placement
 from gradsync.comm import LocalGroup
 from gradsync.compressors import (
     QSGD,
@@ -25,6 +23,8 @@ from gradsync.compressors import (
     Warmup,
     dgc,
 )
+from gradsync.costs.cluster import Placement
+from gradsync.costs.steps import Step, transfers
 from gradsync.schemes import (
     AllReduce,
     CoarseGrained,
@@ -40,7 +40,7 @@ from gradsync.schemes import (
     to_expression,
     ways,
 )
-from gradsync.steps import Step, transfers
+from gradsync.tensors.bucket import Bucket, Layout, Segment, TensorSpec
 from tests.compressors.family import MEMBERS, Member, gradient, with_agreement
 from tests.schemes.family import Outcome, run_scheme
 

@@ -11,10 +11,9 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from gradsync.bucket import TensorSpec
-from gradsync.cluster import Placement
 from gradsync.comm import Ledger, LocalGroup, Pending, RecordingGroup, drive, run_local
-from gradsync.density import DensityProfile, profile_rows
+from gradsync.costs.cluster import Placement
+from gradsync.costs.steps import Pattern, Transfer, transfers
 from gradsync.schemes import (
     AllReduce,
     BalancedElements,
@@ -24,7 +23,8 @@ from gradsync.schemes import (
     from_expression,
     to_expression,
 )
-from gradsync.steps import Pattern, Transfer, transfers
+from gradsync.tensors.bucket import TensorSpec
+from gradsync.tensors.density import DensityProfile, profile_rows
 from tests.schemes.family import Outcome, bits, run_scheme
 
 SIZE = 1 << 20

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from gradsync import expressions
-from gradsync.bucket import Layout, TensorSpec
-from gradsync.cluster import Placement
 from gradsync.comm import Group
-from gradsync.density import DensityProfile
+from gradsync.compressors import expressions
+from gradsync.costs.cluster import Placement
+from gradsync.costs.steps import Step
 from gradsync.schemes import (
     AllReduce,
     BalancedParallelism,
@@ -29,7 +28,8 @@ from gradsync.schemes import (
     to_expression,
 )
 from gradsync.schemes.compressed import Compressed
-from gradsync.steps import Step
+from gradsync.tensors.bucket import Layout, TensorSpec
+from gradsync.tensors.density import DensityProfile
 
 
 @dataclass(frozen=True)

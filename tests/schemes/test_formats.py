@@ -9,13 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from gradsync.bucket import TensorSpec
-from gradsync.positions import SPARSE_FORMATS, IndexFormat, aligned, smallest
 from gradsync.schemes.capacity import RowCapacity
 from gradsync.schemes.formats import PartFormat, RowFormat
 from gradsync.schemes.owners import MOST_SHARED, column_owners, striped
 from gradsync.schemes.tables import ABSENT, SAME_AS, Agreement, RowGroup, Survey, common_groups
-from gradsync.sparse import INT32_ROWS, SparseRows, index_dtype
+from gradsync.tensors.bucket import TensorSpec
+from gradsync.tensors.index_formats import SPARSE_FORMATS, IndexFormat, aligned, smallest
+from gradsync.tensors.sparse import INT32_ROWS, SparseRows, index_dtype
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 

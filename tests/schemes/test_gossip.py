@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradsync.cluster import Placement
 from gradsync.comm import LocalGroup
+from gradsync.costs.cluster import Placement
+from gradsync.costs.steps import transfers
 from gradsync.schemes import Gossip, from_expression, to_expression
-from gradsync.steps import transfers
 from tests.schemes.family import run_scheme
 from tests.schemes.stateful import bucket, gradient
 

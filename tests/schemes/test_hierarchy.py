@@ -11,11 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from gradsync.bucket import Bucket, Segment, TensorSpec
-from gradsync.cluster import Placement
 from gradsync.comm import GroupError, LocalGroup, Pending, run_local
 from gradsync.compressors import TopK
-from gradsync.plan import Plan
+from gradsync.costs.cluster import Placement
+from gradsync.plans.plan import Plan
 from gradsync.schemes import (
     AGSparse,
     AllReduce,
@@ -30,6 +29,7 @@ from gradsync.schemes import (
     from_expression,
     to_expression,
 )
+from gradsync.tensors.bucket import Bucket, Segment, TensorSpec
 from tests.schemes.family import bits, make_inputs, mine, profiles_of, run_scheme, specs_of
 
 TABLE_STRIPES = BalancedParallelism(owners="table_stripe")

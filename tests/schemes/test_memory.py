@@ -9,9 +9,9 @@ import torch
 
 from gradsync.bench.memory import peak_bytes
 from gradsync.comm import Ledger, LocalGroup, RecordingGroup, drive, run_local
-from gradsync.density import profile_rows
 from gradsync.schemes import BalancedElements, BalancedParallelism
-from gradsync.sparse import SparseRows
+from gradsync.tensors.density import profile_rows
+from gradsync.tensors.sparse import SparseRows
 
 
 def peak_and_traffic(scheme: Any, tensors: list[Any]) -> list[tuple[int, int]]:

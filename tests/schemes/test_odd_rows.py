@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsync.bucket import Layout
 from gradsync.comm import GroupError, LocalGroup, drive, run_local
-from gradsync.sparse import SparseRows, index_dtype
+from gradsync.tensors.bucket import Layout
+from gradsync.tensors.sparse import SparseRows, index_dtype
 from tests.schemes.family import ROUNDED_MEMBERS, ROW_MEMBERS, Member, bits, run
 
 every_row_member = pytest.mark.parametrize("member", ROW_MEMBERS, ids=lambda member: member.name)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsync.bucket import TensorSpec
-from gradsync.cluster import Placement
+from gradsync.costs.cluster import Placement
+from gradsync.costs.steps import transfers
 from gradsync.schemes import Hierarchical, PowerSGD, ReduceScatter, from_expression, to_expression
-from gradsync.steps import transfers
+from gradsync.tensors.bucket import TensorSpec
 from tests.schemes.stateful import SHAPES, Ranks, bucket, gradient, tensors_of
 
 pytestmark = pytest.mark.usefixtures("stale_memory")

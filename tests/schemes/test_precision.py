@@ -11,9 +11,8 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from gradsync.bucket import Layout, TensorSpec
-from gradsync.cluster import Placement
-from gradsync.density import DensityProfile
+from gradsync.costs.cluster import Placement
+from gradsync.costs.steps import transfers
 from gradsync.schemes import (
     DOUBLING_OF_ELEMENTS,
     AGSparse,
@@ -27,8 +26,9 @@ from gradsync.schemes import (
     from_expression,
     to_expression,
 )
-from gradsync.sparse import SparseRows
-from gradsync.steps import transfers
+from gradsync.tensors.bucket import Layout, TensorSpec
+from gradsync.tensors.density import DensityProfile
+from gradsync.tensors.sparse import SparseRows
 from tests.schemes.family import ROUNDED_MEMBERS, assert_is_scaled_sum, bits, make_inputs, run, run_scheme
 
 SPARSE: list[Scheme[Any]] = [AGSparse(), BalancedParallelism(), RowPoint(), BalancedElements(), DOUBLING_OF_ELEMENTS]

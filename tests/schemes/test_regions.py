@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsync.bucket import TensorSpec
-from gradsync.cluster import Placement
-from gradsync.density import profile_rows
+from gradsync.costs.cluster import Placement
+from gradsync.costs.steps import Pattern, transfers
 from gradsync.schemes import PARAMETER_SERVER_OF_ELEMENTS, BalancedElements, OkTopkLike, Scheme
 from gradsync.schemes.formats import PartFormat
 from gradsync.schemes.regions import Regions
-from gradsync.steps import Pattern, transfers
+from gradsync.tensors.bucket import TensorSpec
+from gradsync.tensors.density import profile_rows
 from tests.schemes.family import bits, run_scheme
 
 NUMEL, RANKS, KEPT = 60_013, 4, 1200

@@ -15,8 +15,6 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from gradsync.bucket import Bucket, Layout, Segment, TensorSpec
-from gradsync.cluster import Placement
 from gradsync.comm import Ledger, LocalGroup, RecordingGroup, drive_in_turns
 from gradsync.compressors import (
     QSGD,
@@ -38,7 +36,9 @@ from gradsync.compressors import (
     dgc,
 )
 from gradsync.compressors import State as CompressorState
-from gradsync.plan import Plan
+from gradsync.costs.cluster import Placement
+from gradsync.costs.steps import Compute, Step, transfers
+from gradsync.plans.plan import Plan
 from gradsync.schemes import (
     BYTECOMP,
     DEVICES,
@@ -61,7 +61,7 @@ from gradsync.schemes import (
 )
 from gradsync.schemes.tree import COMPUTE, Kind
 from gradsync.state import has_place, slices, with_slices
-from gradsync.steps import Compute, Step, transfers
+from gradsync.tensors.bucket import Bucket, Layout, Segment, TensorSpec
 
 pytestmark = pytest.mark.usefixtures("stale_memory")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradsync.density import DensityProfile
 from gradsync.schemes.row_owners import EvenSplit, HashedRows, RotatedStripe, RowOwners
-from gradsync.sparse import SparseRows
+from gradsync.tensors.density import DensityProfile
+from gradsync.tensors.sparse import SparseRows
 
 MAPS = [EvenSplit, RotatedStripe, HashedRows]
 every_map = pytest.mark.parametrize("kind", MAPS, ids=lambda kind: kind.__name__)

@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from gradsync.bucket import Layout, TensorSpec
-from gradsync.cluster import Link, Placement
-from gradsync.costs import CostModel
-from gradsync.density import DensityProfile
+from gradsync.costs.cluster import Link, Placement
+from gradsync.costs.cost_model import CostModel
 from gradsync.schemes import (
     AGSparse,
     AllReduce,
@@ -22,6 +20,8 @@ from gradsync.schemes import (
     candidates,
     select,
 )
+from gradsync.tensors.bucket import Layout, TensorSpec
+from gradsync.tensors.density import DensityProfile
 
 fastest = partial(select, tolerance=0.0)
 BYTES_ONLY = CostModel(alpha_s=0.0, bandwidth_bytes_per_s=1e9, memory_bytes_per_s=1e30)

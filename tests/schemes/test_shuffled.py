@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from gradsync.bucket import Bucket
-from gradsync.cluster import Placement
 from gradsync.comm import LocalGroup
 from gradsync.comm.shuffle import GroupSchedule, crossing, exact, grid, hypercube, random_groups, sitting_out, together
 from gradsync.compressors import BlockInt, Cast, ErrorFeedback, TopK
+from gradsync.costs.cluster import Placement
+from gradsync.costs.steps import transfers
 from gradsync.schemes import (
     AllReduce,
     BalancedParallelism,
@@ -24,7 +24,7 @@ from gradsync.schemes import (
     from_expression,
     to_expression,
 )
-from gradsync.steps import transfers
+from gradsync.tensors.bucket import Bucket
 from tests.schemes.family import run_scheme
 from tests.schemes.stateful import bucket, gradient
 

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from gradsync.bucket import Layout
-from gradsync.cluster import Placement
+from gradsync.costs.cluster import Placement
 from gradsync.schemes import (
     POINTS,
     Aggregation,
@@ -22,6 +21,7 @@ from gradsync.schemes import (
 )
 from gradsync.schemes.points import NAMES
 from gradsync.schemes.space import Message, PartialSum, Schedule, schedule
+from gradsync.tensors.bucket import Layout
 
 every_point = pytest.mark.parametrize("point", POINTS, ids=str)
 SIZES = [1, 2, 3, 4, 5, 7, 8, 16]

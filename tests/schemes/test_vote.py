@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from gradsync.cluster import Placement
 from gradsync.compressors import ScaledSign, Sign, Signum
+from gradsync.costs.cluster import Placement
+from gradsync.costs.steps import transfers
 from gradsync.schemes import MajorityVote, from_expression, to_expression
-from gradsync.steps import transfers
 from tests.schemes.test_compressed import NUMEL, bucket, inputs_of, run
 
 

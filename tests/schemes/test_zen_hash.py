@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from gradsync import kernels
-from gradsync.bucket import TensorSpec
-from gradsync.cluster import Placement
 from gradsync.comm import Ledger, LocalGroup, RecordingGroup, drive, run_local
-from gradsync.density import profile_rows
-from gradsync.engine import Engine
+from gradsync.costs.cluster import Placement
+from gradsync.costs.steps import Pattern, transfers
+from gradsync.engine.engine import Engine
 from gradsync.kernels.hierarchy import HashMemory
-from gradsync.plan import Plan
+from gradsync.plans.plan import Plan
 from gradsync.schemes import (
     AllReduce,
     BalancedElements,
@@ -27,8 +26,9 @@ from gradsync.schemes import (
 )
 from gradsync.schemes.hash_lists import owned_by_hash
 from gradsync.schemes.zen_hash import HEAD_BYTES, expected_overflow
-from gradsync.sparse import SparseRows
-from gradsync.steps import Pattern, transfers
+from gradsync.tensors.bucket import TensorSpec
+from gradsync.tensors.density import profile_rows
+from gradsync.tensors.sparse import SparseRows
 from tests.schemes.family import bits, mine, run_scheme
 
 NUMEL, RANKS = 40_009, 4

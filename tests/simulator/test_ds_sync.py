@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsync.cluster import Cluster, Link
 from gradsync.comm.shuffle import GroupSchedule, grid, random_groups, sitting_out, together
+from gradsync.costs.cluster import Cluster, Link
 from gradsync.planner.grouping import step_s
 from gradsync.simulator import ds_sync
 from gradsync.simulator.ds_sync import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradsync.characterization import Characterization, characterize_footprints, footprints_of
+from gradsync.characterization.figures import Characterization, characterize_footprints, footprints_of
 from gradsync.workloads import DataUnavailableError, DeepFMWorkload, Workload, load
 
 RANKS = 8

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradsync.lars import LARS
+from gradsync.optim.lars import LARS
 from gradsync.workloads import AlexNetWorkload, ResNet8, ResNet20, ResNet32, load
 from gradsync.workloads.convolutional import AlexNet, ImageWorkload, ResNet
 from tests.workloads.training import opened, train

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ..auto import AutoPlanner
 from ..compressors import BlockInt, ErrorFeedback, TopK
 from ..planner import AveragingPlanner, Search, candidate_plans
 from ..planner.rival_plans import (
@@ -27,6 +26,7 @@ from ..planner.rival_plans import (
 )
 from ..planner.ways import Constraints
 from ..schemes import HalfPrecision, PowerSGD
+from ..tuning.auto import AutoPlanner
 from . import coarse, compressors
 from .averaging import USUAL_MOMENTUM_EVERY
 from .plans import VOTES, is_lossy, lossy_of

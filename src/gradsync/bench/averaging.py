@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import nn
 
-from ..bucket import TensorSpec, trainable_parameters
 from ..comm.shuffle import resting, together
 from ..compressors import BlockInt, Cast, Compressor
-from ..plan import Plan, What
 from ..planner import AveragingPlanner
 from ..planner.averaging import filled
+from ..plans.plan import Plan, What
 from ..schemes import Gossip, Scheme
+from ..tensors.bucket import TensorSpec, trainable_parameters
 
 DS_SYNC = "ds_sync"
 COMPRESSORS: dict[str, Compressor[Any]] = {"bf16": Cast("bfloat16"), "int8": BlockInt(8)}

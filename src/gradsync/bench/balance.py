@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..bucket import TensorSpec
+from ..characterization.statistics import Estimate
 from ..report.record import Balance, Imbalance, Record, Spread
 from ..schemes.elements import nonzeros
 from ..schemes.owners import striped
 from ..schemes.row_owners import EvenSplit
 from ..schemes.tables import RowGroup, Survey, common_groups, single_groups
-from ..sparse import SparseRows
-from ..sparsity import Estimate
+from ..tensors.bucket import TensorSpec
+from ..tensors.sparse import SparseRows
 from ..workloads import Workload
 from .patterns import PATTERNS, UNIT, Pattern
 from .provenance import commit, machine, versions

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..footprint import DEFAULT_SAMPLE, Footprint, Footprints, Shape
+from ..characterization.footprint import DEFAULT_SAMPLE, Footprint, Footprints, Shape
 from ..report.record import Record, Spread
 from ..workloads import load
 from .provenance import commit, machine, versions

@@ -21,15 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..arrivals import Arrival, Arrivals
-from ..bucket import Layout, TensorSpec
 from ..comm import LocalGroup, drive_in_turns
-from ..density import ParameterProfile
-from ..freezing import Freezing
-from ..lars import LARS
-from ..plan import Plan
+from ..optim.freezing import Freezing
+from ..optim.lars import LARS
 from ..planner import default_plan
+from ..plans.plan import Plan
 from ..report.record import Losses, Record, Spread
+from ..tensors.arrivals import Arrival, Arrivals
+from ..tensors.bucket import Layout, TensorSpec
+from ..tensors.density import ParameterProfile
 from ..workloads import Workload, load
 from . import coarse, compressors
 from .asynchronous import ASP, Asynchronous

@@ -9,10 +9,10 @@ from typing import Any
 import torch.distributed as dist
 
 from .. import workloads
-from ..attach import attach
-from ..measurement import measure
-from ..profile import Profile
+from ..frontends.attach import attach
+from ..plans.profile import Profile
 from ..schemes import SchemeOrCompressor
+from ..tuning.measurement import measure
 
 
 def measure_workload(

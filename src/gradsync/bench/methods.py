@@ -22,12 +22,12 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..attach import Attachment, attach
-from ..auto import AutoPlanner
 from ..comm import torch_group
+from ..frontends.attach import Attachment, attach
 from ..planner import SPARSE_SCHEMES as PLANNED_SCHEMES
 from ..planner import CompressingPlanner
 from ..schemes import AllReduce, Hierarchical, ReduceScatter, Scheme
+from ..tuning.auto import AutoPlanner
 from . import averaging, coarse, compressors
 from .automatic import AUTOMATIC, ENDINGS_IN_WORDS, Automatic, automatic
 from .parameter_server import USUAL_STALENESS, parameter_servers

@@ -9,11 +9,11 @@ from typing import Any
 from torch.optim import SGD, Optimizer
 
 from ..compressors import Compressor, Sign, Signum
-from ..density import ParameterProfile
-from ..optim import take_momentum
-from ..plan import Plan
+from ..optim.momentum import take_momentum
 from ..planner import CompressingPlanner, default_plan
+from ..plans.plan import Plan
 from ..schemes import CoarseGrained, HalfPrecision, MajorityVote, PowerSGD, Scheme, SchemeOrCompressor
+from ..tensors.density import ParameterProfile
 from . import coarse, compressors
 
 PlanMaker = Callable[[Sequence[ParameterProfile], int], Plan]

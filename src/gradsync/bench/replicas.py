@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..bucket import FlatSpec
-from ..cluster import Cluster, Link, Placement
 from ..comm.shuffle import Matrix, one_of
 from ..compressors import Cast, Compressor
-from ..plan import Plan
+from ..costs.cluster import Cluster, Link, Placement
 from ..planner.averaging import STATES
+from ..plans.plan import Plan
 from ..schemes import CompressedAllGather, Gossip, HalfPrecision, Hierarchical, Scheme, Shuffled, from_expression
+from ..tensors.bucket import FlatSpec
 from ..workloads import Workload
 from .averaging import AveragingMethod
 

@@ -16,12 +16,12 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..arrivals import Sections
 from ..comm.shuffle import resting, together
-from ..expressions import to_expression
-from ..lane import BucketStatistics
+from ..compressors.expressions import to_expression
+from ..costs.timeline import Task
+from ..engine.bucket_run import BucketStatistics
 from ..schemes import Shuffled
-from ..timeline import Task
+from ..tensors.arrivals import Sections
 
 POST_LOCAL_SGD = "post_local_sgd"
 USUAL_PERIOD = 4  # steps of post-local SGD from one average to the next

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..cluster import format_rate
+from ..costs.cluster import format_rate
 from ..lab.scenario import rate_bytes_per_s
 
 Settings = dict[str, Any]  # of `Scenario`

@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from ..costs import CostModel
+from ..costs.cost_model import CostModel
+from ..costs.steps import Compute
 from ..lab import Scenario
 from ..report.record import Record, Spread, WireBytes
 from ..schemes import AllReduce, BalancedElements
-from ..steps import Compute
 from . import topk
 from .launch import LOOPBACK, Loopback, cluster, once_more_after_crash, run_ranks
 from .methods import SPARSE_SCHEMES

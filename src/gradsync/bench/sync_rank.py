@@ -13,13 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..bucket import Layout, TensorSpec
-from ..cluster import Link, Placement
 from ..comm import LENGTH_BYTES, Group, Ledger, RecordingGroup, TorchGroup, drive, torch_group
-from ..costs import CostModel, node_link_bytes
-from ..density import DensityProfile, profile_rows, profile_tables
+from ..costs.cluster import Link, Placement
+from ..costs.cost_model import CostModel, node_link_bytes
+from ..costs.steps import Compute, Pattern, Transfer, transfers
 from ..lab.counters import interface_bytes
-from ..planner.measure import agreed, kernel_costs
 from ..schemes import (
     BLOCKS_OF_256,
     DOUBLING_OF_ELEMENTS,
@@ -39,8 +37,10 @@ from ..schemes import (
     hash_lists,
     select,
 )
-from ..sparse import SparseRows
-from ..steps import Compute, Pattern, Transfer, transfers
+from ..tensors.bucket import Layout, TensorSpec
+from ..tensors.density import DensityProfile, profile_rows, profile_tables
+from ..tensors.sparse import SparseRows
+from ..tuning.network_costs import agreed, kernel_costs
 from ..workloads import Workload
 from . import topk
 from .memory import peak_bytes

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import workloads
-from ..bucket import FlatSpec
 from ..compressors import ErrorFeedback, TopK
+from ..tensors.bucket import FlatSpec
 from ..workloads import Batch, GPTWorkload, Workload
 
 

@@ -22,12 +22,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from .. import workloads
-from ..attach import Attachment
+from ..frontends.attach import Attachment
 from ..lab.counters import interface_bytes
-from ..lars import LARS
-from ..plan import What
+from ..optim.lars import LARS
 from ..planner import Job
 from ..planner.predict import predict, unmeasured
+from ..plans.plan import What
 from ..schemes import from_expression
 from ..workloads import Batch, Workload
 from ..workloads.emulated import Emulated

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .. import workloads
-from ..attach import Attachment
+from ..frontends.attach import Attachment
 from ..workloads import Workload
 from .methods import method
 from .rank import event, run_rank

@@ -31,7 +31,7 @@ from ..bench.topk import kind_of as exchange_kind_of
 from ..bench.topk import names as exchange_names
 from ..bench.train import TrainSpec, run_training
 from ..bench.works import WORK
-from ..footprint import DEFAULT_SAMPLE
+from ..characterization.footprint import DEFAULT_SAMPLE
 from ..report.balance import balance_table
 from ..report.compress import compress_tables, loss_table, size_in_words, size_of
 from ..report.planning import planning_table

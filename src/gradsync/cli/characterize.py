@@ -11,17 +11,17 @@ import typer
 
 from ..bench.options import parse_options
 from ..bench.topk import TopKWorkload, kind_of, load, names
-from ..characterization import Characterization, characterize_footprints, footprints_of
-from ..footprint import DEFAULT_SAMPLE, Footprints
-from ..recording import (
+from ..characterization.figures import Characterization, characterize_footprints, footprints_of
+from ..characterization.footprint import DEFAULT_SAMPLE, Footprints
+from ..characterization.recording import (
     Recorder,
     await_recording,
     discard_recording,
     load_recording,
     save_recording,
 )
+from ..engine.step_listener import recording
 from ..report.sparsity import sparsity_table, summary, views, write_sparsity_page
-from ..witness import recording
 from ..workloads import Batch, Workload
 from .bench import Options
 from .progress import WIDE, beside, console, event_bar, plain_errors

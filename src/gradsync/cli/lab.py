@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from ..cluster import format_rate
+from ..costs.cluster import format_rate
 from ..lab import Lab, LabUnavailableError, LinkRate, Scenario
 from ..lab.scenario import parse_background, parse_moving_background, parse_slow, parse_stalls
 from .progress import console

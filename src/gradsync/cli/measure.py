@@ -13,9 +13,9 @@ from ..bench.compressors import NAMES_IN_WORDS
 from ..bench.measurement import measure_workload
 from ..bench.options import parse_options
 from ..bench.plans import lossy_of
-from ..measurement import Measurement
-from ..planner.rehearsed import CANDIDATES
-from ..profile import Profile, describe_profile
+from ..plans.profile import Profile, describe_profile
+from ..tuning.kernels import CANDIDATES
+from ..tuning.measurement import Measurement
 from ..workloads import names
 from .bench import Options
 from .progress import beside, plain_errors

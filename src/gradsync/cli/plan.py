@@ -10,14 +10,14 @@ import typer
 
 from ..bench import compressors
 from ..bench.plans import SCHEMES_IN_WORDS, lossy_of
-from ..cluster import Cluster
-from ..plan import Plan
+from ..costs.cluster import Cluster
 from ..planner.candidates import searched
 from ..planner.job import Job
 from ..planner.reasons import describe
 from ..planner.reasons import explain as explained
 from ..planner.ways import Constraints, ways_of
-from ..profile import Profile
+from ..plans.plan import Plan
+from ..plans.profile import Profile
 from ..schemes import LeafConstraints
 from .progress import beside, console, plain_errors
 

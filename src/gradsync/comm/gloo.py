@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import kernels, memory
-from ..cluster import Placement
-from ..steps import DIRECT_BYTES, Pattern, Transfer
+from .. import kernels
+from ..costs.cluster import Placement
+from ..costs.steps import DIRECT_BYTES, Pattern, Transfer
+from ..tensors import allocator as memory
 from .group import LENGTH_BYTES, Pending, TorchGroup, cut_messages, cut_to_lengths, split, swapped, with_lengths
 from .rounds import Rounds
 

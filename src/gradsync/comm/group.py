@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from .. import memory
-from ..cluster import Placement
-from ..steps import DIRECT_BYTES
+from ..costs.cluster import Placement
+from ..costs.steps import DIRECT_BYTES
+from ..tensors import allocator as memory
 from .board import Board, Came, purpose
 
 logger = logging.getLogger(__name__)

@@ -29,8 +29,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..steps import COMPUTE, FINISH, OFFLOAD
-from ..timeline import Task
+from ..costs.steps import COMPUTE, FINISH, OFFLOAD
+from ..costs.timeline import Task
 from .group import GroupError, Pending
 from .threads import JobThread
 from .work import Work

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..cluster import Placement
+from ..costs.cluster import Placement
 from .group import Group, GroupError, Pending, split, swapped, with_lengths
 
 T = TypeVar("T")

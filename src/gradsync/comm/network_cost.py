@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..cluster import Link
-from ..costs import CostModel
+from ..costs.cluster import Link
+from ..costs.cost_model import CostModel
 from .group import Group
 
 

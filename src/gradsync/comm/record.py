@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..steps import Pattern, Transfer
+from ..costs.steps import Pattern, Transfer
 from .group import Group, Pending
 
 T = TypeVar("T")

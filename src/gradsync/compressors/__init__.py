@@ -1,6 +1,5 @@
 """Compressors: a tensor of one rank -> a payload -> a tensor that is near the first one. They know nothing of ranks."""
 
-from ..expressions import register as register
 from .base import SENT as SENT
 from .base import SUMS as SUMS
 from .base import Compressor as Compressor
@@ -18,6 +17,7 @@ from .base import fields as fields
 from .base import fields_nbytes as fields_nbytes
 from .base import sums_point as sums_point
 from .cast import Cast as Cast
+from .expressions import register as register
 from .feedback import RESIDUAL as RESIDUAL
 from .feedback import ErrorFeedback as ErrorFeedback
 from .feedback import Feedback as Feedback

@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import kernels, memory
-from ..bucket import FlatSpec
-from ..expressions import Nameable
-from ..sparse import SparseVector
+from .. import kernels
+from ..tensors import allocator as memory
+from ..tensors.bucket import FlatSpec
+from ..tensors.sparse import SparseVector
+from .expressions import Nameable
 from .law import Law
 
 ALIGNMENT_BYTES = 8  # where the fields of a message begin

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import kernels, memory
-from ..bucket import FlatSpec
-from ..expressions import register
+from .. import kernels
+from ..tensors import allocator as memory
+from ..tensors.bucket import FlatSpec
 from .base import Compressor, State, Summand, check_payload, check_tensor, corrected_by
+from .expressions import register
 from .law import Biased, Contraction, Exact, Law
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}

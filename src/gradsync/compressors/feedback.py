@@ -9,10 +9,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..bucket import FlatSpec
-from ..expressions import register
 from ..kernels import accumulation_dtype
+from ..tensors.bucket import FlatSpec
 from .base import Compressor, Payload, State, check_tensor, corrected_by, narrowed
+from .expressions import register
 from .law import Law, Unbiased
 
 P = TypeVar("P", bound=Payload)

@@ -9,11 +9,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from .. import memory
-from ..bucket import FlatSpec
-from ..expressions import register
 from ..kernels import accumulation_dtype
+from ..tensors import allocator as memory
+from ..tensors.bucket import FlatSpec
 from .base import Compressor, Payload, SparseMessage, Sparsifier, State, check_tensor, corrected_by, narrowed
+from .expressions import register
 from .feedback import RESIDUAL, ErrorFeedback, Feedback
 from .sparsify import TopK
 from .warmup import Warmup

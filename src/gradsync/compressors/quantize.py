@@ -14,11 +14,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .. import kernels, memory
-from ..bucket import FlatSpec
-from ..expressions import register
+from .. import kernels
 from ..kernels import AnyGrid, FloatGrid, Grid, Sections
 from ..kernels.grids import draws, runs
+from ..tensors import allocator as memory
+from ..tensors.bucket import FlatSpec
 from .base import (
     Compressor,
     Message,
@@ -30,6 +30,7 @@ from .base import (
     fields,
     fields_nbytes,
 )
+from .expressions import register
 from .law import Biased, Contraction, Law, Unbiased
 
 LEVELS = {8: 127, 4: 7, 2: 1}  # of a code of so many bits, on either side of zero

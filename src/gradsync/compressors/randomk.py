@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import kernels, memory
-from ..bucket import FlatSpec
-from ..expressions import register
-from ..sparse import SparseVector, index_dtype
+from .. import kernels
+from ..tensors import allocator as memory
+from ..tensors.bucket import FlatSpec
+from ..tensors.sparse import SparseVector, index_dtype
 from .base import (
     Payload,
     SparseMessage,
@@ -26,6 +26,7 @@ from .base import (
     fields_nbytes,
     narrowed,
 )
+from .expressions import register
 from .law import Contraction, Law, Unbiased
 
 

@@ -14,11 +14,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .. import kernels, memory
-from ..bucket import FlatSpec
-from ..expressions import register
+from .. import kernels
 from ..kernels import SignScale, accumulation_dtype
+from ..tensors import allocator as memory
+from ..tensors.bucket import FlatSpec
 from .base import Compressor, Message, State, by_spec, check_payload, check_tensor, fields, fields_nbytes
+from .expressions import register
 from .law import Biased, Contraction, Law
 
 MOMENTUM = "momentum"  # its key in the state

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import kernels, memory
-from ..bucket import FlatSpec
-from ..expressions import register
+from .. import kernels
 from ..kernels.draws import most_lanes
-from ..positions import Positions, smallest
-from ..sparse import SparseVector
+from ..tensors import allocator as memory
+from ..tensors.bucket import FlatSpec
+from ..tensors.index_formats import Positions, smallest
+from ..tensors.sparse import SparseVector
 from .base import (
     Compressor,
     Field,
@@ -30,6 +30,7 @@ from .base import (
     stacked,
     unstack,
 )
+from .expressions import register
 from .law import Biased, Contraction, Law
 from .sparsify import TopK
 

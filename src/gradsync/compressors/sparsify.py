@@ -9,13 +9,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .. import kernels, memory
-from ..bucket import FlatSpec
-from ..expressions import register
+from .. import kernels
 from ..kernels import Sections
-from ..positions import Positions, smallest
-from ..sparse import SparseVector, index_dtype
+from ..tensors import allocator as memory
+from ..tensors.bucket import FlatSpec
+from ..tensors.index_formats import Positions, smallest
+from ..tensors.sparse import SparseVector, index_dtype
 from .base import Field, SparseMessage, Sparsifier, State, by_spec, check_payload, check_tensor, fields, fields_nbytes
+from .expressions import register
 from .law import Biased, Contraction, Law
 
 WireValues = Literal["same", "bfloat16", "float16"]  # "same": as the tensor

@@ -9,10 +9,10 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from .. import kernels, memory
-from ..bucket import FlatSpec
-from ..expressions import register
-from ..sparse import SparseVector, index_dtype
+from .. import kernels
+from ..tensors import allocator as memory
+from ..tensors.bucket import FlatSpec
+from ..tensors.sparse import SparseVector, index_dtype
 from .base import (
     Field,
     SparseMessage,
@@ -26,6 +26,7 @@ from .base import (
     fields_nbytes,
     stacked,
 )
+from .expressions import register
 from .law import Absolute, Biased, Law
 from .sparsify import check_ratio, packed_layout, packed_positions, share_of
 

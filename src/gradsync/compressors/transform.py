@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import kernels, memory
-from ..bucket import FlatSpec
-from ..expressions import register
+from .. import kernels
 from ..kernels import Grid, Sections
-from ..sparse import SparseVector, index_dtype
+from ..tensors import allocator as memory
+from ..tensors.bucket import FlatSpec
+from ..tensors.sparse import SparseVector, index_dtype
 from .base import (
     Compressor,
     Message,
@@ -31,6 +31,7 @@ from .base import (
     stacked,
     unstack,
 )
+from .expressions import register
 from .law import Biased, Contraction, Law, Unbiased
 
 _INT8_MOST = 127

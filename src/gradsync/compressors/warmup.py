@@ -10,9 +10,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..bucket import FlatSpec
-from ..expressions import register
+from ..tensors.bucket import FlatSpec
 from .base import Compressor, Payload, State
+from .expressions import register
 from .feedback import Feedback
 from .law import Contraction, Law
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import permutations
 
-from ..cluster import format_rate, parse_duration_s, parse_rate_bytes_per_s
+from ..costs.cluster import format_rate, parse_duration_s, parse_rate_bytes_per_s
 
 UNSHAPED = "unshaped"
 MOST_NODES = 200  # addresses in one /24

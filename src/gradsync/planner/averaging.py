@@ -10,13 +10,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RAdam
 
-from ..bucket import TensorSpec, matches, trainable_parameters
-from ..cluster import Cluster, Placement
 from ..comm.shuffle import GroupSchedule, thinned, together
 from ..compressors import Cast, Compressor
-from ..optim import momentum_of
-from ..plan import Plan, What, state_name
+from ..costs.cluster import Cluster, Placement
+from ..optim.momentum import momentum_of
+from ..plans.plan import Plan, What, state_name
 from ..schemes import AllReduce, CompressedAllGather, HalfPrecision, Hierarchical, ReduceScatter, Scheme, Shuffled
+from ..tensors.bucket import TensorSpec, matches, trainable_parameters
 from .grouping import Grouping, groupings, judge, step_s
 from .regroup import CLEARLY, ROOM, is_better, spread_for
 

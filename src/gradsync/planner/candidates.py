@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from ..plan import Plan
+from ..plans.plan import Plan
 from ..schemes import HalfPrecision
 from .default import default_plans
 from .job import Job

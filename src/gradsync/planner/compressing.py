@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from ..bucket import Bucket, FlatSpec, Layout, Segment, TensorSpec, matches
-from ..cluster import Placement
 from ..compressors import (
     Cast,
     Compressor,
@@ -22,10 +20,12 @@ from ..compressors import (
     TernGrad,
     Unbiased,
 )
-from ..density import ParameterProfile
-from ..plan import Plan
+from ..costs.cluster import Placement
+from ..costs.steps import transfers
+from ..plans.plan import Plan
 from ..schemes import AllReduce, CompressedAllReduce, CompressedTwoWay, Scheme, SchemeOrCompressor, ways
-from ..steps import transfers
+from ..tensors.bucket import Bucket, FlatSpec, Layout, Segment, TensorSpec, matches
+from ..tensors.density import ParameterProfile
 from .default import BUCKET_BYTES, default_plan, dense_buckets, in_ready_order
 from .flat import is_dense
 

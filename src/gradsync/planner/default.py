@@ -11,10 +11,9 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from ..bucket import Layout, TensorSpec, cut_by_bytes
-from ..cluster import Placement
-from ..density import DensityProfile, ParameterProfile
-from ..plan import BucketPlan, Plan, default_order
+from ..costs.cluster import Placement
+from ..costs.steps import Step, transfers
+from ..plans.plan import BucketPlan, Plan, default_order
 from ..schemes import (
     DOUBLING_OF_ROWS,
     AGSparse,
@@ -22,7 +21,8 @@ from ..schemes import (
     Scheme,
     select,
 )
-from ..steps import Step, transfers
+from ..tensors.bucket import Layout, TensorSpec, cut_by_bytes
+from ..tensors.density import DensityProfile, ParameterProfile
 from .flat import across_at_once, dense_schemes, element_schemes, flat_scheme, flat_spec, over_nodes
 from .network import Network
 

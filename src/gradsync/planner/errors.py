@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..bucket import Bucket, Layout, Segment, TensorSpec
 from ..comm import LocalGroup, drive
 from ..compressors import Feedback
 from ..schemes import CoarseGrained, PowerSGD, Route, Scheme, SchemeOrCompressor, ways
 from ..schemes.compressed import Compressed
 from ..state import at_step
+from ..tensors.bucket import Bucket, Layout, Segment, TensorSpec
 from .compressing import LATE
 
 DRIVEN_S = 60.0  # a group of one rank waits for nobody

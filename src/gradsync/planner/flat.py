@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from ..bucket import TensorSpec
-from ..cluster import Placement
-from ..density import DensityProfile, ParameterProfile
-from ..plan import Plan
+from ..costs.cluster import Placement
+from ..plans.plan import Plan
 from ..schemes import (
     AllReduce,
     BalancedElements,
@@ -24,6 +22,8 @@ from ..schemes import (
     SparseReduceScatter,
     select,
 )
+from ..tensors.bucket import TensorSpec
+from ..tensors.density import DensityProfile, ParameterProfile
 from .network import Network
 
 

@@ -13,8 +13,8 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
-from ..maxplus import Matrix, Product, Vector, apply, identity, multiply
 from .machine import ROWS, Level, finish, matrix, step_s
+from .maxplus import Matrix, Product, Vector, apply, identity, multiply
 from .problem import Part, Problem, Resource, Solution
 
 ROUNDING = 1e-12  # products of the same steps in another order differ by less

@@ -22,11 +22,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..bucket import TensorSpec
-from ..cluster import Cluster, Link, Placement
 from ..comm.shuffle import EXACT, GroupSchedule, RankGroup, Round, crossing, exact, resting, sitting_out, together
+from ..costs.cluster import Cluster, Link, Placement
+from ..costs.steps import transfers
 from ..schemes import AllReduce
-from ..steps import transfers
+from ..tensors.bucket import TensorSpec
 
 SITTING_OUT = (2, 4, 8)  # rounds of which a slow node joins one
 SLOW = 0.8  # share of the usual bandwidth below which a node's link is slow

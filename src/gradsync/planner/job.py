@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
-from ..cluster import Cluster
-from ..density import ParameterProfile
-from ..profile import Overlap, Profile
+from ..costs.cluster import Cluster
+from ..plans.profile import Overlap, Profile
+from ..tensors.density import ParameterProfile
 from .network import Network
 
 
@@ -92,7 +92,7 @@ class Job:
     def with_hidden_latencies(self) -> Job:
         """With half of what transfers wait: two are in flight at a time, and what one waits the other sends.
 
-        To searches transfers follow one another; a step is predicted with both (`forecast.py`).
+        To searches transfers follow one another; a step is predicted with both (`costs/forecast.py`).
         """
         cost = self.network.cost
         intra = cost.intra and replace(cost.intra, latency_s=cost.intra.latency_s / 2)

@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
-from ..maxplus import Matrix, matrix_of
-from ..timeline import Activity, Task, schedule
+from ..costs.timeline import Activity, Task, schedule
+from .maxplus import Matrix, matrix_of
 from .problem import Option, Part, Problem, Resource, check_parts
 
 ROWS = len(Resource) + 1  # state of a recurrence: when each resource is free, and the row END

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..cluster import Placement
-from ..costs import CostModel
-from ..profile import Profile
+from ..costs.cluster import Placement
+from ..costs.cost_model import CostModel
+from ..plans.profile import Profile
 from ..schemes import (
     DOUBLING_OF_ROWS,
     AGSparse,

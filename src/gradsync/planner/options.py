@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from ..bucket import FlatSpec, Layout, Segment, TensorSpec
-from ..density import ParameterProfile
-from ..plan import Plan
+from ..costs.steps import COMPUTE, FINISH, Compute, Step, Transfer
+from ..costs.timeline import Task
+from ..plans.plan import Plan
 from ..schemes import Scheme
 from ..schemes.tree import is_local
-from ..steps import COMPUTE, FINISH, Compute, Step, Transfer
-from ..timeline import Task
+from ..tensors.bucket import FlatSpec, Layout, Segment, TensorSpec
+from ..tensors.density import ParameterProfile
 from .compressing import LATE
 from .default import in_ready_order
 from .job import Job

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from ..bucket import Layout
-from ..plan import BucketPlan, Plan
+from ..plans.plan import BucketPlan, Plan
 from ..schemes import to_expression
+from ..tensors.bucket import Layout
 from .job import Job
 from .options import Way
 from .predict import played, predict, steps_of

@@ -13,13 +13,13 @@ from functools import partial
 from math import inf
 from typing import Any
 
-from ..bucket import Bucket, Layout, Segment
-from ..density import DensityProfile, joined
-from ..forecast import forecast
-from ..plan import BucketPlan, Plan
+from ..costs.forecast import forecast
+from ..costs.steps import COMPUTE, OFFLOAD, Compute, Step
+from ..costs.timeline import Task, covered_s
+from ..plans.plan import BucketPlan, Plan
 from ..schemes import Scheme
-from ..steps import COMPUTE, OFFLOAD, Compute, Step
-from ..timeline import Task, covered_s
+from ..tensors.bucket import Bucket, Layout, Segment
+from ..tensors.density import DensityProfile, joined
 from .compressing import LATE
 from .job import Job, Slowdown
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..bucket import Layout
-from ..plan import BucketPlan, Plan
+from ..costs.steps import FINISH, Step
+from ..plans.plan import BucketPlan, Plan
 from ..schemes import HalfPrecision, Scheme, to_expression
-from ..steps import FINISH, Step
+from ..tensors.bucket import Layout
 from .default import BUCKET_BYTES, default_plan
 from .job import Job
 from .options import Way

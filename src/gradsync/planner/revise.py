@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..bucket import Layout, TensorSpec
-from ..density import DensityProfile, ParameterProfile
-from ..plan import BucketPlan, Plan
+from ..plans.plan import BucketPlan, Plan
 from ..schemes import Scheme, select, to_expression
 from ..schemes.selection import CHANGE_MARGIN
+from ..tensors.bucket import Layout, TensorSpec
+from ..tensors.density import DensityProfile, ParameterProfile
 from .default import MOST_OF_DENSE, price, timed_schemes
 from .flat import dense_schemes, element_schemes, is_dense
 from .network import Network

@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 
-from ..bucket import TensorSpec
-from ..cluster import Placement
 from ..compressors import Compressor
-from ..plan import Plan
+from ..costs.cluster import Placement
+from ..costs.steps import COMPUTE, OFFLOAD, Compute
+from ..plans.plan import Plan
 from ..schemes import AllReduce, CoarseGrained, CompressedAllGather, CompressedAllReduce, Route, routes
 from ..schemes.compressed import parted
 from ..schemes.tree import COMPRESS, DECOMPRESS, Kind, Task
-from ..steps import COMPUTE, OFFLOAD, Compute
+from ..tensors.bucket import TensorSpec
 from .compressing import LATE
 from .cuts import best_cuts, by_count, cut_at
 from .greedy import bytecomp_device, bytecomp_offload

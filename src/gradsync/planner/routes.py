@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..bucket import TensorSpec
 from ..compressors import Compressor, SparseMessage
+from ..costs.steps import OFFLOAD, Compute, Step
 from ..schemes import LeafConstraints, Route, Scheme, compressions, routes
-from ..steps import OFFLOAD, Compute, Step
+from ..tensors.bucket import TensorSpec
 from .compressing import LATE
 from .network import Network
 from .options import KNOTS_BYTES, resource_of

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..forecast import turns_as_they_come
-from ..plan import Plan
-from ..steps import FINISH, Compute
+from ..costs.forecast import turns_as_they_come
+from ..costs.steps import FINISH, Compute
+from ..plans.plan import Plan
 from .job import Job
 from .predict import played, steps_of
 

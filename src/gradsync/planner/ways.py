@@ -10,9 +10,8 @@ from itertools import groupby
 from math import inf
 from typing import Any
 
-from ..bucket import Layout, matches
 from ..compressors import Compressor, SparseMessage
-from ..density import ParameterProfile
+from ..costs.steps import OFFLOAD
 from ..schemes import (
     DEVICES,
     WITH_SUMS,
@@ -26,7 +25,8 @@ from ..schemes import (
     Sparsified,
     ways,
 )
-from ..steps import OFFLOAD
+from ..tensors.bucket import Layout, matches
+from ..tensors.density import ParameterProfile
 from .compressing import LATE
 from .default import found_schemes, in_ready_order, sparse_schemes, timed_schemes
 from .errors import delay_of, name_of, sends_later

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
-from ..sparsity import Estimate
+from ..characterization.statistics import Estimate
 
 Metric = Literal[
     "step_s", "sync_s", "kernel_s", "plan_s", "time_to_loss_s", "imbalance", "cost", "error", "loss", "gap"
@@ -192,7 +192,7 @@ class Record(BaseModel):
 
 
 class TimelineTask(BaseModel):
-    """`gradsync.timeline.Task` as data: seconds since the step began."""
+    """`gradsync.costs.timeline.Task` as data: seconds since the step began."""
 
     name: str
     stream: str

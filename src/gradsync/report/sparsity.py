@@ -6,9 +6,9 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..characterization import Characterization
-from ..density import MOST_FOUND
-from ..sparsity import HISTOGRAM_BINS, Estimate, Sparsity
+from ..characterization.figures import Characterization
+from ..characterization.statistics import HISTOGRAM_BINS, Estimate, Sparsity
+from ..tensors.density import MOST_FOUND
 from .plots import COLOURS, figure
 from .tables import NOTHING
 

@@ -1,7 +1,7 @@
 """Schemes: how one bucket becomes the synchronised one. Each runs (`synchronize`) and tells what it does (`steps`)."""
 
-from ..expressions import register as register
-from ..expressions import to_expression as to_expression
+from ..compressors.expressions import register as register
+from ..compressors.expressions import to_expression as to_expression
 from .base import Partitioned as Partitioned
 from .base import Scheme as Scheme
 from .base import State as State

@@ -8,14 +8,14 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from torch import Tensor
 
-from .. import expressions
-from ..bucket import Bucket, Layout, TensorSpec
-from ..cluster import Placement
 from ..comm import Group
 from ..compressors import State as CompressorState
-from ..density import DensityProfile
-from ..expressions import Nameable
-from ..steps import Step
+from ..compressors import expressions
+from ..compressors.expressions import Nameable
+from ..costs.cluster import Placement
+from ..costs.steps import Step
+from ..tensors.bucket import Bucket, Layout, TensorSpec
+from ..tensors.density import DensityProfile
 
 # By compress point: one element for each element of the bucket, or what compressors keep of parts of it.
 State = Mapping[str, Tensor | tuple[CompressorState, ...]]

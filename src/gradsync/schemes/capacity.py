@@ -14,10 +14,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from ..bucket import TensorSpec
 from ..comm import LENGTH_BYTES
-from ..density import DensityProfile
-from ..steps import Pattern, Transfer
+from ..costs.steps import Pattern, Transfer
+from ..tensors.bucket import TensorSpec
+from ..tensors.density import DensityProfile
 from .formats import RowFormat, head_nbytes
 from .tables import RowGroup, Survey, groups_of, origins
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..bucket import Layout, TensorSpec
-from ..cluster import Placement
 from ..comm import Group
-from ..density import DensityProfile
-from ..expressions import register
-from ..sparse import SparseRows
-from ..steps import Compute, Pattern, Step
+from ..compressors.expressions import register
+from ..costs.cluster import Placement
+from ..costs.steps import Compute, Pattern, Step
+from ..tensors.bucket import Layout, TensorSpec
+from ..tensors.density import DensityProfile
+from ..tensors.sparse import SparseRows
 from .base import Scheme, State
 from .capacity import RowCapacity, opened, write_header
 from .formats import RowFormat, head_nbytes

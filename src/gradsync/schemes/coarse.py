@@ -18,17 +18,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .. import kernels, memory
-from ..bucket import Bucket, FlatSpec, Layout, TensorSpec
-from ..cluster import Placement
+from .. import kernels
 from ..comm import Group
 from ..compressors import RESIDUAL, SENT
 from ..compressors import State as CompressorState
+from ..compressors.expressions import register
 from ..compressors.momentum import MOMENTUM
-from ..density import DensityProfile
-from ..expressions import register
+from ..costs.cluster import Placement
+from ..costs.steps import Compute, Pattern, Step, Transfer
 from ..kernels import Sections
-from ..steps import Compute, Pattern, Step, Transfer
+from ..tensors import allocator as memory
+from ..tensors.bucket import Bucket, FlatSpec, Layout, TensorSpec
+from ..tensors.density import DensityProfile
 from .base import Scheme, State
 from .compressed import parted
 from .dense import AllReduce

@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..bucket import Bucket, FlatSpec, Layout, TensorSpec
-from ..cluster import Placement
 from ..comm import Group, Pending
-from ..density import DensityProfile
-from ..expressions import register
-from ..steps import Compute, Step, Transfer
+from ..compressors.expressions import register
+from ..costs.cluster import Placement
+from ..costs.steps import Compute, Step, Transfer
+from ..tensors.bucket import Bucket, FlatSpec, Layout, TensorSpec
+from ..tensors.density import DensityProfile
 from .base import Partitioned, Scheme, State
 from .dense import AllReduce, ReduceScatter
 

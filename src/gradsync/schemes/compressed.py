@@ -16,16 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import kernels, memory
-from ..bucket import Bucket, FlatSpec, Layout, Segment, TensorSpec
-from ..cluster import Placement
+from .. import kernels
 from ..comm import Group
 from ..compressors import SENT, SUMS, Compressor, Feedback, Payload, SparseMessage, Summand
 from ..compressors import State as CompressorState
-from ..density import DensityProfile
-from ..expressions import register
-from ..positions import aligned
-from ..steps import Compute, Pattern, Step, Transfer
+from ..compressors.expressions import register
+from ..costs.cluster import Placement
+from ..costs.steps import Compute, Pattern, Step, Transfer
+from ..tensors import allocator as memory
+from ..tensors.bucket import Bucket, FlatSpec, Layout, Segment, TensorSpec
+from ..tensors.density import DensityProfile
+from ..tensors.index_formats import aligned
 from .base import Scheme, State
 from .dense import even_ranges
 from .elements import BalancedElements

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import kernels, memory
-from ..bucket import Layout, TensorSpec
-from ..cluster import Placement
+from .. import kernels
 from ..comm import Group
-from ..density import DensityProfile
-from ..expressions import register
-from ..steps import Compute, Pattern, Step, Transfer
+from ..compressors.expressions import register
+from ..costs.cluster import Placement
+from ..costs.steps import Compute, Pattern, Step, Transfer
+from ..tensors import allocator as memory
+from ..tensors.bucket import Layout, TensorSpec
+from ..tensors.density import DensityProfile
 from .base import Partitioned, Scheme, State
 
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..bucket import Layout, TensorSpec
-from ..cluster import Placement
 from ..comm import LENGTH_BYTES, Group
-from ..density import DensityProfile
-from ..expressions import register
-from ..sparse import index_dtype
-from ..steps import Compute, Pattern, Step, Transfer
+from ..compressors.expressions import register
+from ..costs.cluster import Placement
+from ..costs.steps import Compute, Pattern, Step, Transfer
+from ..tensors.bucket import Layout, TensorSpec
+from ..tensors.density import DensityProfile
+from ..tensors.sparse import index_dtype
 from .base import Scheme, State
 from .capacity import whole_numbers, with_margin
 from .dense import AllReduce

@@ -2,7 +2,8 @@
 
 A message of tables holds, group by group, the positions of rows and then, table by table, the values of the peer's
 columns; one of a part its positions and then its values. Positions travel in the smallest of several formats
-(`positions.py`). Each section starts at a multiple of 8 bytes, so that any element type can be viewed in place.
+(`tensors/index_formats.py`). Each section starts at a multiple of 8 bytes, so that any element type can be viewed in
+place.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from torch import Tensor
 
 from .. import kernels
 from ..comm import LENGTH_BYTES
-from ..positions import SPARSE_FORMATS, IndexFormat, Positions, aligned, smallest
-from ..sparse import index_dtype
+from ..tensors.index_formats import SPARSE_FORMATS, IndexFormat, Positions, aligned, smallest
+from ..tensors.sparse import index_dtype
 from .tables import Columns, Piece, RowGroup
 
 Spans = tuple[Columns, ...]  # of the columns of a group, side by side

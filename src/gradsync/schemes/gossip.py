@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..bucket import Bucket, Layout, TensorSpec
-from ..cluster import Placement
 from ..comm import LENGTH_BYTES, Group
 from ..comm.shuffle import Matrix
 from ..compressors import State as CompressorState
-from ..density import DensityProfile
-from ..expressions import register
-from ..steps import Compute, Step, Transfer
+from ..compressors.expressions import register
+from ..costs.cluster import Placement
+from ..costs.steps import Compute, Step, Transfer
+from ..tensors.bucket import Bucket, Layout, TensorSpec
+from ..tensors.density import DensityProfile
 from .base import Scheme, State
 
 ROUND = "round"

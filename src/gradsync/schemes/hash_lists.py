@@ -3,8 +3,9 @@
 Every rank reads the bitmaps of all owners, so it keeps all lists: an integer for each element of the tensor, as much
 memory as a gradient in float32. The paper's figure for extra memory leaves them out.
 
-A bucket has a group object of its own (`lane.py`), for which its lists are kept: they are there from step to step, are
-shared by buckets of a length, and go with the last of the buckets, when its plan is replaced or its engine closed.
+A bucket has a group object of its own (`engine/bucket_run.py`), for which its lists are kept: they are there from step
+to step, are shared by buckets of a length, and go with the last of the buckets, when its plan is replaced or its engine
+closed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..comm import Group
-from ..sparse import index_dtype
+from ..tensors.sparse import index_dtype
 
 _Key = tuple[int, int, int, str]  # length, owners, seed, device
 

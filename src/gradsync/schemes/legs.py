@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..cluster import Placement
+from ..costs.cluster import Placement
 from .dense import even_ranges
 from .tree import Kind, Leaf, Scope, Task
 

@@ -9,9 +9,9 @@ from functools import lru_cache
 import torch
 
 from .. import kernels
-from ..bucket import FlatSpec, TensorSpec
 from ..compressors import SENT, sums_point
-from ..positions import aligned
+from ..tensors.bucket import FlatSpec, TensorSpec
+from ..tensors.index_formats import aligned
 from .legs import Leg, Piece
 
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..bucket import Layout, TensorSpec
 from ..comm import Group
-from ..density import DensityProfile
-from ..expressions import register
-from ..sparse import SparseRows
-from ..steps import Compute, Pattern, Step, Transfer
+from ..compressors.expressions import register
+from ..costs.steps import Compute, Pattern, Step, Transfer
+from ..tensors.bucket import Layout, TensorSpec
+from ..tensors.density import DensityProfile
+from ..tensors.sparse import SparseRows
 from .base import Partitioned, State
 from .capacity import RowCapacity, opened, write_header
 from .formats import RowFormat, Section, head_nbytes

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..bucket import Layout, TensorSpec
-from ..cluster import Placement
 from ..comm import LENGTH_BYTES, Group
-from ..density import DensityProfile
-from ..expressions import register
-from ..positions import SPARSE_FORMATS, IndexFormat
-from ..sparse import SparseRows
-from ..steps import Compute, Step, Transfer
+from ..compressors.expressions import register
+from ..costs.cluster import Placement
+from ..costs.steps import Compute, Step, Transfer
+from ..tensors.bucket import Layout, TensorSpec
+from ..tensors.density import DensityProfile
+from ..tensors.index_formats import SPARSE_FORMATS, IndexFormat
+from ..tensors.sparse import SparseRows
 from .base import Scheme, State
 from .elements import elements_of
 from .formats import PartFormat

@@ -16,15 +16,16 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from .. import kernels, memory
-from ..bucket import Bucket, FlatSpec, Layout, TensorSpec
-from ..cluster import Placement
+from .. import kernels
 from ..comm import Group
 from ..compressors import SENT
 from ..compressors import State as CompressorState
-from ..density import DensityProfile
-from ..expressions import register
-from ..steps import Compute, Pattern, Step, Transfer
+from ..compressors.expressions import register
+from ..costs.cluster import Placement
+from ..costs.steps import Compute, Pattern, Step, Transfer
+from ..tensors import allocator as memory
+from ..tensors.bucket import Bucket, FlatSpec, Layout, TensorSpec
+from ..tensors.density import DensityProfile
 from .base import Scheme, State
 from .compressed import parted
 from .dense import even_ranges

@@ -9,15 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import kernels, memory
-from ..bucket import Bucket, Layout, TensorSpec
-from ..cluster import Placement
+from .. import kernels
 from ..comm import Group
 from ..compressors.cast import DTYPES
-from ..density import DensityProfile
-from ..expressions import register
-from ..sparse import SparseRows
-from ..steps import Compute, Step
+from ..compressors.expressions import register
+from ..costs.cluster import Placement
+from ..costs.steps import Compute, Step
+from ..tensors import allocator as memory
+from ..tensors.bucket import Bucket, Layout, TensorSpec
+from ..tensors.density import DensityProfile
+from ..tensors.sparse import SparseRows
 from .base import Scheme, State
 from .dense import AllReduce
 

@@ -14,14 +14,14 @@ from typing import Any
 
 from torch import Tensor
 
-from ..bucket import Bucket, FlatSpec, Layout, TensorSpec
-from ..cluster import Placement
 from ..comm import Group, Work
 from ..compressors import Compressor, Summand
 from ..compressors import State as CompressorState
-from ..density import DensityProfile
-from ..expressions import register
-from ..steps import OFFLOAD, Compute, Pattern, Step, Transfer
+from ..compressors.expressions import register
+from ..costs.cluster import Placement
+from ..costs.steps import OFFLOAD, Compute, Pattern, Step, Transfer
+from ..tensors.bucket import Bucket, FlatSpec, Layout, TensorSpec
+from ..tensors.density import DensityProfile
 from .base import Scheme, State
 from .compressed import parted
 from .legs import Held, Leg, legs_of

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from .. import kernels
 from ..comm import Group
-from ..density import DensityProfile
-from ..sparse import SparseRows
+from ..tensors.density import DensityProfile
+from ..tensors.sparse import SparseRows
 from .hash_lists import owned_by_hash
 
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..bucket import Layout, TensorSpec
 from ..comm import LENGTH_BYTES, Group
-from ..density import DensityProfile
-from ..expressions import register
-from ..sparse import index_dtype
-from ..steps import Compute, Pattern, Step, Transfer
+from ..compressors.expressions import register
+from ..costs.steps import Compute, Pattern, Step, Transfer
+from ..tensors.bucket import Layout, TensorSpec
+from ..tensors.density import DensityProfile
+from ..tensors.sparse import index_dtype
 from .base import Partitioned, State
 from .dense import OwnedRange
 from .elements import elements_of, join_parts, nonzeros, part_format, write_parts

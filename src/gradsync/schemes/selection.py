@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from ..bucket import Layout, TensorSpec
-from ..cluster import Placement
-from ..costs import CostModel
-from ..density import DensityProfile
+from ..costs.cluster import Placement
+from ..costs.cost_model import CostModel
+from ..tensors.bucket import Layout, TensorSpec
+from ..tensors.density import DensityProfile
 from .base import Partitioned, Scheme
 from .centralized import AGSparse
 from .combine import Hierarchical

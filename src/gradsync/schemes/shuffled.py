@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import Tensor
 
-from ..bucket import Bucket, Layout, TensorSpec
-from ..cluster import Placement
 from ..comm import Group
 from ..comm.shuffle import GroupSchedule, RankGroup, Round
 from ..compressors import State as CompressorState
-from ..density import DensityProfile
-from ..expressions import register
-from ..steps import Compute, Step
+from ..compressors.expressions import register
+from ..costs.cluster import Placement
+from ..costs.steps import Compute, Step
+from ..tensors.bucket import Bucket, Layout, TensorSpec
+from ..tensors.density import DensityProfile
 from .base import Scheme, State
 from .combine import at_once, in_turns
 from .compressed import CompressedAllGather

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..bucket import TensorSpec
-from ..density import DensityProfile
-from ..sparse import SparseRows
+from ..tensors.bucket import TensorSpec
+from ..tensors.density import DensityProfile
+from ..tensors.sparse import SparseRows
 
 Tables = tuple[SparseRows, ...]
 Columns = tuple[int, int]  # [start, stop)

@@ -13,11 +13,12 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from .. import kernels, memory
-from ..bucket import FlatSpec, TensorSpec
+from .. import kernels
 from ..comm import Group, Pending
 from ..compressors import Compressor, Payload
 from ..compressors import State as CompressorState
+from ..tensors import allocator as memory
+from ..tensors.bucket import FlatSpec, TensorSpec
 from .base import State
 from .compressed import payload_of
 from .legs import Held, Leg, Piece, pieces_of_member

@@ -18,7 +18,7 @@ from enum import StrEnum
 from functools import cache, cached_property
 from types import MappingProxyType
 
-from ..steps import COMPUTE, OFFLOAD
+from ..costs.steps import COMPUTE, OFFLOAD
 
 DEVICES = (COMPUTE, OFFLOAD)
 COMPRESS, DECOMPRESS = "compress", "decompress"

@@ -7,13 +7,13 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from ..bucket import Bucket, TensorSpec
-from ..cluster import Placement
 from ..comm import Group
 from ..compressors import Compressor, Sign
-from ..density import DensityProfile
-from ..expressions import register
-from ..steps import Step
+from ..compressors.expressions import register
+from ..costs.cluster import Placement
+from ..costs.steps import Step
+from ..tensors.bucket import Bucket, TensorSpec
+from ..tensors.density import DensityProfile
 from .base import State
 from .compressed import Compressed, CompressedAllGather, CompressedTwoWay
 

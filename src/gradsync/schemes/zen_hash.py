@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..bucket import Layout, TensorSpec
-from ..cluster import Placement
 from ..comm import LENGTH_BYTES, Group
-from ..density import DensityProfile
-from ..expressions import register
+from ..compressors.expressions import register
+from ..costs.cluster import Placement
+from ..costs.steps import Compute, Step, Transfer
 from ..kernels.hierarchy import HashMemory
-from ..positions import IndexFormat
-from ..sparse import index_dtype
-from ..steps import Compute, Step, Transfer
+from ..tensors.bucket import Layout, TensorSpec
+from ..tensors.density import DensityProfile
+from ..tensors.index_formats import IndexFormat
+from ..tensors.sparse import index_dtype
 from .base import Scheme, State
 from .elements import counts_in, elements_of, nonzeros
 from .formats import PartFormat

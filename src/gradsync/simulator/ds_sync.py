@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..bucket import TensorSpec
-from ..cluster import Cluster, Link, Placement
 from ..comm.shuffle import GroupSchedule, Round, crossing, grid, sitting_out, together
-from ..costs import CostModel
+from ..costs.cluster import Cluster, Link, Placement
+from ..costs.cost_model import CostModel
+from ..costs.steps import Step, Transfer, busiest, transfers
 from ..planner.grouping import groupings
 from ..schemes import AllReduce, Hierarchical, ReduceScatter
-from ..steps import Step, Transfer, busiest, transfers
+from ..tensors.bucket import TensorSpec
 from .tables import Rows, Table
 
 BUCKET = TensorSpec((25_000_000,), torch.float32)  # 100 MB

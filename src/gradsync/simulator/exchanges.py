@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..cluster import Link, Placement
-from ..costs import CostModel
+from ..costs.cluster import Link, Placement
+from ..costs.cost_model import CostModel
+from ..costs.steps import Pattern, Transfer
 from ..planner.problem import Curve, Demand, Option, Resource
 from ..planner.rivals import SeCoPa
-from ..steps import Pattern, Transfer
 
 NODES, RANKS_PER_NODE = 8, 8
 KNEE_ELEMENTS = 1 << 20  # of a shard: up to it a kernel takes the same, beyond in proportion (released planner)

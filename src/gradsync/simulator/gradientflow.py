@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 
-from ..bucket import TensorSpec
-from ..cluster import Link, Placement
-from ..costs import CostModel
+from ..costs.cluster import Link, Placement
+from ..costs.cost_model import CostModel
+from ..costs.steps import Compute, transfers
 from ..planner.joint import search
 from ..planner.machine import step_s
 from ..planner.merge import lazy, lazy_bytes
 from ..planner.problem import Curve, Demand, Option, Part, Problem, Resource, layerwise
 from ..schemes import AllReduce, CoarseGrained, HalfPrecision, Hierarchical, ReduceScatter, Scheme
-from ..steps import Compute, transfers
+from ..tensors.bucket import TensorSpec
 from .models import paper_model
 from .tables import Rows, Table
 

@@ -15,12 +15,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ..costs import CostModel
+from ..costs.cost_model import CostModel
+from ..costs.steps import Pattern, Transfer
 from ..planner.joint import search
 from ..planner.machine import step_s
 from ..planner.merge import released_cut
 from ..planner.problem import Curve, Demand, Option, Part, Problem, Resource, layerwise
-from ..steps import Pattern, Transfer
 from .exchanges import DGC, EF_SIGN_SGD, HALF_US, KNEE_ELEMENTS, ONE_BIT, RANDOM_K
 from .models import paper_model
 from .reference import curves_table, cuts_table, released_table, ways_table

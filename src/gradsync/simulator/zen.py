@@ -16,11 +16,9 @@ from typing import Any
 
 import torch
 
-from ..bucket import TensorSpec
-from ..cluster import Placement
-from ..costs import CostModel
-from ..density import DensityProfile
-from ..positions import IndexFormat
+from ..costs.cluster import Placement
+from ..costs.cost_model import CostModel
+from ..costs.steps import transfers
 from ..schemes import (
     BLOCKS_OF_256,
     Aggregation,
@@ -36,7 +34,9 @@ from ..schemes import (
     Communication as Way,
 )
 from ..schemes.points import DOUBLING_OF_ELEMENTS, PARAMETER_SERVER_OF_ELEMENTS
-from ..steps import transfers
+from ..tensors.bucket import TensorSpec
+from ..tensors.density import DensityProfile
+from ..tensors.index_formats import IndexFormat
 
 NODES, RANKS_PER_NODE = 16, 8
 RATES_BYTES_PER_S = {"25 Gbps": 25e9 / 8, "100 Gbps": 100e9 / 8}

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from ..bucket import TensorSpec
+from ..tensors.bucket import TensorSpec
 from .slices import StateSlice
 
 VERSION = 3  # of a `state_dict`; in 1 elements were as they lay in memory, in 2 nobody knew whose it was

@@ -16,10 +16,10 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from ..bucket import Bucket, Segment
 from ..compressors import RESIDUAL, SENT, copies_at
 from ..compressors import State as CompressorState
 from ..kernels import accumulation_dtype
+from ..tensors.bucket import Bucket, Segment
 
 OWED = "owed"  # the point of what another plan left to be sent
 # Digits of other scripts, and more of them than any tensor has elements, are no index.

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD, Optimizer
 
-from gradsync.lars import LARS
 from gradsync.workloads.base import Batch
 from gradsync.workloads.classification import ClassificationWorkload
 from gradsync.workloads.data import Array
 from gradsync.workloads.images import DIGITS, FASHION, HELD_OUT_RATIO, IMAGE_SETS, NUM_CLASSES, ImageSet, open_images
+
+from ..optim.lars import LARS
 
 EVALUATION_IMAGES = 2_000
 EVALUATION_BATCH = 100

@@ -1,0 +1,1 @@
+"""A job's gradients recorded, and figures of them."""

@@ -1,0 +1,252 @@
+"""A step's timeline as predicted: the plan's order played on one issuing thread and one link.
+
+It mirrors `comm/issue.py`: at a bucket's turn the thread waits for what the bucket awaits, computes up to its next
+transfer, hands that over and goes on; transfers in flight share the link. Awaited work is done on its device, in the
+order in which it comes: what a bucket awaits first of all when the bucket is ready, other work at the bucket's turn.
+Backward's thread does such work when the next bucket is ready; after backward it is the issuing thread, which does it
+when the bucket's next turn needs it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, islice
+from math import inf
+from typing import NamedTuple
+
+from .cluster import Placement
+from .cost_model import CostModel
+from .steps import COMPUTE, FINISH, Compute, Pattern, Step
+from .timeline import Task
+
+Lasting = Callable[[str, float, float], float]  # stream, when it begins, seconds it would take alone
+
+
+def forecast(
+    order: Sequence[tuple[str, str]],
+    steps: Mapping[str, Sequence[Step]],
+    ready_s: Mapping[str, float],
+    cost: CostModel,
+    placement: Placement | None = None,
+    lasting: Lasting | None = None,
+    *,
+    backward_s: float | None = None,
+) -> list[Task]:
+    """What runs when: tasks "kernel", "link" and those of devices, named `bucket:stage` as the engine's.
+
+    `order` are the turns; `steps` of each bucket; `ready_s` says when its gradients are there; `placement`: of all
+    ranks, by default each on a node of its own; `lasting`: how long what costs so many seconds lasts on a stream from a
+    time on, by default as long; `backward_s`: when backward ends, by default with the last bucket.
+    """
+    return _Player(steps, ready_s, cost, placement, lasting, backward_s).play(order)
+
+
+def turns_as_they_come(
+    stages: Mapping[str, Sequence[str]],
+    steps: Mapping[str, Sequence[Step]],
+    ready_s: Mapping[str, float],
+    cost: CostModel,
+    placement: Placement | None = None,
+    *,
+    finish_last: bool,
+    backward_s: float | None = None,
+) -> list[tuple[str, str]]:
+    """An order of turns in which the issuing thread never waits while a bucket's turn could begin.
+
+    `stages` of each bucket. Of the turns that could begin those that only finish a bucket are last, if so asked for;
+    first is that which could have begun earliest, then that of the bucket that was ready earliest.
+    """
+    player = _Player(steps, ready_s, cost, placement, backward_s=backward_s)
+    left, order = {bucket: list(names) for bucket, names in stages.items()}, []
+    while waiting := [bucket for bucket, names in left.items() if names]:
+        from_s = {bucket: player.could_begin_s(bucket) for bucket in waiting}
+        free_s = max(player.thread_s, min(from_s.values()))
+
+        def rank(bucket: str, from_s: Mapping[str, float] = from_s) -> tuple[bool, float, float, str]:
+            return finish_last and left[bucket][0] == FINISH, from_s[bucket], ready_s[bucket], bucket
+
+        chosen = min((bucket for bucket in waiting if from_s[bucket] <= free_s), key=rank)
+        order.append((chosen, left[chosen].pop(0)))
+        player.turn(*order[-1])
+    return order
+
+
+class _Player:
+    def __init__(
+        self,
+        steps: Mapping[str, Sequence[Step]],
+        ready_s: Mapping[str, float],
+        cost: CostModel,
+        placement: Placement | None,
+        lasting: Lasting | None = None,
+        backward_s: float | None = None,
+    ) -> None:
+        self._left = {bucket: deque(todo) for bucket, todo in steps.items()}
+        self._ready_s = ready_s
+        self._cost = cost
+        self._placement = placement
+        self._lasting = lasting or (lambda stream, began_s, seconds: seconds)
+        self._backward_s = max(ready_s.values(), default=0.0) if backward_s is None else backward_s
+        self.thread_s = 0.0  # until when the thread is busy
+        self._link = _Link()
+        self._sent: dict[str, tuple[str, float]] = {}  # bucket -> stage of its transfer in flight, and when it began
+        self._devices_s: dict[str, float] = {}  # until when each is busy
+        self._prepared: dict[str, deque[str]] = {}  # device -> buckets that begin with its work, which it has not begun
+        self._in_flight: dict[str, float] = {}  # bucket -> when its work ends
+        self._for_thread: dict[str, tuple[str, Compute]] = {}  # bucket -> stage and work that its next turn does
+        self._tasks: list[Task] = []
+        for bucket in sorted(self._left, key=lambda b: ready_s[b]):
+            first = next(iter(self._left[bucket]), None)
+            if isinstance(first, Compute) and first.awaited:
+                self._prepared.setdefault(first.device, deque()).append(bucket)
+
+    def play(self, order: Sequence[tuple[str, str]]) -> list[Task]:
+        for bucket, stage in order:
+            self.turn(bucket, stage)
+        for bucket in dict.fromkeys(bucket for bucket, _ in order):
+            while self._left[bucket] or any(
+                bucket in waited_for for waited_for in (self._sent, self._in_flight, self._for_thread)
+            ):
+                self.turn(bucket, FINISH)
+        return self._tasks
+
+    def could_begin_s(self, bucket: str) -> float:
+        """From when on its next turn could, if the thread were free."""
+        ready_s = self._ready_s[bucket]
+        for device, waiting in self._prepared.items():
+            self._begin_prepared(device, self.thread_s)
+            if bucket in waiting:  # at the earliest: what is before it is not known yet
+                work = self._left[bucket][0]
+                assert isinstance(work, Compute)
+                return max(ready_s, self._devices_s.get(device, 0.0)) + self._cost.seconds(work)
+        if bucket in self._for_thread:
+            ready_s = max(ready_s, self._backward_s)
+        if bucket in self._sent:
+            ready_s = max(ready_s, self._link.end_s(bucket))
+        return max(ready_s, self._in_flight.get(bucket, 0.0))
+
+    def turn(self, bucket: str, stage: str) -> None:
+        for device in self._prepared:
+            if bucket in self._prepared[device]:
+                self._begin_prepared(device, self._ready_s[bucket])
+        self.thread_s = max(self.thread_s, self._ready_s[bucket], self._in_flight.pop(bucket, 0.0))
+        if bucket in self._sent:
+            ended_s, (sent, began_s) = self._link.end_s(bucket), self._sent.pop(bucket)
+            self._tasks.append(Task(f"{bucket}:{sent}", "link", began_s, ended_s))
+            self.thread_s = max(self.thread_s, ended_s)
+        if bucket in self._for_thread:
+            self.thread_s = self._work(bucket, *self._for_thread.pop(bucket), max(self.thread_s, self._backward_s))
+        began_s, left = self.thread_s, self._left[bucket]
+        while left and isinstance(left[0], Compute) and not left[0].awaited:
+            self.thread_s += self._lasting("kernel", self.thread_s, self._cost.seconds(left.popleft()))
+        if self.thread_s > began_s:
+            self._tasks.append(Task(f"{bucket}:{stage}", "kernel", began_s, self.thread_s))
+        if not left:
+            return
+        following = left.popleft()
+        if not isinstance(following, Compute):
+            seconds = self._cost.seconds(following, self._placement)
+            busy_s = seconds - self._cost.latency_s(following, self._placement)
+            lasts_s = self._lasting("link", self.thread_s, seconds)
+            self._link.add(bucket, self.thread_s, lasts_s, busy_s / lasts_s if lasts_s else 0.0, following.pattern)
+            self._sent[bucket] = stage, self.thread_s
+        elif following.device != COMPUTE:
+            self._in_flight[bucket] = self._work(bucket, stage, following, self.thread_s)
+        elif comes_by_s := [s for s in self._ready_s.values() if s >= self.thread_s]:
+            self._in_flight[bucket] = self._work(bucket, stage, following, min(comes_by_s))
+        else:
+            self._for_thread[bucket] = stage, following
+
+    def _work(self, bucket: str, stage: str, work: Compute, from_s: float) -> float:
+        """Awaited work on its device, which is given it at a time; when it ends."""
+        self._begin_prepared(work.device, from_s)
+        began_s = max(from_s, self._devices_s.get(work.device, 0.0))
+        ended_s = began_s + self._lasting(work.device, began_s, self._cost.seconds(work))
+        self._devices_s[work.device] = ended_s
+        self._tasks.append(Task(f"{bucket}:{stage}", work.device, began_s, ended_s))
+        return ended_s
+
+    def _begin_prepared(self, device: str, until_s: float) -> None:
+        """What buckets that are ready by then await first of all."""
+        waiting = self._prepared.get(device)
+        while waiting and self._ready_s[waiting[0]] <= until_s:
+            bucket = waiting.popleft()
+            work = self._left[bucket].popleft()
+            assert isinstance(work, Compute)
+            stage = f"{work.kernel.partition('_')[0]}@{device}"
+            self._in_flight[bucket] = self._work(bucket, stage, work, self._ready_s[bucket])
+
+
+class _Flow(NamedTuple):
+    """A transfer on the link: what is left of the time that it takes alone, in which it uses a share of the link."""
+
+    bucket: str
+    left_s: float
+    share: float
+
+
+class _Link:
+    """Transfers on the busiest node's link. Latencies of one leave it to the others, bytes are sent in equal shares.
+
+    As gloo does it, which has two threads, and one more for messages in rounds: of these there is one at a time, of
+    other transfers there are two, in the order in which they are issued.
+    """
+
+    AT_ONCE = (1, 2)  # of messages in rounds, and of others
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+        self._queues: tuple[deque[_Flow], ...] = (deque(), deque())
+        self._ended_s: dict[str, float] = {}
+        self._expected_s: dict[str, float] = {}  # when all will have ended, if no other transfer is issued
+
+    def add(self, bucket: str, now_s: float, lasts_s: float, share: float, pattern: Pattern) -> None:
+        """A transfer that lasts so long alone, issued after all others."""
+        self._run(self._queues, self._now_s, now_s, self._ended_s)
+        self._now_s = now_s
+        in_rounds = pattern in (Pattern.ALL_TO_ALL, Pattern.MESSAGES)
+        self._queues[0 if in_rounds else 1].append(_Flow(bucket, lasts_s, share))
+        self._expected_s.clear()
+
+    def end_s(self, bucket: str) -> float:
+        """When the bucket's last transfer ends, if no other one is issued before."""
+        if not self._expected_s:
+            self._expected_s = dict(self._ended_s)
+            self._run(tuple(map(deque, self._queues)), self._now_s, inf, self._expected_s)
+        return self._expected_s[bucket]
+
+    @classmethod
+    def _run(cls, queues: tuple[deque[_Flow], ...], now_s: float, until_s: float, ended_s: dict[str, float]) -> None:
+        """Takes what is sent by then off the queues, and notes when it ended."""
+        while True:
+            heads = [list(islice(queue, most)) for queue, most in zip(queues, cls.AT_ONCE, strict=True)]
+            rates = cls._rates([flow.share for flows in heads for flow in flows])
+            times_s = [flow.left_s / rate for flow, rate in zip(chain(*heads), rates, strict=True)]
+            if not times_s or now_s >= until_s:
+                return
+            soonest_s = min(times_s)
+            passed_s = min(soonest_s, until_s - now_s)
+            now_s += passed_s
+            each = iter(zip(times_s, rates, strict=True))
+            for queue, flows in zip(queues, heads, strict=True):
+                going_on = []
+                for flow, (lasts_s, rate) in zip(flows, each, strict=False):
+                    queue.popleft()
+                    if lasts_s <= passed_s:
+                        ended_s[flow.bucket] = now_s
+                    else:
+                        going_on.append(flow._replace(left_s=flow.left_s - passed_s * rate))
+                queue.extendleft(reversed(going_on))
+
+    @staticmethod
+    def _rates(shares: Sequence[float]) -> list[float]:
+        """Seconds of its own that pass for each transfer in a second, if it would use these shares of the link."""
+        rates, free = [1.0] * len(shares), 1.0
+        rising = sorted(range(len(shares)), key=lambda place: shares[place])
+        for number, place in enumerate(rising):
+            got = min(shares[place], free / (len(rising) - number))
+            free -= got
+            if got < shares[place]:
+                rates[place] = got / shares[place]
+        return rates

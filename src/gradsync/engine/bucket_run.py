@@ -1,0 +1,413 @@
+"""A lane: one bucket at run time, with its scheme, its memory, its state and what it has cost so far."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm import Group, Ledger, RecordingGroup
+from ..costs.steps import Pattern, Step, Transfer, transfers
+from ..costs.timeline import Task, covered_s
+from ..kernels import accumulation_dtype
+from ..schemes import Scheme, State
+from ..state import (
+    NOT_STRICT,
+    StateSlice,
+    at_step,
+    dtype_at,
+    has_place,
+    keeps_values,
+    left_to_send,
+    owed,
+    rescaled,
+    slices,
+    slices_owed,
+    with_slices,
+    without,
+)
+from ..tensors.arrivals import Arrival
+from ..tensors.bucket import Bucket, Layout, StepMarks
+from ..tensors.density import DensityProfile, ParameterProfile, joined
+from ..tensors.gradients import (
+    FlatGradients,
+    Gradients,
+    all_finite,
+    gradients_of,
+    marks_of_ranks,
+    total_of,
+)
+
+
+@dataclass(frozen=True)
+class BucketStatistics:
+    """Totals of one bucket since attach, or since the plan changed."""
+
+    id: str
+    names: tuple[str, ...]
+    scheme: str
+    density: float | None  # mean over the ranks, of tables' rows, else of elements; None where it was not measured
+    steps: int
+    sent_bytes: float  # payload bytes this rank handed to the transport
+    predicted_bytes: float | None  # the same from `Scheme.steps`; None while the density is not known
+    communication_s: float  # time in which the bucket had an operation in flight
+    exposed_s: float  # the part of it after the end of backward
+
+
+@dataclass
+class Lane:
+    """One bucket at run time on this rank."""
+
+    bucket: Bucket
+    scheme: Scheme[Any]
+    gradients: Gradients
+    group: RecordingGroup
+    state: State
+    flags_apart: bool = False  # the flags do not ride with the gradients but are summed after them
+    next_state: State | None = None
+    owed: Tensor | None = None  # what another plan's schemes left to be sent: goes with the next gradients
+    took_over: bool = False  # some rank owes something: what follows from it must be the same on all
+    still_owes: bool = False  # so it will be when the step is kept
+    next_owed: Tensor | None = None
+    total: Tensor | None = None  # of the result, where it might not be finite
+    waiting: set[str] = field(default_factory=set)  # parameters that were not loaded in this step yet
+    steps: int = 0
+    sent_bytes: float = 0.0
+    predicted_bytes: float = 0.0  # of the steps that are not in `rounds`, by what was known of gradients then
+    rounds: Counter[int] = field(default_factory=Counter)  # steps since, by `Scheme.unchanged_since`
+    communication_s: float = 0.0
+    exposed_s: float = 0.0
+
+    @classmethod
+    def make(
+        cls, bucket: Bucket, scheme: Scheme[Any], templates: Mapping[str, Tensor], device: torch.device, group: Group
+    ) -> Lane:
+        """See `gradients_of`."""
+        recording = RecordingGroup(group, Ledger())
+        state = scheme.init(bucket, recording)
+        # State is of elements by their index, whatever plans and memory formats it meets; so is what it is added to.
+        gradients = gradients_of(bucket, templates, device, in_order=bool(state))
+        lane = cls(bucket, scheme, gradients, recording, state)
+        lane.flags_apart = bucket.layout is Layout.FLAT and not bucket.flags_ride
+        return lane
+
+    @property
+    def carries_marks(self) -> bool:
+        """Whether all ranks know each other's marks once the bucket is synchronised."""
+        return self.bucket.layout is Layout.FLAT or self.flags_apart
+
+    def begin(self) -> None:
+        """A new step: nothing is loaded."""
+        self.gradients.begin()
+        self.waiting = set(self.bucket.names)
+
+    def load(self, name: str, gradient: Tensor | None, *, used: bool) -> bool:
+        """A parameter's gradient is ready, see `Engine.load`; returns whether those of the whole bucket are."""
+        if gradient is not None and gradient.dtype is not self.bucket.dtype:
+            raise RuntimeError(
+                f"the gradient of {name!r} is {gradient.dtype}, it was {self.bucket.dtype} when gradsync was "
+                "attached; change a model's element type before attach()"
+            )
+        if name not in self.waiting:
+            raise RuntimeError(
+                f"the gradient of {name!r} became ready twice in one backward; re-entrant activation checkpointing "
+                "does that: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            )
+        self.gradients.load(name, gradient, used=used)
+        self.waiting.discard(name)
+        return not self.waiting
+
+    async def synchronize(self, *, check_finite: bool, marks: StepMarks, step: int) -> Any:
+        """The bucket's turns in a step; the next state is kept beside the present one."""
+        self.total = None
+        x = self.gradients.take(check_finite=check_finite and not self._shows, marks=marks)
+        if self.owed is not None:
+            assert isinstance(self.gradients, FlatGradients)
+            self.gradients.add(self.owed)  # which is what `x` looks at
+        state = at_step(self.state, step)
+        result, self.next_state = await self.scheme.synchronize(x, state, self.group, 1.0 / self.group.size)
+        if check_finite and self.bucket.layout is Layout.FLAT:  # while other buckets are in flight
+            self.total = total_of(result)
+        if self.flags_apart:
+            await self.group.all_reduce(self.gradients.flags)
+        return result
+
+    def accept(self, result: Any, step: int) -> None:
+        """The step's synchronised gradients."""
+        self.gradients.accept(result)
+        self.steps += 1
+        self.rounds[self.scheme.unchanged_since(step)] += 1
+        if not self.next_state and not self.took_over:
+            return
+        unused = {name for name in self.bucket.names if not self.gradients.used(name)}
+        if self.next_state:
+            self.next_state = self.scheme.unused(self.next_state, unused)
+        if unused and self.next_state:
+            self.next_state = without(self.next_state, self.state, unused)
+        self.still_owes = bool(unused) and self.took_over
+        if unused and self.owed is not None:  # their result was given to nobody
+            used = [segment.name not in unused for segment in self.bucket.segments]
+            lengths = torch.tensor([segment.numel for segment in self.bucket.segments])
+            self.next_owed = self.owed.masked_fill(torch.tensor(used).repeat_interleave(lengths), 0.0)
+
+    @property
+    def arrival(self) -> Arrival:
+        """What the accepted step brought, until its state is committed."""
+        sections = self.scheme.arrived(self.next_state) if self.next_state else None
+        return Arrival(self.bucket, sections, self.scheme.freezes)
+
+    def spoil(self) -> None:
+        """After a step in which some rank saw NaN or infinity: the state stays, so the result must not be used.
+
+        NaN says so, to a GradScaler too; nor does a finite result of a lossy scheme hide what the rank saw.
+        """
+        lossy = bool(self.state) and not self.scheme.exact
+        if (lossy or self.took_over) and isinstance(self.gradients, FlatGradients):
+            self.gradients.spoil()
+
+    @property
+    def _shows(self) -> bool:
+        """Whether NaN and infinity of any rank show in a flat bucket's result: who leaves nothing out sums them too."""
+        exact = self.scheme.exact and not self.state
+        return self.bucket.layout is Layout.FLAT and (exact or self.scheme.shows_infinity)
+
+    @property
+    def broken(self) -> bool:
+        """Whether the result is not finite, be it of finite gradients: the same bits, so the same on all ranks."""
+        return isinstance(self.gradients, FlatGradients) and not all_finite(self.gradients.values, self.total)
+
+    def commit(self, *, keep: bool) -> None:
+        """The next state becomes the state, if the step is to be kept."""
+        if self.next_state is not None and keep:
+            self.state, self.owed = self.next_state, self.next_owed
+            self.took_over = self.still_owes
+        self.next_state = self.next_owed = None
+
+    def rescale(self, factor: float) -> None:
+        """Gradients come so many times as large from now on."""
+        self.state = rescaled(self.state, factor)
+        self.owed = None if self.owed is None else self.owed * factor
+
+    def reset_state(self) -> None:
+        self.next_state = self.owed = self.next_owed = None
+        self.took_over = self.still_owes = False
+        self.state = self.scheme.init(self.bucket, self.group)
+
+    def state_slices(self) -> Iterator[StateSlice]:
+        """Copies of the state, one for each segment and compress point."""
+        yield from slices(self.bucket, self.state)
+        if self.owed is not None:
+            yield from slices_owed(self.bucket, self.owed)
+
+    def take_over(self, saved: Sequence[StateSlice]) -> None:
+        """Lays those elements of the slices that this bucket holds into its state; other plans cut elsewhere."""
+        self.state = with_slices(self.bucket, self.state, saved)
+        if self.bucket.layout is Layout.FLAT:
+            self.owed = owed(self.bucket, self.state, saved)
+
+    def record(self, tasks: list[Task], backward_ended_s: float, ended_s: float) -> None:
+        """Adds a finished step's bytes and times to the totals."""
+        flights = [t for t in tasks if t.stream == "link" and t.name.rpartition(":")[0] == self.bucket.id]
+        self.sent_bytes += self.group.ledger.take_sent_bytes()
+        self.communication_s += covered_s(flights, 0.0, ended_s)
+        self.exposed_s += covered_s(flights, backward_ended_s, ended_s)
+
+    def statistics(self, profiles: Mapping[str, ParameterProfile]) -> BucketStatistics:
+        """The totals; `profiles` are what is known of the parameters."""
+        densities = self._densities(profiles) or ()
+        rows = sum(d.num_rows for d in densities)
+        return BucketStatistics(
+            id=self.bucket.id,
+            names=tuple(self.bucket.names),
+            scheme=self.scheme.name,
+            density=sum(d.rows for d in densities) / rows if rows else None,
+            steps=self.steps,
+            sent_bytes=self.sent_bytes,
+            predicted_bytes=self._predicted_bytes(profiles),
+            communication_s=self.communication_s,
+            exposed_s=self.exposed_s,
+        )
+
+    def _densities(self, profiles: Mapping[str, ParameterProfile]) -> tuple[DensityProfile, ...] | None:
+        """As `Scheme.steps` takes them, one for each tensor it sees; None while not all are known."""
+        of_rows = self.bucket.layout is Layout.ROWS
+        known = [profiles[n].density if of_rows else profiles[n].elements for n in self.bucket.names]
+        found = [density for density in known if density is not None]
+        if len(found) < len(known):
+            return None
+        return tuple(found) if of_rows else (joined(found),)
+
+    def close_prediction(self, profiles: Mapping[str, ParameterProfile]) -> None:
+        """Counts the steps since by these profiles, before others replace them."""
+        predicted = self._predicted_bytes(profiles)
+        if predicted is not None:
+            self.predicted_bytes = predicted
+            self.rounds.clear()
+
+    def _predicted_bytes(self, profiles: Mapping[str, ParameterProfile]) -> float | None:
+        predicted = self.predicted_bytes
+        for round, steps in self.rounds.items():
+            expected = self.expected_steps(profiles, round)
+            if expected is None:
+                return None
+            predicted += steps * sum(t.sent_bytes(self.group.rank) for t in transfers(expected))
+        return predicted
+
+    def expected_steps(self, profiles: Mapping[str, ParameterProfile], round: int) -> list[Step] | None:
+        """What the training step `round` does with the bucket; None while the densities of its tables are not known."""
+        densities = self._densities(profiles)
+        if densities is None and self.bucket.layout is Layout.ROWS:
+            return None
+        steps = list(self.scheme.steps(self.bucket.specs, densities or (), self.group.placement, round))
+        if self.flags_apart:
+            flags_bytes = self.gradients.flags.numel() * self.gradients.flags.element_size()
+            steps.append(Transfer("flags", Pattern.ALL_REDUCE, (float(flags_bytes),) * self.group.size))
+        return steps
+
+
+class Lanes:
+    """All buckets of a plan at run time, in its order."""
+
+    def __init__(self, lanes: Iterable[Lane] = ()) -> None:
+        self._by_bucket = {lane.bucket.id: lane for lane in lanes}
+        if self._by_bucket and not any(lane.carries_marks for lane in self):
+            next(iter(self)).flags_apart = True  # only tables: nothing the marks could ride in
+        self._of: dict[str, list[Lane]] = {}
+        for lane in self:
+            for name in dict.fromkeys(lane.bucket.names):
+                self._of.setdefault(name, []).append(lane)
+
+    def __iter__(self) -> Iterator[Lane]:
+        return iter(self._by_bucket.values())
+
+    def __len__(self) -> int:
+        return len(self._by_bucket)
+
+    def __getitem__(self, bucket: str) -> Lane:
+        return self._by_bucket[bucket]
+
+    def of(self, name: str) -> list[Lane]:
+        """The buckets that hold the parameter, or slices of it."""
+        return self._of[name]
+
+    @property
+    def prepared(self) -> frozenset[str]:
+        """Buckets whose schemes have work to do as soon as they are complete."""
+        return frozenset(lane.bucket.id for lane in self if lane.scheme.prepares)
+
+    @property
+    def offload(self) -> bool:
+        """Whether some scheme has work for another core."""
+        return any(lane.scheme.offloads for lane in self)
+
+    @property
+    def have_state(self) -> bool:
+        """Whether a step that is not to be kept must leave something as it was; the same on all ranks."""
+        return any(lane.state or lane.took_over for lane in self)
+
+    @property
+    def keep_values(self) -> bool:
+        """Whether ranks keep values of their own, so that one rank's state is not another one's."""
+        return any(keeps_values(lane.state) or lane.took_over for lane in self)
+
+    def state_slices(self) -> Iterator[StateSlice]:
+        """Copies of all state."""
+        return (part for lane in self for part in lane.state_slices())
+
+    def commit(self, *, keep: bool) -> None:
+        """The next states become the states, if the step is to be kept."""
+        for lane in self:
+            lane.commit(keep=keep)
+
+    def restore(self, state: Sequence[StateSlice], gather: Callable[[bytes], list[bytes]]) -> None:
+        """This state, and no other. `gather` hands bytes to all, by rank.
+
+        What goes with tensors as a whole, as the scores of chunks, must be the same on all ranks that keep it: in
+        buckets of which they were given different numbers it begins anew.
+        """
+        for lane in self:
+            lane.reset_state()
+            lane.take_over(state)
+        whole = [(lane.bucket.id, part) for lane in self for part in lane.state_slices() if part.whole]
+        mine = json.dumps([(bucket, part.key, part.digest) for bucket, part in whole])
+        digests: dict[tuple[str, str], set[str]] = {}
+        for theirs in gather(mine.encode()):
+            for bucket, key, digest in json.loads(theirs):
+                digests.setdefault((bucket, key), set()).add(digest)
+        for bucket in sorted({bucket for (bucket, _), found in digests.items() if len(found) > 1}):
+            self[bucket].reset_state()
+            self[bucket].take_over([part for part in state if not part.whole])
+
+    def inherit(self, state: Iterable[StateSlice]) -> None:
+        """What the schemes of another plan kept goes over to these, or, where it is left to be sent, with gradients.
+
+        What went with a matrix as a whole is dropped where nobody keeps it any more: it only was a good start.
+
+        Raises:
+            ValueError: when some of it has no place here.
+        """
+        saved = [part for part in state if not part.whole or self._keeps(part)]
+        self.require_place(
+            saved,
+            "plans that follow each other, or are tried in turns, must have schemes with the same state for the same "
+            "parameters; a table whose gradient shows to be sparse in the first step must not be compressed before",
+        )
+        for lane in self:
+            lane.take_over(saved)
+
+    def agree_on_owed(self, gather: Callable[[Tensor], list[Tensor]]) -> None:
+        """Tells all ranks in which buckets some rank owes something; `gather` hands a tensor to all, by rank."""
+        if len(self):
+            mine = torch.tensor([lane.owed is not None for lane in self], dtype=torch.uint8)
+            owing = torch.stack([part.cpu() for part in gather(mine)]).amax(dim=0).tolist()
+            for lane, owes in zip(self, owing, strict=True):
+                lane.took_over = bool(owes)
+
+    def require_place(self, state: Iterable[StateSlice], advice: str) -> None:
+        """
+        Raises:
+            ValueError: with this advice, when some of the state has no place here.
+        """
+        for part in state:
+            lanes = self.of(part.name)
+            if left_to_send(part) and all(lane.bucket.layout is Layout.FLAT for lane in lanes):
+                continue
+            if not self._keeps(part):
+                ways = " and ".join(dict.fromkeys(lane.scheme.title for lane in lanes))
+                raise ValueError(
+                    f"the plan has no place for the state {part.key!r}, which would be lost, as {part.name!r} travels "
+                    f"by {ways}: {advice}"
+                )
+
+    def require_dtypes(self, state: Iterable[StateSlice]) -> None:
+        """
+        Raises:
+            ValueError: for state of another element type than what is kept in its place.
+        """
+        for part in state:
+            lanes = self.of(part.name)
+            kept = dtype_at([lane.state for lane in lanes], part)
+            if kept is None and left_to_send(part):  # it goes with gradients
+                kept = accumulation_dtype(lanes[0].bucket.dtype)
+            if kept is not None and part.values.dtype is not kept:
+                raise ValueError(
+                    f"the state {part.key!r} is {part.values.dtype}, {kept} is kept there: what was rounded in between "
+                    f"is lost; load it as it was saved, or take it as it is by {NOT_STRICT}"
+                )
+
+    def _keeps(self, part: StateSlice) -> bool:
+        return has_place([lane.state for lane in self.of(part.name)], part)
+
+    def marks(self) -> tuple[bool, bool]:
+        """What the ranks told each other in the accepted step, see `marks_of_ranks`."""
+        return marks_of_ranks(next(lane for lane in self if lane.carries_marks).gradients)
+
+    def expected_steps(self, profiles: Mapping[str, ParameterProfile], round: int) -> dict[str, list[Step]]:
+        """By bucket, what the training step `round` does with it, where that is known."""
+        steps = {lane.bucket.id: lane.expected_steps(profiles, round) for lane in self}
+        return {bucket: expected for bucket, expected in steps.items() if expected is not None}

@@ -1,0 +1,722 @@
+"""The engine: runs a plan, step by step. Front-ends (`frontends/`) tell it when gradients are ready.
+
+A step is `begin`, a `load` for every gradient as it becomes ready, `finish`, then `unload` of the results. State of
+schemes is committed at the next `begin`: a step that failed, or in which some rank saw non-finite values, leaves none.
+Which plan it is, `plan_control.py` decides between steps.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..comm import Group, GroupError, JobThread, Synchronization, gather_bytes
+from ..comm.network_cost import network_cost
+from ..costs.forecast import forecast
+from ..costs.timeline import Task
+from ..plans.plan import OF, Plan, What, describe
+from ..plans.profile import Profile
+from ..state import (
+    NOT_STRICT,
+    VERSION,
+    Origin,
+    Saved,
+    examined,
+    refusal,
+    without_state,
+)
+from ..tensors import allocator as memory
+from ..tensors.arrivals import Arrivals
+from ..tensors.bucket import PHASES, StepMarks, TensorSpec, model_digest
+from ..tensors.density import ParameterProfile
+from .bucket_run import BucketStatistics, Lane, Lanes
+from .guard import ParameterGuard, Verification
+from .observation import Observer
+from .plan_control import Planner, Planning, Resumption
+from .step_listener import active
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LOADING = "loading of state"
+
+
+class Engine:
+    """Runs a plan for `parameters` over `group`, with a communication thread of its own for what is ready early.
+
+    `plan` is a `Plan`, or a function that makes one, when `Planning` asks it.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        group: Group,
+        plan: Plan | Planner,
+        *,
+        timeout_s: float,
+        sparse_names: frozenset[str] = frozenset(),
+        verification: Verification | None = None,
+    ) -> None:
+        self.parameters = dict(parameters)
+        self.specs = {name: TensorSpec.of(p) for name, p in self.parameters.items()}
+        # The ranks agreed on these shapes and strides: a memory format that changes later changes no message.
+        self._templates = {name: torch.empty_like(p, device="meta") for name, p in self.parameters.items()}
+        self.group = group
+        self.timeout_s = timeout_s
+        self.step = 0
+        self.loss_scale: Callable[[], float] | None = None  # what gradients are multiplied by, where that may change
+        self._scale: float | None = None  # in whose units state is
+        # Set by front-ends: since the last comparison an optimiser made a step that no synchronised backward preceded.
+        self.stepped_alone = False
+        self.late = False  # some rank took part in the last step at its optimiser's step only
+        self.device = next(iter(self.parameters.values())).device if self.parameters else torch.device("cpu")
+        self._observer = Observer(self.specs, sparse_names)
+        self._planning = Planning(plan, self._observer, group, self.call, device=self.device, timeout_s=timeout_s)
+        self.plan, self.lanes = self._planning.plan, Lanes()
+        self._running: Synchronization | None = None
+        self._collected: set[str] = set()  # buckets of the step under way whose results are here
+        self._collected_s: float | None = None  # when the first of them was asked for before `finish`
+        self._failure: str | None = None
+        self._is_torn = False  # a load, or a change of plans, has failed midway: state is neither the old nor the new
+        self._closed = False
+        self._marks = StepMarks()
+        self._marks_checked = True
+        self._steps_good = True
+        self.arrivals = Arrivals()  # of the last finished step
+        self._timeline: list[Task] = []
+        self._ready_s: dict[str, float] = {}  # when each bucket was ready in the last step
+        self._final_statistics: list[BucketStatistics] = []
+        self._turn = threading.Lock()  # held by whoever uses the group
+        self._thread = JobThread("gradsync", self.device)
+        self._apart = False  # the step under way exchanges when backward has ended, and no plan is made by it
+        self._asides: list[Future[Any]] = []  # what the communication thread does before the exchange
+        self._other_core: JobThread | None = None  # for what a plan offloads
+        if verification is None or group.size == 1:
+            verification = Verification(every=0)
+        self._sees_steps = False  # of optimisers
+        self._guard = ParameterGuard(self.parameters, verification, self.call, timeout_s=timeout_s)
+        self._adopt(self._planning.plan)
+        self._announce()
+
+    # The step, in the order in which a front-end calls.
+
+    def begin(self, *, late: bool = False, rounds: int = 0) -> None:
+        """Starts a step. `late`: this rank brings nothing but joins the others; `rounds` its optimiser has made so far.
+
+        Raises:
+            RuntimeError: when an earlier step failed or was left unfinished on this rank.
+        """
+        self.abandon("the previous backward did not finish on this rank (an error in it?)")
+        self._require_working()
+        self._check_marks()
+        self._marks = StepMarks(late, rounds % PHASES if rounds else None)
+        self.lanes.commit(keep=self._steps_good)
+        if self.loss_scale is not None:
+            self._rescale(self.loss_scale())
+        if self.replanning:
+            self._change_plan(self._planning.plan)
+        self._observer.begin()
+        self._steps_good = False  # until it has ended well
+        for lane in self.lanes:
+            lane.begin()
+        self._asides = []
+        self._collected, self._collected_s = set(), None
+        witness = active()
+        self._apart = witness is not None and witness.began(self)
+        self._running = Synchronization(
+            self.plan.order,
+            self._synchronize,
+            where=self._where,
+            timeout_s=self.timeout_s,
+            turn=self._turn,
+            thread=self._thread,
+            early=not self._apart,
+            prepared=self.lanes.prepared,
+            offload=None if self._other_core is None else self._other_core.submit,
+        )
+        self._begin_to_compare()
+
+    @property
+    def in_step(self) -> bool:
+        """Between `begin` and `finish`."""
+        return self._running is not None
+
+    @property
+    def replanning(self) -> bool:
+        """Whether the next `begin` changes the plan: who holds views into the buckets' memory lets go of them."""
+        return self._planning.plan is not self.plan
+
+    @property
+    def settled(self) -> bool:
+        """Whether the plan in force stays."""
+        return self._closed or not self.parameters or (self._planning.settled and not self.replanning)
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether somebody wants to know of each gradient of the step as soon as it is ready."""
+        return active() is not None or self._planning.looks
+
+    @property
+    def due(self) -> Sized:
+        """Work of schemes that waits for the next `load`, in the step under way."""
+        return self._require_step().due
+
+    def load(self, name: str, gradient: Tensor | None, *, used: bool = True) -> None:
+        """A parameter's gradient is ready (None or not `used`: this rank did not use it in this step).
+
+        Raises:
+            RuntimeError: when the parameter became ready twice in one step.
+        """
+        running = self._require_step()
+        if (witness := active()) is not None:
+            witness.take(self, name, gradient if used else None, self.specs[name].shape)
+        if used and gradient is not None:
+            self._observer.arrived(name, sparse=gradient.layout is torch.sparse_coo)
+            if self._planning.looks and not self._apart:
+                self._observer.look(name, gradient)
+        for lane in self.lanes.of(name):
+            if lane.load(name, gradient, used=used):
+                running.mark_ready(lane.bucket.id)
+        running.do_work()
+
+    def missing(self) -> list[str]:
+        """Parameters that were not loaded in this step yet, in model order."""
+        waiting: set[str] = set().union(*(lane.waiting for lane in self.lanes))
+        return [name for name in self.parameters if name in waiting] if waiting else []
+
+    @property
+    def goes_on_alone(self) -> bool:
+        """Whether the plan's exchange needs nobody but the communication thread once everything is loaded."""
+        return not self.lanes.prepared and not self.lanes.offload
+
+    def go_on(self) -> None:
+        """All parameters are loaded: the exchange goes on while the caller does something else before `finish`."""
+        assert not self.missing()
+        self._require_step().go_on()
+
+    def collect(self, name: str) -> None:
+        """After `go_on`: waits until the buckets of this parameter are synchronised, for `unload`.
+
+        Raises:
+            GroupError: as `finish` does.
+        """
+        running = self._require_step()
+        for lane in self.lanes.of(name):
+            if lane.bucket.id in self._collected:
+                continue
+            if self._collected_s is None:
+                self._collected_s = time.perf_counter() - running.began_s
+            try:
+                running.wait_for(lane.bucket.id)
+            except BaseException as error:
+                self.fail(str(error))
+                self._running = None
+                raise
+            self._accept(lane, running)
+
+    def finish(self) -> None:
+        """Waits until every bucket is synchronised; all parameters are loaded.
+
+        Raises:
+            GroupError: when another rank died, stopped answering or failed, naming bucket, stage and step.
+        """
+        running = self._require_step()
+        assert not self.missing()
+        backward_ended_s = self._collected_s or time.perf_counter() - running.began_s
+        if (witness := active()) is not None:
+            witness.backward_ended(self)
+        try:
+            for aside in self._asides:
+                aside.result()
+            running.wait()
+        except BaseException as error:
+            self.fail(str(error))
+            raise
+        finally:
+            self._running = None
+        for lane in self.lanes:
+            if lane.bucket.id not in self._collected:
+                self._accept(lane, running)
+        self.arrivals = Arrivals(lane.arrival for lane in self.lanes)
+        troubled = (lane.gradients.troubled or lane.broken for lane in self.lanes)
+        self._steps_good = not (self.lanes.have_state and any(troubled))
+        if not self._steps_good and self.plan.what is What.GRADIENT:  # nobody would skip parameters
+            for lane in self.lanes:
+                lane.spoil()
+        self._record(running, backward_ended_s)
+        self._marks_checked = False
+        if self.device.type == "cpu":
+            self._check_marks()  # elsewhere the host would wait for the device: there the next step looks
+        if self._guard.is_under_way:
+            self._compare()
+        if self._apart:
+            self._planning.step_passed()
+        else:
+            self._plan_on()
+        self.step += 1
+        if witness is not None:
+            witness.step_ended(self, self.parameters)  # may end the script
+
+    def stepped(self) -> None:
+        """An optimiser has stepped: the parameters are as training has them, which backward need not find them."""
+        self._sees_steps = True
+        if self.step > 0 and self._planning.settled and self.plan.what is What.GRADIENT:
+            self._guard.look()
+
+    def follow(self) -> None:
+        """Lets a planner that proposes plans measure the job; on all ranks at once, between two steps."""
+        self._planning.follow(self)
+
+    @property
+    def profile(self) -> Profile | None:
+        """What the plan was made by, where the job was measured for it."""
+        return self._planning.profile_of(self)
+
+    def propose(self, plans: Sequence[Plan]) -> None:
+        """Plans to go on with between two steps, see `Planning.propose`; on all ranks at once."""
+        try:
+            self._planning.propose(plans)
+        except Exception as error:
+            self.fail(f"the plans proposed before step {self.step}: {error}")
+            raise
+        if self.settled and not self.replanning:
+            self._announce()
+
+    def replan(self, plan: Plan) -> None:
+        """Goes over to another plan between two steps, at once; the results of the last one are in their places.
+
+        Collective. What schemes kept goes over too.
+
+        Raises:
+            ValueError: for a plan that is not for this model, or has no place for what was kept.
+            RuntimeError: on all ranks, when they have different plans.
+        """
+        assert not self.in_step
+        self._check_marks()
+        self.lanes.commit(keep=self._steps_good)
+        self.propose([plan])
+        if self.replanning:
+            with self.group.renewed():
+                self._change_plan(self._planning.plan)
+
+    def fail(self, why: str) -> None:
+        """From now on nothing is synchronised any more; the other ranks are told."""
+        if self._failure is None:
+            self._failure = why
+            self.group.announce_failure(why)
+
+    def abandon(self, why: str) -> None:
+        """Gives the step under way up, if there is one, and tells the other ranks, who may wait for this one."""
+        if self._running is None:
+            return
+        self._running.cancel()
+        self._running = None
+        self.fail(why)
+
+    def used(self, name: str) -> bool:
+        """Whether some rank used the parameter in the finished step."""
+        return self.lanes.of(name)[0].gradients.used(name)
+
+    @property
+    def profiles(self) -> dict[str, ParameterProfile]:
+        """What all ranks know of each parameter's gradient."""
+        return self._observer.profiles
+
+    def layout_is_sparse(self, name: str) -> bool:
+        """The layout in which the gradient is given back: as it came, else as the ranks agreed."""
+        return self._observer.layout_is_sparse(name)
+
+    def unload(self, name: str, out: Tensor | None, *, sparse: bool) -> Tensor:
+        """The synchronised gradient, in the layout asked for; `out` is reused for parameters that the plan cut."""
+        for lane in self.lanes.of(name):
+            out = lane.gradients.unload(name, out, sparse=sparse, shape=self.parameters[name].shape)
+        assert out is not None
+        return out
+
+    def call(self, what: str, function: Callable[[Group], Any]) -> Any:
+        """`function(group)`, while nobody else uses the group.
+
+        Raises:
+            GroupError: when another rank died, stopped answering or failed, naming `what` and the step.
+        """
+        self._require_working()
+        try:
+            with self._turn:
+                return function(self.group)
+        except BaseException as error:  # an interruption leaves the others in the middle of it, too
+            why = f"{what}, step {self.step}: {_said(error)}"
+            self.fail(why)
+            if isinstance(error, GroupError):
+                raise GroupError(why) from None
+            raise
+
+    def aside(self, job: Callable[[Group], T]) -> Future[T]:
+        """Runs `job(group)` on the communication thread before the exchange of the step under way.
+
+        It has the group to itself; so all ranks must give a job, and one that says the same to the group, before any
+        gradient of the step is loaded, unless the step is set apart. `finish` waits for it, and raises its errors.
+        """
+        done: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                with self._turn, torch.no_grad():
+                    done.set_result(job(self.group))
+            except BaseException as error:  # raised again where the result is asked for
+                done.set_exception(error)
+
+        self._asides.append(done)
+        self._thread.submit(run)
+        return done
+
+    def agree(self, what: str, problem: Exception | None, alike: str = "") -> None:
+        """Raises on every rank if some rank has a problem, this rank's own, else that of the first rank that has one.
+
+        Or if `alike` is not the same on all ranks. Nothing else is the matter: the engine goes on.
+        """
+        text = "" if problem is None else str(problem) or repr(problem)
+        message = f"{alike}\0{text}".encode()
+        told = self.call(what, lambda group: gather_bytes(group, message, self.timeout_s))
+        if problem is not None:
+            raise problem
+        parts = [theirs.decode().partition("\0") for theirs in told]
+        for rank, (_, _, theirs) in enumerate(parts):
+            if theirs:
+                raise RuntimeError(f"{what}: rank {rank} could not: {theirs}")
+        if len({theirs for theirs, _, _ in parts}) > 1:
+            by_rank = ", ".join(f"{theirs} on rank {rank}" for rank, (theirs, _, _) in enumerate(parts))
+            raise ValueError(f"{what}: the ranks differ: {by_rank}")
+
+    def verify(self, names: Iterable[str]) -> None:
+        """Compares parameters that all ranks are to have alike now, between two steps. Collective.
+
+        Raises:
+            RuntimeError: on all ranks, where they differ by more than the tolerance.
+        """
+        self._guarded(lambda: self._guard.compare(names))
+
+    @contextmanager
+    def meeting(self, what: str) -> Iterator[None]:
+        """Inside, all ranks have come to `what`, which is between two steps, without a message of a step.
+
+        Errors inside are told to all by whoever raises them. Interruptions are told here: others wait for this rank.
+
+        Raises:
+            RuntimeError: inside a step.
+            GroupError: on all ranks, where some of them make a step instead, have left, or do not come in time.
+        """
+        if self.in_step:
+            raise RuntimeError(f"{what} was called inside a step; call it between two steps, on every rank")
+        self.call(what, lambda group: group.meet(what, self.timeout_s))
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException as error:
+            self.fail(f"{what}, step {self.step}: {_said(error)}")
+            raise
+
+    def tell(self, what: str, mine: Any) -> list[Any]:
+        """Hands what JSON can say to all ranks; returns everybody's, by rank."""
+        content = json.dumps(mine).encode()
+        parts = self.call(what, lambda group: gather_bytes(group, content, self.timeout_s))
+        return [json.loads(part) for part in parts]
+
+    # What is kept and told.
+
+    def state_dict(self) -> dict[str, Any]:
+        """The plan and all scheme state by (parameter, slice, compress point); of tensors, numbers and text only."""
+        if self._closed:
+            raise RuntimeError("gradsync was detached from this model, and its state is gone: call state_dict() before")
+        if self._is_torn:
+            raise RuntimeError(
+                f"there is no whole state to save, as what changes it has failed midway: {self._failure}; detach() and "
+                "attach again on every rank, then load a checkpoint"
+            )
+        if not self.in_step:
+            self.lanes.commit(keep=self._steps_good)
+        plan = next(iter(self._planning.on_trial), self.plan)  # a trial is not for keeping
+        origin = Origin(self.group.rank, self.group.size, self._parameters_digest(), self.lanes.keep_values)
+        state = {
+            "version": VERSION,
+            **origin.entries(),
+            "step": self.step,
+            "plan": plan.to_json(),
+            "state": {part.key: part.values for part in self.lanes.state_slices()},
+        }
+        if self._scale is not None:
+            state["loss_scale"] = self._scale
+        planned = self._planning.state_of(self) if self.settled else None
+        return state if planned is None else {**state, "planned": planned}
+
+    def load_state_dict(self, state: object, *, strict: bool = True) -> None:
+        """Takes over what `state_dict` gave, see `Attachment.load_state_dict`; all ranks have met for it."""
+        saved, resumption = self._examined(state, strict=strict)
+        lanes = self.lanes
+        problem: Exception | None = None
+        try:
+            if resumption is not None and (self.replanning or resumption.plan.digest != self.plan.digest):
+                lanes = self._lanes_of(resumption.plan)  # beside the present ones, which stay if there is no place
+            if strict:
+                lanes.require_place(
+                    saved.slices, f"load it under a plan as it was saved by, or drop it by {NOT_STRICT}"
+                )
+                lanes.require_dtypes(saved.slices)
+        except Exception as error:  # told to all, then raised
+            problem = error
+        self.agree(LOADING, problem)
+        with self.all_or_none(LOADING):
+            self._take_over(saved, resumption, lanes)
+
+    @contextmanager
+    def all_or_none(self, what: str) -> Iterator[None]:
+        """Inside, this rank changes what all ranks change: where it fails, nothing is synchronised any more."""
+        try:
+            yield
+        except BaseException as error:  # an interruption, too
+            self._is_torn = True
+            self.fail(f"{what}, step {self.step}: {_said(error)}")
+            raise
+
+    def _examined(self, state: object, *, strict: bool) -> tuple[Saved, Resumption | None]:
+        """Returns what the state holds; raises on all ranks where it is not a state for this rank of these ranks."""
+        saved: Saved | None = None
+        resumption: Resumption | None = None
+        problem: Exception | None = None
+        alike = ""
+        try:
+            saved = examined(state, self.specs, strict=strict)
+            assert isinstance(state, Mapping)
+            resumption = self._planning.resumption(state)
+            alike = f"step {saved.step}{'' if resumption is None else f', {resumption}'}"
+            alike += "" if saved.scale is None else f", loss scale {saved.scale:g}"
+            alike += "" if strict else ", not strict"
+        except Exception as error:  # told to all, then raised
+            problem = error
+        self.agree(LOADING, problem, alike)
+        assert saved is not None
+        origins = [Origin(**entries) for entries in self.tell(LOADING, saved.origin.entries())]
+        if strict and (why := refusal(origins, self._parameters_digest())):
+            raise ValueError(f"{LOADING}: {why}")
+        group, origin = self.group, saved.origin
+        if origin.per_rank and (origin.rank, origin.world) != (group.rank, group.size):
+            logger.info("the state of rank %d of %d is dropped, but for its step", origin.rank, origin.world)
+            saved = without_state(saved)
+        return saved, resumption
+
+    def _take_over(self, saved: Saved, resumption: Resumption | None, lanes: Lanes) -> None:
+        self.step = saved.step
+        if resumption is not None:
+            self._planning.resume(self, resumption)
+            self.plan, self.lanes = self._planning.plan, lanes
+            self._announce()
+        what = "state that is the same on all ranks"
+        self.lanes.restore(
+            saved.slices, lambda mine: self.call(what, lambda group: gather_bytes(group, mine, self.timeout_s))
+        )
+        self._scale = saved.scale
+        if self.loss_scale is None and saved.scale is not None:  # the coming gradients have none that is known here
+            self._rescale(1.0)
+            self._scale = None
+        self._agree_on_owed()
+
+    def _parameters_digest(self) -> str:
+        """SHA-256 over the parameters' names, shapes and element types, in whichever order they were registered.
+
+        What a plan names beside parameters, as buffers and momentum, is no part of it.
+        """
+        names = sorted(n for n, p in self.parameters.items() if isinstance(p, nn.Parameter) and OF not in n)
+        return model_digest({name: self.specs[name] for name in names})
+
+    def statistics(self) -> list[BucketStatistics]:
+        """Totals by bucket; of a closed engine those at its end."""
+        if self._closed:
+            return self._final_statistics
+        return [lane.statistics(self._observer.profiles) for lane in self.lanes]
+
+    def timeline(self) -> list[Task]:
+        """The last step: "compute" (backward, and work of schemes on its thread), "offload" (their work on another
+        core), "kernel" (their other work), "link" (operations in flight), "wait"."""
+        return list(self._timeline)
+
+    def predicted_timeline(self) -> list[Task]:
+        """The last step as forecast from the plan, when gradients were ready, and what the network was measured to be.
+
+        Empty before a step, while densities are not known, and where the network was not measured.
+        """
+        known = self.lanes.expected_steps(self._observer.profiles, max(self.step - 1, 0))
+        link_cost = network_cost(self.group)
+        if self._ready_s.keys() != known.keys() or link_cost is None:
+            return []
+        cost = self._planning.measured_cost or link_cost
+        return forecast(self.plan.order, known, self._ready_s, cost, self.group.placement)
+
+    def words(self) -> list[str]:
+        """The plan in words."""
+        known = {p.name: p.density.density for p in self._observer.profiles.values() if p.density}
+        return describe(self.plan, self.specs, known)
+
+    def close(self) -> None:
+        """Ends the communication thread and its communicator; a second call does nothing."""
+        if self._closed:
+            return
+        self.abandon("gradsync was detached in the middle of a step")
+        self._final_statistics = self.statistics()
+        self._planning.close(self)
+        self._closed = True
+        self._thread.stop()
+        if self._other_core is not None:
+            self._other_core.stop()
+        self.group.close()
+        self.lanes = Lanes()  # and so their memory goes; gradients keep what they live in
+        memory.release()
+
+    # Below here: how.
+
+    def _accept(self, lane: Lane, running: Synchronization) -> None:
+        lane.accept(running.results[lane.bucket.id], self.step)
+        self._collected.add(lane.bucket.id)
+
+    def _synchronize(self, bucket_id: str) -> Any:
+        return self.lanes[bucket_id].synchronize(check_finite=self.lanes.have_state, marks=self._marks, step=self.step)
+
+    def _where(self, bucket_id: str, stage: str) -> str:
+        return f"{self.lanes[bucket_id].bucket.title}, stage {stage!r}, step {self.step}"
+
+    def _begin_to_compare(self) -> None:
+        """Has the guard compare parameters in this step, if it is one that does: the same on all ranks."""
+        compares = self.step > 0 and self.settled and not self._apart and self.plan.what is What.GRADIENT
+        if compares and self._guard.is_due():
+            try:
+                self._guard.begin(self.aside, alone=self.stepped_alone, sees_steps=self._sees_steps)
+            except Exception as error:
+                self.abandon(f"comparison of parameters, step {self.step}: {error}")
+                raise
+
+    def _compare(self) -> None:
+        self.stepped_alone = False
+        self._guarded(lambda: self._guard.end(self.step))
+
+    def _guarded(self, compare: Callable[[], T]) -> T:
+        """Ends with the error of a comparison, which all ranks see alike: nobody need be told."""
+        try:
+            return compare()
+        except RuntimeError as error:
+            self._failure = self._failure or str(error)
+            raise
+
+    def _require_step(self) -> Synchronization:
+        if self._running is None:
+            self._require_working()
+            raise RuntimeError("gradsync was detached during this backward; detach between steps")
+        return self._running
+
+    def _check_marks(self) -> None:
+        """Raises when the finished step averaged gradients of different steps."""
+        if self._marks_checked or not self.lanes:
+            return
+        self._marks_checked = True
+        self.late, apart = self.lanes.marks()
+        if apart:
+            why = (
+                "the ranks are out of step: some have made more rounds of backward and optimiser step than others "
+                "before this exchange, so a backward or a whole step happened on some ranks only"
+            )
+            self.fail(why)
+            raise RuntimeError(why)
+
+    def _require_working(self) -> None:
+        if self._closed:
+            raise RuntimeError("gradsync was detached from this model; attach again on every rank")
+        if self._failure is not None:
+            raise RuntimeError(
+                f"gradient synchronisation stopped earlier: {self._failure}; detach() and attach again on every rank"
+            )
+
+    def _rescale(self, scale: float) -> None:
+        """What is left to be sent was multiplied by the scale of its time."""
+        if self._scale is not None and scale != self._scale:
+            for lane in self.lanes:
+                lane.rescale(scale / self._scale)
+        self._scale = scale
+
+    def _plan_on(self) -> None:
+        """The plan of the next step is decided, perhaps the one for good."""
+        was_settled = self.settled
+        try:
+            self._planning.step_ended(self.lanes)
+            drifted = self._planning.drifted(self._timeline[-1].end_s)
+            if drifted:
+                logger.info("steps take another time than they did; the job is measured again")
+            if drifted or self._planning.asks_again():
+                self.follow()
+        except Exception as error:
+            self.fail(f"the plan after step {self.step}: {error}")
+            raise
+        if self.settled and not was_settled:
+            self._announce()
+
+    def _change_plan(self, plan: Plan) -> None:
+        """The plan of the coming steps; what schemes kept goes over to it, or the engine fails."""
+        kept, state = self.lanes.have_state, list(self.lanes.state_slices())
+        try:
+            self._adopt(plan)
+            if kept:
+                self.lanes.inherit(state)
+                self._agree_on_owed()
+        except BaseException as error:
+            self._is_torn = True
+            self.fail(f"the change of plans before step {self.step}: {_said(error)}")
+            raise
+        if self.settled:
+            self._announce()
+
+    def _agree_on_owed(self) -> None:
+        def gather(mine: Tensor) -> list[Tensor]:
+            mine = mine.to(self.device)
+            found: list[Tensor] = self.call("what is owed", lambda group: group.all_gather(mine).wait(self.timeout_s))
+            return found
+
+        self.lanes.agree_on_owed(gather)
+
+    def _adopt(self, plan: Plan) -> None:
+        self.plan = plan
+        self.lanes = Lanes()  # the old buckets' memory is free before the new ones take theirs
+        self.lanes = self._lanes_of(plan)
+
+    def _lanes_of(self, plan: Plan) -> Lanes:
+        """Its buckets at run time; on all ranks at once, as schemes may make groups."""
+        lanes = Lanes(
+            Lane.make(bucket.bucket(self.specs), bucket.make_scheme(), self._templates, self.device, self.group)
+            for bucket in plan.buckets
+        )
+        if self._other_core is None and lanes.offload:
+            self._other_core = JobThread("gradsync offload", self.device, torch_threads=1)
+        return lanes
+
+    def _record(self, running: Synchronization, backward_ended_s: float) -> None:
+        ended_s = time.perf_counter() - running.began_s
+        self._timeline = [Task("backward", "compute", 0.0, backward_ended_s), *running.tasks]
+        self._timeline.append(Task("wait", "wait", backward_ended_s, ended_s))
+        self._ready_s = dict(running.ready_s)
+        for lane in self.lanes:
+            lane.record(running.tasks, backward_ended_s, ended_s)
+
+    def _announce(self) -> None:
+        for line in self.words():
+            logger.info("%s", line)
+
+
+def _said(error: BaseException) -> str:
+    """The error's text, or its name where it has none, as an interruption."""
+    return str(error) or type(error).__name__

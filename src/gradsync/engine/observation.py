@@ -1,0 +1,161 @@
+"""What a step shows of the gradients: the order in which they become ready, their layouts, their rows, their zeros.
+
+Every rank sees its own; `Observer.share` reduces it, so that all ranks know the same and plan alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..tensors.bucket import TensorSpec
+from ..tensors.density import (
+    FEWEST_SAMPLED,
+    DensityProfile,
+    ParameterProfile,
+    ZeroSample,
+    denser,
+    profile_sample,
+    rows_sampled,
+)
+from ..tensors.gradients import Gradients, RowGradients
+
+NEVER_READY = 1 << 40  # position of a parameter that rank 0 did not use in the observed step
+UNKNOWN = -1
+LOOKS = 2  # at a dense gradient before it is taken for sparse: the first step's zeros may be those of initial weights
+
+
+class Observer:
+    """Watches one rank's steps; `profiles` holds what all ranks know of each parameter."""
+
+    def __init__(self, specs: Mapping[str, TensorSpec], sparse_names: Iterable[str] = ()) -> None:
+        announced = set(sparse_names)
+        self.profiles = {n: ParameterProfile(n, spec, sparse=n in announced) for n, spec in specs.items()}
+        self._arrivals: dict[str, bool] = {}  # parameters in the order they became ready -> sparse layout
+        self._samples: dict[str, ZeroSample] = {}
+        self._looks = 0
+
+    def begin(self) -> None:
+        """A new step: nothing is ready."""
+        self._arrivals.clear()
+        self._samples.clear()
+
+    def arrived(self, name: str, *, sparse: bool) -> None:
+        """The parameter's gradient is ready, in this layout."""
+        self._arrivals[name] = sparse
+
+    def look(self, name: str, gradient: Tensor) -> None:
+        """Samples a gradient that is ready, before it is exchanged."""
+        if gradient.layout is torch.strided and name in self._sampled_names():
+            self._samples[name] = ZeroSample.of(gradient)
+
+    def layout_is_sparse(self, name: str) -> bool:
+        """The layout in which the gradient came in this step here, else as the ranks agreed."""
+        return self._arrivals.get(name, self.profiles[name].sparse)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the rows of every sparse table are known. One that no module announced travels dense at first."""
+        sampled = [self.profiles[name] for name in self._sampled_names()]
+        if self._looks < LOOKS and any(p.found or p.elements is None for p in sampled):
+            return False
+        return all(p.density is not None for p in self.profiles.values() if p.sparse)
+
+    @property
+    def sparsity_known(self) -> bool:
+        """Whether there are sparse gradients, or dense ones found to be sparse, and their densities are known."""
+        return any(p.found or (p.sparse and p.density is not None) for p in self.profiles.values())
+
+    def share(self, gradients: Callable[[str], Gradients], gather: Callable[[Tensor], list[Tensor]]) -> None:
+        """Replaces the profiles by what the finished step showed on all ranks; collective.
+
+        `gradients(name)` is the memory that holds the parameter; `gather` hands a tensor to all ranks and returns
+        everybody's, by rank.
+        """
+        if not self.profiles:
+            return
+        positions = {name: position for position, name in enumerate(self._arrivals)}
+        numbers = {name: number for number, name in enumerate(self.profiles)}
+        mine = torch.tensor([self._seen(name, positions, numbers, gradients(name)) for name in self.profiles])
+        table = torch.stack([part.cpu().view(mine.shape) for part in gather(mine.flatten())])
+        sampled = self._share_samples(gather)
+        before = self.profiles
+        self.profiles = {
+            name: _reduced(profile, table[:, index]) for index, (name, profile) in enumerate(before.items())
+        }
+        self._looks += 1
+        # At first what was once found full must be expected to be full again; later the last look counts.
+        of_two = denser if self._looks <= LOOKS else _latest
+        for name, found in sampled.items():
+            profile = self.profiles[name]
+            if not profile.sparse:
+                rows, elements = map(of_two, found, (before[name].density, before[name].elements))
+                exact = profile.density  # of one that travelled as a table already
+                self.profiles[name] = replace(profile, density=rows if exact is None else exact, elements=elements)
+
+    def _sampled_names(self) -> list[str]:
+        """Parameters whose dense gradients are worth a look; the same on every rank."""
+        return [n for n, p in self.profiles.items() if not p.sparse and p.tensor.numel >= FEWEST_SAMPLED]
+
+    def _share_samples(
+        self, gather: Callable[[Tensor], list[Tensor]]
+    ) -> dict[str, tuple[DensityProfile | None, DensityProfile | None]]:
+        """What all ranks' samples say of each sampled parameter's rows and elements; a bit a sample travels."""
+        names = self._sampled_names()
+        if not names:
+            return {}
+        specs = [self.profiles[name].tensor for name in names]
+        mine = [self._samples.get(name) or ZeroSample.unused(spec) for name, spec in zip(names, specs, strict=True)]
+        bits = torch.cat([part for sample in mine for part in (sample.rows, sample.elements)])
+        packed = gather(torch.from_numpy(np.packbits(bits.numpy())))
+        counts = torch.tensor([[sample.num_rows, sample.num_elements] for sample in mine])
+        counted = torch.stack([part.cpu().view(counts.shape) for part in gather(counts.flatten())])
+        ranks = torch.stack([torch.from_numpy(np.unpackbits(p.cpu().numpy(), count=len(bits))).bool() for p in packed])
+        parts = ranks.split([len(part) for sample in mine for part in (sample.rows, sample.elements)], dim=1)
+        result = {}
+        seen = list(zip(names, specs, parts[::2], parts[1::2], strict=True))
+        for place, (name, spec, rows, elements) in enumerate(seen):
+            by_row = profile_sample(rows, counted[:, place, 0], spec.num_rows) if rows_sampled(spec) else None
+            if by_row is not None:
+                first = next(n for n, s, r, _ in seen if s.num_rows == spec.num_rows and torch.equal(r, rows))
+                by_row = replace(by_row, pattern=f"as sampled in {first if by_row.densification else name}")
+            result[name] = by_row, profile_sample(elements, counted[:, place, 1], spec.numel)
+        return result
+
+    def _seen(
+        self, name: str, positions: Mapping[str, int], numbers: Mapping[str, int], gradients: Gradients
+    ) -> tuple[int, ...]:
+        """(place in ready order, sparse layout, rows of mine, rows of the sum, first parameter with the same rows).
+
+        Of one parameter; -1: not known.
+        """
+        layout = int(self._arrivals[name]) if name in positions else UNKNOWN
+        rows, union, first = UNKNOWN, UNKNOWN, UNKNOWN
+        if isinstance(gradients, RowGradients):
+            rows, union = gradients.rows(name), gradients.union_rows(name)
+            first = numbers[gradients.first_with_rows_of(name)]
+        return positions.get(name, NEVER_READY), layout, rows, union, first
+
+
+def _latest(seen: DensityProfile | None, before: DensityProfile | None) -> DensityProfile | None:
+    return before if seen is None else seen
+
+
+def _reduced(before: ParameterProfile, seen: Tensor) -> ParameterProfile:
+    """One parameter's profile from what each rank saw; (ranks, 5) int64, columns as `Observer._seen` says."""
+    layouts = set(seen[:, 1].tolist()) - {UNKNOWN}
+    sparse = 1 in layouts if layouts else before.sparse
+    density = None
+    if int(seen[0, 2]) != UNKNOWN:
+        size = len(seen)
+        rows, union = float(seen[:, 2].double().mean()), float(seen[0, 3])
+        growth = {size: union / rows} if rows > 0 and size > 1 else {}
+        most_rows = float(seen[:, 2].max())
+        density = DensityProfile(before.tensor.num_rows, rows, growth, str(int(seen[0, 4])), most_rows)
+    if density is not None and density.rows == 0:  # a step that did not use the table says nothing of the next one
+        density = before.density or density
+    return ParameterProfile(before.name, before.tensor, sparse, density, position=int(seen[0, 0]))

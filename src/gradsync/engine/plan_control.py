@@ -1,0 +1,369 @@
+"""Which plan runs: when the planner is asked, what it is told, and that all ranks go by the same plan.
+
+The first plan is made of what is known of the model. After the first step, at times the second, the planner is asked
+again, with what these showed on all ranks: readiness order, layouts, densities. If it then returns several plans, the
+best guess first, each runs for some steps and the fastest stays (`trial.py`). A planner that measured the network is
+asked again while training goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from ..comm import Group
+from ..costs.cost_model import CostModel
+from ..plans.plan import Plan, What
+from ..plans.profile import Profile
+from ..tensors.density import ParameterProfile
+from .bucket_run import Lanes
+from .drift import Drift
+from .observation import Observer
+from .trial import Trial, slowest
+
+logger = logging.getLogger(__name__)
+
+Planner = Callable[[Sequence[ParameterProfile], int], Plan | Sequence[Plan]]
+Call = Callable[[str, Callable[[Group], Any]], Any]  # `Engine.call`
+
+# A table that no module announced travels dense at first, and so do dense gradients with many zeros: their rows show in
+# the second step.
+MAX_OBSERVATIONS = 2
+LOOK_AGAIN_STEPS = 499  # a prime: what alternates from step to step is not always met in the same state
+ASK_AGAIN_STEPS = 8  # while another model is measured; to ask takes a small exchange
+
+
+class Follows(Enum):
+    """What a planner answers that is to measure a job."""
+
+    NO = auto()  # the plan stays
+    LATER = auto()  # another job is measured: it is to be asked again
+    NOW = auto()  # the coming steps are measured
+
+
+@runtime_checkable
+class ProposingPlanner(Protocol):
+    """A planner that measures the job while its first steps run by another plan, and then proposes plans for it."""
+
+    def __call__(self, profiles: Sequence[ParameterProfile], world_size: int) -> Plan | Sequence[Plan]: ...
+
+    settings: str  # what may be proposed: the plan of a checkpoint is gone on with under the same
+
+    def follow(self, engine: Any) -> Follows:
+        """Begins to measure, or not, as all ranks agree; ends with `engine.propose(plans)`, on all ranks at once."""
+
+    def resume(self, engine: Any, profile: Profile) -> None:
+        """The engine goes on with a plan that was made by this profile: nothing more is measured of it for now."""
+
+    def close(self, engine: Any) -> None:
+        """The engine is closed: nothing more is measured of it."""
+
+    def profile_of(self, engine: Any) -> Profile | None:
+        """What the plans for this engine were made by, once the job was measured."""
+
+
+@runtime_checkable
+class RevisingPlanner(Protocol):
+    """A planner that knows the network it plans for, and is asked again while training runs.
+
+    It is asked again if it has measured the network; it is told to where the first steps show sparse gradients, and
+    where nodes have several ranks.
+    """
+
+    cost: CostModel | None  # once measured
+
+    def __call__(self, profiles: Sequence[ParameterProfile], world_size: int) -> Plan | Sequence[Plan]: ...
+
+    def measure(self, group: Group, timeout_s: float) -> None:
+        """Called on all ranks at once, before the first plan that depends on what gradients look like."""
+
+    def revise(self, plan: Plan, before: Sequence[ParameterProfile], now: Sequence[ParameterProfile]) -> Plan:
+        """The plan to go on with, the same on all ranks; `before` is what was known when the plan was made."""
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """The plan that a checkpoint's job had come to, and what goes with it."""
+
+    plan: Plan
+    profile: Profile
+    usual_step_s: float | None  # as drift counts; None: it is to be seen
+
+    def __str__(self) -> str:
+        measured = hashlib.sha256(f"{self.profile.digest} {self.usual_step_s}".encode()).hexdigest()
+        return f"plan {self.plan.digest[:12]} by measurement {measured[:12]}"
+
+
+class Planning:
+    """Decides after each step on `plan`, that of the next one, by what `observer` saw; a given `Plan` stays."""
+
+    def __init__(
+        self,
+        plan: Plan | Planner,
+        observer: Observer,
+        group: Group,
+        call: Call,
+        *,
+        device: torch.device,
+        timeout_s: float,
+    ) -> None:
+        self._planner = None if isinstance(plan, Plan) else plan
+        self._reviser = plan if isinstance(plan, RevisingPlanner) else None
+        self._proposer = plan if isinstance(plan, ProposingPlanner) else None
+        self._follows = Follows.NO  # else plans are going to be proposed
+        self._steps_to_ask = 0
+        self._drift = Drift()
+        self._observer = observer
+        self._group = group  # to be talked to by `call` only
+        self._call = call
+        self._device = device
+        self._timeout_s = timeout_s
+        self._observations_left = 0 if isinstance(plan, Plan) else MAX_OBSERVATIONS
+        self._steps_to_look = LOOK_AGAIN_STEPS
+        self._trial: Trial[Plan] | None = None
+        self._known_to_plan: list[ParameterProfile] = []  # when the plan was made
+        self.plan = plan if isinstance(plan, Plan) else self._planned()[0]
+        self._check(self.plan)
+
+    @property
+    def settled(self) -> bool:
+        """Whether the first steps have decided what they decide."""
+        return self._trial is None and not self._observations_left and self._follows is Follows.NO
+
+    @property
+    def looks(self) -> bool:
+        """Whether this step shows what gradients look like."""
+        return self._observations_left > 0 or self._steps_to_look == 1
+
+    @property
+    def on_trial(self) -> list[Plan]:
+        """Plans that are tried at present, the best guess first."""
+        return [] if self._trial is None else self._trial.candidates
+
+    @property
+    def measured_cost(self) -> CostModel | None:
+        """What the planner measured the network to be."""
+        return None if self._reviser is None else self._reviser.cost
+
+    def step_ended(self, lanes: Lanes) -> None:
+        """A step by `plan` is over, in these lanes; collective when the ranks have something to decide.
+
+        Raises:
+            ValueError: for a plan that is not for this model.
+            RuntimeError: on all ranks, when they made different plans.
+        """
+        if self._observations_left:
+            self._observe(lanes)
+        elif self._trial is not None:
+            self._try(self._trial)
+        elif self._reviser is not None and self._reviser.cost is not None:
+            self._look_again(self._reviser, lanes)
+
+    def follow(self, engine: Any) -> None:
+        """Lets the planner measure the job, if it is one that proposes plans; called with the engine that runs it."""
+        if self._proposer is not None:
+            self._follows = self._proposer.follow(engine)
+            self._steps_to_ask = ASK_AGAIN_STEPS
+
+    def asks_again(self) -> bool:
+        """Counts a step; whether it is time to ask again a planner that was to measure the job later."""
+        if self._follows is not Follows.LATER:
+            return False
+        self._steps_to_ask -= 1
+        return self._steps_to_ask == 0
+
+    def close(self, engine: Any) -> None:
+        """No further step of this engine comes."""
+        if self._proposer is not None:
+            self._proposer.close(engine)
+
+    def profile_of(self, engine: Any) -> Profile | None:
+        """What the plan was made by, where the job was measured for it."""
+        return None if self._proposer is None else self._proposer.profile_of(engine)
+
+    def state_of(self, engine: Any) -> dict[str, Any] | None:
+        """What `resumption` takes beside the plan, of text and numbers; None while no measurement has led to one."""
+        profile = self.profile_of(engine)
+        if self._proposer is None or profile is None or not self.settled:
+            return None
+        settings, usual_step_s = self._proposer.settings, self._drift.usual_s
+        return {"profile": profile.to_json(), "settings": settings, "usual_step_s": usual_step_s}
+
+    def resumption(self, state: Mapping[str, Any]) -> Resumption | None:
+        """How to go on with the plan of an engine's `state_dict`; None where this job is to be planned for anew.
+
+        Raises:
+            ValueError: for what `state_dict` did not give.
+        """
+        saved = state.get("planned")
+        if self._proposer is None or saved is None:
+            return None
+        if not isinstance(saved, Mapping) or set(saved) != {"profile", "settings", "usual_step_s"}:
+            raise ValueError(f"the state's 'planned' is not what state_dict() gave: got {str(saved)[:80]}")
+        usual_step_s = saved["usual_step_s"]
+        if usual_step_s is not None and not (isinstance(usual_step_s, float) and usual_step_s > 0):
+            raise ValueError(f"the state's usual_step_s must be a number of seconds above 0, got {usual_step_s!r}")
+        profile = Profile.from_json(saved["profile"])
+        if why := self._why_anew(profile, saved["settings"]):
+            logger.info("the saved plan is not gone on with: %s", why)
+            return None
+        plan = Plan.from_json(state["plan"])
+        self._check(plan)
+        return Resumption(plan, profile, usual_step_s)
+
+    def resume(self, engine: Any, resumption: Resumption) -> None:
+        """Goes on with the plan of a checkpoint, from the coming step on, as if the first steps had led to it."""
+        assert self._proposer is not None
+        self._proposer.resume(engine, resumption.profile)
+        self._observer.profiles = {p.name: p for p in resumption.profile.parameter_profiles()}
+        self._follows, self._observations_left, self._trial = Follows.NO, 0, None
+        self._drift = Drift(resumption.usual_step_s)
+        self._switch_to(resumption.plan)
+
+    def propose(self, plans: Sequence[Plan]) -> None:
+        """Plans for the steps from now on, the best guess first: they are tried, and the fastest stays. Collective.
+
+        Raises:
+            ValueError: for a plan that is not for this model.
+            RuntimeError: on all ranks, when they propose different plans.
+        """
+        for plan in plans:
+            self._check(plan)
+        self._require_same(plans)
+        self._follows, self._observations_left = Follows.NO, 0
+        self._trial = Trial(plans) if len(plans) > 1 else None
+        self._drift = Drift()
+        self._switch_to(plans[0])
+
+    def drifted(self, seconds: float) -> bool:
+        """Counts a step of a plan that stays, from its begin to its last gradient; whether the job has changed.
+
+        Collective when it is time for a look.
+        """
+        if self._proposer is None or not self.settled or not self._drift.step_ended(seconds):
+            return False
+        medians_s = self._gather("times of steps", torch.tensor([self._drift.median_s], dtype=torch.float64))
+        return self._drift.judge(max(float(part) for part in medians_s))
+
+    def step_passed(self) -> None:
+        """A step is over that was not as others are: it says nothing of the plan."""
+        if self._trial is not None:
+            self._trial.interrupt()
+
+    def _why_anew(self, profile: Profile, settings: str) -> str:
+        """Why a plan that was made by this profile is not for this job; "" if it is."""
+        assert self._proposer is not None
+        if settings != self._proposer.settings:
+            return "it was made under other constraints"
+        try:
+            profile.check({name: known.tensor for name, known in self._observer.profiles.items()}, self._group.size)
+        except ValueError as error:
+            return str(error)
+        if profile.nodes != self._group.placement.nodes:
+            return f"its ranks were on the nodes {profile.nodes}, these are on {self._group.placement.nodes}"
+        if profile.device != self._device.type:
+            return f"it was measured on {profile.device}, gradients are on {self._device.type}"
+        return ""
+
+    def _observe(self, lanes: Lanes) -> None:
+        """Reduces what a first step showed over the ranks, and makes the plans that all of them now make."""
+        self._share("first observations", lanes)
+        self._observations_left = 0 if self._observer.complete else self._observations_left - 1
+        to_measure = self._observer.sparsity_known or self._group.placement.is_hierarchy
+        if (reviser := self._reviser) is not None and reviser.cost is None and to_measure:
+            self._call("measurement of the network", lambda group: reviser.measure(group, self._timeout_s))
+        plans = self._planned()
+        self._require_same(plans)
+        if self._observations_left == 0 and len(plans) > 1:
+            self._trial = Trial(plans)
+        self._switch_to(plans[0])
+
+    def _try(self, trial: Trial[Plan]) -> None:
+        """Counts a step of a trial; at its end the ranks agree on the fastest plan."""
+        if not trial.step_ended(time.perf_counter()):
+            return
+        if not trial.done:
+            self._switch_to(trial.current)
+            return
+        medians_s = self._gather("times of a trial", torch.tensor(trial.medians_s, dtype=torch.float64))
+        times_s = slowest([part.tolist() for part in medians_s])
+        if trial.run_off(times_s):
+            self._switch_to(trial.current)
+            return
+        self._trial = None
+        best = trial.fastest(times_s)
+        for number, (plan, time_s) in enumerate(zip(trial.candidates, times_s, strict=True)):
+            verdict = "kept" if number == best else "left"
+            logger.info("tried a plan of %d buckets: %.1f ms a step, %s", len(plan.buckets), time_s * 1e3, verdict)
+        self._switch_to(trial.candidates[best])
+
+    def _look_again(self, reviser: RevisingPlanner, lanes: Lanes) -> None:
+        """From time to time: reduces what the step showed over the ranks, who go on by the plan that fits it."""
+        self._steps_to_look -= 1
+        if self._steps_to_look > 0:
+            return
+        self._steps_to_look = LOOK_AGAIN_STEPS
+        self._share("observations", lanes)
+        plan = reviser.revise(self.plan, self._known_to_plan, self._known())
+        self._check(plan)
+        self._require_same([plan])
+        if plan.digest != self.plan.digest:
+            logger.info("gradients look different now; the plan is revised")
+            self._known_to_plan = self._known()
+            self._switch_to(plan)
+
+    def _planned(self) -> list[Plan]:
+        """What the planner makes of what is known now: the plans worth trying, the best guess first."""
+        assert self._planner is not None
+        self._known_to_plan = self._known()
+        made = self._planner(self._known_to_plan, self._group.size)
+        plans = [made] if isinstance(made, Plan) else list(made)
+        if not plans:
+            raise ValueError("the planner made no plan; it must return a Plan, or a list of at least one")
+        for plan in plans:
+            self._check(plan)
+        return plans
+
+    def _known(self) -> list[ParameterProfile]:
+        return list(self._observer.profiles.values())
+
+    def _check(self, plan: Plan) -> None:
+        plan.check({name: profile.tensor for name, profile in self._observer.profiles.items()}, self._group.size)
+        if self._planner is not None and plan.what is not What.GRADIENT:
+            raise ValueError("the planner made a plan of parameters; give such a plan itself to attach()")
+
+    def _switch_to(self, plan: Plan) -> None:
+        """An equal plan is no other one: what runs by it goes on."""
+        if plan.digest != self.plan.digest:
+            self.plan = plan
+
+    def _share(self, what: str, lanes: Lanes) -> None:
+        for lane in lanes:
+            lane.close_prediction(self._observer.profiles)
+        self._observer.share(lambda name: lanes.of(name)[0].gradients, lambda mine: self._gather(what, mine))
+
+    def _require_same(self, plans: Sequence[Plan]) -> None:
+        """A planner that is not deterministic would make the ranks wait for each other: raises on all of them."""
+        digests = [plan.digest for plan in plans]
+        mine = torch.tensor(list(hashlib.sha256(" ".join(digests).encode()).digest()), dtype=torch.uint8)
+        everyone = [part.tolist() for part in self._gather("digest of the new plans", mine)]
+        other = next((rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]), None)
+        if other is not None:
+            raise RuntimeError(
+                f"the plans made after this step differ: rank {other} has made others than rank 0 (here: "
+                f"{', '.join(digest[:12] for digest in digests)}); a planner must depend on nothing but its arguments"
+            )
+
+    def _gather(self, what: str, mine: Tensor) -> list[Tensor]:
+        """Hands a small tensor to all ranks; returns everybody's, by rank."""
+        buffer = mine.to(self._device)
+        parts: list[Tensor] = self._call(what, lambda group: group.all_gather(buffer).wait(self._timeout_s))
+        return parts

@@ -1,0 +1,307 @@
+"""Before anything is synchronised: every rank examines its model, and all agree on it or all raise.
+
+No rank may find out alone that something is wrong, or the others would wait for it; so findings are exchanged first, as
+digests and text (never pickled objects), and raised together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import zip_longest
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]  # a class of torch that its stub lacks
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..comm import Group, LocalGroup, gather_bytes, torch_group
+from ..engine.engine import Engine
+from ..engine.guard import Verification
+from ..engine.plan_control import Planner
+from ..optim.momentum import OneMomentum
+from ..planner import default_plan
+from ..plans.plan import Plan
+from ..tensors.bucket import TensorSpec, describe_specs, matches, trainable_parameters
+from ..tuning.default import MeasuringPlanner
+from .buffers import describe_buffers, why_not_broadcast
+from .wrappers import warn_if_alone, why_not_alone
+
+T = TypeVar("T")
+
+DEFAULT_TIMEOUT_S = 600.0
+
+_attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_attached_parameters = WeakIdKeyDictionary()  # two engines that write one gradient would race
+
+
+def agreed_engine(
+    model: nn.Module,
+    plan: Plan | Planner | None,
+    process_group: dist.ProcessGroup | None,
+    timeout_s: float,
+    exclude: Sequence[str] = (),
+    settings: str = "",
+    optimizer: Optimizer | None = None,
+    refusal: str = "",
+    also: Mapping[str, Tensor] | None = None,
+    *,
+    in_backward: bool = False,
+    verification: Verification,
+) -> tuple[Engine, dict[str, nn.Parameter]]:
+    """An engine for the model's parameters, on all ranks or on none; and these parameters by name.
+
+    `settings` are the caller's, in words; they must be the same on all ranks. `refusal`: what is wrong with them here.
+    `also`: what else the engine has, by other names. `verification`: how ranks compare parameters, from then on.
+    `in_backward`: all ranks are inside one, as DDP's hook is.
+
+    Raises:
+        RuntimeError, ValueError: as `gradsync.attach` says.
+    """
+    group = group_of(process_group, timeout_s)
+    warn_if_alone(process_group)
+    engines: list[Engine] = []
+    if plan is None:
+        # Measurements and trials let timing decide on the order of sums.
+        plan = default_plan if torch.are_deterministic_algorithms_enabled() else MeasuringPlanner()
+
+    settings, refusal = f"{settings}, {verification}", refusal or verification.refusal
+
+    def build() -> Engine:
+        sparse_names = _sparse_tables(unwrapped(model))
+        engines.append(
+            Engine(
+                {**parameters, **(also or {})},
+                group,
+                plan,
+                timeout_s=timeout_s,
+                sparse_names=sparse_names,
+                verification=verification,
+            )
+        )
+        if optimizer is not None:
+            OneMomentum(parameters).check(engines[0].plan, optimizer)
+        return engines[0]
+
+    try:
+        examine = partial(_examine, model, plan, exclude, group.size, refusal, also or {}, in_backward)
+        parameters = _agree(group, examine, partial(_texts, model, plan, exclude, settings), timeout_s)
+        engine = _agree(group, build, lambda engine: {"plans": engine.plan.to_json()}, timeout_s)
+        engine.follow()
+    except BaseException:
+        if engines:
+            engines[0].close()
+        else:
+            group.close()
+        raise
+    _attached.update(model.modules())
+    _attached_parameters.update({p: True for p in parameters.values()})
+    return engine, parameters
+
+
+def group_of(process_group: dist.ProcessGroup | None, timeout_s: float) -> Group:
+    """The ranks to agree with, and to talk to from then on."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed is not initialised; call torch.distributed.init_process_group() first "
+            "(torchrun sets the environment it needs); where a framework does that, attach after it, to the model that "
+            "it has wrapped (Lightning: gradsync.attach(self.trainer.strategy.model) in on_fit_start)"
+        )
+    if dist.get_rank(process_group) < 0:
+        raise RuntimeError("this rank is not a member of process_group; call attach() on its members only")
+    if dist.get_world_size(process_group) == 1:
+        return LocalGroup.world(1)[0]
+    return torch_group(process_group, timeout_s=timeout_s)
+
+
+def forget(modules: Iterable[nn.Module], parameters: Iterable[Tensor]) -> None:
+    """The model may be attached again."""
+    for module in modules:
+        _attached.discard(module)
+    for parameter in parameters:
+        _attached_parameters.pop(parameter, None)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's own model: inside of DistributedDataParallel, else the model itself."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def _examine(
+    model: nn.Module,
+    plan: Plan | Planner,
+    exclude: Sequence[str],
+    world_size: int,
+    refusal: str,
+    also: Mapping[str, Tensor],
+    in_backward: bool,
+) -> dict[str, nn.Parameter]:
+    """The parameters to synchronise; raises for whatever is wrong on this rank."""
+    if refusal:
+        raise ValueError(refusal)
+    if any(module in _attached for module in model.modules()):
+        raise RuntimeError("gradsync is attached to this model, or to a part of it, already; call detach() on it first")
+    if not isinstance(plan, Plan) and not callable(plan):
+        raise TypeError(
+            f"plan must be a Plan (see Plan.load), a function that makes one, 'auto', or None; got {plan!r}"
+        )
+    if not in_backward and torch._C._current_graph_task_id() != -1:
+        raise RuntimeError("attach() was called during backward; call it before the forward of a step")
+    if any("FullyShardedDataParallel" in c.__name__ or c.__name__ == "FSDPModule" for c in _classes(model)):
+        raise RuntimeError("FSDP models are not supported yet: FSDP synchronises its gradients itself")
+    inner = unwrapped(model)
+    names = [name for name, _ in (*inner.named_parameters(), *inner.named_buffers())]
+    for pattern in exclude:
+        if not any(matches(name, [pattern]) for name in names):
+            raise ValueError(f"exclude names {pattern!r}, which no parameter or buffer of the model matches")
+    _require_values(inner, exclude)
+    parameters = {n: p for n, p in trainable_parameters(inner).items() if not matches(n, exclude)}
+    for name, parameter in parameters.items():
+        if parameter in _attached_parameters:
+            raise RuntimeError(f"{name!r} is shared with a model that gradsync is attached to already; exclude it here")
+        if parameter.is_complex():
+            raise ValueError(f"{name!r} is complex ({parameter.dtype}), which is not supported; exclude it")
+        if type(parameter.data).__name__ == "DTensor":
+            raise RuntimeError(f"{name!r} is a DTensor (FSDP2 or tensor parallel), which is not supported yet")
+    for name, buffer in buffers_of(model, exclude).items():
+        if why := why_not_broadcast(name, buffer):
+            raise ValueError(why)
+    if why := why_not_alone(model, parameters):
+        raise RuntimeError(why)
+    devices = {str(p.device) for p in parameters.values()}
+    if len(devices) > 1:
+        raise ValueError(f"the parameters sit on several devices, {', '.join(sorted(devices))}; one is supported")
+    if isinstance(plan, Plan):
+        plan.check({name: TensorSpec.of(p) for name, p in {**parameters, **also}.items()}, world_size)
+    return parameters
+
+
+def _require_values(model: nn.Module, exclude: Sequence[str]) -> None:
+    """Raises for parameters, frozen ones among them, that have no values to synchronise, or are sparse themselves."""
+    for name, parameter in model.named_parameters():
+        if matches(name, exclude):
+            continue
+        if isinstance(parameter, UninitializedTensorMixin):
+            raise RuntimeError(
+                f"{name!r} is not initialised yet, as its lazy module has seen no input: run a forward with an input "
+                "like those of training on every rank, then attach"
+            )
+        if parameter.is_meta:
+            raise RuntimeError(
+                f"{name!r} is on the meta device and has no values: call model.to_empty(device=...) and initialise or "
+                "load the parameters, then attach"
+            )
+        if parameter.layout is not torch.strided:
+            raise ValueError(
+                f"{name!r} is a sparse parameter (layout {parameter.layout}), which is not supported: make it dense "
+                "(only gradients may be sparse, as of nn.Embedding(sparse=True)), or exclude it"
+            )
+
+
+def buffers_of(model: nn.Module, exclude: Sequence[str]) -> dict[str, Tensor]:
+    """The buffers that gradsync makes rank 0's on all ranks, by name; DDP sends its own."""
+    if isinstance(model, DistributedDataParallel):
+        return {}
+    return {name: buffer for name, buffer in model.named_buffers() if not matches(name, exclude)}
+
+
+def exclusions(model: nn.Module, exclude: Sequence[str], *, has_buffers: bool = True) -> tuple[str, ...]:
+    """The names and patterns of `exclude`, and the names that DDP is told to ignore (torch's own API for it).
+
+    Unless `has_buffers`, the names of all buffers, too.
+    """
+    if isinstance(model, DistributedDataParallel):
+        # DDP compares the name "." + key with those of parameters that belong to the outermost module itself.
+        ignored = {name for name in model.parameters_to_ignore if "." in name}
+    else:
+        ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    inner = unwrapped(model)
+    buffers = [name for name, _ in inner.named_buffers()]
+    names = [*(name for name, _ in inner.named_parameters()), *buffers]
+    found = [name for name in names if name in ignored]
+    return (*exclude, *found, *(() if has_buffers else buffers))
+
+
+def _texts(
+    model: nn.Module,
+    plan: Plan | Planner,
+    exclude: Sequence[str],
+    settings: str,
+    parameters: dict[str, nn.Parameter],
+) -> dict[str, str]:
+    """What the ranks compare before anything is built, in words."""
+    inner = unwrapped(model)
+    others = {n: p for n, p in inner.named_parameters() if n not in parameters and not matches(n, exclude)}
+    lines = describe_specs({name: TensorSpec.of(p) for name, p in parameters.items()})
+    # Gradients are summed as they lie in memory, so channels-last on one rank only would add up the wrong elements.
+    lines += [f"{name}: strides {p.stride()}" for name, p in parameters.items() if not p.is_contiguous()]
+    lines += [f"{line} (frozen)" for line in describe_specs({n: TensorSpec.of(p) for n, p in others.items()})]
+    lines += [f"{line} (buffer)" for line in describe_buffers(buffers_of(model, exclude))]
+    plan_text = plan.to_json() if isinstance(plan, Plan) else f"made by {_planner_name(plan)}"
+    return {"models": "\n".join(lines), "plans": plan_text, "settings of attach": settings}
+
+
+def _agree(group: Group, make: Callable[[], T], describe: Callable[[T], dict[str, str]], timeout_s: float) -> T:
+    """`make()` on every rank; returns it if all succeeded and describe it alike, else raises on every rank."""
+    problem: Exception | None = None
+    words: dict[str, str] = {}
+    try:
+        made = make()
+        words = describe(made)
+    except Exception as error:  # told to all, then raised
+        problem = error
+    digests = [hashlib.sha256(text.encode()).hexdigest() for text in words.values()]
+    texts = gather_texts(group, f"error {problem}" if problem else " ".join(["ready", *digests]), timeout_s)
+    if problem is not None:
+        raise problem
+    for rank, text in enumerate(texts):
+        if text.startswith("error "):
+            raise RuntimeError(f"rank {rank} could not attach: {text.removeprefix('error ')}")
+    if len(set(texts)) > 1:
+        everyone = {what: gather_texts(group, mine, timeout_s) for what, mine in words.items()}
+        raise ValueError(_first_difference(everyone))
+    return made
+
+
+def gather_texts(group: Group, text: str, timeout_s: float) -> list[str]:
+    """Every rank's text, by rank."""
+    return [content.decode() for content in gather_bytes(group, text.encode() or b" ", timeout_s)]
+
+
+def _first_difference(everyone: dict[str, list[str]]) -> str:
+    """Which two ranks differ first, in what: the same text on every rank."""
+    what = next(what for what, texts in everyone.items() if len(set(texts)) > 1)
+    texts = everyone[what]
+    rank = next(rank for rank, text in enumerate(texts) if text != texts[0])
+    pair = [hashlib.sha256(texts[r].encode()).hexdigest()[:12] for r in (0, rank)]
+    lines = zip_longest(texts[0].splitlines(), texts[rank].splitlines(), fillvalue="(nothing)")
+    at, first, second = next((i, a.strip(), b.strip()) for i, (a, b) in enumerate(lines) if a != b)
+    return (
+        f"the {what} differ between the ranks: rank 0 has {pair[0]}, rank {rank} has {pair[1]}; first "
+        f"difference, line {at + 1}: rank 0 has {first!r}, rank {rank} has {second!r}"
+    )
+
+
+def _planner_name(planner: Planner) -> str:
+    """The same on every rank, unlike a `repr` with an address."""
+    function = planner.func if isinstance(planner, partial) else planner
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+def _classes(model: nn.Module) -> set[type]:
+    return {c for module in model.modules() for c in type(module).__mro__}
+
+
+def _sparse_tables(model: nn.Module) -> frozenset[str]:
+    """Names of embedding tables that announce sparse gradients."""
+    return frozenset(
+        f"{prefix}.weight" if prefix else "weight"
+        for prefix, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+    )

@@ -1,0 +1,530 @@
+"""Our own autograd front-end: `loss.backward()` returns with synchronised gradients.
+
+A hook on every parameter's accumulation node, which runs behind all hooks that users put on the parameter, tells the
+engine that the gradient is ready; a callback that autograd runs at the end of backward waits for the rest and puts the
+results into `param.grad`. Semantics are DDP's with `find_unused_parameters=True`: a gradient that no rank produced is
+left as it is, one that only this rank lacks counts as zero here.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence, Set, Sized
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from ..engine.engine import Engine
+from ..engine.step_listener import active
+from ..optim.freezing import Freezing
+from ..optim.momentum import OneMomentum
+from ..plans.plan import Plan
+from ..tensors.bucket import Layout, matches
+from ..tensors.gradient_views import GradientViews
+from .buffers import Buffers
+from .model_changes import Changes
+from .torch_hooks import (
+    REENTRANT,
+    AccumulationHook,
+    Hook,
+    ModelHook,
+    OptimizerRounds,
+    OptimizerStep,
+    after_optimizer_steps,
+    at_end_of_backward,
+    before_optimizer_steps,
+    is_backward,
+    is_nested_backward,
+    never_compiled,
+    outside_of_transforms,
+    uncompiled,
+)
+from .uneven import UnevenInputs, broadcast_from
+
+OwnGradients = tuple[dict[str, Tensor | None], set[str]]  # by name, and those that were accumulated locally
+
+UNUSED = (
+    "Expected to have finished reduction in the prior iteration before starting a new one: the module has parameters "
+    "that were not used in producing loss. Allow that by passing the keyword argument `find_unused_parameters=True`, "
+    "and make sure that all `forward` function outputs participate in calculating loss."
+)
+
+
+class AutogradHooks:
+    """Ties an engine to the parameters of one model, until `remove`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        engine: Engine,
+        *,
+        optimizer: Optimizer | None = None,
+        broadcast_buffers: bool = True,
+        exclude: Sequence[str] = (),
+        static_graph: bool = False,
+        find_unused_parameters: bool = True,
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._exclude = exclude
+        self.uneven: UnevenInputs | None = None  # tells ranks that are through with their inputs of each forward
+        self.factor = 1.0  # of the mean over the ranks, where only some have inputs
+        # With a static graph: how often each gradient is added to in a backward, and how often it still will be.
+        self._additions: Counter[str] | None = Counter() if static_graph else None
+        self._additions_left: Counter[str] = Counter()
+        self._all_are_used = not find_unused_parameters
+        self._reached: set[str] = set()  # parameters that backwards since the last forward brought a gradient
+        self._undefined: set[str] = set()  # parameters that backward reached with an undefined one, since the last step
+        self._changes = Changes(model, parameters.values(), exclude)
+        self._parameters = dict(parameters)
+        self._ids = {id(p) for p in self._parameters.values()}
+        self._engine = engine
+        self._buffers = Buffers(model, engine, exclude, is_active=broadcast_buffers)
+        self._sync = True
+        self._armed: bool | None = None  # the last forward's wish to synchronise; None once it was fulfilled
+        self._synchronizations = 0  # since attach
+        self._used: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # that at its last step
+        self._rounds = OptimizerRounds()  # since attach; ranks that count differently must not average
+        self._momentum = OneMomentum(self._parameters)
+        self._freezing = Freezing(self._parameters, lambda: engine.arrivals)
+        self._versions: dict[str, int] | None = None  # of the gradients, when they must not be changed before the step
+        self._task = -1  # autograd's number of the backward under way
+        self._accumulated: set[str] = set()  # parameters that local backwards used since the last synchronised one
+        self._arrived: set[str] = set()  # parameters whose gradient this backward brought
+        self._plan: Plan | None = None  # the plan by which gradients live where they do
+        self._views = GradientViews()
+        self._tables: set[str] = set()  # parameters in buckets of tables: a dense gradient stays where autograd made it
+        self._groups: list[_ReadyGroup] = []  # a bucket's gradients each
+        self._groups_of: dict[str, list[_ReadyGroup]] = {}  # by parameter: those of its buckets
+        self._ready_group: dict[str, _ReadyGroup] = {}  # of gradients that need nothing but to be told of
+        self._due: Sized = ()  # work of schemes that waits for the next gradient to be told of
+        self._accumulations = [
+            AccumulationHook(parameter, _GradientHook(self, name)) for name, parameter in self._parameters.items()
+        ]
+        self._addresses = list(map(Tensor.data_ptr, self._parameters.values()))
+        self._handles: list[RemovableHandle] = []
+        model_hook = uncompiled(ModelHook)
+        before_forward = model_hook(self, AutogradHooks._before_forward)
+        self._handles.append(nn.Module.register_forward_pre_hook(model, before_forward))  # of TorchScript, too
+        if static_graph:
+            after_forward = model_hook(self, AutogradHooks._after_forward)
+            self._handles.append(nn.Module.register_forward_hook(model, after_forward))
+        self._handles.append(before_optimizer_steps(self, AutogradHooks._before_optimizer_step, optimizer))
+        self._handles.append(after_optimizer_steps(self, AutogradHooks._after_optimizer_step, optimizer))
+
+    def remove(self) -> None:
+        """Takes the hooks off; gradients stay where they are."""
+        for handle in self._handles:
+            handle.remove()
+        for accumulation in self._accumulations:
+            accumulation.remove()
+        self._handles.clear()
+        self._accumulations.clear()
+        self._freezing.give_up()
+        # The attachment may live on, the buckets' memory need not.
+        self._views, self._groups, self._groups_of, self._due = GradientViews(), [], {}, ()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients of forwards inside accumulate locally, as with DDP; the next one outside synchronises the sum."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync, self._armed = before, None
+
+    def rest(self) -> None:
+        """Until `go_on`: gradients are each rank's own, whatever it is told to synchronise."""
+        self._sync, self._armed = False, None
+
+    def go_on(self) -> None:
+        """From the next forward on; what gradients have gathered meanwhile was used."""
+        self._sync, self._armed = True, None
+        self._accumulated.clear()
+
+    # What autograd and the model call.
+
+    def _before_forward(self, model: nn.Module) -> None:
+        if not torch.is_grad_enabled() or is_backward():  # inside backward, checkpointing repeats a forward
+            return
+        generation = self._changes.generation
+        if why := self._changes.check(model) or (self._why_unused() if self._sync else ""):
+            if self.uneven is not None:
+                self.uneven.forward_fails()
+            self._engine.fail(why)
+            raise RuntimeError(why)
+        if self._sync:
+            self._reached.clear()
+        self._follow_moved_parameters(anew=self._changes.generation != generation)
+        if (witness := active()) is not None:
+            witness.forward_began(self._engine)
+        broadcasts = self._sync and (model.training or self._buffers.are_in_training())
+        source = 0
+        if self.uneven is not None:
+            source = self.uneven.forward_begins(synchronizes=self._sync, broadcasts=broadcasts)
+        self._armed = self._sync
+        if broadcasts:
+            self.broadcast_buffers(source)
+
+    def _why_unused(self) -> str:
+        """What is wrong, as DDP says it, where backwards left parameters out and all are to be used; or nothing."""
+        if not (self._all_are_used and self._reached):
+            return ""
+        places = enumerate(self._parameters.items())
+        unused = [(name, i) for i, (name, p) in places if p.requires_grad and name not in self._reached]
+        if not unused:
+            return ""
+        names = ", ".join(f"{name} (index {index})" for name, index in unused)
+        return f"{UNUSED} Parameters which did not receive grad for rank {self._engine.group.rank}: {names}"
+
+    def _after_forward(self, model: nn.Module, output: Any) -> None:
+        """Begins the step of a static graph where backward reaches the model's output, in the outermost backward."""
+        if torch.is_grad_enabled() and not is_backward():
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                    tensor.grad_fn.register_prehook(uncompiled(Hook)(self, AutogradHooks._on_output))
+
+    def _on_output(self, gradients: tuple[Tensor | None, ...]) -> None:
+        if self._syncing and not self._engine.in_step:
+            self._begin_in_backward()
+
+    # For ranks that are through with their inputs, see `uneven.Shadowed`.
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a forward said that its backward would synchronise, and none has yet."""
+        return bool(self._armed)
+
+    @property
+    def rounds(self) -> int:
+        """The rounds of optimiser steps that this rank has made."""
+        return self._rounds.number
+
+    @rounds.setter
+    def rounds(self, number: int) -> None:
+        self._rounds.number = number
+
+    def state_to_level(self) -> list[Tensor]:
+        """Parameters and buffers that are the same on all ranks."""
+        model = self._model()
+        named = () if model is None else model.named_parameters()
+        buffers = self._buffers.present(self._changes.generation).values()
+        return [*(p for n, p in named if not matches(n, self._exclude)), *buffers]
+
+    def take_gradients(self) -> OwnGradients:
+        """Takes this rank's own gradients from the parameters, for `put_gradients`."""
+        own = {name: parameter.grad for name, parameter in self._parameters.items()}, self._accumulated
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        self._accumulated = set()
+        return own
+
+    def put_gradients(self, own: OwnGradients) -> None:
+        """Gives back what `take_gradients` took."""
+        gradients, self._accumulated = own
+        for name, parameter in self._parameters.items():
+            parameter.grad = gradients[name]
+
+    @torch.no_grad()
+    def shadow_step(self) -> None:
+        """Makes the exchanges of a step, with nothing of this rank's own, and has the parameters' gradients of it."""
+        self._engine.stepped_alone = True  # the others' parameters go on without this rank's
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        self._begin()
+        self._finish()
+
+    def broadcast_buffers(self, source: int = 0) -> None:
+        """Gives the buffers of the rank `source` to all ranks."""
+        if source == 0:
+            self._buffers.broadcast(self._changes.generation)
+        else:
+            self._buffers.broadcast(self._changes.generation, partial(broadcast_from, source=source))
+
+    def _follow_moved_parameters(self, *, anew: bool = False) -> None:
+        """Looks at parameters whose memory was replaced, as by `Module.to`; `anew`: or whose modules have changed."""
+        addresses = list(map(Tensor.data_ptr, self._parameters.values()))
+        if anew or addresses != self._addresses:
+            self._addresses = addresses
+            with outside_of_transforms():
+                for accumulation in self._accumulations:
+                    accumulation.follow()
+            self._views.refit()
+
+    def _on_gradient(self, name: str, produced: Tensor) -> None:
+        # Between kernels of backward the caches hold nothing of ours: what is done here for every gradient costs five
+        # times what it does in a loop. So little is.
+        if self._additions is not None and self._engine.in_step and not self._is_complete(name, self._additions):
+            return
+        if torch._C._current_graph_task_id() == self._task:
+            group = self._ready_group.get(name)
+            if group is not None and not self._due:
+                group.ready.append(name)
+                if group.complete:
+                    self._tell(group)
+                return
+            if self._engine.in_step:
+                self._take(name, produced)
+                for group in self._groups_of[name]:
+                    if group.complete:
+                        self._tell(group)
+                return
+        if not self._syncing:
+            self._accumulated.add(name)
+            return
+        self._begin_in_backward()
+        self._on_gradient(name, produced)
+
+    def _is_complete(self, name: str, additions: Counter[str]) -> bool:
+        """Returns, for a static graph, whether a gradient was added to now as often as in the first backward.
+
+        Raises:
+            RuntimeError: where it was added to more often.
+        """
+        self._additions_left[name] -= 1
+        if additions and self._additions_left[name] < 0:
+            why = (
+                f"Your training graph has changed in this iteration: the gradient of {name!r} was added to "
+                f"{additions[name]} times in the first backward, now more often; this is not compatible with "
+                "static_graph=True"
+            )
+            self._engine.fail(why)
+            raise RuntimeError(why)
+        self._task = torch._C._current_graph_task_id()  # perhaps of a nested backward
+        return self._additions_left[name] == 0
+
+    def _end_additions(self, additions: Counter[str]) -> None:
+        """Takes what gradients a static graph gave otherwise; the first backward shows how it is."""
+        given = {name: additions[name] - left for name, left in self._additions_left.items() if left < additions[name]}
+        for name in given.keys() & set(self._engine.missing()):
+            self._take(name)
+        if not additions:
+            self._additions = Counter(given)
+
+    def _tell(self, group: _ReadyGroup) -> None:
+        ready, group.ready = group.ready, []
+        for name in ready:
+            self._take(name)
+
+    def _take(self, name: str, produced: Tensor | None = None) -> None:
+        """Hands the engine a gradient that backward brought; `produced`: what autograd accumulated just now."""
+        parameter = self._parameters[name]
+        gradient = parameter.grad
+        if gradient is None:
+            raise RuntimeError(
+                f"the gradient of {name!r} was taken away by another hook before it was exchanged (an optimiser step "
+                "inside backward?); let the optimiser step when backward has ended"
+            )
+        self._arrived.add(name)
+        view = self._views.get(name)
+        if view is not None and view.holds(gradient):
+            self._engine.load(name, view.tensor)
+            return
+        is_dense = gradient.layout is torch.strided
+        if name in self._tables and is_dense and self._views.may_move(name):
+            parameter.grad = gradient = gradient.detach().clone()  # of an earlier plan's bucket, which can go now
+        self._engine.load(name, gradient.detach() if gradient.requires_grad else gradient)
+        if view is not None and is_dense:
+            del gradient
+            self._views.settle(view, produced)
+        elif is_dense and name not in self._tables and gradient.requires_grad:
+            parameter.grad = None  # cut by the plan: the averaged values come without a graph
+
+    def _before_optimizer_step(self, step: OptimizerStep) -> None:
+        """The other ranks may wait for a rank whose backward reached no parameter."""
+        optimizer = step.optimizer
+        if not step.concerns(self._ids):
+            return
+        # An optimiser whose gradients are newer than its last step owes nothing, whatever forwards came after them.
+        nothing_new = self._used.get(optimizer, 0) == self._synchronizations
+        if is_backward() and (self._engine.in_step or self._armed or (self._sync and nothing_new)):
+            why = (
+                "an optimiser stepped inside backward (in a hook?), by gradients that were not averaged yet: let it "
+                "step when backward has ended"
+            )
+            self._engine.fail(why)
+            raise RuntimeError(why)
+        if self._armed and nothing_new and not self._engine.in_step:
+            self._begin(late=True, rounds=self._rounds.number)
+            self._end()
+        elif self._versions is not None:
+            self._require_untouched(self._versions)
+        self._versions = None
+        try:
+            self._momentum.check(self._engine.plan, optimizer)
+            self._freezing.before(optimizer, has_closure=step.has_closure, is_watched=step.is_watched)
+        except ValueError as error:
+            self._engine.fail(str(error))  # settings may differ by rank: the others would wait for this one
+            raise
+        self._used[optimizer] = self._synchronizations
+        self._rounds.stepped(step, has_local_gradients=bool(self._accumulated))
+        self._engine.stepped_alone |= self._rounds.alone
+        self._follow_moved_parameters()
+
+    def _after_optimizer_step(self, step: OptimizerStep) -> None:
+        self._freezing.after(step.optimizer)
+        if step.concerns(self._ids):
+            self._engine.stepped()
+
+    def _require_untouched(self, versions: Mapping[str, int]) -> None:
+        """A rank that came late has not clipped or unscaled, so no rank may have."""
+        changed = [n for n, p in self._parameters.items() if p.grad is not None and p.grad._version != versions.get(n)]
+        if changed:
+            why = (
+                "on some rank backward reached no parameter of the model, so that it took part at optimizer.step() "
+                f"only; but gradients were changed before the step (clipping, unscale_), as that of {changed[0]!r}, "
+                "which that rank cannot have done: let every rank's loss use the output, for example + 0 * output.sum()"
+            )
+            self._engine.fail(why)
+            raise RuntimeError(why)
+
+    @property
+    def _syncing(self) -> bool:
+        return self._sync if self._armed is None else self._armed
+
+    def _begin_in_backward(self) -> None:
+        if is_nested_backward():
+            raise RuntimeError(REENTRANT)
+        self._task = torch._C._current_graph_task_id()
+        self._begin(rounds=self._rounds.number)
+        at_end_of_backward(self._end, self._engine)
+
+    @torch.no_grad()
+    def _begin(self, *, late: bool = False, rounds: int = 0) -> None:
+        engine = self._engine
+        if engine.replanning or self._plan is not engine.plan:
+            self._views.move_out()
+        engine.begin(late=late, rounds=rounds)
+        if self._plan is not engine.plan:
+            self._move_in()
+        self._additions_left = Counter(self._additions)
+        self._arrived.clear()
+        self._ready_group.clear()
+        self._due = engine.due
+        one_by_one = engine.one_by_one
+        for group, lane, lent in zip(self._groups, engine.lanes, self._views.begin(), strict=True):
+            group.begin(lane.waiting)
+            if not one_by_one:
+                self._ready_group |= dict.fromkeys(lent, group)
+        for name, parameter in self._parameters.items():
+            if not parameter.requires_grad:  # frozen since attach: nothing will come
+                self._load_leftover(name)
+
+    def _move_in(self) -> None:
+        """Under a new plan: which gradients live in which bucket's memory."""
+        engine = self._engine
+        self._plan = engine.plan
+        self._views.move_in((lane.gradients for lane in engine.lanes), self._parameters)
+        self._groups, self._groups_of = [], {name: [] for name in self._parameters}
+        self._tables = set()
+        for lane in engine.lanes:
+            if lane.bucket.layout is Layout.ROWS:
+                self._tables.update(lane.bucket.names)
+            group = _ReadyGroup()
+            self._groups.append(group)
+            for name in dict.fromkeys(lane.bucket.names):
+                self._groups_of[name].append(group)
+
+    def _load_leftover(self, name: str) -> None:
+        """This backward brings the parameter no gradient; what local ones accumulated counts nevertheless."""
+        gradient = self._parameters[name].grad
+        used = gradient is not None and name in self._accumulated
+        if not used:
+            self._views.keep_values(name)
+        view = self._views.get(name)
+        if view is not None and gradient is not None and view.holds(gradient):
+            gradient = view.tensor
+        self._engine.load(name, gradient, used=used)
+
+    def _end(self) -> None:
+        self._armed = None
+        self._synchronizations += 1
+        self._rounds.synchronized()
+        self._finish()
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        engine = self._engine
+        if engine.missing():
+            for group in self._groups:
+                self._tell(group)
+            if self._additions is not None:
+                self._end_additions(self._additions)
+            for name in engine.missing():
+                self._load_leftover(name)
+        engine.finish()
+        if self._all_are_used:
+            self._reached |= self._arrived | self._undefined
+        self._undefined.clear()
+        self._accumulated.clear()
+        if not len(self._arrived) == len(self._views) == len(self._parameters) or not self._views.hold_all():
+            for name, parameter in self._parameters.items():
+                view = self._views.get(name)
+                if view is None or name not in self._arrived or not view.is_lived_in():
+                    self._deliver(name, parameter)
+        self._views.end()
+        if self.factor != 1:
+            for name, parameter in self._parameters.items():
+                if parameter.grad is not None and engine.used(name):
+                    parameter.grad.mul_(self.factor)
+        if engine.late:
+            self._versions = {n: p.grad._version for n, p in self._parameters.items() if p.grad is not None}
+
+    def _deliver(self, name: str, parameter: nn.Parameter) -> None:
+        """Puts the synchronised gradient where the parameter's is; what no rank used stays as it was."""
+        engine = self._engine
+        if not engine.used(name):
+            self._views.restore(name)
+            return
+        sparse = engine.layout_is_sparse(name)
+        view, before = self._views.get(name), parameter.grad
+        if view is not None and not sparse:
+            self._views.deliver(view)
+            return
+        result = engine.unload(name, before, sparse=sparse)
+        if sparse or before is None or before.layout is not torch.strided or before.requires_grad:
+            parameter.grad = result
+        elif result is not before:  # somebody may refer to its memory
+            before.copy_(result)
+
+
+class _ReadyGroup:
+    """The gradients of one bucket that live in it already: the engine is told of them when no other is missing."""
+
+    __slots__ = ("ready", "waiting")
+
+    ready: list[str]
+    waiting: Set[str]  # the parameters that the bucket waits for, these included
+
+    def begin(self, waiting: Set[str]) -> None:
+        """A new step."""
+        self.ready, self.waiting = [], waiting
+
+    @property
+    def complete(self) -> bool:
+        return len(self.ready) == len(self.waiting)
+
+
+class _GradientHook(Hook):
+    """The hook of one parameter's accumulation; runs for every gradient, so nothing lies between it and its owner."""
+
+    def __init__(self, owner: AutogradHooks, name: str) -> None:
+        super().__init__(owner, AutogradHooks._on_gradient)
+        self._name = name
+
+    @never_compiled
+    def __call__(self, _: object, produced: tuple[Tensor | None, ...]) -> None:
+        gradient, owner = produced[0], self._owner()
+        if owner is None:
+            return
+        if gradient is not None:
+            owner._on_gradient(self._name, gradient)
+        elif owner._syncing:
+            owner._undefined.add(self._name)

@@ -1,0 +1,592 @@
+"""The front-end for plans of parameters: after `optimizer.step()` parameters are averaged over this round's groups.
+
+Each rank steps by its own gradients; then parameters travel as the plan says, by `Shuffled` with others in each round
+(DS-Sync). So the ranks' models differ a little: `consensus` makes them one, for evaluation, checkpoints, and the end.
+
+The exchange goes on behind what comes after the step: a module waits for its own parameters when its forward begins.
+By a plan of early parameters it begins in backward, bucket by bucket, as each is stepped as soon as it has gradients.
+A plan may name more than parameters: buffers of floats, which are averaged alike (variances of normalisation are
+pooled), and what the optimiser keeps of a parameter, as its momentum, by `plan.state_name`.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..comm import GroupError, broadcast_tensors
+from ..engine.engine import LOADING, Engine
+from ..optim.early_steps import EarlyExchange, EarlySteps, begin_state
+from ..plans.plan import OF, Plan, What
+from ..tensors.bucket import TensorSpec, trainable_parameters
+from ..tensors.stamp import Stamp
+from .mean_model import statistics_of, take_mean
+from .model_changes import Changes
+from .torch_hooks import (
+    REENTRANT,
+    AccumulationHook,
+    Hook,
+    ModelHook,
+    OptimizerStep,
+    after_optimizer_steps,
+    at_end_of_backward,
+    before_optimizer_steps,
+    is_backward,
+    is_nested_backward,
+    uncompiled,
+)
+
+logger = logging.getLogger(__name__)
+
+APART = "apart"  # of a checkpoint: how many ranks have models that differ
+CLOSURE = (
+    "optimizer.step(closure) computes gradients itself; by a plan of early parameters they were stepped in backward: "
+    "call step() without a closure, or let the plan say what='parameter'"
+)
+SCALED = (
+    "a GradScaler decides on each rank by itself to skip a step, and skipped steps must not be averaged with others: "
+    "train in bfloat16 or float32 with a plan of parameters"
+)
+SECOND_BACKWARD = (
+    "a second backward began before optimizer.step(), by a plan of early parameters, which were stepped in the first: "
+    "let all backwards but the last be within no_sync(), or the plan say what='parameter'"
+)
+
+
+def check_saved(
+    engine: Engine, state: object, references: Mapping[str, TensorSpec] | None, *, strict: bool
+) -> Mapping[str, Any]:
+    """The state, if training may go on by what one rank saved. Collective.
+
+    `references`: what differences of parameters are taken from; None where gradients are averaged.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: on all ranks, for what is no state; and if `strict`, where the models of
+            its ranks were apart, and there are others now, or gradients are averaged.
+    """
+    problem: Exception | None = None
+    try:
+        _check_saved(engine.group.size, state, references, strict=strict)
+    except Exception as error:  # told to all, then raised
+        problem = error
+    engine.agree(LOADING, problem)
+    assert isinstance(state, Mapping)
+    return state
+
+
+def _check_saved(size: int, state: object, references: Mapping[str, TensorSpec] | None, *, strict: bool) -> None:
+    if not isinstance(state, Mapping):
+        raise TypeError(f"expected the dict that state_dict() gave, got {type(state).__name__}")
+    before = state.get(APART, 0)
+    if type(before) is not int or before < 0:
+        raise ValueError(f"the state's {APART!r} must be a number of ranks, got {before!r}")
+    if strict and before and not (references is not None and before == size):
+        now = f"there are {size}" if references is not None else "gradients are averaged"
+        raise ValueError(
+            f"this checkpoint is one rank's, of {before} whose models were apart, and now {now}: save inside "
+            "gradsync.consensus(model), which fits any number of ranks; load_state_dict(..., strict=False) goes on "
+            "from the models that are here"
+        )
+    saved = state.get("references", {})
+    if not isinstance(saved, Mapping):
+        raise ValueError(f"the state's references must be a dict of tensors, got {type(saved).__name__}")
+    for name, spec in (references or {}).items():
+        if name not in saved:
+            continue
+        tensor = saved[name]
+        if not isinstance(tensor, Tensor) or tensor.is_meta or tensor.layout is not torch.strided:
+            raise ValueError(f"the state's reference of {name!r} must be a dense tensor of {spec}, got {tensor!r:.80}")
+        if TensorSpec.of(tensor) != spec:
+            raise ValueError(f"the state's reference of {name!r} is {TensorSpec.of(tensor)}, here it is {spec}")
+        if not tensor.detach().isfinite().all():
+            raise ValueError(f"the state's reference of {name!r} holds values that are not finite")
+
+
+def companions(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
+    """What the plan names beside parameters, by name: buffers, and of states of the optimiser what has their shape.
+
+    A plan's digest depends on the order of what it is for: parameters as the model has them, then these, sorted.
+    """
+    parameters = trainable_parameters(model)
+    buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+    found: dict[str, Tensor] = {}
+    for name in dict.fromkeys(name for bucket in plan.buckets for name in bucket.names):
+        owner = name.rpartition(OF)[0]
+        if name not in parameters and (tensor := buffers.get(name, parameters.get(owner))) is not None:
+            found[name] = tensor
+    return dict(sorted(found.items()))
+
+
+class Averaging:
+    """Runs an engine on parameters after each step of their optimiser."""
+
+    def __init__(self, model: nn.Module, engine: Engine, optimizer: Optimizer, exclude: Sequence[str] = ()) -> None:
+        self._model = weakref.ref(model)
+        self._exclude = exclude
+        self._engine = engine
+        self._optimizer = weakref.ref(optimizer)
+        self._sync = True
+        self.steps = 0  # of the optimiser since attach; ranks that count differently are out of step
+        self.are_apart = False  # the ranks' models differ
+        is_exact = all(lane.scheme.exact for lane in engine.lanes)
+        self._go_apart = engine.group.size > 1 and not is_exact  # by steps that are averaged
+        self._has_stepped = False  # since the last training forward
+        self._parameters = {n: p for n, p in trainable_parameters(model).items() if n in engine.specs}
+        self._changes = Changes(model, self._parameters.values(), exclude)
+        buffers = {n: b for n, b in model.named_buffers() if n in engine.specs}
+        self._buffers = {  # the dicts, not the buffers: a module may replace those
+            name: (module._buffers, key)
+            for within, module in model.named_modules()
+            for key in module._buffers
+            if (name := f"{within}.{key}" if within else key) in buffers
+        }
+        names = engine.specs.keys() - self._parameters.keys() - self._buffers.keys()
+        self._states = {n: (n.rpartition(OF)[0], n.rpartition(OF)[2]) for n in engine.specs if n in names}
+        self._states_of: dict[str, list[str]] = {}
+        for name, (parameter, _) in self._states.items():
+            self._states_of.setdefault(parameter, []).append(name)
+        self._means = _means_of_variances(model, buffers)
+        self._references = self._taken_references()
+        self._sent: dict[str, Stamp | None] = {}  # what is under way, by name; None: it may change meanwhile
+        self._is_open = False  # a round was begun, and not all of it is sent
+        self._fired: set[str] = set()  # names whose module's forward was seen to begin
+        self._waits: bool | None = None  # whether exchanges end with `optimizer.step()`; None before the first forward
+        owners = _owners(model, {id(t): n for n, t in (self._parameters | buffers).items()})
+        self._moving = {name for m, names in owners if isinstance(m, nn.RNNBase) for name in names}
+        hook, model_hook = uncompiled(Hook), uncompiled(ModelHook)
+        landing = hook(self, Averaging._before_states)
+        # Before the hooks of others: these may prepare weights for a forward, as those of spectral_norm do.
+        self._handles = [
+            after_optimizer_steps(self, Averaging._after_optimizer_step, optimizer),
+            before_optimizer_steps(self, Averaging._before_optimizer_step, optimizer),
+            optimizer.register_state_dict_pre_hook(landing),
+            optimizer.register_load_state_dict_pre_hook(landing),
+            *(m.register_state_dict_pre_hook(landing) for m in model.modules()),
+            *(m.register_load_state_dict_pre_hook(landing) for m in model.modules()),
+            *(m.register_forward_pre_hook(hook(self, _ForModule(names)), prepend=True) for m, names in owners),
+            model.register_forward_pre_hook(model_hook(self, Averaging._before_forward), prepend=True),
+        ]
+        self.watch: Callable[[Tensor, Tensor], None] | None = None  # gets parameters, and what they are about to be
+        # Behind steps, before the next forward: where it is set, errors of the exchange are left to it, see `give_up`.
+        self.recover: Callable[[], None] | None = None
+        self.gave_up = False
+        self._early: EarlyExchange | None = None
+        self._accumulations: list[AccumulationHook] = []
+        if engine.plan.what is What.EARLY_PARAMETER:
+            self._early = EarlyExchange(EarlySteps(optimizer), engine.plan, self._parameters)
+            self._accumulations = [
+                AccumulationHook(p, hook(self, _ForGradient(name))) for name, p in self._parameters.items()
+            ]
+
+    def remove(self) -> None:
+        """Takes the hooks off; parameters stay as they are, and differ between the ranks."""
+        for handle in (*self._handles, *self._accumulations):
+            handle.remove()
+        self._handles.clear()
+        self._accumulations.clear()
+        if self._early is not None:
+            self._early.give_up()
+        if self._engine.in_step and not self._is_open:
+            self.land()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Steps inside are each rank's own; the next one outside averages what came of them."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def land(self) -> None:
+        """Waits for the end of the exchange under way, if there is one."""
+        if self._sent:
+            with self._giving_up():
+                self._engine.finish()
+                for name in list(self._sent):
+                    self._put(name)
+
+    def give_up(self) -> None:
+        """From now on steps are this rank's own; of a round under way it has what has arrived."""
+        self._sent.clear()
+        self.gave_up = True
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def consensus(self) -> None:
+        """All ranks have the mean of their parameters, the same bits, and of what normalisation saw. Collective.
+
+        Variances are pooled: of the samples of all ranks together. Counters, and other buffers of whole numbers, are
+        the largest of any rank's.
+        """
+        self.land()
+        model, parameters = self._model(), list(self._parameters.values())
+        timeout_s = self._engine.timeout_s
+        self._engine.call("consensus", lambda group: take_mean(group, model, parameters, timeout_s, self._exclude))
+        self._engine.verify(self._parameters)
+        self._references = self._taken_references()
+        self.are_apart = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """What differences are taken from, by name, and how many ranks' models are apart, if they are."""
+        self.land()
+        references = {name: reference.clone() for name, reference in self._references.items()}
+        return {"references": references, APART: self._engine.group.size if self.are_apart else 0}
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        """The tensors that differences are taken from, by name."""
+        return {name: TensorSpec.of(reference) for name, reference in self._references.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Collective. Of what there is none, that of now: load the model first. Whose differ, those of rank 0 count."""
+        self.land()
+        references = state.get("references", {})
+        self.are_apart = bool(state.get(APART))
+        self._references = self._taken_references()
+        for name, reference in self._references.items():
+            if name in references:
+                reference.copy_(references[name])
+        timeout_s, taken = self._engine.timeout_s, list(self._references.values())
+        if taken:
+            self._engine.call("references", lambda group: broadcast_tensors(group, taken, timeout_s))
+
+    # What modules and the optimiser call.
+
+    def _before_forward(self, model: nn.Module) -> None:
+        if is_backward():  # checkpointing repeats a forward
+            return
+        if not torch.is_grad_enabled():  # evaluation may take other ways, as those of fused layers
+            if self._sent:
+                self.land()
+            return
+        if why := self._changes.check(model):
+            self._refuse(why)
+        for accumulation in self._accumulations:
+            accumulation.follow()
+        if self._waits is None:
+            self._waits = False
+        elif self._sent:
+            self._deliver(self._sent.keys() - self._fired - self._states.keys())
+        if self.recover is not None and self._has_stepped and self._sync:
+            self.recover()
+        self._has_stepped = False
+
+    def _before_forward_of(self, names: tuple[str, ...]) -> None:
+        if self._is_open and is_backward():  # checkpointing repeats a forward: of what was not stepped yet
+            return
+        self._fired.update(names)
+        if self._sent:
+            self._deliver(names)
+
+    def _before_states(self, *_: Any) -> None:
+        """They are saved, or loaded."""
+        if self._sent:
+            self.land()
+
+    def _before_optimizer_step(self, step: OptimizerStep) -> None:
+        if step.is_inner:
+            return
+        if step.is_scaled:
+            self._refuse(SCALED)
+        early = self._early
+        if early is None:
+            used = (name for name in self._undelivered() if _has_come(self._parameters[name].grad))
+            if (name := next(used, None)) is not None:
+                self._found_unseen_use(name)
+            self.land()
+            return
+        if step.has_closure:
+            self._refuse(CLOSURE)
+        early.steps.put_back()  # after a step that has failed
+        if not early.is_open:
+            self.land()
+            if self._exchanges:  # the others may wait for a rank whose backward reached no parameter
+                self._begin_early()
+                self._end_of_backward()
+        if why := early.steps.check({p: name for name, p in self._parameters.items()}):
+            self._refuse(why)
+        early.steps.take_out()
+
+    @torch.no_grad()
+    def _after_optimizer_step(self, step: OptimizerStep) -> None:
+        if step.is_inner:
+            return
+        self.steps += 1
+        self._has_stepped = True
+        self.are_apart = self._go_apart or (self._engine.group.size > 1 and not self._exchanges)
+        if self._early is not None:
+            self._early.steps.end()
+            self._early.is_open = False
+        elif self._exchanges and self._engine.specs:
+            self._begin()
+            for name in self._parameters:
+                self._send(name)
+            self._end()
+
+    @torch.no_grad()
+    def _on_gradient(self, name: str) -> None:
+        """Of a plan of early parameters: the bucket is stepped and sent when its last gradient has come."""
+        if not self._exchanges:
+            return
+        early = self._early
+        assert early is not None
+        if early.task != torch._C._current_graph_task_id():
+            if is_nested_backward():
+                self._refuse(REENTRANT)
+            if early.is_open and not self._is_open:  # else the one before has failed, as the engine says
+                self._refuse(SECOND_BACKWARD)
+            early.task = torch._C._current_graph_task_id()
+            at_end_of_backward(self._end_of_backward, self._engine)
+            early.unseen = set(self._undelivered())
+            self.land()
+            if self.gave_up:
+                return
+            self._begin_early()
+        if name in early.unseen:
+            self._found_unseen_use(name)
+        for complete in early.arrived(name):
+            self._step_and_send(complete)
+
+    @torch.no_grad()
+    def _end_of_backward(self) -> None:
+        assert self._early is not None
+        if self.gave_up:
+            return
+        for left in self._early.left():
+            self._step_and_send(left)
+        self._end()
+
+    def _step_and_send(self, names: Sequence[str]) -> None:
+        assert self._early is not None
+        self._early.steps.step(self._parameters[name] for name in names)
+        for name in names:
+            self._send(name)
+
+    # Below here: how.
+
+    @property
+    def _exchanges(self) -> bool:
+        return self._sync and not self.gave_up
+
+    @contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        """Errors of the exchange end the round, where somebody is to go on behind them."""
+        try:
+            yield
+        except GroupError:
+            if self.recover is None:
+                raise
+            self.give_up()
+
+    def _undelivered(self) -> list[str]:
+        """Parameters under way that no forward has waited for."""
+        return [name for name in self._sent if name in self._parameters]
+
+    def _found_unseen_use(self, name: str) -> None:
+        """A forward took the parameter's values while they were averaged."""
+        if not self._waits:
+            logger.warning(
+                "%r was used while it was averaged, in no forward of the model or of its own module: from now on "
+                "optimizer.step() waits for averages",
+                name,
+            )
+            self._waits = True
+
+    def _begin_early(self) -> None:
+        assert self._early is not None
+        self._early.is_open = True
+        self._begin()
+        self._early.begin()
+
+    def _begin(self) -> None:
+        """A round; buffers are what they will be until the next forward."""
+        self._engine.begin(rounds=self.steps)
+        self._is_open = True
+        for name in self._buffers:
+            buffer = self._buffer(name)
+            # Within an early backward checkpointing repeats forwards, which change what normalisation has seen.
+            self._sent[name] = Stamp.of(buffer, self._goes_on_behind) if self._early is None else None
+            self._engine.load(name, self._outgoing(name, buffer))
+
+    def _send(self, name: str) -> None:
+        """A parameter that was stepped, and what the optimiser keeps of it."""
+        parameter = self._parameters[name]
+        self._sent[name] = self._stamp(name, with_values=self._goes_on_behind)
+        self._engine.load(name, self._outgoing(name, parameter.detach()))
+        for state in self._states_of.get(name, ()):
+            kept = self._state(state)
+            self._sent[state] = None
+            self._engine.load(state, kept, used=kept is not None)
+
+    def _end(self) -> None:
+        """All is sent."""
+        self._is_open = False
+        if self._goes_on_behind:
+            self._engine.go_on()
+        else:
+            self.land()
+
+    @property
+    def _goes_on_behind(self) -> bool:
+        """Whether the exchange goes on while the user's code runs, until the next forward."""
+        return self._waits is False and self._engine.goes_on_alone
+
+    def _stamp(self, name: str, *, with_values: bool) -> Stamp:
+        parameter = self._parameters[name]
+        stamp = Stamp.of(parameter.detach(), with_values)
+        return stamp._replace(address=0) if name in self._moving else stamp  # their modules move them
+
+    def _buffer(self, name: str) -> Tensor:
+        """As it is now."""
+        table, key = self._buffers[name]
+        buffer: Tensor | None = table.get(key)
+        before = self._engine.specs[name]
+        if buffer is None or not before.is_of(buffer):
+            now = "gone" if buffer is None else TensorSpec.of(buffer)
+            self._refuse(
+                f"the buffer {name!r} is {now}, it was {before} when gradsync was attached, so it cannot be averaged: "
+                "detach() first, then attach again"
+            )
+        return buffer
+
+    def _outgoing(self, name: str, tensor: Tensor) -> Tensor:
+        if (reference := self._references.get(name)) is not None:
+            return tensor - reference
+        mean = self._means.get(name)
+        return tensor if mean is None else tensor + (self._buffer(mean) - self._references[mean]).square()
+
+    def _incoming(self, name: str) -> Tensor:
+        result = self._engine.unload(name, None, sparse=False)
+        if (reference := self._references.get(name)) is not None:
+            return result + reference
+        if (mean := self._means.get(name)) is not None:
+            if self._engine.in_step:
+                self._engine.collect(mean)
+            return (result - self._engine.unload(mean, None, sparse=False).square()).clamp_(min=0)
+        return result
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _deliver(self, names: Sequence[str] | set[str]) -> None:
+        """Waits for these, as far as they are under way, and puts the averages in their places."""
+        with self._giving_up():
+            for name in names:
+                if name in self._sent:
+                    self._engine.collect(name)
+                    self._put(name)
+
+    def _put(self, name: str) -> None:
+        sent = self._sent.pop(name)
+        if name in self._states:
+            if self._engine.used(name):
+                self._put_state(name, self._incoming(name))
+        elif name in self._buffers:
+            buffer, average = self._buffer(name), self._incoming(name)
+            if sent is not None and sent != Stamp.of(buffer, sent.has_values):
+                self._refuse_change(name)
+            # Masks have infinities for good, of which sums with other signs make what is no number.
+            buffer.copy_(torch.where(buffer.isfinite(), average, buffer))
+        else:
+            parameter = self._parameters[name]
+            if sent is not None and sent != self._stamp(name, with_values=sent.has_values):
+                self._refuse_change(name)
+            average = self._incoming(name)
+            if self.watch is not None:
+                self.watch(parameter, average)
+            parameter.copy_(average)
+        if not self._sent and self._engine.in_step:
+            self._engine.finish()
+
+    def _state(self, name: str) -> Tensor | None:
+        """The optimiser's, None where it has none yet."""
+        parameter, key = self._states[name]
+        optimizer = self._optimizer()
+        kept = None if optimizer is None else optimizer.state.get(self._parameters[parameter], {}).get(key)
+        if kept is not None and (not isinstance(kept, Tensor) or kept.shape != self._parameters[parameter].shape):
+            self._refuse(
+                f"the plan averages {name!r}, and there the optimiser has {type(kept).__name__}, no tensor of its shape"
+            )
+        return kept
+
+    def _put_state(self, name: str, mean: Tensor) -> None:
+        """Where the optimiser has none yet, it begins all that it keeps of the parameter, as it would miss the rest."""
+        optimizer, parameter = self._optimizer(), self._parameters[self._states[name][0]]
+        if optimizer is not None and self._state(name) is None:
+            begin_state(optimizer, parameter)
+        if (kept := self._state(name)) is not None:
+            kept.copy_(mean)
+
+    def _taken_references(self) -> dict[str, Tensor]:
+        """From where differences are counted, the same bits on all ranks.
+
+        Of parameters that travel rounded, and of means beside variances: their squares are to be small.
+        """
+        rounded = {name for lane in self._engine.lanes if lane.scheme.is_lossy for name in lane.bucket.names}
+        taken = {name: p.detach().clone() for name, p in self._parameters.items() if name in rounded}
+        return taken | {name: self._buffer(name).clone() for name in self._means.values()}
+
+    def _refuse_change(self, name: str) -> NoReturn:
+        self._refuse(
+            f"{name!r} was changed between optimizer.step() and the forward after it, while it was averaged with other "
+            "ranks: change it before the step, after handle.wait(), or after gradsync.consensus(model)"
+        )
+
+    def _refuse(self, why: str) -> NoReturn:
+        """The round under way is given up, and the other ranks are told."""
+        self._engine.abandon(why)
+        self._engine.fail(why)
+        raise RuntimeError(why)
+
+
+class _ForGradient:
+    """The call of the hook on one parameter's accumulation."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, averaging: Averaging, _: object, produced: tuple[Tensor | None, ...]) -> None:
+        if produced[0] is not None:  # an undefined gradient comes as None
+            averaging._on_gradient(self._name)
+
+
+class _ForModule:
+    """What the hook of one module calls."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self._names = names
+
+    def __call__(self, averaging: Averaging, *_: Any) -> None:
+        averaging._before_forward_of(self._names)
+
+
+def _has_come(gradient: Tensor | None) -> bool:
+    """Whether a backward brought it; zeros are what zero_grad(set_to_none=False) leaves. The host must know: rare."""
+    return gradient is not None and (gradient.layout is not torch.strided or bool(gradient.any()))
+
+
+def _owners(model: nn.Module, names: Mapping[int, str]) -> list[tuple[nn.Module, tuple[str, ...]]]:
+    """Modules with these tensors, by their id; tied ones belong to each that has them."""
+    found = []
+    for module in model.modules():
+        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        own = tuple(names[id(tensor)] for tensor in tensors if id(tensor) in names)
+        if own:
+            found.append((module, own))
+    return found
+
+
+def _means_of_variances(model: nn.Module, buffers: Mapping[str, Tensor]) -> dict[str, str]:
+    """Of running variances among the buffers, by name: the running mean, if it is among them too."""
+    names = {id(buffer): name for name, buffer in buffers.items()}
+    pairs = [found for m in model.modules() if (found := statistics_of(m)) is not None]
+    return {names[id(v)]: names[id(m)] for m, v in pairs if id(v) in names and id(m) in names}

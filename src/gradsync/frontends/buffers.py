@@ -1,0 +1,188 @@
+"""The buffers of an attached model: rank 0's are given to all ranks before a forward in training mode, as DDP does."""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]  # a class of torch that its stub lacks
+
+from ..comm import Group, broadcast_tensors, dense_parts, gather_bytes
+from ..engine.engine import Engine
+from ..tensors.bucket import TensorSpec, matches
+from .torch_hooks import outside_of_transforms
+
+REMEDY = "exclude=[{name!r}] leaves this one alone, broadcast_buffers=False all buffers"
+Send = Callable[[Group, list[Tensor], float], None]
+
+
+class Buffers:
+    """Broadcasts the buffers of one model, as they are at each call.
+
+    Nothing but the values travels while names, shapes and element types stay as they were. Where they change, the
+    ranks meet through the store first and compare them, so that no rank reads a message of another size. A model that
+    has no buffers when it is attached is left alone for good, as by DDP.
+
+    Args:
+        exclude: names or shell patterns of buffers that are left alone.
+        is_active: False: all buffers are.
+    """
+
+    def __init__(self, model: nn.Module, engine: Engine, exclude: Sequence[str], *, is_active: bool = True) -> None:
+        self._model = weakref.ref(model)
+        self._engine = engine
+        self._exclude = exclude
+        self._is_excluded: dict[str, bool] = {}
+        self._tables: list[tuple[str, Mapping[str, Tensor | None]]] = []  # name and buffers of each module
+        self._modules: list[weakref.ref[nn.Module]] = []  # that have buffers
+        self._generation = -1  # of the model's modules, when their tables were found
+        self._specs: list[tuple[Any, ...]] = []  # the same on all ranks
+        self._is_active = is_active and engine.group.size > 1
+        if self._is_active:
+            self._specs = [_spec(name, buffer) for name, buffer in self.present().items()]
+            self._is_active = bool(self._specs)
+
+    def are_in_training(self) -> bool:
+        """Returns whether a module that has buffers is in training mode, as a part of a model that is not may be."""
+        modules = (ref() for ref in self._modules)
+        return any(module.training for module in modules if module is not None)
+
+    def present(self, generation: int = 0) -> dict[str, Tensor]:
+        """The buffers that are not excluded, by name, each once; `generation`: another number once modules changed."""
+        if generation != self._generation:
+            self._find_tables()
+            self._generation = generation
+        found: dict[int, tuple[str, Tensor]] = {}
+        for module, buffers in self._tables:
+            if not buffers:
+                continue
+            for key, buffer in buffers.items():
+                if buffer is None or id(buffer) in found:
+                    continue
+                name = f"{module}.{key}" if module else key
+                if not self._exclude or not self._excludes(name):
+                    found[id(buffer)] = (name, buffer)
+        return dict(found.values())
+
+    def broadcast(self, generation: int = 0, send: Send = broadcast_tensors) -> None:
+        """Overwrites this rank's buffers with rank 0's; on all ranks at once. Collective.
+
+        Version counters stay, as with DDP: what an earlier forward saved for its backward was not changed by training.
+
+        Args:
+            send: what sends them, if not `broadcast_tensors`.
+
+        Raises:
+            ValueError, GroupError: where buffers have changed on some ranks only, or not alike.
+        """
+        if not self._is_active:
+            return
+        with outside_of_transforms() as is_transformed:
+            buffers = self.present(generation)
+            if is_transformed:
+                buffers = {n: b for n, b in buffers.items() if not torch._C._functorch.is_functorch_wrapped_tensor(b)}
+            specs = [_spec(name, buffer) for name, buffer in buffers.items()]
+            if specs != self._specs:
+                self._agree(buffers, specs)
+            if not buffers:
+                return
+            timeout_s, tensors = self._engine.timeout_s, list(buffers.values())
+            writes = self._engine.group.rank != 0 or send is not broadcast_tensors
+            self._engine.call(
+                "broadcast of buffers",
+                lambda group: _keeping_versions(tensors if writes else [], lambda: send(group, tensors, timeout_s)),
+            )
+
+    def _excludes(self, name: str) -> bool:
+        found = self._is_excluded.get(name)
+        if found is None:
+            found = self._is_excluded[name] = matches(name, self._exclude)
+        return found
+
+    def _find_tables(self) -> None:
+        """The modules' own dicts, as a module may replace its buffers; to walk the modules costs more than a step."""
+        model = self._model()
+        modules = [] if model is None else list(model.named_modules())
+        self._tables = [(name, module._buffers) for name, module in modules]
+        self._modules = [weakref.ref(module) for _, module in modules if module._buffers]
+
+    def _agree(self, buffers: Mapping[str, Tensor], specs: list[tuple[Any, ...]]) -> None:
+        """The buffers have changed on this rank: goes on if they have on all ranks alike, else raises."""
+        for name, buffer in buffers.items():
+            if why := why_not_broadcast(name, buffer):
+                self._engine.fail(why)
+                raise ValueError(why)
+        now, before = _lines(specs), _lines(self._specs)
+        was, is_now = next((b, n) for b, n in zip_longest(before, now, fillvalue="") if b != n)
+        self._engine.call("buffers that changed", lambda group: _require_alike(group, was, is_now, now, self._engine))
+        self._specs = specs
+
+
+def why_not_broadcast(name: str, buffer: Tensor) -> str:
+    """Why rank 0's buffer cannot be given to all, and what to do; or nothing."""
+    kind = ""
+    if isinstance(buffer, UninitializedTensorMixin):
+        kind = "is not initialised yet: run a forward on every rank before attach(), or"
+    elif buffer.is_meta:
+        kind = "is on the meta device and has no values: to_empty(device=...) and fill it before attach(), or"
+    elif type(buffer).__name__ == "DTensor":
+        kind = "is a DTensor:"
+    elif buffer.is_quantized or buffer.is_nested or str(buffer.layout) == "torch._mkldnn":
+        layout = "nested" if buffer.is_nested else buffer.dtype if buffer.is_quantized else buffer.layout
+        kind = f"is a tensor of a kind that is not broadcast ({layout}):"
+    return f"the buffer {name!r} {kind} {REMEDY.format(name=name)}" if kind else ""
+
+
+def describe_buffers(buffers: Mapping[str, Tensor]) -> list[str]:
+    """One line a buffer, `name: shape dtype`, and of sparse ones how many elements they store."""
+    return _lines([_spec(name, buffer) for name, buffer in buffers.items()])
+
+
+def _spec(name: str, buffer: Tensor) -> tuple[Any, ...]:
+    """Returns what must be the same on all ranks for a broadcast; compared before each one, so it is made of little."""
+    if buffer.layout is torch.strided:
+        return name, buffer.shape, buffer.dtype
+    return name, buffer.shape, buffer.dtype, buffer.layout, *(part.shape for part in dense_parts(buffer))
+
+
+def _lines(specs: Sequence[tuple[Any, ...]]) -> list[str]:
+    return [_line(*spec) for spec in specs]
+
+
+def _line(
+    name: str, shape: torch.Size, dtype: torch.dtype, layout: torch.layout = torch.strided, *parts: torch.Size
+) -> str:
+    sparse = "" if layout is torch.strided else f" {layout} of {parts[-1][0]} elements".replace("torch.", "")
+    return f"{name}: {TensorSpec(tuple(shape), dtype)}{sparse}"
+
+
+def _require_alike(group: Group, was: str, is_now: str, lines: list[str], engine: Engine) -> None:
+    """Raises unless all ranks have these lines; `was`, `is_now`: the first that changed on this rank."""
+    remedy = REMEDY.format(name=(is_now or was).partition(":")[0])
+    text = "\n".join(lines)
+    change = f"{was or 'nothing'!r} became {is_now or 'nothing'!r}"
+    detail = f"{change}; if not on all ranks, {remedy}"
+    group.meet("a comparison of buffers", engine.timeout_s, detail=detail)
+    if len(set(gather_bytes(group, hashlib.sha256(text.encode()).digest(), engine.timeout_s))) == 1:
+        return
+    texts = [found.decode().split("\n") for found in gather_bytes(group, text.encode() or b" ", engine.timeout_s)]
+    rank = next(rank for rank, theirs in enumerate(texts) if theirs != texts[0])
+    first, other = (dict(line.rpartition(": ")[::2] for line in texts[r] if line.strip()) for r in (0, rank))
+    name = next(name for name in [*first, *other] if first.get(name) != other.get(name))
+    raise ValueError(
+        f"the buffer {name!r} is {first.get(name, 'not there')} on rank 0 and {other.get(name, 'not there')} on rank "
+        f"{rank}, so rank 0's buffers cannot be given to all; {REMEDY.format(name=name)}"
+    )
+
+
+def _keeping_versions(tensors: list[Tensor], write: Callable[[], None]) -> None:
+    """Runs `write`, which autograd is not to know of: the tensors' version counters are afterwards as they were."""
+    with _unsafe_preserve_version_counter(tuple(tensors)) if tensors else nullcontext():
+        write()

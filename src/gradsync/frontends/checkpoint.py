@@ -1,0 +1,176 @@
+"""State of all ranks as one object that libraries for checkpoints take: an entry for each rank, by its name.
+
+`torch.distributed.checkpoint` writes an entry that several ranks name once, as if they were copies; and it reads only
+entries that the reader names, who does not know how many ranks have written. So there are entries for as many ranks as
+there may be, each named by one rank: of n ranks, rank r names those of r, r + n, r + 2 n, and so on. Where n ranks
+write, entries from n on are None; where n ranks read what more have written, these are what each takes over.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..comm import gather_bytes
+from ..engine.engine import LOADING, Engine
+from ..state import Origin, from_bytes, handed_over, to_bytes
+
+MOST_RANKS = 1024  # whose parts one checkpoint has; an entry without one takes a kilobyte
+GATHERING, LOADING_PARTS = "gathering of state", "loading of a checkpoint"
+HEAD = {"references"}  # what a rank that takes over from nobody goes without
+
+
+class Load(Protocol):
+    """Loads what a function returns, which is called once all ranks have met."""
+
+    def __call__(self, find: Callable[[], object], *, strict: bool = True, what: str = LOADING) -> None: ...
+
+
+class Part(bytes):
+    """State of one rank, as `gradsync.state.to_bytes` has it, where a library takes numbers, text, bytes and tensors.
+
+    `torch.save` writes bytes as text, half as long again and slowly: so it is given a tensor of uint8, which is what
+    comes back. It alone pickles by protocol 2; whoever copies objects gets bytes.
+    """
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if protocol == 2:
+            return torch.frombuffer(bytearray(self), dtype=torch.uint8).__reduce_ex__(protocol)
+        return super().__reduce_ex__(protocol)
+
+
+class Checkpoint:
+    """A checkpoint gives and takes the state of all ranks, in entries by rank; `Attachment.checkpoint` makes one."""
+
+    def __init__(
+        self, engine: Callable[[], Engine], state_dict: Callable[[], dict[str, Any]], load: Load, *, gather: bool
+    ) -> None:
+        self._engine, self._state_dict, self._load, self._gather = engine, state_dict, load, gather
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part by its name, `rank 0` for example, and None for ranks that are not there.
+
+        With `gather` all ranks' parts, as tensors of bytes, (nbytes,) uint8; collective.
+
+        Raises:
+            RuntimeError: after `detach`, and with `gather` inside a step.
+            ValueError: for more ranks than a checkpoint has entries for.
+            GroupError: with `gather`, on all ranks, where only some gather.
+        """
+        engine = self._engine()
+        rank, size = engine.group.rank, engine.group.size
+        if self._gather:
+            mine = to_bytes(self._state_dict())  # waits for averages under way: the ranks meet between two steps
+            with engine.meeting(GATHERING):
+                parts = engine.call(GATHERING, lambda group: gather_bytes(group, mine, engine.timeout_s))
+            return {_entry(r): torch.frombuffer(bytearray(part), dtype=torch.uint8) for r, part in enumerate(parts)}
+        if size > MOST_RANKS:
+            raise ValueError(
+                f"a checkpoint has entries for {MOST_RANKS} ranks, there are {size}: save each rank's state_dict(), "
+                "and load what gradsync.state.redistribute makes of them"
+            )
+        mine = to_bytes(self._state_dict())
+        return {_entry(r): Part(mine) if r == rank else None for r in range(rank, MOST_RANKS, size)}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Takes over what `state_dict` gave on these ranks, or on another number of them; on all ranks at once.
+
+        Args:
+            strict: as of `Attachment.load_state_dict`.
+
+        Raises:
+            TypeError, ValueError, RuntimeError, GroupError: on all ranks, before anything has changed: as
+                `Attachment.load_state_dict`, and where parts of ranks are missing.
+        """
+        self._load(lambda: self._own_state(state), strict=strict, what=LOADING_PARTS)
+
+    def _own_state(self, saved: object) -> Mapping[str, Any]:
+        """The state for this rank; raises on all ranks where the parts are not all there."""
+        engine = self._engine()
+        rank, size = engine.group.rank, engine.group.size
+        parts: dict[int, dict[str, Any]] = {}
+        problem: Exception | None = None
+        try:
+            parts = _parts(saved, rank, size)
+        except Exception as error:  # told to all, then raised
+            problem = error
+        engine.agree(LOADING, problem)
+        told = engine.tell(LOADING, [[r, part["world"]] for r, part in parts.items()])
+        world = _world_of([(r, of) for each in told for r, of in each])
+        if world == size:
+            return parts[rank]
+        mine = {key: value for key, value in parts[rank].items() if key not in HEAD} if rank == 0 else {}
+        like = engine.call(
+            LOADING,
+            lambda group: gather_bytes(group, to_bytes({**mine, "state": {}}), engine.timeout_s),
+        )
+        return self._handed_over(list(parts.values()), from_bytes(like[0]))
+
+    def _handed_over(self, parts: Sequence[Mapping[str, Any]], like: Mapping[str, Any]) -> Mapping[str, Any]:
+        engine = self._engine()
+        found: dict[str, Any] = {}
+        problem: Exception | None = None
+        try:
+            steps = sorted({repr(part.get("step")) for part in (*parts, like)})
+            if len(steps) > 1:
+                raise ValueError(f"the parts are of different steps: {', '.join(steps)}")
+            found = handed_over(parts, parts[0] if parts else like, engine.group.rank, engine.group.size)
+        except Exception as error:  # told to all, then raised
+            problem = error
+        engine.agree(LOADING, problem)
+        return found
+
+
+def _entry(rank: int) -> str:
+    return f"rank {rank}"
+
+
+def _parts(saved: object, rank: int, size: int) -> dict[int, dict[str, Any]]:
+    """The parts that a rank takes over, by the rank that wrote them."""
+    if not isinstance(saved, Mapping):
+        raise TypeError(f"expected the dict that checkpoint().state_dict() gave, got {type(saved).__name__}")
+    parts: dict[int, dict[str, Any]] = {}
+    for name, content in saved.items():
+        form = re.fullmatch(r"rank ([0-9]{1,9})", name) if isinstance(name, str) else None
+        if form is None:
+            raise ValueError(
+                f"expected what checkpoint().state_dict() gave, with entries such as {_entry(0)!r}, got {name!r}: what "
+                "state_dict() of the handle gave is for its load_state_dict(), on each rank its own"
+            )
+        if content is None or int(form[1]) % size != rank:
+            continue
+        part = from_bytes(_content(name, content))
+        if (rank_of := Origin.of(part).rank) != int(form[1]):
+            raise ValueError(f"the part {name!r} is that of rank {rank_of}")
+        parts[int(form[1])] = part
+    return dict(sorted(parts.items()))
+
+
+def _content(name: str, part: object) -> bytes:
+    if isinstance(part, Tensor) and part.dtype is torch.uint8 and not part.is_meta:
+        return part.cpu().reshape(-1).numpy().tobytes()
+    if isinstance(part, bytes):
+        return part
+    kind = f"a tensor of {part.dtype}" if isinstance(part, Tensor) else type(part).__name__
+    raise ValueError(f"the part {name!r} must be bytes, got {kind}")
+
+
+def _world_of(held: Sequence[tuple[int, int]]) -> int:
+    """How many ranks have written the parts `held`, by (rank, world) of each.
+
+    Raises:
+        ValueError: when they are not the parts of all ranks of one job.
+    """
+    worlds = {world for _, world in held}
+    ranks = sorted(rank for rank, _ in held)
+    if len(worlds) == 1 and ranks == list(range(len(ranks))) and worlds == {len(ranks)}:
+        return len(ranks)
+    found = ", ".join(f"rank {rank} of {world}" for rank, world in sorted(held, key=lambda each: each[0])) or "none"
+    raise ValueError(
+        f"{LOADING}: the checkpoint must have the parts of all ranks that saved it, these ranks found {found}. Where a "
+        "library lets rank 0 alone write, save handle.checkpoint(gather=True)"
+    )

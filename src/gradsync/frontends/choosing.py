@@ -1,0 +1,146 @@
+"""Gradients or parameters: both ways are tried on real steps of a job, and the faster one stays.
+
+Gradients are averaged first, until their plan has settled. Then a block of steps is timed, and another one in which
+parameters are averaged in groups; the ranks see the times of the slowest, and all go on by the same way. Averages in
+groups lose something of each step, so they must be clearly faster.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+import weakref
+from collections.abc import Generator
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..engine.engine import Engine
+from ..planner import default_plan
+from .torch_hooks import (
+    ModelHook,
+    OptimizerStep,
+    after_optimizer_steps,
+    is_backward,
+    uncompiled,
+)
+
+logger = logging.getLogger(__name__)
+
+BLOCK_STEPS = 12  # of each way at least, that are timed
+CLEARLY = 0.9  # of the steps with averaged gradients: more than blocks differ by chance, and than more steps cost
+
+Steps = Generator[None, float, float]  # goes on once a step, told when it ended; returns seconds
+
+
+class Parameters(Protocol):
+    """The way by averages of parameters, which takes the place of averaged gradients from `begin` to `end`."""
+
+    def prepare(self, most_s: float) -> int:
+        """Makes its plan: the rounds of a cycle; 0 where there is none, or none expected to exchange within `most_s`.
+
+        Collective, and the same on all ranks.
+        """
+
+    def begin(self) -> None: ...
+
+    def wait(self) -> None:
+        """Until no exchange is under way."""
+
+    def end(self) -> None:
+        """Makes the ranks' models one; gradients are averaged again."""
+
+    def keep(self) -> None:
+        """Gives averaged gradients up."""
+
+
+class Choice:
+    """Follows the steps of an optimiser until the way is chosen. `engine` is that of gradients.
+
+    What is to be done after a step is done when the next forward begins: hooks of an optimiser cannot add others to it.
+    """
+
+    def __init__(self, engine: Engine, model: nn.Module, optimizer: Optimizer, parameters: Parameters) -> None:
+        self._engine = engine
+        self._model = weakref.ref(model)
+        self._parameters = parameters
+        self._trial = self._tried()
+        next(self._trial)
+        self._stepped_s: float | None = None  # when the last step ended, until it is taken into account
+        self.made = False
+        hook = uncompiled(ModelHook)(self, Choice._before_forward)
+        self._handles = [
+            after_optimizer_steps(self, Choice._after_optimizer_step, optimizer),
+            model.register_forward_pre_hook(hook, prepend=True),  # who synchronises this forward may change in it
+        ]
+
+    def remove(self) -> None:
+        """It stays as it is."""
+        self.made = True
+        for handle in self._handles:
+            handle.remove()
+        self._trial.close()
+
+    def _after_optimizer_step(self, step: OptimizerStep) -> None:
+        if not step.is_inner:
+            self._stepped_s = time.perf_counter()
+
+    def _before_forward(self, model: nn.Module) -> None:
+        if self._stepped_s is None or self.made or not torch.is_grad_enabled() or is_backward():
+            return
+        try:
+            self._trial.send(self._stepped_s)
+        except StopIteration:
+            self.remove()
+        self._stepped_s = None
+
+    def _tried(self) -> Generator[None, float, None]:
+        """One step goes by at each yield, which is told when it ended."""
+        engine, parameters = self._engine, self._parameters
+        while True:
+            while not engine.settled:
+                yield
+            gradients_s = yield from _timed(BLOCK_STEPS)
+            if engine.settled:
+                break
+        gradients_s = self._slowest(gradients_s)
+        cycle = parameters.prepare(CLEARLY * gradients_s)
+        if not cycle:
+            logger.info("averaged gradients stay: no groups are expected to be faster")
+            return
+        plan = engine.plan
+        if any(lane.scheme.is_lossy for lane in engine.lanes):  # what is left to be sent goes with one exact step
+            engine.propose([default_plan(list(engine.profiles.values()), engine.group.size)])
+            yield
+        parameters.begin()
+        for _ in range(cycle + 1):  # groups and memory are new
+            yield
+        parameters_s = yield from _timed(cycle * -(-BLOCK_STEPS // cycle))
+        parameters.wait()
+        parameters_s = self._slowest(parameters_s)
+        said = f"{gradients_s * 1e3:.1f} ms a step with averaged gradients, {parameters_s * 1e3:.1f} with parameters"
+        if parameters_s < CLEARLY * gradients_s:
+            logger.info("parameters are averaged from now on: %s", said)
+            parameters.keep()
+        else:
+            logger.info("averaged gradients stay: %s", said)
+            parameters.end()
+            engine.propose([plan])
+
+    def _slowest(self, seconds: float) -> float:
+        """Of all ranks, as all of them know it."""
+        mine = torch.tensor([seconds], dtype=torch.float64, device=self._engine.device)
+        timeout_s = self._engine.timeout_s
+        parts = self._engine.call("times of steps", lambda group: group.all_gather(mine).wait(timeout_s))
+        return max(float(part) for part in parts)
+
+
+def _timed(steps: int) -> Steps:
+    """The mean step of so many: what is rare and slow, as another's traffic, counts as often as it comes."""
+    ends_s = []
+    for _ in range(steps + 1):
+        ends_s.append((yield))
+    return statistics.fmean(after - before for before, after in zip(ends_s, ends_s[1:], strict=False))

@@ -1,0 +1,358 @@
+"""The same engine behind DDP's communication hook: DDP's buckets are readiness events, nothing more.
+
+DDP hands over a bucket when its gradients are ready. They are loaded into the plan's buckets, which may cut across
+DDP's; the future given back completes when all of its parameters are synchronised, however late. State is keyed by
+parameter name, so DDP may re-bucket after its first step.
+"""
+
+# No `from __future__ import annotations`: DDP compares the annotations of a hook with the types themselves.
+
+import gc
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ..comm import gather_bytes
+from ..engine.engine import Engine
+from ..engine.guard import VERIFY_EVERY, Verification
+from ..engine.plan_control import Planner
+from ..optim.freezing import Freezing
+from ..optim.momentum import OneMomentum
+from ..plans.plan import Plan
+from ..tuning.auto import planner_of
+from .agreement import (
+    DEFAULT_TIMEOUT_S,
+    agreed_engine,
+    exclusions,
+    forget,
+    unwrapped,
+)
+from .model_changes import Additions
+from .torch_hooks import (
+    OptimizerStep,
+    after_optimizer_steps,
+    at_end_of_backward,
+    before_optimizer_steps,
+    is_backward,
+    never_compiled,
+)
+
+# Of each model inside of a DistributedDataParallel: it may be wrapped again, and is synchronised by the newest wrapper.
+_exchanges: weakref.WeakKeyDictionary[nn.Module, weakref.ref["_Exchange"]] = weakref.WeakKeyDictionary()
+
+
+class DDPState:
+    """The state of gradsync as a communication hook of one DDP model.
+
+    `ddp_model.register_comm_hook(gradsync.DDPState(), gradsync.ddp_hook)` is all there is to do; frameworks that make
+    the DDP model themselves (Lightning's `DDPStrategy(ddp_comm_state=..., ddp_comm_hook=...)`) take the two before.
+    Without a `model` the ranks agree on it in the first backward, else here. `gradsync.attach(ddp_model)` does both.
+    Arguments and errors are those of `attach`, `timeout_s` in seconds; a parameter that `exclude` names stays
+    unsynchronised, as DDP does not average behind a hook. In a copy of a DDP model, by `copy.deepcopy` or pickle, DDP
+    registers no hooks: attach to it again.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel | None = None,
+        *,
+        plan: Plan | Planner | Literal["auto"] | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        exclude: Sequence[str] = (),
+        optimizer: Optimizer | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        verify_every: int = VERIFY_EVERY,
+        verify_tolerance: float | None = None,
+    ) -> None:
+        self._plan, self._timeout_s, self._exclude = plan, timeout_s, tuple(exclude)
+        self._optimizer, self._grad_scaler = optimizer, grad_scaler
+        self._verification = Verification(verify_every, verify_tolerance)
+        self._exchange: _Exchange | None = None
+        self.successor: DDPState | None = None  # attached after this one was detached: a hook is registered only once
+        if model is not None:
+            self._bind(model)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The settings; neither what belongs to one model on one rank, nor the optimiser and what scales the loss."""
+        guard = {"verify_every": self._verification.every, "verify_tolerance": self._verification.tolerance}
+        return {"plan": self._plan, "timeout_s": self._timeout_s, "exclude": self._exclude, **guard}
+
+    def __setstate__(self, settings: dict[str, Any]) -> None:
+        DDPState.__init__(self, **settings)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the DDP model.
+
+        Raises:
+            RuntimeError: before the first backward of a model that was not named.
+        """
+        if self._exchange is None:
+            raise RuntimeError("this DDPState has no model yet: it gets one in the first backward of a DDP model")
+        return self._exchange.engine
+
+    def detach(self) -> None:
+        """Makes the hook DDP's own all-reduce from now on: torch cannot take a hook off."""
+        if self._exchange is not None:
+            self._exchange.detach()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """The DDP model's own `no_sync`."""
+        return nullcontext() if self.model is None else self.model.no_sync()
+
+    @property
+    def model(self) -> DistributedDataParallel | None:
+        """The DDP model, once it is known and while it lives."""
+        return None if self._exchange is None else self._exchange.model
+
+    def synchronize(self, bucket: GradBucket) -> Future[Tensor]:
+        """Takes a bucket of DDP's; the future has the same bucket with averaged gradients."""
+        if self._exchange is None:
+            model = _model_with(self)
+            if _is_nested(model):  # the mean of means is the mean
+                return allreduce_hook(model.process_group, bucket)
+            self._bind(model)
+        assert self._exchange is not None
+        return self._exchange.synchronize(bucket)
+
+    def _bind(self, model: DistributedDataParallel) -> None:
+        exclude = exclusions(model, self._exclude)
+        self._exchange = _Exchange(
+            model,
+            self._plan,
+            self._timeout_s,
+            exclude,
+            self._optimizer,
+            self._grad_scaler,
+            self._verification,
+        )
+
+
+class _Exchange:
+    """The part of a state that belongs to one DDP model on this rank."""
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        plan: Plan | Planner | Literal["auto"] | None,
+        timeout_s: float,
+        exclude: Sequence[str],
+        optimizer: Optimizer | None,
+        grad_scaler: torch.amp.GradScaler | None,
+        verification: Verification,
+    ) -> None:
+        inner = unwrapped(model)
+        earlier = _exchanges.get(inner, lambda: None)()
+        if earlier is not None and earlier.model is not model:  # this model is wrapped anew, the old wrapper may go
+            earlier.detach()
+        settings = f"grad_scaler={grad_scaler is not None}"
+        self.engine, parameters = agreed_engine(
+            model,
+            planner_of(plan),
+            model.process_group,
+            timeout_s,
+            exclude,
+            settings,
+            optimizer,
+            verification=verification,
+            in_backward=is_backward(),
+        )
+        if grad_scaler is not None:
+            self.engine.loss_scale = grad_scaler.get_scale
+        self._model = weakref.ref(model)
+        self._process_group = model.process_group
+        self._detached = False
+        self._names = {id(p): name for name, p in parameters.items()}
+        self._left_alone = {id(p) for p in inner.parameters()} - self._names.keys()
+        self._synchronizations = 0  # backwards since attach
+        self._used: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # that when it stepped last
+        self._given: list[tuple[GradBucket, Future[Tensor]]] = []
+        self._factor = 1.0  # of the mean over the ranks, where some are through with their inputs
+        self._modules = weakref.WeakSet(model.modules())
+        self._additions = Additions(inner, exclude)
+        self._momentum = OneMomentum(parameters)
+        engine = self.engine
+        self._freezing = Freezing(parameters, lambda: engine.arrivals)
+        self._handles = [
+            before_optimizer_steps(self, _Exchange._before_optimizer_step, optimizer),
+            after_optimizer_steps(self, _Exchange._after_optimizer_step, optimizer),
+        ]
+        # DDP holds its state: a model that is dropped takes thread and communicator along.
+        for end in (self.engine.close, *(handle.remove for handle in self._handles)):
+            weakref.finalize(self, end).atexit = False
+        weakref.finalize(self, forget, self._modules, list(parameters.values())).atexit = False
+        _exchanges[inner] = weakref.ref(self)
+
+    @property
+    def model(self) -> DistributedDataParallel | None:
+        """The DDP model, while it lives."""
+        return self._model()
+
+    def detach(self) -> None:
+        """See `DDPState.detach`."""
+        self._detached = True
+        self._given.clear()
+        for handle in self._handles:
+            handle.remove()
+        self._freezing.give_up()
+        self.engine.close()
+        forget(self._modules, self.engine.parameters.values())
+
+    def synchronize(self, bucket: GradBucket) -> Future[Tensor]:
+        """See `DDPState.synchronize`."""
+        if self._detached:
+            return allreduce_hook(self._process_group, bucket)
+        if not self.engine.in_step:
+            self._begin()
+        for name, gradient in self._named(bucket):
+            self.engine.load(name, gradient)
+        future: Future[Tensor] = Future()
+        self._given.append((bucket, future))
+        if bucket.is_last():
+            self._finish()
+        return future
+
+    def _begin(self) -> None:
+        self._require_no_additions()
+        self._given.clear()
+        self._factor = self._factor_of_uneven_inputs()
+        has_inputs = is_backward()  # else DDP brings zeros: this rank is through, and the others' parameters go on
+        self.engine.stepped_alone |= not has_inputs
+        self.engine.begin()
+        if has_inputs:
+            at_end_of_backward(_nothing, self.engine)
+
+    def _finish(self) -> None:
+        """All buckets were given: waits, and completes their futures."""
+        for name in self.engine.missing():
+            self.engine.load(name, None, used=False)
+        self.engine.finish()
+        self._synchronizations += 1
+        for bucket, future in self._given:
+            future.set_result(self._result(bucket))
+        self._given.clear()
+
+    def _factor_of_uneven_inputs(self) -> float:
+        """The ranks divided by those that still have inputs, inside `join(divide_by_initial_world_size=False)`."""
+        model = self.model
+        if model is None or not model._join_config.enable or model._divide_by_initial_world_size:
+            return 1.0
+        mine, timeout_s = bytes([is_backward()]), self.engine.timeout_s
+        told: list[bytes] = self.engine.call("who still has inputs", lambda group: gather_bytes(group, mine, timeout_s))
+        return len(told) / sum(theirs[0] for theirs in told)
+
+    def _before_optimizer_step(self, step: OptimizerStep) -> None:
+        try:
+            self._momentum.check(self.engine.plan, step.optimizer)
+            self._freezing.before(step.optimizer, has_closure=step.has_closure, is_watched=step.is_watched)
+        except ValueError as error:
+            self.engine.fail(str(error))  # settings may differ by rank: the others would wait for this one
+            raise
+
+    def _after_optimizer_step(self, step: OptimizerStep) -> None:
+        self._freezing.after(step.optimizer)
+        if step.concerns(self._names):
+            self.engine.stepped()
+            self._note_step(step)
+
+    def _note_step(self, step: OptimizerStep) -> None:
+        """Tells the engine of a step that followed no synchronised backward."""
+        if step.is_inner:
+            return
+        if self._used.get(step.optimizer, 0) == self._synchronizations:
+            self.engine.stepped_alone = True
+        self._used[step.optimizer] = self._synchronizations
+
+    def _require_no_additions(self) -> None:
+        model = self.model
+        if model is not None and (why := self._additions.check(unwrapped(model))):
+            self.engine.fail(why)
+            raise RuntimeError(why)
+
+    def _result(self, bucket: GradBucket) -> Tensor:
+        buffer = bucket.buffer()
+        for name, gradient in self._named(bucket):
+            if buffer.layout is torch.sparse_coo:
+                return self.engine.unload(name, None, sparse=True) * self._factor
+            result = self.engine.unload(name, gradient, sparse=False)
+            if result.data_ptr() != gradient.data_ptr():
+                gradient.copy_(result)
+            if self._factor != 1:
+                gradient.mul_(self._factor)
+        return buffer
+
+    def _named(self, bucket: GradBucket) -> Iterator[tuple[str, Tensor]]:
+        """(name, gradient) of the parameters to synchronise; DDP gives a sparse gradient a bucket of its own."""
+        buffer: Any = bucket.buffer()
+        gradients = [buffer] if buffer.layout is torch.sparse_coo else bucket.gradients()
+        for parameter, gradient in zip(bucket.parameters(), gradients, strict=True):
+            if id(parameter) in self._names:
+                yield self._names[id(parameter)], gradient
+            elif id(parameter) not in self._left_alone:
+                why = (
+                    "this DDPState is of another model than the bucket it got; each DDP model needs a state of its own"
+                )
+                self.engine.fail(why)
+                raise RuntimeError(why)
+
+
+def has_reducer(model: nn.Module) -> TypeGuard[DistributedDataParallel]:
+    """Whether the model is torch's DistributedDataParallel with its Reducer, which gradsync's own class has not."""
+    return isinstance(model, DistributedDataParallel) and "reducer" in vars(model)
+
+
+def _is_nested(model: DistributedDataParallel) -> bool:
+    """Whether another DDP model around this one, or inside of it, has gradsync already."""
+    synchronised = [exchange.model for known in _exchanges.values() if (exchange := known()) is not None]
+    return any(
+        other is not None and other is not model and (other in set(model.modules()) or model in set(other.modules()))
+        for other in synchronised
+    )
+
+
+def _model_with(state: DDPState) -> DistributedDataParallel:
+    """The DDP model that the state is registered with: a hook gets buckets, and no model to have names of.
+
+    Raises:
+        RuntimeError: where there is none, or more than one.
+    """
+    found: list[DistributedDataParallel] = [
+        each
+        for each in gc.get_objects()
+        if issubclass(type(each), DistributedDataParallel)
+        and any(kept is state for _, kept in vars(each).get("_comm_hooks", ()))
+    ]
+    if len(found) != 1:
+        raise RuntimeError(
+            f"{len(found) or 'no'} DDP models were found that this DDPState is registered with, expected one; name it: "
+            "ddp_model.register_comm_hook(gradsync.DDPState(ddp_model), gradsync.ddp_hook)"
+        )
+    return found[0]
+
+
+def _nothing() -> None:
+    """DDP's own callback ends its backward; ours is there to be dropped when backward raises."""
+
+
+@never_compiled
+def ddp_hook(state: DDPState, bucket: GradBucket) -> Future[Tensor]:
+    """gradsync as a DDP communication hook: `ddp_model.register_comm_hook(gradsync.DDPState(), gradsync.ddp_hook)`.
+
+    Raises:
+        TypeError: for another state.
+    """
+    if not isinstance(state, DDPState):
+        raise TypeError(
+            f"gradsync.ddp_hook needs a gradsync.DDPState as its state, got {state!r}: "
+            "ddp_model.register_comm_hook(gradsync.DDPState(), gradsync.ddp_hook)"
+        )
+    return (state.successor or state).synchronize(bucket)

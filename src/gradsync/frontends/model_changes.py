@@ -1,0 +1,119 @@
+"""What came to a model, or went from it, after gradsync was attached."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence, Sized
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.utils import stateless
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..tensors.bucket import matches
+from .torch_hooks import is_called_by
+from .wrappers import ActiveWrapper
+
+REPLACED = (
+    "a parameter of the model was replaced after gradsync was attached ({name!r}, as load_state_dict(assign=True) and "
+    "weight_norm do), and nobody synchronises the new one; detach() first, then attach again"
+)
+
+
+class Additions:
+    """Finds parameters that came to a model after `attach`: each rank would keep its own gradients of them."""
+
+    def __init__(self, model: nn.Module, exclude: Sequence[str]) -> None:
+        self._exclude = exclude
+        self._known = WeakIdKeyDictionary({parameter: True for parameter in model.parameters()})
+        named = model.named_parameters()
+        self._frozen = [(n, weakref.ref(p)) for n, p in named if not (p.requires_grad or matches(n, exclude))]
+        self.generation = 0  # another number once modules have come or gone
+        self._remember(model)
+
+    def check(self, model: nn.Module) -> str:
+        """What is wrong, or nothing; costs next to nothing while no module has changed."""
+        for name, frozen in self._frozen:
+            parameter = frozen()
+            if parameter is not None and parameter.requires_grad:
+                return (
+                    f"the parameter {name!r} was frozen when gradsync was attached, and nobody synchronises it; "
+                    "detach() first, then attach again, or let exclude name it"
+                )
+        if list(map(len, self._tables)) == self._lengths and all(_children(m()) == ids for m, ids in self._parents):
+            return ""
+        if name := self.added(model):
+            return (
+                f"the parameter {name!r} came to the model after gradsync was attached, and nobody synchronises "
+                "it; detach() first, then attach again, or let exclude name it"
+            )
+        self.generation += 1
+        self._remember(model)
+        return ""
+
+    def added(self, model: nn.Module) -> str:
+        """The name of a parameter that nobody synchronises, or nothing."""
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and parameter not in self._known and not matches(name, self._exclude):
+                return name
+        return ""
+
+    def _remember(self, model: nn.Module) -> None:
+        """No module, which would live on, and with it what is attached to it."""
+        modules = list(model.modules())
+        self._tables: list[Sized] = [m._parameters for m in modules]
+        self._tables += [m._modules for m in modules if not m._modules]
+        self._lengths = list(map(len, self._tables))
+        self._parents = [(weakref.ref(m), _children(m)) for m in modules if m._modules]
+
+
+class Changes:
+    """Finds what came to a model, or went from it, after `attach`.
+
+    A parameter may move to another name or module, as pruning and parametrisations move it, and go away. One that
+    nobody synchronises may not come. What `functional_call` puts in their places for one call is the caller's.
+    """
+
+    def __init__(self, model: nn.Module, parameters: Iterable[nn.Parameter], exclude: Sequence[str]) -> None:
+        self._additions = Additions(model, exclude)
+        self._ours = {id(p) for p in parameters}
+        self._wrapper = ActiveWrapper(self._ours)
+        self._moves = 0
+        self._find_places(model)
+
+    @property
+    def generation(self) -> int:
+        """Another number once modules have come or gone, or parameters moved."""
+        return self._additions.generation + self._moves
+
+    def check(self, model: nn.Module) -> str:
+        """Returns what is wrong, or nothing."""
+        if why := self._wrapper.check():
+            return why
+        if self._are_in_place():
+            return self._additions.check(model)
+        if is_called_by(stateless._functional_call.__code__):
+            return ""
+        if name := self._additions.added(model):
+            return REPLACED.format(name=name)
+        self._moves += 1
+        self._find_places(model)
+        return self._additions.check(model)
+
+    def _are_in_place(self) -> bool:
+        try:  # the tables of TorchScript have no `get`
+            return all(table[key] is p for table, key, p in self._places)
+        except KeyError:
+            return False
+
+    def _find_places(self, model: nn.Module) -> None:
+        self._places: list[tuple[Mapping[str, Any], str, Tensor]] = [
+            (module._parameters, key, p)
+            for module in model.modules()
+            for key, p in module._parameters.items()
+            if p is not None and id(p) in self._ours
+        ]
+
+
+def _children(module: nn.Module | None) -> list[int]:
+    return [] if module is None else list(map(id, module._modules.values()))

@@ -1,0 +1,186 @@
+"""Groups of a plan of parameters, chosen anew at consensus points: there all models are equal, so nothing is lost.
+
+Between consensus points each rank keeps how long its exchanges took, and how much averages changed its values. At one,
+all ranks see all of these figures. Where they say that links have changed, rates are measured again; rank 0 decides on
+the groups to go on with (`planner.regroup`). Rounds go on to be counted by steps, so a checkpoint has all in its plan.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..comm import Group, gather_bytes
+from ..costs.cluster import Cluster
+from ..engine.engine import Engine
+from ..planner import AveragingPlanner
+from ..planner.averaging import schedule_of
+from ..planner.regroup import LEAST_ROUNDS, Rounds, links_changed, share_removed
+from ..plans.plan import Plan
+from ..tuning.rates import measured_cluster
+from .averaging import Averaging
+from .torch_hooks import OptimizerStep, after_optimizer_steps
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SavedGroups:
+    """What a checkpoint has to go on with."""
+
+    plan: Plan
+    young_s: float | None  # what this rank's rounds took
+
+    def __post_init__(self) -> None:
+        if self.young_s is not None and not (isinstance(self.young_s, float) and self.young_s > 0):
+            raise ValueError(f"the state's young_s must be a number of seconds above 0, or None, got {self.young_s!r}")
+
+
+class Regrouping:
+    """Watches the rounds of an engine whose plan the planner made for the links of this cluster."""
+
+    def __init__(
+        self,
+        planner: AveragingPlanner,
+        engine: Engine,
+        averaging: Averaging,
+        model: nn.Module,
+        optimizer: Optimizer,
+        cluster: Cluster,
+        exclude: Sequence[str] = (),
+    ) -> None:
+        self._planner = planner
+        self._engine = engine
+        self._model, self._optimizer = weakref.ref(model), weakref.ref(optimizer)
+        self._cluster = cluster
+        self._exclude = tuple(exclude)
+        self._begin()
+        self._handle = after_optimizer_steps(self, Regrouping._after_optimizer_step, optimizer)
+        if planner.most_apart is not None:
+            averaging.watch = self._watch
+
+    def remove(self) -> None:
+        """Watches no longer."""
+        self._handle.remove()
+
+    def consider(self) -> None:
+        """At a consensus point: goes over to other groups, if they are clearly better now. Collective."""
+        engine, placement = self._engine, self._engine.group.placement
+        figures = [self._rounds.young_s or 0.0, self._rounds.now_s or 0.0, self._removed, self._removed_rounds]
+        mine = torch.tensor(figures, dtype=torch.float64, device=engine.device)
+        parts = engine.call("what rounds did", lambda group: group.all_gather(mine).wait(engine.timeout_s))
+        young_s, now_s, removed, rounds = zip(*(part.tolist() for part in parts), strict=True)
+        changed = self._planner.remaps(placement) and all(young_s) and all(now_s) and links_changed(young_s, now_s)
+        if changed:
+            logger.info("rounds take another time than they did; rates between nodes are measured again")
+            self._cluster = engine.call("rates between nodes", lambda group: measured_cluster(group, engine.timeout_s))
+        mean = sum(removed) / sum(rounds) if min(rounds) >= LEAST_ROUNDS else None
+        self._count_removed_anew()
+        if not changed and mean is None:
+            return
+        text = engine.call("groups chosen anew", lambda group: self._better_plan(group, mean))
+        if text:
+            engine.replan(Plan.from_json(text))
+            self._begin()
+        elif changed:
+            self._rounds.plan_stays()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `saved` takes beside the plan."""
+        return {**self._same_job, "young_s": self._rounds.young_s}
+
+    def saved(self, state: Mapping[str, Any]) -> SavedGroups | None:
+        """What an attachment's `state_dict` has, where it was of the same settings for the same nodes. Collective.
+
+        Raises:
+            ValueError, RuntimeError: on all ranks, for a plan that does not fit, or other plans on other ranks.
+        """
+        found: SavedGroups | None = None
+        problem: Exception | None = None
+        try:
+            groups = state.get("groups", {})
+            if not isinstance(groups, Mapping):
+                raise ValueError(f"the state's groups must be a dict, got {type(groups).__name__}")
+            if self._same_job.items() <= groups.items():
+                found = SavedGroups(Plan.from_json(state["plan"]), groups["young_s"])
+                found.plan.check(self._engine.specs, self._engine.group.size)
+        except Exception as error:  # told to all, then raised
+            problem = error
+        self._engine.agree("loading of groups", problem, "" if found is None else f"plan {found.plan.digest[:12]}")
+        return found
+
+    def go_on(self, saved: SavedGroups | None) -> None:
+        """After a checkpoint was loaded: by its plan, or the present one. Collective."""
+        if saved is not None and saved.plan.digest != self._engine.plan.digest:
+            self._engine.replan(saved.plan)
+        self._begin(None if saved is None else saved.young_s)
+
+    @property
+    def _same_job(self) -> dict[str, Any]:
+        """What must be the same for a job that is to go on with the plan of its checkpoint."""
+        return {"settings": repr(self._planner), "nodes": list(self._engine.group.placement.nodes)}
+
+    def _begin(self, young_s: float | None = None) -> None:
+        """By a plan whose rounds are not known here."""
+        self._schedule = schedule_of(self._engine.plan)
+        self._cycle = self._planner.cycle(self._schedule)
+        self._rounds = Rounds(self._cycle, young_s)
+        self._seen = self._engine.step, self._communication_s()
+        self._count_removed_anew()
+
+    def _count_removed_anew(self) -> None:
+        """From a consensus on: rounds of the first cycle have less to remove."""
+        self._removed_from = self._engine.step + self._cycle
+        self._removed, self._removed_rounds = 0.0, 0  # in whole cycles
+        self._under_way: list[float] = []  # in the one that is not over
+        self._squares = torch.zeros(2, dtype=torch.float64, device=self._engine.device)
+
+    def _communication_s(self) -> float:
+        """Since the plan changed."""
+        return sum(lane.communication_s for lane in self._engine.lanes)
+
+    def _watch(self, own: Tensor, average: Tensor) -> None:
+        """Of the round that is ending."""
+        norms = torch.stack([torch.linalg.vector_norm(own - average), torch.linalg.vector_norm(average)])
+        self._squares += norms.double().square()
+
+    def _after_optimizer_step(self, step: OptimizerStep) -> None:
+        """A step begins a round; the one before it has ended."""
+        before, before_s = self._seen
+        self._seen = rounds, total_s = self._engine.step, self._communication_s()
+        for _ in range(before, rounds):
+            self._rounds.add((total_s - before_s) / (rounds - before))
+        if self._planner.most_apart is not None and rounds > before:
+            self._count_removed(rounds - 1)
+
+    def _count_removed(self, round: int) -> None:
+        """By a round that has ended."""
+        if round >= self._removed_from:
+            placement = self._engine.group.placement
+            rank = placement.nodes[self._engine.group.rank]
+            relaxation = next(share for group, share in self._schedule.round(round).parts if rank in group)
+            distance, norm = self._squares.tolist()  # the host counts them: two numbers a round
+            self._under_way.append(share_removed(distance, norm, relaxation) if norm else 0.0)
+        if len(self._under_way) == self._cycle:
+            self._removed += sum(self._under_way)
+            self._removed_rounds += self._cycle
+            self._under_way.clear()
+        self._squares.zero_()
+
+    def _better_plan(self, group: Group, removed: float | None) -> str:
+        """As rank 0 sees it, as on another processor the same figures may round differently; "" where none is."""
+        model, optimizer = self._model(), self._optimizer()
+        found: Plan | None = None
+        if group.rank == 0 and model is not None and optimizer is not None:
+            found = self._planner.regrouped(
+                self._schedule, model, optimizer, group.placement, self._cluster, self._exclude, removed=removed
+            )
+        mine = b" " if found is None else found.to_json().encode()
+        return gather_bytes(group, mine, self._engine.timeout_s)[0].decode().strip()

@@ -1,0 +1,418 @@
+"""Front-ends of a model: what averages its gradients or its parameters, and how another one takes its place."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Joinable
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ..comm import (
+    Group,
+    GroupError,
+    Survival,
+    Survivors,
+    broadcast_tensors,
+    gather_bytes,
+)
+from ..comm.shuffle import together
+from ..costs.cluster import Cluster
+from ..engine.engine import Engine
+from ..engine.guard import Verification
+from ..optim.early_steps import why_not_in_parts
+from ..planner import AveragingPlanner
+from ..planner.averaging import schedule_of
+from ..plans.plan import Plan, What
+from ..tensors.bucket import matches
+from ..tuning.rates import measured_cluster
+from .agreement import agreed_engine, buffers_of, forget, gather_texts, group_of
+from .autograd import AutogradHooks
+from .averaging import SCALED, Averaging, companions
+from .choosing import Choice
+from .regrouping import Regrouping
+from .torch_hooks import Hook
+
+logger = logging.getLogger(__name__)
+
+TORCHSCRIPT = (
+    "a plan of parameters needs hooks on the model's modules, which TorchScript does not have: average gradients "
+    "(no plan, or one of gradients), or attach to the model before it is scripted or traced"
+)
+SURVIVES_NOT = "NCCL ends a job that lost a rank by itself: survives is for gloo"
+
+
+@dataclass(frozen=True)
+class Front:
+    """What synchronises a model: gradients before the optimiser's step, or parameters after it.
+
+    Refers to the model weakly, as everything here: the model's modules keep it alive.
+    """
+
+    engine: Engine
+    no_sync: Callable[[], Any]
+    remove: Callable[[], None]
+    averaging: Averaging | None = None
+    regrouping: Regrouping | None = None
+    joinable: Callable[[], Joinable | None] = lambda: None  # what stands for the model among uneven inputs
+
+    def consensus(self) -> None:
+        """See `Attachment.consensus`."""
+        if self.averaging is not None:
+            self.averaging.consensus()
+        if self.regrouping is not None:
+            self.regrouping.consider()
+
+    def close(self) -> None:
+        try:
+            self.remove()
+        finally:
+            self.engine.close()
+
+
+@dataclass
+class Fronts:
+    """The one in force; of two that are tried the other one beside it, and how it is chosen, if it is.
+
+    `surviving`: what makes another one where ranks are lost, if anything does.
+    """
+
+    present: Front
+    resting: Front | None = None
+    choice: Choice | None = None
+    surviving: Surviving | None = None
+
+    def consensus(self) -> None:
+        """See `Attachment.consensus`."""
+        if self.surviving is None:
+            self.present.consensus()
+        else:
+            self.surviving.consensus()
+
+    def close(self) -> None:
+        if self.choice is not None:
+            self.choice.remove()
+        if self.surviving is not None:
+            self.surviving.close()
+        for front in (self.present, self.resting):
+            if front is not None:
+                front.close()
+
+
+class Attached:
+    """A model, its optimiser if it is known, and how its ranks are reached, as `attach` was told.
+
+    Refers weakly to the first two.
+
+    Args:
+        exclude: names or shell patterns of parameters and buffers that are left alone.
+        verification: how ranks compare their parameters.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        process_group: dist.ProcessGroup | None,
+        timeout_s: float,
+        exclude: Sequence[str],
+        verification: Verification,
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
+        self.process_group, self.timeout_s, self.exclude = process_group, timeout_s, exclude
+        self.verification = verification
+
+    @property
+    def model(self) -> nn.Module:
+        model = self._model()
+        assert model is not None
+        return model
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        return None if self._optimizer is None else self._optimizer()
+
+    def within(self, process_group: dist.ProcessGroup) -> Attached:
+        """Among the ranks of another group."""
+        return Attached(self.model, self.optimizer, process_group, self.timeout_s, self.exclude, self.verification)
+
+
+class ParametersBeside:
+    """The other way of a model whose gradients are averaged by these hooks, see `choosing.Parameters`."""
+
+    def __init__(self, fronts: Fronts, hooks: AutogradHooks, planner: AveragingPlanner, attached: Attached) -> None:
+        self._fronts, self._hooks, self._planner, self._attached = fronts, hooks, planner, attached
+        self._made: tuple[Plan, Cluster | None] | None = None
+
+    def prepare(self, most_s: float) -> int:
+        attached, engine = self._attached, self._fronts.present.engine
+        if engine.profile is not None and not self._planner.compute_s:
+            parts = engine.profile.parts
+            self._planner = replace(self._planner, compute_s=parts.backward.median_s + parts.beside.median_s)
+        made, cluster, refusal = _planned(self._planner, attached, "")
+        if refusal:
+            logger.info("parameters are not averaged: %s", refusal)
+        cycle = 0
+        if made is not None and (schedule := schedule_of(made)) != together(schedule.size):
+            expected_s = 0.0
+            if cluster is not None:
+                expected_s = self._planner.expected_s(schedule, attached.model, cluster, attached.exclude)
+            cycle = self._planner.cycle(schedule) if expected_s <= most_s else 0
+            self._made = made, cluster
+        mine = torch.tensor([cycle], device=engine.device)
+        parts = engine.call(
+            "whether to average parameters", lambda group: group.all_gather(mine).wait(attached.timeout_s)
+        )
+        return min(int(part) for part in parts)
+
+    def begin(self) -> None:
+        assert self._made is not None
+        present = self._fronts.present
+        forget(self._attached.model.modules(), present.engine.parameters.values())
+        plan, cluster = self._made
+        front = averaging_front(self._attached, plan, regroups=None if cluster is None else (self._planner, cluster))
+        self._hooks.rest()
+        self._fronts.present, self._fronts.resting = front, present
+
+    def wait(self) -> None:
+        averaging = self._fronts.present.averaging
+        assert averaging is not None
+        averaging.land()
+
+    def end(self) -> None:
+        averaging, resting = self._fronts.present.averaging, self._fronts.resting
+        assert averaging is not None and resting is not None
+        averaging.consensus()
+        self._fronts.present.close()
+        self._fronts.present, self._fronts.resting = resting, None
+        self._hooks.go_on()
+
+    def keep(self) -> None:
+        assert self._fronts.resting is not None
+        self._fronts.resting.close()
+        self._fronts.resting = None
+        survive(self._fronts, self._planner, self._attached)
+
+
+class Surviving:
+    """Where ranks are lost by whose averages a model is trained, those that are left get a front of their own.
+
+    It begins between two steps, where all have made as many. Who is behind makes up for it by steps of its own, while
+    the others wait.
+    """
+
+    def __init__(self, fronts: Fronts, planner: AveragingPlanner, attached: Attached) -> None:
+        self._fronts, self._planner, self._attached = fronts, planner.of_others(), attached
+        timeout_s = attached.timeout_s
+        mine = secrets.token_hex(8).encode()
+        name: list[bytes] = fronts.present.engine.call(
+            "a name for survivors", lambda group: gather_bytes(group, mine, timeout_s)
+        )
+        self._survivors = Survivors(
+            f"gradsync survivors {name[0].decode()}", attached.process_group, timeout_s=timeout_s
+        )
+        self._survival: Survival | None = None  # on which the present front is to end
+        self._follow()
+
+    def close(self) -> None:
+        self._survivors.close()
+
+    def consensus(self) -> None:
+        """That of the front, or of those that are left where ranks were lost until then."""
+        averaging = self._present
+        averaging.land()
+        if not self._is_over:
+            try:
+                self._fronts.present.consensus()
+                return
+            except GroupError:
+                averaging.give_up()
+        self._agree()
+        self._go_on()
+
+    @property
+    def _present(self) -> Averaging:
+        averaging = self._fronts.present.averaging
+        assert averaging is not None
+        return averaging
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether ranks were lost, as far as is known here."""
+        return self._present.gave_up or self._survivors.called
+
+    def _follow(self) -> None:
+        self._present.recover = Hook(self, Surviving._between_steps)
+
+    def _between_steps(self) -> None:
+        if self._is_over and self._present.steps >= self._agree().steps:
+            self._go_on()
+
+    def _agree(self) -> Survival:
+        """Who is left: they all come here, as each learns of it at once, and the present front is not used again."""
+        if self._survival is None:
+            self._present.land()
+            self._fronts.present.engine.fail("ranks were lost, those that are left are to go on without them")
+            self._present.give_up()
+            self._survival = self._survived(self._survivors.ranks)
+        return self._survival
+
+    def _survived(self, before: Sequence[int]) -> Survival:
+        found = self._survivors.agree(self._present.steps)
+        lost = ", ".join(str(rank) for rank in before if rank not in found.ranks)
+        left = ", ".join(map(str, found.ranks))
+        logger.warning("gradsync lost %s; ranks %s go on", f"ranks {lost}" if lost else "a round, and no rank", left)
+        return found
+
+    @torch.inference_mode(False)
+    def _go_on(self) -> None:
+        """With those that are left. Collective over them."""
+        before = self._fronts.present
+        assert self._survival is not None
+        before.engine.close()
+        forget(self._attached.model.modules(), before.engine.parameters.values())
+        made: Front | None = None
+        while made is None:
+            try:
+                left = self._attached.within(self._survivors.new_group())
+                made = averaging_front(left, self._planner, apart=True)
+            except RuntimeError as error:  # perhaps another rank was lost
+                ranks = self._survival.ranks
+                self._survival = self._survived(ranks)
+                if self._survival.ranks == ranks:
+                    raise GroupError(f"ranks {ranks} are left, and could not go on: {error}") from error
+        before.remove()
+        self._fronts.present, self._survival = made, None
+        self._follow()
+
+
+def survive(fronts: Fronts, planner: AveragingPlanner, attached: Attached) -> None:
+    """Has the ranks go on where others are lost, if the planner says so. Collective."""
+    if planner.survives and fronts.present.engine.group.size > 1:
+        fronts.surviving = Surviving(fronts, planner, attached)
+
+
+def why_not_parameters(model: nn.Module, optimizer: Optimizer | None, grad_scaler: torch.amp.GradScaler | None) -> str:
+    """Why parameters cannot be averaged, or nothing."""
+    if optimizer is None:
+        return "a plan of parameters averages them after the optimiser's step: attach(..., optimizer=...) must name it"
+    if isinstance(model, DistributedDataParallel):
+        return "DistributedDataParallel averages gradients; a plan of parameters is for the model inside of it"
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        return TORCHSCRIPT
+    if grad_scaler is not None:
+        return SCALED
+    return ""
+
+
+def averaging_front(
+    attached: Attached,
+    plan: Plan | AveragingPlanner,
+    grad_scaler: torch.amp.GradScaler | None = None,
+    regroups: tuple[AveragingPlanner, Cluster] | None = None,
+    *,
+    apart: bool = False,
+) -> Front:
+    """`regroups`: who made the plan for which links, if the groups may change.
+
+    `apart`: the ranks have models of their own, of which the mean is taken, in place of rank 0's.
+    """
+    model, optimizer, exclude = attached.model, attached.optimizer, attached.exclude
+    refusal = why_not_parameters(model, optimizer, grad_scaler)
+    made: Plan | None
+    by = "" if regroups is None else f" by {regroups[0]}"
+    if isinstance(plan, AveragingPlanner):
+        by = f" by {plan}"
+        made, cluster, refusal = _planned(plan, attached, refusal)
+        regroups = None if cluster is None else (plan, cluster)
+    else:
+        made = plan
+    if made is not None and made.what is What.EARLY_PARAMETER and optimizer is not None:
+        refusal = refusal or why_not_in_parts(optimizer)
+    also = None if made is None else companions(model, made)
+    engine, parameters = agreed_engine(
+        model,
+        made,
+        attached.process_group,
+        attached.timeout_s,
+        exclude,
+        f"averages parameters{by}",
+        optimizer,
+        refusal,
+        also,
+        verification=attached.verification,
+    )
+    assert optimizer is not None
+    regrouping: Regrouping | None = None
+    averaging: Averaging | None = None
+    try:
+        if not apart:
+            initial = [p for n, p in model.named_parameters() if not matches(n, exclude)]
+            level(engine, [*initial, *buffers_of(model, exclude).values()])
+        averaging = Averaging(model, engine, optimizer, exclude)
+        if regroups is not None and regroups[0].regroups(engine.group.placement):
+            planner, links = regroups
+            regrouping = Regrouping(planner, engine, averaging, model, optimizer, links, exclude)
+        if apart:
+            averaging.consensus()
+    except BaseException:
+        if averaging is not None:
+            averaging.remove()
+        forget(model.modules(), parameters.values())
+        engine.close()
+        raise
+
+    present = averaging
+
+    def remove() -> None:
+        if regrouping is not None:
+            regrouping.remove()
+        present.remove()
+
+    return Front(engine, averaging.no_sync, remove, averaging, regrouping)
+
+
+def _planned(planner: AveragingPlanner, attached: Attached, refusal: str) -> tuple[Plan | None, Cluster | None, str]:
+    """The plan and the links it is for, or none and what is wrong here, if anything is; measured if all can go on."""
+    timeout_s, optimizer = attached.timeout_s, attached.optimizer
+    group = group_of(attached.process_group, timeout_s)
+    try:
+        if planner.survives and "nccl" in dist.get_backend_config(attached.process_group):
+            refusal = refusal or SURVIVES_NOT
+        if any(text.strip() for text in gather_texts(group, refusal, timeout_s)):
+            return None, None, refusal
+        assert optimizer is not None
+        placement, cluster = group.placement, planner.cluster
+        if planner.measures(placement):
+            cluster = measured_cluster(group, timeout_s)
+        return planner.plan(attached.model, optimizer, placement, cluster, attached.exclude), cluster, ""
+    except ValueError as error:
+        return None, None, str(error)
+    finally:
+        group.close()
+
+
+def level(engine: Engine, tensors: list[Tensor]) -> None:
+    """Gives rank 0's tensors to all, or raises on all."""
+    what = "broadcast of the model"
+
+    def broadcast(group: Group) -> Exception | None:
+        try:
+            broadcast_tensors(group, tensors, engine.timeout_s)
+        except GroupError:
+            raise
+        except Exception as error:  # of this rank alone: the others learn of it below
+            return error
+        return None
+
+    problem = engine.call(what, broadcast)
+    engine.agree(what, problem)

@@ -1,0 +1,208 @@
+"""Uneven inputs: ranks that are through with theirs take part in the others' steps with gradients of zero.
+
+`torch.distributed.algorithms.join.Join` counts, at each forward, which ranks still have inputs; while some have, the
+others call a hook, which is here. It makes the same exchanges as a step does: buffers, gradients. The gradients of a
+step are exchanged on a thread of their own, as with several models in one `Join` their forwards come before the first
+backward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+
+from ..comm import Group, dense_parts, gather_bytes
+from ..engine.engine import Engine
+
+HAS_INPUTS, SYNCHRONIZES, BROADCASTS = 4, 2, 1  # what a rank says at its forward; one that is through says 0
+PIECE_BYTES = 32 << 20  # so many bytes travel in one message
+EVERY_BACKWARD = (
+    "inside join() each forward of the model with gradients on must be followed by its backward before the next one, "
+    "as ranks that are through with their inputs take part in that; use torch.no_grad() for others, or no_sync()"
+)
+
+
+# What `Join` may call: more than one where several models join together.
+_open: weakref.WeakSet[_Shadow] = weakref.WeakSet()
+
+
+class Shadowed(Protocol):
+    """The work of a model's front-end for ranks that are through with their inputs."""
+
+    factor: float  # of the mean over all ranks, where it is to be that over fewer
+    rounds: int  # of backward and optimiser step
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a forward said that its backward would synchronise, and none has yet."""
+
+    def broadcast_buffers(self, source: int) -> None:
+        """Gives the buffers of the rank `source` to all ranks."""
+
+    def take_gradients(self) -> Any:
+        """Takes this rank's own gradients from the parameters, for `put_gradients`."""
+
+    def put_gradients(self, own: Any) -> None:
+        """Gives back what `take_gradients` took."""
+
+    def shadow_step(self) -> None:
+        """Makes the exchanges of a step, with nothing of this rank's own, and has the parameters' gradients of it."""
+
+    def state_to_level(self) -> list[Tensor]:
+        """Parameters and buffers that are the same on all ranks."""
+
+
+class UnevenInputs(Joinable):
+    """Makes an attached model joinable; knows it weakly."""
+
+    def __init__(
+        self, model: nn.Module, front: Shadowed, engine: Engine, process_group: dist.ProcessGroup | None
+    ) -> None:
+        super().__init__()
+        self._model = weakref.ref(model)
+        self.front, self._engine, self._process_group = front, engine, process_group
+        self._joinable: weakref.ref[Joinable] = weakref.ref(self)
+        self._context: weakref.ref[_Shadow] | None = None  # of the `join` under way, or of one that ended with an error
+        self._divide_by_all = True
+        self._expects_backward = False  # a forward of the `join` under way was told to the others as one
+
+    def join_hook(self, **settings: Any) -> JoinHook:
+        return self.hook_of(self, **settings)
+
+    def hook_of(self, joinable: Joinable, **settings: Any) -> JoinHook:
+        """The hook for a model that some other object stands for in `Join`, the one whose settings `Join` sets."""
+        self._joinable = weakref.ref(joinable)
+        self._divide_by_all = settings.get("divide_by_initial_world_size", True)
+        shadow = _Shadow(self)
+        self._context, self._expects_backward = weakref.ref(shadow), False
+        return shadow
+
+    @property
+    def join_device(self) -> torch.device:
+        return self._engine.device
+
+    @property
+    def join_process_group(self) -> Any:
+        return dist.group.WORLD if self._process_group is None else self._process_group
+
+    def forward_begins(self, *, synchronizes: bool, broadcasts: bool) -> int:
+        """Tells the ranks that are through what comes; returns the rank whose buffers go to all.
+
+        Raises:
+            RuntimeError: on all ranks, where `Join` is to end with the first rank that is through, or a forward has had
+                no backward.
+        """
+        if not self._notify():
+            self.front.factor = 1.0
+            return 0
+        if self._expects_backward and self.front.awaits_backward:  # after what the ranks that are through wait for
+            self._engine.fail(EVERY_BACKWARD)
+            raise RuntimeError(EVERY_BACKWARD)
+        told = self.tell(HAS_INPUTS | SYNCHRONIZES * synchronizes | BROADCASTS * broadcasts)
+        self._expects_backward = synchronizes
+        return self._last_with_inputs(told)
+
+    def forward_fails(self) -> None:
+        """Has the ranks that are through ask what comes, so that they learn of an error that this rank will tell."""
+        self._notify()
+
+    def _notify(self) -> bool:
+        """Tells `Join` of a forward; returns whether one is under way, as ranks that are through then ask for more."""
+        joinable = self._joinable()
+        is_under_way = self._context is not None and self._context() is not None
+        if joinable is None or not is_under_way or not joinable._join_config.enable:
+            return False
+        Join.notify_join_context(joinable)
+        return True
+
+    def _last_with_inputs(self, told: list[int]) -> int:
+        """The last rank of those that still have inputs, by whose number sums of the coming step are divided."""
+        have_inputs = [rank for rank, theirs in enumerate(told) if theirs]
+        self.front.factor = 1.0 if self._divide_by_all else len(told) / len(have_inputs)
+        return have_inputs[-1]
+
+    def tell(self, mine: int) -> list[int]:
+        """Returns what every rank says of the coming forward, by rank."""
+        timeout_s = self._engine.timeout_s
+        told: list[bytes] = self._engine.call(
+            "who still has inputs", lambda group: gather_bytes(group, bytes([mine]), timeout_s)
+        )
+        return [theirs[0] for theirs in told]
+
+    def shadow(self) -> Callable[[], None] | None:
+        """Follows the others' next forward; returns what follows their backward, if that synchronises."""
+        told = self.tell(0)
+        source = self._last_with_inputs(told)
+        if any(theirs & BROADCASTS for theirs in told):
+            self.front.broadcast_buffers(source)
+        return self.front.shadow_step if any(theirs & SYNCHRONIZES for theirs in told) else None
+
+    def level(self, *, is_last: bool) -> None:
+        """All ranks are through: the model of one that was last goes to all."""
+        self._context, self.front.factor = None, 1.0
+        source = max(rank for rank, was_last in enumerate(self.tell(int(is_last))) if was_last)
+        rounds = torch.tensor([self.front.rounds], device=self._engine.device)
+        self.spread([rounds, *self.front.state_to_level()], source)
+        self.front.rounds = int(rounds)
+
+    def spread(self, tensors: list[Tensor], source: int) -> None:
+        """Gives dense tensors of one rank to all."""
+        timeout_s = self._engine.timeout_s
+        self._engine.call("the model of a rank", lambda group: broadcast_from(group, tensors, timeout_s, source))
+
+
+class _Shadow(JoinHook):
+    """The hook that `Join` calls on a rank that is through."""
+
+    def __init__(self, inputs: UnevenInputs) -> None:
+        super().__init__()
+        self._inputs = inputs
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="gradsync join")
+        self._step: Future[None] | None = None
+        self._own: Any = None  # this rank's gradients, while the parameters have those of the others' steps
+        _open.add(self)
+
+    def main_hook(self) -> None:
+        self._end_step()
+        step = self._inputs.shadow()
+        if step is not None:
+            self._own = self._own or self._inputs.front.take_gradients()
+            self._step = self._thread.submit(step)
+            if len(_open) == 1:  # no other model's forward comes before this one's backward: errors are seen at once
+                self._end_step()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        _open.discard(self)
+        self._end_step()
+        self._thread.shutdown()
+        if self._own is not None:
+            self._inputs.front.put_gradients(self._own)
+        self._inputs.level(is_last=is_last_joiner)
+
+    def _end_step(self) -> None:
+        step, self._step = self._step, None
+        if step is not None:
+            step.result()
+
+
+@torch.no_grad()
+def broadcast_from(group: Group, tensors: list[Tensor], timeout_s: float, source: int) -> None:
+    """Overwrites the tensors with those of the member `source`; shapes and layouts are the same on all members."""
+    for tensor in chain.from_iterable(map(dense_parts, tensors)):
+        flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        for piece in flat.split(PIECE_BYTES) if flat.numel() else ():
+            sizes = [piece.numel() if rank == source else 0 for rank in range(group.size)]
+            mine = piece if group.rank == source else piece[:0]
+            parts = group.all_gather(mine, sizes).wait(timeout_s)
+            if group.rank != source:
+                piece.copy_(parts[source])
+        if group.rank != source:
+            tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))

@@ -1,0 +1,176 @@
+"""Optimiser steps inside backward: parameters are stepped as soon as their gradients are there, a bucket at a time.
+
+What is to be done with parameters after the step, as averaging them, can then begin while backward goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..plans.plan import Plan
+from ..tensors.stamp import Stamp
+from .freezing import OF_ELEMENTS
+
+CHANGED = (
+    "{what} was changed between backward and optimizer.step() ({such}?), which is too late for a plan of early "
+    "parameters: they were stepped in backward; let the plan say what='parameter'"
+)
+
+
+def why_not_in_parts(optimizer: Optimizer) -> str:
+    """Why the optimiser cannot step some parameters before others; nothing if it can."""
+    if type(optimizer) in OF_ELEMENTS:
+        return ""
+    known = ", ".join(sorted(each.__name__ for each in OF_ELEMENTS))
+    return (
+        "a plan of early parameters steps them in backward, one bucket at a time, by optimisers of which that is known "
+        f"to be the same: {known}; got {type(optimizer).__name__}"
+    )
+
+
+def begin_state(optimizer: Optimizer, parameter: nn.Parameter) -> bool:
+    """Has the optimiser make what it keeps of a parameter, as if gradients had been zero; whether it is known how."""
+    if type(optimizer) not in OF_ELEMENTS:
+        return False
+    before, gradient, values = optimizer.param_groups, parameter.grad, parameter.detach().clone()
+    owner = next((group for group in before if any(p is parameter for p in group["params"])), None)
+    if owner is None:
+        return False
+    still: dict[str, Any] = {key: 0.0 for key in ("lr", "weight_decay") if key in owner}
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer.param_groups = [{**owner, **still, "params": [parameter]}]
+    try:
+        _plain_step(optimizer)(optimizer)
+    finally:
+        optimizer.param_groups, parameter.grad = before, gradient
+        parameter.detach().copy_(values)
+    return True
+
+
+class EarlySteps:
+    """Steps an optimiser's parameters part by part; its own `step` then has only the others left.
+
+    For optimisers that treat every element by itself, see `why_not_in_parts`. Around the optimiser's own step:
+    `check`, `take_out`, and afterwards `end`.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._used: dict[nn.Parameter, Stamp] = {}  # marks of the gradients, since `end`
+        self._settings: list[dict[str, object]] = []  # of the groups, when the first was used
+        self._taken_from: list[tuple[dict[str, Any], list[nn.Parameter]]] = []  # groups, and what they had
+        self._step = _plain_step(optimizer)
+
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        return parameter in self._used
+
+    @property
+    def stepped(self) -> list[nn.Parameter]:
+        """Since `end`."""
+        return list(self._used)
+
+    @torch.no_grad()
+    def step(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Those of them that have gradients and are the optimiser's. Its hooks and schedulers see nothing of it."""
+        if not self._used:
+            self._settings = self._settings_now()
+        wanted = {p for p in parameters if p.grad is not None}
+        with self._of(lambda p: p in wanted):
+            self._step(self._optimizer)
+        self._used |= {p: Stamp.of(p.grad) for p in wanted if p.grad is not None}
+
+    def check(self, names: Mapping[nn.Parameter, str]) -> str:
+        """Before the optimiser's own step: what is wrong, or nothing."""
+        for p, stamp in self._used.items():
+            if p.grad is None or Stamp.of(p.grad) != stamp:
+                return CHANGED.format(what=f"the gradient of {names.get(p, 'a parameter')!r}", such="clipping")
+        for before, now in zip(self._settings, self._settings_now(), strict=False):  # groups may have come since
+            for key in before:
+                if self._used and before[key] != now.get(key):
+                    return CHANGED.format(what=f"the optimiser's {key!r}", such="warm-up")
+        return ""
+
+    def take_out(self) -> None:
+        """What was stepped already leaves the optimiser's groups, until `put_back`."""
+        self.put_back()
+        self._taken_from = [(group, group["params"]) for group in self._optimizer.param_groups]
+        for group, params in self._taken_from:
+            group["params"] = [p for p in params if p not in self._used]
+
+    def put_back(self) -> None:
+        """The optimiser has its groups as they were, also where its own step has failed."""
+        for group, params in self._taken_from:
+            group["params"] = params
+        self._taken_from = []
+
+    def end(self) -> None:
+        """After the optimiser's own step."""
+        self.put_back()
+        self._used.clear()
+
+    @contextmanager
+    def _of(self, chosen: Callable[[nn.Parameter], bool]) -> Iterator[None]:
+        before = self._optimizer.param_groups
+        self._optimizer.param_groups = [{**g, "params": [p for p in g["params"] if chosen(p)]} for g in before]
+        try:
+            yield
+        finally:
+            self._optimizer.param_groups = before
+
+    def _settings_now(self) -> list[dict[str, object]]:
+        groups = self._optimizer.param_groups
+        return [{key: _comparable(kept) for key, kept in group.items() if key != "params"} for group in groups]
+
+
+class EarlyExchange:
+    """A round of a plan of early parameters: what is stepped together, and what of it has its gradients."""
+
+    def __init__(self, steps: EarlySteps, plan: Plan, parameters: Mapping[str, Tensor]) -> None:
+        self.steps = steps
+        self.task = -1  # autograd's number of the backward that began it
+        self.is_open = False  # until the optimiser's own step
+        self.unseen: set[str] = set()  # parameters that the forward of this backward did not wait for
+        self._together: list[list[str]] = []  # what is stepped at once: of one bucket, and each in one only
+        known: set[str] = set()
+        for bucket in plan.buckets:
+            names = [n for n in dict.fromkeys(bucket.names) if n in parameters and n not in known]
+            known.update(names)
+            if names:
+                self._together.append(names)
+        self._place = {name: place for place, names in enumerate(self._together) for name in names}
+        self._waiting: list[set[str]] = []
+
+    def give_up(self) -> None:
+        """The optimiser has all it had; gradients by which parameters were stepped are used up."""
+        self.steps.put_back()
+        for parameter in self.steps.stepped:
+            parameter.grad = None
+
+    def begin(self) -> None:
+        self._waiting = [set(names) for names in self._together]
+
+    def arrived(self, name: str) -> list[list[str]]:
+        """What is complete by this gradient."""
+        place = self._place[name]
+        self._waiting[place].discard(name)
+        return [] if self._waiting[place] else [self._together[place]]
+
+    def left(self) -> list[list[str]]:
+        """What did not become complete in this backward."""
+        return [names for names, waiting in zip(self._together, self._waiting, strict=True) if waiting]
+
+
+def _plain_step(optimizer: Optimizer) -> Callable[[Optimizer], object]:
+    """Without the hooks."""
+    step: Callable[[Optimizer], object] = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
+    return step
+
+
+def _comparable(setting: object) -> object:
+    return (id(setting), setting._version) if isinstance(setting, Tensor) else setting

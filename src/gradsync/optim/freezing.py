@@ -1,0 +1,169 @@
+"""Keeps an optimiser's hands off elements of which no gradient arrived.
+
+Where coarse-grained communication sends nothing, an optimiser would take a gradient of 0 for what happened: momentum
+goes on to move weights by gradients of long ago, Adam's averages fade, and weight decay pulls.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+
+from ..tensors.arrivals import Arrivals, Sections, gathered, put
+
+# They treat every element by itself, whatever shape a parameter has. Subclasses may do otherwise.
+OF_ELEMENTS = frozenset({ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop})
+
+
+class Freezing:
+    """Lets optimisers change what arrived alone: of weights, and of their own state of the same shape.
+
+    For optimisers that treat every element by itself; what others compute of a whole tensor they compute with zeros in
+    the gradient. Numbers that an optimiser has for a whole tensor, as Adam's count of steps, go on, but for a tensor of
+    one number and no dimension. `before` and `after` enclose a step of an optimiser.
+
+    Optimisers of `OF_ELEMENTS` step small parameters of what arrived: the less arrives, the less they have to do. What
+    others do elsewhere is taken back, for a copy of the weights and of the state.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], arrivals: Callable[[], Arrivals]) -> None:
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._arrivals = arrivals  # of the last step
+        self._under_way: dict[int, _Step] = {}  # by optimiser
+
+    @torch.no_grad()
+    def before(self, optimizer: Optimizer, *, has_closure: bool = False, is_watched: bool = False) -> None:
+        """`is_watched`: hooks of others are to see the parameters and not what stands for them.
+
+        Raises:
+            ValueError: for a step with a closure, which computes gradients when it is too late.
+        """
+        if (unfinished := self._under_way.pop(id(optimizer), None)) is not None:  # as it has raised
+            unfinished.give_up()
+        arrivals = self._arrivals()
+        if not arrivals.freeze:
+            return
+        if has_closure:
+            raise ValueError(
+                "optimizer.step(closure) computes gradients after gradsync has told the optimiser which of them "
+                "arrived, and the plan freezes what did not: call backward() first, then step() without a closure"
+            )
+        ours = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._names]
+        found = [(p, arrivals.unfrozen(self._names[id(p)])) for p in ours if p.grad is not None]
+        partial = [(p, sections) for p, sections in found if sections is not None and _between(sections, p.numel())]
+        if partial:
+            any_shape = type(optimizer) in OF_ELEMENTS and not is_watched
+            self._under_way[id(optimizer)] = (_OfWhatArrived if any_shape else _TakenBack)(optimizer, partial)
+
+    @torch.no_grad()
+    def after(self, optimizer: Optimizer) -> None:
+        if (step := self._under_way.pop(id(optimizer), None)) is not None:
+            step.end()
+
+    def give_up(self) -> None:
+        """Optimisers have their parameters, also those whose step has raised."""
+        while self._under_way:
+            self._under_way.popitem()[1].give_up()
+
+
+class _Step(ABC):
+    """An optimiser's step under way."""
+
+    @abstractmethod
+    def end(self) -> None: ...
+
+    @abstractmethod
+    def give_up(self) -> None:
+        """The optimiser did not come to the end of it."""
+
+
+class _OfWhatArrived(_Step):
+    """In place of parameters, the optimiser has smaller ones with the elements that arrived."""
+
+    def __init__(self, optimizer: Optimizer, partial: Iterable[tuple[Tensor, Sections]]) -> None:
+        self._optimizer = optimizer
+        partial = list(partial)
+        # One number has no parts: it stays out of the step.
+        self._parts = [_Part(optimizer, whole, sections) for whole, sections in partial if whole.dim()]
+        self._groups = [(group, group["params"]) for group in optimizer.param_groups]
+        instead: dict[int, list[Tensor]] = {id(whole): [] for whole, _ in partial}
+        instead |= {id(part.whole): [part.parameter] for part in self._parts}
+        for group, params in self._groups:
+            group["params"] = [each for p in params for each in instead.get(id(p), [p])]
+
+    def end(self) -> None:
+        for part in self._parts:
+            part.put_back(self._optimizer)
+        self.give_up()
+
+    def give_up(self) -> None:
+        for group, params in self._groups:
+            group["params"] = params
+        for part in self._parts:
+            self._optimizer.state.pop(part.parameter, None)
+
+
+class _Part:
+    """What arrived of one parameter, with what the optimiser keeps of it."""
+
+    def __init__(self, optimizer: Optimizer, whole: Tensor, sections: Sections) -> None:
+        self.whole = whole
+        self._sections = sections
+        self.parameter = nn.Parameter(gathered(whole, sections))
+        assert whole.grad is not None
+        self.parameter.grad = gathered(whole.grad, sections)
+        if whole in optimizer.state:
+            optimizer.state[self.parameter] = {
+                name: gathered(values, sections) if _alike(values, whole) else values
+                for name, values in optimizer.state[whole].items()
+            }
+
+    def put_back(self, optimizer: Optimizer) -> None:
+        put(self.parameter, self._sections, self.whole)
+        state = optimizer.state[self.whole]
+        for name, values in optimizer.state[self.parameter].items():
+            if not _alike(values, self.parameter):
+                state[name] = values
+                continue
+            if not _alike(state.get(name), self.whole):  # made in this step
+                state[name] = torch.zeros_like(self.whole, dtype=values.dtype)
+            put(values, self._sections, state[name])
+
+
+class _TakenBack(_Step):
+    """The optimiser has its parameters; what did not arrive is as it was afterwards."""
+
+    def __init__(self, optimizer: Optimizer, partial: Iterable[tuple[Tensor, Sections]]) -> None:
+        self._optimizer = optimizer
+        self._kept = []
+        for parameter, sections in partial:
+            still = _between(sections, parameter.numel())
+            state = {name: gathered(values, still) for name, values in self._of_elements(parameter).items()}
+            self._kept.append((parameter, still, gathered(parameter, still), state))
+
+    def end(self) -> None:
+        for parameter, still, weights, state in self._kept:
+            put(weights, still, parameter)
+            for name, values in self._of_elements(parameter).items():
+                put(state[name] if name in state else torch.zeros_like(gathered(values, still)), still, values)
+
+    def give_up(self) -> None:
+        """Nothing is to be put back into what others may have changed since."""
+
+    def _of_elements(self, parameter: Tensor) -> dict[str, Tensor]:
+        kept = self._optimizer.state.get(parameter, {})
+        return {name: values for name, values in kept.items() if _alike(values, parameter)}
+
+
+def _between(sections: Sections, numel: int) -> list[tuple[int, int]]:
+    """What the sections leave out, in pieces as large as may be."""
+    starts, stops = [0, *(stop for _, stop in sections)], [*(start for start, _ in sections), numel]
+    return [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
+
+
+def _alike(values: object, parameter: Tensor) -> bool:
+    return isinstance(values, Tensor) and values.shape == parameter.shape

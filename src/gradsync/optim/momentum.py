@@ -1,0 +1,138 @@
+"""What is coupled to the optimiser: momentum, which compressors may keep on each rank, and which is applied once.
+
+In deep gradient compression, as in 1-bit Adam, gradients pass one momentum, each rank's own, before the compressor;
+the optimiser applies what arrives. What it does on top is a second one, whether it sums up gradients as SGD does or
+takes a running mean of them as Adam does by the first of its betas. So one of them must be 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from ..compressors import MomentumCorrection, Signum
+from ..plans.plan import Plan
+from ..schemes import CoarseGrained
+
+Keeper = MomentumCorrection[Any] | Signum | CoarseGrained  # of a momentum on each rank
+
+
+def take_momentum(optimizer: Optimizer, parameters: Iterable[Tensor]) -> float:
+    """Takes the momentum of these parameters from SGD and says how much it was: for a compressor that has it instead.
+
+    If others share their parameter group, they move to a group of their own, as theirs was but for the momentum; the
+    others keep it. What had gathered for them is dropped: on the ranks momentum begins anew, and whether it is
+    Nesterov's is a setting of the compressor. A checkpoint of the optimiser has groups: take momentum before loading.
+    0 where there was none, and from other optimisers, which apply it to something else than the gradient's sum.
+
+    Raises:
+        ValueError: before anything has changed, for parameters whose groups have different momenta, for dampening, and
+            where parameters would have to move although a scheduler was made for the groups.
+    """
+    if not isinstance(optimizer, SGD):
+        return 0.0
+    wanted = {id(p) for p in parameters}
+    concerned = [group for group in optimizer.param_groups if any(id(p) in wanted for p in group["params"])]
+    momenta = sorted({group["momentum"] for group in concerned})
+    if len(momenta) > 1:
+        raise ValueError(
+            f"the parameters have momenta of {', '.join(map(str, momenta))} in the optimiser, and one was expected: "
+            "take that of each alone, and give each a compressor of its own, or set them alike"
+        )
+    if not any(momenta):
+        return 0.0
+    if any(group["dampening"] for group in concerned):
+        raise ValueError("the optimiser has dampening, which compressors' momentum has not: set it to 0")
+    alone: list[dict[str, Any]] = []
+    shared: list[dict[str, Any]] = []
+    for group in concerned:
+        (alone if all(id(p) in wanted for p in group["params"]) else shared).append(group)
+    if any("initial_lr" in group for group in shared):  # which schedulers leave there
+        raise ValueError(
+            f"a scheduler was made for the optimiser's {len(optimizer.param_groups)} parameter groups, and "
+            f"{len(shared)} of them would have to be parted: take momentum before the scheduler is made"
+        )
+    for p in [p for group in concerned for p in group["params"] if id(p) in wanted]:
+        optimizer.state.get(p, {}).pop("momentum_buffer", None)
+    for group in alone:
+        group.update(_WITHOUT_MOMENTUM)
+    for group in shared:
+        optimizer.add_param_group(_part(group, wanted))
+    return float(momenta[0])
+
+
+class OneMomentum:
+    """Refuses momentum that an optimiser would apply on top of a compressor's, of these parameters by name.
+
+    To be asked before every step: plans change, and schedulers cycle momentum. Without such a compressor it costs
+    nothing, else a look at each parameter group, and at the parameters of those that have momentum.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self._parameters = dict(parameters)
+        self._plan: Plan | None = None
+        self._kept: dict[int, tuple[str, Keeper]] = {}  # by id of the parameter
+
+    def check(self, plan: Plan, optimizer: Optimizer) -> None:
+        """
+        Raises:
+            ValueError: for a parameter to which both its compressor and the optimiser would apply momentum.
+        """
+        if plan is not self._plan:
+            self._plan, self._kept = plan, self._kept_by(plan)
+        if not self._kept:
+            return
+        for group in optimizer.param_groups:
+            if momentum := momentum_of(group):
+                self._require_none(group["params"], momentum)
+
+    def _kept_by(self, plan: Plan) -> dict[int, tuple[str, Keeper]]:
+        found = ((bucket.names, _momentum_in(bucket.make_scheme())) for bucket in plan.buckets)
+        return {id(self._parameters[name]): (name, keeper) for names, keeper in found if keeper for name in names}
+
+    def _require_none(self, parameters: Iterable[Tensor], momentum: float) -> None:
+        for parameter in parameters:
+            if id(parameter) in self._kept:
+                name, keeper = self._kept[id(parameter)]
+                raise ValueError(
+                    f"{name!r} travels under {type(keeper).__name__}, which has a momentum of {keeper.momentum} on "
+                    f"each rank, and the optimiser would apply {momentum} on top of it: set that to 0 (SGD's is taken "
+                    "by gradsync.optim.take_momentum, Adam's is the first of betas, schedulers that cycle it have "
+                    "cycle_momentum=False), or use a compressor without"
+                )
+
+
+def momentum_of(group: Mapping[str, Any]) -> float:
+    """How much of what moved a parameter moves it again at the next step: `momentum` of a group, or its first beta."""
+    return float(group.get("momentum") or next(iter(group.get("betas") or ()), 0.0))
+
+
+_WITHOUT_MOMENTUM = {"momentum": 0.0, "nesterov": False}  # SGD refuses Nesterov's without momentum
+
+
+def _part(group: dict[str, Any], wanted: set[int]) -> dict[str, Any]:
+    """Takes the wanted parameters out of a group, with their names if it has names: they are the new group's."""
+    apart = [id(p) in wanted for p in group["params"]]
+    new = {**group, **_WITHOUT_MOMENTUM}
+    for key in ("params", "param_names"):
+        if key in group:
+            of_each = list(zip(group[key], apart, strict=True))
+            new[key] = [one for one, goes in of_each if goes]
+            group[key] = [one for one, goes in of_each if not goes]
+    return new
+
+
+def _momentum_in(part: object) -> Keeper | None:
+    """What has a momentum, anywhere in a scheme, the first."""
+    if isinstance(part, MomentumCorrection | Signum | CoarseGrained) and part.momentum:
+        return part
+    inner: Iterable[object] = ()
+    if isinstance(part, tuple):
+        inner = part
+    elif is_dataclass(part):
+        inner = (getattr(part, setting.name) for setting in fields(part))
+    return next((found for found in map(_momentum_in, inner) if found is not None), None)

@@ -1,0 +1,1 @@
+"""Plans and profiles as data, read from files and written to them."""

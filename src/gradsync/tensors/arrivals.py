@@ -1,0 +1,87 @@
+"""Of which elements a step brought gradients: of all, but by schemes that send some elements only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import allocator as memory
+from .bucket import Bucket
+
+Sections = Sequence[tuple[int, int]]  # [start, stop) of elements, ascending
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What a step brought of one bucket."""
+
+    bucket: Bucket
+    sections: Sections | None  # of its elements; None: all
+    frozen: bool  # whether optimisers must leave the others alone
+
+
+class Arrivals:
+    """What a step brought, by parameter."""
+
+    def __init__(self, buckets: Iterable[Arrival] = ()) -> None:
+        self._partial: dict[str, list[Arrival]] = {}
+        buckets = list(buckets)
+        names = {name for each in buckets if each.sections is not None for name in each.bucket.names}
+        for each in buckets if names else ():
+            for name in names.intersection(each.bucket.names):
+                self._partial.setdefault(name, []).append(each)
+
+    @property
+    def freeze(self) -> bool:
+        """Whether there is something that an optimiser must leave alone."""
+        return any(each.frozen and each.sections is not None for found in self._partial.values() for each in found)
+
+    def of(self, name: str) -> Sections | None:
+        """Sections of the parameter's elements; None: all of them."""
+        if name not in self._partial:
+            return None
+        return sorted(section for each in self._partial[name] for section in _within(name, each.bucket, each.sections))
+
+    def unfrozen(self, name: str) -> Sections | None:
+        """What an optimiser may change; None: all elements."""
+        found = self._partial.get(name, ())
+        if not any(each.frozen for each in found):
+            return None
+        freed = ((each.bucket, each.sections if each.frozen else None) for each in found)
+        return sorted(section for each in freed for section in _within(name, *each))
+
+
+def gathered(tensor: Tensor, sections: Sections) -> Tensor:
+    """The elements of the sections, by their index, end to end."""
+    lengths = [stop - start for start, stop in sections]
+    elements = memory.empty(sum(lengths), tensor.dtype, tensor.device)
+    if lengths:
+        flat = tensor.detach().reshape(-1)
+        torch._foreach_copy_(list(elements.split(lengths)), [flat[start:stop] for start, stop in sections])
+    return elements
+
+
+def put(elements: Tensor, sections: Sections, tensor: Tensor) -> None:
+    """What `gathered` gave goes where it was."""
+    if not sections:
+        return
+    flat = tensor.detach().reshape(-1)
+    parts = [flat[start:stop] for start, stop in sections]
+    torch._foreach_copy_(parts, list(elements.detach().split([len(part) for part in parts])))
+    if flat.data_ptr() != tensor.data_ptr():  # a copy, of elements that lie otherwise
+        tensor.detach().copy_(flat.view(tensor.shape))
+
+
+def _within(name: str, bucket: Bucket, sections: Sections | None) -> Iterator[tuple[int, int]]:
+    """Those of a bucket's elements that are the parameter's, as its own count."""
+    offset = 0
+    for segment in bucket.segments:
+        if segment.name == name:
+            for first, last in ((0, bucket.numel),) if sections is None else sections:
+                low, high = max(first, offset), min(last, offset + segment.numel)
+                if low < high:
+                    yield segment.start + low - offset, segment.start + high - offset
+        offset += segment.numel

@@ -1,0 +1,285 @@
+"""Buckets: segments of named parameters, seen as one flat tensor or as row-sparse tables.
+
+Pure data: the memory of a bucket is `gradients.py`'s. A flat bucket ends with flags that ride along in the sum and
+tell, for each segment, whether anybody used the parameter, and what the ranks must know of each other's step.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels import Sections
+
+
+class Layout(StrEnum):
+    """How a scheme wants to see its bucket."""
+
+    FLAT = "flat"
+    ROWS = "rows"
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and element type of one tensor; no memory."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    flat: FlatSpec | None = field(default=None, compare=False, repr=False)  # of a bucket: what lies in it, before flags
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether `of` would make this of it."""
+        return tensor.dtype is self.dtype and tensor.shape == self.shape
+
+    @property
+    def numel(self) -> int:
+        return int(torch.Size(self.shape).numel())
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.itemsize
+
+    @property
+    def num_rows(self) -> int:
+        """First dimension: the rows of a table."""
+        return self.shape[0]
+
+    @property
+    def dim(self) -> int:
+        """Elements of one row of a table."""
+        return int(torch.Size(self.shape[1:]).numel())
+
+    def __str__(self) -> str:
+        return f"{'x'.join(map(str, self.shape)) or 'scalar'} {str(self.dtype).removeprefix('torch.')}"
+
+
+def model_digest(specs: Mapping[str, TensorSpec]) -> str:
+    """SHA-256 over names, shapes and dtypes in order: equal on two ranks exactly if their parameters correspond."""
+    return hashlib.sha256("\n".join(describe_specs(specs)).encode()).hexdigest()
+
+
+def describe_specs(specs: Mapping[str, TensorSpec]) -> list[str]:
+    """One line a parameter, `name: shape dtype`."""
+    return [f"{name}: {spec}" for name, spec in specs.items()]
+
+
+PHASES = 3  # steps are told apart modulo this: ranks are out of step by one, hardly ever by three
+
+
+@dataclass(frozen=True)
+class StepMarks:
+    """What a rank tells the others of its step, beside the gradients."""
+
+    late: bool = False  # takes part at the optimiser's step only: its backward reached no parameter
+    phase: int | None = None  # rounds of its optimiser modulo PHASES; None where none was seen (its step is elsewhere)
+
+    def flags(self) -> list[float]:
+        """As summed over the ranks: what matters is whether any rank has set a flag."""
+        return [float(self.late), *(float(self.phase == phase) for phase in range(PHASES))]
+
+
+NUM_MARKS = 1 + PHASES
+NO_MARKS = StepMarks()  # a step like any other
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Elements [start, stop) of the parameter `name`, flattened."""
+
+    name: str
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class FlatSpec:
+    """Segments of tensors that lie end to end in one flat tensor, as a compressor sees them."""
+
+    segments: tuple[Segment, ...]
+    shapes: tuple[tuple[int, ...], ...]  # of the tensor where the segment is all of it, else (segment.numel,)
+    dtype: torch.dtype
+    salt: int = 0  # tells apart what is drawn for tensors of the same names
+
+    def __post_init__(self) -> None:
+        numels = [int(torch.Size(shape).numel()) for shape in self.shapes]
+        if numels != [segment.numel for segment in self.segments]:
+            raise ValueError(f"FlatSpec needs one shape for each segment, got {self.segments} and {self.shapes}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Without what was worked out of it: hashes of names differ between processes."""
+        return FlatSpec, (self.segments, self.shapes, self.dtype, self.salt)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Of hundreds of segments: worked out once, as what follows from a spec is looked up at every step."""
+        return hash((self.segments, self.shapes, self.dtype, self.salt))
+
+    @classmethod
+    def of(cls, tensor: Tensor, name: str = "") -> FlatSpec:
+        """One tensor, flattened."""
+        return cls((Segment(name, 0, tensor.numel()),), (tuple(tensor.shape),), tensor.dtype)
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Elements of each segment."""
+        return tuple(segment.numel for segment in self.segments)
+
+    @cached_property
+    def numel(self) -> int:
+        return sum(self.lengths)
+
+    @cached_property
+    def places(self) -> Mapping[str, Sequence[tuple[int, int, Segment]]]:
+        """The segments of each parameter, by its name: (number, offset in the flat tensor, segment)."""
+        found: dict[str, list[tuple[int, int, Segment]]] = {}
+        offset = 0
+        for number, segment in enumerate(self.segments):
+            found.setdefault(segment.name, []).append((number, offset, segment))
+            offset += segment.numel
+        return found
+
+    @cached_property
+    def sections(self) -> Sections:
+        """As kernels see them, without seeds."""
+        return Sections(self.lengths, tuple(segment.start for segment in self.segments))
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.itemsize
+
+    def cut(self, start: int, stop: int) -> FlatSpec:
+        """Elements [start, stop) of the flat tensor; where there are none, one segment that is empty."""
+        segments, shapes, offset = [], [], 0
+        for segment, shape in zip(self.segments, self.shapes, strict=True):
+            low, high = max(start, offset), min(stop, offset + segment.numel)
+            whole = high - low == segment.numel
+            if low < high or (whole and start <= offset < stop):
+                first = segment.start + low - offset
+                segments.append(Segment(segment.name, first, first + high - low))
+                shapes.append(shape if whole else (high - low,))
+            offset += segment.numel
+        if not segments:
+            last = self.segments[-1]
+            segments, shapes = [Segment(last.name, last.stop, last.stop)], [(0,)]
+        return replace(self, segments=tuple(segments), shapes=tuple(shapes))
+
+    def with_dtype(self, dtype: torch.dtype) -> FlatSpec:
+        """The same elements in another type."""
+        return replace(self, dtype=dtype)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Segments that travel together; `tensors` holds the spec of each segment's parameter. One dtype for all."""
+
+    id: str
+    segments: tuple[Segment, ...]
+    tensors: tuple[TensorSpec, ...]
+    layout: Layout
+    flags_ride: bool = True  # the scheme carries them: they may travel in the flat tensor
+
+    def __post_init__(self) -> None:
+        if not self.segments or len(self.segments) != len(self.tensors):
+            raise ValueError(f"bucket {self.id!r} needs segments and one tensor spec for each")
+        dtypes = {spec.dtype for spec in self.tensors}
+        if len(dtypes) > 1:
+            raise ValueError(f"bucket {self.id!r} mixes dtypes {sorted(map(str, dtypes))}; give each its own bucket")
+        if self.layout is Layout.ROWS:
+            for segment, spec in zip(self.segments, self.tensors, strict=True):
+                if segment.numel != spec.numel or not spec.shape:
+                    raise ValueError(f"bucket {self.id!r}: a row-sparse table is not cut, but {segment} cuts {spec}")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensors[0].dtype
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameters in it."""
+        return sum(segment.numel for segment in self.segments)
+
+    @property
+    def names(self) -> list[str]:
+        return [segment.name for segment in self.segments]
+
+    @property
+    def title(self) -> str:
+        """What errors call it."""
+        others = f" and {len(self.segments) - 1} more" if len(self.segments) > 1 else ""
+        return f"bucket {self.id!r} ({self.segments[0].name}{others})"
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """What its scheme sees: the tables, or one flat tensor, the flags at its end if they ride."""
+        if self.layout is Layout.ROWS:
+            return self.tensors
+        flags = self.num_flags if self.flags_ride else 0
+        return (TensorSpec((self.numel + flags,), self.dtype, self.flat_spec),)
+
+    @property
+    def flat_spec(self) -> FlatSpec:
+        """The segments as a flat tensor, without flags."""
+        whole = [segment.numel == spec.numel for segment, spec in zip(self.segments, self.tensors, strict=True)]
+        shapes = [
+            spec.shape if is_whole else (segment.numel,)
+            for is_whole, segment, spec in zip(whole, self.segments, self.tensors, strict=True)
+        ]
+        return FlatSpec(self.segments, tuple(shapes), self.dtype)
+
+    @property
+    def num_flags(self) -> int:
+        """One flag a segment (who used it), one for a step not to be kept (non-finite values), and the step's marks."""
+        return len(self.segments) + 1 + NUM_MARKS
+
+
+def cut_by_bytes(sizes: Iterable[tuple[str, int]], first_bytes: int, most_bytes: int) -> list[list[str]]:
+    """Consecutive names in groups of at most `most_bytes` (the first group: `first_bytes`); none is left empty.
+
+    The small first group is DDP's habit: its transfer starts early, while most of backward is still to come.
+    """
+    groups: list[list[str]] = [[]]
+    filled, limit = 0, first_bytes
+    for name, nbytes in sizes:
+        if groups[-1] and filled + nbytes > limit:
+            groups.append([])
+            filled, limit = 0, most_bytes
+        groups[-1].append(name)
+        filled += nbytes
+    return [group for group in groups if group]
+
+
+def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that require gradients by name; tied ones once, under their first name."""
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Whether the name of a parameter or buffer is one of the names, or fits one of the shell patterns."""
+    return name in patterns or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

@@ -1,0 +1,266 @@
+"""How sparse gradients are, alone and summed over ranks, in the terms of Zen (Wang et al., OSDI 2025, section 2).
+
+Sparse gradients are counted exactly. Dense ones are sampled: an embedding with dense gradients, tied or not, has rows
+of zeros, dead units have columns of zeros, and nobody announces them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from .bucket import TensorSpec
+
+SAMPLES = 8192  # rows and elements looked at in a dense gradient; a density of 1 % is told to within a tenth of it
+FEWEST_SAMPLED = 1 << 16  # elements; what is smaller gains nothing from being sparse
+FEWEST_HITS = 20  # of a sample, from which the overlap of ranks is told
+PARTITIONS = 1024  # into which skew is resolved
+MOST_FOUND = 0.5  # density up to which a dense gradient may be worth a sparse exchange
+
+
+@dataclass(frozen=True)
+class DensityProfile:
+    """Rows that one rank touches in a step, and the growth of their union over several ranks.
+
+    Of a tensor seen element by element the elements are the rows.
+
+    `densification[k]` is the densification ratio gamma^k: the density of the sum over k ranks over that of one rank.
+    """
+
+    num_rows: int
+    rows: float  # distinct rows one rank touches, mean over the ranks
+    densification: Mapping[int, float] = field(default_factory=dict)
+    pattern: str = ""  # tables of equal pattern have the same rows on every rank; empty: nothing is known
+    most_rows: float = 0.0  # that any rank touches; 0: not known
+    shares: tuple[float, ...] = ()  # of even contiguous partitions in the rows of one rank; none: taken as even
+    union_shares: tuple[float, ...] = ()  # the same in the union over all ranks, which has less skew
+    blocks: Mapping[int, DensityProfile] = field(default_factory=dict)  # of a flat tensor seen in blocks of so many
+
+    @property
+    def density(self) -> float:
+        """Share of the rows one rank touches, in [0, 1]."""
+        return self.rows / self.num_rows if self.num_rows else 0.0
+
+    def may_have_rows_of(self, other: DensityProfile) -> bool:
+        """Whether nothing that is known contradicts that two tables have the same rows."""
+        unknown = not (self.pattern and other.pattern)
+        return self.rows == other.rows and (unknown or self.pattern == other.pattern or self.rows == 0)
+
+    def share(self, start: int, stop: int, ranks: int) -> float:
+        """Share of the rows in [start, stop) in what `ranks` ranks touch together: that of one rank, or of all.
+
+        In between the mean of the two, weighted as the logarithm of the number of ranks.
+        """
+        everything = max(self.num_rows, 1)
+        begin, end = start / everything, stop / everything
+        one, everybody = _share(self.shares, begin, end), _share(self.union_shares, begin, end)
+        most = max(self.densification, default=1)
+        weight = min(math.log(ranks) / math.log(most), 1.0) if ranks > 1 and most > 1 else 0.0
+        return one * (1 - weight) + everybody * weight
+
+    def in_blocks(self, length: int) -> DensityProfile:
+        """The profile of a flat tensor in blocks of so many elements; where not measured, of elements strewn evenly."""
+        if length == 1 or length in self.blocks:
+            return self.blocks.get(length, self)
+        blocks = -(-self.num_rows // length)
+
+        def touched(rows: float) -> float:
+            return float(blocks * (1 - (1 - rows / self.num_rows) ** length)) if self.num_rows else 0.0
+
+        rows = touched(self.rows)
+        growth = {k: touched(self.union_rows(k)) / rows for k in self.densification} if rows else {}
+        return DensityProfile(blocks, rows, growth, shares=self.shares, union_shares=self.union_shares)
+
+    def of_sums(self, ranks: int) -> DensityProfile:
+        """The profile where everybody brings the sum over so many ranks, as nodes do."""
+        rows, most = self.union_rows(ranks), max(self.densification, default=1)
+        counts = {most / ranks, *(2**j for j in range(1, 32) if ranks * 2**j < most)}
+        growth = {int(k): self.union_rows(int(k) * ranks) / rows for k in counts if k == int(k) > 1 and rows}
+        blocks = {length: profile.of_sums(ranks) for length, profile in self.blocks.items()}
+        most_rows = rows * max(self.most_rows / self.rows, 1.0) if self.rows else 0.0
+        return replace(self, rows=rows, densification=growth, most_rows=most_rows, blocks=blocks)
+
+    def of_range(self, start: int, stop: int) -> DensityProfile:
+        """The profile of the rows in [start, stop), as a table of their own; even within."""
+        length = stop - start
+        rows = min(self.rows * self.share(start, stop, 1), float(length))
+        growth = {k: min(ratio, length / rows) for k, ratio in self.densification.items() if rows}
+        blocks = {size: of.of_range(start // size, -(-stop // size)) for size, of in self.blocks.items()}
+        return DensityProfile(length, rows, growth, self.pattern, blocks=blocks)
+
+    def union_rows(self, ranks: int) -> float:
+        """Rows of the sum over `ranks` ranks: as measured, else interpolated as a power of the number of ranks.
+
+        With nothing measured the ranks are taken as independent and uniform, which overstates the union of skewed data.
+        """
+        if ranks <= 1 or self.rows == 0:
+            return self.rows
+        if ranks in self.densification:
+            return self.rows * float(self.densification[ranks])
+        if not self.densification:
+            return self.num_rows * float(1.0 - (1.0 - self.density) ** ranks)
+        nearest = min(self.densification, key=lambda k: abs(math.log(k / ranks)))
+        if nearest <= 1:
+            return float(min(self.rows * ranks, self.num_rows))
+        exponent = math.log(self.densification[nearest]) / math.log(nearest)
+        return float(min(self.rows * ranks**exponent, self.num_rows))
+
+
+@dataclass(frozen=True)
+class ParameterProfile:
+    """What is known of one parameter's gradient before a plan is made; the same on every rank."""
+
+    name: str
+    tensor: TensorSpec
+    sparse: bool  # some rank's gradient has the sparse layout
+    density: DensityProfile | None = None  # of its rows; None before it was measured, and if it is not worth a look
+    position: int = 0  # place in the order in which gradients become ready; equal before it was measured
+    elements: DensityProfile | None = None  # of its elements, where a dense gradient was sampled
+
+    @property
+    def found(self) -> bool:
+        """Whether a gradient of dense layout was found to be sparse."""
+        return not self.sparse and any(d is not None and d.density <= MOST_FOUND for d in (self.density, self.elements))
+
+
+def _share(shares: Sequence[float], start: float, stop: float) -> float:
+    """Of the part [start, stop) of everything, both in [0, 1]; partitions are taken as even within."""
+    low, high = min(start, 1.0), min(stop, 1.0)
+    if not shares:
+        return high - low
+    overlaps = (min(high * len(shares), i + 1) - max(low * len(shares), i) for i in range(len(shares)))
+    return sum(share * max(overlap, 0.0) for share, overlap in zip(shares, overlaps, strict=True))
+
+
+def partition_shares(rows: Tensor, num_rows: int) -> tuple[float, ...]:
+    """Which share of sorted distinct rows lies in each of up to `PARTITIONS` even contiguous partitions."""
+    partitions = min(PARTITIONS, num_rows)
+    rows = rows[(rows >= 0) & (rows < num_rows)]  # a scheme will refuse the others
+    if not len(rows):
+        return ()
+    counts = torch.bincount(rows * partitions // num_rows, minlength=partitions)
+    return tuple((counts.double() / len(rows)).tolist())
+
+
+def profile_rows(index_lists: Sequence[Tensor], num_rows: int) -> DensityProfile:
+    """The exact profile of one step, from the row indices (repeats allowed) that each rank touches."""
+    unique = [torch.unique(indices) for indices in index_lists]
+    rows = sum(u.numel() for u in unique) / max(len(unique), 1)
+    densification: dict[int, float] = {}
+    for k in sorted({2**j for j in range(1, 32) if 2**j <= len(unique)} | {len(unique)}):
+        if k > 1 and rows > 0:
+            densification[k] = torch.unique(torch.cat(unique[:k])).numel() / rows
+    everything = torch.cat(unique) if unique else torch.empty(0, dtype=torch.int64)
+    return DensityProfile(
+        num_rows,
+        rows,
+        densification,
+        most_rows=float(max((u.numel() for u in unique), default=0)),
+        shares=partition_shares(everything, num_rows),
+        union_shares=partition_shares(torch.unique(everything), num_rows),
+    )
+
+
+def profile_tables(tables: Sequence[tuple[int, Sequence[Tensor]]]) -> tuple[DensityProfile, ...]:
+    """The exact profiles of several tables in one step, from (num_rows, row indices that each rank touches).
+
+    Tables whose ranks all touch the same rows in the same order get the same pattern.
+    """
+    profiles: list[DensityProfile] = []
+    for position, (num_rows, lists) in enumerate(tables):
+        first = next(
+            (
+                p
+                for p, (other_rows, others) in enumerate(tables[:position])
+                if other_rows == num_rows and all(map(torch.equal, lists, others))
+            ),
+            position,
+        )
+        profiles.append(replace(profile_rows(lists, num_rows), pattern=str(first)))
+    return tuple(profiles)
+
+
+def joined(profiles: Sequence[DensityProfile]) -> DensityProfile:
+    """The profile of several tensors laid one after the other; where their rows lie is not told."""
+    rows = sum(p.rows for p in profiles)
+    ranks = {k for p in profiles for k in p.densification}
+    growth = {k: sum(p.union_rows(k) for p in profiles) / rows for k in sorted(ranks) if rows > 0}
+    return DensityProfile(sum(p.num_rows for p in profiles), rows, growth)
+
+
+@dataclass(frozen=True)
+class ZeroSample:
+    """Which of some rows and elements of one dense gradient are not zero, the same ones on every rank; how many in all.
+
+    The counts are exact, or those of a full tensor where the sample says that it is not worth counting.
+    """
+
+    rows: Tensor  # bool (rows_sampled(spec),)
+    elements: Tensor  # bool (min(SAMPLES, numel),)
+    num_rows: int
+    num_elements: int
+
+    @classmethod
+    def of(cls, gradient: Tensor) -> ZeroSample:
+        """A look at a dense gradient; of one that is mostly not zero the rows are not looked at, but taken as full."""
+        spec = TensorSpec.of(gradient)
+        if not gradient.is_contiguous():  # as of channels-last convolutions: full, and not worth a copy
+            return cls.full(spec)
+        elements = gradient.view(-1)[sample_places(spec.numel, gradient.device)] != 0
+        if float(elements.float().mean()) > MOST_FOUND:
+            return cls.full(spec)
+        table = gradient.detach().view(spec.num_rows, spec.dim)
+        rows = (table[sample_places(spec.num_rows, gradient.device)] != 0).any(dim=1)[: rows_sampled(spec)]
+        return cls(rows.cpu(), elements.cpu(), kernels.nonzero_rows(table).count, int(table.count_nonzero()))
+
+    @classmethod
+    def full(cls, spec: TensorSpec) -> ZeroSample:
+        """What a rank sees whose gradient is not sparse."""
+        rows, elements = torch.ones(rows_sampled(spec)), torch.ones(min(SAMPLES, spec.numel))
+        return cls(rows.bool(), elements.bool(), spec.num_rows if spec.shape else 1, spec.numel)
+
+    @classmethod
+    def unused(cls, spec: TensorSpec) -> ZeroSample:
+        """What a rank saw that has no gradient."""
+        return cls(torch.zeros(rows_sampled(spec)).bool(), torch.zeros(min(SAMPLES, spec.numel)).bool(), 0, 0)
+
+
+def rows_sampled(spec: TensorSpec) -> int:
+    """Rows that are looked at; none where a row is an element."""
+    return min(SAMPLES, spec.num_rows) if len(spec.shape) > 1 and spec.dim > 1 else 0
+
+
+def sample_places(size: int, device: torch.device) -> Tensor:
+    """Where to look among `size` rows or elements, ascending: everywhere if they are few; for each size the same."""
+    if size <= SAMPLES:
+        return torch.arange(size, device=device)
+    generator = torch.Generator().manual_seed(size)
+    return torch.randint(size, (SAMPLES,), generator=generator).sort().values.to(device)
+
+
+def profile_sample(hits: Tensor, counts: Tensor, size: int) -> DensityProfile | None:
+    """The profile of `size` rows from what the ranks saw at the same places, bool (ranks, samples), and counted.
+
+    The union is estimated from the hits, if there are enough of them; else it is taken as that of independent ranks.
+    None where all ranks counted nothing: a gradient of zeros, as a zero-initialised layer behind it gives in a first
+    step, says nothing of the next one.
+    """
+    rows, mean_hits = float(counts.double().mean()), float(hits.sum()) / len(hits)
+    if rows == 0:
+        return None
+    ranks = sorted({2**j for j in range(1, 32) if 2**j <= len(hits)} | ({len(hits)} - {1}))
+    known = ranks if mean_hits > 0 and (mean_hits >= FEWEST_HITS or hits.shape[1] == size) else []
+    growth = {k: float(hits[:k].any(dim=0).sum()) / mean_hits for k in known}
+    return DensityProfile(size, rows, growth, most_rows=float(counts.max()))
+
+
+def denser(a: DensityProfile | None, b: DensityProfile | None) -> DensityProfile | None:
+    """Of two looks at the same tensor the one to go by: what was once found full must be expected to be full again."""
+    if a is None or b is None:
+        return a or b
+    return a if a.rows >= b.rows else b

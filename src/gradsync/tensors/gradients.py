@@ -1,0 +1,270 @@
+"""The memory of a bucket: gradients in, the synchronised ones out. Two kinds, one interface.
+
+`FlatGradients` keeps dense gradients in one tensor, so that a parameter's gradient can *live* there as a view and
+nothing is copied. `RowGradients` holds sparse ones. Neither touches `param.grad`: `gradient_views.py` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..kernels import accumulation_dtype
+from .bucket import NO_MARKS, NUM_MARKS, Bucket, Layout, Segment, StepMarks
+from .sparse import SparseRows
+
+
+class FlatGradients:
+    """A flat bucket's memory: `flat` = the segments' elements one after the other, then the flags.
+
+    Elements lie as in the parameter's memory (channels-last, say), so that its gradient can live here; with `in_order`,
+    and of a parameter that the plan cut, in the order of their indices.
+    """
+
+    def __init__(
+        self, bucket: Bucket, templates: Mapping[str, Tensor], device: torch.device, *, in_order: bool = False
+    ) -> None:
+        self.bucket = bucket
+        self._device = device
+        self._loaded: set[str] = set()
+        # The strides that optimisers expect of a gradient: the parameter's own.
+        self._shapes = {name: templates[name].shape for name in bucket.names}
+        self._strides = {name: torch.empty_like(templates[name], device="meta").stride() for name in bucket.names}
+        whole = {s.name for s in bucket.segments if s.numel == templates[s.name].numel()}
+        self._with_view = {name for name in whole if not in_order or templates[name].is_contiguous()}
+        self._allocate()
+
+    def _allocate(self) -> None:
+        bucket = self.bucket
+        self.flat = torch.zeros(bucket.numel + bucket.num_flags, dtype=bucket.dtype, device=self._device)
+        self.flags = self.flat[bucket.numel :]
+        self._parts: dict[str, list[tuple[Segment, Tensor]]] = {}
+        self._views: dict[str, Tensor] = {}
+        offset = 0
+        for segment in bucket.segments:
+            name, part = segment.name, self.flat[offset : offset + segment.numel]
+            self._parts.setdefault(name, []).append((segment, part))
+            if name in self._with_view:
+                self._views[name] = part.as_strided(self._shapes[name], self._strides[name], part.storage_offset())
+            offset += segment.numel
+        self._storage = self.flat.untyped_storage()
+        self._own_references = torch._C._storage_Use_Count(self._storage._cdata)
+
+    @property
+    def references(self) -> int:
+        """How many tensors lie in this memory beside the bucket's own."""
+        return torch._C._storage_Use_Count(self._storage._cdata) - self._own_references
+
+    def renew(self) -> None:
+        """Takes other memory, of zeros, and leaves the present one to whoever refers to it."""
+        self._allocate()
+
+    @property
+    def values(self) -> Tensor:
+        """The elements of the parameters, without flags."""
+        return self.flat[: self.bucket.numel]
+
+    def view(self, name: str) -> Tensor | None:
+        """The place in which the parameter's gradient may live; None if its elements lie otherwise."""
+        return self._views.get(name)
+
+    def begin(self) -> None:
+        """A new step: nobody has used anything yet."""
+        self._loaded.clear()
+
+    def add(self, addend: Tensor) -> None:
+        """Adds one number for each element by its index, (bucket.numel,), however parameters lie in memory."""
+        offset = 0
+        for segment in self.bucket.segments:
+            part = addend[offset : offset + segment.numel].to(self.flat.device)
+            view = self._views.get(segment.name)
+            if view is not None:
+                view += part.view(view.shape)
+            else:
+                self.flat[offset : offset + segment.numel] += part
+            offset += segment.numel
+
+    def clear(self) -> None:
+        """All elements zero."""
+        self.flat.zero_()
+
+    def load(self, name: str, gradient: Tensor | None, *, used: bool = True) -> None:
+        """Takes a parameter's gradient (None: zero); one that is `view(name)` itself lies there already.
+
+        `used`: it was produced in this step.
+        """
+        if used:
+            self._loaded.add(name)
+        view = self._views.get(name)
+        if gradient is None:
+            for _, part in self._parts[name]:
+                part.zero_()
+        elif gradient is not view:
+            dense = dense_of(gradient)
+            if view is not None:
+                view.copy_(dense)
+                return
+            flat = dense.reshape(-1)
+            for segment, part in self._parts[name]:
+                part.copy_(flat[segment.start : segment.stop])
+
+    def take(self, *, check_finite: bool, marks: StepMarks = NO_MARKS) -> Tensor:
+        """What the scheme gets; the flags are set to who used what, whether something is not finite, and the marks."""
+        values = self.flat[: self.bucket.numel]
+        loaded = [float(segment.name in self._loaded) for segment in self.bucket.segments]
+        troubled = float(check_finite and not all_finite(values))
+        self.flags.copy_(torch.tensor([*loaded, troubled, *marks.flags()], dtype=self.flat.dtype))
+        return self.flat if self.bucket.flags_ride else values
+
+    def accept(self, result: Tensor) -> None:
+        """Takes the synchronised values; the flags are synchronised already if they do not ride."""
+        target = self.flat if self.bucket.flags_ride else self.flat[: self.bucket.numel]
+        if result.data_ptr() != target.data_ptr():
+            target.copy_(result)
+
+    def used(self, name: str) -> bool:
+        """Whether some rank used the parameter in the accepted step."""
+        if name in self._loaded:
+            return True
+        positions = [i for i, segment in enumerate(self.bucket.segments) if segment.name == name]
+        return bool(self.flags[positions[0]] > 0)  # read only where this rank did not use it: rare
+
+    @property
+    def troubled(self) -> bool:
+        """Whether some rank's values were not finite in the accepted step (if the check was asked for)."""
+        return bool(self.flags[-1 - NUM_MARKS] > 0)
+
+    def spoil(self) -> None:
+        """All synchronised values NaN."""
+        self.flat[: self.bucket.numel].fill_(torch.nan)
+
+    def unload(self, name: str, out: Tensor | None, *, sparse: bool, shape: torch.Size) -> Tensor:
+        """The synchronised gradient: the view itself, or where there is none `out` with this bucket's elements set."""
+        view = self._views.get(name)
+        if view is not None:
+            return SparseRows.from_dense(view).to_torch(view.shape) if sparse else view
+        if out is None or out.layout is not torch.strided:
+            out = self.flat.new_empty_strided(shape, self._strides[name])
+        flat = out.reshape(-1)  # a view where out is contiguous
+        for segment, part in self._parts[name]:
+            flat[segment.start : segment.stop] = part
+        return out if flat.data_ptr() == out.data_ptr() else out.copy_(flat.view(shape))
+
+
+class RowGradients:
+    """A bucket of row-sparse tables: each gradient is kept as it came until the scheme takes it."""
+
+    def __init__(self, bucket: Bucket, templates: Mapping[str, Tensor], device: torch.device) -> None:
+        self.bucket = bucket
+        self._shapes = {name: templates[name].shape for name in bucket.names}
+        self._device = device
+        self._brought: dict[str, tuple[Tensor, bool]] = {}
+        self._taken: dict[str, tuple[int, int]] = {}  # dense gradients as they were taken: address and version
+        self._result: dict[str, SparseRows] = {}
+        self._check_finite = False
+        # They ride in no message; a plan without flat buckets sums them apart.
+        self.flags = torch.zeros(NUM_MARKS, device=self._device)
+
+    def begin(self) -> None:
+        self._brought.clear()
+        self._taken.clear()
+
+    def clear(self) -> None:
+        """Nothing to clear: tables hold only what was brought."""
+
+    def load(self, name: str, gradient: Tensor | None, *, used: bool = True) -> None:
+        if gradient is not None:
+            self._brought[name] = (gradient, used)
+
+    def take(self, *, check_finite: bool, marks: StepMarks = NO_MARKS) -> tuple[SparseRows, ...]:
+        self._check_finite = check_finite
+        self.flags.copy_(torch.tensor(marks.flags()))
+        dense = {name: g for name, (g, _) in self._brought.items() if g.layout is torch.strided}
+        self._taken = {name: (gradient.data_ptr(), gradient._version) for name, gradient in dense.items()}
+        return tuple(self._table(name) for name in self.bucket.names)
+
+    def accept(self, result: tuple[SparseRows, ...]) -> None:
+        self._result = dict(zip(self.bucket.names, result, strict=True))
+
+    def used(self, name: str) -> bool:
+        return self._result[name].present
+
+    @property
+    def troubled(self) -> bool:
+        """Whether the sum is not finite, the same bits and so the same answer on every rank (if it was asked for)."""
+        return self._check_finite and not all(bool(r.values.isfinite().all()) for r in self._result.values())
+
+    def unload(self, name: str, out: Tensor | None, *, sparse: bool, shape: torch.Size) -> Tensor:
+        rows = self._result[name]
+        if sparse:
+            return rows.to_torch(shape)
+        if out is None or not out.is_contiguous() or self._taken.get(name) != (out.data_ptr(), out._version):
+            return rows.write_to(rows.values.new_zeros(shape))
+        # The rows of the sum are all that this rank brought, and more. Its other zeros become those of all ranks: +0.0.
+        return rows.write_to(out.detach().add_(0.0))
+
+    def rows(self, name: str) -> int:
+        """Distinct rows this rank brought."""
+        return int(torch.unique(self._table(name).indices).numel())
+
+    def union_rows(self, name: str) -> int:
+        """Distinct rows of the sum."""
+        return self._result[name].nnz
+
+    def first_with_rows_of(self, name: str) -> str:
+        """The first table of the bucket whose rows the ranks found to be this table's, perhaps itself."""
+        mine = self._result[name]
+        alike = (first for first, rows in self._result.items() if rows.num_rows == mine.num_rows)
+        return next(first for first in alike if torch.equal(self._result[first].indices, mine.indices))
+
+    def _table(self, name: str) -> SparseRows:
+        if name not in self._brought:
+            return SparseRows.absent(self._shapes[name], self.bucket.dtype, self._device)
+        gradient, used = self._brought[name]
+        is_rows = gradient.layout is torch.sparse_coo and gradient.sparse_dim() == 1
+        rows = SparseRows.from_torch(gradient) if is_rows else SparseRows.from_dense(dense_of(gradient))
+        # Rows kept from an earlier backward count as brought: absent means that no rows are sent.
+        return rows if used or rows.nnz else SparseRows.absent(self._shapes[name], self.bucket.dtype, self._device)
+
+
+def all_finite(values: Tensor, total: Tensor | None = None) -> bool:
+    """Whether no element is NaN or infinite: in one pass, unless their sum leaves the range; none if that is known."""
+    return bool((total_of(values) if total is None else total).isfinite()) or bool(values.isfinite().all())
+
+
+def total_of(values: Tensor) -> Tensor:
+    """The sum of all elements, (), in the type of sums."""
+    return values.sum(dtype=accumulation_dtype(values.dtype))
+
+
+def dense_of(gradient: Tensor) -> Tensor:
+    """The gradient as a dense tensor. Indices of a sparse one are checked: `to_dense` would write wherever they point.
+
+    Raises:
+        RuntimeError: for indices outside of the tensor.
+    """
+    if gradient.layout is not torch.sparse_coo:
+        return gradient
+    torch._validate_sparse_coo_tensor_args(gradient._indices(), gradient._values(), gradient.shape)
+    return gradient.to_dense()
+
+
+Gradients = FlatGradients | RowGradients
+
+
+def marks_of_ranks(gradients: Gradients) -> tuple[bool, bool]:
+    """(some rank is late, the ranks are in different phases), from the accepted step's flags."""
+    late, *phases = (gradients.flags[-NUM_MARKS:] > 0).tolist()
+    return late, sum(phases) > 1
+
+
+def gradients_of(
+    bucket: Bucket, templates: Mapping[str, Tensor], device: torch.device, *, in_order: bool = False
+) -> Gradients:
+    """The memory for a bucket, on this device, of parameters with the shapes and strides of `templates` (of any device,
+    `meta` too); `in_order`: see `FlatGradients`."""
+    if bucket.layout is Layout.FLAT:
+        return FlatGradients(bucket, templates, device, in_order=in_order)
+    return RowGradients(bucket, templates, device)

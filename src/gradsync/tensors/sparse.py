@@ -1,0 +1,160 @@
+"""Sparse tensors: some rows of a table, as the gradient of `nn.Embedding(sparse=True)` has them, or some elements."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from . import allocator as memory
+
+INT32_ROWS = 2**31  # tables up to this many rows, or elements, have indices of 4 bytes, larger ones of 8
+
+
+def index_dtype(num_rows: int) -> torch.dtype:
+    return torch.int32 if num_rows <= INT32_ROWS else torch.int64
+
+
+@dataclass(frozen=True)
+class SparseRows:
+    """`values[k]` is added to row `indices[k]` of a table of `num_rows` rows; indices may repeat, in any order.
+
+    `present` is False on a rank that has no gradient for the table at all, not even an empty one: rows that nobody has
+    are not the same as a gradient of zero (a parameter nobody used keeps `grad = None`).
+    """
+
+    indices: Tensor  # (nnz,) int64
+    values: Tensor  # (nnz, dim)
+    num_rows: int
+    present: bool = True
+
+    def __post_init__(self) -> None:
+        if self.indices.dim() != 1 or self.values.dim() != 2 or self.indices.numel() != self.values.shape[0]:
+            raise ValueError(
+                "SparseRows needs indices of shape (nnz,) and values of shape (nnz, dim), got "
+                f"{tuple(self.indices.shape)} and {tuple(self.values.shape)}"
+            )
+        if self.indices.numel() and not self.present:
+            raise ValueError(f"SparseRows with present=False has no rows, got {self.indices.numel()}")
+
+    @property
+    def nnz(self) -> int:
+        """Stored rows, repeated ones counted each time."""
+        return int(self.indices.numel())
+
+    @property
+    def dim(self) -> int:
+        """Elements of a row."""
+        return int(self.values.shape[1])
+
+    @classmethod
+    def absent(cls, shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> SparseRows:
+        """What a rank brings that has no gradient for a table of this shape."""
+        dim = int(torch.Size(shape[1:]).numel())
+        return cls(
+            torch.empty(0, dtype=torch.int64, device=device),
+            torch.empty(0, dim, dtype=dtype, device=device),
+            int(shape[0]),
+            present=False,
+        )
+
+    @classmethod
+    def from_torch(cls, grad: Tensor) -> SparseRows:
+        """Rows of a sparse COO tensor with one sparse dimension; not coalesced here.
+
+        Shares its memory, but for indices or values that do not lie one after the other (an embedding whose output was
+        transposed leaves such a gradient): kernels take adjacent elements only, so these are copied here.
+
+        Raises:
+            ValueError: for another layout, or more than one sparse dimension.
+        """
+        if grad.layout is not torch.sparse_coo or grad.sparse_dim() != 1:
+            raise ValueError(
+                f"expected a sparse COO gradient with one sparse dimension (rows), got layout {grad.layout}"
+                + (f" with {grad.sparse_dim()} sparse dimensions" if grad.layout is torch.sparse_coo else "")
+            )
+        # _indices and _values read an uncoalesced tensor without sorting it; the public accessors refuse to.
+        values = grad._values().contiguous()
+        dim = int(torch.Size(grad.shape[1:]).numel())
+        return cls(grad._indices()[0].contiguous(), values.reshape(values.shape[0], dim), int(grad.shape[0]))
+
+    @classmethod
+    def from_dense(cls, grad: Tensor) -> SparseRows:
+        """The rows of a dense tensor that are not zero everywhere, ascending; NaN counts as non-zero, -0.0 as zero."""
+        rows = grad.reshape(grad.shape[0], torch.Size(grad.shape[1:]).numel())
+        found = kernels.nonzero_rows(rows)
+        indices = torch.empty(found.count, dtype=torch.int64, device=grad.device)
+        values = rows.new_empty(found.count, rows.shape[1])
+        found.write_indices(indices)
+        found.gather([values])
+        return cls(indices, values, int(grad.shape[0]))
+
+    def to_torch(self, shape: torch.Size | tuple[int, ...]) -> Tensor:
+        """A coalesced sparse COO tensor of this shape; the rows must be sorted and unique."""
+        return torch.sparse_coo_tensor(
+            self.indices.unsqueeze(0),
+            self.values.reshape(self.nnz, *shape[1:]),
+            torch.Size(shape),
+            is_coalesced=True,
+            check_invariants=False,
+        )
+
+    def write_to(self, dense: Tensor) -> Tensor:
+        """Overwrites rows of `dense` (num_rows, ...), contiguous, by these; returns it. The indices are unique."""
+        kernels.scatter_rows(self.indices, self.values, dense.view(self.num_rows, self.dim), accumulate=False)
+        return dense
+
+
+@dataclass(frozen=True)
+class SparseVector:
+    """Some elements of a vector of `length`; all others are zero. Indices ascend, without repetition."""
+
+    indices: Tensor  # (nnz,) int32 or int64
+    values: Tensor  # (nnz,)
+    length: int
+
+    def __post_init__(self) -> None:
+        if self.indices.dim() != 1 or self.values.shape != self.indices.shape:
+            raise ValueError(
+                "SparseVector needs indices and values of one shape (nnz,), got "
+                f"{tuple(self.indices.shape)} and {tuple(self.values.shape)}"
+            )
+
+    @property
+    def nnz(self) -> int:
+        return int(self.indices.numel())
+
+    @property
+    def nbytes(self) -> int:
+        """As a list of indices and one of values."""
+        return self.nnz * (self.indices.itemsize + self.values.itemsize)
+
+    def checked(self) -> SparseVector:
+        """This vector.
+
+        Raises:
+            ValueError: for an index outside [0, length).
+        """
+        if self.nnz:
+            first, last = int(self.indices.min()), int(self.indices.max())
+            if first < 0 or last >= self.length:
+                raise ValueError(f"indices of {self.length} elements must be below that, got {first} to {last}")
+        return self
+
+    def to_dense(self) -> Tensor:
+        """All elements, (length,)."""
+        dense = memory.zeros(self.length, self.values.dtype, self.values.device)
+        kernels.scatter_rows(self.indices, self.values[:, None], dense[:, None], accumulate=False)
+        return dense
+
+    def add_to(self, dense: Tensor) -> Tensor:
+        """Adds these elements to `dense` (length,), whose type may be wider; returns it."""
+        values = self.values.to(dense.dtype)
+        kernels.scatter_rows(self.indices, values[:, None], dense[:, None], accumulate=True)
+        return dense
+
+    def subtract_from(self, dense: Tensor) -> Tensor:
+        """Overwrites `dense` (length,), whose type may be wider, by what these elements leave of it; returns it."""
+        return SparseVector(self.indices, self.values.neg(), self.length).add_to(dense)

@@ -1,0 +1,254 @@
+"""Costs and factors from measured seconds, each with the interval in which it lies with 95 % confidence.
+
+Least squares over relative errors, of costs that are not negative; what goes in are medians over repeats. Intervals are
+those of the fit's covariance; of rates, what the intervals of all they are made of leave open. Nothing is known of a
+cost that the samples do not tell from others: its interval goes from 0 to what it would be if nothing else took time.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..costs.cost_model import CostModel
+from ..costs.steps import Compute, Pattern
+from ..plans.profile import Estimate, KernelEstimate, LinkEstimate, LinkPoint
+
+CONFIDENCE = 0.95
+KNEE_DOUBT = 0.01  # the chance with which a knee is found where there is none
+FEWEST_FOR_KNEE = 5  # different amounts of a kernel; four are met by any line with a knee
+SAME = 1e-6  # share of a column by which it is told from the others
+ROUNDS = 1000  # of a bootstrap
+MOST_SLOWDOWN = 10.0  # that is believed of two who share a processor or a link
+
+Array = NDArray[np.float64]
+
+
+def median_of(repeats: Sequence[float]) -> Estimate:
+    """The median, and the repeats between which that of all repeats lies; of few repeats the least and the most."""
+    from scipy.special import bdtr
+
+    ordered = sorted(repeats)
+    fewer = bdtr(np.arange(len(ordered)), len(ordered), 0.5)  # the chance that so many, or fewer, are below the median
+    below = max(int(np.searchsorted(fewer, (1 - CONFIDENCE) / 2)) - 1, 0)
+    return Estimate(value=statistics.median(ordered), low=ordered[below], high=ordered[-1 - below])
+
+
+def nonnegative(table: Array, seconds: Array, known_s: Array | float = 0.0) -> list[Estimate]:
+    """The costs x >= 0 of the table's columns in `known_s + table @ x = seconds`."""
+    from scipy.optimize import nnls
+    from scipy.special import stdtrit
+
+    weighted, target = table / seconds[:, None], 1 - known_s / seconds
+    unit = np.maximum(weighted.max(axis=0, initial=0.0), np.finfo(float).tiny)  # a call and a byte are far apart
+    scaled = weighted / unit
+    solution = nnls(scaled, target)[0]
+    free = solution > 0
+    freedom = len(target) - int(free.sum())
+    told_apart = np.linalg.pinv(scaled) @ scaled  # the identity, where all columns are
+    variance = float(((target - scaled @ solution) ** 2).sum()) / max(freedom, 1)
+    result = []
+    for column, value in enumerate(solution):
+        told = scaled[:, free | (np.arange(len(solution)) == column)]
+        place = int(free[:column].sum())
+        used = scaled[:, column] > 0
+        low, high = 0.0, float((1 / scaled[used, column]).min()) if used.any() else None
+        if freedom > 0 and told_apart[column, column] > 1 - SAME and np.linalg.matrix_rank(told) == told.shape[1]:
+            inverse = np.linalg.inv(told.T @ told)
+            error = float(np.sqrt(variance * inverse[place, place]) * stdtrit(freedom, (1 + CONFIDENCE) / 2))
+            low, high = max(value - error, 0.0), value + error
+        high = None if high is None else float(max(high, value) / unit[column])
+        result.append(Estimate(value=float(value / unit[column]), low=float(low / unit[column]), high=high))
+    return result
+
+
+def fit_kernels(samples: Sequence[tuple[Sequence[Compute], float]]) -> dict[str, KernelEstimate]:
+    """What each kernel takes, from what was computed and how many seconds that took.
+
+    A kernel has a knee, at one of its amounts, where that fits clearly better. One whose time is not told from that of
+    others moves its bytes as fast as memory does.
+    """
+    names = sorted({step.kernel for steps, _ in samples for step in steps})
+    seconds = np.array([s for _, s in samples])
+    calls, nbytes = (np.zeros((len(samples), len(names))) for _ in range(2))
+    for row, (steps, _) in enumerate(samples):
+        for step in steps:
+            calls[row, names.index(step.kernel)] += step.calls
+            nbytes[row, names.index(step.kernel)] += step.nbytes
+    knees = np.zeros(len(names))
+    for column in range(len(names)):
+        mine = calls[:, column] > 0
+        knees[column] = _knee(calls[mine], nbytes[mine], seconds[mine], column)
+    table = np.hstack([calls, np.maximum(nbytes - calls * knees, 0.0)])
+    fitted = nonnegative(table, seconds)
+    return {
+        name: KernelEstimate(
+            call_s=call_s, byte_s=byte_s if call_s.value or byte_s.value else _of_memory(byte_s), knee_bytes=float(knee)
+        )
+        for name, call_s, byte_s, knee in zip(
+            names, fitted[: len(names)], fitted[len(names) :], knees.tolist(), strict=True
+        )
+    }
+
+
+def _of_memory(byte_s: Estimate) -> Estimate:
+    value = 1 / CostModel.memory_bytes_per_s
+    return Estimate(value=value, low=0.0, high=None if byte_s.high is None else max(byte_s.high, value))
+
+
+def _knee(calls: Array, nbytes: Array, seconds: Array, column: int) -> float:
+    """The bytes of a call up to which the kernel of that column takes no longer; from the samples that have it."""
+    from scipy.special import fdtri
+
+    amounts = np.unique(nbytes[:, column] / calls[:, column])
+    if len(amounts) < FEWEST_FOR_KNEE:
+        return 0.0
+
+    def misfit(knee: float) -> float:
+        over = nbytes.copy()
+        over[:, column] = np.maximum(nbytes[:, column] - calls[:, column] * knee, 0.0)
+        return _misfit(np.hstack([calls, over]), seconds)
+
+    straight = misfit(0.0)
+    best, knee = min((misfit(float(amount)), float(amount)) for amount in amounts[1:-2])
+    used = int(((calls > 0).any(axis=0)).sum())
+    freedom = len(seconds) - 2 * used - 1
+    if freedom < 1:
+        return 0.0
+    worth = (straight - best) * freedom > float(fdtri(1, freedom, 1 - KNEE_DOUBT)) * best
+    return knee if worth and straight > np.finfo(float).eps else 0.0
+
+
+def _misfit(table: Array, seconds: Array) -> float:
+    from scipy.optimize import nnls
+
+    weighted = table / seconds[:, None]
+    unit = np.maximum(weighted.max(axis=0, initial=0.0), np.finfo(float).tiny)
+    return float(nnls(weighted / unit, np.ones(len(seconds)))[1] ** 2)
+
+
+def fit_links(
+    points: Mapping[Pattern, Sequence[LinkPoint]], size: int
+) -> tuple[LinkEstimate, dict[Pattern, LinkEstimate]]:
+    """What all transfers cost alike, and what those of each pattern do, among so many members.
+
+    A message's latency is the same for all patterns, what an operation costs beside and its rate are each pattern's
+    own. Of two members these two cannot be told apart: then the stage is 0, and part of the latency.
+
+    Raises:
+        ValueError: for a pattern with points of one size only.
+    """
+    for pattern, found in points.items():
+        if len({point.busiest_bytes for point in found}) < 2:
+            raise ValueError(f"fit_links needs points of at least 2 sizes of each pattern, got {found} of {pattern}")
+    every = [point for found in points.values() for point in found]
+    rounds = np.array([float(point.rounds) for point in every])
+    busiest = np.array([point.busiest_bytes for point in every])
+    seconds = np.array([point.seconds.value for point in every])
+    if size == 2:
+        nothing = Estimate(value=0.0, low=0.0, high=0.0)
+
+        def fitted(which: Sequence[Pattern]) -> LinkEstimate:
+            mine = np.array([pattern in which for pattern, found in points.items() for _ in found])
+            alpha_s, byte_s = nonnegative(np.stack([rounds, busiest], axis=1)[mine], seconds[mine])
+            return _link(nothing, alpha_s, byte_s, [points[pattern] for pattern in which])
+
+        return fitted(list(points)), {pattern: fitted([pattern]) for pattern in points}
+    masks = np.array(
+        [[float(pattern is other) for other in points] for pattern, found in points.items() for _ in found]
+    )
+    alpha_s, *rest = nonnegative(np.hstack([rounds[:, None], masks * busiest[:, None], masks]), seconds)
+    byte_s, stage_s = nonnegative(np.stack([busiest, np.ones_like(busiest)], axis=1), seconds, alpha_s.value * rounds)
+    each = zip(points, rest[: len(points)], rest[len(points) :], strict=True)
+    return _link(stage_s, alpha_s, byte_s, list(points.values())), {
+        pattern: _link(stage, alpha_s, byte, [points[pattern]]) for pattern, byte, stage in each
+    }
+
+
+def _link(
+    stage_s: Estimate, alpha_s: Estimate, byte_s: Estimate, points: Sequence[Sequence[LinkPoint]]
+) -> LinkEstimate:
+    """From the fit to `points`, which are those of each pattern.
+
+    The rate is that of the largest size, less what latency takes, where bytes take most of its time: shapers let the
+    first bytes of a burst pass at once, which a link under load does not.
+    """
+    largest = [max(found, key=lambda point: point.busiest_bytes) for found in points]
+    rates = [_rate_of(point, stage_s, alpha_s) for point in largest]
+    told = [rate for rate in rates if rate is not None]
+    if len(told) < len(rates):
+        seen = max(point.busiest_bytes / point.seconds.value for point in largest)
+        return LinkEstimate(stage_s=stage_s, alpha_s=alpha_s, bandwidth_bytes_per_s=_rate(byte_s, seen))
+    highs = [rate.high for rate in told]
+    bandwidth = Estimate(
+        value=statistics.median(rate.value for rate in told),
+        low=min(rate.low for rate in told),
+        high=None if None in highs else max(high for high in highs if high is not None),
+    )
+    return LinkEstimate(stage_s=stage_s, alpha_s=alpha_s, bandwidth_bytes_per_s=bandwidth)
+
+
+def _rate_of(point: LinkPoint, stage_s: Estimate, alpha_s: Estimate) -> Estimate | None:
+    """Bytes a second, in the interval that those of all three give; None where bytes take less than half."""
+    latency_s = stage_s.value + point.rounds * alpha_s.value
+    if 2 * latency_s > point.seconds.value:
+        return None
+    least_s = stage_s.low + point.rounds * alpha_s.low
+    most_s = inf if stage_s.high is None or alpha_s.high is None else stage_s.high + point.rounds * alpha_s.high
+    shortest_s, longest_s = point.seconds.low - most_s, point.seconds.high
+    return Estimate(
+        value=point.busiest_bytes / (point.seconds.value - latency_s),
+        low=0.0 if longest_s is None else point.busiest_bytes / (longest_s - least_s),
+        high=point.busiest_bytes / shortest_s if shortest_s > 0 else None,
+    )
+
+
+def _rate(byte_s: Estimate, seen: float) -> Estimate:
+    """Bytes a second from seconds a byte; at least what was seen, where the bytes took no time."""
+    if byte_s.value == 0:
+        return Estimate(value=seen, low=min(1 / byte_s.high, seen) if byte_s.high else seen, high=None)
+    low = 1 / byte_s.high if byte_s.high else 0.0
+    return Estimate(value=1 / byte_s.value, low=low, high=1 / byte_s.low if byte_s.low else None)
+
+
+def slowdown(alone_s: Array, together_s: Array, shared_s: Array) -> Array:
+    """How many times as long work takes while something else goes on; seconds of any shape, or numbers.
+
+    It took `together_s` in place of `alone_s`, and for `shared_s` of that it was not alone. Where more time was lost
+    than that explains, something else took it: then it is how many times as long the work took on the whole.
+    """
+    done_s = shared_s + alone_s - together_s  # what it would have taken alone for what it did meanwhile
+    explained = done_s * MOST_SLOWDOWN > shared_s
+    return np.where(explained, shared_s / np.where(explained, done_s, 1.0), together_s / alone_s)
+
+
+def fit_slowdown(alone_s: Array, together_s: Array, shared_s: Array) -> Estimate | None:
+    """The factor of `slowdown` from (ranks, steps) of each; `alone_s` may be of other steps.
+
+    Of medians over the steps in which something was shared, on the rank where it is largest; the interval by a
+    bootstrap over the steps. None where no rank shared anything.
+    """
+    ranks = [
+        (alone, together[shared > 0], shared[shared > 0])
+        for alone, together, shared in zip(alone_s, together_s, shared_s, strict=True)
+        if (shared > 0).any()
+    ]
+    if not ranks:
+        return None
+    generator = np.random.default_rng(0)
+
+    def draws(count: int) -> NDArray[np.int64]:
+        """All so many steps, then ROUNDS times as many of them, some more than once."""
+        return np.vstack([np.arange(count), generator.integers(count, size=(ROUNDS, count))])
+
+    factors = []
+    for alone, together, shared in ranks:
+        mine, others = draws(len(alone)), draws(len(together))
+        factors.append(slowdown(*(np.median(s, axis=1) for s in (alone[mine], together[others], shared[others]))))
+    value, *drawn = np.max(factors, axis=0).tolist()
+    low, high = np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]).tolist()
+    return Estimate(value=value, low=min(low, value), high=max(high, value))

@@ -1,0 +1,447 @@
+"""Measures a training job while it trains, for planners: `measure` a function that makes steps, or a whole script.
+
+After steps as usual come steps that are set apart: their gradients are exchanged only when backward has ended, so that
+nothing disturbs the times at which they become ready. In every other of these the communication thread is busy
+meanwhile, with a transfer or a computation of nothing: what backward then takes longer says what overlapping costs.
+Training goes on as it would have; all ranks get the same profile.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ..comm import Group, gather_bytes
+from ..engine.engine import Engine
+from ..engine.observation import Observer
+from ..engine.plan_control import MAX_OBSERVATIONS
+from ..engine.step_listener import RecordingDone, Witness, recording
+from ..planner.errors import highest, relative_errors
+from ..plans.profile import (
+    Density,
+    Estimate,
+    KernelEstimate,
+    Overlap,
+    ParameterTimes,
+    PositiveSpread,
+    Profile,
+    SpanEstimate,
+    Spread,
+    StepParts,
+)
+from ..schemes import SchemeOrCompressor
+from ..tensors.bucket import model_digest
+from .fitting import fit_slowdown
+from .kernels import CANDIDATES, flat_schemes, measured_kernels
+from .links import BUDGET_S, highest_over, measured_links, meet
+from .overlap import (
+    Aside,
+    Disturbance,
+    computation,
+    transfer_beside_kernels,
+    transfers,
+)
+from .stopwatch import StepTimes, Stopwatch
+
+COVER = 1.2  # how much longer than backward what goes on beside it is meant to last
+
+Array = NDArray[np.float64]
+
+
+class Kind(Enum):
+    """What a step is for."""
+
+    WARM_UP = "warm-up"  # as it is without us
+    LOOK = "look"  # at what gradients look like
+    QUIET = "quiet"  # of ready times and parts
+    TRANSFER = "transfer"  # with a transfer beside backward
+    KERNEL = "kernel"  # with a computation on the communication thread beside backward
+
+
+class Measurement(Witness):
+    """Measures the first model whose gradients are exchanged while it is active, or `model`, or that of an `engine`.
+
+    `warmup` steps as usual, one to look at the gradients, then twice `steps`: with nothing beside backward and with
+    something in turns. `profile` is there at the end of the last one, where `then` is called, on all ranks at once;
+    `ends_script`: the script ends there.
+    """
+
+    def __init__(
+        self,
+        steps: int = 10,
+        warmup: int = 5,
+        *,
+        model: nn.Module | None = None,
+        engine: Engine | None = None,
+        candidates: Sequence[SchemeOrCompressor] = CANDIDATES,
+        links_budget_s: float = BUDGET_S,
+        ends_script: bool = False,
+        then: Callable[[Engine, Profile], None] | None = None,
+    ) -> None:
+        if steps < 1:
+            raise ValueError(f"steps must be at least 1, got {steps}")
+        if warmup < MAX_OBSERVATIONS:
+            raise ValueError(f"warmup must be at least {MAX_OBSERVATIONS}, in which plans settle, got {warmup}")
+        flat_schemes(candidates)
+        self.profile: Profile | None = None
+        self.steps_taken = 0
+        self._steps, self._warmup, self._candidates = steps, warmup, tuple(candidates)
+        self._links_budget_s, self._ends_script = links_budget_s, ends_script
+        self._parameters = None if model is None else {id(p) for p in model.parameters()}
+        busy = [Kind.TRANSFER, Kind.KERNEL]
+        timed = [kind for number in range(steps) for kind in (Kind.QUIET, busy[number % 2])]
+        self._kinds = [*[Kind.WARM_UP] * warmup, Kind.LOOK, *timed]
+        self._engine = engine
+        self._then = then
+        self._observer: Observer | None = None
+        self._watch = Stopwatch()
+        self._times: list[StepTimes] = []  # of all steps
+        self._asides: list[Aside] = []  # beside each of them
+        self._disturbances: dict[Kind, Disturbance] = {}
+        self._exchange: tuple[Estimate | None, Estimate | None] = (None, None)  # of transfers, and kernels beside them
+        self._links: tuple[SpanEstimate, ...] = ()
+        self._kernels: dict[str, KernelEstimate] = {}
+        self._errors: dict[str, dict[str, float]] = {}  # by parameter, by way
+
+    @property
+    def steps_needed(self) -> int:
+        """Of the model, from the first one that was seen."""
+        return len(self._kinds)
+
+    # What the engine calls.
+
+    def forward_began(self, engine: Any) -> None:
+        if self._is_mine(engine):
+            self._watch.forward_began(time.perf_counter())
+
+    def began(self, engine: Any) -> bool:
+        if not self._is_mine(engine):
+            return False
+        self._watch.began(time.perf_counter())
+        self._engine = engine
+        kind = self._kind
+        if kind is Kind.LOOK:
+            sparse = [name for name, profile in engine.profiles.items() if profile.sparse]
+            self._observer = Observer(engine.specs, sparse)
+        self._asides.append(aside := Aside())
+        if kind in self._disturbances:
+            self._start(engine, self._disturbances[kind], aside)
+        return kind is not Kind.WARM_UP
+
+    def take(self, engine: Any, name: str, gradient: Tensor | None, shape: tuple[int, ...]) -> None:
+        if not self._watches(engine):
+            return
+        self._watch.ready(name, time.perf_counter())
+        if self._kind is Kind.LOOK and gradient is not None and self._observer is not None:
+            self._observer.arrived(name, sparse=gradient.layout is torch.sparse_coo)
+            self._observer.look(name, gradient)
+            self._errors[name] = relative_errors(self._candidates, name, gradient)
+
+    def backward_ended(self, engine: Any) -> None:
+        if self._watches(engine):
+            self._watch.backward_ended(time.perf_counter())
+
+    def step_ended(self, engine: Any, names: Iterable[str]) -> None:
+        if not self._watches(engine):
+            return
+        self._times.append(self._watch.step_ended(time.perf_counter()))
+        kind = self._kind
+        self.steps_taken += 1
+        if self.steps_taken == 1:
+            self._require_alike(engine)
+        if kind is Kind.LOOK and self._observer is not None:
+            self._observer.share(
+                lambda name: engine.lanes.of(name)[0].gradients,
+                lambda mine: engine.call("a look at the gradients", lambda group: _gather(engine, group, mine)),
+            )
+            self._share_errors(engine)
+        if kind is Kind.WARM_UP and self._kind is not Kind.WARM_UP:
+            self._measure_costs(engine)
+        if self.steps_taken == self.steps_needed:
+            self.profile = self._agreed_profile(engine)
+            if self._then is not None:
+                self._then(engine, self.profile)
+            if self._ends_script:
+                raise RecordingDone
+        self._watch.resume(time.perf_counter())
+
+    # What happens outside of the engine.
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Inside, steps are measured.
+
+        Raises:
+            RuntimeError: inside another measurement, or a recording.
+        """
+        watch = self._watch
+        with ExitStack() as stack:
+            stack.enter_context(recording(self))
+            stack.enter_context(_backwards(watch))
+            for register, note in (
+                (register_optimizer_step_pre_hook, watch.optimizer_began),
+                (register_optimizer_step_post_hook, watch.optimizer_ended),
+            ):
+                stack.callback(register(functools.partial(_note, note)).remove)
+            watch.resume(time.perf_counter())
+            yield
+
+    # Below here: how.
+
+    @property
+    def _kind(self) -> Kind:
+        """Of the step under way, or the next one."""
+        return self._kinds[min(self.steps_taken, len(self._kinds) - 1)]
+
+    def _is_mine(self, engine: Any) -> bool:
+        if self.profile is not None:
+            return False
+        if self._engine is not None:
+            return engine is self._engine
+        return self._parameters is None or any(id(p) in self._parameters for p in engine.parameters.values())
+
+    def _watches(self, engine: Any) -> bool:
+        return engine is self._engine and self.profile is None
+
+    def _require_alike(self, engine: Engine) -> None:
+        """Ranks with other settings would wait for each other; devices are the same on all ranks."""
+        problem: Exception | None = None
+        if engine.device.type != "cpu":
+            problem = RuntimeError(
+                f"gradients on {engine.device} cannot be measured yet: the host's clock runs ahead of the device"
+            )
+        settings = f"steps={self._steps}, warmup={self._warmup}, candidates={self._candidates}"
+        engine.agree("the settings of a measurement", problem, f"{settings}, links_budget_s={self._links_budget_s}")
+
+    def _start(self, engine: Engine, disturbance: Disturbance, aside: Aside) -> None:
+        aside.alone_s = disturbance.alone_s
+
+        def job(group: Group) -> None:
+            if disturbance.together:
+                meet(group, engine.timeout_s)
+            aside.began_s = time.perf_counter()
+            disturbance.do()
+            aside.ended_s = time.perf_counter()
+
+        engine.aside(job)
+
+    def _measure_costs(self, engine: Engine) -> None:
+        """Links, kernels, and what goes on beside backward, alone; between two steps of all ranks."""
+
+        def costs(group: Group) -> None:
+            highest = highest_over(group, engine.timeout_s)
+            self._links = measured_links(group, engine.timeout_s, self._links_budget_s)
+            self._kernels = measured_kernels(self._candidates, group.placement, highest)
+            self._exchange = transfer_beside_kernels(group, engine.timeout_s)
+            (backward_s,) = highest([statistics.median(times.backward_s for times in self._times)])
+            if group.size > 1:
+                self._disturbances[Kind.TRANSFER] = transfers(group, COVER * backward_s, engine.timeout_s)
+            self._disturbances[Kind.KERNEL] = computation(group, COVER * backward_s, engine.timeout_s)
+
+        engine.call("measurement of costs", costs)
+
+    def _share_errors(self, engine: Engine) -> None:
+        """Of each parameter and way the highest that some rank saw."""
+        mine = json.dumps(self._errors).encode()
+        texts = engine.call("errors of compressors", lambda group: gather_bytes(group, mine, engine.timeout_s))
+        of_ranks = [json.loads(text) for text in texts]
+        self._errors = {name: highest([errors.get(name, {}) for errors in of_ranks]) for name in engine.parameters}
+
+    def _agreed_profile(self, engine: Engine) -> Profile:
+        """Made by rank 0 from what all ranks saw: on another processor the same sums may round differently."""
+        mine = torch.from_numpy(self._figures(list(engine.parameters)))
+        parts = engine.call("figures of a measurement", lambda group: _gather(engine, group, mine.flatten()))
+        text, problem = " ", None
+        if engine.group.rank == 0:
+            try:
+                figures = np.stack([part.view(mine.shape).numpy() for part in parts])
+                text = self._profile(engine, figures).to_json()
+            except Exception as error:  # told to all, then raised
+                problem = error
+        engine.agree("the profile", problem)
+        texts = engine.call("the profile", lambda group: gather_bytes(group, text.encode(), engine.timeout_s))
+        return Profile.from_json(texts[0].decode())
+
+    def _figures(self, names: Sequence[str]) -> Array:
+        """This rank's, (steps, 4 parts + 3 of what was beside backward + parameters) float64; warm-up left out."""
+        rows = [
+            [
+                *(times.forward_s, times.backward_s, times.optimizer_s, times.other_s),
+                *(aside.alone_s, aside.ended_s - aside.began_s, aside.shared_s(times)),
+                *(times.ready_s[name] for name in names),
+            ]
+            for times, aside, kind in zip(self._times, self._asides, self._kinds, strict=True)
+            if kind is not Kind.WARM_UP
+        ]
+        return np.array(rows, dtype=np.float64)
+
+    def _profile(self, engine: Engine, figures: Array) -> Profile:
+        """From all ranks' figures, (ranks, steps, figures)."""
+        assert self._observer is not None
+        kinds = [kind for kind in self._kinds if kind is not Kind.WARM_UP]
+        by_kind = {kind: figures[:, [k is kind for k in kinds]] for kind in Kind}
+        quiet = by_kind[Kind.QUIET]
+        beside = quiet[:, :, [0, 2, 3]].sum(axis=2, keepdims=True)  # what a rank does before its backward
+        before = beside.max(axis=0)
+        waited_for = (quiet[:, :, [1, *range(7, quiet.shape[2])]] + beside).max(axis=0) - before
+        forward, optimizer, other, all_beside, backward, *ready = map(
+            _spread, np.hstack([quiet[:, :, [0, 2, 3]].max(axis=0), before, waited_for]).T
+        )
+        looked = list(self._observer.profiles.values())
+        order = sorted(range(len(looked)), key=lambda number: (ready[number]["median_s"], looked[number].position))
+        positions = {number: position for position, number in enumerate(order)}
+        return Profile(
+            torch=torch.__version__,
+            device=engine.device.type,
+            threads=torch.get_num_threads(),
+            model=model_digest(engine.specs),
+            world=engine.group.size,
+            nodes=engine.group.placement.nodes,
+            steps=self._steps,
+            parts=StepParts(
+                forward=PositiveSpread(**forward),
+                backward=PositiveSpread(**backward),
+                optimizer=Spread(**optimizer),
+                other=Spread(**other),
+                beside=PositiveSpread(**all_beside),
+            ),
+            overlap=_overlap(quiet, by_kind[Kind.TRANSFER], by_kind[Kind.KERNEL], self._exchange),
+            links=self._links,
+            kernels=self._kernels,
+            parameters=tuple(
+                ParameterTimes(
+                    name=p.name,
+                    shape=p.tensor.shape,
+                    dtype=str(p.tensor.dtype).removeprefix("torch."),
+                    sparse=p.sparse,
+                    position=positions[number],
+                    ready=PositiveSpread(**ready[number]),
+                    rows=None if p.density is None else Density.of(p.density),
+                    elements=None if p.elements is None else Density.of(p.elements),
+                    errors=self._errors[p.name],
+                )
+                for number, p in enumerate(looked)
+            ),
+        )
+
+
+def measure(
+    step_fn: Callable[[], object],
+    *,
+    model: nn.Module | None = None,
+    steps: int = 10,
+    warmup: int = 5,
+    candidates: Sequence[SchemeOrCompressor] = CANDIDATES,
+) -> Profile:
+    """What planners need to know of a job: when gradients are ready, what kernels and links take, what overlap costs.
+
+    Runs `step_fn`, one training step, `warmup + 1 + 2 * steps` times; these are steps of the training, which goes on as
+    if they had not been measured. Collective: on all ranks at once, between two steps. Links and kernels take some
+    seconds beside.
+
+    Args:
+        step_fn: forward, backward and the optimiser's step of a model that `gradsync.attach` or `ddp_hook` is on.
+        model: which of several such models; None: the one whose gradients are exchanged first.
+        steps: steps that ready times and parts are of; as many show what overlap costs.
+        warmup: steps before, as usual; two or more.
+        candidates: compressors and schemes of flat buckets whose kernels are measured, beside those of default plans.
+
+    Returns:
+        The profile, the same on every rank; `profile.save(path)` keeps it.
+
+    Raises:
+        ValueError: for settings out of their range, or that differ between the ranks.
+        RuntimeError: where `step_fn` synchronises no gradients, on devices other than the CPU, while another
+            measurement is under way, and when another rank failed.
+
+    Example:
+        >>> handle = gradsync.attach(model)                # doctest: +SKIP
+        >>> profile = gradsync.measure(step, steps=10)     # doctest: +SKIP
+        >>> profile.save("profile.json")                   # doctest: +SKIP
+    """
+    measurement = Measurement(steps, warmup, model=model, candidates=candidates)
+    with measurement.active():
+        while measurement.profile is None:
+            before = measurement.steps_taken
+            step_fn()
+            if measurement.steps_taken == before:
+                raise RuntimeError(
+                    "step_fn has synchronised no gradients: it must run a backward, outside of no_sync(), of a model "
+                    "that gradsync.attach(model) or gradsync.ddp_hook is on"
+                )
+    return measurement.profile
+
+
+def _gather(engine: Engine, group: Group, mine: Tensor) -> list[Tensor]:
+    """Every rank's tensor, by rank."""
+    return group.all_gather(mine).wait(engine.timeout_s)
+
+
+@contextmanager
+def _backwards(watch: Stopwatch) -> Iterator[None]:
+    """Inside, the watch is told of each backward. torch has no hook there, but each goes through this function."""
+    usual = torch.autograd.backward
+
+    @functools.wraps(usual)
+    def backward(*args: Any, **kwargs: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:  # inside of another one
+            return usual(*args, **kwargs)
+        watch.backward_began(time.perf_counter())
+        try:
+            return usual(*args, **kwargs)
+        finally:
+            watch.backward_returned(time.perf_counter())
+
+    torch.autograd.backward = backward
+    try:
+        yield
+    finally:
+        torch.autograd.backward = usual
+
+
+def _note(note: Callable[[float], None], *args: object) -> None:
+    note(time.perf_counter())
+
+
+def _spread(seconds: Array) -> dict[str, float]:
+    """Of so many steps, whatever a few of them were disturbed by: the median, and how far steps are from it."""
+    median_s = float(np.median(seconds))
+    return {"median_s": median_s, "spread_s": 1.4826 * float(np.median(np.abs(seconds - median_s)))}
+
+
+def _overlap(
+    quiet: Array, transfer: Array, kernel: Array, exchange: tuple[Estimate | None, Estimate | None]
+) -> Overlap:
+    """From the (ranks, steps, figures) of each kind, and the factors of what is beside each other in an exchange."""
+
+    def factors(busy: Array) -> tuple[Estimate | None, Estimate | None]:
+        if not busy.shape[1]:
+            return None, None
+        backward_s, alone_s, together_s, shared_s = (busy[:, :, figure] for figure in (1, 4, 5, 6))
+        return (
+            fit_slowdown(quiet[:, :, 1], backward_s, shared_s),
+            fit_slowdown(alone_s, together_s, shared_s),
+        )
+
+    by_transfer, of_transfer = factors(transfer)
+    by_kernel, of_kernel = factors(kernel)
+    return Overlap(
+        backward_by_transfer=by_transfer,
+        transfer_by_backward=of_transfer,
+        backward_by_kernel=by_kernel,
+        kernel_by_backward=of_kernel,
+        transfer_by_kernel=exchange[0],
+        kernel_by_transfer=exchange[1],
+    )

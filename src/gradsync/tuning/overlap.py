@@ -1,0 +1,160 @@
+"""What it costs that things go on beside each other: backward, transfers and the kernels of an exchange."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from ..comm import Group
+from ..compressors import BlockInt, ErrorFeedback
+from ..costs.steps import Pattern
+from ..plans.profile import Estimate
+from ..tensors.bucket import FlatSpec, Segment
+from .fitting import fit_slowdown
+from .links import Exchange, highest_over, meet
+from .stopwatch import StepTimes
+
+PROBE_BYTES = 1 << 20  # of the transfer that tells how long others last
+TRANSFER_BYTES = (64 << 10, 4 << 20)  # of one of those beside backward, the fewest and the most
+MOST_ASIDE_S = 2.0  # what goes on beside one backward, if it is several transfers or computations
+KERNEL_NUMEL = 1 << 16  # of the tensor that is compressed beside backward
+KERNEL_RUNS = 20
+ALONE_RUNS = 3  # of all that goes on beside a backward, without it
+EXCHANGE_S = 0.03  # of a transfer with kernels beside it, if the bytes allow
+KERNELS_SHARE = 0.5  # of that transfer, in which kernels go on
+EXCHANGE_RUNS = 10
+
+
+@dataclass
+class Aside:
+    """What went on beside backward on this rank; by the clock, and how long it takes alone."""
+
+    alone_s: float = 0.0
+    began_s: float = 0.0
+    ended_s: float = 0.0
+
+    def shared_s(self, step: StepTimes) -> float:
+        """While backward went on."""
+        return max(min(self.ended_s, step.ended_s) - max(self.began_s, step.began_s), 0.0)
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """What is done beside backward: `run()`, so many times; `alone_s`: of all of them, on this rank."""
+
+    run: Callable[[], None]
+    times: int
+    alone_s: float
+    together: bool  # with the other ranks, whose beginning is not waited for within its time
+
+    def do(self) -> None:
+        for _ in range(self.times):
+            self.run()
+
+
+def transfers(group: Group, lasts_s: float, timeout_s: float) -> Disturbance:
+    """All-reduces that last so long together, or one that lasts longer."""
+    exchange, once_s = _all_reduce(group, lasts_s, timeout_s)
+
+    def run() -> None:
+        exchange.issue().wait(timeout_s)
+
+    return _disturbance(run, _times(lasts_s, once_s), group, timeout_s, together=True)
+
+
+def _all_reduce(group: Group, lasts_s: float, timeout_s: float) -> tuple[Exchange, float]:
+    """One that lasts about so long, if its bytes may be as many, or as few; and how long it lasts."""
+    highest = highest_over(group, timeout_s)
+
+    def once_s(nbytes: int) -> float:
+        exchange = Exchange.of(group, Pattern.ALL_REDUCE, nbytes)
+        return statistics.median(highest([exchange.seconds(group, timeout_s) for _ in range(4)])[1:])
+
+    fewest, most = TRANSFER_BYTES
+    nbytes = min(max(int(PROBE_BYTES * lasts_s / once_s(PROBE_BYTES)), fewest), most)
+    return Exchange.of(group, Pattern.ALL_REDUCE, nbytes), once_s(nbytes)
+
+
+def computation(group: Group, lasts_s: float, timeout_s: float) -> Disturbance:
+    """Compressions that last so long together."""
+    run, once_s = _compression()
+    return _disturbance(run, _times(lasts_s, once_s), group, timeout_s, together=False)
+
+
+def _compression() -> tuple[Callable[[], None], float]:
+    """One, and how long it lasts."""
+    compressor = ErrorFeedback(BlockInt(8))
+    spec = FlatSpec((Segment("beside", 0, KERNEL_NUMEL),), ((KERNEL_NUMEL,),), torch.float32)
+    values = torch.randn(KERNEL_NUMEL, generator=torch.Generator().manual_seed(0))
+    state = compressor.init(spec)
+
+    def run() -> None:
+        compressor.compress(values, state)
+
+    run()
+    began_s = time.perf_counter()
+    for _ in range(KERNEL_RUNS):
+        run()
+    return run, (time.perf_counter() - began_s) / KERNEL_RUNS
+
+
+def transfer_beside_kernels(group: Group, timeout_s: float) -> tuple[Estimate | None, Estimate | None]:
+    """How many times as long a transfer takes while all ranks compute, and as long as that computation takes meanwhile.
+
+    Both on the thread that calls, as the engine's issuing thread hands a transfer over and computes what is next. None
+    in a group of one. The same on every rank; collective.
+    """
+    if group.size == 1:
+        return None, None
+    exchange, exchange_s = _all_reduce(group, EXCHANGE_S, timeout_s)
+    run, run_s = _compression()
+    (run_s,) = highest_over(group, timeout_s)([run_s])
+    times = _times(KERNELS_SHARE * exchange_s, run_s)
+
+    def compute_s() -> float:
+        began_s = time.perf_counter()
+        for _ in range(times):
+            run()
+        return time.perf_counter() - began_s
+
+    figures = []
+    for _ in range(EXCHANGE_RUNS):
+        exchange_alone_s = exchange.seconds(group, timeout_s)
+        meet(group, timeout_s)
+        kernels_alone_s = compute_s()
+        meet(group, timeout_s)
+        began_s = time.perf_counter()
+        pending = exchange.issue()
+        kernels_s = compute_s()
+        pending.wait(timeout_s)
+        figures.append((exchange_alone_s, time.perf_counter() - began_s, kernels_alone_s, kernels_s))
+    mine = torch.tensor(figures, dtype=torch.float64)
+    of_ranks = torch.stack(list(group.all_gather(mine.flatten()).wait(timeout_s))).view(group.size, *mine.shape).numpy()
+    exchange_alone, exchange_together, kernels_alone, kernels_together = np.moveaxis(of_ranks, 2, 0)
+    return (
+        fit_slowdown(exchange_alone, exchange_together, kernels_together),
+        fit_slowdown(kernels_alone, kernels_together, kernels_together),
+    )
+
+
+def _times(lasts_s: float, once_s: float) -> int:
+    """How often something is repeated to last so long."""
+    return max(math.ceil(min(lasts_s, MOST_ASIDE_S) / once_s), 1)
+
+
+def _disturbance(run: Callable[[], None], times: int, group: Group, timeout_s: float, *, together: bool) -> Disturbance:
+    """Timed as a whole, by all ranks at once: on shared cores, what is short often has one for itself."""
+    disturbance = Disturbance(run, times, 0.0, together)
+    seconds = []
+    for _ in range(ALONE_RUNS):
+        meet(group, timeout_s)
+        began_s = time.perf_counter()
+        disturbance.do()
+        seconds.append(time.perf_counter() - began_s)
+    return replace(disturbance, alone_s=statistics.median(seconds))

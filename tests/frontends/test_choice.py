@@ -1,0 +1,182 @@
+"""Gradients or parameters: the faster way stays, and nothing is lost on the way there and back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import SGD
+
+import gradsync
+from gradsync.comm.shuffle import GroupSchedule, Round, grid, together
+from gradsync.compressors import ErrorFeedback, TopK
+from gradsync.frontends import choosing
+from gradsync.planner import AveragingPlanner
+from gradsync.planner.job import Job
+from gradsync.planner.ways import Constraints
+from gradsync.plans.plan import What
+from gradsync.tuning.auto import AutoPlanner
+from tests.frontends.models import Perceptron
+from tests.quick import quickly
+from tests.world import Ranks
+
+World = Callable[[int], Ranks]
+SCHEDULES = {2: GroupSchedule((Round(((0,), (1,))), *together(2).rounds)), 4: grid((2, 2))}
+STEPS = 60
+
+
+class Clock:
+    """In place of the module `time`: steps by averages of parameters take so many times as long, whatever they took."""
+
+    def __init__(self, handle: Callable[[], gradsync.Attachment], slower: float) -> None:
+        self._handle, self._slower, self._now_s = handle, slower, 0.0
+
+    def perf_counter(self) -> float:
+        self._now_s += self._slower if self._handle().plan.what is What.PARAMETER else 1.0
+        return self._now_s
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return torch.randn(5, 6, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def same_everywhere(model: nn.Module) -> bool:
+    mine = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    dist.broadcast(first := mine.clone(), 0)
+    return torch.equal(first, mine)
+
+
+def attached(
+    planner: AutoPlanner, slower: float, patch: pytest.MonkeyPatch
+) -> tuple[nn.Module, SGD, gradsync.Attachment]:
+    torch.manual_seed(0)
+    model = Perceptron()
+    optimizer = SGD(model.parameters(), lr=0.01)
+    handle = gradsync.attach(model, optimizer, planner, timeout=20)
+    patch.setattr(choosing, "time", Clock(lambda: handle, slower))
+    return model, optimizer, handle
+
+
+@quickly()
+def chosen(slower: float) -> tuple[str, bool, float]:
+    """What is averaged in the end, whether models are one after a consensus, and how far from training with all."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    averaging = AveragingPlanner(schedule=SCHEDULES[size], momentum_every=1)
+    with pytest.MonkeyPatch.context() as patch:
+        model, optimizer, handle = attached(AutoPlanner(averaging=averaging, steps=3, warmup=2), slower, patch)
+        twin = copy.deepcopy(model)
+        together_optimizer = SGD(twin.parameters(), lr=0.01)
+        seen: list[What] = []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            model(batch(step, rank)).square().mean().backward()
+            optimizer.step()
+            together_optimizer.zero_grad()
+            sum(twin(batch(step, each)).square().mean() / size for each in range(size)).backward()  # type: ignore[union-attr]
+            together_optimizer.step()
+            if not seen or seen[-1] is not handle.plan.what:
+                seen.append(handle.plan.what)
+        assert handle.settled and seen[:2] == [What.GRADIENT, What.PARAMETER]
+        with gradsync.consensus(model):
+            mine, theirs = (torch.cat([p.detach().reshape(-1) for p in m.parameters()]) for m in (model, twin))
+            apart = float((mine - theirs).abs().max())
+        what, alike = handle.plan.what.value, same_everywhere(model)
+        handle.state_dict()
+        handle.detach()
+        again = gradsync.attach(model)
+        again.detach()
+    return what, alike, apart
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("slower", "what"), [(0.5, "parameter"), (0.99, "gradient"), (2.0, "gradient")])
+def test_the_faster_way_stays(world: World, size: int, slower: float, what: str) -> None:
+    for chosen_what, alike, apart in world(size).run(chosen, slower):
+        assert chosen_what == what and alike
+        assert apart < 1e-2, "learning rates are small: models stay near that of training together"
+
+
+@quickly()
+def nothing_to_gain() -> list[str]:
+    averaging = AveragingPlanner(schedule=together(2))
+    with pytest.MonkeyPatch.context() as patch:
+        model, optimizer, handle = attached(AutoPlanner(averaging=averaging, steps=3, warmup=2), 0.1, patch)
+        seen = []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            model(batch(step, dist.get_rank())).square().mean().backward()
+            optimizer.step()
+            seen.append(handle.plan.what.value)
+        assert handle.settled
+        handle.detach()
+    return seen
+
+
+def test_all_together_is_not_tried(world: World) -> None:
+    for seen in world(2).run(nothing_to_gain):
+        assert set(seen) == {"gradient"}
+
+
+def lossy_plans(job: Job, constraints: Constraints) -> list[gradsync.Plan]:
+    from gradsync.planner import CompressingPlanner
+
+    (lossy,) = constraints.lossy
+    made = CompressingPlanner(lossy)(job.profiles, job.world_size)
+    return [made] if isinstance(made, gradsync.Plan) else list(made)
+
+
+@quickly()
+def left_to_be_sent() -> float:
+    """How far the sum of all steps is from what plain SGD makes of constant gradients, when averages begin."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    planner = AutoPlanner(
+        Constraints((ErrorFeedback(TopK(0.1)),), always=True),
+        search=lossy_plans,
+        steps=3,
+        warmup=2,
+        averaging=AveragingPlanner(schedule=SCHEDULES[size]),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        model, optimizer, handle = attached(planner, 0.5, patch)
+        start = [p.detach().clone() for p in model.parameters()]
+        factors = [torch.randn(p.shape, generator=torch.Generator().manual_seed(rank)) for p in model.parameters()]
+        steps = 0
+        while not (handle.settled and handle.plan.what is What.PARAMETER):
+            optimizer.zero_grad()
+            model(batch(steps, rank))  # only to begin a step
+            (sum((p * f).sum() for p, f in zip(model.parameters(), factors, strict=True))).backward()  # type: ignore[union-attr]
+            optimizer.step()
+            steps += 1
+            assert steps < 200
+        with gradsync.consensus(model):
+            moved = [s - p.detach() for s, p in zip(start, model.parameters(), strict=True)]
+        worst = 0.0
+        for each, factor in zip(moved, factors, strict=True):
+            dist.all_reduce(mean := factor / size)
+            worst = max(worst, float((each / (0.01 * steps) - mean).abs().sum()))
+        handle.detach()
+    return worst
+
+
+def test_what_compressors_left_is_sent_before_parameters_are_averaged(world: World) -> None:
+    assert max(world(2).run(left_to_be_sent)) < 1e-4
+
+
+@quickly()
+def refused() -> list[str]:
+    model, said = Perceptron(), []
+    for planner, given in ((AutoPlanner(averaging=AveragingPlanner()), None),):
+        try:
+            gradsync.attach(model, given, planner, timeout=10)
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_averages_need_the_optimiser(world: World) -> None:
+    for said in world(2).run(refused):
+        assert len(said) == 1 and "optimizer=...) must name it" in said[0]

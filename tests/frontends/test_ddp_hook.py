@@ -1,0 +1,299 @@
+"""gradsync as DDP's communication hook gives what DDP gives without one."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradsync
+from gradsync import Plan
+from gradsync.schemes import AllReduce
+from gradsync.tensors.bucket import TensorSpec, trainable_parameters
+from tests.frontends.models import Branches, Perceptron, Tables
+from tests.frontends.twins import (
+    Twin,
+    assert_same_gradients,
+    assert_same_on_all_ranks,
+    assert_same_weights,
+    plain,
+)
+from tests.world import Ranks, new_oracle_group
+
+World = Callable[[int], Ranks]
+
+SMALL_BUCKETS = {"bucket_cap_mb": 0.0001}  # a bucket for nearly every parameter, laid out anew after the first step
+
+
+def twins(make: Callable[[], nn.Module], plan: Plan | None = None, **options: Any) -> tuple[Twin, Twin]:
+    """(DDP as it is, DDP with gradsync attached)."""
+    made = []
+    for group in (new_oracle_group(), None):
+        torch.manual_seed(dist.get_rank())
+        module = make()
+        ddp = DistributedDataParallel(module, process_group=group, **options)
+        made.append(Twin(module, ddp, plain(list(module.parameters())), ddp.no_sync))
+    made[1].handle = gradsync.attach(made[1].model, plan=plan, timeout=10)
+    return made[0], made[1]
+
+
+def compare(pair: tuple[Twin, Twin], step: Callable[[Twin, int], None], steps: int = 4) -> None:
+    for number in range(steps):
+        for twin in pair:
+            torch.manual_seed(100 * number + dist.get_rank())
+            twin.optimizer.zero_grad()
+            step(twin, number)
+            twin.optimizer.step()
+        assert_same_gradients(pair[0].gradients(), pair[1].gradients(), f"after step {number}")
+    assert_same_weights(*pair)
+
+
+def dense_step(twin: Twin, number: int) -> None:
+    twin.model(torch.randn(4, 6)).square().mean().backward()
+
+
+def branch_step(twin: Twin, number: int) -> None:
+    taken = ((number + dist.get_rank()) % 2,)
+    twin.model(torch.randn(4, 6), taken).square().mean().backward()
+
+
+def sparse_step(twin: Twin, number: int) -> None:
+    twin.model(torch.randint(30, (4, 5))).square().mean().backward()
+
+
+def accumulating_step(twin: Twin, number: int) -> None:
+    for micro in range(3):
+        with nullcontext() if micro == 2 else twin.no_sync():
+            twin.model(torch.randn(4, 6)).square().mean().backward()
+
+
+STEPS = {"dense": dense_step, "branch": branch_step, "sparse": sparse_step, "accumulating": accumulating_step}
+
+
+def run(make: Callable[[], nn.Module], step: str, options: dict[str, Any]) -> None:
+    pair = twins(make, **options)
+    compare(pair, STEPS[step])
+    pair[1].handle.detach()
+    compare(pair, STEPS[step])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("make", "step", "options"),
+    [
+        (Perceptron, "dense", {}),
+        (Perceptron, "dense", SMALL_BUCKETS),
+        (Perceptron, "dense", {"gradient_as_bucket_view": True, **SMALL_BUCKETS}),
+        (Perceptron, "dense", {"static_graph": True, **SMALL_BUCKETS}),
+        (Perceptron, "accumulating", SMALL_BUCKETS),
+        (Branches, "branch", {"find_unused_parameters": True, **SMALL_BUCKETS}),
+        (Tables, "sparse", SMALL_BUCKETS),
+        (Tables, "sparse", {"find_unused_parameters": True}),
+    ],
+)
+def test_gradients_are_ddps_attached_and_after_detach(
+    world: World, make: Callable[[], nn.Module], step: str, options: dict[str, Any], size: int
+) -> None:
+    world(size).run(run, make, step, options)
+
+
+def cut_across() -> None:
+    specs = {name: TensorSpec.of(p) for name, p in trainable_parameters(Perceptron()).items()}
+    cut = "layers.2.weight"
+    others = [(name, 0, spec.numel) for name, spec in specs.items() if name != cut]
+    parts = [[*others[::2], (cut, 0, 20)], [*others[1::2], (cut, 20, 50)], [(cut, 50, 64)]]
+    plan = Plan.make(specs, dist.get_world_size(), [(part, AllReduce()) for part in parts])
+    pair = twins(Perceptron, plan, **SMALL_BUCKETS)
+    compare(pair, dense_step)
+    assert pair[1].handle.plan == plan
+    pair[1].handle.detach()
+
+
+def test_buckets_of_a_plan_may_cut_across_ddps(world: World) -> None:
+    world(2).run(cut_across)
+
+
+def registered_by_hand() -> None:
+    torch.manual_seed(dist.get_rank())
+    ddp = DistributedDataParallel(Perceptron())
+    ddp.register_comm_hook(gradsync.DDPState(ddp, timeout_s=10), gradsync.ddp_hook)
+    torch.manual_seed(dist.get_rank())
+    plain_ddp = DistributedDataParallel(Perceptron())
+    for number in range(3):
+        gradients = []
+        for model in (plain_ddp, ddp):
+            torch.manual_seed(number * 10 + dist.get_rank())
+            model.zero_grad()
+            model(torch.randn(4, 6)).square().mean().backward()
+            gradients.append({name: p.grad for name, p in model.module.named_parameters()})
+        assert_same_gradients(*gradients, f"after step {number}")
+
+
+def test_the_hook_is_registered_as_any_other(world: World) -> None:
+    world(2).run(registered_by_hand)
+
+
+def before_the_model() -> None:
+    """As frameworks do that make the DDP model themselves: the state is made first, and without process groups."""
+    for state in (gradsync.DDPState(timeout_s=15), gradsync.DDPState(plan="auto", timeout_s=15, exclude=["scale"])):
+        with pytest.raises(RuntimeError, match="this DDPState has no model yet"):
+            _ = state.engine
+        torch.manual_seed(dist.get_rank())
+        ddp = DistributedDataParallel(Perceptron(), **SMALL_BUCKETS)
+        ddp.register_comm_hook(state, gradsync.ddp_hook)
+        for number in range(3):
+            torch.manual_seed(number * 10 + dist.get_rank())
+            ddp.zero_grad()
+            ddp(torch.randn(4, 6)).square().mean().backward()
+        gradients = {name: p.grad for name, p in ddp.module.named_parameters()}
+        excluded = "scale" not in state.engine.parameters
+        if excluded:
+            gradients.pop("scale")
+        assert_same_on_all_ranks(gradients)
+        assert state.engine.step == 3
+        assert state.model is ddp
+
+
+def test_a_state_may_be_made_before_the_model(world: World) -> None:
+    world(2).run(before_the_model)
+
+
+def unlike_plans() -> str:
+    ddp = DistributedDataParallel(Perceptron())
+    ddp.register_comm_hook(gradsync.DDPState(plan=None if dist.get_rank() else "auto", timeout_s=15), gradsync.ddp_hook)
+    try:
+        ddp(torch.randn(4, 6)).mean().backward()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return "nothing raised"
+
+
+def test_a_state_that_does_not_fit_raises_on_all_ranks_in_the_first_backward(world: World) -> None:
+    for text in world(2).run(unlike_plans):
+        assert "the plans differ between the ranks" in text
+
+
+def wrong_states() -> None:
+    ddp = DistributedDataParallel(Perceptron())
+    ddp.register_comm_hook(None, gradsync.ddp_hook)
+    with pytest.raises((TypeError, RuntimeError), match="needs a gradsync.DDPState as its state, got None"):
+        ddp(torch.randn(4, 6)).mean().backward()
+    state = gradsync.DDPState(timeout_s=15)
+    models = [DistributedDataParallel(Perceptron()) for _ in range(2)]
+    for model in models:
+        model.register_comm_hook(state, gradsync.ddp_hook)
+    with pytest.raises(RuntimeError, match="2 DDP models were found"):
+        models[0](torch.randn(4, 6)).mean().backward()
+    state = gradsync.DDPState(models[0], timeout_s=15)
+    other = DistributedDataParallel(Perceptron())
+    other.register_comm_hook(state, gradsync.ddp_hook)
+    with pytest.raises(RuntimeError, match="each DDP model needs a state of its own"):
+        other(torch.randn(4, 6)).mean().backward()
+    state.detach()
+
+
+def test_states_that_are_none_or_of_another_model_are_refused(world: World) -> None:
+    world(2).run(wrong_states)
+
+
+def copies() -> None:
+    torch.manual_seed(dist.get_rank())
+    ddp = DistributedDataParallel(Perceptron())
+    handle = gradsync.attach(ddp, timeout=15)
+    lazily = DistributedDataParallel(Perceptron())
+    lazily.register_comm_hook(gradsync.DDPState(timeout_s=15), gradsync.ddp_hook)
+    for model in (ddp, lazily):
+        for trained in range(2):
+            for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+                again = gradsync.attach(copied, timeout=15)
+                copied(torch.randn(4, 6)).mean().backward()
+                assert_same_on_all_ranks({name: p.grad for name, p in copied.named_parameters()})
+                assert sum(bucket.steps for bucket in again.statistics()) > 0
+                again.detach()
+            if not trained:
+                model(torch.randn(4, 6)).mean().backward()
+    handle.detach()
+
+
+def test_a_hooked_model_is_copied_and_pickled(world: World) -> None:
+    world(2).run(copies)
+
+
+def wrap_again() -> None:
+    """The old wrapper of a model may live on, by DDP's own all-reduce."""
+    module = Perceptron()
+    models = []
+    for number in range(3):
+        model = DistributedDataParallel(module)
+        model.register_comm_hook(gradsync.DDPState(timeout_s=15), gradsync.ddp_hook)
+        models.append(model)
+        module.zero_grad()
+        torch.manual_seed(number * 10 + dist.get_rank())
+        model(torch.randn(4, 6)).mean().backward()
+        assert_same_on_all_ranks({name: p.grad for name, p in module.named_parameters()})
+    nested = DistributedDataParallel(models[-1])
+    nested.register_comm_hook(gradsync.DDPState(timeout_s=15), gradsync.ddp_hook)
+    module.zero_grad()
+    nested(torch.randn(4, 6)).mean().backward()
+    assert_same_on_all_ranks({name: p.grad for name, p in module.named_parameters()})
+    del model, models, nested
+    gc.collect()
+    gradsync.attach(module, timeout=15).detach()
+
+
+def test_a_model_may_be_wrapped_again(world: World) -> None:
+    world(2).run(wrap_again)
+
+
+def attach_again() -> None:
+    ddp = DistributedDataParallel(Perceptron())
+    handle = gradsync.attach(ddp, timeout=10)
+    for model in (ddp, ddp.module):
+        with pytest.raises(RuntimeError, match="gradsync is attached to this model, or to a part of it, already"):
+            gradsync.attach(model, timeout=10)
+    handle.detach()
+    handle = gradsync.attach(ddp, timeout=10)
+    ddp(torch.randn(4, 6)).mean().backward()
+    assert [bucket.steps for bucket in handle.statistics()] == [1]
+    assert_same_on_all_ranks({name: p.grad for name, p in ddp.named_parameters()})
+    handle.detach()
+
+
+def test_attaching_again_takes_a_detach(world: World) -> None:
+    world(2).run(attach_again)
+
+
+def raise_in_backward() -> str:
+    """Late in backward: DDP tells of nothing before its first bucket is ready."""
+    ddp = DistributedDataParallel(Perceptron(), **SMALL_BUCKETS)
+    handle = gradsync.attach(ddp, timeout=60)
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise ValueError("a bad sample")
+
+    ddp(torch.randn(4, 6)).mean().backward()
+    if dist.get_rank() == 1:
+        ddp.module.layers[0].weight.register_hook(fail)
+    try:
+        ddp(torch.randn(4, 6)).mean().backward()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    finally:
+        handle.detach()
+    return "nothing raised"
+
+
+def test_a_rank_that_raises_in_backward_tells_the_others(world: World) -> None:
+    failed, told = reversed(world(2).run(raise_in_backward, limit_s=30))
+    assert failed == "a bad sample"
+    assert "rank 1: " in told
+    assert "step 1" in told

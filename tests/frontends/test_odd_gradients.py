@@ -1,0 +1,251 @@
+"""Sparse gradients as autograd may leave them, through attach() on real process groups: averaged, or refused by all.
+
+Repeated, unsorted and negative indices, indices beyond the table, rows that are apart in memory, values that are not
+finite, ranks with nothing, and tables of more than 2^31 elements.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import gradsync
+from gradsync import Plan, attach
+from gradsync.schemes import AGSparse, AllReduce, BalancedParallelism, Scheme
+from gradsync.tensors.bucket import TensorSpec
+from tests.world import Ranks
+
+World = Callable[[int], Ranks]
+
+ROWS, DIM = 20, 4
+PLANS: dict[str, Scheme[Any] | None] = {"none": None, "agsparse": AGSparse(), "balanced": BalancedParallelism()}
+every_plan = pytest.mark.parametrize("plan", PLANS)
+
+
+def gradient_of(kind: str, shape: torch.Size) -> Tensor:
+    """This rank's gradient of a table; `shape` is (rows, 4)."""
+    rank, last = dist.get_rank(), shape[0] - 1
+    indices = torch.tensor([last - rank, 3, 1])
+    values = torch.arange(12.0).view(3, DIM) + rank
+    match kind:
+        case "repeated and unsorted":
+            indices = torch.tensor([7, 2 + rank, 7])
+        case "rows apart":
+            values = (torch.arange(12.0) + rank).view(DIM, 3).T
+        case "indices apart":
+            indices = torch.stack([indices, indices.flip(0)], dim=1)[:, 0]
+        case "the same row again and again":
+            values = torch.full((1, 1), 1.0 + rank).expand(3, DIM)
+        case "not finite":
+            values[0] = torch.tensor([float("nan"), float("inf"), -float("inf"), 1.0])
+        case "inf against -inf":
+            indices, values = torch.tensor([5, 6, 7]), values.fill_(float("inf") if rank == 0 else -float("inf"))
+        case "zeros of both signs":
+            indices, values = torch.tensor([5, 6, 7]), values.fill_(-0.0 if rank == 0 else 0.0)
+        case "negative zeros everywhere":
+            values = torch.full_like(values, -0.0)
+        case "nothing on one rank":
+            indices, values = (indices, values) if rank == 0 else (indices[:0], values[:0])
+        case "nothing on any rank":
+            indices, values = indices[:0], values[:0]
+        case "too large on one rank" if rank == 1:
+            indices[1] = shape[0]
+        case "far too large on one rank" if rank == 1:
+            indices[1] = 2**40
+        case "negative on one rank" if rank == 1:
+            indices[1] = -1
+        case "negative on all ranks":
+            indices[0] = -(2**40)
+    return torch.sparse_coo_tensor(indices.unsqueeze(0), values, shape, check_invariants=False)
+
+
+class Table(nn.Module):
+    """A table whose gradient in each backward is `gradient_of(kind)`, whatever was looked up, and a dense layer."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.table = nn.Embedding.from_pretrained(weight, freeze=False, sparse=True)
+        self.out = nn.Linear(DIM, 1)
+        self.kind = "as it is"
+        self.table.weight.register_hook(lambda gradient: gradient_of(self.kind, gradient.shape))
+
+    def forward(self) -> Tensor:
+        result: Tensor = self.out(self.table(torch.tensor([0]))).sum()
+        return result
+
+
+def attached(model: Table, plan: str, **settings: int) -> gradsync.Attachment:
+    scheme = AllReduce() if plan == "all_reduce" else PLANS[plan]
+    if scheme is None:
+        return attach(model, timeout=10, **settings)
+    specs = {name: TensorSpec.of(p) for name, p in model.named_parameters()}
+    dense = [name for name in specs if name != "table.weight"]
+    buckets = [(["table.weight"], scheme), (dense, AllReduce())]
+    return attach(model, plan=Plan.make(specs, dist.get_world_size(), buckets), timeout=10, **settings)
+
+
+def of_all_ranks(tensor: Tensor) -> list[Tensor]:
+    """The ranks' tensors of one shape."""
+    tensor = tensor.contiguous()
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, tensor)
+    return parts
+
+
+def synchronised(kinds: list[str], plan: str) -> None:
+    """Two steps of each kind; the gradient is the float64 mean of what the ranks brought, the same bits everywhere."""
+    model = Table(torch.zeros(ROWS, DIM))
+    handle = attached(model, plan)
+    for kind in kinds:
+        try:
+            synchronised_twice(kind, model)
+        except AssertionError as error:
+            raise AssertionError(f"{kind}: {error}") from error
+    handle.detach()
+
+
+def synchronised_twice(kind: str, model: Table) -> None:
+    model.kind = kind
+    mine = gradient_of(kind, torch.Size((ROWS, DIM)))
+    dense = torch.zeros(ROWS, DIM, dtype=torch.float64).index_add_(0, mine._indices()[0], mine._values().double())
+    parts = of_all_ranks(dense)
+    for _ in range(2):
+        model.zero_grad()
+        model().backward()
+        got = model.table.weight.grad
+        assert got is not None and got.layout is torch.sparse_coo and got.is_coalesced()
+        expected = sum(parts) / len(parts)
+        torch.testing.assert_close(got.to_dense().double(), expected, rtol=1e-6, atol=0, equal_nan=True)
+        bits = got.to_dense().view(torch.int32).masked_fill(got.to_dense().isnan(), 0)
+        assert all(torch.equal(bits, other) for other in of_all_ranks(bits))
+
+
+@every_plan
+def test_a_gradient_of_rows_is_averaged_whatever_it_looks_like(world: World, plan: str) -> None:
+    kinds = [
+        "as it is",
+        "repeated and unsorted",
+        "rows apart",
+        "indices apart",
+        "the same row again and again",
+        "not finite",
+        "inf against -inf",
+        "zeros of both signs",
+        "negative zeros everywhere",
+        "nothing on one rank",
+        "nothing on any rank",
+    ]
+    world(3).run(synchronised, kinds, plan)
+
+
+def refused(kind: str, plan: str, good_steps: int) -> list[str]:
+    """What a step with bad rows says, after so many with good ones, and the step after it."""
+    model = Table(torch.zeros(ROWS, DIM))
+    handle = attached(model, plan)
+    for _ in range(good_steps):
+        model().backward()
+    said = []
+    for kind_now in (kind, "as it is"):
+        model.kind = kind_now
+        model.zero_grad()
+        try:
+            model().backward()
+        except (RuntimeError, ValueError) as error:
+            said.append(str(error))
+    handle.detach()
+    attach(nn.Linear(2, 1), timeout=10).detach()  # the ranks are still in step
+    return said
+
+
+@every_plan
+@pytest.mark.parametrize(
+    ("kind", "index", "good_steps"),
+    [
+        ("too large on one rank", ROWS, 0),
+        ("far too large on one rank", 2**40, 1),
+        ("negative on one rank", -1, 1),
+        ("negative on all ranks", -(2**40), 0),
+    ],
+)
+def test_rows_outside_of_the_table_raise_on_every_rank(
+    world: World, kind: str, index: int, good_steps: int, plan: str
+) -> None:
+    for bad, after in world(3).run(refused, kind, plan, good_steps):
+        assert re.search(rf"index {index} .* is outside \[0, num_rows={ROWS}\)", bad), bad
+        assert "stopped earlier" in after
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("too large on one rank", f"size is {ROWS} but found index {ROWS}"),
+        ("negative on one rank", "negative index -1"),
+    ],
+)
+def test_rows_outside_of_a_table_that_travels_dense_raise_on_every_rank(world: World, kind: str, reason: str) -> None:
+    for rank, (bad, after) in enumerate(world(3).run(refused, kind, "all_reduce", 1)):
+        assert (reason if rank == 1 else "rank 1: backward ended with an error") in bad
+        assert "stopped earlier" in after
+
+
+def rows_apart_by_torch_itself() -> None:
+    """The output of an embedding is transposed: so are the values of the gradient that torch makes."""
+    table = nn.Embedding(ROWS, DIM, sparse=True)
+    seen: list[tuple[int, ...]] = []
+    table.weight.register_hook(lambda gradient: seen.append(gradient._values().stride()))
+    handle = attach(table, timeout=10)
+    weights = torch.arange(12.0).view(DIM, 3)
+    for _ in range(2):
+        table.zero_grad()
+        (table(torch.tensor([3, 9, 3])).t() * weights).sum().backward()
+        got = table.weight.grad
+        assert got is not None
+        expected = torch.zeros(ROWS, DIM).index_add_(0, torch.tensor([3, 9, 3]), weights.t())
+        assert torch.equal(got.to_dense(), expected)
+    assert seen == [(1, 3)] * 2, "else this tests nothing"
+    handle.detach()
+
+
+def test_an_embedding_whose_output_is_transposed_is_averaged(world: World) -> None:
+    world(2).run(rows_apart_by_torch_itself)
+
+
+def a_table_of_more_than_2_31_elements(plan: str, folder: str) -> None:
+    """It lies in a file with holes, of which steps read and write a few rows; broadcast and guard would touch all."""
+    rows = 2**29 + 5
+    file = Path(folder) / f"table{dist.get_rank()}"
+    model = Table(torch.from_file(str(file), shared=True, size=rows * DIM).view(rows, DIM))
+    assert model.table.weight.numel() > 2**31
+    with patch.object(sys.modules["gradsync.attach"], "level"):
+        handle = attached(model, plan, verify_every=0)
+    optimizer = torch.optim.SGD([model.table.weight], lr=1.0)
+    expected: dict[int, Tensor] = {}
+    for kind in ("as it is", "repeated and unsorted", "rows apart"):
+        model.kind = kind
+        optimizer.zero_grad()
+        model().backward()
+        got = model.table.weight.grad
+        assert got is not None and got.layout is torch.sparse_coo and got.shape == (rows, DIM)
+        mine = gradient_of(kind, got.shape)
+        for indices, values in zip(of_all_ranks(mine._indices()[0]), of_all_ranks(mine._values()), strict=True):
+            for row, value in zip(indices.tolist(), values, strict=True):
+                expected[row] = expected.get(row, torch.zeros(DIM)) - value / 2
+        optimizer.step()
+    assert rows - 1 in expected
+    for row, value in expected.items():
+        torch.testing.assert_close(model.table.weight.detach()[row], value)
+    handle.detach()
+
+
+@every_plan
+def test_a_table_of_more_than_2_31_elements_is_averaged(world: World, plan: str, tmp_path: Path) -> None:
+    world(2).run(a_table_of_more_than_2_31_elements, plan, str(tmp_path))

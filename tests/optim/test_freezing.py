@@ -1,0 +1,216 @@
+"""Optimisers change nothing where no gradient arrived, and elsewhere what they would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
+
+from gradsync.optim.freezing import OF_ELEMENTS, Freezing
+from gradsync.tensors.arrivals import Arrival, Arrivals, Sections
+from gradsync.tensors.bucket import Bucket, Layout, Segment, TensorSpec
+
+SECTIONS = [(0, 3), (8, 10)]
+MOVES = torch.tensor([start <= element < stop for element in range(12) for start, stop in SECTIONS]).view(12, 2).any(1)
+BUCKET = Bucket("0", (Segment("weight", 0, 12),), (TensorSpec((3, 4), torch.float32),), Layout.FLAT)
+MAKERS = [
+    partial(SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
+    partial(SGD, lr=0.1, momentum=0.9, nesterov=True),
+    partial(SGD, lr=0.1),
+    partial(Adam, lr=0.1, amsgrad=True),
+    partial(Adam, lr=0.1, fused=True),
+    partial(AdamW, lr=0.1, foreach=False),
+    partial(Adagrad, lr=0.1, initial_accumulator_value=0.5),
+    partial(RMSprop, lr=0.1, momentum=0.5, centered=True),
+    *(partial(kind, lr=0.1) for kind in (ASGD, Adadelta, Adamax, NAdam, RAdam, Rprop)),
+]
+every_optimizer = pytest.mark.parametrize(
+    "make", MAKERS, ids=lambda make: "-".join([make.func.__name__, *make.keywords])
+)
+in_both_ways = pytest.mark.parametrize("is_watched", [False, True], ids=["what arrived", "taken back"])
+
+
+def trained(
+    make: Callable[..., Optimizer], steps: list[Sections | None], *, is_watched: bool = False
+) -> tuple[nn.Parameter, dict[str, Any], list[Tensor]]:
+    """The parameter, the optimiser's state of it and what the parameter was after each step, which brought so much."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(3, 4))
+    other = nn.Parameter(torch.ones(2))  # not synchronised
+    optimizer = make([weight, other])
+    now: list[Sections | None] = [None]
+    freezing = Freezing({"weight": weight}, lambda: Arrivals([Arrival(BUCKET, now[0], frozen=True)]))
+    after = []
+    for step, sections in enumerate(steps):
+        generator = torch.Generator().manual_seed(step)
+        weight.grad, other.grad = torch.randn(3, 4, generator=generator), torch.ones(2)
+        if sections is not None:
+            weight.grad[~MOVES.view(3, 4)] = 0
+        now[0] = sections
+        freezing.before(optimizer, is_watched=is_watched)
+        optimizer.step()
+        freezing.after(optimizer)
+        assert optimizer.param_groups[0]["params"] == [weight, other] and optimizer.state.keys() <= {weight, other}
+        after.append(weight.detach().clone())
+    assert (other < 1).all() or not steps
+    return weight, optimizer.state[weight], after
+
+
+def test_all_optimizers_that_step_what_arrived_are_tried() -> None:
+    assert {make.func for make in MAKERS} == OF_ELEMENTS
+
+
+@in_both_ways
+@every_optimizer
+def test_what_did_not_arrive_stays_as_it_was(make: Callable[..., Optimizer], is_watched: bool) -> None:
+    """Also in the optimiser's state, which goes on from there."""
+    _, before, first = trained(make, [None, None])
+    weight, state, after = trained(make, [None, None, SECTIONS, SECTIONS], is_watched=is_watched)
+    still = ~MOVES.view(3, 4)
+    assert torch.equal(after[1], first[1])
+    assert torch.equal(weight[still], first[1][still]) and (weight[~still] != first[1][~still]).all()
+    assert state.keys() == before.keys()
+    for name, values in state.items():
+        if isinstance(values, Tensor) and values.shape == weight.shape:
+            assert torch.equal(values[still], before[name][still]), name
+
+
+@in_both_ways
+@every_optimizer
+def test_what_arrived_moves_as_without(make: Callable[..., Optimizer], is_watched: bool) -> None:
+    weight, state, _ = trained(make, [SECTIONS] * 3, is_watched=is_watched)
+    free = nn.Parameter(trained(make, [])[0].detach().clone())
+    optimizer = make([free])
+    for step in range(3):
+        free.grad = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
+        optimizer.step()
+    moves = MOVES.view(3, 4)
+    torch.testing.assert_close(weight[moves], free[moves], rtol=1e-6, atol=0)
+    for name, values in state.items():
+        if isinstance(values, Tensor):
+            expected = optimizer.state[free][name]
+            of_elements = values.shape == weight.shape
+            mine, theirs = (values[moves], expected[moves]) if of_elements else (values, expected)
+            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=0, msg=name)
+
+
+@in_both_ways
+@every_optimizer
+def test_where_nothing_arrived_only_the_count_of_steps_goes_on(
+    make: Callable[..., Optimizer], is_watched: bool
+) -> None:
+    _, before, _ = trained(make, [None, None])
+    weight, state, after = trained(make, [None, None, [], []], is_watched=is_watched)
+    assert torch.equal(weight, after[1])
+    for name, values in state.items():
+        if isinstance(values, Tensor) and values.shape == weight.shape:
+            assert torch.equal(values, before[name]), name
+        elif name == "step":
+            assert values == before[name] + 2
+
+
+@in_both_ways
+def test_state_that_a_step_makes_is_zero_where_nothing_arrived(is_watched: bool) -> None:
+    """SGD's momentum begins with the gradient and the decay of weights, of which one has not come."""
+    make = partial(SGD, lr=0.1, momentum=0.9, weight_decay=0.1)
+    weight, state, _ = trained(make, [SECTIONS], is_watched=is_watched)
+    assert (state["momentum_buffer"] != 0).equal(MOVES.view(3, 4))
+
+
+@in_both_ways
+def test_weights_in_another_order_of_memory_are_frozen_by_their_index(is_watched: bool) -> None:
+    weight = nn.Parameter(torch.arange(16.0).view(1, 4, 2, 2).to(memory_format=torch.channels_last))
+    before = weight.detach().clone()
+    bucket = Bucket("0", (Segment("weight", 0, 16),), (TensorSpec((1, 4, 2, 2), torch.float32),), Layout.FLAT)
+    optimizer = SGD([weight], lr=1.0, momentum=0.5)
+    freezing = Freezing({"weight": weight}, lambda: Arrivals([Arrival(bucket, [(0, 4)], frozen=True)]))
+    weight.grad = torch.ones_like(weight)
+    freezing.before(optimizer, is_watched=is_watched)
+    optimizer.step()
+    freezing.after(optimizer)
+    moved = torch.tensor([1.0] * 4 + [0.0] * 12)
+    assert torch.equal((before - weight).reshape(-1), moved)
+    momentum = optimizer.state[weight]["momentum_buffer"]
+    assert torch.equal(momentum.reshape(-1), moved) and momentum.stride() == weight.stride()
+
+
+@in_both_ways
+@every_optimizer
+def test_of_one_number_nothing_changes_unless_it_arrived(make: Callable[..., Optimizer], is_watched: bool) -> None:
+    spec = TensorSpec((), torch.float32)
+    bucket = Bucket("0", (Segment("scale", 0, 1),), (spec,), Layout.FLAT)
+    scale, free = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.tensor(2.0))
+    optimizer, other = make([scale]), make([free])
+    now: list[Sections | None] = [None]
+    freezing = Freezing({"scale": scale}, lambda: Arrivals([Arrival(bucket, now[0], frozen=True)]))
+    steps: list[Sections | None] = [[(0, 1)], [], None, [], [(0, 1)]]
+    for sections in steps:
+        scale.grad, free.grad, now[0] = torch.tensor(1.0), torch.tensor(1.0), sections
+        freezing.before(optimizer, is_watched=is_watched)
+        optimizer.step()
+        freezing.after(optimizer)
+        if sections != []:
+            other.step()
+        assert torch.equal(scale, free)
+
+
+@in_both_ways
+def test_an_optimizer_has_its_parameters_again_after_a_step_that_raised(is_watched: bool) -> None:
+    weight, table = nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(2, 2))
+    optimizer = Adam([weight, table])
+    now: list[Sections | None] = [SECTIONS]
+    freezing = Freezing({"weight": weight}, lambda: Arrivals([Arrival(BUCKET, now[0], frozen=True)]))
+    weight.grad, table.grad = torch.ones(3, 4), torch.ones(2, 2).to_sparse(1)
+    freezing.before(optimizer, is_watched=is_watched)
+    with pytest.raises(RuntimeError, match="does not support sparse"):
+        optimizer.step()
+    table.grad, now[0] = torch.ones(2, 2), None
+    with torch.no_grad():
+        weight.fill_(5.0)  # from a checkpoint, say
+    freezing.before(optimizer, is_watched=is_watched)
+    optimizer.step()
+    freezing.after(optimizer)
+    assert optimizer.param_groups[0]["params"][0] is weight and len(optimizer.state) == 2
+    assert (weight < 5.0).all() and (weight > 4.9).all()
+
+
+def test_gradients_that_a_closure_computes_are_refused() -> None:
+    weight = nn.Parameter(torch.ones(3, 4))
+    optimizer = SGD([weight], lr=0.1)
+    frozen = [True]
+    freezing = Freezing({"weight": weight}, lambda: Arrivals([Arrival(BUCKET, SECTIONS, frozen=frozen[0])]))
+    with pytest.raises(ValueError, match=r"call backward\(\) first, then step\(\) without"):
+        freezing.before(optimizer, has_closure=True)
+    frozen[0] = False
+    freezing.before(optimizer, has_closure=True)
+
+
+def test_an_optimiser_whose_step_has_raised_gets_its_parameters_back() -> None:
+    weight = nn.Parameter(torch.ones(3, 4))
+    weight.grad = torch.ones(3, 4)
+    optimizer = SGD([weight], lr=0.1)
+    freezing = Freezing({"weight": weight}, lambda: Arrivals([Arrival(BUCKET, SECTIONS, frozen=True)]))
+    freezing.before(optimizer)
+    assert optimizer.param_groups[0]["params"][0] is not weight
+    freezing.give_up()
+    assert optimizer.param_groups[0]["params"][0] is weight
+    freezing.after(optimizer)
+    assert torch.equal(weight, torch.ones(3, 4))

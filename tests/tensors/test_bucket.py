@@ -1,0 +1,119 @@
+"""Buckets are checked data: what travels together fits together."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import fields, replace
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from torch import nn
+
+from gradsync.tensors.bucket import (
+    Bucket,
+    FlatSpec,
+    Layout,
+    Segment,
+    TensorSpec,
+    cut_by_bytes,
+    model_digest,
+    trainable_parameters,
+)
+
+WEIGHT = TensorSpec((4, 2, 3), torch.float16)
+
+
+def test_a_spec_counts_elements_bytes_rows_and_columns() -> None:
+    assert TensorSpec.of(torch.zeros(4, 2, 3, dtype=torch.float16)) == WEIGHT
+    assert (WEIGHT.numel, WEIGHT.itemsize, WEIGHT.nbytes, WEIGHT.num_rows, WEIGHT.dim) == (24, 2, 48, 4, 6)
+    assert str(WEIGHT) == "4x2x3 float16"
+    assert str(TensorSpec((), torch.float32)) == "scalar float32"
+    assert TensorSpec((), torch.float32).numel == 1
+
+
+def test_a_flat_bucket_is_one_tensor_with_its_flags() -> None:
+    segments = (Segment("w", 6, 24), Segment("b", 0, 3))
+    tensors = (WEIGHT, TensorSpec((3,), torch.float16))
+    bucket = Bucket("0", segments, tensors, Layout.FLAT)
+    assert (bucket.numel, bucket.num_flags, bucket.names, bucket.dtype) == (21, 7, ["w", "b"], torch.float16)
+    assert bucket.specs == (TensorSpec((28,), torch.float16),)
+    assert Bucket("0", segments, tensors, Layout.FLAT, flags_ride=False).specs == (TensorSpec((21,), torch.float16),)
+
+
+def test_a_flat_spec_travels_without_what_this_process_worked_out_of_it() -> None:
+    spec = FlatSpec((Segment("w", 6, 24), Segment("b", 0, 3)), ((18,), (3,)), torch.float32, salt=1)
+    assert (hash(spec), spec.lengths, spec.sections.starts) == (hash(spec), (18, 3), (6, 0))
+    for copied in (pickle.loads(pickle.dumps(spec)), copy.deepcopy(spec), replace(spec)):
+        assert copied == spec
+        assert hash(copied) == hash(spec)
+    assert vars(pickle.loads(pickle.dumps(spec))).keys() == {field.name for field in fields(spec)}
+    assert replace(spec, salt=2) != spec
+
+
+def test_a_bucket_of_tables_is_its_tables() -> None:
+    bucket = Bucket("0", (Segment("t", 0, 24),), (WEIGHT,), Layout.ROWS)
+    assert bucket.specs == (WEIGHT,)
+
+
+@pytest.mark.parametrize(
+    ("segments", "tensors", "layout", "message"),
+    [
+        ((), (), Layout.FLAT, "needs segments and one tensor spec for each"),
+        ((Segment("w", 0, 24),), (), Layout.FLAT, "needs segments and one tensor spec for each"),
+        (
+            (Segment("w", 0, 24), Segment("v", 0, 3)),
+            (WEIGHT, TensorSpec((3,), torch.float32)),
+            Layout.FLAT,
+            r"bucket '7' mixes dtypes \['torch.float16', 'torch.float32'\]; give each its own bucket",
+        ),
+        ((Segment("w", 0, 12),), (WEIGHT,), Layout.ROWS, "a row-sparse table is not cut"),
+        ((Segment("s", 0, 1),), (TensorSpec((), torch.float32),), Layout.ROWS, "a row-sparse table is not cut"),
+    ],
+)
+def test_what_cannot_travel_together_is_refused(
+    segments: tuple[Segment, ...], tensors: tuple[TensorSpec, ...], layout: Layout, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Bucket("7", segments, tensors, layout)
+
+
+@given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 60), st.integers(1, 100))
+def test_cuts_keep_order_lose_nothing_and_pass_the_limit_only_for_a_single_tensor(
+    sizes: list[int], first: int, most: int
+) -> None:
+    named = {f"p{i}": nbytes for i, nbytes in enumerate(sizes)}
+    groups = cut_by_bytes(named.items(), first, most)
+    assert [name for group in groups for name in group] == list(named)
+    assert all(groups)
+    for number, group in enumerate(groups):
+        limit = most if number else first
+        assert len(group) == 1 or sum(named[name] for name in group) <= limit
+        if number + 1 < len(groups):  # no group ends before it must
+            assert sum(named[name] for name in group) + named[groups[number + 1][0]] > limit
+
+
+def test_trainable_parameters_leave_frozen_ones_out_and_name_tied_ones_once() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    model[0].bias.requires_grad_(False)
+    assert list(trainable_parameters(model)) == ["0.weight", "1.bias"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"v": WEIGHT, "b": TensorSpec((3,), torch.float16)},
+        {"w": TensorSpec((4, 6), torch.float16), "b": TensorSpec((3,), torch.float16)},
+        {"w": WEIGHT, "b": TensorSpec((3,), torch.bfloat16)},
+        {"b": TensorSpec((3,), torch.float16), "w": WEIGHT},
+        {"w": WEIGHT},
+    ],
+    ids=["name", "shape", "dtype", "order", "missing"],
+)
+def test_the_model_digest_changes_with_anything_that_ranks_must_share(other: dict[str, TensorSpec]) -> None:
+    specs = {"w": WEIGHT, "b": TensorSpec((3,), torch.float16)}
+    assert model_digest(specs) == model_digest(dict(specs))
+    assert model_digest(specs) != model_digest(other)

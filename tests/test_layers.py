@@ -1,0 +1,100 @@
+"""Rooms load few outside libraries when they are imported, and import each other as pyproject.toml's contracts say."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "gradsync"
+TRITON = "kernels/triton"  # imported only where tensors are on a device
+TENSORS = {"torch", "numpy", "jaxtyping"}
+DATA = TENSORS | {"pydantic"}
+# Third-party libraries that a room may load when it is imported; import-linter cannot tell imports inside functions.
+OUTSIDE = {
+    "costs": {"numpy"},
+    "kernels": TENSORS,
+    "tensors": TENSORS,
+    "comm": TENSORS,
+    "compressors": TENSORS,
+    "schemes": TENSORS,
+    "state": TENSORS,
+    "optim": TENSORS,
+    "plans": DATA,
+    "engine": DATA,
+    "planner": DATA,
+    "characterization": DATA,
+    "tuning": DATA,
+    "frontends": DATA,
+    "bench": DATA,
+    "lab": DATA,
+    "report": DATA,
+    "simulator": DATA,
+    "workloads": DATA,
+    "cli": {"typer", "rich"},
+}
+
+
+def loaded_at_once(tree: ast.Module) -> ast.Module:
+    """The module without its functions and what is for the type checker only: there, any library may be imported."""
+
+    class Loaded(ast.NodeTransformer):
+        def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+            return None
+
+        visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815
+
+        def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+            self.generic_visit(node)
+            return node.orelse if ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING") else node
+
+    return Loaded().visit(tree)
+
+
+def libraries(source: str) -> Iterator[str]:
+    """Top-level names of the outside libraries that a module loads when it is imported."""
+    for node in ast.walk(loaded_at_once(ast.parse(source))):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            names = [node.module or ""]
+        for name in names:
+            top = name.partition(".")[0]
+            if top != "gradsync" and top not in sys.stdlib_module_names:
+                yield top
+
+
+def rooms() -> list[str]:
+    return sorted(child.name for child in PACKAGE.iterdir() if child.is_dir() and any(child.rglob("*.py")))
+
+
+def test_the_package_is_rooms_alone() -> None:
+    assert [file.name for file in PACKAGE.glob("*.py")] == ["__init__.py"]
+    assert rooms() == sorted(OUTSIDE), "a new room needs a line here and a layer in pyproject.toml"
+
+
+@pytest.mark.parametrize("room", rooms())
+def test_a_room_loads_few_libraries(room: str) -> None:
+    for file in sorted((PACKAGE / room).rglob("*.py")):
+        here = file.relative_to(PACKAGE)
+        allowed = OUTSIDE[room] | ({"triton"} if here.is_relative_to(TRITON) else set())
+        too_many = set(libraries(file.read_text())) - allowed
+        assert not too_many, f"{here} loads {sorted(too_many)} at its top, allowed there: {sorted(allowed)}"
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import torch.distributed as dist", ["torch"]),
+        ("try:\n    import pandas\nexcept ImportError:\n    pandas = None", ["pandas"]),
+        ("class A:\n    import scipy", ["scipy"]),
+        ("import sys\nfrom gradsync.costs.steps import Transfer\nfrom .local import LocalGroup", []),
+        ("async def f():\n    import plotly", []),
+        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import pandas", []),
+    ],
+)
+def test_the_check_tells_imports_at_the_top_from_others(source: str, found: list[str]) -> None:
+    assert list(libraries(source)) == found

@@ -1,0 +1,597 @@
+"""plan="auto": the job is measured, plans are searched and tried, one stays; gradients are right all the while."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import gradsync
+from gradsync.characterization.recording import Recorder
+from gradsync.compressors import ErrorFeedback, Signum, TopK, dgc
+from gradsync.engine.step_listener import active, recording
+from gradsync.engine.trial import ROUNDS, RUN_OFF_ROUNDS, TURN_STEPS
+from gradsync.planner import Constraints, Job, Search, candidate_plans
+from gradsync.planner.rival_plans import CountedCuts, layerwise_plans
+from gradsync.plans.profile import Profile
+from gradsync.schemes import MajorityVote
+from gradsync.tensors.bucket import Layout, TensorSpec
+from gradsync.tensors.density import ParameterProfile
+from gradsync.tuning.auto import AutoPlanner
+from tests.frontends.conservation import left_to_send
+from tests.frontends.models import Perceptron
+from tests.quick import quickly
+from tests.world import Ranks, new_oracle_group
+
+World = Callable[[int], Ranks]
+TOP = ErrorFeedback(TopK(0.05))
+MEASURED, WARMUP, MOST_PLANS = 2, 2, 6
+LONGEST = WARMUP + 1 + 2 * MEASURED + (MOST_PLANS * ROUNDS + 2 * RUN_OFF_ROUNDS) * TURN_STEPS
+
+
+class WithTable(nn.Module):
+    """A table with sparse gradients below dense layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(200, 8, sparse=True)
+        self.body = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(self.table((x.abs() * 50).long() % 200)).mean(dim=1)
+
+
+def gradients(model: nn.Module, step: int, rank: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    model.zero_grad()
+    model(torch.randn(4, 6, generator=generator)).square().mean().backward()
+    return {name: p.grad.to_dense().clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@quickly()
+def trains_by_means_until_a_plan_stays(make: Callable[[], nn.Module]) -> tuple[str, int]:
+    torch.manual_seed(0)
+    model = make()
+    alone = copy.deepcopy(model)
+    handle = gradsync.attach(model, plan=AutoPlanner(steps=MEASURED, warmup=WARMUP), timeout=20)
+    assert not handle.settled
+    step = 0
+    while not handle.settled and step < LONGEST:
+        mine = gradients(model, step, dist.get_rank())
+        means = [gradients(alone, step, rank) for rank in range(dist.get_world_size())]
+        for name, gradient in mine.items():
+            mean = torch.stack([of_rank[name] for of_rank in means]).mean(dim=0)
+            torch.testing.assert_close(gradient, mean, rtol=1e-5, atol=1e-6)
+        step += 1
+    assert handle.settled
+    gradients(model, step, dist.get_rank())
+    digest = handle.plan.digest
+    handle.detach()
+    return digest, step
+
+
+@pytest.mark.parametrize("make", [Perceptron, WithTable])
+def test_gradients_are_means_until_one_plan_stays_on_all_ranks(world: World, make: Callable[[], nn.Module]) -> None:
+    found = world(2).run(trains_by_means_until_a_plan_stays, make)
+    assert len(set(found)) == 1, "the same plan after the same number of steps"
+    assert found[0][1] > WARMUP + 2 * MEASURED
+
+
+def on_slow_links(job: Job, constraints: Constraints) -> list[gradsync.Plan]:
+    """Plans as if a link carried 100 kB/s: what compresses is worth a try."""
+    slow = replace(job.network, cost=replace(job.network.cost, bandwidth_bytes_per_s=1e5))
+    return candidate_plans(replace(job, network=slow), constraints)
+
+
+class Convolution(nn.Module):
+    """With parameters that lie channels-last in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Conv2d(6, 16, 3, padding=1).to(memory_format=torch.channels_last)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x.view(4, 6, 1, 1).expand(4, 6, 3, 3)).flatten(1)
+
+
+@quickly()
+def loses_nothing_for_good(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = make()
+    alone = copy.deepcopy(model)
+    planner = AutoPlanner(Constraints((TOP,)), steps=MEASURED, warmup=WARMUP, search=on_slow_links)
+    handle = gradsync.attach(model, plan=planner, timeout=20)
+    came_in, came_out = ({n: torch.zeros_like(p) for n, p in model.named_parameters()} for _ in range(2))
+    ran: dict[str, bool] = {}
+    for step in range(LONGEST + 5):
+        ran[handle.plan.digest] = all(bucket.make_scheme().exact for bucket in handle.plan.buckets)
+        for name, gradient in gradients(model, step, dist.get_rank()).items():
+            came_out[name] += dist.get_world_size() * gradient
+        for name, gradient in gradients(alone, step, dist.get_rank()).items():
+            came_in[name] += gradient
+    assert handle.settled and set(ran.values()) == {True, False}, "plans that lose something and plans that do not"
+    left = left_to_send(model, handle.state_dict()["state"])
+    for name, total in came_in.items():
+        sent = total - left[name].view_as(total)
+        dist.all_reduce(sent)
+        torch.testing.assert_close(sent, came_out[name], rtol=1e-4, atol=1e-4)
+    handle.detach()
+
+
+@pytest.mark.parametrize("make", [Perceptron, Convolution])
+def test_lossy_plans_that_are_tried_lose_nothing_for_good(world: World, make: Callable[[], nn.Module]) -> None:
+    world(2).run(loses_nothing_for_good, make)
+
+
+@quickly()
+def detached_while_it_is_measured() -> None:
+    model = Perceptron()
+    for steps in (1, WARMUP + 2):
+        handle = gradsync.attach(model, plan=AutoPlanner(steps=MEASURED, warmup=WARMUP), timeout=20)
+        for step in range(steps):
+            gradients(model, step, dist.get_rank())
+        handle.detach()
+    usual = torch.autograd.backward
+    assert usual.__module__ == "torch.autograd", "backward is torch's again"
+    handle = gradsync.attach(model, plan="auto", timeout=20)
+    handle.detach()
+
+
+def test_it_can_be_detached_while_it_is_measured(world: World) -> None:
+    world(2).run(detached_while_it_is_measured)
+
+
+def stays_by_default(deterministic_rank: int | None, recorded_rank: int | None) -> str:
+    model = Perceptron()
+    torch.use_deterministic_algorithms(dist.get_rank() == deterministic_rank)
+    recorded = recording(Recorder(1000)) if dist.get_rank() == recorded_rank else nullcontext()
+    with recorded:
+        handle = gradsync.attach(model, plan="auto", timeout=20)
+        torch.use_deterministic_algorithms(False)
+        first = handle.plan.digest
+        for step in range(4):
+            gradients(model, step, dist.get_rank())
+        assert handle.settled and handle.profile is None
+        handle.detach()
+    return first
+
+
+@pytest.mark.parametrize(("deterministic", "recorded"), [(0, None), (1, None), (None, 0), (None, 1)])
+def test_jobs_that_some_rank_cannot_measure_keep_the_default_plan(
+    world: World, deterministic: int | None, recorded: int | None
+) -> None:
+    assert len(set(world(2).run(stays_by_default, deterministic, recorded))) == 1
+
+
+def no_plans(job: Job, constraints: Constraints) -> list[gradsync.Plan]:
+    raise ValueError("nothing will do")
+
+
+@quickly()
+def no_plan_is_found() -> bool:
+    torch.manual_seed(0)
+    model = Perceptron()
+    handle = gradsync.attach(model, plan=AutoPlanner(steps=MEASURED, warmup=WARMUP, search=no_plans), timeout=20)
+    for step in range(WARMUP + 2):
+        gradients(model, step, dist.get_rank())
+    present = handle.plan.digest
+    for step in range(LONGEST):
+        gradients(model, step, dist.get_rank())
+    same = handle.settled and handle.plan.digest == present
+    handle.detach()
+    return same
+
+
+def test_training_goes_on_where_no_plan_is_found(world: World) -> None:
+    assert world(2).run(no_plan_is_found) == [True, True]
+
+
+@quickly()
+def must_plan_and_cannot() -> list[str]:
+    """What is raised, on this rank, and that another model can be measured after it."""
+    said = []
+    for search in (no_plans, lambda job, constraints: []):
+        model = Perceptron()
+        planner = AutoPlanner(steps=MEASURED, warmup=WARMUP, search=search, must_plan=True)
+        handle = gradsync.attach(model, plan=planner, timeout=20)
+        try:
+            for step in range(LONGEST):
+                gradients(model, step, dist.get_rank())
+        except RuntimeError as error:
+            said.append(str(error))
+        handle.detach()
+    model = Perceptron()
+    torch.use_deterministic_algorithms(True)
+    try:
+        gradsync.attach(model, plan=AutoPlanner(must_plan=True), timeout=20)
+    except RuntimeError as error:
+        said.append(str(error))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    handle = gradsync.attach(model, plan=AutoPlanner(steps=MEASURED, warmup=WARMUP), timeout=20)
+    for step in range(LONGEST):
+        gradients(model, step, dist.get_rank())
+    assert handle.settled and handle.profile is not None
+    handle.detach()
+    return said
+
+
+def test_a_job_that_must_be_planned_for_and_cannot_raises_on_all_ranks_and_measures_no_longer(world: World) -> None:
+    for said in world(2).run(must_plan_and_cannot):
+        assert said == [
+            "no plan was found: ValueError: nothing will do",
+            "no plan was found: the search returned none",
+            "the job cannot be measured: torch.use_deterministic_algorithms is on, and timing would decide",
+        ]
+
+
+@quickly()
+def runs_what_a_search_finds() -> tuple[list[list[str]], float]:
+    """By a compressor with momentum: names in the buckets, and how far the first step by it is from the means."""
+    torch.manual_seed(0)
+    model = Perceptron()
+    alone = copy.deepcopy(model)
+    lossy = dgc(1.0, momentum=0.0)  # keeps state of its own, and loses nothing
+    constraints = Constraints((lossy,), always=True, matrices_only=True)
+    planner = AutoPlanner(constraints, steps=MEASURED, warmup=WARMUP, search=CountedCuts(2), must_plan=True)
+    handle = gradsync.attach(model, plan=planner, timeout=20)
+    step = 0
+    while not handle.settled:
+        gradients(model, step, dist.get_rank())
+        step += 1
+    mine = gradients(model, step, dist.get_rank())
+    means = [gradients(alone, step, rank) for rank in range(dist.get_world_size())]
+    worst = max(
+        float((mine[name] - torch.stack([of_rank[name] for of_rank in means]).mean(dim=0)).abs().max())
+        for name in mine
+        if mine[name].numel()
+    )
+    names = [bucket.names for bucket in handle.plan.buckets if not bucket.make_scheme().exact]
+    handle.detach()
+    return names, worst
+
+
+def test_the_plan_of_another_search_runs_with_momentum_too_where_all_that_may_be_is_compressed(world: World) -> None:
+    (names, worst), other = world(2).run(runs_what_a_search_finds)
+    assert other[0] == names and len(names) == 2
+    assert {name for bucket in names for name in bucket} == {f"layers.{n}.weight" for n in (0, 2, 4)} | {"nothing"}
+    assert worst < 1e-6
+
+
+class DenseTable(nn.Module):
+    """A table whose gradients are of dense layout, and mostly zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20_000, 16)
+        self.body = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(self.table((x.abs() * 50).long() % 200)).mean(dim=1)
+
+
+@quickly()
+def compresses_no_rows(search: Search) -> tuple[dict[str, str], float]:
+    torch.manual_seed(0)
+    model = DenseTable()
+    alone = copy.deepcopy(model)
+    constraints = Constraints((TOP,), always=True)
+    planner = AutoPlanner(constraints, steps=MEASURED, warmup=WARMUP, search=search, must_plan=True)
+    handle = gradsync.attach(model, plan=planner, timeout=20)
+    step = 0
+    while not handle.settled:
+        gradients(model, step, dist.get_rank())
+        step += 1
+    worst = 0.0
+    for number in range(step, step + 3):
+        mine = gradients(model, number, dist.get_rank())["table.weight"]
+        means = [gradients(alone, number, rank)["table.weight"] for rank in range(dist.get_world_size())]
+        worst = max(worst, float((mine - torch.stack(means).mean(dim=0)).abs().max()))
+    schemes = {name: bucket.make_scheme() for bucket in handle.plan.buckets for name in bucket.names}
+    handle.detach()
+    return {name: scheme.layout.value if scheme.exact else "lossy" for name, scheme in schemes.items()}, worst
+
+
+@pytest.mark.parametrize("search", [candidate_plans, layerwise_plans])
+def test_dense_gradients_found_sparse_by_rows_lose_nothing_where_all_others_do(world: World, search: Search) -> None:
+    for ways, worst in world(2).run(compresses_no_rows, search):
+        assert ways == {"table.weight": Layout.ROWS.value, "body.weight": "lossy", "body.bias": "lossy"}
+        assert worst < 1e-6
+
+
+def test_planners_of_the_same_constraints_and_search_have_the_same_settings() -> None:
+    searches = (candidate_plans, layerwise_plans, CountedCuts(2), CountedCuts(3), lambda job, constraints: [])
+    settings = [AutoPlanner(search=search).settings for search in searches]
+    assert len(set(settings)) == len(searches)
+    assert AutoPlanner(search=CountedCuts(2)).settings == settings[2]
+    assert AutoPlanner(Constraints((TOP,))).settings != AutoPlanner().settings == settings[0]
+
+
+def test_what_cannot_be_planned_for_is_refused_when_the_planner_is_made() -> None:
+    for lossy in (dgc(0.01, momentum=0.9), MajorityVote(Signum())):
+        with pytest.raises(ValueError, match=r"keeps momentum, .* automatic plans cannot try it"):
+            AutoPlanner(Constraints((lossy,)))
+    with pytest.raises(ValueError, match="steps must be at least 1"):
+        AutoPlanner(steps=0)
+    specs = [ParameterProfile("w", TensorSpec((2,), torch.float32), sparse=False)]
+    with pytest.raises(ValueError, match="exact names 'typo', which no parameter"):
+        AutoPlanner(Constraints((TOP,), exact=("typo",)))(specs, 2)
+
+
+@quickly()
+def measured_again_when_steps_take_longer() -> list[bool]:
+    from gradsync.engine import drift
+    from gradsync.engine import plan_control as planning
+
+    Impatient.seen = 0  # of this test: the process may have served others
+    planning.Drift = Impatient  # type: ignore[misc, assignment]  # stands in for it
+    try:
+        torch.manual_seed(0)
+        model = Perceptron()
+        handle = gradsync.attach(model, plan=AutoPlanner(steps=MEASURED, warmup=WARMUP), timeout=20)
+        seen = []
+        for step in range(3 * LONGEST):
+            gradients(model, step, dist.get_rank())
+            seen.append(handle.settled)
+        handle.detach()
+        return seen
+    finally:
+        planning.Drift = drift.Drift  # type: ignore[misc]  # as it was
+
+
+class Impatient:
+    """Sees a change ten steps after a plan stays, once."""
+
+    seen = 0
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self.median_s = 0.1
+
+    def step_ended(self, seconds: float) -> bool:
+        self._steps += 1
+        return self._steps == 10
+
+    def judge(self, slowest_s: float) -> bool:
+        Impatient.seen += 1
+        return Impatient.seen == 1
+
+
+def test_a_job_that_has_changed_is_measured_and_planned_for_again(world: World) -> None:
+    for seen in world(2).run(measured_again_when_steps_take_longer):
+        first = seen.index(True)
+        again = seen.index(False, first)
+        assert True in seen[again:] and seen[-1]
+
+
+@quickly()
+def plans_behind_ddp() -> str:
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(Perceptron(), process_group=new_oracle_group())
+    alone = copy.deepcopy(model.module)
+    handle = gradsync.attach(model, plan=AutoPlanner(steps=MEASURED, warmup=WARMUP), timeout=20)
+    step = 0
+    while not handle.settled and step < LONGEST:
+        mine = gradients(model, step, dist.get_rank())
+        means = [gradients(alone, step, rank) for rank in range(dist.get_world_size())]
+        for name, gradient in mine.items():
+            mean = torch.stack([of_rank[name.removeprefix("module.")] for of_rank in means]).mean(dim=0)
+            torch.testing.assert_close(gradient, mean, rtol=1e-5, atol=1e-6)
+        step += 1
+    assert handle.settled and handle.profile is not None
+    digest = handle.plan.digest
+    handle.detach()
+    return digest
+
+
+def test_it_plans_behind_ddps_hook_too(world: World) -> None:
+    assert len(set(world(2).run(plans_behind_ddp))) == 1
+
+
+@quickly()
+def resumes_bit_by_bit(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = make()
+    other = copy.deepcopy(model)
+    planner = AutoPlanner(Constraints((TOP,), always=True), steps=MEASURED, warmup=WARMUP, search=on_slow_links)
+    handle = gradsync.attach(model, plan=planner, timeout=20)
+    step = settle(model, handle)
+    gradients(model, step, dist.get_rank())
+    saved = through_a_file(handle.state_dict())
+    assert any(values.any() for values in saved["state"].values()), "something is left to be sent"
+    expected = [gradients(model, step, dist.get_rank()) for step in range(5)]
+    plan, profile = handle.plan, handle.profile
+    handle.load_state_dict(saved)  # back, in the same job
+    assert all(bucket.steps > 0 for bucket in handle.statistics()), "nothing else is begun anew"
+    for step, wanted in enumerate(expected):
+        for name, gradient in gradients(model, step, dist.get_rank()).items():
+            assert torch.equal(gradient, wanted[name]), (step, name)
+    handle.detach()
+    again = AutoPlanner(Constraints((TOP,), always=True), steps=MEASURED, warmup=WARMUP, search=on_slow_links)
+    for steps_before in (0, 2):  # before the first one, and while it is measured
+        handle = gradsync.attach(other, plan=again, timeout=20)
+        for step in range(steps_before):
+            gradients(other, step, dist.get_rank())
+        with torch.inference_mode(steps_before > 0):  # what is made in it is trained on nevertheless
+            handle.load_state_dict(saved)
+        assert handle.settled and handle.plan == plan and handle.profile == profile and active() is None
+        for step, wanted in enumerate(expected):
+            for name, gradient in gradients(other, step, dist.get_rank()).items():
+                assert torch.equal(gradient, wanted[name]), (step, name)
+        assert handle.settled and handle.plan == plan
+        assert handle.state_dict().keys() == saved.keys()
+        other.zero_grad(set_to_none=False)
+        handle.detach()
+
+
+def settle(model: nn.Module, *handles: gradsync.Attachment) -> int:
+    """How many steps it took."""
+    step = 0
+    while not all(handle.settled for handle in handles) and step < LONGEST:
+        gradients(model, step, dist.get_rank())
+        step += 1
+    gradients(model, step, dist.get_rank())
+    assert all(handle.settled for handle in handles)
+    return step + 1
+
+
+def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+@pytest.mark.parametrize("make", [Perceptron, Convolution, WithTable])
+def test_a_resumed_job_goes_on_with_its_plan_as_if_it_had_never_stopped(
+    world: World, make: Callable[[], nn.Module]
+) -> None:
+    world(2).run(resumes_bit_by_bit, make)
+
+
+@quickly()
+def state_of_another_job() -> None:
+    torch.manual_seed(0)
+    model = Perceptron()
+    quick = {"steps": MEASURED, "warmup": WARMUP}
+    handle = gradsync.attach(model, plan=AutoPlanner(**quick), timeout=20)
+    settle(model, handle)
+    saved = handle.state_dict()
+    handle.detach()
+    profile = Profile.from_json(saved["planned"]["profile"])
+    others = ({"torch": "2.0"}, {"device": "cuda"}, {"nodes": (7, 8)}, {"world": 3, "nodes": (0, 1, 2)})
+    handle = gradsync.attach(model, plan=AutoPlanner(**quick), timeout=20)
+    first = handle.plan
+    for other in others:
+        planned = saved["planned"] | {"profile": profile.model_copy(update=other).to_json()}
+        handle.load_state_dict({**saved, "planned": planned})
+        assert not handle.settled and handle.plan == first, f"it is planned for anew: {other}"
+        assert handle.state_dict()["step"] == saved["step"]
+    handle.detach()
+    handle = gradsync.attach(model, plan=AutoPlanner(Constraints((TOP,)), **quick), timeout=20)
+    handle.load_state_dict(saved)
+    assert not handle.settled
+    settle(model, handle)
+    handle.detach()
+    handle = gradsync.attach(model, plan=handle.plan, timeout=20)
+    handle.load_state_dict(saved)
+    assert "planned" not in handle.state_dict(), "a plan that was given stays"
+    handle.detach()
+
+
+def test_state_of_another_job_is_taken_over_and_the_job_planned_for_anew(world: World) -> None:
+    world(2).run(state_of_another_job)
+
+
+@quickly()
+def states_that_differ() -> None:
+    torch.manual_seed(0)
+    model = Perceptron()
+    handle = gradsync.attach(model, plan=AutoPlanner(steps=MEASURED, warmup=WARMUP), timeout=20)
+    settle(model, handle)
+    saved, rank = handle.state_dict(), dist.get_rank()
+    handle.detach()
+    handle = gradsync.attach(model, plan=AutoPlanner(steps=MEASURED, warmup=WARMUP), timeout=20)
+    slower = {**saved, "planned": saved["planned"] | {"usual_step_s": 1.0}}
+    without = {key: value for key, value in saved.items() if key != "planned"}
+    both = r"step \d+, plan \w+ by measurement \w+ on rank 0, step \d+"
+    for wrong, message in (
+        (slower, rf"the ranks differ: {both}, plan \w+ by measurement \w+ on rank 1"),
+        (without, rf"the ranks differ: {both} on rank 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            handle.load_state_dict(wrong if rank == 1 else saved)
+    for planned, message in (
+        ({}, "the state's 'planned' is not what"),
+        (
+            saved["planned"] | {"usual_step_s": -1.0},
+            "the state's usual_step_s must be a number of seconds above 0, got -1.0",
+        ),
+        (saved["planned"] | {"profile": "{"}, "the profile is no JSON"),
+    ):
+        expected = (ValueError, message) if rank == 1 else (RuntimeError, f"rank 1 could not: {message}")
+        with pytest.raises(expected[0], match=expected[1]):
+            handle.load_state_dict({**saved, "planned": planned} if rank == 1 else saved)
+    assert not handle.settled and handle.state_dict()["step"] == 0, "nothing has changed"
+    usual = {**saved, "planned": saved["planned"] | {"usual_step_s": 0.5}}
+    handle.load_state_dict(usual)
+    assert handle.settled and handle.state_dict()["planned"] == usual["planned"]
+    handle.detach()
+
+
+def test_ranks_whose_states_differ_are_told_so(world: World) -> None:
+    world(2).run(states_that_differ)
+
+
+class Both(nn.Module):
+    """Two models that train in turns, as one to hand to `gradients`."""
+
+    def __init__(self, *models: nn.Module) -> None:
+        super().__init__()
+        self.models = nn.ModuleList(models)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([model(x).flatten(1) for model in self.models], dim=1)
+
+
+@quickly()
+def plans_for_two(together: bool) -> list[str]:
+    torch.manual_seed(0)
+    models = [Perceptron(), Perceptron()]
+    handles = [gradsync.attach(m, plan=AutoPlanner(steps=MEASURED, warmup=WARMUP), timeout=20) for m in models]
+    step = 0
+    while not all(handle.settled for handle in handles) and step < 3 * LONGEST:
+        for trained in [Both(*models)] if together else models:
+            alone = copy.deepcopy(trained)
+            mine = gradients(trained, step, dist.get_rank())
+            means = [gradients(alone, step, rank) for rank in range(dist.get_world_size())]
+            for name, gradient in mine.items():
+                mean = torch.stack([of_rank[name] for of_rank in means]).mean(dim=0)
+                torch.testing.assert_close(gradient, mean, rtol=1e-5, atol=1e-6)
+        step += 1
+    assert all(handle.settled and handle.profile is not None for handle in handles)
+    for handle in handles:
+        handle.detach()
+    return [handle.plan.digest for handle in handles]
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["in turns", "by one backward"])
+def test_two_models_are_measured_one_after_the_other(world: World, together: bool) -> None:
+    first, second = world(2).run(plans_for_two, together)
+    assert first == second
+
+
+@quickly()
+def one_of_two_goes(which: int, by_detach: bool) -> bool:
+    torch.manual_seed(0)
+    models = [Perceptron(), Perceptron()]
+    planner = AutoPlanner(steps=MEASURED, warmup=WARMUP)
+    handles = [gradsync.attach(model, plan=planner, timeout=20) for model in models]
+    for step in range(WARMUP + 2):
+        for model in models:
+            gradients(model, step, dist.get_rank())
+    engine = weakref.ref(handles[which]._engine)
+    if by_detach:
+        handles[which].detach()
+    del handles[which], models[which], model
+    gc.collect()
+    settle(models[0], handles[0])
+    assert handles[0].profile is not None
+    handles[0].detach()
+    return engine() is None
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["measured", "waiting"])
+@pytest.mark.parametrize("by_detach", [True, False], ids=["detached", "dropped"])
+def test_the_other_of_two_models_is_measured_when_one_goes(world: World, which: int, by_detach: bool) -> None:
+    assert all(world(2).run(one_of_two_goes, which, by_detach)), "nothing keeps the one that went"
