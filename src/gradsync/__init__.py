@@ -1,19 +1,8 @@
 """gradsync: the cheapest way to synchronise every gradient tensor of a distributed PyTorch training job."""
 
-from .characterization.figures import Characterization as Characterization
-from .characterization.figures import characterize as characterize
-from .comm import GroupError as GroupError
-from .costs.cluster import Cluster as Cluster
-from .costs.cluster import Link as Link
-from .frontends.attach import Attachment as Attachment
-from .frontends.attach import attach as attach
-from .frontends.attach import consensus as consensus
-from .frontends.data_parallel import DistributedDataParallel as DistributedDataParallel
-from .frontends.ddp import DDPState as DDPState
-from .frontends.ddp import ddp_hook as ddp_hook
-from .plans.plan import Plan as Plan
-from .plans.profile import Profile as Profile
-from .tuning.auto import AutoPlanner as AutoPlanner
-from .tuning.measurement import measure as measure
+import lazy_loader as _lazy
 
 __version__ = "0.1.0"
+
+# What a name is comes from the stub beside this file; torch is imported with the first of them.
+__getattr__, __dir__, __all__ = _lazy.attach_stub(__name__, __file__)
