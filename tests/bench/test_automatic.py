@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from gradsync.bench.automatic import AUTOMATIC, Parted, automatic, parted
-from gradsync.bench.coarse import MOMENTUM, coarse
 from gradsync.bench.methods import METHODS, method
-from gradsync.bench.plans import fit_optimizer
 from gradsync.compressors import Cast, ErrorFeedback, MomentumCorrection, SharedBlockInt, TopK
 from gradsync.planner import candidate_plans
+from gradsync.planner.named import fit_optimizer
 from gradsync.planner.rival_plans import LazyPlans, best_cuts_plans, bytecomp_plans, layerwise_plans, mergecomp_plans
 from gradsync.planner.ways import Constraints
 from gradsync.schemes import CoarseGrained, HalfPrecision
+from gradsync.schemes.coarse_names import MOMENTUM, coarse
 from tests.planner.test_rival_plans import compressed, job
 
 CHUNKS = CoarseGrained(ratio=0.1, scoring="agreement", freeze=True)

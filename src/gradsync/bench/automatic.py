@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ..compressors import BlockInt, ErrorFeedback, TopK
+from ..compressors import names as compressors
 from ..planner import AveragingPlanner, Search, candidate_plans
+from ..planner.named import VOTES, is_lossy, lossy_of
 from ..planner.rival_plans import (
     CountedCuts,
     FreeRatio,
@@ -26,10 +28,9 @@ from ..planner.rival_plans import (
 )
 from ..planner.ways import Constraints
 from ..schemes import HalfPrecision, PowerSGD
+from ..schemes import coarse_names as coarse
 from ..tuning.auto import AutoPlanner
-from . import coarse, compressors
 from .averaging import USUAL_MOMENTUM_EVERY
-from .plans import VOTES, is_lossy, lossy_of
 
 MOST_ERROR = 0.1  # of a gradient's norm that `auto_lossy` may lose: 16 bits do less
 CHUNKS = coarse.named(0.1)  # of which a tenth holds back 9 steps' gradients at most

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from ..compressors import Absolute, Compressor, Contraction, Exact, Payload, State, Summand, Unbiased
+from ..compressors import names as compressors
 from ..report.record import CompressionError, FittedCost, Record, Spread, WireBytes
 from ..tensors.bucket import FlatSpec, Segment
 from ..workloads import Workload, load
-from . import compressors
 from .kernels import COPY_BYTES, KernelsSpec, calls_a_sample, environment_of, sample_s, torch_threads
 from .provenance import commit, versions
 

@@ -22,20 +22,28 @@ import torch
 from torch import Tensor, nn
 
 from ..comm import LocalGroup, drive_in_turns
+from ..compressors import names as compressors
 from ..optim.freezing import Freezing
 from ..optim.lars import LARS
 from ..planner import default_plan
+from ..planner.named import (
+    DENSE_SCHEMES,
+    SCHEMES_IN_WORDS,
+    PlanMaker,
+    fit_optimizer,
+    is_lossy,
+    lossy_planner,
+)
 from ..plans.plan import Plan
 from ..report.record import Losses, Record, Spread
+from ..schemes import coarse_names as coarse
 from ..tensors.arrivals import Arrival, Arrivals
 from ..tensors.bucket import Layout, TensorSpec
 from ..tensors.density import ParameterProfile
 from ..workloads import Workload, load
-from . import coarse, compressors
 from .asynchronous import ASP, Asynchronous
 from .averaging import ABLATIONS_IN_WORDS, averaging_method
 from .averaging import NAMES_IN_WORDS as AVERAGES_IN_WORDS
-from .plans import DENSE_SCHEMES, SCHEMES_IN_WORDS, PlanMaker, fit_optimizer, is_lossy, lossy_planner
 from .provenance import commit, machine, versions
 from .replicas import Replicas
 

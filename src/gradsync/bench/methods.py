@@ -23,15 +23,23 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..comm import torch_group
+from ..compressors import names as compressors
 from ..frontends.attach import Attachment, attach
 from ..planner import SPARSE_SCHEMES as PLANNED_SCHEMES
 from ..planner import CompressingPlanner
+from ..planner.named import (
+    DENSE_SCHEMES,
+    SCHEMES_IN_WORDS,
+    is_lossy,
+    lossy_planner,
+    planned,
+)
 from ..schemes import AllReduce, Hierarchical, ReduceScatter, Scheme
+from ..schemes import coarse_names as coarse
 from ..tuning.auto import AutoPlanner
-from . import averaging, coarse, compressors
+from . import averaging
 from .automatic import AUTOMATIC, ENDINGS_IN_WORDS, Automatic, automatic
 from .parameter_server import USUAL_STALENESS, parameter_servers
-from .plans import DENSE_SCHEMES, SCHEMES_IN_WORDS, is_lossy, lossy_planner, planned
 from .rivals import POST_LOCAL_SGD, USUAL_PERIOD, Rival, post_local_sgd
 
 ONE_BUCKET_MB = 1 << 20  # larger than any model here: DDP then puts everything into one bucket

@@ -26,13 +26,13 @@ from ..frontends.attach import Attachment
 from ..lab.counters import interface_bytes
 from ..optim.lars import LARS
 from ..planner import Job
+from ..planner.named import fit_optimizer
 from ..planner.predict import predict, unmeasured
 from ..plans.plan import What
 from ..schemes import from_expression
 from ..workloads import Batch, Workload
 from ..workloads.emulated import Emulated
 from .methods import SWEEPS, Method, method
-from .plans import fit_optimizer
 from .rank import DISTURBED, event, in_time, run_rank
 from .replicas import rests_of
 from .rivals import Rival

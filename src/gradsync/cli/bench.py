@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ..bench import averaging, compressors
+from ..bench import averaging
 from ..bench.automatic import ENDINGS_IN_WORDS
 from ..bench.balance import SUBJECTS as MAPS
 from ..bench.balance import BalanceSpec, run_balance
@@ -32,6 +32,7 @@ from ..bench.topk import names as exchange_names
 from ..bench.train import TrainSpec, run_training
 from ..bench.works import WORK
 from ..characterization.footprint import DEFAULT_SAMPLE
+from ..compressors import names as compressors
 from ..report.balance import balance_table
 from ..report.compress import compress_tables, loss_table, size_in_words, size_of
 from ..report.planning import planning_table
@@ -39,7 +40,8 @@ from ..report.record import Record, load_records, save_records
 from ..report.tables import judgements, records_table
 from ..simulator.models import PAPER_MODELS
 from ..workloads import declared_options, kind_of, names
-from .progress import WIDE, beside, console, event_bar, plain_errors
+from .console import WIDE, beside, console, plain_errors
+from .progress import event_bar
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -20,11 +20,12 @@ from ..characterization.recording import (
     load_recording,
     save_recording,
 )
+from ..characterization.views import sparsity_table, summary, views, write_sparsity_page
 from ..engine.step_listener import recording
-from ..report.sparsity import sparsity_table, summary, views, write_sparsity_page
 from ..workloads import Batch, Workload
 from .bench import Options
-from .progress import WIDE, beside, console, event_bar, plain_errors
+from .console import WIDE, beside, console, plain_errors
+from .progress import event_bar
 from .script import Script, run_as_main
 
 if TYPE_CHECKING:

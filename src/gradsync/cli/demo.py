@@ -14,7 +14,8 @@ from ..report.record import TrainingRun
 from ..report.tables import training_table
 from ..report.trace import write_trace
 from ..workloads import names
-from .progress import WIDE, console, event_bar, plain_errors
+from .console import WIDE, console, plain_errors
+from .progress import event_bar
 
 BLOCK_STEPS = 8
 QUICK_STEPS = 16

@@ -13,7 +13,7 @@ from rich.table import Table
 from ..costs.cluster import format_rate
 from ..lab import Lab, LabUnavailableError, LinkRate, Scenario
 from ..lab.scenario import parse_background, parse_moving_background, parse_slow, parse_stalls
-from .progress import console
+from .console import console
 
 app = typer.Typer(help="An emulated cluster on this machine: namespaces joined by shaped links.", no_args_is_help=True)
 

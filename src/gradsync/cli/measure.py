@@ -9,16 +9,16 @@ from typing import Annotated
 
 import typer
 
-from ..bench.compressors import NAMES_IN_WORDS
 from ..bench.measurement import measure_workload
 from ..bench.options import parse_options
-from ..bench.plans import lossy_of
+from ..compressors.names import NAMES_IN_WORDS
+from ..planner.named import lossy_of
 from ..plans.profile import Profile, describe_profile
 from ..tuning.kernels import CANDIDATES
 from ..tuning.measurement import Measurement
 from ..workloads import names
 from .bench import Options
-from .progress import beside, plain_errors
+from .console import beside, plain_errors
 from .script import Script, run_as_main
 
 

@@ -8,18 +8,18 @@ from typing import Annotated
 
 import typer
 
-from ..bench import compressors
-from ..bench.plans import SCHEMES_IN_WORDS, lossy_of
+from ..compressors import names as compressors
 from ..costs.cluster import Cluster
 from ..planner.candidates import searched
 from ..planner.job import Job
+from ..planner.named import SCHEMES_IN_WORDS, lossy_of
 from ..planner.reasons import describe
 from ..planner.reasons import explain as explained
 from ..planner.ways import Constraints, ways_of
 from ..plans.plan import Plan
 from ..plans.profile import Profile
 from ..schemes import LeafConstraints
-from .progress import beside, console, plain_errors
+from .console import beside, console, plain_errors
 
 Measured = Annotated[Path, typer.Option("--profile", help="What `gradsync measure` wrote of the job.")]
 OnCluster = Annotated[

@@ -21,7 +21,7 @@ from ..simulator import (
     zen_table,
 )
 from ..simulator.zen import FIRST_OF_EIGHT, MODELS, RATES_BYTES_PER_S
-from .progress import console
+from .console import console
 
 COUNTED = ("tensors", "buckets", "of 20 steps", "ranks")  # units of whole numbers
 

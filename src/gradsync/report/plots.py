@@ -5,8 +5,9 @@ from __future__ import annotations
 from html import escape
 from itertools import accumulate
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ..characterization.plots import COLOURS, figure
 from .record import MethodRun, TimelineTask, TrainingRun
 from .tables import failure
 from .trace import lanes
@@ -14,8 +15,6 @@ from .trace import lanes
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-# Methods: Okabe and Ito's colours, which most colour-blind people can tell apart. The parts of a step have others.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
 BACKWARD, EXPOSED, REST = "#5B6C8F", "#B23A48", "#CFCFCF"
 STREAM_COLOURS = {"compute": BACKWARD, "offload": "#8C6D31", "link": EXPOSED, "kernel": "#6A9F58", "wait": REST}
 DASHES = ("solid", "dash", "dot", "dashdot")
@@ -27,29 +26,6 @@ def colour_of(run: TrainingRun, name: str) -> str:
     """One colour a method, the same in every plot."""
     names = [method.name for method in run.methods]
     return COLOURS[names.index(name) % len(COLOURS)]
-
-
-def figure(x: str, y: str, height: int = 400, **layout: Any) -> go.Figure:
-    """An empty figure with axis titles in the report's style.
-
-    Raises:
-        ImportError: without plotly, naming what to install.
-    """
-    try:
-        import plotly.graph_objects as go
-    except ImportError:
-        raise ImportError("the report needs plotly: pip install 'gradsync[plot]'") from None
-    plot = go.Figure()
-    plot.update_layout(
-        template="plotly_white",
-        height=height,
-        margin={"l": 60, "r": 20, "t": 40, "b": 50},
-        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
-        xaxis={"title": x, "automargin": True},
-        yaxis={"title": y, "automargin": True},
-        font={"family": "system-ui, sans-serif", "size": 13},
-    )
-    return plot.update_layout(**layout)
 
 
 def shown(run: TrainingRun) -> list[MethodRun]:

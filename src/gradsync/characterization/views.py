@@ -6,11 +6,10 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..characterization.figures import Characterization
-from ..characterization.statistics import HISTOGRAM_BINS, Estimate, Sparsity
 from ..tensors.density import MOST_FOUND
+from .figures import Characterization
 from .plots import COLOURS, figure
-from .tables import NOTHING
+from .statistics import HISTOGRAM_BINS, Estimate, Sparsity
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
 
 SKEW_COLUMNS = (8, 128)
 TOGETHER = "all together"
+NOTHING = "-"
 
 
 def views(found: Characterization) -> dict[str, tuple[str, Sparsity]]:

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from ..schemes import CoarseGrained, HalfPrecision
+from . import CoarseGrained, HalfPrecision
 
 CHUNK = 1 << 15  # elements; tensors with fewer travel dense
 MOMENTUM = 0.9

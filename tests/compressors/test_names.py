@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradsync.bench import compressors
-from gradsync.bench.compressors import named, usual_names
 from gradsync.bench.methods import METHODS, method
-from gradsync.bench.plans import fit_optimizer, lossy_planner
 from gradsync.compressors import ErrorFeedback, TopK
+from gradsync.compressors import names as compressors
+from gradsync.compressors.names import named, usual_names
 from gradsync.planner import default_plan
+from gradsync.planner.named import fit_optimizer, lossy_planner
 from gradsync.schemes import AllReduce, HalfPrecision
 from gradsync.tensors.bucket import TensorSpec
 from gradsync.tensors.density import ParameterProfile

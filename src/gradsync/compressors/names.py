@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..compressors import (
+from . import (
     QSGD,
     THC,
     BlockInt,

@@ -9,12 +9,20 @@ from typing import Any
 from torch.optim import SGD, Optimizer
 
 from ..compressors import Compressor, Sign, Signum
+from ..compressors import names as compressors
 from ..optim.momentum import take_momentum
-from ..planner import CompressingPlanner, default_plan
 from ..plans.plan import Plan
-from ..schemes import CoarseGrained, HalfPrecision, MajorityVote, PowerSGD, Scheme, SchemeOrCompressor
+from ..schemes import (
+    CoarseGrained,
+    HalfPrecision,
+    MajorityVote,
+    PowerSGD,
+    Scheme,
+    SchemeOrCompressor,
+)
+from ..schemes import coarse_names as coarse
 from ..tensors.density import ParameterProfile
-from . import coarse, compressors
+from . import CompressingPlanner, default_plan
 
 PlanMaker = Callable[[Sequence[ParameterProfile], int], Plan]
 
