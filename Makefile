@@ -3,10 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH := $(shell grep '^torch==' constraints.txt)
 ARGS ?=
-WORKERS ?= 3
+WORKERS ?= 2
+# Tests of the harness: benchmarks, the emulated cluster, workloads, reports.
+LAB_TESTS := tests/bench tests/lab tests/report tests/simulator tests/workloads tests/cli/test_simulate.py \
+             tests/test_convergence.py
 PIP_ARGS ?=
 
-.PHONY: setup demo test lint types tests torch-tests sanitize bench clean
+.PHONY: setup demo test lint types tests lab-tests torch-tests sanitize bench clean
 
 setup: .venv/setup.stamp
 
@@ -30,7 +33,10 @@ types: setup
 	$(BIN)/mypy
 
 tests: setup
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal $(LAB_TESTS:%=--ignore=%) $(ARGS)
+
+lab-tests: setup
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal $(LAB_TESTS) $(ARGS)
 
 # torch's own tests of DDP, with gradsync in its place and behind its hook; ARGS="--ranks 3" for another number of ranks.
 torch-tests: setup

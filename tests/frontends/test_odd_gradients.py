@@ -225,7 +225,7 @@ def a_table_of_more_than_2_31_elements(plan: str, folder: str) -> None:
     file = Path(folder) / f"table{dist.get_rank()}"
     model = Table(torch.from_file(str(file), shared=True, size=rows * DIM).view(rows, DIM))
     assert model.table.weight.numel() > 2**31
-    with patch.object(sys.modules["gradsync.attach"], "level"):
+    with patch.object(sys.modules["gradsync.frontends.attach"], "level"):
         handle = attached(model, plan, verify_every=0)
     optimizer = torch.optim.SGD([model.table.weight], lr=1.0)
     expected: dict[int, Tensor] = {}

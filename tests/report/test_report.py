@@ -307,7 +307,7 @@ def test_page_has_the_verdict_the_figures_the_plan_and_the_errors(tmp_path: Path
     write_page(run, tmp_path / "report.html")
     text = unescape((tmp_path / "report.html").read_text(encoding="utf-8"))
     gradsync = next(method for method in run.methods if method.name == "gradsync")
-    for expected in (verdict(run), *gradsync.plans.plan, *run.notes, run.command, run.source, "2.13.0"):
+    for expected in (verdict(run), *gradsync.plan, *run.notes, run.command, run.source, "2.13.0"):
         assert expected in text
     for cell in sum(training_rows(run), []):
         assert f">{cell}</td>" in text
