@@ -473,9 +473,11 @@ def load_while_others_leave() -> str:
     _, handle, saved = trained()
     if dist.get_rank() == 0:
         handle.detach()
+        dist.barrier()
         return ""
     with pytest.raises(gradsync.GroupError) as caught:
         handle.load_state_dict(saved)
+    dist.barrier()  # else one of the two could have left, too, when the other looks
     handle.detach()
     return str(caught.value)
 

@@ -50,6 +50,13 @@ class Suite(distributed_test.TestDistBackend, distributed_test.DistributedTest._
     special_return_code_checks: dict[Any, Any] = {}
 
 
+class CPUStream(torch.Stream):
+    """A stream of the CPU, also where torch was built for CUDA and finds no driver."""
+
+    def __new__(cls, *args: Any, **options: Any) -> CPUStream:
+        return super().__new__(cls, device="cpu")
+
+
 class PlainDDP(DistributedDataParallel):
     """torch's own, on the CPU."""
 
@@ -140,6 +147,7 @@ def _on_cpu(ddp: type[DistributedDataParallel]) -> None:
     ]:
         setattr(place, function, lambda *args, **kwargs: None)
     torch.cuda.current_device = lambda: 0
+    torch.Stream = CPUStream
 
 
 def _cpu_for(value: Any) -> Any:
