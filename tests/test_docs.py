@@ -36,3 +36,16 @@ def test_links_inside_the_repository_lead_somewhere() -> None:
 
 def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= README_MOST_LINES
+
+
+def test_usual_changes_name_files_that_are_there_and_few() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", page.partition("## Where do I change")[2], re.MULTILINE)[1:]
+    assert len(rows) == 12
+    for change, text in rows:
+        named = re.findall(r"`([a-z_/]+(?:/|\.py))`", text)
+        missing = [each for each in named if not any((top / each).exists() for top in (ROOT, ROOT / "src/gradsync"))]
+        assert not missing and 1 <= len(named) <= 6, f"{change}: {named}, missing {missing}"
+    words = " ".join(text for _, text in rows)
+    for name in re.findall(r"`([a-z_]+)` (?:in|chooses)", words):
+        assert any(f"def {name}(" in path.read_text() for path in (ROOT / "src/gradsync").rglob("*.py")), name
