@@ -26,10 +26,8 @@ from ..engine.engine import Engine
 from ..engine.guard import Verification
 from ..engine.plan_control import Planner
 from ..optim.momentum import OneMomentum
-from ..planner import default_plan
 from ..plans.plan import Plan
 from ..tensors.bucket import TensorSpec, describe_specs, matches, trainable_parameters
-from ..tuning.default import MeasuringPlanner
 from .buffers import describe_buffers, why_not_broadcast
 from .wrappers import warn_if_alone, why_not_alone
 
@@ -43,7 +41,7 @@ _attached_parameters = WeakIdKeyDictionary()  # two engines that write one gradi
 
 def agreed_engine(
     model: nn.Module,
-    plan: Plan | Planner | None,
+    plan: Plan | Planner,
     process_group: dist.ProcessGroup | None,
     timeout_s: float,
     exclude: Sequence[str] = (),
@@ -67,10 +65,6 @@ def agreed_engine(
     group = group_of(process_group, timeout_s)
     warn_if_alone(process_group)
     engines: list[Engine] = []
-    if plan is None:
-        # Measurements and trials let timing decide on the order of sums.
-        plan = default_plan if torch.are_deterministic_algorithms_enabled() else MeasuringPlanner()
-
     settings, refusal = f"{settings}, {verification}", refusal or verification.refusal
 
     def build() -> Engine:

@@ -26,6 +26,7 @@ from ..plans.profile import Profile
 from ..tensors.arrivals import Sections
 from ..tensors.bucket import matches
 from ..tuning.auto import AutoPlanner, planner_of
+from ..tuning.default import default_planner
 from .agreement import (
     DEFAULT_TIMEOUT_S,
     agreed_engine,
@@ -354,7 +355,7 @@ def attach(
     attached = Attached(model, optimizer, process_group, timeout_s, exclude, verification)
     if isinstance(plan, AveragingPlanner) or (isinstance(plan, Plan) and plan.what is not What.GRADIENT):
         return Attachment(_averaging_fronts(attached, plan, grad_scaler), model)
-    plan = planner_of(plan)
+    plan = default_planner() if plan is None else planner_of(plan)
     averaging = plan.averaging if isinstance(plan, AutoPlanner) else None
     refusal = "" if averaging is None else why_not_parameters(model, optimizer, grad_scaler)
     if has_reducer(model) and refusal:

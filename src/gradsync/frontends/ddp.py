@@ -29,6 +29,7 @@ from ..optim.freezing import Freezing
 from ..optim.momentum import OneMomentum
 from ..plans.plan import Plan
 from ..tuning.auto import planner_of
+from ..tuning.default import default_planner
 from .agreement import (
     DEFAULT_TIMEOUT_S,
     agreed_engine,
@@ -157,7 +158,7 @@ class _Exchange:
         settings = f"grad_scaler={grad_scaler is not None}"
         self.engine, parameters = agreed_engine(
             model,
-            planner_of(plan),
+            default_planner() if plan is None else planner_of(plan),
             model.process_group,
             timeout_s,
             exclude,

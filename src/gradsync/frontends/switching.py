@@ -29,7 +29,7 @@ from ..costs.cluster import Cluster
 from ..engine.engine import Engine
 from ..engine.guard import Verification
 from ..optim.early_steps import why_not_in_parts
-from ..planner import AveragingPlanner
+from ..planner import AveragingPlanner, default_plan
 from ..planner.averaging import schedule_of
 from ..plans.plan import Plan, What
 from ..tensors.bucket import matches
@@ -341,7 +341,7 @@ def averaging_front(
     also = None if made is None else companions(model, made)
     engine, parameters = agreed_engine(
         model,
-        made,
+        default_plan if made is None else made,  # without a plan there is a refusal, which raises before
         attached.process_group,
         attached.timeout_s,
         exclude,

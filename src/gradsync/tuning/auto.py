@@ -162,8 +162,8 @@ class AutoPlanner:
         engine.propose(list({plan.digest: plan for plan in (*present, *found)}.values()))
 
 
-def planner_of(plan: Plan | Planner | Literal["auto"] | None) -> Plan | Planner | None:
-    """What `attach` takes as `plan`, "auto" as the planner that it means."""
+def planner_of(plan: Plan | Planner | Literal["auto"]) -> Plan | Planner:
+    """Returns the plan or the planner that `attach` takes, for "auto" the planner that it means."""
     return AutoPlanner() if isinstance(plan, str) and plan == "auto" else plan
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from ..comm import Group
 from ..costs.cost_model import CostModel
-from ..planner.default import default_plans
+from ..engine.plan_control import Planner
+from ..planner.default import default_plan, default_plans
 from ..planner.network import Network
 from ..planner.revise import revised
 from ..plans.plan import Plan
@@ -36,3 +39,11 @@ class MeasuringPlanner:
     def revise(self, plan: Plan, before: Sequence[ParameterProfile], now: Sequence[ParameterProfile]) -> Plan:
         """The plan to go on with; `before` is what was known when it was made."""
         return plan if self.network is None else revised(plan, before, now, self.network)
+
+
+def default_planner() -> Planner:
+    """Returns the planner that `attach` takes when the user gives no plan.
+
+    Under `torch.use_deterministic_algorithms` it measures nothing: timing would decide on the order of sums.
+    """
+    return default_plan if torch.are_deterministic_algorithms_enabled() else MeasuringPlanner()
