@@ -180,7 +180,7 @@ class ParameterServers(Rival):
         return servers, threads
 
     @torch.no_grad()
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:  # noqa: ARG002 (what hooks get)
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Pushes gradients, and takes up the servers' parameters."""
         parts = self._gradient.view(-1)[: sum(self._numels)].split(self._numels)
         for parameter, part in zip(self._parameters, parts, strict=True):

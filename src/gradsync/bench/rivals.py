@@ -51,7 +51,7 @@ class Rival(ABC):
         """Inside, gradients are each rank's own; no optimiser steps there."""
         return nullcontext()
 
-    def arrived(self, parameter: Tensor) -> Sections | None:  # noqa: ARG002 (as an `Attachment` has it)
+    def arrived(self, parameter: Tensor) -> Sections | None:
         """None: of every gradient all of it."""
         return None
 

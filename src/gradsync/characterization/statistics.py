@@ -155,7 +155,7 @@ def sparsity_of(parts: Sequence[Part], partitions: int | None) -> Sparsity:
         ),
         union_density=union_density,
         densification_ratio={
-            k: estimate(lambda p, u, g=g: (u - g * p.touched.double().mean(dim=0)) / mean, k, g)  # type: ignore[misc]
+            k: estimate(lambda p, u, g=g: (u - g * p.touched.double().mean(dim=0)) / mean, k, g)  # type: ignore[misc]  # mypy infers no lambda with a default
             for k, g in growth.items()
         }
         | ({1: Estimate(value=1.0)} if growth else {}),  # by definition, whatever the rounding

@@ -81,7 +81,7 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def gradsync(
-    version: Annotated[  # noqa: ARG001 (its callback prints it)
+    version: Annotated[  # its callback prints it
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:

@@ -17,7 +17,7 @@ ANSWER_S = 1.0  # the store's host may be the process that stopped or died: nobo
 
 
 class Came(NamedTuple):
-    """What a member came to a meeting with: operations issued before, and the purpose, with details of its own."""
+    """A member's coming to a meeting: operations that it issued before, and its purpose, with details of its own."""
 
     operations: int
     what: str
@@ -28,7 +28,7 @@ class Came(NamedTuple):
 
 
 def purpose(what: str, detail: str) -> str:
-    """The purpose of a meeting in messages."""
+    """Returns the purpose of a meeting as messages name it."""
     return f"{what} ({detail})" if detail else what
 
 
@@ -72,7 +72,7 @@ class Board:
         self._ask(lambda store: store.append(f"met {meeting}", entry))  # type: ignore[attr-defined]  # see `_append`
 
     def met(self, meeting: int) -> dict[int, Came]:
-        """What members that have come to the meeting came with, by rank. Empty if unanswered."""
+        """Returns the members that have come to the meeting, by rank; none where the store does not answer."""
         entries = (entry.split(":") for entry in (self._read(f"met {meeting}") or "").split())
         return {
             int(rank): Came(int(number), *(bytes.fromhex(text).decode() for text in texts))

@@ -8,7 +8,7 @@ from .group import Group
 
 
 def network_cost(group: Group) -> CostModel | None:
-    """What the links of the group's ranks were measured to be, the same on every rank; None where they were not.
+    """Returns the cost model of the group's measured links, the same on every rank; None where none were measured.
 
     A rank measured what it gets of its node's link in an all-to-all: of n ranks, g on each node, which send (n - 1) / n
     of their bytes each and g (n - g) / n of them over that link.

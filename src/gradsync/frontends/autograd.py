@@ -174,7 +174,7 @@ class AutogradHooks:
             self.broadcast_buffers(source)
 
     def _why_unused(self) -> str:
-        """What is wrong, as DDP says it, where backwards left parameters out and all are to be used; or nothing."""
+        """Returns DDP's words for parameters that backwards left out, where all are to be used; else nothing."""
         if not (self._all_are_used and self._reached):
             return ""
         places = enumerate(self._parameters.items())

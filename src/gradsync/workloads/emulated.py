@@ -154,7 +154,7 @@ class _SleepingOptimizer(Optimizer):
         super().__init__(model.parameters(), {"lr": 0.0})
         self._step_s = step_s
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002 (torch has overloads; no closure is ever given)
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch has overloads; no closure is ever given
         time.sleep(self._step_s)
 
 
@@ -217,7 +217,7 @@ class _Ready(torch.autograd.Function):
     """In backward: sleeps until the parameter's gradient is due, hands it over, and goes on with the next one."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, token: Tensor, gradient: Tensor, clock: _Clock, at_s: float) -> Tensor:  # noqa: ARG004 (backward returns the gradient of `parameter`)
+    def forward(ctx: Any, parameter: Tensor, token: Tensor, gradient: Tensor, clock: _Clock, at_s: float) -> Tensor:
         ctx.gradient, ctx.clock, ctx.at_s = gradient, clock, at_s
         return token.clone()
 
