@@ -24,11 +24,11 @@ from gradsync.schemes import (
     BalancedElements,
     BalancedParallelism,
     Communication,
-    OkTopkLike,
     RowPoint,
-    ZenHash,
 )
 from gradsync.tensors.bucket import TensorSpec, trainable_parameters
+from gradsync_lab.rivals.regions import OkTopkLike
+from gradsync_lab.rivals.zen_hash import ZenHash
 from tests.frontends.models import (
     Branches,
     Checkpointed,

@@ -17,11 +17,11 @@ from gradsync.schemes import (
     ElementPoint,
     Hierarchical,
     Scheme,
-    candidates,
     select,
 )
 from gradsync.tensors.bucket import Layout, TensorSpec
 from gradsync.tensors.density import DensityProfile
+from gradsync_lab.rivals.candidates import candidates
 
 fastest = partial(select, tolerance=0.0)
 BYTES_ONLY = CostModel(alpha_s=0.0, bandwidth_bytes_per_s=1e9, memory_bytes_per_s=1e30)

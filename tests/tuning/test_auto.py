@@ -22,12 +22,12 @@ from gradsync.compressors import ErrorFeedback, Signum, TopK, dgc
 from gradsync.engine.step_listener import active, recording
 from gradsync.engine.trial import ROUNDS, RUN_OFF_ROUNDS, TURN_STEPS
 from gradsync.planner import Constraints, Job, Search, candidate_plans
-from gradsync.planner.rival_plans import CountedCuts, layerwise_plans
 from gradsync.plans.profile import Profile
 from gradsync.schemes import MajorityVote
 from gradsync.tensors.bucket import Layout, TensorSpec
 from gradsync.tensors.density import ParameterProfile
 from gradsync.tuning.auto import AutoPlanner
+from gradsync_lab.rivals.rival_plans import CountedCuts, layerwise_plans
 from tests.frontends.conservation import left_to_send
 from tests.frontends.models import Perceptron
 from tests.quick import quickly

@@ -56,8 +56,7 @@ class AutoPlanner:
     plan can be made of what was measured, the present one stays, and a warning says why.
 
     `search` makes the plans that are tried, of a `Job` and the constraints, on rank 0; it may take as long as ranks
-    wait for each other. `gradsync.planner.rival_plans` has others' searches. `must_plan`: where nothing can be measured
-    or no plan be made, all ranks raise.
+    wait for each other. `must_plan`: where nothing can be measured or no plan be made, all ranks raise.
 
     `averaging`: when the plan has settled, parameters are averaged in groups by that planner's plan for a block of
     steps, and from then on, if that is clearly faster; `attach` needs the optimiser for it. A checkpoint goes on with
