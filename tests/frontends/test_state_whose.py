@@ -23,7 +23,7 @@ from gradsync import Plan
 from gradsync.comm.board import Board
 from gradsync.compressors import Cast, ErrorFeedback, TopK
 from gradsync.engine import engine
-from gradsync.engine.bucket_run import Lane
+from gradsync.engine.bucket_run import BucketRun
 from gradsync.plans.plan import What
 from gradsync.schemes import (
     AllReduce,
@@ -524,18 +524,18 @@ def test_a_load_inside_a_step_raises_there_and_on_the_others(world: World) -> No
 
 def a_load_that_fails_midway() -> str:
     model, handle, saved = trained()
-    original = Lane.take_over
+    original = BucketRun.take_over
 
-    def take_over(self: Lane, state: Any) -> None:
+    def take_over(self: BucketRun, state: Any) -> None:
         raise MemoryError("no room")
 
     if dist.get_rank() == 1:
-        Lane.take_over = take_over  # type: ignore[method-assign]
+        BucketRun.take_over = take_over  # type: ignore[method-assign]
     try:
         with pytest.raises((MemoryError, gradsync.GroupError), match="no room") as caught:
             handle.load_state_dict(saved)
     finally:
-        Lane.take_over = original  # type: ignore[method-assign]
+        BucketRun.take_over = original  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="stopped earlier: .*no room"):
         train(model)
     handle.detach()
@@ -553,7 +553,7 @@ def a_load_that_is_interrupted(where: str) -> str:
     def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    owner: Any = {"take_over": Lane, "examined": engine}.get(where, handle._engine.group)
+    owner: Any = {"take_over": BucketRun, "examined": engine}.get(where, handle._engine.group)
     original = getattr(owner, where)
     if dist.get_rank() == 1:
         setattr(owner, where, interrupt)

@@ -38,7 +38,7 @@ from ..tensors import allocator as memory
 from ..tensors.arrivals import Arrivals
 from ..tensors.bucket import PHASES, StepMarks, TensorSpec, model_digest
 from ..tensors.density import ParameterProfile
-from .bucket_run import BucketStatistics, Lane, Lanes
+from .bucket_run import BucketRun, BucketRuns, BucketStatistics
 from .guard import ParameterGuard, Verification
 from .observation import Observer
 from .plan_control import Planner, Planning, Resumption
@@ -82,7 +82,7 @@ class Engine:
         self.device = next(iter(self.parameters.values())).device if self.parameters else torch.device("cpu")
         self._observer = Observer(self.specs, sparse_names)
         self._planning = Planning(plan, self._observer, group, self.call, device=self.device, timeout_s=timeout_s)
-        self.plan, self.lanes = self._planning.plan, Lanes()
+        self.plan, self.bucket_runs = self._planning.plan, BucketRuns()
         self._running: Synchronization | None = None
         self._collected: set[str] = set()  # buckets of the step under way whose results are here
         self._collected_s: float | None = None  # when the first of them was asked for before `finish`
@@ -120,15 +120,15 @@ class Engine:
         self._require_working()
         self._check_marks()
         self._marks = StepMarks(late, rounds % PHASES if rounds else None)
-        self.lanes.commit(keep=self._steps_good)
+        self.bucket_runs.commit(keep=self._steps_good)
         if self.loss_scale is not None:
             self._rescale(self.loss_scale())
         if self.replanning:
             self._change_plan(self._planning.plan)
         self._observer.begin()
         self._steps_good = False  # until it has ended well
-        for lane in self.lanes:
-            lane.begin()
+        for run in self.bucket_runs:
+            run.begin()
         self._asides = []
         self._collected, self._collected_s = set(), None
         witness = active()
@@ -141,7 +141,7 @@ class Engine:
             turn=self._turn,
             thread=self._thread,
             early=not self._apart,
-            prepared=self.lanes.prepared,
+            prepared=self.bucket_runs.prepared,
             offload=None if self._other_core is None else self._other_core.submit,
         )
         self._begin_to_compare()
@@ -184,20 +184,20 @@ class Engine:
             self._observer.arrived(name, sparse=gradient.layout is torch.sparse_coo)
             if self._planning.looks and not self._apart:
                 self._observer.look(name, gradient)
-        for lane in self.lanes.of(name):
-            if lane.load(name, gradient, used=used):
-                running.mark_ready(lane.bucket.id)
+        for run in self.bucket_runs.of(name):
+            if run.load(name, gradient, used=used):
+                running.mark_ready(run.bucket.id)
         running.do_work()
 
     def missing(self) -> list[str]:
         """Parameters that were not loaded in this step yet, in model order."""
-        waiting: set[str] = set().union(*(lane.waiting for lane in self.lanes))
+        waiting: set[str] = set().union(*(run.waiting for run in self.bucket_runs))
         return [name for name in self.parameters if name in waiting] if waiting else []
 
     @property
     def goes_on_alone(self) -> bool:
         """Whether the plan's exchange needs nobody but the communication thread once everything is loaded."""
-        return not self.lanes.prepared and not self.lanes.offload
+        return not self.bucket_runs.prepared and not self.bucket_runs.offload
 
     def go_on(self) -> None:
         """All parameters are loaded: the exchange goes on while the caller does something else before `finish`."""
@@ -211,18 +211,18 @@ class Engine:
             GroupError: as `finish` does.
         """
         running = self._require_step()
-        for lane in self.lanes.of(name):
-            if lane.bucket.id in self._collected:
+        for run in self.bucket_runs.of(name):
+            if run.bucket.id in self._collected:
                 continue
             if self._collected_s is None:
                 self._collected_s = time.perf_counter() - running.began_s
             try:
-                running.wait_for(lane.bucket.id)
+                running.wait_for(run.bucket.id)
             except BaseException as error:
                 self.fail(str(error))
                 self._running = None
                 raise
-            self._accept(lane, running)
+            self._accept(run, running)
 
     def finish(self) -> None:
         """Waits until every bucket is synchronised; all parameters are loaded.
@@ -244,15 +244,15 @@ class Engine:
             raise
         finally:
             self._running = None
-        for lane in self.lanes:
-            if lane.bucket.id not in self._collected:
-                self._accept(lane, running)
-        self.arrivals = Arrivals(lane.arrival for lane in self.lanes)
-        troubled = (lane.gradients.troubled or lane.broken for lane in self.lanes)
-        self._steps_good = not (self.lanes.have_state and any(troubled))
+        for run in self.bucket_runs:
+            if run.bucket.id not in self._collected:
+                self._accept(run, running)
+        self.arrivals = Arrivals(run.arrival for run in self.bucket_runs)
+        troubled = (run.gradients.troubled or run.broken for run in self.bucket_runs)
+        self._steps_good = not (self.bucket_runs.have_state and any(troubled))
         if not self._steps_good and self.plan.what is What.GRADIENT:  # nobody would skip parameters
-            for lane in self.lanes:
-                lane.spoil()
+            for run in self.bucket_runs:
+                run.spoil()
         self._record(running, backward_ended_s)
         self._marks_checked = False
         if self.device.type == "cpu":
@@ -303,7 +303,7 @@ class Engine:
         """
         assert not self.in_step
         self._check_marks()
-        self.lanes.commit(keep=self._steps_good)
+        self.bucket_runs.commit(keep=self._steps_good)
         self.propose([plan])
         if self.replanning:
             with self.group.renewed():
@@ -325,7 +325,7 @@ class Engine:
 
     def used(self, name: str) -> bool:
         """Whether some rank used the parameter in the finished step."""
-        return self.lanes.of(name)[0].gradients.used(name)
+        return self.bucket_runs.of(name)[0].gradients.used(name)
 
     @property
     def profiles(self) -> dict[str, ParameterProfile]:
@@ -338,8 +338,8 @@ class Engine:
 
     def unload(self, name: str, out: Tensor | None, *, sparse: bool) -> Tensor:
         """The synchronised gradient, in the layout asked for; `out` is reused for parameters that the plan cut."""
-        for lane in self.lanes.of(name):
-            out = lane.gradients.unload(name, out, sparse=sparse, shape=self.parameters[name].shape)
+        for run in self.bucket_runs.of(name):
+            out = run.gradients.unload(name, out, sparse=sparse, shape=self.parameters[name].shape)
         assert out is not None
         return out
 
@@ -444,15 +444,15 @@ class Engine:
                 "attach again on every rank, then load a checkpoint"
             )
         if not self.in_step:
-            self.lanes.commit(keep=self._steps_good)
+            self.bucket_runs.commit(keep=self._steps_good)
         plan = next(iter(self._planning.on_trial), self.plan)  # a trial is not for keeping
-        origin = Origin(self.group.rank, self.group.size, self._parameters_digest(), self.lanes.keep_values)
+        origin = Origin(self.group.rank, self.group.size, self._parameters_digest(), self.bucket_runs.keep_values)
         state = {
             "version": VERSION,
             **origin.entries(),
             "step": self.step,
             "plan": plan.to_json(),
-            "state": {part.key: part.values for part in self.lanes.state_slices()},
+            "state": {part.key: part.values for part in self.bucket_runs.state_slices()},
         }
         if self._scale is not None:
             state["loss_scale"] = self._scale
@@ -462,21 +462,19 @@ class Engine:
     def load_state_dict(self, state: object, *, strict: bool = True) -> None:
         """Takes over what `state_dict` gave, see `Attachment.load_state_dict`; all ranks have met for it."""
         saved, resumption = self._examined(state, strict=strict)
-        lanes = self.lanes
+        runs = self.bucket_runs
         problem: Exception | None = None
         try:
             if resumption is not None and (self.replanning or resumption.plan.digest != self.plan.digest):
-                lanes = self._lanes_of(resumption.plan)  # beside the present ones, which stay if there is no place
+                runs = self._runs_of(resumption.plan)  # beside the present ones, which stay if there is no place
             if strict:
-                lanes.require_place(
-                    saved.slices, f"load it under a plan as it was saved by, or drop it by {NOT_STRICT}"
-                )
-                lanes.require_dtypes(saved.slices)
+                runs.require_place(saved.slices, f"load it under a plan as it was saved by, or drop it by {NOT_STRICT}")
+                runs.require_dtypes(saved.slices)
         except Exception as error:  # told to all, then raised
             problem = error
         self.agree(LOADING, problem)
         with self.all_or_none(LOADING):
-            self._take_over(saved, resumption, lanes)
+            self._take_over(saved, resumption, runs)
 
     @contextmanager
     def all_or_none(self, what: str) -> Iterator[None]:
@@ -514,14 +512,14 @@ class Engine:
             saved = without_state(saved)
         return saved, resumption
 
-    def _take_over(self, saved: Saved, resumption: Resumption | None, lanes: Lanes) -> None:
+    def _take_over(self, saved: Saved, resumption: Resumption | None, runs: BucketRuns) -> None:
         self.step = saved.step
         if resumption is not None:
             self._planning.resume(self, resumption)
-            self.plan, self.lanes = self._planning.plan, lanes
+            self.plan, self.bucket_runs = self._planning.plan, runs
             self._announce()
         what = "state that is the same on all ranks"
-        self.lanes.restore(
+        self.bucket_runs.restore(
             saved.slices, lambda mine: self.call(what, lambda group: gather_bytes(group, mine, self.timeout_s))
         )
         self._scale = saved.scale
@@ -542,7 +540,7 @@ class Engine:
         """Totals by bucket; of a closed engine those at its end."""
         if self._closed:
             return self._final_statistics
-        return [lane.statistics(self._observer.profiles) for lane in self.lanes]
+        return [run.statistics(self._observer.profiles) for run in self.bucket_runs]
 
     def timeline(self) -> list[Task]:
         """The last step: "compute" (backward, and work of schemes on its thread), "offload" (their work on another
@@ -554,7 +552,7 @@ class Engine:
 
         Empty before a step, while densities are not known, and where the network was not measured.
         """
-        known = self.lanes.expected_steps(self._observer.profiles, max(self.step - 1, 0))
+        known = self.bucket_runs.expected_steps(self._observer.profiles, max(self.step - 1, 0))
         link_cost = network_cost(self.group)
         if self._ready_s.keys() != known.keys() or link_cost is None:
             return []
@@ -578,20 +576,22 @@ class Engine:
         if self._other_core is not None:
             self._other_core.stop()
         self.group.close()
-        self.lanes = Lanes()  # and so their memory goes; gradients keep what they live in
+        self.bucket_runs = BucketRuns()  # and so their memory goes; gradients keep what they live in
         memory.release()
 
     # Below here: how.
 
-    def _accept(self, lane: Lane, running: Synchronization) -> None:
-        lane.accept(running.results[lane.bucket.id], self.step)
-        self._collected.add(lane.bucket.id)
+    def _accept(self, run: BucketRun, running: Synchronization) -> None:
+        run.accept(running.results[run.bucket.id], self.step)
+        self._collected.add(run.bucket.id)
 
     def _synchronize(self, bucket_id: str) -> Any:
-        return self.lanes[bucket_id].synchronize(check_finite=self.lanes.have_state, marks=self._marks, step=self.step)
+        return self.bucket_runs[bucket_id].synchronize(
+            check_finite=self.bucket_runs.have_state, marks=self._marks, step=self.step
+        )
 
     def _where(self, bucket_id: str, stage: str) -> str:
-        return f"{self.lanes[bucket_id].bucket.title}, stage {stage!r}, step {self.step}"
+        return f"{self.bucket_runs[bucket_id].bucket.title}, stage {stage!r}, step {self.step}"
 
     def _begin_to_compare(self) -> None:
         """Has the guard compare parameters in this step, if it is one that does: the same on all ranks."""
@@ -623,10 +623,10 @@ class Engine:
 
     def _check_marks(self) -> None:
         """Raises when the finished step averaged gradients of different steps."""
-        if self._marks_checked or not self.lanes:
+        if self._marks_checked or not self.bucket_runs:
             return
         self._marks_checked = True
-        self.late, apart = self.lanes.marks()
+        self.late, apart = self.bucket_runs.marks()
         if apart:
             why = (
                 "the ranks are out of step: some have made more rounds of backward and optimiser step than others "
@@ -646,15 +646,15 @@ class Engine:
     def _rescale(self, scale: float) -> None:
         """What is left to be sent was multiplied by the scale of its time."""
         if self._scale is not None and scale != self._scale:
-            for lane in self.lanes:
-                lane.rescale(scale / self._scale)
+            for run in self.bucket_runs:
+                run.rescale(scale / self._scale)
         self._scale = scale
 
     def _plan_on(self) -> None:
         """The plan of the next step is decided, perhaps the one for good."""
         was_settled = self.settled
         try:
-            self._planning.step_ended(self.lanes)
+            self._planning.step_ended(self.bucket_runs)
             drifted = self._planning.drifted(self._timeline[-1].end_s)
             if drifted:
                 logger.info("steps take another time than they did; the job is measured again")
@@ -668,11 +668,11 @@ class Engine:
 
     def _change_plan(self, plan: Plan) -> None:
         """The plan of the coming steps; what schemes kept goes over to it, or the engine fails."""
-        kept, state = self.lanes.have_state, list(self.lanes.state_slices())
+        kept, state = self.bucket_runs.have_state, list(self.bucket_runs.state_slices())
         try:
             self._adopt(plan)
             if kept:
-                self.lanes.inherit(state)
+                self.bucket_runs.inherit(state)
                 self._agree_on_owed()
         except BaseException as error:
             self._is_torn = True
@@ -687,30 +687,30 @@ class Engine:
             found: list[Tensor] = self.call("what is owed", lambda group: group.all_gather(mine).wait(self.timeout_s))
             return found
 
-        self.lanes.agree_on_owed(gather)
+        self.bucket_runs.agree_on_owed(gather)
 
     def _adopt(self, plan: Plan) -> None:
         self.plan = plan
-        self.lanes = Lanes()  # the old buckets' memory is free before the new ones take theirs
-        self.lanes = self._lanes_of(plan)
+        self.bucket_runs = BucketRuns()  # the old buckets' memory is free before the new ones take theirs
+        self.bucket_runs = self._runs_of(plan)
 
-    def _lanes_of(self, plan: Plan) -> Lanes:
+    def _runs_of(self, plan: Plan) -> BucketRuns:
         """Its buckets at run time; on all ranks at once, as schemes may make groups."""
-        lanes = Lanes(
-            Lane.make(bucket.bucket(self.specs), bucket.make_scheme(), self._templates, self.device, self.group)
+        runs = BucketRuns(
+            BucketRun.make(bucket.bucket(self.specs), bucket.make_scheme(), self._templates, self.device, self.group)
             for bucket in plan.buckets
         )
-        if self._other_core is None and lanes.offload:
+        if self._other_core is None and runs.offload:
             self._other_core = JobThread("gradsync offload", self.device, torch_threads=1)
-        return lanes
+        return runs
 
     def _record(self, running: Synchronization, backward_ended_s: float) -> None:
         ended_s = time.perf_counter() - running.began_s
         self._timeline = [Task("backward", "compute", 0.0, backward_ended_s), *running.tasks]
         self._timeline.append(Task("wait", "wait", backward_ended_s, ended_s))
         self._ready_s = dict(running.ready_s)
-        for lane in self.lanes:
-            lane.record(running.tasks, backward_ended_s, ended_s)
+        for run in self.bucket_runs:
+            run.record(running.tasks, backward_ended_s, ended_s)
 
     def _announce(self) -> None:
         for line in self.words():

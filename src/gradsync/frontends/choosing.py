@@ -112,7 +112,7 @@ class Choice:
             logger.info("averaged gradients stay: no groups are expected to be faster")
             return
         plan = engine.plan
-        if any(lane.scheme.is_lossy for lane in engine.lanes):  # what is left to be sent goes with one exact step
+        if any(run.scheme.is_lossy for run in engine.bucket_runs):  # what is left to be sent goes with one exact step
             engine.propose([default_plan(list(engine.profiles.values()), engine.group.size)])
             yield
         parameters.begin()

@@ -163,7 +163,7 @@ class Measurement(Witness):
             self._require_alike(engine)
         if kind is Kind.LOOK and self._observer is not None:
             self._observer.share(
-                lambda name: engine.lanes.of(name)[0].gradients,
+                lambda name: engine.bucket_runs.of(name)[0].gradients,
                 lambda mine: engine.call("a look at the gradients", lambda group: _gather(engine, group, mine)),
             )
             self._share_errors(engine)
