@@ -1,4 +1,4 @@
-"""The engine: runs a plan, step by step. Front-ends (`frontends/`) tell it when gradients are ready.
+"""The engine: runs a plan, step by step. Frontends (`frontends/`) tell it when gradients are ready.
 
 A step is `begin`, a `load` for every gradient as it becomes ready, `finish`, then `unload` of the results. State of
 schemes is committed at the next `begin`: a step that failed, or in which some rank saw non-finite values, leaves none.
@@ -76,7 +76,7 @@ class Engine:
         self.step = 0
         self.loss_scale: Callable[[], float] | None = None  # what gradients are multiplied by, where that may change
         self._scale: float | None = None  # in whose units state is
-        # Set by front-ends: since the last comparison an optimiser made a step that no synchronised backward preceded.
+        # Set by frontends: since the last comparison an optimiser made a step that no synchronised backward preceded.
         self.stepped_alone = False
         self.late = False  # some rank took part in the last step at its optimiser's step only
         self.device = next(iter(self.parameters.values())).device if self.parameters else torch.device("cpu")
@@ -108,7 +108,7 @@ class Engine:
         self._adopt(self._planning.plan)
         self._announce()
 
-    # The step, in the order in which a front-end calls.
+    # The step, in the order in which a frontend calls.
 
     def begin(self, *, late: bool = False, rounds: int = 0) -> None:
         """Starts a step. `late`: this rank brings nothing but joins the others; `rounds` its optimiser has made so far.

@@ -1,4 +1,4 @@
-"""Our own autograd front-end: `loss.backward()` returns with synchronised gradients.
+"""Our own autograd frontend: `loss.backward()` returns with synchronised gradients.
 
 A hook on every parameter's accumulation node, which runs behind all hooks that users put on the parameter, tells the
 engine that the gradient is ready; a callback that autograd runs at the end of backward waits for the rest and puts the

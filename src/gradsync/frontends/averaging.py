@@ -1,4 +1,4 @@
-"""The front-end for plans of parameters: after `optimizer.step()` parameters are averaged over this round's groups.
+"""The frontend for plans of parameters: after `optimizer.step()` parameters are averaged over this round's groups.
 
 Each rank steps by its own gradients; then parameters travel as the plan says, by `Shuffled` with others in each round
 (DS-Sync). So the ranks' models differ a little: `consensus` makes them one, for evaluation, checkpoints, and the end.
