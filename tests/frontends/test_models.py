@@ -1,4 +1,4 @@
-"""Models whose parameters move, are lent for a call, or are no ordinary ones."""
+"""Models whose parameters move, are replaced for a call, or are no ordinary ones."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ def called_functionally() -> None:
     def step(twin: Twin, number: int) -> None:
         twin.optimizer.zero_grad()
         prefix = "module." if twin.model is not twin.module else ""
-        lent = {prefix + n: p * 2 for n, p in twin.module.named_parameters() if number != 1 or n.startswith("0")}
-        functional_call(twin.model, lent, (torch.randn(8, 4),)).square().mean().backward()
+        replaced = {prefix + n: p * 2 for n, p in twin.module.named_parameters() if number != 1 or n.startswith("0")}
+        functional_call(twin.model, replaced, (torch.randn(8, 4),)).square().mean().backward()
         twin.optimizer.step()
 
     compare_with_ddp(layers, step)

@@ -409,10 +409,10 @@ class AutogradHooks:
         self._ready_group.clear()
         self._due = engine.due
         one_by_one = engine.one_by_one
-        for group, run, lent in zip(self._groups, engine.bucket_runs, self._views.begin(), strict=True):
+        for group, run, borrowed in zip(self._groups, engine.bucket_runs, self._views.begin(), strict=True):
             group.begin(run.waiting)
             if not one_by_one:
-                self._ready_group |= dict.fromkeys(lent, group)
+                self._ready_group |= dict.fromkeys(borrowed, group)
         for name, parameter in self._parameters.items():
             if not parameter.requires_grad:  # frozen since attach: nothing will come
                 self._load_leftover(name)

@@ -208,7 +208,7 @@ class ParametersBeside:
 
 
 class Surviving:
-    """Gives the ranks that are left a frontend of their own, where others are lost by whose averages a model is trained.
+    """Gives the ranks that are left a frontend of their own, where others are lost whose averages train a model.
 
     It begins between two steps, where all have made as many. Who is behind makes up for it by steps of its own, while
     the others wait.
