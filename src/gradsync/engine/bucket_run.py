@@ -20,14 +20,14 @@ from ..state import (
     NOT_STRICT,
     StateSlice,
     at_step,
+    carried_residual,
+    carried_slices,
     dtype_at,
     has_place,
     keeps_values,
     left_to_send,
-    owed,
     rescaled,
     slices,
-    slices_owed,
     with_slices,
     without,
 )
@@ -70,10 +70,10 @@ class BucketRun:
     state: State
     flags_apart: bool = False  # the flags do not ride with the gradients but are summed after them
     next_state: State | None = None
-    owed: Tensor | None = None  # what another plan's schemes left to be sent: goes with the next gradients
-    took_over: bool = False  # some rank owes something: what follows from it must be the same on all
-    still_owes: bool = False  # so it will be when the step is kept
-    next_owed: Tensor | None = None
+    carried_residual: Tensor | None = None  # what another plan's schemes left to be sent: goes with the next gradients
+    took_over: bool = False  # some rank carries a residual: what follows from it must be the same on all
+    still_carries: bool = False  # so it will be when the step is kept
+    next_carried_residual: Tensor | None = None
     total: Tensor | None = None  # of the result, where it might not be finite
     waiting: set[str] = field(default_factory=set)  # parameters that were not loaded in this step yet
     steps: int = 0
@@ -126,9 +126,9 @@ class BucketRun:
         """The bucket's turns in a step; the next state is kept beside the present one."""
         self.total = None
         x = self.gradients.take(check_finite=check_finite and not self._shows, marks=marks)
-        if self.owed is not None:
+        if self.carried_residual is not None:
             assert isinstance(self.gradients, FlatGradients)
-            self.gradients.add(self.owed)  # which is what `x` looks at
+            self.gradients.add(self.carried_residual)  # which is what `x` looks at
         state = at_step(self.state, step)
         result, self.next_state = await self.scheme.synchronize(x, state, self.group, 1.0 / self.group.size)
         if check_finite and self.bucket.layout is Layout.FLAT:  # while other buckets are in flight
@@ -149,11 +149,13 @@ class BucketRun:
             self.next_state = self.scheme.unused(self.next_state, unused)
         if unused and self.next_state:
             self.next_state = without(self.next_state, self.state, unused)
-        self.still_owes = bool(unused) and self.took_over
-        if unused and self.owed is not None:  # their result was given to nobody
+        self.still_carries = bool(unused) and self.took_over
+        if unused and self.carried_residual is not None:  # their result was given to nobody
             used = [segment.name not in unused for segment in self.bucket.segments]
             lengths = torch.tensor([segment.numel for segment in self.bucket.segments])
-            self.next_owed = self.owed.masked_fill(torch.tensor(used).repeat_interleave(lengths), 0.0)
+            self.next_carried_residual = self.carried_residual.masked_fill(
+                torch.tensor(used).repeat_interleave(lengths), 0.0
+            )
 
     @property
     def arrival(self) -> Arrival:
@@ -184,31 +186,31 @@ class BucketRun:
     def commit(self, *, keep: bool) -> None:
         """The next state becomes the state, if the step is to be kept."""
         if self.next_state is not None and keep:
-            self.state, self.owed = self.next_state, self.next_owed
-            self.took_over = self.still_owes
-        self.next_state = self.next_owed = None
+            self.state, self.carried_residual = self.next_state, self.next_carried_residual
+            self.took_over = self.still_carries
+        self.next_state = self.next_carried_residual = None
 
     def rescale(self, factor: float) -> None:
         """Gradients come so many times as large from now on."""
         self.state = rescaled(self.state, factor)
-        self.owed = None if self.owed is None else self.owed * factor
+        self.carried_residual = None if self.carried_residual is None else self.carried_residual * factor
 
     def reset_state(self) -> None:
-        self.next_state = self.owed = self.next_owed = None
-        self.took_over = self.still_owes = False
+        self.next_state = self.carried_residual = self.next_carried_residual = None
+        self.took_over = self.still_carries = False
         self.state = self.scheme.init(self.bucket, self.group)
 
     def state_slices(self) -> Iterator[StateSlice]:
         """Copies of the state, one for each segment and compress point."""
         yield from slices(self.bucket, self.state)
-        if self.owed is not None:
-            yield from slices_owed(self.bucket, self.owed)
+        if self.carried_residual is not None:
+            yield from carried_slices(self.bucket, self.carried_residual)
 
     def take_over(self, saved: Sequence[StateSlice]) -> None:
         """Lays those elements of the slices that this bucket holds into its state; other plans cut elsewhere."""
         self.state = with_slices(self.bucket, self.state, saved)
         if self.bucket.layout is Layout.FLAT:
-            self.owed = owed(self.bucket, self.state, saved)
+            self.carried_residual = carried_residual(self.bucket, self.state, saved)
 
     def record(self, tasks: list[Task], backward_ended_s: float, ended_s: float) -> None:
         """Adds a finished step's bytes and times to the totals."""
@@ -360,13 +362,13 @@ class BucketRuns:
         for run in self:
             run.take_over(saved)
 
-    def agree_on_owed(self, gather: Callable[[Tensor], list[Tensor]]) -> None:
-        """Tells all ranks in which buckets some rank owes something; `gather` hands a tensor to all, by rank."""
+    def agree_on_carried(self, gather: Callable[[Tensor], list[Tensor]]) -> None:
+        """Tells all ranks in which buckets some rank carries a residual; `gather` hands a tensor to all, by rank."""
         if len(self):
-            mine = torch.tensor([run.owed is not None for run in self], dtype=torch.uint8)
-            owing = torch.stack([part.cpu() for part in gather(mine)]).amax(dim=0).tolist()
-            for run, owes in zip(self, owing, strict=True):
-                run.took_over = bool(owes)
+            mine = torch.tensor([run.carried_residual is not None for run in self], dtype=torch.uint8)
+            carrying = torch.stack([part.cpu() for part in gather(mine)]).amax(dim=0).tolist()
+            for run, carries in zip(self, carrying, strict=True):
+                run.took_over = bool(carries)
 
     def require_place(self, state: Iterable[StateSlice], advice: str) -> None:
         """

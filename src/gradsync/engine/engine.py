@@ -526,7 +526,7 @@ class Engine:
         if self.loss_scale is None and saved.scale is not None:  # the coming gradients have none that is known here
             self._rescale(1.0)
             self._scale = None
-        self._agree_on_owed()
+        self._agree_on_carried()
 
     def _parameters_digest(self) -> str:
         """SHA-256 over the parameters' names, shapes and element types, in whichever order they were registered.
@@ -673,7 +673,7 @@ class Engine:
             self._adopt(plan)
             if kept:
                 self.bucket_runs.inherit(state)
-                self._agree_on_owed()
+                self._agree_on_carried()
         except BaseException as error:
             self._is_torn = True
             self.fail(f"the change of plans before step {self.step}: {_said(error)}")
@@ -681,13 +681,15 @@ class Engine:
         if self.settled:
             self._announce()
 
-    def _agree_on_owed(self) -> None:
+    def _agree_on_carried(self) -> None:
         def gather(mine: Tensor) -> list[Tensor]:
             mine = mine.to(self.device)
-            found: list[Tensor] = self.call("what is owed", lambda group: group.all_gather(mine).wait(self.timeout_s))
+            found: list[Tensor] = self.call(
+                "carried residuals", lambda group: group.all_gather(mine).wait(self.timeout_s)
+            )
             return found
 
-        self.bucket_runs.agree_on_owed(gather)
+        self.bucket_runs.agree_on_carried(gather)
 
     def _adopt(self, plan: Plan) -> None:
         self.plan = plan

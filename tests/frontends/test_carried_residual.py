@@ -225,7 +225,7 @@ def frozen_afterwards(scheme: Scheme[Any]) -> None:
     books.close(empty=True)
 
 
-def one_rank_alone_owes(scheme: Scheme[Any]) -> None:
+def one_rank_alone_carries(scheme: Scheme[Any]) -> None:
     books = begun(scheme)
     state = books.handle.state_dict()
     if dist.get_rank() == 0:
@@ -237,7 +237,7 @@ def one_rank_alone_owes(scheme: Scheme[Any]) -> None:
     books.switch(EXACT)
     books.step("left", factor=torch.inf if dist.get_rank() == 1 else 1.0)
     for p in books.model.left.parameters():
-        assert p.grad is not None and p.grad.isnan().all(), "also on the rank that owes nothing"
+        assert p.grad is not None and p.grad.isnan().all(), "also on the rank that carries nothing"
     books.step("left")
     books.step()
     books.close(empty=True)
@@ -253,11 +253,13 @@ STORIES = [
     plans_change_before_a_step_was_made,
     saved_between,
     frozen_afterwards,
-    one_rank_alone_owes,
+    one_rank_alone_carries,
 ]
 
 
 @pytest.mark.parametrize("scheme", [GATHERED, TWO_WAY, CHUNKS], ids=["gathered", "two ways", "chunks"])
 @pytest.mark.parametrize("story", STORIES, ids=[story.__name__ for story in STORIES])
-def test_what_is_owed_is_sent_once(world: World, story: Callable[[Scheme[Any]], None], scheme: Scheme[Any]) -> None:
+def test_a_carried_residual_is_sent_once(
+    world: World, story: Callable[[Scheme[Any]], None], scheme: Scheme[Any]
+) -> None:
     world(2).run(story, scheme)
