@@ -131,8 +131,8 @@ class Engine:
             run.begin()
         self._asides = []
         self._collected, self._collected_s = set(), None
-        witness = active()
-        self._apart = witness is not None and witness.began(self)
+        listener = active()
+        self._apart = listener is not None and listener.began(self)
         self._running = Synchronization(
             self.plan.order,
             self._synchronize,
@@ -178,8 +178,8 @@ class Engine:
             RuntimeError: when the parameter became ready twice in one step.
         """
         running = self._require_step()
-        if (witness := active()) is not None:
-            witness.take(self, name, gradient if used else None, self.specs[name].shape)
+        if (listener := active()) is not None:
+            listener.take(self, name, gradient if used else None, self.specs[name].shape)
         if used and gradient is not None:
             self._observer.arrived(name, sparse=gradient.layout is torch.sparse_coo)
             if self._planning.looks and not self._apart:
@@ -233,8 +233,8 @@ class Engine:
         running = self._require_step()
         assert not self.missing()
         backward_ended_s = self._collected_s or time.perf_counter() - running.began_s
-        if (witness := active()) is not None:
-            witness.backward_ended(self)
+        if (listener := active()) is not None:
+            listener.backward_ended(self)
         try:
             for aside in self._asides:
                 aside.result()
@@ -264,8 +264,8 @@ class Engine:
         else:
             self._plan_on()
         self.step += 1
-        if witness is not None:
-            witness.step_ended(self, self.parameters)  # may end the script
+        if listener is not None:
+            listener.step_ended(self, self.parameters)  # may end the script
 
     def stepped(self) -> None:
         """An optimiser has stepped: the parameters are as training has them, which backward need not find them."""

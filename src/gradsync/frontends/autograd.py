@@ -163,8 +163,8 @@ class AutogradHooks:
         if self._sync:
             self._reached.clear()
         self._follow_moved_parameters(anew=self._changes.generation != generation)
-        if (witness := active()) is not None:
-            witness.forward_began(self._engine)
+        if (listener := active()) is not None:
+            listener.forward_began(self._engine)
         broadcasts = self._sync and (model.training or self._buffers.are_in_training())
         source = 0
         if self.uneven is not None:

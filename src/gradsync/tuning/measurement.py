@@ -27,7 +27,7 @@ from ..comm import Group, gather_bytes
 from ..engine.engine import Engine
 from ..engine.observation import Observer
 from ..engine.plan_control import MAX_OBSERVATIONS
-from ..engine.step_listener import RecordingDone, Witness, recording
+from ..engine.step_listener import RecordingDone, StepListener, recording
 from ..planner.errors import highest, relative_errors
 from ..plans.profile import (
     Density,
@@ -70,7 +70,7 @@ class Kind(Enum):
     KERNEL = "kernel"  # with a computation on the communication thread beside backward
 
 
-class Measurement(Witness):
+class Measurement(StepListener):
     """Measures the first model whose gradients are exchanged while it is active, or `model`, or that of an `engine`.
 
     `warmup` steps as usual, one to look at the gradients, then twice `steps`: with nothing beside backward and with
