@@ -18,7 +18,7 @@ from ..planner.greedy import bytecomp, bytecomp_device
 from ..planner.joint import certify, search
 from ..planner.problem import Problem, Solution
 from ..planner.trials import random_problem, trials
-from ..report.record import Planning, Record, Spread
+from ..report.record import PlanningRun, Record, Spread
 from ..simulator.models import PAPER_MODELS
 from ..simulator.reference import CASES, bytecomp_problem
 from .provenance import commit, machine, versions
@@ -99,7 +99,7 @@ def _timed(params: dict[str, Any], problem: Problem, rival: Search, repeats: int
         baseline_s=Spread.of(rival_s),
         ratio=Spread.of([a / b for a, b in zip(mine_s, rival_s, strict=True)]),
         aa=Spread.of([a / b for a, b in zip(again_s, rival_s, strict=True)]),
-        planning=Planning(
+        planning=PlanningRun(
             step_s=found.seconds,
             baseline_step_s=other.seconds,
             bound_s=certificate.bound_s,

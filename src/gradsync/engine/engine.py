@@ -41,7 +41,7 @@ from ..tensors.density import ParameterProfile
 from .bucket_run import BucketRun, BucketRuns, BucketStatistics
 from .guard import ParameterGuard, Verification
 from .observation import Observer
-from .plan_control import Planner, Planning, Resumption
+from .plan_control import PlanController, Planner, Resumption
 from .step_listener import active
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ LOADING = "loading of state"
 class Engine:
     """Runs a plan for `parameters` over `group`, with a communication thread of its own for what is ready early.
 
-    `plan` is a `Plan`, or a function that makes one, when `Planning` asks it.
+    `plan` is a `Plan`, or a function that makes one, when the controller asks it.
     """
 
     def __init__(
@@ -81,8 +81,10 @@ class Engine:
         self.late = False  # some rank took part in the last step at its optimiser's step only
         self.device = next(iter(self.parameters.values())).device if self.parameters else torch.device("cpu")
         self._observer = Observer(self.specs, sparse_names)
-        self._planning = Planning(plan, self._observer, group, self.call, device=self.device, timeout_s=timeout_s)
-        self.plan, self.bucket_runs = self._planning.plan, BucketRuns()
+        self._controller = PlanController(
+            plan, self._observer, group, self.call, device=self.device, timeout_s=timeout_s
+        )
+        self.plan, self.bucket_runs = self._controller.plan, BucketRuns()
         self._running: Synchronization | None = None
         self._collected: set[str] = set()  # buckets of the step under way whose results are here
         self._collected_s: float | None = None  # when the first of them was asked for before `finish`
@@ -105,7 +107,7 @@ class Engine:
             verification = Verification(every=0)
         self._sees_steps = False  # of optimisers
         self._guard = ParameterGuard(self.parameters, verification, self.call, timeout_s=timeout_s)
-        self._adopt(self._planning.plan)
+        self._adopt(self._controller.plan)
         self._announce()
 
     # The step, in the order in which a frontend calls.
@@ -124,7 +126,7 @@ class Engine:
         if self.loss_scale is not None:
             self._rescale(self.loss_scale())
         if self.replanning:
-            self._change_plan(self._planning.plan)
+            self._change_plan(self._controller.plan)
         self._observer.begin()
         self._steps_good = False  # until it has ended well
         for run in self.bucket_runs:
@@ -154,17 +156,17 @@ class Engine:
     @property
     def replanning(self) -> bool:
         """Whether the next `begin` changes the plan: who holds views into the buckets' memory lets go of them."""
-        return self._planning.plan is not self.plan
+        return self._controller.plan is not self.plan
 
     @property
     def settled(self) -> bool:
         """Whether the plan in force stays."""
-        return self._closed or not self.parameters or (self._planning.settled and not self.replanning)
+        return self._closed or not self.parameters or (self._controller.settled and not self.replanning)
 
     @property
     def one_by_one(self) -> bool:
         """Whether somebody wants to know of each gradient of the step as soon as it is ready."""
-        return active() is not None or self._planning.looks
+        return active() is not None or self._controller.looks
 
     @property
     def due(self) -> Sized:
@@ -182,7 +184,7 @@ class Engine:
             listener.take(self, name, gradient if used else None, self.specs[name].shape)
         if used and gradient is not None:
             self._observer.arrived(name, sparse=gradient.layout is torch.sparse_coo)
-            if self._planning.looks and not self._apart:
+            if self._controller.looks and not self._apart:
                 self._observer.look(name, gradient)
         for run in self.bucket_runs.of(name):
             if run.load(name, gradient, used=used):
@@ -260,7 +262,7 @@ class Engine:
         if self._guard.is_under_way:
             self._compare()
         if self._apart:
-            self._planning.step_passed()
+            self._controller.step_passed()
         else:
             self._plan_on()
         self.step += 1
@@ -270,22 +272,22 @@ class Engine:
     def stepped(self) -> None:
         """An optimiser has stepped: the parameters are as training has them, which backward need not find them."""
         self._sees_steps = True
-        if self.step > 0 and self._planning.settled and self.plan.what is What.GRADIENT:
+        if self.step > 0 and self._controller.settled and self.plan.what is What.GRADIENT:
             self._guard.look()
 
     def follow(self) -> None:
         """Lets a planner that proposes plans measure the job; on all ranks at once, between two steps."""
-        self._planning.follow(self)
+        self._controller.follow(self)
 
     @property
     def profile(self) -> Profile | None:
         """What the plan was made by, where the job was measured for it."""
-        return self._planning.profile_of(self)
+        return self._controller.profile_of(self)
 
     def propose(self, plans: Sequence[Plan]) -> None:
-        """Plans to go on with between two steps, see `Planning.propose`; on all ranks at once."""
+        """Plans to go on with between two steps, see `PlanController.propose`; on all ranks at once."""
         try:
-            self._planning.propose(plans)
+            self._controller.propose(plans)
         except Exception as error:
             self.fail(f"the plans proposed before step {self.step}: {error}")
             raise
@@ -307,7 +309,7 @@ class Engine:
         self.propose([plan])
         if self.replanning:
             with self.group.renewed():
-                self._change_plan(self._planning.plan)
+                self._change_plan(self._controller.plan)
 
     def fail(self, why: str) -> None:
         """From now on nothing is synchronised any more; the other ranks are told."""
@@ -445,7 +447,7 @@ class Engine:
             )
         if not self.in_step:
             self.bucket_runs.commit(keep=self._steps_good)
-        plan = next(iter(self._planning.on_trial), self.plan)  # a trial is not for keeping
+        plan = next(iter(self._controller.on_trial), self.plan)  # a trial is not for keeping
         origin = Origin(self.group.rank, self.group.size, self._parameters_digest(), self.bucket_runs.keep_values)
         state = {
             "version": VERSION,
@@ -456,7 +458,7 @@ class Engine:
         }
         if self._scale is not None:
             state["loss_scale"] = self._scale
-        planned = self._planning.state_of(self) if self.settled else None
+        planned = self._controller.state_of(self) if self.settled else None
         return state if planned is None else {**state, "planned": planned}
 
     def load_state_dict(self, state: object, *, strict: bool = True) -> None:
@@ -495,7 +497,7 @@ class Engine:
         try:
             saved = examined(state, self.specs, strict=strict)
             assert isinstance(state, Mapping)
-            resumption = self._planning.resumption(state)
+            resumption = self._controller.resumption(state)
             alike = f"step {saved.step}{'' if resumption is None else f', {resumption}'}"
             alike += "" if saved.scale is None else f", loss scale {saved.scale:g}"
             alike += "" if strict else ", not strict"
@@ -515,8 +517,8 @@ class Engine:
     def _take_over(self, saved: Saved, resumption: Resumption | None, runs: BucketRuns) -> None:
         self.step = saved.step
         if resumption is not None:
-            self._planning.resume(self, resumption)
-            self.plan, self.bucket_runs = self._planning.plan, runs
+            self._controller.resume(self, resumption)
+            self.plan, self.bucket_runs = self._controller.plan, runs
             self._announce()
         what = "state that is the same on all ranks"
         self.bucket_runs.restore(
@@ -556,7 +558,7 @@ class Engine:
         link_cost = network_cost(self.group)
         if self._ready_s.keys() != known.keys() or link_cost is None:
             return []
-        cost = self._planning.measured_cost or link_cost
+        cost = self._controller.measured_cost or link_cost
         return forecast(self.plan.order, known, self._ready_s, cost, self.group.placement)
 
     def words(self) -> list[str]:
@@ -570,7 +572,7 @@ class Engine:
             return
         self.abandon("gradsync was detached in the middle of a step")
         self._final_statistics = self.statistics()
-        self._planning.close(self)
+        self._controller.close(self)
         self._closed = True
         self._thread.stop()
         if self._other_core is not None:
@@ -654,11 +656,11 @@ class Engine:
         """The plan of the next step is decided, perhaps the one for good."""
         was_settled = self.settled
         try:
-            self._planning.step_ended(self.bucket_runs)
-            drifted = self._planning.drifted(self._timeline[-1].end_s)
+            self._controller.step_ended(self.bucket_runs)
+            drifted = self._controller.drifted(self._timeline[-1].end_s)
             if drifted:
                 logger.info("steps take another time than they did; the job is measured again")
-            if drifted or self._planning.asks_again():
+            if drifted or self._controller.asks_again():
                 self.follow()
         except Exception as error:
             self.fail(f"the plan after step {self.step}: {error}")

@@ -102,7 +102,7 @@ class Resumption:
         return f"plan {self.plan.digest[:12]} by measurement {measured[:12]}"
 
 
-class Planning:
+class PlanController:
     """Decides after each step on `plan`, that of the next one, by what `observer` saw; a given `Plan` stays."""
 
     def __init__(
