@@ -580,7 +580,7 @@ def test_a_load_that_is_interrupted_on_one_rank_raises_on_all(world: World, wher
 
 
 def load_when_a_note_was_lost() -> None:
-    """The store still owes rank 1 an answer when that comes to the meeting, and takes no other question meanwhile."""
+    """The store still owes rank 1 an answer when that comes to the barrier, and takes no other question meanwhile."""
     _, handle, saved = trained()
     ask, lost = Board._ask, []
 

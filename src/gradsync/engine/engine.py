@@ -408,8 +408,8 @@ class Engine:
         self._guarded(lambda: self._guard.compare(names))
 
     @contextmanager
-    def meeting(self, what: str) -> Iterator[None]:
-        """Inside, all ranks have come to `what`, which is between two steps, without a message of a step.
+    def at_barrier(self, what: str) -> Iterator[None]:
+        """Enters once all ranks have come to `what`, which is between two steps, without a message of a step.
 
         Errors inside are told to all by whoever raises them. Interruptions are told here: others wait for this rank.
 
@@ -419,7 +419,7 @@ class Engine:
         """
         if self.in_step:
             raise RuntimeError(f"{what} was called inside a step; call it between two steps, on every rank")
-        self.call(what, lambda group: group.meet(what, self.timeout_s))
+        self.call(what, lambda group: group.barrier(what, self.timeout_s))
         try:
             yield
         except Exception:
@@ -462,7 +462,7 @@ class Engine:
         return state if planned is None else {**state, "planned": planned}
 
     def load_state_dict(self, state: object, *, strict: bool = True) -> None:
-        """Takes over what `state_dict` gave, see `Attachment.load_state_dict`; all ranks have met for it."""
+        """Takes over what `state_dict` gave, see `Attachment.load_state_dict`; behind a barrier."""
         saved, resumption = self._examined(state, strict=strict)
         runs = self.bucket_runs
         problem: Exception | None = None

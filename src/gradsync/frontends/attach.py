@@ -197,10 +197,10 @@ class Attachment:
 
     @torch.inference_mode(False)  # what is made here is trained on
     def _load(self, find: Callable[[], object], *, strict: bool = True, what: str = LOADING) -> None:
-        """Loads what `find` returns, once all ranks have met for it; for the same `what` it says the same to them."""
+        """Loads what `find` returns, behind a barrier; for the same `what` it says the same to all ranks."""
         self.wait()
         engine, averaging = self._engine, self._averaging
-        with engine.meeting(what):
+        with engine.at_barrier(what):
             found = find()
             state = check_saved(engine, found, None if averaging is None else averaging.specs, strict=strict)
             groups = None if self._regrouping is None else self._regrouping.saved(state)

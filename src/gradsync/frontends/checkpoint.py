@@ -25,7 +25,7 @@ HEAD = {"references"}  # what a rank that takes over from nobody goes without
 
 
 class Load(Protocol):
-    """Loads what a function returns, which is called once all ranks have met."""
+    """Loads what a function returns, which is called behind a barrier of all ranks."""
 
     def __call__(self, find: Callable[[], object], *, strict: bool = True, what: str = LOADING) -> None: ...
 
@@ -64,8 +64,8 @@ class Checkpoint:
         engine = self._engine()
         rank, size = engine.group.rank, engine.group.size
         if self._gather:
-            mine = to_bytes(self._state_dict())  # waits for averages under way: the ranks meet between two steps
-            with engine.meeting(GATHERING):
+            mine = to_bytes(self._state_dict())  # waits for averages under way: the barrier is between two steps
+            with engine.at_barrier(GATHERING):
                 parts = engine.call(GATHERING, lambda group: gather_bytes(group, mine, engine.timeout_s))
             return {_entry(r): torch.frombuffer(bytearray(part), dtype=torch.uint8) for r, part in enumerate(parts)}
         if size > MOST_RANKS:

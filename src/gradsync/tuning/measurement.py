@@ -45,7 +45,7 @@ from ..schemes import SchemeOrCompressor
 from ..tensors.bucket import model_digest
 from .fitting import fit_slowdown
 from .kernels import CANDIDATES, flat_schemes, measured_kernels
-from .links import BUDGET_S, highest_over, measured_links, meet
+from .links import BUDGET_S, barrier, highest_over, measured_links
 from .overlap import (
     Aside,
     Disturbance,
@@ -230,7 +230,7 @@ class Measurement(StepListener):
 
         def job(group: Group) -> None:
             if disturbance.together:
-                meet(group, engine.timeout_s)
+                barrier(group, engine.timeout_s)
             aside.began_s = time.perf_counter()
             disturbance.do()
             aside.ended_s = time.perf_counter()
