@@ -51,7 +51,7 @@ class SparseReduceScatter(Partitioned[Tensor, OwnedRange]):
         return ("pull",)
 
     async def push(
-        self, x: Tensor, state: State, group: Group, scale: float, *, wide: bool = False
+        self, x: Tensor, state: State, group: Group, scale: float, *, keep_fp32: bool = False
     ) -> tuple[OwnedRange, State]:
         # Push: to each owner its elements.
         form, accumulated = part_format(TensorSpec.of(x), group.size), kernels.accumulation_dtype(x.dtype)
@@ -64,7 +64,7 @@ class SparseReduceScatter(Partitioned[Tensor, OwnedRange]):
             positions, values = _part(message, form).get()
             kernels.scatter_rows(positions, values.to(accumulated), total, accumulate=True)
         total = total.view(-1).mul_(scale)
-        return OwnedRange(total if wide else total.to(x.dtype), x), state
+        return OwnedRange(total if keep_fp32 else total.to(x.dtype), x), state
 
     async def pull(self, shard: OwnedRange, state: State, group: Group) -> Tensor:
         # Pull: from each owner its sums.
