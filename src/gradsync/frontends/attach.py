@@ -37,7 +37,7 @@ from .agreement import (
 from .autograd import AutogradHooks
 from .averaging import Averaging, check_saved
 from .checkpoint import Checkpoint
-from .choosing import Choice
+from .choosing import GradientsOrParameters
 from .ddp import DDPState, ddp_hook, has_reducer
 from .regrouping import Regrouping
 from .switching import (
@@ -408,7 +408,7 @@ def attach(
     switch = FrontendSwitch(Frontend(engine, hooks.no_sync, hooks.remove, joinable=lambda: uneven))
     if averaging is not None and optimizer is not None:
         other = ParametersBeside(switch, hooks, averaging, attached)
-        switch.choice = Choice(engine, model, optimizer, other)
+        switch.choice = GradientsOrParameters(engine, model, optimizer, other)
     return Attachment(switch, model)
 
 

@@ -57,7 +57,7 @@ class Parameters(Protocol):
         """Gives averaged gradients up."""
 
 
-class Choice:
+class GradientsOrParameters:
     """Follows the steps of an optimiser until the way is chosen. `engine` is that of gradients.
 
     What is to be done after a step is done when the next forward begins: hooks of an optimiser cannot add others to it.
@@ -71,9 +71,9 @@ class Choice:
         next(self._trial)
         self._stepped_s: float | None = None  # when the last step ended, until it is taken into account
         self.made = False
-        hook = uncompiled(ModelHook)(self, Choice._before_forward)
+        hook = uncompiled(ModelHook)(self, GradientsOrParameters._before_forward)
         self._handles = [
-            after_optimizer_steps(self, Choice._after_optimizer_step, optimizer),
+            after_optimizer_steps(self, GradientsOrParameters._after_optimizer_step, optimizer),
             model.register_forward_pre_hook(hook, prepend=True),  # who synchronises this forward may change in it
         ]
 

@@ -37,7 +37,7 @@ from ..tuning.rates import measured_cluster
 from .agreement import agreed_engine, buffers_of, forget, gather_texts, group_of
 from .autograd import AutogradHooks
 from .averaging import SCALED, Averaging, companions
-from .choosing import Choice
+from .choosing import GradientsOrParameters
 from .regrouping import Regrouping
 from .torch_hooks import Hook
 
@@ -87,7 +87,7 @@ class FrontendSwitch:
 
     present: Frontend
     resting: Frontend | None = None
-    choice: Choice | None = None
+    choice: GradientsOrParameters | None = None
     surviving: Surviving | None = None
 
     def consensus(self) -> None:
