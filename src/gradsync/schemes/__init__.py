@@ -37,8 +37,8 @@ from .regions import OkTopkLike as OkTopkLike
 from .route import Route as Route
 from .route import routes as routes
 from .scatter import SparseReduceScatter as SparseReduceScatter
-from .selection import Choice as Choice
 from .selection import Selection as Selection
+from .selection import TimedScheme as TimedScheme
 from .selection import candidates as candidates
 from .selection import select as select
 from .shuffled import Shuffled as Shuffled
