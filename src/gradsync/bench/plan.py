@@ -17,7 +17,7 @@ from typing import Any
 from ..planner.greedy import bytecomp, bytecomp_device
 from ..planner.joint import certify, search
 from ..planner.problem import Problem, Solution
-from ..planner.trials import random_problem, trials
+from ..planner.trials import gap_cases, random_problem
 from ..report.record import PlanningRun, Record, Spread
 from ..simulator.models import PAPER_MODELS
 from ..simulator.reference import CASES, bytecomp_problem
@@ -118,7 +118,7 @@ def _clocked(function: Callable[[], Any]) -> tuple[Any, float]:
 
 def _of_small(count: int) -> Record:
     """Steps by the search's plans over those of the best of all plans, problem by problem."""
-    seen = list(trials(range(count)))
+    seen = list(gap_cases(range(count)))
     gaps = [trial.gap for trial in seen]
     return Record(
         case="plan",

@@ -24,7 +24,7 @@ from gradsync.kernels.reference.rows import accumulation_dtype, magnitudes
 
 @dataclass(frozen=True)
 class SelectionArguments:
-    """What is chosen from, and where to: the arguments of `top_k` and `select_above`, checked."""
+    """The arguments of `top_k` and `select_above`, checked: what is chosen from, and where to."""
 
     x: Tensor
     indices: Tensor
