@@ -23,7 +23,7 @@ from ..costs.steps import COMPUTE, OFFLOAD, Compute
 from ..plans.plan import Plan
 from ..schemes import AllReduce, CoarseGrained, CompressedAllGather, CompressedAllReduce, Route, routes
 from ..schemes.compressed import parted
-from ..schemes.tree import COMPRESS, DECOMPRESS, Kind, Task
+from ..schemes.tree import COMPRESS, DECOMPRESS, Kind, RouteTask
 from ..tensors.bucket import TensorSpec
 from .compressing import LATE
 from .cuts import best_cuts, by_count, cut_at
@@ -379,7 +379,7 @@ def _two_way(device: str) -> tuple[str, ...]:
     return encode, "all_to_all", decode, encode, "all_gather", decode
 
 
-def _offloaded(task: Task) -> Task:
+def _offloaded(task: RouteTask) -> RouteTask:
     return replace(task, choice=OFFLOAD) if task.kind.is_local else task
 
 

@@ -54,7 +54,7 @@ from .tree import WITH_SUMS as WITH_SUMS
 from .tree import Grammar as Grammar
 from .tree import Leaf as Leaf
 from .tree import LeafConstraints as LeafConstraints
-from .tree import Task as Task
+from .tree import RouteTask as RouteTask
 from .tree import compressions as compressions
 from .tree import is_flat as is_flat
 from .tree import words_of as words_of

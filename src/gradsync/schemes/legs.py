@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from ..costs.cluster import Placement
 from .dense import even_ranges
-from .tree import Kind, Leaf, Scope, Task
+from .tree import Kind, Leaf, RouteTask, Scope
 
 Piece = tuple[int, int]  # elements [start, stop) that are compressed by themselves
 
@@ -38,7 +38,7 @@ class Leg:
     same, a sum of all ranks. `idle`: it is among groups of one.
     """
 
-    task: Task
+    task: RouteTask
     groups: tuple[tuple[int, ...], ...]
     members: int
     before: tuple[Held | None, ...]
@@ -143,7 +143,7 @@ def _groups(leaf: Leaf, placement: Placement) -> dict[Scope, tuple[tuple[int, ..
     return {Scope.NODE: within, Scope.ACROSS: tuple(map(placement.across, within[0]))}
 
 
-def _pushes(tasks: Sequence[Task]) -> Iterator[Task]:
+def _pushes(tasks: Sequence[RouteTask]) -> Iterator[RouteTask]:
     """The collectives that cut payloads up, before these are decompressed."""
     for task in tasks:
         if task.kind is Kind.DECOMP:

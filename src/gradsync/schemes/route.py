@@ -293,10 +293,8 @@ class Route(Scheme[Tensor]):
         task, after = leg.task, leg.after[0]
         assert after is not None
         if task.kind is Kind.COMP:
-            compressor, dense_nbytes = (
-                self.compressor_at(leg.point),
-                first.numel * dtype_of(whole, leg.keep_fp32).itemsize,
-            )
+            compressor = self.compressor_at(leg.point)
+            dense_nbytes = first.numel * dtype_of(whole, leg.keep_fp32).itemsize
             specs = [spec_of(whole, piece, leg.point, leg.keep_fp32) for piece in after.pieces]
             if compressor.agrees:
                 yield Compute(compressor.kernel("observe"), float(dense_nbytes), calls=len(specs))
