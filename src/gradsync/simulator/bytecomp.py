@@ -41,7 +41,7 @@ from .exchanges import (
     TWO_WAY,
     Coding,
     Costs,
-    Network,
+    Interconnect,
 )
 from .models import paper_model
 from .reference import only, searches_table
@@ -63,7 +63,7 @@ class ByteCompJob:
 
     model: str
     coding: Coding
-    network: Network
+    network: Interconnect
     batch: int  # of a rank
     published: tuple[float, ...]  # units a second with 64 ranks, by PUBLISHED_SYSTEMS
     scaling: float | None = None  # published, FP32 at 64 ranks
@@ -174,7 +174,7 @@ def rest_s(job: ByteCompJob) -> float:
     return job.published_s("upper bound") - synced_s("upper bound", job)
 
 
-def misfit(network: Network) -> float:
+def misfit(network: Interconnect) -> float:
     """By how much FP32 misses its bars on this network: the root mean square of logarithms."""
     jobs = [replace(job, network=network) for job in JOBS if job.network.name == network.name]
     logs = [math.log((rest_s(job) + synced_s("FP32", job)) / job.published_s("FP32")) for job in jobs]
