@@ -31,7 +31,7 @@ from ..engine.step_listener import RecordingDone, StepListener, recording
 from ..planner.errors import highest, relative_errors
 from ..plans.profile import (
     Density,
-    Estimate,
+    Interval,
     KernelEstimate,
     Overlap,
     ParameterTimes,
@@ -110,7 +110,7 @@ class Measurement(StepListener):
         self._times: list[StepTimes] = []  # of all steps
         self._asides: list[Aside] = []  # beside each of them
         self._disturbances: dict[Kind, Disturbance] = {}
-        self._exchange: tuple[Estimate | None, Estimate | None] = (None, None)  # of transfers, and kernels beside them
+        self._exchange: tuple[Interval | None, Interval | None] = (None, None)  # of transfers, and kernels beside them
         self._links: tuple[SpanEstimate, ...] = ()
         self._kernels: dict[str, KernelEstimate] = {}
         self._errors: dict[str, dict[str, float]] = {}  # by parameter, by way
@@ -422,11 +422,11 @@ def _spread(seconds: Array) -> dict[str, float]:
 
 
 def _overlap(
-    quiet: Array, transfer: Array, kernel: Array, exchange: tuple[Estimate | None, Estimate | None]
+    quiet: Array, transfer: Array, kernel: Array, exchange: tuple[Interval | None, Interval | None]
 ) -> Overlap:
     """From the (ranks, steps, figures) of each kind, and the factors of what is beside each other in an exchange."""
 
-    def factors(busy: Array) -> tuple[Estimate | None, Estimate | None]:
+    def factors(busy: Array) -> tuple[Interval | None, Interval | None]:
         if not busy.shape[1]:
             return None, None
         backward_s, alone_s, together_s, shared_s = (busy[:, :, figure] for figure in (1, 4, 5, 6))

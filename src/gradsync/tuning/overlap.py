@@ -14,7 +14,7 @@ import torch
 from ..comm import Group
 from ..compressors import BlockInt, ErrorFeedback
 from ..costs.steps import Pattern
-from ..plans.profile import Estimate
+from ..plans.profile import Interval
 from ..tensors.bucket import FlatSpec, Segment
 from .fitting import fit_slowdown
 from .links import Exchange, barrier, highest_over
@@ -104,7 +104,7 @@ def _compression() -> tuple[Callable[[], None], float]:
     return run, (time.perf_counter() - began_s) / KERNEL_RUNS
 
 
-def transfer_beside_kernels(group: Group, timeout_s: float) -> tuple[Estimate | None, Estimate | None]:
+def transfer_beside_kernels(group: Group, timeout_s: float) -> tuple[Interval | None, Interval | None]:
     """How many times as long a transfer takes while all ranks compute, and as long as that computation takes meanwhile.
 
     Both on the thread that calls, as the engine's issuing thread hands a transfer over and computes what is next. None
