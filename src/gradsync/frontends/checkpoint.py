@@ -30,8 +30,8 @@ class Load(Protocol):
     def __call__(self, find: Callable[[], object], *, strict: bool = True, what: str = LOADING) -> None: ...
 
 
-class Part(bytes):
-    """State of one rank, as `gradsync.state.to_bytes` has it, where a library takes numbers, text, bytes and tensors.
+class RankBytes(bytes):
+    """The state of one rank, as `gradsync.state.to_bytes` makes it, for libraries that take text, bytes and tensors.
 
     `torch.save` writes bytes as text, half as long again and slowly: so it is given a tensor of uint8, which is what
     comes back. It alone pickles by protocol 2; whoever copies objects gets bytes.
@@ -74,7 +74,7 @@ class Checkpoint:
                 "and load what gradsync.state.redistribute makes of them"
             )
         mine = to_bytes(self._state_dict())
-        return {_entry(r): Part(mine) if r == rank else None for r in range(rank, MOST_RANKS, size)}
+        return {_entry(r): RankBytes(mine) if r == rank else None for r in range(rank, MOST_RANKS, size)}
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Takes over what `state_dict` gave on these ranks, or on another number of them; on all ranks at once.

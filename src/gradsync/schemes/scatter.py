@@ -20,7 +20,7 @@ from ..tensors.sparse import index_dtype
 from .base import Partitioned, State
 from .dense import OwnedRange
 from .elements import elements_of, join_parts, nonzeros, part_format, write_parts
-from .formats import Part, PartFormat
+from .formats import PartFormat, PartMessage
 
 HEAD_BYTES = LENGTH_BYTES + 8  # before the elements: the message's length, their number
 
@@ -125,7 +125,7 @@ def _message(count: int, form: PartFormat, like: Tensor) -> Tensor:
     return message
 
 
-def _part(message: Tensor, form: PartFormat) -> Part:
+def _part(message: Tensor, form: PartFormat) -> PartMessage:
     """The elements behind the head."""
     count = int(message[LENGTH_BYTES:HEAD_BYTES].clone().view(torch.int64))  # the host cuts the message
     return form.part(message[HEAD_BYTES:], count)
