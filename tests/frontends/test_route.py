@@ -23,8 +23,7 @@ from gradsync.comm import (
     run_local,
     torch_group,
 )
-from gradsync.compressors import ErrorFeedback, TopK, register
-from gradsync.compressors import State as CompressorState
+from gradsync.compressors import CompressorState, ErrorFeedback, TopK, register
 from gradsync.costs.cluster import Placement
 from gradsync.costs.steps import transfers
 from gradsync.costs.timeline import Task

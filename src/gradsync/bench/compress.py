@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..compressors import Absolute, Compressor, Contraction, Exact, Payload, State, Summand, Unbiased
+from ..compressors import Absolute, Compressor, CompressorState, Contraction, Exact, Payload, Summand, Unbiased
 from ..compressors import names as compressors
 from ..report.record import CompressionError, FittedCost, Record, Spread, WireBytes
 from ..tensors.bucket import FlatSpec, Segment
@@ -120,7 +120,7 @@ def run_compress(spec: CompressSpec, on_event: Callable[[dict[str, Any]], None])
     return [record.model_copy(update=about) for record in records]
 
 
-def encoded(compressor: Compressor[Any], x: Tensor, state: State) -> tuple[Any, State]:
+def encoded(compressor: Compressor[Any], x: Tensor, state: CompressorState) -> tuple[Any, CompressorState]:
     """As one rank alone does it: what ranks agree on is its own."""
     agreed = compressor.observe(x, state) if compressor.agrees else None
     return compressor.compress(x, replace(state, agreed=agreed))

@@ -9,8 +9,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from torch import Tensor
 
 from ..comm import Group
-from ..compressors import State as CompressorState
-from ..compressors import expressions
+from ..compressors import CompressorState, expressions
 from ..compressors.expressions import Nameable
 from ..costs.cluster import Placement
 from ..costs.steps import Step

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..comm import LENGTH_BYTES, Group
 from ..comm.shuffle import Matrix
-from ..compressors import State as CompressorState
+from ..compressors import CompressorState
 from ..compressors.expressions import register
 from ..costs.cluster import Placement
 from ..costs.steps import Compute, Step, Transfer

@@ -15,8 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from ..comm import Group, Work
-from ..compressors import Compressor, Summand
-from ..compressors import State as CompressorState
+from ..compressors import Compressor, CompressorState, Summand
 from ..compressors.expressions import register
 from ..costs.cluster import Placement
 from ..costs.steps import OFFLOAD, Compute, Pattern, Step, Transfer

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..comm import Group, Pending
-from ..compressors import Compressor, Payload
-from ..compressors import State as CompressorState
+from ..compressors import Compressor, CompressorState, Payload
 from ..tensors import allocator as memory
 from ..tensors.bucket import FlatSpec, TensorSpec
 from .base import State

@@ -16,8 +16,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from ..compressors import RESIDUAL, SENT, copies_at
-from ..compressors import State as CompressorState
+from ..compressors import RESIDUAL, SENT, CompressorState, copies_at
 from ..kernels import accumulation_dtype
 from ..tensors.bucket import Bucket, Segment
 
