@@ -31,7 +31,7 @@ from gradsync.tuning.default import MeasuringPlanner
 
 SHAPES = {"first": (300, 100), "few": (120_000,), "last": (70_000,)}
 NODES = Placement.regular(2, 2)
-LOOK_AGAIN_STEPS = 3
+LOOK_STEPS = 3
 
 
 class SlowNetwork(MeasuringPlanner):
@@ -92,7 +92,7 @@ def test_flat_buckets_are_summed_inside_nodes_first_and_give_the_mean_in_the_byt
 
 def test_a_bucket_that_fills_up_is_planned_anew_on_all_ranks_alike() -> None:
     jump = 6
-    with mock.patch.object(plan_control, "LOOK_AGAIN_STEPS", LOOK_AGAIN_STEPS):
+    with mock.patch.object(plan_control, "LOOK_STEPS", LOOK_STEPS):
         everyone = run_local(4, lambda group: train(group, [0.05] * jump + [1.0] * 7), placement=NODES)
     histories = [schemes for schemes, _ in everyone]
     assert all(history == histories[0] for history in histories)

@@ -25,7 +25,7 @@ from ..plans.plan import Plan, What
 from ..plans.profile import Profile
 from ..tensors.density import ParameterProfile
 from .bucket_run import BucketRuns
-from .drift import Drift
+from .drift import LOOK_STEPS, Drift
 from .observation import Observer
 from .trial import Trial, slowest
 
@@ -37,7 +37,6 @@ Call = Callable[[str, Callable[[Group], Any]], Any]  # `Engine.call`
 # A table that no module announced travels dense at first, and so do dense gradients with many zeros: their rows show in
 # the second step.
 MAX_OBSERVATIONS = 2
-LOOK_AGAIN_STEPS = 499  # a prime: what alternates from step to step is not always met in the same state
 ASK_AGAIN_STEPS = 8  # while another model is measured; to ask takes a small exchange
 
 
@@ -127,7 +126,7 @@ class PlanController:
         self._device = device
         self._timeout_s = timeout_s
         self._observations_left = 0 if isinstance(plan, Plan) else MAX_OBSERVATIONS
-        self._steps_to_look = LOOK_AGAIN_STEPS
+        self._steps_to_look = LOOK_STEPS
         self._trial: Trial[Plan] | None = None
         self._known_to_plan: list[ParameterProfile] = []  # when the plan was made
         self.plan = plan if isinstance(plan, Plan) else self._planned()[0]
@@ -310,7 +309,7 @@ class PlanController:
         self._steps_to_look -= 1
         if self._steps_to_look > 0:
             return
-        self._steps_to_look = LOOK_AGAIN_STEPS
+        self._steps_to_look = LOOK_STEPS
         self._share("observations", runs)
         plan = reviser.revise(self.plan, self._known_to_plan, self._known())
         self._check(plan)

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from ..engine.engine import Engine
 from ..planner import default_plan
+from ..planner.regroup import CLEARLY
 from .torch_hooks import (
     ModelHook,
     OptimizerStep,
@@ -31,7 +32,6 @@ from .torch_hooks import (
 logger = logging.getLogger(__name__)
 
 BLOCK_STEPS = 12  # of each way at least, that are timed
-CLEARLY = 0.9  # of the steps with averaged gradients: more than blocks differ by chance, and than more steps cost
 
 Steps = Generator[None, float, float]  # goes on once a step, told when it ended; returns seconds
 
