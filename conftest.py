@@ -67,8 +67,8 @@ def stale_memory() -> Iterator[None]:
     left = cycle((0xFF, 0x5A, 0x7F))
 
     def empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        lent = memory._blocks.lend(max(1, numel * dtype.itemsize)).fill_(next(left))
-        return lent[: numel * dtype.itemsize].view(dtype)
+        borrowed = memory._blocks.lend(max(1, numel * dtype.itemsize)).fill_(next(left))
+        return borrowed[: numel * dtype.itemsize].view(dtype)
 
     with patch.object(memory, "empty", empty):
         yield

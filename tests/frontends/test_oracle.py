@@ -29,15 +29,7 @@ from gradsync.schemes import (
 from gradsync.tensors.bucket import TensorSpec, trainable_parameters
 from gradsync_lab.rivals.regions import OkTopkLike
 from gradsync_lab.rivals.zen_hash import ZenHash
-from tests.frontends.models import (
-    Branches,
-    Checkpointed,
-    Convolutions,
-    MixedPrecision,
-    Perceptron,
-    Tables,
-    TiedTable,
-)
+from tests.frontends.models import Branches, Checkpointed, Convolutions, MixedPrecision, Perceptron, Tables, TiedTable
 from tests.frontends.twins import (
     Twin,
     assert_same_gradients,

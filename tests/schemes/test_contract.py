@@ -15,13 +15,7 @@ from hypothesis import given, settings
 from gradsync.comm import GroupError, LocalGroup, drive, run_local
 from gradsync.costs.cluster import Placement
 from gradsync.costs.steps import Transfer, transfers
-from gradsync.schemes import (
-    BalancedParallelism,
-    CoarseGrained,
-    PowerSGD,
-    Shuffled,
-    registered,
-)
+from gradsync.schemes import BalancedParallelism, CoarseGrained, PowerSGD, Shuffled, registered
 from gradsync.schemes.compressed import Compressed
 from gradsync.schemes.points import SMALLEST
 from gradsync.tensors.bucket import Bucket, Layout, Segment, TensorSpec

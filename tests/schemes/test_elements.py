@@ -14,13 +14,7 @@ from torch import Tensor
 from gradsync.comm import Ledger, LocalGroup, Pending, RecordingGroup, drive, run_local
 from gradsync.costs.cluster import Placement
 from gradsync.costs.steps import Pattern, Transfer, transfers
-from gradsync.schemes import (
-    AllReduce,
-    BalancedElements,
-    Scheme,
-    from_expression,
-    to_expression,
-)
+from gradsync.schemes import AllReduce, BalancedElements, Scheme, from_expression, to_expression
 from gradsync.tensors.bucket import TensorSpec
 from gradsync.tensors.density import DensityProfile, profile_rows
 from gradsync_lab.rivals.regions import OkTopkLike

@@ -10,15 +10,7 @@ import torch
 
 from gradsync.costs.cluster import Link, Placement
 from gradsync.costs.cost_model import CostModel
-from gradsync.schemes import (
-    AGSparse,
-    AllReduce,
-    BalancedParallelism,
-    ElementPoint,
-    Hierarchical,
-    Scheme,
-    select,
-)
+from gradsync.schemes import AGSparse, AllReduce, BalancedParallelism, ElementPoint, Hierarchical, Scheme, select
 from gradsync.tensors.bucket import Layout, TensorSpec
 from gradsync.tensors.density import DensityProfile
 from gradsync_lab.rivals.candidates import candidates

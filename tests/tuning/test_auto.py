@@ -330,11 +330,10 @@ def test_what_cannot_be_planned_for_is_refused_when_the_planner_is_made() -> Non
 
 @quickly()
 def measured_again_when_steps_take_longer() -> list[bool]:
-    from gradsync.engine import drift
-    from gradsync.engine import plan_control as planning
+    from gradsync.engine import drift, plan_control
 
     Impatient.seen = 0  # of this test: the process may have served others
-    planning.Drift = Impatient  # type: ignore[misc, assignment]  # stands in for it
+    plan_control.Drift = Impatient  # type: ignore[misc, assignment]  # stands in for it
     try:
         torch.manual_seed(0)
         model = Perceptron()
@@ -346,7 +345,7 @@ def measured_again_when_steps_take_longer() -> list[bool]:
         handle.detach()
         return seen
     finally:
-        planning.Drift = drift.Drift  # type: ignore[misc]  # as it was
+        plan_control.Drift = drift.Drift  # type: ignore[misc]  # as it was
 
 
 class Impatient:

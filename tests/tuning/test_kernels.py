@@ -8,33 +8,12 @@ from unittest.mock import patch
 
 import pytest
 
-from gradsync.compressors import (
-    THC,
-    Cast,
-    Compressor,
-    ErrorFeedback,
-    SharedBlockInt,
-    TopK,
-    dgc,
-)
+from gradsync.compressors import THC, Cast, Compressor, ErrorFeedback, SharedBlockInt, TopK, dgc
 from gradsync.costs.cluster import Placement
 from gradsync.costs.steps import Compute
-from gradsync.schemes import (
-    AGSparse,
-    AllReduce,
-    CompressedTwoWay,
-    PowerSGD,
-    Scheme,
-    ways,
-)
+from gradsync.schemes import AGSparse, AllReduce, CompressedTwoWay, PowerSGD, Scheme, ways
 from gradsync.tuning import kernels as rehearsed
-from gradsync.tuning.kernels import (
-    CANDIDATES,
-    FEWEST_SIZES,
-    NUMELS,
-    flat_schemes,
-    measured_kernels,
-)
+from gradsync.tuning.kernels import CANDIDATES, FEWEST_SIZES, NUMELS, flat_schemes, measured_kernels
 from gradsync.tuning.rehearsal import Sample, rehearse_dense
 
 

@@ -8,13 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from gradsync.compressors import (
-    Cast,
-    ErrorFeedback,
-    MomentumCorrection,
-    SharedBlockInt,
-    TopK,
-)
+from gradsync.compressors import Cast, ErrorFeedback, MomentumCorrection, SharedBlockInt, TopK
 from gradsync.planner import candidate_plans
 from gradsync.planner.named import fit_optimizer
 from gradsync.planner.ways import Constraints
@@ -22,13 +16,7 @@ from gradsync.schemes import CoarseGrained, HalfPrecision
 from gradsync.schemes.coarse_names import MOMENTUM, coarse
 from gradsync_lab.bench.automatic import AUTOMATIC, Parted, automatic, parted
 from gradsync_lab.bench.methods import METHODS, method
-from gradsync_lab.rivals.rival_plans import (
-    LazyPlans,
-    best_cuts_plans,
-    bytecomp_plans,
-    layerwise_plans,
-    mergecomp_plans,
-)
+from gradsync_lab.rivals.rival_plans import LazyPlans, best_cuts_plans, bytecomp_plans, layerwise_plans, mergecomp_plans
 from lab.tests.rivals.test_rival_plans import compressed, job
 
 CHUNKS = CoarseGrained(ratio=0.1, scoring="agreement", freeze=True)

@@ -27,13 +27,7 @@ from gradsync_lab.bench.compress import (
     fitted,
     run_compress,
 )
-from gradsync_lab.report.compress import (
-    compress_tables,
-    error_rows,
-    size_in_words,
-    size_of,
-    time_rows,
-)
+from gradsync_lab.report.compress import compress_tables, error_rows, size_in_words, size_of, time_rows
 from gradsync_lab.report.record import Record, load_records, save_records
 from lab.tests.bench.test_cli import unboxed
 

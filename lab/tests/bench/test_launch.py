@@ -13,14 +13,7 @@ from typing import Any
 import pytest
 
 from gradsync_lab.bench import launch, rank
-from gradsync_lab.bench.launch import (
-    START_OVER,
-    Loopback,
-    RankCrashedError,
-    cluster,
-    once_more_after_crash,
-    run_ranks,
-)
+from gradsync_lab.bench.launch import START_OVER, Loopback, RankCrashedError, cluster, once_more_after_crash, run_ranks
 from gradsync_lab.cluster import Lab, LabUnavailableError, Scenario
 
 REPORTS = """

@@ -14,14 +14,7 @@ from gradsync.schemes import Shuffled, to_expression
 from gradsync_lab.bench import reach
 from gradsync_lab.bench.converge import trained
 from gradsync_lab.bench.launch import LOOPBACK
-from gradsync_lab.bench.reach import (
-    Learner,
-    ReachSpec,
-    crossing,
-    run_reach,
-    steps_to,
-    timed_runs,
-)
+from gradsync_lab.bench.reach import Learner, ReachSpec, crossing, run_reach, steps_to, timed_runs
 from gradsync_lab.bench.whole import WholeRun, _merged
 from gradsync_lab.report.record import Record, Spread, load_records, save_records
 from gradsync_lab.report.tables import judgements

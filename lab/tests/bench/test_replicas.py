@@ -18,13 +18,7 @@ from gradsync.comm.shuffle import exact, grid, resting, together
 from gradsync.costs.cluster import Cluster, Link, Placement
 from gradsync.planner import AveragingPlanner
 from gradsync.plans.plan import Plan
-from gradsync.schemes import (
-    AllReduce,
-    Hierarchical,
-    ReduceScatter,
-    Shuffled,
-    to_expression,
-)
+from gradsync.schemes import AllReduce, Hierarchical, ReduceScatter, Shuffled, to_expression
 from gradsync_lab.bench.averaging import averaging_method
 from gradsync_lab.bench.converge import planner_of, training
 from gradsync_lab.bench.methods import method

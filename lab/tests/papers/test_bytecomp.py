@@ -10,7 +10,7 @@ from gradsync.planner.problem import Resource
 from gradsync_lab.papers.bytecomp import (
     JOBS,
     SYSTEMS,
-    Job,
+    ByteCompJob,
     Simulated,
     ablated_s,
     distance_table,
@@ -105,7 +105,7 @@ def test_the_fitted_rate_is_the_best_for_the_bars_of_fp32() -> None:
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.model)
-def test_bytecomp_over_fp32_is_within_15_per_cent_of_its_bars(job: Job) -> None:
+def test_bytecomp_over_fp32_is_within_15_per_cent_of_its_bars(job: ByteCompJob) -> None:
     simulated = Simulated.of(job, ("FP32", "ByteComp", "16-bit, well cut", "ours", "upper bound"))
     published = simulated.published_over_fp32("ByteComp")
     assert simulated.over_fp32("ByteComp") == pytest.approx(published, rel=0.15)
@@ -128,7 +128,7 @@ def test_what_misses_the_bars_is_named() -> None:
 
 
 @pytest.mark.parametrize("job", JOBS[:2], ids=lambda job: job.model)
-def test_hipress_has_the_bars_of_its_released_stand_in_not_of_its_rule(job: Job) -> None:
+def test_hipress_has_the_bars_of_its_released_stand_in_not_of_its_rule(job: ByteCompJob) -> None:
     simulated = Simulated.of(job, ("FP32", "HiPress", "HiPress, released"))
     bar = simulated.published_over_fp32("HiPress")
     assert bar is not None

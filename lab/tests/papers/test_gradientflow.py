@@ -32,7 +32,7 @@ def test_512_gpus_are_faster_than_published_with_the_same_computation_and_networ
 
 
 @pytest.mark.parametrize("job", [ALEXNET, RESNET50], ids=lambda job: job.model)
-def test_every_technique_is_worth_its_while_on_512_gpus(job: gradientflow.Job) -> None:
+def test_every_technique_is_worth_its_while_on_512_gpus(job: gradientflow.GradientFlowJob) -> None:
     seconds = [iteration_s(job, 512, technique) for technique in TECHNIQUES[:4]]
     assert seconds == sorted(seconds, reverse=True)
     assert iteration_s(job, 512, "ours") <= min(iteration_s(job, 512, technique) for technique in TECHNIQUES)
@@ -63,7 +63,7 @@ def test_on_one_node_nothing_passes_between_nodes() -> None:
 
 @pytest.mark.parametrize(("job", "technique"), [(ALEXNET, "+ lazy"), (ALEXNET, "+ by nodes"), (RESNET50, "+ by nodes")])
 def test_a_step_by_the_lazy_threshold_is_within_a_tenth_of_that_by_the_best(
-    job: gradientflow.Job, technique: str
+    job: gradientflow.GradientFlowJob, technique: str
 ) -> None:
     problem = problem_of(job, 512, technique)
     swept = [step_s(problem, lazy(problem, nbytes=sum(problem.nbytes) / 2**power)) for power in range(12)]

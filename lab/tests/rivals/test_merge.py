@@ -10,16 +10,7 @@ from math import inf
 import pytest
 
 from gradsync.planner.machine import deferred_s, step_s
-from gradsync.planner.problem import (
-    Curve,
-    Demand,
-    Option,
-    Part,
-    Problem,
-    Resource,
-    check_parts,
-    layerwise,
-)
+from gradsync.planner.problem import Curve, Demand, Option, Part, Problem, Resource, check_parts, layerwise
 from gradsync_lab.papers.reference import DENSE, bytecomp_problem, mergecomp_problem
 from gradsync_lab.rivals.cuts import best_cuts, curve
 from gradsync_lab.rivals.merge import (

@@ -10,14 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from gradsync.compressors import (
-    BlockInt,
-    Compressor,
-    ErrorFeedback,
-    SharedBlockInt,
-    TopK,
-    dgc,
-)
+from gradsync.compressors import BlockInt, Compressor, ErrorFeedback, SharedBlockInt, TopK, dgc
 from gradsync.costs.cluster import Placement
 from gradsync.costs.cost_model import CostModel, KernelCost
 from gradsync.planner.candidates import Search
@@ -26,14 +19,7 @@ from gradsync.planner.network import Network
 from gradsync.planner.predict import predict
 from gradsync.planner.ways import Constraints
 from gradsync.plans.plan import Plan
-from gradsync.schemes import (
-    AllReduce,
-    CoarseGrained,
-    HalfPrecision,
-    PowerSGD,
-    Route,
-    Scheme,
-)
+from gradsync.schemes import AllReduce, CoarseGrained, HalfPrecision, PowerSGD, Route, Scheme
 from gradsync.tensors.bucket import TensorSpec
 from gradsync.tensors.density import DensityProfile, ParameterProfile
 from gradsync_lab.rivals.rival_plans import (

@@ -15,14 +15,7 @@ from gradsync.costs.steps import Pattern, transfers
 from gradsync.engine.engine import Engine
 from gradsync.kernels.hierarchy import HashMemory
 from gradsync.plans.plan import Plan
-from gradsync.schemes import (
-    AllReduce,
-    BalancedElements,
-    RowPoint,
-    from_expression,
-    hash_lists,
-    to_expression,
-)
+from gradsync.schemes import AllReduce, BalancedElements, RowPoint, from_expression, hash_lists, to_expression
 from gradsync.schemes.hash_lists import owned_by_hash
 from gradsync.tensors.bucket import TensorSpec
 from gradsync.tensors.density import profile_rows

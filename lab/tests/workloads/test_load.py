@@ -10,16 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from gradsync_lab.workloads import (
-    BertWorkload,
-    GPTWorkload,
-    LSTMWorkload,
-    NMTWorkload,
-    ResNet8,
-    Workload,
-    load,
-    names,
-)
+from gradsync_lab.workloads import BertWorkload, GPTWorkload, LSTMWorkload, NMTWorkload, ResNet8, Workload, load, names
 from gradsync_lab.workloads.base import DataWorkload
 from gradsync_lab.workloads.data import cache_directory
 from lab.tests.workloads.training import opened, opened_or_skip

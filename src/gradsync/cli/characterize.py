@@ -11,13 +11,7 @@ import typer
 
 from ..characterization.figures import Characterization, characterize_footprints
 from ..characterization.footprint import DEFAULT_SAMPLE
-from ..characterization.recording import (
-    Recorder,
-    await_recording,
-    discard_recording,
-    load_recording,
-    save_recording,
-)
+from ..characterization.recording import Recorder, await_recording, discard_recording, load_recording, save_recording
 from ..characterization.views import sparsity_table, summary, views, write_sparsity_page
 from ..engine.step_listener import recording
 from .console import WIDE, beside, console, plain_errors

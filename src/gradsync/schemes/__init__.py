@@ -35,8 +35,8 @@ from .precision import HalfPrecision as HalfPrecision
 from .route import Route as Route
 from .route import routes as routes
 from .scatter import SparseReduceScatter as SparseReduceScatter
-from .selection import Choice as Choice
 from .selection import Selection as Selection
+from .selection import TimedScheme as TimedScheme
 from .selection import select as select
 from .shuffled import Shuffled as Shuffled
 from .space import POINTS as POINTS
@@ -51,7 +51,7 @@ from .tree import WITH_SUMS as WITH_SUMS
 from .tree import Grammar as Grammar
 from .tree import Leaf as Leaf
 from .tree import LeafConstraints as LeafConstraints
-from .tree import Task as Task
+from .tree import RouteTask as RouteTask
 from .tree import compressions as compressions
 from .tree import is_flat as is_flat
 from .tree import words_of as words_of

@@ -22,7 +22,7 @@ NO_HANDICAPS: Mapping[Scheme[Any], float] = {}
 
 
 @dataclass(frozen=True)
-class Choice:
+class TimedScheme:
     """A scheme and what it is expected to take."""
 
     scheme: Scheme[Any]
@@ -33,8 +33,8 @@ class Choice:
 class Selection:
     """All that were compared, the fastest first, and which to use."""
 
-    choices: tuple[Choice, ...]
-    chosen: Choice
+    choices: tuple[TimedScheme, ...]
+    chosen: TimedScheme
 
 
 def select(
@@ -68,7 +68,7 @@ def select(
     def seconds(scheme: Scheme[Any]) -> float:
         return handicaps.get(scheme, 1.0) * cost.total_s(scheme.steps(specs, profiles, placement), placement)
 
-    timed = [Choice(scheme, seconds(scheme)) for scheme in schemes]
+    timed = [TimedScheme(scheme, seconds(scheme)) for scheme in schemes]
     ordered = tuple(sorted(timed, key=lambda choice: choice.seconds))
     best = next(choice for choice in timed if choice.seconds <= (1 + tolerance) * ordered[0].seconds)
     present = next((choice for choice in timed if current and choice.scheme.unplanned == current.unplanned), None)

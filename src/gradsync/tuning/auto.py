@@ -42,7 +42,7 @@ STEPS, WARMUP_STEPS = 10, 3
 ORDER = (Follows.NO, Follows.LATER, Follows.NOW)
 
 
-class Turn(Measurement):
+class AutoMeasurement(Measurement):
     """A measurement for a plan: it ends by itself, so others wait for it."""
 
 
@@ -126,7 +126,7 @@ class AutoPlanner:
 
     def _measurement(self, engine: Engine | None = None) -> Measurement:
         candidates = tuple(dict.fromkeys((*CANDIDATES, *self.constraints.lossy)))
-        return Turn(self.steps, self.warmup, engine=engine, candidates=candidates, then=self._propose)
+        return AutoMeasurement(self.steps, self.warmup, engine=engine, candidates=candidates, then=self._propose)
 
     def close(self, engine: Engine) -> None:
         """Measures nothing more of this engine."""
@@ -175,7 +175,7 @@ def _answer(engine: Engine) -> tuple[Follows, str]:
         mine, why = Follows.NO, f"jobs on {engine.device.type} cannot be measured yet"
     elif torch.are_deterministic_algorithms_enabled():
         mine, why = Follows.NO, "torch.use_deterministic_algorithms is on, and timing would decide"
-    elif isinstance(active(), Turn):
+    elif isinstance(active(), AutoMeasurement):
         mine = Follows.LATER
     elif active() is not None:
         mine, why = Follows.NO, "gradients are being measured or recorded already"

@@ -6,15 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ..compressors import (
-    BlockInt,
-    Cast,
-    Compressor,
-    ErrorFeedback,
-    ScaledSign,
-    Summand,
-    TopK,
-)
+from ..compressors import BlockInt, Cast, Compressor, ErrorFeedback, ScaledSign, Summand, TopK
 from ..costs.cluster import Placement
 from ..costs.steps import Compute
 from ..planner.network import INSIDE_NODES, PLANNED

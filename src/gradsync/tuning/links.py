@@ -72,13 +72,13 @@ class Exchange:
 
     def seconds(self, group: Group, timeout_s: float) -> float:
         """From its issue to its end on this rank, once all members are here."""
-        meet(group, timeout_s)
+        barrier(group, timeout_s)
         began_s = time.perf_counter()
         self.issue().wait(timeout_s)
         return time.perf_counter() - began_s
 
 
-def meet(group: Group, timeout_s: float) -> None:
+def barrier(group: Group, timeout_s: float) -> None:
     """Waits for all members."""
     ones = [1] * group.size
     group.all_to_all(torch.zeros(group.size, dtype=torch.uint8), ones, ones, largest=1).wait(timeout_s)

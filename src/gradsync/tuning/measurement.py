@@ -27,11 +27,11 @@ from ..comm import Group, gather_bytes
 from ..engine.engine import Engine
 from ..engine.observation import Observer
 from ..engine.plan_control import MAX_OBSERVATIONS
-from ..engine.step_listener import RecordingDone, Witness, recording
+from ..engine.step_listener import RecordingDone, StepListener, recording
 from ..planner.errors import highest, relative_errors
 from ..plans.profile import (
     Density,
-    Estimate,
+    Interval,
     KernelEstimate,
     Overlap,
     ParameterTimes,
@@ -45,14 +45,8 @@ from ..schemes import SchemeOrCompressor
 from ..tensors.bucket import model_digest
 from .fitting import fit_slowdown
 from .kernels import CANDIDATES, flat_schemes, measured_kernels
-from .links import BUDGET_S, highest_over, measured_links, meet
-from .overlap import (
-    Aside,
-    Disturbance,
-    computation,
-    transfer_beside_kernels,
-    transfers,
-)
+from .links import BUDGET_S, barrier, highest_over, measured_links
+from .overlap import Aside, Disturbance, computation, transfer_beside_kernels, transfers
 from .stopwatch import StepTimes, Stopwatch
 
 COVER = 1.2  # how much longer than backward what goes on beside it is meant to last
@@ -70,7 +64,7 @@ class Kind(Enum):
     KERNEL = "kernel"  # with a computation on the communication thread beside backward
 
 
-class Measurement(Witness):
+class Measurement(StepListener):
     """Measures the first model whose gradients are exchanged while it is active, or `model`, or that of an `engine`.
 
     `warmup` steps as usual, one to look at the gradients, then twice `steps`: with nothing beside backward and with
@@ -110,7 +104,7 @@ class Measurement(Witness):
         self._times: list[StepTimes] = []  # of all steps
         self._asides: list[Aside] = []  # beside each of them
         self._disturbances: dict[Kind, Disturbance] = {}
-        self._exchange: tuple[Estimate | None, Estimate | None] = (None, None)  # of transfers, and kernels beside them
+        self._exchange: tuple[Interval | None, Interval | None] = (None, None)  # of transfers, and kernels beside them
         self._links: tuple[SpanEstimate, ...] = ()
         self._kernels: dict[str, KernelEstimate] = {}
         self._errors: dict[str, dict[str, float]] = {}  # by parameter, by way
@@ -163,7 +157,7 @@ class Measurement(Witness):
             self._require_alike(engine)
         if kind is Kind.LOOK and self._observer is not None:
             self._observer.share(
-                lambda name: engine.lanes.of(name)[0].gradients,
+                lambda name: engine.bucket_runs.of(name)[0].gradients,
                 lambda mine: engine.call("a look at the gradients", lambda group: _gather(engine, group, mine)),
             )
             self._share_errors(engine)
@@ -230,7 +224,7 @@ class Measurement(Witness):
 
         def job(group: Group) -> None:
             if disturbance.together:
-                meet(group, engine.timeout_s)
+                barrier(group, engine.timeout_s)
             aside.began_s = time.perf_counter()
             disturbance.do()
             aside.ended_s = time.perf_counter()
@@ -422,11 +416,11 @@ def _spread(seconds: Array) -> dict[str, float]:
 
 
 def _overlap(
-    quiet: Array, transfer: Array, kernel: Array, exchange: tuple[Estimate | None, Estimate | None]
+    quiet: Array, transfer: Array, kernel: Array, exchange: tuple[Interval | None, Interval | None]
 ) -> Overlap:
     """From the (ranks, steps, figures) of each kind, and the factors of what is beside each other in an exchange."""
 
-    def factors(busy: Array) -> tuple[Estimate | None, Estimate | None]:
+    def factors(busy: Array) -> tuple[Interval | None, Interval | None]:
         if not busy.shape[1]:
             return None, None
         backward_s, alone_s, together_s, shared_s = (busy[:, :, figure] for figure in (1, 4, 5, 6))

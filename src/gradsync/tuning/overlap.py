@@ -14,10 +14,10 @@ import torch
 from ..comm import Group
 from ..compressors import BlockInt, ErrorFeedback
 from ..costs.steps import Pattern
-from ..plans.profile import Estimate
+from ..plans.profile import Interval
 from ..tensors.bucket import FlatSpec, Segment
 from .fitting import fit_slowdown
-from .links import Exchange, highest_over, meet
+from .links import Exchange, barrier, highest_over
 from .stopwatch import StepTimes
 
 PROBE_BYTES = 1 << 20  # of the transfer that tells how long others last
@@ -104,7 +104,7 @@ def _compression() -> tuple[Callable[[], None], float]:
     return run, (time.perf_counter() - began_s) / KERNEL_RUNS
 
 
-def transfer_beside_kernels(group: Group, timeout_s: float) -> tuple[Estimate | None, Estimate | None]:
+def transfer_beside_kernels(group: Group, timeout_s: float) -> tuple[Interval | None, Interval | None]:
     """How many times as long a transfer takes while all ranks compute, and as long as that computation takes meanwhile.
 
     Both on the thread that calls, as the engine's issuing thread hands a transfer over and computes what is next. None
@@ -126,9 +126,9 @@ def transfer_beside_kernels(group: Group, timeout_s: float) -> tuple[Estimate | 
     figures = []
     for _ in range(EXCHANGE_RUNS):
         exchange_alone_s = exchange.seconds(group, timeout_s)
-        meet(group, timeout_s)
+        barrier(group, timeout_s)
         kernels_alone_s = compute_s()
-        meet(group, timeout_s)
+        barrier(group, timeout_s)
         began_s = time.perf_counter()
         pending = exchange.issue()
         kernels_s = compute_s()
@@ -153,7 +153,7 @@ def _disturbance(run: Callable[[], None], times: int, group: Group, timeout_s: f
     disturbance = Disturbance(run, times, 0.0, together)
     seconds = []
     for _ in range(ALONE_RUNS):
-        meet(group, timeout_s)
+        barrier(group, timeout_s)
         began_s = time.perf_counter()
         disturbance.do()
         seconds.append(time.perf_counter() - began_s)

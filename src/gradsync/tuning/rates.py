@@ -13,12 +13,11 @@ import torch
 from numpy.typing import NDArray
 
 from ..comm import LENGTH_BYTES, Group
-from ..costs.cluster import Cluster, Link
+from ..costs.cluster import SLOW, Cluster, Link
 
 SIZES = (1 << 20, 8 << 20)  # bytes each way; the larger one where the smaller takes no time
 TOO_SHORT_S = 5e-3
 REPEATS = 2  # of each round, of which the quickest counts: others may disturb, but nobody helps
-SLOW = 0.8  # share of the usual rate below which a node's link is slow
 NEAR = 0.75  # share of what their links could do that nodes of a rack reach at least
 MOST_NEAR = 0.8  # of the pairs of all racks: some other job may have been in the way of one
 

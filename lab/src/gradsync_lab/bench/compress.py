@@ -18,29 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradsync.compressors import (
-    Absolute,
-    Compressor,
-    Contraction,
-    Exact,
-    Payload,
-    State,
-    Summand,
-    Unbiased,
-)
+from gradsync.compressors import Absolute, Compressor, CompressorState, Contraction, Exact, Payload, Summand, Unbiased
 from gradsync.compressors import names as compressors
 from gradsync.tensors.bucket import FlatSpec, Segment
 
 from ..report.record import CompressionError, FittedCost, Record, Spread, WireBytes
 from ..workloads import Workload, load
-from .kernels import (
-    COPY_BYTES,
-    KernelsSpec,
-    calls_a_sample,
-    environment_of,
-    sample_s,
-    torch_threads,
-)
+from .kernels import COPY_BYTES, KernelsSpec, calls_a_sample, environment_of, sample_s, torch_threads
 from .provenance import commit, versions
 
 SIZES_BYTES = tuple(1 << power for power in (10, 13, 16, 19, 22, 25, 28))
@@ -137,7 +121,7 @@ def run_compress(spec: CompressSpec, on_event: Callable[[dict[str, Any]], None])
     return [record.model_copy(update=about) for record in records]
 
 
-def encoded(compressor: Compressor[Any], x: Tensor, state: State) -> tuple[Any, State]:
+def encoded(compressor: Compressor[Any], x: Tensor, state: CompressorState) -> tuple[Any, CompressorState]:
     """As one rank alone does it: what ranks agree on is its own."""
     agreed = compressor.observe(x, state) if compressor.agrees else None
     return compressor.compress(x, replace(state, agreed=agreed))

@@ -19,9 +19,9 @@ from gradsync.planner.problem import Problem, Solution
 
 from ..papers.models import PAPER_MODELS
 from ..papers.reference import CASES, bytecomp_problem
-from ..report.record import Planning, Record, Spread
+from ..report.record import PlanningRun, Record, Spread
 from ..rivals.greedy import bytecomp, bytecomp_device
-from ..rivals.trials import random_problem, trials
+from ..rivals.trials import gap_cases, random_problem
 from .provenance import commit, machine, versions
 
 SUBJECT, BASELINE, BEST = "gradsync", "bytecomp", "best of all"
@@ -100,7 +100,7 @@ def _timed(params: dict[str, Any], problem: Problem, rival: Search, repeats: int
         baseline_s=Spread.of(rival_s),
         ratio=Spread.of([a / b for a, b in zip(mine_s, rival_s, strict=True)]),
         aa=Spread.of([a / b for a, b in zip(again_s, rival_s, strict=True)]),
-        planning=Planning(
+        planning=PlanningRun(
             step_s=found.seconds,
             baseline_step_s=other.seconds,
             bound_s=certificate.bound_s,
@@ -119,7 +119,7 @@ def _clocked(function: Callable[[], Any]) -> tuple[Any, float]:
 
 def _of_small(count: int) -> Record:
     """Steps by the search's plans over those of the best of all plans, problem by problem."""
-    seen = list(trials(range(count)))
+    seen = list(gap_cases(range(count)))
     gaps = [trial.gap for trial in seen]
     return Record(
         case="plan",

@@ -20,14 +20,7 @@ from gradsync.compressors import Cast, Compressor
 from gradsync.costs.cluster import Cluster, Link, Placement
 from gradsync.planner.averaging import STATES
 from gradsync.plans.plan import Plan
-from gradsync.schemes import (
-    CompressedAllGather,
-    HalfPrecision,
-    Hierarchical,
-    Scheme,
-    Shuffled,
-    from_expression,
-)
+from gradsync.schemes import CompressedAllGather, HalfPrecision, Hierarchical, Scheme, Shuffled, from_expression
 from gradsync.tensors.bucket import FlatSpec
 
 from ..rivals.gossip import Gossip

@@ -20,13 +20,7 @@ from gradsync.schemes import AllReduce, BalancedElements
 from ..cluster import Scenario
 from ..report.record import Record, Spread, WireBytes
 from . import topk
-from .launch import (
-    LOOPBACK,
-    Loopback,
-    cluster,
-    once_more_after_crash,
-    run_ranks,
-)
+from .launch import LOOPBACK, Loopback, cluster, once_more_after_crash, run_ranks
 from .methods import SPARSE_SCHEMES
 from .provenance import commit, machine, versions
 

@@ -13,15 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradsync.comm import (
-    LENGTH_BYTES,
-    Group,
-    Ledger,
-    RecordingGroup,
-    TorchGroup,
-    drive,
-    torch_group,
-)
+from gradsync.comm import LENGTH_BYTES, Group, Ledger, RecordingGroup, TorchGroup, drive, torch_group
 from gradsync.costs.cluster import Link, Placement
 from gradsync.costs.cost_model import CostModel, node_link_bytes
 from gradsync.costs.steps import Compute, Pattern, Transfer, transfers

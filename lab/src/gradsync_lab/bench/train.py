@@ -16,23 +16,9 @@ from pydantic import BaseModel, Field, field_validator
 
 from .. import workloads
 from ..cluster import Scenario
-from ..report.record import (
-    BucketRow,
-    MethodRun,
-    Record,
-    Spread,
-    TimelineTask,
-    TrainingRun,
-    WireBytes,
-)
+from ..report.record import BucketRow, MethodRun, Record, Spread, TimelineTask, TrainingRun, WireBytes
 from ..workloads.emulated import ComputeTimes, measured_times
-from .launch import (
-    LOOPBACK,
-    Loopback,
-    cluster,
-    once_more_after_crash,
-    run_ranks,
-)
+from .launch import LOOPBACK, Loopback, cluster, once_more_after_crash, run_ranks
 from .methods import SWEEPS, TORCH_SPARSE, method
 from .provenance import commit, machine, versions
 from .steal import MOST_STOLEN, Patience, Steal

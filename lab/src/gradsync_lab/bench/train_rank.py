@@ -40,7 +40,7 @@ from .rivals import Rival
 from .steal import Patience, Steal
 from .train import AGAIN, BLOCK_AVERAGES, TrainSpec
 
-Task = Workload | Emulated
+AnyWorkload = Workload | Emulated
 
 PATIENCE_FOR_STEP = 2.5  # method timeouts; before ranks lose each other in the harness' own collectives
 CALIBRATION_STEPS = 3  # steps without synchronisation, from which the length of backward alone is known
@@ -110,7 +110,7 @@ def attempt(who: Contestant) -> Iterator[None]:
         who.attachment.detach()
 
 
-def enter(workload: Task, name: str, way: Method, spec: TrainSpec) -> Contestant:
+def enter(workload: AnyWorkload, name: str, way: Method, spec: TrainSpec) -> Contestant:
     """A fresh copy of the model under a method."""
     model = workload.model(sparse=way.sparse, seed=spec.seed)
     batches = workload.batches(dist.get_rank(), dist.get_world_size(), spec.seed)
@@ -127,13 +127,13 @@ def enter(workload: Task, name: str, way: Method, spec: TrainSpec) -> Contestant
     return who
 
 
-def train_step(workload: Task, who: Contestant, *, sync: bool = True) -> tuple[float, float, float]:
+def train_step(workload: AnyWorkload, who: Contestant, *, sync: bool = True) -> tuple[float, float, float]:
     """One optimiser step; (step, backward) seconds and the loss. Without `sync` nothing is communicated or updated."""
     with in_time(f"a step of {who.name}", who.patience_s):
         return _train_step(workload, who, sync=sync)
 
 
-def _train_step(workload: Task, who: Contestant, *, sync: bool) -> tuple[float, float, float]:
+def _train_step(workload: AnyWorkload, who: Contestant, *, sync: bool) -> tuple[float, float, float]:
     began_s = time.perf_counter()
     batch = next(who.batches)
     no_sync = who.attachment.no_sync if who.attachment else getattr(who.model, "no_sync", nullcontext)
@@ -148,7 +148,7 @@ def _train_step(workload: Task, who: Contestant, *, sync: bool) -> tuple[float, 
     return time.perf_counter() - began_s, backward_s, float(loss.detach())
 
 
-def run_block(workload: Task, who: Contestant, steps: int, *, counted: bool) -> None:
+def run_block(workload: AnyWorkload, who: Contestant, steps: int, *, counted: bool) -> None:
     """Trains a block of steps. The first, which finds caches as another method left them, is not timed."""
     if who.failed:
         return
@@ -174,7 +174,7 @@ def run_block(workload: Task, who: Contestant, steps: int, *, counted: bool) -> 
         who.sent_bytes.append(interface_bytes()[0] - sent_before)
 
 
-def calibrate(workload: Task, who: Contestant) -> None:
+def calibrate(workload: AnyWorkload, who: Contestant) -> None:
     """Measures backward alone, on batches of the run's end, so that training sees the data in order."""
     if who.failed:
         return
@@ -186,7 +186,7 @@ def calibrate(workload: Task, who: Contestant) -> None:
     who.batches = training
 
 
-def settle(workload: Task, who: Contestant) -> None:
+def settle(workload: AnyWorkload, who: Contestant) -> None:
     """Lets gradsync try its plans, then puts the model back: all methods train from the same start on the same data."""
     if who.failed or who.settled:
         return
@@ -204,7 +204,7 @@ def settle(workload: Task, who: Contestant) -> None:
     who.batches = training
 
 
-def ready(workload: Task, name: str, way: Method, spec: TrainSpec, patience: Patience) -> Contestant:
+def ready(workload: AnyWorkload, name: str, way: Method, spec: TrainSpec, patience: Patience) -> Contestant:
     """A method that has settled; with another start where too much of the processors was stolen meanwhile."""
     while True:
         since, who = Steal(), enter(workload, name, way, spec)
@@ -231,7 +231,7 @@ def rounded_up(steps: int, cycle: int) -> int:
 
 
 def compete(
-    workload: Task, ways: dict[str, Method], spec: TrainSpec, repeats: int, patience: Patience
+    workload: AnyWorkload, ways: dict[str, Method], spec: TrainSpec, repeats: int, patience: Patience
 ) -> tuple[list[Contestant], list[float]]:
     """All methods, block by block in turn; the order turns round from block to block.
 
@@ -284,7 +284,7 @@ def pick(sweep: list[Contestant], spec: TrainSpec) -> str:
     return sweep[overall_s.index(min(overall_s))].name
 
 
-def result_of(workload: Task, who: Contestant, spec: TrainSpec) -> dict[str, Any]:
+def result_of(workload: AnyWorkload, who: Contestant, spec: TrainSpec) -> dict[str, Any]:
     """This rank's figures of one method as plain data."""
     if who.failed:
         return {"failed": who.failed, "failed_s": who.failed_s}

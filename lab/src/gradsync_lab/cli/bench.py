@@ -19,14 +19,7 @@ from ..bench.automatic import ENDINGS_IN_WORDS
 from ..bench.balance import SUBJECTS as MAPS
 from ..bench.balance import BalanceSpec, run_balance
 from ..bench.characterization import SUBJECT, LookSpec, run_looks
-from ..bench.compress import (
-    MANY,
-    MANY_BYTES,
-    QUICK_SIZES_BYTES,
-    SIZES_BYTES,
-    CompressSpec,
-    run_compress,
-)
+from ..bench.compress import MANY, MANY_BYTES, QUICK_SIZES_BYTES, SIZES_BYTES, CompressSpec, run_compress
 from ..bench.converge import ConvergeSpec, run_converge, usual_methods
 from ..bench.kernels import KernelsSpec, run_kernels
 from ..bench.methods import METHODS, RIVALS_IN_WORDS

@@ -14,12 +14,7 @@ from gradsync.cli.console import console
 from gradsync.costs.cluster import format_rate
 
 from ..cluster import Lab, LabUnavailableError, LinkRate, Scenario
-from ..cluster.scenario import (
-    parse_background,
-    parse_moving_background,
-    parse_slow,
-    parse_stalls,
-)
+from ..cluster.scenario import parse_background, parse_moving_background, parse_slow, parse_stalls
 
 app = typer.Typer(help="An emulated cluster on this machine: namespaces joined by shaped links.", no_args_is_help=True)
 

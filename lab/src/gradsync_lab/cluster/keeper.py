@@ -135,7 +135,7 @@ def hold_namespace() -> int:
     return pid
 
 
-class Network:
+class NamespaceNetwork:
     """The bridges here, and each node's end of its link."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
@@ -290,7 +290,7 @@ def keep() -> None:
         if not spec["root"]:
             become_root_of_own_namespace()
         unshare(CLONE_NEWNET)
-        network = Network(spec)
+        network = NamespaceNetwork(spec)
     except Exception as error:  # told to the caller, who raises it
         answer(error=f"{type(error).__name__}: {error}")
         return

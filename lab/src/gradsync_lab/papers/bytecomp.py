@@ -42,7 +42,7 @@ from .exchanges import (
     TWO_WAY,
     Coding,
     Costs,
-    Network,
+    Interconnect,
 )
 from .models import paper_model
 from .reference import only, searches_table
@@ -59,12 +59,12 @@ PUBLISHED_SYSTEMS = ("FP32", "BytePS-Compress", "HiTopKComm", "HiPress", "ByteCo
 
 
 @dataclass(frozen=True)
-class Job:
+class ByteCompJob:
     """A row of the paper's throughput."""
 
     model: str
     coding: Coding
-    network: Network
+    network: Interconnect
     batch: int  # of a rank
     published: tuple[float, ...]  # units a second with 64 ranks, by PUBLISHED_SYSTEMS
     scaling: float | None = None  # published, FP32 at 64 ranks
@@ -79,18 +79,18 @@ class Job:
 
 
 JOBS = (
-    Job("bert-base", RANDOM_K, NVLINK, 1024, (1.30e5, 1.57e5, 1.34e5, 1.47e5, 2.08e5, 2.25e5), 0.51),
-    Job("gpt2", EF_SIGN_SGD, NVLINK, 80, (6.75e3, 7.7e3, 6.9e3, 8.2e3, 1.10e4, 1.13e4), 0.58),
-    Job("ugatit", DGC, NVLINK, 2, (45, 37, 74, 83, 111, 117)),
-    Job("vgg16", RANDOM_K, PCIE, 32, (3.35e3, 2.7e3, 7.0e3, 7.9e3, 1.23e4, 1.34e4)),
-    Job("lstm", EF_SIGN_SGD, PCIE, 80, (9.9e3, 8.7e3, 1.01e4, 9.9e3, 1.75e4, 1.92e4), 0.46),
-    Job("resnet101", DGC, PCIE, 32, (7.85e3, 7.9e3, 3.6e3, 7.55e3, 9.35e3, 1.00e4), 0.70),
+    ByteCompJob("bert-base", RANDOM_K, NVLINK, 1024, (1.30e5, 1.57e5, 1.34e5, 1.47e5, 2.08e5, 2.25e5), 0.51),
+    ByteCompJob("gpt2", EF_SIGN_SGD, NVLINK, 80, (6.75e3, 7.7e3, 6.9e3, 8.2e3, 1.10e4, 1.13e4), 0.58),
+    ByteCompJob("ugatit", DGC, NVLINK, 2, (45, 37, 74, 83, 111, 117)),
+    ByteCompJob("vgg16", RANDOM_K, PCIE, 32, (3.35e3, 2.7e3, 7.0e3, 7.9e3, 1.23e4, 1.34e4)),
+    ByteCompJob("lstm", EF_SIGN_SGD, PCIE, 80, (9.9e3, 8.7e3, 1.01e4, 9.9e3, 1.75e4, 1.92e4), 0.46),
+    ByteCompJob("resnet101", DGC, PCIE, 32, (7.85e3, 7.9e3, 3.6e3, 7.55e3, 9.35e3, 1.00e4), 0.70),
 )
 PLANNING_MS = {"vgg16": 17, "resnet101": 179, "ugatit": 84, "bert-base": 125, "gpt2": 99, "lstm": 1}  # published
 
 
 @cache
-def problem_of(job: Job, nodes: int = NODES) -> Problem:
+def problem_of(job: ByteCompJob, nodes: int = NODES) -> Problem:
     """The job's gradients with all options."""
     model = paper_model(job.model)
     return Problem(model.gaps_s, model.nbytes, Costs(job.network, job.coding, nodes).options())
@@ -108,47 +108,47 @@ def published_choice(problem: Problem) -> Solution:
     return bytecomp_offload(problem, bytecomp_device(problem, ON_DEVICE).parts, OFFLOADED)
 
 
-def _fp32_s(job: Job, nodes: int) -> float:
+def _fp32_s(job: ByteCompJob, nodes: int) -> float:
     """BytePS: tensors in partitions that follow one another through the links."""
     problem = split_items(problem_of(job, nodes), PARTITION_BYTES).problem
     return step_s(problem, layerwise(problem, FP32))
 
 
-def _byteps_compress_s(job: Job, nodes: int) -> float:
+def _byteps_compress_s(job: ByteCompJob, nodes: int) -> float:
     problem = split_items(problem_of(job, nodes), PARTITION_BYTES).problem
     return step_s(problem, byteps_compress(problem, FP32, HOST_TWO_WAY))
 
 
-def _hitopkcomm_s(job: Job, nodes: int) -> float:
+def _hitopkcomm_s(job: ByteCompJob, nodes: int) -> float:
     problem = problem_of(job, nodes)
     return step_s(problem, layerwise(problem, GATHERED))
 
 
-def _hipress_s(job: Job, nodes: int) -> float:
+def _hipress_s(job: ByteCompJob, nodes: int) -> float:
     problem = problem_of(job, nodes)
     return step_s(problem, Costs(job.network, job.coding, nodes).secopa().parts(problem, FP32, TWO_WAY))
 
 
-def _released_hipress_s(job: Job, nodes: int) -> float:
+def _released_hipress_s(job: ByteCompJob, nodes: int) -> float:
     problem = problem_of(job, nodes)
     smallest = 4 * RELEASED_THRESHOLD.get(job.model, RELEASED_THRESHOLD_ELSE)
     chosen = (TWO_WAY if nbytes >= smallest else FP32 for nbytes in problem.nbytes)
     return step_s(problem, [Part(item, item + 1, option) for item, option in enumerate(chosen)])
 
 
-def _half_s(job: Job, nodes: int) -> float:
+def _half_s(job: ByteCompJob, nodes: int) -> float:
     return search(only(split_items(problem_of(job, nodes), DDP_BYTES).problem, HALF)).seconds
 
 
-def _ours_s(job: Job, nodes: int) -> float:
+def _ours_s(job: ByteCompJob, nodes: int) -> float:
     return search(split_items(problem_of(job, nodes), DDP_BYTES).problem).seconds
 
 
-def _upper_bound_s(job: Job, nodes: int) -> float:
+def _upper_bound_s(job: ByteCompJob, nodes: int) -> float:
     return search(only(without_kernels(problem_of(job, nodes)), *ON_DEVICE), max_items=1).seconds
 
 
-_SYSTEMS: dict[str, Callable[[Job, int], float]] = {
+_SYSTEMS: dict[str, Callable[[ByteCompJob, int], float]] = {
     "FP32": _fp32_s,
     "BytePS-Compress": _byteps_compress_s,
     "HiTopKComm": _hitopkcomm_s,
@@ -165,17 +165,17 @@ SYSTEMS = tuple(_SYSTEMS)
 
 
 @cache
-def synced_s(system: str, job: Job, nodes: int = NODES) -> float:
+def synced_s(system: str, job: ByteCompJob, nodes: int = NODES) -> float:
     """Backward and synchronisation."""
     return _SYSTEMS[system](job, nodes)
 
 
-def rest_s(job: Job) -> float:
+def rest_s(job: ByteCompJob) -> float:
     """Of an iteration, besides backward and synchronisation: fitted, so that the upper bound is the published one."""
     return job.published_s("upper bound") - synced_s("upper bound", job)
 
 
-def misfit(network: Network) -> float:
+def misfit(network: Interconnect) -> float:
     """By how much FP32 misses its bars on this network: the root mean square of logarithms."""
     jobs = [replace(job, network=network) for job in JOBS if job.network.name == network.name]
     logs = [math.log((rest_s(job) + synced_s("FP32", job)) / job.published_s("FP32")) for job in jobs]
@@ -186,12 +186,12 @@ def misfit(network: Network) -> float:
 class Simulated:
     """Iterations of a job by system, and what is fitted of them."""
 
-    job: Job
+    job: ByteCompJob
     rest_s: float
     synced_s: dict[str, float]  # backward and synchronisation
 
     @classmethod
-    def of(cls, job: Job, systems: Iterable[str] = SYSTEMS, nodes: int = NODES) -> Simulated:
+    def of(cls, job: ByteCompJob, systems: Iterable[str] = SYSTEMS, nodes: int = NODES) -> Simulated:
         return cls(job, rest_s(job), {system: synced_s(system, job, nodes) for system in systems})
 
     def iteration_s(self, system: str) -> float:
@@ -322,7 +322,7 @@ def unexplained_table(simulated: list[Simulated]) -> Table:
     )
 
 
-def _host_s(job: Job) -> float:
+def _host_s(job: ByteCompJob) -> float:
     """What the host does for all gradients in BytePS' partitions."""
     problem = split_items(problem_of(job), PARTITION_BYTES).problem
     chain = problem.options[HOST_TWO_WAY].chain
@@ -333,7 +333,7 @@ def _host_s(job: Job) -> float:
 DISTANCES = {"bert-base Random-k": 7, "gpt2 EFSignSGD": 3, "ugatit DGC": 5}  # published, %, with NVLink
 
 
-def distance_table(jobs: Sequence[Job] = JOBS) -> Table:
+def distance_table(jobs: Sequence[ByteCompJob] = JOBS) -> Table:
     """By how much throughput stays below the upper bound, with every compressor on both networks."""
     rows = Rows("distance", "%")
     for job in jobs:
@@ -380,7 +380,7 @@ def scaling_table() -> Table:
     )
 
 
-def planning_table(jobs: Sequence[Job] = JOBS) -> Table:
+def planning_table(jobs: Sequence[ByteCompJob] = JOBS) -> Table:
     """How long plans take to find, on this machine, and how far from the best they can be."""
     rows = Rows("planning", "ms")
     for job in sorted(jobs, key=lambda job: -PLANNING_MS[job.model]):
@@ -448,7 +448,7 @@ def ablation_table() -> Table:
     )
 
 
-def ablated_s(job: Job, variant: str) -> float:
+def ablated_s(job: ByteCompJob, variant: str) -> float:
     """Backward and synchronisation."""
     if variant == "FP32":
         return synced_s("FP32", job)

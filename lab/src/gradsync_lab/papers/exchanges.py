@@ -44,7 +44,7 @@ HALF_US = (4.0, 22.0)  # to make and unmake 16 bits, of a shard
 
 
 @dataclass(frozen=True)
-class Network:
+class Interconnect:
     """Links inside nodes by the released planner's constant, between nodes at the fitted rate."""
 
     name: str
@@ -54,8 +54,8 @@ class Network:
 
 # The rates between nodes make the three FP32 bars of each network come out best (least squares of the logarithms):
 # tests/simulator/test_bytecomp.py.
-NVLINK = Network("NVLink, 100 Gb/s", 1e9 / 0.02, 2.3e9)
-PCIE = Network("PCIe, 25 Gb/s", 1e9 / 0.4, 1.95e9)
+NVLINK = Interconnect("NVLink, 100 Gb/s", 1e9 / 0.02, 2.3e9)
+PCIE = Interconnect("PCIe, 25 Gb/s", 1e9 / 0.4, 1.95e9)
 
 # Options by place. The paper's tree has 174 leaves on one device; those through a root are left out, as one rank's link
 # carries what all could, and flat ones among 64 ranks. `GATHERED`: payloads to all, `TWO_WAY`: to owners and back.
@@ -68,7 +68,7 @@ OFFLOADED = {GATHERED: HOST_GATHERED, TWO_WAY: HOST_TWO_WAY}
 class Costs:
     """The options of a bucket in a cluster of so many nodes, from the steps of their collectives."""
 
-    network: Network
+    network: Interconnect
     coding: Coding
     nodes: int = NODES
 

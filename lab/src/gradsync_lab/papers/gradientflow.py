@@ -21,14 +21,7 @@ from gradsync.costs.steps import Compute, transfers
 from gradsync.planner.joint import search
 from gradsync.planner.machine import step_s
 from gradsync.planner.problem import Curve, Demand, Option, Part, Problem, Resource, layerwise
-from gradsync.schemes import (
-    AllReduce,
-    CoarseGrained,
-    HalfPrecision,
-    Hierarchical,
-    ReduceScatter,
-    Scheme,
-)
+from gradsync.schemes import AllReduce, CoarseGrained, HalfPrecision, Hierarchical, ReduceScatter, Scheme
 from gradsync.tensors.bucket import TensorSpec
 
 from ..rivals.merge import lazy, lazy_bytes
@@ -50,7 +43,7 @@ TIMED_BYTES = (1 << 28, 1 << 30)  # of a bucket, between which times are a strai
 
 
 @dataclass(frozen=True)
-class Job:
+class GradientFlowJob:
     """What one GPU computes in an iteration; forward takes half as long as backward."""
 
     model: str
@@ -68,8 +61,8 @@ class Job:
 
 
 # 95 epochs in 90 s at a speed-up of 410.2 make 38.8 ms of 128 images; of ResNet-50, 750 images a second are assumed.
-ALEXNET = Job("alexnet", 0.0259, 128)
-RESNET50 = Job("resnet50", 64 / 750 / 1.5, 64)
+ALEXNET = GradientFlowJob("alexnet", 0.0259, 128)
+RESNET50 = GradientFlowJob("resnet50", 64 / 750 / 1.5, 64)
 JOBS = (ALEXNET, RESNET50)
 
 HALF = HalfPrecision(values="float16")
@@ -118,7 +111,7 @@ class Counted(IntEnum):
 
 
 @cache
-def problem_of(job: Job, gpus: int, *techniques: str, counted: Counted = Counted.CHOOSING) -> Problem:
+def problem_of(job: GradientFlowJob, gpus: int, *techniques: str, counted: Counted = Counted.CHOOSING) -> Problem:
     """The model's gradients, with these as options. What is not counted takes no time."""
     chains = {n: tuple(_chain(scheme_of(n, gpus), gpus, counted)) for n in techniques}
     options = tuple(Option(name, chain) for name, chain in chains.items())
@@ -148,7 +141,7 @@ def _bucket(nbytes: int) -> TensorSpec:
 
 
 @cache
-def parts_of(job: Job, gpus: int, technique: str) -> tuple[Part, ...]:
+def parts_of(job: GradientFlowJob, gpus: int, technique: str) -> tuple[Part, ...]:
     """The buckets that a technique makes of the gradients."""
     problem = problem_of(job, gpus, *_options_of(technique))
     if technique == "ours":
@@ -160,22 +153,22 @@ def _options_of(technique: str) -> tuple[str, ...]:
     return (TECHNIQUES[1], *TECHNIQUES[3:5]) if technique == "ours" else (technique,)
 
 
-def synced_s(job: Job, gpus: int, technique: str, counted: Counted = Counted.CHOOSING) -> float:
+def synced_s(job: GradientFlowJob, gpus: int, technique: str, counted: Counted = Counted.CHOOSING) -> float:
     """From backward's begin to the last gradient."""
     problem = problem_of(job, gpus, *_options_of(technique), counted=counted)
     return step_s(problem, parts_of(job, gpus, technique))
 
 
-def iteration_s(job: Job, gpus: int, technique: str) -> float:
+def iteration_s(job: GradientFlowJob, gpus: int, technique: str) -> float:
     return job.compute_s - job.backward_s + synced_s(job, gpus, technique)
 
 
-def speed_up(job: Job, gpus: int, technique: str) -> float:
+def speed_up(job: GradientFlowJob, gpus: int, technique: str) -> float:
     """What so many GPUs process in the time in which one processes as much as each of them."""
     return gpus * job.compute_s / iteration_s(job, gpus, technique)
 
 
-def attributed(job: Job, gpus: int, technique: str) -> Attribution:
+def attributed(job: GradientFlowJob, gpus: int, technique: str) -> Attribution:
     """By the same buckets, with one more counted each time."""
     bare_s, waiting_s, rounded_s, all_s = (synced_s(job, gpus, technique, counted) for counted in Counted)
     return Attribution(
@@ -188,7 +181,7 @@ def attributed(job: Job, gpus: int, technique: str) -> Attribution:
     )
 
 
-def epochs_minutes(job: Job, gpus: int, technique: str) -> float:
+def epochs_minutes(job: GradientFlowJob, gpus: int, technique: str) -> float:
     """Of 95 epochs of ImageNet in batches of 65,536, or of as many images as the GPUs have together."""
     return EPOCHS * IMAGES / (gpus * job.images) * iteration_s(job, gpus, technique) / 60
 
@@ -204,7 +197,7 @@ def gradientflow_tables() -> list[Table]:
     ]
 
 
-def speed_ups_table(job: Job) -> Table:
+def speed_ups_table(job: GradientFlowJob) -> Table:
     rows = Rows(f"speed-up {job.model}", "ratio")
     for technique in TECHNIQUES:
         values: list[tuple[str, float, float | None]] = []

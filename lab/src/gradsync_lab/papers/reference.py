@@ -15,14 +15,7 @@ from gradsync.planner.problem import Curve, Demand, Option, Part, Problem, Resou
 
 from ..rivals.cuts import best_cuts, curve
 from ..rivals.greedy import bytecomp_device, bytecomp_offload
-from ..rivals.merge import (
-    DDP_BYTES,
-    equal_counts,
-    fixed_size,
-    mergecomp,
-    released_cut,
-    two_buckets,
-)
+from ..rivals.merge import DDP_BYTES, equal_counts, fixed_size, mergecomp, released_cut, two_buckets
 from .models import paper_model
 from .tables import Rows, Table
 

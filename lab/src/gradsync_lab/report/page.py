@@ -7,13 +7,7 @@ from typing import TYPE_CHECKING
 
 from . import plots
 from .record import Record, Spread, TrainingRun
-from .tables import (
-    against_baseline,
-    factor,
-    failure,
-    training_columns,
-    training_rows,
-)
+from .tables import against_baseline, factor, failure, training_columns, training_rows
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

@@ -106,7 +106,7 @@ class Losses(BaseModel):
     baseline: list[float]
 
 
-class Planning(BaseModel):
+class PlanningRun(BaseModel):
     """A plan that a search found, and what it is held against; steps are of the machine that plans are made for."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -171,7 +171,7 @@ class Record(BaseModel):
     error: CompressionError | None = None  # of the metric `error`
     losses: Losses | None = None  # of the metric `loss`
     accuracies: Losses | None = None  # with it, where the workload has some
-    planning: Planning | None = None  # of the metric `plan_s`
+    planning: PlanningRun | None = None  # of the metric `plan_s`
     versions: dict[str, str] = {}
     environment: dict[str, Any] = {}
     commit: str | None = None

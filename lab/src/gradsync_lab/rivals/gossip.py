@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradsync.comm import LENGTH_BYTES, Group
 from gradsync.comm.shuffle import Matrix
-from gradsync.compressors import State as CompressorState
+from gradsync.compressors import CompressorState
 from gradsync.compressors.expressions import register
 from gradsync.costs.cluster import Placement
 from gradsync.costs.steps import Compute, Step, Transfer

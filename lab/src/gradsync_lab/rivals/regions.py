@@ -19,7 +19,7 @@ from gradsync.costs.cluster import Placement
 from gradsync.costs.steps import Compute, Pattern, Step, Transfer
 from gradsync.schemes.base import Scheme, State
 from gradsync.schemes.elements import Sums, counts_in, elements_of, nonzeros
-from gradsync.schemes.formats import Part, PartFormat
+from gradsync.schemes.formats import PartFormat, PartMessage
 from gradsync.tensors.bucket import Layout, TensorSpec
 from gradsync.tensors.density import DensityProfile
 from gradsync.tensors.sparse import index_dtype
@@ -137,7 +137,7 @@ def _expected_below(profile: DensityProfile, edges: Tensor) -> Tensor:
     return profile.rows * (below[lower] + (places - lower) * shares[lower + 1])[None]
 
 
-async def _push(indices: Tensor, values: Tensor, regions: Regions, group: Group) -> list[Part]:
+async def _push(indices: Tensor, values: Tensor, regions: Regions, group: Group) -> list[PartMessage]:
     """The parts of all ranks in my region."""
     counts = [[int(count) for count in row] for row in regions.counts]
     mine, size = counts[group.rank], group.size
@@ -155,7 +155,7 @@ async def _push(indices: Tensor, values: Tensor, regions: Regions, group: Group)
     return [form.part(part, count) for part, count in zip(arrived, received, strict=True)]
 
 
-async def _pull(sums: Sums, regions: Regions, group: Group) -> list[Part]:
+async def _pull(sums: Sums, regions: Regions, group: Group) -> list[PartMessage]:
     """The sums of all owners, of which everyone knows bounds."""
     sums.write_count()
     summed = [math.ceil(sum(column)) for column in zip(*regions.counts, strict=True)]
@@ -171,7 +171,7 @@ async def _pull(sums: Sums, regions: Regions, group: Group) -> list[Part]:
     ]
 
 
-def _join(totals: Sequence[Part], regions: Regions, x: Tensor) -> Tensor:
+def _join(totals: Sequence[PartMessage], regions: Regions, x: Tensor) -> Tensor:
     """Overwrites the flat tensor: the owners' sums where they belong, zero everywhere else."""
     x.zero_()
     for total, (start, stop) in zip(totals, regions.bounds, strict=True):

@@ -28,16 +28,9 @@ from gradsync.planner.problem import Curve, Part, Problem
 from gradsync.planner.turns import with_best_turns
 from gradsync.planner.ways import Constraints, exact_ways, ways_of
 from gradsync.plans.plan import Plan
-from gradsync.schemes import (
-    AllReduce,
-    CoarseGrained,
-    CompressedAllGather,
-    CompressedAllReduce,
-    Route,
-    routes,
-)
+from gradsync.schemes import AllReduce, CoarseGrained, CompressedAllGather, CompressedAllReduce, Route, routes
 from gradsync.schemes.compressed import parted
-from gradsync.schemes.tree import COMPRESS, DECOMPRESS, Kind, Task
+from gradsync.schemes.tree import COMPRESS, DECOMPRESS, Kind, RouteTask
 from gradsync.tensors.bucket import TensorSpec
 
 from .cuts import best_cuts, by_count, cut_at
@@ -387,7 +380,7 @@ def _two_way(device: str) -> tuple[str, ...]:
     return encode, "all_to_all", decode, encode, "all_gather", decode
 
 
-def _offloaded(task: Task) -> Task:
+def _offloaded(task: RouteTask) -> RouteTask:
     return replace(task, choice=OFFLOAD) if task.kind.is_local else task
 
 

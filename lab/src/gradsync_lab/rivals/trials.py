@@ -14,8 +14,8 @@ COMPUTE, OFFLOAD, INTRA, INTER = Resource
 
 
 @dataclass(frozen=True)
-class Trial:
-    """One problem: gaps are shares, 0.01 is one per cent."""
+class GapCase:
+    """One problem that is small enough to play every plan of: gaps are shares, 0.01 is one per cent."""
 
     seed: int
     items: int
@@ -24,14 +24,14 @@ class Trial:
     slack: float  # of the best plan to the bound
 
 
-def trials(seeds: Iterable[int], *, most_items: int = 8) -> Iterator[Trial]:
+def gap_cases(seeds: Iterable[int], *, most_items: int = 8) -> Iterator[GapCase]:
     """Searches, plays all plans and bounds them, for the problem of each seed."""
     for seed in seeds:
         problem = random_problem(seed, most_items=most_items)
         found, best = search(problem), best_of_all(problem)
         certificate = certify(problem, found)
         slack = best.seconds / certificate.bound_s - 1.0
-        yield Trial(seed, problem.size, found.seconds / best.seconds - 1.0, certificate.gap, slack)
+        yield GapCase(seed, problem.size, found.seconds / best.seconds - 1.0, certificate.gap, slack)
 
 
 def random_problem(seed: int, *, most_items: int = 8, items: int | None = None, options: int | None = None) -> Problem:

@@ -20,12 +20,7 @@ from .base import Batch, adagrad_of_tables
 from .classification import ClassificationWorkload
 from .data import Array
 from .entries import LABELS, MAX_PIECES, PADDING, VOCABULARY, open_entries
-from .transformer import (
-    NUM_LAYERS,
-    check_dim,
-    num_parameters_of_layers,
-    transformer_layers,
-)
+from .transformer import NUM_LAYERS, check_dim, num_parameters_of_layers, transformer_layers
 
 HELD_OUT_RATIO = 0.02
 EVALUATION_BATCH = 64

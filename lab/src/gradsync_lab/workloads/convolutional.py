@@ -24,15 +24,7 @@ from gradsync.optim.lars import LARS
 from .base import Batch
 from .classification import ClassificationWorkload
 from .data import Array
-from .images import (
-    DIGITS,
-    FASHION,
-    HELD_OUT_RATIO,
-    IMAGE_SETS,
-    NUM_CLASSES,
-    ImageSet,
-    open_images,
-)
+from .images import DIGITS, FASHION, HELD_OUT_RATIO, IMAGE_SETS, NUM_CLASSES, ImageSet, open_images
 
 EVALUATION_IMAGES = 2_000
 EVALUATION_BATCH = 100

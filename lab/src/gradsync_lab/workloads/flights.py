@@ -19,14 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .data import (
-    Array,
-    SourceArchive,
-    cached_array,
-    fetch,
-    real_or_zipf,
-    zipf_ranks,
-)
+from .data import Array, SourceArchive, cached_array, fetch, real_or_zipf, zipf_ranks
 
 if TYPE_CHECKING:
     import pandas as pd

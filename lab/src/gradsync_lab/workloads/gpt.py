@@ -21,12 +21,7 @@ from .base import Batch, adagrad_of_tables
 from .data import Array
 from .language import LanguageWorkload
 from .tokens import VOCABULARY, open_tokens
-from .transformer import (
-    NUM_LAYERS,
-    check_dim,
-    num_parameters_of_layers,
-    transformer_layers,
-)
+from .transformer import NUM_LAYERS, check_dim, num_parameters_of_layers, transformer_layers
 
 HELD_OUT_RATIO = 0.02
 EVALUATION_WINDOWS = 64

@@ -16,14 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .data import (
-    Array,
-    DebianFile,
-    cached_array,
-    fetch_debian,
-    gunzipped,
-    real_or_stand_in,
-)
+from .data import Array, DebianFile, cached_array, fetch_debian, gunzipped, real_or_stand_in
 
 logger = logging.getLogger(__name__)
 

@@ -17,15 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .data import (
-    Array,
-    DebianFile,
-    cached_array,
-    check_counts,
-    fetch_debian,
-    real_or_zipf,
-    zipf_ranks,
-)
+from .data import Array, DebianFile, cached_array, check_counts, fetch_debian, real_or_zipf, zipf_ranks
 
 logger = logging.getLogger(__name__)
 

@@ -16,14 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from . import gcide
-from .data import (
-    Array,
-    cached_array,
-    check_counts,
-    fetch_debian,
-    real_or_zipf,
-    zipf_ranks,
-)
+from .data import Array, cached_array, check_counts, fetch_debian, real_or_zipf, zipf_ranks
 from .pieces import encoded, tokenizers
 
 logger = logging.getLogger(__name__)

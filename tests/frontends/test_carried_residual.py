@@ -17,13 +17,7 @@ from torch import Tensor, nn
 import gradsync
 from gradsync import Plan
 from gradsync.compressors import ErrorFeedback, TopK
-from gradsync.schemes import (
-    AllReduce,
-    CoarseGrained,
-    CompressedAllGather,
-    CompressedTwoWay,
-    Scheme,
-)
+from gradsync.schemes import AllReduce, CoarseGrained, CompressedAllGather, CompressedTwoWay, Scheme
 from gradsync.tensors.bucket import TensorSpec
 from tests.frontends.conservation import left_to_send
 from tests.world import Ranks
@@ -225,7 +219,7 @@ def frozen_afterwards(scheme: Scheme[Any]) -> None:
     books.close(empty=True)
 
 
-def one_rank_alone_owes(scheme: Scheme[Any]) -> None:
+def one_rank_alone_carries(scheme: Scheme[Any]) -> None:
     books = begun(scheme)
     state = books.handle.state_dict()
     if dist.get_rank() == 0:
@@ -237,7 +231,7 @@ def one_rank_alone_owes(scheme: Scheme[Any]) -> None:
     books.switch(EXACT)
     books.step("left", factor=torch.inf if dist.get_rank() == 1 else 1.0)
     for p in books.model.left.parameters():
-        assert p.grad is not None and p.grad.isnan().all(), "also on the rank that owes nothing"
+        assert p.grad is not None and p.grad.isnan().all(), "also on the rank that carries nothing"
     books.step("left")
     books.step()
     books.close(empty=True)
@@ -253,11 +247,13 @@ STORIES = [
     plans_change_before_a_step_was_made,
     saved_between,
     frozen_afterwards,
-    one_rank_alone_owes,
+    one_rank_alone_carries,
 ]
 
 
 @pytest.mark.parametrize("scheme", [GATHERED, TWO_WAY, CHUNKS], ids=["gathered", "two ways", "chunks"])
 @pytest.mark.parametrize("story", STORIES, ids=[story.__name__ for story in STORIES])
-def test_what_is_owed_is_sent_once(world: World, story: Callable[[Scheme[Any]], None], scheme: Scheme[Any]) -> None:
+def test_a_carried_residual_is_sent_once(
+    world: World, story: Callable[[Scheme[Any]], None], scheme: Scheme[Any]
+) -> None:
     world(2).run(story, scheme)
