@@ -16,6 +16,9 @@ Who computes? What a scheme does between two awaits, whoever issues. `Work` that
 for: `OFFLOAD` is a thread of its own, which begins at once; `COMPUTE` is the thread of backward, which does it when it
 next comes by (`do_work`) or waits for the end, and until then turns that need it wait. A *prepared* bucket awaits work
 first of all: that begins when the bucket is ready, on the thread which says so if it is for `COMPUTE`.
+
+`torch.profiler` shows ranges `gradsync::bucket 0 push` (the bucket's work at that turn) and `gradsync::bucket 0 wait for
+push` (the wait for its operation). It records the communication thread only with `profile_all_threads`.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch.profiler import record_function
 
 from ..costs.steps import COMPUTE, FINISH, OFFLOAD
 from ..costs.timeline import Task
@@ -283,7 +287,8 @@ class Synchronization:
         try:
             if bucket in self._pending:
                 operation, current, issued_s = self._pending.pop(bucket)
-                value = operation.wait(self._timeout_s)
+                with record_function(f"gradsync::bucket {bucket} wait for {current}"):
+                    value = operation.wait(self._timeout_s)
                 if isinstance(operation, Work):
                     span_s = operation.start_s - self.began_s, operation.end_s - self.began_s
                     self.tasks.append(Task(f"{bucket}:{current}", operation.device, *span_s))
@@ -292,7 +297,8 @@ class Synchronization:
                 current = stage
             resumed_s = time.perf_counter()
             try:
-                operation = self._coroutines[bucket].send(value)
+                with record_function(f"gradsync::bucket {bucket} {stage}"):
+                    operation = self._coroutines[bucket].send(value)
             except StopIteration as done:
                 self._record(f"{bucket}:{FINISH}", "kernel", resumed_s)
                 if self._on_cuda:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from ..comm import Group, GroupError, JobThread, Synchronization, gather_bytes
 from ..comm.network_cost import network_cost
@@ -230,9 +231,10 @@ class Engine:
         if (listener := active()) is not None:
             listener.backward_ended(self)
         try:
-            for aside in self._asides:
-                aside.result()
-            running.wait()
+            with record_function("gradsync::finish"):
+                for aside in self._asides:
+                    aside.result()
+                running.wait()
         except BaseException as error:
             self.fail(str(error))
             raise
