@@ -1,4 +1,4 @@
-"""A bucket run is one bucket at run time, with its scheme, its memory, its state and what it has cost so far."""
+"""A bucket at run time: its scheme, memory and state, and the bytes and times that it has cost so far."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from ..tensors.gradients import FlatGradients, Gradients, all_finite, gradients_
 
 @dataclass(frozen=True)
 class BucketStatistics:
-    """Totals of one bucket since attach, or since the plan changed."""
+    """Bytes and times of one bucket, summed since attach or since the plan changed."""
 
     id: str
     names: tuple[str, ...]
@@ -80,7 +80,7 @@ class BucketRun:
     def make(
         cls, bucket: Bucket, scheme: Scheme[Any], templates: Mapping[str, Tensor], device: torch.device, group: Group
     ) -> BucketRun:
-        """See `gradients_of`."""
+        """Allocates the memory of a bucket and the first state of its scheme; see `gradients_of`."""
         recording = RecordingGroup(group, Ledger())
         state = scheme.init(bucket, recording)
         # State is of elements by their index, whatever plans and memory formats it meets; so is what it is added to.
@@ -91,16 +91,16 @@ class BucketRun:
 
     @property
     def carries_marks(self) -> bool:
-        """Whether all ranks know each other's marks once the bucket is synchronised."""
+        """Whether the synchronised bucket shows all ranks' marks (`StepMarks`)."""
         return self.bucket.layout is Layout.FLAT or self.flags_apart
 
     def begin(self) -> None:
-        """A new step: nothing is loaded."""
+        """Starts a step, in which no gradient of the bucket is loaded yet."""
         self.gradients.begin()
         self.waiting = set(self.bucket.names)
 
     def load(self, name: str, gradient: Tensor | None, *, used: bool) -> bool:
-        """A parameter's gradient is ready, see `Engine.load`; returns whether those of the whole bucket are."""
+        """Takes a parameter's gradient (see `Engine.load`); returns whether the bucket has all of its gradients."""
         if gradient is not None and gradient.dtype is not self.bucket.dtype:
             raise RuntimeError(
                 f"the gradient of {name!r} is {gradient.dtype}, it was {self.bucket.dtype} when gradsync was "
@@ -116,7 +116,7 @@ class BucketRun:
         return not self.waiting
 
     async def synchronize(self, *, check_finite: bool, marks: StepMarks, step: int) -> Any:
-        """The bucket's turns in a step; the next state is kept beside the present one."""
+        """Runs the bucket's scheme for one step; keeps the next state beside the present one until `commit`."""
         self.total = None
         x = self.gradients.take(check_finite=check_finite and not self._shows, marks=marks)
         if self.carried_residual is not None:
@@ -131,7 +131,7 @@ class BucketRun:
         return result
 
     def accept(self, result: Any, step: int) -> None:
-        """The step's synchronised gradients."""
+        """Takes the synchronised bucket `result`; leaves the state of parameters that no rank used unchanged."""
         self.gradients.accept(result)
         self.steps += 1
         self.rounds[self.scheme.unchanged_since(step)] += 1
@@ -152,14 +152,15 @@ class BucketRun:
 
     @property
     def arrival(self) -> Arrival:
-        """What the accepted step brought, until its state is committed."""
+        """The sections of the bucket that the accepted step brought; known until the step's state is committed."""
         sections = self.scheme.arrived(self.next_state) if self.next_state else None
         return Arrival(self.bucket, sections, self.scheme.freezes)
 
     def spoil(self) -> None:
-        """After a step in which some rank saw NaN or infinity: the state stays, so the result must not be used.
+        """Overwrites the result by NaN after a step in which some rank saw NaN or infinity.
 
-        NaN says so, to a GradScaler too; nor does a finite result of a lossy scheme hide what the rank saw.
+        The state of such a step is dropped, so the result must not be used: NaN tells a GradScaler so, and a finite
+        result of a lossy scheme would hide what the rank saw.
         """
         lossy = bool(self.state) and not self.scheme.exact
         if (lossy or self.took_over) and isinstance(self.gradients, FlatGradients):
@@ -167,24 +168,24 @@ class BucketRun:
 
     @property
     def _shows(self) -> bool:
-        """Whether NaN and infinity of any rank show in a flat bucket's result: who leaves nothing out sums them too."""
+        """Whether NaN and infinity of any rank show in a flat bucket's result, as in a sum of everything."""
         exact = self.scheme.exact and not self.state
         return self.bucket.layout is Layout.FLAT and (exact or self.scheme.shows_infinity)
 
     @property
     def broken(self) -> bool:
-        """Whether the result is not finite, be it of finite gradients: the same bits, so the same on all ranks."""
+        """Whether the result has NaN or infinity, even from finite gradients; the same on all ranks."""
         return isinstance(self.gradients, FlatGradients) and not all_finite(self.gradients.values, self.total)
 
     def commit(self, *, keep: bool) -> None:
-        """The next state becomes the state, if the step is to be kept."""
+        """Replaces the state by the next state if the step is kept, else drops the next state."""
         if self.next_state is not None and keep:
             self.state, self.carried_residual = self.next_state, self.next_carried_residual
             self.took_over = self.still_carries
         self.next_state = self.next_carried_residual = None
 
     def rescale(self, factor: float) -> None:
-        """Gradients come so many times as large from now on."""
+        """Multiplies what is left to be sent, as gradients are `factor` times as large from now on (loss scaling)."""
         self.state = rescaled(self.state, factor)
         self.carried_residual = None if self.carried_residual is None else self.carried_residual * factor
 
@@ -194,13 +195,13 @@ class BucketRun:
         self.state = self.scheme.init(self.bucket, self.group)
 
     def state_slices(self) -> Iterator[StateSlice]:
-        """Copies of the state, one for each segment and compress point."""
+        """Yields copies of the state, one for each segment and compress point."""
         yield from slices(self.bucket, self.state)
         if self.carried_residual is not None:
             yield from carried_slices(self.bucket, self.carried_residual)
 
     def take_over(self, saved: Sequence[StateSlice]) -> None:
-        """Lays those elements of the slices that this bucket holds into its state; other plans cut elsewhere."""
+        """Copies the elements of saved slices that this bucket holds into its state; other plans may cut elsewhere."""
         self.state = with_slices(self.bucket, self.state, saved)
         if self.bucket.layout is Layout.FLAT:
             self.carried_residual = carried_residual(self.bucket, self.state, saved)
@@ -213,7 +214,7 @@ class BucketRun:
         self.exposed_s += covered_s(flights, backward_ended_s, ended_s)
 
     def statistics(self, profiles: Mapping[str, ParameterProfile]) -> BucketStatistics:
-        """The totals; `profiles` are what is known of the parameters."""
+        """Returns the totals of the bucket; densities are taken from `profiles`, by parameter name."""
         densities = self._densities(profiles) or ()
         rows = sum(d.num_rows for d in densities)
         return BucketStatistics(
@@ -229,7 +230,7 @@ class BucketRun:
         )
 
     def _densities(self, profiles: Mapping[str, ParameterProfile]) -> tuple[DensityProfile, ...] | None:
-        """As `Scheme.steps` takes them, one for each tensor it sees; None while not all are known."""
+        """Returns the densities that `Scheme.steps` takes, one a tensor; None while some are unknown."""
         of_rows = self.bucket.layout is Layout.ROWS
         known = [profiles[n].density if of_rows else profiles[n].elements for n in self.bucket.names]
         found = [density for density in known if density is not None]
@@ -238,7 +239,7 @@ class BucketRun:
         return tuple(found) if of_rows else (joined(found),)
 
     def close_prediction(self, profiles: Mapping[str, ParameterProfile]) -> None:
-        """Counts the steps since by these profiles, before others replace them."""
+        """Adds the predicted bytes of the steps so far, by these profiles, before newer profiles replace them."""
         predicted = self._predicted_bytes(profiles)
         if predicted is not None:
             self.predicted_bytes = predicted
@@ -254,7 +255,7 @@ class BucketRun:
         return predicted
 
     def expected_steps(self, profiles: Mapping[str, ParameterProfile], round: int) -> list[Step] | None:
-        """What the training step `round` does with the bucket; None while the densities of its tables are not known."""
+        """Returns the steps of the scheme in training step `round`; None while densities of tables are unknown."""
         densities = self._densities(profiles)
         if densities is None and self.bucket.layout is Layout.ROWS:
             return None
@@ -266,7 +267,7 @@ class BucketRun:
 
 
 class BucketRuns:
-    """All buckets of a plan at run time, in its order."""
+    """All buckets of a plan at run time, in the plan's order."""
 
     def __init__(self, runs: Iterable[BucketRun] = ()) -> None:
         self._by_bucket = {run.bucket.id: run for run in runs}
@@ -287,43 +288,43 @@ class BucketRuns:
         return self._by_bucket[bucket]
 
     def of(self, name: str) -> list[BucketRun]:
-        """The buckets that hold the parameter, or slices of it."""
+        """Returns the buckets that hold the parameter, or slices of the parameter."""
         return self._of[name]
 
     @property
     def prepared(self) -> frozenset[str]:
-        """Buckets whose schemes have work to do as soon as they are complete."""
+        """Ids of buckets whose schemes begin with `Work`, which starts as soon as the bucket is ready."""
         return frozenset(run.bucket.id for run in self if run.scheme.prepares)
 
     @property
     def offload(self) -> bool:
-        """Whether some scheme has work for another core."""
+        """Whether some scheme offloads `Work` to another core."""
         return any(run.scheme.offloads for run in self)
 
     @property
     def have_state(self) -> bool:
-        """Whether a step that is not to be kept must leave something as it was; the same on all ranks."""
+        """Whether some bucket has state, which a step that is not kept must leave unchanged; the same on all ranks."""
         return any(run.state or run.took_over for run in self)
 
     @property
     def keep_values(self) -> bool:
-        """Whether ranks keep values of their own, so that one rank's state is not another one's."""
+        """Whether state differs between ranks, as residuals do."""
         return any(keeps_values(run.state) or run.took_over for run in self)
 
     def state_slices(self) -> Iterator[StateSlice]:
-        """Copies of all state."""
+        """Yields copies of all buckets' state."""
         return (part for run in self for part in run.state_slices())
 
     def commit(self, *, keep: bool) -> None:
-        """The next states become the states, if the step is to be kept."""
+        """Replaces all states by the next states if the step is kept, else drops the next states."""
         for run in self:
             run.commit(keep=keep)
 
     def restore(self, state: Sequence[StateSlice], gather: Callable[[bytes], list[bytes]]) -> None:
-        """This state, and no other. `gather` hands bytes to all, by rank.
+        """Replaces all state by the saved slices; `gather` hands bytes to all ranks and returns theirs, by rank.
 
-        What goes with tensors as a whole, as the scores of chunks, must be the same on all ranks that keep it: in
-        buckets of which they were given different numbers it begins anew.
+        State of whole tensors, as the scores of chunks, must be the same on all ranks: a bucket whose ranks were given
+        different numbers begins with new state.
         """
         for run in self:
             run.reset_state()
@@ -339,12 +340,12 @@ class BucketRuns:
             self[bucket].take_over([part for part in state if not part.whole])
 
     def inherit(self, state: Iterable[StateSlice]) -> None:
-        """What the schemes of another plan kept goes over to these, or, where it is left to be sent, with gradients.
+        """Takes over the state of another plan's schemes; residuals that no scheme keeps go with the next gradients.
 
-        What went with a matrix as a whole is dropped where nobody keeps it any more: it only was a good start.
+        State of whole matrices is dropped where no scheme keeps it: it was a good start only (PowerSGD).
 
         Raises:
-            ValueError: when some of it has no place here.
+            ValueError: when some of the state has no place in these buckets.
         """
         saved = [part for part in state if not part.whole or self._keeps(part)]
         self.require_place(
@@ -399,10 +400,10 @@ class BucketRuns:
         return has_place([run.state for run in self.of(part.name)], part)
 
     def marks(self) -> tuple[bool, bool]:
-        """What the ranks told each other in the accepted step, see `marks_of_ranks`."""
+        """Returns what all ranks' marks of the accepted step say, see `marks_of_ranks`."""
         return marks_of_ranks(next(run for run in self if run.carries_marks).gradients)
 
     def expected_steps(self, profiles: Mapping[str, ParameterProfile], round: int) -> dict[str, list[Step]]:
-        """By bucket, what the training step `round` does with it, where that is known."""
+        """Returns the steps of training step `round` by bucket id, for buckets whose densities are known."""
         steps = {run.bucket.id: run.expected_steps(profiles, round) for run in self}
         return {bucket: expected for bucket, expected in steps.items() if expected is not None}

@@ -1,4 +1,4 @@
-"""Whether a job is still what it was planned for: its steps take as long as they did, or clearly not."""
+"""Drift detection: whether training steps still take as long as when the plan was made."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LOOK_STEPS = 499  # between two looks; a prime: what alternates from step to ste
 
 
 class Drift:
-    """Watches one rank's steps. At a look all ranks hand `judge` the same figure, and so come to the same verdict."""
+    """Watches the times of one rank's steps; all ranks give `judge` the same time, so they decide alike."""
 
     def __init__(self, usual_s: float | None = None) -> None:
         self.usual_s = usual_s  # what steps took when they were looked at first, here or before a checkpoint
@@ -21,18 +21,18 @@ class Drift:
         self._suspected = False
 
     def step_ended(self, seconds: float) -> bool:
-        """Counts a step; whether it is time for a look."""
+        """Counts a step; returns whether the ranks are to compare their median times now."""
         self._recent_s.append(seconds)
         self._steps_to_look -= 1
         return self._steps_to_look <= 0
 
     @property
     def median_s(self) -> float:
-        """Of this rank's recent steps."""
+        """The median time of this rank's recent steps, in seconds."""
         return statistics.median(self._recent_s)
 
     def judge(self, slowest_s: float) -> bool:
-        """Whether the job has changed; `slowest_s` is the highest median of all ranks.
+        """Returns whether the job has changed; `slowest_s` is the highest median of all ranks.
 
         The first look says what is usual. One that finds a change is followed by another soon: what passes is none.
         """

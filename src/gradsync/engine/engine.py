@@ -1,8 +1,8 @@
-"""The engine: runs a plan, step by step. Frontends (`frontends/`) tell it when gradients are ready.
+"""The engine runs a plan, step by step; frontends (`frontends/`) tell the engine when gradients are ready.
 
 A step is `begin`, a `load` for every gradient as it becomes ready, `finish`, then `unload` of the results. State of
 schemes is committed at the next `begin`: a step that failed, or in which some rank saw non-finite values, leaves none.
-Which plan it is, `plan_control.py` decides between steps.
+`plan_control.py` decides between steps which plan runs.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ LOADING = "loading of state"
 
 
 class Engine:
-    """Runs a plan for `parameters` over `group`, with a communication thread of its own for what is ready early.
+    """Runs a plan for `parameters` over `group`; buckets that are ready early go out on a communication thread.
 
-    `plan` is a `Plan`, or a function that makes one, when the controller asks it.
+    `plan` is a `Plan`, or a planner: a function that the controller calls for plans.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Engine:
     # The step, in the order in which a frontend calls.
 
     def begin(self, *, late: bool = False, rounds: int = 0) -> None:
-        """Starts a step. `late`: this rank brings nothing but joins the others; `rounds` its optimiser has made so far.
+        """Starts a step. `late`: this rank joins with zeros at its optimiser step; `rounds`: optimiser steps so far.
 
         Raises:
             RuntimeError: when an earlier step failed or was left unfinished on this rank.
@@ -143,31 +143,31 @@ class Engine:
 
     @property
     def in_step(self) -> bool:
-        """Between `begin` and `finish`."""
+        """Whether a step is under way, between `begin` and `finish`."""
         return self._running is not None
 
     @property
     def replanning(self) -> bool:
-        """Whether the next `begin` changes the plan: who holds views into the buckets' memory lets go of them."""
+        """Whether the next `begin` changes the plan; views into the buckets' memory must be dropped before."""
         return self._controller.plan is not self.plan
 
     @property
     def settled(self) -> bool:
-        """Whether the plan in force stays."""
+        """Whether trials and measurements are over and the plan stays."""
         return self._closed or not self.parameters or (self._controller.settled and not self.replanning)
 
     @property
     def one_by_one(self) -> bool:
-        """Whether somebody wants to know of each gradient of the step as soon as it is ready."""
+        """Whether each gradient of the step must be loaded as soon as it is ready, as measurements need."""
         return active() is not None or self._controller.looks
 
     @property
     def due(self) -> Sized:
-        """Work of schemes that waits for the next `load`, in the step under way."""
+        """Work of schemes that the next `load` runs, on the thread of backward."""
         return self._require_step().due
 
     def load(self, name: str, gradient: Tensor | None, *, used: bool = True) -> None:
-        """A parameter's gradient is ready (None or not `used`: this rank did not use it in this step).
+        """Takes the ready gradient of a parameter (None or not `used`: this rank did not use the parameter).
 
         Raises:
             RuntimeError: when the parameter became ready twice in one step.
@@ -185,22 +185,22 @@ class Engine:
         running.do_work()
 
     def missing(self) -> list[str]:
-        """Parameters that were not loaded in this step yet, in model order."""
+        """Returns parameters that were not loaded in this step yet, in model order."""
         waiting: set[str] = set().union(*(run.waiting for run in self.bucket_runs))
         return [name for name in self.parameters if name in waiting] if waiting else []
 
     @property
     def goes_on_alone(self) -> bool:
-        """Whether the plan's exchange needs nobody but the communication thread once everything is loaded."""
+        """Whether the communication thread can finish the step alone once all gradients are loaded."""
         return not self.bucket_runs.prepared and not self.bucket_runs.offload
 
     def go_on(self) -> None:
-        """All parameters are loaded: the exchange goes on while the caller does something else before `finish`."""
+        """Lets the communication thread finish the exchange while the caller does something else before `finish`."""
         assert not self.missing()
         self._require_step().go_on()
 
     def collect(self, name: str) -> None:
-        """After `go_on`: waits until the buckets of this parameter are synchronised, for `unload`.
+        """Waits until the buckets of this parameter are synchronised, for `unload`; after `go_on`.
 
         Raises:
             GroupError: as `finish` does.
@@ -220,7 +220,7 @@ class Engine:
             self._accept(run, running)
 
     def finish(self) -> None:
-        """Waits until every bucket is synchronised; all parameters are loaded.
+        """Waits until every bucket is synchronised; all parameters must be loaded.
 
         Raises:
             GroupError: when another rank died, stopped answering or failed, naming bucket, stage and step.
@@ -264,22 +264,22 @@ class Engine:
             listener.step_ended(self, self.parameters)  # may end the script
 
     def stepped(self) -> None:
-        """An optimiser has stepped: the parameters are as training has them, which backward need not find them."""
+        """Tells the guard that an optimiser has stepped; user code may change parameters before the next backward."""
         self._sees_steps = True
         if self.step > 0 and self._controller.settled and self.plan.what is What.GRADIENT:
             self._guard.look()
 
     def follow(self) -> None:
-        """Lets a planner that proposes plans measure the job; on all ranks at once, between two steps."""
+        """Lets a `ProposingPlanner` measure the job; called on all ranks at once, between two steps."""
         self._controller.follow(self)
 
     @property
     def profile(self) -> Profile | None:
-        """What the plan was made by, where the job was measured for it."""
+        """The measurements that the plan was made from; None where the job was not measured."""
         return self._controller.profile_of(self)
 
     def propose(self, plans: Sequence[Plan]) -> None:
-        """Plans to go on with between two steps, see `PlanController.propose`; on all ranks at once."""
+        """Changes to the first of these plans, or tries them all (`PlanController.propose`); on all ranks at once."""
         try:
             self._controller.propose(plans)
         except Exception as error:
@@ -289,12 +289,12 @@ class Engine:
             self._announce()
 
     def replan(self, plan: Plan) -> None:
-        """Goes over to another plan between two steps, at once; the results of the last one are in their places.
+        """Changes to another plan at once, between two steps; results of the last step must be unloaded.
 
-        Collective. What schemes kept goes over too.
+        Collective. State of schemes is taken over.
 
         Raises:
-            ValueError: for a plan that is not for this model, or has no place for what was kept.
+            ValueError: for a plan that is not for this model, or has no place for the state.
             RuntimeError: on all ranks, when they have different plans.
         """
         assert not self.in_step
@@ -306,13 +306,13 @@ class Engine:
                 self._change_plan(self._controller.plan)
 
     def fail(self, why: str) -> None:
-        """From now on nothing is synchronised any more; the other ranks are told."""
+        """Stops all synchronisation from now on and tells the other ranks why."""
         if self._failure is None:
             self._failure = why
             self.group.announce_failure(why)
 
     def abandon(self, why: str) -> None:
-        """Gives the step under way up, if there is one, and tells the other ranks, who may wait for this one."""
+        """Gives up the step under way, if there is one, and tells the other ranks, which may be waiting."""
         if self._running is None:
             return
         self._running.cancel()
@@ -325,22 +325,22 @@ class Engine:
 
     @property
     def profiles(self) -> dict[str, ParameterProfile]:
-        """What all ranks know of each parameter's gradient."""
+        """Layout and densities of each parameter's gradient as all ranks agreed, by name."""
         return self._observer.profiles
 
     def layout_is_sparse(self, name: str) -> bool:
-        """The layout in which the gradient is given back: as it came, else as the ranks agreed."""
+        """Returns whether `unload` gives a sparse tensor: the layout that came, else the agreed one."""
         return self._observer.layout_is_sparse(name)
 
     def unload(self, name: str, out: Tensor | None, *, sparse: bool) -> Tensor:
-        """The synchronised gradient, in the layout asked for; `out` is reused for parameters that the plan cut."""
+        """Returns the synchronised gradient in the layout asked for; reuses `out` for parameters that the plan cut."""
         for run in self.bucket_runs.of(name):
             out = run.gradients.unload(name, out, sparse=sparse, shape=self.parameters[name].shape)
         assert out is not None
         return out
 
     def call(self, what: str, function: Callable[[Group], Any]) -> Any:
-        """`function(group)`, while nobody else uses the group.
+        """Returns `function(group)`, called while no other thread uses the group.
 
         Raises:
             GroupError: when another rank died, stopped answering or failed, naming `what` and the step.
@@ -403,7 +403,7 @@ class Engine:
 
     @contextmanager
     def at_barrier(self, what: str) -> Iterator[None]:
-        """Enters once all ranks have come to `what`, which is between two steps, without a message of a step.
+        """Enters the block once all ranks have come to `what`, between two steps; sends no message of a step.
 
         Errors inside are told to all by whoever raises them. Interruptions are told here: others wait for this rank.
 
@@ -423,7 +423,7 @@ class Engine:
             raise
 
     def tell(self, what: str, mine: Any) -> list[Any]:
-        """Hands what JSON can say to all ranks; returns everybody's, by rank."""
+        """Sends a JSON value to all ranks; returns the values of all ranks, by rank."""
         content = json.dumps(mine).encode()
         parts = self.call(what, lambda group: gather_bytes(group, content, self.timeout_s))
         return [json.loads(part) for part in parts]
@@ -431,7 +431,7 @@ class Engine:
     # What is kept and told.
 
     def state_dict(self) -> dict[str, Any]:
-        """The plan and all scheme state by (parameter, slice, compress point); of tensors, numbers and text only."""
+        """Returns the plan and all scheme state by (parameter, slice, compress point); tensors, numbers, text."""
         if self._closed:
             raise RuntimeError("gradsync was detached from this model, and its state is gone: call state_dict() before")
         if self._is_torn:
@@ -456,7 +456,7 @@ class Engine:
         return state if planned is None else {**state, "planned": planned}
 
     def load_state_dict(self, state: object, *, strict: bool = True) -> None:
-        """Takes over what `state_dict` gave, see `Attachment.load_state_dict`; behind a barrier."""
+        """Takes over a `state_dict`, see `Attachment.load_state_dict`; behind a barrier."""
         saved, resumption = self._examined(state, strict=strict)
         runs = self.bucket_runs
         problem: Exception | None = None
@@ -474,7 +474,7 @@ class Engine:
 
     @contextmanager
     def all_or_none(self, what: str) -> Iterator[None]:
-        """Inside, this rank changes what all ranks change: where it fails, nothing is synchronised any more."""
+        """Guards a change that all ranks make: an error inside stops all synchronisation."""
         try:
             yield
         except BaseException as error:  # an interruption, too
@@ -525,28 +525,28 @@ class Engine:
         self._agree_on_carried()
 
     def _parameters_digest(self) -> str:
-        """SHA-256 over the parameters' names, shapes and element types, in whichever order they were registered.
+        """Returns the SHA-256 of the parameters' names, shapes and dtypes, in any order of registration.
 
-        What a plan names beside parameters, as buffers and momentum, is no part of it.
+        Buffers and momentum that a plan names are left out.
         """
         names = sorted(n for n, p in self.parameters.items() if isinstance(p, nn.Parameter) and OF not in n)
         return model_digest({name: self.specs[name] for name in names})
 
     def statistics(self) -> list[BucketStatistics]:
-        """Totals by bucket; of a closed engine those at its end."""
+        """Returns the totals of each bucket; a closed engine returns those at its end."""
         if self._closed:
             return self._final_statistics
         return [run.statistics(self._observer.profiles) for run in self.bucket_runs]
 
     def timeline(self) -> list[Task]:
-        """The last step: "compute" (backward, and work of schemes on its thread), "offload" (their work on another
-        core), "kernel" (their other work), "link" (operations in flight), "wait"."""
+        """Returns the tasks of the last step: "compute" (backward, and schemes' work on the thread of backward),
+        "offload" (work on another core), "kernel" (other work), "link" (operations in flight), "wait"."""
         return list(self._timeline)
 
     def predicted_timeline(self) -> list[Task]:
-        """The last step as forecast from the plan, when gradients were ready, and what the network was measured to be.
+        """Returns a forecast of the last step from the plan, the ready times and the measured network.
 
-        Empty before a step, while densities are not known, and where the network was not measured.
+        Empty before the first step, while densities are unknown, and where the network was not measured.
         """
         known = self.bucket_runs.expected_steps(self._observer.profiles, max(self.step - 1, 0))
         link_cost = network_cost(self.group)
@@ -556,12 +556,12 @@ class Engine:
         return forecast(self.plan.order, known, self._ready_s, cost, self.group.placement)
 
     def words(self) -> list[str]:
-        """The plan in words."""
+        """Returns the plan in words, a line a bucket."""
         known = {p.name: p.density.density for p in self._observer.profiles.values() if p.density}
         return describe(self.plan, self.specs, known)
 
     def close(self) -> None:
-        """Ends the communication thread and its communicator; a second call does nothing."""
+        """Ends the communication thread and closes the group; a second call does nothing."""
         if self._closed:
             return
         self.abandon("gradsync was detached in the middle of a step")
@@ -590,7 +590,7 @@ class Engine:
         return f"{self.bucket_runs[bucket_id].bucket.title}, stage {stage!r}, step {self.step}"
 
     def _begin_to_compare(self) -> None:
-        """Has the guard compare parameters in this step, if it is one that does: the same on all ranks."""
+        """Starts the guard's comparison of parameters if one is due in this step; the same on all ranks."""
         compares = self.step > 0 and self.settled and not self._apart and self.plan.what is What.GRADIENT
         if compares and self._guard.is_due():
             try:
@@ -604,7 +604,7 @@ class Engine:
         self._guarded(lambda: self._guard.end(self.step))
 
     def _guarded(self, compare: Callable[[], T]) -> T:
-        """Ends with the error of a comparison, which all ranks see alike: nobody need be told."""
+        """Returns `compare()` and keeps the error of a comparison, which all ranks see alike, as the failure."""
         try:
             return compare()
         except RuntimeError as error:
@@ -618,7 +618,7 @@ class Engine:
         return self._running
 
     def _check_marks(self) -> None:
-        """Raises when the finished step averaged gradients of different steps."""
+        """Raises on all ranks when the finished step averaged gradients of different steps."""
         if self._marks_checked or not self.bucket_runs:
             return
         self._marks_checked = True
@@ -640,14 +640,14 @@ class Engine:
             )
 
     def _rescale(self, scale: float) -> None:
-        """What is left to be sent was multiplied by the scale of its time."""
+        """Scales residuals from the loss scale of their step to the present one."""
         if self._scale is not None and scale != self._scale:
             for run in self.bucket_runs:
                 run.rescale(scale / self._scale)
         self._scale = scale
 
     def _plan_on(self) -> None:
-        """The plan of the next step is decided, perhaps the one for good."""
+        """Lets the controller decide the plan of the next step."""
         was_settled = self.settled
         try:
             self._controller.step_ended(self.bucket_runs)
@@ -663,7 +663,7 @@ class Engine:
             self._announce()
 
     def _change_plan(self, plan: Plan) -> None:
-        """The plan of the coming steps; what schemes kept goes over to it, or the engine fails."""
+        """Changes to a plan and takes state over; an error stops all synchronisation."""
         kept, state = self.bucket_runs.have_state, list(self.bucket_runs.state_slices())
         try:
             self._adopt(plan)
@@ -693,7 +693,7 @@ class Engine:
         self.bucket_runs = self._runs_of(plan)
 
     def _runs_of(self, plan: Plan) -> BucketRuns:
-        """Its buckets at run time; on all ranks at once, as schemes may make groups."""
+        """Returns the plan's buckets at run time; called on all ranks at once, as schemes may make groups."""
         runs = BucketRuns(
             BucketRun.make(bucket.bucket(self.specs), bucket.make_scheme(), self._templates, self.device, self.group)
             for bucket in plan.buckets
@@ -716,5 +716,5 @@ class Engine:
 
 
 def _said(error: BaseException) -> str:
-    """The error's text, or its name where it has none, as an interruption."""
+    """Returns the error's text, or its class name where there is none, as for KeyboardInterrupt."""
     return str(error) or type(error).__name__

@@ -40,7 +40,7 @@ Aside = Callable[[Callable[[Group], Any]], Future[Any]]  # `Engine.aside`
 
 @dataclass(frozen=True)
 class Verification:
-    """How often ranks compare their parameters, and how far these may be apart.
+    """Settings of the guard: how often ranks compare parameters, and how far parameters may be apart.
 
     Args:
         every: steps from one comparison to the next; 0: never.
@@ -73,7 +73,7 @@ class Verification:
 
 @dataclass(frozen=True)
 class Divergence:
-    """A difference that the ranks found between their parameters; the same on all of them."""
+    """A difference between the ranks' parameters; the same object on all ranks."""
 
     first: str  # parameter, in the order of the model
     sides: tuple[tuple[int, ...], ...]  # ranks that have the same of it
@@ -136,7 +136,7 @@ class ParameterGuard:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether `begin` was called, and `end` is to be."""
+        """Whether a comparison is under way, between `begin` and `end`."""
         return self._told is not None
 
     def look(self) -> None:
@@ -145,7 +145,7 @@ class ParameterGuard:
             self._settled = digests_of(self._parameters.values())
 
     def begin(self, aside: Aside, *, alone: bool, sees_steps: bool) -> None:
-        """Has digests exchanged: of the parameters as they are, and as the optimiser's last step left them.
+        """Starts the exchange of digests: of the present parameters, and of those that the last optimiser step left.
 
         The two differ where parameters were written since, or are perturbed for this backward (SAM, noise).
 
@@ -171,7 +171,7 @@ class ParameterGuard:
         self._told = aside(issue)
 
     def end(self, step: int) -> None:
-        """Looks at what the ranks told each other; collective where their models differed at `begin`.
+        """Compares the ranks' digests; collective where models differed at `begin`.
 
         They may differ where some rank has stepped alone.
 
@@ -193,7 +193,7 @@ class ParameterGuard:
             self._is_suspicious, self._steps_left = True, 1
 
     def compare(self, names: Iterable[str]) -> None:
-        """Compares these parameters at once, which are to be the same whatever was before. Collective.
+        """Compares these parameters at once, whatever was compared before. Collective.
 
         Raises:
             RuntimeError: as `end`.
@@ -218,7 +218,7 @@ class ParameterGuard:
 
     @torch.no_grad()
     def _locate(self, group: Group, parameters: Mapping[str, Tensor], digests: Tensor) -> Divergence:
-        """Finds what differs. Collective."""
+        """Finds the parameter that differs, the ranks and the difference. Collective."""
         fits = all(self._specs[name].is_of(p) for name, p in parameters.items())
         told = self._gather(group, torch.cat([digests, digests.new_tensor([int(fits)])]))
         names = [name for name, of_ranks in zip(parameters, told.T.tolist(), strict=False) if len(set(of_ranks)) > 1]
@@ -248,13 +248,13 @@ class ParameterGuard:
         return [d if d in (0.0, math.inf) else d / m for d, m in zip(differences, magnitudes, strict=True)]
 
     def _gather(self, group: Group, mine: Tensor) -> Tensor:
-        """(ranks, numbers): what every rank has."""
+        """Returns the numbers of all ranks, (ranks, numbers)."""
         return torch.stack(list(group.all_gather(mine).wait(self._timeout_s))).cpu()
 
 
 @torch.no_grad()
 def digests_of(tensors: Iterable[Tensor]) -> Tensor:
-    """(tensors,) int64 on their device: a digest of each tensor's elements, whatever its memory format."""
+    """Returns a digest of each tensor's elements, (tensors,) int64 on their device, for any memory format."""
     flat = [_flat(tensor) for tensor in tensors]
     digests = torch.empty(len(flat), dtype=torch.int64, device=flat[0].device if flat else None)
     kernels.digest(flat, digests)
@@ -262,19 +262,19 @@ def digests_of(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def _joined(digests: Tensor) -> Tensor:
-    """(1,) int64: a digest of the digests, in order."""
+    """Returns a digest of the digests, in order, (1,) int64."""
     joined = digests.new_empty(1)
     kernels.digest([digests], joined)
     return joined
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Elements by their index; a copy where memory has them otherwise (channels-last)."""
+    """Returns the elements in index order, 1-D; a copy where memory has another order (channels-last)."""
     return tensor.detach().reshape(-1).contiguous()
 
 
 def _difference(own: Tensor, theirs: Tensor) -> tuple[float, float]:
-    """The largest difference of two elements at the same place, infinite where one is no number, and magnitude."""
+    """Returns the largest difference of two elements (infinite for NaN) and the largest magnitude."""
     difference = magnitude = 0.0
     for some in zip(own.split(_AT_ONCE), theirs.split(_AT_ONCE), strict=True):
         a, b = (part.double() for part in some)

@@ -1,6 +1,6 @@
-"""What a step shows of the gradients: the order in which they become ready, their layouts, their rows, their zeros.
+"""Observation of gradients in a step: the order in which they become ready, layouts, densities of rows and elements.
 
-Every rank sees its own; `Observer.share` reduces it, so that all ranks know the same and plan alike.
+Every rank sees its own gradients; `Observer.share` reduces the findings, so that all ranks plan alike.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ class Observer:
         self._looks = 0
 
     def begin(self) -> None:
-        """A new step: nothing is ready."""
+        """Starts a step, in which no gradient is ready yet."""
         self._arrivals.clear()
         self._samples.clear()
 
     def arrived(self, name: str, *, sparse: bool) -> None:
-        """The parameter's gradient is ready, in this layout."""
+        """Notes that the parameter's gradient is ready, and its layout."""
         self._arrivals[name] = sparse
 
     def look(self, name: str, gradient: Tensor) -> None:
-        """Samples a gradient that is ready, before it is exchanged."""
+        """Samples rows and elements of a ready gradient, before it is exchanged."""
         if gradient.layout is torch.strided and name in self._sampled_names():
             self._samples[name] = ZeroSample.of(gradient)
 
     def layout_is_sparse(self, name: str) -> bool:
-        """The layout in which the gradient came in this step here, else as the ranks agreed."""
+        """Returns whether the gradient came sparse in this step on this rank, else what the ranks agreed on."""
         return self._arrivals.get(name, self.profiles[name].sparse)
 
     @property
     def complete(self) -> bool:
-        """Whether the rows of every sparse table are known. One that no module announced travels dense at first."""
+        """Whether the densities of all sparse tables are known; unannounced tables travel dense at first."""
         sampled = [self.profiles[name] for name in self._sampled_names()]
         if self._looks < LOOKS and any(p.found or p.elements is None for p in sampled):
             return False
@@ -67,11 +67,11 @@ class Observer:
 
     @property
     def sparsity_known(self) -> bool:
-        """Whether there are sparse gradients, or dense ones found to be sparse, and their densities are known."""
+        """Whether some gradients are sparse, or dense with many zeros, and their densities are known."""
         return any(p.found or (p.sparse and p.density is not None) for p in self.profiles.values())
 
     def share(self, gradients: Callable[[str], Gradients], gather: Callable[[Tensor], list[Tensor]]) -> None:
-        """Replaces the profiles by what the finished step showed on all ranks; collective.
+        """Replaces the profiles by the findings of all ranks in the finished step; collective.
 
         `gradients(name)` is the memory that holds the parameter; `gather` hands a tensor to all ranks and returns
         everybody's, by rank.
@@ -98,13 +98,13 @@ class Observer:
                 self.profiles[name] = replace(profile, density=rows if exact is None else exact, elements=elements)
 
     def _sampled_names(self) -> list[str]:
-        """Parameters whose dense gradients are worth a look; the same on every rank."""
+        """Returns parameters whose dense gradients are sampled for zeros; the same on every rank."""
         return [n for n, p in self.profiles.items() if not p.sparse and p.tensor.numel >= FEWEST_SAMPLED]
 
     def _share_samples(
         self, gather: Callable[[Tensor], list[Tensor]]
     ) -> dict[str, tuple[DensityProfile | None, DensityProfile | None]]:
-        """What all ranks' samples say of each sampled parameter's rows and elements; a bit a sample travels."""
+        """Returns densities of rows and elements of sampled parameters, over all ranks; sends one bit a sample."""
         names = self._sampled_names()
         if not names:
             return {}
@@ -129,9 +129,9 @@ class Observer:
     def _seen(
         self, name: str, positions: Mapping[str, int], numbers: Mapping[str, int], gradients: Gradients
     ) -> tuple[int, ...]:
-        """(place in ready order, sparse layout, rows of mine, rows of the sum, first parameter with the same rows).
+        """Returns one parameter's findings on this rank; -1: not known.
 
-        Of one parameter; -1: not known.
+        They are: place in ready order, whether sparse, own rows, rows of the sum, first parameter with the same rows.
         """
         layout = int(self._arrivals[name]) if name in positions else UNKNOWN
         rows, union, first = UNKNOWN, UNKNOWN, UNKNOWN
@@ -146,7 +146,7 @@ def _latest(seen: DensityProfile | None, before: DensityProfile | None) -> Densi
 
 
 def _reduced(before: ParameterProfile, seen: Tensor) -> ParameterProfile:
-    """One parameter's profile from what each rank saw; (ranks, 5) int64, columns as `Observer._seen` says."""
+    """Returns one parameter's profile from all ranks' findings, (ranks, 5) int64, columns as in `Observer._seen`."""
     layouts = set(seen[:, 1].tolist()) - {UNKNOWN}
     sparse = 1 in layouts if layouts else before.sparse
     density = None

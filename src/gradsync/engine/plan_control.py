@@ -1,9 +1,9 @@
-"""Which plan runs: when the planner is asked, what it is told, and that all ranks go by the same plan.
+"""The controller decides which plan runs: it asks the planner and holds all ranks to the same plan.
 
-The first plan is made of what is known of the model. After the first step, at times the second, the planner is asked
-again, with what these showed on all ranks: readiness order, layouts, densities. If it then returns several plans, the
-best guess first, each runs for some steps and the fastest stays (`trial.py`). A planner that measured the network is
-asked again while training goes on.
+The first plan follows from the model alone. After the first step, at times the second, the planner is asked again, with
+what all ranks observed: ready order, layouts, densities. If the planner then returns several plans, the best guess
+first, each runs for some steps and the fastest stays (`trial.py`). A planner that measured the network is asked again
+while training goes on.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ASK_AGAIN_STEPS = 8  # while another model is measured; to ask takes a small exc
 
 
 class Follows(Enum):
-    """What a planner answers that is to measure a job."""
+    """A planner's answer to the request to measure a job."""
 
     NO = auto()  # the plan stays
     LATER = auto()  # another job is measured: it is to be asked again
@@ -50,31 +50,30 @@ class Follows(Enum):
 
 @runtime_checkable
 class ProposingPlanner(Protocol):
-    """A planner that measures the job while its first steps run by another plan, and then proposes plans for it."""
+    """A planner that measures a job while its first steps run by another plan, and then proposes plans."""
 
     def __call__(self, profiles: Sequence[ParameterProfile], world_size: int) -> Plan | Sequence[Plan]: ...
 
     settings: str  # what may be proposed: the plan of a checkpoint is gone on with under the same
 
     def follow(self, engine: Any) -> Follows:
-        """Begins to measure, or not, as all ranks agree; ends with `engine.propose(plans)`, on all ranks at once."""
+        """Begins to measure if all ranks agree; ends with `engine.propose(plans)`, on all ranks at once."""
 
     def resume(self, engine: Any, profile: Profile) -> None:
-        """The engine goes on with a plan that was made by this profile: nothing more is measured of it for now."""
+        """Takes note that the engine goes on with a plan made from this profile: nothing is measured for now."""
 
     def close(self, engine: Any) -> None:
-        """The engine is closed: nothing more is measured of it."""
+        """Ends all measurement of an engine that is closed."""
 
     def profile_of(self, engine: Any) -> Profile | None:
-        """What the plans for this engine were made by, once the job was measured."""
+        """Returns the profile that the engine's plans were made from; None before the job was measured."""
 
 
 @runtime_checkable
 class RevisingPlanner(Protocol):
-    """A planner that knows the network it plans for, and is asked again while training runs.
+    """A planner that measures the network and is asked again while training runs.
 
-    It is asked again if it has measured the network; it is told to where the first steps show sparse gradients, and
-    where nodes have several ranks.
+    `measure` is called where the first steps show sparse gradients, and where nodes have several ranks.
     """
 
     cost: CostModel | None  # once measured
@@ -82,15 +81,15 @@ class RevisingPlanner(Protocol):
     def __call__(self, profiles: Sequence[ParameterProfile], world_size: int) -> Plan | Sequence[Plan]: ...
 
     def measure(self, group: Group, timeout_s: float) -> None:
-        """Called on all ranks at once, before the first plan that depends on what gradients look like."""
+        """Measures the network; called on all ranks at once, before the first plan that depends on densities."""
 
     def revise(self, plan: Plan, before: Sequence[ParameterProfile], now: Sequence[ParameterProfile]) -> Plan:
-        """The plan to go on with, the same on all ranks; `before` is what was known when the plan was made."""
+        """Returns the plan to go on with, the same on all ranks; `plan` was made from `before`."""
 
 
 @dataclass(frozen=True)
 class Resumption:
-    """The plan that a checkpoint's job had come to, and what goes with it."""
+    """The plan that a checkpoint's job had settled on, with its profile."""
 
     plan: Plan
     profile: Profile
@@ -102,7 +101,7 @@ class Resumption:
 
 
 class PlanController:
-    """Decides after each step on `plan`, that of the next one, by what `observer` saw; a given `Plan` stays."""
+    """Decides after each step on `plan`, the plan of the next step, from `observer`; a given `Plan` stays."""
 
     def __init__(
         self,
@@ -134,26 +133,26 @@ class PlanController:
 
     @property
     def settled(self) -> bool:
-        """Whether the first steps have decided what they decide."""
+        """Whether no observation, measurement or trial is left, so that the plan stays."""
         return self._trial is None and not self._observations_left and self._follows is Follows.NO
 
     @property
     def looks(self) -> bool:
-        """Whether this step shows what gradients look like."""
+        """Whether gradients are observed in this step."""
         return self._observations_left > 0 or self._steps_to_look == 1
 
     @property
     def on_trial(self) -> list[Plan]:
-        """Plans that are tried at present, the best guess first."""
+        """The plans of the trial under way, the best guess first; empty without a trial."""
         return [] if self._trial is None else self._trial.candidates
 
     @property
     def measured_cost(self) -> CostModel | None:
-        """What the planner measured the network to be."""
+        """The cost model of the network as the planner measured it; None before."""
         return None if self._reviser is None else self._reviser.cost
 
     def step_ended(self, runs: BucketRuns) -> None:
-        """A step by `plan` is over, with these bucket runs; collective when the ranks have something to decide.
+        """Takes note of a finished step by `plan`; collective when the ranks have something to decide.
 
         Raises:
             ValueError: for a plan that is not for this model.
@@ -167,29 +166,29 @@ class PlanController:
             self._look_again(self._reviser, runs)
 
     def follow(self, engine: Any) -> None:
-        """Lets the planner measure the job, if it is one that proposes plans; called with the engine that runs it."""
+        """Lets a `ProposingPlanner` measure the job of this engine."""
         if self._proposer is not None:
             self._follows = self._proposer.follow(engine)
             self._steps_to_ask = ASK_AGAIN_STEPS
 
     def asks_again(self) -> bool:
-        """Counts a step; whether it is time to ask again a planner that was to measure the job later."""
+        """Counts a step; returns whether to ask a planner again that wanted to measure the job later."""
         if self._follows is not Follows.LATER:
             return False
         self._steps_to_ask -= 1
         return self._steps_to_ask == 0
 
     def close(self, engine: Any) -> None:
-        """No further step of this engine comes."""
+        """Tells the planner that this engine makes no further step."""
         if self._proposer is not None:
             self._proposer.close(engine)
 
     def profile_of(self, engine: Any) -> Profile | None:
-        """What the plan was made by, where the job was measured for it."""
+        """Returns the profile that the plan was made from; None where the job was not measured."""
         return None if self._proposer is None else self._proposer.profile_of(engine)
 
     def state_of(self, engine: Any) -> dict[str, Any] | None:
-        """What `resumption` takes beside the plan, of text and numbers; None while no measurement has led to one."""
+        """Returns what `resumption` needs beside the plan, text and numbers; None before a plan has settled."""
         profile = self.profile_of(engine)
         if self._proposer is None or profile is None or not self.settled:
             return None
@@ -197,10 +196,10 @@ class PlanController:
         return {"profile": profile.to_json(), "settings": settings, "usual_step_s": usual_step_s}
 
     def resumption(self, state: Mapping[str, Any]) -> Resumption | None:
-        """How to go on with the plan of an engine's `state_dict`; None where this job is to be planned for anew.
+        """Returns the plan of an engine's `state_dict` to go on with; None where this job needs a new plan.
 
         Raises:
-            ValueError: for what `state_dict` did not give.
+            ValueError: for a value that `state_dict` did not give.
         """
         saved = state.get("planned")
         if self._proposer is None or saved is None:
@@ -219,7 +218,7 @@ class PlanController:
         return Resumption(plan, profile, usual_step_s)
 
     def resume(self, engine: Any, resumption: Resumption) -> None:
-        """Goes on with the plan of a checkpoint, from the coming step on, as if the first steps had led to it."""
+        """Goes on with the plan of a checkpoint, as if the first steps had led to that plan."""
         assert self._proposer is not None
         self._proposer.resume(engine, resumption.profile)
         self._observer.profiles = {p.name: p for p in resumption.profile.parameter_profiles()}
@@ -228,7 +227,7 @@ class PlanController:
         self._switch_to(resumption.plan)
 
     def propose(self, plans: Sequence[Plan]) -> None:
-        """Plans for the steps from now on, the best guess first: they are tried, and the fastest stays. Collective.
+        """Tries these plans, the best guess first, in the coming steps; the fastest stays. Collective.
 
         Raises:
             ValueError: for a plan that is not for this model.
@@ -243,7 +242,7 @@ class PlanController:
         self._switch_to(plans[0])
 
     def drifted(self, seconds: float) -> bool:
-        """Counts a step of a plan that stays, from its begin to its last gradient; whether the job has changed.
+        """Counts a step of `seconds` under a settled plan; returns whether the job has changed.
 
         Collective when it is time for a look.
         """
@@ -253,12 +252,12 @@ class PlanController:
         return self._drift.judge(max(float(part) for part in medians_s))
 
     def step_passed(self) -> None:
-        """A step is over that was not as others are: it says nothing of the plan."""
+        """Leaves a step that was measured, and so slower than others, out of the trial."""
         if self._trial is not None:
             self._trial.interrupt()
 
     def _why_anew(self, profile: Profile, settings: str) -> str:
-        """Why a plan that was made by this profile is not for this job; "" if it is."""
+        """Returns why a plan made from this profile does not fit this job; "" if it fits."""
         assert self._proposer is not None
         if settings != self._proposer.settings:
             return "it was made under other constraints"
@@ -273,7 +272,7 @@ class PlanController:
         return ""
 
     def _observe(self, runs: BucketRuns) -> None:
-        """Reduces what a first step showed over the ranks, and makes the plans that all of them now make."""
+        """Shares the observations of a first step between ranks and makes plans from them."""
         self._share("first observations", runs)
         self._observations_left = 0 if self._observer.complete else self._observations_left - 1
         to_measure = self._observer.sparsity_known or self._group.placement.is_hierarchy
@@ -305,7 +304,7 @@ class PlanController:
         self._switch_to(trial.candidates[best])
 
     def _look_again(self, reviser: RevisingPlanner, runs: BucketRuns) -> None:
-        """From time to time: reduces what the step showed over the ranks, who go on by the plan that fits it."""
+        """Shares observations every `LOOK_STEPS` steps and lets the planner revise the plan."""
         self._steps_to_look -= 1
         if self._steps_to_look > 0:
             return
@@ -320,7 +319,7 @@ class PlanController:
             self._switch_to(plan)
 
     def _planned(self) -> list[Plan]:
-        """What the planner makes of what is known now: the plans worth trying, the best guess first."""
+        """Returns the planner's plans for what is known now, the best guess first."""
         assert self._planner is not None
         self._known_to_plan = self._known()
         made = self._planner(self._known_to_plan, self._group.size)
@@ -340,7 +339,7 @@ class PlanController:
             raise ValueError("the planner made a plan of parameters; give such a plan itself to attach()")
 
     def _switch_to(self, plan: Plan) -> None:
-        """An equal plan is no other one: what runs by it goes on."""
+        """Takes a plan, unless it equals the present one."""
         if plan.digest != self.plan.digest:
             self.plan = plan
 
@@ -350,7 +349,7 @@ class PlanController:
         self._observer.share(lambda name: runs.of(name)[0].gradients, lambda mine: self._gather(what, mine))
 
     def _require_same(self, plans: Sequence[Plan]) -> None:
-        """A planner that is not deterministic would make the ranks wait for each other: raises on all of them."""
+        """Raises on all ranks where ranks made different plans, as they would wait for each other for ever."""
         digests = [plan.digest for plan in plans]
         mine = torch.tensor(list(hashlib.sha256(" ".join(digests).encode()).digest()), dtype=torch.uint8)
         everyone = [part.tolist() for part in self._gather("digest of the new plans", mine)]
@@ -362,7 +361,7 @@ class PlanController:
             )
 
     def _gather(self, what: str, mine: Tensor) -> list[Tensor]:
-        """Hands a small tensor to all ranks; returns everybody's, by rank."""
+        """Sends a small tensor to all ranks; returns the tensors of all ranks, by rank."""
         buffer = mine.to(self._device)
         parts: list[Tensor] = self._call(what, lambda group: group.all_gather(buffer).wait(self._timeout_s))
         return parts

@@ -1,4 +1,4 @@
-"""A listener to the steps of all engines in this process, and the block in which it is active."""
+"""Step listeners: objects that see the steps of all engines in this process while they are active."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ class StepListener:
     """Sees the steps of all engines while it is active, see `recording`; called by the thread that runs backward."""
 
     def forward_began(self, engine: Any) -> None:
-        """The model's forward runs, to be followed by a backward."""
+        """Takes note that the model's forward runs, before a backward."""
 
     def began(self, engine: Any) -> bool:
-        """A step begins. True sets it apart: nothing is exchanged before backward has ended, and the plan stays."""
+        """Takes note that a step begins; True delays its exchange until backward has ended and keeps its plan."""
         return False
 
     def take(self, engine: Any, name: str, gradient: Tensor | None, shape: tuple[int, ...]) -> None:
-        """A gradient of this rank is ready; None: it did not use the parameter."""
+        """Takes a ready gradient of this rank; None: this rank did not use the parameter."""
 
     def backward_ended(self, engine: Any) -> None:
-        """All gradients were taken."""
+        """Takes note that all gradients were taken."""
 
     def step_ended(self, engine: Any, names: Iterable[str]) -> None:
-        """All gradients are synchronised; `names` are the parameters'. May end the script, by `RecordingDone`."""
+        """Takes note that all gradients are synchronised, by parameter name; may end the script by `RecordingDone`."""
 
 
 _active: StepListener | None = None
 
 
 def active() -> StepListener | None:
-    """Whom engines tell of their steps."""
+    """Returns the active listener, or None."""
     return _active
 
 
 @contextmanager
 def recording(listener: L) -> Iterator[L]:
-    """Inside, the listener is active; `RecordingDone` ends the block and is not raised any further.
+    """Makes the listener active inside the block; `RecordingDone` ends the block and is not raised further.
 
     Raises:
         RuntimeError: inside another such block.

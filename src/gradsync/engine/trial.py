@@ -1,8 +1,7 @@
-"""A trial: what no formula decides, how well an exchange shares the cores with backward, is tried out on real steps.
+"""A trial runs several plans on real training steps, as no formula says how an exchange shares cores with backward.
 
-Candidates take turns, there and back, so that a drift of the machine's speed meets all of them alike. The best two of
-them, if they are close, take more turns: a run-off. Every rank times its own steps; decisions are made from all ranks'
-figures.
+Candidates take turns, there and back, so that a drift of the machine's speed meets all of them alike. The best two, if
+they are close, take more turns: a run-off. Every rank times its own steps; decisions use the times of all ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ MOST_OF_FIRST = 0.99  # of the first one's time; medians of 24 steps of one plan
 
 
 class Trial(Generic[T]):
-    """`candidates`, the best guess first, in turns; `current` is the one to run, until `done`."""
+    """Runs `candidates`, the best guess first, in turns; `current` is the one to run, until `done`."""
 
     def __init__(self, candidates: Sequence[T]) -> None:
         self.candidates = list(candidates)
@@ -47,7 +46,7 @@ class Trial(Generic[T]):
         return [statistics.median(times) for times in self._times_s]
 
     def run_off(self, times_s: Sequence[float]) -> bool:
-        """All turns are over: whether the best two, by these times of all candidates, take more of them now."""
+        """Starts more turns of the best two candidates if their times are close; returns whether it did."""
         best, second = sorted(range(len(times_s)), key=times_s.__getitem__)[:2]
         if self._finalists or times_s[second] > CLOSE * times_s[best]:
             return False
@@ -56,7 +55,7 @@ class Trial(Generic[T]):
         return True
 
     def fastest(self, times_s: Sequence[float]) -> int:
-        """The candidate to keep by these times of all candidates, after a run-off one of the two.
+        """Returns the index of the candidate to keep by these times; after a run-off, one of the two.
 
         The first of all candidates stays, if it may, unless another is clearly faster.
         """
@@ -65,11 +64,11 @@ class Trial(Generic[T]):
         return 0 if 0 in left and times_s[best] >= MOST_OF_FIRST * times_s[0] else best
 
     def interrupt(self) -> None:
-        """A step was not the current candidate's: its turn begins anew."""
+        """Begins the current turn anew, after a step that another plan made."""
         self._ends_s.clear()
 
     def step_ended(self, now_s: float) -> bool:
-        """A step of the current candidate is over, and whether its turn is; a step's time lies between two ends."""
+        """Counts a step of the current candidate that ended `now_s`; returns whether its turn is over."""
         self._ends_s.append(now_s)
         if len(self._ends_s) < TURN_STEPS:
             return False
@@ -79,7 +78,7 @@ class Trial(Generic[T]):
 
 
 def slowest(medians_s: Sequence[Sequence[float]]) -> list[float]:
-    """Each candidate's step time: that of the rank on which it is slowest. `medians_s[rank][candidate]`."""
+    """Returns each candidate's step time on its slowest rank, from `medians_s[rank][candidate]`."""
     return [max(column) for column in zip(*medians_s, strict=True)]
 
 
