@@ -17,8 +17,8 @@ for: `OFFLOAD` is a thread of its own, which begins at once; `COMPUTE` is the th
 next comes by (`do_work`) or waits for the end, and until then turns that need it wait. A *prepared* bucket awaits work
 first of all: that begins when the bucket is ready, on the thread which says so if it is for `COMPUTE`.
 
-`torch.profiler` shows `gradsync::bucket 0 push`, the bucket's work at that turn, and `gradsync::bucket 0 wait for push`,
-the wait for its operation. The profiler records the communication thread only with `profile_all_threads`.
+`torch.profiler` shows `gradsync::bucket 0 push`, the bucket's work at that turn, and `gradsync::bucket 0 wait for
+push`, the wait for its operation. The profiler records the communication thread only with `profile_all_threads`.
 """
 
 from __future__ import annotations
