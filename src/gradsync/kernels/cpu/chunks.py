@@ -6,7 +6,8 @@ from types import ModuleType
 
 from torch import Tensor
 
-from gradsync.kernels.cpu.boundary import load, plain, threads_for
+from gradsync.kernels.cpu.boundary import plain, threads_for
+from gradsync.kernels.native import load
 from gradsync.kernels.reference.chunks import check_layout
 
 

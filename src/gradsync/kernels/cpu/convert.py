@@ -7,7 +7,8 @@ from types import ModuleType
 
 from torch import Tensor
 
-from gradsync.kernels.cpu.boundary import load, plain, plains, threads_for
+from gradsync.kernels.cpu.boundary import plain, plains, threads_for
+from gradsync.kernels.native import load
 
 
 def narrow(

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from gradsync.kernels.checks import WORD_BITS, check_size
-from gradsync.kernels.cpu.boundary import load, plain, threads_for
+from gradsync.kernels.cpu.boundary import plain, threads_for
+from gradsync.kernels.native import load
 
 
 class NonzeroElements:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from gradsync.kernels.checks import INT32_INDICES, check_owners, check_size
-from gradsync.kernels.cpu.boundary import OwnerPartition, load, plain, plains, threads_for
+from gradsync.kernels.cpu.boundary import OwnerPartition, plain, plains, threads_for
+from gradsync.kernels.native import load
 from gradsync.kernels.reference.hashing import hash_key
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from gradsync.kernels.cpu.boundary import load, plain, plains, threads_for
+from gradsync.kernels.cpu.boundary import plain, plains, threads_for
 from gradsync.kernels.hierarchy import HashedIndices, HashMemory
+from gradsync.kernels.native import load
 from gradsync.kernels.reference.hashing import hash_key
 
 

@@ -8,7 +8,8 @@ from types import ModuleType
 from torch import Tensor
 
 from gradsync.kernels.checks import Sections, section_counts, section_lengths
-from gradsync.kernels.cpu.boundary import load, plain, threads_for
+from gradsync.kernels.cpu.boundary import plain, threads_for
+from gradsync.kernels.native import load
 
 
 def top_k(

@@ -7,7 +7,8 @@ from types import ModuleType
 from torch import Tensor
 
 from gradsync.kernels.checks import check_size
-from gradsync.kernels.cpu.boundary import load, plain
+from gradsync.kernels.cpu.boundary import plain
+from gradsync.kernels.native import load
 
 
 def encode_offsets(indices: Tensor, size: int, bits: int, out: Tensor, *, module: ModuleType | None = None) -> None:

@@ -17,7 +17,8 @@ from gradsync.kernels.checks import (
     check_size,
     check_some,
 )
-from gradsync.kernels.cpu.boundary import load, plain, plains, threads_for
+from gradsync.kernels.cpu.boundary import plain, plains, threads_for
+from gradsync.kernels.native import load
 from gradsync.kernels.reference.rotated import rotation_key
 
 

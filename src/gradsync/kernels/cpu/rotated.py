@@ -7,7 +7,8 @@ from types import ModuleType
 from torch import Tensor
 
 from gradsync.kernels.checks import check_owners, check_rotated_size
-from gradsync.kernels.cpu.boundary import OwnerPartition, load, plain, threads_for
+from gradsync.kernels.cpu.boundary import OwnerPartition, plain, threads_for
+from gradsync.kernels.native import load
 from gradsync.kernels.reference.rotated import rotation_key
 
 

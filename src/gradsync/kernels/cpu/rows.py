@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from gradsync.kernels.checks import RowsPart, Stripes, check_parts, check_size, check_some, rows_buffers
-from gradsync.kernels.cpu.boundary import load, plain, plains, threads_for
+from gradsync.kernels.cpu.boundary import plain, plains, threads_for
+from gradsync.kernels.native import load
 
 
 class RowUnion:

@@ -8,7 +8,8 @@ from types import ModuleType
 from torch import Tensor
 
 from gradsync.kernels.checks import Sections, SignScale, check_block
-from gradsync.kernels.cpu.boundary import load, plain, plains, threads_for
+from gradsync.kernels.cpu.boundary import plain, plains, threads_for
+from gradsync.kernels.native import load
 
 
 def pack_signs(

@@ -8,8 +8,9 @@ from types import ModuleType
 from torch import Tensor
 
 from gradsync.kernels.checks import Sections
-from gradsync.kernels.cpu.boundary import load, plain, threads_for
+from gradsync.kernels.cpu.boundary import plain, threads_for
 from gradsync.kernels.draws import check_median, check_sketch
+from gradsync.kernels.native import load
 
 
 def count_sketch(

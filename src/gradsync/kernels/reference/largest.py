@@ -19,6 +19,7 @@ from gradsync.kernels.checks import (
     section_counts,
     section_lengths,
 )
+from gradsync.kernels.choice import dispatched
 from gradsync.kernels.reference.rows import accumulation_dtype, magnitudes
 
 
@@ -97,6 +98,7 @@ def rounded_to(values: Tensor, exact: Tensor) -> Tensor:
     return values.copy_(exact)
 
 
+@dispatched("x", "indices", "values", "residual", "next_residual", entries="x")
 @torch.no_grad()
 def top_k(
     x: Tensor,
@@ -108,13 +110,31 @@ def top_k(
     residual: Tensor | None = None,
     next_residual: Tensor | None = None,
 ) -> None:
-    """See `gradsync.kernels.top_k`."""
+    """Writes the elements of the largest magnitude of p = x + residual, in the order of their indices.
+
+    Exact. Magnitudes compare by their bits: a NaN is larger than infinity. Of equal ones, those with the smallest
+    indices are taken. With a residual, one pass over memory adds it, finds what to take and keeps the rest.
+
+    Args:
+        x: (numel,) floating.
+        indices: (k,) int64, or int32 for up to 2^31 elements; of the whole `x`.
+        values: (k,) floating: p rounded to its dtype; what is finite stays finite.
+        sections: of each, its own largest are taken; by default all of `x` is one.
+        counts: how many of each section, together k.
+        residual: (numel,), in the accumulation dtype of `x`: added to it first.
+        next_residual: as `residual`, and not its memory: p without what was taken, as rounded.
+
+    Raises:
+        ValueError: more than a section has; shapes that do not fit; native: more than 2^34 elements.
+        TypeError: other or different dtypes.
+    """
     choice = Choice.of(x, indices, values, sections, counts, residual, next_residual)
     p = choice.elements()
     chosen = [offset + largest(magnitudes(part), count) for offset, part, count in choice.parts(p)]
     choice.take(p, torch.cat([indices.new_empty(0, dtype=torch.int64), *chosen]))
 
 
+@dispatched("x", "thresholds", "indices", "values", "residual", "next_residual", entries="x")
 @torch.no_grad()
 def select_above(
     x: Tensor,
@@ -127,7 +147,22 @@ def select_above(
     residual: Tensor | None = None,
     next_residual: Tensor | None = None,
 ) -> int:
-    """See `gradsync.kernels.select_above`."""
+    """Writes the elements of p = x + residual that are not within the threshold of their section; returns how many.
+
+    Where there are more than its count, the largest of them, as `top_k` takes them. They are written one behind the
+    other, in the order of their indices; what is behind the last is unspecified. A NaN is within no threshold, and
+    nothing is within one that is NaN or negative.
+
+    Args:
+        thresholds: (sections,), in the accumulation dtype of `x`.
+        indices: (most,) as of `top_k`.
+        values: (most,) as of `top_k`.
+        counts: at most how many of each section, together `most`.
+        x, sections, residual, next_residual: as of `top_k`.
+
+    Raises:
+        ValueError, TypeError: as `top_k`.
+    """
     choice = Choice.of(x, indices, values, sections, counts, residual, next_residual)
     check_thresholds(x, thresholds, len(choice.lengths))
     p = choice.elements()
@@ -138,9 +173,20 @@ def select_above(
     return choice.take(p, torch.cat(chosen))
 
 
+@dispatched("x", "thresholds", "counts", entries="x")
 @torch.no_grad()
 def count_above(x: Tensor, thresholds: Tensor, counts: Tensor, *, sections: Sections | None = None) -> None:
-    """See `gradsync.kernels.count_above`."""
+    """Counts the elements of each section that are not within its threshold, as `select_above` finds them.
+
+    Args:
+        x: (numel,) floating.
+        thresholds: (sections,), in the accumulation dtype of `x`.
+        counts: (sections,) int64.
+
+    Raises:
+        ValueError: shapes that do not fit.
+        TypeError: other dtypes.
+    """
     check_floating("x", x)
     check_flat("x", x)
     lengths = section_lengths(x, sections)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gradsync.kernels import phases
 from gradsync.kernels.checks import (
     INT32_INDICES,
     check_ascending,
@@ -19,6 +20,7 @@ from gradsync.kernels.checks import (
     check_rotated_size,
     check_shape,
 )
+from gradsync.kernels.choice import dispatched
 
 _UNSIGNED_32 = 0xFFFFFFFF
 
@@ -103,8 +105,21 @@ def write_by_owner(
         out.copy_(values[items])
 
 
-def partition_rotated(indices: Tensor, size: int, n: int, seed: int) -> RotatedPartition:
-    """See `gradsync.kernels.partition_rotated`."""
+@dispatched("indices")
+def partition_rotated(indices: Tensor, size: int, n: int, seed: int) -> phases.RotatedPartition:
+    """Splits sorted indices among n owners by rotated stripe: i = n q + r is owner (r + rho(q)) mod n's q-th.
+
+    As `partition_elements` does, which finds the indices itself.
+
+    Args:
+        indices: (nnz,) int64 or int32, ascending.
+        size: all indices are in [0, size), size <= n * 2^31.
+        n: owners, at most 2^16.
+
+    Raises:
+        ValueError: an index out of range or order, another n, a size whose positions int32 cannot hold.
+        TypeError: other dtypes.
+    """
     return RotatedPartition(indices, size, n, seed)
 
 
@@ -127,15 +142,25 @@ def join_rotated(positions: Sequence[Tensor], values: Sequence[Tensor], seed: in
         check_shape("values", value, len(position))
         check_range("join_rotated", position, len(out), "size", owner)
         check_ascending("join_rotated", "positions", position)
-        rotated_index(owner, position, n, seed, elements[owner])
+        rotated_index.reference(owner, position, n, seed, elements[owner])
         check_range("join_rotated", elements[owner], len(out), "size", owner)
     out.zero_()
     for element, value in zip(elements, values, strict=True):
         out[element] = value
 
 
+@dispatched("positions", "out")
 def rotated_index(owner: int, positions: Tensor, n: int, seed: int, out: Tensor) -> None:
-    """See `gradsync.kernels.rotated_index`."""
+    """The elements at local positions q of one owner in `partition_rotated`: n q + (owner - rho(q)) mod n.
+
+    Args:
+        positions: (count,) int32.
+        out: (count,) int64, or int32 where all results fit.
+
+    Raises:
+        ValueError: an owner or position out of range, another size of `out`.
+        TypeError: other dtypes.
+    """
     check_owners(n)
     if not 0 <= owner < n:
         raise ValueError(f"owner must be in [0, {n}), got {owner}")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gradsync.kernels import phases
 from gradsync.kernels.checks import (
     RowsPart,
     Stripes,
@@ -21,6 +22,7 @@ from gradsync.kernels.checks import (
     check_stripes,
     rows_buffers,
 )
+from gradsync.kernels.choice import dispatched
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by itemsize
 
@@ -75,14 +77,45 @@ class RowUnion:
             out.copy_(total[:, start:stop])
 
 
-def unite_rows(indices: Sequence[Tensor], num_rows: int) -> RowUnion:
-    """See `gradsync.kernels.unite_rows`."""
+@dispatched("indices", entries="num_rows")
+def unite_rows(indices: Sequence[Tensor], num_rows: int) -> phases.RowUnion:
+    """First phase of the sum of row-sparse parts of one table: which rows occur.
+
+    Native: by a bitmap that ranks them or, where it would have more than about four words for each index, by sorting;
+    either way, time and memory grow with the number of indices, not with that of rows.
+
+    Args:
+        indices: per part (nnz,) int64 or int32, in any order, duplicates allowed.
+        num_rows: all indices are in [0, num_rows).
+
+    Raises:
+        ValueError: an index out of range, no part; native: more than 2^34 rows or 2^32 - 1 indices.
+        TypeError: other dtypes.
+    """
     return RowUnion(indices, num_rows)
 
 
+@dispatched("parts", entries="num_rows")
 @torch.no_grad()
 def sum_rows(parts: Sequence[RowsPart], num_rows: int, *, scale: float = 1.0, out: RowsPart | None = None) -> RowsPart:
-    """See `gradsync.kernels.sum_rows`."""
+    """The sum of row-sparse parts of one (num_rows, dim) table, times `scale`; of one part, its coalesced form.
+
+    Sums run in the order of the parts, then of occurrence within a part, in float32 (float64 for float64), and are
+    rounded once: the bits depend neither on the implementation (the reference but on the CPU only) nor on the number
+    of threads. Parts that are strided within a row are copied first. `unite_rows` is the same in two phases.
+
+    Args:
+        parts: each indices (nnz,) int64 or int32, in any order, duplicates allowed; values (nnz, dim) floating.
+        num_rows: all indices are in [0, num_rows).
+        out: indices and values buffers with room for at least u rows; what is returned are views of their first u.
+
+    Returns:
+        indices (u,) int64, or as in `out`: the sorted union of all indices; values (u, dim) in the dtype of the parts.
+
+    Raises:
+        ValueError: an index out of range, no part, or shapes and devices that do not fit together.
+        TypeError: dtypes other than said above.
+    """
     check_parts(parts, num_rows)
     union = RowUnion([indices for indices, _ in parts], num_rows)
     rows, total = rows_buffers(out, union.count, parts[0][1])
@@ -91,9 +124,20 @@ def sum_rows(parts: Sequence[RowsPart], num_rows: int, *, scale: float = 1.0, ou
     return rows, total
 
 
+@dispatched("parts", "out")
 @torch.no_grad()
 def join_columns(parts: Sequence[Tensor], stripes: Stripes, out: Tensor) -> None:
-    """See `gradsync.kernels.join_columns`."""
+    """Puts stripes of columns back together to whole rows: out[:, start:stop] = part.
+
+    Args:
+        parts: per stripe (u, stop - start), floating.
+        stripes: [start, stop) of the columns of each part; columns of no stripe stay, of several get the last.
+        out: (u, dim) in the dtype of the parts.
+
+    Raises:
+        ValueError: shapes that do not fit, stripes outside the columns.
+        TypeError: different dtypes.
+    """
     check_matrix("out", out)
     check_stripes("parts", parts, stripes, *out.shape)
     for part in parts:
@@ -102,9 +146,20 @@ def join_columns(parts: Sequence[Tensor], stripes: Stripes, out: Tensor) -> None
         out[:, start:stop].copy_(part)
 
 
+@dispatched("indices", "values", "dense")
 @torch.no_grad()
 def scatter_rows(indices: Tensor, values: Tensor, dense: Tensor, *, accumulate: bool) -> None:
-    """See `gradsync.kernels.scatter_rows`."""
+    """Writes rows into `dense`, or adds them to it, in order: of equal indices the last is kept, or all are added.
+
+    Args:
+        indices: (nnz,) int64 or int32, in any order.
+        values: (nnz, dim) floating.
+        dense: (num_rows, dim) in the dtype of the values; each addition is rounded to it.
+
+    Raises:
+        ValueError: an index outside [0, num_rows), before anything is written; shapes that do not fit.
+        TypeError: other or different dtypes.
+    """
     check_indices("indices", indices)
     check_matrix("dense", dense)
     check_floating("values", values, dense.dtype)
@@ -174,6 +229,10 @@ class NonzeroRows:
             out.copy_(rows[:, start:stop])
 
 
-def nonzero_rows(dense: Tensor) -> NonzeroRows:
-    """See `gradsync.kernels.nonzero_rows`."""
+@dispatched("dense", entries="dense")
+def nonzero_rows(dense: Tensor) -> phases.NonzeroRows:
+    """Finds the rows of `dense`, (num_rows, dim) floating, that are not zero, by their bits.
+
+    -0.0 is zero; NaN, infinity and subnormals are not.
+    """
     return NonzeroRows(dense)

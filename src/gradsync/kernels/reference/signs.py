@@ -15,10 +15,12 @@ from gradsync.kernels.checks import (
     check_signs,
     check_some,
 )
+from gradsync.kernels.choice import dispatched
 from gradsync.kernels.reference.blocks import in_blocks, ordered_sum
 from gradsync.kernels.reference.rows import accumulation_dtype
 
 
+@dispatched("x", "words", "scales", "residual", "next_residual")
 @torch.no_grad()
 def pack_signs(
     x: Tensor,
@@ -31,7 +33,28 @@ def pack_signs(
     residual: Tensor | None = None,
     next_residual: Tensor | None = None,
 ) -> None:
-    """See `gradsync.kernels.pack_signs`."""
+    """Writes the signs of p = x + residual as bits, and what stands for the magnitudes of each block.
+
+    Bit i % 8 of byte i // 8 is set where p[i] < 0: neither zero is negative, nor is NaN, of which the scales tell. A
+    scale is a float32, of sums in float64 whose order is fixed (`csrc/blocks.hpp`):
+    - "mean": the mean of |p|;
+    - "rms": the root of the mean of p^2;
+    - "two": the mean of the elements that are not negative, and of those that are; of none, 0;
+    - "one": none, signs are of 1.
+    Where elements are NaN or infinite, so is what each element of the block decodes to, with "two" of its class.
+
+    Args:
+        x: (numel,) floating.
+        words: (ceil(numel / 8),) uint8.
+        scales: `sign_scales_shape`: (blocks,) float32, of "two" (blocks, 2), of "one" (0,).
+        block: elements of a section that share a scale, 0: all; the last block of a section may be shorter.
+        residual: (numel,) in `accumulation_dtype(x.dtype)`.
+        next_residual: likewise, elsewhere: what the decoded tensor lacks of p. With a residual, and only then.
+
+    Raises:
+        ValueError: shapes that do not fit, an unknown scale.
+        TypeError: other dtypes.
+    """
     check_sections("x", x, sections)
     check_signs(words, scales, sections, block, scale)
     check_residuals(x, residual, next_residual, accumulation_dtype(x.dtype))
@@ -78,6 +101,7 @@ def levels_of(scales: Tensor, scale: SignScale) -> tuple[Tensor, Tensor]:
     return scales, -scales
 
 
+@dispatched("parts", "out")
 @torch.no_grad()
 def unpack_signs(
     parts: Sequence[tuple[Tensor, Tensor]],
@@ -88,7 +112,20 @@ def unpack_signs(
     scale: SignScale,
     factor: float = 1.0,
 ) -> None:
-    """See `gradsync.kernels.unpack_signs`."""
+    """`factor` times the sum of what several `pack_signs` of the same sections stand for.
+
+    Sums run in the order of the parts, in float32 (float64 for float64), and are rounded once. With "one", they are the
+    votes for the positive less those for the negative sign.
+
+    Args:
+        parts: words and scales of each.
+        out: (numel,) floating; overwritten.
+        block, scale: as they were packed with.
+
+    Raises:
+        ValueError: no part, shapes that do not fit, an unknown scale.
+        TypeError: other dtypes.
+    """
     check_some("unpack_signs", parts)
     check_sections("out", out, sections)
     total = torch.zeros_like(out, dtype=accumulation_dtype(out.dtype))

@@ -9,9 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from gradsync.kernels.checks import Sections
-from gradsync.kernels.cpu.boundary import load, plain, plains, threads_for
+from gradsync.kernels.cpu.boundary import plain, plains, threads_for
 from gradsync.kernels.grids import AnyGrid, check_drawn
-from gradsync.kernels.reference.quantize import check_found
+from gradsync.kernels.native import load
+from gradsync.kernels.reference.codes import check_found
 
 _ROUNDINGS = ("nearest", "stochastic", "e4m3", "e5m2", "exponent")  # as in quantize.hpp
 _SCALES = ("max", "norm", "given", "none")

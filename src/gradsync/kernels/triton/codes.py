@@ -19,7 +19,7 @@ from torch import Tensor
 from gradsync.kernels.checks import Sections
 from gradsync.kernels.grids import AnyGrid, check_drawn, draws, runs
 from gradsync.kernels.reference.blocks import GROUP, LANES, ordered_sum
-from gradsync.kernels.reference.quantize import (
+from gradsync.kernels.reference.codes import (
     check_codes,
     check_dequantize,
     check_found,
@@ -67,7 +67,7 @@ def drawn(row: tl.tensor, upper: tl.tensor, lower: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def noise_from(row: tl.tensor, first: tl.tensor, after: tl.tensor) -> tl.tensor:
-    """See `gradsync.kernels.reference.noise`: of the places `after` the first, which is a number."""
+    """See `gradsync.kernels.reference.draws.noise`: of the places `after` the first, which is a number."""
     place = first + after
     upper = first >> 32
     wrapped = (place >> 32) != upper
