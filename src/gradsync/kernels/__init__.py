@@ -1,6 +1,7 @@
-"""The inner loops: one function a kernel, one table of implementations, chosen once for the process.
+"""The inner loops: one function a kernel, in three versions, of which one is chosen for the process.
 
 `reference` (plain torch) defines what a kernel does; `native` (C++, CPU) and `triton` (CUDA) give the same bits faster.
+The functions here are the definitions, decorated by `choice.dispatched`; `sum_rows.reference` is one without.
 `auto`, the default, takes triton for tensors on a CUDA device and native for those on the CPU, where they can be loaded
 and know the dtypes, and says in one log line what cannot be loaded.
 

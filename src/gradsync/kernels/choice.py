@@ -1,4 +1,4 @@
-"""Which version of a kernel runs: one asked for by name, else by where the tensors are and what can be loaded."""
+"""The choice of a kernel's version: the one asked for, else by where the tensors are and what can be loaded."""
 
 from __future__ import annotations
 

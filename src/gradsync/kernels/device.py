@@ -1,4 +1,4 @@
-"""Which tensors go to the kernels for CUDA. They need Triton, which torch for CUDA brings: imported when first used."""
+"""The kernels for CUDA, imported when first used, and the tensors that they take. Torch for CUDA brings Triton."""
 
 from __future__ import annotations
 

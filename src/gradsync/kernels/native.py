@@ -1,4 +1,4 @@
-"""Which tensors go to the native kernels, and the C++ module that has them: imported when first used.
+"""The C++ module with the native kernels, imported when first used, and the tensors that it takes.
 
 The module is built twice from one source (csrc/), for any CPU and for AVX2; `load` takes what this machine runs.
 """

@@ -10,6 +10,7 @@ from torch import Tensor
 from gradsync.kernels.checks import (
     Sections,
     check_ascending,
+    check_dtype,
     check_flat,
     check_floating,
     check_range,
@@ -99,8 +100,7 @@ def check_layout(x: Tensor, chosen: Tensor, payload: Tensor, norms: Tensor, chun
         raise ValueError(f"chunk must be at least 1, got {chunk}")
     if not 0 < scale < math.inf or math.frexp(scale)[0] != 0.5:
         raise ValueError(f"scale must be a power of two, got {scale}")
-    if chosen.dtype != torch.int64:
-        raise TypeError(f"chosen must be int64, got {describe(chosen)}")
+    check_dtype("chosen", chosen, torch.int64)
     check_flat("chosen", chosen)
     if payload.dtype != x.dtype and (payload.dtype not in NARROW or x.itemsize < 4):
         raise TypeError(f"payload must be {x.dtype}, or bfloat16 or float16 of wider floats, got {describe(payload)}")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradsync.kernels.checks import Sections, check_floating, check_shape, describe
+from gradsync.kernels.checks import Sections, check_dtype, check_floating, check_shape
 from gradsync.kernels.choice import dispatched
 from gradsync.kernels.grids import LARGEST_EXPONENT, AnyGrid, Run, check_drawn, codes_nbytes, num_scales, runs
 from gradsync.kernels.reference.blocks import ordered_sum
@@ -39,8 +39,8 @@ def quantize(
     and next_residual = p - that. A block whose s / a float32 does not hold, all zero or nearly subnormal, counts as
     zero and has the scale 0. Where float32 does not hold a, as with NaN or infinity among the elements, the scale is
     infinite, and the whole block decodes to NaN. Stochastic: in units of 2^-24 of a level, to which it is cut, a number
-    below 2^24 is added (drawn: the upper bits of `reference.draws.noise`), and the sum rounded down. The squares of a norm
-    are summed in float64 in a fixed order (`csrc/blocks.hpp`).
+    below 2^24 is added (drawn: the upper bits of `noise`), and the sum rounded down. The squares of a norm are summed
+    in float64 in a fixed order (`csrc/blocks.hpp`).
 
     Codes of 8 bits are the level in two's complement, or the bits of the small float. Of 4 and 2 bits they are level +
     s, and byte j of a block with h bytes has those of elements j, j + h and so on, from its lowest bits on; what is
@@ -152,8 +152,7 @@ def check_dequantize(parts: Sequence[tuple[Tensor, Tensor]], sections: Sections,
 
 
 def check_codes(codes: Tensor, sections: Sections, grid: AnyGrid) -> None:
-    if codes.dtype != torch.uint8:
-        raise TypeError(f"codes must be uint8, got {describe(codes)}")
+    check_dtype("codes", codes, torch.uint8)
     check_shape("codes", codes, codes_nbytes(sections, grid))
 
 
@@ -219,7 +218,7 @@ def _noise(p: Tensor, run: Run) -> Tensor:
 
 
 def _in_float(x: Tensor) -> Tensor:
-    """As float32, in which what is finite stays finite."""
+    """Converts to float32; what is finite stays finite."""
     most = torch.finfo(torch.float32).max
     return torch.where(x.isfinite(), x.clamp(-most, most), x).float()
 
@@ -234,7 +233,7 @@ def _exponent_codes(x: Tensor, drawn: Tensor) -> Tensor:
 
 
 def _levels(code: Tensor, grid: AnyGrid) -> Tensor:
-    """What codes of a byte each stand for."""
+    """The levels that codes of a byte each stand for."""
     if grid.rounding in _FLOATS:
         return code.view(_FLOATS[grid.rounding]).float()
     if grid.rounding == "exponent":

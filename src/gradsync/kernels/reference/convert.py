@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradsync.kernels.checks import check_flat, check_floating, check_shape, describe
+from gradsync.kernels.checks import check_dtype, check_flat, check_floating, check_shape
 from gradsync.kernels.choice import dispatched
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -37,12 +37,9 @@ def narrow(x: Tensor, out: Tensor, *, scale: float = 1.0) -> None:
 def check_narrow(x: Tensor, out: Tensor) -> None:
     """Refuses what is not to be narrowed, and outputs that it does not fit."""
     check_floating("x", x)
-    if x.ndim != 1:
-        raise ValueError(f"x must be 1-D, got {describe(x)}")
-    if x.itemsize < 4:
-        raise TypeError(f"x must be float32 or float64, got {describe(x)}")
-    if out.dtype not in NARROW:
-        raise TypeError(f"out must be bfloat16 or float16, got {describe(out)}")
+    check_flat("x", x)
+    check_dtype("x", x, torch.float32, torch.float64)
+    check_dtype("out", out, *NARROW)
     check_shape("out", out, len(x))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradsync.kernels.checks import check_flat, check_shape, describe
+from gradsync.kernels.checks import check_dtype, check_flat, check_shape, describe
 from gradsync.kernels.choice import dispatched
 from gradsync.kernels.reference.draws import draws
 from gradsync.kernels.reference.hashing import finalised
@@ -30,8 +30,7 @@ def check_digest(xs: Sequence[Tensor], out: Tensor) -> None:
         if x.dtype != torch.int64 and x.dtype not in INFINITY_AND_NAN:
             raise TypeError(f"xs must be floating point of 16, 32 or 64 bits, or int64, got {describe(x)}")
         check_flat("xs", x)
-    if out.dtype != torch.int64:
-        raise TypeError(f"out must be int64, got {describe(out)}")
+    check_dtype("out", out, torch.int64)
     check_shape("out", out, len(xs))
 
 

@@ -8,6 +8,8 @@ from torch import Tensor
 from gradsync.kernels import phases
 from gradsync.kernels.checks import (
     WORD_BITS,
+    check_dtype,
+    check_flat,
     check_floating,
     check_index_out,
     check_indices,
@@ -25,8 +27,7 @@ class NonzeroElements:
     @torch.no_grad()
     def __init__(self, x: Tensor) -> None:
         check_floating("x", x)
-        if x.ndim != 1:
-            raise ValueError(f"x must be 1-D, got {tuple(x.shape)}")
+        check_flat("x", x)
         self._x = x
         self._indices = is_nonzero(x).nonzero().flatten()
         self.count = len(self._indices)
@@ -47,10 +48,8 @@ def nonzero_elements(x: Tensor) -> phases.NonzeroElements:
 
 
 def check_words(name: str, words: Tensor) -> None:
-    if words.dtype != torch.int64:
-        raise TypeError(f"{name} must be int64, got {words.dtype}")
-    if words.ndim != 1:
-        raise ValueError(f"{name} must be 1-D, got {tuple(words.shape)}")
+    check_dtype(name, words, torch.int64)
+    check_flat(name, words)
 
 
 def _bits_of(words: Tensor) -> Tensor:

@@ -46,13 +46,13 @@ def signed(bits: int) -> int:
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """To the right, with zeros from the left."""
+    """Shifts to the right, with zeros from the left."""
     return (x >> bits) & ((1 << 64 - bits) - 1)
 
 
 @dispatched("indices", "out")
 def owners_by_hash(indices: Tensor, n: int, seed: int, out: Tensor) -> None:
-    """The owner of each index by hash, h0 of Zen (OSDI 2025): the same on all ranks.
+    """Writes the owner of each index by hash, h0 of Zen (OSDI 2025): the same on all ranks.
 
     MurmurHash3's 64-bit finaliser of the index, xored with a key that the seed gives, scaled to n by its upper half.
 
@@ -114,7 +114,7 @@ def partition_hashed(indices: Tensor, size: int, n: int, seed: int) -> phases.Ha
 
 @dispatched("device", entries="size")
 def owned_by_hash(size: int, n: int, seed: int, *, device: torch.device | None = None) -> list[Tensor]:
-    """Per owner all indices of [0, size) that hash to it, ascending: the lists behind the hash bitmaps of Zen.
+    """Lists, for each owner, all indices of [0, size) that hash to it, ascending: the lists behind Zen's hash bitmaps.
 
     Together they are as large as an int32 (from 2^31 elements on, int64) for each element, on every rank: made once per
     size and seed, and kept.
@@ -136,7 +136,7 @@ def owned_by_hash(size: int, n: int, seed: int, *, device: torch.device | None =
 
 @dispatched("owned", "indices", "out")
 def positions_in(owned: Tensor, indices: Tensor, out: Tensor) -> None:
-    """The positions of an owner's indices in the list of all that it may own: the bits of its hash bitmap.
+    """Writes the positions of an owner's indices in the list of all that it may own: the bits of its hash bitmap.
 
     `encode_bitmap` makes them a bitmap; back, the indices are `owned[positions]`.
 

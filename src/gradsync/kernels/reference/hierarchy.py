@@ -60,7 +60,7 @@ def hierarchical_hash(
 
 
 def _first(places: Tensor, free: Tensor) -> Tensor:
-    """Which are the first in their place, if that is free."""
+    """Tells which are the first in their place, if that is free."""
     order = torch.argsort(places, stable=True)
     first = torch.ones_like(free)
     first[order[1:]] = places[order[1:]] != places[order[:-1]]

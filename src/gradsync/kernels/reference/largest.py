@@ -10,12 +10,13 @@ from torch import Tensor
 
 from gradsync.kernels.checks import (
     Sections,
+    check_dtype,
     check_flat,
     check_floating,
     check_index_out,
     check_indices,
+    check_residuals,
     check_shape,
-    describe,
     section_counts,
     section_lengths,
 )
@@ -25,7 +26,7 @@ from gradsync.kernels.reference.rows import accumulation_dtype, magnitudes
 
 @dataclass(frozen=True)
 class Choice:
-    """What is chosen from, and where to: the arguments of `top_k` and `select_above`, checked."""
+    """The arguments of `top_k` and `select_above`, checked."""
 
     x: Tensor
     indices: Tensor
@@ -58,12 +59,7 @@ class Choice:
         check_index_out("indices", indices, sum(wanted), len(x))
         check_floating("values", values)
         check_shape("values", values, sum(wanted))
-        if (residual is None) != (next_residual is None):
-            raise ValueError("residual and next_residual belong together, got one of them")
-        for name, tensor in (("residual", residual), ("next_residual", next_residual)):
-            if tensor is not None:
-                check_floating(name, tensor, accumulation_dtype(x.dtype))
-                check_shape(name, tensor, len(x))
+        check_residuals(x, residual, next_residual, accumulation_dtype(x.dtype))
         return cls(x, indices, values, lengths, wanted, residual, next_residual)
 
     def elements(self) -> Tensor:
@@ -73,7 +69,7 @@ class Choice:
         return torch.add(self.residual, self.x, out=self.next_residual)
 
     def parts(self, p: Tensor) -> Iterator[tuple[int, Tensor, int]]:
-        """Of each section where it begins, its elements and how many are wanted."""
+        """Yields of each section where it begins, its elements and how many are wanted."""
         offset = 0
         for length, count in zip(self.lengths, self.counts, strict=True):
             yield offset, p[offset : offset + length], count
@@ -191,8 +187,7 @@ def count_above(x: Tensor, thresholds: Tensor, counts: Tensor, *, sections: Sect
     check_flat("x", x)
     lengths = section_lengths(x, sections)
     check_thresholds(x, thresholds, len(lengths))
-    if counts.dtype != torch.int64:
-        raise TypeError(f"counts must be int64, got {describe(counts)}")
+    check_dtype("counts", counts, torch.int64)
     check_shape("counts", counts, len(lengths))
     for number, part in enumerate(x.split(lengths)):
         counts[number] = is_above(part, thresholds[number]).sum()
@@ -205,7 +200,7 @@ def check_thresholds(x: Tensor, thresholds: Tensor, sections: int) -> None:
 
 
 def is_above(part: Tensor, threshold: Tensor) -> Tensor:
-    """Which elements are not within the threshold: all, if there is none."""
+    """Tells which elements are not within the threshold: all, if there is none."""
     return ~(part.abs().to(threshold.dtype) <= threshold)
 
 

@@ -20,7 +20,7 @@ def check_squared_norms(x: Tensor, sections: Sections, norms: Tensor, block: int
 @dispatched("x", "norms", entries="x")
 @torch.no_grad()
 def squared_norms(x: Tensor, sections: Sections, norms: Tensor, *, block: int) -> None:
-    """The squares of the Euclidean norms of blocks, in float64, which those of float32 neither leave nor vanish from.
+    """Writes the squared Euclidean norms of blocks, in float64, in which those of float32 neither overflow nor vanish.
 
     They are added in an order that every implementation keeps, that of `reference.blocks.ordered_sum`. (Roots are not
     taken: torch does not round them alike everywhere.)

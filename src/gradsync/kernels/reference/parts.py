@@ -48,7 +48,7 @@ def partition_elements(x: Tensor, n: int, seed: int) -> phases.ElementPartition:
 
 @dispatched("parts", entries="size")
 def unite_elements(parts: Sequence[PackedPositions], size: int) -> phases.ElementUnion:
-    """First phase of the sum of several parts of [0, size): which positions occur.
+    """Finds the positions that occur in several parts of [0, size): the first phase of their sum.
 
     Args:
         parts: messages that may be damaged.

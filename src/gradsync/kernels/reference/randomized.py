@@ -81,14 +81,14 @@ def check_hadamard(x: Tensor, sections: Sections, out: Tensor, chunk: int, inver
 
 
 def rotation_scale(bits: int) -> float:
-    """What makes the transform of 2^bits elements orthonormal."""
+    """The factor that makes the transform of 2^bits elements orthonormal."""
     return math.ldexp(math.sqrt(0.5) if bits % 2 else 1.0, -(bits // 2))
 
 
 @dispatched("x", "out", entries="x")
 @torch.no_grad()
 def hadamard(x: Tensor, sections: Sections, out: Tensor, *, chunk: int, inverse: bool = False) -> None:
-    """A random rotation: each chunk's signs are drawn, then it is transformed by Walsh and Hadamard; orthonormal.
+    """Rotates each chunk at random: draws signs for it, then transforms it after Walsh and Hadamard, orthonormally.
 
     out = H D x / sqrt(n), with n the elements of the chunk; inverse: D H x / sqrt(n). A section is cut into chunks of
     `chunk` elements and, at its end, powers of two in descending order (`rotation_sizes`): nothing is padded. The sign

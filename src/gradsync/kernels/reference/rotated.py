@@ -11,9 +11,12 @@ from gradsync.kernels import phases
 from gradsync.kernels.checks import (
     INT32_INDICES,
     check_ascending,
+    check_each,
+    check_flat,
     check_floating,
     check_index_out,
     check_indices,
+    check_owner,
     check_owners,
     check_positions,
     check_range,
@@ -123,23 +126,28 @@ def partition_rotated(indices: Tensor, size: int, n: int, seed: int) -> phases.R
     return RotatedPartition(indices, size, n, seed)
 
 
+def check_owned(positions: Sequence[Tensor], values: Sequence[Tensor], out: Tensor) -> int:
+    """Refuses what are not the positions and values of owners of `out`. Returns how many owners there are."""
+    check_owners(len(positions))
+    check_each("values", values, len(positions))
+    check_floating("out", out)
+    check_flat("out", out)
+    for position, value in zip(positions, values, strict=True):
+        check_positions(position)
+        check_floating("values", value, out.dtype)
+        check_shape("values", value, len(position))
+    return len(positions)
+
+
 @torch.no_grad()
 def join_rotated(positions: Sequence[Tensor], values: Sequence[Tensor], seed: int, out: Tensor) -> None:
     """The inverse of `partition_rotated`: the owners' elements where they belong in `out`, zero everywhere else.
 
     Of each owner positions (count,) int32, ascending, and values. Raises as `gradsync.kernels.join_elements` does.
     """
-    n = len(positions)
-    check_owners(n)
-    if len(values) != n:
-        raise ValueError(f"one array of values per array of positions is needed, got {len(values)} for {n}")
-    check_floating("out", out)
-    check_shape("out", out, out.numel())
+    n = check_owned(positions, values, out)
     elements = [torch.empty_like(part, dtype=torch.int64) for part in positions]
-    for owner, (position, value) in enumerate(zip(positions, values, strict=True)):
-        check_positions(position)
-        check_floating("values", value, out.dtype)
-        check_shape("values", value, len(position))
+    for owner, position in enumerate(positions):
         check_range("join_rotated", position, len(out), "size", owner)
         check_ascending("join_rotated", "positions", position)
         rotated_index.reference(owner, position, n, seed, elements[owner])
@@ -151,7 +159,7 @@ def join_rotated(positions: Sequence[Tensor], values: Sequence[Tensor], seed: in
 
 @dispatched("positions", "out")
 def rotated_index(owner: int, positions: Tensor, n: int, seed: int, out: Tensor) -> None:
-    """The elements at local positions q of one owner in `partition_rotated`: n q + (owner - rho(q)) mod n.
+    """Writes the elements at local positions q of one owner in `partition_rotated`: n q + (owner - rho(q)) mod n.
 
     Args:
         positions: (count,) int32.
@@ -161,9 +169,7 @@ def rotated_index(owner: int, positions: Tensor, n: int, seed: int, out: Tensor)
         ValueError: an owner or position out of range, another size of `out`.
         TypeError: other dtypes.
     """
-    check_owners(n)
-    if not 0 <= owner < n:
-        raise ValueError(f"owner must be in [0, {n}), got {owner}")
+    check_owner(owner, n)
     check_positions(positions)
     check_range("rotated_index", positions, INT32_INDICES, "positions")
     bound = (int(positions.max()) + 1) * n if len(positions) else 0

@@ -70,7 +70,7 @@ def pack_signs(
 
 
 def _scales_of(p: Tensor, negative: Tensor, scale: SignScale) -> Tensor:
-    """Of (blocks, elements) the scales of each block, in float64."""
+    """The scales of each block of (blocks, elements), in float64."""
     p = p.double()
     if scale == "mean":
         return ordered_sum(p.abs()) / p.shape[1]
@@ -84,7 +84,7 @@ def _scales_of(p: Tensor, negative: Tensor, scale: SignScale) -> Tensor:
 def _decoded(
     negative: Tensor, scales: Tensor, sections: Sections, block: int, scale: SignScale, like: Tensor
 ) -> Tensor:
-    """What signs stand for, in the dtype of `like`."""
+    """The numbers that signs stand for, in the dtype of `like`."""
     numbers = torch.empty_like(negative, dtype=like.dtype)
     for blocks, (below, out) in in_blocks(sections, block, negative, numbers):
         positive, other = levels_of(scales[blocks], scale)
@@ -93,7 +93,7 @@ def _decoded(
 
 
 def levels_of(scales: Tensor, scale: SignScale) -> tuple[Tensor, Tensor]:
-    """Of each block what a sign that is not negative stands for, and a negative one; without scales, of one block."""
+    """The numbers that the two signs of each block stand for, the negative one last; without scales, of one block."""
     if scale == "two":
         return scales[:, 0], scales[:, 1]
     if scale == "one":
@@ -112,7 +112,7 @@ def unpack_signs(
     scale: SignScale,
     factor: float = 1.0,
 ) -> None:
-    """`factor` times the sum of what several `pack_signs` of the same sections stand for.
+    """Overwrites `out` by `factor` times the sum of what several `pack_signs` of the same sections stand for.
 
     Sums run in the order of the parts, in float32 (float64 for float64), and are rounded once. With "one", they are the
     votes for the positive less those for the negative sign.

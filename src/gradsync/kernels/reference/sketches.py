@@ -59,7 +59,7 @@ def count_sketch(x: Tensor, sections: Sections, columns: Sequence[int], counters
 @dispatched("counters", "out", entries="out")
 @torch.no_grad()
 def sketch_estimates(counters: Tensor, sections: Sections, columns: Sequence[int], out: Tensor, *, rows: int) -> None:
-    """What each element is, as far as `count_sketch` knows: the median over the rows of its counters with its signs.
+    """Estimates each element from the counters of `count_sketch`: the median over the rows of those it went to, signed.
 
     Where one of them is NaN, it is NaN.
 
@@ -88,10 +88,9 @@ def sketch_estimates(counters: Tensor, sections: Sections, columns: Sequence[int
 def _hashed(
     flat: Tensor, sections: Sections, columns: Sequence[int], counters: Tensor, rows: int
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Of each section and row: its elements, the row's counters, the column of each element, whether it is negated."""
+    """Yields, by section and row, its elements, the row's counters, each one's column, and whether it is negated."""
     begin = first = 0
-    starts = sections.starts or (0,) * len(columns)
-    for length, start, seed, count in zip(sections.lengths, starts, sections.seeds, columns, strict=True):
+    for length, start, seed, count in zip(sections.lengths, sections.places, sections.seeds, columns, strict=True):
         lanes = sketch_lanes(count)
         lane = torch.arange(lanes, device=flat.device)
         groups = torch.arange(start, start + length, lanes, device=flat.device)[:, None]
