@@ -13,6 +13,7 @@ import torch
 
 from gradsync import kernels
 from gradsync.kernels import choice, cpu, device, native, reference
+from tests.kernels.on_device import needs_triton
 
 PARTS = [(torch.tensor([2, 0, 2]), torch.ones(3, 4))]
 
@@ -101,12 +102,14 @@ def test_the_public_functions_are_all_that_is_dispatched() -> None:
 
 
 @pytest.mark.parametrize("kernel", choice.KERNELS)
-def test_a_kernel_has_a_native_version_with_the_parameters_of_the_definition(kernel: str) -> None:
-    version = getattr(cpu, kernel)
-    assert version is not getattr(reference, kernel)
-    parameters = inspect.signature(version).parameters
-    expected = inspect.signature(getattr(kernels, kernel)).parameters
-    assert {name: parameters[name].default for name in expected} == {n: p.default for n, p in expected.items()}
+@pytest.mark.parametrize("versions", [pytest.param("cpu"), pytest.param("triton", marks=needs_triton)])
+def test_a_version_has_the_parameters_of_the_definition(versions: str, kernel: str) -> None:
+    module = importlib.import_module(f"gradsync.kernels.{versions}")
+    assert versions == "triton" or getattr(cpu, kernel) is not getattr(reference, kernel), "native has them all"
+    found, expected = (inspect.signature(getattr(made, kernel)).parameters for made in (module, kernels))
+    assert [(p.name, p.kind, p.default) for p in found.values()] == [
+        (p.name, p.kind, p.default) for p in expected.values()
+    ]
 
 
 def test_what_is_no_kernel_is_not_in_the_versions() -> None:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsync.kernels import cpu, reference
+from gradsync.kernels import reference
 from gradsync.kernels.reference.rotated import rotation
-from tests.kernels.native import DTYPES, assert_same_bits, native, special_values
+from tests.kernels.native import DTYPES, assert_same_bits, cpu, native, special_values
 from tests.kernels.on_device import every
 from tests.kernels.shapes import columns_of_2048, random_indices, zipf_rows
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from gradsync import kernels
-from gradsync.kernels import RowsPart, accumulation_dtype, cpu, reference
-from tests.kernels.native import BASE, DTYPES, native, special_values
+from gradsync.kernels import RowsPart, accumulation_dtype, reference
+from tests.kernels.native import BASE, DTYPES, cpu, native, special_values
 from tests.kernels.native import assert_same_bits as assert_same_tensor
 from tests.kernels.on_device import every
 

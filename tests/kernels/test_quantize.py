@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsync.kernels import FloatGrid, Grid, Sections, accumulation_dtype, codes_nbytes, cpu, num_scales, reference
+from gradsync.kernels import FloatGrid, Grid, Sections, accumulation_dtype, codes_nbytes, num_scales, reference
 from gradsync.kernels.reference.draws import noise
 from tests.compressors.family import gradient
-from tests.kernels.native import DTYPES, assert_same_bits, native
+from tests.kernels.native import DTYPES, assert_same_bits, cpu, native
 from tests.kernels.on_device import every
 
 SECTIONS = Sections((0, 1, 700, 33, 0, 2, 20_000), (0, 5, 2**32 - 300, 0, 0, 7, 3), (1, 2, 2**63 + 3, 4, 5, 6, 7))

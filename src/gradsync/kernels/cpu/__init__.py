@@ -1,8 +1,7 @@
 """The native CPU kernels: checks of the arguments, number of threads, and calls into the C++ module (csrc/).
 
-Each kernel takes, beside the arguments of its namesake in `gradsync.kernels`, `threads` (by default torch's number of
-threads, and 1 where the work is small) and `module` (by default `native.load()`). No tensor is copied: what the C++
-code cannot work on in place it refuses.
+A kernel takes the arguments of its namesake in `gradsync.kernels`. It runs on torch's number of threads, and on one
+where the work is small. No tensor is copied: what the C++ code cannot work on in place it refuses.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What passes from Python to the native module and how: tensors as plain memory, and a number of threads."""
+"""The way from Python to the native module: tensors as plain memory, and a number of threads."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from gradsync.kernels.native import DTYPES, is_plain
 _MIN_PARALLEL_ELEMENTS = 1 << 16  # starting threads costs more than they save below
 
 
-def threads_for(requested: int | None, elements: int) -> int:
-    """What the caller asked for, else what the work is worth."""
-    if requested is not None:
-        return requested
+def threads_for(elements: int) -> int:
+    """The number of torch's threads, or 1 where starting them costs more than they save."""
     return 1 if elements < _MIN_PARALLEL_ELEMENTS else torch.get_num_threads()
 
 
@@ -35,6 +33,10 @@ def plain(name: str, tensor: Tensor) -> object:
     if tensor.dtype not in DTYPES:
         raise TypeError(f"the native kernels do not know the dtype of {name}, got {tensor.dtype}: use the reference")
     return dlpack.to_dlpack(tensor.detach())  # type: ignore[attr-defined]  # documented, but not in its __all__
+
+
+def plain_or_none(name: str, tensor: Tensor | None) -> object:
+    return None if tensor is None else plain(name, tensor)
 
 
 def plains(name: str, tensors: Sequence[Tensor]) -> list[object]:

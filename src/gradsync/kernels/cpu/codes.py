@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 from torch import Tensor
 
 from gradsync.kernels.checks import Sections
-from gradsync.kernels.cpu.boundary import plain, plains, threads_for
+from gradsync.kernels.cpu.boundary import plain, plain_or_none, plains, threads_for
 from gradsync.kernels.grids import AnyGrid, check_drawn
 from gradsync.kernels.native import load
 from gradsync.kernels.reference.codes import check_found
@@ -27,55 +26,39 @@ def quantize(
     *,
     residual: Tensor | None = None,
     next_residual: Tensor | None = None,
-    threads: int | None = None,
-    module: ModuleType | None = None,
 ) -> None:
     """See `gradsync.kernels.quantize`."""
     check_drawn(sections, grid)
-    _quantizer(sections, grid, module).quantize(
+    _quantizer(sections, grid).quantize(
         plain("x", x),
         plain("codes", codes),
         plain("scales", scales),
-        None if residual is None else plain("residual", residual),
-        None if next_residual is None else plain("next_residual", next_residual),
-        threads_for(threads, x.numel()),
+        plain_or_none("residual", residual),
+        plain_or_none("next_residual", next_residual),
+        threads_for(x.numel()),
     )
 
 
 def block_scales(
-    x: Tensor,
-    sections: Sections,
-    grid: AnyGrid,
-    scales: Tensor,
-    *,
-    residual: Tensor | None = None,
-    threads: int | None = None,
-    module: ModuleType | None = None,
+    x: Tensor, sections: Sections, grid: AnyGrid, scales: Tensor, *, residual: Tensor | None = None
 ) -> None:
     """See `gradsync.kernels.block_scales`."""
     check_found(grid)
-    kept = None if residual is None else plain("residual", residual)
-    quantizer = _quantizer(sections, grid, module)
-    quantizer.block_scales(plain("x", x), plain("scales", scales), kept, threads_for(threads, x.numel()))
+    kept = plain_or_none("residual", residual)
+    quantizer = _quantizer(sections, grid)
+    quantizer.block_scales(plain("x", x), plain("scales", scales), kept, threads_for(x.numel()))
 
 
 def dequantize(
-    parts: Sequence[tuple[Tensor, Tensor]],
-    sections: Sections,
-    grid: AnyGrid,
-    out: Tensor,
-    *,
-    scale: float = 1.0,
-    threads: int | None = None,
-    module: ModuleType | None = None,
+    parts: Sequence[tuple[Tensor, Tensor]], sections: Sections, grid: AnyGrid, out: Tensor, *, scale: float = 1.0
 ) -> None:
     """See `gradsync.kernels.dequantize`."""
     codes, scales = plains("codes", [codes for codes, _ in parts]), plains("scales", [scales for _, scales in parts])
-    threads = threads_for(threads, out.numel() * len(parts))
-    _quantizer(sections, grid, module).dequantize(codes, scales, plain("out", out), scale, threads)
+    threads = threads_for(out.numel() * len(parts))
+    _quantizer(sections, grid).dequantize(codes, scales, plain("out", out), scale, threads)
 
 
-def _quantizer(sections: Sections, grid: AnyGrid, module: ModuleType | None) -> Any:
+def _quantizer(sections: Sections, grid: AnyGrid) -> Any:
     rounding, scale = _ROUNDINGS.index(grid.rounding), _SCALES.index(grid.scale)
     layout = sections.lengths, sections.starts, sections.seeds
-    return (module or load()).Quantizer(*layout, rounding, scale, grid.top, grid.bits, grid.block)
+    return load().Quantizer(*layout, rounding, scale, grid.top, grid.bits, grid.block)
