@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+
+from gradsync.kernels import cpu as plain_cpu
 
 BASE = importlib.import_module("gradsync.kernels._kernels_base")
 MODULES = [BASE, *([importlib.import_module("gradsync.kernels._kernels_avx2")] if BASE.has_avx2() else [])]
@@ -34,3 +41,43 @@ def assert_same_bits(got: Tensor, expected: Tensor) -> None:
         )
     got, expected = got.contiguous().flatten(), expected.contiguous().flatten()
     assert got.numel() == 0 or torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
+
+
+class Native:
+    """`gradsync.kernels.cpu`; its kernels also take `module` and `threads`, for what they do and what they return."""
+
+    def __getattr__(self, name: str) -> Any:
+        return partial(run_as, getattr(plain_cpu, name))
+
+
+class ReturnedNative:
+    """An object of two phases, which writes with the module and threads that it was made with."""
+
+    def __init__(self, target: Any, options: dict[str, Any]) -> None:
+        self._target, self._options = target, options
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._target, name)
+        return partial(run_as, found, **self._options) if callable(found) else found
+
+
+def run_as(
+    function: Callable[..., Any],
+    *arguments: Any,
+    module: ModuleType | None = None,
+    threads: int | None = None,
+    **options: Any,
+) -> Any:
+    """Calls a function of `gradsync.kernels.cpu` where this native module is loaded and work is worth these threads."""
+    home = sys.modules[function.__module__]
+    forced = {"load": module and (lambda: module), "threads_for": threads and (lambda elements: threads)}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in forced.items():
+            if value is not None and hasattr(home, name):
+                patch.setattr(home, name, value)
+        found = function(*arguments, **options)
+    made_here = type(found).__module__.startswith("gradsync.kernels.cpu")
+    return ReturnedNative(found, {"module": module, "threads": threads}) if made_here else found
+
+
+cpu = Native()

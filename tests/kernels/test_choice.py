@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
 from collections.abc import Iterator
 from types import ModuleType
@@ -11,7 +12,8 @@ import pytest
 import torch
 
 from gradsync import kernels
-from gradsync.kernels import choice, cpu, device, reference
+from gradsync.kernels import choice, cpu, device, native, reference
+from tests.kernels.on_device import needs_triton
 
 PARTS = [(torch.tensor([2, 0, 2]), torch.ones(3, 4))]
 
@@ -25,10 +27,10 @@ def not_built(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(importlib, "import_module", import_module)
     monkeypatch.setattr(choice, "_fallback_logged", False)
-    cpu.load.cache_clear()
+    native.load.cache_clear()
     device.load.cache_clear()
     yield
-    cpu.load.cache_clear()
+    native.load.cache_clear()
     device.load.cache_clear()
 
 
@@ -90,3 +92,47 @@ def test_auto_takes_the_reference_for_a_dtype_native_lacks() -> None:
 def test_an_unknown_implementation_is_named() -> None:
     with pytest.raises(ValueError, match="got 'cuda'"):
         kernels.use("cuda")
+
+
+def test_the_public_functions_are_all_that_is_dispatched() -> None:
+    public = {name for name, value in vars(kernels).items() if hasattr(value, "reference")}
+    assert public == set(choice.KERNELS) and len(public) == 38
+    for name, kernel in choice.KERNELS.items():
+        assert getattr(kernels, name) is kernel and getattr(reference, name) is kernel.reference is not kernel
+
+
+@pytest.mark.parametrize("kernel", choice.KERNELS)
+@pytest.mark.parametrize("versions", [pytest.param("cpu"), pytest.param("triton", marks=needs_triton)])
+def test_a_version_has_the_parameters_of_the_definition(versions: str, kernel: str) -> None:
+    module = importlib.import_module(f"gradsync.kernels.{versions}")
+    assert versions == "triton" or getattr(cpu, kernel) is not getattr(reference, kernel), "native has them all"
+    found, expected = (inspect.signature(getattr(made, kernel)).parameters for made in (module, kernels))
+    assert [(p.name, p.kind, p.default) for p in found.values()] == [
+        (p.name, p.kind, p.default) for p in expected.values()
+    ]
+
+
+def test_what_is_no_kernel_is_not_in_the_versions() -> None:
+    for package in (cpu, reference):
+        with pytest.raises(AttributeError, match="has no kernel 'sort_rows'"):
+            _ = package.sort_rows
+
+
+@pytest.mark.parametrize(
+    ("call", "tensors", "entries"),
+    [
+        (lambda x: kernels.sum_rows([(x, x), (x, x)], num_rows=7), 4, 7),
+        (lambda x: kernels.join_elements([kernels.PackedPositions(x, 1, 8)], [x, x], 0, x), 4, 3),
+        (lambda x: kernels.top_k(x, indices=x, values=x, residual=None), 3, 3),
+        (lambda x: kernels.nonzero_rows(x.view(1, 3)), 1, 1),
+        (lambda x: kernels.owned_by_hash(5, 2, 0), 0, 5),
+        (lambda x: kernels.owned_by_hash(5, 2, 0, device=x.device), 1, 5),
+    ],
+)
+def test_tensors_and_sizes_decide_wherever_they_stand(
+    monkeypatch: pytest.MonkeyPatch, call, tensors: int, entries: int
+) -> None:
+    asked = []
+    monkeypatch.setattr(choice, "pick", lambda kernel, *about: asked.append(about) or (lambda *a, **k: None))
+    call(torch.zeros(3))
+    assert [(len(found), size) for found, size in asked] == [(tensors, entries)]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from gradsync import kernels
-from gradsync.kernels import accumulation_dtype, cpu, reference
-from tests.kernels.native import DTYPES, assert_same_bits, native, special_values
+from gradsync.kernels import accumulation_dtype, reference
+from tests.kernels.native import DTYPES, assert_same_bits, cpu, native, special_values
 from tests.kernels.on_device import every
 
 NUMEL = 5001

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsync.kernels import cpu, reference
-from tests.kernels.native import DTYPES, assert_same_bits, native, special_values
+from gradsync.kernels import reference
+from tests.kernels.native import DTYPES, assert_same_bits, cpu, native, special_values
 from tests.kernels.on_device import TRITON, every, needs_triton
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradsync import kernels
-from gradsync.kernels import cpu, reference
-from tests.kernels.native import BASE, DTYPES, MODULES, native, special_values
+from gradsync.kernels import reference
+from tests.kernels.native import BASE, DTYPES, MODULES, cpu, native, special_values
 from tests.kernels.on_device import every
 
 SIZES = [0, 1, 2, 3, 511, 512, 513, 1023, 1024, 1025, 2047, 2048, 2049, 70_001]

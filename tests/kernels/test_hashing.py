@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsync.kernels import cpu, owned_by_hash, reference, use
+from gradsync.kernels import owned_by_hash, reference, use
 from gradsync.kernels.reference.hashing import hash_key
-from tests.kernels.native import DTYPES, assert_same_bits, native, special_values
+from tests.kernels.native import DTYPES, assert_same_bits, cpu, native, special_values
 from tests.kernels.on_device import every
 from tests.kernels.shapes import columns_of_2048, random_indices, zipf_rows
 

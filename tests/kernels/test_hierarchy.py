@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsync.kernels import HashedIndices, cpu, reference
-from tests.kernels.native import native
+from gradsync.kernels import HashedIndices, reference
+from tests.kernels.native import cpu, native
 from tests.kernels.on_device import every
 
 both = pytest.mark.parametrize("kernels", [cpu, reference], ids=["native", "reference"])

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from gradsync import kernels
-from gradsync.kernels import Sections, cpu, reference
+from gradsync.kernels import Sections, reference
 from gradsync.kernels.checks import section_blocks
-from tests.kernels.native import DTYPES, assert_same_bits, native, special_values
+from tests.kernels.native import DTYPES, assert_same_bits, cpu, native, special_values
 from tests.kernels.on_device import every
 
 SECTIONS = Sections((0, 1, 700, 33, 0, 5000))

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from gradsync.kernels import cpu, offsets_nbytes, reference
-from tests.kernels.native import native
+from gradsync.kernels import offsets_nbytes, reference
+from tests.kernels.native import cpu, native
 from tests.kernels.on_device import every
 from tests.kernels.shapes import random_indices
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from gradsync import kernels
-from gradsync.kernels import RowsPart, cpu, reference
-from tests.kernels.native import BASE, DTYPES, native, special_values
+from gradsync.kernels import RowsPart, accumulation_dtype, reference
+from tests.kernels.native import BASE, DTYPES, cpu, native, special_values
 from tests.kernels.native import assert_same_bits as assert_same_tensor
 from tests.kernels.on_device import every
 
@@ -44,7 +44,7 @@ def loop_sum(parts: list[RowsPart], scale: float) -> RowsPart:
     total: dict[int, Tensor] = {}
     for indices, values in parts:
         for row, value in zip(indices.tolist(), values, strict=True):
-            zero = torch.zeros(dim, dtype=reference.accumulation_dtype(dtype))
+            zero = torch.zeros(dim, dtype=accumulation_dtype(dtype))
             total[row] = total.get(row, zero) + value
     rows = sorted(total)
     sums = [(total[row] * scale).to(dtype) for row in rows]

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from gradsync.kernels import PackedPositions, cpu, packed_nbytes, reference
-from tests.kernels.native import DTYPES, assert_same_bits, native, special_values
+from gradsync.kernels import PackedPositions, packed_nbytes, reference
+from tests.kernels.native import DTYPES, assert_same_bits, cpu, native, special_values
 from tests.kernels.on_device import every
 from tests.kernels.shapes import random_indices
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsync.kernels import FloatGrid, Grid, Sections, codes_nbytes, cpu, num_scales, reference
+from gradsync.kernels import FloatGrid, Grid, Sections, accumulation_dtype, codes_nbytes, num_scales, reference
+from gradsync.kernels.reference.draws import noise
 from tests.compressors.family import gradient
-from tests.kernels.native import DTYPES, assert_same_bits, native
+from tests.kernels.native import DTYPES, assert_same_bits, cpu, native
 from tests.kernels.on_device import every
 
 SECTIONS = Sections((0, 1, 700, 33, 0, 2, 20_000), (0, 5, 2**32 - 300, 0, 0, 7, 3), (1, 2, 2**63 + 3, 4, 5, 6, 7))
@@ -47,7 +48,7 @@ def encoded(kernels: Any, x: Tensor, sections: Sections, grid: Any, residual: Te
 
 
 def reference_sum(x: Tensor) -> Tensor:
-    return x.to(reference.accumulation_dtype(x.dtype))
+    return x.to(accumulation_dtype(x.dtype))
 
 
 @native
@@ -186,8 +187,8 @@ def test_powers_of_two_of_what_float32_does_not_hold_are_finite(kernels: Any) ->
 
 def test_noise_is_uniform_and_that_of_no_other_place_or_seed() -> None:
     count, start = 1 << 16, 2**32 - (1 << 15)
-    drawn = [reference.noise(seed, start, count) for seed in (1, 2, 1 + 2**32)]
-    assert torch.equal(drawn[0][1 << 15 :], reference.noise(1, 2**32, 1 << 15))
+    drawn = [noise(seed, start, count) for seed in (1, 2, 1 + 2**32)]
+    assert torch.equal(drawn[0][1 << 15 :], noise(1, 2**32, 1 << 15))
     upper = [(noise >> 8).double() * 2**-24 for noise in drawn]
     upper += [upper[0].roll(shift) for shift in (1, 2, 1 << 15)]  # the last: places whose lower halves are alike
     bound = 5 / math.sqrt(12 * count)

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from gradsync import kernels as automatic
-from gradsync.kernels import cpu, reference
-from tests.kernels.native import DTYPES, assert_same_bits, native, special_values
+from gradsync.kernels import reference
+from tests.kernels.native import DTYPES, assert_same_bits, cpu, native, special_values
 from tests.kernels.on_device import every
 
 

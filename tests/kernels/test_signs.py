@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from gradsync import kernels
-from gradsync.kernels import Sections, SignScale, cpu, reference, sign_scales_shape
-from gradsync.kernels.reference import accumulation_dtype
+from gradsync.kernels import Sections, SignScale, accumulation_dtype, reference, sign_scales_shape
 from gradsync.kernels.reference.blocks import ordered_sum
-from tests.kernels.native import DTYPES, assert_same_bits, native, special_values
+from tests.kernels.native import DTYPES, assert_same_bits, cpu, native, special_values
 from tests.kernels.on_device import every
 
 SCALES = get_args(SignScale)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from gradsync import kernels
-from gradsync.kernels import Sections, accumulation_dtype, cpu, reference
+from gradsync.kernels import Sections, accumulation_dtype, reference
 from gradsync.kernels.draws import sketch_keys
-from tests.kernels.native import DTYPES, assert_same_bits, native, special_values
+from tests.kernels.native import DTYPES, assert_same_bits, cpu, native, special_values
 from tests.kernels.on_device import every
 
 LENGTHS = (0, 1, 700, 33, 0, 2, 11_011, 5000)  # tensors that share a bucket

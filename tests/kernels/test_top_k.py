@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from gradsync import kernels
-from gradsync.kernels import Sections, accumulation_dtype, cpu, reference
-from tests.kernels.native import DTYPES, assert_same_bits, native, special_values
+from gradsync.kernels import Sections, accumulation_dtype, reference
+from tests.kernels.native import DTYPES, assert_same_bits, cpu, native, special_values
 from tests.kernels.on_device import every
 
 SAMPLED = 40_007  # more elements than are looked at before a threshold is guessed

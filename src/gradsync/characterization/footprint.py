@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..kernels.reference import rotation
+from ..kernels.reference.rotated import rotation
 from ..tensors.density import FEWEST_SAMPLED, MOST_FOUND
 from ..tensors.sparse import SparseRows
 

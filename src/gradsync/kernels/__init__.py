@@ -1,6 +1,7 @@
-"""The inner loops: one function a kernel, one table of implementations, chosen once for the process.
+"""The inner loops: one function a kernel, in three versions, of which one is chosen for the process.
 
 `reference` (plain torch) defines what a kernel does; `native` (C++, CPU) and `triton` (CUDA) give the same bits faster.
+The functions here are the definitions, decorated by `choice.dispatched`; `sum_rows.reference` is one without.
 `auto`, the default, takes triton for tensors on a CUDA device and native for those on the CPU, where they can be loaded
 and know the dtypes, and says in one log line what cannot be loaded.
 
@@ -12,112 +13,67 @@ layout is a TypeError.
 A NaN stays a NaN in every conversion, but not which one.
 """
 
-from gradsync.kernels.checks import (
-    PackedPositions,
-    RowsPart,
-    Sections,
-    SignScale,
-    Stripes,
-    offsets_nbytes,
-    packed_nbytes,
-    sign_scales_shape,
-)
-from gradsync.kernels.choice import Implementation, active, use
-from gradsync.kernels.chunks import take_chunks
-from gradsync.kernels.digests import digest
-from gradsync.kernels.draws import rotation_sizes
-from gradsync.kernels.elements import join_elements, nonzero_elements, partition_elements, unite_elements
-from gradsync.kernels.formats import count_bits, decode_bitmap, decode_offsets, encode_bitmap, encode_offsets
-from gradsync.kernels.grids import AnyGrid, FloatGrid, Grid, codes_nbytes, num_scales
-from gradsync.kernels.hierarchy import HashedIndices
-from gradsync.kernels.owners import (
-    hierarchical_hash,
-    owned_by_hash,
-    owners_by_hash,
-    partition_hashed,
-    partition_rotated,
-    positions_in,
-    rotated_index,
-)
-from gradsync.kernels.phases import (
-    ElementPartition,
-    ElementUnion,
-    HashedPartition,
-    NonzeroElements,
-    NonzeroRows,
-    RotatedPartition,
-    RowUnion,
-)
-from gradsync.kernels.precision import block_scales, dequantize, narrow, pack_signs, quantize, sum_parts, unpack_signs
-from gradsync.kernels.randomized import hadamard, random_k
-from gradsync.kernels.reference import accumulation_dtype
-from gradsync.kernels.rows import join_columns, nonzero_rows, scatter_rows, sum_rows, unite_rows
-from gradsync.kernels.selection import count_above, select_above, squared_norms, top_k
-from gradsync.kernels.sketches import count_sketch, sketch_estimates
-
-__all__ = [
-    "AnyGrid",
-    "ElementPartition",
-    "ElementUnion",
-    "FloatGrid",
-    "Grid",
-    "HashedIndices",
-    "HashedPartition",
-    "Implementation",
-    "NonzeroElements",
-    "NonzeroRows",
-    "PackedPositions",
-    "RotatedPartition",
-    "RowUnion",
-    "RowsPart",
-    "Sections",
-    "SignScale",
-    "Stripes",
-    "accumulation_dtype",
-    "active",
-    "block_scales",
-    "codes_nbytes",
-    "count_above",
-    "count_bits",
-    "count_sketch",
-    "decode_bitmap",
-    "decode_offsets",
-    "dequantize",
-    "digest",
-    "encode_bitmap",
-    "encode_offsets",
-    "hadamard",
-    "hierarchical_hash",
-    "join_columns",
-    "join_elements",
-    "narrow",
-    "nonzero_elements",
-    "nonzero_rows",
-    "num_scales",
-    "offsets_nbytes",
-    "owned_by_hash",
-    "owners_by_hash",
-    "pack_signs",
-    "packed_nbytes",
-    "partition_elements",
-    "partition_hashed",
-    "partition_rotated",
-    "positions_in",
-    "quantize",
-    "random_k",
-    "rotated_index",
-    "rotation_sizes",
-    "scatter_rows",
-    "select_above",
-    "sign_scales_shape",
-    "sketch_estimates",
-    "squared_norms",
-    "sum_parts",
-    "sum_rows",
-    "take_chunks",
-    "top_k",
-    "unite_elements",
-    "unite_rows",
-    "unpack_signs",
-    "use",
-]
+from .checks import PackedPositions as PackedPositions
+from .checks import RowsPart as RowsPart
+from .checks import Sections as Sections
+from .checks import SignScale as SignScale
+from .checks import Stripes as Stripes
+from .checks import offsets_nbytes as offsets_nbytes
+from .checks import packed_nbytes as packed_nbytes
+from .checks import sign_scales_shape as sign_scales_shape
+from .choice import Implementation as Implementation
+from .choice import active as active
+from .choice import use as use
+from .draws import rotation_sizes as rotation_sizes
+from .grids import AnyGrid as AnyGrid
+from .grids import FloatGrid as FloatGrid
+from .grids import Grid as Grid
+from .grids import codes_nbytes as codes_nbytes
+from .grids import num_scales as num_scales
+from .hierarchy import HashedIndices as HashedIndices
+from .phases import ElementPartition as ElementPartition
+from .phases import ElementUnion as ElementUnion
+from .phases import HashedPartition as HashedPartition
+from .phases import NonzeroElements as NonzeroElements
+from .phases import NonzeroRows as NonzeroRows
+from .phases import RotatedPartition as RotatedPartition
+from .phases import RowUnion as RowUnion
+from .reference.chunks import take_chunks as take_chunks
+from .reference.codes import block_scales as block_scales
+from .reference.codes import dequantize as dequantize
+from .reference.codes import quantize as quantize
+from .reference.convert import narrow as narrow
+from .reference.convert import sum_parts as sum_parts
+from .reference.digests import digest as digest
+from .reference.elements import count_bits as count_bits
+from .reference.elements import decode_bitmap as decode_bitmap
+from .reference.elements import encode_bitmap as encode_bitmap
+from .reference.elements import nonzero_elements as nonzero_elements
+from .reference.hashing import owned_by_hash as owned_by_hash
+from .reference.hashing import owners_by_hash as owners_by_hash
+from .reference.hashing import partition_hashed as partition_hashed
+from .reference.hashing import positions_in as positions_in
+from .reference.hierarchy import hierarchical_hash as hierarchical_hash
+from .reference.largest import count_above as count_above
+from .reference.largest import select_above as select_above
+from .reference.largest import top_k as top_k
+from .reference.norms import squared_norms as squared_norms
+from .reference.offsets import decode_offsets as decode_offsets
+from .reference.offsets import encode_offsets as encode_offsets
+from .reference.parts import join_elements as join_elements
+from .reference.parts import partition_elements as partition_elements
+from .reference.parts import unite_elements as unite_elements
+from .reference.randomized import hadamard as hadamard
+from .reference.randomized import random_k as random_k
+from .reference.rotated import partition_rotated as partition_rotated
+from .reference.rotated import rotated_index as rotated_index
+from .reference.rows import accumulation_dtype as accumulation_dtype
+from .reference.rows import join_columns as join_columns
+from .reference.rows import nonzero_rows as nonzero_rows
+from .reference.rows import scatter_rows as scatter_rows
+from .reference.rows import sum_rows as sum_rows
+from .reference.rows import unite_rows as unite_rows
+from .reference.signs import pack_signs as pack_signs
+from .reference.signs import unpack_signs as unpack_signs
+from .reference.sketches import count_sketch as count_sketch
+from .reference.sketches import sketch_estimates as sketch_estimates

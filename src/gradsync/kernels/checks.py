@@ -38,6 +38,11 @@ class Sections:
     starts: tuple[int, ...] = ()  # the place of each section's first element in its tensor; empty: 0
     seeds: tuple[int, ...] = ()  # of each, 64 bits; empty: nothing is drawn
 
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The starts of all sections."""
+        return self.starts or (0,) * len(self.lengths)
+
     def __post_init__(self) -> None:
         for name, given in (("starts", self.starts), ("seeds", self.seeds)):
             if given and len(given) != len(self.lengths):
@@ -60,16 +65,21 @@ class PackedPositions:
 
 
 def describe(tensor: Tensor) -> str:
-    """What was got, for the message of an error."""
+    """Says what was got, for the message of an error."""
     return f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"
+
+
+def check_dtype(name: str, tensor: Tensor, *dtypes: torch.dtype) -> None:
+    """Refuses any other dtype."""
+    if tensor.dtype not in dtypes:
+        expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"{name} must be {expected}, got {describe(tensor)}")
 
 
 def check_indices(name: str, indices: Tensor) -> None:
     """Refuses what is not a 1-D int64 or int32 tensor."""
-    if indices.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"{name} must be int64 or int32, got {describe(indices)}")
-    if indices.ndim != 1:
-        raise ValueError(f"{name} must be 1-D, got {describe(indices)}")
+    check_dtype(name, indices, torch.int64, torch.int32)
+    check_flat(name, indices)
 
 
 def check_some(kernel: str, parts: Sequence[object]) -> None:
@@ -109,6 +119,13 @@ def check_flat(name: str, tensor: Tensor) -> None:
     """Refuses what is not 1-D."""
     if tensor.ndim != 1:
         raise ValueError(f"{name} must be 1-D, got {describe(tensor)}")
+
+
+def check_matrix(name: str, tensor: Tensor) -> None:
+    """Refuses what is not a 2-D floating-point tensor."""
+    check_floating(name, tensor)
+    if tensor.ndim != 2:
+        raise ValueError(f"{name} must be 2-D, got {describe(tensor)}")
 
 
 def section_lengths(x: Tensor, sections: Sections | None) -> tuple[int, ...]:
@@ -165,6 +182,13 @@ def check_owners(n: int) -> None:
         raise ValueError(f"the number of owners must be in [1, {MAX_OWNERS}], got {n}")
 
 
+def check_owner(owner: int, n: int) -> None:
+    """Refuses what is none of n owners."""
+    check_owners(n)
+    if not 0 <= owner < n:
+        raise ValueError(f"owner must be in [0, {n}), got {owner}")
+
+
 def check_ascending(kernel: str, name: str, indices: Tensor, *, strictly: bool = False) -> None:
     """Names the first pair that is out of order or, strictly, equal. Reads the result back to the host."""
     before, after = indices[:-1], indices[1:]
@@ -214,8 +238,7 @@ def check_each(name: str, items: Sequence[object], parts: int) -> None:
 def check_packed(positions: PackedPositions, size: int) -> None:
     """Refuses what is not as large as so many positions of [0, size) are."""
     packed, count, bits = positions.packed, positions.count, positions.bits
-    if packed.dtype != torch.uint8:
-        raise TypeError(f"packed must be uint8, got {describe(packed)}")
+    check_dtype("packed", packed, torch.uint8)
     if not 0 <= count <= size:
         raise ValueError(f"there cannot be {count} positions in [0, {size})")
     nbytes = packed_nbytes(count, size, bits)
@@ -225,17 +248,14 @@ def check_packed(positions: PackedPositions, size: int) -> None:
 
 def check_message(name: str, message: Tensor, count: int, size: int, bits: int) -> None:
     """Refuses what is not the block offsets of so many indices."""
-    if message.dtype != torch.uint8:
-        raise TypeError(f"{name} must be uint8, got {describe(message)}")
+    check_dtype(name, message, torch.uint8)
     check_shape(name, message, offsets_nbytes(count, size, bits))
 
 
 def check_positions(positions: Tensor) -> None:
     """Refuses local positions that are not 1-D int32."""
-    if positions.dtype != torch.int32:
-        raise TypeError(f"positions must be int32, got {positions.dtype}")
-    if positions.ndim != 1:
-        raise ValueError(f"positions must be 1-D, got {tuple(positions.shape)}")
+    check_dtype("positions", positions, torch.int32)
+    check_flat("positions", positions)
 
 
 def check_rotated_size(size: int, n: int) -> None:
@@ -267,6 +287,52 @@ def check_parts(parts: Sequence[RowsPart], num_rows: int) -> None:
             )
         if indices.device != first.device or values.device != first.device:
             raise ValueError(f"part {number} must be on {first.device}, got {indices.device} and {values.device}")
+
+
+def check_union_sum(
+    lengths: Sequence[int], values: Sequence[Tensor], outs: Sequence[Tensor], stripes: Stripes | None, count: int
+) -> Stripes:
+    """Refuses what is not summed with a union of `count` rows of parts of these lengths.
+
+    Returns:
+        The stripes: by default, one of all columns.
+    """
+    if len(values) != len(lengths):
+        raise ValueError(
+            f"one values array per part of the union is needed, got {len(values)} for {len(lengths)} parts"
+        )
+    first = values[0]
+    check_matrix("values", first)
+    stripes = check_gathered(outs, stripes, count, first)
+    for length, part in zip(lengths, values, strict=True):
+        check_floating("values", part, first.dtype)
+        check_shape("values", part, length, first.shape[1])
+    return stripes
+
+
+def check_gathered(outs: Sequence[Tensor], stripes: Stripes | None, count: int, values: Tensor) -> Stripes:
+    """Refuses outputs that cannot hold stripes of `count` rows like those of `values`. Returns as `check_union_sum`."""
+    stripes = [(0, values.shape[1])] if stripes is None else stripes
+    check_stripes("outs", outs, stripes, count, values.shape[1])
+    for out in outs:
+        check_floating("outs", out, values.dtype)
+    return stripes
+
+
+def check_join(parts: Sequence[Tensor], stripes: Stripes, out: Tensor) -> None:
+    """Refuses stripes of columns that `join_columns` cannot put together."""
+    check_matrix("out", out)
+    check_stripes("parts", parts, stripes, *out.shape)
+    for part in parts:
+        check_floating("parts", part, out.dtype)
+
+
+def check_scatter(indices: Tensor, values: Tensor, dense: Tensor) -> None:
+    """Refuses rows that are not those of `dense`, whatever their indices."""
+    check_indices("indices", indices)
+    check_matrix("dense", dense)
+    check_floating("values", values, dense.dtype)
+    check_shape("values", values, len(indices), dense.shape[1])
 
 
 def rows_buffers(out: RowsPart | None, count: int, first: Tensor) -> RowsPart:
@@ -306,8 +372,7 @@ def sign_scales_shape(sections: Sections, *, block: int, scale: SignScale) -> tu
 
 def check_signs(words: Tensor, scales: Tensor, sections: Sections, block: int, scale: SignScale) -> None:
     """Refuses what are not the signs and scales of the sections."""
-    if words.dtype != torch.uint8:
-        raise TypeError(f"words must be uint8, got {describe(words)}")
+    check_dtype("words", words, torch.uint8)
     check_shape("words", words, -(-sum(sections.lengths) // 8))
     check_floating("scales", scales, torch.float32)
     check_shape("scales", scales, *sign_scales_shape(sections, block=block, scale=scale))
@@ -316,7 +381,7 @@ def check_signs(words: Tensor, scales: Tensor, sections: Sections, block: int, s
 def check_residuals(x: Tensor, residual: Tensor | None, next_residual: Tensor | None, dtype: torch.dtype) -> None:
     """Refuses one without the other, and what is not like `x` but of `dtype`."""
     if (residual is None) != (next_residual is None):
-        raise ValueError("residual and next_residual: both or neither")
+        raise ValueError("residual and next_residual belong together, got one of them")
     for name, tensor in (("residual", residual), ("next_residual", next_residual)):
         if tensor is not None:
             check_floating(name, tensor, dtype)

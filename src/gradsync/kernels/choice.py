@@ -1,31 +1,97 @@
-"""Which implementation of a kernel runs: asked for by name, else by where the tensors are and what can be loaded."""
+"""The choice of a kernel's version: the one asked for, else by where the tensors are and what can be loaded."""
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import inspect
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, Protocol, TypeVar, cast
 
+import torch
 from torch import Tensor
 
-from gradsync.kernels import cpu, device, reference
+from gradsync.kernels import device, native
+from gradsync.kernels.checks import PackedPositions
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Implementation = Literal["native", "triton", "reference", "auto"]
-KERNELS = (
-    "sum_rows", "unite_rows", "join_columns", "scatter_rows", "nonzero_rows", "nonzero_elements", "encode_bitmap",
-    "decode_bitmap", "count_bits", "encode_offsets", "decode_offsets", "partition_elements", "unite_elements",
-    "join_elements", "partition_rotated", "rotated_index", "owners_by_hash", "partition_hashed", "owned_by_hash",
-    "positions_in", "hierarchical_hash", "top_k", "select_above", "count_above", "narrow", "sum_parts", "quantize",
-    "block_scales", "dequantize", "random_k", "hadamard", "pack_signs", "unpack_signs", "count_sketch",
-    "sketch_estimates", "squared_norms", "take_chunks", "digest",
-)  # fmt: skip
-_IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {  # kernel: (reference, native)
-    kernel: (getattr(reference, kernel), getattr(cpu, kernel)) for kernel in KERNELS
-}
+
 _logger = logging.getLogger("gradsync.kernels")
 _requested: Implementation = "auto"
 _fallback_logged = False
+
+
+class Kernel(Protocol[P, R]):
+    """A kernel: a call runs the version that was asked for or fits the arguments."""
+
+    reference: Callable[P, R]  # the definition, in torch operations
+    __name__: str
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
+
+
+KERNELS: dict[str, Kernel[..., Any]] = {}  # all that are decorated, by name
+
+
+def dispatched(*tensors: str, entries: str | None = None) -> Callable[[Callable[P, R]], Kernel[P, R]]:
+    """Makes the definition of a kernel, in `reference/`, the kernel: a call runs one of its versions.
+
+    The others have the name of the definition and stand in the file of its file's name, in `cpu/` and in `triton/`.
+
+    Args:
+        tensors: parameters whose tensors decide by device, dtype and layout. They may be lists, or None.
+        entries: the parameter that is, or has, as many rows or elements as the native version needs bits for.
+    """
+
+    def decorate(definition: Callable[P, R]) -> Kernel[P, R]:
+        name, parameters = definition.__name__, list(inspect.signature(definition).parameters)
+        deciding = [(parameters.index(parameter), parameter) for parameter in tensors]
+        counted = None if entries is None else (parameters.index(entries), entries)
+
+        @functools.wraps(definition)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            given = len(args)
+            found: list[Tensor] = []
+            for place, parameter in deciding:
+                value = args[place] if place < given else kwargs.get(parameter)
+                if isinstance(value, Tensor):
+                    found.append(value)
+                elif value is not None:
+                    found += _tensors_in(value)
+            size = 0
+            if counted is not None:
+                place, parameter = counted
+                size = _entries_of(args[place] if place < given else kwargs.get(parameter))
+            result: R = pick(name, found, size)(*args, **kwargs)
+            return result
+
+        kernel = cast(Kernel[P, R], call)
+        kernel.reference = definition
+        KERNELS[name] = kernel
+        return kernel
+
+    return decorate
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    """All tensors of an argument; for a device, one that is there."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, PackedPositions):
+        return [value.packed]
+    if isinstance(value, torch.device):
+        return [torch.empty(0, dtype=torch.int32, device=value)]
+    return [tensor for item in value for tensor in _tensors_in(item)]
+
+
+def _entries_of(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return len(value) if value.ndim > 1 else value.numel()
+    return value if isinstance(value, int) else 0  # what is wrong, the kernel says
 
 
 def use(implementation: Implementation) -> ExitStack:
@@ -38,7 +104,7 @@ def use(implementation: Implementation) -> ExitStack:
     if implementation not in ("native", "triton", "reference", "auto"):
         raise ValueError(f"implementation must be native, triton, reference or auto, got {implementation!r}")
     if implementation == "native":
-        cpu.load()
+        native.load()
     if implementation == "triton":
         device.load()
     restore = ExitStack()
@@ -52,7 +118,7 @@ def active() -> str:
     if _requested != "auto":
         return _requested
     try:
-        cpu.load()
+        native.load()
     except ImportError as error:
         _log_fallback_once(error)
         return "reference"
@@ -60,27 +126,39 @@ def active() -> str:
 
 
 def pick(kernel: str, tensors: Sequence[Tensor], entries: int = 0) -> Callable[..., Any]:
-    """The implementation of a kernel for these tensors, of a table with so many rows or elements."""
-    fallback, native = _IMPLEMENTATIONS[kernel]
+    """The version of a kernel for these tensors, of a table with so many rows or elements."""
     if _requested == "triton" or (_requested == "auto" and device.supports(tensors)):
-        return _on_device(kernel, fallback)
-    if active() == "reference" or (_requested == "auto" and not cpu.supports(tensors, entries)):
-        return fallback
-    return native
+        return _on_device(kernel)
+    if active() == "reference" or (_requested == "auto" and not native.supports(tensors, entries)):
+        return KERNELS[kernel].reference
+    return version("cpu", kernel)
 
 
-def given(*tensors: Tensor | None) -> list[Tensor]:
-    return [tensor for tensor in tensors if tensor is not None]
+@functools.cache
+def version(package: str, kernel: str) -> Callable[..., Any]:
+    """The version of a kernel in `cpu` or `triton`, or the definition where there is none.
+
+    Raises:
+        AttributeError: there is no such kernel.
+    """
+    if kernel not in KERNELS:
+        raise AttributeError(f"gradsync.kernels.{package} has no kernel {kernel!r}")
+    definition = KERNELS[kernel].reference
+    module = f"gradsync.kernels.{package}.{definition.__module__.rpartition('.')[2]}"
+    if importlib.util.find_spec(module) is None:
+        return definition
+    found: Callable[..., Any] = getattr(importlib.import_module(module), kernel, definition)
+    return found
 
 
-def _on_device(kernel: str, fallback: Callable[..., Any]) -> Callable[..., Any]:
-    """Triton's version of a kernel; what has none, and all where Triton is missing, runs as torch operations there."""
+def _on_device(kernel: str) -> Callable[..., Any]:
+    """Triton's version of a kernel; where Triton is missing, the definition, whose torch operations run there."""
     try:
-        chosen: Callable[..., Any] = getattr(device.load(), kernel, fallback)
+        device.load()
     except ImportError as error:
         _log_fallback_once(error)
-        return fallback
-    return chosen
+        return KERNELS[kernel].reference
+    return version("triton", kernel)
 
 
 def _request(implementation: Implementation) -> None:

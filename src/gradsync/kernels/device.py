@@ -1,4 +1,4 @@
-"""Which tensors go to the kernels for CUDA. They need Triton, which torch for CUDA brings: imported when first used."""
+"""The kernels for CUDA, imported when first used, and the tensors that they take. Torch for CUDA brings Triton."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from gradsync.kernels.cpu.boundary import DTYPES
+from gradsync.kernels.native import DTYPES
 
 
 @functools.cache
@@ -30,6 +30,7 @@ def load() -> ModuleType:
 
 def supports(tensors: Sequence[Tensor]) -> bool:
     """Whether the tensors are on a CUDA device, there are any, and Triton's kernels know their dtypes and layout."""
-    return len(tensors) > 0 and all(
-        t.is_cuda and t.dtype in DTYPES and t.layout is torch.strided and not t.is_neg() for t in tensors
-    )
+    for t in tensors:
+        if not (t.is_cuda and t.dtype in DTYPES and t.layout is torch.strided and not t.is_neg()):
+            return False
+    return len(tensors) > 0

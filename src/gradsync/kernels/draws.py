@@ -1,4 +1,4 @@
-"""What is drawn for whole sections, worked out before the first element: the same for every implementation."""
+"""Random draws for whole sections, made before the first element: the same for every implementation."""
 
 from __future__ import annotations
 
@@ -55,8 +55,7 @@ def run_draws(sections: Sections, counts: Sequence[int], block: int) -> list[Run
     if len(counts) != len(sections.lengths):
         raise ValueError(f"counts must be one for each of {len(sections.lengths)} sections, got {len(counts)}")
     found, offset = [], 0
-    starts = sections.starts or (0,) * len(counts)
-    for length, start, seed, count in zip(sections.lengths, starts, sections.seeds, counts, strict=True):
+    for length, start, seed, count in zip(sections.lengths, sections.places, sections.seeds, counts, strict=True):
         run = max(1, min(block, length))
         runs = length // run
         if not 0 <= count <= runs:
@@ -80,10 +79,9 @@ class Rotation(NamedTuple):
 
 
 def rotations(sections: Sections, chunk: int) -> Iterator[Rotation]:
-    """Of each section, as many chunks of `chunk` elements as there are, then powers of two in descending order."""
+    """Cuts each section into as many chunks of `chunk` elements as it has, then powers of two in descending order."""
     begin = 0
-    starts = sections.starts or (0,) * len(sections.lengths)
-    for length, start, seed in zip(sections.lengths, starts, sections.seeds, strict=True):
+    for length, start, seed in zip(sections.lengths, sections.places, sections.seeds, strict=True):
         done = 0
         while done < length:
             bits = min(chunk, length - done).bit_length() - 1
@@ -121,7 +119,7 @@ def sketch_lanes(columns: int) -> int:
 
 
 def sketch_keys(seed: int, row: int) -> tuple[int, int]:
-    """What a row draws its counters and its signs by."""
+    """The keys that a row draws its counters and its signs by."""
     return (seed + 2 * row * _ROW_KEY) % 2**64, (seed + (2 * row + 1) * _ROW_KEY) % 2**64
 
 

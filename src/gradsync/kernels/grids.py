@@ -1,4 +1,4 @@
-"""What the codes of few bits stand for, how they lie in memory, and how many bytes they take."""
+"""Codes of few bits: the numbers they stand for, how they lie in memory, and how many bytes they take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What hierarchical hashing is given and returns (Zen, OSDI 2025, algorithm 1): memory of a fixed size, and its use."""
+"""The memory of hierarchical hashing, of a fixed size, and its result (Zen, OSDI 2025, algorithm 1)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The kernels on messages of elements, in steps of simpler ones: their definition, and how they run on CUDA devices.
+"""Kernels in steps of simpler ones: the sum of rows, and those on messages of elements.
 
-In between are lists of all indices, which the native versions do without.
+Messages are summed by way of lists of all indices, which the native versions do without.
 """
 
 from __future__ import annotations
@@ -15,15 +15,31 @@ from gradsync.kernels.checks import (
     OFFSET_BITS,
     WORD_BITS,
     PackedPositions,
+    RowsPart,
     check_each,
     check_floating,
     check_owners,
     check_packed,
+    check_parts,
     check_rotated_size,
     check_shape,
     check_some,
     packed_nbytes,
+    rows_buffers,
 )
+from gradsync.kernels.phases import RowUnion
+
+
+def sum_rows(
+    unite_rows: Callable[..., RowUnion], parts: Sequence[RowsPart], num_rows: int, scale: float, out: RowsPart | None
+) -> RowsPart:
+    """See `gradsync.kernels.sum_rows`. Copies inputs (not outputs) whose indices or elements of a row are apart."""
+    check_parts(parts, num_rows)
+    union = unite_rows([indices.contiguous() for indices, _ in parts], num_rows)
+    rows, total = rows_buffers(out, union.count, parts[0][1])
+    union.write_indices(rows)
+    union.sum([v if v.stride(1) == 1 else v.contiguous() for _, v in parts], [total], scale=scale)
+    return rows, total
 
 
 class Steps(NamedTuple):

@@ -1,4 +1,4 @@
-"""What kernels of two phases return: how much there is, and methods that write it where the caller wants it."""
+"""Results of kernels of two phases: they say how much there is, and write it where the caller wants it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gradsync.kernels.checks import PackedPositions, Stripes
 
 
 class RowUnion(Protocol):
-    """Which rows occur in any of several parts of one table; made by `unite_rows`."""
+    """The rows that occur in any of several parts of one table; made by `unite_rows`."""
 
     count: int  # distinct rows, u
 
@@ -68,7 +68,7 @@ class ElementPartition(Protocol):
 
 
 class ElementUnion(Protocol):
-    """Which positions occur in any of several parts; made by `unite_elements`."""
+    """The positions that occur in any of several parts; made by `unite_elements`."""
 
     count: int
 

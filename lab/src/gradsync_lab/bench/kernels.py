@@ -24,7 +24,7 @@ from pydantic import BaseModel
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from gradsync.kernels import cpu, reference
+from gradsync.kernels import cpu, native, reference
 from gradsync.kernels import device as on_device
 
 from ..report.record import Record, Spread
@@ -108,7 +108,7 @@ def run_kernels(spec: KernelsSpec, on_event: Callable[[dict[str, Any]], None]) -
 def environment_of(spec: KernelsSpec) -> dict[str, Any]:
     """The machine, and what runs the kernels on it."""
     if spec.device == "cpu":
-        return {**machine(), "native": cpu.load().__name__.rpartition(".")[2]}
+        return {**machine(), "native": native.load().__name__.rpartition(".")[2]}
     return {
         **machine(), "device": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "triton": version("triton"),
     }  # fmt: skip

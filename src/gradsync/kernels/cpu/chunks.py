@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 from torch import Tensor
 
-from gradsync.kernels.cpu.boundary import load, plain, threads_for
+from gradsync.kernels.cpu.boundary import plain, threads_for
+from gradsync.kernels.native import load
 from gradsync.kernels.reference.chunks import check_layout
 
 
@@ -20,11 +19,9 @@ def take_chunks(
     *,
     chunk: int,
     scale: float = 1.0,
-    threads: int | None = None,
-    module: ModuleType | None = None,
 ) -> None:
     """See `gradsync.kernels.take_chunks`."""
     check_layout(x, chosen, payload, norms, chunk, scale)
     before, after = plain("residual", residual), plain("next_residual", next_residual)
     arguments = plain("x", x), before, plain("chosen", chosen), plain("payload", payload), after, plain("norms", norms)
-    (module or load()).take_chunks(*arguments, chunk, scale, threads_for(threads, x.numel()))
+    load().take_chunks(*arguments, chunk, scale, threads_for(x.numel()))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
 
 from torch import Tensor
 
-from gradsync.kernels.cpu.boundary import load, plain, plains, threads_for
+from gradsync.kernels.cpu.boundary import plain, plains, threads_for
+from gradsync.kernels.native import load
 
 
-def digest(xs: Sequence[Tensor], out: Tensor, *, threads: int | None = None, module: ModuleType | None = None) -> None:
+def digest(xs: Sequence[Tensor], out: Tensor) -> None:
     """See `gradsync.kernels.digest`."""
-    threads = threads_for(threads, sum(x.numel() for x in xs))
-    (module or load()).digest(plains("xs", xs), plain("out", out), threads)
+    threads = threads_for(sum(x.numel() for x in xs))
+    load().digest(plains("xs", xs), plain("out", out), threads)

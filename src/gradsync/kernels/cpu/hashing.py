@@ -2,58 +2,44 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradsync.kernels.checks import INT32_INDICES, check_owners, check_size
-from gradsync.kernels.cpu.boundary import OwnerPartition, load, plain, plains, threads_for
+from gradsync.kernels.cpu.boundary import OwnerPartition, plain, plains, threads_for
+from gradsync.kernels.native import load
 from gradsync.kernels.reference.hashing import hash_key
 
 
-def owners_by_hash(
-    indices: Tensor, n: int, seed: int, out: Tensor, *, threads: int | None = None, module: ModuleType | None = None
-) -> None:
+def owners_by_hash(indices: Tensor, n: int, seed: int, out: Tensor) -> None:
     """See `gradsync.kernels.owners_by_hash`."""
     check_owners(n)
     arrays = plain("indices", indices), n, hash_key(seed), plain("out", out)
-    (module or load()).owners_by_hash(*arrays, threads_for(threads, indices.numel()))
+    load().owners_by_hash(*arrays, threads_for(indices.numel()))
 
 
-def partition_hashed(
-    indices: Tensor, size: int, n: int, seed: int, *, threads: int | None = None, module: ModuleType | None = None
-) -> OwnerPartition:
+def partition_hashed(indices: Tensor, size: int, n: int, seed: int) -> OwnerPartition:
     """See `gradsync.kernels.partition_hashed`."""
     check_owners(n)
     check_size("size", size)
-    dealt = (module or load()).HashedPartition(
-        plain("indices", indices), size, n, hash_key(seed), threads_for(threads, indices.numel())
-    )
+    dealt = load().HashedPartition(plain("indices", indices), size, n, hash_key(seed), threads_for(indices.numel()))
     return OwnerPartition(dealt, "indices_out")
 
 
-def owned_by_hash(
-    size: int,
-    n: int,
-    seed: int,
-    *,
-    device: torch.device | None = None,
-    threads: int | None = None,
-    module: ModuleType | None = None,
-) -> list[Tensor]:
+def owned_by_hash(size: int, n: int, seed: int, *, device: torch.device | None = None) -> list[Tensor]:
     """See `gradsync.kernels.owned_by_hash`. Another device than the CPU is refused."""
     check_owners(n)
     check_size("size", size)
     plain("lists", torch.empty(0, dtype=torch.int32, device=device))
-    owned: Any = (module or load()).OwnedByHash(size, n, hash_key(seed), threads_for(threads, size))
+    owned: Any = load().OwnedByHash(size, n, hash_key(seed), threads_for(size))
     dtype = torch.int32 if size <= INT32_INDICES else torch.int64
     lists = [torch.empty(count, dtype=dtype) for count in owned.counts]
     owned.write(plains("lists", lists))
     return lists
 
 
-def positions_in(owned: Tensor, indices: Tensor, out: Tensor, *, module: ModuleType | None = None) -> None:
+def positions_in(owned: Tensor, indices: Tensor, out: Tensor) -> None:
     """See `gradsync.kernels.positions_in`. One thread: each search begins where the one before it ended."""
-    (module or load()).positions_in(plain("owned", owned), plain("indices", indices), plain("out", out))
+    load().positions_in(plain("owned", owned), plain("indices", indices), plain("out", out))

@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 from torch import Tensor
 
-from gradsync.kernels.cpu.boundary import load, plain, plains, threads_for
+from gradsync.kernels.cpu.boundary import plain, plains, threads_for
 from gradsync.kernels.hierarchy import HashedIndices, HashMemory
+from gradsync.kernels.native import load
 from gradsync.kernels.reference.hashing import hash_key
 
 
 def hierarchical_hash(
-    indices: Tensor,
-    n: int,
-    *,
-    slots: int,
-    serial: int,
-    rehashes: int = 3,
-    seed: int,
-    threads: int | None = None,
-    module: ModuleType | None = None,
+    indices: Tensor, n: int, *, slots: int, serial: int, rehashes: int = 3, seed: int, threads: int | None = None
 ) -> HashedIndices:
     """See `gradsync.kernels.hierarchical_hash`."""
     share = HashMemory.split(n, slots=slots, serial=serial, rehashes=rehashes)
     keys = [hash_key(seed, number) for number in range(1, rehashes + 1)]
-    memory: Any = (module or load()).Hierarchy(
-        plain("indices", indices), n, hash_key(seed), share.slots, share.serial, keys,
-        threads_for(threads, indices.numel()),
-    )  # fmt: skip
+    threads = threads_for(indices.numel()) if threads is None else threads
+    memory: Any = load().Hierarchy(
+        plain("indices", indices), n, hash_key(seed), share.slots, share.serial, keys, threads
+    )
     owned = [indices.new_empty(count) for count in memory.counts]
     overflow = indices.new_empty(memory.num_overflow)
     memory.write(plains("owned", owned), plain("overflow", overflow))

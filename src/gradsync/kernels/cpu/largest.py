@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
 
 from torch import Tensor
 
 from gradsync.kernels.checks import Sections, section_counts, section_lengths
-from gradsync.kernels.cpu.boundary import load, plain, threads_for
+from gradsync.kernels.cpu.boundary import plain, plain_or_none, threads_for
+from gradsync.kernels.native import load
 
 
 def top_k(
@@ -20,20 +20,18 @@ def top_k(
     counts: Sequence[int] | None = None,
     residual: Tensor | None = None,
     next_residual: Tensor | None = None,
-    threads: int | None = None,
-    module: ModuleType | None = None,
 ) -> None:
     """See `gradsync.kernels.top_k`."""
     lengths = section_lengths(x, sections)
-    (module or load()).top_k(
+    load().top_k(
         plain("x", x),
         plain("indices", indices),
         plain("values", values),
         lengths,
         section_counts(indices, lengths, counts),
-        None if residual is None else plain("residual", residual),
-        None if next_residual is None else plain("next_residual", next_residual),
-        threads_for(threads, x.numel()),
+        plain_or_none("residual", residual),
+        plain_or_none("next_residual", next_residual),
+        threads_for(x.numel()),
     )
 
 
@@ -47,40 +45,30 @@ def select_above(
     counts: Sequence[int] | None = None,
     residual: Tensor | None = None,
     next_residual: Tensor | None = None,
-    threads: int | None = None,
-    module: ModuleType | None = None,
 ) -> int:
     """See `gradsync.kernels.select_above`."""
     lengths = section_lengths(x, sections)
-    written: int = (module or load()).select_above(
+    written: int = load().select_above(
         plain("x", x),
         plain("thresholds", thresholds),
         plain("indices", indices),
         plain("values", values),
         lengths,
         section_counts(indices, lengths, counts),
-        None if residual is None else plain("residual", residual),
-        None if next_residual is None else plain("next_residual", next_residual),
-        threads_for(threads, x.numel()),
+        plain_or_none("residual", residual),
+        plain_or_none("next_residual", next_residual),
+        threads_for(x.numel()),
     )
     return written
 
 
-def count_above(
-    x: Tensor,
-    thresholds: Tensor,
-    counts: Tensor,
-    *,
-    sections: Sections | None = None,
-    threads: int | None = None,
-    module: ModuleType | None = None,
-) -> None:
+def count_above(x: Tensor, thresholds: Tensor, counts: Tensor, *, sections: Sections | None = None) -> None:
     """See `gradsync.kernels.count_above`."""
     lengths = section_lengths(x, sections)
-    (module or load()).count_above(
+    load().count_above(
         plain("x", x),
         plain("thresholds", thresholds),
         plain("counts", counts),
         lengths,
-        threads_for(threads, x.numel()),
+        threads_for(x.numel()),
     )

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 from torch import Tensor
 
 from gradsync.kernels.checks import Sections, check_block
-from gradsync.kernels.cpu.boundary import load, plain, threads_for
+from gradsync.kernels.cpu.boundary import plain, threads_for
+from gradsync.kernels.native import load
 
 
-def squared_norms(
-    x: Tensor,
-    sections: Sections,
-    norms: Tensor,
-    *,
-    block: int,
-    threads: int | None = None,
-    module: ModuleType | None = None,
-) -> None:
+def squared_norms(x: Tensor, sections: Sections, norms: Tensor, *, block: int) -> None:
     """See `gradsync.kernels.squared_norms`."""
     check_block(block)
-    threads = threads_for(threads, x.numel())
-    (module or load()).squared_norms(plain("x", x), list(sections.lengths), block, plain("norms", norms), threads)
+    threads = threads_for(x.numel())
+    load().squared_norms(plain("x", x), list(sections.lengths), block, plain("norms", norms), threads)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 from torch import Tensor
 
 from gradsync.kernels.checks import check_size
-from gradsync.kernels.cpu.boundary import load, plain
+from gradsync.kernels.cpu.boundary import plain
+from gradsync.kernels.native import load
 
 
-def encode_offsets(indices: Tensor, size: int, bits: int, out: Tensor, *, module: ModuleType | None = None) -> None:
+def encode_offsets(indices: Tensor, size: int, bits: int, out: Tensor) -> None:
     """See `gradsync.kernels.encode_offsets`."""
     check_size("size", size)
-    (module or load()).encode_offsets(plain("indices", indices), size, bits, plain("out", out))
+    load().encode_offsets(plain("indices", indices), size, bits, plain("out", out))
 
 
-def decode_offsets(message: Tensor, size: int, bits: int, out: Tensor, *, module: ModuleType | None = None) -> None:
+def decode_offsets(message: Tensor, size: int, bits: int, out: Tensor) -> None:
     """See `gradsync.kernels.decode_offsets`."""
     check_size("size", size)
-    (module or load()).decode_offsets(plain("message", message), size, bits, plain("out", out))
+    load().decode_offsets(plain("message", message), size, bits, plain("out", out))

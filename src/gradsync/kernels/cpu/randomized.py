@@ -3,43 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
 
 from torch import Tensor
 
 from gradsync.kernels.checks import Sections
-from gradsync.kernels.cpu.boundary import load, plain, threads_for
+from gradsync.kernels.cpu.boundary import plain, threads_for
 from gradsync.kernels.draws import check_rotation, run_draws
+from gradsync.kernels.native import load
 
 
-def random_k(
-    sections: Sections,
-    counts: Sequence[int],
-    indices: Tensor,
-    *,
-    block: int = 1,
-    threads: int | None = None,
-    module: ModuleType | None = None,
-) -> None:
+def random_k(sections: Sections, counts: Sequence[int], indices: Tensor, *, block: int = 1) -> None:
     """See `gradsync.kernels.random_k`."""
     draws = [tuple(drawn) for drawn in run_draws(sections, counts, block)]
-    threads = threads_for(threads, indices.numel())
-    (module or load()).random_k(draws, sum(sections.lengths), plain("indices", indices), threads)
+    threads = threads_for(indices.numel())
+    load().random_k(draws, sum(sections.lengths), plain("indices", indices), threads)
 
 
-def hadamard(
-    x: Tensor,
-    sections: Sections,
-    out: Tensor,
-    *,
-    chunk: int,
-    inverse: bool = False,
-    threads: int | None = None,
-    module: ModuleType | None = None,
-) -> None:
+def hadamard(x: Tensor, sections: Sections, out: Tensor, *, chunk: int, inverse: bool = False) -> None:
     """See `gradsync.kernels.hadamard`."""
     check_rotation(sections, chunk)
-    starts = sections.starts or (0,) * len(sections.lengths)
-    table = list(sections.lengths), list(starts), list(sections.seeds)
-    threads = threads_for(threads, x.numel())
-    (module or load()).hadamard(plain("x", x), *table, chunk, plain("out", out), inverse, threads)
+    table = list(sections.lengths), list(sections.places), list(sections.seeds)
+    threads = threads_for(x.numel())
+    load().hadamard(plain("x", x), *table, chunk, plain("out", out), inverse, threads)

@@ -2,41 +2,27 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 from torch import Tensor
 
-from gradsync.kernels.checks import check_owners, check_rotated_size
-from gradsync.kernels.cpu.boundary import OwnerPartition, load, plain, threads_for
+from gradsync.kernels.checks import check_owner, check_owners, check_rotated_size
+from gradsync.kernels.cpu.boundary import OwnerPartition, plain, threads_for
+from gradsync.kernels.native import load
 from gradsync.kernels.reference.rotated import rotation_key
 
 
-def partition_rotated(
-    indices: Tensor, size: int, n: int, seed: int, *, threads: int | None = None, module: ModuleType | None = None
-) -> OwnerPartition:
+def partition_rotated(indices: Tensor, size: int, n: int, seed: int) -> OwnerPartition:
     """See `gradsync.kernels.partition_rotated`."""
     check_owners(n)
     check_rotated_size(size, n)
-    dealt = (module or load()).RotatedPartition(
-        plain("indices", indices), size, n, rotation_key(seed), threads_for(threads, indices.numel())
+    dealt = load().RotatedPartition(
+        plain("indices", indices), size, n, rotation_key(seed), threads_for(indices.numel())
     )
     return OwnerPartition(dealt, "positions")
 
 
-def rotated_index(
-    owner: int,
-    positions: Tensor,
-    n: int,
-    seed: int,
-    out: Tensor,
-    *,
-    threads: int | None = None,
-    module: ModuleType | None = None,
-) -> None:
+def rotated_index(owner: int, positions: Tensor, n: int, seed: int, out: Tensor) -> None:
     """See `gradsync.kernels.rotated_index`."""
-    check_owners(n)
-    if not 0 <= owner < n:
-        raise ValueError(f"owner must be in [0, {n}), got {owner}")
-    threads = threads_for(threads, positions.numel())
+    check_owner(owner, n)
+    threads = threads_for(positions.numel())
     arrays = plain("positions", positions), n, rotation_key(seed), plain("out", out)
-    (module or load()).rotated_index(owner, *arrays, threads)
+    load().rotated_index(owner, *arrays, threads)

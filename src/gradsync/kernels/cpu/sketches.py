@@ -3,51 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
 
 from torch import Tensor
 
 from gradsync.kernels.checks import Sections
-from gradsync.kernels.cpu.boundary import load, plain, threads_for
+from gradsync.kernels.cpu.boundary import plain, threads_for
 from gradsync.kernels.draws import check_median, check_sketch
+from gradsync.kernels.native import load
 
 
-def count_sketch(
-    x: Tensor,
-    sections: Sections,
-    columns: Sequence[int],
-    counters: Tensor,
-    *,
-    rows: int,
-    threads: int | None = None,
-    module: ModuleType | None = None,
-) -> None:
+def count_sketch(x: Tensor, sections: Sections, columns: Sequence[int], counters: Tensor, *, rows: int) -> None:
     """See `gradsync.kernels.count_sketch`. At most one thread for each row has work."""
     check_sketch(sections, columns, rows)
     table = _table(sections, columns)
-    threads = threads_for(threads, x.numel())
-    (module or load()).count_sketch(plain("x", x), *table, rows, plain("counters", counters), threads)
+    threads = threads_for(x.numel())
+    load().count_sketch(plain("x", x), *table, rows, plain("counters", counters), threads)
 
 
-def sketch_estimates(
-    counters: Tensor,
-    sections: Sections,
-    columns: Sequence[int],
-    out: Tensor,
-    *,
-    rows: int,
-    threads: int | None = None,
-    module: ModuleType | None = None,
-) -> None:
+def sketch_estimates(counters: Tensor, sections: Sections, columns: Sequence[int], out: Tensor, *, rows: int) -> None:
     """See `gradsync.kernels.sketch_estimates`."""
     check_sketch(sections, columns, rows)
     check_median(rows)
     table = _table(sections, columns)
-    threads = threads_for(threads, out.numel())
-    (module or load()).sketch_estimates(plain("counters", counters), *table, rows, plain("out", out), threads)
+    threads = threads_for(out.numel())
+    load().sketch_estimates(plain("counters", counters), *table, rows, plain("out", out), threads)
 
 
 def _table(sections: Sections, columns: Sequence[int]) -> tuple[list[int], list[int], list[int], list[int]]:
     """Lengths, starts, seeds and columns of the sections."""
-    starts = sections.starts or (0,) * len(sections.lengths)
-    return list(sections.lengths), list(starts), list(sections.seeds), list(columns)
+    return list(sections.lengths), list(sections.places), list(sections.seeds), list(columns)

@@ -35,7 +35,7 @@ def ordered_sum(addends: Tensor) -> Tensor:
 
 
 def in_blocks(sections: Sections, block: int, *flat: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
-    """Which blocks, and views of the flat tensors as these, (blocks, elements): of each section all that are as long.
+    """Yields blocks of one length, and views of the flat tensors as these, (blocks, elements), section by section.
 
     The last block of a section may be shorter, 0 is one block a section.
     """

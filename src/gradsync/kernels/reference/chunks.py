@@ -10,6 +10,7 @@ from torch import Tensor
 from gradsync.kernels.checks import (
     Sections,
     check_ascending,
+    check_dtype,
     check_flat,
     check_floating,
     check_range,
@@ -17,11 +18,13 @@ from gradsync.kernels.checks import (
     check_shape,
     describe,
 )
+from gradsync.kernels.choice import dispatched
 from gradsync.kernels.reference.blocks import in_blocks, ordered_sum
 from gradsync.kernels.reference.convert import NARROW, narrow
 from gradsync.kernels.reference.rows import accumulation_dtype
 
 
+@dispatched("x", "residual", "chosen", "payload", "next_residual", "norms", entries="x")
 @torch.no_grad()
 def take_chunks(
     x: Tensor,
@@ -34,7 +37,27 @@ def take_chunks(
     chunk: int,
     scale: float = 1.0,
 ) -> None:
-    """See `gradsync.kernels.take_chunks`."""
+    """Writes the chosen chunks of p = residual + x one behind the other, and keeps the rest, with its norm by chunk.
+
+    In one pass over memory. `payload` has scale * p, rounded to nearest; what is finite stays finite. `next_residual`
+    is p, less payload / scale in chosen chunks: what rounding takes away is kept. A norm is the sum of the magnitudes
+    of `next_residual`, added in float64 in an order that every implementation keeps, that of
+    `reference.blocks.ordered_sum`.
+
+    Args:
+        x: (numel,) floating. Overwritten by zeros.
+        residual: (numel,), in the accumulation dtype of `x`.
+        chosen: (k,) int64, ascending: numbers of chunks. The last chunk of `x` may be shorter than the others.
+        payload: (k * chunk,), in the dtype of `x`, or bfloat16 or float16; behind a short chunk are zeros. Overwritten.
+        next_residual: as `residual`, and not its memory. Overwritten.
+        norms: (chunks,) float64. Overwritten.
+        chunk: elements of a chunk, at least 1.
+        scale: a power of two, so that nothing but rounding to the payload's dtype makes a difference.
+
+    Raises:
+        ValueError: shapes that do not fit, chunks that there are not or that do not ascend, other scales.
+        TypeError: other dtypes.
+    """
     check_take(x, residual, chosen, payload, next_residual, norms, chunk, scale)
     torch.add(residual, x, out=next_residual)
     for place, number in enumerate(chosen.tolist()):
@@ -42,7 +65,7 @@ def take_chunks(
         part = next_residual[number * chunk : (number + 1) * chunk]
         sent = room[: len(part)]
         if payload.dtype in NARROW:
-            narrow(part, sent, scale=scale)
+            narrow.reference(part, sent, scale=scale)
         else:
             torch.mul(part, scale, out=sent)
         room[len(part) :] = 0
@@ -77,8 +100,7 @@ def check_layout(x: Tensor, chosen: Tensor, payload: Tensor, norms: Tensor, chun
         raise ValueError(f"chunk must be at least 1, got {chunk}")
     if not 0 < scale < math.inf or math.frexp(scale)[0] != 0.5:
         raise ValueError(f"scale must be a power of two, got {scale}")
-    if chosen.dtype != torch.int64:
-        raise TypeError(f"chosen must be int64, got {describe(chosen)}")
+    check_dtype("chosen", chosen, torch.int64)
     check_flat("chosen", chosen)
     if payload.dtype != x.dtype and (payload.dtype not in NARROW or x.itemsize < 4):
         raise TypeError(f"payload must be {x.dtype}, or bfloat16 or float16 of wider floats, got {describe(payload)}")

@@ -7,14 +7,28 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradsync.kernels.checks import check_flat, check_floating, check_shape, describe
+from gradsync.kernels.checks import check_dtype, check_flat, check_floating, check_shape
+from gradsync.kernels.choice import dispatched
 
 NARROW = (torch.bfloat16, torch.float16)
 
 
+@dispatched("x", "out", entries="x")
 @torch.no_grad()
 def narrow(x: Tensor, out: Tensor, *, scale: float = 1.0) -> None:
-    """See `gradsync.kernels.narrow`."""
+    """Writes `scale` times `x` in a narrower type, rounded to nearest, ties to even.
+
+    A product that is finite in the type of `x` stays finite. Infinity and NaN stay what they are; values below the
+    range of the narrower type become zero.
+
+    Args:
+        x: (numel,) float32 or float64, which is rounded to float32 first.
+        out: (numel,) bfloat16 or float16.
+
+    Raises:
+        ValueError: another shape of `out`.
+        TypeError: other dtypes.
+    """
     check_narrow(x, out)
     scaled, most = x * scale, torch.finfo(out.dtype).max
     out.copy_(torch.where(scaled.isinf(), scaled, scaled.clamp(-most, most)))
@@ -23,18 +37,29 @@ def narrow(x: Tensor, out: Tensor, *, scale: float = 1.0) -> None:
 def check_narrow(x: Tensor, out: Tensor) -> None:
     """Refuses what is not to be narrowed, and outputs that it does not fit."""
     check_floating("x", x)
-    if x.ndim != 1:
-        raise ValueError(f"x must be 1-D, got {describe(x)}")
-    if x.itemsize < 4:
-        raise TypeError(f"x must be float32 or float64, got {describe(x)}")
-    if out.dtype not in NARROW:
-        raise TypeError(f"out must be bfloat16 or float16, got {describe(out)}")
+    check_flat("x", x)
+    check_dtype("x", x, torch.float32, torch.float64)
+    check_dtype("out", out, *NARROW)
     check_shape("out", out, len(x))
 
 
+@dispatched("parts", "out", entries="out")
 @torch.no_grad()
 def sum_parts(parts: Sequence[Tensor], out: Tensor, *, scale: float = 1.0) -> None:
-    """See `gradsync.kernels.sum_parts`."""
+    """Overwrites `out` by `scale` times the sum of the parts, made in their order, one addition after the other.
+
+    One pass, whatever the number of parts. The sum begins with the first part, is kept in float32 (float64 where the
+    parts or `out` are), and is rounded once as torch rounds: to nearest, ties to even, what is beyond the type to
+    infinity, and float64 to 16 bits by way of float32. Of no parts it is zero.
+
+    Args:
+        parts: each (numel,) floating, all of one dtype, narrower or wider than that of `out`.
+        out: (numel,) floating. It may be one of the parts, but not lie in their memory otherwise.
+
+    Raises:
+        ValueError: parts of another shape.
+        TypeError: other dtypes.
+    """
     dtype = check_sum(parts, out)
     if not parts:
         out.zero_()

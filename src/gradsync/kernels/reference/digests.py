@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradsync.kernels.checks import check_flat, check_shape, describe
+from gradsync.kernels.checks import check_dtype, check_flat, check_shape, describe
+from gradsync.kernels.choice import dispatched
 from gradsync.kernels.reference.draws import draws
 from gradsync.kernels.reference.hashing import finalised
 
@@ -29,8 +30,7 @@ def check_digest(xs: Sequence[Tensor], out: Tensor) -> None:
         if x.dtype != torch.int64 and x.dtype not in INFINITY_AND_NAN:
             raise TypeError(f"xs must be floating point of 16, 32 or 64 bits, or int64, got {describe(x)}")
         check_flat("xs", x)
-    if out.dtype != torch.int64:
-        raise TypeError(f"out must be int64, got {describe(out)}")
+    check_dtype("out", out, torch.int64)
     check_shape("out", out, len(xs))
 
 
@@ -39,9 +39,23 @@ def keys(device: torch.device) -> Tensor:
     return draws(KEY_SEED, 0, 2 * WORDS, device).view(2, WORDS) | 1
 
 
+@dispatched("xs", "out")
 @torch.no_grad()
 def digest(xs: Sequence[Tensor], out: Tensor) -> None:
-    """See `gradsync.kernels.digest`."""
+    """Writes a digest of 64 bits of each tensor, by which ranks tell whether theirs are the same without sending them.
+
+    It depends on the bits of every element and on their order, not on the number of threads, the implementation or the
+    device. All NaNs count as one, and both zeros. Tensors that differ have the same digest by a chance of about 2^-64,
+    unless somebody makes them so on purpose.
+
+    Args:
+        xs: each (numel,), floating point of 16, 32 or 64 bits, or int64; contiguous.
+        out: (tensors,) int64. Overwritten.
+
+    Raises:
+        ValueError: shapes that do not fit.
+        TypeError: other dtypes.
+    """
     check_digest(xs, out)
     factors = keys(out.device)
     for place, x in enumerate(xs):

@@ -14,14 +14,14 @@ def draws(seed: int, start: int, count: int, device: torch.device | None = None)
 
 
 def draws_at(places: Tensor, seed: int) -> Tensor:
-    """As `draws`, of any places, int64."""
+    """Draws, as `draws`, for any places, int64."""
     lower, upper = places & _LOW, places >> 32
     added = (seed >> 32 & _LOW) + upper * 0x9E3779B9
     return _mix(_mix(lower ^ (seed & _LOW)) + added)
 
 
 def noise(seed: int, start: int, count: int, device: torch.device | None = None) -> Tensor:
-    """As `draws`, with half as much arithmetic for each: what rounding draws.
+    """Draws for rounding: as `draws`, with half as much arithmetic for each.
 
     All places with the same upper 32 bits share two keys, the draws of the first two of these places: one is mixed
     with the place, one comes in between the steps of the mixing.

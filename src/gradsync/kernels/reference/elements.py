@@ -5,8 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gradsync.kernels import phases
 from gradsync.kernels.checks import (
     WORD_BITS,
+    check_dtype,
+    check_flat,
     check_floating,
     check_index_out,
     check_indices,
@@ -14,6 +17,7 @@ from gradsync.kernels.checks import (
     check_shape,
     check_size,
 )
+from gradsync.kernels.choice import dispatched
 from gradsync.kernels.reference.rows import is_nonzero
 
 
@@ -23,8 +27,7 @@ class NonzeroElements:
     @torch.no_grad()
     def __init__(self, x: Tensor) -> None:
         check_floating("x", x)
-        if x.ndim != 1:
-            raise ValueError(f"x must be 1-D, got {tuple(x.shape)}")
+        check_flat("x", x)
         self._x = x
         self._indices = is_nonzero(x).nonzero().flatten()
         self.count = len(self._indices)
@@ -38,16 +41,15 @@ class NonzeroElements:
         values.copy_(self._x[self._indices])
 
 
-def nonzero_elements(x: Tensor) -> NonzeroElements:
-    """See `gradsync.kernels.nonzero_elements`."""
+@dispatched("x", entries="x")
+def nonzero_elements(x: Tensor) -> phases.NonzeroElements:
+    """Finds the elements of `x`, (numel,) floating, that are not zero; tested as in `nonzero_rows`."""
     return NonzeroElements(x)
 
 
 def check_words(name: str, words: Tensor) -> None:
-    if words.dtype != torch.int64:
-        raise TypeError(f"{name} must be int64, got {words.dtype}")
-    if words.ndim != 1:
-        raise ValueError(f"{name} must be 1-D, got {tuple(words.shape)}")
+    check_dtype(name, words, torch.int64)
+    check_flat(name, words)
 
 
 def _bits_of(words: Tensor) -> Tensor:
@@ -55,8 +57,14 @@ def _bits_of(words: Tensor) -> Tensor:
     return (words[:, None] >> torch.arange(WORD_BITS, device=words.device)) & 1
 
 
+@dispatched("indices", "out")
 def encode_bitmap(indices: Tensor, size: int, out: Tensor) -> None:
-    """See `gradsync.kernels.encode_bitmap`."""
+    """Sets bit i % 64 of word i // 64 of `out`, (ceil(size / 64),) int64, for each index, and clears all others.
+
+    Raises:
+        ValueError: an index outside [0, size), before anything is written; another shape of `out`.
+        TypeError: indices not int64 or int32; `out` not int64.
+    """
     check_size("size", size)
     check_indices("indices", indices)
     check_words("out", out)
@@ -66,15 +74,26 @@ def encode_bitmap(indices: Tensor, size: int, out: Tensor) -> None:
     out.zero_().index_add_(0, bits // WORD_BITS, 1 << bits % WORD_BITS)
 
 
+@dispatched("words", "out")
 def decode_bitmap(words: Tensor, out: Tensor) -> None:
-    """See `gradsync.kernels.decode_bitmap`."""
+    """Writes the ascending positions of the set bits of `words` into `out`.
+
+    Args:
+        words: (n,) int64.
+        out: (count_bits(words),) int64, or int32 for up to 2^31 bits.
+
+    Raises:
+        ValueError: another size of `out`, or positions beyond int32.
+        TypeError: other dtypes.
+    """
     check_words("words", words)
     indices = _bits_of(words).flatten().nonzero().flatten()
     check_index_out("out", out, len(indices), len(words) * WORD_BITS)
     out.copy_(indices)
 
 
+@dispatched("words")
 def count_bits(words: Tensor) -> int:
-    """See `gradsync.kernels.count_bits`."""
+    """The number of set bits of `words`, (n,) int64."""
     check_words("words", words)
     return int(_bits_of(words).sum())

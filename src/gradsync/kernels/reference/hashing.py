@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gradsync.kernels import phases
 from gradsync.kernels.checks import (
     INT32_INDICES,
     check_ascending,
@@ -16,6 +17,7 @@ from gradsync.kernels.checks import (
     check_range,
     check_size,
 )
+from gradsync.kernels.choice import dispatched
 from gradsync.kernels.reference.rotated import mixed_seed, write_by_owner
 
 MAX_INDEX = 2**63 - 1
@@ -44,12 +46,25 @@ def signed(bits: int) -> int:
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """To the right, with zeros from the left."""
+    """Shifts to the right, with zeros from the left."""
     return (x >> bits) & ((1 << 64 - bits) - 1)
 
 
+@dispatched("indices", "out")
 def owners_by_hash(indices: Tensor, n: int, seed: int, out: Tensor) -> None:
-    """See `gradsync.kernels.owners_by_hash`."""
+    """Writes the owner of each index by hash, h0 of Zen (OSDI 2025): the same on all ranks.
+
+    MurmurHash3's 64-bit finaliser of the index, xored with a key that the seed gives, scaled to n by its upper half.
+
+    Args:
+        indices: (nnz,) int64 or int32, not negative, in any order.
+        n: owners, at most 2^16.
+        out: (nnz,) int64 or int32.
+
+    Raises:
+        ValueError: a negative index, another n, another size of `out`.
+        TypeError: other dtypes.
+    """
     check_owners(n)
     check_indices("indices", indices)
     check_index_out("out", out, len(indices), n)
@@ -78,13 +93,39 @@ class HashedPartition:
         write_by_owner(self._order, self.counts, values, ("indices_out", self._indices, indices_out), outs)
 
 
-def partition_hashed(indices: Tensor, size: int, n: int, seed: int) -> HashedPartition:
-    """See `gradsync.kernels.partition_hashed`."""
+@dispatched("indices")
+def partition_hashed(indices: Tensor, size: int, n: int, seed: int) -> phases.HashedPartition:
+    """Splits sorted element indices among n owners by hash, as `owners_by_hash` says.
+
+    Beside `partition_rotated`: an owner's elements may lie anywhere, so they travel by their indices in the whole, or
+    as positions in the list of all that it may own (`owned_by_hash`, `positions_in`).
+
+    Args:
+        indices: (nnz,) int64 or int32, ascending.
+        size: all indices are in [0, size).
+        n: owners, at most 2^16.
+
+    Raises:
+        ValueError: an index out of range or order, another n.
+        TypeError: other dtypes.
+    """
     return HashedPartition(indices, size, n, seed)
 
 
+@dispatched("device", entries="size")
 def owned_by_hash(size: int, n: int, seed: int, *, device: torch.device | None = None) -> list[Tensor]:
-    """See `gradsync.kernels.owned_by_hash`."""
+    """Lists, for each owner, all indices of [0, size) that hash to it, ascending: the lists behind Zen's hash bitmaps.
+
+    Together they are as large as an int32 (from 2^31 elements on, int64) for each element, on every rank: made once per
+    size and seed, and kept.
+
+    Args:
+        device: where the lists are made; by default the CPU, of `triton` the current CUDA device.
+
+    Raises:
+        ValueError: a negative size, or n not in [1, 2^16].
+        TypeError: native: another device than the CPU.
+    """
     check_owners(n)
     check_size("size", size)
     indices = torch.arange(size, dtype=torch.int32 if size <= INT32_INDICES else torch.int64, device=device)
@@ -93,8 +134,21 @@ def owned_by_hash(size: int, n: int, seed: int, *, device: torch.device | None =
     return [owned.clone() for owned in indices[torch.argsort(owners, stable=True)].split(counts)]
 
 
+@dispatched("owned", "indices", "out")
 def positions_in(owned: Tensor, indices: Tensor, out: Tensor) -> None:
-    """See `gradsync.kernels.positions_in`."""
+    """Writes the positions of an owner's indices in the list of all that it may own: the bits of its hash bitmap.
+
+    `encode_bitmap` makes them a bitmap; back, the indices are `owned[positions]`.
+
+    Args:
+        owned: (m,) int64 or int32, ascending without duplicates (which is not checked).
+        indices: (nnz,) int64 or int32, ascending.
+        out: (nnz,) int64, or int32 for up to 2^31 owned.
+
+    Raises:
+        ValueError: an index that is not owned or out of order, another size of `out`, which may have been written to.
+        TypeError: other dtypes.
+    """
     check_indices("owned", owned)
     check_indices("indices", indices)
     check_index_out("out", out, len(indices), len(owned))

@@ -6,20 +6,39 @@ import torch
 from torch import Tensor
 
 from gradsync.kernels.checks import check_indices, check_range
+from gradsync.kernels.choice import dispatched
 from gradsync.kernels.hierarchy import HashedIndices, HashMemory
 from gradsync.kernels.reference.hashing import MAX_INDEX, hash_key, hashed
 
 _EMPTY = -1  # all ones; the paper's 0 would lose index 0
 
 
+@dispatched("indices")
 def hierarchical_hash(
     indices: Tensor, n: int, *, slots: int, serial: int, rehashes: int = 3, seed: int, threads: int | None = None
 ) -> HashedIndices:
-    """See `gradsync.kernels.hierarchical_hash`.
+    """Splits indices among n owners as Zen does (OSDI 2025, algorithm 1): by hashing into memory of a fixed size.
 
-    In a round, all indices without a slot try the same rehash, and of those that meet in an empty slot the smallest
-    stays. The number of threads makes no difference.
+    The owner is that of `owners_by_hash`. In the owner's memory, an index takes the first slot that is empty of those
+    that its rehashes name, else the next place of a serial part. Unlike in the paper, slots are taken by compare-and-
+    swap (its write, read back and compare can lose an index), empty is all ones and indices begin with 0, and what
+    finds no place is returned. A rival to measure `partition_rotated` against, which needs no memory. Which index has
+    which slot differs by implementation and number of threads; together, all that is returned is what was given.
+
+    Args:
+        indices: (nnz,) int64 or int32, not negative, distinct (what occurs twice is returned twice), in any order.
+        n: owners, at most 2^16.
+        slots: of the parallel memory of all owners, each of which has ceil(slots / n); the paper: twice nnz.
+        serial: of the serial memory, likewise; the paper: a tenth of `slots`.
+        rehashes: slots that an index may try.
+        threads: native: how many insert at the same time; by default torch's number, and 1 for little work.
+
+    Raises:
+        ValueError: a negative index, another n, no slots, or more than 2^31 - 1 for one owner.
+        TypeError: other dtypes.
     """
+    # In a round, all indices without a slot try the same rehash, and of those that meet in an empty slot the smallest
+    # stays. The number of threads makes no difference.
     share = HashMemory.split(n, slots=slots, serial=serial, rehashes=rehashes)
     check_indices("indices", indices)
     check_range("hierarchical_hash", indices, MAX_INDEX, "limit")
@@ -41,7 +60,7 @@ def hierarchical_hash(
 
 
 def _first(places: Tensor, free: Tensor) -> Tensor:
-    """Which are the first in their place, if that is free."""
+    """Tells which are the first in their place, if that is free."""
     order = torch.argsort(places, stable=True)
     first = torch.ones_like(free)
     first[order[1:]] = places[order[1:]] != places[order[:-1]]

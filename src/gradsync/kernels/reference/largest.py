@@ -1,4 +1,4 @@
-"""The choice of elements by their magnitude, section by section, in plain torch operations."""
+"""Choice of elements by their magnitude, section by section, in plain torch operations."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from torch import Tensor
 
 from gradsync.kernels.checks import (
     Sections,
+    check_dtype,
     check_flat,
     check_floating,
     check_index_out,
     check_indices,
+    check_residuals,
     check_shape,
-    describe,
     section_counts,
     section_lengths,
 )
+from gradsync.kernels.choice import dispatched
 from gradsync.kernels.reference.rows import accumulation_dtype, magnitudes
 
 
 @dataclass(frozen=True)
 class SelectionArguments:
-    """The arguments of `top_k` and `select_above`, checked: what is chosen from, and where to."""
+    """The arguments of `top_k` and `select_above`, checked."""
 
     x: Tensor
     indices: Tensor
@@ -57,12 +59,7 @@ class SelectionArguments:
         check_index_out("indices", indices, sum(wanted), len(x))
         check_floating("values", values)
         check_shape("values", values, sum(wanted))
-        if (residual is None) != (next_residual is None):
-            raise ValueError("residual and next_residual belong together, got one of them")
-        for name, tensor in (("residual", residual), ("next_residual", next_residual)):
-            if tensor is not None:
-                check_floating(name, tensor, accumulation_dtype(x.dtype))
-                check_shape(name, tensor, len(x))
+        check_residuals(x, residual, next_residual, accumulation_dtype(x.dtype))
         return cls(x, indices, values, lengths, wanted, residual, next_residual)
 
     def elements(self) -> Tensor:
@@ -72,7 +69,7 @@ class SelectionArguments:
         return torch.add(self.residual, self.x, out=self.next_residual)
 
     def parts(self, p: Tensor) -> Iterator[tuple[int, Tensor, int]]:
-        """Of each section where it begins, its elements and how many are wanted."""
+        """Yields of each section where it begins, its elements and how many are wanted."""
         offset = 0
         for length, count in zip(self.lengths, self.counts, strict=True):
             yield offset, p[offset : offset + length], count
@@ -97,6 +94,7 @@ def rounded_to(values: Tensor, exact: Tensor) -> Tensor:
     return values.copy_(exact)
 
 
+@dispatched("x", "indices", "values", "residual", "next_residual", entries="x")
 @torch.no_grad()
 def top_k(
     x: Tensor,
@@ -108,13 +106,31 @@ def top_k(
     residual: Tensor | None = None,
     next_residual: Tensor | None = None,
 ) -> None:
-    """See `gradsync.kernels.top_k`."""
+    """Writes the elements of the largest magnitude of p = x + residual, in the order of their indices.
+
+    Exact. Magnitudes compare by their bits: a NaN is larger than infinity. Of equal ones, those with the smallest
+    indices are taken. With a residual, one pass over memory adds it, finds what to take and keeps the rest.
+
+    Args:
+        x: (numel,) floating.
+        indices: (k,) int64, or int32 for up to 2^31 elements; of the whole `x`.
+        values: (k,) floating: p rounded to its dtype; what is finite stays finite.
+        sections: of each, its own largest are taken; by default all of `x` is one.
+        counts: how many of each section, together k.
+        residual: (numel,), in the accumulation dtype of `x`: added to it first.
+        next_residual: as `residual`, and not its memory: p without what was taken, as rounded.
+
+    Raises:
+        ValueError: more than a section has; shapes that do not fit; native: more than 2^34 elements.
+        TypeError: other or different dtypes.
+    """
     arguments = SelectionArguments.of(x, indices, values, sections, counts, residual, next_residual)
     p = arguments.elements()
     chosen = [offset + largest(magnitudes(part), count) for offset, part, count in arguments.parts(p)]
     arguments.take(p, torch.cat([indices.new_empty(0, dtype=torch.int64), *chosen]))
 
 
+@dispatched("x", "thresholds", "indices", "values", "residual", "next_residual", entries="x")
 @torch.no_grad()
 def select_above(
     x: Tensor,
@@ -127,7 +143,22 @@ def select_above(
     residual: Tensor | None = None,
     next_residual: Tensor | None = None,
 ) -> int:
-    """See `gradsync.kernels.select_above`."""
+    """Writes the elements of p = x + residual that are not within the threshold of their section; returns how many.
+
+    Where there are more than its count, the largest of them, as `top_k` takes them. They are written one behind the
+    other, in the order of their indices; what is behind the last is unspecified. A NaN is within no threshold, and
+    nothing is within one that is NaN or negative.
+
+    Args:
+        thresholds: (sections,), in the accumulation dtype of `x`.
+        indices: (most,) as of `top_k`.
+        values: (most,) as of `top_k`.
+        counts: at most how many of each section, together `most`.
+        x, sections, residual, next_residual: as of `top_k`.
+
+    Raises:
+        ValueError, TypeError: as `top_k`.
+    """
     arguments = SelectionArguments.of(x, indices, values, sections, counts, residual, next_residual)
     check_thresholds(x, thresholds, len(arguments.lengths))
     p = arguments.elements()
@@ -138,15 +169,25 @@ def select_above(
     return arguments.take(p, torch.cat(chosen))
 
 
+@dispatched("x", "thresholds", "counts", entries="x")
 @torch.no_grad()
 def count_above(x: Tensor, thresholds: Tensor, counts: Tensor, *, sections: Sections | None = None) -> None:
-    """See `gradsync.kernels.count_above`."""
+    """Counts the elements of each section that are not within its threshold, as `select_above` finds them.
+
+    Args:
+        x: (numel,) floating.
+        thresholds: (sections,), in the accumulation dtype of `x`.
+        counts: (sections,) int64.
+
+    Raises:
+        ValueError: shapes that do not fit.
+        TypeError: other dtypes.
+    """
     check_floating("x", x)
     check_flat("x", x)
     lengths = section_lengths(x, sections)
     check_thresholds(x, thresholds, len(lengths))
-    if counts.dtype != torch.int64:
-        raise TypeError(f"counts must be int64, got {describe(counts)}")
+    check_dtype("counts", counts, torch.int64)
     check_shape("counts", counts, len(lengths))
     for number, part in enumerate(x.split(lengths)):
         counts[number] = is_above(part, thresholds[number]).sum()
@@ -159,7 +200,7 @@ def check_thresholds(x: Tensor, thresholds: Tensor, sections: int) -> None:
 
 
 def is_above(part: Tensor, threshold: Tensor) -> Tensor:
-    """Which elements are not within the threshold: all, if there is none."""
+    """Tells which elements are not within the threshold: all, if there is none."""
     return ~(part.abs().to(threshold.dtype) <= threshold)
 
 

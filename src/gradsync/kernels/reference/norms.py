@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gradsync.kernels.checks import Sections, check_floating, check_sections, check_shape, section_blocks
+from gradsync.kernels.choice import dispatched
 from gradsync.kernels.reference.blocks import in_blocks, ordered_sum
 
 
@@ -16,9 +17,24 @@ def check_squared_norms(x: Tensor, sections: Sections, norms: Tensor, block: int
     check_shape("norms", norms, section_blocks(sections, block))
 
 
+@dispatched("x", "norms", entries="x")
 @torch.no_grad()
 def squared_norms(x: Tensor, sections: Sections, norms: Tensor, *, block: int) -> None:
-    """See `gradsync.kernels.squared_norms`."""
+    """Writes the squared Euclidean norms of blocks, in float64, in which those of float32 neither overflow nor vanish.
+
+    They are added in an order that every implementation keeps, that of `reference.blocks.ordered_sum`. (Roots are not
+    taken: torch does not round them alike everywhere.)
+
+    Args:
+        x: (numel,) floating.
+        sections: of x; none of their blocks has elements of two.
+        norms: (blocks,) float64. Overwritten.
+        block: elements of a block; the last one of a section may be shorter. 0: a section is one block.
+
+    Raises:
+        ValueError: a negative block, shapes that do not fit.
+        TypeError: other dtypes.
+    """
     check_squared_norms(x, sections, norms, block)
     for number, (part,) in in_blocks(sections, block, x):
         norms[number] = ordered_sum(part.double().square())

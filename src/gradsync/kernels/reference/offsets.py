@@ -16,12 +16,34 @@ from gradsync.kernels.checks import (
     num_blocks,
     unary_nbytes,
 )
+from gradsync.kernels.choice import dispatched
 
 _FULL = 256  # indices of a full block of 8-bit offsets: one more than its count byte can say
 
 
+@dispatched("indices", "out")
 def encode_offsets(indices: Tensor, size: int, bits: int, out: Tensor) -> None:
-    """See `gradsync.kernels.encode_offsets`."""
+    """Writes ascending indices as offsets within blocks of 2^bits: between a list and a bitmap in density.
+
+    Layout: the count of each of ceil(size / 2^bits) blocks, then the offsets, index mod 2^bits, block by block. With 16
+    bits, counts are int32 and offsets uint16, in the byte order of the machine. With 8 bits, an offset is one byte, and
+    counts are what is shorter:
+    - a byte each: 255 counts 255 indices or, where the first offset is 255, a full block of 256, whose offsets are 255,
+      0, 1, ..., 254; no 255 ascending offsets begin so;
+    - a one for each index and a zero behind each block, from the lowest bit of a byte on (the upper bits of Elias and
+      Fano's code; about one bit more than the entropy of the indices where a block has one or two).
+    The size of a message thus follows from the number of indices alone.
+
+    Args:
+        indices: (nnz,) int64 or int32, ascending, without duplicates.
+        size: all indices are in [0, size).
+        bits: 8 or 16.
+        out: (offsets_nbytes(nnz, size, bits),) uint8.
+
+    Raises:
+        ValueError: an index out of range or order, or a duplicate, before anything is written; other bits or sizes.
+        TypeError: other dtypes.
+    """
     check_size("size", size)
     check_indices("indices", indices)
     check_message("out", out, len(indices), size, bits)
@@ -60,8 +82,19 @@ def sizes_from_unary(message: Tensor, count: int, num: int) -> Tensor:
     return zeros.diff(prepend=zeros.new_full((1,), -1)) - 1
 
 
+@dispatched("message", "out")
 def decode_offsets(message: Tensor, size: int, bits: int, out: Tensor) -> None:
-    """See `gradsync.kernels.decode_offsets`."""
+    """The inverse of `encode_offsets`, for messages that may be damaged.
+
+    Args:
+        message: (offsets_nbytes(nnz, size, bits),) uint8.
+        out: (nnz,) int64, or int32 for sizes up to 2^31.
+
+    Raises:
+        ValueError: a message of another size, or one that no nnz ascending indices of [0, size) have; `out` may then
+            have been written to.
+        TypeError: other dtypes.
+    """
     check_size("size", size)
     check_index_out("out", out, len(out), size)
     check_message("message", message, len(out), size, bits)

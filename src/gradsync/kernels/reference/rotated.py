@@ -7,18 +7,23 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gradsync.kernels import phases
 from gradsync.kernels.checks import (
     INT32_INDICES,
     check_ascending,
+    check_each,
+    check_flat,
     check_floating,
     check_index_out,
     check_indices,
+    check_owner,
     check_owners,
     check_positions,
     check_range,
     check_rotated_size,
     check_shape,
 )
+from gradsync.kernels.choice import dispatched
 
 _UNSIGNED_32 = 0xFFFFFFFF
 
@@ -103,9 +108,35 @@ def write_by_owner(
         out.copy_(values[items])
 
 
-def partition_rotated(indices: Tensor, size: int, n: int, seed: int) -> RotatedPartition:
-    """See `gradsync.kernels.partition_rotated`."""
+@dispatched("indices")
+def partition_rotated(indices: Tensor, size: int, n: int, seed: int) -> phases.RotatedPartition:
+    """Splits sorted indices among n owners by rotated stripe: i = n q + r is owner (r + rho(q)) mod n's q-th.
+
+    As `partition_elements` does, which finds the indices itself.
+
+    Args:
+        indices: (nnz,) int64 or int32, ascending.
+        size: all indices are in [0, size), size <= n * 2^31.
+        n: owners, at most 2^16.
+
+    Raises:
+        ValueError: an index out of range or order, another n, a size whose positions int32 cannot hold.
+        TypeError: other dtypes.
+    """
     return RotatedPartition(indices, size, n, seed)
+
+
+def check_owned(positions: Sequence[Tensor], values: Sequence[Tensor], out: Tensor) -> int:
+    """Refuses what are not the positions and values of owners of `out`. Returns how many owners there are."""
+    check_owners(len(positions))
+    check_each("values", values, len(positions))
+    check_floating("out", out)
+    check_flat("out", out)
+    for position, value in zip(positions, values, strict=True):
+        check_positions(position)
+        check_floating("values", value, out.dtype)
+        check_shape("values", value, len(position))
+    return len(positions)
 
 
 @torch.no_grad()
@@ -114,31 +145,31 @@ def join_rotated(positions: Sequence[Tensor], values: Sequence[Tensor], seed: in
 
     Of each owner positions (count,) int32, ascending, and values. Raises as `gradsync.kernels.join_elements` does.
     """
-    n = len(positions)
-    check_owners(n)
-    if len(values) != n:
-        raise ValueError(f"one array of values per array of positions is needed, got {len(values)} for {n}")
-    check_floating("out", out)
-    check_shape("out", out, out.numel())
+    n = check_owned(positions, values, out)
     elements = [torch.empty_like(part, dtype=torch.int64) for part in positions]
-    for owner, (position, value) in enumerate(zip(positions, values, strict=True)):
-        check_positions(position)
-        check_floating("values", value, out.dtype)
-        check_shape("values", value, len(position))
+    for owner, position in enumerate(positions):
         check_range("join_rotated", position, len(out), "size", owner)
         check_ascending("join_rotated", "positions", position)
-        rotated_index(owner, position, n, seed, elements[owner])
+        rotated_index.reference(owner, position, n, seed, elements[owner])
         check_range("join_rotated", elements[owner], len(out), "size", owner)
     out.zero_()
     for element, value in zip(elements, values, strict=True):
         out[element] = value
 
 
+@dispatched("positions", "out")
 def rotated_index(owner: int, positions: Tensor, n: int, seed: int, out: Tensor) -> None:
-    """See `gradsync.kernels.rotated_index`."""
-    check_owners(n)
-    if not 0 <= owner < n:
-        raise ValueError(f"owner must be in [0, {n}), got {owner}")
+    """Writes the elements at local positions q of one owner in `partition_rotated`: n q + (owner - rho(q)) mod n.
+
+    Args:
+        positions: (count,) int32.
+        out: (count,) int64, or int32 where all results fit.
+
+    Raises:
+        ValueError: an owner or position out of range, another size of `out`.
+        TypeError: other dtypes.
+    """
+    check_owner(owner, n)
     check_positions(positions)
     check_range("rotated_index", positions, INT32_INDICES, "positions")
     bound = (int(positions.max()) + 1) * n if len(positions) else 0

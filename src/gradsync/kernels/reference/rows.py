@@ -7,20 +7,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gradsync.kernels import in_steps, phases
 from gradsync.kernels.checks import (
     RowsPart,
     Stripes,
-    check_floating,
+    check_gathered,
     check_index_out,
     check_indices,
-    check_parts,
+    check_join,
+    check_matrix,
     check_range,
-    check_shape,
+    check_scatter,
     check_size,
     check_some,
-    check_stripes,
-    rows_buffers,
+    check_union_sum,
 )
+from gradsync.kernels.choice import dispatched
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by itemsize
 
@@ -52,63 +54,92 @@ class RowUnion:
     def sum(
         self, values: Sequence[Tensor], outs: Sequence[Tensor], stripes: Stripes | None = None, *, scale: float = 1.0
     ) -> None:
-        if len(values) != len(self._parts):
-            raise ValueError(
-                f"one values array per part of the union is needed, got {len(values)} for {len(self._parts)} parts"
-            )
+        stripes = check_union_sum([len(part) for part in self._parts], values, outs, stripes, self.count)
         first = values[0]
-        if first.ndim != 2:
-            raise ValueError(f"values must be 2-D, got {tuple(first.shape)}")
-        check_floating("values", first)
-        dim = first.shape[1]
-        stripes = [(0, dim)] if stripes is None else stripes
-        check_stripes("outs", outs, stripes, self.count, dim)
-        for out in outs:
-            check_floating("outs", out, first.dtype)
-        total = torch.zeros(self.count, dim, dtype=accumulation_dtype(first.dtype), device=first.device)
+        total = first.new_zeros(self.count, first.shape[1], dtype=accumulation_dtype(first.dtype))
         for indices, part in zip(self._parts, values, strict=True):
-            check_floating("values", part, first.dtype)
-            check_shape("values", part, len(indices), dim)
             total.index_add_(0, torch.searchsorted(self._rows, indices), part.to(total.dtype))
         total.mul_(scale)
         for out, (start, stop) in zip(outs, stripes, strict=True):
             out.copy_(total[:, start:stop])
 
 
-def unite_rows(indices: Sequence[Tensor], num_rows: int) -> RowUnion:
-    """See `gradsync.kernels.unite_rows`."""
+@dispatched("indices", entries="num_rows")
+def unite_rows(indices: Sequence[Tensor], num_rows: int) -> phases.RowUnion:
+    """Finds the rows that occur in row-sparse parts of one table: the first phase of their sum.
+
+    Native: by a bitmap that ranks them or, where it would have more than about four words for each index, by sorting;
+    either way, time and memory grow with the number of indices, not with that of rows.
+
+    Args:
+        indices: per part (nnz,) int64 or int32, in any order, duplicates allowed.
+        num_rows: all indices are in [0, num_rows).
+
+    Raises:
+        ValueError: an index out of range, no part; native: more than 2^34 rows or 2^32 - 1 indices.
+        TypeError: other dtypes.
+    """
     return RowUnion(indices, num_rows)
 
 
+@dispatched("parts", entries="num_rows")
 @torch.no_grad()
 def sum_rows(parts: Sequence[RowsPart], num_rows: int, *, scale: float = 1.0, out: RowsPart | None = None) -> RowsPart:
-    """See `gradsync.kernels.sum_rows`."""
-    check_parts(parts, num_rows)
-    union = RowUnion([indices for indices, _ in parts], num_rows)
-    rows, total = rows_buffers(out, union.count, parts[0][1])
-    union.write_indices(rows)
-    union.sum([values for _, values in parts], [total], scale=scale)
-    return rows, total
+    """The sum of row-sparse parts of one (num_rows, dim) table, times `scale`; of one part, its coalesced form.
+
+    Sums run in the order of the parts, then of occurrence within a part, in float32 (float64 for float64), and are
+    rounded once: the bits depend neither on the implementation (the reference but on the CPU only) nor on the number
+    of threads. Parts that are strided within a row are copied first. `unite_rows` is the same in two phases.
+
+    Args:
+        parts: each indices (nnz,) int64 or int32, in any order, duplicates allowed; values (nnz, dim) floating.
+        num_rows: all indices are in [0, num_rows).
+        out: indices and values buffers with room for at least u rows; what is returned are views of their first u.
+
+    Returns:
+        indices (u,) int64, or as in `out`: the sorted union of all indices; values (u, dim) in the dtype of the parts.
+
+    Raises:
+        ValueError: an index out of range, no part, or shapes and devices that do not fit together.
+        TypeError: dtypes other than said above.
+    """
+    return in_steps.sum_rows(RowUnion, parts, num_rows, scale, out)
 
 
+@dispatched("parts", "out")
 @torch.no_grad()
 def join_columns(parts: Sequence[Tensor], stripes: Stripes, out: Tensor) -> None:
-    """See `gradsync.kernels.join_columns`."""
-    check_matrix("out", out)
-    check_stripes("parts", parts, stripes, *out.shape)
-    for part in parts:
-        check_floating("parts", part, out.dtype)
+    """Puts stripes of columns back together to whole rows: out[:, start:stop] = part.
+
+    Args:
+        parts: per stripe (u, stop - start), floating.
+        stripes: [start, stop) of the columns of each part; columns of no stripe stay, of several get the last.
+        out: (u, dim) in the dtype of the parts.
+
+    Raises:
+        ValueError: shapes that do not fit, stripes outside the columns.
+        TypeError: different dtypes.
+    """
+    check_join(parts, stripes, out)
     for part, (start, stop) in zip(parts, stripes, strict=True):
         out[:, start:stop].copy_(part)
 
 
+@dispatched("indices", "values", "dense")
 @torch.no_grad()
 def scatter_rows(indices: Tensor, values: Tensor, dense: Tensor, *, accumulate: bool) -> None:
-    """See `gradsync.kernels.scatter_rows`."""
-    check_indices("indices", indices)
-    check_matrix("dense", dense)
-    check_floating("values", values, dense.dtype)
-    check_shape("values", values, len(indices), dense.shape[1])
+    """Writes rows into `dense`, or adds them to it, in order: of equal indices the last is kept, or all are added.
+
+    Args:
+        indices: (nnz,) int64 or int32, in any order.
+        values: (nnz, dim) floating.
+        dense: (num_rows, dim) in the dtype of the values; each addition is rounded to it.
+
+    Raises:
+        ValueError: an index outside [0, num_rows), before anything is written; shapes that do not fit.
+        TypeError: other or different dtypes.
+    """
+    check_scatter(indices, values, dense)
     check_range("scatter_rows", indices, len(dense), "num_rows")
     if accumulate:
         _add_rows(indices.long(), values, dense)
@@ -132,12 +163,6 @@ def _add_rows(indices: Tensor, values: Tensor, dense: Tensor) -> None:
         rows, order, occurrence = rows[~now], order[~now], occurrence[~now] - 1
 
 
-def check_matrix(name: str, tensor: Tensor) -> None:
-    check_floating(name, tensor)
-    if tensor.ndim != 2:
-        raise ValueError(f"{name} must be 2-D, got {tuple(tensor.shape)}")
-
-
 def magnitudes(x: Tensor) -> Tensor:
     """All bits but the sign, as integers of the elements' size, which are in the order of |x|."""
     bits = x.contiguous().view(_BITS[x.element_size()])
@@ -145,7 +170,7 @@ def magnitudes(x: Tensor) -> Tensor:
 
 
 def is_nonzero(x: Tensor) -> Tensor:
-    """Where any bit but the sign is set."""
+    """Tells where any bit but the sign is set."""
     return magnitudes(x) != 0
 
 
@@ -165,15 +190,16 @@ class NonzeroRows:
 
     @torch.no_grad()
     def gather(self, outs: Sequence[Tensor], stripes: Stripes | None = None) -> None:
-        stripes = [(0, self._dense.shape[1])] if stripes is None else stripes
-        check_stripes("outs", outs, stripes, self.count, self._dense.shape[1])
-        for out in outs:
-            check_floating("outs", out, self._dense.dtype)
+        stripes = check_gathered(outs, stripes, self.count, self._dense)
         rows = self._dense[self._rows]
         for out, (start, stop) in zip(outs, stripes, strict=True):
             out.copy_(rows[:, start:stop])
 
 
-def nonzero_rows(dense: Tensor) -> NonzeroRows:
-    """See `gradsync.kernels.nonzero_rows`."""
+@dispatched("dense", entries="dense")
+def nonzero_rows(dense: Tensor) -> phases.NonzeroRows:
+    """Finds the rows of `dense`, (num_rows, dim) floating, that are not zero, by their bits.
+
+    -0.0 is zero; NaN, infinity and subnormals are not.
+    """
     return NonzeroRows(dense)

@@ -7,11 +7,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradsync.kernels.checks import Sections, SignScale, check_residuals, check_sections, check_signs, check_some
+from gradsync.kernels.checks import (
+    Sections,
+    SignScale,
+    check_residuals,
+    check_sections,
+    check_signs,
+    check_some,
+)
+from gradsync.kernels.choice import dispatched
 from gradsync.kernels.reference.blocks import in_blocks, ordered_sum
 from gradsync.kernels.reference.rows import accumulation_dtype
 
 
+@dispatched("x", "words", "scales", "residual", "next_residual")
 @torch.no_grad()
 def pack_signs(
     x: Tensor,
@@ -24,7 +33,28 @@ def pack_signs(
     residual: Tensor | None = None,
     next_residual: Tensor | None = None,
 ) -> None:
-    """See `gradsync.kernels.pack_signs`."""
+    """Writes the signs of p = x + residual as bits, and what stands for the magnitudes of each block.
+
+    Bit i % 8 of byte i // 8 is set where p[i] < 0: neither zero is negative, nor is NaN, of which the scales tell. A
+    scale is a float32, of sums in float64 whose order is fixed (`csrc/blocks.hpp`):
+    - "mean": the mean of |p|;
+    - "rms": the root of the mean of p^2;
+    - "two": the mean of the elements that are not negative, and of those that are; of none, 0;
+    - "one": none, signs are of 1.
+    Where elements are NaN or infinite, so is what each element of the block decodes to, with "two" of its class.
+
+    Args:
+        x: (numel,) floating.
+        words: (ceil(numel / 8),) uint8.
+        scales: `sign_scales_shape`: (blocks,) float32, of "two" (blocks, 2), of "one" (0,).
+        block: elements of a section that share a scale, 0: all; the last block of a section may be shorter.
+        residual: (numel,) in `accumulation_dtype(x.dtype)`.
+        next_residual: likewise, elsewhere: what the decoded tensor lacks of p. With a residual, and only then.
+
+    Raises:
+        ValueError: shapes that do not fit, an unknown scale.
+        TypeError: other dtypes.
+    """
     check_sections("x", x, sections)
     check_signs(words, scales, sections, block, scale)
     check_residuals(x, residual, next_residual, accumulation_dtype(x.dtype))
@@ -40,7 +70,7 @@ def pack_signs(
 
 
 def _scales_of(p: Tensor, negative: Tensor, scale: SignScale) -> Tensor:
-    """Of (blocks, elements) the scales of each block, in float64."""
+    """The scales of each block of (blocks, elements), in float64."""
     p = p.double()
     if scale == "mean":
         return ordered_sum(p.abs()) / p.shape[1]
@@ -54,7 +84,7 @@ def _scales_of(p: Tensor, negative: Tensor, scale: SignScale) -> Tensor:
 def _decoded(
     negative: Tensor, scales: Tensor, sections: Sections, block: int, scale: SignScale, like: Tensor
 ) -> Tensor:
-    """What signs stand for, in the dtype of `like`."""
+    """The numbers that signs stand for, in the dtype of `like`."""
     numbers = torch.empty_like(negative, dtype=like.dtype)
     for blocks, (below, out) in in_blocks(sections, block, negative, numbers):
         positive, other = levels_of(scales[blocks], scale)
@@ -63,7 +93,7 @@ def _decoded(
 
 
 def levels_of(scales: Tensor, scale: SignScale) -> tuple[Tensor, Tensor]:
-    """Of each block what a sign that is not negative stands for, and a negative one; without scales, of one block."""
+    """The numbers that the two signs of each block stand for, the negative one last; without scales, of one block."""
     if scale == "two":
         return scales[:, 0], scales[:, 1]
     if scale == "one":
@@ -71,6 +101,7 @@ def levels_of(scales: Tensor, scale: SignScale) -> tuple[Tensor, Tensor]:
     return scales, -scales
 
 
+@dispatched("parts", "out")
 @torch.no_grad()
 def unpack_signs(
     parts: Sequence[tuple[Tensor, Tensor]],
@@ -81,7 +112,20 @@ def unpack_signs(
     scale: SignScale,
     factor: float = 1.0,
 ) -> None:
-    """See `gradsync.kernels.unpack_signs`."""
+    """Overwrites `out` by `factor` times the sum of what several `pack_signs` of the same sections stand for.
+
+    Sums run in the order of the parts, in float32 (float64 for float64), and are rounded once. With "one", they are the
+    votes for the positive less those for the negative sign.
+
+    Args:
+        parts: words and scales of each.
+        out: (numel,) floating; overwritten.
+        block, scale: as they were packed with.
+
+    Raises:
+        ValueError: no part, shapes that do not fit, an unknown scale.
+        TypeError: other dtypes.
+    """
     check_some("unpack_signs", parts)
     check_sections("out", out, sections)
     total = torch.zeros_like(out, dtype=accumulation_dtype(out.dtype))

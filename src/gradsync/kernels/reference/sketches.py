@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gradsync.kernels.checks import Sections, check_floating, check_sections, check_shape
+from gradsync.kernels.choice import dispatched
 from gradsync.kernels.draws import check_median, check_sketch, sketch_keys, sketch_lanes
 from gradsync.kernels.reference.draws import draws_at
 from gradsync.kernels.reference.rows import accumulation_dtype
@@ -23,19 +24,56 @@ def check_count_sketch(
     check_shape("counters", counters, rows * sum(columns))
 
 
+@dispatched("x", "counters", entries="x")
 @torch.no_grad()
 def count_sketch(x: Tensor, sections: Sections, columns: Sequence[int], counters: Tensor, *, rows: int) -> None:
-    """See `gradsync.kernels.count_sketch`. On a CPU, where torch adds in order."""
+    """Adds up each section's elements in `rows` rows of counters, with signs; see Charikar et al., 2002.
+
+    In each row any two elements of a section share a counter with probability 1 / columns at most, or never where they
+    are near each other, and their signs are independent. Neighbours move together, which is what makes it fast: a
+    section is cut into groups of as many as the largest power of two, up to 32 and the root of `columns`, that divides
+    `columns`. (Of larger ones whole groups would meet often: with one window for all, always.) For a group, by the
+    place of its first element in its tensor, a row draws d and s of 32 bits: it goes to window
+    d * (columns / lanes) >> 32 of as many counters, the element in lane i to counter j = i ^ (d mod lanes) of these,
+    negated where bit j of s is 1. (The keys of row r are the seed + 2 r and + 2 r + 1 times 0x9E3779B97F4A7C15.) A
+    counter adds in the order of the elements, from 0, in float32 (float64 for float64).
+
+    Args:
+        x: (numel,) floating.
+        sections: with seeds.
+        columns: of each section, the counters of a row, below 2^31.
+        counters: (rows * sum of columns,) float32, float64 for float64: section by section, row by row. Overwritten.
+
+    Raises:
+        ValueError: no seeds, no counters for elements, shapes that do not fit.
+        TypeError: other dtypes.
+    """
     check_count_sketch("x", x, sections, columns, counters, rows)
     counters.zero_()
     for part, row, column, negative in _hashed(x, sections, columns, counters, rows):
         addends = part.to(row.dtype)
+        # On a CPU, torch adds in order.
         row.index_add_(0, column, torch.where(negative, -addends, addends))
 
 
+@dispatched("counters", "out", entries="out")
 @torch.no_grad()
 def sketch_estimates(counters: Tensor, sections: Sections, columns: Sequence[int], out: Tensor, *, rows: int) -> None:
-    """See `gradsync.kernels.sketch_estimates`."""
+    """Estimates each element from the counters of `count_sketch`: the median over the rows of those it went to, signed.
+
+    Where one of them is NaN, it is NaN.
+
+    Args:
+        counters: (rows * sum of columns,) float32, or float64.
+        sections: those of `count_sketch`.
+        columns: of each section, the counters of a row.
+        out: (numel,) of any dtype that is summed in the counters' one. Overwritten.
+        rows: odd.
+
+    Raises:
+        ValueError: an even number of rows, no seeds, no counters for elements, shapes that do not fit.
+        TypeError: other dtypes.
+    """
     check_count_sketch("out", out, sections, columns, counters, rows)
     check_median(rows)
     estimates: list[Tensor] = []
@@ -50,10 +88,9 @@ def sketch_estimates(counters: Tensor, sections: Sections, columns: Sequence[int
 def _hashed(
     flat: Tensor, sections: Sections, columns: Sequence[int], counters: Tensor, rows: int
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Of each section and row: its elements, the row's counters, the column of each element, whether it is negated."""
+    """Yields, by section and row, its elements, the row's counters, each one's column, and whether it is negated."""
     begin = first = 0
-    starts = sections.starts or (0,) * len(columns)
-    for length, start, seed, count in zip(sections.lengths, starts, sections.seeds, columns, strict=True):
+    for length, start, seed, count in zip(sections.lengths, sections.places, sections.seeds, columns, strict=True):
         lanes = sketch_lanes(count)
         lane = torch.arange(lanes, device=flat.device)
         groups = torch.arange(start, start + length, lanes, device=flat.device)[:, None]

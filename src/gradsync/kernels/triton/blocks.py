@@ -76,7 +76,7 @@ def blocks_of(lengths: tuple[int, ...], block: int) -> tuple[Tensor, Groups]:
 
 
 def _groups_of(lengths: Tensor) -> Groups:
-    """Of blocks, end to end, of so many elements."""
+    """The groups of blocks, end to end, of so many elements."""
     per_block = -(-lengths // GROUP)
     blocks = torch.repeat_interleave(torch.arange(len(lengths)), per_block)
     nth = torch.arange(len(blocks)) - (per_block.cumsum(0) - per_block)[blocks]

@@ -1,4 +1,4 @@
-"""What passes from torch to the Triton kernels and how: the launch, checks of memory, tables of addresses.
+"""The way from torch to the Triton kernels: the launch, checks of memory, tables of addresses.
 
 A kernel that works on any number of tensors gets a table of their addresses. What Triton cannot check of memory behind
 a table is checked here: device, strides.
@@ -52,6 +52,15 @@ def common_device(tensors: Sequence[Tensor]) -> torch.device:
     return device
 
 
+def device_of(**given: Tensor | Sequence[Tensor] | None) -> torch.device:
+    """The device of all the tensors that are given, none of whose entries are apart."""
+    tensors = {name: [value] if isinstance(value, Tensor) else value or () for name, value in given.items()}
+    device = common_device([tensor for several in tensors.values() for tensor in several])
+    for name, several in tensors.items():
+        check_contiguous(name, *several)
+    return device
+
+
 def check_contiguous(name: str, *tensors: Tensor) -> None:
     """Refuses entries that are apart."""
     for tensor in tensors:
@@ -77,7 +86,7 @@ def bits_of(tensor: Tensor) -> Tensor:
 
 
 def pointee(tensor: Tensor) -> tl.dtype:
-    """What `bits_of` this tensor are to Triton, for pointers out of a table."""
+    """Triton's type for `bits_of` this tensor, for pointers out of a table."""
     return _POINTEES[tensor.element_size()]
 
 
@@ -88,7 +97,7 @@ def on(device: torch.device, numbers: Sequence[int] | Tensor) -> Tensor:
 
 
 def default_device() -> torch.device:
-    """Where tensors are made for a caller who gives none and names no device; the CPU is that of the interpreter."""
+    """The device of tensors for a caller who gives none and names none; the CPU is that of the interpreter."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 

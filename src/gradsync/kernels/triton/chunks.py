@@ -11,7 +11,7 @@ from gradsync.kernels.reference.blocks import GROUP
 from gradsync.kernels.reference.chunks import check_take
 from gradsync.kernels.reference.convert import NARROW
 from gradsync.kernels.triton.blocks import blocks_of, sum_blocks
-from gradsync.kernels.triton.boundary import bits_of, check_contiguous, common_device, launch, on
+from gradsync.kernels.triton.boundary import bits_of, common_device, device_of, launch, on
 from gradsync.kernels.triton.rows import kind_of, narrowed, widened
 
 
@@ -66,10 +66,8 @@ def take_chunks(
 ) -> None:
     """See `gradsync.kernels.take_chunks`."""
     check_take(x, residual, chosen, payload, next_residual, norms, chunk, scale)
-    given = {"x": x, "residual": residual, "payload": payload, "next_residual": next_residual}
-    device = common_device([*given.values(), chosen, norms])
-    for name, tensor in given.items():
-        check_contiguous(name, tensor)
+    device = device_of(x=x, residual=residual, payload=payload, next_residual=next_residual)
+    common_device([x, chosen, norms])
     slots = torch.full((len(norms),), -1, dtype=torch.int64, device=device)
     slots[chosen] = torch.arange(len(chosen), device=device)
     if short := len(x) % chunk:

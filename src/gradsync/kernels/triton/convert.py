@@ -15,8 +15,7 @@ from gradsync.kernels.triton.boundary import (
     addresses,
     bits_of,
     blocks,
-    check_contiguous,
-    common_device,
+    device_of,
     launch,
     on,
     pointee,
@@ -47,9 +46,7 @@ def _narrow(
 def narrow(x: Tensor, out: Tensor, *, scale: float = 1.0) -> None:
     """See `gradsync.kernels.narrow`."""
     check_narrow(x, out)
-    device = common_device([x, out])
-    check_contiguous("x", x)
-    check_contiguous("out", out)
+    device = device_of(x=x, out=out)
     factor = torch.tensor([scale], dtype=x.dtype, device=device)  # in the type of x: as torch multiplies
     constants = {"MOST": torch.finfo(out.dtype).max, "KIND": kind_of("out", out), "BLOCK": BLOCK}
     launch(_narrow, blocks(len(x)), device, x.detach(), bits_of(out), len(x), factor, **constants)
@@ -87,9 +84,7 @@ def _sum_parts(
 def sum_parts(parts: Sequence[Tensor], out: Tensor, *, scale: float = 1.0) -> None:
     """See `gradsync.kernels.sum_parts`."""
     dtype = check_sum(parts, out)
-    device = common_device([out, *parts])
-    check_contiguous("out", out)
-    check_contiguous("parts", *parts)
+    device = device_of(out=out, parts=parts)
     if not parts:
         out.detach().zero_()
         return

@@ -14,8 +14,7 @@ from gradsync.kernels.triton.boundary import (
     addresses,
     bits_of,
     blocks,
-    check_contiguous,
-    common_device,
+    device_of,
     launch,
     on,
     pointee,
@@ -89,10 +88,7 @@ class OwnerPartition:
         check_dealt(self.counts, values, (self._places, places), outs)
         if len({place.dtype for place in places}) > 1:
             raise TypeError(f"{self._places} must be of one dtype, got {sorted({str(p.dtype) for p in places})}")
-        device = common_device([self._indices, values, *places, *outs])
-        check_contiguous("values", values)
-        check_contiguous(self._places, *places)
-        check_contiguous("outs", *outs)
+        device = device_of(dealt=self._indices, values=values, outs=outs, **{self._places: places})
         n, dim = len(self.counts), values.shape[1] if values.ndim == 2 else 1
         shape = tile(dim)
         arguments = (

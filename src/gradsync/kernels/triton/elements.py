@@ -14,9 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradsync.kernels.checks import WORD_BITS, check_floating, check_index_out, check_indices, check_shape, check_size
+from gradsync.kernels.checks import (
+    WORD_BITS,
+    check_flat,
+    check_floating,
+    check_index_out,
+    check_indices,
+    check_shape,
+    check_size,
+)
 from gradsync.kernels.reference.elements import check_words
-from gradsync.kernels.triton.boundary import BLOCK, bits_of, blocks, check_contiguous, common_device, launch
+from gradsync.kernels.triton.boundary import BLOCK, bits_of, blocks, check_contiguous, common_device, device_of, launch
 from gradsync.kernels.triton.ordered import faults_of, refuse
 
 _DECODED_BITS = 4096  # of a bitmap, that one program works on
@@ -87,7 +95,7 @@ def _ends(kernel: Any, entries: Tensor, block: int) -> Tensor:
 
 
 def _last(ends: Tensor) -> int:
-    """What was counted in all; the host waits for it, since the caller allocates by it or checks against it."""
+    """The count in all; the host waits for it, since the caller allocates by it or checks against it."""
     return int(ends[-1]) if len(ends) else 0
 
 
@@ -97,9 +105,7 @@ def encode_bitmap(indices: Tensor, size: int, out: Tensor) -> None:
     check_indices("indices", indices)
     check_words("out", out)
     check_shape("out", out, -(-size // WORD_BITS))
-    device = common_device([indices, out])
-    check_contiguous("indices", indices)
-    check_contiguous("out", out)
+    device = device_of(indices=indices, out=out)
     faults: list[int] = faults_of(indices, size).tolist()
     refuse(faults, "encode_bitmap", indices, size, "size", ascending=False, strictly=False)
     words = out.zero_().view(torch.int32)
@@ -121,8 +127,7 @@ def decode_bitmap(words: Tensor, out: Tensor) -> None:
 def count_bits(words: Tensor) -> int:
     """See `gradsync.kernels.count_bits`."""
     check_words("words", words)
-    common_device([words])
-    check_contiguous("words", words)
+    device_of(words=words)
     return _last(_ends(_count_set, words.view(torch.int32), BLOCK))
 
 
@@ -131,10 +136,8 @@ class NonzeroElements:
 
     def __init__(self, x: Tensor) -> None:
         check_floating("x", x)
-        if x.ndim != 1:
-            raise ValueError(f"x must be 1-D, got {tuple(x.shape)}")
-        common_device([x])
-        check_contiguous("x", x)
+        check_flat("x", x)
+        device_of(x=x)
         self._x = x
         self._ends = _ends(_count_nonzero, bits_of(x), BLOCK)
         self.count = _last(self._ends)
@@ -143,13 +146,9 @@ class NonzeroElements:
         check_index_out("indices", indices, self.count, len(self._x))
         check_floating("values", values, self._x.dtype)
         check_shape("values", values, self.count)
-        device = common_device([self._x, indices, values])
-        check_contiguous("indices", indices)
-        check_contiguous("values", values)
+        device = device_of(x=self._x, indices=indices, values=values)
         arguments = bits_of(self._x), len(self._x), self._ends, indices, bits_of(values)
         launch(_take_nonzero, len(self._ends), device, *arguments, BLOCK=BLOCK)
 
 
-def nonzero_elements(x: Tensor) -> NonzeroElements:
-    """See `gradsync.kernels.nonzero_elements`."""
-    return NonzeroElements(x)
+nonzero_elements = NonzeroElements

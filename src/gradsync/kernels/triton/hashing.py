@@ -18,7 +18,13 @@ from gradsync.kernels.checks import (
     check_size,
 )
 from gradsync.kernels.reference.hashing import MAX_INDEX, hash_key, signed
-from gradsync.kernels.triton.boundary import BLOCK, blocks, check_contiguous, common_device, default_device, launch
+from gradsync.kernels.triton.boundary import (
+    BLOCK,
+    blocks,
+    default_device,
+    device_of,
+    launch,
+)
 from gradsync.kernels.triton.dealing import OwnerPartition, narrow_owners
 from gradsync.kernels.triton.ordered import faults_of, place_after, refuse
 
@@ -35,7 +41,7 @@ def finalised(h: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def hashed(index: tl.tensor, size: tl.tensor, key: tl.tensor) -> tl.tensor:
-    """As the reference's: the upper half of murmur3's 64-bit finaliser of int64 index and key, scaled to [0, size)."""
+    """Hashes as the reference: the upper half of murmur3's finaliser of int64 index and key, scaled to [0, size)."""
     h = finalised((index ^ key).to(tl.uint64, bitcast=True))
     return ((h >> 32).to(tl.int64) * size) >> 32
 
@@ -80,9 +86,7 @@ def owners_by_hash(indices: Tensor, n: int, seed: int, out: Tensor) -> None:
     check_owners(n)
     check_indices("indices", indices)
     check_index_out("out", out, len(indices), n)
-    common_device([indices, out])
-    check_contiguous("indices", indices)
-    check_contiguous("out", out)
+    device_of(indices=indices, out=out)
     faults: list[int] = faults_of(indices, MAX_INDEX).tolist()
     refuse(faults, "owners_by_hash", indices, MAX_INDEX, "limit", ascending=False, strictly=False)
     _write_owners(indices, n, seed, out)
@@ -95,8 +99,7 @@ class HashedPartition(OwnerPartition):
         check_owners(n)
         check_size("size", size)
         check_indices("indices", indices)
-        common_device([indices])
-        check_contiguous("indices", indices)
+        device_of(indices=indices)
         owners = narrow_owners(indices, n)
         _write_owners(indices, n, seed, owners)
         super().__init__(indices, owners, n, divisor=1, places="indices_out")
@@ -110,9 +113,7 @@ class HashedPartition(OwnerPartition):
         super().write(values, places, outs)
 
 
-def partition_hashed(indices: Tensor, size: int, n: int, seed: int) -> HashedPartition:
-    """See `gradsync.kernels.partition_hashed`."""
-    return HashedPartition(indices, size, n, seed)
+partition_hashed = HashedPartition
 
 
 def owned_by_hash(size: int, n: int, seed: int, *, device: torch.device | None = None) -> list[Tensor]:
@@ -125,7 +126,7 @@ def owned_by_hash(size: int, n: int, seed: int, *, device: torch.device | None =
 
 
 def _owned_from(begin: int, stop: int, size: int, n: int, seed: int, device: torch.device | None) -> list[Tensor]:
-    """What each owner has of [begin, stop)."""
+    """The indices that each owner has of [begin, stop)."""
     dtype = torch.int32 if size <= INT32_INDICES else torch.int64
     everything = torch.arange(begin, stop, dtype=dtype, device=device or default_device())
     owners = narrow_owners(everything, n)
@@ -140,9 +141,7 @@ def positions_in(owned: Tensor, indices: Tensor, out: Tensor) -> None:
     check_indices("owned", owned)
     check_indices("indices", indices)
     check_index_out("out", out, len(indices), len(owned))
-    device = common_device([owned, indices, out])
-    for name, tensor in (("owned", owned), ("indices", indices), ("out", out)):
-        check_contiguous(name, tensor)
+    device = device_of(owned=owned, indices=indices, out=out)
     missing = torch.zeros(1, dtype=torch.int32, device=device)
     arguments = owned, len(owned), indices, len(indices), out, missing
     launch(_find_positions, blocks(len(indices)), device, *arguments, BLOCK=BLOCK)

@@ -10,7 +10,7 @@ from torch import Tensor
 from gradsync.kernels.checks import check_indices
 from gradsync.kernels.hierarchy import HashedIndices, HashMemory
 from gradsync.kernels.reference.hashing import MAX_INDEX, hash_key, signed
-from gradsync.kernels.triton.boundary import BLOCK, blocks, check_contiguous, common_device, launch, on
+from gradsync.kernels.triton.boundary import BLOCK, blocks, device_of, launch, on
 from gradsync.kernels.triton.hashing import hashed
 from gradsync.kernels.triton.ordered import faults_of, refuse
 
@@ -60,8 +60,7 @@ def hierarchical_hash(
     """See `gradsync.kernels.hierarchical_hash`. The number of threads is the device's."""
     share = HashMemory.split(n, slots=slots, serial=serial, rehashes=rehashes)
     check_indices("indices", indices)
-    device = common_device([indices])
-    check_contiguous("indices", indices)
+    device = device_of(indices=indices)
     faults: list[int] = faults_of(indices, MAX_INDEX).tolist()
     refuse(faults, "hierarchical_hash", indices, MAX_INDEX, "limit", ascending=False, strictly=False)
     rows = indices.new_full((n, share.slots + share.serial), _EMPTY)

@@ -16,7 +16,14 @@ from torch import Tensor
 
 from gradsync.kernels.checks import Sections
 from gradsync.kernels.reference.largest import SelectionArguments, rounded_to
-from gradsync.kernels.triton.boundary import BLOCK, bits_of, blocks, check_contiguous, common_device, launch, on
+from gradsync.kernels.triton.boundary import (
+    BLOCK,
+    bits_of,
+    blocks,
+    device_of,
+    launch,
+    on,
+)
 
 _DIGIT_BITS = 8  # a pass over the elements for each; `_count_digits` and `_find_digit` have 2^8 counts
 _COUNTED = 4096  # elements of one program's histogram: it ends in an atomic sum for each count
@@ -56,7 +63,7 @@ def _find_digit(counts: tl.tensor, bound: tl.tensor, longer: tl.tensor, DIGIT_BI
 
 @triton.jit
 def compared(bits: tl.tensor, inside: tl.tensor, bound: tl.tensor, MOST: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Which of these elements are larger than the k-th largest and which as large, as int32 of 0 and 1."""
+    """Tells which elements are larger than the k-th largest and which as large, as int32 of 0 and 1."""
     least = tl.load(bound).to(bits.dtype)
     larger = inside & ((bits & MOST) > least)
     equal = inside & ((bits & MOST) == least)
@@ -142,11 +149,7 @@ def top_k(
 ) -> None:
     """See `gradsync.kernels.top_k`. Section by section; the residual is added and left by torch operations around."""
     arguments = SelectionArguments.of(x, indices, values, sections, counts, residual, next_residual)
-    given = {"x": x, "indices": indices, "values": values, "residual": residual, "next_residual": next_residual}
-    common_device([tensor for tensor in given.values() if tensor is not None])
-    for name, tensor in given.items():
-        if tensor is not None:
-            check_contiguous(name, tensor)
+    device_of(x=x, indices=indices, values=values, residual=residual, next_residual=next_residual)
     p = arguments.elements()
     exact = values if values.dtype == p.dtype else torch.empty(len(values), dtype=p.dtype, device=p.device)
     taken = 0

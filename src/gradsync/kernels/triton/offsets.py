@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradsync.kernels.checks import check_index_out, check_indices, check_message, check_size, num_blocks
 from gradsync.kernels.reference.offsets import is_unary, sizes_from_unary, unary_counts
-from gradsync.kernels.triton.boundary import BLOCK, blocks, check_contiguous, common_device, launch
+from gradsync.kernels.triton.boundary import BLOCK, blocks, device_of, launch
 from gradsync.kernels.triton.ordered import faults_of, place_after, refuse
 
 _FULL = 256  # indices of a full block of 8-bit offsets: one more than its count byte can say
@@ -127,9 +127,7 @@ def encode_offsets(indices: Tensor, size: int, bits: int, out: Tensor) -> None:
     check_size("size", size)
     check_indices("indices", indices)
     check_message("out", out, len(indices), size, bits)
-    device = common_device([indices, out])
-    check_contiguous("indices", indices)
-    check_contiguous("out", out)
+    device = device_of(indices=indices, out=out)
     faults: list[int] = faults_of(indices, size).tolist()
     refuse(faults, "encode_offsets", indices, size, "size", ascending=True, strictly=True)
     num, count = num_blocks(size, bits), len(indices)
@@ -148,9 +146,7 @@ def decode_offsets(message: Tensor, size: int, bits: int, out: Tensor) -> None:
     check_size("size", size)
     check_index_out("out", out, len(out), size)
     check_message("message", message, len(out), size, bits)
-    device = common_device([message, out])
-    check_contiguous("message", message)
-    check_contiguous("out", out)
+    device = device_of(message=message, out=out)
     num, count = num_blocks(size, bits), len(out)
     head, offsets = message.split([len(message) - count * bits // 8, count * bits // 8])
     unary = is_unary(count, size, bits)

@@ -17,7 +17,14 @@ from gradsync.kernels.checks import Sections, check_index_out
 from gradsync.kernels.draws import rotations, run_draws
 from gradsync.kernels.reference.randomized import check_hadamard, rotation_scale
 from gradsync.kernels.reference.rows import accumulation_dtype
-from gradsync.kernels.triton.boundary import BLOCK, bits_of, blocks, check_contiguous, common_device, launch, on
+from gradsync.kernels.triton.boundary import (
+    BLOCK,
+    bits_of,
+    blocks,
+    device_of,
+    launch,
+    on,
+)
 from gradsync.kernels.triton.draws import draws
 from gradsync.kernels.triton.rows import kind_of, narrowed, widened
 
@@ -67,8 +74,7 @@ def random_k(sections: Sections, counts: Sequence[int], indices: Tensor, *, bloc
     """See `gradsync.kernels.random_k`."""
     found = run_draws(sections, counts, block)
     check_index_out("indices", indices, sum(d.taken * d.run for d in found), sum(sections.lengths))
-    check_contiguous("indices", indices)
-    device = common_device([indices])
+    device = device_of(indices=indices)
     rows, places, begin = [], [], 0
     for number, drawn in enumerate(found):
         rows += [*drawn[:-1], _signed(drawn.key), begin]
@@ -128,9 +134,7 @@ def _rotate(
 def hadamard(x: Tensor, sections: Sections, out: Tensor, *, chunk: int, inverse: bool = False) -> None:
     """See `gradsync.kernels.hadamard`."""
     check_hadamard(x, sections, out, chunk, inverse)
-    device = common_device([x, out])
-    check_contiguous("x", x)
-    check_contiguous("out", out)
+    device = device_of(x=x, out=out)
     by_size: dict[int, list[int]] = {}
     for begin, place, seed, bits, count in rotations(sections, chunk):
         for at in range(0, count << bits, 1 << bits):

@@ -12,17 +12,16 @@ from torch import Tensor
 from gradsync.kernels.checks import (
     INT32_INDICES,
     check_ascending,
-    check_floating,
     check_index_out,
     check_indices,
+    check_owner,
     check_owners,
     check_positions,
     check_range,
     check_rotated_size,
-    check_shape,
 )
 from gradsync.kernels.reference import rotated as reference
-from gradsync.kernels.reference.rotated import rotation_key
+from gradsync.kernels.reference.rotated import check_owned, rotation_key
 from gradsync.kernels.triton.boundary import (
     BLOCK,
     addresses,
@@ -30,6 +29,7 @@ from gradsync.kernels.triton.boundary import (
     blocks,
     check_contiguous,
     common_device,
+    device_of,
     launch,
     on,
     pointee,
@@ -40,7 +40,7 @@ from gradsync.kernels.triton.ordered import FAULTS, faults_of, refuse
 
 @triton.jit
 def rotation(q: tl.tensor, n: tl.tensor, key: tl.tensor) -> tl.tensor:
-    """As the reference's rho(q), int64 in [0, n)."""
+    """Rotates as the reference's rho(q), int64 in [0, n)."""
     h = (q ^ key).to(tl.uint32)
     h = ((h ^ (h >> 16)) * 0x85EBCA6B) ^ (key.to(tl.uint32) * 0x9E3779B9)
     h = (h ^ (h >> 13)) * 0xC2B2AE35
@@ -90,7 +90,7 @@ def _find_joint_faults(
     faults: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Of its owner's positions; programs that store to the same word store the same 1."""
+    """Each program looks at positions of its owner; those that store to the same word store the same 1."""
     owner = tl.program_id(0) % n
     count = tl.load(counts + owner)
     at = (tl.program_id(0) // n).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -132,8 +132,7 @@ class RotatedPartition(OwnerPartition):
         check_owners(n)
         check_rotated_size(size, n)
         check_indices("indices", indices)
-        device = common_device([indices])
-        check_contiguous("indices", indices)
+        device = device_of(indices=indices)
         owners = narrow_owners(indices, n)
         arguments = indices, len(indices), n, rotation_key(seed), owners
         launch(_rotated_owners, blocks(len(indices)), device, *arguments, BLOCK=BLOCK)
@@ -147,27 +146,13 @@ class RotatedPartition(OwnerPartition):
         super().write(values, places, outs)
 
 
-def partition_rotated(indices: Tensor, size: int, n: int, seed: int) -> RotatedPartition:
-    """See `gradsync.kernels.partition_rotated`."""
-    return RotatedPartition(indices, size, n, seed)
+partition_rotated = RotatedPartition
 
 
 def join_rotated(positions: Sequence[Tensor], values: Sequence[Tensor], seed: int, out: Tensor) -> None:
     """See `reference.rotated.join_rotated`."""
-    n = len(positions)
-    check_owners(n)
-    if len(values) != n:
-        raise ValueError(f"one array of values per array of positions is needed, got {len(values)} for {n}")
-    check_floating("out", out)
-    check_shape("out", out, out.numel())
-    for position, value in zip(positions, values, strict=True):
-        check_positions(position)
-        check_floating("values", value, out.dtype)
-        check_shape("values", value, len(position))
-    device = common_device([out, *positions, *values])
-    check_contiguous("positions", *positions)
-    check_contiguous("values", *values)
-    check_contiguous("out", out)
+    n = check_owned(positions, values, out)
+    device = device_of(out=out, positions=positions, values=values)
     counts = [len(position) for position in positions]
     tables = [on(device, table) for table in (addresses(positions), addresses(values), counts)]
     programs, key = n * blocks(max(counts)), rotation_key(seed)
@@ -192,9 +177,7 @@ def _refuse_join(positions: Sequence[Tensor], seed: int, size: int) -> None:
 
 def rotated_index(owner: int, positions: Tensor, n: int, seed: int, out: Tensor) -> None:
     """See `gradsync.kernels.rotated_index`."""
-    check_owners(n)
-    if not 0 <= owner < n:
-        raise ValueError(f"owner must be in [0, {n}), got {owner}")
+    check_owner(owner, n)
     check_positions(positions)
     device = common_device([positions, out])
     check_contiguous("positions", positions)

@@ -13,22 +13,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gradsync.kernels import in_steps
 from gradsync.kernels.checks import (
     INT32_INDICES,
     RowsPart,
     Stripes,
-    check_floating,
+    check_gathered,
     check_index_out,
     check_indices,
-    check_parts,
+    check_join,
+    check_matrix,
     check_range,
-    check_shape,
+    check_scatter,
     check_size,
     check_some,
-    check_stripes,
-    rows_buffers,
+    check_union_sum,
 )
-from gradsync.kernels.reference.rows import accumulation_dtype, check_matrix
+from gradsync.kernels.reference.rows import accumulation_dtype
 from gradsync.kernels.triton.boundary import (
     addresses,
     bits_of,
@@ -48,7 +49,7 @@ KINDS = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", tor
 
 
 def kind_of(name: str, tensor: Tensor) -> str:
-    """What `widened` and `narrowed` call the dtype.
+    """The name of the dtype for `widened` and `narrowed`.
 
     Raises:
         TypeError: for one that the kernels do not know.
@@ -198,7 +199,7 @@ def _scatter(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Of the sorted items with equal rows only the last writes, so each row has one writer."""
+    """Only the last of the sorted items with equal rows writes, so each row has one writer."""
     at, column = place_in(dim, ROWS, COLUMNS)
     row = tl.load(rows + at, mask=at < count, other=0).to(tl.int64)
     after = tl.load(rows + at + 1, mask=at + 1 < count, other=-1).to(tl.int64)
@@ -222,7 +223,7 @@ def _accumulate(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Of the sorted items with equal rows only the first reads and writes, and adds the others in order."""
+    """Only the first of the sorted items with equal rows reads and writes, and adds the others in order."""
     at, column = place_in(dim, ROWS, COLUMNS)
     row = tl.load(rows + at, mask=at < count, other=-1).to(tl.int64)
     before = tl.load(rows + at - 1, mask=(at > 0) & (at < count), other=-1).to(tl.int64)
@@ -298,8 +299,14 @@ class RowUnion:
     def sum(
         self, values: Sequence[Tensor], outs: Sequence[Tensor], stripes: Stripes | None = None, *, scale: float = 1.0
     ) -> None:
-        stripes = self._check_sum(values, outs, stripes)
-        first, device, columns = values[0], self._device, column_table(outs, stripes)
+        stripes = check_union_sum(self._lengths, values, outs, stripes, self.count)
+        first, device = values[0], self._device
+        if first.dtype not in KINDS:
+            raise TypeError(f"the Triton kernels do not sum {first.dtype}: use the reference implementation")
+        common_device([self._rows, *values, *outs])
+        check_rows("values", *values)
+        check_rows("outs", *outs, written=True)
+        columns = column_table(outs, stripes)
         begins = torch.tensor([0, *self._lengths[:-1]]).cumsum(0)
         parts = on(device, [*addresses(values), *(part.stride(0) for part in values)])
         width, shape = columns.shape[1], tile(columns.shape[1])
@@ -310,51 +317,18 @@ class RowUnion:
         programs = blocks(self.count, shape["ROWS"]) * blocks(width, shape["COLUMNS"])
         launch(_sum, programs, device, *arguments, KIND=KINDS[first.dtype], BITS=pointee(first), **shape)
 
-    def _check_sum(self, values: Sequence[Tensor], outs: Sequence[Tensor], stripes: Stripes | None) -> Stripes:
-        """Refuses what does not fit the union; gives the stripes, by default one of all columns."""
-        if len(values) != len(self._lengths):
-            raise ValueError(
-                f"one values array per part of the union is needed, got {len(values)} for {len(self._lengths)} parts"
-            )
-        first = values[0]
-        check_matrix("values", first)
-        if first.dtype not in KINDS:
-            raise TypeError(f"the Triton kernels do not sum {first.dtype}: use the reference implementation")
-        dim = first.shape[1]
-        stripes = [(0, dim)] if stripes is None else stripes
-        check_stripes("outs", outs, stripes, self.count, dim)
-        for out in outs:
-            check_floating("outs", out, first.dtype)
-        for length, part in zip(self._lengths, values, strict=True):
-            check_floating("values", part, first.dtype)
-            check_shape("values", part, length, dim)
-        common_device([self._rows, *values, *outs])
-        check_rows("values", *values)
-        check_rows("outs", *outs, written=True)
-        return stripes
 
-
-def unite_rows(indices: Sequence[Tensor], num_rows: int) -> RowUnion:
-    """See `gradsync.kernels.unite_rows`."""
-    return RowUnion(indices, num_rows)
+unite_rows = RowUnion
 
 
 def sum_rows(parts: Sequence[RowsPart], num_rows: int, *, scale: float = 1.0, out: RowsPart | None = None) -> RowsPart:
-    """See `gradsync.kernels.sum_rows`. Copies inputs (not outputs) whose indices or elements of a row are apart."""
-    check_parts(parts, num_rows)
-    union = RowUnion([indices.contiguous() for indices, _ in parts], num_rows)
-    rows, total = rows_buffers(out, union.count, parts[0][1])
-    union.write_indices(rows)
-    union.sum([v if v.stride(1) == 1 else v.contiguous() for _, v in parts], [total], scale=scale)
-    return rows, total
+    """See `gradsync.kernels.sum_rows`."""
+    return in_steps.sum_rows(RowUnion, parts, num_rows, scale, out)
 
 
 def join_columns(parts: Sequence[Tensor], stripes: Stripes, out: Tensor) -> None:
     """See `gradsync.kernels.join_columns`."""
-    check_matrix("out", out)
-    check_stripes("parts", parts, stripes, *out.shape)
-    for part in parts:
-        check_floating("parts", part, out.dtype)
+    check_join(parts, stripes, out)
     device = common_device([out, *parts])
     check_rows("parts", *parts)
     check_rows("out", out, written=True)
@@ -369,10 +343,7 @@ def join_columns(parts: Sequence[Tensor], stripes: Stripes, out: Tensor) -> None
 
 def scatter_rows(indices: Tensor, values: Tensor, dense: Tensor, *, accumulate: bool) -> None:
     """See `gradsync.kernels.scatter_rows`. Indices that ascend without duplicates are not sorted."""
-    check_indices("indices", indices)
-    check_matrix("dense", dense)
-    check_floating("values", values, dense.dtype)
-    check_shape("values", values, len(indices), dense.shape[1])
+    check_scatter(indices, values, dense)
     device = common_device([indices, values, dense])
     check_contiguous("indices", indices)
     check_rows("values", values)
@@ -414,10 +385,7 @@ class NonzeroRows:
         out.copy_(self._rows)
 
     def gather(self, outs: Sequence[Tensor], stripes: Stripes | None = None) -> None:
-        stripes = [(0, self._dense.shape[1])] if stripes is None else stripes
-        check_stripes("outs", outs, stripes, self.count, self._dense.shape[1])
-        for out in outs:
-            check_floating("outs", out, self._dense.dtype)
+        stripes = check_gathered(outs, stripes, self.count, self._dense)
         device = common_device([self._dense, *outs])
         check_rows("outs", *outs, written=True)
         table = column_table(outs, stripes)
@@ -427,6 +395,4 @@ class NonzeroRows:
         launch(_gather, programs, device, *arguments, BITS=pointee(self._dense), **shape)
 
 
-def nonzero_rows(dense: Tensor) -> NonzeroRows:
-    """See `gradsync.kernels.nonzero_rows`."""
-    return NonzeroRows(dense)
+nonzero_rows = NonzeroRows

@@ -26,6 +26,7 @@ from gradsync.kernels.triton.boundary import (
     blocks,
     check_contiguous,
     common_device,
+    device_of,
     launch,
     on,
 )
@@ -125,11 +126,7 @@ def pack_signs(
     check_sections("x", x, sections)
     check_signs(words, scales, sections, block, scale)
     check_residuals(x, residual, next_residual, accumulation_dtype(x.dtype))
-    given = {"x": x, "words": words, "scales": scales, "residual": residual, "next_residual": next_residual}
-    device = common_device([tensor for tensor in given.values() if tensor is not None])
-    for name, tensor in given.items():
-        if tensor is not None:
-            check_contiguous(name, tensor)
+    device = device_of(x=x, words=words, scales=scales, residual=residual, next_residual=next_residual)
     p = torch.empty_like(x, dtype=accumulation_dtype(x.dtype)) if next_residual is None else next_residual.detach()
     constants = {"KIND": kind_of("x", x), "FEEDBACK": residual is not None, "BLOCK": BLOCK}
     before = p if residual is None else residual.detach()

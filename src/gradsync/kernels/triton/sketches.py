@@ -16,7 +16,7 @@ from torch import Tensor
 from gradsync.kernels.checks import Sections
 from gradsync.kernels.draws import check_median, sketch_keys, sketch_lanes
 from gradsync.kernels.reference.sketches import check_count_sketch
-from gradsync.kernels.triton.boundary import BLOCK, bits_of, check_contiguous, common_device, launch, on
+from gradsync.kernels.triton.boundary import BLOCK, bits_of, device_of, launch, on
 from gradsync.kernels.triton.draws import draws
 from gradsync.kernels.triton.rows import kind_of, narrowed, widened
 
@@ -115,10 +115,9 @@ def _estimate(
 
 
 def _rows_of(sections: Sections, columns: Sequence[int], rows: int) -> list[tuple[int, ...]]:
-    """Of each section and row: its elements, place, columns, lanes, counters, keys, and first group and window."""
+    """Lists by section and row its elements, place, columns, lanes, counters, keys, and first group and window."""
     found, begin, counters, groups, windows = [], 0, 0, 0, 0
-    starts = sections.starts or (0,) * len(columns)
-    for length, start, seed, count in zip(sections.lengths, starts, sections.seeds, columns, strict=True):
+    for length, start, seed, count in zip(sections.lengths, sections.places, sections.seeds, columns, strict=True):
         lanes = sketch_lanes(count)
         for row in range(rows):
             keys = [key - (key >> 63 << 64) for key in sketch_keys(seed, row)]  # as int64
@@ -129,16 +128,14 @@ def _rows_of(sections: Sections, columns: Sequence[int], rows: int) -> list[tupl
 
 
 def _programs(counts: Sequence[int], entries: int) -> list[int]:
-    """For programs of so many entries: of which of the lists of these lengths, and from which entry on."""
+    """Says for each program, of so many entries, which list of these lengths it has, and from which entry on."""
     return [number for which, count in enumerate(counts) for at in range(0, count, entries) for number in (which, at)]
 
 
 def count_sketch(x: Tensor, sections: Sections, columns: Sequence[int], counters: Tensor, *, rows: int) -> None:
     """See `gradsync.kernels.count_sketch`."""
     check_count_sketch("x", x, sections, columns, counters, rows)
-    device = common_device([x, counters])
-    check_contiguous("x", x)
-    check_contiguous("counters", counters)
+    device = device_of(x=x, counters=counters)
     kinds = {"KIND": kind_of("x", x), "OUT_KIND": kind_of("counters", counters)}
     found = _rows_of(sections, columns, rows)
     groups, windows = [-(-row[1] // row[4]) for row in found], sum(row[3] // row[4] for row in found)
@@ -159,9 +156,7 @@ def sketch_estimates(counters: Tensor, sections: Sections, columns: Sequence[int
     """See `gradsync.kernels.sketch_estimates`."""
     check_count_sketch("out", out, sections, columns, counters, rows)
     check_median(rows)
-    device = common_device([counters, out])
-    check_contiguous("counters", counters)
-    check_contiguous("out", out)
+    device = device_of(counters=counters, out=out)
     found = _rows_of(sections, columns, rows)
     table = on(device, [entry for row in found for entry in row])
     lengths = [length if row == 0 else 0 for length in sections.lengths for row in range(rows)]

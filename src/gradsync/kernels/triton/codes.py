@@ -19,7 +19,7 @@ from torch import Tensor
 from gradsync.kernels.checks import Sections
 from gradsync.kernels.grids import AnyGrid, check_drawn, draws, runs
 from gradsync.kernels.reference.blocks import GROUP, LANES, ordered_sum
-from gradsync.kernels.reference.quantize import (
+from gradsync.kernels.reference.codes import (
     check_codes,
     check_dequantize,
     check_found,
@@ -33,8 +33,7 @@ from gradsync.kernels.triton.boundary import (
     addresses,
     bits_of,
     blocks,
-    check_contiguous,
-    common_device,
+    device_of,
     launch,
     on,
 )
@@ -67,7 +66,7 @@ def drawn(row: tl.tensor, upper: tl.tensor, lower: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def noise_from(row: tl.tensor, first: tl.tensor, after: tl.tensor) -> tl.tensor:
-    """See `gradsync.kernels.reference.noise`: of the places `after` the first, which is a number."""
+    """See `gradsync.kernels.reference.draws.noise`: of the places `after` the first, which is a number."""
     place = first + after
     upper = first >> 32
     wrapped = (place >> 32) != upper
@@ -170,7 +169,7 @@ def small_value(code: tl.tensor, FRACTION: tl.constexpr, BIAS: tl.constexpr) -> 
 
 @triton.jit
 def in_float(value: tl.tensor) -> tl.tensor:
-    """As float32, in which what is finite stays finite."""
+    """Converts to float32; what is finite stays finite."""
     if value.dtype == tl.float64:
         most = tl.full(value.shape, 3.4028234663852886e38, tl.float64)
         value = tl.where(value - value == 0, tl.minimum(tl.maximum(value, -most), most), value)
@@ -351,7 +350,7 @@ def quantize(
     check_quantize(x, sections, grid, scales, residual, next_residual)
     check_codes(codes, sections, grid)
     check_drawn(sections, grid)
-    device = _device_of(x=x, codes=codes, scales=scales, residual=residual, next_residual=next_residual)
+    device = device_of(x=x, codes=codes, scales=scales, residual=residual, next_residual=next_residual)
     if grid.scale in ("max", "norm"):
         _find_scales(x, sections, grid, scales, residual)
     found = _runs(sections.lengths, sections.starts, grid, device)
@@ -374,7 +373,7 @@ def block_scales(
     """See `gradsync.kernels.block_scales`."""
     check_quantize(x, sections, grid, scales, residual)
     check_found(grid)
-    _device_of(x=x, scales=scales, residual=residual)
+    device_of(x=x, scales=scales, residual=residual)
     _find_scales(x, sections, grid, scales, residual)
 
 
@@ -384,22 +383,12 @@ def dequantize(
     """See `gradsync.kernels.dequantize`."""
     check_dequantize(parts, sections, grid, out)
     tensors = [tensor for part in parts for tensor in part]
-    device = common_device([out, *tensors])
-    check_contiguous("out", out)
-    check_contiguous("codes and scales", *tensors)
+    device = device_of(out=out, parts=tensors)
     found = _runs(sections.lengths, sections.starts, grid, device)
     factor = torch.tensor([scale], dtype=accumulation_dtype(out.dtype)).to(device, non_blocking=True)
     parts_table = on(device, addresses(tensors))
     arguments = parts_table, len(parts), found.table, len(found.table), bits_of(out), factor
     launch(_decode, found.programs, device, *arguments, **_decoding(out, grid), COLUMNS=_COLUMNS, TILE=found.tile)
-
-
-def _device_of(**tensors: Tensor | None) -> torch.device:
-    """The device of those that there are, each without gaps."""
-    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    for name, tensor in given.items():
-        check_contiguous(name, tensor)
-    return common_device(list(given.values()))
 
 
 def _decoding(x: Tensor, grid: AnyGrid) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Kernels on single elements: which are not zero, whose they are, and the sums of several parts."""
+"""The kernels on messages of elements, in steps of the definitions of others."""
 
 from __future__ import annotations
 
@@ -6,18 +6,29 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from gradsync.kernels import phases
 from gradsync.kernels.checks import PackedPositions
-from gradsync.kernels.choice import pick
-from gradsync.kernels.phases import ElementPartition, ElementUnion, NonzeroElements
+from gradsync.kernels.choice import dispatched
+from gradsync.kernels.in_steps import Steps
+from gradsync.kernels.reference.elements import decode_bitmap, encode_bitmap, nonzero_elements
+from gradsync.kernels.reference.offsets import decode_offsets, encode_offsets
+from gradsync.kernels.reference.rotated import join_rotated, partition_rotated
+from gradsync.kernels.reference.rows import unite_rows
+
+_STEPS = Steps(
+    encode_bitmap.reference,
+    decode_bitmap.reference,
+    encode_offsets.reference,
+    decode_offsets.reference,
+    nonzero_elements.reference,
+    partition_rotated.reference,
+    unite_rows.reference,
+    join_rotated,
+)
 
 
-def nonzero_elements(x: Tensor) -> NonzeroElements:
-    """Finds the elements of `x`, (numel,) floating, that are not zero; tested as in `nonzero_rows`."""
-    found: NonzeroElements = pick("nonzero_elements", [x], x.numel())(x)
-    return found
-
-
-def partition_elements(x: Tensor, n: int, seed: int) -> ElementPartition:
+@dispatched("x", entries="x")
+def partition_elements(x: Tensor, n: int, seed: int) -> phases.ElementPartition:
     """Finds the elements of `x` that are not zero, and which of n owners each of them has, by rotated stripe.
 
     Element i = n q + r is owner (r + rho(q)) mod n's q-th: each run of n neighbours goes to n different owners in a
@@ -32,12 +43,12 @@ def partition_elements(x: Tensor, n: int, seed: int) -> ElementPartition:
         ValueError: another n, a size whose positions int32 cannot hold; native: more than 2^34 elements.
         TypeError: other dtypes.
     """
-    partition: ElementPartition = pick("partition_elements", [x], x.numel())(x, n, seed)
-    return partition
+    return _STEPS.partition_elements(x, n, seed)
 
 
-def unite_elements(parts: Sequence[PackedPositions], size: int) -> ElementUnion:
-    """First phase of the sum of several parts of [0, size): which positions occur.
+@dispatched("parts", entries="size")
+def unite_elements(parts: Sequence[PackedPositions], size: int) -> phases.ElementUnion:
+    """Finds the positions that occur in several parts of [0, size): the first phase of their sum.
 
     Args:
         parts: messages that may be damaged.
@@ -46,11 +57,10 @@ def unite_elements(parts: Sequence[PackedPositions], size: int) -> ElementUnion:
         ValueError: a message of another size, or one that no such positions have; no part; native: a size above 2^34.
         TypeError: other dtypes.
     """
-    tensors = [part.packed for part in parts]
-    union: ElementUnion = pick("unite_elements", tensors, size)(parts, size)
-    return union
+    return _STEPS.unite_elements(parts, size)
 
 
+@dispatched("parts", "values", "out", entries="out")
 def join_elements(parts: Sequence[PackedPositions], values: Sequence[Tensor], seed: int, out: Tensor) -> None:
     """The inverse of `partition_elements`: the elements of all owners where they belong in `out`, zero everywhere else.
 
@@ -64,5 +74,4 @@ def join_elements(parts: Sequence[PackedPositions], values: Sequence[Tensor], se
             `out`, before anything is written; no owner, or too many.
         TypeError: other or different dtypes.
     """
-    tensors = [*(part.packed for part in parts), *values, out]
-    pick("join_elements", tensors, out.numel())(parts, values, seed, out)
+    _STEPS.join_elements(parts, values, seed, out)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradsync.kernels.checks import Sections, check_floating, check_shape, describe
+from gradsync.kernels.checks import Sections, check_dtype, check_floating, check_shape
+from gradsync.kernels.choice import dispatched
 from gradsync.kernels.grids import LARGEST_EXPONENT, AnyGrid, Run, check_drawn, codes_nbytes, num_scales, runs
 from gradsync.kernels.reference.blocks import ordered_sum
 from gradsync.kernels.reference.draws import noise
@@ -19,6 +20,7 @@ _BIAS = 127 + LARGEST_EXPONENT - _EXPONENTS  # from the exponent field of a floa
 _INFINITY = 0x7F800000
 
 
+@dispatched("x", "codes", "scales", "residual", "next_residual")
 @torch.no_grad()
 def quantize(
     x: Tensor,
@@ -30,7 +32,33 @@ def quantize(
     residual: Tensor | None = None,
     next_residual: Tensor | None = None,
 ) -> None:
-    """See `gradsync.kernels.quantize`."""
+    """Writes a code of few bits for each element and a scale for each block; of x + residual, where there is one.
+
+    All in the type of sums, float32 or float64. With p = x + residual, s = `grid.top` and the block's scale a, rounded
+    to float32: the level is p * (s / a), rounded as the grid says and kept in [-s, s]; it counts as level * (a / s),
+    and next_residual = p - that. A block whose s / a float32 does not hold, all zero or nearly subnormal, counts as
+    zero and has the scale 0. Where float32 does not hold a, as with NaN or infinity among the elements, the scale is
+    infinite, and the whole block decodes to NaN. Stochastic: in units of 2^-24 of a level, to which it is cut, a number
+    below 2^24 is added (drawn: the upper bits of `noise`), and the sum rounded down. The squares of a norm are summed
+    in float64 in a fixed order (`csrc/blocks.hpp`).
+
+    Codes of 8 bits are the level in two's complement, or the bits of the small float. Of 4 and 2 bits they are level +
+    s, and byte j of a block with h bytes has those of elements j, j + h and so on, from its lowest bits on; what is
+    left of the last bytes is 0.
+
+    Args:
+        x: (numel,) floating.
+        sections: with seeds where the grid draws. Blocks begin anew in each.
+        codes: (codes_nbytes(sections, grid),) uint8.
+        scales: (num_scales(sections, grid),) float32; read where the grid says `given`. Those must be infinite where
+            an element is not finite: it counts as zero under a finite one.
+        residual: (numel,) float32, float64 for float64.
+        next_residual: as `residual`, other memory.
+
+    Raises:
+        ValueError: sizes that do not fit; a grid that draws, without seeds.
+        TypeError: other dtypes.
+    """
     check_quantize(x, sections, grid, scales, residual, next_residual)
     check_codes(codes, sections, grid)
     check_drawn(sections, grid)
@@ -45,22 +73,41 @@ def quantize(
             next_residual[run.elements] = (p - level.to(p.dtype) * step).flatten()
 
 
+@dispatched("x", "scales", "residual")
 @torch.no_grad()
 def block_scales(
     x: Tensor, sections: Sections, grid: AnyGrid, scales: Tensor, *, residual: Tensor | None = None
 ) -> None:
-    """See `gradsync.kernels.block_scales`."""
+    """Writes the scales that `quantize` would, and no codes: for a grid of `max` or `norm`.
+
+    Raises:
+        ValueError: sizes that do not fit; a grid without such scales.
+        TypeError: other dtypes.
+    """
     check_quantize(x, sections, grid, scales, residual)
     check_found(grid)
     for run in runs(sections, grid):
         scales[run.scales] = _scales(_corrected(x, residual, run), grid)
 
 
+@dispatched("parts", "out")
 @torch.no_grad()
 def dequantize(
     parts: Sequence[tuple[Tensor, Tensor]], sections: Sections, grid: AnyGrid, out: Tensor, *, scale: float = 1.0
 ) -> None:
-    """See `gradsync.kernels.dequantize`."""
+    """Overwrites `out` by `scale` times the sum of what all codes and scales decode to, in their order.
+
+    One pass over `out`, whatever the number of parts. The sum is made in float32 (float64 for float64) from 0 on, and
+    rounded once. Codes may be damaged: each decodes to something.
+
+    Args:
+        parts: codes and scales, as of `quantize`.
+        out: (numel,) floating.
+
+    Raises:
+        ValueError: sizes that do not fit.
+        TypeError: other dtypes.
+    """
     check_dequantize(parts, sections, grid, out)
     for run in runs(sections, grid):
         total = out.new_zeros(run.blocks, run.length, dtype=accumulation_dtype(out.dtype))
@@ -105,8 +152,7 @@ def check_dequantize(parts: Sequence[tuple[Tensor, Tensor]], sections: Sections,
 
 
 def check_codes(codes: Tensor, sections: Sections, grid: AnyGrid) -> None:
-    if codes.dtype != torch.uint8:
-        raise TypeError(f"codes must be uint8, got {describe(codes)}")
+    check_dtype("codes", codes, torch.uint8)
     check_shape("codes", codes, codes_nbytes(sections, grid))
 
 
@@ -172,7 +218,7 @@ def _noise(p: Tensor, run: Run) -> Tensor:
 
 
 def _in_float(x: Tensor) -> Tensor:
-    """As float32, in which what is finite stays finite."""
+    """Converts to float32; what is finite stays finite."""
     most = torch.finfo(torch.float32).max
     return torch.where(x.isfinite(), x.clamp(-most, most), x).float()
 
@@ -187,7 +233,7 @@ def _exponent_codes(x: Tensor, drawn: Tensor) -> Tensor:
 
 
 def _levels(code: Tensor, grid: AnyGrid) -> Tensor:
-    """What codes of a byte each stand for."""
+    """The levels that codes of a byte each stand for."""
     if grid.rounding in _FLOATS:
         return code.view(_FLOATS[grid.rounding]).float()
     if grid.rounding == "exponent":

@@ -1,0 +1,47 @@
+"""The C++ module with the native kernels, imported when first used, and the tensors that it takes.
+
+The module is built twice from one source (csrc/), for any CPU and for AVX2; `load` takes what this machine runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Iterable
+from types import ModuleType
+
+import torch  # before the native module, so that both use torch's OpenMP runtime
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
+
+
+@functools.cache
+def load() -> ModuleType:
+    """The fastest native module that this machine runs.
+
+    Raises:
+        ImportError: gradsync was installed where it could not be compiled; the message says what to do.
+    """
+    try:
+        base = importlib.import_module("gradsync.kernels._kernels_base")
+        return importlib.import_module("gradsync.kernels._kernels_avx2") if base.has_avx2() else base
+    except ImportError as error:
+        raise ImportError(
+            f"the native kernels are not built ({error}): install a C++17 compiler and the Python headers, "
+            "then install gradsync again"
+        ) from error
+
+
+def supports(tensors: Iterable[Tensor], entries: int = 0) -> bool:
+    """Whether the native module knows the dtypes and device, and takes tables of so many rows or elements."""
+    for tensor in tensors:  # not all(...): the generator would cost as much as what it does, at every call
+        if tensor.dtype not in DTYPES or not is_plain(tensor):
+            return False
+    most: int = load().MAX_BITS
+    return entries <= most
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether memory holds its elements as they are: not on a device, not sparse, not negated by a mere mark."""
+    return tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_neg()
