@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..comm import LENGTH_BYTES, Group, Ledger, RecordingGroup, TorchGroup, drive, torch_group
+from ..comm.links import Exchange, latencies
 from ..costs.cluster import Link, Placement
 from ..costs.cost_model import CostModel, node_link_bytes
 from ..costs.steps import Compute, Pattern, Transfer, transfers
@@ -127,16 +128,9 @@ def fit_samples(group: TorchGroup, spec: SyncSpec) -> list[tuple[int, float, flo
 def stage_s(group: TorchGroup, spec: SyncSpec, small: tuple[int, float, float]) -> float:
     """What a transfer takes beside its rounds: by one of a single message each way, and `small`, of all to all."""
     rounds, _, all_s = small
-    away = spec.world_size // 2
-    to, origin = (group.rank + away) % group.size, (group.rank - away) % group.size
-    message = torch.zeros(LENGTH_BYTES, dtype=torch.uint8)
-
-    def swap() -> object:
-        return group.swap({to: message}, [origin], LENGTH_BYTES, message.device, in_pairs=True).wait(TIMEOUT_S)
-
-    one_s = statistics.median(seconds_of(Contender(swap), spec)) if rounds > 1 else 0.0
-    alpha_s = max(all_s - one_s, 0.0) / max(rounds - 1, 1)
-    return max(all_s - rounds * alpha_s, 0.0)
+    message = Exchange.of(group, Pattern.MESSAGES, LENGTH_BYTES, (spec.world_size // 2,))
+    swap = Contender(lambda: message.issue().wait(TIMEOUT_S))
+    return latencies(all_s, statistics.median(seconds_of(swap, spec)) if rounds > 1 else 0.0, rounds)[1]
 
 
 def link_bytes(transfer: Transfer, group: TorchGroup) -> float:

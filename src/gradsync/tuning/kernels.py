@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from ..comm.links import Highest
 from ..compressors import (
     BlockInt,
     Cast,
@@ -34,7 +35,6 @@ from ..schemes import (
 )
 from ..tensors.bucket import Layout
 from .fitting import fit_kernels
-from .links import Highest
 from .rehearsal import rehearse, rehearse_dense
 
 BUDGET_S = 4.0  # of the dense buckets, beside one size more; at the fewest three sizes are rehearsed

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..comm import Group, gather_bytes
+from ..comm.links import barrier, highest_over
 from ..engine.engine import Engine
 from ..engine.observation import Observer
 from ..engine.plan_control import MAX_OBSERVATIONS
@@ -45,7 +46,7 @@ from ..schemes import SchemeOrCompressor
 from ..tensors.bucket import model_digest
 from .fitting import fit_slowdown
 from .kernels import CANDIDATES, flat_schemes, measured_kernels
-from .links import BUDGET_S, highest_over, measured_links, meet
+from .links import BUDGET_S, measured_links
 from .overlap import (
     Aside,
     Disturbance,
@@ -230,7 +231,7 @@ class Measurement(Witness):
 
         def job(group: Group) -> None:
             if disturbance.together:
-                meet(group, engine.timeout_s)
+                barrier(group, engine.timeout_s)
             aside.began_s = time.perf_counter()
             disturbance.do()
             aside.ended_s = time.perf_counter()

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from ..comm import Group
+from ..comm.links import Exchange, barrier, highest_over
 from ..compressors import BlockInt, ErrorFeedback
 from ..costs.steps import Pattern
 from ..plans.profile import Estimate
 from ..tensors.bucket import FlatSpec, Segment
 from .fitting import fit_slowdown
-from .links import Exchange, highest_over, meet
 from .stopwatch import StepTimes
 
 PROBE_BYTES = 1 << 20  # of the transfer that tells how long others last
@@ -126,9 +126,9 @@ def transfer_beside_kernels(group: Group, timeout_s: float) -> tuple[Estimate | 
     figures = []
     for _ in range(EXCHANGE_RUNS):
         exchange_alone_s = exchange.seconds(group, timeout_s)
-        meet(group, timeout_s)
+        barrier(group, timeout_s)
         kernels_alone_s = compute_s()
-        meet(group, timeout_s)
+        barrier(group, timeout_s)
         began_s = time.perf_counter()
         pending = exchange.issue()
         kernels_s = compute_s()
@@ -153,7 +153,7 @@ def _disturbance(run: Callable[[], None], times: int, group: Group, timeout_s: f
     disturbance = Disturbance(run, times, 0.0, together)
     seconds = []
     for _ in range(ALONE_RUNS):
-        meet(group, timeout_s)
+        barrier(group, timeout_s)
         began_s = time.perf_counter()
         disturbance.do()
         seconds.append(time.perf_counter() - began_s)
