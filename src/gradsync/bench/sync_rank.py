@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..comm import LENGTH_BYTES, Group, Ledger, RecordingGroup, TorchGroup, drive, torch_group
-from ..comm.links import Exchange, latencies
+from ..comm.links import Exchange, highest_over, latencies
 from ..costs.cluster import Link, Placement
 from ..costs.cost_model import CostModel, node_link_bytes
 from ..costs.steps import Compute, Pattern, Transfer, transfers
@@ -41,7 +41,7 @@ from ..schemes import (
 from ..tensors.bucket import Layout, TensorSpec
 from ..tensors.density import DensityProfile, profile_rows, profile_tables
 from ..tensors.sparse import SparseRows
-from ..tuning.network_costs import agreed, kernel_costs
+from ..tuning.kernels import kernel_costs
 from ..workloads import Workload
 from . import topk
 from .memory import peak_bytes
@@ -395,7 +395,7 @@ def agreed_cost(fit: Sequence[tuple[int, float, float]], stage: float, memory: f
     intra, node = None, group.within_node()
     if group.placement.is_hierarchy and node.bytes_per_s is not None and node.alpha_s is not None:
         intra = Link(node.bytes_per_s, node.alpha_s)
-    kernels = agreed(kernel_costs(REHEARSED), lambda mine: group.all_gather(mine).wait(TIMEOUT_S))
+    kernels = kernel_costs(REHEARSED, highest_over(group, TIMEOUT_S))
     known = {"kernels": kernels, "intra": intra, "stage_s": stage, "at_once_bytes": group.at_once_bytes}
     return CostModel.fit(samples, memory_bytes_per_s=-negated, **known)
 
