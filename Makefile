@@ -4,9 +4,6 @@ BIN := .venv/bin
 TORCH := $(shell grep '^torch==' constraints.txt)
 ARGS ?=
 WORKERS ?= 2
-# Tests of the harness: benchmarks, the emulated cluster, workloads, reports.
-LAB_TESTS := tests/bench tests/lab tests/report tests/simulator tests/workloads tests/cli/test_simulate.py \
-             tests/test_convergence.py
 PIP_ARGS ?=
 
 .PHONY: setup demo test lint types tests lab-tests torch-tests sanitize bench clean
@@ -14,9 +11,9 @@ PIP_ARGS ?=
 setup: .venv/setup.stamp
 
 # torch is named here too: resolved in the same command as the rest, the pin keeps other builds of torch away.
-.venv/setup.stamp: pyproject.toml CMakeLists.txt constraints.txt $(wildcard csrc/* csrc/*/*)
+.venv/setup.stamp: pyproject.toml lab/pyproject.toml CMakeLists.txt constraints.txt $(wildcard csrc/* csrc/*/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --disable-pip-version-check --quiet $(PIP_ARGS) -c constraints.txt '$(TORCH)' -e '.[dev]'
+	$(BIN)/pip install --disable-pip-version-check --quiet $(PIP_ARGS) -c constraints.txt '$(TORCH)' -e '.[dev]' -e ./lab
 	touch $@
 
 demo: setup
@@ -33,10 +30,10 @@ types: setup
 	$(BIN)/mypy
 
 tests: setup
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal $(LAB_TESTS:%=--ignore=%) $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 lab-tests: setup
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal $(LAB_TESTS) $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal lab/tests $(ARGS)
 
 # torch's own tests of DDP, with gradsync in its place and behind its hook; ARGS="--ranks 3" for another number of ranks.
 torch-tests: setup
@@ -50,5 +47,5 @@ bench: setup
 	$(BIN)/gradsync bench $(ARGS)
 
 clean:
-	rm -rf build dist demo-out .mypy_cache .pytest_cache .ruff_cache .hypothesis .venv src/gradsync/kernels/*.so src/gradsync/planner/*.so
+	rm -rf build dist lab/dist demo-out .mypy_cache .pytest_cache .ruff_cache .hypothesis .venv src/gradsync/kernels/*.so src/gradsync/planner/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,7 +1,7 @@
 """Python programs as forks of a process that has torch loaded: each starts in milliseconds, not after its imports.
 
-Of `subprocess.Popen` there is what tests and `gradsync.bench.launch` use. A program sees the environment, arguments and
-output it is given, and as its parent the process that started it; it ends as an interpreter does, `atexit` included.
+Of `subprocess.Popen` there is what tests use. A program sees the environment, arguments and output it is given, and as
+its parent the process that started it; it ends as an interpreter does, `atexit` included.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import atexit
 import multiprocessing
 import os
 import runpy
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO
 
-from gradsync.bench import launch
-from gradsync.bench.launch import Loopback
 from tests.world import PRELOADED
 
 
@@ -95,17 +95,36 @@ AS_SUBPROCESS = SimpleNamespace(Popen=Forked, **{name: getattr(subprocess, name)
 
 
 def run_on_two_ranks(argv: Sequence[str], folder: Path, limit_s: float) -> list[str]:
-    """What each rank of a program prints; with the fixture `forked_ranks`. Both end well."""
-    where, ranks, errors = Loopback(2), [], [folder / f"{rank}.err" for rank in range(2)]
+    """Runs a program on two ranks, with the environment that torchrun gives, and returns what each rank prints.
+
+    Both must end well within `limit_s` seconds; stderr goes to files in `folder`.
+    """
+    ranks, errors = [], [folder / f"{rank}.err" for rank in range(2)]
+    usual = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "OMP_NUM_THREADS": "1"}
+    usual |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
     for rank, path in enumerate(errors):
+        env = {**os.environ, **usual, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         with path.open("wb") as file:
-            ranks.append(where.spawn(rank, argv, {}, stdout=subprocess.PIPE, stderr=file))
+            ranks.append(Forked(argv, env=env, stdout=subprocess.PIPE, stderr=file))
+    ends = time.monotonic() + limit_s
     try:
-        failed = launch.first_failure(ranks, limit_s)
+        while any(rank.returncode is None for rank in ranks) and not any(rank.returncode for rank in ranks):
+            assert time.monotonic() < ends, f"still running after {limit_s} s"
+            time.sleep(0.02)
         said = "".join(path.read_text(encoding="utf-8") for path in errors)
-        assert failed is None and all(rank.returncode == 0 for rank in ranks), said[-3000:]
-        return [rank.stdout.read().decode() for rank in ranks]
+        assert all(rank.returncode == 0 for rank in ranks), said[-3000:]
+        return [rank.stdout.read().decode() for rank in ranks if rank.stdout]
     finally:
         for rank in ranks:
-            launch.end(rank)
-            rank.stdout.close()
+            if rank.returncode is None:
+                rank.kill()
+                rank.wait(10)
+            if rank.stdout:
+                rank.stdout.close()
+
+
+def free_port() -> int:
+    """Returns a TCP port that was free on this machine a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -10,7 +10,7 @@ from gradsync.costs.steps import Pattern
 from gradsync.plans.profile import (
     CollectiveEstimate,
     Density,
-    Estimate,
+    Interval,
     KernelEstimate,
     LinkEstimate,
     LinkPoint,
@@ -35,8 +35,8 @@ ROWS = DensityProfile(1000, 30.0, {2: 1.5, 4: 2.25}, "0", 40.0, blocks={2: Densi
 READY_S = {"table": 0.02, "w": 0.01, "b": 0.005}
 
 
-def about(value: float) -> Estimate:
-    return Estimate(value=value, low=0.9 * value, high=1.2 * value)
+def about(value: float) -> Interval:
+    return Interval(value=value, low=0.9 * value, high=1.2 * value)
 
 
 def link(stage_s: float, alpha_s: float, bandwidth: float) -> LinkEstimate:

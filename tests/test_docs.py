@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+PACKAGES = (ROOT / "src" / "gradsync", ROOT / "lab" / "src" / "gradsync_lab")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 README_MOST_LINES = 110
 
@@ -44,8 +45,8 @@ def test_usual_changes_name_files_that_are_there_and_few() -> None:
     assert len(rows) == 12
     for change, text in rows:
         named = re.findall(r"`([a-z_/]+(?:/|\.py))`", text)
-        missing = [each for each in named if not any((top / each).exists() for top in (ROOT, ROOT / "src/gradsync"))]
+        missing = [each for each in named if not any((top / each).exists() for top in (ROOT, *PACKAGES))]
         assert not missing and 1 <= len(named) <= 6, f"{change}: {named}, missing {missing}"
     words = " ".join(text for _, text in rows)
     for name in re.findall(r"`([a-z_]+)` (?:in|chooses)", words):
-        assert any(f"def {name}(" in path.read_text() for path in (ROOT / "src/gradsync").rglob("*.py")), name
+        assert any(f"def {name}(" in path.read_text() for top in PACKAGES for path in top.rglob("*.py")), name

@@ -14,7 +14,6 @@ EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 MOST_LINES = 80
 
 
-@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs_on_two_ranks(path: Path, tmp_path: Path) -> None:
     """With what torchrun gives its ranks."""

@@ -30,11 +30,6 @@ OUTSIDE = {
     "characterization": DATA,
     "tuning": DATA,
     "frontends": DATA,
-    "bench": DATA,
-    "lab": DATA,
-    "report": DATA,
-    "simulator": DATA,
-    "workloads": DATA,
     "cli": {"typer", "rich"},
 }
 

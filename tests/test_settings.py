@@ -10,7 +10,8 @@ import pytest
 
 from gradsync.compressors import Compressor, Sign, TopK, Warmup
 from gradsync.compressors.expressions import Nameable, registered
-from gradsync.schemes import CoarseGrained, Gossip, MajorityVote, PowerSGD, Shuffled, ways
+from gradsync.schemes import CoarseGrained, MajorityVote, PowerSGD, Shuffled, ways
+from gradsync_lab.rivals.gossip import Gossip
 from tests.compressors.family import MEMBERS, SHARES
 from tests.schemes.family import ALL_MEMBERS
 

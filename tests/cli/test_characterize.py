@@ -75,7 +75,6 @@ def test_a_recording_is_shown_as_table_json_and_plots(tmp_path: Path) -> None:
     assert 'src="http' not in page
 
 
-@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.timeout(90)
 def test_a_script_is_run_recorded_and_ended(tmp_path: Path) -> None:
     script = tmp_path / "train.py"

@@ -60,7 +60,6 @@ def said(script: Path, *options: str) -> tuple[int, str]:
     return done.exit_code, " ".join(done.output.split())
 
 
-@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.timeout(90)
 def test_a_script_is_run_measured_and_ended(tmp_path: Path) -> None:
     script = tmp_path / "train.py"

@@ -15,6 +15,7 @@ from gradsync.compressors import (
     BlockTopK,
     Cast,
     Compressor,
+    CompressorState,
     CountSketch,
     DCTTopK,
     ErrorFeedback,
@@ -31,7 +32,6 @@ from gradsync.compressors import (
     Sign,
     Signum,
     SketchML,
-    State,
     TernGrad,
     Threshold,
     TopK,
@@ -133,13 +133,17 @@ def data(size: int = 4096) -> dict[str, Tensor]:
     }
 
 
-def compressed(compressor: Compressor, x: Tensor, state: State | None = None) -> tuple[Payload, State]:
+def compressed(
+    compressor: Compressor, x: Tensor, state: CompressorState | None = None
+) -> tuple[Payload, CompressorState]:
     """As one rank alone does it: what ranks agree on is its own."""
     state = state if state is not None else compressor.init(FlatSpec.of(x))
     return compressor.compress(x, with_agreement(compressor, [x], [state])[0])
 
 
-def with_agreement(compressor: Compressor, inputs: Sequence[Tensor], states: Sequence[State]) -> list[State]:
+def with_agreement(
+    compressor: Compressor, inputs: Sequence[Tensor], states: Sequence[CompressorState]
+) -> list[CompressorState]:
     """The states of ranks that have agreed on what they need to."""
     observed = [compressor.observe(x, state) for x, state in zip(inputs, states, strict=True)]
     if observed[0] is None:

@@ -13,10 +13,10 @@ from gradsync.compressors import (
     Absolute,
     Biased,
     Compressor,
+    CompressorState,
     Contraction,
     ErrorFeedback,
     Exact,
-    State,
     Summand,
     TopK,
     Unbiased,
@@ -65,13 +65,13 @@ def test_a_step_repeats_and_changes_nothing_that_was_passed_in(member: Member) -
     assert (first[1].step, first[1].stream) == (2, 3)
 
 
-def copied(state: State) -> State:
+def copied(state: CompressorState) -> CompressorState:
     elements = {name: kept.clone() for name, kept in state.elements.items()}
     tensors = {name: tuple(part.clone() for part in kept) for name, kept in state.tensors.items()}
     return replace(state, elements=elements, tensors=tensors)
 
 
-def assert_same_state(got: State, expected: State) -> None:
+def assert_same_state(got: CompressorState, expected: CompressorState) -> None:
     assert (got.spec, got.stream, got.step, got.agreed) == (expected.spec, expected.stream, expected.step, None)
     assert got.elements.keys() == expected.elements.keys()
     assert got.tensors.keys() == expected.tensors.keys()
@@ -306,7 +306,7 @@ class Stranger(Compressor):
     def law(self, spec: FlatSpec) -> Exact:
         return Exact()
 
-    def compress(self, x: Tensor, state: State) -> None:
+    def compress(self, x: Tensor, state: CompressorState) -> None:
         raise AssertionError
 
     decompress = nbytes = compress

@@ -13,10 +13,10 @@ from torch import Tensor
 from gradsync.compressors import (
     Biased,
     Compressor,
+    CompressorState,
     Contraction,
     ErrorFeedback,
     MomentumCorrection,
-    State,
     Threshold,
     TopK,
     Warmup,
@@ -28,7 +28,9 @@ from tests.compressors.family import gradient, spec_of
 from tests.kernels.native import assert_same_bits
 
 
-def run(compressor: MomentumCorrection | ErrorFeedback, gradients: list[Tensor]) -> tuple[list[Tensor], State]:
+def run(
+    compressor: MomentumCorrection | ErrorFeedback, gradients: list[Tensor]
+) -> tuple[list[Tensor], CompressorState]:
     """What is sent of each, and the last state."""
     state, sent = compressor.init(FlatSpec.of(gradients[0])), []
     for x in gradients:

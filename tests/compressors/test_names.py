@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradsync.bench.methods import METHODS, method
 from gradsync.compressors import ErrorFeedback, TopK
 from gradsync.compressors import names as compressors
 from gradsync.compressors.names import named, usual_names
@@ -32,26 +31,6 @@ def test_a_name_tells_ratio_and_feedback() -> None:
     assert named("topk0.05").bare == named("topk0.05_no_feedback").trained == TopK(0.05)
     for name in usual_names():
         assert (named(name).trained != named(name).bare) == (named(name).family.feedback is True)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("topk", "unknown method 'topk'; there are gradsync, .* compressors: .*topk0.01"),
-        ("0.01", "unknown method '0.01'"),
-        ("topk0.01_no_no_feedback", "unknown method"),
-        ("topk7", r"TopK.ratio must be in \(0, 1\], got 7"),
-    ],
-)
-def test_unknown_names_and_wrong_numbers_are_refused(name: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        method(name)
-
-
-def test_methods_with_compressors_keep_tables_sparse_and_are_lossy() -> None:
-    for name in ("topk0.01", "bf16"):
-        assert method(name).sparse and not method(name).exact
-    assert method("bf16") is METHODS["bf16"]
 
 
 def test_momentum_moves_from_the_optimizer_into_a_method_that_does_it(monkeypatch: pytest.MonkeyPatch) -> None:

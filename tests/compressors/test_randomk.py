@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsync.compressors import ErrorFeedback, RandomK, State, Summand
+from gradsync.compressors import CompressorState, ErrorFeedback, RandomK, Summand
 from gradsync.tensors.bucket import FlatSpec, Segment
 from tests.compressors.family import gradient, spec_of
 
 SPEC = FlatSpec.of(torch.zeros(1000), "weight")
 
 
-def support(compressor: RandomK, state: State) -> Tensor:
+def support(compressor: RandomK, state: CompressorState) -> Tensor:
     payload, _ = compressor.compress(torch.ones(state.spec.numel), state)
     return compressor.decompress(payload).nonzero().flatten()
 

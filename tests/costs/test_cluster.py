@@ -9,14 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from gradsync.costs.cluster import (
-    Cluster,
-    Link,
-    Placement,
-    format_rate,
-    parse_duration_s,
-    parse_rate_bytes_per_s,
-)
+from gradsync.costs.cluster import Cluster, Link, Placement, format_rate, parse_duration_s, parse_rate_bytes_per_s
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradsync.engine.trial import (
-    CLOSE,
-    MOST_OF_FIRST,
-    ROUNDS,
-    RUN_OFF_ROUNDS,
-    TURN_STEPS,
-    Trial,
-    slowest,
-)
+from gradsync.engine.trial import CLOSE, MOST_OF_FIRST, ROUNDS, RUN_OFF_ROUNDS, TURN_STEPS, Trial, slowest
 
 
 def run(trial: Trial[int], step_s: list[float], *, first_s: float = 100.0) -> list[int]:

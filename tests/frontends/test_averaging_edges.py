@@ -26,13 +26,7 @@ from gradsync.planner import AveragingPlanner
 from gradsync.plans.plan import What
 from gradsync.schemes import AllReduce, Shuffled
 from gradsync.tensors.bucket import TensorSpec
-from tests.frontends.models import (
-    Branches,
-    Checkpointed,
-    MixedPrecision,
-    Perceptron,
-    TiedTable,
-)
+from tests.frontends.models import Branches, Checkpointed, MixedPrecision, Perceptron, TiedTable
 from tests.world import Ranks
 
 World = Callable[[int], Ranks]

@@ -505,7 +505,7 @@ def test_a_jump_of_the_learning_rate_loses_nothing(world: World) -> None:
     world(2).run(a_jump_of_the_learning_rate_loses_nothing)
 
 
-def what_is_owed_survives_a_checkpoint() -> None:
+def a_carried_residual_survives_a_checkpoint() -> None:
     """Saved before it was sent, and loaded under a plan that compresses again: it is left to be sent there."""
     torch.manual_seed(0)
     model = nn.Linear(6, 3)
@@ -523,5 +523,5 @@ def what_is_owed_survives_a_checkpoint() -> None:
         handle.detach()
 
 
-def test_what_is_owed_survives_a_checkpoint(world: World) -> None:
-    world(2).run(what_is_owed_survives_a_checkpoint)
+def test_a_carried_residual_survives_a_checkpoint(world: World) -> None:
+    world(2).run(a_carried_residual_survives_a_checkpoint)

@@ -20,13 +20,7 @@ from gradsync import Plan
 from gradsync.schemes import AllReduce
 from gradsync.tensors.bucket import TensorSpec, trainable_parameters
 from tests.frontends.models import Branches, Perceptron, Tables
-from tests.frontends.twins import (
-    Twin,
-    assert_same_gradients,
-    assert_same_on_all_ranks,
-    assert_same_weights,
-    plain,
-)
+from tests.frontends.twins import Twin, assert_same_gradients, assert_same_on_all_ranks, assert_same_weights, plain
 from tests.world import Ranks, new_oracle_group
 
 World = Callable[[int], Ranks]

@@ -106,8 +106,8 @@ def long_runs_keep_no_ledger() -> None:
     handle = gradsync.attach(model, timeout=10)
     for _ in range(20):
         model(torch.ones(1, 2)).sum().backward()
-    (lane,) = handle._engine.lanes
-    assert lane.group.ledger.entries == []
+    (run,) = handle._engine.bucket_runs
+    assert run.group.ledger.entries == []
     (bucket,) = handle.statistics()
     assert bucket.sent_bytes == bucket.predicted_bytes and bucket.steps == 20 - (handle.plan is None)
     handle.detach()

@@ -13,25 +13,18 @@ from torch import Tensor
 from gradsync.comm import Group, LocalGroup, run_local
 from gradsync.costs.cluster import Link, Placement
 from gradsync.costs.cost_model import CostModel
-from gradsync.engine import plan_control as planning
+from gradsync.engine import plan_control
 from gradsync.engine.bucket_run import BucketStatistics
 from gradsync.engine.engine import Engine
 from gradsync.planner.flat import is_dense
 from gradsync.planner.network import Network
-from gradsync.schemes import (
-    AllReduce,
-    BalancedElements,
-    Hierarchical,
-    ReduceScatter,
-    Scheme,
-    SparseReduceScatter,
-)
+from gradsync.schemes import AllReduce, BalancedElements, Hierarchical, ReduceScatter, Scheme, SparseReduceScatter
 from gradsync.tensors.density import DensityProfile, ParameterProfile
 from gradsync.tuning.default import MeasuringPlanner
 
 SHAPES = {"first": (300, 100), "few": (120_000,), "last": (70_000,)}
 NODES = Placement.regular(2, 2)
-LOOK_AGAIN_STEPS = 3
+LOOK_STEPS = 3
 
 
 class SlowNetwork(MeasuringPlanner):
@@ -92,7 +85,7 @@ def test_flat_buckets_are_summed_inside_nodes_first_and_give_the_mean_in_the_byt
 
 def test_a_bucket_that_fills_up_is_planned_anew_on_all_ranks_alike() -> None:
     jump = 6
-    with mock.patch.object(planning, "LOOK_AGAIN_STEPS", LOOK_AGAIN_STEPS):
+    with mock.patch.object(plan_control, "LOOK_STEPS", LOOK_STEPS):
         everyone = run_local(4, lambda group: train(group, [0.05] * jump + [1.0] * 7), placement=NODES)
     histories = [schemes for schemes, _ in everyone]
     assert all(history == histories[0] for history in histories)

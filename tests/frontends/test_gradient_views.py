@@ -29,7 +29,7 @@ World = Callable[[int], Ranks]
 
 
 def small_and_large() -> nn.Module:
-    """The last but one weight is of 160 KB: autograd's own memory is not lent to it."""
+    """The last but one weight is of 160 KB: it borrows none of autograd's own memory."""
     return nn.Sequential(
         nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 200), nn.ReLU(), nn.Linear(200, 200), nn.Linear(200, 1)
     )

@@ -359,7 +359,7 @@ def everyones(model: nn.Module) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("averages", [True, False])
-@pytest.mark.parametrize("own", [True, False], ids=["no_sync", "told by the front-end"])
+@pytest.mark.parametrize("own", [True, False], ids=["no_sync", "told by the frontend"])
 def test_ranks_that_step_alone_may_differ_until_the_next_comparison(world: World, own: bool, averages: bool) -> None:
     world(2).run(local_steps, own, averages)
 

@@ -17,14 +17,7 @@ from gradsync.comm import TorchGroup, drive, torch_group
 from gradsync.comm.network_cost import network_cost
 from gradsync.costs.cluster import Placement
 from gradsync.plans.plan import Plan
-from gradsync.schemes import (
-    AGSparse,
-    AllReduce,
-    BalancedElements,
-    BalancedParallelism,
-    Hierarchical,
-    ReduceScatter,
-)
+from gradsync.schemes import AGSparse, AllReduce, BalancedElements, BalancedParallelism, Hierarchical, ReduceScatter
 from gradsync.tensors.bucket import Bucket, Segment, TensorSpec
 from tests.frontends.models import Tables
 from tests.frontends.twins import assert_same_on_all_ranks

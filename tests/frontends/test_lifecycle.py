@@ -20,12 +20,7 @@ from gradsync.comm import Group
 from gradsync.schemes import AllReduce, Scheme, State, register
 from gradsync.tensors.bucket import Bucket, Layout, TensorSpec, trainable_parameters
 from tests.frontends.models import Convolutions, Perceptron
-from tests.frontends.twins import (
-    assert_same_on_all_ranks,
-    averaged,
-    compare_with_ddp,
-    make_twins,
-)
+from tests.frontends.twins import assert_same_on_all_ranks, averaged, compare_with_ddp, make_twins
 from tests.world import Ranks
 
 World = Callable[[int], Ranks]
@@ -149,7 +144,7 @@ def state_survives_a_failed_step() -> None:
     specs = {name: TensorSpec.of(p) for name, p in trainable_parameters(model).items()}
     plan = Plan.make(specs, dist.get_world_size(), [(["kept.weight"], Coarse()), (["broken.weight"], Breaking())])
     handle = gradsync.attach(model, plan=plan, timeout=10)
-    lane = handle._engine.lanes["0"]
+    run = handle._engine.bucket_runs["0"]
 
     def backward(sign: float) -> None:
         (model["kept"](rows()).mean() + sign * model["broken"](rows().abs()).mean()).backward()
@@ -158,7 +153,7 @@ def state_survives_a_failed_step() -> None:
     before = handle.state_dict()["state"]["kept.weight[0:18]/residual"]
     with pytest.raises((ValueError, gradsync.GroupError), match="a bad sum"):
         backward(-100.0)
-    assert lane.next_state is not None and not torch.equal(lane.next_state["residual"], before)
+    assert run.next_state is not None and not torch.equal(run.next_state["residual"], before)
     assert torch.equal(handle.state_dict()["state"]["kept.weight[0:18]/residual"], before)
     handle.detach()
 

@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 import gradsync
 from gradsync import Plan
 from gradsync.schemes import HalfPrecision
+from lab.tests.rivals.test_lazy import lazily_merged
 from tests.frontends.models import Perceptron
 from tests.frontends.test_chunks import BFLOAT16, EXACT, FLOAT16, LATE, by_layers
-from tests.frontends.test_lazy import lazily_merged
 from tests.frontends.twins import assert_same_on_all_ranks
 from tests.world import Ranks
 

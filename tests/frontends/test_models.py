@@ -1,4 +1,4 @@
-"""Models whose parameters move, are lent for a call, or are no ordinary ones."""
+"""Models whose parameters move, are replaced for a call, or are no ordinary ones."""
 
 from __future__ import annotations
 
@@ -16,14 +16,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 import gradsync
 from gradsync.planner import AveragingPlanner
 from tests.frontends.test_beyond_ddp import compare_with_mean
-from tests.frontends.twins import (
-    Twin,
-    assert_same_on_all_ranks,
-    compare_with_ddp,
-    detach,
-    follow,
-    make_twins,
-)
+from tests.frontends.twins import Twin, assert_same_on_all_ranks, compare_with_ddp, detach, follow, make_twins
 from tests.world import Ranks
 
 World = Callable[[int], Ranks]
@@ -108,8 +101,8 @@ def called_functionally() -> None:
     def step(twin: Twin, number: int) -> None:
         twin.optimizer.zero_grad()
         prefix = "module." if twin.model is not twin.module else ""
-        lent = {prefix + n: p * 2 for n, p in twin.module.named_parameters() if number != 1 or n.startswith("0")}
-        functional_call(twin.model, lent, (torch.randn(8, 4),)).square().mean().backward()
+        replaced = {prefix + n: p * 2 for n, p in twin.module.named_parameters() if number != 1 or n.startswith("0")}
+        functional_call(twin.model, replaced, (torch.randn(8, 4),)).square().mean().backward()
         twin.optimizer.step()
 
     compare_with_ddp(layers, step)

@@ -24,20 +24,12 @@ from gradsync.schemes import (
     BalancedElements,
     BalancedParallelism,
     Communication,
-    OkTopkLike,
     RowPoint,
-    ZenHash,
 )
 from gradsync.tensors.bucket import TensorSpec, trainable_parameters
-from tests.frontends.models import (
-    Branches,
-    Checkpointed,
-    Convolutions,
-    MixedPrecision,
-    Perceptron,
-    Tables,
-    TiedTable,
-)
+from gradsync_lab.rivals.regions import OkTopkLike
+from gradsync_lab.rivals.zen_hash import ZenHash
+from tests.frontends.models import Branches, Checkpointed, Convolutions, MixedPrecision, Perceptron, Tables, TiedTable
 from tests.frontends.twins import (
     Twin,
     assert_same_gradients,

@@ -323,7 +323,7 @@ def engines_and_their_memory_go_with_detach() -> None:
     attached = DistributedDataParallel(nn.Linear(3, 3))
     handle = gradsync.attach(attached, timeout=MILD)
     attached(torch.ones(1, 3)).sum().backward()
-    memory = weakref.ref(handle._engine.lanes["0"].gradients)
+    memory = weakref.ref(handle._engine.bucket_runs["0"].gradients)
     handle.detach()
     steps = [bucket.steps for bucket in handle.statistics()]
     gc.collect()
@@ -338,7 +338,7 @@ def engines_and_their_memory_go_with_detach() -> None:
     model = nn.Linear(3, 3)
     handle = gradsync.attach(model, timeout=MILD)
     model(torch.ones(1, 3)).sum().backward()
-    memory = weakref.ref(handle._engine.lanes["0"].gradients)
+    memory = weakref.ref(handle._engine.bucket_runs["0"].gradients)
     handle.detach()
     gc.collect()
     assert memory() is None, "what attach returned keeps no buckets"

@@ -12,7 +12,7 @@ from torch import nn
 import gradsync
 from gradsync.costs.cluster import Placement
 from gradsync.costs.cost_model import CostModel
-from gradsync.engine import plan_control as planning
+from gradsync.engine import plan_control
 from gradsync.planner.network import Network
 from gradsync.plans.plan import Plan
 from gradsync.schemes import AGSparse, AllReduce
@@ -58,7 +58,7 @@ def step(twin: Twin, number: int) -> None:
 
 def density_jumps() -> tuple[list[str], list[tuple[str, Any]]]:
     """Where the table went, and with how much room, step by step; gradients are compared with DDP's throughout."""
-    with mock.patch.object(planning, "LOOK_AGAIN_STEPS", STEPS_APART):
+    with mock.patch.object(plan_control, "LOOK_STEPS", STEPS_APART):
         return follow_through_the_jump()
 
 
@@ -104,7 +104,7 @@ def revise_differently() -> str:
 
     torch.manual_seed(0)
     model = Lookup()
-    with mock.patch.object(planning, "LOOK_AGAIN_STEPS", 1):
+    with mock.patch.object(plan_control, "LOOK_STEPS", 1):
         handle = gradsync.attach(model, plan=Whim(), timeout=15)
     try:
         for _ in range(4):

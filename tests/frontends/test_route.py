@@ -14,17 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import gradsync
-from gradsync.comm import (
-    GroupError,
-    Ledger,
-    LocalGroup,
-    RecordingGroup,
-    drive,
-    run_local,
-    torch_group,
-)
-from gradsync.compressors import ErrorFeedback, TopK, register
-from gradsync.compressors import State as CompressorState
+from gradsync.comm import GroupError, Ledger, LocalGroup, RecordingGroup, drive, run_local, torch_group
+from gradsync.compressors import CompressorState, ErrorFeedback, TopK, register
 from gradsync.costs.cluster import Placement
 from gradsync.costs.steps import transfers
 from gradsync.costs.timeline import Task

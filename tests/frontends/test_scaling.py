@@ -16,14 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradsync
 from gradsync import Plan
 from gradsync.compressors import ErrorFeedback, TopK, dgc
-from gradsync.schemes import (
-    AllReduce,
-    CoarseGrained,
-    CompressedAllGather,
-    CompressedTwoWay,
-    HalfPrecision,
-    Scheme,
-)
+from gradsync.schemes import AllReduce, CoarseGrained, CompressedAllGather, CompressedTwoWay, HalfPrecision, Scheme
 from gradsync.tensors.bucket import TensorSpec
 from tests.world import Ranks
 

@@ -22,13 +22,7 @@ import gradsync
 from gradsync import Plan
 from gradsync.compressors import ErrorFeedback, TopK
 from gradsync.plans.plan import What
-from gradsync.schemes import (
-    AllReduce,
-    CompressedAllGather,
-    CompressedTwoWay,
-    PowerSGD,
-    Scheme,
-)
+from gradsync.schemes import AllReduce, CompressedAllGather, CompressedTwoWay, PowerSGD, Scheme
 from gradsync.tensors.bucket import TensorSpec, trainable_parameters
 from tests.frontends.conservation import left_to_send
 from tests.frontends.models import Perceptron

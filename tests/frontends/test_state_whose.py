@@ -23,15 +23,9 @@ from gradsync import Plan
 from gradsync.comm.board import Board
 from gradsync.compressors import Cast, ErrorFeedback, TopK
 from gradsync.engine import engine
-from gradsync.engine.bucket_run import Lane
+from gradsync.engine.bucket_run import BucketRun
 from gradsync.plans.plan import What
-from gradsync.schemes import (
-    AllReduce,
-    CompressedAllGather,
-    CompressedTwoWay,
-    PowerSGD,
-    Scheme,
-)
+from gradsync.schemes import AllReduce, CompressedAllGather, CompressedTwoWay, PowerSGD, Scheme
 from gradsync.state import StateSlice
 from gradsync.tensors.bucket import TensorSpec, trainable_parameters
 from tests.frontends.models import Perceptron
@@ -189,23 +183,23 @@ def test_where_ranks_keep_nothing_any_ranks_state_will_do_on_any_number_of_ranks
     world(3).run(load_exactly, saved)
 
 
-def what_is_owed_on_another_rank_counts() -> None:
-    """Rank 1 owes what it left unsent, rank 0 has nothing: its state is not everybody's."""
+def what_another_rank_carries_over_counts() -> None:
+    """Rank 1 carries what it left unsent, rank 0 has nothing: its state is not everybody's."""
     torch.manual_seed(0)
     model = Perceptron()
     handle = attached(model, AllReduce())
-    owed = {KEY: torch.ones(48)} if dist.get_rank() == 1 else {}
-    handle.load_state_dict({**handle.state_dict(), "state": owed})
+    carried = {KEY: torch.ones(48)} if dist.get_rank() == 1 else {}
+    handle.load_state_dict({**handle.state_dict(), "state": carried})
     saved = handle.state_dict()
-    assert saved["per_rank"] and len(saved["state"]) == len(owed) * 8
+    assert saved["per_rank"] and len(saved["state"]) == len(carried) * 8
     with pytest.raises(ValueError, match="ranks 0, 1 were given the same state, that of rank 0"):
         handle.load_state_dict(everyones(saved)[0])
     require_same(handle, saved)
     handle.detach()
 
 
-def test_the_state_of_a_rank_that_owes_nothing_is_not_that_of_one_that_does(world: World) -> None:
-    world(2).run(what_is_owed_on_another_rank_counts)
+def test_the_state_of_a_rank_that_carries_nothing_is_not_that_of_one_that_does(world: World) -> None:
+    world(2).run(what_another_rank_carries_over_counts)
 
 
 def a_parameter_of_another_size_begins_anew(size: int) -> None:
@@ -349,9 +343,9 @@ def element_types_of_factors() -> None:
     handle = attached(Perceptron(), AllReduce())
     for change in (torch.Tensor.half, torch.Tensor.double):  # of what goes with the next gradients
         handle.load_state_dict({**saved, "state": {KEY: change(saved["state"][KEY])}}, strict=False)
-        owed = handle.state_dict()
-        assert {values.dtype for values in owed["state"].values()} == {torch.float32}
-        handle.load_state_dict(owed)
+        carried = handle.state_dict()
+        assert {values.dtype for values in carried["state"].values()} == {torch.float32}
+        handle.load_state_dict(carried)
     handle.detach()
 
 
@@ -524,18 +518,18 @@ def test_a_load_inside_a_step_raises_there_and_on_the_others(world: World) -> No
 
 def a_load_that_fails_midway() -> str:
     model, handle, saved = trained()
-    original = Lane.take_over
+    original = BucketRun.take_over
 
-    def take_over(self: Lane, state: Any) -> None:
+    def take_over(self: BucketRun, state: Any) -> None:
         raise MemoryError("no room")
 
     if dist.get_rank() == 1:
-        Lane.take_over = take_over  # type: ignore[method-assign]
+        BucketRun.take_over = take_over  # type: ignore[method-assign]
     try:
         with pytest.raises((MemoryError, gradsync.GroupError), match="no room") as caught:
             handle.load_state_dict(saved)
     finally:
-        Lane.take_over = original  # type: ignore[method-assign]
+        BucketRun.take_over = original  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="stopped earlier: .*no room"):
         train(model)
     handle.detach()
@@ -553,7 +547,7 @@ def a_load_that_is_interrupted(where: str) -> str:
     def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    owner: Any = {"take_over": Lane, "examined": engine}.get(where, handle._engine.group)
+    owner: Any = {"take_over": BucketRun, "examined": engine}.get(where, handle._engine.group)
     original = getattr(owner, where)
     if dist.get_rank() == 1:
         setattr(owner, where, interrupt)
@@ -580,7 +574,7 @@ def test_a_load_that_is_interrupted_on_one_rank_raises_on_all(world: World, wher
 
 
 def load_when_a_note_was_lost() -> None:
-    """The store still owes rank 1 an answer when that comes to the meeting, and takes no other question meanwhile."""
+    """The store still owes rank 1 an answer when that comes to the barrier, and takes no other question meanwhile."""
     _, handle, saved = trained()
     ask, lost = Board._ask, []
 
@@ -741,7 +735,7 @@ def test_the_work_of_a_load_grows_with_the_number_of_parameters_only(
             saved = handle.state_dict()
             handle.load_state_dict(saved)
             handle.detach()
-            handle = attached(model, AllReduce())  # which owes it
+            handle = attached(model, AllReduce())  # which carries it
             residuals = {key: values for key, values in saved["state"].items() if key.endswith(".residual")}
             handle.load_state_dict({**saved, "state": residuals})
             handle.detach()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from gradsync.lab.cluster import free_port
+from tests.forked import free_port
 
 NODES, LOST, STEPS = 3, 2, 40
 LIMIT_S = 100.0

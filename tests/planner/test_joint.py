@@ -9,13 +9,13 @@ from itertools import pairwise
 import pytest
 
 from gradsync.planner import joint
-from gradsync.planner.cuts import best_cuts
 from gradsync.planner.joint import Certificate, best_of_all, certify, lower_bound, search, split_items
 from gradsync.planner.machine import step_s
-from gradsync.planner.merge import fixed_size, whole
 from gradsync.planner.problem import Curve, Demand, Option, Part, Problem, Resource, check_parts, layerwise
-from gradsync.planner.trials import random_problem, trials
-from tests.planner.papers import bytecomp_problem
+from gradsync_lab.papers.reference import bytecomp_problem
+from gradsync_lab.rivals.cuts import best_cuts
+from gradsync_lab.rivals.merge import fixed_size, whole
+from gradsync_lab.rivals.trials import gap_cases, random_problem
 from tests.planner.random_problems import any_chains, random_parts
 
 needs_native = pytest.mark.skipif(joint.native is None, reason="the native search is not built")
@@ -23,7 +23,7 @@ needs_native = pytest.mark.skipif(joint.native is None, reason="the native searc
 
 @needs_native
 def test_it_is_within_1_percent_of_the_best_of_all_plans_on_average_and_3_at_worst() -> None:
-    found = list(trials(range(300), most_items=6))
+    found = list(gap_cases(range(300), most_items=6))
     gaps = [trial.gap for trial in found]
     assert min(gaps) > -1e-12
     assert sum(gaps) / len(gaps) <= 0.01

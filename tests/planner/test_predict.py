@@ -15,7 +15,7 @@ from gradsync.planner.job import Job, Slowdown
 from gradsync.planner.network import Network
 from gradsync.planner.predict import predict
 from gradsync.plans.plan import Plan
-from gradsync.plans.profile import Estimate, Overlap
+from gradsync.plans.profile import Interval, Overlap
 from gradsync.schemes import AGSparse, AllReduce, HalfPrecision
 from gradsync.tensors.bucket import TensorSpec
 from gradsync.tensors.density import DensityProfile, ParameterProfile
@@ -103,8 +103,8 @@ def test_transfers_and_kernels_beside_each_other_take_longer(slowdown: Slowdown,
 
 def test_measured_overlap_makes_nothing_faster() -> None:
     measured = Overlap(
-        backward_by_transfer=Estimate(value=0.95, low=0.9, high=2.0),
-        kernel_by_backward=Estimate(value=8.0, low=2.0, high=9.0),
+        backward_by_transfer=Interval(value=0.95, low=0.9, high=2.0),
+        kernel_by_backward=Interval(value=8.0, low=2.0, high=9.0),
     )
     assert Slowdown.of(measured) == Slowdown(kernel_by_backward=8.0)
 

@@ -14,15 +14,7 @@ from gradsync.costs.cluster import Cluster, Link, Placement
 from gradsync.planner import AveragingPlanner
 from gradsync.planner.averaging import schedule_of
 from gradsync.planner.grouping import Grouping, judge, round_s
-from gradsync.planner.regroup import (
-    FIGURES,
-    LEAST_ROUNDS,
-    Rounds,
-    is_better,
-    links_changed,
-    share_removed,
-    spread_for,
-)
+from gradsync.planner.regroup import FIGURES, LEAST_ROUNDS, Rounds, is_better, links_changed, share_removed, spread_for
 
 NODES, NBYTES = 4, 1e6
 PAIRS = grid((2, 2))

@@ -8,7 +8,7 @@ from gradsync.planner.joint import player, search
 from gradsync.planner.machine import step_s
 from gradsync.planner.problem import Curve, Demand, Option, Part, Problem, Resource, Solution, check_parts, layerwise
 from gradsync.planner.simplify import AS_LONG, simplified
-from gradsync.planner.trials import random_problem
+from gradsync_lab.rivals.trials import random_problem
 
 
 def problem(gap_s: float, *, items: int = 6) -> Problem:

@@ -16,7 +16,7 @@ from gradsync.costs.cost_model import KernelCost
 from gradsync.costs.steps import Compute
 from gradsync.planner import default_plans
 from gradsync.planner.network import Network
-from gradsync.plans.profile import Estimate, Profile, Span, describe_profile
+from gradsync.plans.profile import Interval, Profile, Span, describe_profile
 from gradsync.tensors.bucket import TensorSpec
 from tests.profiles import READY_S, ROWS, SPECS, make_profile
 
@@ -165,6 +165,6 @@ def test_a_profile_is_described_in_words() -> None:
 
 
 def test_what_nothing_is_known_of_has_no_upper_end() -> None:
-    assert Estimate(value=1.0, low=0.0, high=None).high is None
+    assert Interval(value=1.0, low=0.0, high=None).high is None
     with pytest.raises(ValueError, match="must lie in its interval"):
-        Estimate(value=1.0, low=2.0, high=None)
+        Interval(value=1.0, low=2.0, high=None)

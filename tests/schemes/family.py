@@ -28,7 +28,6 @@ from gradsync.schemes import (
     ElementPoint,
     HalfPrecision,
     Hierarchical,
-    OkTopkLike,
     Partition,
     Point,
     ReduceScatter,
@@ -36,7 +35,6 @@ from gradsync.schemes import (
     RowPoint,
     Scheme,
     SparseReduceScatter,
-    ZenHash,
     is_flat,
 )
 from gradsync.schemes.formats import PartFormat
@@ -44,6 +42,8 @@ from gradsync.tensors.bucket import Layout, TensorSpec
 from gradsync.tensors.density import DensityProfile, profile_rows, profile_tables
 from gradsync.tensors.index_formats import IndexFormat
 from gradsync.tensors.sparse import SparseRows
+from gradsync_lab.rivals.regions import OkTopkLike
+from gradsync_lab.rivals.zen_hash import ZenHash
 
 Tables = tuple[SparseRows, ...]
 SIZES = (1, 2, 3, 4, 8)

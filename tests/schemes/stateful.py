@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradsync.comm import LocalGroup
-from gradsync.compressors import State
+from gradsync.compressors import CompressorState
 from gradsync.costs.cluster import Placement
 from gradsync.schemes import Scheme
 from gradsync.tensors.bucket import Bucket, Layout, Segment, TensorSpec
@@ -59,8 +59,8 @@ class Ranks:
             assert torch.equal(result.nan_to_num(7.0), first.nan_to_num(7.0)), "the same bits on all ranks"
         return first
 
-    def kept(self, rank: int = 0) -> State:
-        state: State = self.states[rank]["sent"][0]
+    def kept(self, rank: int = 0) -> CompressorState:
+        state: CompressorState = self.states[rank]["sent"][0]
         return state
 
     def residuals(self) -> Tensor:

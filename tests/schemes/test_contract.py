@@ -15,13 +15,14 @@ from hypothesis import given, settings
 from gradsync.comm import GroupError, LocalGroup, drive, run_local
 from gradsync.costs.cluster import Placement
 from gradsync.costs.steps import Transfer, transfers
-from gradsync.schemes import BalancedParallelism, CoarseGrained, Gossip, PowerSGD, Shuffled, registered
+from gradsync.schemes import BalancedParallelism, CoarseGrained, PowerSGD, Shuffled, registered
 from gradsync.schemes.compressed import Compressed
 from gradsync.schemes.points import SMALLEST
 from gradsync.tensors.bucket import Bucket, Layout, Segment, TensorSpec
 from gradsync.tensors.density import DensityProfile
 from gradsync.tensors.index_formats import ALIGNMENT_BYTES, SPARSE_FORMATS, IndexFormat
 from gradsync.tensors.sparse import SparseRows
+from gradsync_lab.rivals.gossip import Gossip
 from tests.schemes.family import (
     ALL_MEMBERS,
     CASES,

@@ -14,17 +14,11 @@ from torch import Tensor
 from gradsync.comm import Ledger, LocalGroup, Pending, RecordingGroup, drive, run_local
 from gradsync.costs.cluster import Placement
 from gradsync.costs.steps import Pattern, Transfer, transfers
-from gradsync.schemes import (
-    AllReduce,
-    BalancedElements,
-    OkTopkLike,
-    Scheme,
-    ZenHash,
-    from_expression,
-    to_expression,
-)
+from gradsync.schemes import AllReduce, BalancedElements, Scheme, from_expression, to_expression
 from gradsync.tensors.bucket import TensorSpec
 from gradsync.tensors.density import DensityProfile, profile_rows
+from gradsync_lab.rivals.regions import OkTopkLike
+from gradsync_lab.rivals.zen_hash import ZenHash
 from tests.schemes.family import Outcome, bits, run_scheme
 
 SIZE = 1 << 20

@@ -17,7 +17,6 @@ from gradsync.costs.steps import Step
 from gradsync.schemes import (
     AllReduce,
     BalancedParallelism,
-    Gossip,
     Route,
     Scheme,
     Shuffled,
@@ -30,6 +29,7 @@ from gradsync.schemes import (
 from gradsync.schemes.compressed import Compressed
 from gradsync.tensors.bucket import Layout, TensorSpec
 from gradsync.tensors.density import DensityProfile
+from gradsync_lab.rivals.gossip import Gossip
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from gradsync.bench.memory import peak_bytes
 from gradsync.comm import Ledger, LocalGroup, RecordingGroup, drive, run_local
 from gradsync.schemes import BalancedElements, BalancedParallelism
 from gradsync.tensors.density import profile_rows
 from gradsync.tensors.sparse import SparseRows
+from gradsync_lab.bench.memory import peak_bytes
 
 
 def peak_and_traffic(scheme: Any, tensors: list[Any]) -> list[tuple[int, int]]:

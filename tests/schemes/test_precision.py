@@ -22,13 +22,13 @@ from gradsync.schemes import (
     HalfPrecision,
     RowPoint,
     Scheme,
-    candidates,
     from_expression,
     to_expression,
 )
 from gradsync.tensors.bucket import Layout, TensorSpec
 from gradsync.tensors.density import DensityProfile
 from gradsync.tensors.sparse import SparseRows
+from gradsync_lab.rivals.candidates import candidates
 from tests.schemes.family import ROUNDED_MEMBERS, assert_is_scaled_sum, bits, make_inputs, run, run_scheme
 
 SPARSE: list[Scheme[Any]] = [AGSparse(), BalancedParallelism(), RowPoint(), BalancedElements(), DOUBLING_OF_ELEMENTS]

@@ -21,6 +21,7 @@ from gradsync.compressors import (
     THC,
     Cast,
     Compressor,
+    CompressorState,
     CountSketch,
     ErrorFeedback,
     Exact,
@@ -35,7 +36,6 @@ from gradsync.compressors import (
     check_tensor,
     dgc,
 )
-from gradsync.compressors import State as CompressorState
 from gradsync.costs.cluster import Placement
 from gradsync.costs.steps import Compute, Step, transfers
 from gradsync.plans.plan import Plan

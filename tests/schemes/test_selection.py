@@ -10,18 +10,10 @@ import torch
 
 from gradsync.costs.cluster import Link, Placement
 from gradsync.costs.cost_model import CostModel
-from gradsync.schemes import (
-    AGSparse,
-    AllReduce,
-    BalancedParallelism,
-    ElementPoint,
-    Hierarchical,
-    Scheme,
-    candidates,
-    select,
-)
+from gradsync.schemes import AGSparse, AllReduce, BalancedParallelism, ElementPoint, Hierarchical, Scheme, select
 from gradsync.tensors.bucket import Layout, TensorSpec
 from gradsync.tensors.density import DensityProfile
+from gradsync_lab.rivals.candidates import candidates
 
 fastest = partial(select, tolerance=0.0)
 BYTES_ONLY = CostModel(alpha_s=0.0, bandwidth_bytes_per_s=1e9, memory_bytes_per_s=1e30)

@@ -16,12 +16,12 @@ from gradsync.schemes import (
     Partition,
     Point,
     RowPoint,
-    candidates,
     from_expression,
 )
 from gradsync.schemes.points import NAMES
 from gradsync.schemes.space import Message, PartialSum, Schedule, schedule
 from gradsync.tensors.bucket import Layout
+from gradsync_lab.rivals.candidates import candidates
 
 every_point = pytest.mark.parametrize("point", POINTS, ids=str)
 SIZES = [1, 2, 3, 4, 5, 7, 8, 16]

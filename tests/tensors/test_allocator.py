@@ -1,4 +1,4 @@
-"""Memory is lent again once its last tensor is gone, not before, and goes back to the system when nobody asks."""
+"""Memory is reused once its last tensor is gone, not before, and goes back to the system when nobody asks."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ NUMEL = LEAST_BYTES  # bytes or more
 
 def test_memory_comes_back_with_its_last_view() -> None:
     blocks = Blocks()
-    lent = blocks.lend(NUMEL)
-    where, view = lent.data_ptr(), lent.view(torch.float32)[5:9]
-    del lent
+    borrowed = blocks.lend(NUMEL)
+    where, view = borrowed.data_ptr(), borrowed.view(torch.float32)[5:9]
+    del borrowed
     assert blocks.lend(NUMEL).data_ptr() != where
     del view
     assert blocks.lend(NUMEL).data_ptr() == where
 
 
-def test_what_autograd_or_a_storage_holds_is_not_lent_again() -> None:
+def test_what_autograd_or_a_storage_holds_is_not_reused() -> None:
     blocks = Blocks()
-    lent = blocks.lend(4 * NUMEL).view(torch.float32).fill_(2).requires_grad_()
-    product = (lent * lent).sum()
-    del lent
+    borrowed = blocks.lend(4 * NUMEL).view(torch.float32).fill_(2).requires_grad_()
+    product = (borrowed * borrowed).sum()
+    del borrowed
     blocks.lend(4 * NUMEL).fill_(7)
     product.backward()  # reads what it saved
     storage = blocks.lend(NUMEL).untyped_storage()
@@ -39,7 +39,7 @@ def test_what_autograd_or_a_storage_holds_is_not_lent_again() -> None:
     assert blocks.lend(NUMEL).data_ptr() != where
 
 
-def test_the_block_that_was_in_use_last_is_lent_first() -> None:
+def test_the_block_that_was_in_use_last_is_reused_first() -> None:
     blocks = Blocks()
     first, second = blocks.lend(NUMEL), blocks.lend(NUMEL)
     where = first.data_ptr()
@@ -119,7 +119,7 @@ def test_other_devices_have_allocators_of_their_own() -> None:
     assert memory.empty(NUMEL, torch.float32, torch.device("meta")).is_meta
 
 
-def test_threads_are_lent_different_memory() -> None:
+def test_threads_borrow_different_memory() -> None:
     blocks = Blocks()
 
     def work(number: int) -> bool:
@@ -135,13 +135,13 @@ def test_threads_are_lent_different_memory() -> None:
 
 
 def test_a_fork_writes_to_pages_of_its_own() -> None:
-    lent = memory.zeros(NUMEL, torch.uint8, CPU)
+    borrowed = memory.zeros(NUMEL, torch.uint8, CPU)
     child = os.fork()
     if child == 0:
-        lent[0] = 1
+        borrowed[0] = 1
         fresh = memory.empty(NUMEL, torch.uint8, CPU)
         fresh[0] = 1
         os._exit(0)
     _, status = os.waitpid(child, 0)
     assert status == 0
-    assert not lent.any()
+    assert not borrowed.any()

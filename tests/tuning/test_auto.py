@@ -22,12 +22,12 @@ from gradsync.compressors import ErrorFeedback, Signum, TopK, dgc
 from gradsync.engine.step_listener import active, recording
 from gradsync.engine.trial import ROUNDS, RUN_OFF_ROUNDS, TURN_STEPS
 from gradsync.planner import Constraints, Job, Search, candidate_plans
-from gradsync.planner.rival_plans import CountedCuts, layerwise_plans
 from gradsync.plans.profile import Profile
 from gradsync.schemes import MajorityVote
 from gradsync.tensors.bucket import Layout, TensorSpec
 from gradsync.tensors.density import ParameterProfile
 from gradsync.tuning.auto import AutoPlanner
+from gradsync_lab.rivals.rival_plans import CountedCuts, layerwise_plans
 from tests.frontends.conservation import left_to_send
 from tests.frontends.models import Perceptron
 from tests.quick import quickly
@@ -330,11 +330,10 @@ def test_what_cannot_be_planned_for_is_refused_when_the_planner_is_made() -> Non
 
 @quickly()
 def measured_again_when_steps_take_longer() -> list[bool]:
-    from gradsync.engine import drift
-    from gradsync.engine import plan_control as planning
+    from gradsync.engine import drift, plan_control
 
     Impatient.seen = 0  # of this test: the process may have served others
-    planning.Drift = Impatient  # type: ignore[misc, assignment]  # stands in for it
+    plan_control.Drift = Impatient  # type: ignore[misc, assignment]  # stands in for it
     try:
         torch.manual_seed(0)
         model = Perceptron()
@@ -346,7 +345,7 @@ def measured_again_when_steps_take_longer() -> list[bool]:
         handle.detach()
         return seen
     finally:
-        planning.Drift = drift.Drift  # type: ignore[misc]  # as it was
+        plan_control.Drift = drift.Drift  # type: ignore[misc]  # as it was
 
 
 class Impatient:

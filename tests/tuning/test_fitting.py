@@ -9,7 +9,7 @@ import pytest
 
 from gradsync.costs.cost_model import CostModel, KernelCost
 from gradsync.costs.steps import Compute, Pattern
-from gradsync.plans.profile import Estimate, LinkPoint
+from gradsync.plans.profile import Interval, LinkPoint
 from gradsync.tuning.fitting import fit_kernels, fit_links, fit_slowdown, median_of, slowdown
 
 KERNELS = {"pack": KernelCost(2e-4, 1e-9), "sum": KernelCost(5e-5, 4e-9), "scale": KernelCost(1e-4, 5e-10, 65536.0)}
@@ -19,7 +19,7 @@ MEMORY_S = 1 / CostModel.memory_bytes_per_s
 LINKS = {Pattern.ALL_REDUCE: (1e-3, 2e7), Pattern.ALL_TO_ALL: (5e-4, 1.5e7), Pattern.MESSAGES: (2e-3, 2.4e7)}
 
 
-def holds(estimate: Estimate, truth: float) -> bool:
+def holds(estimate: Interval, truth: float) -> bool:
     return estimate.low <= truth and (estimate.high is None or truth <= estimate.high)
 
 
@@ -155,7 +155,7 @@ def test_what_a_shaper_lets_pass_at_once_does_not_raise_the_rate() -> None:
 
 
 def test_a_median_is_not_moved_by_a_straggler() -> None:
-    assert median_of([3.0, 1.0, 2.0, 2.0, 100.0]) == Estimate(value=2.0, low=1.0, high=100.0)
+    assert median_of([3.0, 1.0, 2.0, 2.0, 100.0]) == Interval(value=2.0, low=1.0, high=100.0)
     many = median_of([1.0 + number / 100 for number in range(100)])
     assert many.value == pytest.approx(1.495)
     assert many.high is not None and 1.3 < many.low < many.value < many.high < 1.7

@@ -11,35 +11,13 @@ import pytest
 
 from gradsync.comm import LocalGroup, run_local
 from gradsync.comm.links import highest_over
-from gradsync.compressors import (
-    THC,
-    Cast,
-    Compressor,
-    ErrorFeedback,
-    SharedBlockInt,
-    TopK,
-    dgc,
-)
+from gradsync.compressors import THC, Cast, Compressor, ErrorFeedback, SharedBlockInt, TopK, dgc
 from gradsync.costs.cluster import Placement
 from gradsync.costs.cost_model import KernelCost
 from gradsync.costs.steps import Compute
-from gradsync.schemes import (
-    AGSparse,
-    AllReduce,
-    CompressedTwoWay,
-    PowerSGD,
-    Scheme,
-    ways,
-)
+from gradsync.schemes import AGSparse, AllReduce, CompressedTwoWay, PowerSGD, Scheme, ways
 from gradsync.tuning import kernels as rehearsed
-from gradsync.tuning.kernels import (
-    CANDIDATES,
-    FEWEST_SIZES,
-    NUMELS,
-    flat_schemes,
-    kernel_costs,
-    measured_kernels,
-)
+from gradsync.tuning.kernels import CANDIDATES, FEWEST_SIZES, NUMELS, flat_schemes, kernel_costs, measured_kernels
 from gradsync.tuning.rehearsal import Sample, rehearse_dense
 
 NO_PLANS = patch.object(rehearsed, "planned_schemes", lambda placement: ())

@@ -10,13 +10,7 @@ import pytest
 import torch
 
 from gradsync.costs.steps import Compute
-from gradsync.schemes import (
-    DOUBLING_OF_ROWS,
-    AGSparse,
-    BalancedElements,
-    BalancedParallelism,
-    Scheme,
-)
+from gradsync.schemes import DOUBLING_OF_ROWS, AGSparse, BalancedElements, BalancedParallelism, Scheme
 from gradsync.tensors.bucket import Layout
 from gradsync.tuning.rehearsal import rehearse, segments_s
 

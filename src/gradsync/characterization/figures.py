@@ -15,23 +15,8 @@ from pydantic import AfterValidator
 
 from ..comm import Group, gather_bytes, torch_group
 from ..tensors.density import MOST_FOUND, DensityProfile
-from .footprint import (
-    Footprint,
-    Footprints,
-    Gradient,
-    Shape,
-    footprints_from_bytes,
-    footprints_to_bytes,
-)
-from .statistics import (
-    Frozen,
-    Sparsity,
-    elements_of,
-    full_sparsity,
-    mean_over_steps,
-    rows_of,
-    sparsity_of,
-)
+from .footprint import Footprint, Footprints, Gradient, Shape, footprints_from_bytes, footprints_to_bytes
+from .statistics import Frozen, Sparsity, elements_of, full_sparsity, mean_over_steps, rows_of, sparsity_of
 
 TIMEOUT_S = 600.0
 

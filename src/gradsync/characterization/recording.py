@@ -1,4 +1,4 @@
-"""What engines hand over of their steps while a witness is active; footprints of gradients, one file a rank.
+"""What engines hand over of their steps while a listener is active; footprints of gradients, one file a rank.
 
 with recording(Recorder(steps=5)) as recorder:
     ...                                        # the script: `attach`, training
@@ -14,21 +14,14 @@ from typing import Any
 
 from torch import Tensor
 
-from ..engine.step_listener import RecordingDone, Witness
-from .footprint import (
-    DEFAULT_SAMPLE,
-    Footprint,
-    Footprints,
-    Shape,
-    read_footprints,
-    write_footprints,
-)
+from ..engine.step_listener import RecordingDone, StepListener
+from .footprint import DEFAULT_SAMPLE, Footprint, Footprints, Shape, read_footprints, write_footprints
 
 PATTERN = "rank*.npz"
 POLL_S = 0.05
 
 
-class Recorder(Witness):
+class Recorder(StepListener):
     """Collects gradients of the first model that is attached, before they are exchanged: `steps` times one step in
     `every`, the first one at once.
 

@@ -65,7 +65,7 @@ class Sparsity(Frozen):
 
 
 @dataclass(frozen=True)
-class Part:
+class TouchedPlaces:
     """Which places, elements or rows, of one tensor the ranks touch, among those looked at."""
 
     size: int
@@ -97,7 +97,7 @@ class Part:
         return max(spread, 0.0) * (1 - 1 / self.sampling.step)
 
 
-def elements_of(footprints: Sequence[Footprint]) -> Part:
+def elements_of(footprints: Sequence[Footprint]) -> TouchedPlaces:
     """All ranks' elements of one tensor."""
     first = footprints[0]
     run = first.shape.dim if first.shape.numel else 1
@@ -105,25 +105,25 @@ def elements_of(footprints: Sequence[Footprint]) -> Part:
         rows = rows_of(footprints)
         places = (rows.places[:, None] * run + torch.arange(run)).flatten()
         touched = rows.touched.repeat_interleave(run, dim=1) if run > 1 else rows.touched
-        return Part(first.shape.numel, run, first.sampling, places, touched)
+        return TouchedPlaces(first.shape.numel, run, first.sampling, places, touched)
     return _part(first.shape.numel, run, first.sampling, [f.element_indices() for f in footprints])
 
 
-def rows_of(footprints: Sequence[Footprint]) -> Part:
+def rows_of(footprints: Sequence[Footprint]) -> TouchedPlaces:
     """All ranks' rows of one tensor."""
     first = footprints[0]
     return _part(first.shape.units, 1, first.sampling, [f.units for f in footprints])
 
 
-def _part(size: int, run: int, sampling: Sampling, index_sets: Sequence[Tensor]) -> Part:
+def _part(size: int, run: int, sampling: Sampling, index_sets: Sequence[Tensor]) -> TouchedPlaces:
     places, inverse = torch.unique(torch.cat(list(index_sets)), return_inverse=True)
     touched = torch.zeros(len(index_sets), len(places), dtype=torch.bool)
     ranks = torch.repeat_interleave(torch.arange(len(index_sets)), torch.tensor([len(s) for s in index_sets]))
     touched[ranks, inverse] = True
-    return Part(size, run, sampling, places, touched)
+    return TouchedPlaces(size, run, sampling, places, touched)
 
 
-def sparsity_of(parts: Sequence[Part], partitions: int | None) -> Sparsity:
+def sparsity_of(parts: Sequence[TouchedPlaces], partitions: int | None) -> Sparsity:
     """Of parts laid end to end."""
     size = sum(part.size for part in parts)
     common = _common(parts)
@@ -133,7 +133,7 @@ def sparsity_of(parts: Sequence[Part], partitions: int | None) -> Sparsity:
     mean = float(counts.mean())
     overlap, histogram = _overlap(parts, common)
 
-    def estimate(terms: Callable[[Part, Tensor], Tensor], k: int, value: float) -> Estimate:
+    def estimate(terms: Callable[[TouchedPlaces, Tensor], Tensor], k: int, value: float) -> Estimate:
         seen = zip(parts, unions[k], strict=True)
         variance = sum(part.variance(terms(part, union) * part.weight) for part, union in seen) if sampled else 0.0
         return Estimate(value=value, error=math.sqrt(variance))
@@ -180,7 +180,7 @@ def _union(touched: Tensor, k: int) -> Tensor:
     return grouped.sum(dim=0).double() / groups
 
 
-def _common(parts: Sequence[Part]) -> Tensor:
+def _common(parts: Sequence[TouchedPlaces]) -> Tensor:
     """(ranks, ranks) double: how many places two ranks both touch, estimated where only some were looked at."""
     ranks = len(parts[0].touched)
     common = torch.zeros(ranks, ranks, dtype=torch.float64)
@@ -191,7 +191,7 @@ def _common(parts: Sequence[Part]) -> Tensor:
     return common
 
 
-def _overlap(parts: Sequence[Part], common: Tensor) -> tuple[Range | None, tuple[float, ...]]:
+def _overlap(parts: Sequence[TouchedPlaces], common: Tensor) -> tuple[Range | None, tuple[float, ...]]:
     """Over all pairs of ranks that both touch something; and the histogram."""
     counts = common.diagonal()
     pairs = [(a, b) for a in range(len(counts)) for b in range(a) if min(counts[a], counts[b]) > 0]
@@ -225,7 +225,7 @@ def _partition_numbers(size: int, more: int | None) -> list[int]:
 class _PartitionCounts:
     """How what is touched is spread over n even contiguous partitions of all parts laid end to end."""
 
-    def __init__(self, parts: Sequence[Part], size: int) -> None:
+    def __init__(self, parts: Sequence[TouchedPlaces], size: int) -> None:
         self._parts, self._size = parts, size
         self._known: dict[tuple[int, bool], Tensor] = {}
 

@@ -9,20 +9,21 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from .extensions import COMMANDS as GROUP
+from .extensions import extension
+
 
 class Command(NamedTuple):
-    """A command by its place, `module:object` with a Typer app or a function, and its line of help."""
+    """A command of the core by its place, `module:object` with a Typer app or a function, and its line of help."""
 
-    place: str
+    place: str | None  # None: gradsync-lab names it by an entry point
     line: str
 
 
 COMMANDS = {
-    "demo": Command(
-        ".demo:demo", "Trains with DDP and with gradsync in turns, and shows what each gradient cost on the wire."
-    ),
+    "demo": Command(None, "Trains with DDP and with gradsync in turns, and shows what each gradient cost on the wire."),
     "simulate": Command(
-        ".simulate:simulate",
+        None,
         "A paper's evaluation beside the published values: of communication (zen), or of whole steps, up to a minute.",
     ),
     "characterize": Command(
@@ -40,8 +41,8 @@ COMMANDS = {
     "explain": Command(
         ".plan:explain", "Why a plan is as it is: each bucket's best alternatives, and whether plain DDP would do."
     ),
-    "bench": Command(".bench:app", "Measure methods beside each other and keep the records."),
-    "lab": Command(".lab:app", "An emulated cluster on this machine: namespaces joined by shaped links."),
+    "bench": Command(None, "Measure methods beside each other and keep the records."),
+    "lab": Command(None, "An emulated cluster on this machine: namespaces joined by shaped links."),
 }
 
 
@@ -55,13 +56,26 @@ class Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, _, rest = super().resolve_command(ctx, args)
-        return name, None if name is None else loaded(name), rest
+        if name is None:
+            return name, None, rest
+        try:
+            return name, loaded(name), rest
+        except ImportError as error:
+            ctx.fail(str(error))
 
 
 def loaded(name: str) -> Any:
-    """Imports a command and returns it as the group calls it."""
-    module, _, attribute = COMMANDS[name].place.partition(":")
-    found = getattr(importlib.import_module(module, __name__), attribute)
+    """Imports a command and returns it as the group calls it.
+
+    Raises:
+        ImportError: the command belongs to gradsync-lab, which is not installed.
+    """
+    place = COMMANDS[name].place
+    if place is None:
+        found = extension(GROUP, name, f"`gradsync {name}`")
+    else:
+        module, _, attribute = place.partition(":")
+        found = getattr(importlib.import_module(module, __name__), attribute)
     if not isinstance(found, typer.Typer):
         function, found = found, typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
         found.command(name)(function)

@@ -3,41 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from ..bench.options import parse_options
-from ..bench.topk import TopKWorkload, kind_of, load, names
-from ..characterization.figures import Characterization, characterize_footprints, footprints_of
-from ..characterization.footprint import DEFAULT_SAMPLE, Footprints
-from ..characterization.recording import (
-    Recorder,
-    await_recording,
-    discard_recording,
-    load_recording,
-    save_recording,
-)
+from ..characterization.figures import Characterization, characterize_footprints
+from ..characterization.footprint import DEFAULT_SAMPLE
+from ..characterization.recording import Recorder, await_recording, discard_recording, load_recording, save_recording
 from ..characterization.views import sparsity_table, summary, views, write_sparsity_page
 from ..engine.step_listener import recording
-from ..workloads import Batch, Workload
-from .bench import Options
 from .console import WIDE, beside, console, plain_errors
-from .progress import event_bar
-from .script import Script, run_as_main
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
+from .extensions import WORKLOADS, extension
+from .script import NamedWorkload, Script, WorkloadOptions, run_as_main
 
 OTHER_RANKS_TIMEOUT_S = 60.0
 
 
 def characterize(
     script: Script = None,
-    workload: Annotated[str | None, typer.Option(help=f"A workload: {', '.join(names())}.")] = None,
-    option: Options = None,
+    workload: NamedWorkload = None,
+    option: WorkloadOptions = None,
     recorded: Annotated[Path | None, typer.Option(help="A folder that a script's run has left.")] = None,
     ranks: Annotated[int, typer.Option(min=1, help="Ranks of a workload, computed one after the other.")] = 16,
     steps: Annotated[int, typer.Option(min=1, help="Steps; figures are means over them.")] = 3,
@@ -63,7 +50,10 @@ def characterize(
         raise typer.BadParameter(f"--plot must name an .html file, got {plot}")
     with plain_errors():
         if workload is not None:
-            footprints = _of_workload(workload, option, ranks, steps, seed, sample or None)
+            footprints_of_ranks = extension(WORKLOADS, "characterize", f"the workload {workload}")
+            footprints = footprints_of_ranks(
+                workload, option or (), ranks=ranks, steps=steps, seed=seed, sample=sample or None
+            )
         else:
             if script:
                 kept = DEFAULT_SAMPLE if sample is None else sample or None
@@ -72,32 +62,6 @@ def characterize(
             footprints = load_recording(recorded or out)
         found = characterize_footprints(footprints, partitions=partitions)
         _show(found, json, plot)
-
-
-def _of_workload(
-    name: str, texts: Sequence[str] | None, ranks: int, steps: int, seed: int, sample: int | None
-) -> list[list[Footprints]]:
-    """All ranks' gradients at the initial weights, one batch after the other."""
-    task = load(name, **parse_options([name], texts or (), kind_of))
-    model = task.model(sparse=True, seed=seed)
-    batches = [task.batches(rank, ranks, seed) for rank in range(ranks)]
-    found: list[list[Footprints]] = []
-    with event_bar(f"{name}, {ranks} ranks", steps * ranks, "opening the data") as on_event:
-        for step in range(steps):
-            found.append([])
-            for rank in range(ranks):
-                found[-1] += footprints_of([_gradients(task, model, batches[rank])], sample)
-                on_event({"step": step, "rank": rank})
-    return found
-
-
-def _gradients(task: Workload, model: nn.Module, batches: Iterator[Batch]) -> dict[str, Tensor | None]:
-    """Of the next step, by parameter; of `topk`, what is left of all of them, as one tensor."""
-    if isinstance(task, TopKWorkload):
-        return {"all parameters": task.sparsified(model, batches)}
-    model.zero_grad()
-    task.loss(model, next(batches)).backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
 
 
 def _record(script: Sequence[str], recorder: Recorder, out: Path) -> bool:

@@ -9,23 +9,20 @@ from typing import Annotated
 
 import typer
 
-from ..bench.measurement import measure_workload
-from ..bench.options import parse_options
 from ..compressors.names import NAMES_IN_WORDS
 from ..planner.named import lossy_of
 from ..plans.profile import Profile, describe_profile
 from ..tuning.kernels import CANDIDATES
 from ..tuning.measurement import Measurement
-from ..workloads import names
-from .bench import Options
 from .console import beside, plain_errors
-from .script import Script, run_as_main
+from .extensions import WORKLOADS, extension
+from .script import NamedWorkload, Script, WorkloadOptions, run_as_main
 
 
 def measure(
     script: Script = None,
-    workload: Annotated[str | None, typer.Option(help=f"A workload: {', '.join(names())}.")] = None,
-    option: Options = None,
+    workload: NamedWorkload = None,
+    option: WorkloadOptions = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps that ready times are of; as many show overlap.")] = 10,
     warmup: Annotated[int, typer.Option(min=2, help="Steps before that, as usual.")] = 5,
     compressor: Annotated[
@@ -41,8 +38,8 @@ def measure(
     with plain_errors():
         candidates = (*CANDIDATES, *(lossy_of(name, ranks) for name in compressor or ()))
         if workload is not None:
-            options = parse_options([workload], option or ())
-            profile = measure_workload(workload, options, steps=steps, warmup=warmup, candidates=candidates)
+            measured = extension(WORKLOADS, "measure", f"the workload {workload}")
+            profile = measured(workload, option or (), steps=steps, warmup=warmup, candidates=candidates)
         else:
             profile = _of_script(script or (), Measurement(steps, warmup, candidates=candidates, ends_script=True))
         if rank == 0:

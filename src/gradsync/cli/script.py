@@ -1,4 +1,4 @@
-"""A user's own script, run in this process."""
+"""The training that a command looks at: a user's own script, run in this process, or a named workload."""
 
 from __future__ import annotations
 
@@ -15,6 +15,16 @@ Script = Annotated[
     typer.Argument(
         help="Your script and its arguments, after --; started by torchrun --no-python, and ended after the steps."
     ),
+]
+NamedWorkload = Annotated[
+    str | None,
+    typer.Option(
+        "--workload", help="A workload of gradsync-lab, like deepfm: `gradsync bench train --help` lists them."
+    ),
+]
+WorkloadOptions = Annotated[
+    list[str] | None,
+    typer.Option("--option", metavar="NAME=VALUE", help="Option of the workload; repeatable. A wrong one lists all."),
 ]
 
 

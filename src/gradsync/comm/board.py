@@ -17,7 +17,7 @@ ANSWER_S = 1.0  # the store's host may be the process that stopped or died: nobo
 
 
 class Came(NamedTuple):
-    """A member's coming to a meeting: operations that it issued before, and its purpose, with details of its own."""
+    """A member's coming to a barrier: operations that it issued before, and its purpose, with details of its own."""
 
     operations: int
     what: str
@@ -28,7 +28,7 @@ class Came(NamedTuple):
 
 
 def purpose(what: str, detail: str) -> str:
-    """Returns the purpose of a meeting as messages name it."""
+    """Returns the purpose of a barrier as messages name it."""
     return f"{what} ({detail})" if detail else what
 
 
@@ -66,14 +66,14 @@ class Board:
         """Members that left without issuing this operation."""
         return sorted(rank for rank, operations in self._numbers("left") if operations <= operation)
 
-    def note_met(self, meeting: int, rank: int, operations: int, what: str, detail: str) -> None:
-        """Notes that a member has come to a meeting, for this purpose, after so many operations."""
+    def note_arrival(self, barrier: int, rank: int, operations: int, what: str, detail: str) -> None:
+        """Notes that a member has come to a barrier, for this purpose, after so many operations."""
         entry = f"{rank}:{operations}:{what.encode().hex()}:{detail.encode().hex()} "
-        self._ask(lambda store: store.append(f"met {meeting}", entry))  # type: ignore[attr-defined]  # see `_append`
+        self._ask(lambda store: store.append(f"barrier {barrier}", entry))  # type: ignore[attr-defined]  # see `_append`
 
-    def met(self, meeting: int) -> dict[int, Came]:
-        """Returns the members that have come to the meeting, by rank; none where the store does not answer."""
-        entries = (entry.split(":") for entry in (self._read(f"met {meeting}") or "").split())
+    def arrivals(self, barrier: int) -> dict[int, Came]:
+        """Returns the members that have come to the barrier, by rank; none where the store does not answer."""
+        entries = (entry.split(":") for entry in (self._read(f"barrier {barrier}") or "").split())
         return {
             int(rank): Came(int(number), *(bytes.fromhex(text).decode() for text in texts))
             for rank, number, *texts in entries

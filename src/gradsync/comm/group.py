@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MEETING_POLL_S = (0.002, 0.2)  # how often who came to a meeting looks for the others: at first, and later
+BARRIER_POLL_S = (0.002, 0.2)  # how often who came to a barrier looks for the others: at first, and later
 POLL_S = 1.0  # how often a rank that waits looks at the board
 NOTICE_S = 20.0  # who waits longer notes it on the board, so that the others can tell who is missing
 WARNING_S = 30.0  # who waits longer says for whom, once
@@ -178,7 +178,7 @@ class Group(ABC):
         """Member 0's buffer, in place on all others."""
 
     @abstractmethod
-    def meet(self, what: str, timeout_s: float, *, detail: str = "") -> None:
+    def barrier(self, what: str, timeout_s: float, *, detail: str = "") -> None:
         """Blocks until all members have come to `what`, between the same two operations; no operation itself.
 
         For work that only some members might come to: an operation of theirs would meet another one of the others',
@@ -232,7 +232,7 @@ class TorchGroup(Group):
         self._patience = timedelta(seconds=patience_s)
         self._in_flight: dict[int, tuple[Any, Tensor | None]] = {}  # works, and inputs that must live until they end
         self._issued = 0
-        self._meetings = 0  # that this member has come to
+        self._barriers = 0  # that this member has come to
         self._releases: list[Callable[[bool], None]] = []  # of what was made so far; True: an operation may hang
         try:
             self._open(process_group, timeout_s)
@@ -341,15 +341,15 @@ class TorchGroup(Group):
         work = dist.broadcast(buffer, src=self.members[0], group=self._own, async_op=True)
         return self._pending(work, lambda: buffer)
 
-    def meet(self, what: str, timeout_s: float, *, detail: str = "") -> None:
+    def barrier(self, what: str, timeout_s: float, *, detail: str = "") -> None:
         if self.size == 1:
             return
-        meeting, pause_s, warned, text = self._meetings, MEETING_POLL_S[0], False, purpose(what, detail)
-        self._note_met(what, detail)
+        barrier, pause_s, warned, text = self._barriers, BARRIER_POLL_S[0], False, purpose(what, detail)
+        self._note_arrival(what, detail)
         began_s = answered_s = time.monotonic()
-        while missing := sorted(set(self.members) - (here := self._board.met(meeting)).keys()):
+        while missing := sorted(set(self.members) - (here := self._board.arrivals(barrier)).keys()):
             if self.members[self.rank] in missing:  # a store that owes an answer takes no note
-                self._board.note_met(meeting, self.members[self.rank], self._issued, what, detail)
+                self._board.note_arrival(barrier, self.members[self.rank], self._issued, what, detail)
             if failure := self._announced_failure():
                 raise GroupError(failure)
             if gone := self._board.left_before(self._issued):
@@ -364,15 +364,15 @@ class TorchGroup(Group):
                 logger.warning("waiting for %.0f s by now for %s to come to %s", WARNING_S, _ranks(missing), text)
                 warned = True
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, MEETING_POLL_S[1])
+            pause_s = min(2 * pause_s, BARRIER_POLL_S[1])
         _require_one_purpose(here)
 
-    def _note_met(self, what: str, detail: str) -> None:
+    def _note_arrival(self, what: str, detail: str) -> None:
         """Tells the members, and those of subgroups, who may wait in an operation there."""
-        meeting, self._meetings = self._meetings, self._meetings + 1
-        self._board.note_met(meeting, self.members[self.rank], self._issued, what, detail)
+        barrier, self._barriers = self._barriers, self._barriers + 1
+        self._board.note_arrival(barrier, self.members[self.rank], self._issued, what, detail)
         for made in self._subgroups.values():
-            made._note_met(what, detail)
+            made._note_arrival(what, detail)
 
     def announce_failure(self, text: str) -> None:
         if not self._board.announce_failure(f"rank {self.members[self.rank]}: {text}"):
@@ -448,7 +448,9 @@ class TorchGroup(Group):
                     f"{_ranks(gone)} detached before this step; every rank must make the same number of steps "
                     "(DistributedSampler(drop_last=True) does)"
                 )
-            elsewhere = {r: came for r, came in self._board.met(self._meetings).items() if came.operations <= number}
+            elsewhere = {
+                r: came for r, came in self._board.arrivals(self._barriers).items() if came.operations <= number
+            }
             if elsewhere:
                 what = next(iter(elsewhere.values()))
                 raise GroupError(
@@ -480,7 +482,7 @@ class TorchGroup(Group):
 
 
 def _require_one_purpose(came: Mapping[int, Came]) -> None:
-    """Raises, for the members that have come to a meeting, where they came to different things."""
+    """Raises, for the members that have come to a barrier, where they came to different things."""
     if len({each.what for each in came.values()}) > 1:
         found = ", ".join(f"{each} on rank {rank}" for rank, each in sorted(came.items()))
         raise GroupError(f"the ranks came to different things at the same time, all must come to the same: {found}")

@@ -154,7 +154,7 @@ class LocalGroup(Group):
     def broadcast(self, buffer: Tensor) -> Pending[Tensor]:
         return self._operation("broadcast", buffer.clone(), lambda brought: buffer.copy_(brought[0]))
 
-    def meet(self, what: str, timeout_s: float, *, detail: str = "") -> None:
+    def barrier(self, what: str, timeout_s: float, *, detail: str = "") -> None:
         """Nothing to be done: operations that do not belong together are told apart here."""
 
     def announce_failure(self, text: str) -> None:

@@ -113,8 +113,8 @@ class RecordingGroup(Group):
         sent_bytes = (self.size - 1) * buffer.numel() * buffer.element_size() if self.rank == 0 else 0
         return self._written(Pattern.BROADCAST, sent_bytes, self.inner.broadcast(buffer))
 
-    def meet(self, what: str, timeout_s: float, *, detail: str = "") -> None:
-        self.inner.meet(what, timeout_s, detail=detail)
+    def barrier(self, what: str, timeout_s: float, *, detail: str = "") -> None:
+        self.inner.barrier(what, timeout_s, detail=detail)
 
     def announce_failure(self, text: str) -> None:
         self.inner.announce_failure(text)

@@ -3,11 +3,11 @@
 from .base import SENT as SENT
 from .base import SUMS as SUMS
 from .base import Compressor as Compressor
+from .base import CompressorState as CompressorState
 from .base import Message as Message
 from .base import Payload as Payload
 from .base import SparseMessage as SparseMessage
 from .base import Sparsifier as Sparsifier
-from .base import State as State
 from .base import Summand as Summand
 from .base import check_floating as check_floating
 from .base import check_payload as check_payload

@@ -38,7 +38,7 @@ def copies_at(point: str) -> int:
 
 
 @dataclass(frozen=True)
-class State:
+class CompressorState:
     """What a compressor knows and remembers of one flat tensor. Nothing in it is overwritten: a step can be taken back.
 
     `elements` goes with the elements of the tensor wherever a plan cuts it, `tensors` with each segment as a whole,
@@ -53,7 +53,7 @@ class State:
     together: Mapping[str, Tensor] = field(default_factory=dict)
     agreed: Tensor | None = None  # what the ranks agreed on for this step, see `Compressor.observe`
 
-    def next(self, **changes: Any) -> State:
+    def next(self, **changes: Any) -> CompressorState:
         """The state after one more step."""
         return replace(self, step=self.step + 1, agreed=None, **changes)
 
@@ -175,14 +175,14 @@ class Compressor(Nameable, ABC, Generic[P]):
     def law(self, spec: FlatSpec) -> Law:
         """What it promises of its error on any tensor of `spec`."""
 
-    def init(self, spec: FlatSpec, stream: int = 0) -> State:
+    def init(self, spec: FlatSpec, stream: int = 0) -> CompressorState:
         """The state before the first step.
 
         Raises:
             TypeError: for tensors that are not floating point.
         """
         check_floating(spec)
-        return State(spec, stream)
+        return CompressorState(spec, stream)
 
     @property
     def of_sums(self) -> Compressor[Any]:
@@ -197,7 +197,7 @@ class Compressor(Nameable, ABC, Generic[P]):
         """Whether error feedback makes good what it leaves out: a sum of payloads decodes to what each decodes to."""
         return True
 
-    def observe(self, x: Tensor, state: State) -> Tensor | None:
+    def observe(self, x: Tensor, state: CompressorState) -> Tensor | None:
         """What the ranks agree on before they compress, if `agrees`: their largest, one by one, becomes `agreed`.
 
         (num_agreed(spec),) float32.
@@ -205,7 +205,7 @@ class Compressor(Nameable, ABC, Generic[P]):
         return None
 
     @abstractmethod
-    def compress(self, x: Tensor, state: State) -> tuple[P, State]:
+    def compress(self, x: Tensor, state: CompressorState) -> tuple[P, CompressorState]:
         """The payload of `x`, (numel,), and the next state.
 
         Raises:
@@ -213,7 +213,9 @@ class Compressor(Nameable, ABC, Generic[P]):
         """
 
     @torch.no_grad()
-    def compress_with_feedback(self, x: Tensor, residual: Tensor, state: State) -> tuple[P, Tensor, State]:
+    def compress_with_feedback(
+        self, x: Tensor, residual: Tensor, state: CompressorState
+    ) -> tuple[P, Tensor, CompressorState]:
         """The payload of x + residual, what it leaves of that (new, in the residual's type), and the next state."""
         corrected = corrected_by(residual, x)
         payload, next_state = self.compress(narrowed(corrected, x.dtype), state)
@@ -312,7 +314,7 @@ def check_floating(spec: FlatSpec) -> None:
         raise TypeError(f"compressors take floating-point tensors, got {spec.dtype}")
 
 
-def check_tensor(x: Tensor, state: State) -> None:
+def check_tensor(x: Tensor, state: CompressorState) -> None:
     """
     Raises:
         ValueError: for another tensor than the state is of.

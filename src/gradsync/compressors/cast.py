@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import kernels
 from ..tensors import allocator as memory
 from ..tensors.bucket import FlatSpec
-from .base import Compressor, State, Summand, check_payload, check_tensor, corrected_by
+from .base import Compressor, CompressorState, Summand, check_payload, check_tensor, corrected_by
 from .expressions import register
 from .law import Biased, Contraction, Exact, Law
 
@@ -50,12 +50,14 @@ class Cast(Compressor[Summand]):
         return Contraction(1 - 2.0**-16)
 
     @torch.no_grad()
-    def compress(self, x: Tensor, state: State) -> tuple[Summand, State]:
+    def compress(self, x: Tensor, state: CompressorState) -> tuple[Summand, CompressorState]:
         check_tensor(x, state)
         return self._payload(x, state), state.next()
 
     @torch.no_grad()
-    def compress_with_feedback(self, x: Tensor, residual: Tensor, state: State) -> tuple[Summand, Tensor, State]:
+    def compress_with_feedback(
+        self, x: Tensor, residual: Tensor, state: CompressorState
+    ) -> tuple[Summand, Tensor, CompressorState]:
         check_tensor(x, state)
         corrected = corrected_by(residual, x)
         payload = self._payload(corrected, state)
@@ -78,7 +80,7 @@ class Cast(Compressor[Summand]):
     def number_dtype(self, spec: FlatSpec) -> torch.dtype:
         return DTYPES[self.dtype] if self._rounds(spec) else spec.dtype
 
-    def _payload(self, x: Tensor, state: State) -> Summand:
+    def _payload(self, x: Tensor, state: CompressorState) -> Summand:
         data = memory.empty_like(x, self.number_dtype(state.spec))
         if data.itemsize < x.itemsize:
             kernels.narrow(x, data)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..kernels import accumulation_dtype
 from ..tensors.bucket import FlatSpec
-from .base import Compressor, Payload, State, check_tensor, corrected_by, narrowed
+from .base import Compressor, CompressorState, Payload, check_tensor, corrected_by, narrowed
 from .expressions import register
 from .law import Law, Unbiased
 
@@ -68,7 +68,7 @@ class Feedback(Compressor[P]):
         """Of what one step leaves out, which the next ones make good."""
         return self.compressor.law(spec)
 
-    def init(self, spec: FlatSpec, stream: int = 0) -> State:
+    def init(self, spec: FlatSpec, stream: int = 0) -> CompressorState:
         """
         Raises:
             ValueError: for a compressor whose error on such tensors may be larger than they are: residuals would grow.
@@ -114,12 +114,12 @@ class ErrorFeedback(Feedback[P]):
     """
 
     @torch.no_grad()
-    def observe(self, x: Tensor, state: State) -> Tensor | None:
+    def observe(self, x: Tensor, state: CompressorState) -> Tensor | None:
         corrected = corrected_by(state.elements[RESIDUAL].to(x.device), x)
         return self.compressor.observe(narrowed(corrected, x.dtype), state)
 
     @torch.no_grad()
-    def compress(self, x: Tensor, state: State) -> tuple[P, State]:
+    def compress(self, x: Tensor, state: CompressorState) -> tuple[P, CompressorState]:
         check_tensor(x, state)
         before = state.elements[RESIDUAL].to(x.device)
         payload, residual, next_state = self.compressor.compress_with_feedback(x, before, state)

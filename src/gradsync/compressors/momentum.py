@@ -12,7 +12,7 @@ from torch import Tensor
 from ..kernels import accumulation_dtype
 from ..tensors import allocator as memory
 from ..tensors.bucket import FlatSpec
-from .base import Compressor, Payload, SparseMessage, Sparsifier, State, check_tensor, corrected_by, narrowed
+from .base import Compressor, CompressorState, Payload, SparseMessage, Sparsifier, check_tensor, corrected_by, narrowed
 from .expressions import register
 from .feedback import RESIDUAL, ErrorFeedback, Feedback
 from .sparsify import TopK
@@ -70,19 +70,19 @@ class MomentumCorrection(Feedback[P]):
         """Sums have their momentum already."""
         return ErrorFeedback(self.compressor)
 
-    def init(self, spec: FlatSpec, stream: int = 0) -> State:
+    def init(self, spec: FlatSpec, stream: int = 0) -> CompressorState:
         before = super().init(spec, stream)
         if MOMENTUM in before.elements:
             raise ValueError(f"MomentumCorrection of {self.compressor.title}, which has a momentum of its own: use one")
         return replace(before, elements={**before.elements, MOMENTUM: torch.zeros_like(before.elements[RESIDUAL])})
 
     @torch.no_grad()
-    def observe(self, x: Tensor, state: State) -> Tensor | None:
+    def observe(self, x: Tensor, state: CompressorState) -> Tensor | None:
         x, residual, _ = self._advanced(x, state)
         return self.compressor.observe(narrowed(corrected_by(residual, x), x.dtype), state)
 
     @torch.no_grad()
-    def compress(self, x: Tensor, state: State) -> tuple[P, State]:
+    def compress(self, x: Tensor, state: CompressorState) -> tuple[P, CompressorState]:
         check_tensor(x, state)
         x, residual, velocity = self._advanced(x, state)
         payload, left, next_state = self.compressor.compress_with_feedback(x, residual, state)
@@ -90,7 +90,7 @@ class MomentumCorrection(Feedback[P]):
             velocity[payload.maker.elements(payload).indices.long()] = 0
         return payload, replace(next_state, elements={**next_state.elements, RESIDUAL: left, MOMENTUM: velocity})
 
-    def _advanced(self, x: Tensor, state: State) -> tuple[Tensor, Tensor, Tensor]:
+    def _advanced(self, x: Tensor, state: CompressorState) -> tuple[Tensor, Tensor, Tensor]:
         """The clipped gradient, what is added to it (v without the gradient itself), and the next u."""
         x = self._clipped(x, state.spec)
         before, velocity = (state.elements[name].to(x.device) for name in (RESIDUAL, MOMENTUM))

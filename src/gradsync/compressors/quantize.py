@@ -19,17 +19,7 @@ from ..kernels import AnyGrid, FloatGrid, Grid, Sections
 from ..kernels.grids import draws, runs
 from ..tensors import allocator as memory
 from ..tensors.bucket import FlatSpec
-from .base import (
-    Compressor,
-    Message,
-    P,
-    State,
-    Summand,
-    check_payload,
-    check_tensor,
-    fields,
-    fields_nbytes,
-)
+from .base import Compressor, CompressorState, Message, P, Summand, check_payload, check_tensor, fields, fields_nbytes
 from .expressions import register
 from .law import Biased, Contraction, Law, Unbiased
 
@@ -50,12 +40,14 @@ class Quantizer(Compressor[P]):
         return 0
 
     @torch.no_grad()
-    def compress(self, x: Tensor, state: State) -> tuple[P, State]:
+    def compress(self, x: Tensor, state: CompressorState) -> tuple[P, CompressorState]:
         payload, _, next_state = self._compress(x, None, state)
         return payload, next_state
 
     @torch.no_grad()
-    def compress_with_feedback(self, x: Tensor, residual: Tensor, state: State) -> tuple[P, Tensor, State]:
+    def compress_with_feedback(
+        self, x: Tensor, residual: Tensor, state: CompressorState
+    ) -> tuple[P, Tensor, CompressorState]:
         payload, left, next_state = self._compress(x, residual, state)
         assert left is not None
         return payload, left, next_state
@@ -76,7 +68,9 @@ class Quantizer(Compressor[P]):
             parts.append(self._parts(payload))
         kernels.dequantize(parts, payloads[0].spec.sections, self.grid, out, scale=scale)
 
-    def _compress(self, x: Tensor, residual: Tensor | None, state: State) -> tuple[P, Tensor | None, State]:
+    def _compress(
+        self, x: Tensor, residual: Tensor | None, state: CompressorState
+    ) -> tuple[P, Tensor | None, CompressorState]:
         check_tensor(x, state)
         payload, sections = self._empty(x, state), self._sections(state)
         codes, scales = self._parts(payload)
@@ -85,14 +79,14 @@ class Quantizer(Compressor[P]):
         kernels.quantize(x, sections, self.grid, codes, scales, residual=residual, next_residual=left)
         return payload, left, state.next()
 
-    def _sections(self, state: State) -> Sections:
+    def _sections(self, state: CompressorState) -> Sections:
         return state.sections(self.seed) if draws(self.grid) else state.spec.sections
 
     def _bring(self, scales: Tensor, x: Tensor, residual: Tensor | None, sections: Sections) -> None:
         """Writes the scales that the grid asks for."""
 
     @abstractmethod
-    def _empty(self, x: Tensor, state: State) -> P:
+    def _empty(self, x: Tensor, state: CompressorState) -> P:
         """The payload before anything is written to it."""
 
     @abstractmethod
@@ -106,7 +100,7 @@ class MessageQuantizer(Quantizer[Message]):
     def nbytes(self, spec: FlatSpec, step: int = 0) -> int:
         return fields_nbytes(*self._layout(spec))
 
-    def _empty(self, x: Tensor, state: State) -> Message:
+    def _empty(self, x: Tensor, state: CompressorState) -> Message:
         data = memory.empty(self.nbytes(state.spec), torch.uint8, x.device)
         _, (_, codes) = self._layout(state.spec)
         data[: len(data) - codes].zero_()  # what is between scales and codes
@@ -153,7 +147,7 @@ class SharedScaleQuantizer(Quantizer[Summand]):
         return Grid(1, block=self.grid.block)
 
     @torch.no_grad()
-    def observe(self, x: Tensor, state: State) -> Tensor:
+    def observe(self, x: Tensor, state: CompressorState) -> Tensor:
         check_tensor(x, state)
         sections = state.spec.sections
         scales = x.new_empty(self.num_agreed(state.spec), dtype=torch.float32)
@@ -163,9 +157,11 @@ class SharedScaleQuantizer(Quantizer[Summand]):
     def nbytes(self, spec: FlatSpec, step: int = 0) -> int:
         return spec.numel
 
-    def _empty(self, x: Tensor, state: State) -> Summand:
+    def _empty(self, x: Tensor, state: CompressorState) -> Summand:
         if state.agreed is None:
-            raise ValueError(f"{self} needs scales that the ranks agreed on: State.agreed, from what they observe")
+            raise ValueError(
+                f"{self} needs scales that the ranks agreed on: CompressorState.agreed, from what they observe"
+            )
         data = memory.empty(state.spec.numel, torch.int8, x.device)
         return Summand(self, state.spec, state.step, data, agreed=state.agreed)
 
@@ -325,7 +321,7 @@ class SharedTernGrad(SharedScaleQuantizer):
         return ternary(self.summands * _length(spec, self.block), self.clip)
 
     @torch.no_grad()
-    def observe(self, x: Tensor, state: State) -> Tensor:
+    def observe(self, x: Tensor, state: CompressorState) -> Tensor:
         scales = super().observe(x, state)
         if self.clip is not None:
             find_clipped_scales(scales, x, None, state.spec.sections, self.block, self.clip)

@@ -13,10 +13,10 @@ from ..tensors import allocator as memory
 from ..tensors.bucket import FlatSpec
 from ..tensors.sparse import SparseVector, index_dtype
 from .base import (
+    CompressorState,
     Payload,
     SparseMessage,
     Sparsifier,
-    State,
     Summand,
     by_spec,
     check_payload,
@@ -86,12 +86,14 @@ class RandomK(Sparsifier):
         return Unbiased(1 / delta - 1) if self.scaled else Contraction(delta, in_expectation=True)
 
     @torch.no_grad()
-    def compress(self, x: Tensor, state: State) -> tuple[Any, State]:
+    def compress(self, x: Tensor, state: CompressorState) -> tuple[Any, CompressorState]:
         check_tensor(x, state)
         return self._payload(x[self._drawn(state, x.device).long()], state), state.next()
 
     @torch.no_grad()
-    def compress_with_feedback(self, x: Tensor, residual: Tensor, state: State) -> tuple[Any, Tensor, State]:
+    def compress_with_feedback(
+        self, x: Tensor, residual: Tensor, state: CompressorState
+    ) -> tuple[Any, Tensor, CompressorState]:
         check_tensor(x, state)
         left, indices = corrected_by(residual, x), self._drawn(state, x.device)
         values = narrowed(left[indices.long()], x.dtype)
@@ -103,14 +105,14 @@ class RandomK(Sparsifier):
         values, stream = self._values(payload), 0
         if not self.shared:
             stream = int(fields(payload.data, (torch.int64, 1))[0])
-        state = State(payload.spec, stream, payload.step)
+        state = CompressorState(payload.spec, stream, payload.step)
         return SparseVector(self._drawn(state, values.device), self._decoded(values, payload.spec), payload.spec.numel)
 
     def nbytes(self, spec: FlatSpec, step: int = 0) -> int:
         values = spec.dtype, self.num_kept(spec)
         return fields_nbytes(values) if self.shared else fields_nbytes((torch.int64, 1), values)
 
-    def _drawn(self, state: State, device: torch.device) -> Tensor:
+    def _drawn(self, state: CompressorState, device: torch.device) -> Tensor:
         """Indices into the flat tensor, ascending."""
         spec = state.spec
         indices = memory.empty(self.num_kept(spec), index_dtype(spec.numel), device)
@@ -121,7 +123,7 @@ class RandomK(Sparsifier):
         kernels.decode_bitmap(words, indices)
         return indices
 
-    def _payload(self, values: Tensor, state: State) -> Payload:
+    def _payload(self, values: Tensor, state: CompressorState) -> Payload:
         if self.shared:
             return Summand(self, state.spec, state.step, values)
         message = memory.zeros(self.nbytes(state.spec), torch.uint8, values.device)

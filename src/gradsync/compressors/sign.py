@@ -18,7 +18,7 @@ from .. import kernels
 from ..kernels import SignScale, accumulation_dtype
 from ..tensors import allocator as memory
 from ..tensors.bucket import FlatSpec
-from .base import Compressor, Message, State, by_spec, check_payload, check_tensor, fields, fields_nbytes
+from .base import Compressor, CompressorState, Message, by_spec, check_payload, check_tensor, fields, fields_nbytes
 from .expressions import register
 from .law import Biased, Contraction, Law
 
@@ -34,12 +34,14 @@ class Signs(Compressor[Message]):
         """What is kept of the magnitudes of a block, and how many elements a block has (0: it is a tensor)."""
 
     @torch.no_grad()
-    def compress(self, x: Tensor, state: State) -> tuple[Message, State]:
+    def compress(self, x: Tensor, state: CompressorState) -> tuple[Message, CompressorState]:
         check_tensor(x, state)
         return self._packed(x, state), state.next()
 
     @torch.no_grad()
-    def compress_with_feedback(self, x: Tensor, residual: Tensor, state: State) -> tuple[Message, Tensor, State]:
+    def compress_with_feedback(
+        self, x: Tensor, residual: Tensor, state: CompressorState
+    ) -> tuple[Message, Tensor, CompressorState]:
         check_tensor(x, state)
         left = memory.empty_like(residual)
         return self._packed(x, state, residual, left), left, state.next()
@@ -59,7 +61,9 @@ class Signs(Compressor[Message]):
     def nbytes(self, spec: FlatSpec, step: int = 0) -> int:
         return fields_nbytes(*self._layout(spec))
 
-    def _packed(self, x: Tensor, state: State, residual: Tensor | None = None, left: Tensor | None = None) -> Message:
+    def _packed(
+        self, x: Tensor, state: CompressorState, residual: Tensor | None = None, left: Tensor | None = None
+    ) -> Message:
         """The message of x + residual; `left` gets what it leaves. `x` may be wider than the state's tensor."""
         data = memory.zeros(self.nbytes(state.spec), torch.uint8, x.device)
         payload = Message(self, state.spec, state.step, data)
@@ -189,17 +193,19 @@ class Signum(Sign):
         """Sums are of momenta already."""
         return Sign()
 
-    def init(self, spec: FlatSpec, stream: int = 0) -> State:
+    def init(self, spec: FlatSpec, stream: int = 0) -> CompressorState:
         zeros = torch.zeros(spec.numel, dtype=accumulation_dtype(spec.dtype))
         return replace(super().init(spec, stream), elements={MOMENTUM: zeros})
 
     @torch.no_grad()
-    def compress(self, x: Tensor, state: State) -> tuple[Message, State]:
+    def compress(self, x: Tensor, state: CompressorState) -> tuple[Message, CompressorState]:
         check_tensor(x, state)
         before = state.elements[MOMENTUM].to(x.device)
         momentum = torch.mul(before, self.momentum, out=memory.empty_like(before)).add_(x, alpha=1 - self.momentum)
         return self._packed(momentum, state), state.next(elements={**state.elements, MOMENTUM: momentum})
 
-    def compress_with_feedback(self, x: Tensor, residual: Tensor, state: State) -> tuple[Message, Tensor, State]:
+    def compress_with_feedback(
+        self, x: Tensor, residual: Tensor, state: CompressorState
+    ) -> tuple[Message, Tensor, CompressorState]:
         """What is left is left of the gradient, not of the momentum."""
         return Compressor.compress_with_feedback(self, x, residual, state)

@@ -16,10 +16,10 @@ from ..tensors.index_formats import Positions, smallest
 from ..tensors.sparse import SparseVector
 from .base import (
     Compressor,
+    CompressorState,
     Field,
     SparseMessage,
     Sparsifier,
-    State,
     Summand,
     alike,
     by_spec,
@@ -66,7 +66,7 @@ class SketchML(Sparsifier):
         return Contraction(min((k / n / -(-2 * k // min(self.buckets, k)) for k, n in kept), default=1.0))
 
     @torch.no_grad()
-    def compress(self, x: Tensor, state: State) -> tuple[SparseMessage, State]:
+    def compress(self, x: Tensor, state: CompressorState) -> tuple[SparseMessage, CompressorState]:
         check_tensor(x, state)
         largest = TopK(self.ratio)
         sparse = largest.elements(largest.compress(x, state)[0])
@@ -191,7 +191,7 @@ class CountSketch(Compressor[Summand]):
         return Biased("estimates are near with a probability only, relative to the norm of all elements")
 
     @torch.no_grad()
-    def compress(self, x: Tensor, state: State) -> tuple[Summand, State]:
+    def compress(self, x: Tensor, state: CompressorState) -> tuple[Summand, CompressorState]:
         check_tensor(x, state)
         sections, columns = state.sections(self.seed, shared=True), self._columns(state.spec)
         counters = memory.empty(self.rows * sum(columns), self.number_dtype(state.spec), x.device)
@@ -201,7 +201,7 @@ class CountSketch(Compressor[Summand]):
     def decompress(self, payload: Summand) -> Tensor:
         check_payload(self, payload)
         spec, keep = payload.spec, TopK(self.keep)
-        sections = State(spec, step=payload.step).sections(self.seed, shared=True)
+        sections = CompressorState(spec, step=payload.step).sections(self.seed, shared=True)
         estimates = memory.empty(spec.numel, spec.dtype, payload.data.device)
         kernels.sketch_estimates(payload.data, sections, self._columns(spec), estimates, rows=self.rows)
         largest = torch.empty(keep.num_kept(spec), dtype=torch.int64, device=estimates.device)

@@ -15,7 +15,17 @@ from ..tensors import allocator as memory
 from ..tensors.bucket import FlatSpec
 from ..tensors.index_formats import Positions, smallest
 from ..tensors.sparse import SparseVector, index_dtype
-from .base import Field, SparseMessage, Sparsifier, State, by_spec, check_payload, check_tensor, fields, fields_nbytes
+from .base import (
+    CompressorState,
+    Field,
+    SparseMessage,
+    Sparsifier,
+    by_spec,
+    check_payload,
+    check_tensor,
+    fields,
+    fields_nbytes,
+)
 from .expressions import register
 from .law import Biased, Contraction, Law
 
@@ -73,10 +83,12 @@ class TopK(Sparsifier):
             return Biased("float16 has a small range: of larger values 65504 is sent, of smaller ones 0")
         return Contraction(share if wire is spec.dtype else share * (1 - BFLOAT16_ROUNDING**2))
 
-    def compress(self, x: Tensor, state: State) -> tuple[SparseMessage, State]:
+    def compress(self, x: Tensor, state: CompressorState) -> tuple[SparseMessage, CompressorState]:
         return self._message(x, state), state.next()
 
-    def compress_with_feedback(self, x: Tensor, residual: Tensor, state: State) -> tuple[SparseMessage, Tensor, State]:
+    def compress_with_feedback(
+        self, x: Tensor, residual: Tensor, state: CompressorState
+    ) -> tuple[SparseMessage, Tensor, CompressorState]:
         left = memory.empty_like(residual)
         return self._message(x, state, residual, left), left, state.next()
 
@@ -90,7 +102,7 @@ class TopK(Sparsifier):
 
     @torch.no_grad()
     def _message(
-        self, x: Tensor, state: State, residual: Tensor | None = None, left: Tensor | None = None
+        self, x: Tensor, state: CompressorState, residual: Tensor | None = None, left: Tensor | None = None
     ) -> SparseMessage:
         check_tensor(x, state)
         spec, counts = state.spec, self._counts(state.spec)
@@ -157,7 +169,7 @@ class BlockTopK(Sparsifier):
         return Contraction(least_share(self._kept(spec), self._blocks(spec)))
 
     @torch.no_grad()
-    def compress(self, x: Tensor, state: State) -> tuple[SparseMessage, State]:
+    def compress(self, x: Tensor, state: CompressorState) -> tuple[SparseMessage, CompressorState]:
         check_tensor(x, state)
         spec = state.spec
         payload = SparseMessage(self, spec, state.step, memory.zeros(self.nbytes(spec), torch.uint8, x.device))

@@ -14,10 +14,10 @@ from ..tensors import allocator as memory
 from ..tensors.bucket import FlatSpec
 from ..tensors.sparse import SparseVector, index_dtype
 from .base import (
+    CompressorState,
     Field,
     SparseMessage,
     Sparsifier,
-    State,
     alike,
     by_spec,
     check_payload,
@@ -67,7 +67,7 @@ class Thresholded(Sparsifier):
         self,
         x: Tensor,
         thresholds: Tensor,
-        state: State,
+        state: CompressorState,
         residual: Tensor | None = None,
         left: Tensor | None = None,
     ) -> SparseMessage:
@@ -121,17 +121,19 @@ class Threshold(Thresholded):
         return Biased("above the threshold are at times more than fit: then the error may be larger than it")
 
     @torch.no_grad()
-    def compress(self, x: Tensor, state: State) -> tuple[SparseMessage, State]:
+    def compress(self, x: Tensor, state: CompressorState) -> tuple[SparseMessage, CompressorState]:
         check_tensor(x, state)
         return self._message(x, self._thresholds(x, state), state), state.next()
 
     @torch.no_grad()
-    def compress_with_feedback(self, x: Tensor, residual: Tensor, state: State) -> tuple[SparseMessage, Tensor, State]:
+    def compress_with_feedback(
+        self, x: Tensor, residual: Tensor, state: CompressorState
+    ) -> tuple[SparseMessage, Tensor, CompressorState]:
         check_tensor(x, state)
         left = memory.empty_like(residual)
         return self._message(x, self._thresholds(x, state), state, residual, left), left, state.next()
 
-    def _thresholds(self, x: Tensor, state: State) -> Tensor:
+    def _thresholds(self, x: Tensor, state: CompressorState) -> Tensor:
         dtype = kernels.accumulation_dtype(x.dtype)
         return torch.full((len(state.spec.lengths),), self.value, dtype=dtype, device=x.device)
 
@@ -162,7 +164,7 @@ class GaussianK(Thresholded):
         return Biased("a contraction by the share that is above the threshold, which may be none of a tensor")
 
     @torch.no_grad()
-    def compress(self, x: Tensor, state: State) -> tuple[SparseMessage, State]:
+    def compress(self, x: Tensor, state: CompressorState) -> tuple[SparseMessage, CompressorState]:
         check_tensor(x, state)
         return self._message(x, self.thresholds(x, state.spec), state), state.next()
 

@@ -19,8 +19,8 @@ from ..tensors.bucket import FlatSpec
 from ..tensors.sparse import SparseVector, index_dtype
 from .base import (
     Compressor,
+    CompressorState,
     Message,
-    State,
     Summand,
     alike,
     by_spec,
@@ -98,7 +98,7 @@ class THC(Compressor[Summand]):
         return Unbiased((math.log(2 * most) + 1) / (2 * self.levels**2))
 
     @torch.no_grad()
-    def observe(self, x: Tensor, state: State) -> Tensor:
+    def observe(self, x: Tensor, state: CompressorState) -> Tensor:
         """T of each chunk; infinite, which a maximum keeps, where it is not a number."""
         check_tensor(x, state)
         chunks, _ = self._chunks(state.spec)
@@ -112,7 +112,7 @@ class THC(Compressor[Summand]):
         return most
 
     @torch.no_grad()
-    def compress(self, x: Tensor, state: State) -> tuple[Summand, State]:
+    def compress(self, x: Tensor, state: CompressorState) -> tuple[Summand, CompressorState]:
         check_tensor(x, state)
         if state.agreed is None:
             raise ValueError("THC needs what the ranks agreed on: see Compressor.observe")
@@ -143,7 +143,7 @@ class THC(Compressor[Summand]):
         spec, step = payloads[0].spec, payloads[0].step
         numbers = memory.empty_like(out, kernels.accumulation_dtype(out.dtype))
         kernels.dequantize(parts, self._chunks(spec)[0], self._grid, numbers, scale=scale)
-        kernels.hadamard(numbers, self._signs(State(spec, step=step)), out, chunk=self.chunk, inverse=True)
+        kernels.hadamard(numbers, self._signs(CompressorState(spec, step=step)), out, chunk=self.chunk, inverse=True)
 
     def nbytes(self, spec: FlatSpec, step: int = 0) -> int:
         return spec.numel
@@ -153,10 +153,10 @@ class THC(Compressor[Summand]):
         """A T that has no inverse counts as zero."""
         return Grid(self.levels, scale="given", stochastic=True)
 
-    def _signs(self, state: State) -> Sections:
+    def _signs(self, state: CompressorState) -> Sections:
         return state.sections(self.seed, shared=True)
 
-    def _rotated(self, x: Tensor, state: State) -> Tensor:
+    def _rotated(self, x: Tensor, state: CompressorState) -> Tensor:
         rotated = memory.empty_like(x, kernels.accumulation_dtype(x.dtype))
         kernels.hadamard(x, self._signs(state), rotated, chunk=self.chunk)
         return rotated
@@ -267,7 +267,7 @@ class DCTTopK(Compressor[Message]):
         return Contraction(min((self.kept(t) / t.size for t in tilings), default=1.0))
 
     @torch.no_grad()
-    def compress(self, x: Tensor, state: State) -> tuple[Message, State]:
+    def compress(self, x: Tensor, state: CompressorState) -> tuple[Message, CompressorState]:
         check_tensor(x, state)
         spec = state.spec
         payload = Message(self, spec, state.step, memory.zeros(self.nbytes(spec), torch.uint8, x.device))

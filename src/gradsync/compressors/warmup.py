@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..tensors.bucket import FlatSpec
-from .base import Compressor, Payload, State
+from .base import Compressor, CompressorState, Payload
 from .expressions import register
 from .feedback import Feedback
 from .law import Contraction, Law
@@ -90,19 +90,21 @@ class Warmup(Compressor[P]):
         drawn = any(isinstance(law, Contraction) and law.in_expectation for law in laws)
         return Contraction(min(deltas), drawn) if len(deltas) == len(laws) else laws[-1]
 
-    def init(self, spec: FlatSpec, stream: int = 0) -> State:
+    def init(self, spec: FlatSpec, stream: int = 0) -> CompressorState:
         states = [compressor.init(spec, stream) for compressor in self.compressors]
         elements = {name: kept for state in states for name, kept in state.elements.items()}
         tensors = {name: kept for state in states for name, kept in state.tensors.items()}
         return replace(states[0], elements=elements, tensors=tensors)
 
-    def observe(self, x: Tensor, state: State) -> Tensor | None:
+    def observe(self, x: Tensor, state: CompressorState) -> Tensor | None:
         return self.at(state.step).observe(x, state)
 
-    def compress(self, x: Tensor, state: State) -> tuple[P, State]:
+    def compress(self, x: Tensor, state: CompressorState) -> tuple[P, CompressorState]:
         return self.at(state.step).compress(x, state)
 
-    def compress_with_feedback(self, x: Tensor, residual: Tensor, state: State) -> tuple[P, Tensor, State]:
+    def compress_with_feedback(
+        self, x: Tensor, residual: Tensor, state: CompressorState
+    ) -> tuple[P, Tensor, CompressorState]:
         return self.at(state.step).compress_with_feedback(x, residual, state)
 
     def decompress(self, payload: P) -> Tensor:

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
+MORE_OR_LESS = 1.25  # times as long, or as short, as it was: what takes this time has changed
+
 
 @dataclass(frozen=True)
 class Task:

@@ -1,4 +1,4 @@
-"""A lane: one bucket at run time, with its scheme, its memory, its state and what it has cost so far."""
+"""A bucket run is one bucket at run time, with its scheme, its memory, its state and what it has cost so far."""
 
 from __future__ import annotations
 
@@ -20,28 +20,21 @@ from ..state import (
     NOT_STRICT,
     StateSlice,
     at_step,
+    carried_residual,
+    carried_slices,
     dtype_at,
     has_place,
     keeps_values,
     left_to_send,
-    owed,
     rescaled,
     slices,
-    slices_owed,
     with_slices,
     without,
 )
 from ..tensors.arrivals import Arrival
 from ..tensors.bucket import Bucket, Layout, StepMarks
 from ..tensors.density import DensityProfile, ParameterProfile, joined
-from ..tensors.gradients import (
-    FlatGradients,
-    Gradients,
-    all_finite,
-    gradients_of,
-    marks_of_ranks,
-    total_of,
-)
+from ..tensors.gradients import FlatGradients, Gradients, all_finite, gradients_of, marks_of_ranks, total_of
 
 
 @dataclass(frozen=True)
@@ -60,7 +53,7 @@ class BucketStatistics:
 
 
 @dataclass
-class Lane:
+class BucketRun:
     """One bucket at run time on this rank."""
 
     bucket: Bucket
@@ -70,10 +63,10 @@ class Lane:
     state: State
     flags_apart: bool = False  # the flags do not ride with the gradients but are summed after them
     next_state: State | None = None
-    owed: Tensor | None = None  # what another plan's schemes left to be sent: goes with the next gradients
-    took_over: bool = False  # some rank owes something: what follows from it must be the same on all
-    still_owes: bool = False  # so it will be when the step is kept
-    next_owed: Tensor | None = None
+    carried_residual: Tensor | None = None  # what another plan's schemes left to be sent: goes with the next gradients
+    took_over: bool = False  # some rank carries a residual: what follows from it must be the same on all
+    still_carries: bool = False  # so it will be when the step is kept
+    next_carried_residual: Tensor | None = None
     total: Tensor | None = None  # of the result, where it might not be finite
     waiting: set[str] = field(default_factory=set)  # parameters that were not loaded in this step yet
     steps: int = 0
@@ -86,15 +79,15 @@ class Lane:
     @classmethod
     def make(
         cls, bucket: Bucket, scheme: Scheme[Any], templates: Mapping[str, Tensor], device: torch.device, group: Group
-    ) -> Lane:
+    ) -> BucketRun:
         """See `gradients_of`."""
         recording = RecordingGroup(group, Ledger())
         state = scheme.init(bucket, recording)
         # State is of elements by their index, whatever plans and memory formats it meets; so is what it is added to.
         gradients = gradients_of(bucket, templates, device, in_order=bool(state))
-        lane = cls(bucket, scheme, gradients, recording, state)
-        lane.flags_apart = bucket.layout is Layout.FLAT and not bucket.flags_ride
-        return lane
+        run = cls(bucket, scheme, gradients, recording, state)
+        run.flags_apart = bucket.layout is Layout.FLAT and not bucket.flags_ride
+        return run
 
     @property
     def carries_marks(self) -> bool:
@@ -126,9 +119,9 @@ class Lane:
         """The bucket's turns in a step; the next state is kept beside the present one."""
         self.total = None
         x = self.gradients.take(check_finite=check_finite and not self._shows, marks=marks)
-        if self.owed is not None:
+        if self.carried_residual is not None:
             assert isinstance(self.gradients, FlatGradients)
-            self.gradients.add(self.owed)  # which is what `x` looks at
+            self.gradients.add(self.carried_residual)  # which is what `x` looks at
         state = at_step(self.state, step)
         result, self.next_state = await self.scheme.synchronize(x, state, self.group, 1.0 / self.group.size)
         if check_finite and self.bucket.layout is Layout.FLAT:  # while other buckets are in flight
@@ -149,11 +142,13 @@ class Lane:
             self.next_state = self.scheme.unused(self.next_state, unused)
         if unused and self.next_state:
             self.next_state = without(self.next_state, self.state, unused)
-        self.still_owes = bool(unused) and self.took_over
-        if unused and self.owed is not None:  # their result was given to nobody
+        self.still_carries = bool(unused) and self.took_over
+        if unused and self.carried_residual is not None:  # their result was given to nobody
             used = [segment.name not in unused for segment in self.bucket.segments]
             lengths = torch.tensor([segment.numel for segment in self.bucket.segments])
-            self.next_owed = self.owed.masked_fill(torch.tensor(used).repeat_interleave(lengths), 0.0)
+            self.next_carried_residual = self.carried_residual.masked_fill(
+                torch.tensor(used).repeat_interleave(lengths), 0.0
+            )
 
     @property
     def arrival(self) -> Arrival:
@@ -184,31 +179,31 @@ class Lane:
     def commit(self, *, keep: bool) -> None:
         """The next state becomes the state, if the step is to be kept."""
         if self.next_state is not None and keep:
-            self.state, self.owed = self.next_state, self.next_owed
-            self.took_over = self.still_owes
-        self.next_state = self.next_owed = None
+            self.state, self.carried_residual = self.next_state, self.next_carried_residual
+            self.took_over = self.still_carries
+        self.next_state = self.next_carried_residual = None
 
     def rescale(self, factor: float) -> None:
         """Gradients come so many times as large from now on."""
         self.state = rescaled(self.state, factor)
-        self.owed = None if self.owed is None else self.owed * factor
+        self.carried_residual = None if self.carried_residual is None else self.carried_residual * factor
 
     def reset_state(self) -> None:
-        self.next_state = self.owed = self.next_owed = None
-        self.took_over = self.still_owes = False
+        self.next_state = self.carried_residual = self.next_carried_residual = None
+        self.took_over = self.still_carries = False
         self.state = self.scheme.init(self.bucket, self.group)
 
     def state_slices(self) -> Iterator[StateSlice]:
         """Copies of the state, one for each segment and compress point."""
         yield from slices(self.bucket, self.state)
-        if self.owed is not None:
-            yield from slices_owed(self.bucket, self.owed)
+        if self.carried_residual is not None:
+            yield from carried_slices(self.bucket, self.carried_residual)
 
     def take_over(self, saved: Sequence[StateSlice]) -> None:
         """Lays those elements of the slices that this bucket holds into its state; other plans cut elsewhere."""
         self.state = with_slices(self.bucket, self.state, saved)
         if self.bucket.layout is Layout.FLAT:
-            self.owed = owed(self.bucket, self.state, saved)
+            self.carried_residual = carried_residual(self.bucket, self.state, saved)
 
     def record(self, tasks: list[Task], backward_ended_s: float, ended_s: float) -> None:
         """Adds a finished step's bytes and times to the totals."""
@@ -270,59 +265,59 @@ class Lane:
         return steps
 
 
-class Lanes:
+class BucketRuns:
     """All buckets of a plan at run time, in its order."""
 
-    def __init__(self, lanes: Iterable[Lane] = ()) -> None:
-        self._by_bucket = {lane.bucket.id: lane for lane in lanes}
-        if self._by_bucket and not any(lane.carries_marks for lane in self):
+    def __init__(self, runs: Iterable[BucketRun] = ()) -> None:
+        self._by_bucket = {run.bucket.id: run for run in runs}
+        if self._by_bucket and not any(run.carries_marks for run in self):
             next(iter(self)).flags_apart = True  # only tables: nothing the marks could ride in
-        self._of: dict[str, list[Lane]] = {}
-        for lane in self:
-            for name in dict.fromkeys(lane.bucket.names):
-                self._of.setdefault(name, []).append(lane)
+        self._of: dict[str, list[BucketRun]] = {}
+        for run in self:
+            for name in dict.fromkeys(run.bucket.names):
+                self._of.setdefault(name, []).append(run)
 
-    def __iter__(self) -> Iterator[Lane]:
+    def __iter__(self) -> Iterator[BucketRun]:
         return iter(self._by_bucket.values())
 
     def __len__(self) -> int:
         return len(self._by_bucket)
 
-    def __getitem__(self, bucket: str) -> Lane:
+    def __getitem__(self, bucket: str) -> BucketRun:
         return self._by_bucket[bucket]
 
-    def of(self, name: str) -> list[Lane]:
+    def of(self, name: str) -> list[BucketRun]:
         """The buckets that hold the parameter, or slices of it."""
         return self._of[name]
 
     @property
     def prepared(self) -> frozenset[str]:
         """Buckets whose schemes have work to do as soon as they are complete."""
-        return frozenset(lane.bucket.id for lane in self if lane.scheme.prepares)
+        return frozenset(run.bucket.id for run in self if run.scheme.prepares)
 
     @property
     def offload(self) -> bool:
         """Whether some scheme has work for another core."""
-        return any(lane.scheme.offloads for lane in self)
+        return any(run.scheme.offloads for run in self)
 
     @property
     def have_state(self) -> bool:
         """Whether a step that is not to be kept must leave something as it was; the same on all ranks."""
-        return any(lane.state or lane.took_over for lane in self)
+        return any(run.state or run.took_over for run in self)
 
     @property
     def keep_values(self) -> bool:
         """Whether ranks keep values of their own, so that one rank's state is not another one's."""
-        return any(keeps_values(lane.state) or lane.took_over for lane in self)
+        return any(keeps_values(run.state) or run.took_over for run in self)
 
     def state_slices(self) -> Iterator[StateSlice]:
         """Copies of all state."""
-        return (part for lane in self for part in lane.state_slices())
+        return (part for run in self for part in run.state_slices())
 
     def commit(self, *, keep: bool) -> None:
         """The next states become the states, if the step is to be kept."""
-        for lane in self:
-            lane.commit(keep=keep)
+        for run in self:
+            run.commit(keep=keep)
 
     def restore(self, state: Sequence[StateSlice], gather: Callable[[bytes], list[bytes]]) -> None:
         """This state, and no other. `gather` hands bytes to all, by rank.
@@ -330,10 +325,10 @@ class Lanes:
         What goes with tensors as a whole, as the scores of chunks, must be the same on all ranks that keep it: in
         buckets of which they were given different numbers it begins anew.
         """
-        for lane in self:
-            lane.reset_state()
-            lane.take_over(state)
-        whole = [(lane.bucket.id, part) for lane in self for part in lane.state_slices() if part.whole]
+        for run in self:
+            run.reset_state()
+            run.take_over(state)
+        whole = [(run.bucket.id, part) for run in self for part in run.state_slices() if part.whole]
         mine = json.dumps([(bucket, part.key, part.digest) for bucket, part in whole])
         digests: dict[tuple[str, str], set[str]] = {}
         for theirs in gather(mine.encode()):
@@ -357,16 +352,16 @@ class Lanes:
             "plans that follow each other, or are tried in turns, must have schemes with the same state for the same "
             "parameters; a table whose gradient shows to be sparse in the first step must not be compressed before",
         )
-        for lane in self:
-            lane.take_over(saved)
+        for run in self:
+            run.take_over(saved)
 
-    def agree_on_owed(self, gather: Callable[[Tensor], list[Tensor]]) -> None:
-        """Tells all ranks in which buckets some rank owes something; `gather` hands a tensor to all, by rank."""
+    def agree_on_carried(self, gather: Callable[[Tensor], list[Tensor]]) -> None:
+        """Tells all ranks in which buckets some rank carries a residual; `gather` hands a tensor to all, by rank."""
         if len(self):
-            mine = torch.tensor([lane.owed is not None for lane in self], dtype=torch.uint8)
-            owing = torch.stack([part.cpu() for part in gather(mine)]).amax(dim=0).tolist()
-            for lane, owes in zip(self, owing, strict=True):
-                lane.took_over = bool(owes)
+            mine = torch.tensor([run.carried_residual is not None for run in self], dtype=torch.uint8)
+            carrying = torch.stack([part.cpu() for part in gather(mine)]).amax(dim=0).tolist()
+            for run, carries in zip(self, carrying, strict=True):
+                run.took_over = bool(carries)
 
     def require_place(self, state: Iterable[StateSlice], advice: str) -> None:
         """
@@ -374,11 +369,11 @@ class Lanes:
             ValueError: with this advice, when some of the state has no place here.
         """
         for part in state:
-            lanes = self.of(part.name)
-            if left_to_send(part) and all(lane.bucket.layout is Layout.FLAT for lane in lanes):
+            runs = self.of(part.name)
+            if left_to_send(part) and all(run.bucket.layout is Layout.FLAT for run in runs):
                 continue
             if not self._keeps(part):
-                ways = " and ".join(dict.fromkeys(lane.scheme.title for lane in lanes))
+                ways = " and ".join(dict.fromkeys(run.scheme.title for run in runs))
                 raise ValueError(
                     f"the plan has no place for the state {part.key!r}, which would be lost, as {part.name!r} travels "
                     f"by {ways}: {advice}"
@@ -390,10 +385,10 @@ class Lanes:
             ValueError: for state of another element type than what is kept in its place.
         """
         for part in state:
-            lanes = self.of(part.name)
-            kept = dtype_at([lane.state for lane in lanes], part)
+            runs = self.of(part.name)
+            kept = dtype_at([run.state for run in runs], part)
             if kept is None and left_to_send(part):  # it goes with gradients
-                kept = accumulation_dtype(lanes[0].bucket.dtype)
+                kept = accumulation_dtype(runs[0].bucket.dtype)
             if kept is not None and part.values.dtype is not kept:
                 raise ValueError(
                     f"the state {part.key!r} is {part.values.dtype}, {kept} is kept there: what was rounded in between "
@@ -401,13 +396,13 @@ class Lanes:
                 )
 
     def _keeps(self, part: StateSlice) -> bool:
-        return has_place([lane.state for lane in self.of(part.name)], part)
+        return has_place([run.state for run in self.of(part.name)], part)
 
     def marks(self) -> tuple[bool, bool]:
         """What the ranks told each other in the accepted step, see `marks_of_ranks`."""
-        return marks_of_ranks(next(lane for lane in self if lane.carries_marks).gradients)
+        return marks_of_ranks(next(run for run in self if run.carries_marks).gradients)
 
     def expected_steps(self, profiles: Mapping[str, ParameterProfile], round: int) -> dict[str, list[Step]]:
         """By bucket, what the training step `round` does with it, where that is known."""
-        steps = {lane.bucket.id: lane.expected_steps(profiles, round) for lane in self}
+        steps = {run.bucket.id: run.expected_steps(profiles, round) for run in self}
         return {bucket: expected for bucket, expected in steps.items() if expected is not None}

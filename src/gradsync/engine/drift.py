@@ -5,9 +5,10 @@ from __future__ import annotations
 import statistics
 from collections import deque
 
+from ..costs.timeline import MORE_OR_LESS
+
 WINDOW_STEPS = 50  # whose median is looked at
 LOOK_STEPS = 499  # between two looks; a prime: what alternates from step to step is not always met in the same state
-MORE_OR_LESS = 1.25  # times as long, or as short, at two looks in a row: another job
 
 
 class Drift:

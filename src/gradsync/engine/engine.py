@@ -1,4 +1,4 @@
-"""The engine: runs a plan, step by step. Front-ends (`frontends/`) tell it when gradients are ready.
+"""The engine: runs a plan, step by step. Frontends (`frontends/`) tell it when gradients are ready.
 
 A step is `begin`, a `load` for every gradient as it becomes ready, `finish`, then `unload` of the results. State of
 schemes is committed at the next `begin`: a step that failed, or in which some rank saw non-finite values, leaves none.
@@ -25,23 +25,15 @@ from ..costs.forecast import forecast
 from ..costs.timeline import Task
 from ..plans.plan import OF, Plan, What, describe
 from ..plans.profile import Profile
-from ..state import (
-    NOT_STRICT,
-    VERSION,
-    Origin,
-    Saved,
-    examined,
-    refusal,
-    without_state,
-)
+from ..state import NOT_STRICT, VERSION, Origin, Saved, examined, refusal, without_state
 from ..tensors import allocator as memory
 from ..tensors.arrivals import Arrivals
 from ..tensors.bucket import PHASES, StepMarks, TensorSpec, model_digest
 from ..tensors.density import ParameterProfile
-from .bucket_run import BucketStatistics, Lane, Lanes
+from .bucket_run import BucketRun, BucketRuns, BucketStatistics
 from .guard import ParameterGuard, Verification
 from .observation import Observer
-from .plan_control import Planner, Planning, Resumption
+from .plan_control import PlanController, Planner, Resumption
 from .step_listener import active
 
 logger = logging.getLogger(__name__)
@@ -54,7 +46,7 @@ LOADING = "loading of state"
 class Engine:
     """Runs a plan for `parameters` over `group`, with a communication thread of its own for what is ready early.
 
-    `plan` is a `Plan`, or a function that makes one, when `Planning` asks it.
+    `plan` is a `Plan`, or a function that makes one, when the controller asks it.
     """
 
     def __init__(
@@ -76,13 +68,15 @@ class Engine:
         self.step = 0
         self.loss_scale: Callable[[], float] | None = None  # what gradients are multiplied by, where that may change
         self._scale: float | None = None  # in whose units state is
-        # Set by front-ends: since the last comparison an optimiser made a step that no synchronised backward preceded.
+        # Set by frontends: since the last comparison an optimiser made a step that no synchronised backward preceded.
         self.stepped_alone = False
         self.late = False  # some rank took part in the last step at its optimiser's step only
         self.device = next(iter(self.parameters.values())).device if self.parameters else torch.device("cpu")
         self._observer = Observer(self.specs, sparse_names)
-        self._planning = Planning(plan, self._observer, group, self.call, device=self.device, timeout_s=timeout_s)
-        self.plan, self.lanes = self._planning.plan, Lanes()
+        self._controller = PlanController(
+            plan, self._observer, group, self.call, device=self.device, timeout_s=timeout_s
+        )
+        self.plan, self.bucket_runs = self._controller.plan, BucketRuns()
         self._running: Synchronization | None = None
         self._collected: set[str] = set()  # buckets of the step under way whose results are here
         self._collected_s: float | None = None  # when the first of them was asked for before `finish`
@@ -105,10 +99,10 @@ class Engine:
             verification = Verification(every=0)
         self._sees_steps = False  # of optimisers
         self._guard = ParameterGuard(self.parameters, verification, self.call, timeout_s=timeout_s)
-        self._adopt(self._planning.plan)
+        self._adopt(self._controller.plan)
         self._announce()
 
-    # The step, in the order in which a front-end calls.
+    # The step, in the order in which a frontend calls.
 
     def begin(self, *, late: bool = False, rounds: int = 0) -> None:
         """Starts a step. `late`: this rank brings nothing but joins the others; `rounds` its optimiser has made so far.
@@ -120,19 +114,19 @@ class Engine:
         self._require_working()
         self._check_marks()
         self._marks = StepMarks(late, rounds % PHASES if rounds else None)
-        self.lanes.commit(keep=self._steps_good)
+        self.bucket_runs.commit(keep=self._steps_good)
         if self.loss_scale is not None:
             self._rescale(self.loss_scale())
         if self.replanning:
-            self._change_plan(self._planning.plan)
+            self._change_plan(self._controller.plan)
         self._observer.begin()
         self._steps_good = False  # until it has ended well
-        for lane in self.lanes:
-            lane.begin()
+        for run in self.bucket_runs:
+            run.begin()
         self._asides = []
         self._collected, self._collected_s = set(), None
-        witness = active()
-        self._apart = witness is not None and witness.began(self)
+        listener = active()
+        self._apart = listener is not None and listener.began(self)
         self._running = Synchronization(
             self.plan.order,
             self._synchronize,
@@ -141,7 +135,7 @@ class Engine:
             turn=self._turn,
             thread=self._thread,
             early=not self._apart,
-            prepared=self.lanes.prepared,
+            prepared=self.bucket_runs.prepared,
             offload=None if self._other_core is None else self._other_core.submit,
         )
         self._begin_to_compare()
@@ -154,17 +148,17 @@ class Engine:
     @property
     def replanning(self) -> bool:
         """Whether the next `begin` changes the plan: who holds views into the buckets' memory lets go of them."""
-        return self._planning.plan is not self.plan
+        return self._controller.plan is not self.plan
 
     @property
     def settled(self) -> bool:
         """Whether the plan in force stays."""
-        return self._closed or not self.parameters or (self._planning.settled and not self.replanning)
+        return self._closed or not self.parameters or (self._controller.settled and not self.replanning)
 
     @property
     def one_by_one(self) -> bool:
         """Whether somebody wants to know of each gradient of the step as soon as it is ready."""
-        return active() is not None or self._planning.looks
+        return active() is not None or self._controller.looks
 
     @property
     def due(self) -> Sized:
@@ -178,26 +172,26 @@ class Engine:
             RuntimeError: when the parameter became ready twice in one step.
         """
         running = self._require_step()
-        if (witness := active()) is not None:
-            witness.take(self, name, gradient if used else None, self.specs[name].shape)
+        if (listener := active()) is not None:
+            listener.take(self, name, gradient if used else None, self.specs[name].shape)
         if used and gradient is not None:
             self._observer.arrived(name, sparse=gradient.layout is torch.sparse_coo)
-            if self._planning.looks and not self._apart:
+            if self._controller.looks and not self._apart:
                 self._observer.look(name, gradient)
-        for lane in self.lanes.of(name):
-            if lane.load(name, gradient, used=used):
-                running.mark_ready(lane.bucket.id)
+        for run in self.bucket_runs.of(name):
+            if run.load(name, gradient, used=used):
+                running.mark_ready(run.bucket.id)
         running.do_work()
 
     def missing(self) -> list[str]:
         """Parameters that were not loaded in this step yet, in model order."""
-        waiting: set[str] = set().union(*(lane.waiting for lane in self.lanes))
+        waiting: set[str] = set().union(*(run.waiting for run in self.bucket_runs))
         return [name for name in self.parameters if name in waiting] if waiting else []
 
     @property
     def goes_on_alone(self) -> bool:
         """Whether the plan's exchange needs nobody but the communication thread once everything is loaded."""
-        return not self.lanes.prepared and not self.lanes.offload
+        return not self.bucket_runs.prepared and not self.bucket_runs.offload
 
     def go_on(self) -> None:
         """All parameters are loaded: the exchange goes on while the caller does something else before `finish`."""
@@ -211,18 +205,18 @@ class Engine:
             GroupError: as `finish` does.
         """
         running = self._require_step()
-        for lane in self.lanes.of(name):
-            if lane.bucket.id in self._collected:
+        for run in self.bucket_runs.of(name):
+            if run.bucket.id in self._collected:
                 continue
             if self._collected_s is None:
                 self._collected_s = time.perf_counter() - running.began_s
             try:
-                running.wait_for(lane.bucket.id)
+                running.wait_for(run.bucket.id)
             except BaseException as error:
                 self.fail(str(error))
                 self._running = None
                 raise
-            self._accept(lane, running)
+            self._accept(run, running)
 
     def finish(self) -> None:
         """Waits until every bucket is synchronised; all parameters are loaded.
@@ -233,8 +227,8 @@ class Engine:
         running = self._require_step()
         assert not self.missing()
         backward_ended_s = self._collected_s or time.perf_counter() - running.began_s
-        if (witness := active()) is not None:
-            witness.backward_ended(self)
+        if (listener := active()) is not None:
+            listener.backward_ended(self)
         try:
             for aside in self._asides:
                 aside.result()
@@ -244,15 +238,15 @@ class Engine:
             raise
         finally:
             self._running = None
-        for lane in self.lanes:
-            if lane.bucket.id not in self._collected:
-                self._accept(lane, running)
-        self.arrivals = Arrivals(lane.arrival for lane in self.lanes)
-        troubled = (lane.gradients.troubled or lane.broken for lane in self.lanes)
-        self._steps_good = not (self.lanes.have_state and any(troubled))
+        for run in self.bucket_runs:
+            if run.bucket.id not in self._collected:
+                self._accept(run, running)
+        self.arrivals = Arrivals(run.arrival for run in self.bucket_runs)
+        troubled = (run.gradients.troubled or run.broken for run in self.bucket_runs)
+        self._steps_good = not (self.bucket_runs.have_state and any(troubled))
         if not self._steps_good and self.plan.what is What.GRADIENT:  # nobody would skip parameters
-            for lane in self.lanes:
-                lane.spoil()
+            for run in self.bucket_runs:
+                run.spoil()
         self._record(running, backward_ended_s)
         self._marks_checked = False
         if self.device.type == "cpu":
@@ -260,32 +254,32 @@ class Engine:
         if self._guard.is_under_way:
             self._compare()
         if self._apart:
-            self._planning.step_passed()
+            self._controller.step_passed()
         else:
             self._plan_on()
         self.step += 1
-        if witness is not None:
-            witness.step_ended(self, self.parameters)  # may end the script
+        if listener is not None:
+            listener.step_ended(self, self.parameters)  # may end the script
 
     def stepped(self) -> None:
         """An optimiser has stepped: the parameters are as training has them, which backward need not find them."""
         self._sees_steps = True
-        if self.step > 0 and self._planning.settled and self.plan.what is What.GRADIENT:
+        if self.step > 0 and self._controller.settled and self.plan.what is What.GRADIENT:
             self._guard.look()
 
     def follow(self) -> None:
         """Lets a planner that proposes plans measure the job; on all ranks at once, between two steps."""
-        self._planning.follow(self)
+        self._controller.follow(self)
 
     @property
     def profile(self) -> Profile | None:
         """What the plan was made by, where the job was measured for it."""
-        return self._planning.profile_of(self)
+        return self._controller.profile_of(self)
 
     def propose(self, plans: Sequence[Plan]) -> None:
-        """Plans to go on with between two steps, see `Planning.propose`; on all ranks at once."""
+        """Plans to go on with between two steps, see `PlanController.propose`; on all ranks at once."""
         try:
-            self._planning.propose(plans)
+            self._controller.propose(plans)
         except Exception as error:
             self.fail(f"the plans proposed before step {self.step}: {error}")
             raise
@@ -303,11 +297,11 @@ class Engine:
         """
         assert not self.in_step
         self._check_marks()
-        self.lanes.commit(keep=self._steps_good)
+        self.bucket_runs.commit(keep=self._steps_good)
         self.propose([plan])
         if self.replanning:
             with self.group.renewed():
-                self._change_plan(self._planning.plan)
+                self._change_plan(self._controller.plan)
 
     def fail(self, why: str) -> None:
         """From now on nothing is synchronised any more; the other ranks are told."""
@@ -325,7 +319,7 @@ class Engine:
 
     def used(self, name: str) -> bool:
         """Whether some rank used the parameter in the finished step."""
-        return self.lanes.of(name)[0].gradients.used(name)
+        return self.bucket_runs.of(name)[0].gradients.used(name)
 
     @property
     def profiles(self) -> dict[str, ParameterProfile]:
@@ -338,8 +332,8 @@ class Engine:
 
     def unload(self, name: str, out: Tensor | None, *, sparse: bool) -> Tensor:
         """The synchronised gradient, in the layout asked for; `out` is reused for parameters that the plan cut."""
-        for lane in self.lanes.of(name):
-            out = lane.gradients.unload(name, out, sparse=sparse, shape=self.parameters[name].shape)
+        for run in self.bucket_runs.of(name):
+            out = run.gradients.unload(name, out, sparse=sparse, shape=self.parameters[name].shape)
         assert out is not None
         return out
 
@@ -406,8 +400,8 @@ class Engine:
         self._guarded(lambda: self._guard.compare(names))
 
     @contextmanager
-    def meeting(self, what: str) -> Iterator[None]:
-        """Inside, all ranks have come to `what`, which is between two steps, without a message of a step.
+    def at_barrier(self, what: str) -> Iterator[None]:
+        """Enters once all ranks have come to `what`, which is between two steps, without a message of a step.
 
         Errors inside are told to all by whoever raises them. Interruptions are told here: others wait for this rank.
 
@@ -417,7 +411,7 @@ class Engine:
         """
         if self.in_step:
             raise RuntimeError(f"{what} was called inside a step; call it between two steps, on every rank")
-        self.call(what, lambda group: group.meet(what, self.timeout_s))
+        self.call(what, lambda group: group.barrier(what, self.timeout_s))
         try:
             yield
         except Exception:
@@ -444,39 +438,37 @@ class Engine:
                 "attach again on every rank, then load a checkpoint"
             )
         if not self.in_step:
-            self.lanes.commit(keep=self._steps_good)
-        plan = next(iter(self._planning.on_trial), self.plan)  # a trial is not for keeping
-        origin = Origin(self.group.rank, self.group.size, self._parameters_digest(), self.lanes.keep_values)
+            self.bucket_runs.commit(keep=self._steps_good)
+        plan = next(iter(self._controller.on_trial), self.plan)  # a trial is not for keeping
+        origin = Origin(self.group.rank, self.group.size, self._parameters_digest(), self.bucket_runs.keep_values)
         state = {
             "version": VERSION,
             **origin.entries(),
             "step": self.step,
             "plan": plan.to_json(),
-            "state": {part.key: part.values for part in self.lanes.state_slices()},
+            "state": {part.key: part.values for part in self.bucket_runs.state_slices()},
         }
         if self._scale is not None:
             state["loss_scale"] = self._scale
-        planned = self._planning.state_of(self) if self.settled else None
+        planned = self._controller.state_of(self) if self.settled else None
         return state if planned is None else {**state, "planned": planned}
 
     def load_state_dict(self, state: object, *, strict: bool = True) -> None:
-        """Takes over what `state_dict` gave, see `Attachment.load_state_dict`; all ranks have met for it."""
+        """Takes over what `state_dict` gave, see `Attachment.load_state_dict`; behind a barrier."""
         saved, resumption = self._examined(state, strict=strict)
-        lanes = self.lanes
+        runs = self.bucket_runs
         problem: Exception | None = None
         try:
             if resumption is not None and (self.replanning or resumption.plan.digest != self.plan.digest):
-                lanes = self._lanes_of(resumption.plan)  # beside the present ones, which stay if there is no place
+                runs = self._runs_of(resumption.plan)  # beside the present ones, which stay if there is no place
             if strict:
-                lanes.require_place(
-                    saved.slices, f"load it under a plan as it was saved by, or drop it by {NOT_STRICT}"
-                )
-                lanes.require_dtypes(saved.slices)
+                runs.require_place(saved.slices, f"load it under a plan as it was saved by, or drop it by {NOT_STRICT}")
+                runs.require_dtypes(saved.slices)
         except Exception as error:  # told to all, then raised
             problem = error
         self.agree(LOADING, problem)
         with self.all_or_none(LOADING):
-            self._take_over(saved, resumption, lanes)
+            self._take_over(saved, resumption, runs)
 
     @contextmanager
     def all_or_none(self, what: str) -> Iterator[None]:
@@ -497,7 +489,7 @@ class Engine:
         try:
             saved = examined(state, self.specs, strict=strict)
             assert isinstance(state, Mapping)
-            resumption = self._planning.resumption(state)
+            resumption = self._controller.resumption(state)
             alike = f"step {saved.step}{'' if resumption is None else f', {resumption}'}"
             alike += "" if saved.scale is None else f", loss scale {saved.scale:g}"
             alike += "" if strict else ", not strict"
@@ -514,21 +506,21 @@ class Engine:
             saved = without_state(saved)
         return saved, resumption
 
-    def _take_over(self, saved: Saved, resumption: Resumption | None, lanes: Lanes) -> None:
+    def _take_over(self, saved: Saved, resumption: Resumption | None, runs: BucketRuns) -> None:
         self.step = saved.step
         if resumption is not None:
-            self._planning.resume(self, resumption)
-            self.plan, self.lanes = self._planning.plan, lanes
+            self._controller.resume(self, resumption)
+            self.plan, self.bucket_runs = self._controller.plan, runs
             self._announce()
         what = "state that is the same on all ranks"
-        self.lanes.restore(
+        self.bucket_runs.restore(
             saved.slices, lambda mine: self.call(what, lambda group: gather_bytes(group, mine, self.timeout_s))
         )
         self._scale = saved.scale
         if self.loss_scale is None and saved.scale is not None:  # the coming gradients have none that is known here
             self._rescale(1.0)
             self._scale = None
-        self._agree_on_owed()
+        self._agree_on_carried()
 
     def _parameters_digest(self) -> str:
         """SHA-256 over the parameters' names, shapes and element types, in whichever order they were registered.
@@ -542,7 +534,7 @@ class Engine:
         """Totals by bucket; of a closed engine those at its end."""
         if self._closed:
             return self._final_statistics
-        return [lane.statistics(self._observer.profiles) for lane in self.lanes]
+        return [run.statistics(self._observer.profiles) for run in self.bucket_runs]
 
     def timeline(self) -> list[Task]:
         """The last step: "compute" (backward, and work of schemes on its thread), "offload" (their work on another
@@ -554,11 +546,11 @@ class Engine:
 
         Empty before a step, while densities are not known, and where the network was not measured.
         """
-        known = self.lanes.expected_steps(self._observer.profiles, max(self.step - 1, 0))
+        known = self.bucket_runs.expected_steps(self._observer.profiles, max(self.step - 1, 0))
         link_cost = network_cost(self.group)
         if self._ready_s.keys() != known.keys() or link_cost is None:
             return []
-        cost = self._planning.measured_cost or link_cost
+        cost = self._controller.measured_cost or link_cost
         return forecast(self.plan.order, known, self._ready_s, cost, self.group.placement)
 
     def words(self) -> list[str]:
@@ -572,26 +564,28 @@ class Engine:
             return
         self.abandon("gradsync was detached in the middle of a step")
         self._final_statistics = self.statistics()
-        self._planning.close(self)
+        self._controller.close(self)
         self._closed = True
         self._thread.stop()
         if self._other_core is not None:
             self._other_core.stop()
         self.group.close()
-        self.lanes = Lanes()  # and so their memory goes; gradients keep what they live in
+        self.bucket_runs = BucketRuns()  # and so their memory goes; gradients keep what they live in
         memory.release()
 
     # Below here: how.
 
-    def _accept(self, lane: Lane, running: Synchronization) -> None:
-        lane.accept(running.results[lane.bucket.id], self.step)
-        self._collected.add(lane.bucket.id)
+    def _accept(self, run: BucketRun, running: Synchronization) -> None:
+        run.accept(running.results[run.bucket.id], self.step)
+        self._collected.add(run.bucket.id)
 
     def _synchronize(self, bucket_id: str) -> Any:
-        return self.lanes[bucket_id].synchronize(check_finite=self.lanes.have_state, marks=self._marks, step=self.step)
+        return self.bucket_runs[bucket_id].synchronize(
+            check_finite=self.bucket_runs.have_state, marks=self._marks, step=self.step
+        )
 
     def _where(self, bucket_id: str, stage: str) -> str:
-        return f"{self.lanes[bucket_id].bucket.title}, stage {stage!r}, step {self.step}"
+        return f"{self.bucket_runs[bucket_id].bucket.title}, stage {stage!r}, step {self.step}"
 
     def _begin_to_compare(self) -> None:
         """Has the guard compare parameters in this step, if it is one that does: the same on all ranks."""
@@ -623,10 +617,10 @@ class Engine:
 
     def _check_marks(self) -> None:
         """Raises when the finished step averaged gradients of different steps."""
-        if self._marks_checked or not self.lanes:
+        if self._marks_checked or not self.bucket_runs:
             return
         self._marks_checked = True
-        self.late, apart = self.lanes.marks()
+        self.late, apart = self.bucket_runs.marks()
         if apart:
             why = (
                 "the ranks are out of step: some have made more rounds of backward and optimiser step than others "
@@ -646,19 +640,19 @@ class Engine:
     def _rescale(self, scale: float) -> None:
         """What is left to be sent was multiplied by the scale of its time."""
         if self._scale is not None and scale != self._scale:
-            for lane in self.lanes:
-                lane.rescale(scale / self._scale)
+            for run in self.bucket_runs:
+                run.rescale(scale / self._scale)
         self._scale = scale
 
     def _plan_on(self) -> None:
         """The plan of the next step is decided, perhaps the one for good."""
         was_settled = self.settled
         try:
-            self._planning.step_ended(self.lanes)
-            drifted = self._planning.drifted(self._timeline[-1].end_s)
+            self._controller.step_ended(self.bucket_runs)
+            drifted = self._controller.drifted(self._timeline[-1].end_s)
             if drifted:
                 logger.info("steps take another time than they did; the job is measured again")
-            if drifted or self._planning.asks_again():
+            if drifted or self._controller.asks_again():
                 self.follow()
         except Exception as error:
             self.fail(f"the plan after step {self.step}: {error}")
@@ -668,12 +662,12 @@ class Engine:
 
     def _change_plan(self, plan: Plan) -> None:
         """The plan of the coming steps; what schemes kept goes over to it, or the engine fails."""
-        kept, state = self.lanes.have_state, list(self.lanes.state_slices())
+        kept, state = self.bucket_runs.have_state, list(self.bucket_runs.state_slices())
         try:
             self._adopt(plan)
             if kept:
-                self.lanes.inherit(state)
-                self._agree_on_owed()
+                self.bucket_runs.inherit(state)
+                self._agree_on_carried()
         except BaseException as error:
             self._is_torn = True
             self.fail(f"the change of plans before step {self.step}: {_said(error)}")
@@ -681,36 +675,38 @@ class Engine:
         if self.settled:
             self._announce()
 
-    def _agree_on_owed(self) -> None:
+    def _agree_on_carried(self) -> None:
         def gather(mine: Tensor) -> list[Tensor]:
             mine = mine.to(self.device)
-            found: list[Tensor] = self.call("what is owed", lambda group: group.all_gather(mine).wait(self.timeout_s))
+            found: list[Tensor] = self.call(
+                "carried residuals", lambda group: group.all_gather(mine).wait(self.timeout_s)
+            )
             return found
 
-        self.lanes.agree_on_owed(gather)
+        self.bucket_runs.agree_on_carried(gather)
 
     def _adopt(self, plan: Plan) -> None:
         self.plan = plan
-        self.lanes = Lanes()  # the old buckets' memory is free before the new ones take theirs
-        self.lanes = self._lanes_of(plan)
+        self.bucket_runs = BucketRuns()  # the old buckets' memory is free before the new ones take theirs
+        self.bucket_runs = self._runs_of(plan)
 
-    def _lanes_of(self, plan: Plan) -> Lanes:
+    def _runs_of(self, plan: Plan) -> BucketRuns:
         """Its buckets at run time; on all ranks at once, as schemes may make groups."""
-        lanes = Lanes(
-            Lane.make(bucket.bucket(self.specs), bucket.make_scheme(), self._templates, self.device, self.group)
+        runs = BucketRuns(
+            BucketRun.make(bucket.bucket(self.specs), bucket.make_scheme(), self._templates, self.device, self.group)
             for bucket in plan.buckets
         )
-        if self._other_core is None and lanes.offload:
+        if self._other_core is None and runs.offload:
             self._other_core = JobThread("gradsync offload", self.device, torch_threads=1)
-        return lanes
+        return runs
 
     def _record(self, running: Synchronization, backward_ended_s: float) -> None:
         ended_s = time.perf_counter() - running.began_s
         self._timeline = [Task("backward", "compute", 0.0, backward_ended_s), *running.tasks]
         self._timeline.append(Task("wait", "wait", backward_ended_s, ended_s))
         self._ready_s = dict(running.ready_s)
-        for lane in self.lanes:
-            lane.record(running.tasks, backward_ended_s, ended_s)
+        for run in self.bucket_runs:
+            run.record(running.tasks, backward_ended_s, ended_s)
 
     def _announce(self) -> None:
         for line in self.words():

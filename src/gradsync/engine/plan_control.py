@@ -24,8 +24,8 @@ from ..costs.cost_model import CostModel
 from ..plans.plan import Plan, What
 from ..plans.profile import Profile
 from ..tensors.density import ParameterProfile
-from .bucket_run import Lanes
-from .drift import Drift
+from .bucket_run import BucketRuns
+from .drift import LOOK_STEPS, Drift
 from .observation import Observer
 from .trial import Trial, slowest
 
@@ -37,7 +37,6 @@ Call = Callable[[str, Callable[[Group], Any]], Any]  # `Engine.call`
 # A table that no module announced travels dense at first, and so do dense gradients with many zeros: their rows show in
 # the second step.
 MAX_OBSERVATIONS = 2
-LOOK_AGAIN_STEPS = 499  # a prime: what alternates from step to step is not always met in the same state
 ASK_AGAIN_STEPS = 8  # while another model is measured; to ask takes a small exchange
 
 
@@ -102,7 +101,7 @@ class Resumption:
         return f"plan {self.plan.digest[:12]} by measurement {measured[:12]}"
 
 
-class Planning:
+class PlanController:
     """Decides after each step on `plan`, that of the next one, by what `observer` saw; a given `Plan` stays."""
 
     def __init__(
@@ -127,7 +126,7 @@ class Planning:
         self._device = device
         self._timeout_s = timeout_s
         self._observations_left = 0 if isinstance(plan, Plan) else MAX_OBSERVATIONS
-        self._steps_to_look = LOOK_AGAIN_STEPS
+        self._steps_to_look = LOOK_STEPS
         self._trial: Trial[Plan] | None = None
         self._known_to_plan: list[ParameterProfile] = []  # when the plan was made
         self.plan = plan if isinstance(plan, Plan) else self._planned()[0]
@@ -153,19 +152,19 @@ class Planning:
         """What the planner measured the network to be."""
         return None if self._reviser is None else self._reviser.cost
 
-    def step_ended(self, lanes: Lanes) -> None:
-        """A step by `plan` is over, in these lanes; collective when the ranks have something to decide.
+    def step_ended(self, runs: BucketRuns) -> None:
+        """A step by `plan` is over, with these bucket runs; collective when the ranks have something to decide.
 
         Raises:
             ValueError: for a plan that is not for this model.
             RuntimeError: on all ranks, when they made different plans.
         """
         if self._observations_left:
-            self._observe(lanes)
+            self._observe(runs)
         elif self._trial is not None:
             self._try(self._trial)
         elif self._reviser is not None and self._reviser.cost is not None:
-            self._look_again(self._reviser, lanes)
+            self._look_again(self._reviser, runs)
 
     def follow(self, engine: Any) -> None:
         """Lets the planner measure the job, if it is one that proposes plans; called with the engine that runs it."""
@@ -273,9 +272,9 @@ class Planning:
             return f"it was measured on {profile.device}, gradients are on {self._device.type}"
         return ""
 
-    def _observe(self, lanes: Lanes) -> None:
+    def _observe(self, runs: BucketRuns) -> None:
         """Reduces what a first step showed over the ranks, and makes the plans that all of them now make."""
-        self._share("first observations", lanes)
+        self._share("first observations", runs)
         self._observations_left = 0 if self._observer.complete else self._observations_left - 1
         to_measure = self._observer.sparsity_known or self._group.placement.is_hierarchy
         if (reviser := self._reviser) is not None and reviser.cost is None and to_measure:
@@ -305,13 +304,13 @@ class Planning:
             logger.info("tried a plan of %d buckets: %.1f ms a step, %s", len(plan.buckets), time_s * 1e3, verdict)
         self._switch_to(trial.candidates[best])
 
-    def _look_again(self, reviser: RevisingPlanner, lanes: Lanes) -> None:
+    def _look_again(self, reviser: RevisingPlanner, runs: BucketRuns) -> None:
         """From time to time: reduces what the step showed over the ranks, who go on by the plan that fits it."""
         self._steps_to_look -= 1
         if self._steps_to_look > 0:
             return
-        self._steps_to_look = LOOK_AGAIN_STEPS
-        self._share("observations", lanes)
+        self._steps_to_look = LOOK_STEPS
+        self._share("observations", runs)
         plan = reviser.revise(self.plan, self._known_to_plan, self._known())
         self._check(plan)
         self._require_same([plan])
@@ -345,10 +344,10 @@ class Planning:
         if plan.digest != self.plan.digest:
             self.plan = plan
 
-    def _share(self, what: str, lanes: Lanes) -> None:
-        for lane in lanes:
-            lane.close_prediction(self._observer.profiles)
-        self._observer.share(lambda name: lanes.of(name)[0].gradients, lambda mine: self._gather(what, mine))
+    def _share(self, what: str, runs: BucketRuns) -> None:
+        for run in runs:
+            run.close_prediction(self._observer.profiles)
+        self._observer.share(lambda name: runs.of(name)[0].gradients, lambda mine: self._gather(what, mine))
 
     def _require_same(self, plans: Sequence[Plan]) -> None:
         """A planner that is not deterministic would make the ranks wait for each other: raises on all of them."""

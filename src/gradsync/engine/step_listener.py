@@ -1,4 +1,4 @@
-"""A witness of the steps of all engines in this process, and the block in which it is active."""
+"""A listener to the steps of all engines in this process, and the block in which it is active."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-W = TypeVar("W", bound="Witness")
+L = TypeVar("L", bound="StepListener")
 
 
 class RecordingDone(BaseException):  # noqa: N818 (no error; and no `except Exception` of a script may stop it)
     """Ends a script at the end of the backward of the last step that was to be recorded, on every rank alike."""
 
 
-class Witness:
+class StepListener:
     """Sees the steps of all engines while it is active, see `recording`; called by the thread that runs backward."""
 
     def forward_began(self, engine: Any) -> None:
@@ -35,17 +35,17 @@ class Witness:
         """All gradients are synchronised; `names` are the parameters'. May end the script, by `RecordingDone`."""
 
 
-_active: Witness | None = None
+_active: StepListener | None = None
 
 
-def active() -> Witness | None:
+def active() -> StepListener | None:
     """Whom engines tell of their steps."""
     return _active
 
 
 @contextmanager
-def recording(witness: W) -> Iterator[W]:
-    """Inside, the witness is active; `RecordingDone` ends the block and is not raised any further.
+def recording(listener: L) -> Iterator[L]:
+    """Inside, the listener is active; `RecordingDone` ends the block and is not raised any further.
 
     Raises:
         RuntimeError: inside another such block.
@@ -53,9 +53,9 @@ def recording(witness: W) -> Iterator[W]:
     global _active  # noqa: PLW0603 (what is attached inside the user's script must find it)
     if _active is not None:
         raise RuntimeError("gradients are being recorded or measured already; end that first")
-    _active = witness
+    _active = listener
     try:
-        yield witness
+        yield listener
     except RecordingDone:
         pass
     finally:

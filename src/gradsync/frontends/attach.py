@@ -1,4 +1,4 @@
-"""`attach`: looks at a model, makes all ranks agree, and puts the right front-end on it."""
+"""`attach`: looks at a model, makes all ranks agree, and puts the right frontend on it."""
 
 from __future__ import annotations
 
@@ -27,25 +27,19 @@ from ..tensors.arrivals import Sections
 from ..tensors.bucket import matches
 from ..tuning.auto import AutoPlanner, planner_of
 from ..tuning.default import default_planner
-from .agreement import (
-    DEFAULT_TIMEOUT_S,
-    agreed_engine,
-    buffers_of,
-    exclusions,
-    forget,
-)
+from .agreement import DEFAULT_TIMEOUT_S, agreed_engine, buffers_of, exclusions, forget
 from .autograd import AutogradHooks
 from .averaging import Averaging, check_saved
 from .checkpoint import Checkpoint
-from .choosing import Choice
+from .choosing import GradientsOrParameters
 from .ddp import DDPState, ddp_hook, has_reducer
 from .regrouping import Regrouping
 from .switching import (
     Attached,
-    Front,
-    Fronts,
+    Frontend,
+    FrontendSwitch,
     ParametersBeside,
-    averaging_front,
+    averaging_frontend,
     level,
     survive,
     why_not_parameters,
@@ -68,27 +62,27 @@ _registered: weakref.WeakKeyDictionary[nn.Module, DDPState] = weakref.WeakKeyDic
 class Attachment:
     """What `attach` returns: the synchronisation of one model's gradients, or parameters, until `detach`."""
 
-    def __init__(self, fronts: Fronts, model: nn.Module) -> None:
-        self._fronts = fronts
+    def __init__(self, switch: FrontendSwitch, model: nn.Module) -> None:
+        self._switch = switch
         modules = weakref.WeakSet(model.modules())
         for module in modules:
             _attachments[module] = self
         # A model that is dropped takes its thread and communicator along; at exit the process' end does.
-        self._release = weakref.finalize(self, _release, modules, fronts)
+        self._release = weakref.finalize(self, _release, modules, switch)
         self._release.atexit = False
         self._modules = modules
 
     @property
     def _engine(self) -> Engine:
-        return self._fronts.present.engine
+        return self._switch.present.engine
 
     @property
     def _averaging(self) -> Averaging | None:
-        return self._fronts.present.averaging
+        return self._switch.present.averaging
 
     @property
     def _regrouping(self) -> Regrouping | None:
-        return self._fronts.present.regrouping
+        return self._switch.present.regrouping
 
     @property
     def plan(self) -> Plan:
@@ -98,7 +92,7 @@ class Attachment:
     @property
     def settled(self) -> bool:
         """Whether the plan in force stays: what the first steps show was seen, and what they should try was tried."""
-        return self._engine.settled and (self._fronts.choice is None or self._fronts.choice.made)
+        return self._engine.settled and (self._switch.choice is None or self._switch.choice.made)
 
     @property
     def profile(self) -> Profile | None:
@@ -112,7 +106,7 @@ class Attachment:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, gradients accumulate locally; forward *and* backward belong inside, as with DDP."""
-        with self._fronts.present.no_sync():
+        with self._switch.present.no_sync():
             yield
 
     def wait(self) -> None:
@@ -133,7 +127,7 @@ class Attachment:
         between two steps; training goes on from there, by other groups where an `AveragingPlanner` finds that links
         have changed, or is to hold the ranks together.
         """
-        self._fronts.consensus()
+        self._switch.consensus()
 
     def state_dict(self) -> dict[str, Any]:
         """Plan, step and scheme state by parameter; belongs into a checkpoint of this rank.
@@ -197,10 +191,10 @@ class Attachment:
 
     @torch.inference_mode(False)  # what is made here is trained on
     def _load(self, find: Callable[[], object], *, strict: bool = True, what: str = LOADING) -> None:
-        """Loads what `find` returns, once all ranks have met for it; for the same `what` it says the same to them."""
+        """Loads what `find` returns, behind a barrier; for the same `what` it says the same to all ranks."""
         self.wait()
         engine, averaging = self._engine, self._averaging
-        with engine.meeting(what):
+        with engine.at_barrier(what):
             found = find()
             state = check_saved(engine, found, None if averaging is None else averaging.specs, strict=strict)
             groups = None if self._regrouping is None else self._regrouping.saved(state)
@@ -265,7 +259,7 @@ class Attachment:
         Raises:
             RuntimeError: by a plan of parameters.
         """
-        joinable = self._fronts.present.joinable()
+        joinable = self._switch.present.joinable()
         if joinable is None:
             raise RuntimeError(NO_JOIN)
         return joinable
@@ -278,9 +272,9 @@ class Attachment:
         self._release()
 
 
-def _release(modules: weakref.WeakSet[nn.Module], fronts: Fronts) -> None:
-    forget(modules, fronts.present.engine.parameters.values())
-    fronts.close()
+def _release(modules: weakref.WeakSet[nn.Module], switch: FrontendSwitch) -> None:
+    forget(modules, switch.present.engine.parameters.values())
+    switch.close()
 
 
 def attach(
@@ -354,7 +348,7 @@ def attach(
     verification = Verification(verify_every, verify_tolerance)
     attached = Attached(model, optimizer, process_group, timeout_s, exclude, verification)
     if isinstance(plan, AveragingPlanner) or (isinstance(plan, Plan) and plan.what is not What.GRADIENT):
-        return Attachment(_averaging_fronts(attached, plan, grad_scaler), model)
+        return Attachment(_averaging_switch(attached, plan, grad_scaler), model)
     plan = default_planner() if plan is None else planner_of(plan)
     averaging = plan.averaging if isinstance(plan, AutoPlanner) else None
     refusal = "" if averaging is None else why_not_parameters(model, optimizer, grad_scaler)
@@ -372,7 +366,9 @@ def attach(
             verify_tolerance=verify_tolerance,
         )
         _register(model, state)
-        return Attachment(Fronts(Front(state.engine, state.no_sync, state.detach, joinable=lambda: state.model)), model)
+        return Attachment(
+            FrontendSwitch(Frontend(state.engine, state.no_sync, state.detach, joinable=lambda: state.model)), model
+        )
     if isinstance(model, DistributedDataParallel):
         refusal = DROP_IN
     settings = f"broadcast_buffers={broadcast_buffers}, grad_scaler={grad_scaler is not None}"
@@ -403,26 +399,26 @@ def attach(
         raise
     uneven = UnevenInputs(model, hooks, engine, process_group)
     hooks.uneven = uneven
-    fronts = Fronts(Front(engine, hooks.no_sync, hooks.remove, joinable=lambda: uneven))
+    switch = FrontendSwitch(Frontend(engine, hooks.no_sync, hooks.remove, joinable=lambda: uneven))
     if averaging is not None and optimizer is not None:
-        other = ParametersBeside(fronts, hooks, averaging, attached)
-        fronts.choice = Choice(engine, model, optimizer, other)
-    return Attachment(fronts, model)
+        other = ParametersBeside(switch, hooks, averaging, attached)
+        switch.choice = GradientsOrParameters(engine, model, optimizer, other)
+    return Attachment(switch, model)
 
 
-def _averaging_fronts(
+def _averaging_switch(
     attached: Attached, plan: Plan | AveragingPlanner, grad_scaler: torch.amp.GradScaler | None
-) -> Fronts:
-    """Makes the front-end of a plan of parameters."""
-    fronts = Fronts(averaging_front(attached, plan, grad_scaler))
+) -> FrontendSwitch:
+    """Makes the frontend of a plan of parameters."""
+    switch = FrontendSwitch(averaging_frontend(attached, plan, grad_scaler))
     if isinstance(plan, AveragingPlanner):
         try:
-            survive(fronts, plan, attached)
+            survive(switch, plan, attached)
         except BaseException:
-            forget(attached.model.modules(), fronts.present.engine.parameters.values())
-            fronts.close()
+            forget(attached.model.modules(), switch.present.engine.parameters.values())
+            switch.close()
             raise
-    return fronts
+    return switch
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Our own autograd front-end: `loss.backward()` returns with synchronised gradients.
+"""Our own autograd frontend: `loss.backward()` returns with synchronised gradients.
 
 A hook on every parameter's accumulation node, which runs behind all hooks that users put on the parameter, tells the
 engine that the gradient is ready; a callback that autograd runs at the end of backward waits for the rest and puts the
@@ -163,8 +163,8 @@ class AutogradHooks:
         if self._sync:
             self._reached.clear()
         self._follow_moved_parameters(anew=self._changes.generation != generation)
-        if (witness := active()) is not None:
-            witness.forward_began(self._engine)
+        if (listener := active()) is not None:
+            listener.forward_began(self._engine)
         broadcasts = self._sync and (model.training or self._buffers.are_in_training())
         source = 0
         if self.uneven is not None:
@@ -409,10 +409,10 @@ class AutogradHooks:
         self._ready_group.clear()
         self._due = engine.due
         one_by_one = engine.one_by_one
-        for group, lane, lent in zip(self._groups, engine.lanes, self._views.begin(), strict=True):
-            group.begin(lane.waiting)
+        for group, run, borrowed in zip(self._groups, engine.bucket_runs, self._views.begin(), strict=True):
+            group.begin(run.waiting)
             if not one_by_one:
-                self._ready_group |= dict.fromkeys(lent, group)
+                self._ready_group |= dict.fromkeys(borrowed, group)
         for name, parameter in self._parameters.items():
             if not parameter.requires_grad:  # frozen since attach: nothing will come
                 self._load_leftover(name)
@@ -421,15 +421,15 @@ class AutogradHooks:
         """Under a new plan: which gradients live in which bucket's memory."""
         engine = self._engine
         self._plan = engine.plan
-        self._views.move_in((lane.gradients for lane in engine.lanes), self._parameters)
+        self._views.move_in((run.gradients for run in engine.bucket_runs), self._parameters)
         self._groups, self._groups_of = [], {name: [] for name in self._parameters}
         self._tables = set()
-        for lane in engine.lanes:
-            if lane.bucket.layout is Layout.ROWS:
-                self._tables.update(lane.bucket.names)
+        for run in engine.bucket_runs:
+            if run.bucket.layout is Layout.ROWS:
+                self._tables.update(run.bucket.names)
             group = _ReadyGroup()
             self._groups.append(group)
-            for name in dict.fromkeys(lane.bucket.names):
+            for name in dict.fromkeys(run.bucket.names):
                 self._groups_of[name].append(group)
 
     def _load_leftover(self, name: str) -> None:

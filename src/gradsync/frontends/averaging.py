@@ -1,4 +1,4 @@
-"""The front-end for plans of parameters: after `optimizer.step()` parameters are averaged over this round's groups.
+"""The frontend for plans of parameters: after `optimizer.step()` parameters are averaged over this round's groups.
 
 Each rank steps by its own gradients; then parameters travel as the plan says, by `Shuffled` with others in each round
 (DS-Sync). So the ranks' models differ a little: `consensus` makes them one, for evaluation, checkpoints, and the end.
@@ -135,7 +135,7 @@ class Averaging:
         self._sync = True
         self.steps = 0  # of the optimiser since attach; ranks that count differently are out of step
         self.are_apart = False  # the ranks' models differ
-        is_exact = all(lane.scheme.exact for lane in engine.lanes)
+        is_exact = all(run.scheme.exact for run in engine.bucket_runs)
         self._go_apart = engine.group.size > 1 and not is_exact  # by steps that are averaged
         self._has_stepped = False  # since the last training forward
         self._parameters = {n: p for n, p in trainable_parameters(model).items() if n in engine.specs}
@@ -531,7 +531,7 @@ class Averaging:
 
         Of parameters that travel rounded, and of means beside variances: their squares are to be small.
         """
-        rounded = {name for lane in self._engine.lanes if lane.scheme.is_lossy for name in lane.bucket.names}
+        rounded = {name for run in self._engine.bucket_runs if run.scheme.is_lossy for name in run.bucket.names}
         taken = {name: p.detach().clone() for name, p in self._parameters.items() if name in rounded}
         return taken | {name: self._buffer(name).clone() for name in self._means.values()}
 

@@ -27,7 +27,7 @@ class Buffers:
     """Broadcasts the buffers of one model, as they are at each call.
 
     Nothing but the values travels while names, shapes and element types stay as they were. Where they change, the
-    ranks meet through the store first and compare them, so that no rank reads a message of another size. A model that
+    ranks compare them at a barrier of the store first, so that no rank reads a message of another size. A model that
     has no buffers when it is attached is left alone for good, as by DDP.
 
     Args:
@@ -169,7 +169,7 @@ def _require_alike(group: Group, was: str, is_now: str, lines: list[str], engine
     text = "\n".join(lines)
     change = f"{was or 'nothing'!r} became {is_now or 'nothing'!r}"
     detail = f"{change}; if not on all ranks, {remedy}"
-    group.meet("a comparison of buffers", engine.timeout_s, detail=detail)
+    group.barrier("a comparison of buffers", engine.timeout_s, detail=detail)
     if len(set(gather_bytes(group, hashlib.sha256(text.encode()).digest(), engine.timeout_s))) == 1:
         return
     texts = [found.decode().split("\n") for found in gather_bytes(group, text.encode() or b" ", engine.timeout_s)]

@@ -25,13 +25,13 @@ HEAD = {"references"}  # what a rank that takes over from nobody goes without
 
 
 class Load(Protocol):
-    """Loads what a function returns, which is called once all ranks have met."""
+    """Loads what a function returns, which is called behind a barrier of all ranks."""
 
     def __call__(self, find: Callable[[], object], *, strict: bool = True, what: str = LOADING) -> None: ...
 
 
-class Part(bytes):
-    """State of one rank, as `gradsync.state.to_bytes` has it, where a library takes numbers, text, bytes and tensors.
+class RankBytes(bytes):
+    """The state of one rank, as `gradsync.state.to_bytes` makes it, for libraries that take text, bytes and tensors.
 
     `torch.save` writes bytes as text, half as long again and slowly: so it is given a tensor of uint8, which is what
     comes back. It alone pickles by protocol 2; whoever copies objects gets bytes.
@@ -64,8 +64,8 @@ class Checkpoint:
         engine = self._engine()
         rank, size = engine.group.rank, engine.group.size
         if self._gather:
-            mine = to_bytes(self._state_dict())  # waits for averages under way: the ranks meet between two steps
-            with engine.meeting(GATHERING):
+            mine = to_bytes(self._state_dict())  # waits for averages under way: the barrier is between two steps
+            with engine.at_barrier(GATHERING):
                 parts = engine.call(GATHERING, lambda group: gather_bytes(group, mine, engine.timeout_s))
             return {_entry(r): torch.frombuffer(bytearray(part), dtype=torch.uint8) for r, part in enumerate(parts)}
         if size > MOST_RANKS:
@@ -74,7 +74,7 @@ class Checkpoint:
                 "and load what gradsync.state.redistribute makes of them"
             )
         mine = to_bytes(self._state_dict())
-        return {_entry(r): Part(mine) if r == rank else None for r in range(rank, MOST_RANKS, size)}
+        return {_entry(r): RankBytes(mine) if r == rank else None for r in range(rank, MOST_RANKS, size)}
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Takes over what `state_dict` gave on these ranks, or on another number of them; on all ranks at once.

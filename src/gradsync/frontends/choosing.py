@@ -20,18 +20,12 @@ from torch.optim import Optimizer
 
 from ..engine.engine import Engine
 from ..planner import default_plan
-from .torch_hooks import (
-    ModelHook,
-    OptimizerStep,
-    after_optimizer_steps,
-    is_backward,
-    uncompiled,
-)
+from ..planner.regroup import CLEARLY
+from .torch_hooks import ModelHook, OptimizerStep, after_optimizer_steps, is_backward, uncompiled
 
 logger = logging.getLogger(__name__)
 
 BLOCK_STEPS = 12  # of each way at least, that are timed
-CLEARLY = 0.9  # of the steps with averaged gradients: more than blocks differ by chance, and than more steps cost
 
 Steps = Generator[None, float, float]  # goes on once a step, told when it ended; returns seconds
 
@@ -57,7 +51,7 @@ class Parameters(Protocol):
         """Gives averaged gradients up."""
 
 
-class Choice:
+class GradientsOrParameters:
     """Follows the steps of an optimiser until the way is chosen. `engine` is that of gradients.
 
     What is to be done after a step is done when the next forward begins: hooks of an optimiser cannot add others to it.
@@ -71,9 +65,9 @@ class Choice:
         next(self._trial)
         self._stepped_s: float | None = None  # when the last step ended, until it is taken into account
         self.made = False
-        hook = uncompiled(ModelHook)(self, Choice._before_forward)
+        hook = uncompiled(ModelHook)(self, GradientsOrParameters._before_forward)
         self._handles = [
-            after_optimizer_steps(self, Choice._after_optimizer_step, optimizer),
+            after_optimizer_steps(self, GradientsOrParameters._after_optimizer_step, optimizer),
             model.register_forward_pre_hook(hook, prepend=True),  # who synchronises this forward may change in it
         ]
 
@@ -112,7 +106,7 @@ class Choice:
             logger.info("averaged gradients stay: no groups are expected to be faster")
             return
         plan = engine.plan
-        if any(lane.scheme.is_lossy for lane in engine.lanes):  # what is left to be sent goes with one exact step
+        if any(run.scheme.is_lossy for run in engine.bucket_runs):  # what is left to be sent goes with one exact step
             engine.propose([default_plan(list(engine.profiles.values()), engine.group.size)])
             yield
         parameters.begin()

@@ -30,13 +30,7 @@ from ..optim.momentum import OneMomentum
 from ..plans.plan import Plan
 from ..tuning.auto import planner_of
 from ..tuning.default import default_planner
-from .agreement import (
-    DEFAULT_TIMEOUT_S,
-    agreed_engine,
-    exclusions,
-    forget,
-    unwrapped,
-)
+from .agreement import DEFAULT_TIMEOUT_S, agreed_engine, exclusions, forget, unwrapped
 from .model_changes import Additions
 from .torch_hooks import (
     OptimizerStep,

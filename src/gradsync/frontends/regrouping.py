@@ -144,7 +144,7 @@ class Regrouping:
 
     def _communication_s(self) -> float:
         """Since the plan changed."""
-        return sum(lane.communication_s for lane in self._engine.lanes)
+        return sum(run.communication_s for run in self._engine.bucket_runs)
 
     def _watch(self, own: Tensor, average: Tensor) -> None:
         """Of the round that is ending."""

@@ -1,4 +1,4 @@
-"""Front-ends of a model: what averages its gradients or its parameters, and how another one takes its place."""
+"""Frontends of a model: what averages its gradients or its parameters, and how another one takes its place."""
 
 from __future__ import annotations
 
@@ -16,14 +16,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..comm import (
-    Group,
-    GroupError,
-    Survival,
-    Survivors,
-    broadcast_tensors,
-    gather_bytes,
-)
+from ..comm import Group, GroupError, Survival, Survivors, broadcast_tensors, gather_bytes
 from ..comm.shuffle import together
 from ..costs.cluster import Cluster
 from ..engine.engine import Engine
@@ -37,7 +30,7 @@ from ..tuning.rates import measured_cluster
 from .agreement import agreed_engine, buffers_of, forget, gather_texts, group_of
 from .autograd import AutogradHooks
 from .averaging import SCALED, Averaging, companions
-from .choosing import Choice
+from .choosing import GradientsOrParameters
 from .regrouping import Regrouping
 from .torch_hooks import Hook
 
@@ -51,7 +44,7 @@ SURVIVES_NOT = "NCCL ends a job that lost a rank by itself: survives is for gloo
 
 
 @dataclass(frozen=True)
-class Front:
+class Frontend:
     """What synchronises a model: gradients before the optimiser's step, or parameters after it.
 
     Refers to the model weakly, as everything here: the model's modules keep it alive.
@@ -79,15 +72,15 @@ class Front:
 
 
 @dataclass
-class Fronts:
+class FrontendSwitch:
     """The one in force; of two that are tried the other one beside it, and how it is chosen, if it is.
 
     `surviving`: what makes another one where ranks are lost, if anything does.
     """
 
-    present: Front
-    resting: Front | None = None
-    choice: Choice | None = None
+    present: Frontend
+    resting: Frontend | None = None
+    choice: GradientsOrParameters | None = None
     surviving: Surviving | None = None
 
     def consensus(self) -> None:
@@ -102,9 +95,9 @@ class Fronts:
             self.choice.remove()
         if self.surviving is not None:
             self.surviving.close()
-        for front in (self.present, self.resting):
-            if front is not None:
-                front.close()
+        for frontend in (self.present, self.resting):
+            if frontend is not None:
+                frontend.close()
 
 
 class Attached:
@@ -149,12 +142,14 @@ class Attached:
 class ParametersBeside:
     """The other way of a model whose gradients are averaged by these hooks, see `choosing.Parameters`."""
 
-    def __init__(self, fronts: Fronts, hooks: AutogradHooks, planner: AveragingPlanner, attached: Attached) -> None:
-        self._fronts, self._hooks, self._planner, self._attached = fronts, hooks, planner, attached
+    def __init__(
+        self, switch: FrontendSwitch, hooks: AutogradHooks, planner: AveragingPlanner, attached: Attached
+    ) -> None:
+        self._switch, self._hooks, self._planner, self._attached = switch, hooks, planner, attached
         self._made: tuple[Plan, Cluster | None] | None = None
 
     def prepare(self, most_s: float) -> int:
-        attached, engine = self._attached, self._fronts.present.engine
+        attached, engine = self._attached, self._switch.present.engine
         if engine.profile is not None and not self._planner.compute_s:
             parts = engine.profile.parts
             self._planner = replace(self._planner, compute_s=parts.backward.median_s + parts.beside.median_s)
@@ -176,63 +171,65 @@ class ParametersBeside:
 
     def begin(self) -> None:
         assert self._made is not None
-        present = self._fronts.present
+        present = self._switch.present
         forget(self._attached.model.modules(), present.engine.parameters.values())
         plan, cluster = self._made
-        front = averaging_front(self._attached, plan, regroups=None if cluster is None else (self._planner, cluster))
+        frontend = averaging_frontend(
+            self._attached, plan, regroups=None if cluster is None else (self._planner, cluster)
+        )
         self._hooks.rest()
-        self._fronts.present, self._fronts.resting = front, present
+        self._switch.present, self._switch.resting = frontend, present
 
     def wait(self) -> None:
-        averaging = self._fronts.present.averaging
+        averaging = self._switch.present.averaging
         assert averaging is not None
         averaging.land()
 
     def end(self) -> None:
-        averaging, resting = self._fronts.present.averaging, self._fronts.resting
+        averaging, resting = self._switch.present.averaging, self._switch.resting
         assert averaging is not None and resting is not None
         averaging.consensus()
-        self._fronts.present.close()
-        self._fronts.present, self._fronts.resting = resting, None
+        self._switch.present.close()
+        self._switch.present, self._switch.resting = resting, None
         self._hooks.go_on()
 
     def keep(self) -> None:
-        assert self._fronts.resting is not None
-        self._fronts.resting.close()
-        self._fronts.resting = None
-        survive(self._fronts, self._planner, self._attached)
+        assert self._switch.resting is not None
+        self._switch.resting.close()
+        self._switch.resting = None
+        survive(self._switch, self._planner, self._attached)
 
 
 class Surviving:
-    """Where ranks are lost by whose averages a model is trained, those that are left get a front of their own.
+    """Gives the ranks that are left a frontend of their own, where others are lost whose averages train a model.
 
     It begins between two steps, where all have made as many. Who is behind makes up for it by steps of its own, while
     the others wait.
     """
 
-    def __init__(self, fronts: Fronts, planner: AveragingPlanner, attached: Attached) -> None:
-        self._fronts, self._planner, self._attached = fronts, planner.of_others(), attached
+    def __init__(self, switch: FrontendSwitch, planner: AveragingPlanner, attached: Attached) -> None:
+        self._switch, self._planner, self._attached = switch, planner.of_others(), attached
         timeout_s = attached.timeout_s
         mine = secrets.token_hex(8).encode()
-        name: list[bytes] = fronts.present.engine.call(
+        name: list[bytes] = switch.present.engine.call(
             "a name for survivors", lambda group: gather_bytes(group, mine, timeout_s)
         )
         self._survivors = Survivors(
             f"gradsync survivors {name[0].decode()}", attached.process_group, timeout_s=timeout_s
         )
-        self._survival: Survival | None = None  # on which the present front is to end
+        self._survival: Survival | None = None  # on which the present frontend is to end
         self._follow()
 
     def close(self) -> None:
         self._survivors.close()
 
     def consensus(self) -> None:
-        """That of the front, or of those that are left where ranks were lost until then."""
+        """That of the frontend, or of those that are left where ranks were lost until then."""
         averaging = self._present
         averaging.land()
         if not self._is_over:
             try:
-                self._fronts.present.consensus()
+                self._switch.present.consensus()
                 return
             except GroupError:
                 averaging.give_up()
@@ -241,7 +238,7 @@ class Surviving:
 
     @property
     def _present(self) -> Averaging:
-        averaging = self._fronts.present.averaging
+        averaging = self._switch.present.averaging
         assert averaging is not None
         return averaging
 
@@ -258,10 +255,10 @@ class Surviving:
             self._go_on()
 
     def _agree(self) -> Survival:
-        """Who is left: they all come here, as each learns of it at once, and the present front is not used again."""
+        """Who is left: they all come here, as each learns of it at once, and the present frontend is not used again."""
         if self._survival is None:
             self._present.land()
-            self._fronts.present.engine.fail("ranks were lost, those that are left are to go on without them")
+            self._switch.present.engine.fail("ranks were lost, those that are left are to go on without them")
             self._present.give_up()
             self._survival = self._survived(self._survivors.ranks)
         return self._survival
@@ -276,29 +273,29 @@ class Surviving:
     @torch.inference_mode(False)
     def _go_on(self) -> None:
         """With those that are left. Collective over them."""
-        before = self._fronts.present
+        before = self._switch.present
         assert self._survival is not None
         before.engine.close()
         forget(self._attached.model.modules(), before.engine.parameters.values())
-        made: Front | None = None
+        made: Frontend | None = None
         while made is None:
             try:
                 left = self._attached.within(self._survivors.new_group())
-                made = averaging_front(left, self._planner, apart=True)
+                made = averaging_frontend(left, self._planner, apart=True)
             except RuntimeError as error:  # perhaps another rank was lost
                 ranks = self._survival.ranks
                 self._survival = self._survived(ranks)
                 if self._survival.ranks == ranks:
                     raise GroupError(f"ranks {ranks} are left, and could not go on: {error}") from error
         before.remove()
-        self._fronts.present, self._survival = made, None
+        self._switch.present, self._survival = made, None
         self._follow()
 
 
-def survive(fronts: Fronts, planner: AveragingPlanner, attached: Attached) -> None:
+def survive(switch: FrontendSwitch, planner: AveragingPlanner, attached: Attached) -> None:
     """Has the ranks go on where others are lost, if the planner says so. Collective."""
-    if planner.survives and fronts.present.engine.group.size > 1:
-        fronts.surviving = Surviving(fronts, planner, attached)
+    if planner.survives and switch.present.engine.group.size > 1:
+        switch.surviving = Surviving(switch, planner, attached)
 
 
 def why_not_parameters(model: nn.Module, optimizer: Optimizer | None, grad_scaler: torch.amp.GradScaler | None) -> str:
@@ -314,14 +311,14 @@ def why_not_parameters(model: nn.Module, optimizer: Optimizer | None, grad_scale
     return ""
 
 
-def averaging_front(
+def averaging_frontend(
     attached: Attached,
     plan: Plan | AveragingPlanner,
     grad_scaler: torch.amp.GradScaler | None = None,
     regroups: tuple[AveragingPlanner, Cluster] | None = None,
     *,
     apart: bool = False,
-) -> Front:
+) -> Frontend:
     """`regroups`: who made the plan for which links, if the groups may change.
 
     `apart`: the ranks have models of their own, of which the mean is taken, in place of rank 0's.
@@ -378,7 +375,7 @@ def averaging_front(
             regrouping.remove()
         present.remove()
 
-    return Front(engine, averaging.no_sync, remove, averaging, regrouping)
+    return Frontend(engine, averaging.no_sync, remove, averaging, regrouping)
 
 
 def _planned(planner: AveragingPlanner, attached: Attached, refusal: str) -> tuple[Plan | None, Cluster | None, str]:

@@ -35,7 +35,7 @@ _open: weakref.WeakSet[_Shadow] = weakref.WeakSet()
 
 
 class Shadowed(Protocol):
-    """The work of a model's front-end for ranks that are through with their inputs."""
+    """The work of a model's frontend for ranks that are through with their inputs."""
 
     factor: float  # of the mean over all ranks, where it is to be that over fewer
     rounds: int  # of backward and optimiser step
@@ -64,11 +64,11 @@ class UnevenInputs(Joinable):
     """Makes an attached model joinable; knows it weakly."""
 
     def __init__(
-        self, model: nn.Module, front: Shadowed, engine: Engine, process_group: dist.ProcessGroup | None
+        self, model: nn.Module, frontend: Shadowed, engine: Engine, process_group: dist.ProcessGroup | None
     ) -> None:
         super().__init__()
         self._model = weakref.ref(model)
-        self.front, self._engine, self._process_group = front, engine, process_group
+        self.frontend, self._engine, self._process_group = frontend, engine, process_group
         self._joinable: weakref.ref[Joinable] = weakref.ref(self)
         self._context: weakref.ref[_Shadow] | None = None  # of the `join` under way, or of one that ended with an error
         self._divide_by_all = True
@@ -101,9 +101,9 @@ class UnevenInputs(Joinable):
                 no backward.
         """
         if not self._notify():
-            self.front.factor = 1.0
+            self.frontend.factor = 1.0
             return 0
-        if self._expects_backward and self.front.awaits_backward:  # after what the ranks that are through wait for
+        if self._expects_backward and self.frontend.awaits_backward:  # after what the ranks that are through wait for
             self._engine.fail(EVERY_BACKWARD)
             raise RuntimeError(EVERY_BACKWARD)
         told = self.tell(HAS_INPUTS | SYNCHRONIZES * synchronizes | BROADCASTS * broadcasts)
@@ -126,7 +126,7 @@ class UnevenInputs(Joinable):
     def _last_with_inputs(self, told: list[int]) -> int:
         """The last rank of those that still have inputs, by whose number sums of the coming step are divided."""
         have_inputs = [rank for rank, theirs in enumerate(told) if theirs]
-        self.front.factor = 1.0 if self._divide_by_all else len(told) / len(have_inputs)
+        self.frontend.factor = 1.0 if self._divide_by_all else len(told) / len(have_inputs)
         return have_inputs[-1]
 
     def tell(self, mine: int) -> list[int]:
@@ -142,16 +142,16 @@ class UnevenInputs(Joinable):
         told = self.tell(0)
         source = self._last_with_inputs(told)
         if any(theirs & BROADCASTS for theirs in told):
-            self.front.broadcast_buffers(source)
-        return self.front.shadow_step if any(theirs & SYNCHRONIZES for theirs in told) else None
+            self.frontend.broadcast_buffers(source)
+        return self.frontend.shadow_step if any(theirs & SYNCHRONIZES for theirs in told) else None
 
     def level(self, *, is_last: bool) -> None:
         """All ranks are through: the model of one that was last goes to all."""
-        self._context, self.front.factor = None, 1.0
+        self._context, self.frontend.factor = None, 1.0
         source = max(rank for rank, was_last in enumerate(self.tell(int(is_last))) if was_last)
-        rounds = torch.tensor([self.front.rounds], device=self._engine.device)
-        self.spread([rounds, *self.front.state_to_level()], source)
-        self.front.rounds = int(rounds)
+        rounds = torch.tensor([self.frontend.rounds], device=self._engine.device)
+        self.spread([rounds, *self.frontend.state_to_level()], source)
+        self.frontend.rounds = int(rounds)
 
     def spread(self, tensors: list[Tensor], source: int) -> None:
         """Gives dense tensors of one rank to all."""
@@ -174,7 +174,7 @@ class _Shadow(JoinHook):
         self._end_step()
         step = self._inputs.shadow()
         if step is not None:
-            self._own = self._own or self._inputs.front.take_gradients()
+            self._own = self._own or self._inputs.frontend.take_gradients()
             self._step = self._thread.submit(step)
             if len(_open) == 1:  # no other model's forward comes before this one's backward: errors are seen at once
                 self._end_step()
@@ -184,7 +184,7 @@ class _Shadow(JoinHook):
         self._end_step()
         self._thread.shutdown()
         if self._own is not None:
-            self._inputs.front.put_gradients(self._own)
+            self._inputs.frontend.put_gradients(self._own)
         self._inputs.level(is_last=is_last_joiner)
 
     def _end_step(self) -> None:

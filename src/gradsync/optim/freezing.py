@@ -88,7 +88,7 @@ class _OfWhatArrived(_Step):
         self._optimizer = optimizer
         partial = list(partial)
         # One number has no parts: it stays out of the step.
-        self._parts = [_Part(optimizer, whole, sections) for whole, sections in partial if whole.dim()]
+        self._parts = [_ArrivedPart(optimizer, whole, sections) for whole, sections in partial if whole.dim()]
         self._groups = [(group, group["params"]) for group in optimizer.param_groups]
         instead: dict[int, list[Tensor]] = {id(whole): [] for whole, _ in partial}
         instead |= {id(part.whole): [part.parameter] for part in self._parts}
@@ -107,7 +107,7 @@ class _OfWhatArrived(_Step):
             self._optimizer.state.pop(part.parameter, None)
 
 
-class _Part:
+class _ArrivedPart:
     """What arrived of one parameter, with what the optimiser keeps of it."""
 
     def __init__(self, optimizer: Optimizer, whole: Tensor, sections: Sections) -> None:

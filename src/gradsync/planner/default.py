@@ -14,13 +14,7 @@ from typing import Any
 from ..costs.cluster import Placement
 from ..costs.steps import Step, transfers
 from ..plans.plan import BucketPlan, Plan, default_order
-from ..schemes import (
-    DOUBLING_OF_ROWS,
-    AGSparse,
-    BalancedParallelism,
-    Scheme,
-    select,
-)
+from ..schemes import DOUBLING_OF_ROWS, AGSparse, BalancedParallelism, Scheme, select
 from ..tensors.bucket import Layout, TensorSpec, cut_by_bytes
 from ..tensors.density import DensityProfile, ParameterProfile
 from .flat import across_at_once, dense_schemes, element_schemes, flat_scheme, flat_spec, over_nodes

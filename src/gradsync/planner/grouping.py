@@ -23,13 +23,12 @@ import torch
 from numpy.typing import NDArray
 
 from ..comm.shuffle import EXACT, GroupSchedule, RankGroup, Round, crossing, exact, resting, sitting_out, together
-from ..costs.cluster import Cluster, Link, Placement
+from ..costs.cluster import SLOW, Cluster, Link, Placement
 from ..costs.steps import transfers
 from ..schemes import AllReduce
 from ..tensors.bucket import TensorSpec
 
 SITTING_OUT = (2, 4, 8)  # rounds of which a slow node joins one
-SLOW = 0.8  # share of the usual bandwidth below which a node's link is slow
 ROUNDS = 32  # that are played at least, in cycles of which the later half is timed
 FEWEST_CYCLES = 4
 MOVES = 1500  # tried to find out who should sit where

@@ -12,14 +12,7 @@ from ..compressors import Compressor, Sign, Signum
 from ..compressors import names as compressors
 from ..optim.momentum import take_momentum
 from ..plans.plan import Plan
-from ..schemes import (
-    CoarseGrained,
-    HalfPrecision,
-    MajorityVote,
-    PowerSGD,
-    Scheme,
-    SchemeOrCompressor,
-)
+from ..schemes import CoarseGrained, HalfPrecision, MajorityVote, PowerSGD, Scheme, SchemeOrCompressor
 from ..schemes import coarse_names as coarse
 from ..tensors.density import ParameterProfile
 from . import CompressingPlanner, default_plan

@@ -12,13 +12,13 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 
+from ..costs.timeline import MORE_OR_LESS
 from .grouping import Grouping
 
 LEAST_ROUNDS = 10  # of a figure, which is of whole cycles: rounds of a cycle differ
 FIGURES = 3  # whose median counts: a stall makes one of them wrong
-MORE_OR_LESS = 1.25  # times as long, or as short: links have changed
 LEAST_CHANGE_S = 1e-3  # of a round: less is not worth a measurement
-CLEARLY = 0.9  # times as much, or less, is clearly less
+CLEARLY = 0.9  # times as much, or less, is clearly less: more than chance makes it, and than more steps cost
 ROOM = 0.7  # of what ranks may be apart, that they are expected to be at most when they are let go further apart
 
 

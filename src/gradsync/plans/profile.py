@@ -34,7 +34,7 @@ class Data(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Estimate(Data):
+class Interval(Data):
     """A number that is not negative, and the interval in which it lies with 95 % confidence."""
 
     value: float = Field(ge=0, allow_inf_nan=False)
@@ -42,7 +42,7 @@ class Estimate(Data):
     high: float | None = Field(ge=0, allow_inf_nan=False)  # None: nothing is known
 
     @model_validator(mode="after")
-    def _in_order(self) -> Estimate:
+    def _in_order(self) -> Interval:
         if not self.low <= self.value <= (inf if self.high is None else self.high):
             raise ValueError(f"value must lie in its interval, got {self.value} in [{self.low}, {self.high}]")
         return self
@@ -143,8 +143,8 @@ class ParameterTimes(Data):
 class KernelEstimate(Data):
     """What a kernel takes: so much a call, and so much for every byte that it reads or writes beyond the knee."""
 
-    call_s: Estimate
-    byte_s: Estimate
+    call_s: Interval
+    byte_s: Interval
     knee_bytes: float = Field(default=0.0, ge=0, allow_inf_nan=False)  # of a call, up to which bytes cost nothing
 
     @model_validator(mode="after")
@@ -162,13 +162,13 @@ class KernelEstimate(Data):
 class LinkEstimate(Data):
     """`stage_s + rounds * alpha_s + busiest bytes / bandwidth`, see `CostModel`."""
 
-    stage_s: Estimate
-    alpha_s: Estimate
-    bandwidth_bytes_per_s: Estimate
+    stage_s: Interval
+    alpha_s: Interval
+    bandwidth_bytes_per_s: Interval
 
     @field_validator("bandwidth_bytes_per_s")
     @classmethod
-    def _carries(cls, bandwidth: Estimate) -> Estimate:
+    def _carries(cls, bandwidth: Interval) -> Interval:
         if not bandwidth.value:
             raise ValueError("a bandwidth must be positive, got 0")
         return bandwidth
@@ -180,7 +180,7 @@ class LinkPoint(Data):
     part_bytes: float = Field(ge=0, allow_inf_nan=False)  # of `Transfer.part_bytes`, the same for every member
     rounds: Count
     busiest_bytes: float = Field(gt=0, allow_inf_nan=False)
-    seconds: Estimate
+    seconds: Interval
 
 
 class CollectiveEstimate(Data):
@@ -214,12 +214,12 @@ class Overlap(Data):
     As measured: noise may bring a factor below 1.
     """
 
-    backward_by_transfer: Estimate | None = None  # of backward, while a transfer is in flight
-    transfer_by_backward: Estimate | None = None  # of that transfer
-    backward_by_kernel: Estimate | None = None  # of backward, while the communication thread computes
-    kernel_by_backward: Estimate | None = None  # of that computation
-    transfer_by_kernel: Estimate | None = None  # of a transfer, while the communication thread computes
-    kernel_by_transfer: Estimate | None = None  # of that computation
+    backward_by_transfer: Interval | None = None  # of backward, while a transfer is in flight
+    transfer_by_backward: Interval | None = None  # of that transfer
+    backward_by_kernel: Interval | None = None  # of backward, while the communication thread computes
+    kernel_by_backward: Interval | None = None  # of that computation
+    transfer_by_kernel: Interval | None = None  # of a transfer, while the communication thread computes
+    kernel_by_transfer: Interval | None = None  # of that computation
 
 
 class Profile(Document):
@@ -378,7 +378,7 @@ def _spread(spread: Spread) -> str:
     return f"{spread.median_s * 1e3:.2f} +- {spread.spread_s * 1e3:.2f} ms"
 
 
-def _interval(estimate: Estimate, factor: float) -> str:
+def _interval(estimate: Interval, factor: float) -> str:
     high = "-" if estimate.high is None else f"{estimate.high * factor:.3g}"
     return f"{estimate.value * factor:.3g} [{estimate.low * factor:.3g}-{high}]"
 

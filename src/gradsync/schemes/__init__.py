@@ -20,7 +20,6 @@ from .compressed import ways as ways
 from .dense import AllReduce as AllReduce
 from .dense import ReduceScatter as ReduceScatter
 from .elements import BalancedElements as BalancedElements
-from .gossip import Gossip as Gossip
 from .partitioned import BalancedParallelism as BalancedParallelism
 from .points import BLOCKS_OF_256 as BLOCKS_OF_256
 from .points import DOUBLING_OF_ELEMENTS as DOUBLING_OF_ELEMENTS
@@ -33,13 +32,11 @@ from .points import ElementPoint as ElementPoint
 from .points import RowPoint as RowPoint
 from .powersgd import PowerSGD as PowerSGD
 from .precision import HalfPrecision as HalfPrecision
-from .regions import OkTopkLike as OkTopkLike
 from .route import Route as Route
 from .route import routes as routes
 from .scatter import SparseReduceScatter as SparseReduceScatter
-from .selection import Choice as Choice
 from .selection import Selection as Selection
-from .selection import candidates as candidates
+from .selection import TimedScheme as TimedScheme
 from .selection import select as select
 from .shuffled import Shuffled as Shuffled
 from .space import POINTS as POINTS
@@ -54,9 +51,8 @@ from .tree import WITH_SUMS as WITH_SUMS
 from .tree import Grammar as Grammar
 from .tree import Leaf as Leaf
 from .tree import LeafConstraints as LeafConstraints
-from .tree import Task as Task
+from .tree import RouteTask as RouteTask
 from .tree import compressions as compressions
 from .tree import is_flat as is_flat
 from .tree import words_of as words_of
 from .vote import MajorityVote as MajorityVote
-from .zen_hash import ZenHash as ZenHash

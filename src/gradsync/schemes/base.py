@@ -9,8 +9,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from torch import Tensor
 
 from ..comm import Group
-from ..compressors import State as CompressorState
-from ..compressors import expressions
+from ..compressors import CompressorState, expressions
 from ..compressors.expressions import Nameable
 from ..costs.cluster import Placement
 from ..costs.steps import Step
@@ -155,8 +154,8 @@ class Partitioned(Scheme[X], Generic[X, S]):
         return True
 
     @abstractmethod
-    async def push(self, x: X, state: State, group: Group, scale: float, *, wide: bool = False) -> tuple[S, State]:
-        """`wide`: sums of 16-bit floats stay in float32, for others to be added to them."""
+    async def push(self, x: X, state: State, group: Group, scale: float, *, keep_fp32: bool = False) -> tuple[S, State]:
+        """`keep_fp32`: sums of 16-bit floats stay in float32, for others to be added to them."""
 
     @abstractmethod
     async def pull(self, shard: S, state: State, group: Group) -> X: ...
@@ -191,7 +190,7 @@ class Partitioned(Scheme[X], Generic[X, S]):
     def part_of(
         self, specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfile, ...], size: int, owner: int
     ) -> tuple[tuple[TensorSpec, ...], tuple[DensityProfile, ...]]:
-        """What `part` of a wide push gives to the `owner` among `size` ranks."""
+        """What `part` of a push with `keep_fp32` gives to the `owner` among `size` ranks."""
 
     def stages(self, size: int) -> tuple[str, ...]:
         return (*self.push_stages(size), *self.pull_stages(size))

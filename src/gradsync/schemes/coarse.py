@@ -20,8 +20,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..comm import Group
-from ..compressors import RESIDUAL, SENT
-from ..compressors import State as CompressorState
+from ..compressors import RESIDUAL, SENT, CompressorState
 from ..compressors.expressions import register
 from ..compressors.momentum import MOMENTUM
 from ..costs.cluster import Placement

@@ -172,7 +172,7 @@ class Hierarchical(Scheme[Any]):
             return await self.intra.synchronize(x, state, group, scale)
         node, across = (group.subgroup(find(group.rank)) for find in (placement.within, placement.across))
         # Push: to each rank of the node its part.
-        push = self.intra.push(x, {}, node, 1.0, wide=True)
+        push = self.intra.push(x, {}, node, 1.0, keep_fp32=True)
         shard, _ = await in_turns(push, len(self.intra.push_stages(g)))
         # Across the nodes.
         sums = self.inter.synchronize(self.intra.part(shard), state, across, scale)

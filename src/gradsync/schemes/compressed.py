@@ -18,8 +18,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..comm import Group
-from ..compressors import SENT, SUMS, Compressor, Feedback, Payload, SparseMessage, Summand
-from ..compressors import State as CompressorState
+from ..compressors import SENT, SUMS, Compressor, CompressorState, Feedback, Payload, SparseMessage, Summand
 from ..compressors.expressions import register
 from ..costs.cluster import Placement
 from ..costs.steps import Compute, Pattern, Step, Transfer

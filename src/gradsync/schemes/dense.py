@@ -76,13 +76,13 @@ class ReduceScatter(Partitioned[Tensor, OwnedRange]):
         return ("pull",)
 
     async def push(
-        self, x: Tensor, state: State, group: Group, scale: float, *, wide: bool = False
+        self, x: Tensor, state: State, group: Group, scale: float, *, keep_fp32: bool = False
     ) -> tuple[OwnedRange, State]:
         # Push: to each owner its range.
         ranges = even_ranges(x.numel(), group.size)
         mine = ranges[group.rank]
         parts = await group.all_to_all(x, ranges, [mine] * group.size, largest=ranges[0])
-        total = memory.empty(ranges[0], kernels.accumulation_dtype(x.dtype) if wide else x.dtype, x.device)
+        total = memory.empty(ranges[0], kernels.accumulation_dtype(x.dtype) if keep_fp32 else x.dtype, x.device)
         total[mine:] = 0
         kernels.sum_parts(parts, total[:mine], scale=scale)
         return OwnedRange(total, x), state

@@ -21,7 +21,7 @@ from ..tensors.sparse import index_dtype
 from .base import Scheme, State
 from .capacity import whole_numbers, with_margin
 from .dense import AllReduce
-from .formats import Part, PartFormat
+from .formats import PartFormat, PartMessage
 
 COUNT_BYTES = 8  # a number of elements, as the ranks tell it
 
@@ -132,7 +132,7 @@ class BalancedElements(Scheme[Tensor]):
         first = Transfer(stage, Pattern.ALL_TO_ALL, (float(head + (nbytes if at_once else 0)),) * n)
         return [first] if at_once else [first, Transfer("repeat", pattern, (nbytes,) * n)]
 
-    async def _push(self, x: Tensor, form: PartFormat, group: Group) -> list[Part]:
+    async def _push(self, x: Tensor, form: PartFormat, group: Group) -> list[PartMessage]:
         """The elements of all ranks that I own; none where an all-reduce may be no worse."""
         flat, mine = TensorSpec.of(x), kernels.partition_elements(x, group.size, self.seed)
         told, messages = torch.tensor(mine.counts, device=x.device), list[Tensor]()
@@ -167,7 +167,7 @@ class BalancedElements(Scheme[Tensor]):
         counts = counts_in(arrived, head)
         return counts, [message[head:] for message in arrived] if all(map(fits, counts)) else []
 
-    async def _pull(self, sums: Sums, form: PartFormat, group: Group) -> list[Part]:
+    async def _pull(self, sums: Sums, form: PartFormat, group: Group) -> list[PartMessage]:
         """The sums of all owners; all send once more where those of some do not fit."""
         if self.capacity:
             room = _room(self.capacity[1], form, group.size)
@@ -284,7 +284,7 @@ class Sums:
     count: int
 
     @classmethod
-    def of(cls, parts: Sequence[Part], form: PartFormat, scale: float) -> Sums:
+    def of(cls, parts: Sequence[PartMessage], form: PartFormat, scale: float) -> Sums:
         """`scale` times the sum of all ranks' parts, in rank order."""
         union = kernels.unite_elements([part.positions.as_packed for part in parts], form.length)
         message = parts[0].values.new_empty(cls.head + int(form.nbytes(union.count)), dtype=torch.uint8)
@@ -298,7 +298,7 @@ class Sums:
         self.message[LENGTH_BYTES : self.head].copy_(torch.tensor([self.count]).view(torch.uint8))
 
 
-def join_parts(totals: Sequence[Part], seed: int, x: Tensor) -> Tensor:
+def join_parts(totals: Sequence[PartMessage], seed: int, x: Tensor) -> Tensor:
     """Overwrites the flat tensor: the owners' sums where they belong, zero everywhere else."""
     kernels.join_elements([t.positions.as_packed for t in totals], [t.values.view(-1) for t in totals], seed, x)
     return x

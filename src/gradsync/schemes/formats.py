@@ -87,7 +87,7 @@ def head_nbytes(tables: int) -> int:
 
 
 @dataclass(frozen=True)
-class Part:
+class PartMessage:
     """A message of some rows of a part, in place: positions to be encoded or decoded, and values.
 
     Of a dense message `values` are all rows of the part; `put` and `get` know that.
@@ -138,13 +138,13 @@ class PartFormat:
         """The format of the smallest message; of equally small ones the first of `formats`."""
         return min(self.formats, key=lambda choice: self._nbytes(choice, count))
 
-    def part(self, message: Tensor, count: int) -> Part:
+    def part(self, message: Tensor, count: int) -> PartMessage:
         """A uint8 message of `count` rows, to be written or read."""
         choice = self.choice(count)
         rows = self.length if choice is IndexFormat.DENSE else count
         start = int(choice.nbytes(count, self.length))
         values = message[start : start + rows * self._row_nbytes].view(self.dtype).view(rows, self.dim)
-        return Part(Positions(message[:start], count, self.length, choice), values)
+        return PartMessage(Positions(message[:start], count, self.length, choice), values)
 
     @property
     def _row_nbytes(self) -> int:

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from ..costs.cluster import Placement
 from .dense import even_ranges
-from .tree import Kind, Leaf, Scope, Task
+from .tree import Kind, Leaf, RouteTask, Scope
 
 Piece = tuple[int, int]  # elements [start, stop) that are compressed by themselves
 
@@ -33,12 +33,12 @@ class Leg:
     `before`, `after`: what each rank holds; None: nothing, as all is with the root of its group. `groups`: of a
     collective, who take part in it together, each of so many `members`. `point`: the number of the compression, from 0
     on, whose payloads there are. `bundle`: payloads of each piece before it; `added`: so many were added to each of
-    these. `adds`: payloads that meet here are added to one. `scales`: here the sum is scaled. `wide`, `wide_after`:
-    dense numbers are in the type of sums, not in the bucket's. `copies`: so many ranks compress the same, a sum of all
-    ranks. `idle`: it is among groups of one.
+    these. `adds`: payloads that meet here are added to one. `scales`: here the sum is scaled. `keep_fp32`,
+    `keep_fp32_after`: dense numbers are in the type of sums, not in the bucket's. `copies`: so many ranks compress the
+    same, a sum of all ranks. `idle`: it is among groups of one.
     """
 
-    task: Task
+    task: RouteTask
     groups: tuple[tuple[int, ...], ...]
     members: int
     before: tuple[Held | None, ...]
@@ -48,8 +48,8 @@ class Leg:
     added: int
     adds: bool
     scales: bool
-    wide: bool
-    wide_after: bool
+    keep_fp32: bool
+    keep_fp32_after: bool
     copies: int = 1
     idle: bool = False
 
@@ -77,12 +77,12 @@ def legs_of(leaf: Leaf, numel: int, placement: Placement, most_added: float) -> 
     scaling = decodes[-1] if decodes else 0
     held: tuple[Held | None, ...] = (Held(0, numel),) * n
     opened: list[tuple[Held | None, ...]] = []
-    point, bundle, added, summed, wide, scaled = -1, 0, 1, 1, False, False
+    point, bundle, added, summed, keep_fp32, scaled = -1, 0, 1, 1, False, False
     legs = []
     for place, task in enumerate(leaf):
         among = groups[task.scope] if task.scope else ()
         members = len(among[0]) if among else 1
-        before, bundle_before, added_before, wide_before, adds = held, bundle, added, wide, False
+        before, bundle_before, added_before, kept_fp32_before, adds = held, bundle, added, keep_fp32, False
         scaled = scaled or place == scaling
         match task.kind:
             case Kind.COMP:
@@ -105,7 +105,7 @@ def legs_of(leaf: Leaf, numel: int, placement: Placement, most_added: float) -> 
                         raise ValueError(f"{added * members} payloads are added, at most {most_added:.0f} can be")
                     bundle, added = (1, added * members) if adds else (bundle * members, added)
         if task.kind in (Kind.DECOMP, Kind.COMM, Kind.COMM_1):
-            wide = not (scaled and summed == n)
+            keep_fp32 = not (scaled and summed == n)
         copies = before.count(before[0]) if task.kind is Kind.COMP and summed == n else 1
         is_idle = bool(task.scope) and place not in lively
         legs.append(
@@ -120,8 +120,8 @@ def legs_of(leaf: Leaf, numel: int, placement: Placement, most_added: float) -> 
                 added_before,
                 adds,
                 place == scaling,
-                wide_before,
-                wide,
+                kept_fp32_before,
+                keep_fp32,
                 copies,
                 is_idle,
             )
@@ -143,7 +143,7 @@ def _groups(leaf: Leaf, placement: Placement) -> dict[Scope, tuple[tuple[int, ..
     return {Scope.NODE: within, Scope.ACROSS: tuple(map(placement.across, within[0]))}
 
 
-def _pushes(tasks: Sequence[Task]) -> Iterator[Task]:
+def _pushes(tasks: Sequence[RouteTask]) -> Iterator[RouteTask]:
     """The collectives that cut payloads up, before these are decompressed."""
     for task in tasks:
         if task.kind is Kind.DECOMP:

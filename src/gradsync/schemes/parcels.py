@@ -22,14 +22,14 @@ def plain(specs: tuple[TensorSpec, ...]) -> FlatSpec:
 
 
 @lru_cache(maxsize=4096)
-def spec_of(whole: FlatSpec, piece: Piece, point: int, wide: bool) -> FlatSpec:
+def spec_of(whole: FlatSpec, piece: Piece, point: int, keep_fp32: bool) -> FlatSpec:
     """Of a piece; what is drawn for sums is not what was drawn for what they are of."""
     spec = whole.cut(*piece)
-    return replace(spec, dtype=dtype_of(whole, wide), salt=spec.salt + point)
+    return replace(spec, dtype=dtype_of(whole, keep_fp32), salt=spec.salt + point)
 
 
-def dtype_of(whole: FlatSpec, wide: bool) -> torch.dtype:
-    return kernels.accumulation_dtype(whole.dtype) if wide else whole.dtype
+def dtype_of(whole: FlatSpec, keep_fp32: bool) -> torch.dtype:
+    return kernels.accumulation_dtype(whole.dtype) if keep_fp32 else whole.dtype
 
 
 def point_name(leg: Leg) -> str:

@@ -92,11 +92,11 @@ class BalancedParallelism(RowCapacity, Partitioned[Tables, OwnedColumns]):
         return ("pull",)
 
     async def push(
-        self, x: Tables, state: State, group: Group, scale: float, *, wide: bool = False
+        self, x: Tables, state: State, group: Group, scale: float, *, keep_fp32: bool = False
     ) -> tuple[OwnedColumns, State]:
         # Push: to each owner its columns of my rows.
         survey, specs = Survey.of(x), specs_of(x)
-        dtype = kernels.accumulation_dtype(specs[0].dtype) if wide else specs[0].dtype
+        dtype = kernels.accumulation_dtype(specs[0].dtype) if keep_fp32 else specs[0].dtype
         if self.capacity:
             stripes = self._striped(self.planned_groups(specs), group.size)
             bounds = [self.largest_nbytes(format) for format in stripes.formats]

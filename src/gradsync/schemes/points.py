@@ -29,18 +29,7 @@ from .base import Scheme, State
 from .elements import elements_of
 from .formats import PartFormat
 from .row_owners import EvenSplit, HashedRows, RotatedStripe, RowOwners
-from .space import (
-    Aggregation,
-    Balance,
-    Communication,
-    Merge,
-    Message,
-    PartialSum,
-    Partition,
-    Point,
-    Schedule,
-    schedule,
-)
+from .space import Aggregation, Balance, Communication, Merge, Message, PartialSum, Partition, Point, Schedule, schedule
 from .tables import ABSENT, Tables, specs_of
 
 COUNT_BYTES = 8  # of a partial sum: its rows of a table, or ABSENT

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..comm import Group
-from ..compressors import SENT
-from ..compressors import State as CompressorState
+from ..compressors import SENT, CompressorState
 from ..compressors.expressions import register
 from ..costs.cluster import Placement
 from ..costs.steps import Compute, Pattern, Step, Transfer

@@ -15,8 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from ..comm import Group, Work
-from ..compressors import Compressor, Summand
-from ..compressors import State as CompressorState
+from ..compressors import Compressor, CompressorState, Summand
 from ..compressors.expressions import register
 from ..costs.cluster import Placement
 from ..costs.steps import OFFLOAD, Compute, Pattern, Step, Transfer
@@ -190,7 +189,7 @@ class Route(Scheme[Tensor]):
                 pieces = held.pieces if held is not None else ()
                 stream = leg.before.index(leg.before[group.rank]) if leg.copies > 1 else group.rank
                 state[point_name(leg)] = tuple(
-                    compressor.init(spec_of(whole, piece, leg.point, leg.wide), stream) for piece in pieces
+                    compressor.init(spec_of(whole, piece, leg.point, leg.keep_fp32), stream) for piece in pieces
                 )
         self.check_ranks(group.placement)
         return state
@@ -240,13 +239,13 @@ class Route(Scheme[Tensor]):
     def item_nbytes(self, leg: Leg, held: Held, whole: FlatSpec, step: int) -> list[int]:
         """Of all that a message has which carries this before the leg: one tensor, or the bundles of its pieces."""
         if not leg.task.kind.of_payloads:
-            return [held.numel * dtype_of(whole, leg.wide).itemsize]
+            return [held.numel * dtype_of(whole, leg.keep_fp32).itemsize]
         compressor = self.compressor_at(leg.point)
-        wide = self.is_wide_at(leg.point)
-        specs = [spec_of(whole, piece, leg.point, wide) for piece in held.pieces]
+        keep_fp32 = self.keeps_fp32_at(leg.point)
+        specs = [spec_of(whole, piece, leg.point, keep_fp32) for piece in held.pieces]
         return [nbytes for spec in specs for nbytes in [compressor.nbytes(spec, step)] * leg.bundle]
 
-    def is_wide_at(self, point: int) -> bool:
+    def keeps_fp32_at(self, point: int) -> bool:
         """Whether a compression is of sums, which are in a wider type: all but one that comes first of all."""
         return point > 0 or self.leaf[0].kind is not Kind.COMP
 
@@ -293,8 +292,9 @@ class Route(Scheme[Tensor]):
         task, after = leg.task, leg.after[0]
         assert after is not None
         if task.kind is Kind.COMP:
-            compressor, dense_nbytes = self.compressor_at(leg.point), first.numel * dtype_of(whole, leg.wide).itemsize
-            specs = [spec_of(whole, piece, leg.point, leg.wide) for piece in after.pieces]
+            compressor = self.compressor_at(leg.point)
+            dense_nbytes = first.numel * dtype_of(whole, leg.keep_fp32).itemsize
+            specs = [spec_of(whole, piece, leg.point, leg.keep_fp32) for piece in after.pieces]
             if compressor.agrees:
                 yield Compute(compressor.kernel("observe"), float(dense_nbytes), calls=len(specs))
                 if not following.idle:
@@ -303,10 +303,10 @@ class Route(Scheme[Tensor]):
             yield Compute(compressor.kernel("compress"), float(nbytes), task.choice, len(specs), awaited=True)
             return
         if task.kind is Kind.DECOMP:
-            compressor, wide = self.compressor_at(leg.point), self.is_wide_at(leg.point)
-            specs = [spec_of(whole, piece, leg.point, wide) for piece in first.pieces]
+            compressor, keep_fp32 = self.compressor_at(leg.point), self.keeps_fp32_at(leg.point)
+            specs = [spec_of(whole, piece, leg.point, keep_fp32) for piece in first.pieces]
             payloads = leg.bundle * sum(compressor.nbytes(spec, round) for spec in specs)
-            dense_nbytes = first.numel * dtype_of(whole, leg.wide_after).itemsize
+            dense_nbytes = first.numel * dtype_of(whole, leg.keep_fp32_after).itemsize
             calls = leg.bundle * len(specs)
             yield Compute(
                 compressor.kernel("decompress"), float(dense_nbytes + payloads), task.choice, calls, awaited=True
@@ -325,7 +325,7 @@ class Route(Scheme[Tensor]):
         active = [(group, held) for group in following.groups if (held := leg.after[group[0]]) is not None]
         compressor, each = self.compressor_at(leg.point), []
         for group, held in active:
-            specs = [spec_of(whole, piece, leg.point, leg.wide) for piece in held.pieces]
+            specs = [spec_of(whole, piece, leg.point, leg.keep_fp32) for piece in held.pieces]
             nbytes = 4.0 * sum(map(compressor.num_agreed, specs))
             each.append(Transfer("", Pattern.ALL_GATHER, (nbytes,) * len(group)))
         return _at_once(_agree_stage(following), following, each, size, [group for group, _ in active])
@@ -334,7 +334,7 @@ class Route(Scheme[Tensor]):
         """What is made of what a collective brought."""
         after = leg.after[0]
         assert after is not None
-        nbytes = float(after.numel * dtype_of(whole, leg.wide_after).itemsize)
+        nbytes = float(after.numel * dtype_of(whole, leg.keep_fp32_after).itemsize)
         if leg.task.kind is Kind.COMM_1:
             yield Compute("sum_ranges", leg.members * self.item_nbytes(leg, after, whole, round)[0] + nbytes)
         elif leg.task.kind is Kind.COMM_2:
@@ -358,7 +358,7 @@ class Route(Scheme[Tensor]):
             case Kind.COMM:
                 (held,) = set(before)
                 assert held is not None
-                nbytes = float((held.numel + flags) * dtype_of(whole, leg.wide).itemsize)
+                nbytes = float((held.numel + flags) * dtype_of(whole, leg.keep_fp32).itemsize)
                 return Transfer("", Pattern.ALL_REDUCE, (nbytes,) * len(group))
             case Kind.COMM_L:
                 held = before[0]

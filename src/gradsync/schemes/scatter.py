@@ -20,7 +20,7 @@ from ..tensors.sparse import index_dtype
 from .base import Partitioned, State
 from .dense import OwnedRange
 from .elements import elements_of, join_parts, nonzeros, part_format, write_parts
-from .formats import Part, PartFormat
+from .formats import PartFormat, PartMessage
 
 HEAD_BYTES = LENGTH_BYTES + 8  # before the elements: the message's length, their number
 
@@ -51,7 +51,7 @@ class SparseReduceScatter(Partitioned[Tensor, OwnedRange]):
         return ("pull",)
 
     async def push(
-        self, x: Tensor, state: State, group: Group, scale: float, *, wide: bool = False
+        self, x: Tensor, state: State, group: Group, scale: float, *, keep_fp32: bool = False
     ) -> tuple[OwnedRange, State]:
         # Push: to each owner its elements.
         form, accumulated = part_format(TensorSpec.of(x), group.size), kernels.accumulation_dtype(x.dtype)
@@ -64,7 +64,7 @@ class SparseReduceScatter(Partitioned[Tensor, OwnedRange]):
             positions, values = _part(message, form).get()
             kernels.scatter_rows(positions, values.to(accumulated), total, accumulate=True)
         total = total.view(-1).mul_(scale)
-        return OwnedRange(total if wide else total.to(x.dtype), x), state
+        return OwnedRange(total if keep_fp32 else total.to(x.dtype), x), state
 
     async def pull(self, shard: OwnedRange, state: State, group: Group) -> Tensor:
         # Pull: from each owner its sums.
@@ -125,7 +125,7 @@ def _message(count: int, form: PartFormat, like: Tensor) -> Tensor:
     return message
 
 
-def _part(message: Tensor, form: PartFormat) -> Part:
+def _part(message: Tensor, form: PartFormat) -> PartMessage:
     """The elements behind the head."""
     count = int(message[LENGTH_BYTES:HEAD_BYTES].clone().view(torch.int64))  # the host cuts the message
     return form.part(message[HEAD_BYTES:], count)

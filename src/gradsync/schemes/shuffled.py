@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..comm import Group
 from ..comm.shuffle import GroupSchedule, RankGroup, Round
-from ..compressors import State as CompressorState
+from ..compressors import CompressorState
 from ..compressors.expressions import register
 from ..costs.cluster import Placement
 from ..costs.steps import Compute, Step

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..comm import Group, Pending
-from ..compressors import Compressor, Payload
-from ..compressors import State as CompressorState
+from ..compressors import Compressor, CompressorState, Payload
 from ..tensors import allocator as memory
 from ..tensors.bucket import FlatSpec, TensorSpec
 from .base import State
@@ -39,7 +38,7 @@ class Way(Protocol):
     def compressor_at(self, point: int) -> Compressor[Any]:
         """Returns the compressor of the compression with this number."""
 
-    def is_wide_at(self, point: int) -> bool:
+    def keeps_fp32_at(self, point: int) -> bool:
         """Returns whether a compression is of sums, which are in a wider type."""
 
     def item_nbytes(self, leg: Leg, held: Held, whole: FlatSpec, step: int) -> list[int]:
@@ -76,7 +75,7 @@ class Transit:
         held = leg.after[self.rank]
         if held is None:  # nothing but to learn what payloads are like
             self.next_state[point] = ()
-            spec = spec_of(self.spec, (0, 0), leg.point, leg.wide)
+            spec = spec_of(self.spec, (0, 0), leg.point, leg.keep_fp32)
             nothing = memory.empty(0, spec.dtype, self.x.device)
             fresh = replace(compressor.init(spec, self.rank), step=self.step)
             self.template, _ = compressor.compress(nothing, fresh)
@@ -95,7 +94,7 @@ class Transit:
         held = leg.after[self.rank]
         if held is None:
             return
-        compressor, dtype = self.route.compressor_at(leg.point), dtype_of(self.spec, leg.wide_after)
+        compressor, dtype = self.route.compressor_at(leg.point), dtype_of(self.spec, leg.keep_fp32_after)
         in_place = held.numel == self.values.numel() and dtype is self.values.dtype
         out = self.values if in_place else memory.empty(held.numel, dtype, self.x.device)
         before = leg.before[self.rank]
@@ -201,10 +200,10 @@ class Transit:
         return [each for each in before if each is not None]
 
     def _take_dense(self, leg: Leg, held: Held, parts: Sequence[Tensor]) -> None:
-        dtype = dtype_of(self.spec, leg.wide)
+        dtype = dtype_of(self.spec, leg.keep_fp32)
         numbers = [part.view(dtype) for part in parts]
         if leg.task.kind is Kind.COMM_1:
-            self.dense = memory.empty(held.numel, dtype_of(self.spec, leg.wide_after), self.x.device)
+            self.dense = memory.empty(held.numel, dtype_of(self.spec, leg.keep_fp32_after), self.x.device)
             kernels.sum_parts(numbers, self.dense, scale=self.scale if leg.scales else 1.0)
             return
         whole = held.numel == self.values.numel() and dtype is self.values.dtype
@@ -215,7 +214,7 @@ class Transit:
         numbers, flags = total.split([len(total) - len(self.flags), len(self.flags)])
         self.flags = flags != 0
         if leg.task.kind is Kind.COMM:
-            dtype = dtype_of(self.spec, leg.wide_after)
+            dtype = dtype_of(self.spec, leg.keep_fp32_after)
             self.dense = numbers.to(dtype) if len(self.flags) or dtype is not total.dtype else total
             return
         lengths = [payload.data.numel() for (payload,) in self.bundles]
@@ -255,8 +254,8 @@ class Transit:
     def _bundles(self, leg: Leg, parts: Sequence[Tensor], pieces: Sequence[Piece]) -> list[list[Payload]]:
         """What one message brings of each piece."""
         assert self.template is not None
-        wide = self.route.is_wide_at(leg.point)
-        specs = [spec_of(self.spec, piece, leg.point, wide) for piece in pieces]
+        keep_fp32 = self.route.keeps_fp32_at(leg.point)
+        specs = [spec_of(self.spec, piece, leg.point, keep_fp32) for piece in pieces]
         templates = [replace(self.template, spec=spec) for spec in specs]
         return [
             [payload_of(data, template) for data in parts[place * leg.bundle : (place + 1) * leg.bundle]]

@@ -67,7 +67,7 @@ class Scope(StrEnum):
 
 
 @dataclass(frozen=True)
-class Task:
+class RouteTask:
     """One task of a leaf: a local one on a device, or a collective."""
 
     kind: Kind
@@ -91,7 +91,7 @@ class Task:
         return self.choice
 
 
-Leaf = tuple[Task, ...]
+Leaf = tuple[RouteTask, ...]
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ class Grammar:
             ]
         return known[point]
 
-    def _next(self, point: _Point, devices: tuple[str, ...]) -> Iterator[tuple[Task, _Point]]:
+    def _next(self, point: _Point, devices: tuple[str, ...]) -> Iterator[tuple[RouteTask, _Point]]:
         """The tasks that may come, with where each leads."""
         if not point.todo:
             return
@@ -236,14 +236,14 @@ class Grammar:
             return
         kind, rest = Kind(symbol), tuple(others)
         if kind.is_local:
-            yield from ((Task(kind, device), _Point(rest, point.opened)) for device in devices)
+            yield from ((RouteTask(kind, device), _Point(rest, point.opened)) for device in devices)
         elif kind.is_second:
             *outer, first = point.opened
-            yield Task(kind, self.seconds[first], first=first), _Point(rest, tuple(outer))
+            yield RouteTask(kind, self.seconds[first], first=first), _Point(rest, tuple(outer))
         else:
             for collective in self.collectives[kind]:
                 opened = (*point.opened, collective) if kind.is_first else point.opened
-                yield Task(kind, collective), _Point(rest, opened)
+                yield RouteTask(kind, collective), _Point(rest, opened)
 
     def check_names(self, constraints: LeafConstraints, devices: Collection[str] = DEVICES) -> None:
         """
@@ -286,7 +286,7 @@ def _scoped(leaf: Leaf) -> Leaf:
 
 
 @cache
-def _with_scope(task: Task, scope: Scope | None) -> Task:
+def _with_scope(task: RouteTask, scope: Scope | None) -> RouteTask:
     return replace(task, scope=scope)
 
 

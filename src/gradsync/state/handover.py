@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..compressors import RESIDUAL, copies_at
 from .saved import VERSION, Origin
-from .slices import OWED, StateSlice, left_to_send
+from .slices import CARRIED, StateSlice, left_to_send
 
 
 def redistribute(states: Sequence[Mapping[str, Any]], world: int) -> list[dict[str, Any]]:
@@ -83,7 +83,9 @@ def _added(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
             point, _, name = part.point.partition(".")
             copies = copies_at(point)
             if left_to_send(part):
-                shared = StateSlice(part.name, part.start, part.stop, f"{OWED}.{RESIDUAL}", part.values / (copies or 1))
+                shared = StateSlice(
+                    part.name, part.start, part.stop, f"{CARRIED}.{RESIDUAL}", part.values / (copies or 1)
+                )
                 by_point.setdefault((part.name, shared.point), []).append(shared)
             elif part.whole or copies > 1:  # known alike to those that keep it
                 same.setdefault(key, part.values)

@@ -16,12 +16,11 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from ..compressors import RESIDUAL, SENT, copies_at
-from ..compressors import State as CompressorState
+from ..compressors import RESIDUAL, SENT, CompressorState, copies_at
 from ..kernels import accumulation_dtype
 from ..tensors.bucket import Bucket, Segment
 
-OWED = "owed"  # the point of what another plan left to be sent
+CARRIED = "owed"  # the point of carried residuals, by the name that checkpoints have for it
 # Digits of other scripts, and more of them than any tensor has elements, are no index.
 KEY = r"(?P<name>.*)\[(?P<start>[0-9]{1,18}):(?P<stop>[0-9]{1,18})\]/(?P<whole>/?)(?P<point>[^/]+)"
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -177,8 +176,8 @@ def left_to_send(part: StateSlice) -> bool:
     return not part.whole and name == RESIDUAL and (point == SENT or _copies(point) > 0)
 
 
-def owed(bucket: Bucket, state: Mapping[str, Kept], saved: Sequence[StateSlice]) -> Tensor | None:
-    """What schemes of another plan left to be sent of elements that a flat bucket keeps no such thing of: (numel,).
+def carried_residual(bucket: Bucket, state: Mapping[str, Kept], saved: Sequence[StateSlice]) -> Tensor | None:
+    """Returns what another plan's schemes left to be sent of elements that have no residual in a flat bucket: (numel,).
 
     In units of the gradient, in the type that sums are made in; None where there is nothing.
     """
@@ -212,14 +211,14 @@ def _by_parameter(bucket: Bucket, saved: Iterable[StateSlice]) -> dict[str, list
     return found
 
 
-def slices_owed(bucket: Bucket, flat: Tensor) -> Iterator[StateSlice]:
-    """What is owed, for a checkpoint or another plan."""
-    return _by_segment(f"{OWED}.{RESIDUAL}", bucket.segments, flat)
+def carried_slices(bucket: Bucket, flat: Tensor) -> Iterator[StateSlice]:
+    """Yields a carried residual, (numel,), by segment, for a checkpoint or another plan."""
+    return _by_segment(f"{CARRIED}.{RESIDUAL}", bucket.segments, flat)
 
 
 def _copies(point: str) -> int:
     """How many ranks keep the same at a point whose state is added to what a rank is to send; 0 for other points."""
-    return 1 if point == OWED else copies_at(point)
+    return 1 if point == CARRIED else copies_at(point)
 
 
 def has_place(states: Iterable[Mapping[str, Kept]], part: StateSlice) -> bool:

@@ -1,4 +1,4 @@
-"""Memory of large tensors on the host, lent again and again.
+"""Memory of large tensors on the host, reused once the tensors are gone.
 
 The system clears each page that it hands out anew, and the allocator of the C library gives large blocks back as soon
 as a tensor dies: for tensors of every step that takes longer than most kernels take to fill them.
@@ -70,9 +70,9 @@ class Blocks:
             block = self._idle[size].pop()
         except (KeyError, IndexError):
             block = self._new(size)
-        lent = memoryview(block)  # which the tensors on it keep alive, and nobody else
-        weakref.finalize(lent, self._take_back, block).atexit = False
-        return torch.frombuffer(lent, dtype=torch.uint8, count=nbytes)
+        borrowed = memoryview(block)  # which the tensors on it keep alive, and nobody else
+        weakref.finalize(borrowed, self._take_back, block).atexit = False
+        return torch.frombuffer(borrowed, dtype=torch.uint8, count=nbytes)
 
     def release(self) -> None:
         self._idle.clear()

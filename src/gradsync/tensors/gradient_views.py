@@ -67,7 +67,7 @@ class GradientViews:
         self._by_name: dict[str, GradientView] = {}
         self._by_bucket: list[list[GradientView]] = []
         self._lendable: set[str] = set()  # parameters whose gradients autograd makes dense and small
-        self._lent: set[str] = set()  # parameters without a gradient to whom this step lent their place
+        self._borrowed: set[str] = set()  # parameters without a gradient that borrow their place in this step
         self._unrenewed: dict[str, Tensor] = {}  # values of gradients that stay if no rank renews them in this step
         self._movable: set[str] = set()  # parameters with gradients in memory of the plan before that nobody refers to
         self._unfit: set[str] = set()  # parameters that went over to another memory format than their places have
@@ -111,14 +111,14 @@ class GradientViews:
 
     def begin(self) -> Iterator[list[str]]:
         """Begins a step: lends places to parameters without a gradient; yields the names, bucket by bucket."""
-        self._lent.clear()
+        self._borrowed.clear()
         self._unrenewed.clear()
         for views in self._by_bucket:
             yield self._lend(views) if views else []
 
-    def is_lent(self, name: str) -> bool:
+    def is_borrowed(self, name: str) -> bool:
         """Returns whether the parameter had no gradient when the step began, and got its place."""
-        return name in self._lent
+        return name in self._borrowed
 
     def may_move(self, name: str) -> bool:
         """Returns whether the gradient lies in memory of the plan before, to which nobody else refers."""
@@ -127,13 +127,13 @@ class GradientViews:
     def keep_values(self, name: str) -> None:
         """Remembers the values of a gradient that this step's result will overwrite, see `restore`."""
         view = self._by_name.get(name)
-        if view is not None and name not in self._lent and view.is_lived_in():
+        if view is not None and name not in self._borrowed and view.is_lived_in():
             self._unrenewed[name] = view.tensor.clone()
 
     def restore(self, name: str) -> None:
         """Leaves the parameter's gradient as it was before a step in which no rank used it."""
         view = self._by_name.get(name)
-        if name in self._lent and view is not None:
+        if name in self._borrowed and view is not None:
             view.parameter.grad = None
         elif name in self._unrenewed and view is not None:
             view.tensor.copy_(self._unrenewed[name])
@@ -194,15 +194,15 @@ class GradientViews:
                 view.lie_at(tensor)
             self._remember_memory()
         lendable = self._lendable - self._unfit
-        lent = [view for view in free if view.name in lendable and view.parameter.requires_grad]
-        if len(lent) == len(memory.bucket.segments):
+        borrowed = [view for view in free if view.name in lendable and view.parameter.requires_grad]
+        if len(borrowed) == len(memory.bucket.segments):
             memory.clear()
-        elif lent:
-            torch._foreach_zero_([view.tensor for view in lent])
-        for view in lent:
+        elif borrowed:
+            torch._foreach_zero_([view.tensor for view in borrowed])
+        for view in borrowed:
             view.give()
-        names = [view.name for view in lent]
-        self._lent.update(names)
+        names = [view.name for view in borrowed]
+        self._borrowed.update(names)
         return names
 
 

@@ -42,7 +42,7 @@ STEPS, WARMUP_STEPS = 10, 3
 ORDER = (Follows.NO, Follows.LATER, Follows.NOW)
 
 
-class Turn(Measurement):
+class AutoMeasurement(Measurement):
     """A measurement for a plan: it ends by itself, so measurements of other models wait for it."""
 
 
@@ -59,7 +59,6 @@ class AutoPlanner:
         steps: steps measured undisturbed; as many more are measured beside an exchange.
         warmup: usual steps before.
         search: returns plans to try for a `Job` and the constraints; it runs on rank 0, within the ranks' timeout.
-            `gradsync.planner.rival_plans` has searches of published systems.
         must_plan: whether all ranks raise where nothing can be measured or the search finds no plan.
         averaging: a planner whose averages of parameters are tried for a block of steps when the plan has settled, and
             stay if they are clearly faster. `attach` then needs the optimiser; a checkpoint goes on with averaged
@@ -133,7 +132,7 @@ class AutoPlanner:
 
     def _measurement(self, engine: Engine | None = None) -> Measurement:
         candidates = tuple(dict.fromkeys((*CANDIDATES, *self.constraints.lossy)))
-        return Turn(self.steps, self.warmup, engine=engine, candidates=candidates, then=self._propose)
+        return AutoMeasurement(self.steps, self.warmup, engine=engine, candidates=candidates, then=self._propose)
 
     def close(self, engine: Engine) -> None:
         """Ends a measurement of this engine."""
@@ -183,7 +182,7 @@ def _answer(engine: Engine) -> tuple[Follows, str]:
         mine, why = Follows.NO, f"jobs on {engine.device.type} cannot be measured yet"
     elif torch.are_deterministic_algorithms_enabled():
         mine, why = Follows.NO, "torch.use_deterministic_algorithms is on, and timing would decide"
-    elif isinstance(active(), Turn):
+    elif isinstance(active(), AutoMeasurement):
         mine = Follows.LATER
     elif active() is not None:
         mine, why = Follows.NO, "gradients are being measured or recorded already"

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ..costs.cost_model import CostModel
 from ..costs.steps import Compute, Pattern
-from ..plans.profile import Estimate, KernelEstimate, LinkEstimate, LinkPoint
+from ..plans.profile import Interval, KernelEstimate, LinkEstimate, LinkPoint
 
 CONFIDENCE = 0.95
 KNEE_DOUBT = 0.01  # the chance of a knee where there is none
@@ -28,17 +28,17 @@ MOST_SLOWDOWN = 10.0  # that two things on one processor or link are believed to
 Array = NDArray[np.float64]
 
 
-def median_of(repeats: Sequence[float]) -> Estimate:
+def median_of(repeats: Sequence[float]) -> Interval:
     """Returns the median, in the interval of two repeats that holds the true median; the extremes of few repeats."""
     from scipy.special import bdtr
 
     ordered = sorted(repeats)
     fewer = bdtr(np.arange(len(ordered)), len(ordered), 0.5)  # the chance that so many, or fewer, are below the median
     below = max(int(np.searchsorted(fewer, (1 - CONFIDENCE) / 2)) - 1, 0)
-    return Estimate(value=statistics.median(ordered), low=ordered[below], high=ordered[-1 - below])
+    return Interval(value=statistics.median(ordered), low=ordered[below], high=ordered[-1 - below])
 
 
-def nonnegative(table: Array, seconds: Array, known_s: Array | float = 0.0) -> list[Estimate]:
+def nonnegative(table: Array, seconds: Array, known_s: Array | float = 0.0) -> list[Interval]:
     """Returns the costs x >= 0 that solve `known_s + table @ x = seconds` best.
 
     Args:
@@ -66,7 +66,7 @@ def nonnegative(table: Array, seconds: Array, known_s: Array | float = 0.0) -> l
             error = float(np.sqrt(variance * inverse[place, place]) * stdtrit(freedom, (1 + CONFIDENCE) / 2))
             low, high = max(value - error, 0.0), value + error
         high = None if high is None else float(max(high, value) / unit[column])
-        result.append(Estimate(value=float(value / unit[column]), low=float(low / unit[column]), high=high))
+        result.append(Interval(value=float(value / unit[column]), low=float(low / unit[column]), high=high))
     return result
 
 
@@ -114,10 +114,10 @@ def fit_kernels(samples: Sequence[tuple[Sequence[Compute], float]]) -> dict[str,
     }
 
 
-def _of_memory(byte_s: Estimate) -> Estimate:
+def _of_memory(byte_s: Interval) -> Interval:
     """Returns seconds a byte at memory's rate, in an interval up to the fit's upper end."""
     value = 1 / CostModel.memory_bytes_per_s
-    return Estimate(value=value, low=0.0, high=None if byte_s.high is None else max(byte_s.high, value))
+    return Interval(value=value, low=0.0, high=None if byte_s.high is None else max(byte_s.high, value))
 
 
 def _knee(calls: Array, nbytes: Array, seconds: Array, column: int) -> float:
@@ -162,7 +162,7 @@ def fit_links(
     busiest = np.array([point.busiest_bytes for point in every])
     seconds = np.array([point.seconds.value for point in every])
     if size == 2:
-        nothing = Estimate(value=0.0, low=0.0, high=0.0)
+        nothing = Interval(value=0.0, low=0.0, high=0.0)
 
         def fitted(which: Sequence[Pattern]) -> LinkEstimate:
             mine = np.array([pattern in which for pattern, found in points.items() for _ in found])
@@ -182,7 +182,7 @@ def fit_links(
 
 
 def _link(
-    stage_s: Estimate, alpha_s: Estimate, byte_s: Estimate, points: Sequence[Sequence[LinkPoint]]
+    stage_s: Interval, alpha_s: Interval, byte_s: Interval, points: Sequence[Sequence[LinkPoint]]
 ) -> LinkEstimate:
     """Returns the link of a fit to `points`, one sequence for each pattern.
 
@@ -196,7 +196,7 @@ def _link(
         seen = max(point.busiest_bytes / point.seconds.value for point in largest)
         return LinkEstimate(stage_s=stage_s, alpha_s=alpha_s, bandwidth_bytes_per_s=_rate(byte_s, seen))
     highs = [rate.high for rate in told]
-    bandwidth = Estimate(
+    bandwidth = Interval(
         value=statistics.median(rate.value for rate in told),
         low=min(rate.low for rate in told),
         high=None if None in highs else max(high for high in highs if high is not None),
@@ -204,7 +204,7 @@ def _link(
     return LinkEstimate(stage_s=stage_s, alpha_s=alpha_s, bandwidth_bytes_per_s=bandwidth)
 
 
-def _rate_of(point: LinkPoint, stage_s: Estimate, alpha_s: Estimate) -> Estimate | None:
+def _rate_of(point: LinkPoint, stage_s: Interval, alpha_s: Interval) -> Interval | None:
     """Returns bytes a second in the interval that all three intervals leave; None where latency takes most time."""
     latency_s = stage_s.value + point.rounds * alpha_s.value
     if 2 * latency_s > point.seconds.value:
@@ -212,19 +212,19 @@ def _rate_of(point: LinkPoint, stage_s: Estimate, alpha_s: Estimate) -> Estimate
     least_s = stage_s.low + point.rounds * alpha_s.low
     most_s = inf if stage_s.high is None or alpha_s.high is None else stage_s.high + point.rounds * alpha_s.high
     shortest_s, longest_s = point.seconds.low - most_s, point.seconds.high
-    return Estimate(
+    return Interval(
         value=point.busiest_bytes / (point.seconds.value - latency_s),
         low=0.0 if longest_s is None else point.busiest_bytes / (longest_s - least_s),
         high=point.busiest_bytes / shortest_s if shortest_s > 0 else None,
     )
 
 
-def _rate(byte_s: Estimate, seen: float) -> Estimate:
+def _rate(byte_s: Interval, seen: float) -> Interval:
     """Returns bytes a second from seconds a byte; the rate `seen` where the fit gives bytes no time."""
     if byte_s.value == 0:
-        return Estimate(value=seen, low=min(1 / byte_s.high, seen) if byte_s.high else seen, high=None)
+        return Interval(value=seen, low=min(1 / byte_s.high, seen) if byte_s.high else seen, high=None)
     low = 1 / byte_s.high if byte_s.high else 0.0
-    return Estimate(value=1 / byte_s.value, low=low, high=1 / byte_s.low if byte_s.low else None)
+    return Interval(value=1 / byte_s.value, low=low, high=1 / byte_s.low if byte_s.low else None)
 
 
 def slowdown(alone_s: Array, together_s: Array, shared_s: Array) -> Array:
@@ -242,7 +242,7 @@ def slowdown(alone_s: Array, together_s: Array, shared_s: Array) -> Array:
     return np.where(explained, shared_s / np.where(explained, done_s, 1.0), together_s / alone_s)
 
 
-def fit_slowdown(alone_s: Array, together_s: Array, shared_s: Array) -> Estimate | None:
+def fit_slowdown(alone_s: Array, together_s: Array, shared_s: Array) -> Interval | None:
     """Returns the `slowdown` of medians over steps, on the rank with the largest one; None where no rank shared time.
 
     Steps in which nothing was shared do not count; the interval comes from a bootstrap over the steps.
@@ -271,4 +271,4 @@ def fit_slowdown(alone_s: Array, together_s: Array, shared_s: Array) -> Estimate
         factors.append(slowdown(*(np.median(s, axis=1) for s in (alone[mine], together[others], shared[others]))))
     value, *drawn = np.max(factors, axis=0).tolist()
     low, high = np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]).tolist()
-    return Estimate(value=value, low=min(low, value), high=max(high, value))
+    return Interval(value=value, low=min(low, value), high=max(high, value))

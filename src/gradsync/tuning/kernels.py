@@ -14,15 +14,7 @@ from dataclasses import astuple
 from typing import Any
 
 from ..comm.links import Highest
-from ..compressors import (
-    BlockInt,
-    Cast,
-    Compressor,
-    ErrorFeedback,
-    ScaledSign,
-    Summand,
-    TopK,
-)
+from ..compressors import BlockInt, Cast, Compressor, ErrorFeedback, ScaledSign, Summand, TopK
 from ..costs.cluster import Placement
 from ..costs.cost_model import KernelCost
 from ..planner.network import planned_schemes

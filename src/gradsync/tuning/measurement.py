@@ -28,11 +28,11 @@ from ..comm.links import barrier, highest_over
 from ..engine.engine import Engine
 from ..engine.observation import Observer
 from ..engine.plan_control import MAX_OBSERVATIONS
-from ..engine.step_listener import RecordingDone, Witness, recording
+from ..engine.step_listener import RecordingDone, StepListener, recording
 from ..planner.errors import highest, relative_errors
 from ..plans.profile import (
     Density,
-    Estimate,
+    Interval,
     KernelEstimate,
     Overlap,
     ParameterTimes,
@@ -47,13 +47,7 @@ from ..tensors.bucket import model_digest
 from .fitting import fit_slowdown
 from .kernels import CANDIDATES, flat_schemes, measured_kernels
 from .links import BUDGET_S, measured_links
-from .overlap import (
-    Aside,
-    Disturbance,
-    computation,
-    transfer_beside_kernels,
-    transfers,
-)
+from .overlap import Aside, Disturbance, computation, transfer_beside_kernels, transfers
 from .stopwatch import StepTimes, Stopwatch
 
 COVER = 1.2  # length of a disturbance over that of the backward beside it
@@ -71,7 +65,7 @@ class Kind(Enum):
     KERNEL = "kernel"  # a computation on the communication thread beside backward
 
 
-class Measurement(Witness):
+class Measurement(StepListener):
     """Measures one model: that of `engine`, or `model`, or the first one whose gradients are exchanged while active.
 
     The model makes `warmup` usual steps, one step that looks at gradients, and `2 * steps` measured steps. Nothing and
@@ -114,7 +108,7 @@ class Measurement(Witness):
         self._times: list[StepTimes] = []  # of all steps
         self._asides: list[Aside] = []  # of all steps
         self._disturbances: dict[Kind, Disturbance] = {}
-        self._exchange: tuple[Estimate | None, Estimate | None] = (None, None)  # slowdowns of transfers, and of kernels
+        self._exchange: tuple[Interval | None, Interval | None] = (None, None)  # slowdowns of transfers, and of kernels
         self._links: tuple[SpanEstimate, ...] = ()
         self._kernels: dict[str, KernelEstimate] = {}
         self._errors: dict[str, dict[str, float]] = {}  # by parameter, by compressor
@@ -167,7 +161,7 @@ class Measurement(Witness):
             self._require_alike(engine)
         if kind is Kind.LOOK and self._observer is not None:
             self._observer.share(
-                lambda name: engine.lanes.of(name)[0].gradients,
+                lambda name: engine.bucket_runs.of(name)[0].gradients,
                 lambda mine: engine.call("a look at the gradients", lambda group: _gather(engine, group, mine)),
             )
             self._share_errors(engine)
@@ -422,11 +416,11 @@ def _spread(seconds: Array) -> dict[str, float]:
 
 
 def _overlap(
-    quiet: Array, transfer: Array, kernel: Array, exchange: tuple[Estimate | None, Estimate | None]
+    quiet: Array, transfer: Array, kernel: Array, exchange: tuple[Interval | None, Interval | None]
 ) -> Overlap:
     """Returns the slowdowns of each kind's (ranks, steps, figures), and those of transfers and kernels together."""
 
-    def factors(busy: Array) -> tuple[Estimate | None, Estimate | None]:
+    def factors(busy: Array) -> tuple[Interval | None, Interval | None]:
         if not busy.shape[1]:
             return None, None
         backward_s, alone_s, together_s, shared_s = (busy[:, :, figure] for figure in (1, 4, 5, 6))

@@ -15,7 +15,7 @@ from ..comm import Group
 from ..comm.links import Exchange, barrier, highest_over
 from ..compressors import BlockInt, ErrorFeedback
 from ..costs.steps import Pattern
-from ..plans.profile import Estimate
+from ..plans.profile import Interval
 from ..tensors.bucket import FlatSpec, Segment
 from .fitting import fit_slowdown
 from .stopwatch import StepTimes
@@ -104,7 +104,7 @@ def _compression() -> tuple[Callable[[], None], float]:
     return run, (time.perf_counter() - began_s) / KERNEL_RUNS
 
 
-def transfer_beside_kernels(group: Group, timeout_s: float) -> tuple[Estimate | None, Estimate | None]:
+def transfer_beside_kernels(group: Group, timeout_s: float) -> tuple[Interval | None, Interval | None]:
     """Returns the slowdown of a transfer while all ranks compute, and of that computation during the transfer.
 
     One thread issues the transfer and computes, as the engine's issuing thread does. A group of one has no slowdowns:

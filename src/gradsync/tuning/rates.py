@@ -12,12 +12,11 @@ from numpy.typing import NDArray
 
 from ..comm import Group
 from ..comm.links import Exchange
-from ..costs.cluster import Cluster, Link
+from ..costs.cluster import SLOW, Cluster, Link
 
 SIZES = (1 << 20, 8 << 20)  # bytes each way; the larger size where the smaller takes no time
 TOO_SHORT_S = 5e-3
 REPEATS = 2  # of each round; the quickest counts
-SLOW = 0.8  # share of the usual rate below which a node's link is slow
 NEAR = 0.75  # share of the rate of their links that nodes of a rack reach at least
 MOST_NEAR = 0.8  # share of the pairs within racks that must be near: another job may have disturbed one
 

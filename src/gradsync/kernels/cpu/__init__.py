@@ -10,13 +10,7 @@ from gradsync.kernels.cpu.boundary import load, supports
 from gradsync.kernels.cpu.chunks import take_chunks
 from gradsync.kernels.cpu.convert import narrow, sum_parts
 from gradsync.kernels.cpu.digests import digest
-from gradsync.kernels.cpu.elements import (
-    NonzeroElements,
-    count_bits,
-    decode_bitmap,
-    encode_bitmap,
-    nonzero_elements,
-)
+from gradsync.kernels.cpu.elements import NonzeroElements, count_bits, decode_bitmap, encode_bitmap, nonzero_elements
 from gradsync.kernels.cpu.hashing import owned_by_hash, owners_by_hash, partition_hashed, positions_in
 from gradsync.kernels.cpu.hierarchy import hierarchical_hash
 from gradsync.kernels.cpu.largest import count_above, select_above, top_k

@@ -9,14 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradsync.kernels.checks import (
-    WORD_BITS,
-    PackedPositions,
-    check_owners,
-    check_rotated_size,
-    check_size,
-    check_some,
-)
+from gradsync.kernels.checks import WORD_BITS, PackedPositions, check_owners, check_rotated_size, check_size, check_some
 from gradsync.kernels.cpu.boundary import load, plain, plains, threads_for
 from gradsync.kernels.reference.rotated import rotation_key
 

@@ -23,8 +23,8 @@ from gradsync.kernels.reference.rows import accumulation_dtype, magnitudes
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What is chosen from, and where to: the arguments of `top_k` and `select_above`, checked."""
+class SelectionArguments:
+    """The arguments of `top_k` and `select_above`, checked: what is chosen from, and where to."""
 
     x: Tensor
     indices: Tensor
@@ -44,7 +44,7 @@ class Choice:
         counts: Sequence[int] | None,
         residual: Tensor | None,
         next_residual: Tensor | None,
-    ) -> Choice:
+    ) -> SelectionArguments:
         """
         Raises:
             ValueError, TypeError: as `gradsync.kernels.top_k`.
@@ -109,10 +109,10 @@ def top_k(
     next_residual: Tensor | None = None,
 ) -> None:
     """See `gradsync.kernels.top_k`."""
-    choice = Choice.of(x, indices, values, sections, counts, residual, next_residual)
-    p = choice.elements()
-    chosen = [offset + largest(magnitudes(part), count) for offset, part, count in choice.parts(p)]
-    choice.take(p, torch.cat([indices.new_empty(0, dtype=torch.int64), *chosen]))
+    arguments = SelectionArguments.of(x, indices, values, sections, counts, residual, next_residual)
+    p = arguments.elements()
+    chosen = [offset + largest(magnitudes(part), count) for offset, part, count in arguments.parts(p)]
+    arguments.take(p, torch.cat([indices.new_empty(0, dtype=torch.int64), *chosen]))
 
 
 @torch.no_grad()
@@ -128,14 +128,14 @@ def select_above(
     next_residual: Tensor | None = None,
 ) -> int:
     """See `gradsync.kernels.select_above`."""
-    choice = Choice.of(x, indices, values, sections, counts, residual, next_residual)
-    check_thresholds(x, thresholds, len(choice.lengths))
-    p = choice.elements()
+    arguments = SelectionArguments.of(x, indices, values, sections, counts, residual, next_residual)
+    check_thresholds(x, thresholds, len(arguments.lengths))
+    p = arguments.elements()
     chosen = [indices.new_empty(0, dtype=torch.int64)]
-    for threshold, (offset, part, most) in zip(thresholds, choice.parts(p), strict=True):
+    for threshold, (offset, part, most) in zip(thresholds, arguments.parts(p), strict=True):
         found = is_above(part, threshold).nonzero().flatten()
         chosen.append(offset + found[largest(magnitudes(part[found]), min(most, len(found)))])
-    return choice.take(p, torch.cat(chosen))
+    return arguments.take(p, torch.cat(chosen))
 
 
 @torch.no_grad()

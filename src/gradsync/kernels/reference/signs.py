@@ -7,14 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradsync.kernels.checks import (
-    Sections,
-    SignScale,
-    check_residuals,
-    check_sections,
-    check_signs,
-    check_some,
-)
+from gradsync.kernels.checks import Sections, SignScale, check_residuals, check_sections, check_signs, check_some
 from gradsync.kernels.reference.blocks import in_blocks, ordered_sum
 from gradsync.kernels.reference.rows import accumulation_dtype
 

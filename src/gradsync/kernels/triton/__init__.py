@@ -17,13 +17,7 @@ from gradsync.kernels.reference.largest import count_above, select_above
 from gradsync.kernels.triton.chunks import take_chunks
 from gradsync.kernels.triton.convert import narrow, sum_parts
 from gradsync.kernels.triton.digests import digest
-from gradsync.kernels.triton.elements import (
-    NonzeroElements,
-    count_bits,
-    decode_bitmap,
-    encode_bitmap,
-    nonzero_elements,
-)
+from gradsync.kernels.triton.elements import NonzeroElements, count_bits, decode_bitmap, encode_bitmap, nonzero_elements
 from gradsync.kernels.triton.hashing import owned_by_hash, owners_by_hash, partition_hashed, positions_in
 from gradsync.kernels.triton.hierarchy import hierarchical_hash
 from gradsync.kernels.triton.largest import top_k

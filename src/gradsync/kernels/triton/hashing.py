@@ -18,14 +18,7 @@ from gradsync.kernels.checks import (
     check_size,
 )
 from gradsync.kernels.reference.hashing import MAX_INDEX, hash_key, signed
-from gradsync.kernels.triton.boundary import (
-    BLOCK,
-    blocks,
-    check_contiguous,
-    common_device,
-    default_device,
-    launch,
-)
+from gradsync.kernels.triton.boundary import BLOCK, blocks, check_contiguous, common_device, default_device, launch
 from gradsync.kernels.triton.dealing import OwnerPartition, narrow_owners
 from gradsync.kernels.triton.ordered import faults_of, place_after, refuse
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gradsync.kernels.checks import Sections
-from gradsync.kernels.reference.largest import Choice, rounded_to
+from gradsync.kernels.reference.largest import SelectionArguments, rounded_to
 from gradsync.kernels.triton.boundary import BLOCK, bits_of, blocks, check_contiguous, common_device, launch, on
 
 _DIGIT_BITS = 8  # a pass over the elements for each; `_count_digits` and `_find_digit` have 2^8 counts
@@ -141,16 +141,16 @@ def top_k(
     next_residual: Tensor | None = None,
 ) -> None:
     """See `gradsync.kernels.top_k`. Section by section; the residual is added and left by torch operations around."""
-    choice = Choice.of(x, indices, values, sections, counts, residual, next_residual)
+    arguments = SelectionArguments.of(x, indices, values, sections, counts, residual, next_residual)
     given = {"x": x, "indices": indices, "values": values, "residual": residual, "next_residual": next_residual}
     common_device([tensor for tensor in given.values() if tensor is not None])
     for name, tensor in given.items():
         if tensor is not None:
             check_contiguous(name, tensor)
-    p = choice.elements()
+    p = arguments.elements()
     exact = values if values.dtype == p.dtype else torch.empty(len(values), dtype=p.dtype, device=p.device)
     taken = 0
-    for offset, part, count in choice.parts(p):
+    for offset, part, count in arguments.parts(p):
         chosen = slice(taken, taken + count)
         _write_largest(part, indices[chosen], exact[chosen])
         indices[chosen] += offset

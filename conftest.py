@@ -1,0 +1,84 @@
+"""Settings and fixtures that the tests of the library and of the lab share."""
+
+from __future__ import annotations
+
+import logging
+import os
+import runpy
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import hypothesis
+import pytest
+
+os.environ.pop("COLUMNS", None)  # pytest-xdist sets it in its workers, and consoles keep what they find when made
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch starts; ranks as processes share the cores
+hypothesis.settings.register_profile("untimed", deadline=None)  # what an example takes says how busy the machine is
+hypothesis.settings.load_profile("untimed")
+
+AWAKE = Path(__file__).parent / "lab" / "src" / "gradsync_lab" / "cluster" / "awake.py"
+
+if TYPE_CHECKING:
+    from tests.world import Ranks
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Loads torch where tests run; pytest-xdist's controller, for which its workers wait to be started, runs none.
+
+    The controller keeps processors awake instead: ranks wait for each other all the time.
+    """
+    if config.getoption("dist", "no") != "no":
+        stack = ExitStack()
+        stack.enter_context(runpy.run_path(str(AWAKE))["awake"]())  # not imported: the package would load torch
+        config.add_cleanup(stack.close)
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything loads Triton
+    # pytest hangs its handlers on every logger that does not propagate, six times a test; torch has many.
+    for name in list(logging.root.manager.loggerDict):
+        logging.getLogger(name).propagate = True
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What may take longer than usual comes first: begun last, one worker would be idle until it is done."""
+    usual_s = float(config.getini("timeout"))
+
+    def allowed_s(item: pytest.Item) -> float:
+        marker = item.get_closest_marker("timeout")
+        return max(usual_s, *marker.args, *marker.kwargs.values()) if marker is not None else usual_s
+
+    items.sort(key=allowed_s, reverse=True)
+
+
+@pytest.fixture(scope="module")
+def stale_memory() -> Iterator[None]:
+    """All that `gradsync.tensors.allocator` lends, however small, is full of what other tensors left, NaN among it."""
+    from itertools import cycle
+    from unittest.mock import patch
+
+    import torch
+
+    from gradsync.tensors import allocator as memory
+
+    left = cycle((0xFF, 0x5A, 0x7F))
+
+    def empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        borrowed = memory._blocks.lend(max(1, numel * dtype.itemsize)).fill_(next(left))
+        return borrowed[: numel * dtype.itemsize].view(dtype)
+
+    with patch.object(memory, "empty", empty):
+        yield
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[Callable[[int], Ranks]]:
+    """`world(n).run(function, *arguments)`: calls a module-level function on n <= 4 ranks that stand ready."""
+    from tests.world import Ranks, World
+
+    standing = World(4)
+    yield lambda size: Ranks(standing, size)
+    standing.close()

@@ -1,0 +1,1 @@
+"""Benchmarks, an emulated cluster, workloads, and the systems of others that gradsync is measured beside."""

@@ -1,0 +1,191 @@
+"""Methods that measure the job, each by itself, and then plan: `auto_lossy` and its like, and searches for a lossy way.
+
+`NAME_cuts` is any compressor or dense scheme by its name, and behind it by whose search it is planned for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from gradsync.compressors import BlockInt, ErrorFeedback, TopK
+from gradsync.compressors import names as compressors
+from gradsync.planner import AveragingPlanner, Search, candidate_plans
+from gradsync.planner.named import VOTES, is_lossy, lossy_of
+from gradsync.planner.ways import Constraints
+from gradsync.schemes import HalfPrecision, PowerSGD
+from gradsync.schemes import coarse_names as coarse
+from gradsync.tuning.auto import AutoPlanner
+
+from ..rivals.rival_plans import (
+    CountedCuts,
+    FreeRatio,
+    LazyPlans,
+    best_cuts_plans,
+    bytecomp_plans,
+    byteps_plans,
+    layerwise_plans,
+    mergecomp_plans,
+    mg_wfbp_plans,
+    secopa_plans,
+)
+from .averaging import USUAL_MOMENTUM_EVERY
+
+MOST_ERROR = 0.1  # of a gradient's norm that `auto_lossy` may lose: 16 bits do less
+CHUNKS = coarse.named(0.1)  # of which a tenth holds back 9 steps' gradients at most
+CHUNKS_BF16 = replace(CHUNKS, **coarse.VARIANTS["bf16"])
+MOST_DELAY_FROZEN = 10.0
+MOST_DELAY = 1.0  # of steps' gradients that its error feedback may hold back: an error of 0.7 in each step
+
+
+@dataclass(frozen=True)
+class Automatic:
+    """What a method plans by: the planner for so many ranks. `lossy`: the name of the one lossy way, if it is one."""
+
+    planner: Callable[[int], AutoPlanner]
+    exact: bool = False
+    lossy: str | None = None
+
+
+def _planner(
+    constraints: Constraints,
+    world_size: int,
+    search: Search = candidate_plans,
+    averaging: AveragingPlanner | None = None,
+) -> AutoPlanner:
+    """A method that cannot be planned for is out: it must not train by the default plan under its name."""
+    return AutoPlanner(constraints, search=search, must_plan=True, averaging=averaging)
+
+
+AUTOMATIC: dict[str, Automatic] = {
+    "auto_lossy": Automatic(  # all that loses little, averages of parameters in groups too
+        partial(
+            _planner,
+            Constraints(
+                (
+                    HalfPrecision(values="bfloat16"),
+                    ErrorFeedback(BlockInt(8)),
+                    PowerSGD(2),
+                    ErrorFeedback(TopK(0.01)),
+                    CHUNKS,
+                    CHUNKS_BF16,
+                ),
+                most_error=MOST_ERROR,
+                most_delay=MOST_DELAY,
+                most_delay_frozen=MOST_DELAY_FROZEN,
+            ),
+            averaging=AveragingPlanner(momentum_every=USUAL_MOMENTUM_EVERY),
+        )
+    ),
+    "auto_averages": Automatic(  # of gradients exactly, or of parameters in groups
+        partial(_planner, Constraints(), averaging=AveragingPlanner(momentum_every=USUAL_MOMENTUM_EVERY))
+    ),
+    "mg_wfbp": Automatic(partial(_planner, Constraints(), search=mg_wfbp_plans), exact=True),
+    "lazy": Automatic(partial(_planner, Constraints(), search=LazyPlans()), exact=True),
+    "lazy_bf16": Automatic(
+        partial(_planner, Constraints((HalfPrecision(values="bfloat16"),), always=True), search=LazyPlans()),
+        lossy="bf16",
+    ),
+    "csc_free": Automatic(partial(_planner, Constraints((CHUNKS,)), search=FreeRatio())),
+}
+
+CUTS = "cuts"
+EVERYTHING: dict[str, Search] = {  # what may be compressed is; of `cuts` with a number see `parted`
+    "layerwise": layerwise_plans,
+    CUTS: candidate_plans,
+    "mergecomp": mergecomp_plans,
+    "lazy": LazyPlans(),
+}
+CHOSEN: dict[str, Search] = {  # what is compressed the search chooses; by routes, which carry compressors only
+    "secopa": secopa_plans,
+    "byteps": byteps_plans,
+    "bytecomp": bytecomp_plans,
+}
+ENDINGS = (*EVERYTHING, *CHOSEN)
+ENDINGS_IN_WORDS = (
+    f"{', '.join(f'NAME_{ending}' for ending in ENDINGS)}, and NAME_{CUTS}Y with exactly Y buckets of compressed "
+    "gradients, where NAME is bf16, powersgd2, or a compressor"
+)
+
+
+@dataclass(frozen=True)
+class Parted:
+    """A name taken apart: the lossy way's, the search's, and the number behind it."""
+
+    lossy: str
+    ending: str
+    count: int | None = None
+
+    @property
+    def search(self) -> Search:
+        if self.count is not None:
+            return CountedCuts(self.count)
+        if self.ending == CUTS and _matrices_only(self.lossy):
+            return best_cuts_plans  # ours has only buckets of gradients that are ready one after another
+        return {**EVERYTHING, **CHOSEN}[self.ending]
+
+    def planner(self, world_size: int, momentum: float) -> AutoPlanner:
+        by_name = self.ending in CHOSEN and compressors.is_known(self.lossy)  # bf16 is a scheme, too
+        lossy = (
+            compressors.named(self.lossy, momentum=momentum, summands=world_size).trained
+            if by_name
+            else lossy_of(self.lossy, world_size, momentum)
+        )
+        constraints = Constraints(
+            (lossy,),
+            always=self.ending in EVERYTHING,
+            matrices_only=_matrices_only(self.lossy),
+        )
+        return _planner(constraints, world_size, self.search)
+
+
+def parted(name: str) -> Parted | None:
+    """None for a name that is not of this kind: with no compressor or scheme, or nothing, behind which a search stands.
+
+    Raises:
+        ValueError: for an unknown search behind a known name, a number of buckets that is none, and a search that the
+            lossy way cannot be carried by.
+    """
+    if is_lossy(name):
+        return None
+    stem, _, ending = name.rpartition("_")
+    if not is_lossy(stem):
+        return None
+    lossy_of(stem, compressors.USUAL_RANKS)  # raises for a number that its compressor does not take
+    if ending in CHOSEN and not compressors.is_known(stem):
+        raise ValueError(f"{name!r}: {stem} is a scheme and has no payloads for others to carry; {ending} needs some")
+    if ending in CHOSEN and stem in VOTES:
+        raise ValueError(
+            f"{name!r}: with {stem} the optimiser's learning rate is one for votes, which what {ending} leaves dense "
+            f"are not; use {', '.join(EVERYTHING)}"
+        )
+    if ending in ENDINGS:
+        return Parted(stem, ending)
+    if not ending.startswith(CUTS):
+        raise ValueError(f"unknown search {ending!r} in the method {name!r}; there are {ENDINGS_IN_WORDS}")
+    number = ending.removeprefix(CUTS)
+    if not re.fullmatch(r"[1-9]\d*", number):
+        raise ValueError(f"{name!r}: behind {CUTS} there must be a whole number of buckets from 1 on, got {number!r}")
+    return Parted(stem, CUTS, int(number))
+
+
+def automatic(name: str, momentum: float = 0.0) -> Automatic | None:
+    """The method of this name, if it is one that plans; `momentum` as of `methods.method`.
+
+    Raises:
+        ValueError: as `parted` does.
+    """
+    if name in AUTOMATIC:
+        return AUTOMATIC[name]
+    if (waits := re.fullmatch(r"lazy_(\d+)kb", name)) is not None:
+        return Automatic(partial(_planner, Constraints(), search=LazyPlans(1e3 * int(waits[1]))), exact=True)
+    found = parted(name)
+    if found is None:
+        return None
+    return Automatic(partial(found.planner, momentum=momentum), lossy=found.lossy)
+
+
+def _matrices_only(name: str) -> bool:
+    return compressors.is_known(name) and compressors.named(name).family.matrices_only

@@ -1,0 +1,90 @@
+"""Methods that average parameters, by name: DS-Sync in its variants, and what it is held against."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from gradsync.comm.shuffle import resting, together
+from gradsync.compressors import BlockInt, Cast, Compressor
+from gradsync.planner import AveragingPlanner
+from gradsync.planner.averaging import filled
+from gradsync.plans.plan import Plan, What
+from gradsync.schemes import Scheme
+from gradsync.tensors.bucket import TensorSpec, trainable_parameters
+
+from ..rivals.gossip import Gossip
+
+DS_SYNC = "ds_sync"
+COMPRESSORS: dict[str, Compressor[Any]] = {"bf16": Cast("bfloat16"), "int8": BlockInt(8)}
+NAMES_IN_WORDS = (
+    f"{DS_SYNC}, with _gN for groups of up to N nodes, _hK for averages after up to K steps (_h1: after each), _mK for "
+    "momenta averaged in one round of K (_m0: never), _early for steps inside backward, "
+    f"{' or '.join(f'_{name}' for name in COMPRESSORS)} for what travels; local_sgdK, all ranks together after K "
+    "steps; gossip_ring; one_peer_exponential"
+)
+ABLATIONS = ("static", "stale")  # groups that never change; averages of what was there before the step
+ABLATIONS_IN_WORDS = "ds_sync_static, with groups that never change, and ds_sync_stale, which averages before the step"
+USUAL_MOMENTUM_EVERY = 4
+
+
+@dataclass(frozen=True)
+class AveragingMethod:
+    """What makes its plan among so many ranks, and in how many rounds momenta are averaged once, if at all.
+
+    `ablations`: what is done worse, to see what it is good for; only in simulations of what is learnt.
+    """
+
+    plan: Callable[[nn.Module, int], Plan | AveragingPlanner]
+    momentum_every: int = 0
+    ablations: tuple[str, ...] = ()
+
+
+def averaging_method(name: str) -> AveragingMethod | None:
+    """None for names of others.
+
+    Raises:
+        ValueError: for an ending that is none.
+    """
+    if name == "gossip_ring":
+        return AveragingMethod(partial(_everything_by, lambda size: Gossip.ring()))
+    if name == "one_peer_exponential":
+        return AveragingMethod(partial(_everything_by, Gossip.one_peer_exponential))
+    if match := re.fullmatch(r"local_sgd(\d+)", name):
+        every = int(match[1])
+        return AveragingMethod(lambda model, size: AveragingPlanner(schedule=resting(together(size), every)))
+    base, *endings = name.removeprefix(DS_SYNC).split("_")
+    if not name.startswith(DS_SYNC) or base:
+        return None
+    planner = AveragingPlanner(momentum_every=USUAL_MOMENTUM_EVERY)
+    for ending in endings:
+        planner = planner if ending in ABLATIONS else _with(planner, ending, name)
+    ablations = tuple(ending for ending in endings if ending in ABLATIONS)
+    return AveragingMethod(lambda model, size: planner, planner.momentum_every, ablations)
+
+
+def _with(planner: AveragingPlanner, ending: str, name: str) -> AveragingPlanner:
+    if ending == "early":
+        return replace(planner, early=True)
+    if ending in COMPRESSORS:
+        return replace(planner, compressor=COMPRESSORS[ending])
+    if match := re.fullmatch(r"m(\d+)", ending):
+        return replace(planner, momentum_every=int(match[1]))
+    if match := re.fullmatch(r"h(\d+)", ending):
+        return replace(planner, most_local_steps=int(match[1]))
+    if match := re.fullmatch(r"g(\d+)", ending):
+        return replace(planner, largest=int(match[1]))
+    raise ValueError(f"unknown ending _{ending} of {name!r}; there are {NAMES_IN_WORDS}")
+
+
+def _everything_by(scheme: Callable[[int], Scheme[Any]], model: nn.Module, size: int) -> Plan:
+    """Parameters, and buffers of floats."""
+    specs = {name: TensorSpec.of(p) for name, p in trainable_parameters(model).items()}
+    buffers = {n: TensorSpec.of(b) for n, b in model.named_buffers() if b.is_floating_point() and b.numel()}
+    specs |= dict(sorted(buffers.items()))
+    return Plan.make(specs, size, [(names, scheme(size)) for names in filled(list(specs), specs)], what=What.PARAMETER)

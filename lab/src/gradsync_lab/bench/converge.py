@@ -1,0 +1,296 @@
+"""What lossy methods learn in as many steps as dense gradients: held-out losses over several seeds, no times.
+
+The ranks are simulated in one process. They share one model, as theirs would be equal: each computes the gradients of
+its own batch, the schemes of the method's plan make one of them, rank after rank in one thread, and one optimiser takes
+the step. Tables with sparse gradients are summed exactly. By methods that average parameters each rank has a model and
+an optimiser of its own (`replicas.py`), and what is evaluated is the mean model.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache, reduce
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradsync.comm import LocalGroup, drive_in_turns
+from gradsync.compressors import names as compressors
+from gradsync.optim.freezing import Freezing
+from gradsync.optim.lars import LARS
+from gradsync.planner import default_plan
+from gradsync.planner.named import DENSE_SCHEMES, SCHEMES_IN_WORDS, PlanMaker, fit_optimizer, is_lossy, lossy_planner
+from gradsync.plans.plan import Plan
+from gradsync.schemes import coarse_names as coarse
+from gradsync.tensors.arrivals import Arrival, Arrivals
+from gradsync.tensors.bucket import Layout, TensorSpec
+from gradsync.tensors.density import ParameterProfile
+
+from ..report.record import Losses, Record, Spread
+from ..workloads import Workload, load
+from .asynchronous import ASP, Asynchronous
+from .averaging import ABLATIONS_IN_WORDS, averaging_method
+from .averaging import NAMES_IN_WORDS as AVERAGES_IN_WORDS
+from .provenance import commit, machine, versions
+from .replicas import Replicas
+
+Measures = Mapping[tuple[str, str, int], Mapping[str, float]]  # by workload, method, seed
+
+BASELINE = "dense"  # all-reduce of what the ranks have, in float32
+
+
+def usual_methods() -> tuple[str, ...]:
+    """All there are, and without error feedback those that need it."""
+    names = compressors.usual_names()
+    bare = [f"{name}{compressors.WITHOUT}" for name in names if compressors.named(name).family.feedback]
+    return tuple(dict.fromkeys((*DENSE_SCHEMES, *coarse.USUAL, *names, *bare)))
+
+
+@dataclass(frozen=True)
+class ConvergeSpec:
+    """Which methods train what, for how many steps, on how many ranks, from which seeds."""
+
+    workloads: tuple[str, ...] = ("gpt", "lstm")
+    methods: tuple[str, ...] = field(default_factory=usual_methods)
+    options: dict[str, Any] = field(default_factory=dict)
+    steps: int = 100
+    epochs: float | None = None  # in place of steps: passes over the data, rounded to steps
+    ranks: int = 2
+    seeds: int = 3  # 0, 1, ...
+    jobs: int = 2  # processes at once, each with one thread
+
+    def __post_init__(self) -> None:
+        for name in self.methods:
+            if name != ASP and averaging_method(name) is None:
+                planner_of(name)
+        for what, number in (("steps", self.steps), ("ranks", self.ranks), ("seeds", self.seeds), ("jobs", self.jobs)):
+            if number < 1:
+                raise ValueError(f"{what} must be at least 1, got {number}")
+        if self.epochs is not None and not 0 < self.epochs < math.inf:
+            raise ValueError(f"epochs must be positive and finite, got {self.epochs}")
+
+    def steps_of(self, task: Workload) -> int:
+        """Of each run on a workload."""
+        return self.steps if self.epochs is None else max(round(self.epochs * task.steps_per_epoch(self.ranks)), 1)
+
+    @property
+    def cases(self) -> list[tuple[str, str]]:
+        """(workload, method) of every record."""
+        return [(workload, name) for workload in self.workloads for name in self.methods if name != BASELINE]
+
+    @property
+    def runs(self) -> list[tuple[str, str, int]]:
+        """(workload, method, seed), the baseline's first."""
+        names = dict.fromkeys((BASELINE, *self.methods))
+        return [(workload, name, seed) for workload in self.workloads for name in names for seed in range(self.seeds)]
+
+
+def planner_of(name: str, momentum: float = 0.0) -> PlanMaker:
+    """What makes the method's plan, see `lossy_planner`.
+
+    Raises:
+        ValueError: for an unknown name, listing what there is.
+    """
+    if averaging_method(name) is not None:
+        raise ValueError(f"{name} averages parameters, and has no plan of gradients")
+    if name != BASELINE and not is_lossy(name):
+        raise ValueError(
+            f"unknown method {name!r}; there are {BASELINE}, {SCHEMES_IN_WORDS}; averages of parameters: "
+            f"{AVERAGES_IN_WORDS}; {ASP}, a parameter server; their ablations: {ABLATIONS_IN_WORDS}; and compressors: "
+            f"{compressors.NAMES_IN_WORDS}"
+        )
+    return default_plan if name == BASELINE else lossy_planner(name, momentum)
+
+
+def run_converge(spec: ConvergeSpec, on_event: Callable[[dict[str, Any]], None]) -> tuple[list[Record], list[str]]:
+    """A record for each workload and method beside the dense one, and notes; when interrupted, of what is finished.
+
+    Raises:
+        KeyboardInterrupt: where no method is finished.
+        ValueError: for an unknown workload.
+    """
+    options = {name: opened(name, **spec.options).options for name in spec.workloads}  # data are fetched here
+    steps = {name: spec.steps_of(opened(name, **spec.options)) for name in spec.workloads}
+    measures: dict[tuple[str, str, int], dict[str, float]] = {}
+    notes: list[str] = []
+    try:
+        with processes(spec.jobs) as executor:
+            futures: dict[Future[dict[str, float]], tuple[str, str, int]] = {}
+            for workload, name, seed in spec.runs:
+                started = executor.submit(final, workload, spec.options, name, seed, steps[workload], spec.ranks)
+                futures[started] = workload, name, seed
+            for ended in as_completed(futures):
+                measures[futures[ended]] = ended.result()
+                workload, name, seed = futures[ended]
+                on_event({"workload": workload, "method": name, "seed": seed, "loss": ended.result()["loss"]})
+    except KeyboardInterrupt:
+        if not any(_finished(measures, spec, *case) for case in spec.cases):
+            raise
+        notes = [
+            f"interrupted: {len(measures)} of {len(spec.runs)} runs are done; methods that miss one have no record"
+        ]
+    about = {"versions": versions(), "environment": machine(), "commit": commit()}
+    records = [
+        _record(workload, name, measures, spec, steps[workload], options[workload])
+        for workload, name in spec.cases
+        if _finished(measures, spec, workload, name)
+    ]
+    return [record.model_copy(update=about) for record in records], notes
+
+
+def _finished(measures: Measures, spec: ConvergeSpec, workload: str, name: str) -> bool:
+    """Whether those of all seeds are there, the method's and the baseline's."""
+    return all((workload, method, seed) in measures for method in (BASELINE, name) for seed in range(spec.seeds))
+
+
+@contextmanager
+def processes(jobs: int) -> Iterator[Executor]:
+    """Processes that share nothing with this one, so that threads of torch here do no harm there."""
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as executor:
+        try:
+            yield executor
+        except BaseException:
+            executor.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _record(
+    workload: str, name: str, measures: Measures, spec: ConvergeSpec, steps: int, options: dict[str, Any]
+) -> Record:
+    seeds = list(range(spec.seeds))
+
+    def of(measure: str) -> list[list[float]]:
+        found = ([measures[workload, method, seed].get(measure) for seed in seeds] for method in (name, BASELINE))
+        return [[value for value in values if value is not None] for values in found]
+
+    subject, baseline = of("loss")
+    right, baseline_right = of("accuracy")
+    finite = all(map(math.isfinite, (*subject, *baseline)))
+    return Record(
+        case="converge",
+        metric="loss",
+        subject=name,
+        baseline=BASELINE,
+        params={"workload": workload, "steps": steps, "ranks": spec.ranks},
+        options=options,
+        repeats=spec.seeds,
+        subject_s=None,
+        baseline_s=None,
+        ratio=Spread.of([a / b for a, b in zip(subject, baseline, strict=True)]) if finite else None,
+        aa=Spread.of([a / b for a, b in zip(baseline, [*baseline[1:], baseline[0]], strict=True)]) if finite else None,
+        losses=Losses(subject=subject, baseline=baseline) if finite else None,
+        accuracies=Losses(subject=right, baseline=baseline_right) if finite and right else None,
+        seeds=seeds,
+        failed=None if finite else "the loss is not finite",
+    )
+
+
+opened = cache(load)
+
+
+def final(workload: str, options: dict[str, Any], name: str, seed: int, steps: int, ranks: int) -> dict[str, float]:
+    """The held-out loss, and what else is measured, after so many steps, in one thread; the same numbers every time."""
+    torch.set_num_threads(1)
+    task = opened(workload, **options)
+    return trained(task, name, seed=seed, steps=steps, ranks=ranks)
+
+
+def trained(task: Workload, name: str, *, seed: int, steps: int, ranks: int) -> dict[str, float]:
+    """What is measured of a fresh model on held-out samples."""
+    return task.evaluate(next(islice(training(task, name, seed=seed, ranks=ranks), steps - 1, None)))
+
+
+def training(
+    task: Workload, name: str, *, seed: int, ranks: int, mixes_by: Mapping[str, Any] | None = None
+) -> Iterator[nn.Module]:
+    """A fresh model after each of its steps, without end; where replicas differ, their mean.
+
+    Args:
+        mixes_by: the scheme by which a method averages parameters; None: as it would on links that are all alike.
+    """
+    if name == ASP:
+        return Asynchronous(task, seed=seed, ranks=ranks).train()
+    if (averages := averaging_method(name)) is not None:
+        return Replicas.of(averages, task, seed=seed, ranks=ranks, scheme=mixes_by).train()
+    return _together(task, name, seed=seed, ranks=ranks)
+
+
+def _together(task: Workload, name: str, *, seed: int, ranks: int) -> Iterator[nn.Module]:
+    """Ranks that have one model, as their gradients are averaged."""
+    model = task.model(sparse=True, seed=seed)
+    optimizer = task.optimizer(model)
+    planner = planner_of(name, fit_optimizer(name, optimizer))
+    batches = [task.batches(rank, ranks, seed) for rank in range(ranks)]
+    parameters = dict(model.named_parameters())
+    together: Ranks | None = None
+    freezing = Freezing(parameters, lambda: Arrivals() if together is None else together.arrivals)
+    if isinstance(optimizer, LARS):
+        names = {id(parameter): each for each, parameter in parameters.items()}
+        optimizer.arrived = lambda p: None if together is None else together.arrivals.of(names[id(p)])
+    while True:
+        gradients = []
+        for mine in batches:
+            optimizer.zero_grad()
+            task.loss(model, next(mine)).backward()
+            gradients.append({each: p.grad for each, p in parameters.items() if p.grad is not None})
+        together = together or Ranks.of(gradients[0], planner, ranks)
+        for parameter, gradient in together.mean(gradients).items():
+            parameters[parameter].grad = gradient
+        freezing.before(optimizer)
+        optimizer.step()
+        freezing.after(optimizer)
+        yield model
+
+
+class Ranks:
+    """All ranks of a group in one thread, with the states of a plan's schemes on each."""
+
+    def __init__(self, plan: Plan, specs: Mapping[str, TensorSpec], size: int) -> None:
+        self._groups = LocalGroup.world(size)
+        self._buckets = [(bucket.bucket(specs), bucket.make_scheme()) for bucket in plan.buckets]
+        self._states = [[scheme.init(bucket, group) for group in self._groups] for bucket, scheme in self._buckets]
+        self.arrivals = Arrivals()  # of the last step
+
+    @classmethod
+    def of(cls, gradients: Mapping[str, Tensor], planner: PlanMaker, size: int) -> Ranks:
+        """By the plan for parameters with such gradients."""
+        profiles = [
+            ParameterProfile(name, TensorSpec.of(gradient), gradient.layout is torch.sparse_coo)
+            for name, gradient in gradients.items()
+        ]
+        return cls(planner(profiles, size), {profile.name: profile.tensor for profile in profiles}, size)
+
+    @torch.no_grad()
+    def mean(self, gradients: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """What the ranks agree on, of one step's gradients of each."""
+        means: dict[str, Tensor] = {}
+        arrived: list[Arrival] = []
+        size = len(self._groups)
+        for number, (bucket, scheme) in enumerate(self._buckets):
+            if bucket.layout is Layout.ROWS:
+                for name in bucket.names:
+                    total = reduce(torch.add, (mine[name] for mine in gradients))
+                    means[name] = (total / size).coalesce()
+                continue
+            flags = torch.zeros(bucket.num_flags if bucket.flags_ride else 0, dtype=bucket.dtype)
+            flat = [torch.cat([*(mine[name].reshape(-1) for name in bucket.names), flags]) for mine in gradients]
+            done, _ = drive_in_turns(
+                [
+                    scheme.synchronize(x, state, group, 1 / size)
+                    for x, state, group in zip(flat, self._states[number], self._groups, strict=True)
+                ]
+            )
+            self._states[number] = [state for _, state in done]
+            arrived.append(Arrival(bucket, scheme.arrived(done[0][1]), scheme.freezes))
+            parts = done[0][0][: bucket.numel].split([segment.numel for segment in bucket.segments])
+            for name, part in zip(bucket.names, parts, strict=True):
+                means[name] = part.view_as(gradients[0][name])
+        self.arrivals = Arrivals(arrived)
+        return means

@@ -1,0 +1,44 @@
+"""A profile of a workload, measured while this process trains it as one of its ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from gradsync.frontends.attach import attach
+from gradsync.plans.profile import Profile
+from gradsync.schemes import SchemeOrCompressor
+from gradsync.tuning.measurement import measure
+
+from .. import workloads
+
+
+def measure_workload(
+    name: str, options: dict[str, Any], *, steps: int, warmup: int, candidates: Sequence[SchemeOrCompressor]
+) -> Profile:
+    """By the default plan, with sparse gradients where there are some; of one rank where torchrun has started none."""
+    task = workloads.load(name, **options)
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    else:
+        store = dist.HashStore()  # type: ignore[attr-defined]  # torch does not list it
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = task.model(sparse=True, seed=0)
+        optimizer, batches = task.optimizer(model), task.batches(dist.get_rank(), dist.get_world_size(), 0)
+        handle = attach(model)
+
+        def step() -> None:
+            loss = task.loss(model, next(batches))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+        profile = measure(step, steps=steps, warmup=warmup, candidates=candidates)
+        handle.detach()
+        return profile
+    finally:
+        dist.destroy_process_group()

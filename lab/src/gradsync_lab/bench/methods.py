@@ -1,0 +1,267 @@
+"""The methods a training run compares: gradsync, its schemes by name, and the baselines, each tuned as its users would.
+
+A method wraps a model so that `loss.backward()` leaves synchronised gradients, over a communicator of its own: one that
+broke takes no other method along. Names are those of the records.
+"""
+
+# No `from __future__ import annotations`: DDP compares the annotations of a hook with the types themselves.
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from gradsync.comm import torch_group
+from gradsync.compressors import names as compressors
+from gradsync.frontends.attach import Attachment, attach
+from gradsync.planner import SPARSE_SCHEMES as PLANNED_SCHEMES
+from gradsync.planner import CompressingPlanner
+from gradsync.planner.named import DENSE_SCHEMES, SCHEMES_IN_WORDS, is_lossy, lossy_planner, planned
+from gradsync.schemes import AllReduce, Hierarchical, ReduceScatter, Scheme
+from gradsync.schemes import coarse_names as coarse
+from gradsync.tuning.auto import AutoPlanner
+
+from . import averaging
+from .automatic import AUTOMATIC, ENDINGS_IN_WORDS, Automatic, automatic
+from .parameter_server import USUAL_STALENESS, parameter_servers
+from .rivals import POST_LOCAL_SGD, USUAL_PERIOD, Rival, post_local_sgd
+
+ONE_BUCKET_MB = 1 << 20  # larger than any model here: DDP then puts everything into one bucket
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a model and its optimiser are wrapped; a rank that waits for the others longer than the timeout raises.
+
+    `sparse`: embeddings give sparse gradients. `exact`: equal to the fp32 mean. `lossy`: what gradsync sends dense
+    gradients by, by its name, where that is one thing: optimisers are fitted to it.
+    """
+
+    name: str
+    sparse: bool
+    exact: bool
+    wrap: Callable[[nn.Module, Optimizer, timedelta], tuple[nn.Module, Attachment | Rival | None]]
+    lossy: str | None = None
+    averages: bool = False  # parameters, after steps that are each rank's own
+    in_step: bool = True  # as fast as the slowest rank; else each is as fast as it can
+
+
+def bf16_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
+    """DDP hook: dense buckets travel as bf16, sparse ones as they are.
+
+    torch's own bf16 hook refuses gloo although gloo sums bf16, and its 16-bit hooks refuse sparse gradients.
+    """
+    buffer = bucket.buffer()
+    world_size = dist.get_world_size(process_group)
+    if buffer.layout is torch.sparse_coo:
+        work = dist.all_reduce(buffer.div_(world_size), group=process_group, async_op=True)
+        sparse: Future[Tensor] = work.get_future().then(lambda _: buffer)
+        return sparse
+    half = buffer.to(torch.bfloat16).div_(world_size)
+
+    def widen(_: Any) -> Tensor:
+        return buffer.copy_(half)
+
+    widened: Future[Tensor] = dist.all_reduce(half, group=process_group, async_op=True).get_future().then(widen)
+    return widened
+
+
+def _itself(group: dist.ProcessGroup) -> object:
+    return group
+
+
+def int8_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
+    """DDP hook: buckets are gathered as 8-bit integers, with one scale each; every rank decodes those of all.
+
+    What torch's `quantization_pertensor_hook` does, which needs CUDA; like there, what rounding takes away is lost.
+    """
+    buffer = bucket.buffer()
+    world_size = dist.get_world_size(process_group)
+    scale = (buffer.abs().max() / 127).clamp_min(torch.finfo(torch.float32).tiny).float()
+    message = torch.cat([scale.view(1).view(torch.int8), (buffer / scale).round_().to(torch.int8)])
+    messages = [torch.empty_like(message) for _ in range(world_size)]
+
+    def decode(_: Any) -> Tensor:
+        buffer.zero_()
+        for each in messages:
+            buffer.add_(each[4:], alpha=float(each[:4].view(torch.float32)) / world_size)
+        return buffer
+
+    work = dist.all_gather(messages, message, group=process_group, async_op=True)
+    decoded: Future[Tensor] = work.get_future().then(decode)
+    return decoded
+
+
+def _ddp(
+    model: nn.Module,
+    optimizer: Optimizer,
+    timeout: timedelta,
+    *,
+    bucket_mb: float = 25,
+    views: bool = False,
+    hook: Any = None,
+    state: Callable[[dist.ProcessGroup], object] = _itself,
+) -> tuple[nn.Module, None]:
+    group = dist.new_group(timeout=timeout)
+    wrapped = DistributedDataParallel(
+        model, process_group=group, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=views
+    )
+    if hook is not None:
+        wrapped.register_comm_hook(state(group), hook)
+    return wrapped, None
+
+
+def _gradsync(
+    model: nn.Module, optimizer: Optimizer, timeout: timedelta, *, plan: Any = None
+) -> tuple[nn.Module, Attachment]:
+    return model, attach(model, plan=plan, timeout=timeout)
+
+
+def _averaging(
+    model: nn.Module, optimizer: Optimizer, timeout: timedelta, *, of: averaging.AveragingMethod
+) -> tuple[nn.Module, Attachment]:
+    return model, attach(model, optimizer, of.plan(model, dist.get_world_size()), timeout=timeout)
+
+
+def _hierarchical(nodes_per_rack: int | None, model: nn.Module, optimizer: Optimizer, timeout: timedelta) -> Any:
+    """Sums inside racks first, then between them; None: two racks."""
+    group = torch_group(None, timeout_s=timeout.total_seconds())
+    placement = group.placement
+    group.close()
+    per_node, nodes = placement.ranks_per_node or 1, placement.num_nodes
+    in_rack = nodes_per_rack or max(nodes // 2, 1)
+    scheme = Hierarchical(ReduceScatter(), AllReduce(), per_node, nodes_per_rack=in_rack)
+    return _gradsync(model, optimizer, timeout, plan=CompressingPlanner(scheme))
+
+
+def _automatic(
+    planner: Callable[[int], AutoPlanner], model: nn.Module, optimizer: Optimizer, timeout: timedelta
+) -> Any:
+    """A planner of its own for each model: it keeps what it measures."""
+    made = planner(dist.get_world_size())
+    return model, attach(model, None if made.averaging is None else optimizer, made, timeout=timeout)
+
+
+def planning(name: str, of: Automatic) -> Method:
+    return Method(name, True, of.exact, partial(_automatic, of.planner), of.lossy)
+
+
+def lossy(name: str, momentum: float = 0.0) -> Method:
+    """gradsync with a plan that sends dense gradients as this name says, and tables as the default plan does.
+
+    `momentum`: what `fit_optimizer` took from the optimiser.
+
+    Raises:
+        ValueError: for an unknown name, or a number that its compressor does not take.
+    """
+    return Method(name, True, False, partial(_gradsync, plan=lossy_planner(name, momentum)), name)
+
+
+def _powersgd(rank: int) -> Callable[..., tuple[nn.Module, None]]:
+    """torch's hook, in one bucket: it waits for exchanges in the callbacks of others, which run on gloo's two threads,
+    so two buckets may wait for each other for ever.
+    """
+    state = partial(powerSGD_hook.PowerSGDState, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+    return partial(_ddp, bucket_mb=ONE_BUCKET_MB, hook=powerSGD_hook.powerSGD_hook, state=state)
+
+
+BUCKETS_MB = {"": 25, "_1mb": 1, "_100mb": 100, "_one_bucket": ONE_BUCKET_MB}  # by the ending of a method's name
+# Measured beside the planner's choice, by the names of plans.
+SPARSE_SCHEMES: dict[str, Scheme[Any]] = {s.name: s for s in PLANNED_SCHEMES}
+
+METHODS: dict[str, Method] = {
+    m.name: m
+    for m in (
+        Method("gradsync", True, True, _gradsync),
+        Method("auto", True, True, partial(_gradsync, plan="auto")),
+        Method("ddp_default", False, True, _ddp),
+        *(Method(f"ddp{size}", False, True, partial(_ddp, bucket_mb=mb)) for size, mb in BUCKETS_MB.items() if size),
+        *(
+            Method(f"ddp{size}_views", False, True, partial(_ddp, bucket_mb=mb, views=True))
+            for size, mb in BUCKETS_MB.items()
+        ),
+        Method("ddp_sparse", True, True, _ddp),
+        Method("ddp_sparse_1mb", True, True, partial(_ddp, bucket_mb=1)),
+        Method("ddp_bf16", False, False, partial(_ddp, hook=bf16_hook)),
+        *(
+            Method(f"ddp_bf16{size}_views", False, False, partial(_ddp, bucket_mb=mb, views=True, hook=bf16_hook))
+            for size, mb in BUCKETS_MB.items()
+        ),
+        Method("ddp_fp16", False, False, partial(_ddp, hook=default_hooks.fp16_compress_hook)),
+        Method("ddp_int8", False, False, partial(_ddp, hook=int8_hook)),
+        Method("ddp_sparse_bf16", True, False, partial(_ddp, hook=bf16_hook)),
+        *(Method(f"ddp_powersgd{rank}", False, False, _powersgd(rank)) for rank in (1, 2, 4)),
+        Method("gradsync_dense", False, True, _gradsync),
+        *(planning(name, each) for name, each in AUTOMATIC.items()),
+        *(Method(n, True, True, partial(_gradsync, plan=partial(planned, s))) for n, s in SPARSE_SCHEMES.items()),
+        *map(lossy, (*DENSE_SCHEMES, *coarse.USUAL)),
+    )
+}
+
+TORCH_SPARSE = frozenset(("ddp_sparse", "ddp_sparse_1mb", "ddp_sparse_bf16"))  # torch sums their sparse gradients
+
+# Names that stand for the best of several settings of DDP, picked before the methods are judged: in 32 and in 16 bits.
+DDP, DDP_16BIT = "ddp", "ddp_16bit"
+SWEEPS: dict[str, tuple[str, ...]] = {
+    DDP: ("ddp_default", *(f"ddp{size}_views" for size in BUCKETS_MB)),
+    DDP_16BIT: ("ddp_bf16", *(f"ddp_bf16{size}_views" for size in BUCKETS_MB)),
+}
+
+RIVALS_IN_WORDS = (
+    f"asp and ssp, parameter servers, sspN with workers N steps apart at most ({USUAL_STALENESS} by default); "
+    f"post_local_sgd, post_local_sgdK with parameters averaged in one step of K ({USUAL_PERIOD} by default); "
+    "hierarchical, sums in each of two racks first, hierarchicalN in racks of N nodes"
+)
+
+
+def _rival(name: str) -> Method | None:
+    """None for names of others, and for numbers by which it would be training in step."""
+    if name == "asp":
+        return Method(name, False, False, partial(parameter_servers, staleness=None), in_step=False)
+    if (match := re.fullmatch(r"ssp(\d*)", name)) and (staleness := int(match[1] or USUAL_STALENESS)) > 0:
+        return Method(name, False, False, partial(parameter_servers, staleness=staleness), in_step=False)
+    if (match := re.fullmatch(rf"{POST_LOCAL_SGD}(\d*)", name)) and (every := int(match[1] or USUAL_PERIOD)) > 1:
+        return Method(name, False, False, partial(post_local_sgd, every=every))
+    return None
+
+
+def method(name: str, momentum: float = 0.0) -> Method:
+    """The method of this name: one of `METHODS`, gradsync with a compressor, or with a search for one.
+
+    `momentum`: what `fit_optimizer` took from the optimiser.
+
+    Raises:
+        ValueError: for an unknown name, listing the names there are, or a number that its compressor does not take.
+    """
+    if name in METHODS and not momentum:
+        return METHODS[name]
+    if (averages := averaging.averaging_method(name)) is not None:
+        if averages.ablations:
+            raise ValueError(f"{name} is for `gradsync bench converge` only: it is known to be worse")
+        return Method(name, False, False, partial(_averaging, of=averages), averages=True)
+    if (rival := _rival(name)) is not None:
+        return rival
+    if match := re.fullmatch(r"hierarchical(\d*)", name):
+        return Method(name, False, True, partial(_hierarchical, int(match[1] or 0) or None))
+    if (planned_for := automatic(name, momentum)) is not None:
+        return planning(name, planned_for)
+    if not is_lossy(name):
+        raise ValueError(
+            f"unknown method {name!r}; there are {', '.join(METHODS)} and {DDP} and {DDP_16BIT} (the best of "
+            f"DDP's settings, in 32 and in 16 bits), "
+            f"{SCHEMES_IN_WORDS}; averages of parameters: {averaging.NAMES_IN_WORDS}; "
+            f"{RIVALS_IN_WORDS}; compressors: {compressors.NAMES_IN_WORDS}; "
+            f"and searches: {ENDINGS_IN_WORDS}"
+        )
+    return lossy(name, momentum)

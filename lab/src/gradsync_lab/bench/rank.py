@@ -1,0 +1,69 @@
+"""What every rank does around its measurement; started as `python -m MODULE SPEC OUT PARENT` by `launch.run_ranks`."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ..cluster.keeper import die_with_parent
+
+DISTURBED = "disturbed"  # an event: so many `turns` before it are taken again
+COLLECTIVE_TIMEOUT = timedelta(minutes=3)  # the harness' own: ranks wait for one that evaluates, or that is lost
+
+
+def run_rank(measure: Callable[[str], Any]) -> None:
+    """Joins the other ranks, calls `measure` with the specification's text, leaves what it returns as JSON in OUT."""
+    spec_path, out_path, parent = sys.argv[1:]
+    end_with(int(parent))
+    dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
+    result = measure(Path(spec_path).read_text(encoding="utf-8"))
+    Path(out_path).write_text(json.dumps(result), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def end_with(parent: int) -> None:
+    """From now on this process dies with the one that started it, however that ends; at once if it is gone already."""
+    if sys.platform == "linux":
+        die_with_parent()
+    if os.getppid() != parent:
+        sys.exit(f"process {parent}, which started this rank, is gone")
+
+
+@contextmanager
+def in_time(what: str, patience_s: float) -> Iterator[None]:
+    """Ends this process, and says what was stuck and where, if the block has not ended by then.
+
+    For what waits without a timeout, as callbacks of torch's hooks do.
+    """
+
+    def give_up() -> None:
+        faulthandler.dump_traceback(all_threads=True)
+        sys.stderr.write(f"{what}: stuck, no end after {patience_s:.0f} s\n")
+        sys.stderr.flush()
+        os._exit(1)
+
+    timer = threading.Timer(patience_s, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def event(**data: Any) -> None:
+    """Tells the parent how far the run is."""
+    if dist.get_rank() == 0:
+        sys.stdout.write(json.dumps(data) + "\n")
+        sys.stdout.flush()

@@ -1,0 +1,197 @@
+"""What ranks learn that average parameters: replicas in one process, each with an optimiser of its own.
+
+Who averages with whom is a matrix for each round, so schedules of groups and neighbours on a graph are one thing here.
+A replica's parameters are a row; after each step the rows are mixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gradsync.comm.shuffle import Matrix, one_of
+from gradsync.compressors import Cast, Compressor
+from gradsync.costs.cluster import Cluster, Link, Placement
+from gradsync.planner.averaging import STATES
+from gradsync.plans.plan import Plan
+from gradsync.schemes import CompressedAllGather, HalfPrecision, Hierarchical, Scheme, Shuffled, from_expression
+from gradsync.tensors.bucket import FlatSpec
+
+from ..rivals.gossip import Gossip
+from ..workloads import Workload
+from .averaging import AveragingMethod
+
+ALIKE_BYTES_PER_S = 1.25e8  # 1 Gbit/s; of links that are all alike it decides nothing
+
+
+def mixings_of(scheme: Mapping[str, Any] | Scheme[Any], size: int) -> list[Matrix]:
+    """W of each round of a cycle among so many ranks.
+
+    Raises:
+        ValueError: for a scheme by which ranks do not average parameters.
+    """
+    made = scheme if isinstance(scheme, Scheme) else from_expression(scheme)
+    if isinstance(made, Gossip):
+        return [made.mixing(size, round) for round in range(len(made.distances))]
+    if isinstance(made, Hierarchical):
+        within = np.kron(np.eye(size // made.together), np.full((made.together, made.together), 1 / made.together))
+        blocks = np.ones((made.together, made.together)) / made.together
+        return [
+            (np.kron(each, blocks) @ within).astype(np.float64)
+            for each in mixings_of(made.inter, size // made.together)
+        ]
+    if isinstance(made, Shuffled):
+        return [each.mixing for each in made.schedule.rounds]
+    raise ValueError(f"{made.title} mixes no parameters")
+
+
+def rests_of(scheme: Scheme[Any]) -> list[bool]:
+    """Of each round of a cycle, whether no rank, or node, meets another one."""
+    if isinstance(scheme, Hierarchical):
+        return rests_of(scheme.inter)
+    if isinstance(scheme, Shuffled):
+        return [each.rests for each in scheme.schedule.rounds]
+    return [False] * (len(scheme.distances) if isinstance(scheme, Gossip) else 1)
+
+
+class Replicas:
+    """Of a workload's model, one a rank; `step` is a step of all of them, and a round."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        scheme: Mapping[str, Any],
+        *,
+        momentum_every: int,
+        seed: int,
+        ranks: int,
+        ablations: Collection[str] = (),
+    ) -> None:
+        self._workload = workload
+        self._mixings = [torch.from_numpy(w).float() for w in mixings_of(scheme, ranks)]
+        made = from_expression(scheme)
+        self._meets = [not rests for rests in rests_of(made)]
+        if "static" in ablations and any(self._meets):
+            first = self._mixings[self._meets.index(True)]
+            self._mixings = [first if meets else w for w, meets in zip(self._mixings, self._meets, strict=True)]
+        self._is_stale = "stale" in ablations
+        self._compressor = _compressor_of(made)
+        self._momentum_every = momentum_every
+        self._models = [workload.model(sparse=False, seed=seed) for _ in range(ranks)]
+        self._parameters = _rows([list(model.parameters()) for model in self._models])
+        self._buffers = _rows([[b for b in model.buffers() if b.is_floating_point()] for model in self._models])
+        self._optimizers: list[Optimizer] = [workload.optimizer(model) for model in self._models]
+        self._batches = [workload.batches(rank, ranks, seed) for rank in range(ranks)]
+        self._mean = workload.model(sparse=False, seed=seed)
+        self._reference = self._parameters[0].clone()  # from where differences are counted that travel compressed
+
+    @classmethod
+    def of(
+        cls, method: AveragingMethod, workload: Workload, *, seed: int, ranks: int, scheme: Mapping[str, Any] | None
+    ) -> Replicas:
+        """By this scheme, or as the method would on links that are all alike."""
+        if scheme is None:
+            model = workload.model(sparse=False, seed=seed)
+            made = method.plan(model, ranks)
+            if not isinstance(made, Plan):
+                alike = Cluster(ranks, Link(ALIKE_BYTES_PER_S)) if ranks > 1 else None
+                made = made.plan(model, workload.optimizer(model), Placement.one_per_node(ranks), alike)
+            scheme = made.buckets[0].scheme
+        return cls(
+            workload,
+            scheme,
+            momentum_every=method.momentum_every,
+            seed=seed,
+            ranks=ranks,
+            ablations=method.ablations,
+        )
+
+    def train(self) -> Iterator[nn.Module]:
+        """The mean model after each step, which is overwritten by the next."""
+        for step in count():
+            before = self._parameters.clone() if self._is_stale else None
+            for model, optimizer, batches in zip(self._models, self._optimizers, self._batches, strict=True):
+                model.train()
+                loss = self._workload.loss(model, next(batches))
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            self._mix(step, before)
+            yield self._mean_model()
+
+    @property
+    def spread(self) -> float:
+        """How far replicas are apart now: the mean squared distance to their mean."""
+        return float((self._parameters - self._parameters.mean(dim=0)).square().sum(dim=1).mean())
+
+    @torch.no_grad()
+    def _mix(self, step: int, before: Tensor | None) -> None:
+        w = self._mixings[step % len(self._mixings)]
+        if before is not None:  # averages of that, which were under way during the step
+            self._parameters += w @ before - before
+        elif self._compressor is None:
+            self._parameters.copy_(w @ self._parameters)
+        else:
+            apart = self._parameters - self._reference
+            sent = torch.stack([_sent(self._compressor, row, rank) for rank, row in enumerate(apart)])
+            self._parameters += w @ sent - sent
+        self._buffers.copy_(w @ self._buffers)
+        if self.mixes_momenta(step):
+            for group in zip(*(optimizer.state.values() for optimizer in self._optimizers), strict=True):
+                for key in STATES.get(type(self._optimizers[0]), ()):
+                    if isinstance(group[0].get(key), Tensor):
+                        mixed = torch.einsum("ij,j...->i...", w, torch.stack([kept[key] for kept in group]))
+                        for kept, mean in zip(group, mixed, strict=True):
+                            kept[key].copy_(mean)
+
+    def mixes_momenta(self, step: int) -> bool:
+        """Whether it is one of the rounds in which `AveragingPlanner` has momenta averaged."""
+        every, place = self._momentum_every, step % len(self._meets)
+        if not (every and self._meets[place]):
+            return False
+        length = sum(self._meets)  # rounds of a cycle in which ranks meet
+        meeting = step // len(self._meets) * length + sum(self._meets[:place])
+        return meeting % (every * length) in one_of(every, length)
+
+    @torch.no_grad()
+    def _mean_model(self) -> nn.Module:
+        for mean, *of_ranks in zip(
+            self._mean.parameters(), *(model.parameters() for model in self._models), strict=True
+        ):
+            mean.copy_(torch.stack(of_ranks).mean(dim=0))
+        for mean, *of_ranks in zip(self._mean.buffers(), *(model.buffers() for model in self._models), strict=True):
+            mean.copy_(torch.stack(of_ranks).to(torch.float64).mean(dim=0) if mean.is_floating_point() else of_ranks[0])
+        return self._mean
+
+
+def _compressor_of(scheme: Scheme[Any]) -> Compressor[Any] | None:
+    """By what parameters travel within groups; None: as they are."""
+    inner: Any = scheme.inter if isinstance(scheme, Hierarchical) else scheme
+    inner = inner.scheme if isinstance(inner, Shuffled) else inner
+    if isinstance(inner, HalfPrecision):
+        return Cast(inner.values)
+    return inner.compressor if isinstance(inner, CompressedAllGather) else None
+
+
+def _sent(compressor: Compressor[Any], row: Tensor, rank: int) -> Tensor:
+    """What of a row the others get."""
+    payload, _ = compressor.compress(row, compressor.init(FlatSpec.of(row), rank))
+    arrived = torch.empty_like(row)
+    compressor.sum_into(arrived, [payload], 1.0)
+    return arrived
+
+
+@torch.no_grad()
+def _rows(tensors: list[list[Tensor]]) -> Tensor:
+    """(ranks, elements): what each rank has, moved there, so that a change of a row changes it."""
+    rows = torch.stack([torch.cat([t.reshape(-1).float() for t in each] or [torch.zeros(0)]) for each in tensors])
+    for row, each in zip(rows, tensors, strict=True):
+        for tensor, part in zip(each, row.split([t.numel() for t in each]), strict=True):
+            tensor.data = part.view(tensor.shape)
+    return rows

@@ -1,0 +1,289 @@
+"""Training runs: methods train the same model on the same data in turns, block by block.
+
+Turn-taking makes the ratio of two methods hold when the machine's speed drifts. The first method is the baseline and
+runs twice, as two copies: their ratio (A/A) is the noise of the run. `ddp` and `ddp_16bit` are the best of DDP's
+settings, which run in turns before the others do: what they were picked by is not what they are judged by.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from itertools import chain
+from typing import Any
+
+from pydantic import BaseModel, Field, field_validator
+
+from .. import workloads
+from ..cluster import Scenario
+from ..report.record import BucketRow, MethodRun, Record, Spread, TimelineTask, TrainingRun, WireBytes
+from ..workloads.emulated import ComputeTimes, measured_times
+from .launch import LOOPBACK, Loopback, cluster, once_more_after_crash, run_ranks
+from .methods import SWEEPS, TORCH_SPARSE, method
+from .provenance import commit, machine, versions
+from .steal import MOST_STOLEN, Patience, Steal
+
+BLOCK_AVERAGES: dict[str, Callable[[list[float]], float]] = {"median": statistics.median, "mean": statistics.fmean}
+AGAIN = "again"  # suffix of the baseline's second copy
+
+Figures = dict[str, list[dict[str, Any]]]  # what the ranks measured, by method and rank
+
+
+class TrainSpec(BaseModel):
+    """One training run. The first method is the baseline of the others."""
+
+    workload: str = "deepfm"
+    options: dict[str, Any] = {}
+    methods: tuple[str, ...] = ("ddp_default", "ddp_sparse", "ddp_sparse_bf16", "gradsync")
+    nodes: int = 4
+    ranks_per_node: int = 1
+    link: str = "1gbit"
+    scenario: dict[str, Any] = {}  # further settings of the lab's scenario
+    scenario_name: str | None = None  # steps of a scenario differ by turns: blocks are then judged by their mean step
+    loopback: bool = False
+    emulate_compute: bool = False  # forward, backward and optimiser are slept through, see `workloads/emulated.py`
+    compute: dict[bool, ComputeTimes] = {}  # what is slept: of models with sparse gradients, and without
+    repeats: int = 5  # pairs of blocks that are judged
+    block_steps: int = 8
+    most_block_s: float = 8.0  # a block has fewer steps where the slowest method would take longer for it
+    warmup_steps: int = Field(default=6, ge=1)  # pass DDP's re-bucketing, PowerSGD's start
+    patience_s: float = Field(default=0.0, ge=0)  # for measuring again what was disturbed, see `steal.py`
+    method_timeout_s: float = 60.0  # a method in which a rank waits longer for the others is out
+    seed: int = 0
+    evaluate: bool = True
+
+    @field_validator("methods")
+    @classmethod
+    def _distinct(cls, methods: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(methods))
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def block_average(self) -> str:
+        """Of the steps of a block, by `BLOCK_AVERAGES`."""
+        return "median" if self.scenario_name is None else "mean"
+
+    @property
+    def sweep(self) -> tuple[str, ...]:
+        """The settings of DDP of which the best are asked for."""
+        return tuple(chain.from_iterable(SWEEPS[name] for name in self.methods if name in SWEEPS))
+
+    @property
+    def sweep_repeats(self) -> int:
+        """Blocks by which the best of a sweep is picked: half as many as it is judged by."""
+        return max(3, self.repeats // 2)
+
+    @property
+    def turns(self) -> int:
+        """Events of a run: a warm-up and the blocks of every copy, the baseline's second one included."""
+        return len(self.sweep) * (1 + self.sweep_repeats) + (len(self.methods) + 1) * (1 + self.repeats)
+
+
+def run_training(spec: TrainSpec, on_event: Callable[[dict[str, Any]], None]) -> TrainingRun:
+    """Runs it and puts the ranks' figures together.
+
+    Raises:
+        ValueError: for an unknown workload, method or option.
+        RuntimeError: when a rank failed.
+    """
+    for name in spec.methods:
+        if name not in SWEEPS:
+            method(name)
+    workload = workloads.load(spec.workload, **spec.options)  # fetched here: ranks in a lab reach no registry
+    if spec.emulate_compute:  # before ranks share the cores
+        kinds = sorted({method(name).sparse for name in (*spec.methods, *spec.sweep) if name not in SWEEPS})
+        patience = Patience(spec.patience_s)
+        spec = spec.model_copy(update={"compute": {kind: _times(workload, kind, patience) for kind in kinds}})
+    scenario = Scenario(nodes=spec.nodes, link=spec.link, ranks_per_node=spec.ranks_per_node, **spec.scenario)
+    notes: list[str] = []
+    with cluster(scenario, notes, loopback=spec.loopback) as where:
+        environment = {**machine(), **where.describe()}
+
+        def run_methods() -> list[dict[str, Any]]:
+            return run_ranks(where, spec.world_size, "gradsync_lab.bench.train_rank", spec.model_dump_json(), on_event)
+
+        may_crash = not TORCH_SPARSE.isdisjoint(spec.methods)
+        ranks = once_more_after_crash(run_methods, notes, on_event) if may_crash else run_methods()
+    environment["stolen_share"] = round(max(ranks[0]["stolen"]), 4)  # in the worst round of blocks
+    if environment["stolen_share"] > MOST_STOLEN:
+        notes.append(f"disturbed: the host took up to {environment['stolen_share']:.0%} of the processors' time")
+    on_loopback = isinstance(where, Loopback)
+    run = TrainingRun(
+        workload=spec.workload,
+        options=workload.options,
+        description=workload.describe() + (", computation emulated" if spec.emulate_compute else ""),
+        source=workload.source,
+        nodes=spec.nodes,
+        link=LOOPBACK if on_loopback else spec.link,
+        methods=[],
+        records=[],
+        environment=environment,
+        versions=versions(),
+        commit=commit(),
+        notes=notes,
+    )
+    # On loopback all ranks share one interface, which counts what all of them send.
+    _fill(run, spec, ranks, sharing=spec.world_size if on_loopback else spec.ranks_per_node)
+    return run
+
+
+def _times(workload: workloads.Workload, sparse: bool, patience: Patience) -> ComputeTimes:
+    """What is slept through, measured while the host leaves the processors alone, as far as patience goes."""
+    while True:
+        since = Steal()
+        times = measured_times(workload, sparse=sparse)
+        if not patience.is_lost(since):
+            return times
+
+
+def _fill(run: TrainingRun, spec: TrainSpec, ranks: list[dict[str, Any]], sharing: int) -> None:
+    """Methods, records and the pick, from what the ranks returned."""
+    picked: dict[str, str] = ranks[0]["picked"]
+    judged: Figures = {name: [rank["judged"][name] for rank in ranks] for name in ranks[0]["judged"]}
+    sweep: Figures = {name: [rank["sweep"][name] for rank in ranks] for name in ranks[0]["sweep"]}
+    methods = [_merge(name, judged[name], spec, sharing) for name in spec.methods]
+    run.methods = list(methods)
+    run.records = training_records(spec, run, methods, judged, picked)
+    for name, best in picked.items():
+        members = [_merge(member, sweep[member], spec, sharing) for member in SWEEPS[name]]
+        run.methods += [m for m in members if m.name not in spec.methods]
+        found = sweep_records(spec, run, members, sweep, name, best)
+        run.records += [r for r in found if r.subject not in spec.methods]
+        run.notes.append(_pick_in_words(name, best, {m: sweep[m] for m in SWEEPS[name]}))
+
+
+def training_records(
+    spec: TrainSpec, run: TrainingRun, methods: list[MethodRun], figures: Figures, picked: Mapping[str, str]
+) -> list[Record]:
+    """Every method against the first one."""
+    baseline, *subjects = methods
+    aa = _ratio(_blocks(figures[f"{baseline.name}:{AGAIN}"]), _blocks(figures[baseline.name]))
+    return [_record(spec, run, subject, baseline, figures, aa, picked) for subject in subjects]
+
+
+def sweep_records(
+    spec: TrainSpec, run: TrainingRun, members: list[MethodRun], figures: Figures, name: str, picked: str
+) -> list[Record]:
+    """The members of a sweep against the best of them, over the blocks it was picked by."""
+    best = next(member for member in members if member.name == picked)
+    records = [_record(spec, run, member, best, figures, None, {}) for member in members if member is not best]
+    return [r.model_copy(update={"baseline": name, "params": {**r.params, "phase": "pick"}}) for r in records]
+
+
+def _pick_in_words(name: str, picked: str, sweep: Figures) -> str:
+    medians = {name: statistics.median(blocks) for name, ranks in sweep.items() if (blocks := _blocks(ranks))}
+    if not medians:
+        return f"{name} is {picked}: all settings of DDP failed"
+    said = ", ".join(f"{member} {median_s * 1e3:.1f} ms" for member, median_s in medians.items())
+    return f"{name} is {picked}, picked before the methods were judged; the steps then: {said}"
+
+
+def _ratio(mine: list[float], base: list[float]) -> Spread | None:
+    """Pair by pair; None when one of the two failed."""
+    return Spread.of([a / b for a, b in zip(mine, base, strict=True)]) if mine and base else None
+
+
+def _record(
+    spec: TrainSpec,
+    run: TrainingRun,
+    subject: MethodRun,
+    baseline: MethodRun,
+    figures: Figures,
+    aa: Spread | None,
+    picked: Mapping[str, str],
+) -> Record:
+    """One record from the block medians of both; what failed has no figures, and the record has its error."""
+    mine, base = _blocks(figures[subject.name]), _blocks(figures[baseline.name])
+    lost = f"the baseline {baseline.name} failed: {baseline.failed}" if baseline.failed else None
+    params = {"nodes": spec.nodes, "link": run.link, "workload": spec.workload}
+    params["block_steps"] = steps_of(figures[baseline.name]) // max(len(base), 1) if base else spec.block_steps
+    params |= {"ranks_per_node": spec.ranks_per_node, **spec.scenario, **spec.options}
+    if spec.scenario_name is not None:
+        params |= {"scenario": spec.scenario_name, "block_average": spec.block_average}
+    if (scheme := figures[subject.name][0].get("mixes_by")) is not None:
+        params["mixes_by"] = scheme
+    if spec.emulate_compute:
+        params["emulate_compute"] = True
+    params["baseline_method"] = picked.get(baseline.name, baseline.name)
+    if subject.name in picked:
+        params["subject_method"] = picked[subject.name]
+    payload = sum(row.sent_bytes for row in subject.buckets) if subject.buckets else None
+    return Record(
+        case="train",
+        metric="step_s",
+        subject=subject.name,
+        baseline=baseline.name,
+        params=params,
+        options=run.options,
+        repeats=len(mine),
+        subject_s=Spread.of(mine) if mine else None,
+        baseline_s=Spread.of(base) if base else None,
+        ratio=_ratio(mine, base),
+        aa=aa,
+        predicted_s=figures[subject.name][0].get("predicted_s"),
+        plan=subject.ran,
+        baseline_plan=baseline.ran,
+        alone_s=_alone_s(spec, picked.get(subject.name, subject.name)),
+        loss=subject.final or None,
+        baseline_loss=baseline.final or None,
+        loss_steps=len(subject.losses) if subject.final and len(subject.losses) == len(baseline.losses) else None,
+        seeds=[spec.seed],
+        wire_bytes=WireBytes(subject=subject.interface_bytes_per_step, baseline=baseline.interface_bytes_per_step),
+        payload_bytes=WireBytes(subject=payload),
+        versions=run.versions,
+        environment=run.environment,
+        commit=run.commit,
+        failed=subject.failed or lost,
+    )
+
+
+def _alone_s(spec: TrainSpec, name: str) -> float | None:
+    """Of a step with nothing to exchange, by the method's model."""
+    times = spec.compute.get(method(name).sparse)
+    return times.step_s if times else None
+
+
+def _blocks(ranks: list[dict[str, Any]]) -> list[float]:
+    """`block_steps_s`; none of a method that failed."""
+    return [] if ranks[0]["failed"] else block_steps_s(ranks)
+
+
+def block_steps_s(ranks: list[dict[str, Any]]) -> list[float]:
+    """The usual step of each counted block: of the slowest rank, which is the one everybody waits for.
+
+    Where nobody waits, it is the time in which the ranks make as many steps together as there are ranks.
+    """
+    usual = BLOCK_AVERAGES[ranks[0]["block_average"]]
+    together = max if ranks[0]["in_step"] else statistics.harmonic_mean
+    return [together([usual(block) for block in blocks]) for blocks in zip(*(r["blocks"] for r in ranks), strict=True)]
+
+
+def steps_of(ranks: list[dict[str, Any]]) -> int:
+    """Counted steps."""
+    return sum(len(block) for block in ranks[0]["blocks"])
+
+
+def _merge(name: str, ranks: list[dict[str, Any]], spec: TrainSpec, sharing: int) -> MethodRun:
+    """One method's figures over the ranks; `sharing` ranks count on the same interface."""
+    if failures := [r for r in ranks if r["failed"]]:
+        # The first one is the cause: the other ranks only lost this one.
+        return MethodRun(name=name, failed=min(failures, key=lambda r: float(r["failed_s"]))["failed"])
+    steps = steps_of(ranks)
+    return MethodRun(
+        name=name,
+        step_s=[max(times) for times in zip(*(sum(r["blocks"], []) for r in ranks), strict=True)],
+        losses=[statistics.fmean(losses) for losses in zip(*(r["losses"] for r in ranks), strict=True)],
+        samples_per_step=sum(r["samples_per_step"] for r in ranks),
+        interface_bytes_per_step=max(r["sent_bytes"] for r in ranks) / sharing * spec.ranks_per_node / steps,
+        final=ranks[0]["final"],
+        backward_s=ranks[0]["backward_s"],
+        exposed_s=ranks[0]["exposed_s"],
+        plan=ranks[0]["plan"],
+        plan_digest=ranks[0]["plan_digest"],
+        buckets=[BucketRow(**row) for row in ranks[0]["buckets"]],
+        timeline=[TimelineTask(**task) for task in ranks[0]["timeline"]],
+        predicted_timeline=[TimelineTask(**task) for task in ranks[0]["predicted_timeline"]],
+    )

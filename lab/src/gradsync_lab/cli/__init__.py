@@ -1,0 +1,1 @@
+"""Commands of the lab, as `gradsync` finds them."""

@@ -1,0 +1,518 @@
+"""`gradsync bench`: measurements with records."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from gradsync.characterization.footprint import DEFAULT_SAMPLE
+from gradsync.cli.console import WIDE, beside, console, plain_errors
+from gradsync.compressors import names as compressors
+
+from ..bench import averaging
+from ..bench.automatic import ENDINGS_IN_WORDS
+from ..bench.balance import SUBJECTS as MAPS
+from ..bench.balance import BalanceSpec, run_balance
+from ..bench.characterization import SUBJECT, LookSpec, run_looks
+from ..bench.compress import MANY, MANY_BYTES, QUICK_SIZES_BYTES, SIZES_BYTES, CompressSpec, run_compress
+from ..bench.converge import ConvergeSpec, run_converge, usual_methods
+from ..bench.kernels import KernelsSpec, run_kernels
+from ..bench.methods import METHODS, RIVALS_IN_WORDS
+from ..bench.options import parse_options
+from ..bench.patterns import UNIT
+from ..bench.plan import DRAWN_ITEMS, PlanSpec, run_planning
+from ..bench.reach import ReachSpec, learners_of, run_reach, timed_runs
+from ..bench.scenarios import SCENARIOS, settings_of
+from ..bench.steal import MOST_STOLEN
+from ..bench.sync import DENSE_SIZES_BYTES, SUBJECTS, SyncSpec, run_sync
+from ..bench.topk import TopKWorkload
+from ..bench.topk import kind_of as exchange_kind_of
+from ..bench.topk import names as exchange_names
+from ..bench.train import TrainSpec, run_training
+from ..bench.works import WORK
+from ..papers.models import PAPER_MODELS
+from ..report.balance import balance_table
+from ..report.compress import compress_tables, loss_table, size_in_words, size_of
+from ..report.planning import planning_table
+from ..report.record import Record, load_records, save_records
+from ..report.tables import judgements, records_table
+from ..workloads import declared_options, kind_of, names
+from .progress import event_bar
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+app = typer.Typer(help="Measure methods beside each other and keep the records.", no_args_is_help=True)
+
+QUICK_REPEATS = 5
+GRID_WORKLOADS, GRID_LINKS = ("deepfm", "lstm", "resnet32", "alexnet"), ("200mbit", "1gbit", "unshaped")
+INTERRUPTED = 130  # exit status, as shells give it
+
+Nodes = Annotated[int, typer.Option(min=2, help="Nodes of the emulated cluster.")]
+RanksPerNode = Annotated[int, typer.Option(min=1, help="Ranks on each node.")]
+Rate = Annotated[str, typer.Option(help="Rate of every node's link, e.g. 200mbit, 1gbit, unshaped.")]
+Json = Annotated[str | None, typer.Option("--json", help="File for the records; - prints them.")]
+Quick = Annotated[bool, typer.Option(help="A short run, under a minute.")]
+Require = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="SUBJECT<=BOUND",
+        help="Exit with 1 unless the subject's ratio holds the bound, by the noise rule; repeatable.",
+    ),
+]
+Options = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option",
+        metavar="NAME=VALUE",
+        help="Option of every workload of the run; repeatable. "
+        + " ".join(f"{name}: {', '.join(declared_options(kind_of(name)))}." for name in names()),
+    ),
+]
+
+
+OPTIONS_OF_TOPK = [name for name in declared_options(TopKWorkload) if name not in declared_options(kind_of("gpt"))]
+
+
+class SchemeSet(StrEnum):
+    """What `bench sync` measures of each workload."""
+
+    PLANNED = "planned"
+    ALL = "all"
+
+
+Loopback = Annotated[bool, typer.Option(help="No namespaces: plain loopback, not shaped.")]
+
+
+@app.command()
+def sync(
+    workload: Annotated[
+        str,
+        typer.Option(
+            help=f"Workloads whose gradients travel, comma-separated: {', '.join(exchange_names())}. "
+            f"topk: the largest elements of gpt's; its options are also {', '.join(OPTIONS_OF_TOPK)}."
+        ),
+    ] = "deepfm",
+    option: Options = None,
+    nodes: Nodes = 4,
+    ranks_per_node: RanksPerNode = 1,
+    link: Rate = "1gbit",
+    schemes: Annotated[
+        SchemeSet, typer.Option(help="planned: what training would take; all: every scheme, and how the selected does.")
+    ] = SchemeSet.PLANNED,
+    repeats: Annotated[int, typer.Option(min=5, help="Measurements of each exchange.")] = 15,
+    json: Json = None,
+    quick: Quick = False,
+    loopback: Loopback = False,
+    require: Require = None,
+) -> None:
+    """The exchange of gradients alone: every scheme beside what DDP issues for the same tensors."""
+    chosen = tuple(workload.split(","))
+    with plain_errors():
+        options = parse_options(chosen, option or (), exchange_kind_of)
+    spec = SyncSpec(
+        workloads=chosen,
+        options=options,
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
+        link=link,
+        schemes=schemes.value,
+        repeats=QUICK_REPEATS if quick else repeats,
+        loopback=loopback,
+    )
+    bounds = bounds_of(require, SUBJECTS)
+    with (
+        plain_errors(),
+        event_bar(f"exchanges on {nodes} nodes, {link}", 1 + len(DENSE_SIZES_BYTES) + len(spec.workloads)) as on_event,
+    ):
+        records, notes = run_sync(spec, on_event)
+    finish(records, notes, json, bounds)
+
+
+@app.command()
+def train(
+    workload: Annotated[str, typer.Option(help=f"What to train: {', '.join(names())}.")] = "deepfm",
+    option: Options = None,
+    methods: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated; the first is the baseline. ddp and ddp_16bit, wherever they stand: the best of "
+            "DDP's settings in 32 and in 16 bits. "
+            f"There are ddp, {', '.join(METHODS)}; averages of parameters: {averaging.NAMES_IN_WORDS}; "
+            f"{RIVALS_IN_WORDS}; compressors: {compressors.NAMES_IN_WORDS}; and searches, which measure the job first: "
+            f"{ENDINGS_IN_WORDS}."
+        ),
+    ] = "ddp,ddp_sparse,ddp_sparse_bf16,gradsync",
+    nodes: Nodes = 4,
+    ranks_per_node: RanksPerNode = 1,
+    link: Rate = "1gbit",
+    scenario: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Clusters with a bottleneck, comma-separated, one run each: {', '.join(SCENARIOS)}. What they slow "
+            "down is relative to --link. Blocks are judged by their mean step."
+        ),
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=5, help="Pairs of blocks that are judged.")] = 10,
+    block_steps: Annotated[int, typer.Option(min=1, help="Steps of a block.")] = 8,
+    row_length: Annotated[int | None, typer.Option(help="Short for --option dim=N.")] = None,
+    grid: Annotated[
+        bool,
+        typer.Option(
+            help=f"{', '.join(GRID_WORKLOADS)}, each at {', '.join(GRID_LINKS)}, instead of --workload and --link."
+        ),
+    ] = False,
+    emulate_compute: Annotated[
+        bool,
+        typer.Option(
+            help="Forward, backward and optimiser are slept through, for as long as they take one rank alone: as on "
+            "nodes with cores of their own. Nothing is learnt."
+        ),
+    ] = False,
+    patience: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="Seconds, in each cell, for measuring again what the host of a virtual machine disturbed: where it "
+            f"took more than {MOST_STOLEN:.0%} of the processors' time. None with --quick.",
+        ),
+    ] = 300.0,
+    json: Json = None,
+    quick: Quick = False,
+    loopback: Loopback = False,
+    require: Require = None,
+) -> None:
+    """Training steps: methods in turns on the same model, data and cluster."""
+    texts = [*(option or ()), *([] if row_length is None else [f"dim={row_length}"])]
+    with plain_errors():
+        options = parse_options([workload], texts)
+    spec = TrainSpec(
+        workload=workload,
+        options=options,
+        methods=tuple(methods.split(",")),
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
+        link=link,
+        repeats=QUICK_REPEATS if quick else repeats,
+        block_steps=3 if quick else block_steps,
+        loopback=loopback,
+        emulate_compute=emulate_compute,
+        patience_s=0.0 if quick else patience,
+    )
+    bounds = bounds_of(require, spec.methods[1:])
+    with plain_errors():
+        cells = cells_of(grid, _listed(scenario or ""), nodes, link)
+    records: list[Record] = []
+    notes: list[str] = []
+    for each in (spec.model_copy(update=cell) for cell in cells):
+        scene = f", {each.scenario_name}" if each.scenario_name else ""
+        with plain_errors(), event_bar(f"{each.workload} on {nodes} nodes, {each.link}{scene}", each.turns) as on_event:
+            run = run_training(each, on_event)
+        records += run.records
+        notes += [f"{each.workload}, {each.link}{scene}: {note}" for note in run.notes] if len(cells) > 1 else run.notes
+        if len(cells) > 1 and json is not None and json != "-":
+            save_records(records, json)  # what is finished stays if the run is interrupted
+    finish(records, notes, json, bounds)
+
+
+@app.command()
+def kernels(
+    names: Annotated[
+        str | None, typer.Option("--kernels", help=f"Comma-separated; by default all: {', '.join(WORK)}.")
+    ] = None,
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="cuda: the kernels in Triton, on this GPU.")] = "cpu",
+    threads: Annotated[int, typer.Option(min=1, help="Threads of both sides, on the CPU.")] = 1,
+    repeats: Annotated[int, typer.Option(min=5, help="Measurements of each kernel.")] = 25,
+    json: Json = None,
+    quick: Quick = False,
+    require: Require = None,
+) -> None:
+    """The native kernels, or those for CUDA, beside their definitions in torch and beside what memory allows."""
+    spec = KernelsSpec(
+        kernels=tuple(names.split(",")) if names else (),
+        device=device,
+        threads=threads,
+        repeats=QUICK_REPEATS if quick else repeats,
+    )
+    with plain_errors():
+        cases = spec.cases
+        bounds = bounds_of(require, tuple(dict.fromkeys(kernel for kernel, _ in cases)))
+        with event_bar(f"kernels, {device}, threads {threads}", len(cases), "making inputs") as on_event:
+            records = run_kernels(spec, on_event)
+    finish(records, [], json, bounds)
+
+
+@app.command()
+def characterize(
+    workload: Annotated[str, typer.Option(help="Workloads, comma-separated.")] = "deepfm,lstm",
+    option: Options = None,
+    sample: Annotated[int, typer.Option(min=0, help="Rows looked at in each tensor; 0: all.")] = DEFAULT_SAMPLE,
+    every: Annotated[int, typer.Option(min=1, help="One step in so many is looked at.")] = 16,
+    repeats: Annotated[int, typer.Option(min=5, help="Looks and steps, in turns.")] = 30,
+    json: Json = None,
+    require: Require = None,
+) -> None:
+    """What a look at the gradients of a step costs, beside the step."""
+    chosen = tuple(workload.split(","))
+    with plain_errors():
+        spec = LookSpec(chosen, parse_options(chosen, option or ()), sample or None, every, repeats)
+    bounds = bounds_of(require, (SUBJECT,))
+    with plain_errors(), event_bar("looks at gradients", len(chosen), "opening the data") as on_event:
+        records = run_looks(spec, on_event)
+    finish(records, [], json, bounds)
+
+
+@app.command()
+def balance(
+    workload: Annotated[
+        str, typer.Option(help="Workloads whose gradients are shared out too, comma-separated; '' for none.")
+    ] = "deepfm,lstm,topk",
+    option: Options = None,
+    elements: Annotated[int, typer.Option(help=f"Of the gradients that are drawn, a multiple of {UNIT}.")] = 1 << 24,
+    ranks: Annotated[
+        str, typer.Option(help="Numbers of ranks, all of which are owners, comma-separated.")
+    ] = "8,16,128",
+    repeats: Annotated[
+        int, typer.Option(min=2, help="Draws of each gradient, each with other seeds of the maps.")
+    ] = 10,
+    json: Json = None,
+    quick: Quick = False,
+    require: Require = None,
+) -> None:
+    """How evenly owner maps share out gradients, beside the paper's hash: imbalance of push and pull, no times."""
+    chosen = _listed(workload)
+    with plain_errors():
+        numbers = _numbers("--ranks", ranks)
+        options = parse_options(chosen, option or (), exchange_kind_of)
+        spec = BalanceSpec(chosen, options, elements, numbers, QUICK_REPEATS if quick else repeats)
+    bounds = bounds_of(require, MAPS)
+    with plain_errors(), event_bar("imbalance of owner maps", len(spec.cases), "drawing") as on_event:
+        records = run_balance(spec, on_event)
+    finish(records, [], json, bounds, balance_table)
+
+
+@app.command()
+def compress(
+    names: Annotated[
+        str | None,
+        typer.Option(
+            "--compressors", help=f"Comma-separated; by default one of each kind: {compressors.NAMES_IN_WORDS}."
+        ),
+    ] = None,
+    sizes: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Of tensors; by default {','.join(size_in_words(n).replace(' ', '') for n in SIZES_BYTES)}."
+        ),
+    ] = None,
+    many: Annotated[
+        int, typer.Option(min=0, help=f"Equal tensors of a bucket of {size_in_words(MANY_BYTES)}; 0: no such bucket.")
+    ] = MANY,
+    threads: Annotated[str, typer.Option(help="Numbers of threads, comma-separated.")] = "1,2",
+    workload: Annotated[
+        str, typer.Option(help="Workloads on whose gradients errors are measured, comma-separated; '' for none.")
+    ] = "gpt,lstm,deepfm",
+    option: Options = None,
+    steps: Annotated[int, typer.Option(min=0, help="Of training, before the gradient that is looked at.")] = 20,
+    repeats: Annotated[int, typer.Option(min=5, help="Measurements of each operation.")] = 11,
+    json: Json = None,
+    quick: Quick = False,
+    require: Require = None,
+) -> None:
+    """Compressors: encoding and decoding beside a copy of as many bytes, wire bytes, and errors on real gradients."""
+    with plain_errors():
+        chosen = _listed(workload) if workload != "gpt,lstm,deepfm" or not quick else ("gpt",)
+        spec = CompressSpec(
+            names=_listed(names) if names else compressors.usual_names(),
+            sizes_bytes=tuple(map(size_of, _listed(sizes))) if sizes else QUICK_SIZES_BYTES if quick else SIZES_BYTES,
+            many=many,
+            threads=_numbers("--threads", "1" if quick else threads),
+            workloads=chosen,
+            options=parse_options(chosen, option or ()),
+            training_steps=min(steps, QUICK_REPEATS) if quick else steps,
+            repeats=QUICK_REPEATS if quick else repeats,
+        )
+    bounds = bounds_of(require, spec.names)
+    with plain_errors(), event_bar("compressors", spec.turns, "making inputs") as on_event:
+        records = run_compress(spec, on_event)
+    finish(records, [], json, bounds, compress_tables)
+
+
+@app.command()
+def plan(
+    models: Annotated[
+        str, typer.Option(help=f"Of the papers, comma-separated; '' for none. {', '.join(PAPER_MODELS)}.")
+    ] = ",".join(PAPER_MODELS),
+    items: Annotated[str, typer.Option(help="Numbers of gradients of drawn problems, comma-separated.")] = ",".join(
+        map(str, DRAWN_ITEMS)
+    ),
+    small: Annotated[int, typer.Option(min=0, help="Drawn problems of which all plans are played.")] = 1000,
+    repeats: Annotated[int, typer.Option(min=1, help="Searches of each problem.")] = 15,
+    json: Json = None,
+    quick: Quick = False,
+    require: Require = None,
+) -> None:
+    """The search for a plan: what it takes beside ByteComp's, the steps by both plans, and what the best could gain."""
+    with plain_errors():
+        spec = PlanSpec(
+            models=_listed(models),
+            drawn=_numbers("--items", items),
+            small=min(small, 100) if quick else small,
+            repeats=min(repeats, 2) if quick else repeats,
+        )
+    bounds = bounds_of(require, ("gradsync",))
+    with plain_errors(), event_bar("plans", spec.turns, "reading models") as on_event:
+        records = run_planning(spec, on_event)
+    finish(records, [], json, bounds, planning_table)
+
+
+@app.command()
+def converge(
+    workload: Annotated[str, typer.Option(help=f"What to train, comma-separated: {', '.join(names())}.")] = "gpt,lstm",
+    option: Options = None,
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Comma-separated; by default {', '.join(usual_methods())}. Compressors: {compressors.NAMES_IN_WORDS}."
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Of each run.")] = 100,
+    epochs: Annotated[
+        float | None, typer.Option(help="Of each run, in place of --steps: passes over the training samples.")
+    ] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="Simulated in one process.")] = 2,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each method, with other weights and batches.")] = 3,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes at once, of one thread each.")] = 2,
+    json: Json = None,
+    quick: Quick = False,
+    require: Require = None,
+) -> None:
+    """What lossy methods learn in as many steps as dense gradients: held-out losses, no times, no network.
+
+    Interrupted, it keeps the records of the methods that are finished.
+    """
+    chosen = _listed(workload)
+    with plain_errors():
+        spec = ConvergeSpec(
+            workloads=chosen,
+            methods=_listed(methods) if methods else usual_methods(),
+            options=parse_options(chosen, option or ()),
+            steps=min(steps, 5) if quick else steps,
+            epochs=None if quick else epochs,
+            ranks=ranks,
+            seeds=1 if quick else seeds,
+            jobs=jobs,
+        )
+    bounds = bounds_of(require, spec.methods)
+    with plain_errors(), event_bar("losses", len(spec.runs), "opening the data") as on_event:
+        records, notes = run_converge(spec, on_event)
+    finish(records, notes, json, bounds, loss_table)
+    if len(records) < len(spec.cases):
+        raise typer.Exit(INTERRUPTED)
+
+
+@app.command()
+def reach(
+    timed: Annotated[Path, typer.Argument(help="Records of `gradsync bench train`, of one workload.")],
+    loss: Annotated[float, typer.Option(help="The held-out loss that is to be reached.")],
+    baseline: Annotated[str, typer.Option(help="A method of that run.")] = "ddp_bf16",
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each method, with other weights and batches.")] = 3,
+    every: Annotated[int, typer.Option(min=1, help="Steps between evaluations.")] = 10,
+    most_steps: Annotated[int, typer.Option(min=1, help="Of a run that does not reach it.")] = 500,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes at once, of one thread each.")] = 2,
+    whole: Annotated[
+        str,
+        typer.Option(
+            help="Methods, comma-separated, that are also trained to the loss on the emulated cluster, each by itself "
+            "from the first seed, beside the baseline: whether the product holds."
+        ),
+    ] = "",
+    json: Json = None,
+    require: Require = None,
+) -> None:
+    """The time to a loss: a method's steps, from several seeds without a network, times its seconds a step on one."""
+    with plain_errors():
+        records = load_records(timed)
+        spec = ReachSpec(
+            loss, baseline, seeds=seeds, every=every, most_steps=most_steps, jobs=jobs, whole=_listed(whole)
+        )
+        runs = timed_runs(records)
+    bounds = bounds_of(require, list(dict.fromkeys(name for run in runs for name in run.steps_s)))
+    total = len(learners_of(runs)) * seeds + len(runs) * len(spec.trained_whole)
+    with plain_errors(), event_bar("runs", total, "opening the data") as on_event:
+        found, notes = run_reach(runs, spec, on_event)
+    finish(found, notes, json, bounds)
+
+
+def cells_of(grid: bool, scenarios: Sequence[str], nodes: int, link: str) -> list[dict[str, Any]]:
+    """What the runs of a command change of its specification: nothing, or workload, link and bottleneck.
+
+    Raises:
+        ValueError: for scenarios that are none, or not for these nodes and links.
+    """
+    cells: list[dict[str, Any]] = [{}]
+    if grid:
+        cells = [{"workload": workload, "link": rate} for workload in GRID_WORKLOADS for rate in GRID_LINKS]
+    if not scenarios:
+        return cells
+    return [
+        {**cell, "scenario_name": name, "scenario": settings_of(name, nodes, cell.get("link", link))}
+        for cell in cells
+        for name in scenarios
+    ]
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    return tuple(text.split(",")) if text else ()
+
+
+def _numbers(name: str, text: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise ValueError(f"{name} must look like 8,16, got {text!r}")
+    return tuple(map(int, text.split(",")))
+
+
+def bounds_of(requirements: Sequence[str] | None, subjects: Sequence[str]) -> list[tuple[str, float]]:
+    """(subject, bound) of each requirement; a wrong one ends the command before anything runs."""
+    bounds = []
+    for text in requirements or ():
+        match = re.fullmatch(r"\s*([^\s<=]+)\s*<=\s*([0-9]*\.?[0-9]+)\s*", text)
+        if match is None or float(match[2]) == 0:
+            raise typer.BadParameter(f"--require must look like 'gradsync<=0.35', with a positive bound, got {text!r}")
+        if match[1] not in subjects:
+            raise typer.BadParameter(
+                f"--require {text!r}: this run compares no {match[1]!r} with a baseline, only {', '.join(subjects)}"
+            )
+        bounds.append((match[1], float(match[2])))
+    return bounds
+
+
+def finish(
+    records: list[Record],
+    notes: list[str],
+    json: str | None,
+    bounds: list[tuple[str, float]],
+    table: Callable[..., RenderableType] = records_table,
+) -> None:
+    """Prints the records as a table and how they stand to the bounds, and writes them if asked to."""
+    import json as encoder
+
+    for note in notes:
+        beside.print(f"Note: {note}", style="yellow")
+    if json == "-":
+        typer.echo(encoder.dumps([record.model_dump(mode="json") for record in records], indent=1))
+    else:
+        console.print(table(records, compact=console.width < WIDE))
+    if json is not None and json != "-":
+        save_records(records, json)
+        console.print(f"Records: {json}")
+    judged = judgements(records, bounds)
+    for holds, text in judged:
+        (beside if json == "-" else console).print(text, style="green" if holds else "red", markup=False)
+    if not all(holds for holds, _ in judged):
+        raise typer.Exit(1)

@@ -1,0 +1,79 @@
+"""`gradsync demo`: a real model on real data over an emulated cluster, with DDP and with gradsync, side by side."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gradsync.cli.console import WIDE, console, plain_errors
+
+from ..bench.train import TrainSpec, run_training
+from ..report.page import write_page
+from ..report.record import TrainingRun
+from ..report.tables import training_table
+from ..report.trace import write_trace
+from ..workloads import names
+from .progress import event_bar
+
+BLOCK_STEPS = 8
+QUICK_STEPS = 16
+DEMO_ROW_LENGTH = 32  # elements of an embedding row
+
+
+def demo(
+    workload: Annotated[str, typer.Option(help=f"What to train: {', '.join(names())}.")] = "deepfm",
+    nodes: Annotated[int, typer.Option(min=2, help="Nodes of the emulated cluster, one rank each.")] = 4,
+    link: Annotated[str, typer.Option(help="Rate of every node's link, e.g. 200mbit, 1gbit, unshaped.")] = "1gbit",
+    steps: Annotated[int, typer.Option(min=BLOCK_STEPS, help="Counted steps of each method.")] = 64,
+    row_length: Annotated[int, typer.Option(help="Elements of an embedding row (deepfm).")] = DEMO_ROW_LENGTH,
+    out: Annotated[Path, typer.Option(help="Where results.json, report.html and trace.json go.")] = Path("demo-out"),
+    loopback: Annotated[bool, typer.Option(help="No namespaces: plain loopback, not shaped.")] = False,
+    quick: Annotated[bool, typer.Option(help="A short run, to see that everything works.")] = False,
+) -> None:
+    """Trains with DDP and with gradsync in turns, and shows what each gradient cost on the wire."""
+    spec = TrainSpec(
+        workload=workload,
+        options={"dim": row_length} if workload == "deepfm" else {},
+        nodes=nodes,
+        link=link,
+        loopback=loopback,
+        block_steps=BLOCK_STEPS,
+        repeats=(QUICK_STEPS if quick else steps) // BLOCK_STEPS,
+    )
+    with plain_errors(), event_bar(f"{workload} on {nodes} nodes, {link}", spec.turns) as on_event:
+        run = run_training(spec, on_event)
+    run.command = repeat_command(spec)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "results.json").write_text(run.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    write_page(run, out / "report.html")
+    write_trace(run, out / "trace.json")
+    show(run)
+    console.print(
+        f"\nReport: {out / 'report.html'}   trace (ui.perfetto.dev): {out / 'trace.json'}   {out / 'results.json'}"
+    )
+
+
+def repeat_command(spec: TrainSpec) -> str:
+    """The command with which `demo` makes this specification."""
+    words = ["gradsync", "demo", "--workload", spec.workload, "--nodes", str(spec.nodes), "--link", spec.link]
+    words += ["--steps", str(spec.repeats * spec.block_steps)]
+    if "dim" in spec.options:
+        words += ["--row-length", str(spec.options["dim"])]
+    return shlex.join(words + ["--loopback"] * spec.loopback)
+
+
+def show(run: TrainingRun) -> None:
+    """Prints the table, and the plan in words."""
+    console.print()
+    console.print(f"{run.description}; data: {run.source}")
+    console.print(training_table(run, compact=console.width < WIDE))
+    for method in run.methods:
+        if method.plan:
+            console.print(f"What {method.name} did with each gradient:", style="bold")
+            for line in method.plan:
+                console.print(f"  {line}", highlight=False)
+    for note in run.notes:
+        console.print(f"Note: {note}", style="yellow")

@@ -1,0 +1,135 @@
+"""`gradsync simulate`: published results beside what our schemes' own steps and the planner's machine say."""
+
+from __future__ import annotations
+
+import json as encoder
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gradsync.cli.console import console
+
+from ..papers import (
+    Communication,
+    Table,
+    bytecomp_tables,
+    ds_sync_tables,
+    gradientflow_tables,
+    mergecomp_tables,
+    zen_table,
+)
+from ..papers.zen import FIRST_OF_EIGHT, MODELS, RATES_BYTES_PER_S
+
+COUNTED = ("tensors", "buckets", "of 20 steps", "ranks")  # units of whole numbers
+
+
+class Paper(StrEnum):
+    """Whose tables there are."""
+
+    ZEN = "zen"
+    BYTECOMP = "bytecomp"
+    MERGECOMP = "mergecomp"
+    GRADIENTFLOW = "gradientflow"
+    DS_SYNC = "ds_sync"
+
+
+def simulate(
+    paper: Annotated[Paper, typer.Option(help="Whose evaluation to simulate.")] = Paper.ZEN,
+    json: Annotated[str | None, typer.Option(help="Write the rows here; - prints them instead of the table.")] = None,
+) -> None:
+    """A paper's evaluation beside the published values: of communication (zen), or of whole steps, up to a minute."""
+    rows: Sequence[Any]
+    match paper:
+        case Paper.ZEN:
+            rows, show = _zen()
+        case Paper.BYTECOMP:
+            rows, show = _tables(bytecomp_tables())
+        case Paper.MERGECOMP:
+            rows, show = _tables(mergecomp_tables())
+        case Paper.GRADIENTFLOW:
+            rows, show = _tables(gradientflow_tables())
+        case Paper.DS_SYNC:
+            rows, show = _tables(ds_sync_tables())
+    text = encoder.dumps([asdict(row) for row in rows], indent=1)
+    if json == "-":
+        typer.echo(text)
+        return
+    show()
+    if json is not None:
+        Path(json).write_text(text + "\n", encoding="utf-8")
+        console.print(f"Rows: {json}")
+
+
+def _zen() -> tuple[Sequence[Any], Callable[[], None]]:
+    rows = zen_table()
+    return rows, lambda: _print(rows)
+
+
+def _tables(tables: Sequence[Table]) -> tuple[Sequence[Any], Callable[[], None]]:
+    def show() -> None:
+        for each in tables:
+            _print_table(each)
+
+    return [figure for each in tables for figure in each.figures], show
+
+
+def _print_table(each: Table) -> None:
+    from rich.table import Table as Printed
+
+    table = Printed(title=each.title, title_justify="left")
+    columns = list(dict.fromkeys(figure.column for figure in each.figures))
+    usual = each.figures[0].unit
+    units = {figure.column: figure.unit for figure in each.figures}
+    table.add_column("")
+    for column in columns:
+        table.add_column(column if units[column] == usual else f"{column}, {units[column]}", justify="right")
+    found = {(figure.row, figure.column): figure for figure in each.figures}
+    for row in dict.fromkeys(figure.row for figure in each.figures):
+        cells = []
+        for column in columns:
+            figure = found.get((row, column))
+            if figure is None:
+                cells.append("")
+                continue
+            decimals = 0 if figure.unit in COUNTED else each.decimals
+            published = "" if figure.published is None else f" ({figure.published:,.{decimals}f})"
+            cells.append(f"{figure.value:,.{decimals}f}{published}")
+        table.add_row(row, *cells)
+    console.print(table)
+    for note in each.notes:
+        console.print(note, highlight=False)
+    console.print()
+
+
+def _print(rows: list[Communication]) -> None:
+    from rich.table import Table
+
+    table = Table(
+        title="Zen (OSDI 2025): communication of 16 nodes of 8 ranks",
+        caption="Bytes at line rate and 20 us a message, without kernels. Paper: over dense, at 25 Gbps.",
+    )
+    for column in ("model", "scheme"):
+        table.add_column(column)
+    for column in (
+        "MB a link",
+        *(text for rate in RATES_BYTES_PER_S for text in (f"ms, {rate}", "over dense")),
+        "paper",
+    ):
+        table.add_column(column, justify="right")
+    of_model = {row.model: [r for r in rows if r.model == row.model] for row in rows}
+    for model, known in of_model.items():
+        for number, scheme in enumerate(dict.fromkeys(row.scheme for row in known)):
+            first, *others = (row for row in known if row.scheme == scheme)
+            times = (text for r in (first, *others) for text in (f"{r.seconds * 1e3:.1f}", f"{r.speedup:.2f}"))
+            name = model if number == 0 else ""
+            table.add_row(name, scheme, f"{first.nbytes / 1e6:.0f}", *times, first.published or "")
+        table.add_section()
+    console.print(table)
+    skew = f"{FIRST_OF_EIGHT:.0%} of the non-zeros lie in the first eighth, or as many as fit"
+    console.print(f"Assumed of all: {skew}.", highlight=False)
+    for each in MODELS:
+        console.print(f"{each.name}: assumed {each.assumed}.", highlight=False)

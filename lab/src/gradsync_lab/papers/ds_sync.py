@@ -1,0 +1,321 @@
+"""Group schedules (after DS-Sync, INFOCOM 2022) in a (max,+) model of rounds, beside one ring of all ranks (BSP).
+
+Each round every rank computes, then a group starts when its last member is ready, and its members go on when its ring
+is through. So a delay spreads only with the groups, and where paths are long enough it meets the next one too late to
+add to it. The paper's own tables are not known to us: figures in brackets are those of our notes, worked out apart from
+this code. Nothing is fitted. Kernels are left out, as the notes have none, and so is overlap with computation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gradsync.comm.shuffle import GroupSchedule, Round, crossing, grid, sitting_out, together
+from gradsync.costs.cluster import Cluster, Link, Placement
+from gradsync.costs.cost_model import CostModel
+from gradsync.costs.steps import Step, Transfer, busiest, transfers
+from gradsync.planner.grouping import groupings
+from gradsync.schemes import AllReduce, Hierarchical, ReduceScatter
+from gradsync.tensors.bucket import TensorSpec
+
+from .tables import Rows, Table
+
+BUCKET = TensorSpec((25_000_000,), torch.float32)  # 100 MB
+LINK_BYTES_PER_S = 1.25e9  # 10 Gbit/s
+HOP_S = 30e-6
+COMPUTE_S = 0.1
+
+SLOW = 0  # the rank whose link is slower, where one is
+SEED = 8
+RANKS_DRAWN = 1 << 12  # in a round, over all worlds that are simulated side by side
+ROUNDS, SETTLING = 240, 96  # at least: of a mean, and before
+SIZES = (4, 16, 64, 256, 1024, 4096)
+MOST_FOR_SPREAD = 64  # ranks of a schedule with a slow one: beyond, matrices take long
+PUBLISHED_SPEED = 1.94  # of training, at most
+RACKS = ((2, 8), (4, 8), (8, 8))  # of so many ranks
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What goes wrong."""
+
+    name: str
+    jitter: float = 0.0  # standard deviation of a rank's computation, of its mean
+    stall_chance: float = 0.0  # of a rank, in a round
+    stall_s: float = 0.0
+    slowdown: float = 1.0  # of one rank's link
+    joins_every: int = 1  # so many rounds that rank takes part in one, and is alone in the others
+
+    @property
+    def is_random(self) -> bool:
+        return self.jitter > 0 or self.stall_chance > 0
+
+    def computed_s(self, draw: np.random.Generator, shape: tuple[int, int]) -> NDArray[np.float64]:
+        """What each rank computes in a round."""
+        seconds = np.full(shape, COMPUTE_S)
+        if self.jitter:
+            seconds += draw.normal(0.0, self.jitter * COMPUTE_S, shape)
+        if self.stall_chance:
+            seconds += self.stall_s * (draw.random(shape) < self.stall_chance)
+        return seconds
+
+
+UNIFORM = Scenario("uniform")
+JITTER = Scenario("10 % compute jitter", jitter=0.1)
+STALLS = Scenario("1 % chance of a 0.5 s stall", stall_chance=0.01, stall_s=0.5)
+SLOW_LINK = Scenario("one link 4x slower", slowdown=4.0)
+SELDOM = Scenario("4x slower, in every 4th round", slowdown=4.0, joins_every=4)
+SCENARIOS = (UNIFORM, JITTER, STALLS, SLOW_LINK, SELDOM)
+
+SCHEDULES = {"BSP ring": together(64), "8x8": grid((8, 8)), "4^3": grid((4, 4, 4)), "2^6": grid((2,) * 6)}
+STATED_MS = {  # of our notes, in the order of SCHEDULES
+    UNIFORM: (261, 240, 220, 180),
+    JITTER: (285, 258, 235, 190),
+    STALLS: (500, 415, 362, 276),
+    SLOW_LINK: (734, 660, 580, 420),
+    SELDOM: (379, 345, 310, 210),
+}
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A round, as arrays: who waits for whom, and for how long then."""
+
+    order: NDArray[np.intp]  # (n,) ranks, group by group
+    starts: NDArray[np.intp]  # (groups,) where in that order a group begins
+    group_of: NDArray[np.intp]  # (n,)
+    ring_s: NDArray[np.float64]  # (groups,)
+
+    @classmethod
+    def of(cls, each: Round, scenario: Scenario) -> Wait:
+        sizes = np.array([len(group) for group in each.groups])
+        order = np.fromiter(chain.from_iterable(each.groups), np.intp, each.size)
+        group_of = np.empty(each.size, np.intp)
+        group_of[order] = np.repeat(np.arange(len(sizes)), sizes)
+        slowed = [scenario.slowdown if SLOW in group else 1.0 for group in each.groups]
+        ring_s = [
+            ring_seconds(len(group), LINK_BYTES_PER_S / by) for group, by in zip(each.groups, slowed, strict=True)
+        ]
+        return cls(order, np.cumsum(sizes) - sizes, group_of, np.array(ring_s))
+
+    def ends(self, ready_s: NDArray[np.float64]) -> NDArray[np.float64]:
+        """(worlds, n): when ranks go on that were ready then."""
+        begins_s = np.maximum.reduceat(ready_s[:, self.order], self.starts, axis=1)
+        return (begins_s + self.ring_s)[:, self.group_of]
+
+
+@cache
+def ring_seconds(members: int, slowest_bytes_per_s: float) -> float:
+    """What a group takes by the scheme's own transfer: all of a ring goes at the rate of its slowest link."""
+    return CostModel(HOP_S, slowest_bytes_per_s).seconds(ring_of(members)) if members > 1 else 0.0
+
+
+def ring_of(members: int) -> Transfer:
+    (transfer,) = transfers(AllReduce().steps((BUCKET,), (), Placement.one_per_node(members)))
+    return transfer
+
+
+def iteration_s(schedule: GroupSchedule, scenario: Scenario) -> float:
+    """In the long run, as a mean over ranks, rounds and, where there is chance, worlds."""
+    waits = [Wait.of(each, scenario) for each in attended(schedule, scenario).rounds]
+    worlds = max(RANKS_DRAWN // schedule.size, 1) if scenario.is_random else 1
+    settling, rounds = (len(waits) * -(-least // len(waits)) for least in (SETTLING, ROUNDS))
+    draw, ready_s, begun_s = np.random.default_rng(SEED), np.zeros((worlds, schedule.size)), 0.0
+    for step in range(settling + rounds):
+        if step == settling:
+            begun_s = float(ready_s.mean())
+        ready_s = waits[step % len(waits)].ends(ready_s + scenario.computed_s(draw, ready_s.shape))
+    return (float(ready_s.mean()) - begun_s) / rounds
+
+
+def attended(schedule: GroupSchedule, scenario: Scenario) -> GroupSchedule:
+    """Without the slow rank in the rounds that it sits out."""
+    every = scenario.joins_every
+    return schedule if every == 1 else sitting_out(schedule, (SLOW,), every)
+
+
+def grids(size: int) -> Iterator[tuple[int, ...]]:
+    """Radices of a power of two of ranks: for each number of rounds from two on those most alike, the largest first."""
+    exponent = size.bit_length() - 1
+    for rounds in range(2, exponent + 1):
+        share, more = divmod(exponent, rounds)
+        yield (2 << share,) * more + (1 << share,) * (rounds - more)
+
+
+def grid_spread(radices: Sequence[int]) -> float:
+    """`grid(radices).spread()` without matrices, for any size.
+
+    Noise that is k rounds older than the last is the same within parts of as many ranks as k radices make together.
+    """
+    size, cyclic = math.prod(radices), (*radices, *radices)
+    ages = [(first, age) for first in range(len(radices)) for age in range(1, len(radices))]
+    return sum(size / math.prod(cyclic[first : first + age]) - 1 for first, age in ages) / len(radices)
+
+
+def ds_sync_tables() -> list[Table]:
+    """What an iteration takes and how far ranks drift apart, among 64 and by the number of ranks; loads of uplinks; and
+    what the planner chooses."""
+    return [iterations_table(), spreads_table(), *map(sizes_table, SCENARIOS), loads_table(), chosen_table()]
+
+
+def iterations_table() -> Table:
+    rows = Rows("64 ranks", "ms")
+    gains = []
+    for scenario, stated in STATED_MS.items():
+        found_s = [iteration_s(schedule, scenario) for schedule in SCHEDULES.values()]
+        gains.append(found_s[0] / min(found_s))
+        rows.add(scenario.name, zip(SCHEDULES, (1e3 * seconds for seconds in found_s), stated, strict=True))
+    bytes_ratio = ring_of(64).sent_bytes(0) / ring_of(2).sent_bytes(0)
+    return rows.done(
+        "Milliseconds of an iteration of 64 ranks (our notes' figures in brackets)",
+        f"{BUCKET.nbytes / 1e6:.0f} MB at {8 * LINK_BYTES_PER_S / 1e9:.0f} Gbit/s, {1e6 * HOP_S:.0f} us a hop, "
+        f"{1e3 * COMPUTE_S:.0f} ms of computation, nothing of it overlapped; rings by the steps of all_reduce.",
+        f"Pairs send 1/{bytes_ratio:.2f} of a ring's bytes; an iteration is {min(gains):.2f} to {max(gains):.2f} times "
+        "as fast.",
+        f"Chance: {RANKS_DRAWN // 64} worlds side by side, {ROUNDS} rounds from the {SETTLING}th on, one seed.",
+    )
+
+
+STATED_SPREADS = {  # by momentum, and whether that is averaged: of grids, in the order of SCHEDULES
+    (0.0, False): (7.0, 18.0, 57.0),
+    (0.9, False): (36.8, 123.0, 678.0),
+    (0.9, True): (7.0, 25.8, 189.0),
+}
+
+
+def spreads_table() -> Table:
+    """What the milliseconds cost."""
+    rows = Rows("spread", "variances")
+    for (momentum, averaged), stated in STATED_SPREADS.items():
+        values = (each.spread(momentum, averaged=averaged) for each in SCHEDULES.values())
+        name = f"momentum {momentum}, {'averaged' if averaged else 'local'}" if momentum else "no momentum"
+        rows.add(name, zip(SCHEDULES, values, (None, *stated), strict=True))
+    seldom = [attended(each, SELDOM) for each in SCHEDULES.values()]
+    rows.add(
+        "no momentum, one rank in every 4th",
+        ((n, each.spread(), None) for n, each in zip(SCHEDULES, seldom, strict=True)),
+    )
+    inexact = [name for name, each in zip(SCHEDULES, seldom, strict=True) if not each.is_exact]
+    return rows.done(
+        "How far noise keeps 64 ranks apart: squared distances to their mean, in the variance that each gets a round "
+        "(our notes' figures in brackets)",
+        f"Where one rank joins every 4th round only, no consensus is exact after a cycle of {', '.join(inexact)}.",
+        decimals=1,
+    )
+
+
+def sizes_table(scenario: Scenario) -> Table:
+    """BSP beside the fastest grid, and beside that of two rounds, which are the fewest."""
+    rows = Rows(f"sizes, {scenario.name}", "ms")
+    for size in SIZES:
+        found_s = {radices: iteration_s(grid(radices), scenario) for radices in grids(size)}
+        fastest, flattest = min(found_s, key=lambda radices: found_s[radices]), next(grids(size))
+        row = f"{size} ranks"
+        rows.add(row, [("BSP", 1e3 * iteration_s(together(size), scenario), None)])
+        for name, radices in (("fastest", fastest), ("two rounds", flattest)):
+            rows.add(row, [(name, 1e3 * found_s[radices], None)])
+            rows.add(row, [(f"{name}: groups", max(radices), None)], unit="ranks")
+            spread = _spread(radices, scenario)
+            if spread is not None:
+                rows.add(row, [(f"{name}: spread", spread, None)], unit="variances")
+    return rows.done(
+        f"Milliseconds of an iteration, {scenario.name}: BSP, the fastest grid, that of two rounds",
+        "Of one grid for each number of rounds, of radices as alike as can be. spread: as above, without momentum; "
+        "it is of all ranks together.",
+        decimals=1,
+    )
+
+
+def _spread(radices: Sequence[int], scenario: Scenario) -> float | None:
+    """Without momentum; None where it would take too long."""
+    if scenario.joins_every == 1:
+        return grid_spread(radices)
+    if math.prod(radices) > MOST_FOR_SPREAD:
+        return None
+    return attended(grid(radices), scenario).spread()
+
+
+LOADS = {  # stated in our notes, by RACKS
+    "rack-ordered flat ring": (1.875, 1.94, 1.97),
+    "hierarchical": (1.0, 1.5, 1.75),
+    "grid, in-rack round": (0.0, 0.0, 0.0),
+    "grid, column round": (8.0, 12.0, 14.0),
+    "one crossing group": (1.0, 1.5, 1.75),
+}
+
+
+def loads_table() -> Table:
+    rows = Rows("uplink", "of the bytes")
+    for name, stated in LOADS.items():
+        for (racks, per_rack), figure in zip(RACKS, stated, strict=True):
+            rows.add(name, [(f"{racks}x{per_rack}", uplink_load(name, racks, per_rack), figure)])
+    return rows.done(
+        "The most that a rack's uplink carries in one direction in a round, of the bytes averaged, by racks x ranks "
+        "(our notes' figures in brackets)",
+        "Counted: what rings send from rack to rack, by their steps. one crossing group: the most of the rounds of a "
+        "cycle in which one crosses.",
+    )
+
+
+def uplink_load(name: str, racks: int, per_rack: int) -> float:
+    """What the busiest rack sends or receives in a round, of the bucket's bytes. Racks are the nodes of a placement."""
+    placement = Placement.regular(racks, per_rack)
+    columns, rows = grid((racks, per_rack)).rounds
+    match name:
+        case "rack-ordered flat ring":
+            rounds = [_rings(together(placement.size).round(0))]
+        case "hierarchical":
+            scheme = Hierarchical(ReduceScatter(), AllReduce(), ranks_per_node=per_rack)
+            rounds = [scheme.steps((BUCKET,), (), placement)]
+        case "grid, in-rack round":
+            rounds = [_rings(rows)]
+        case "grid, column round":
+            rounds = [_rings(columns)]
+        case "one crossing group":
+            members = [placement.within(rack * per_rack) for rack in range(racks)]
+            rounds = [_rings(each) for each in crossing(members, budget=1).rounds[1:]]
+        case _:
+            raise ValueError(f"unknown way {name!r}")
+    return max(_uplink_bytes(each, placement) for each in rounds) / BUCKET.nbytes
+
+
+def _uplink_bytes(steps: Sequence[Step], placement: Placement) -> float:
+    """The most that leaves one rack, or reaches one."""
+    racks = placement.nodes
+    hops = ((racks[source], racks[to], nbytes) for each in transfers(steps) for source, to, nbytes in each.hops())
+    return busiest(hop for hop in hops if hop[0] != hop[1])
+
+
+def _rings(each: Round) -> tuple[Step, ...]:
+    """An all-reduce in each group, at once."""
+    return (Transfer.at_once("all_reduce", each.size, each.groups, [ring_of(len(group)) for group in each.groups]),)
+
+
+def chosen_table() -> Table:
+    """What the planner chooses on networks with a bottleneck, and what that saves."""
+    link = Link(LINK_BYTES_PER_S, HOP_S)
+    slow, narrow = Link(LINK_BYTES_PER_S / SLOW_LINK.slowdown, HOP_S), Link(LINK_BYTES_PER_S / 2, HOP_S)
+    clusters = {
+        "16 nodes": Cluster(16, link),
+        "16 nodes, one of them slow": Cluster(16, link, slow={SLOW: slow}),
+        "2 racks of 8, a narrow trunk": Cluster(16, link, rack_size=8, trunk=narrow),
+        "4 racks of 8, a narrow trunk": Cluster(32, link, rack_size=8, trunk=narrow),
+    }
+    rows = Rows("chosen", "times")
+    for name, cluster in clusters.items():
+        found = groupings(cluster, BUCKET.nbytes, COMPUTE_S)
+        whole = next(grouping for grouping in found if grouping.name == "together")
+        rows.add(f"{name}: {found[0].name}", [("speed", whole.step_s / found[0].step_s, None)])
+        rows.add(f"{name}: {found[0].name}", [("spread of a node", found[0].spread, None)], "variances")
+    return rows.done(
+        f"Groups that the planner chooses, beside all together (published: up to {PUBLISHED_SPEED} times the speed)",
+        "One group at a time may cross a rack's uplink; nodes may be 1.5 variances apart. slow: a quarter of the rate.",
+    )

@@ -1,0 +1,166 @@
+"""The plots of a training run, as plotly figures. Names from the run are escaped: plotly reads labels as HTML."""
+
+from __future__ import annotations
+
+from html import escape
+from itertools import accumulate
+from statistics import median
+from typing import TYPE_CHECKING
+
+from gradsync.characterization.plots import COLOURS, figure
+
+from .record import MethodRun, TimelineTask, TrainingRun
+from .tables import failure
+from .trace import lanes
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+BACKWARD, EXPOSED, REST = "#5B6C8F", "#B23A48", "#CFCFCF"
+STREAM_COLOURS = {"compute": BACKWARD, "offload": "#8C6D31", "link": EXPOSED, "kernel": "#6A9F58", "wait": REST}
+DASHES = ("solid", "dash", "dot", "dashdot")
+LABEL_SHARE = 0.08  # a bar shorter than this share of the step has its name in the hover text only
+MOST_SHOWN_BUCKETS = 40
+
+
+def colour_of(run: TrainingRun, name: str) -> str:
+    """One colour a method, the same in every plot."""
+    names = [method.name for method in run.methods]
+    return COLOURS[names.index(name) % len(COLOURS)]
+
+
+def shown(run: TrainingRun) -> list[MethodRun]:
+    """The methods that have step times."""
+    return [method for method in run.methods if not failure(method)]
+
+
+def loss_over_time(run: TrainingRun) -> go.Figure:
+    """Training loss of the counted steps over the seconds spent in them: what the user waits for."""
+    plot = figure("time in counted steps, s", "training loss, mean over the ranks")
+    for method in shown(run):
+        losses, elapsed_s = method.losses[-len(method.step_s) :], list(accumulate(method.step_s))
+        line = {"color": colour_of(run, method.name)}
+        plot.add_scatter(x=elapsed_s, y=losses, name=escape(method.name), line=line, mode="lines")
+    return plot
+
+
+def loss_over_steps(run: TrainingRun) -> go.Figure:
+    """Training loss step by step, warm-up included: exact methods lie on one line."""
+    plot = figure("step, warm-up included", "training loss, mean over the ranks")
+    for number, method in enumerate(shown(run)):
+        # Lines that coincide stay visible: the first is the widest, the later ones are dashed.
+        line = {"color": colour_of(run, method.name), "dash": DASHES[number % 4], "width": 5 if number == 0 else 2}
+        plot.add_scatter(y=method.losses, name=escape(method.name), line=line, mode="lines")
+    return plot
+
+
+def step_breakdown(run: TrainingRun) -> go.Figure:
+    """Where a step's time goes: backward alone, communication that backward does not hide, everything else."""
+    methods = shown(run)
+    names = [escape(method.name) for method in methods]
+    steps_ms = [median(method.step_s) * 1e3 for method in methods]
+    backward_ms = [(method.backward_s or 0.0) * 1e3 for method in methods]
+    exposed_ms = [(method.exposed_s or 0.0) * 1e3 for method in methods]
+    rest_ms = [max(s - b - e, 0.0) for s, b, e in zip(steps_ms, backward_ms, exposed_ms, strict=True)]
+    plot = figure("median step, ms", "", height=150 + 55 * len(methods), barmode="stack")
+    parts = (
+        ("backward alone", backward_ms, BACKWARD),
+        ("exposed communication", exposed_ms, EXPOSED),
+        ("rest: forward, optimiser, data", rest_ms, REST),
+    )
+    for label, values, colour in parts:
+        text = f"{label}: %{{x:.1f}} ms<extra>%{{y}}</extra>"
+        plot.add_bar(y=names, x=values, name=label, orientation="h", marker_color=colour, hovertemplate=text)
+    return _rows_from_the_top(plot, names)
+
+
+def step_distribution(run: TrainingRun) -> go.Figure:
+    """How step times scatter."""
+    methods = shown(run)
+    plot = figure("step, ms", "", height=110 + 55 * len(methods), showlegend=False)
+    for method in methods:
+        times_ms, colour = [seconds * 1e3 for seconds in method.step_s], colour_of(run, method.name)
+        plot.add_box(
+            x=times_ms, name=escape(method.name), orientation="h", marker_color=colour, boxpoints="all", jitter=0.4
+        )
+    plot.update_xaxes(rangemode="tozero")
+    return _rows_from_the_top(plot, [escape(method.name) for method in methods])
+
+
+def bytes_by_bucket(run: TrainingRun, method: MethodRun) -> go.Figure:
+    """What each bucket of a method handed to the transport, recorded beside predicted; the largest buckets only."""
+    rows = sorted(method.buckets, key=lambda row: -row.sent_bytes)[:MOST_SHOWN_BUCKETS]
+    # Numbered, as two buckets may have the same label.
+    labels = [
+        f"{escape(bucket_name(row.names))}<br>{number}: {escape(row.scheme)}"
+        for number, row in enumerate(rows, start=1)
+    ]
+    plot = figure("payload sent by rank 0, kB a step", "", height=130 + 60 * len(rows), barmode="group")
+    colour = colour_of(run, method.name)
+    figures = (
+        ("recorded", [row.sent_bytes for row in rows], 1.0),
+        ("predicted", [row.predicted_bytes for row in rows], 0.4),
+    )
+    for name, sent, opacity in figures:
+        plot.add_bar(
+            y=labels,
+            x=[None if nbytes is None else nbytes / 1e3 for nbytes in sent],
+            text=[None if nbytes is None else f"{nbytes / 1e3:,.1f}" for nbytes in sent],
+            textposition="outside",
+            cliponaxis=False,
+            name=name,
+            orientation="h",
+            marker={"color": colour, "opacity": opacity},
+            hovertemplate=f"{name}: %{{x:,.3f}} kB<extra></extra>",
+        )
+    plot.update_layout(margin={"r": 70})  # the longest bar's figure stands beside it
+    return _rows_from_the_top(plot, labels)
+
+
+def step_timeline(method: MethodRun) -> go.Figure:
+    """One step: what ran when on which stream, and below it what was predicted."""
+    known = list(STREAM_COLOURS)
+    rows = []
+    for what, tasks in (("", method.timeline), (", predicted", method.predicted_timeline)):
+        found = lanes(tasks)
+        found.sort(key=lambda row: known.index(row[1][0].stream) if row[1][0].stream in known else len(known))
+        rows += [(f"{label}{what}", row, 0.5 if what else 1.0) for label, row in found]
+    step_s = max(task.end_s for _, row, _ in rows for task in row)
+    plot = figure("time since the step's backward began, ms", "", height=110 + 45 * len(rows), showlegend=False)
+    plot.update_layout(barmode="overlay", bargap=0.25)
+    for label, tasks, opacity in rows:
+        plot.add_bar(
+            opacity=opacity,
+            y=[escape(label)] * len(tasks),
+            x=[(task.end_s - task.start_s) * 1e3 for task in tasks],
+            base=[task.start_s * 1e3 for task in tasks],
+            text=[escape(t.name) if t.end_s - t.start_s > LABEL_SHARE * step_s else "" for t in tasks],
+            textposition="inside",
+            insidetextanchor="middle",
+            textangle=0,
+            constraintext="none",
+            orientation="h",
+            marker={"color": STREAM_COLOURS.get(tasks[0].stream, "#000000"), "line": {"color": "white", "width": 1}},
+            hovertext=[_task_in_words(task) for task in tasks],
+            hoverinfo="text",
+        )
+    return _rows_from_the_top(plot, [escape(label) for label, _, _ in rows])
+
+
+def bucket_name(names: list[str]) -> str:
+    """A bucket by its parameters, short."""
+    if not names:
+        return "no parameter"
+    return names[0] if len(names) == 1 else f"{names[0]} + {len(names) - 1} more"
+
+
+def _task_in_words(task: TimelineTask) -> str:
+    times = f"{(task.end_s - task.start_s) * 1e3:.2f} ms, from {task.start_s * 1e3:.2f} ms"
+    sent = f"<br>{task.nbytes / 1e3:,.1f} kB" if task.nbytes else ""
+    return f"{escape(task.name)}<br>{times}{sent}"
+
+
+def _rows_from_the_top(plot: go.Figure, labels: list[str]) -> go.Figure:
+    """Categories in the order given, the first on top, also those without a value."""
+    order = {"categoryorder": "array", "categoryarray": labels}
+    return plot.update_yaxes(type="category", range=[len(labels) - 0.5, -0.5], ticksuffix=" ", **order)

@@ -1,0 +1,91 @@
+"""Schemes that a bucket may be synchronised by, ours and those of others, for `gradsync.schemes.select`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+from gradsync.costs.cluster import Placement
+from gradsync.schemes import (
+    BLOCKS_OF_256,
+    DOUBLING_OF_ELEMENTS,
+    DOUBLING_OF_ROWS,
+    PARAMETER_SERVER_OF_ELEMENTS,
+    PARAMETER_SERVER_OF_ROWS,
+    POINTS,
+    SPLIT_OF_ELEMENTS,
+    SPLIT_OF_ROWS,
+    AGSparse,
+    AllReduce,
+    BalancedElements,
+    BalancedParallelism,
+    ElementPoint,
+    HalfPrecision,
+    Hierarchical,
+    Partitioned,
+    ReduceScatter,
+    RowPoint,
+    Scheme,
+    SparseReduceScatter,
+)
+from gradsync.tensors.bucket import Layout
+from gradsync.tensors.density import DensityProfile
+
+from .regions import OkTopkLike
+from .zen_hash import ZenHash
+
+MOST_RANKS_FOR_POINTS = 16  # rounds and messages of the unnamed points grow too fast to be worth a look with more
+
+
+def candidates(
+    layout: Layout, profiles: Sequence[DensityProfile], placement: Placement, *, values: str | None = None
+) -> tuple[Scheme[Any], ...]:
+    """What a bucket of this layout may be synchronised by, among ranks placed so; with room for data of these profiles.
+
+    Where several nodes have several ranks each, also what sums inside the nodes first. `values`: rounded to "bfloat16"
+    or "float16" on the wire; by default all is exact.
+    """
+    points = POINTS if placement.size <= MOST_RANKS_FOR_POINTS else ()
+    schemes: list[Scheme[Any]]
+    if layout is Layout.FLAT:
+        schemes = [AllReduce(), *(scheme.planned_for(profiles) for scheme in (BalancedElements(), ZenHash()))]
+        schemes += [OkTopkLike()]
+        schemes += [DOUBLING_OF_ELEMENTS, SPLIT_OF_ELEMENTS, PARAMETER_SERVER_OF_ELEMENTS, BLOCKS_OF_256]
+        schemes += [ElementPoint.at(point) for point in points]
+    else:
+        schemes = [scheme.planned_for(profiles) for scheme in (BalancedParallelism(), AGSparse())]
+        schemes += [
+            DOUBLING_OF_ROWS,
+            SPLIT_OF_ROWS,
+            PARAMETER_SERVER_OF_ROWS,
+            *(RowPoint.at(point) for point in points),
+        ]
+    schemes += _hierarchies(layout, profiles, placement)
+    if values is not None:
+        schemes = [_in_half(scheme, values) for scheme in schemes]
+    return tuple(dict.fromkeys(schemes))
+
+
+def _in_half(scheme: Scheme[Any], values: str) -> Scheme[Any]:
+    """Rounded where bytes cost most: between the nodes of a hierarchy, else on all ways."""
+    if isinstance(scheme, Hierarchical):
+        return replace(scheme, inter=HalfPrecision(scheme.inter, values))
+    return HalfPrecision(scheme, values)
+
+
+def _hierarchies(layout: Layout, profiles: Sequence[DensityProfile], placement: Placement) -> Iterator[Scheme[Any]]:
+    """Both stages dense or sparse, in any combination that there is."""
+    per_node = placement.ranks_per_node
+    if per_node is None or not placement.is_hierarchy:
+        return
+    intra: list[Partitioned[Any, Any]]
+    inter: list[Scheme[Any]]
+    if layout is Layout.FLAT:
+        intra, inter = [ReduceScatter(), SparseReduceScatter()], [AllReduce(), BalancedElements(), DOUBLING_OF_ELEMENTS]
+    else:
+        intra = [BalancedParallelism(owners="table_stripe")]
+        inter = [BalancedParallelism(), AGSparse(), DOUBLING_OF_ROWS]
+    for inside, across in product(intra, inter):
+        yield Hierarchical(inside, across, per_node).planned_for(profiles)

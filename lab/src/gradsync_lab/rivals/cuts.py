@@ -1,0 +1,261 @@
+"""The best of all ways to cut the items into buckets for one option (`mergecomp.md` 3.4).
+
+Best in MergeComp's model of a step, `machine.deferred_s`: encoding delays backward, channels serve the buckets in
+order, all decoding waits for the last transfer. A `Solution` says what the machine takes. Items that may not take the
+option take the first that they may; buckets never join items of different options, nor those that must be alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from gradsync.planner.machine import END, ROWS, Level, advance, deferred_s, finish, follows, step_s
+from gradsync.planner.problem import Curve, Part, Problem, Resource, Solution
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.intp]
+
+ROUNDING = 1e-12  # equal sums in another order differ by less
+
+
+def best_cuts(problem: Problem, option: int = 0) -> Solution:
+    """The best of all cuts into any number of buckets, by dynamic programming.
+
+    Where the option's curves on COMPUTE are linear and it has one channel in O(n^3), of equal ones the fewest; else by
+    labels (`mergecomp.md` 3.4).
+    """
+    if not problem.size:
+        return Solution((), step_s(problem, ()))
+    options = item_options(problem, option)
+    best: tuple[Part, ...] = ()
+    if _is_linear(problem, options):
+        best_s = float("inf")
+        for seconds, parts in _by_count_linear(problem, options, problem.size):
+            if seconds < best_s * (1 - ROUNDING):
+                best, best_s = parts, seconds
+    else:
+        best = _best_by_labels(problem, option)
+    return Solution(best, step_s(problem, best))
+
+
+def curve(problem: Problem, option: int = 0, most: int | None = None) -> list[Solution]:
+    """F(y): the best cuts into each number of buckets up to `most`, from the least that there may be."""
+    counts = by_count(problem, option, problem.size if most is None else min(most, problem.size))
+    return [Solution(parts, step_s(problem, parts)) for _, parts in counts]
+
+
+def by_count(problem: Problem, option: int, most: int) -> Iterator[tuple[float, tuple[Part, ...]]]:
+    """Seconds of the model and best cuts, for each number of buckets that there may be, rising."""
+    options = item_options(problem, option)
+    if not problem.size:
+        return iter([(problem.rest_s, ())])
+    return (_by_count_linear if _is_linear(problem, options) else _by_count_labels)(problem, options, most)
+
+
+def item_options(problem: Problem, option: int) -> list[int]:
+    """The option of each item."""
+    if problem.allowed is None:
+        return [option] * problem.size
+    return [option if option in may else min(may) for may in problem.allowed]
+
+
+def may_join(problem: Problem, options: Sequence[int]) -> list[bool]:
+    """Whether each item may be in a bucket with the one before it."""
+    alone = problem.alone or (False,) * problem.size
+    return [
+        item > 0 and options[item] == options[item - 1] and not alone[item] and not alone[item - 1]
+        for item in range(problem.size)
+    ]
+
+
+def cut_at(problem: Problem, option: int, stops: Sequence[int]) -> tuple[Part, ...]:
+    """Buckets that end at `stops` and wherever they must."""
+    options = item_options(problem, option)
+    joins = may_join(problem, options)
+    places = {0, problem.size, *stops, *(item for item in range(problem.size) if not joins[item])}
+    return tuple(Part(start, stop, options[start]) for start, stop in pairwise(sorted(places)))
+
+
+def _is_linear(problem: Problem, options: Sequence[int]) -> bool:
+    """Whether what precedes and follows the transfers depends only on how many buckets there are and what they hold."""
+    if len(set(options)) > 1:
+        return False
+    channels = 0
+    for demand, later in zip(problem.options[options[0]].chain, follows(problem.options[options[0]]), strict=True):
+        if not later and demand.resource is not Resource.COMPUTE:
+            channels += 1
+        elif len(demand.curve.amounts) > 2:
+            return False
+    return channels == 1
+
+
+def _by_count_linear(problem: Problem, options: Sequence[int], most: int) -> Iterator[tuple[float, tuple[Part, ...]]]:
+    """`mergecomp.md` 3.4: C(i, k) is when the link is free after i buckets that hold the first k items."""
+    option = problem.options[options[0]]
+    tables = _tables(problem, options[0])
+    count = problem.size
+    possible = _possible(problem, options)
+    ready = np.concatenate([[0.0], np.cumsum(problem.gaps_s)])
+    call_s = after_call_s = after_s = 0.0
+    transfer = np.zeros((count + 1, count + 1))
+    for demand, later, table in zip(option.chain, follows(option), tables, strict=True):
+        if later:
+            after_call_s += demand.curve(0.0)
+            after_s += table[0, count] - demand.curve(0.0)
+        elif demand.resource is Resource.COMPUTE:
+            call_s += demand.curve(0.0)
+            ready = ready + table[0] - demand.curve(0.0)
+        else:
+            transfer = table
+    transfer = np.where(possible, transfer, np.inf)
+    free = np.full(count + 1, np.inf)
+    free[0] = 0.0
+    came_from: list[Ints] = []
+    for number in range(1, min(most, count) + 1):
+        payload = ready + number * call_s
+        ends = np.maximum(free[:, None], payload[None, :]) + transfer
+        came_from.append(np.argmin(ends, axis=0))
+        free = np.take_along_axis(ends, came_from[-1][None, :], axis=0)[0]
+        if free[count] < np.inf:
+            last_s = max(free[count], payload[count] + problem.rest_s) + number * after_call_s + after_s
+            yield float(last_s), _back(came_from, options)
+
+
+def _back(came_from: Sequence[Ints], options: Sequence[int]) -> tuple[Part, ...]:
+    stop, parts = len(options), []
+    for sources in reversed(came_from):
+        start = int(sources[stop])
+        parts.append(Part(start, stop, options[start]))
+        stop = start
+    return tuple(reversed(parts))
+
+
+def _possible(problem: Problem, options: Sequence[int]) -> npt.NDArray[np.bool_]:
+    """[start, stop]: whether these items may be one bucket."""
+    begins = np.zeros(problem.size + 1, dtype=np.intp)  # of the longest one with that stop
+    for item, joined in enumerate(may_join(problem, options)):
+        begins[item + 1] = begins[item] if joined else item
+    start, stop = np.ogrid[: problem.size + 1, : problem.size + 1]
+    return (start < stop) & (start >= begins[None, :])
+
+
+def _tables(problem: Problem, option: int) -> list[Floats]:
+    """[start, stop] for each demand of the option: its seconds for these items, of no items what a call takes."""
+    tables = []
+    for demand in problem.options[option].chain:
+        amounts = np.concatenate([[0.0], np.cumsum(problem.nbytes if demand.amounts is None else demand.amounts)])
+        tables.append(_seconds(demand.curve, np.maximum(amounts[None, :] - amounts[:, None], 0.0)))
+    return tables
+
+
+def _seconds(curve: Curve, amounts: Floats) -> Floats:
+    """The curve, of many amounts."""
+    knots, seconds = np.array(curve.amounts), np.array(curve.seconds)
+    place = np.clip(np.searchsorted(knots, amounts, side="right"), 1, len(knots) - 1)
+    slopes = np.diff(seconds) / np.diff(knots)
+    found: Floats = seconds[place - 1] + (amounts - knots[place - 1]) * slopes[place - 1]
+    return found
+
+
+@dataclass(frozen=True)
+class _Labels:
+    """States that buckets of the first items may lead to, each with the one it came from."""
+
+    rows: Floats  # (n, ROWS)
+    starts: Ints  # (n,) where the last bucket begins
+    sources: Ints  # (n,) number of the label there
+
+
+class _Fusion:
+    """Labels by how many items they hold; with knees in its curves, one state need not be better than all others."""
+
+    def __init__(self, problem: Problem, options: Sequence[int]) -> None:
+        self._problem = problem
+        self._options = options
+        self._tables = {option: _tables(problem, option) for option in set(options)}
+        self._possible = _possible(problem, options)
+        self._ready = np.concatenate([[0.0], np.cumsum(problem.gaps_s)])
+        self.empty = _Labels(np.zeros((1, ROWS)), np.zeros(1, dtype=np.intp), np.zeros(1, dtype=np.intp))
+
+    def extend(self, before: Sequence[_Labels | None], stop: int, limit_s: float = np.inf) -> _Labels | None:
+        """What one more bucket, which ends at `stop`, makes of all labels before, where that may still be in time."""
+        found = [(q, labels.rows) for q, labels in enumerate(before) if labels and q < stop and self._possible[q, stop]]
+        if not found:
+            return None
+        origin = np.repeat([q for q, _ in found], [len(rows) for _, rows in found])
+        source = np.concatenate([np.arange(len(rows)) for _, rows in found])
+        rows = np.concatenate([rows for _, rows in found])
+        option = self._options[stop - 1]
+        after = np.stack(
+            advance(
+                list(rows.T),
+                self._ready[stop] - self._ready[origin],
+                self._problem.options[option],
+                [table[origin, stop] for table in self._tables[option]],
+                Level.DEFERRED,
+                np.maximum,
+            ),
+            axis=1,
+        )
+        # nothing that comes reaches a queue before backward goes on, so how long it has been free says nothing
+        after[:, 1:END] = np.maximum(after[:, 1:END], after[:, :1])
+        rest_s = self._ready[-1] - self._ready[stop] + self._problem.rest_s
+        possible = np.flatnonzero(finish(list(after.T), rest_s, Level.DEFERRED, np.maximum) <= limit_s)
+        kept = possible[_least(after[possible])]
+        return _Labels(after[kept], origin[kept], source[kept]) if len(kept) else None
+
+    def best(self, layers: Sequence[Sequence[_Labels | None]]) -> tuple[float, tuple[Part, ...]]:
+        """The least seconds of the model, and the buckets; `layers[i][k]`: labels of k items whose last bucket is i-th.
+
+        They may be the same for all i, since each label knows where it came from.
+        """
+        stop, parts = len(self._options), list[Part]()
+        label, least_s = 0, 0.0
+        for layer in reversed(layers):
+            labels = layer[stop]
+            assert labels is not None
+            if not parts:
+                seconds = finish(list(labels.rows.T), self._problem.rest_s, Level.DEFERRED, np.maximum)
+                label, least_s = int(np.argmin(seconds)), float(np.min(seconds))
+            start = int(labels.starts[label])
+            parts.append(Part(start, stop, self._options[start]))
+            stop, label = start, int(labels.sources[label])
+            if not stop:
+                break
+        return least_s, tuple(reversed(parts))
+
+
+def _least(rows: Floats) -> Ints:
+    """Numbers of the rows that no other row equals or undercuts in all columns; of equal rows, the first."""
+    left: Ints = np.lexsort(rows.T[::-1])
+    kept = []
+    while len(left):
+        kept.append(left[0])
+        left = left[1:][(rows[left[1:]] < rows[left[0]]).any(axis=1)]
+    return np.array(kept, dtype=np.intp)
+
+
+def _best_by_labels(problem: Problem, option: int) -> tuple[Part, ...]:
+    known = [cut_at(problem, option, stops) for stops in ((), range(problem.size))]
+    limit_s = min(deferred_s(problem, parts) for parts in known) * (1 + ROUNDING)
+    fusion = _Fusion(problem, item_options(problem, option))
+    labels: list[_Labels | None] = [fusion.empty]
+    for stop in range(1, problem.size + 1):
+        labels.append(fusion.extend(labels, stop, limit_s))
+    return fusion.best([labels] * problem.size)[1]
+
+
+def _by_count_labels(problem: Problem, options: Sequence[int], most: int) -> Iterator[tuple[float, tuple[Part, ...]]]:
+    fusion = _Fusion(problem, options)
+    before: list[_Labels | None] = [fusion.empty, *[None] * problem.size]
+    layers: list[list[_Labels | None]] = []
+    for _ in range(min(most, problem.size)):
+        before = [None, *(fusion.extend(before, stop) for stop in range(1, problem.size + 1))]
+        layers.append(before)
+        if before[-1] is not None:
+            yield fusion.best(layers)

@@ -1,0 +1,116 @@
+"""Rivals of groups, re-implemented: each rank averages with neighbours, whoever else these average with.
+
+On a ring as in decentralised parallel SGD (Lian et al., 2017), or with one other rank a round at distances that double
+(the one-peer exponential graph, Ying et al., 2021, the default of Bluefog).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradsync.comm import LENGTH_BYTES, Group
+from gradsync.comm.shuffle import Matrix
+from gradsync.compressors import CompressorState
+from gradsync.compressors.expressions import register
+from gradsync.costs.cluster import Placement
+from gradsync.costs.steps import Compute, Step, Transfer
+from gradsync.schemes.base import Scheme, State
+from gradsync.tensors.bucket import Bucket, Layout, TensorSpec
+from gradsync.tensors.density import DensityProfile
+
+ROUND = "round"
+
+
+@register
+@dataclass(frozen=True)
+class Gossip(Scheme[Tensor]):
+    """The mean of a rank's own values and those of the ranks at these distances before it, others in each round.
+
+    For parameters. Not exact: not the mean of all.
+    Wire: the bucket once for each distance, sent and received by each rank.
+    """
+
+    distances: tuple[tuple[int, ...], ...]
+
+    layout = Layout.FLAT
+    exact = False
+    mixes = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "distances", tuple(tuple(map(int, each)) for each in self.distances))
+        if not self.distances or not all(self.distances):
+            raise ValueError(f"Gossip.distances must have one or more for each round, got {self.distances!r}")
+
+    @classmethod
+    def ring(cls) -> Gossip:
+        """With both neighbours."""
+        return cls(((1, -1),))
+
+    @classmethod
+    def one_peer_exponential(cls, size: int) -> Gossip:
+        return cls(tuple((1 << power,) for power in range(max((size - 1).bit_length(), 1))))
+
+    @property
+    def is_lossy(self) -> bool:
+        return False
+
+    @property
+    def carries_flags(self) -> bool:
+        return True
+
+    def mixing(self, size: int, round: int) -> Matrix:
+        """W, (n, n), of this round among so many ranks."""
+        places = self._places(size, round)
+        w = np.eye(size)
+        for distance in places:
+            w += np.roll(np.eye(size), -distance, axis=1)
+        return w / (1 + len(places))
+
+    def stages(self, size: int) -> tuple[str, ...]:
+        return ("swap",) if size > 1 else ()
+
+    def init(self, bucket: Bucket, group: Group) -> State:
+        return {ROUND: (CompressorState(bucket.flat_spec, group.rank),)}
+
+    async def synchronize(self, x: Tensor, state: State, group: Group, scale: float) -> tuple[Tensor, State]:
+        (counted,) = state[ROUND]
+        assert isinstance(counted, CompressorState)
+        n, places = group.size, self._places(group.size, counted.step)
+        if n == 1:
+            return x.mul_(scale), {ROUND: (counted.next(),)}
+        # Swap: to the ranks at these distances the bucket, from those as far on the other side theirs.
+        message = torch.empty(LENGTH_BYTES + x.nbytes, dtype=torch.uint8, device=x.device)
+        message[LENGTH_BYTES:] = x.view(torch.uint8)
+        to = {(group.rank + distance) % n: message for distance in places}
+        origins = [(group.rank - distance) % n for distance in places]
+        arrived = await group.swap(to, origins, len(message), x.device, in_pairs=False)
+        for origin in origins:
+            x += arrived[origin][LENGTH_BYTES:].view(x.dtype)
+        return x.mul_(scale * n / (1 + len(places))), {ROUND: (counted.next(),)}
+
+    def steps(
+        self,
+        specs: tuple[TensorSpec, ...],
+        profiles: tuple[DensityProfile, ...],
+        placement: Placement,
+        round: int = 0,
+    ) -> tuple[Step, ...]:
+        (flat,) = specs
+        n, nbytes = placement.size, float(flat.nbytes + LENGTH_BYTES)
+        messages = [(rank, (rank + d) % n, nbytes) for d in self._places(n, round) for rank in range(n)]
+        added = Compute("add_neighbours", 3.0 * flat.nbytes * len(self._places(n, round)))
+        return (Transfer.of_messages("swap", n, messages), added) if n > 1 else ()
+
+    def unchanged_since(self, round: int) -> int:
+        return round % len(self.distances)
+
+    def _places(self, size: int, round: int) -> list[int]:
+        """The distances of a round, each once and none of a whole circle."""
+        distances: dict[int, Any] = {d % size: None for d in self.distances[round % len(self.distances)] if d % size}
+        return list(distances)

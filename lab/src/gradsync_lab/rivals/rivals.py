@@ -1,0 +1,69 @@
+"""What others decide for each item by itself: HiPress' SeCoPa and BytePS-Compress (`bytecomp.md` 7.1).
+
+Both leave overlap with backward and the other items aside, which is what our search is to be compared with. Curves and
+defaults of other clusters are not taken over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gradsync.planner.problem import Curve, Part, Problem
+
+
+@dataclass(frozen=True)
+class SeCoPa:
+    """HiPress' rule (Bai et al., SOSP 2021): compress or not, and into how many partitions, by the cost of one item.
+
+    The partitions of an item are handled side by side, sends and kernels of a partition one after another: as a
+    parameter server 2(n-1) sends, min(k+1, n) encodings and min(n-1+k, 2(n-1)) decodings with n nodes and k partitions,
+    as a ring 2(n-1) sends, n encodings and n decodings.
+    """
+
+    nodes: int
+    send: Curve  # of bytes on the wire
+    encode: Curve  # of dense bytes
+    decode: Curve  # of dense bytes
+    wire_ratio: float  # bytes on the wire for each dense byte that is compressed
+    ring: bool = False
+
+    def __post_init__(self) -> None:
+        if self.nodes < 2:
+            raise ValueError(f"SeCoPa.nodes must be 2 or more, got {self.nodes}")
+        if not 0 < self.wire_ratio:
+            raise ValueError(f"SeCoPa.wire_ratio must be positive, got {self.wire_ratio}")
+
+    def dense_s(self, nbytes: float, partitions: int) -> float:
+        return 2 * (self.nodes - 1) * self.send(nbytes / partitions)
+
+    def compressed_s(self, nbytes: float, partitions: int) -> float:
+        others = self.nodes - 1
+        encodes = self.nodes if self.ring else min(partitions + 1, self.nodes)
+        decodes = self.nodes if self.ring else min(others + partitions, 2 * others)
+        one = nbytes / partitions
+        return 2 * others * self.send(self.wire_ratio * one) + encodes * self.encode(one) + decodes * self.decode(one)
+
+    def choose(self, nbytes: float) -> tuple[bool, int]:
+        """Whether to compress, and the number of partitions, 1 to n; of equals dense, then the fewest partitions."""
+        ways = [(compress, count) for compress in (False, True) for count in range(1, self.nodes + 1)]
+        return min(ways, key=lambda way: (self.compressed_s if way[0] else self.dense_s)(nbytes, way[1]))
+
+    def parts(self, problem: Problem, dense: int, compressed: int) -> tuple[Part, ...]:
+        """Each item by itself, by the option `compressed` where the rule says so; how is the option's affair."""
+        return _each(problem, dense, compressed, [self.choose(nbytes)[0] for nbytes in problem.nbytes])
+
+
+def byteps_compress(problem: Problem, dense: int, offloaded: int, smallest_bytes: float = 65536) -> tuple[Part, ...]:
+    """BytePS-Compress: each item of `smallest_bytes` or more is compressed by the host's cores, whatever that costs."""
+    return _each(problem, dense, offloaded, [nbytes >= smallest_bytes for nbytes in problem.nbytes])
+
+
+def _each(problem: Problem, dense: int, compressed: int, compress: list[bool]) -> tuple[Part, ...]:
+    """Items that may not take what was chosen for them take the first option that they may."""
+    parts = []
+    for item, chosen in enumerate(compress):
+        option = compressed if chosen else dense
+        if problem.allowed is not None and option not in problem.allowed[item]:
+            option = min(problem.allowed[item])
+        parts.append(Part(item, item + 1, option))
+    return tuple(parts)

@@ -1,0 +1,247 @@
+"""Zen as its paper has it (Wang et al., OSDI 2025): hierarchical hashing, push of pairs, hash bitmaps back.
+
+The rival that `elements.py` is measured against. The authors' released code is neither: it can lose gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gradsync import kernels
+from gradsync.comm import LENGTH_BYTES, Group
+from gradsync.compressors.expressions import register
+from gradsync.costs.cluster import Placement
+from gradsync.costs.steps import Compute, Step, Transfer
+from gradsync.kernels.hierarchy import HashMemory
+from gradsync.schemes.base import Scheme, State
+from gradsync.schemes.elements import counts_in, elements_of, nonzeros
+from gradsync.schemes.formats import PartFormat
+from gradsync.schemes.hash_lists import lists_nbytes, owned_by_hash
+from gradsync.tensors.bucket import Layout, TensorSpec
+from gradsync.tensors.density import DensityProfile
+from gradsync.tensors.index_formats import IndexFormat
+from gradsync.tensors.sparse import index_dtype
+
+REHASHES = 3  # k of the paper
+SLOTS = 2  # of the parallel memory for each non-zero expected: R1 of the paper
+SERIAL_SHARE = 0.1  # of the serial memory in the parallel one: R2 of the paper
+FEWEST_SLOTS = 64  # of an owner: chance moves a handful of elements by more than a share of them
+HEAD_BYTES = LENGTH_BYTES + 16  # of a message: its length, its elements, and those the sender had no place for
+
+Pairs = tuple[Tensor, Tensor]  # indices (count,) in any order, values (count, 1)
+
+
+@register
+@dataclass(frozen=True)
+class ZenHash(Scheme[Tensor]):
+    """Zen's Balanced Parallelism by hierarchical hashing, for the non-zero elements of a flat bucket. Exact.
+
+    Owners are those of a Murmur hash. A rank hashes its indices into memory of a fixed size (`hierarchical_hash`), and
+    pushes what lies in each owner's as pairs of index and value, in the order of the slots. Owners sum, and hand to all
+    a bitmap over what they may own, and the sums. Beyond the paper: slots are taken by compare-and-swap; what finds no
+    place, as when the density jumps, is pushed in a second round, so that nothing is lost; sums are in rank order,
+    whatever the slots. Bits decide what is zero: NaN and infinity travel, -0.0 is zero and comes out as 0.0.
+    Wire per rank: push (n-1)/n * (indices + values); pull (n-1)/n * (an n-th of a bit an element + values of the
+    union). Memory beside that: `memory_nbytes`.
+    """
+
+    seed: int = 0  # of all hashes; the same on every rank
+    expected: int = 0  # non-zeros of a rank that its memory is made for; 0: as many as it has in a step
+
+    layout = Layout.FLAT
+
+    def __post_init__(self) -> None:
+        if type(self.seed) is not int:
+            raise ValueError(f"ZenHash.seed must be an integer, got {self.seed!r}")
+        if type(self.expected) is not int or self.expected < 0:
+            raise ValueError(f"ZenHash.expected must be a whole number from 0 on, got {self.expected!r}")
+
+    @property
+    def unplanned(self) -> ZenHash:
+        return replace(self, expected=0)
+
+    def planned_for(self, profiles: Sequence[DensityProfile]) -> ZenHash:
+        """With memory for the density that was measured, as the paper has it."""
+        return replace(self, expected=math.ceil(profiles[0].rows)) if profiles else self
+
+    def stages(self, size: int) -> tuple[str, ...]:
+        return ("push", "pull")
+
+    async def synchronize(self, x: Tensor, state: State, group: Group, scale: float) -> tuple[Tensor, State]:
+        owned = owned_by_hash(x.numel(), group.size, self.seed, x.device, kept_for=group)
+        hashed = self._hash(nonzeros(x)[0], group.size)
+        # Push: to each owner what lies in its memory, and then what lies nowhere.
+        memory, everyone = self._memory(0, group.size), range(group.size)
+        most = min(memory.slots + memory.serial, x.numel()) if self.expected else x.numel()
+        pairs, left = await _push(hashed.owned, len(hashed.overflow), x, everyone, most, group)
+        if any(left):
+            late = [rank for rank in everyone if left[rank]]
+            rest = _by_owner(hashed.overflow, group.size, self.seed)
+            pushed, _ = await _push(rest, 0, x, late, max(left), group)
+            pairs = [_joined(first, second) for first, second in zip(pairs, pushed, strict=True)]
+        # Pull: from each owner a bitmap over what it owns, and the sums.
+        forms = [PartFormat(len(indices), 1, x.dtype, (IndexFormat.BITMAP,)) for indices in owned]
+        message = _sum(pairs, owned[group.rank], forms[group.rank], x.numel(), scale)
+        messages = await _swap([message] * group.size, everyone, max(f.most_nbytes for f in forms), group)
+        return _join(messages, forms, owned, x), state
+
+    def steps(
+        self,
+        specs: tuple[TensorSpec, ...],
+        profiles: tuple[DensityProfile, ...],
+        placement: Placement,
+        round: int = 0,
+    ) -> tuple[Step, ...]:
+        """The profile's rows are the elements of the flat tensor; without a profile none of them counts as zero."""
+        (flat,) = specs
+        n = placement.size
+        profile = elements_of(flat, profiles)
+        memory, index_nbytes = self._memory(profile.rows, n), index_dtype(flat.numel).itemsize
+        left = expected_overflow(profile.rows / n, memory)
+        pairs, bits = _pairs_format(flat), PartFormat(-(-flat.numel // n), 1, flat.dtype, (IndexFormat.BITMAP,))
+        push, pull = pairs.nbytes(profile.rows / n - left), bits.nbytes(profile.union_rows(n) / n)
+        found = profile.rows * (index_nbytes + flat.itemsize)
+        slots_nbytes = n * (memory.slots + memory.serial) * index_nbytes
+        repeat = [_all_to_all("repeat", n, pairs.nbytes(left))] if n * left >= 1 else []
+        return (
+            Compute("find_elements", flat.nbytes + 2 * found),
+            Compute("hierarchical_hash", 3 * slots_nbytes),  # cleared, filled, read
+            Compute("pack_pairs", 2 * found, calls=n),
+            _all_to_all("push", n, push),
+            *repeat,
+            Compute("sum_pairs", n * pairs.nbytes(profile.rows / n) + pull),
+            _all_to_all("pull", n, pull),
+            Compute("join_hashed", n * pull + profile.union_rows(n) * index_nbytes + flat.nbytes, calls=n),
+        )
+
+    def memory_nbytes(self, flat: TensorSpec, rows: float, size: int) -> int:
+        """What a rank with so many non-zeros needs beside gradient and messages: the memory of all owners, the lists.
+
+        The lists are kept from step to step; they count once for all buckets of a length.
+        """
+        memory = self._memory(rows, size)
+        slots = size * (memory.slots + memory.serial)
+        return slots * index_dtype(flat.numel).itemsize + 8 * size + lists_nbytes(flat.numel)
+
+    def _memory(self, rows: float, size: int) -> HashMemory:
+        """An owner's memory."""
+        slots = max(SLOTS * math.ceil(self.expected or rows), FEWEST_SLOTS * size)
+        return HashMemory.split(size, slots=slots, serial=math.ceil(SERIAL_SHARE * slots), rehashes=REHASHES)
+
+    def _hash(self, indices: Tensor, size: int) -> kernels.HashedIndices:
+        memory = self._memory(len(indices), size)
+        return kernels.hierarchical_hash(
+            indices,
+            size,
+            slots=size * memory.slots,
+            serial=size * memory.serial,
+            rehashes=REHASHES,
+            seed=self.seed,
+        )
+
+
+def expected_overflow(rows: float, memory: HashMemory) -> float:
+    """Of so many indices of an owner those that its memory has no place for, if each rehash is a round of all left."""
+    left, free = rows, float(memory.slots)
+    for _ in range(REHASHES):
+        placed = min(free * -math.expm1(-left / memory.slots), left)
+        left, free = left - placed, free - placed
+    return max(left - memory.serial, 0.0)
+
+
+def _by_owner(indices: Tensor, size: int, seed: int) -> list[Tensor]:
+    owners = torch.empty_like(indices)
+    kernels.owners_by_hash(indices, size, seed, owners)
+    return [indices[owners == owner] for owner in range(size)]
+
+
+def _pairs_format(flat: TensorSpec) -> PartFormat:
+    return PartFormat(flat.numel, 1, flat.dtype, (IndexFormat.LIST,))
+
+
+async def _push(
+    parts: Sequence[Tensor], left: int, x: Tensor, senders: Sequence[int], most: int, group: Group
+) -> tuple[list[Pairs], list[int]]:
+    """My pairs of each of the senders, none of the other ranks; and how many each of them has left.
+
+    `most`: pairs that a message has at most, the same on all ranks.
+    """
+    form = _pairs_format(TensorSpec.of(x))
+    outgoing = []
+    for indices in parts:
+        message = _message(len(indices), left, form, x)
+        pairs = form.part(message[HEAD_BYTES:], len(indices))
+        pairs.positions.encode(indices)
+        torch.index_select(x.view(-1, 1), 0, indices, out=pairs.values)
+        outgoing.append(message)
+    arrived = await _swap(outgoing, senders, int(form.nbytes(most)), group)
+    nothing = (parts[0][:0], x.new_empty(0, 1))
+    received, lefts = [nothing] * group.size, [0] * group.size
+    for sender, (count, lefts[sender], body) in arrived.items():
+        pairs = form.part(body, count)
+        received[sender] = (pairs.positions.decode(), pairs.values)
+    return received, lefts
+
+
+def _message(count: int, left: int, form: PartFormat, like: Tensor) -> Tensor:
+    """Room for so many elements behind the head, which it writes."""
+    message = like.new_empty(HEAD_BYTES + int(form.nbytes(count)), dtype=torch.uint8)
+    message[LENGTH_BYTES:HEAD_BYTES].copy_(torch.tensor([count, left]).view(torch.uint8))
+    return message
+
+
+async def _swap(
+    messages: Sequence[Tensor], senders: Sequence[int], most_nbytes: int, group: Group
+) -> dict[int, tuple[int, int, Tensor]]:
+    """Of each of the senders what its message for me says and has: elements, left ones, and the body."""
+    mine = messages[group.rank]
+    outgoing = dict(enumerate(messages)) if group.rank in senders else {}
+    outgoing.pop(group.rank, None)
+    origins = [rank for rank in senders if rank != group.rank]
+    arrived = await group.swap(outgoing, origins, HEAD_BYTES + most_nbytes, mine.device)
+    everything = {rank: mine if rank == group.rank else arrived[rank] for rank in senders}
+    said = zip(everything.items(), counts_in(list(everything.values()), HEAD_BYTES), strict=True)
+    return {rank: (count, left, message[HEAD_BYTES:]) for (rank, message), (count, left) in said}
+
+
+def _joined(first: Pairs, second: Pairs) -> Pairs:
+    return torch.cat([first[0], second[0]]), torch.cat([first[1], second[1]])
+
+
+def _sum(pairs: Sequence[Pairs], owned: Tensor, form: PartFormat, numel: int, scale: float) -> Tensor:
+    """`scale` times the sum of all ranks' pairs, in rank order, as a message."""
+    union = kernels.unite_rows([indices for indices, _ in pairs], numel)
+    message = _message(union.count, 0, form, pairs[0][1])
+    total = form.part(message[HEAD_BYTES:], union.count)
+    indices = owned.new_empty(union.count, dtype=index_dtype(numel))
+    union.write_indices(indices)
+    union.sum([values for _, values in pairs], [total.values], scale=scale)
+    positions = total.positions.room()
+    kernels.positions_in(owned, indices, positions)
+    total.positions.encode(positions)
+    return message
+
+
+def _join(
+    messages: dict[int, tuple[int, int, Tensor]], forms: Sequence[PartFormat], owned: Sequence[Tensor], x: Tensor
+) -> Tensor:
+    """Overwrites the flat tensor: the owners' sums where they belong, zero everywhere else."""
+    x.zero_()
+    for owner, (count, _, body) in messages.items():
+        total = forms[owner].part(body, count)
+        indices = owned[owner].index_select(0, total.positions.decode())
+        kernels.scatter_rows(indices, total.values, x.view(-1, 1), accumulate=False)
+    return x
+
+
+def _all_to_all(stage: str, size: int, nbytes: float) -> Transfer:
+    """Every rank sends every other one a message with so many bytes behind its head."""
+    ranks = range(size)
+    return Transfer.of_messages(
+        stage, size, [(r, other, HEAD_BYTES + nbytes) for r in ranks for other in ranks if other != r]
+    )

@@ -1,0 +1,36 @@
+"""What workloads share whose model gives the logits of classes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from torch import Tensor, nn
+from torch.nn import functional
+
+from .base import Batch, DataWorkload, evaluating
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassificationWorkload(DataWorkload):
+    """A workload whose model gives logits (batch, classes) for the first part of a batch; the second are its labels."""
+
+    evaluation_samples: ClassVar[int | None]  # of the held-out ones, the first; None: all
+    evaluation_batch: ClassVar[int]
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        inputs, labels = batch
+        return functional.cross_entropy(model(inputs), labels)
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Loss and accuracy over the first held-out samples."""
+        held_out = np.arange(self.num_train, self.num_samples)[: self.evaluation_samples]
+        total, right = 0.0, 0
+        with evaluating(model) as device:
+            for first in range(0, len(held_out), self.evaluation_batch):
+                inputs, labels = self.batch(held_out[first : first + self.evaluation_batch])
+                logits = model(inputs.to(device)).cpu()
+                total += float(functional.cross_entropy(logits, labels, reduction="sum"))
+                right += int((logits.argmax(dim=1) == labels).sum())
+        return {"loss": total / len(held_out), "accuracy": right / len(held_out)}

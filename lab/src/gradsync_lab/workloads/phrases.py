@@ -1,0 +1,148 @@
+"""German and English, 74 thousand pairs: phrases of a dictionary and paragraphs of a program's help.
+
+The phrases are those of Ding, the German-English dictionary of F. Richter (TU Chemnitz; GPL-2+), as Debian's
+trans-de-en has them; the paragraphs are LibreOffice's help (MPL-2.0), which has the same file and element ids in both
+languages. Words are lower-case runs of letters and digits, and single punctuation marks; pairs of 4 to 60 words on
+both sides are kept, each once, in a fixed random order.
+"""
+
+from __future__ import annotations
+
+import html
+import logging
+import re
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+from .data import Array, DebianFile, cached_array, check_counts, fetch_debian, real_or_zipf, zipf_ranks
+
+logger = logging.getLogger(__name__)
+
+DICTIONARY = DebianFile(package="trans-de-en", path=Path("/usr/share/trans/de-en"), kept_as="ding-de-en")
+HELP = tuple(
+    DebianFile(
+        package=f"libreoffice-help-{language.lower()}",
+        path=Path("/usr/share/libreoffice/help", language),
+        kept_as=f"libreoffice-help-{language.lower()}",
+    )
+    for language in ("de", "en-US")
+)
+# What trans-de-en 1.9 and LibreOffice 7.4.7 give. Other builds are taken with a warning if they differ by at most 1 %.
+COUNTS = {"phrases": 391_702, "paragraphs": 35_488, "pairs": 74_399, "german": 52_848, "english": 29_658}
+TOLERANCE = 0.01
+SHUFFLE_SEED = 0
+MIN_WORDS, MAX_WORDS = 4, 60  # of a side of a pair
+
+REMARK = re.compile(r"\{[^}]*\}|\[[^\]]*\]|<[^>]*>|\([^)]*\)")  # grammar, field, usage
+PARAGRAPH = re.compile(r'<(p|h\d)\s[^>]*?id="((?:par|hd|bm)_[^"]+)"[^>]*>(.*?)</\1>', re.DOTALL)
+TAG = re.compile(r"<[^>]+>")
+WORD = re.compile(r"\w+(?:[-'’]\w+)*|[^\w\s]")
+
+ZIPF_EXPONENTS = (1.20, 1.35)  # of the German and the English word frequencies, fitted
+ZIPF_PAIRS = 1 << 14
+ZIPF_MEAN_EXTRA = 7.0  # words of a side beyond the least, as the real ones have
+
+Pair = tuple[str, str]
+
+
+def open_pairs(data: str, cache: Path) -> tuple[Array, str]:
+    """Pairs and the name of their source: the real ones, the generated stand-in `zipf`, or whichever `any` can have.
+
+    Pairs are (n, 2, 60) uint16: German, then English words as ranks in order of frequency in their language, the most
+    frequent 1, filled up with 0.
+
+    Raises:
+        DataUnavailableError: when `data` is `ding` and a package is not to be had.
+    """
+    return real_or_zipf(data, "ding", lambda: load_pairs(cache), zipf_pairs, what="pairs", known=COUNTS["pairs"])
+
+
+def load_pairs(cache: Path) -> Array:
+    """The pairs, (n, 2, 60) uint16, in the fixed random order.
+
+    Raises:
+        DataUnavailableError: when they are neither cached, nor installed, nor to be had by apt.
+        RuntimeError: when a text is damaged, or so different from the known one that results would not compare.
+    """
+    path = cache / "phrases-1.npy"
+    pairs = cached_array(path, lambda: _prepare(*(fetch_debian(file, cache) for file in (DICTIONARY, *HELP))))
+    if pairs.shape[1:] != (2, MAX_WORDS) or pairs.dtype != np.uint16:
+        raise RuntimeError(
+            f"{path} holds {pairs.dtype} {pairs.shape}, expected uint16 (pairs, 2, {MAX_WORDS}); "
+            "delete it and try again"
+        )
+    return pairs
+
+
+def zipf_pairs(seed: int = 0) -> Array:
+    """A seeded stand-in for tests without the data: independent words by Zipf laws, not real, (16384, 2, 60) uint16."""
+    rng = np.random.default_rng(seed)
+    extra = rng.geometric(1 / (1 + ZIPF_MEAN_EXTRA), size=(ZIPF_PAIRS, 2, 1)) - 1
+    sides = [
+        zipf_ranks(rng, (ZIPF_PAIRS, MAX_WORDS), COUNTS[language], exponent) + 1
+        for language, exponent in zip(("german", "english"), ZIPF_EXPONENTS, strict=True)
+    ]
+    inside = np.arange(MAX_WORDS) < MIN_WORDS + extra
+    return np.where(inside, np.stack(sides, axis=1), 0).astype(np.uint16)
+
+
+def _prepare(dictionary: Path, german_help: Path, english_help: Path) -> Array:
+    start_s = time.perf_counter()
+    phrases = _phrases(dictionary)
+    paragraphs = _paragraphs(german_help, english_help)
+    cut = [(WORD.findall(german.lower()), WORD.findall(english.lower())) for german, english in phrases + paragraphs]
+    kept = [pair for pair in cut if all(MIN_WORDS <= len(side) <= MAX_WORDS for side in pair)]
+    pairs = list({(" ".join(german), " ".join(english)): (german, english) for german, english in kept}.values())
+    shuffled = [pairs[index] for index in np.random.default_rng(SHUFFLE_SEED).permutation(len(pairs))]
+    sides = [_ranks([pair[side] for pair in shuffled]) for side in (0, 1)]
+    german_types, english_types = (int(side.max(initial=0)) for side in sides)
+    got = {"phrases": len(phrases), "paragraphs": len(paragraphs), "pairs": len(pairs)}
+    check_counts({**got, "german": german_types, "english": english_types}, COUNTS, TOLERANCE, dictionary)
+    logger.info("prepared %d pairs in %.1f s", len(pairs), time.perf_counter() - start_s)
+    return np.stack(sides, axis=1)
+
+
+def _phrases(path: Path) -> list[Pair]:
+    """The dictionary's pairs: a line has the senses of a word in both languages; of synonyms the first is taken."""
+
+    def first_synonym(text: str) -> str:
+        return " ".join(REMARK.sub(" ", text).split()).split(";")[0].strip()
+
+    pairs = []
+    for line in path.read_text(encoding="utf8", errors="replace").splitlines():
+        german, separator, english = line.partition(" :: ")
+        if not separator or line.startswith("#") or german.count("|") != english.count("|"):
+            continue
+        senses = zip(german.split("|"), english.split("|"), strict=True)
+        pairs += [(first_synonym(one), first_synonym(other)) for one, other in senses]
+    return [pair for pair in pairs if all(pair)]
+
+
+def _paragraphs(german_help: Path, english_help: Path) -> list[Pair]:
+    """The help's paragraphs that both languages have and that are translated, each once, sorted."""
+    german, english = _by_place(german_help), _by_place(english_help)
+    pairs = {(german[place], english[place]) for place in german.keys() & english.keys()}
+    return sorted((one, other) for one, other in pairs if one and other and one != other)
+
+
+def _by_place(directory: Path) -> dict[tuple[str, str], str]:
+    """The text of each paragraph by its file and the id of its element."""
+    texts = {}
+    for path in directory.rglob("*.html"):
+        for _, place, content in PARAGRAPH.findall(path.read_text(encoding="utf8", errors="replace")):
+            text = " ".join(html.unescape(TAG.sub(" ", content)).split())
+            texts[path.relative_to(directory).as_posix(), place] = text
+    return texts
+
+
+def _ranks(sentences: list[list[str]]) -> Array:
+    """Words to ranks 1, 2, ... by frequency, (n, 60) uint16; the word that appears first wins a tie."""
+    counts = Counter(word for sentence in sentences for word in sentence)
+    rank = {word: index for index, (word, _) in enumerate(counts.most_common(), 1)}
+    table = np.zeros((len(sentences), MAX_WORDS), dtype=np.uint16)
+    for row, sentence in zip(table, sentences, strict=True):
+        row[: len(sentence)] = [rank[word] for word in sentence]
+    return table
