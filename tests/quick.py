@@ -11,7 +11,7 @@ from gradsync.tuning import kernels as rehearsed
 from gradsync.tuning import links, overlap, rehearsal
 
 FEWER: tuple[tuple[Any, str, Any], ...] = (
-    (rehearsed, "PLANNED", ()),
+    (rehearsed, "planned_schemes", lambda placement: ()),
     (rehearsed, "NUMELS", (256, 1024, 4096)),
     (rehearsal, "MOST_CACHED_BYTES", 64),
     (rehearsal, "DENSE_REPEATS", 1),

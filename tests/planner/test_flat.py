@@ -29,8 +29,9 @@ from gradsync.schemes import (
 from gradsync.schemes.selection import CHANGE_MARGIN, TOLERANCE
 from gradsync.tensors.bucket import TensorSpec
 from gradsync.tensors.density import DensityProfile, ParameterProfile
-from gradsync.tuning import network_costs as measure
-from gradsync.tuning.network_costs import kernel_costs, measured_network
+from gradsync.tuning import default
+from gradsync.tuning.default import measured_network
+from gradsync.tuning.kernels import kernel_costs
 
 NODES = Placement.regular(2, 2)
 COST = CostModel(alpha_s=1e-4, bandwidth_bytes_per_s=25e6, intra=Link(2e9, 1e-5), stage_s=1e-3)
@@ -208,7 +209,7 @@ def test_elements_that_outgrow_their_room_across_nodes_get_more() -> None:
 def test_what_is_computed_inside_nodes_is_measured_where_plans_may_need_it(
     placement: Placement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measure, "kernel_costs", lambda schemes: {s.name: KernelCost(0.0, 1e-9) for s in schemes})
+    monkeypatch.setattr(default, "kernel_costs", lambda schemes, _: {s.name: KernelCost(0.0, 1e-9) for s in schemes})
 
     def rank_main(group: LocalGroup) -> set[str]:
         for each in (group, group.within_node(), group.across_nodes()):
@@ -224,7 +225,9 @@ def test_what_is_computed_inside_nodes_is_measured_where_plans_may_need_it(
 
 
 def test_rehearsals_tell_all_kernels_of_flat_plans_over_nodes() -> None:
-    known = kernel_costs((*dense_schemes(ONE_A_NODE.placement), *element_schemes(ONE_A_NODE.placement), *INSIDE_NODES))
+    known = kernel_costs(
+        (*dense_schemes(ONE_A_NODE.placement), *element_schemes(ONE_A_NODE.placement), *INSIDE_NODES), list
+    )
     profile = sampled("w", 0.05)
     assert profile.elements is not None
     spec = (TensorSpec((NUMEL,), torch.float32),)

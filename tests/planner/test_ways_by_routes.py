@@ -212,8 +212,7 @@ def test_what_nobody_measured_is_left_out_with_a_word(caplog: pytest.LogCaptureF
 def test_a_rehearsal_measures_all_kernels_of_a_compressor_s_routes(
     compressor: Compressor[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradsync.tuning.kernels.PLANNED", ())
-    monkeypatch.setattr("gradsync.tuning.kernels.INSIDE_NODES", ())
+    monkeypatch.setattr("gradsync.tuning.kernels.planned_schemes", lambda placement: ())
     monkeypatch.setattr("gradsync.tuning.kernels.NUMELS", (256, 1024, 4096))
     measured = measured_kernels((compressor,), NODES, list)
     cost = replace(SLOW_BETWEEN, kernels={name: KernelCost(1e-5, 1e-10) for name in measured})

@@ -66,6 +66,19 @@ def test_kernels_come_back_with_the_knee_of_the_one_that_has_one() -> None:
         assert fitted[name].knee_bytes == truth.knee_bytes
 
 
+def test_kernels_are_told_apart_that_run_in_one_part() -> None:
+    truth = {name: KERNELS[name] for name in ("pack", "sum")}
+    model = CostModel(0.0, 1.0, kernels=truth)
+    parts = [
+        (Compute("pack", pack, calls=calls), Compute("sum", sums))
+        for pack, calls, sums in ((1e5, 1, 1e6), (1e6, 4, 1e5), (1e7, 2, 1e7), (1e4, 8, 1e4), (1e3, 1, 1e8))
+    ]
+    fitted = fit_kernels([(part, model.total_s(part)) for part in parts])
+    for name, cost in truth.items():
+        assert fitted[name].call_s.value == pytest.approx(cost.call_s, rel=1e-6)
+        assert fitted[name].byte_s.value == pytest.approx(cost.byte_s, rel=1e-6)
+
+
 def coverage(within: Sequence[bool]) -> float:
     return sum(within) / len(within)
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
+from gradsync.comm import LocalGroup, run_local
+from gradsync.comm.links import highest_over
 from gradsync.compressors import THC, Cast, Compressor, ErrorFeedback, SharedBlockInt, TopK, dgc
 from gradsync.costs.cluster import Placement
+from gradsync.costs.cost_model import KernelCost
 from gradsync.costs.steps import Compute
 from gradsync.schemes import AGSparse, AllReduce, CompressedTwoWay, PowerSGD, Scheme, ways
 from gradsync.tuning import kernels as rehearsed
-from gradsync.tuning.kernels import CANDIDATES, FEWEST_SIZES, NUMELS, flat_schemes, measured_kernels
+from gradsync.tuning.kernels import CANDIDATES, FEWEST_SIZES, NUMELS, flat_schemes, kernel_costs, measured_kernels
 from gradsync.tuning.rehearsal import Sample, rehearse_dense
+
+NO_PLANS = patch.object(rehearsed, "planned_schemes", lambda placement: ())
 
 
 def test_a_compressor_stands_for_the_schemes_that_may_carry_it() -> None:
@@ -48,7 +54,7 @@ def test_sizes_grow_until_the_budget_is_spent() -> None:
     def highest(mine: Sequence[float]) -> list[float]:
         return list(mine)
 
-    with patch.object(rehearsed, "PLANNED", ()), patch.object(rehearsed, "rehearse_dense", rehearse):
+    with NO_PLANS, patch.object(rehearsed, "rehearse_dense", rehearse):
         all_sizes = measured_kernels((), Placement.one_per_node(2), highest, budget_s=1e3)
         assert asked == list(NUMELS) and list(all_sizes) == ["compress"]
         asked.clear()
@@ -62,14 +68,44 @@ def test_the_slowest_rank_counts() -> None:
             return [1.0 * slower] * len(mine)
 
         dense = [((Compute("cast", 4.0 * numel),), 1e-4) for numel in NUMELS]
-        with (
-            patch.object(rehearsed, "PLANNED", ()),
-            patch.object(rehearsed, "rehearse_dense", lambda schemes, numel: dense),
-        ):
+        with NO_PLANS, patch.object(rehearsed, "rehearse_dense", lambda schemes, numel: list(dense)):
             found = measured_kernels((Cast("bfloat16"),), Placement.one_per_node(2), highest)
         return found["cast"].call_s.value
 
     assert kernels(2.0) == pytest.approx(2 * kernels(1.0))
+
+
+def test_the_slowest_rank_counts_and_all_ranks_know_the_same() -> None:
+    def samples(cost: KernelCost) -> list[Sample]:
+        steps = [Compute("pack", nbytes) for nbytes in (1e3, 1e5, 1e7)]
+        return [((step,), cost.seconds(step.nbytes, step.calls)) for step in steps]
+
+    each = [samples(KernelCost(1e-4, 3e-9)), samples(KernelCost(1e-4, 1e-9))]
+
+    def rank(group: LocalGroup) -> dict[str, KernelCost]:
+        return kernel_costs((group.rank,), highest_over(group, 5.0))  # type: ignore[arg-type]  # says which samples
+
+    with patch.object(rehearsed, "_rehearsed", lambda schemes: each[schemes[0]]):
+        first, second = run_local(2, rank)
+    assert first == second and first["pack"].knee_bytes == 0.0
+    assert (first["pack"].call_s, first["pack"].byte_s) == (pytest.approx(1e-4), pytest.approx(3e-9))
+
+
+def test_ranks_that_share_cores_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts: list[Sample] = [((Compute("pack", 1e6, calls=calls),), 1e-3 * calls + 1e-2) for calls in (1, 2, 3)]
+
+    def rehearse(schemes: object) -> list[Sample]:
+        time.sleep(0.2)  # another rank has the core
+        ends_s = time.thread_time() + 0.1
+        while time.thread_time() < ends_s:
+            pass
+        return parts
+
+    monkeypatch.setattr(rehearsed, "rehearse", rehearse)
+    stretched = rehearsed._rehearsed.__wrapped__(())
+    assert [computed for computed, _ in stretched] == [computed for computed, _ in parts]
+    factors = [longer / alone for (_, longer), (_, alone) in zip(stretched, parts, strict=True)]
+    assert factors[0] > 2.5 and factors == pytest.approx([factors[0]] * 3)
 
 
 def test_candidates_are_schemes_that_plans_can_name() -> None:

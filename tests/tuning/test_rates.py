@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradsync.comm import Group, GroupError, run_local
+from gradsync.comm.links import Exchange
 from gradsync.costs.cluster import Cluster, Link, Placement
-from gradsync.tuning import rates as module
 from gradsync.tuning.rates import SIZES, Rates, cluster_of, measured_rates, tournament
 
 LINK = Link(125e6)  # 1 Gbit/s
@@ -133,14 +133,16 @@ def test_a_rate_is_of_the_quickest_exchange_of_a_pair_and_large_enough_to_be_tim
 ) -> None:
     cluster, asked = Cluster(5, link, slow={3: Link(20e6)}), Counter[tuple[int, int]]()
 
-    def exchange_s(group: Group, peer: int | None, nbytes: int, timeout_s: float) -> float:
-        asked[group.rank, nbytes] += 1
-        if peer is None:
+    def seconds(exchange: Exchange, group: Group, timeout_s: float) -> float:
+        messages = list(exchange.transfer.peers(group.rank))
+        if not messages:
             return 0.0
+        ((peer, sent),) = messages
+        asked[group.rank, nbytes := int(sent)] += 1
         disturbed = 1 + asked[group.rank, nbytes] % 2
         return disturbed * nbytes / min(cluster.link_of(node).bandwidth_bytes_per_s for node in (group.rank, peer))
 
-    monkeypatch.setattr(module, "_exchange_s", exchange_s)
+    monkeypatch.setattr(Exchange, "seconds", seconds)
     rates = measured_on(Placement.one_per_node(5))[4]
     np.testing.assert_allclose(rates, rates_on(cluster))
     assert {nbytes for _, nbytes in asked} == set(sizes)

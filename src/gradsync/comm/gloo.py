@@ -8,7 +8,6 @@ only cost. All members choose alike: by sizes that all of them know, and by a la
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
@@ -19,14 +18,13 @@ from .. import kernels
 from ..costs.cluster import Placement
 from ..costs.steps import DIRECT_BYTES, Pattern, Transfer
 from ..tensors import allocator as memory
-from .group import LENGTH_BYTES, Pending, TorchGroup, cut_messages, cut_to_lengths, split, swapped, with_lengths
+from .group import Pending, TorchGroup, cut_messages, cut_to_lengths, split, swapped, with_lengths
+from .links import Exchange, measured_link
 from .rounds import Rounds
 
 FAST_BYTES_PER_S = 250e6  # from here on the latency of rounds costs more than their order saves
 MOST_DIRECT_BYTES = 1 << 20  # sent at once by a member, however high the latency: what was measured to pay
 DIRECT_EXCESS = 0.4  # messages that all start at once take longer than their bytes by this share
-SAMPLE_BYTES = (4 << 10, 1 << 20)  # of the exchanges that the rate is measured by
-SAMPLES = 5
 
 
 class GlooGroup(TorchGroup):
@@ -54,7 +52,7 @@ class GlooGroup(TorchGroup):
         self._rounds = Rounds(apart, self.rank, self.size)
         self._releases.append(lambda hanging: self._rounds.stop(patience_s=0.0 if hanging else 5.0))
         if self.bytes_per_s is None and self.size > 1:
-            self.alpha_s, self.stage_s, self.bytes_per_s = self._measured(timeout_s)
+            self.alpha_s, self.stage_s, self.bytes_per_s = measured_link(self, self._at_once, timeout_s)
         if self.placement.is_hierarchy:  # now, as plans are made from what is measured of these links
             self._open_hierarchy()
 
@@ -179,37 +177,12 @@ class GlooGroup(TorchGroup):
 
         return _then(self._all_to_all(buffer, lengths, [mine] * self.size), hand_out)
 
-    def _measured(self, timeout_s: float) -> tuple[float, float, float]:
-        """Seconds a further message, seconds an operation, bytes a second: by the slowest member, alike on all."""
-        seconds = []
-        for nbytes in SAMPLE_BYTES:
-            lengths = [nbytes // self.size] * self.size
-            buffer = torch.zeros(sum(lengths), dtype=torch.uint8)
-            seconds.append(min(self._timed(buffer, lengths, timeout_s) for _ in range(SAMPLES)))
-        moved = (SAMPLE_BYTES[1] - SAMPLE_BYTES[0]) * (self.size - 1) / self.size
-        # A large exchange hides the latency behind its bytes, so that only the difference tells the rate.
-        one_s = min(self._timed_pass(timeout_s) for _ in range(SAMPLES)) if self.size > 2 else 0.0
-        costs = torch.tensor([seconds[0], one_s, max(seconds[1] - seconds[0], 1e-6) / moved])
-        dist.all_reduce(costs, op=dist.ReduceOp.MAX, group=self._own)
-        all_s, one_s, s_per_byte = costs.tolist()
-        alpha_s = max(all_s - one_s, 0.0) / max(self.size - 2, 1)
-        return alpha_s, max(all_s - (self.size - 1) * alpha_s, 0.0), 1.0 / s_per_byte
-
-    def _timed(self, buffer: Tensor, lengths: Sequence[int], timeout_s: float) -> float:
-        self._all_to_all(buffer[: self.size], [1] * self.size, [1] * self.size).wait(timeout_s)  # all are here
-        began_s = time.perf_counter()
-        self._all_to_all(buffer, lengths, lengths).wait(timeout_s)
-        return time.perf_counter() - began_s
-
-    def _timed_pass(self, timeout_s: float) -> float:
-        """Of a small message to one other member, and one from another."""
-        away = self.size // 2
-        to, origin = (self.rank + away) % self.size, (self.rank - away) % self.size
-        message = torch.zeros(LENGTH_BYTES, dtype=torch.uint8)
-        self._all_to_all(message[:1].repeat(self.size), [1] * self.size, [1] * self.size).wait(timeout_s)
-        began_s = time.perf_counter()
-        self.swap({to: message}, [origin], LENGTH_BYTES, message.device, in_pairs=True).wait(timeout_s)
-        return time.perf_counter() - began_s
+    def _at_once(self, nbytes: int) -> Exchange:
+        """An all-to-all of zeros, so many bytes a member with its own part, whose messages all start at once."""
+        lengths = [nbytes // self.size] * self.size
+        buffer = torch.zeros(sum(lengths), dtype=torch.uint8)
+        transfer = Transfer("", Pattern.ALL_TO_ALL, (float(lengths[0]),) * self.size)
+        return Exchange(transfer, lambda: self._all_to_all(buffer, lengths, lengths))
 
 
 def _then(pending: Pending[list[Tensor]], finish: Callable[[list[Tensor], float], Tensor]) -> Pending[Tensor]:

@@ -25,20 +25,23 @@ PLANNED: tuple[Scheme[Any], ...] = (
     DOUBLING_OF_ROWS,
     BalancedElements(),
     AllReduce(),
-)  # what default plans are made of
+)  # the schemes of default plans
+INSIDE_NODES: tuple[Scheme[Any], ...] = (ReduceScatter(), SparseReduceScatter())  # and among several ranks of a node
 
 
-INSIDE_NODES: tuple[Scheme[Any], ...] = (ReduceScatter(), SparseReduceScatter())  # and, where several ranks are there
+def planned_schemes(placement: Placement) -> tuple[Scheme[Any], ...]:
+    """Returns the schemes that default plans for ranks in these places are made of."""
+    return (*PLANNED, *INSIDE_NODES) if placement.is_hierarchy else PLANNED
 
 
 @dataclass(frozen=True)
 class Network:
-    """What things cost, and where the ranks are."""
+    """The costs of links and kernels, and the nodes that the ranks sit on."""
 
     cost: CostModel
     placement: Placement
 
     @classmethod
     def of(cls, profile: Profile) -> Network:
-        """As it was measured before."""
+        """Returns the network of a measured job."""
         return cls(profile.cost_model(), profile.placement)

@@ -153,6 +153,11 @@ class KernelEstimate(Data):
             raise ValueError("call_s and byte_s must not both be 0: every kernel takes time")
         return self
 
+    @property
+    def cost(self) -> KernelCost:
+        """The cost without its intervals, as cost models take it."""
+        return KernelCost(self.call_s.value, self.byte_s.value, self.knee_bytes)
+
 
 class LinkEstimate(Data):
     """`stage_s + rounds * alpha_s + busiest bytes / bandwidth`, see `CostModel`."""
@@ -293,10 +298,7 @@ class Profile(Document):
         Of several ranks on each of several nodes, all of a node send at once: its link carries what they get of it
         together.
         """
-        kernels = {
-            name: KernelCost(kernel.call_s.value, kernel.byte_s.value, kernel.knee_bytes)
-            for name, kernel in self.kernels.items()
-        }
+        kernels = {name: kernel.cost for name, kernel in self.kernels.items()}
         if self.world == 1:
             return CostModel(0.0, inf, kernels=kernels)
         hierarchy = self.placement.is_hierarchy

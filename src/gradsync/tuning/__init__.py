@@ -1,1 +1,1 @@
-"""Measurements that plans are made by: the job, links, kernels; and the planners that measure."""
+"""Measurements that plans are made by, of steps, links and kernels; and the planners that measure."""

@@ -1,9 +1,9 @@
-"""`plan="auto"`: measures the first steps of a job, searches a plan for it, tries the best ones, and looks again later.
+"""The planner of `plan="auto"`: it measures a job's first steps, searches plans, and tries the best on real steps.
 
-The first steps run by the default plan, some of them set apart to be measured (`measurement.py`). Rank 0 plans by what
-all ranks saw; the plans that the search found best take turns on real steps, beside one that needs no search, and the
-fastest stays. When steps come to take clearly more or less time, the job is measured and planned for again. One model
-is measured at a time: another one's turn comes when that is done.
+The first steps run by the default plan, and a measurement (`measurement.py`) takes some of them. Rank 0 searches plans
+by all ranks' figures; the best plans and one that needs no search then take turns on real steps, and the fastest stays.
+When steps begin to take clearly more or less time, the planner measures and searches again. One model is measured at a
+time, and other models wait.
 """
 
 from __future__ import annotations
@@ -43,28 +43,30 @@ ORDER = (Follows.NO, Follows.LATER, Follows.NOW)
 
 
 class AutoMeasurement(Measurement):
-    """A measurement for a plan: it ends by itself, so others wait for it."""
+    """A measurement for a plan: it ends by itself, so measurements of other models wait for it."""
 
 
 class AutoPlanner:
-    """A planner for `attach`, what `plan="auto"` means: exact unless `constraints` allow gradients to lose something.
+    """The planner that `plan="auto"` means. Plans are exact unless `constraints` allow lossy compressors or schemes.
 
-    `steps` are measured undisturbed and as many beside an exchange, after `warmup` as usual; links and kernels take up
-    to ten seconds of one of these steps. Of several attached models one is measured after the other, each by its own
-    steps. Nothing is measured, and the default plan stays, in a group of one rank, on other devices than the CPU, while
-    some rank runs `measure` or a recorder, and if `torch.use_deterministic_algorithms` is on: timing decides. Where no
-    plan can be made of what was measured, the present one stays, and a warning says why.
+    It measures each attached model by its own steps, one model after the other; links and kernels take up to ten
+    seconds of one step. It measures nothing in a group of one rank, on devices other than the CPU, or while some rank
+    runs `measure` or a recorder: the default plan stays. The same goes for `torch.use_deterministic_algorithms`, since
+    timing decides on plans. If the search finds no plan, the present plan stays, and a warning says why.
 
-    `search` makes the plans that are tried, of a `Job` and the constraints, on rank 0; it may take as long as ranks
-    wait for each other. `must_plan`: where nothing can be measured or no plan be made, all ranks raise.
-
-    `averaging`: when the plan has settled, parameters are averaged in groups by that planner's plan for a block of
-    steps, and from then on, if that is clearly faster; `attach` needs the optimiser for it. A checkpoint goes on with
-    averaged gradients, and chooses again. Lost ranks are survived from that choice on only, if the planner says so.
+    Args:
+        constraints: allowed losses; None: gradients lose nothing.
+        steps: steps measured undisturbed; as many more are measured beside an exchange.
+        warmup: usual steps before.
+        search: returns plans to try for a `Job` and the constraints; it runs on rank 0, within the ranks' timeout.
+        must_plan: whether all ranks raise where nothing can be measured or the search finds no plan.
+        averaging: a planner whose averages of parameters are tried for a block of steps when the plan has settled, and
+            stay if they are clearly faster. `attach` then needs the optimiser; a checkpoint goes on with averaged
+            gradients, and chooses again; lost ranks are survived, if that planner says so, from that choice on.
 
     Raises:
-        ValueError: when made, for settings out of their range, and compressors with momentum, which a plan that does
-            not compress has no place for: allowed as the only way, `always` taken; when asked for a plan, for an
+        ValueError: from the constructor, for settings out of their range. Also for a compressor with momentum, which
+            plans without compression cannot keep, unless it is the only one and `always` taken. From a call, for an
             `exact` that no parameter matches.
         RuntimeError: with `must_plan`, from `attach` or a backward.
 
@@ -95,7 +97,7 @@ class AutoPlanner:
         self._profiles: weakref.WeakKeyDictionary[Engine, Profile] = weakref.WeakKeyDictionary()
 
     def __call__(self, profiles: Sequence[ParameterProfile], world_size: int) -> Plan:
-        """Until the job was measured."""
+        """Returns the default plan, which runs until the job was measured."""
         self.constraints.require_names([profile.name for profile in profiles])
         return default_plan(profiles, world_size)
 
@@ -103,11 +105,15 @@ class AutoPlanner:
     def settings(self) -> str:
         """The constraints and the search, in words."""
         name = getattr(self.search, "__qualname__", "<")
-        # What is made anew in each process, as a lambda, is the same as nothing: its address says so.
+        # An object that each process makes anew, such as a lambda, shows its address: it equals no other rank's.
         return f"{self.constraints!r} by {repr(self.search) if '<' in name else name}"
 
     def follow(self, engine: Engine) -> Follows:
-        """Measures the coming steps and proposes plans after them, if no rank measures another model meanwhile."""
+        """Measures the coming steps and proposes plans after them, if no rank measures another model meanwhile.
+
+        Raises:
+            RuntimeError: with `must_plan`, where the job cannot be measured.
+        """
         follows, why = _answer(engine)
         if follows is Follows.NO and self.must_plan:
             raise RuntimeError(f"the job cannot be measured: {why}")
@@ -120,7 +126,7 @@ class AutoPlanner:
         return follows
 
     def resume(self, engine: Engine, profile: Profile) -> None:
-        """Measures nothing for now: the engine goes on with a plan that was made by this profile."""
+        """Ends a measurement of this engine, which goes on with a plan made by `profile`."""
         self.close(engine)
         self._profiles[engine] = profile
 
@@ -129,16 +135,17 @@ class AutoPlanner:
         return AutoMeasurement(self.steps, self.warmup, engine=engine, candidates=candidates, then=self._propose)
 
     def close(self, engine: Engine) -> None:
-        """Measures nothing more of this engine."""
+        """Ends a measurement of this engine."""
         stack = self._measuring.pop(engine, None)
         if stack is not None:
             stack.close()
 
     def profile_of(self, engine: Engine) -> Profile | None:
-        """What its plans were made by; None before the job was measured."""
+        """Returns the profile that the engine's plans were made by; None before the job was measured."""
         return self._profiles.get(engine)
 
     def _propose(self, engine: Engine, profile: Profile) -> None:
+        """Ends the measurement, and proposes the plans that rank 0's search finds to the engine; collective."""
         self.close(engine)
         plans: list[str] = []
         why_none = ""
@@ -162,12 +169,12 @@ class AutoPlanner:
 
 
 def planner_of(plan: Plan | Planner | Literal["auto"]) -> Plan | Planner:
-    """Returns the plan or the planner that `attach` takes, for "auto" the planner that it means."""
+    """Returns the plan or planner itself, and for "auto" an `AutoPlanner`."""
     return AutoPlanner() if isinstance(plan, str) and plan == "auto" else plan
 
 
 def _answer(engine: Engine) -> tuple[Follows, str]:
-    """Whether the job is measured, and why not, as the ranks agree."""
+    """Returns whether the job is measured, and why not, as all ranks agree."""
     if engine.group.size == 1:
         return Follows.NO, "one rank has nothing to exchange"
     mine, why = Follows.NOW, ""
@@ -182,15 +189,12 @@ def _answer(engine: Engine) -> tuple[Follows, str]:
     said = f"{mine.name} {why}".encode()
     texts = engine.call("whether to measure", lambda group: gather_bytes(group, said, engine.timeout_s))
     answers = [(Follows[name], reason) for name, _, reason in (text.decode().partition(" ") for text in texts)]
-    # One rank that cannot be measured is enough; so is one that is at another model still.
+    # One rank that cannot be measured decides for all; so does one that still measures another model.
     return min(answers, key=lambda answer: ORDER.index(answer[0]))
 
 
 def _require_only_residuals(lossy: SchemeOrCompressor) -> None:
-    """
-    Raises:
-        ValueError: for what keeps more of each element than what is left to be sent.
-    """
+    """Raises ValueError for a compressor or scheme that keeps more state of each element than a residual."""
     scheme = alone(lossy)
     spec = TensorSpec((2, 2), torch.float32)
     bucket = Bucket("", (Segment("any", 0, 4),), (spec,), Layout.FLAT, flags_ride=False)

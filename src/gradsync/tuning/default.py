@@ -1,44 +1,64 @@
-"""The planner that `attach` takes when the user gives none: it measures, plans, and revises while training runs."""
+"""The planner that `attach` takes when the user gives none: it measures, plans, and revises plans during training."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ..comm import Group
+from ..comm.links import highest_over
+from ..comm.network_cost import network_cost
 from ..costs.cost_model import CostModel
 from ..engine.plan_control import Planner
 from ..planner.default import default_plan, default_plans
-from ..planner.network import Network
+from ..planner.network import Network, planned_schemes
 from ..planner.revise import revised
 from ..plans.plan import Plan
 from ..tensors.density import ParameterProfile
-from .network_costs import measured_network
+from .kernels import kernel_costs
 
 
 @dataclass
 class MeasuringPlanner:
-    """`default_plans` by what was measured of the network and the kernels; by bytes before that and where it cannot."""
+    """A planner that makes `default_plans` by the measured costs of the network and of kernels.
+
+    It counts bytes alone before `measure`, and on groups whose links nobody measured.
+    """
 
     network: Network | None = None
 
     @property
     def cost(self) -> CostModel | None:
-        """Once measured."""
+        """The measured costs; None before `measure`."""
         return self.network.cost if self.network is not None else None
 
     def __call__(self, profiles: Sequence[ParameterProfile], world_size: int) -> list[Plan]:
         return default_plans(profiles, world_size, self.network)
 
     def measure(self, group: Group, timeout_s: float) -> None:
-        """Learns what plans are made by; collective."""
+        """Measures the network, which later plans are made by; collective."""
         self.network = measured_network(group, timeout_s)
 
     def revise(self, plan: Plan, before: Sequence[ParameterProfile], now: Sequence[ParameterProfile]) -> Plan:
-        """The plan to go on with; `before` is what was known when it was made."""
+        """Returns the plan to go on with; `before` are the profiles that the plan was made by."""
         return plan if self.network is None else revised(plan, before, now, self.network)
+
+
+def measured_network(group: Group, timeout_s: float) -> Network | None:
+    """Returns the costs of the group's links and kernels; None where nobody measured the links. Collective.
+
+    The group measured its links when it opened (`comm.links.measured_link`). All ranks get the same bits.
+
+    Raises:
+        GroupError: when another rank died or stopped answering.
+    """
+    links = network_cost(group)
+    if links is None:
+        return None
+    kernels = kernel_costs(planned_schemes(group.placement), highest_over(group, timeout_s))
+    return Network(replace(links, kernels=kernels), group.placement)
 
 
 def default_planner() -> Planner:

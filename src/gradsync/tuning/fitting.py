@@ -1,8 +1,8 @@
-"""Costs and factors from measured seconds, each with the interval in which it lies with 95 % confidence.
+"""Fits of costs and slowdowns to measured seconds, each with an interval of 95 % confidence.
 
-Least squares over relative errors, of costs that are not negative; what goes in are medians over repeats. Intervals are
-those of the fit's covariance; of rates, what the intervals of all they are made of leave open. Nothing is known of a
-cost that the samples do not tell from others: its interval goes from 0 to what it would be if nothing else took time.
+The fits are least squares over relative errors of medians over repeats, with costs that are not negative. Intervals
+come from the fit's covariance; those of rates combine the intervals of all parts. A cost that samples do not tell from
+other costs has an interval from 0 to its value if nothing else took time.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from ..costs.steps import Compute, Pattern
 from ..plans.profile import Interval, KernelEstimate, LinkEstimate, LinkPoint
 
 CONFIDENCE = 0.95
-KNEE_DOUBT = 0.01  # the chance with which a knee is found where there is none
-FEWEST_FOR_KNEE = 5  # different amounts of a kernel; four are met by any line with a knee
-SAME = 1e-6  # share of a column by which it is told from the others
+KNEE_DOUBT = 0.01  # the chance of a knee where there is none
+FEWEST_FOR_KNEE = 5  # different amounts of a kernel; some line with a knee meets any four
+SAME = 1e-6  # share of a column that must differ from the other columns
 ROUNDS = 1000  # of a bootstrap
-MOST_SLOWDOWN = 10.0  # that is believed of two who share a processor or a link
+MOST_SLOWDOWN = 10.0  # that two things on one processor or link are believed to have
 
 Array = NDArray[np.float64]
 
 
 def median_of(repeats: Sequence[float]) -> Interval:
-    """The median, and the repeats between which that of all repeats lies; of few repeats the least and the most."""
+    """Returns the median, in the interval of two repeats that holds the true median; the extremes of few repeats."""
     from scipy.special import bdtr
 
     ordered = sorted(repeats)
@@ -39,18 +39,22 @@ def median_of(repeats: Sequence[float]) -> Interval:
 
 
 def nonnegative(table: Array, seconds: Array, known_s: Array | float = 0.0) -> list[Interval]:
-    """The costs x >= 0 of the table's columns in `known_s + table @ x = seconds`."""
-    from scipy.optimize import nnls
+    """Returns the costs x >= 0 that solve `known_s + table @ x = seconds` best.
+
+    Args:
+        table: (samples, costs) float64, the amount of each cost in each sample.
+        seconds: (samples,) float64.
+        known_s: seconds of each sample that other costs take.
+    """
     from scipy.special import stdtrit
 
-    weighted, target = table / seconds[:, None], 1 - known_s / seconds
-    unit = np.maximum(weighted.max(axis=0, initial=0.0), np.finfo(float).tiny)  # a call and a byte are far apart
-    scaled = weighted / unit
-    solution = nnls(scaled, target)[0]
+    scaled, unit = _scaled(table, seconds)
+    target = 1 - known_s / seconds
+    solution, misfit = _solved(scaled, target)
     free = solution > 0
     freedom = len(target) - int(free.sum())
     told_apart = np.linalg.pinv(scaled) @ scaled  # the identity, where all columns are
-    variance = float(((target - scaled @ solution) ** 2).sum()) / max(freedom, 1)
+    variance = misfit / max(freedom, 1)
     result = []
     for column, value in enumerate(solution):
         told = scaled[:, free | (np.arange(len(solution)) == column)]
@@ -66,11 +70,26 @@ def nonnegative(table: Array, seconds: Array, known_s: Array | float = 0.0) -> l
     return result
 
 
-def fit_kernels(samples: Sequence[tuple[Sequence[Compute], float]]) -> dict[str, KernelEstimate]:
-    """What each kernel takes, from what was computed and how many seconds that took.
+def _scaled(table: Array, seconds: Array) -> tuple[Array, Array]:
+    """Returns the table over the seconds with columns of at most 1, and the units: a call and a byte are far apart."""
+    weighted = table / seconds[:, None]
+    unit = np.maximum(weighted.max(axis=0, initial=0.0), np.finfo(float).tiny)
+    return weighted / unit, unit
 
-    A kernel has a knee, at one of its amounts, where that fits clearly better. One whose time is not told from that of
-    others moves its bytes as fast as memory does.
+
+def _solved(scaled: Array, target: Array) -> tuple[Array, float]:
+    """Returns x >= 0 that solves `scaled @ x = target` best, and the sum of squared errors."""
+    from scipy.optimize import nnls
+
+    solution, norm = nnls(scaled, target)
+    return solution, float(norm**2)
+
+
+def fit_kernels(samples: Sequence[tuple[Sequence[Compute], float]]) -> dict[str, KernelEstimate]:
+    """Returns the cost of each kernel, in alphabetical order, from computations and their seconds.
+
+    A kernel gets a knee, at one of its amounts, where that fits clearly better. A kernel to which the fit gives no time
+    moves its bytes as fast as memory does.
     """
     names = sorted({step.kernel for steps, _ in samples for step in steps})
     seconds = np.array([s for _, s in samples])
@@ -96,12 +115,13 @@ def fit_kernels(samples: Sequence[tuple[Sequence[Compute], float]]) -> dict[str,
 
 
 def _of_memory(byte_s: Interval) -> Interval:
+    """Returns seconds a byte at memory's rate, in an interval up to the fit's upper end."""
     value = 1 / CostModel.memory_bytes_per_s
     return Interval(value=value, low=0.0, high=None if byte_s.high is None else max(byte_s.high, value))
 
 
 def _knee(calls: Array, nbytes: Array, seconds: Array, column: int) -> float:
-    """The bytes of a call up to which the kernel of that column takes no longer; from the samples that have it."""
+    """Returns the bytes of a call up to which the column's kernel takes no longer, from the samples that have it."""
     from scipy.special import fdtri
 
     amounts = np.unique(nbytes[:, column] / calls[:, column])
@@ -111,7 +131,7 @@ def _knee(calls: Array, nbytes: Array, seconds: Array, column: int) -> float:
     def misfit(knee: float) -> float:
         over = nbytes.copy()
         over[:, column] = np.maximum(nbytes[:, column] - calls[:, column] * knee, 0.0)
-        return _misfit(np.hstack([calls, over]), seconds)
+        return _solved(_scaled(np.hstack([calls, over]), seconds)[0], np.ones(len(seconds)))[1]
 
     straight = misfit(0.0)
     best, knee = min((misfit(float(amount)), float(amount)) for amount in amounts[1:-2])
@@ -123,21 +143,13 @@ def _knee(calls: Array, nbytes: Array, seconds: Array, column: int) -> float:
     return knee if worth and straight > np.finfo(float).eps else 0.0
 
 
-def _misfit(table: Array, seconds: Array) -> float:
-    from scipy.optimize import nnls
-
-    weighted = table / seconds[:, None]
-    unit = np.maximum(weighted.max(axis=0, initial=0.0), np.finfo(float).tiny)
-    return float(nnls(weighted / unit, np.ones(len(seconds)))[1] ** 2)
-
-
 def fit_links(
     points: Mapping[Pattern, Sequence[LinkPoint]], size: int
 ) -> tuple[LinkEstimate, dict[Pattern, LinkEstimate]]:
-    """What all transfers cost alike, and what those of each pattern do, among so many members.
+    """Returns the costs that all transfers among `size` members share, and the costs of each pattern.
 
-    A message's latency is the same for all patterns, what an operation costs beside and its rate are each pattern's
-    own. Of two members these two cannot be told apart: then the stage is 0, and part of the latency.
+    All patterns have the same latency a message; seconds an operation and the rate are each pattern's own. Two members
+    cannot tell seconds an operation from latency: these are 0 then, and the latency contains both.
 
     Raises:
         ValueError: for a pattern with points of one size only.
@@ -172,10 +184,10 @@ def fit_links(
 def _link(
     stage_s: Interval, alpha_s: Interval, byte_s: Interval, points: Sequence[Sequence[LinkPoint]]
 ) -> LinkEstimate:
-    """From the fit to `points`, which are those of each pattern.
+    """Returns the link of a fit to `points`, one sequence for each pattern.
 
-    The rate is that of the largest size, less what latency takes, where bytes take most of its time: shapers let the
-    first bytes of a burst pass at once, which a link under load does not.
+    The rate is that of the largest size without its latency, where bytes take most of the time: shapers let the first
+    bytes of a burst pass at once, and a link under load has no burst left.
     """
     largest = [max(found, key=lambda point: point.busiest_bytes) for found in points]
     rates = [_rate_of(point, stage_s, alpha_s) for point in largest]
@@ -193,7 +205,7 @@ def _link(
 
 
 def _rate_of(point: LinkPoint, stage_s: Interval, alpha_s: Interval) -> Interval | None:
-    """Bytes a second, in the interval that those of all three give; None where bytes take less than half."""
+    """Returns bytes a second in the interval that all three intervals leave; None where latency takes most time."""
     latency_s = stage_s.value + point.rounds * alpha_s.value
     if 2 * latency_s > point.seconds.value:
         return None
@@ -208,7 +220,7 @@ def _rate_of(point: LinkPoint, stage_s: Interval, alpha_s: Interval) -> Interval
 
 
 def _rate(byte_s: Interval, seen: float) -> Interval:
-    """Bytes a second from seconds a byte; at least what was seen, where the bytes took no time."""
+    """Returns bytes a second from seconds a byte; the rate `seen` where the fit gives bytes no time."""
     if byte_s.value == 0:
         return Interval(value=seen, low=min(1 / byte_s.high, seen) if byte_s.high else seen, high=None)
     low = 1 / byte_s.high if byte_s.high else 0.0
@@ -216,21 +228,29 @@ def _rate(byte_s: Interval, seen: float) -> Interval:
 
 
 def slowdown(alone_s: Array, together_s: Array, shared_s: Array) -> Array:
-    """How many times as long work takes while something else goes on; seconds of any shape, or numbers.
+    """Returns how many times as long work takes while something else goes on.
 
-    It took `together_s` in place of `alone_s`, and for `shared_s` of that it was not alone. Where more time was lost
-    than that explains, something else took it: then it is how many times as long the work took on the whole.
+    Where more time was lost than sharing explains, something unknown took it, and the factor is `together_s / alone_s`.
+
+    Args:
+        alone_s: seconds of the work alone; arrays of one shape, or numbers.
+        together_s: seconds of the work beside something else.
+        shared_s: the part of `together_s` in which the other thing went on.
     """
-    done_s = shared_s + alone_s - together_s  # what it would have taken alone for what it did meanwhile
+    done_s = shared_s + alone_s - together_s  # seconds that the work done meanwhile takes alone
     explained = done_s * MOST_SLOWDOWN > shared_s
     return np.where(explained, shared_s / np.where(explained, done_s, 1.0), together_s / alone_s)
 
 
 def fit_slowdown(alone_s: Array, together_s: Array, shared_s: Array) -> Interval | None:
-    """The factor of `slowdown` from (ranks, steps) of each; `alone_s` may be of other steps.
+    """Returns the `slowdown` of medians over steps, on the rank with the largest one; None where no rank shared time.
 
-    Of medians over the steps in which something was shared, on the rank where it is largest; the interval by a
-    bootstrap over the steps. None where no rank shared anything.
+    Steps in which nothing was shared do not count; the interval comes from a bootstrap over the steps.
+
+    Args:
+        alone_s: (ranks, steps) float64; may come from other steps than the next two.
+        together_s: (ranks, steps) float64.
+        shared_s: (ranks, steps) float64.
     """
     ranks = [
         (alone, together[shared > 0], shared[shared > 0])
@@ -242,7 +262,7 @@ def fit_slowdown(alone_s: Array, together_s: Array, shared_s: Array) -> Interval
     generator = np.random.default_rng(0)
 
     def draws(count: int) -> NDArray[np.int64]:
-        """All so many steps, then ROUNDS times as many of them, some more than once."""
+        """Returns (1 + ROUNDS, count) steps: each step once, then draws with replacement."""
         return np.vstack([np.arange(count), generator.integers(count, size=(ROUNDS, count))])
 
     factors = []

@@ -1,15 +1,23 @@
-"""What kernels of schemes and compressors take on this job's processors, at several sizes, with intervals."""
+"""Kernel costs on this job's processors: rehearsals of schemes, timed by all ranks at once and fitted together.
+
+`measure` rehearses its candidates at several sizes too; the default planner takes the schemes of its plans, once a
+process. Ranks that share cores rehearse at the same time, so a second of work takes longer than a second: kernels will
+take as long when ranks exchange gradients.
+"""
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import astuple
 from typing import Any
 
+from ..comm.links import Highest
 from ..compressors import BlockInt, Cast, Compressor, ErrorFeedback, ScaledSign, Summand, TopK
 from ..costs.cluster import Placement
-from ..costs.steps import Compute
-from ..planner.network import INSIDE_NODES, PLANNED
+from ..costs.cost_model import KernelCost
+from ..planner.network import planned_schemes
 from ..plans.profile import KernelEstimate
 from ..schemes import (
     AllReduce,
@@ -26,13 +34,12 @@ from ..schemes import (
 )
 from ..tensors.bucket import Layout
 from .fitting import fit_kernels
-from .links import Highest
-from .rehearsal import rehearse, rehearse_dense
+from .rehearsal import Sample, rehearse, rehearse_dense
 
-BUDGET_S = 4.0  # of the dense buckets, beside one size more; at the fewest three sizes are rehearsed
-FEWEST_SIZES = 3
+BUDGET_S = 4.0  # for the dense buckets; the size that exceeds the budget is still finished
+FEWEST_SIZES = 3  # rehearsed whatever they take
 NUMELS = (1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20)  # of dense buckets
-SHORTEST_S = 1e-8  # what the clock shows as nothing
+SHORTEST_S = 1e-8  # stands for times that the clock shows as 0
 
 CANDIDATES: tuple[SchemeOrCompressor, ...] = (
     HalfPrecision(values="bfloat16"),
@@ -41,18 +48,49 @@ CANDIDATES: tuple[SchemeOrCompressor, ...] = (
     CompressedAllGather(ErrorFeedback(ScaledSign())),
     CompressedAllGather(ErrorFeedback(TopK(0.01))),
     PowerSGD(2),
-)  # whose kernels are measured beside those of default plans
+)  # `measure` takes their kernels beside those of default plans
+
+
+def measured_kernels(
+    candidates: Sequence[SchemeOrCompressor], placement: Placement, highest: Highest, budget_s: float = BUDGET_S
+) -> dict[str, KernelEstimate]:
+    """Returns the kernel costs of default plans' schemes and of the candidates, by name. Collective, by `highest`.
+
+    Each sample counts with the slowest rank's seconds. All ranks fit the same samples, and may round differently.
+    """
+    dense = [AllReduce(), ReduceScatter(), *flat_schemes(candidates), *_adding(candidates)]
+
+    def rehearsal() -> list[Sample]:
+        samples = rehearse(planned_schemes(placement))
+        began_s = time.perf_counter()
+        for number, numel in enumerate(NUMELS, start=1):
+            samples += rehearse_dense(dense, numel)
+            if highest([time.perf_counter() - began_s])[0] > budget_s and number >= FEWEST_SIZES:
+                break
+        return samples
+
+    return _fitted(_on_shared_cores(rehearsal), highest)
+
+
+def kernel_costs(schemes: tuple[Scheme[Any], ...], highest: Highest) -> dict[str, KernelCost]:
+    """Returns the kernel costs of the schemes, by name; collective, by `highest`.
+
+    Each process rehearses the same schemes once. All ranks get the same bits, as each rank plans by its own copy.
+    """
+    costs = {name: estimate.cost for name, estimate in _fitted(_rehearsed(schemes), highest).items()}
+    numbers = iter(highest([number for cost in costs.values() for number in astuple(cost)]))
+    return {name: KernelCost(next(numbers), next(numbers), next(numbers)) for name in costs}
 
 
 def flat_schemes(candidates: Sequence[SchemeOrCompressor]) -> list[Scheme[Any]]:
-    """The schemes among them, and all those that may carry the payloads of a compressor.
+    """Returns the schemes among the candidates, and all schemes that can carry the payloads of each compressor.
 
     Raises:
-        ValueError: for what is neither, and for schemes of tables, which are measured anyway.
+        ValueError: for a scheme of tables, whose kernels are measured anyway, and for any other object.
     """
     schemes: list[Scheme[Any]] = []
     for candidate in candidates:
-        if isinstance(candidate, Route):  # other nodes than here may be what it needs
+        if isinstance(candidate, Route):  # may need other nodes than this job has
             schemes += [] if candidate.compressor is None else ways(candidate.compressor)
         elif isinstance(candidate, Compressor):
             schemes += ways(candidate)
@@ -64,29 +102,27 @@ def flat_schemes(candidates: Sequence[SchemeOrCompressor]) -> list[Scheme[Any]]:
 
 
 def _adding(candidates: Sequence[SchemeOrCompressor]) -> list[Route]:
-    """What adds payloads on their way, as routes do and no other scheme: one costs what all of them do."""
+    """Returns one route that adds payloads on their way, if a candidate can; one costs what all such routes do."""
     compressors = [candidate for candidate in candidates if isinstance(candidate, Compressor)]
     able = [c for c in compressors if issubclass(c.payload, Summand) and not c.agrees and c.most_summands is None]
     return [Route(("compress@compute", "all_to_all", "all_gather", "decompress@compute"), c) for c in able[:1]]
 
 
-def measured_kernels(
-    candidates: Sequence[SchemeOrCompressor], placement: Placement, highest: Highest, budget_s: float = BUDGET_S
-) -> dict[str, KernelEstimate]:
-    """Of the schemes of default plans and of the candidates, by the slowest rank. Collective, by `highest`.
+@functools.cache
+def _rehearsed(schemes: tuple[Scheme[Any], ...]) -> list[Sample]:
+    """Returns the samples of this process for the schemes, taken once."""
+    return _on_shared_cores(lambda: rehearse(schemes))
 
-    Where ranks share cores, all of them rehearse at once: a second of work takes longer than a second, as it will when
-    they exchange gradients.
-    """
-    dense = [AllReduce(), ReduceScatter(), *flat_schemes(candidates), *_adding(candidates)]
+
+def _on_shared_cores(rehearsal: Callable[[], list[Sample]]) -> list[Sample]:
+    """Returns the samples with their processor seconds stretched by this process's wall time over processor time."""
     began_s, began_cpu_s = time.perf_counter(), time.thread_time()
-    samples = rehearse((*PLANNED, *INSIDE_NODES) if placement.is_hierarchy else PLANNED)
-    dense_s = time.perf_counter()
-    for number, numel in enumerate(NUMELS, start=1):
-        samples += rehearse_dense(dense, numel)
-        if highest([time.perf_counter() - dense_s])[0] > budget_s and number >= FEWEST_SIZES:
-            break
-    sharing = max((time.perf_counter() - began_s) / (time.thread_time() - began_cpu_s), 1.0)
-    slowest_s = highest([max(sharing * seconds, SHORTEST_S) for _, seconds in samples])
-    computed: list[tuple[Compute, ...]] = [steps for steps, _ in samples]
-    return fit_kernels(list(zip(computed, slowest_s, strict=True)))
+    samples = rehearsal()
+    stretch = max((time.perf_counter() - began_s) / (time.thread_time() - began_cpu_s), 1.0)
+    return [(computed, stretch * seconds) for computed, seconds in samples]
+
+
+def _fitted(samples: Sequence[Sample], highest: Highest) -> dict[str, KernelEstimate]:
+    """Returns the fit to the slowest rank's seconds of each sample; collective, by `highest`."""
+    slowest_s = highest([max(seconds, SHORTEST_S) for _, seconds in samples])
+    return fit_kernels([(computed, seconds) for (computed, _), seconds in zip(samples, slowest_s, strict=True)])

@@ -1,9 +1,9 @@
-"""Measures a training job while it trains, for planners: `measure` a function that makes steps, or a whole script.
+"""Measures a training job while it trains, for planners: `measure` takes a function that makes steps.
 
-After steps as usual come steps that are set apart: their gradients are exchanged only when backward has ended, so that
-nothing disturbs the times at which they become ready. In every other of these the communication thread is busy
-meanwhile, with a transfer or a computation of nothing: what backward then takes longer says what overlapping costs.
-Training goes on as it would have; all ranks get the same profile.
+A few usual steps come first. In the measured steps gradients are exchanged only when backward has ended, so that
+nothing disturbs the times at which gradients become ready. In every other measured step the communication thread is
+busy beside backward, with a transfer of zeros or a compression of noise: the longer backward tells the cost of overlap.
+Training goes on as without a measurement, and all ranks get the same profile.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..comm import Group, gather_bytes
+from ..comm.links import barrier, highest_over
 from ..engine.engine import Engine
 from ..engine.observation import Observer
 from ..engine.plan_control import MAX_OBSERVATIONS
@@ -45,31 +46,34 @@ from ..schemes import SchemeOrCompressor
 from ..tensors.bucket import model_digest
 from .fitting import fit_slowdown
 from .kernels import CANDIDATES, flat_schemes, measured_kernels
-from .links import BUDGET_S, barrier, highest_over, measured_links
+from .links import BUDGET_S, measured_links
 from .overlap import Aside, Disturbance, computation, transfer_beside_kernels, transfers
 from .stopwatch import StepTimes, Stopwatch
 
-COVER = 1.2  # how much longer than backward what goes on beside it is meant to last
+COVER = 1.2  # length of a disturbance over that of the backward beside it
 
 Array = NDArray[np.float64]
 
 
 class Kind(Enum):
-    """What a step is for."""
+    """The purpose of a step."""
 
-    WARM_UP = "warm-up"  # as it is without us
-    LOOK = "look"  # at what gradients look like
-    QUIET = "quiet"  # of ready times and parts
-    TRANSFER = "transfer"  # with a transfer beside backward
-    KERNEL = "kernel"  # with a computation on the communication thread beside backward
+    WARM_UP = "warm-up"  # a step as without a measurement
+    LOOK = "look"  # densities of gradients, errors of compressors
+    QUIET = "quiet"  # ready times and parts
+    TRANSFER = "transfer"  # a transfer beside backward
+    KERNEL = "kernel"  # a computation on the communication thread beside backward
 
 
 class Measurement(StepListener):
-    """Measures the first model whose gradients are exchanged while it is active, or `model`, or that of an `engine`.
+    """Measures one model: that of `engine`, or `model`, or the first one whose gradients are exchanged while active.
 
-    `warmup` steps as usual, one to look at the gradients, then twice `steps`: with nothing beside backward and with
-    something in turns. `profile` is there at the end of the last one, where `then` is called, on all ranks at once;
-    `ends_script`: the script ends there.
+    The model makes `warmup` usual steps, one step that looks at gradients, and `2 * steps` measured steps. Nothing and
+    something go on beside their backwards in turns. The last step sets `profile` and calls `then`, on all ranks at
+    once; with `ends_script` it ends the script.
+
+    Raises:
+        ValueError: for settings out of their range.
     """
 
     def __init__(
@@ -102,19 +106,19 @@ class Measurement(StepListener):
         self._observer: Observer | None = None
         self._watch = Stopwatch()
         self._times: list[StepTimes] = []  # of all steps
-        self._asides: list[Aside] = []  # beside each of them
+        self._asides: list[Aside] = []  # of all steps
         self._disturbances: dict[Kind, Disturbance] = {}
-        self._exchange: tuple[Interval | None, Interval | None] = (None, None)  # of transfers, and kernels beside them
+        self._exchange: tuple[Interval | None, Interval | None] = (None, None)  # slowdowns of transfers, and of kernels
         self._links: tuple[SpanEstimate, ...] = ()
         self._kernels: dict[str, KernelEstimate] = {}
-        self._errors: dict[str, dict[str, float]] = {}  # by parameter, by way
+        self._errors: dict[str, dict[str, float]] = {}  # by parameter, by compressor
 
     @property
     def steps_needed(self) -> int:
-        """Of the model, from the first one that was seen."""
+        """The steps of the model that a measurement takes, warm-up included."""
         return len(self._kinds)
 
-    # What the engine calls.
+    # The engine calls these.
 
     def forward_began(self, engine: Any) -> None:
         if self._is_mine(engine):
@@ -171,14 +175,12 @@ class Measurement(StepListener):
                 raise RecordingDone
         self._watch.resume(time.perf_counter())
 
-    # What happens outside of the engine.
-
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Inside, steps are measured.
+        """Measures steps inside the context.
 
         Raises:
-            RuntimeError: inside another measurement, or a recording.
+            RuntimeError: within another measurement, or a recording.
         """
         watch = self._watch
         with ExitStack() as stack:
@@ -192,11 +194,9 @@ class Measurement(StepListener):
             watch.resume(time.perf_counter())
             yield
 
-    # Below here: how.
-
     @property
     def _kind(self) -> Kind:
-        """Of the step under way, or the next one."""
+        """The kind of the step under way, or of the next one."""
         return self._kinds[min(self.steps_taken, len(self._kinds) - 1)]
 
     def _is_mine(self, engine: Any) -> bool:
@@ -210,7 +210,7 @@ class Measurement(StepListener):
         return engine is self._engine and self.profile is None
 
     def _require_alike(self, engine: Engine) -> None:
-        """Ranks with other settings would wait for each other; devices are the same on all ranks."""
+        """Raises on all ranks where settings differ, which would let ranks wait forever, or devices are not CPUs."""
         problem: Exception | None = None
         if engine.device.type != "cpu":
             problem = RuntimeError(
@@ -232,7 +232,7 @@ class Measurement(StepListener):
         engine.aside(job)
 
     def _measure_costs(self, engine: Engine) -> None:
-        """Links, kernels, and what goes on beside backward, alone; between two steps of all ranks."""
+        """Measures links, kernels, and each disturbance alone, between two steps of all ranks."""
 
         def costs(group: Group) -> None:
             highest = highest_over(group, engine.timeout_s)
@@ -247,14 +247,14 @@ class Measurement(StepListener):
         engine.call("measurement of costs", costs)
 
     def _share_errors(self, engine: Engine) -> None:
-        """Of each parameter and way the highest that some rank saw."""
+        """Raises each error, by parameter and compressor, to the highest of all ranks."""
         mine = json.dumps(self._errors).encode()
         texts = engine.call("errors of compressors", lambda group: gather_bytes(group, mine, engine.timeout_s))
         of_ranks = [json.loads(text) for text in texts]
         self._errors = {name: highest([errors.get(name, {}) for errors in of_ranks]) for name in engine.parameters}
 
     def _agreed_profile(self, engine: Engine) -> Profile:
-        """Made by rank 0 from what all ranks saw: on another processor the same sums may round differently."""
+        """Returns the profile that rank 0 makes of all ranks' figures; other processors may round differently."""
         mine = torch.from_numpy(self._figures(list(engine.parameters)))
         parts = engine.call("figures of a measurement", lambda group: _gather(engine, group, mine.flatten()))
         text, problem = " ", None
@@ -269,7 +269,7 @@ class Measurement(StepListener):
         return Profile.from_json(texts[0].decode())
 
     def _figures(self, names: Sequence[str]) -> Array:
-        """This rank's, (steps, 4 parts + 3 of what was beside backward + parameters) float64; warm-up left out."""
+        """Returns this rank's figures, (steps but warm-up, 4 parts + 3 of the disturbance + parameters) float64."""
         rows = [
             [
                 *(times.forward_s, times.backward_s, times.optimizer_s, times.other_s),
@@ -282,12 +282,12 @@ class Measurement(StepListener):
         return np.array(rows, dtype=np.float64)
 
     def _profile(self, engine: Engine, figures: Array) -> Profile:
-        """From all ranks' figures, (ranks, steps, figures)."""
+        """Returns the profile of all ranks' figures, (ranks, steps, figures) float64."""
         assert self._observer is not None
         kinds = [kind for kind in self._kinds if kind is not Kind.WARM_UP]
         by_kind = {kind: figures[:, [k is kind for k in kinds]] for kind in Kind}
         quiet = by_kind[Kind.QUIET]
-        beside = quiet[:, :, [0, 2, 3]].sum(axis=2, keepdims=True)  # what a rank does before its backward
+        beside = quiet[:, :, [0, 2, 3]].sum(axis=2, keepdims=True)  # seconds of a rank before its backward
         before = beside.max(axis=0)
         waited_for = (quiet[:, :, [1, *range(7, quiet.shape[2])]] + beside).max(axis=0) - before
         forward, optimizer, other, all_beside, backward, *ready = map(
@@ -339,21 +339,20 @@ def measure(
     warmup: int = 5,
     candidates: Sequence[SchemeOrCompressor] = CANDIDATES,
 ) -> Profile:
-    """What planners need to know of a job: when gradients are ready, what kernels and links take, what overlap costs.
+    """Measures when a job's gradients are ready, and the costs of its links, kernels and overlap, for planners.
 
-    Runs `step_fn`, one training step, `warmup + 1 + 2 * steps` times; these are steps of the training, which goes on as
-    if they had not been measured. Collective: on all ranks at once, between two steps. Links and kernels take some
-    seconds beside.
+    Runs `step_fn` `warmup + 1 + 2 * steps` times. These are steps of the training, which goes on as without a
+    measurement. All ranks call this function at once, between two steps. Links and kernels take some seconds more.
 
     Args:
-        step_fn: forward, backward and the optimiser's step of a model that `gradsync.attach` or `ddp_hook` is on.
-        model: which of several such models; None: the one whose gradients are exchanged first.
-        steps: steps that ready times and parts are of; as many show what overlap costs.
-        warmup: steps before, as usual; two or more.
+        step_fn: one training step of a model that `gradsync.attach` or `ddp_hook` is on: forward, backward, optimiser.
+        model: the model to measure; None: the one whose gradients are exchanged first.
+        steps: steps for ready times and parts; as many steps more for overlap.
+        warmup: usual steps before, two or more.
         candidates: compressors and schemes of flat buckets whose kernels are measured, beside those of default plans.
 
     Returns:
-        The profile, the same on every rank; `profile.save(path)` keeps it.
+        The profile, the same on every rank; times in seconds. `profile.save(path)` keeps it.
 
     Raises:
         ValueError: for settings out of their range, or that differ between the ranks.
@@ -379,13 +378,13 @@ def measure(
 
 
 def _gather(engine: Engine, group: Group, mine: Tensor) -> list[Tensor]:
-    """Every rank's tensor, by rank."""
+    """Returns every rank's tensor, by rank."""
     return group.all_gather(mine).wait(engine.timeout_s)
 
 
 @contextmanager
 def _backwards(watch: Stopwatch) -> Iterator[None]:
-    """Inside, the watch is told of each backward. torch has no hook there, but each goes through this function."""
+    """Tells the watch of each backward: torch has no hook there, so a wrapper replaces `torch.autograd.backward`."""
     usual = torch.autograd.backward
 
     @functools.wraps(usual)
@@ -406,11 +405,12 @@ def _backwards(watch: Stopwatch) -> Iterator[None]:
 
 
 def _note(note: Callable[[float], None], *args: object) -> None:
+    """Calls `note` with the time, for hooks."""
     note(time.perf_counter())
 
 
 def _spread(seconds: Array) -> dict[str, float]:
-    """Of so many steps, whatever a few of them were disturbed by: the median, and how far steps are from it."""
+    """Returns the median over steps, and their usual distance from it: a few disturbed steps change neither."""
     median_s = float(np.median(seconds))
     return {"median_s": median_s, "spread_s": 1.4826 * float(np.median(np.abs(seconds - median_s)))}
 
@@ -418,7 +418,7 @@ def _spread(seconds: Array) -> dict[str, float]:
 def _overlap(
     quiet: Array, transfer: Array, kernel: Array, exchange: tuple[Interval | None, Interval | None]
 ) -> Overlap:
-    """From the (ranks, steps, figures) of each kind, and the factors of what is beside each other in an exchange."""
+    """Returns the slowdowns of each kind's (ranks, steps, figures), and those of transfers and kernels together."""
 
     def factors(busy: Array) -> tuple[Interval | None, Interval | None]:
         if not busy.shape[1]:

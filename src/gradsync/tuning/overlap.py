@@ -1,4 +1,4 @@
-"""What it costs that things go on beside each other: backward, transfers and the kernels of an exchange."""
+"""Slowdowns of things that go on beside each other: backward, transfers, and the kernels of an exchange."""
 
 from __future__ import annotations
 
@@ -12,46 +12,46 @@ import numpy as np
 import torch
 
 from ..comm import Group
+from ..comm.links import Exchange, barrier, highest_over
 from ..compressors import BlockInt, ErrorFeedback
 from ..costs.steps import Pattern
 from ..plans.profile import Interval
 from ..tensors.bucket import FlatSpec, Segment
 from .fitting import fit_slowdown
-from .links import Exchange, barrier, highest_over
 from .stopwatch import StepTimes
 
-PROBE_BYTES = 1 << 20  # of the transfer that tells how long others last
-TRANSFER_BYTES = (64 << 10, 4 << 20)  # of one of those beside backward, the fewest and the most
-MOST_ASIDE_S = 2.0  # what goes on beside one backward, if it is several transfers or computations
+PROBE_BYTES = 1 << 20  # of the transfer by which the length of others is chosen
+TRANSFER_BYTES = (64 << 10, 4 << 20)  # of one transfer beside backward, the fewest and the most
+MOST_ASIDE_S = 2.0  # that several transfers or computations beside one backward may take
 KERNEL_NUMEL = 1 << 16  # of the tensor that is compressed beside backward
-KERNEL_RUNS = 20
-ALONE_RUNS = 3  # of all that goes on beside a backward, without it
-EXCHANGE_S = 0.03  # of a transfer with kernels beside it, if the bytes allow
-KERNELS_SHARE = 0.5  # of that transfer, in which kernels go on
-EXCHANGE_RUNS = 10
+KERNEL_RUNS = 20  # by which the length of a compression is told
+ALONE_RUNS = 3  # of a disturbance without a backward
+EXCHANGE_S = 0.03  # that a transfer with kernels beside it is to take, if `TRANSFER_BYTES` allow
+KERNELS_SHARE = 0.5  # of that transfer's time, in which kernels run
+EXCHANGE_RUNS = 10  # of that transfer
 
 
 @dataclass
 class Aside:
-    """What went on beside backward on this rank; by the clock, and how long it takes alone."""
+    """A disturbance beside one backward on this rank: when it began and ended, and the seconds that it takes alone."""
 
     alone_s: float = 0.0
     began_s: float = 0.0
     ended_s: float = 0.0
 
     def shared_s(self, step: StepTimes) -> float:
-        """While backward went on."""
+        """Returns the seconds in which both the disturbance and backward went on."""
         return max(min(self.ended_s, step.ended_s) - max(self.began_s, step.began_s), 0.0)
 
 
 @dataclass(frozen=True)
 class Disturbance:
-    """What is done beside backward: `run()`, so many times; `alone_s`: of all of them, on this rank."""
+    """Something done beside backward: `run()`, so many `times`, which take `alone_s` together on this rank."""
 
     run: Callable[[], None]
     times: int
     alone_s: float
-    together: bool  # with the other ranks, whose beginning is not waited for within its time
+    together: bool  # all ranks take part, and wait for each other before its time begins
 
     def do(self) -> None:
         for _ in range(self.times):
@@ -59,7 +59,7 @@ class Disturbance:
 
 
 def transfers(group: Group, lasts_s: float, timeout_s: float) -> Disturbance:
-    """All-reduces that last so long together, or one that lasts longer."""
+    """Returns a disturbance of all-reduces that take `lasts_s` together, or of one that takes longer. Collective."""
     exchange, once_s = _all_reduce(group, lasts_s, timeout_s)
 
     def run() -> None:
@@ -69,7 +69,7 @@ def transfers(group: Group, lasts_s: float, timeout_s: float) -> Disturbance:
 
 
 def _all_reduce(group: Group, lasts_s: float, timeout_s: float) -> tuple[Exchange, float]:
-    """One that lasts about so long, if its bytes may be as many, or as few; and how long it lasts."""
+    """Returns an all-reduce of about `lasts_s`, within `TRANSFER_BYTES`, and its own seconds. Collective."""
     highest = highest_over(group, timeout_s)
 
     def once_s(nbytes: int) -> float:
@@ -82,13 +82,13 @@ def _all_reduce(group: Group, lasts_s: float, timeout_s: float) -> tuple[Exchang
 
 
 def computation(group: Group, lasts_s: float, timeout_s: float) -> Disturbance:
-    """Compressions that last so long together."""
+    """Returns a disturbance of compressions that take `lasts_s` together. Collective."""
     run, once_s = _compression()
     return _disturbance(run, _times(lasts_s, once_s), group, timeout_s, together=False)
 
 
 def _compression() -> tuple[Callable[[], None], float]:
-    """One, and how long it lasts."""
+    """Returns a function that compresses a tensor of noise, and its seconds."""
     compressor = ErrorFeedback(BlockInt(8))
     spec = FlatSpec((Segment("beside", 0, KERNEL_NUMEL),), ((KERNEL_NUMEL,),), torch.float32)
     values = torch.randn(KERNEL_NUMEL, generator=torch.Generator().manual_seed(0))
@@ -105,10 +105,10 @@ def _compression() -> tuple[Callable[[], None], float]:
 
 
 def transfer_beside_kernels(group: Group, timeout_s: float) -> tuple[Interval | None, Interval | None]:
-    """How many times as long a transfer takes while all ranks compute, and as long as that computation takes meanwhile.
+    """Returns the slowdown of a transfer while all ranks compute, and of that computation during the transfer.
 
-    Both on the thread that calls, as the engine's issuing thread hands a transfer over and computes what is next. None
-    in a group of one. The same on every rank; collective.
+    One thread issues the transfer and computes, as the engine's issuing thread does. A group of one has no slowdowns:
+    None. All ranks get the same; collective.
     """
     if group.size == 1:
         return None, None
@@ -144,12 +144,12 @@ def transfer_beside_kernels(group: Group, timeout_s: float) -> tuple[Interval | 
 
 
 def _times(lasts_s: float, once_s: float) -> int:
-    """How often something is repeated to last so long."""
+    """Returns how often something of `once_s` seconds fills `lasts_s`, or `MOST_ASIDE_S` where that is less."""
     return max(math.ceil(min(lasts_s, MOST_ASIDE_S) / once_s), 1)
 
 
 def _disturbance(run: Callable[[], None], times: int, group: Group, timeout_s: float, *, together: bool) -> Disturbance:
-    """Timed as a whole, by all ranks at once: on shared cores, what is short often has one for itself."""
+    """Returns the disturbance with its seconds alone: all runs of all ranks at once, as single runs find cores free."""
     disturbance = Disturbance(run, times, 0.0, together)
     seconds = []
     for _ in range(ALONE_RUNS):

@@ -1,9 +1,9 @@
-"""What schemes compute, timed without a network: all ranks of a group in turns, in one thread of one process.
+"""Rehearsals: the computations of schemes, timed without a network, all ranks in turns on one thread.
 
-Selection needs to know what a scheme's kernels take on this machine. A scheme's time between two awaits is that of the
-`Compute` steps between two `Transfer`s of its `steps`, so that a few runs at different sizes tell the cost of each
-kernel as the scheme calls it, with all that lies around it. In a step much else is computed in between: kernels find
-little of their data in a core's own caches, and so they do here.
+Planners need the costs of a scheme's kernels on this machine. The time between two awaits of a scheme is that of the
+`Compute` steps between two `Transfer`s of its `steps`. So a few runs at different sizes tell the cost of each kernel as
+the scheme calls it. A training step computes much else in between, which leaves little of a kernel's data in a core's
+own caches; rehearsals overwrite these caches.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from ..comm import LocalGroup, drive_in_turns
 from ..costs.cluster import Placement
 from ..costs.steps import Compute, Step, Transfer
-from ..schemes.base import Scheme
+from ..schemes.base import Scheme, State
 from ..schemes.compressed import Compressed
 from ..schemes.route import Route
 from ..schemes.tables import Tables
@@ -33,26 +33,24 @@ DENSE_REPEATS = 5
 TABLES = ((200_000, 16, 6_000), (100_000, 64, 3_000), (2_000, 32, 100))  # rows, dim, touched
 BUCKETS = ((1 << 18, 0.01), (1 << 18, 0.1), (1 << 14, 0.05))  # elements, density
 
-Sample = tuple[tuple[Compute, ...], float]  # what was computed, and the seconds it took
+Sample = tuple[tuple[Compute, ...], float]  # what one rank computed, and its seconds
 
 
 def rehearse(schemes: Sequence[Scheme[Any]]) -> list[Sample]:
-    """What each scheme computes between two awaits, and how long that takes on one rank, for data of several sizes."""
+    """Returns the samples of each scheme for sparse data of several sizes: tables, or flat buckets."""
     samples: list[Sample] = []
     for scheme in schemes:
         for inputs, specs, profile in _buckets() if scheme.layout is Layout.FLAT else _tables():
             fitting = scheme.planned_for([profile])
             computed = parts(fitting.steps(specs, (profile,), Placement.one_per_node(RANKS)))
-            runs = [segments_s(fitting, inputs) for _ in range(REPEATS + 1)][1:]
-            seconds = [statistics.median(times) for times in zip(*runs, strict=True)]
-            samples += [(part, s) for part, s in zip(computed, seconds, strict=True) if part]
+            samples += _samples(computed, segments_s(fitting, inputs))
     return samples
 
 
 def rehearse_dense(schemes: Sequence[Scheme[Any]], numel: int) -> list[Sample]:
-    """The same of schemes of flat buckets, compressors among them, for one square matrix of about `numel` elements.
+    """Returns the samples of schemes of flat buckets for one dense square matrix of about `numel` elements.
 
-    As in the first steps, of which the median is taken; what a scheme keeps it keeps from one to the next.
+    State, as a compressor's residual, goes from run to run as in the first steps of training.
     """
     side = math.isqrt(numel)
     matrix = TensorSpec((side, side), torch.float32)
@@ -67,23 +65,13 @@ def rehearse_dense(schemes: Sequence[Scheme[Any]], numel: int) -> list[Sample]:
         inputs = [torch.randn(flat.numel, generator=generator) for _ in range(ranks)]
         profile = DensityProfile(flat.numel, float(flat.numel))
         computed = parts(scheme.steps(bucket.specs, (profile,), Placement.one_per_node(ranks)))
-        groups = LocalGroup.world(ranks)
-        states = [scheme.init(bucket, group) for group in groups]
-        runs = []
-        for _ in range(DENSE_REPEATS + 1):
-            copies = [x.clone() for x in inputs]
-            each = zip(copies, states, groups, strict=True)
-            coroutines = [scheme.synchronize(x, state, group, 1.0) for x, state, group in each]
-            ended, seconds = drive_in_turns(coroutines, _use_caches())
-            states = [state for _, state in ended]
-            runs.append(seconds)
-        medians_s = [statistics.median(times) for times in zip(*runs[1:], strict=True)]
-        samples += [(part, s) for part, s in zip(computed, medians_s, strict=True) if part]
+        states = [scheme.init(bucket, group) for group in LocalGroup.world(ranks)]
+        samples += _samples(computed, segments_s(scheme, inputs, states, DENSE_REPEATS))
     return samples
 
 
 def parts(steps: Sequence[Step]) -> list[tuple[Compute, ...]]:
-    """The computations before, between and behind the transfers."""
+    """Returns the computations before, between and behind the transfers."""
     found: list[list[Compute]] = [[]]
     for step in steps:
         if isinstance(step, Transfer):
@@ -93,24 +81,43 @@ def parts(steps: Sequence[Step]) -> list[tuple[Compute, ...]]:
     return [tuple(part) for part in found]
 
 
-def segments_s(scheme: Scheme[Any], inputs: Sequence[Any]) -> list[float]:
-    """Seconds before the first await, between awaits and behind the last, mean over the ranks with these inputs.
+def segments_s(
+    scheme: Scheme[Any], inputs: Sequence[Any], states: Sequence[State] | None = None, repeats: int = REPEATS
+) -> list[float]:
+    """Returns seconds before the first await of `synchronize`, between awaits, and behind the last one.
 
-    Of processor time, as others may use the cores while a job starts.
+    Seconds are processor time, since others may use the cores while a job starts: the mean over the ranks, the median
+    over the repeats. One run more, the first, does not count.
+
+    Args:
+        inputs: one for each rank; kept as they are.
+        states: one for each rank, before the first run; None: nothing.
     """
     groups = LocalGroup.world(len(inputs))
-    copies = [x.clone() if isinstance(x, torch.Tensor) else x for x in inputs]  # flat buckets are overwritten
-    runs = [scheme.synchronize(x, {}, group, 1.0) for x, group in zip(copies, groups, strict=True)]
-    return drive_in_turns(runs, _use_caches())[1]
+    states = [{} for _ in inputs] if states is None else states
+    runs = []
+    for _ in range(repeats + 1):
+        copies = [x.clone() if isinstance(x, torch.Tensor) else x for x in inputs]  # flat buckets are overwritten
+        each = zip(copies, states, groups, strict=True)
+        coroutines = [scheme.synchronize(x, state, group, 1.0) for x, state, group in each]
+        ended, seconds = drive_in_turns(coroutines, _use_caches())
+        states = [state for _, state in ended]
+        runs.append(seconds)
+    return [statistics.median(times) for times in zip(*runs[1:], strict=True)]
+
+
+def _samples(computed: Sequence[tuple[Compute, ...]], seconds: Sequence[float]) -> list[Sample]:
+    """Returns the segments in which something is computed."""
+    return [(part, s) for part, s in zip(computed, seconds, strict=True) if part]
 
 
 def _use_caches() -> Callable[[], object]:
-    """What leaves nothing else in a core's own caches."""
+    """Returns a function that fills a core's own caches."""
     return torch.empty(MOST_CACHED_BYTES, dtype=torch.uint8).zero_
 
 
 def _ranks(scheme: Scheme[Any]) -> int:
-    """How many rehearse it: others than usual where its compressor is made for them, or sums numbers of fewer."""
+    """Returns how many ranks rehearse the scheme; some compressors are made for a number, or sum at most so many."""
     compressor = scheme.compressor if isinstance(scheme, Compressed | Route) else None
     if compressor is None:
         return RANKS
@@ -118,7 +125,7 @@ def _ranks(scheme: Scheme[Any]) -> int:
 
 
 def _tables() -> Iterator[tuple[list[Tables], tuple[TensorSpec, ...], DensityProfile]]:
-    """One table each, of ranks that touch rows at random."""
+    """Yields tables, one at a time, whose ranks touch rows at random."""
     for num_rows, dim, touched in TABLES:
         generator = torch.Generator().manual_seed(num_rows + touched)
         lists = [torch.randint(num_rows, (touched,), generator=generator) for _ in range(RANKS)]
@@ -129,7 +136,7 @@ def _tables() -> Iterator[tuple[list[Tables], tuple[TensorSpec, ...], DensityPro
 
 
 def _buckets() -> Iterator[tuple[list[torch.Tensor], tuple[TensorSpec, ...], DensityProfile]]:
-    """Flat buckets of ranks whose elements are not zero at random."""
+    """Yields flat buckets in which random elements of each rank are not zero."""
     for numel, density in BUCKETS:
         generator = torch.Generator().manual_seed(numel)
         inputs = [

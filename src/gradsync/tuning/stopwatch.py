@@ -1,4 +1,4 @@
-"""Parts of training steps, from when things happen: forward, backward, optimiser, exchange, and the rest."""
+"""Divides training steps into forward, backward, exchange, optimiser and the rest, by the times of their events."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StepTimes:
-    """One step of one rank; its parts make up the time from the end of the exchange before to the end of its own.
+    """Times of one step on one rank; its parts add up to the time from the last exchange's end to its own's.
 
-    `optimizer_s` is of what the step before left to do. `began_s` and `ended_s` are those of backward, by the clock.
+    `optimizer_s` is the optimiser's work that follows the step before. `began_s` and `ended_s` are backward's, by the
+    clock.
     """
 
     forward_s: float
@@ -19,27 +20,27 @@ class StepTimes:
     other_s: float
     began_s: float
     ended_s: float
-    ready_s: dict[str, float]  # of each parameter, since the begin of backward
+    ready_s: dict[str, float]  # by parameter, since the begin of backward
 
 
 class Stopwatch:
-    """Told what happens, and when, by a clock that never goes back; `step_ended` gives the step.
+    """Takes events with their times, by a clock that never goes back; `step_ended` returns the step.
 
-    Of several forwards and backwards in a step those count whose gradients are exchanged: the others, of gradients that
-    accumulate, are `other_s`.
+    Where gradients accumulate, a step has several forwards and backwards: those whose gradients are exchanged count,
+    and the others are part of `other_s`.
     """
 
     def __init__(self) -> None:
         self.resume(0.0)
 
     def resume(self, now_s: float) -> None:
-        """The next step begins; what happened since the last one ended is of none."""
+        """Begins the next step; the time since the last one ended belongs to no step."""
         self._resumed_s = self._free_s = now_s
         self._forward_s: float | None = None
         self._backward_s: float | None = None
         self._ended_s = now_s
         self._optimizer_s = 0.0
-        self._optimizers: list[float] = []  # when those began that are at work, one inside the other
+        self._optimizers: list[float] = []  # begins of the optimisers at work, one inside the other
         self._ready_s: dict[str, float] = {}
 
     def forward_began(self, now_s: float) -> None:
@@ -50,12 +51,12 @@ class Stopwatch:
         self._backward_s = now_s
 
     def backward_returned(self, now_s: float) -> None:
-        """Perhaps one without an exchange."""
+        """Takes the end of a backward call, perhaps of one without an exchange."""
         self._forward_s = self._backward_s = None
         self._free_s = now_s
 
     def began(self, now_s: float) -> None:
-        """A gradient to be exchanged is there; backward began now if it was not seen before."""
+        """Takes the first gradient to be exchanged; backward begins now unless `backward_began` came before."""
         if self._backward_s is None:
             self._backward_s = now_s
 
@@ -75,7 +76,7 @@ class Stopwatch:
             self._free_s = now_s
 
     def step_ended(self, now_s: float) -> StepTimes:
-        """The step whose gradients were exchanged until now."""
+        """Returns the step whose exchange ends now."""
         began_s = self._ended_s if self._backward_s is None else self._backward_s
         forward_s = began_s - (self._free_s if self._forward_s is None else self._forward_s)
         known_s = forward_s + self._optimizer_s + now_s - began_s

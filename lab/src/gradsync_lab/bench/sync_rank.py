@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradsync.comm import LENGTH_BYTES, Group, Ledger, RecordingGroup, TorchGroup, drive, torch_group
+from gradsync.comm.links import Exchange, highest_over, latencies
 from gradsync.costs.cluster import Link, Placement
 from gradsync.costs.cost_model import CostModel, node_link_bytes
 from gradsync.costs.steps import Compute, Pattern, Transfer, transfers
@@ -36,7 +37,7 @@ from gradsync.schemes import (
 from gradsync.tensors.bucket import Layout, TensorSpec
 from gradsync.tensors.density import DensityProfile, profile_rows, profile_tables
 from gradsync.tensors.sparse import SparseRows
-from gradsync.tuning.network_costs import agreed, kernel_costs
+from gradsync.tuning.kernels import kernel_costs
 
 from ..cluster.counters import interface_bytes
 from ..rivals.candidates import candidates
@@ -128,16 +129,9 @@ def fit_samples(group: TorchGroup, spec: SyncSpec) -> list[tuple[int, float, flo
 def stage_s(group: TorchGroup, spec: SyncSpec, small: tuple[int, float, float]) -> float:
     """What a transfer takes beside its rounds: by one of a single message each way, and `small`, of all to all."""
     rounds, _, all_s = small
-    away = spec.world_size // 2
-    to, origin = (group.rank + away) % group.size, (group.rank - away) % group.size
-    message = torch.zeros(LENGTH_BYTES, dtype=torch.uint8)
-
-    def swap() -> object:
-        return group.swap({to: message}, [origin], LENGTH_BYTES, message.device, in_pairs=True).wait(TIMEOUT_S)
-
-    one_s = statistics.median(seconds_of(Contender(swap), spec)) if rounds > 1 else 0.0
-    alpha_s = max(all_s - one_s, 0.0) / max(rounds - 1, 1)
-    return max(all_s - rounds * alpha_s, 0.0)
+    message = Exchange.of(group, Pattern.MESSAGES, LENGTH_BYTES, (spec.world_size // 2,))
+    swap = Contender(lambda: message.issue().wait(TIMEOUT_S))
+    return latencies(all_s, statistics.median(seconds_of(swap, spec)) if rounds > 1 else 0.0, rounds)[1]
 
 
 def link_bytes(transfer: Transfer, group: TorchGroup) -> float:
@@ -402,7 +396,7 @@ def agreed_cost(fit: Sequence[tuple[int, float, float]], stage: float, memory: f
     intra, node = None, group.within_node()
     if group.placement.is_hierarchy and node.bytes_per_s is not None and node.alpha_s is not None:
         intra = Link(node.bytes_per_s, node.alpha_s)
-    kernels = agreed(kernel_costs(REHEARSED), lambda mine: group.all_gather(mine).wait(TIMEOUT_S))
+    kernels = kernel_costs(REHEARSED, highest_over(group, TIMEOUT_S))
     known = {"kernels": kernels, "intra": intra, "stage_s": stage, "at_once_bytes": group.at_once_bytes}
     return CostModel.fit(samples, memory_bytes_per_s=-negated, **known)
 

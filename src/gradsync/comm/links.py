@@ -1,0 +1,143 @@
+"""Timed exchanges of zeros between the members of a group: every measurement of links is made of them.
+
+`measured_link` is a transport's short look at its links when it opens; `tuning.links` times collectives for profiles,
+`tuning.rates` pairs of nodes. All members start a run together, and it ends with the slowest member. Of a few repeats
+the quickest counts, since disturbances only make runs longer; profiles have more repeats, medians and intervals.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..costs.steps import Pattern, Transfer
+from .group import LENGTH_BYTES, Group, Pending
+
+PATTERNS = (Pattern.ALL_REDUCE, Pattern.ALL_GATHER, Pattern.ALL_TO_ALL, Pattern.MESSAGES)
+SAMPLE_BYTES = (4 << 10, 1 << 20)  # a member sends in the two all-to-alls of `measured_link`
+SAMPLES = 5  # repeats in `measured_link`
+
+Highest = Callable[[Sequence[float]], list[float]]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A collective that can be issued again and again, and the transfer that describes its bytes."""
+
+    transfer: Transfer
+    issue: Callable[[], Pending[Any]]
+
+    @classmethod
+    def of(cls, group: Group, pattern: Pattern, nbytes: int, distances: Sequence[int] = (1,)) -> Exchange:
+        """Returns an exchange in which each member sends about `nbytes`.
+
+        Args:
+            distances: messages go to the members so many places on; only for `Pattern.MESSAGES`.
+
+        Raises:
+            ValueError: for a broadcast.
+        """
+        n, others = group.size, group.size - 1
+        match pattern:
+            case Pattern.ALL_REDUCE:
+                numel = nbytes * n // (2 * others) // 4
+                numbers = torch.zeros(numel)
+                return cls(Transfer("", pattern, (4.0 * numel,) * n), lambda: group.all_reduce(numbers))
+            case Pattern.ALL_GATHER:
+                part = _zeros(nbytes // others)
+                return cls(Transfer("", pattern, (float(len(part)),) * n), lambda: group.all_gather(part))
+            case Pattern.ALL_TO_ALL:
+                lengths = [nbytes // others] * n
+                buffer, largest = _zeros(sum(lengths)), lengths[0]
+                transfer = Transfer("", pattern, (float(largest),) * n)
+                return cls(transfer, lambda: group.all_to_all(buffer, lengths, lengths, largest=largest))
+            case Pattern.MESSAGES:
+                peers = {member: [(member + away) % n for away in distances] for member in range(n)}
+                return cls.of_messages(group, peers, nbytes // len(distances))
+            case _:
+                raise ValueError(f"{pattern.value} is not measured; there are {', '.join(PATTERNS)}")
+
+    @classmethod
+    def of_messages(cls, group: Group, peers: Mapping[int, Sequence[int]], nbytes: int) -> Exchange:
+        """Returns the exchange in which each member sends one message of `nbytes` to each of its `peers`.
+
+        `peers` is the same on all members; members that have none, and are nobody's, take part without a message.
+        """
+        size = max(nbytes, LENGTH_BYTES)
+        hops = [(member, to, float(size)) for member, others in peers.items() for to in others]
+        outgoing = {to: _zeros(size) for to in peers.get(group.rank, ())}
+        origins = [member for member, others in peers.items() if group.rank in others]
+        in_pairs = all(len(others) == 1 for others in peers.values())
+
+        def issue() -> Pending[Any]:
+            return group.swap(outgoing, origins, size, torch.device("cpu"), in_pairs=in_pairs)
+
+        return cls(Transfer.of_messages("", group.size, hops), issue)
+
+    def seconds(self, group: Group, timeout_s: float) -> float:
+        """Runs the exchange once all members are here, and returns its seconds on this rank. Collective.
+
+        Raises:
+            GroupError: when another rank died or stopped answering.
+        """
+        barrier(group, timeout_s)
+        began_s = time.perf_counter()
+        self.issue().wait(timeout_s)
+        return time.perf_counter() - began_s
+
+
+def measured_link(group: Group, all_to_all: Callable[[int], Exchange], timeout_s: float) -> tuple[float, float, float]:
+    """Measures what exchanges cost on the group's links, with about 5 MiB a member. Collective.
+
+    Args:
+        all_to_all: makes the exchange in which a member sends so many bytes, all of its messages at once.
+
+    Returns:
+        Seconds a further message, seconds an operation, bytes a second: those of the slowest member, alike on all.
+    """
+    small, large = map(all_to_all, SAMPLE_BYTES)
+    exchanges = [small, large]
+    if group.size > 2:
+        exchanges.append(Exchange.of(group, Pattern.MESSAGES, LENGTH_BYTES, (group.size // 2,)))
+    small_s, large_s, *one_s = (min(e.seconds(group, timeout_s) for _ in range(SAMPLES)) for e in exchanges)
+    # A large exchange hides latency behind its bytes, so only the difference of both tells the rate.
+    byte_s = max(large_s - small_s, 1e-6) / (large.transfer.busiest_bytes - small.transfer.busiest_bytes)
+    small_s, one_message_s, byte_s = highest_over(group, timeout_s)([small_s, *(one_s or [0.0]), byte_s])
+    return *latencies(small_s, one_message_s, group.size - 1), 1 / byte_s
+
+
+def latencies(small_s: float, one_message_s: float, messages: int) -> tuple[float, float]:
+    """Returns seconds a further message and seconds an operation.
+
+    Args:
+        small_s: seconds of a small exchange in which each member sends so many `messages`.
+        one_message_s: seconds of an exchange of one message each; not looked at where `messages` is 1.
+    """
+    alpha_s = max(small_s - one_message_s, 0.0) / (messages - 1) if messages > 1 else small_s
+    return alpha_s, max(small_s - messages * alpha_s, 0.0)
+
+
+def highest_over(group: Group, timeout_s: float) -> Highest:
+    """Returns a collective function: it takes this rank's numbers and returns the highest of all ranks, by place."""
+
+    def highest(mine: Sequence[float]) -> list[float]:
+        parts = group.all_gather(torch.tensor(mine, dtype=torch.float64)).wait(timeout_s)
+        found: list[float] = torch.stack(list(parts)).amax(dim=0).tolist()
+        return found
+
+    return highest
+
+
+def barrier(group: Group, timeout_s: float) -> None:
+    """Waits for all members, by an all-to-all of a byte each."""
+    ones = [1] * group.size
+    group.all_to_all(_zeros(group.size), ones, ones, largest=1).wait(timeout_s)
+
+
+def _zeros(count: int) -> torch.Tensor:
+    """Returns `count` bytes."""
+    return torch.zeros(count, dtype=torch.uint8)

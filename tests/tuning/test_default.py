@@ -1,0 +1,10 @@
+"""The planner that `attach` takes by default measures only what its group measured of links."""
+
+from __future__ import annotations
+
+from gradsync.comm import run_local
+from gradsync.tuning.default import measured_network
+
+
+def test_where_the_network_was_not_measured_nothing_is_known() -> None:
+    assert run_local(2, lambda group: measured_network(group, 5.0)) == [None, None]
