@@ -22,8 +22,8 @@ HEAVY = [
 
 
 def loaded_by(statement: str) -> set[str]:
-    """The top-level modules in memory after `statement` in a fresh interpreter."""
-    code = f"{statement}\nimport sys\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
+    """Returns the modules in memory after `statement` in a fresh interpreter."""
+    code = f"{statement}\nimport sys\nprint(*sys.modules)"
     return set(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split())
 
 
@@ -35,3 +35,11 @@ def test_import_loads_no_optional_library() -> None:
 
 def test_the_check_would_notice() -> None:
     assert "typer" in loaded_by("import typer").intersection(HEAVY)
+
+
+def test_attach_loads_no_search() -> None:
+    loaded = loaded_by("from gradsync import attach, Plan")
+    searching = {"gradsync.tuning.auto", "gradsync.planner.joint", "gradsync.planner.candidates"}
+    assert "gradsync.planner.default" in loaded
+    assert not loaded & searching
+    assert searching <= loaded_by("from gradsync import AutoPlanner")

@@ -13,7 +13,6 @@ import logging
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from torch import Tensor
 from ..comm import LocalGroup, gather_bytes
 from ..compressors import RESIDUAL
 from ..engine.engine import Engine
-from ..engine.plan_control import Follows, Planner
+from ..engine.plan_control import Follows
 from ..engine.step_listener import active
 from ..planner import AveragingPlanner, default_plan
 from ..planner.candidates import Search, candidate_plans
@@ -166,11 +165,6 @@ class AutoPlanner:
         present = [engine.plan] if engine in self._profiles or not found else []
         self._profiles[engine] = profile
         engine.propose(list({plan.digest: plan for plan in (*present, *found)}.values()))
-
-
-def planner_of(plan: Plan | Planner | Literal["auto"]) -> Plan | Planner:
-    """Returns the plan or planner itself, and for "auto" an `AutoPlanner`."""
-    return AutoPlanner() if isinstance(plan, str) and plan == "auto" else plan
 
 
 def _answer(engine: Engine) -> tuple[Follows, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -67,3 +68,14 @@ def default_planner() -> Planner:
     Under `torch.use_deterministic_algorithms` it measures nothing: timing would decide on the order of sums.
     """
     return default_plan if torch.are_deterministic_algorithms_enabled() else MeasuringPlanner()
+
+
+def planner_of(plan: Plan | Planner | Literal["auto"] | None) -> Plan | Planner:
+    """Returns a plan or planner itself, the default planner for None, and an `AutoPlanner` for "auto"."""
+    if plan is None:
+        return default_planner()
+    if isinstance(plan, str) and plan == "auto":
+        from .auto import AutoPlanner  # with which all searches are imported
+
+        return AutoPlanner()
+    return plan
