@@ -26,7 +26,7 @@ OUTSIDE = {
     "optim": TENSORS,
     "plans": DATA,
     "engine": DATA,
-    "planner": DATA,
+    "planner": DATA | {"lazy_loader"},
     "characterization": DATA,
     "tuning": DATA,
     "frontends": DATA,
