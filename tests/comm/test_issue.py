@@ -228,16 +228,16 @@ def test_gradients_are_off_whoever_issues() -> None:
 
 def test_early_buckets_are_issued_by_the_thread_and_the_last_one_by_whoever_waits() -> None:
     issuers: dict[str, str] = {}
-    early = threading.Event()
+    idle = threading.Event()
 
     async def synchronize(bucket: str) -> None:
         issuers[bucket] = threading.current_thread().name
-        early.set()
 
     with issue_thread() as thread:
         running = synchronization(synchronize, [("0", "push"), ("1", "push")], thread)
         running.mark_ready("0")
-        assert early.wait(10)
+        thread.submit(idle.set)  # behind the turn, whose loop would take the next bucket too
+        assert idle.wait(10)
         running.mark_ready("1")
         running.wait()
     assert issuers == {"0": "gradsync-test", "1": threading.current_thread().name}
