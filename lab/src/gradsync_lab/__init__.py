@@ -1,1 +1,1 @@
-"""Benchmarks, an emulated cluster, workloads, and the systems of others that gradsync is measured beside."""
+"""Benchmarks, an emulated cluster, workloads, and other systems' schemes and planners to compare gradsync with."""

@@ -1,1 +1,1 @@
-"""Commands of the lab, as `gradsync` finds them."""
+"""The lab's commands, which `gradsync` finds by entry points."""

@@ -1,4 +1,4 @@
-"""`gradsync bench`: measurements with records."""
+"""The command `gradsync bench`: measurements with records."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from .progress import event_bar
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-app = typer.Typer(help="Measure methods beside each other and keep the records.", no_args_is_help=True)
+app = typer.Typer(help="Compare methods in one run and keep the records.", no_args_is_help=True)
 
 QUICK_REPEATS = 5
 GRID_WORKLOADS, GRID_LINKS = ("deepfm", "lstm", "resnet32", "alexnet"), ("200mbit", "1gbit", "unshaped")
@@ -80,13 +80,13 @@ OPTIONS_OF_TOPK = [name for name in declared_options(TopKWorkload) if name not i
 
 
 class SchemeSet(StrEnum):
-    """What `bench sync` measures of each workload."""
+    """The schemes that `bench sync` measures on each workload."""
 
     PLANNED = "planned"
     ALL = "all"
 
 
-Loopback = Annotated[bool, typer.Option(help="No namespaces: plain loopback, not shaped.")]
+Loopback = Annotated[bool, typer.Option(help="No namespaces: plain loopback, without limits on rates.")]
 
 
 @app.command()
@@ -103,7 +103,8 @@ def sync(
     ranks_per_node: RanksPerNode = 1,
     link: Rate = "1gbit",
     schemes: Annotated[
-        SchemeSet, typer.Option(help="planned: what training would take; all: every scheme, and how the selected does.")
+        SchemeSet,
+        typer.Option(help="planned: the plan that training would use; all: every scheme, and the selected one."),
     ] = SchemeSet.PLANNED,
     repeats: Annotated[int, typer.Option(min=5, help="Measurements of each exchange.")] = 15,
     json: Json = None,
@@ -111,7 +112,7 @@ def sync(
     loopback: Loopback = False,
     require: Require = None,
 ) -> None:
-    """The exchange of gradients alone: every scheme beside what DDP issues for the same tensors."""
+    """Measures the gradient exchange alone: every scheme compared with DDP's collectives for the same tensors."""
     chosen = tuple(workload.split(","))
     with plain_errors():
         options = parse_options(chosen, option or (), exchange_kind_of)
@@ -187,7 +188,7 @@ def train(
     loopback: Loopback = False,
     require: Require = None,
 ) -> None:
-    """Training steps: methods in turns on the same model, data and cluster."""
+    """Measures training steps: methods take turns on the same model, data and cluster."""
     texts = [*(option or ()), *([] if row_length is None else [f"dim={row_length}"])]
     with plain_errors():
         options = parse_options([workload], texts)
@@ -232,7 +233,9 @@ def kernels(
     quick: Quick = False,
     require: Require = None,
 ) -> None:
-    """The native kernels, or those for CUDA, beside their definitions in torch and beside what memory allows."""
+    """Measures kernels, native or for CUDA, compared with their definitions in torch and with a bound by memory
+    bandwidth.
+    """
     spec = KernelsSpec(
         kernels=tuple(names.split(",")) if names else (),
         device=device,
@@ -251,13 +254,13 @@ def kernels(
 def characterize(
     workload: Annotated[str, typer.Option(help="Workloads, comma-separated.")] = "deepfm,lstm",
     option: Options = None,
-    sample: Annotated[int, typer.Option(min=0, help="Rows looked at in each tensor; 0: all.")] = DEFAULT_SAMPLE,
-    every: Annotated[int, typer.Option(min=1, help="One step in so many is looked at.")] = 16,
-    repeats: Annotated[int, typer.Option(min=5, help="Looks and steps, in turns.")] = 30,
+    sample: Annotated[int, typer.Option(min=0, help="Rows examined in each tensor; 0: all.")] = DEFAULT_SAMPLE,
+    every: Annotated[int, typer.Option(min=1, help="Examine the gradients of one step in so many.")] = 16,
+    repeats: Annotated[int, typer.Option(min=5, help="Measurements of examinations and steps, in turns.")] = 30,
     json: Json = None,
     require: Require = None,
 ) -> None:
-    """What a look at the gradients of a step costs, beside the step."""
+    """Measures the cost of examining a step's gradients, compared with the step."""
     chosen = tuple(workload.split(","))
     with plain_errors():
         spec = LookSpec(chosen, parse_options(chosen, option or ()), sample or None, every, repeats)
@@ -270,10 +273,10 @@ def characterize(
 @app.command()
 def balance(
     workload: Annotated[
-        str, typer.Option(help="Workloads whose gradients are shared out too, comma-separated; '' for none.")
+        str, typer.Option(help="Workloads whose gradients are used too, comma-separated; '' for none.")
     ] = "deepfm,lstm,topk",
     option: Options = None,
-    elements: Annotated[int, typer.Option(help=f"Of the gradients that are drawn, a multiple of {UNIT}.")] = 1 << 24,
+    elements: Annotated[int, typer.Option(help=f"Elements of random gradients, a multiple of {UNIT}.")] = 1 << 24,
     ranks: Annotated[
         str, typer.Option(help="Numbers of ranks, all of which are owners, comma-separated.")
     ] = "8,16,128",
@@ -284,7 +287,9 @@ def balance(
     quick: Quick = False,
     require: Require = None,
 ) -> None:
-    """How evenly owner maps share out gradients, beside the paper's hash: imbalance of push and pull, no times."""
+    """Measures how evenly owner maps spread gradients, compared with the paper's hash: imbalance of push and pull, no
+    times.
+    """
     chosen = _listed(workload)
     with plain_errors():
         numbers = _numbers("--ranks", ranks)
@@ -307,7 +312,7 @@ def compress(
     sizes: Annotated[
         str | None,
         typer.Option(
-            help=f"Of tensors; by default {','.join(size_in_words(n).replace(' ', '') for n in SIZES_BYTES)}."
+            help=f"Sizes of tensors; by default {','.join(size_in_words(n).replace(' ', '') for n in SIZES_BYTES)}."
         ),
     ] = None,
     many: Annotated[
@@ -318,13 +323,15 @@ def compress(
         str, typer.Option(help="Workloads on whose gradients errors are measured, comma-separated; '' for none.")
     ] = "gpt,lstm,deepfm",
     option: Options = None,
-    steps: Annotated[int, typer.Option(min=0, help="Of training, before the gradient that is looked at.")] = 20,
+    steps: Annotated[
+        int, typer.Option(min=0, help="Training steps before the gradient that errors are measured on.")
+    ] = 20,
     repeats: Annotated[int, typer.Option(min=5, help="Measurements of each operation.")] = 11,
     json: Json = None,
     quick: Quick = False,
     require: Require = None,
 ) -> None:
-    """Compressors: encoding and decoding beside a copy of as many bytes, wire bytes, and errors on real gradients."""
+    """Measures compressors: encoding and decoding compared with a copy, wire bytes, and errors on real gradients."""
     with plain_errors():
         chosen = _listed(workload) if workload != "gpt,lstm,deepfm" or not quick else ("gpt",)
         spec = CompressSpec(
@@ -346,18 +353,20 @@ def compress(
 @app.command()
 def plan(
     models: Annotated[
-        str, typer.Option(help=f"Of the papers, comma-separated; '' for none. {', '.join(PAPER_MODELS)}.")
+        str, typer.Option(help=f"The papers' models, comma-separated; '' for none. {', '.join(PAPER_MODELS)}.")
     ] = ",".join(PAPER_MODELS),
-    items: Annotated[str, typer.Option(help="Numbers of gradients of drawn problems, comma-separated.")] = ",".join(
+    items: Annotated[str, typer.Option(help="Numbers of gradients of random problems, comma-separated.")] = ",".join(
         map(str, DRAWN_ITEMS)
     ),
-    small: Annotated[int, typer.Option(min=0, help="Drawn problems of which all plans are played.")] = 1000,
+    small: Annotated[int, typer.Option(min=0, help="Small random problems, for which every plan is tried.")] = 1000,
     repeats: Annotated[int, typer.Option(min=1, help="Searches of each problem.")] = 15,
     json: Json = None,
     quick: Quick = False,
     require: Require = None,
 ) -> None:
-    """The search for a plan: what it takes beside ByteComp's, the steps by both plans, and what the best could gain."""
+    """Measures the search for a plan: its time and its plan's step compared with ByteComp's, and the gap to the best
+    plan.
+    """
     with plain_errors():
         spec = PlanSpec(
             models=_listed(models),
@@ -381,20 +390,21 @@ def converge(
             help=f"Comma-separated; by default {', '.join(usual_methods())}. Compressors: {compressors.NAMES_IN_WORDS}."
         ),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Of each run.")] = 100,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of each run.")] = 100,
     epochs: Annotated[
-        float | None, typer.Option(help="Of each run, in place of --steps: passes over the training samples.")
+        float | None, typer.Option(help="Passes over the training samples in each run, in place of --steps.")
     ] = None,
-    ranks: Annotated[int, typer.Option(min=1, help="Simulated in one process.")] = 2,
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks, simulated in one process.")] = 2,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each method, with other weights and batches.")] = 3,
     jobs: Annotated[int, typer.Option(min=1, help="Processes at once, of one thread each.")] = 2,
     json: Json = None,
     quick: Quick = False,
     require: Require = None,
 ) -> None:
-    """What lossy methods learn in as many steps as dense gradients: held-out losses, no times, no network.
+    """Compares held-out losses of lossy methods with those of dense gradients after equally many steps: no times, no
+    network.
 
-    Interrupted, it keeps the records of the methods that are finished.
+    When interrupted, the command keeps the records of finished methods.
     """
     chosen = _listed(workload)
     with plain_errors():
@@ -423,7 +433,9 @@ def reach(
     baseline: Annotated[str, typer.Option(help="A method of that run.")] = "ddp_bf16",
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each method, with other weights and batches.")] = 3,
     every: Annotated[int, typer.Option(min=1, help="Steps between evaluations.")] = 10,
-    most_steps: Annotated[int, typer.Option(min=1, help="Of a run that does not reach it.")] = 500,
+    most_steps: Annotated[
+        int, typer.Option(min=1, help="Steps after which a run that has not reached the loss ends.")
+    ] = 500,
     jobs: Annotated[int, typer.Option(min=1, help="Processes at once, of one thread each.")] = 2,
     whole: Annotated[
         str,
@@ -435,7 +447,9 @@ def reach(
     json: Json = None,
     require: Require = None,
 ) -> None:
-    """The time to a loss: a method's steps, from several seeds without a network, times its seconds a step on one."""
+    """Estimates the time to a loss: a method's steps, trained from several seeds without a network, times seconds per
+    step.
+    """
     with plain_errors():
         records = load_records(timed)
         spec = ReachSpec(
@@ -450,10 +464,10 @@ def reach(
 
 
 def cells_of(grid: bool, scenarios: Sequence[str], nodes: int, link: str) -> list[dict[str, Any]]:
-    """What the runs of a command change of its specification: nothing, or workload, link and bottleneck.
+    """Returns the changes that each run of a command makes to its specification: none, or workload, link and scenario.
 
     Raises:
-        ValueError: for scenarios that are none, or not for these nodes and links.
+        ValueError: a scenario is unknown, or does not suit these nodes and links.
     """
     cells: list[dict[str, Any]] = [{}]
     if grid:
@@ -478,7 +492,7 @@ def _numbers(name: str, text: str) -> tuple[int, ...]:
 
 
 def bounds_of(requirements: Sequence[str] | None, subjects: Sequence[str]) -> list[tuple[str, float]]:
-    """(subject, bound) of each requirement; a wrong one ends the command before anything runs."""
+    """Parses `--require` texts into (subject, bound); a wrong one ends the command before anything runs."""
     bounds = []
     for text in requirements or ():
         match = re.fullmatch(r"\s*([^\s<=]+)\s*<=\s*([0-9]*\.?[0-9]+)\s*", text)
@@ -499,7 +513,11 @@ def finish(
     bounds: list[tuple[str, float]],
     table: Callable[..., RenderableType] = records_table,
 ) -> None:
-    """Prints the records as a table and how they stand to the bounds, and writes them if asked to."""
+    """Prints the records as a table and whether the bounds hold, and writes the records to `json` if given.
+
+    Raises:
+        typer.Exit: with code 1, a bound does not hold.
+    """
     import json as encoder
 
     for note in notes:

@@ -1,4 +1,4 @@
-"""`gradsync demo`: a real model on real data over an emulated cluster, with DDP and with gradsync, side by side."""
+"""The command `gradsync demo`: trains a real model over an emulated cluster with DDP and with gradsync, in turns."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def demo(
     steps: Annotated[int, typer.Option(min=BLOCK_STEPS, help="Counted steps of each method.")] = 64,
     row_length: Annotated[int, typer.Option(help="Elements of an embedding row (deepfm).")] = DEMO_ROW_LENGTH,
     out: Annotated[Path, typer.Option(help="Where results.json, report.html and trace.json go.")] = Path("demo-out"),
-    loopback: Annotated[bool, typer.Option(help="No namespaces: plain loopback, not shaped.")] = False,
+    loopback: Annotated[bool, typer.Option(help="No namespaces: plain loopback, without limits on rates.")] = False,
     quick: Annotated[bool, typer.Option(help="A short run, to see that everything works.")] = False,
 ) -> None:
-    """Trains with DDP and with gradsync in turns, and shows what each gradient cost on the wire."""
+    """Trains with DDP and with gradsync in turns, and shows the bytes that each gradient cost on the wire."""
     spec = TrainSpec(
         workload=workload,
         options={"dim": row_length} if workload == "deepfm" else {},
@@ -57,7 +57,7 @@ def demo(
 
 
 def repeat_command(spec: TrainSpec) -> str:
-    """The command with which `demo` makes this specification."""
+    """Returns the command line that runs `demo` with this specification."""
     words = ["gradsync", "demo", "--workload", spec.workload, "--nodes", str(spec.nodes), "--link", spec.link]
     words += ["--steps", str(spec.repeats * spec.block_steps)]
     if "dim" in spec.options:
@@ -66,7 +66,7 @@ def repeat_command(spec: TrainSpec) -> str:
 
 
 def show(run: TrainingRun) -> None:
-    """Prints the table, and the plan in words."""
+    """Prints the table of methods, and their plans in words."""
     console.print()
     console.print(f"{run.description}; data: {run.source}")
     console.print(training_table(run, compact=console.width < WIDE))

@@ -1,4 +1,4 @@
-"""`gradsync lab`: an emulated cluster for one's own script."""
+"""The command `gradsync lab`: an emulated cluster for one's own script."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradsync.costs.cluster import format_rate
 from ..cluster import Lab, LabUnavailableError, LinkRate, Scenario
 from ..cluster.scenario import parse_background, parse_moving_background, parse_slow, parse_stalls
 
-app = typer.Typer(help="An emulated cluster on this machine: namespaces joined by shaped links.", no_args_is_help=True)
+app = typer.Typer(help="An emulated cluster on this machine: namespaces joined by limited links.", no_args_is_help=True)
 
 # TCP payload is 94-97 % of the line rate; the rest of the tolerance is for a machine that others use too.
 LOWEST_SHARE, HIGHEST_SHARE = 0.85, 1.02
@@ -47,7 +47,7 @@ def scenario_of(
     moving_background: str | None = None,
     stalls: str | None = None,
 ) -> Scenario:
-    """The scenario; a wrong option ends the command with its message."""
+    """Returns the scenario; a wrong option ends the command with its message."""
     try:
         return Scenario(
             nodes=nodes,
@@ -79,7 +79,7 @@ def run(
     procs_per_node: Procs = 1,
     timeout: Annotated[float | None, typer.Option(help="Seconds after which all ranks are ended.")] = None,
 ) -> None:
-    """Runs a command as every rank of an emulated cluster, with the environment torchrun would set."""
+    """Runs a command as every rank of an emulated cluster, with the environment variables that torchrun would set."""
     scenario = scenario_of(nodes, link, rack_size, trunk, slow, background, procs_per_node, moving_background, stalls)
     try:
         with Lab(scenario) as lab:
@@ -91,7 +91,10 @@ def run(
 
 
 def exit_code(codes: list[int], first_failed: int | None) -> int:
-    """That of the rank that failed first, as a shell says it; of the others, some only ended because of it."""
+    """Returns the exit code of the rank that failed first, as shells do; the others may only have ended because of it.
+
+    Without a failure, returns 0, or `TIME_WAS_UP` if ranks were killed.
+    """
     if first_failed is not None:
         code = codes[first_failed]
         return code if code > 0 else SIGNALLED - code
@@ -108,7 +111,7 @@ def check(
     seconds: Annotated[float, typer.Option(min=1, help="How long the links are loaded.")] = 4.0,
     json: Annotated[Path | None, typer.Option("--json", help="File for the figures.")] = None,
 ) -> None:
-    """Loads all links at once and compares what arrives with what was configured; exit code 1 if a link is off."""
+    """Loads all links at once and compares measured with configured rates; exit code 1 if a link is off."""
     scenario = scenario_of(nodes, link, rack_size, trunk, slow, background=None)
     try:
         with Lab(scenario) as lab:
@@ -128,7 +131,7 @@ def check(
 
 
 def good(rate: LinkRate) -> bool:
-    """Whether a link carries what it should."""
+    """Whether a link's measured rate is close enough to the configured one."""
     if rate.configured_bytes_per_s is None:
         return True
     return LOWEST_SHARE <= rate.measured_bytes_per_s / rate.configured_bytes_per_s <= HIGHEST_SHARE

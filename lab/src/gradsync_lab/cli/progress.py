@@ -1,4 +1,4 @@
-"""Progress bars over the events of a run."""
+"""Progress bars for the events of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from ..bench.rank import DISTURBED
 
 @contextmanager
 def event_bar(title: str, total: int, first: str = "starting the ranks") -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A bar that moves by one with every event and shows what the event says, before the first one `first`."""
+    """Shows a progress bar inside the block; yields a function that advances the bar by one and shows its event.
+
+    Args:
+        first: text before the first event.
+    """
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),

@@ -1,4 +1,4 @@
-"""`gradsync simulate`: published results beside what our schemes' own steps and the planner's machine say."""
+"""The command `gradsync simulate`: predictions by schemes' steps and the planner, compared with published results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COUNTED = ("tensors", "buckets", "of 20 steps", "ranks")  # units of whole numbe
 
 
 class Paper(StrEnum):
-    """Whose tables there are."""
+    """The papers whose evaluations can be simulated."""
 
     ZEN = "zen"
     BYTECOMP = "bytecomp"
@@ -41,7 +41,9 @@ def simulate(
     paper: Annotated[Paper, typer.Option(help="Whose evaluation to simulate.")] = Paper.ZEN,
     json: Annotated[str | None, typer.Option(help="Write the rows here; - prints them instead of the table.")] = None,
 ) -> None:
-    """A paper's evaluation beside the published values: of communication (zen), or of whole steps, up to a minute."""
+    """Simulates a paper's evaluation and shows the published values: communication (zen), or whole steps, up to a
+    minute.
+    """
     rows: Sequence[Any]
     match paper:
         case Paper.ZEN:

@@ -1,6 +1,6 @@
-"""An emulated cluster on one machine: a network namespace a node, joined by shaped links.
+"""An emulated cluster on one machine: one network namespace per node, joined by links with limited rates.
 
-For trying a training script on "8 nodes with 200 Mbit links" before renting them, and for measuring. Linux only.
+It serves to try a training script on "8 nodes with 200 Mbit links" before renting them, and to measure. Linux only.
 """
 
 from .cluster import Lab as Lab

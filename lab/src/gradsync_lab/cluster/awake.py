@@ -1,10 +1,11 @@
-"""Keeps the processors of a virtual machine awake while something is measured on it.
+"""Keeps the processors of a virtual machine awake while something is measured on the machine.
 
 A virtual processor with nothing to do goes back to its host, and from a busy host it comes back milliseconds late:
-ranks that wait for each other, for links or for emulated computation wait for that each time. So one process a
+ranks that wait for each other, for links or for emulated computation are delayed each time. So one process per
 processor runs a loop whenever nothing else wants to run (SCHED_IDLE), and the processor is never idle.
 
-As a script, `awake.py PARENT`, it is these processes. It imports nothing of the package: a start costs no time.
+As a script, `awake.py PARENT` starts these processes. The script imports nothing of the package, which makes it start
+fast.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-LEAST_WEIGHT = "19"  # nice value of a whole session, beside those of other sessions (sched(7), autogroups)
-TURNS = 100_000  # of the loop between two looks at the parent
+LEAST_WEIGHT = "19"  # nice value of a whole session (sched(7), autogroups)
+TURNS = 100_000  # iterations of the loop between two checks of the parent
 
 CPU_INFO, CGROUPS, OWN_CGROUPS = Path("/proc/cpuinfo"), Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 @contextmanager
 def awake() -> Iterator[bool]:
-    """Keeps this process' processors awake inside the block; the value is whether it does.
+    """Keeps this process' processors awake inside the block; yields whether it does.
 
-    It does not on real processors, which wake by themselves, nor where time on them is rationed (a container's quota),
-    which the loops would use up.
+    Real processors are left alone, as they wake by themselves. So is a container with a quota of processor time, which
+    the loops would use up.
     """
     if not _is_virtual() or _is_rationed():
         yield False
@@ -44,12 +45,12 @@ def awake() -> Iterator[bool]:
 
 
 def _is_virtual() -> bool:
-    """Whether a hypervisor shows itself; x86 only."""
+    """Whether /proc/cpuinfo shows a hypervisor; x86 only."""
     return CPU_INFO.exists() and "hypervisor" in CPU_INFO.read_text(encoding="utf-8")
 
 
 def _is_rationed() -> bool:
-    """Whether a control group that this process is in, or one around it, has a quota of processor time."""
+    """Whether this process' control group, or one that contains it, has a quota of processor time."""
     if not OWN_CGROUPS.exists():
         return False
     for line in OWN_CGROUPS.read_text(encoding="utf-8").splitlines():
@@ -68,7 +69,7 @@ def _is_rationed() -> bool:
 
 
 def keep(parent: int) -> None:
-    """A loop on each of this process' processors, until `parent` is gone."""
+    """Runs a loop on each of this process' processors until the process `parent` has ended."""
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     with suppress(OSError):  # a kernel without autogroups
         Path("/proc/self/autogroup").write_text(LEAST_WEIGHT, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""`Lab`: builds the namespaces of a scenario, starts ranks in them, measures links, causes faults."""
+"""`Lab`, an emulated cluster: builds a scenario's namespaces, starts ranks in them, measures links, causes faults."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ BACKGROUND_PORT = 29700
 PINGS = 50
 FOREVER_S = 1e7
 GRACE_S = 10.0  # after one rank failed, the others get this long to end by themselves
-ECHO_PATIENCE_S = 2.0  # for output after a rank's end; what it left running may hold its pipe open
+ECHO_PATIENCE_S = 2.0  # for output after a rank's end; processes that the rank left running may hold its pipe open
 CAP_NET_ADMIN, CAP_SYS_ADMIN = 12, 21
 
 
 class LabUnavailableError(RuntimeError):
-    """This machine, or this user, cannot make network namespaces; the text says what is missing."""
+    """Raised where this machine, or this user, cannot make network namespaces; the text says what is missing."""
 
 
-DEFAULT_ENVIRONMENT = {  # of a rank, unless set
+DEFAULT_ENVIRONMENT = {  # environment variables of a rank, unless set
     "OMP_NUM_THREADS": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # torch warns that a node's address has no host name
 }
@@ -50,7 +50,7 @@ DEFAULT_ENVIRONMENT = {  # of a rank, unless set
 
 @dataclass(frozen=True)
 class LinkRate:
-    """One direction of one node's link under load, while all other links are loaded too."""
+    """The measured rate from one node to another while all other links are loaded too."""
 
     source: int
     target: int
@@ -60,18 +60,18 @@ class LinkRate:
 
 
 class Lab:
-    """An emulated cluster, as a context manager: built on entry, gone on exit, also when this process is killed.
+    """An emulated cluster, as a context manager: built on entry, removed on exit, also when this process is killed.
 
     Works as root, and as an ordinary user where user namespaces are allowed (there the ranks see themselves as root);
-    `user_namespace=True` takes that way as root too. Any number of labs can exist at once. On exit everything that
-    still runs in the nodes is killed. While it exists, a virtual machine's processors are kept awake (`awake.py`).
-    The ranks of a node run on its share of the processors, where that comes out even (`processors.py`).
+    `user_namespace=True` uses a user namespace as root too. Any number of labs can exist at once. On exit every process
+    that still runs in the nodes is killed. While the lab exists, a virtual machine's processors are kept awake
+    (`awake.py`). The machine's processors are divided among the nodes where they divide evenly (`processors.py`).
 
     Raises:
         LabUnavailableError: on entry, saying what is missing and how to get it.
 
     Example:
-        >>> with Lab(Scenario(nodes=4, link="1gbit")) as lab:             # doctest: +SKIP
+        >>> with Lab(Scenario(nodes=4, link="1gbit")) as lab:       # doctest: +SKIP
         ...     codes = lab.run([sys.executable, "train.py"])
     """
 
@@ -124,9 +124,15 @@ class Lab:
     def spawn(
         self, rank: int, argv: Sequence[str], env: Mapping[str, str] | None = None, **popen: Any
     ) -> subprocess.Popen[Any]:
-        """Starts a rank on its node, with the environment that torchrun would give it.
+        """Starts a rank on its node, with the environment variables that torchrun would set.
 
-        `popen`: further arguments of `subprocess.Popen`. The process dies with the thread that started it.
+        The process dies with the thread that started it.
+
+        Args:
+            popen: further arguments of `subprocess.Popen`.
+
+        Raises:
+            ValueError: there is no such rank.
         """
         if not 0 <= rank < self.scenario.world_size:
             raise ValueError(f"there is no rank {rank}: the ranks are 0..{self.scenario.world_size - 1}")
@@ -140,10 +146,11 @@ class Lab:
     def run(
         self, argv: Sequence[str], env: Mapping[str, str] | None = None, timeout_s: float | None = None
     ) -> list[int]:
-        """Runs a command as every rank, prints what they print behind `[rank]`, returns their exit codes.
+        """Runs a command as every rank, prints the ranks' output behind `[rank]`, and returns their exit codes.
 
-        When a rank fails the others get a moment to end by themselves; they are killed after it, and when the time is
-        up. `first_failed` then names the rank that began it; it is None when all went well or the time was up.
+        When a rank fails, the others get `GRACE_S` seconds to end by themselves and are then killed; after `timeout_s`,
+        all are killed at once. `first_failed` then is the rank that failed first; None when all went well or the time
+        was up.
         """
         ranks = [
             self.spawn(rank, argv, env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -164,7 +171,14 @@ class Lab:
     # Measurement.
 
     def check(self, seconds: float = 3.0) -> list[LinkRate]:
-        """Loads every link in both directions at once and measures what arrives, and then idle round trips."""
+        """Loads every link in both directions at once, measures the rates that arrive, and then idle round trips.
+
+        Args:
+            seconds: how long the links are loaded.
+
+        Raises:
+            ValueError: the lab has fewer than two nodes.
+        """
         n = self.scenario.nodes
         if n < 2:
             raise ValueError("a check needs at least two nodes")
@@ -181,11 +195,15 @@ class Lab:
         ]
 
     def uplink_bytes(self) -> list[tuple[int, int]]:
-        """(sent, received) bytes of each rack over the trunk until now; nothing where there is one rack."""
+        """Returns the (sent, received) bytes of each rack over the trunk until now; an empty list where there is one
+        rack.
+        """
         return [(sent, received) for sent, received in self._tell({"do": "uplinks"})["uplinks"]]
 
     def describe(self) -> dict[str, Any]:
-        """What the links are, for a record; congestion control and off-loads as read in node 0 when it was built."""
+        """Returns the links' settings, for a record; congestion control and off-loads as read in node 0 when the lab
+        was built.
+        """
         shapers = {
             rate: tbf(value)
             for rate in {self.scenario.link, *self.scenario.slow.values(), self.scenario.trunk or UNSHAPED}
@@ -205,19 +223,19 @@ class Lab:
     # Faults while a job runs.
 
     def link_down(self, node: int) -> None:
-        """Takes the node off the network."""
+        """Disconnects the node from the network."""
         self._tell({"do": "down", "node": self._known(node)})
 
     def link_up(self, node: int) -> None:
-        """Puts it back; connections that did not give up meanwhile go on after TCP's next retransmission."""
+        """Reconnects the node; connections that did not give up meanwhile go on after TCP's next retransmission."""
         self._tell({"do": "up", "node": self._known(node)})
 
     def set_rate(self, node: int, rate: str) -> None:
-        """Changes the node's link, both directions; `unshaped` takes the limit off."""
+        """Changes the rate of the node's link in both directions; `unshaped` removes the limit."""
         self._tell({"do": "rate", "node": self._known(node), "rate": rate_bytes_per_s(rate)})
 
     def start_background(self, source: int, target: int, rate: str) -> None:
-        """A TCP flow of this rate (`unshaped`: as fast as it gets) until `stop_background` or the lab's end."""
+        """Starts a TCP flow of this rate (`unshaped`: unlimited), until `stop_background` or the end of the lab."""
         if (self._known(source), self._known(target)) in self._flows:
             raise ValueError(f"background traffic {source}->{target} runs already: stop it first")
         port = next(self._flow_ports)
@@ -233,7 +251,7 @@ class Lab:
             end(process)
 
     def pause(self, rank: int) -> None:
-        """Stops a rank as a swapping or debugged process would (SIGSTOP)."""
+        """Stops a rank (SIGSTOP), as a process stops that is swapped out or debugged."""
         self.ranks[rank].send_signal(signal.SIGSTOP)
 
     def resume(self, rank: int) -> None:
@@ -242,7 +260,7 @@ class Lab:
     def kill(self, rank: int) -> None:
         self.ranks[rank].kill()
 
-    # Below here: how.
+    # Implementation.
 
     @staticmethod
     def _require_linux() -> None:
@@ -340,7 +358,9 @@ class Lab:
             return _figure(ping)
 
     def _slowest(self, source: int, target: int) -> float | None:
-        """What the path allows; a trunk is shared by the flows that cross it in the same direction."""
+        """Returns the least rate on the path in bytes per second, None if unlimited; flows of one direction share a
+        trunk.
+        """
         rates = [self.scenario.rate_of(source), self.scenario.rate_of(target)]
         racks = self.scenario.rack_of(source), self.scenario.rack_of(target)
         if self.scenario.trunk is not None and racks[0] != racks[1]:
@@ -350,7 +370,7 @@ class Lab:
 
 
 def free_port() -> int:
-    """A TCP port that was free on this machine a moment ago."""
+    """Returns a TCP port of this machine that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -364,7 +384,7 @@ def _figure(process: subprocess.Popen[Any]) -> float:
 
 
 def end(process: subprocess.Popen[Any], patience_s: float = 0.0) -> None:
-    """Waits so long for the process to end by itself, then kills it."""
+    """Waits up to `patience_s` seconds for the process to end by itself, then kills it."""
     try:
         process.wait(patience_s)
     except subprocess.TimeoutExpired:
@@ -377,7 +397,7 @@ def _until(deadline: float) -> float:
 
 
 def first_failure(ranks: list[subprocess.Popen[Any]], timeout_s: float | None = None) -> int | None:
-    """Waits for the first rank to fail, and returns it; None when all have ended well or the time is up."""
+    """Waits for the first rank to fail and returns it; None when all have ended well or the time is up."""
     ended = threading.Condition()
     open_ranks = set(range(len(ranks)))
     bad: list[int] = []
@@ -405,7 +425,7 @@ def _echo(rank: int, stream: IO[bytes]) -> None:
 
 
 def _may_make_networks() -> bool:
-    """Whether this process has root's rights over networks; root of a container often has not."""
+    """Whether this process has root's rights over networks; root in a container often lacks them."""
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     held = re.search(r"^CapEff:\s*([0-9a-f]+)$", status, re.MULTILINE)
     capabilities = int(held[1], 16) if held else 0

@@ -1,4 +1,4 @@
-"""Bytes at the network interface, read where the measuring process is."""
+"""Counts bytes at the network interface of the measuring process."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ COUNTERS = Path("/proc/self/net/dev")
 
 
 def interface_bytes() -> tuple[int, int]:
-    """(sent, received) bytes of this process' interfaces; of the loopback interface where nothing else has traffic.
+    """Returns the (sent, received) bytes of this process' network interface since its creation.
 
-    Inside a lab's node that is the node's own link. Ranks that talk over loopback share its counter.
+    Inside a lab's node the interface is the node's own link, elsewhere loopback. Ranks that talk over loopback share
+    its counter.
     """
     totals: dict[str, tuple[int, int]] = {}
     for line in COUNTERS.read_text(encoding="ascii").splitlines()[2:]:

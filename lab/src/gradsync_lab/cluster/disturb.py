@@ -1,4 +1,4 @@
-"""What happens to a lab while a job runs: traffic that moves from link to link, ranks that stall."""
+"""Disturbs an emulated cluster while a job runs: traffic that moves from link to link, ranks that stall."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .scenario import Scenario
 
 
 class Disturbed(Protocol):
-    """Of a lab, what is done to it."""
+    """The part of a `Lab` that disturbances use."""
 
     scenario: Scenario
 
@@ -27,9 +27,11 @@ class Disturbed(Protocol):
 
 @contextmanager
 def disturbances(lab: Disturbed) -> Iterator[None]:
-    """Inside, those of the lab's scenario go on, each in a thread of its own; drawn by the scenario's seed.
+    """Runs the disturbances of the lab's scenario inside the block, each in a thread, drawn by the scenario's seed.
 
-    One that could not go on raises at the end why: what was measured meanwhile was not disturbed as it should be.
+    Raises:
+        Exception: at the end, the error of a disturbance that could not go on, as measurements were not disturbed as
+            intended.
     """
     scenario, ended = lab.scenario, threading.Event()
     errors: list[Exception] = []
@@ -59,7 +61,7 @@ def disturbances(lab: Disturbed) -> Iterator[None]:
 
 
 def _move_background(lab: Disturbed, ended: threading.Event) -> None:
-    """One flow, which has another pair of nodes each time, of those between which none runs all the time."""
+    """Runs one flow that moves between random pairs of nodes; pairs with permanent background traffic are not used."""
     assert lab.scenario.moving_background is not None
     rate, stays_s = lab.scenario.moving_background
     draw, free = random.Random(lab.scenario.seed), lab.scenario.pairs_without_background
@@ -72,7 +74,9 @@ def _move_background(lab: Disturbed, ended: threading.Event) -> None:
 
 
 def _stall(lab: Disturbed, ended: threading.Event) -> None:
-    """One rank at a time; pauses between stalls are as long as chance has it, and on average as asked for."""
+    """Stalls one random rank at a time; the pauses between stalls are exponentially distributed with the mean asked
+    for.
+    """
     assert lab.scenario.stalls is not None
     stall_s, every_s = lab.scenario.stalls
     draw = random.Random(lab.scenario.seed)

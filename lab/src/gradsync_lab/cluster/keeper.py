@@ -1,12 +1,15 @@
-"""The script that holds a lab's network, and enters a node. It imports nothing of the package: a start costs no time.
+"""The script that holds a lab's network, and enters a node.
 
-    keeper.py keep                              builds what the first line of its input says (JSON), then takes commands
-    keeper.py enter KEEPER_PID NODE_PID CMD ... runs a command inside a node; KEEPER_PID 0 for root's lab
+The script imports nothing of the package, which makes it start fast.
+
+    keeper.py keep                                builds what the first line of its input says (JSON), then takes
+        commands
+    keeper.py enter KEEPER_PID NODE_PID CMD ...   runs a command inside a node; KEEPER_PID 0 for root's lab
 
 The keeper lives in a network namespace of its own (the switch; for an ordinary user also in a user namespace), with a
 forked process for each node that does nothing but hold the node's namespace. When its input is closed or its parent
-dies, it ends what still runs in the nodes and itself. No namespace has a name: with the last process in it, the kernel
-removes it and its links, also when the keeper itself was killed.
+dies, the keeper ends all processes in the nodes and itself. No namespace has a name: with the last process in it, the
+kernel removes the namespace and its links, also when the keeper itself was killed.
 """
 
 from __future__ import annotations
@@ -31,16 +34,16 @@ PR_SET_PDEATHSIG = 1
 CONGESTION_CONTROL = "cubic"  # BBR, the default of some kernels, does not suit shaped links
 NETWORK = "10.77.0.0/24"
 NOBODY = ("10.77.0.254", 9)  # an address of the network at which nobody listens
-PACKET_BYTES = (4 << 10, 64 << 10)  # the least and the most of a segmentation-offload packet
+PACKET_BYTES = (4 << 10, 64 << 10)  # the smallest and the largest segmentation-offload packet
 BURST_S = 0.001  # tokens kept, in time at full rate: below a timer tick the rate is not reached
-BURST_PACKETS = 1.5  # at least so many of these packets, with their headers, must fit into a burst
+BURST_PACKETS = 1.5  # at least so many segmentation-offload packets, with their headers, must fit into a burst
 QUEUE_S = 0.020  # how long a packet may wait in the shaper before it is dropped
 
 SIOCETHTOOL = 0x8946
 ETHTOOL_GET = {"tso": 0x1E, "gso": 0x23, "gro": 0x2B}  # linux/ethtool.h
 
 KILL_PATIENCE_S = 3.0  # for processes to be gone after they were killed
-COMMAND_NOT_FOUND = 127  # as shells say it
+COMMAND_NOT_FOUND = 127  # the exit code of shells
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -57,7 +60,7 @@ def unshare(flags: int) -> None:
 
 
 def join(pid: int, kind: str, flag: int) -> None:
-    """Enters a namespace of the process `pid`."""
+    """Enters the namespace of this kind of the process `pid`."""
     fd = os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY)
     try:
         check(libc.setns(fd, flag), f"setns {kind}")
@@ -66,7 +69,9 @@ def join(pid: int, kind: str, flag: int) -> None:
 
 
 def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
-    """The kernel sends this process a signal when its parent (the thread that started it) dies, however it does."""
+    """Makes the kernel send this process a signal when its parent (the thread that started it) dies, however it
+    dies.
+    """
     parent = os.getppid()
     check(libc.prctl(PR_SET_PDEATHSIG, by), "prctl")
     if os.getppid() != parent:
@@ -74,19 +79,21 @@ def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
 
 
 def packet_bytes(rate_bytes_per_s: float | None) -> int:
-    """Bytes of the largest segmentation-offload packet on such a link: a burst must hold it, and shall be short."""
+    """Returns the size in bytes of the largest segmentation-offload packet on such a link: small, as a burst must hold
+    it.
+    """
     least, most = PACKET_BYTES
     return most if rate_bytes_per_s is None else min(max(int(rate_bytes_per_s * BURST_S / BURST_PACKETS), least), most)
 
 
 def tbf(rate_bytes_per_s: float) -> dict[str, int]:
-    """Settings of the token bucket for a rate; integers, as netlink wants them."""
+    """Returns the token bucket's settings for a rate, as the integers that netlink needs."""
     burst = int(max(BURST_PACKETS * packet_bytes(rate_bytes_per_s), rate_bytes_per_s * BURST_S))
     return {"rate": int(rate_bytes_per_s), "burst": burst, "limit": int(rate_bytes_per_s * QUEUE_S) + burst}
 
 
 def become_root_of_own_namespace() -> None:
-    """For an ordinary user: a user namespace in which this process may build networks."""
+    """Enters a new user namespace, in which an ordinary user's process may build networks."""
     uid, gid = os.getuid(), os.getgid()
     unshare(CLONE_NEWUSER)
     Path("/proc/self/setgroups").write_text("deny", encoding="ascii")
@@ -95,7 +102,7 @@ def become_root_of_own_namespace() -> None:
 
 
 def offload(interface: str) -> dict[str, bool]:
-    """Which segmentation off-loads the interface has switched on, of the namespace this process is in."""
+    """Returns which segmentation off-loads the interface has switched on, in this process' network namespace."""
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for name, command in ETHTOOL_GET.items():
@@ -107,7 +114,7 @@ def offload(interface: str) -> dict[str, bool]:
 
 
 def congestion_control() -> str:
-    """What a connection to another node really uses, from the namespace this process is in."""
+    """Returns the congestion control of a connection to another node, from this process' network namespace."""
     with socket.socket() as stream:
         stream.setblocking(False)
         stream.connect_ex(NOBODY)
@@ -115,7 +122,7 @@ def congestion_control() -> str:
 
 
 def hold_namespace() -> int:
-    """Forks a process that holds a new network namespace; its pid."""
+    """Forks a process that holds a new network namespace, and returns its pid."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -136,7 +143,7 @@ def hold_namespace() -> int:
 
 
 class NamespaceNetwork:
-    """The bridges here, and each node's end of its link."""
+    """The bridges in this process' namespace, and each node's end of its link."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
         from pyroute2 import IPRoute
@@ -157,7 +164,7 @@ class NamespaceNetwork:
             self._add_node(node, pid, bridges[spec["rack_of"][node]], spec)
 
     def _socket_inside(self, pid: int) -> Any:
-        """A netlink socket that stays in the node's namespace, wherever this process is."""
+        """Opens a netlink socket that stays in the node's namespace, also when this process leaves the namespace."""
         from pyroute2 import IPRoute
 
         join(pid, "net", CLONE_NEWNET)
@@ -194,7 +201,7 @@ class NamespaceNetwork:
         index = self.set_up(inside, interface)
         inside.addr("add", index=index, address=spec["addresses"][node], prefixlen=24)
         # By route: a namespace may not choose a congestion control that the machine does not allow to everybody.
-        # It replaces the route that came with the address, and so must look like it (protocol kernel, scope link).
+        # The route replaces the one that came with the address and must look like it (protocol kernel, scope link).
         route = {"dst": NETWORK, "oif": index, "proto": 2, "scope": 253, "prefsrc": spec["addresses"][node]}
         with contextlib.suppress(NetlinkError):  # the kernel lacks it: `observe` says what is used instead
             inside.route("replace", **route, metrics={"cc_algo": CONGESTION_CONTROL})
@@ -220,12 +227,12 @@ class NamespaceNetwork:
             self._shaped.add(key)
 
     def set_rate(self, node: int, rate: float | None, interface: str) -> None:
-        """Both directions of the node's link."""
+        """Limits both directions of the node's link to `rate` bytes per second; None removes the limit."""
         self.shape(self.switch, self.index(self.switch, f"port{node}"), rate)
         self.shape(self.nodes[node], self.index(self.nodes[node], interface), rate)
 
     def uplinks(self, racks: int) -> list[tuple[int, int]]:
-        """Bytes that have left each rack, and come into it, over its end of the trunk."""
+        """Returns the bytes that have left each rack and entered it over its end of the trunk."""
         found = []
         for rack in range(racks) if racks > 1 else ():
             (link,) = self.switch.get_links(self.index(self.switch, f"up{rack}"))
@@ -237,7 +244,7 @@ class NamespaceNetwork:
         self.switch.link("set", index=self.index(self.switch, f"port{node}"), state=state)
 
     def observe(self, interface: str) -> dict[str, Any]:
-        """What the first node really has, for the record."""
+        """Reads congestion control and off-loads in the first node, for the record."""
         join(self.pids[0], "net", CLONE_NEWNET)
         try:
             return {"congestion_control": congestion_control(), "segmentation_offload": offload(interface)}
@@ -245,7 +252,9 @@ class NamespaceNetwork:
             self._go_home()
 
     def leave(self, *_signal: Any) -> NoReturn:
-        """Ends what runs in the nodes, whoever started it, and this process; it goes on if told so again."""
+        """Kills all processes in the nodes, whoever started them, and this process; later signals do not interrupt
+        it.
+        """
         for again in (signal.SIGTERM, signal.SIGINT):
             signal.signal(again, signal.SIG_IGN)
         deadline = time.monotonic() + KILL_PATIENCE_S
@@ -264,12 +273,12 @@ class NamespaceNetwork:
 
 
 def network_namespace(pid: int | str) -> str:
-    """Its name in /proc, like `net:[4026531840]`."""
+    """Returns the name of the process' network namespace in /proc, like `net:[4026531840]`."""
     return str(Path(f"/proc/{pid}/ns/net").readlink())
 
 
 def processes_inside(spaces: set[str]) -> list[int]:
-    """Those in one of these network namespaces."""
+    """Returns the pids of the processes in one of these network namespaces."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
@@ -280,7 +289,7 @@ def processes_inside(spaces: set[str]) -> list[int]:
 
 
 def keep() -> None:
-    """Builds, tells, obeys, until its input ends."""
+    """Builds the network, reports, and obeys commands until its input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ranks and for who started them
     die_with_parent(signal.SIGTERM)
     spec = json.loads(sys.stdin.readline())
@@ -318,7 +327,7 @@ def answer(**what: Any) -> None:
 
 
 def enter(keeper_pid: int, node_pid: int, command: list[str]) -> None:
-    """Becomes `command`, inside the node."""
+    """Replaces this process by `command` inside the node."""
     die_with_parent()
     if keeper_pid:
         join(keeper_pid, "user", CLONE_NEWUSER)

@@ -1,8 +1,8 @@
-"""Plain TCP traffic between nodes, to measure links and to load them. A script that imports nothing of the package.
+"""Plain TCP traffic between nodes, to measure and to load links. A script that imports nothing of the package.
 
-probe.py receive PORT SECONDS          prints bytes received per second over the middle of the time
-probe.py send HOST PORT SECONDS RATE   RATE bytes per second, 0 for as fast as possible
-probe.py echo PORT / ping HOST PORT N  prints the median round trip of a small message in seconds
+probe.py receive PORT SECONDS              prints bytes received per second over the middle of the time
+probe.py send HOST PORT SECONDS RATE       RATE bytes per second, 0 for as fast as possible
+probe.py echo PORT / ping HOST PORT N      prints the median round trip of a small message in seconds
 """
 
 from __future__ import annotations

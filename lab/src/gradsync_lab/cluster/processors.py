@@ -1,7 +1,7 @@
-"""Which of this machine's processors the ranks of each node run on: a share of them, where that comes out even.
+"""Divides this machine's processors among the nodes of an emulated cluster, where they divide evenly.
 
-Of processors that are kept awake (`awake.py`) none is ever idle, and an idle one is what takes waiting ranks over from
-another: left to the kernel, three of four ranks shared one of two processors for milliseconds at a time.
+Where processors are kept awake (`awake.py`), none is ever idle, so none takes waiting ranks over from another: left to
+the kernel, three of four ranks shared one of two processors for milliseconds at a time.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ Shares = list[tuple[int, ...]]
 
 
 def shares_of_nodes(nodes: int) -> Shares | None:
-    """The processors of each node, of those that this process may use; see `share_out`."""
+    """Returns the processors of each node, out of those that this process may use; see `share_out`."""
     return share_out(os.sched_getaffinity(0), nodes) if hasattr(os, "sched_getaffinity") else None
 
 
 def share_out(processors: Collection[int], nodes: int) -> Shares | None:
-    """As many processors for each node, or one for as many nodes each; None where neither comes out even."""
+    """Returns equally many processors for each node, or one for equally many nodes each; None where neither divides
+    evenly.
+    """
     numbers = sorted(processors)
     if len(numbers) % nodes == 0:
         each = len(numbers) // nodes
@@ -31,7 +33,9 @@ def share_out(processors: Collection[int], nodes: int) -> Shares | None:
 
 @contextmanager
 def confined(shares: Shares | None, node: int) -> Iterator[None]:
-    """What this thread starts inside the block runs on the node's share, if there are shares."""
+    """Makes processes that this thread starts inside the block run on the node's processors; without shares, does
+    nothing.
+    """
     if shares is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""What a lab looks like, and what happens to it: link rates, racks, slow nodes, background traffic, stalls."""
+"""Scenarios of an emulated cluster: link rates, racks, slow nodes, background traffic, stalls."""
 
 from __future__ import annotations
 
@@ -17,12 +17,19 @@ SHAPEABLE_BYTES_PER_S = (1e3, 2**32 - 1)  # the kernel's token bucket is told it
 
 @dataclass(frozen=True)
 class Scenario:
-    """Rates as people write them (`1gbit`, `200mbit`) or `unshaped`.
+    """An emulated cluster's nodes and links, and the disturbances while a job runs.
 
-    `slow`: node -> its own rate. With `rack_size`, every so many nodes share a rack joined to the others by `trunk`.
-    `background`: (from node, to node, rate) of traffic that runs all the time. `moving_background`: (rate, seconds) of
-    one flow that is between two other nodes after so long each time. `stalls`: (seconds, seconds between on average):
-    some rank stops for so long, as a swapping process does. Both are drawn by `seed`.
+    Rates are text such as `1gbit`, `200mbit` or `unshaped` (no limit).
+
+    - `slow`: node -> the rate of its link.
+    - `rack_size`, `trunk`: every `rack_size` nodes form a rack, which the trunk's rate joins to the others.
+    - `background`: (from node, to node, rate) of traffic that runs all the time.
+    - `moving_background`: (rate, seconds) of one flow that moves to another pair of nodes after so many seconds.
+    - `stalls`: (seconds, mean seconds in between): a random rank stops for so long, as a swapped-out process does.
+    - `seed`: draws moving traffic and stalls.
+
+    Raises:
+        ValueError: on construction, for fields that do not fit together.
     """
 
     nodes: int
@@ -56,7 +63,7 @@ class Scenario:
             rate_bytes_per_s(rate)
         flows = [rate for _, _, rate in self.background]
         for rate in flows if self.moving_background is None else [*flows, self.moving_background[0]]:
-            parse_rate_bytes_per_s(rate)  # `unshaped` is none
+            parse_rate_bytes_per_s(rate)  # raises for `unshaped`
             rate_bytes_per_s(rate)
         if len({flow[:2] for flow in self.background}) < len(self.background):
             raise ValueError(f"background traffic may run once from a node to another, got {list(self.background)}")
@@ -75,7 +82,7 @@ class Scenario:
         return self.nodes * self.ranks_per_node
 
     def rate_of(self, node: int) -> float | None:
-        """Bytes per second of the node's link in each direction; None when it is not shaped."""
+        """Returns the rate of the node's link in each direction in bytes per second; None when it has no limit."""
         return rate_bytes_per_s(self.slow.get(node, self.link))
 
     def rack_of(self, node: int) -> int:
@@ -87,13 +94,17 @@ class Scenario:
 
     @property
     def pairs_without_background(self) -> list[tuple[int, int]]:
-        """Ordered pairs of nodes, from one to another, between which no `background` runs."""
+        """Returns the ordered pairs of nodes, from one to another, between which no `background` runs."""
         taken = {(source, target) for source, target, _ in self.background}
         return [pair for pair in permutations(range(self.nodes), 2) if pair not in taken]
 
 
 def rate_bytes_per_s(text: str) -> float | None:
-    """Bytes per second; None for `unshaped`. Raises ValueError for anything that is no rate or cannot be shaped."""
+    """Parses a rate such as `1gbit` and returns bytes per second; None for `unshaped`.
+
+    Raises:
+        ValueError: `text` is no rate, or not one that the kernel can limit a link to.
+    """
     if text == UNSHAPED:
         return None
     rate, (least, most) = parse_rate_bytes_per_s(text), SHAPEABLE_BYTES_PER_S
@@ -106,7 +117,7 @@ def rate_bytes_per_s(text: str) -> float | None:
 
 
 def parse_slow(texts: Sequence[str]) -> dict[int, str]:
-    """`["3=100mbit"]` -> {3: "100mbit"}; raises ValueError."""
+    """Parses slow nodes: `["3=100mbit"]` -> {3: "100mbit"}. Raises ValueError for text of another form."""
     slow = {}
     for text in texts:
         match = re.fullmatch(r"(\d+)=(\S+)", text)
@@ -117,7 +128,9 @@ def parse_slow(texts: Sequence[str]) -> dict[int, str]:
 
 
 def parse_background(texts: Sequence[str]) -> tuple[tuple[int, int, str], ...]:
-    """`["0->2=300mbit"]` -> ((0, 2, "300mbit"),); raises ValueError."""
+    """Parses background traffic: `["0->2=300mbit"]` -> ((0, 2, "300mbit"),). Raises ValueError for text of another
+    form.
+    """
     flows = []
     for text in texts:
         match = re.fullmatch(r"(\d+)->(\d+)=(\S+)", text)
@@ -128,7 +141,7 @@ def parse_background(texts: Sequence[str]) -> tuple[tuple[int, int, str], ...]:
 
 
 def parse_moving_background(text: str) -> tuple[str, float]:
-    """`"100mbit@4s"` -> ("100mbit", 4.0); raises ValueError."""
+    """Parses moving traffic: `"100mbit@4s"` -> ("100mbit", 4.0). Raises ValueError for text of another form."""
     rate, at, seconds = text.partition("@")
     if not at:
         raise ValueError(f"moving traffic is written RATE@TIME, like 100mbit@4s; got {text!r}")
@@ -136,7 +149,7 @@ def parse_moving_background(text: str) -> tuple[str, float]:
 
 
 def parse_stalls(text: str) -> tuple[float, float]:
-    """`"500ms@4s"` -> (0.5, 4.0); raises ValueError."""
+    """Parses stalls: `"500ms@4s"` -> (0.5, 4.0). Raises ValueError for text of another form."""
     stall, at, every = text.partition("@")
     if not at:
         raise ValueError(f"stalls are written TIME@TIME between them, like 500ms@4s; got {text!r}")

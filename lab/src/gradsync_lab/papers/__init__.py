@@ -1,6 +1,6 @@
-"""What schemes and plans would take on clusters that are not here, beside what papers published.
+"""Simulates papers' evaluations on clusters that are not here, and prints the figures with the published ones.
 
-From the same `steps` that planning reads, and on the planner's machine.
+Times come from the same `steps` that planners read, and from the planner's model of a machine (`planner.problem`).
 """
 
 from .bytecomp import bytecomp_tables as bytecomp_tables

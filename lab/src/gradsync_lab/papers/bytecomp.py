@@ -1,10 +1,10 @@
-"""ByteComp's evaluation (Wang et al., "Espresso", EuroSys 2023) on the planner's machine: 8 nodes of 8 ranks.
+"""ByteComp's evaluation (Wang et al., "Espresso", EuroSys 2023), simulated: 8 nodes of 8 ranks.
 
 Modelled: backward as in `models`, transfers by a `CostModel`, kernels by the authors' constants, all on the machine of
-`planner.problem` with one resource for each of device, host, links inside and between nodes. Fitted: for each model
-what an iteration takes besides backward and synchronisation, so that the upper bound is the published one; for each of
-two networks the rate between nodes that BytePS gets out of it, by its three FP32 bars. All else is as it comes out.
-The bars were read off figures, to 2 %. The rivals of the paper were re-implemented by its authors.
+`planner.problem` with one resource for each of device, host, links inside and between nodes. Fitted: for each model the
+time of an iteration outside of backward and synchronisation, so that the upper bound is the published one; for each of
+two networks the rate between nodes that BytePS achieves, from its three FP32 bars. All other figures are predictions.
+The bars were read off figures, to 2 %. The paper's authors re-implemented its rivals.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ PARTITION_BYTES = 4 << 20  # BytePS cuts tensors to no more (its default; from m
 RELEASED_THRESHOLD = {"resnet101": 1 << 20}  # elements from which the released stand-in of HiPress compresses
 RELEASED_THRESHOLD_ELSE = 1 << 24
 
-READ_OFF = 0.02  # bars are so exact
-TOLERATED = 0.15  # ratios to FP32 that are further off are named
+READ_OFF = 0.02  # relative error of bars that were read off figures
+TOLERATED = 0.15  # `outside` names systems whose ratio to FP32 is further off
 COMPARED = ("FP32", "BytePS-Compress", "HiTopKComm", "HiPress, released", "ByteComp", "upper bound")  # with the bars
 PUBLISHED_SYSTEMS = ("FP32", "BytePS-Compress", "HiTopKComm", "HiPress", "ByteComp", "upper bound")
 
 
 @dataclass(frozen=True)
 class ByteCompJob:
-    """A row of the paper's throughput."""
+    """One job of the paper's throughput figures."""
 
     model: str
     coding: Coding
     network: Interconnect
-    batch: int  # of a rank
+    batch: int  # per rank
     published: tuple[float, ...]  # units a second with 64 ranks, by PUBLISHED_SYSTEMS
     scaling: float | None = None  # published, FP32 at 64 ranks
 
@@ -74,7 +74,7 @@ class ByteCompJob:
         return f"{self.model} {self.coding.name}"
 
     def published_s(self, system: str) -> float:
-        """Seconds of an iteration."""
+        """Returns the published seconds of an iteration by `system`."""
         return self.batch * NODES * RANKS_PER_NODE / self.published[PUBLISHED_SYSTEMS.index(system)]
 
 
@@ -91,25 +91,27 @@ PLANNING_MS = {"vgg16": 17, "resnet101": 179, "ugatit": 84, "bert-base": 125, "g
 
 @cache
 def problem_of(job: ByteCompJob, nodes: int = NODES) -> Problem:
-    """The job's gradients with all options."""
+    """Returns the job's gradients with all options, on `nodes` nodes."""
     model = paper_model(job.model)
     return Problem(model.gaps_s, model.nbytes, Costs(job.network, job.coding, nodes).options())
 
 
 def without_kernels(problem: Problem) -> Problem:
-    """Compression free: the paper's upper bound."""
+    """Returns the problem with free compression: the paper's upper bound."""
     links = (Resource.INTRA, Resource.INTER)
     options = (Option(o.name, tuple(d for d in o.chain if d.resource in links)) for o in problem.options)
     return replace(problem, options=tuple(options))
 
 
 def published_choice(problem: Problem) -> Solution:
-    """Algorithms 1 and 2, from FP32, without the 16 bits that the paper leaves out."""
+    """Returns the solution of Algorithms 1 and 2, beginning with FP32, without the 16-bit option, which the paper
+    lacks.
+    """
     return bytecomp_offload(problem, bytecomp_device(problem, ON_DEVICE).parts, OFFLOADED)
 
 
 def _fp32_s(job: ByteCompJob, nodes: int) -> float:
-    """BytePS: tensors in partitions that follow one another through the links."""
+    """Returns BytePS' seconds: partitions of tensors follow one another through the links."""
     problem = split_items(problem_of(job, nodes), PARTITION_BYTES).problem
     return step_s(problem, layerwise(problem, FP32))
 
@@ -166,17 +168,21 @@ SYSTEMS = tuple(_SYSTEMS)
 
 @cache
 def synced_s(system: str, job: ByteCompJob, nodes: int = NODES) -> float:
-    """Backward and synchronisation."""
+    """Returns the seconds of backward and synchronisation by `system`."""
     return _SYSTEMS[system](job, nodes)
 
 
 def rest_s(job: ByteCompJob) -> float:
-    """Of an iteration, besides backward and synchronisation: fitted, so that the upper bound is the published one."""
+    """Returns the seconds of an iteration outside of backward and synchronisation, fitted to the published upper
+    bound.
+    """
     return job.published_s("upper bound") - synced_s("upper bound", job)
 
 
 def misfit(network: Interconnect) -> float:
-    """By how much FP32 misses its bars on this network: the root mean square of logarithms."""
+    """Returns how far FP32 is from its published bars on this network, as root mean square of the ratios'
+    logarithms.
+    """
     jobs = [replace(job, network=network) for job in JOBS if job.network.name == network.name]
     logs = [math.log((rest_s(job) + synced_s("FP32", job)) / job.published_s("FP32")) for job in jobs]
     return math.sqrt(sum(log**2 for log in logs) / len(logs))
@@ -184,7 +190,7 @@ def misfit(network: Interconnect) -> float:
 
 @dataclass(frozen=True)
 class Simulated:
-    """Iterations of a job by system, and what is fitted of them."""
+    """Iterations of a job, by system, with the fitted part."""
 
     job: ByteCompJob
     rest_s: float
@@ -208,7 +214,9 @@ class Simulated:
         return None if bar is None else self.job.published_s("FP32") / self.job.published_s(bar)
 
     def misplaced(self) -> list[str]:
-        """Pairs of the paper's systems that come out in the other order, where bars are more than 2 % apart."""
+        """Returns the pairs of systems whose order differs from the paper's, where the published bars are more than 2 %
+        apart.
+        """
         found = []
         for place, first in enumerate(COMPARED):
             for second in COMPARED[place + 1 :]:
@@ -219,7 +227,7 @@ class Simulated:
         return found
 
     def outside(self) -> list[str]:
-        """Of the paper's systems those whose ratio to FP32 is more than 15 % from that of the bars."""
+        """Returns the systems whose ratio to FP32 differs from the published one by more than 15 %."""
         found = []
         for system in COMPARED[1:-1]:  # the upper bound is fitted
             published = self.published_over_fp32(system)
@@ -229,14 +237,16 @@ class Simulated:
 
 
 def bar_of(system: str) -> str | None:
-    """The bar that a system stands beside: HiPress' is compared with the rule and with the released stand-in."""
+    """Returns the published bar to compare a system with; both the rule and the release of HiPress have the bar
+    HiPress.
+    """
     if system.startswith("HiPress"):
         return "HiPress"
     return system if system in PUBLISHED_SYSTEMS else None
 
 
 def bytecomp_tables() -> list[Table]:
-    """The paper's evaluation at 64 ranks, its ablations, scaling, planning times, and our reference tables."""
+    """Returns the paper's evaluation at 64 ranks, its ablations, scaling, planning times, and the reference tables."""
     simulated = [Simulated.of(job) for job in JOBS]
     return [
         searches_table(),
@@ -296,7 +306,7 @@ def ratio_table(simulated: list[Simulated]) -> Table:
 
 
 def unexplained_table(simulated: list[Simulated]) -> Table:
-    """What the bars of rivals hold that no constant of the authors accounts for."""
+    """Returns the time in the rivals' published bars that the authors' constants do not explain."""
     rows = Rows("unexplained", "ms")
     for each in simulated:
         model = paper_model(each.job.model)
@@ -323,7 +333,7 @@ def unexplained_table(simulated: list[Simulated]) -> Table:
 
 
 def _host_s(job: ByteCompJob) -> float:
-    """What the host does for all gradients in BytePS' partitions."""
+    """Returns the host's seconds for all gradients in BytePS' partitions."""
     problem = split_items(problem_of(job), PARTITION_BYTES).problem
     chain = problem.options[HOST_TWO_WAY].chain
     demands = [demand for demand in chain if demand.resource is Resource.OFFLOAD]
@@ -334,7 +344,7 @@ DISTANCES = {"bert-base Random-k": 7, "gpt2 EFSignSGD": 3, "ugatit DGC": 5}  # p
 
 
 def distance_table(jobs: Sequence[ByteCompJob] = JOBS) -> Table:
-    """By how much throughput stays below the upper bound, with every compressor on both networks."""
+    """Returns by how much throughput stays below the upper bound, for every compressor on both networks."""
     rows = Rows("distance", "%")
     for job in jobs:
         fixed_s = rest_s(job)
@@ -361,7 +371,7 @@ SCALED = ("FP32", "ByteComp", "16-bit, well cut", "ours")
 
 
 def scaling_table() -> Table:
-    """Throughput of n ranks over n times that of one."""
+    """Returns the throughput of n ranks over n times that of one."""
     rows = Rows("scaling", "%")
     for job in JOBS:
         alone_s = rest_s(job) + paper_model(job.model).backward_s
@@ -381,7 +391,7 @@ def scaling_table() -> Table:
 
 
 def planning_table(jobs: Sequence[ByteCompJob] = JOBS) -> Table:
-    """How long plans take to find, on this machine, and how far from the best they can be."""
+    """Returns how long plans take to find on this machine, and how far from the best they can be."""
     rows = Rows("planning", "ms")
     for job in sorted(jobs, key=lambda job: -PLANNING_MS[job.model]):
         problem = problem_of(job)
@@ -431,7 +441,7 @@ _TRIED = {  # options of each variant on the device, and their counterparts on t
 
 
 def ablation_table() -> Table:
-    """VGG16 with one of the four choices taken away."""
+    """Returns VGG16's throughput with one of the four choices taken away."""
     rows = Rows("ablation", "1e4 img/s")
     (vgg16,) = (job for job in JOBS if job.model == "vgg16")
     fixed_s = rest_s(vgg16)
@@ -449,7 +459,7 @@ def ablation_table() -> Table:
 
 
 def ablated_s(job: ByteCompJob, variant: str) -> float:
-    """Backward and synchronisation."""
+    """Returns the seconds of backward and synchronisation without one of the choices."""
     if variant == "FP32":
         return synced_s("FP32", job)
     problem = problem_of(job)

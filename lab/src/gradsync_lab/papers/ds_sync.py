@@ -1,9 +1,11 @@
-"""Group schedules (after DS-Sync, INFOCOM 2022) in a (max,+) model of rounds, beside one ring of all ranks (BSP).
+"""Group schedules (after DS-Sync, INFOCOM 2022) in a (max,+) model of rounds, compared with one ring of all ranks
+(BSP).
 
-Each round every rank computes, then a group starts when its last member is ready, and its members go on when its ring
-is through. So a delay spreads only with the groups, and where paths are long enough it meets the next one too late to
-add to it. The paper's own tables are not known to us: figures in brackets are those of our notes, worked out apart from
-this code. Nothing is fitted. Kernels are left out, as the notes have none, and so is overlap with computation.
+In each round every rank computes, then a group starts when its last member is ready, and its members go on when the
+group's ring is done. So a delay spreads only through groups, and where the paths are long it meets the next delay too
+late to add to it. The paper's own tables are not known to us: figures in brackets are from our design notes, computed
+separately from this code. Nothing is fitted. Kernels are left out, as the notes have none, and so is overlap with
+computation.
 """
 
 from __future__ import annotations
@@ -33,33 +35,33 @@ LINK_BYTES_PER_S = 1.25e9  # 10 Gbit/s
 HOP_S = 30e-6
 COMPUTE_S = 0.1
 
-SLOW = 0  # the rank whose link is slower, where one is
+SLOW = 0  # the rank with the slow link
 SEED = 8
-RANKS_DRAWN = 1 << 12  # in a round, over all worlds that are simulated side by side
-ROUNDS, SETTLING = 240, 96  # at least: of a mean, and before
+RANKS_DRAWN = 1 << 12  # ranks times worlds; worlds are independent draws that are simulated together
+ROUNDS, SETTLING = 240, 96  # least number of rounds that a mean is over, and before the mean begins
 SIZES = (4, 16, 64, 256, 1024, 4096)
-MOST_FOR_SPREAD = 64  # ranks of a schedule with a slow one: beyond, matrices take long
-PUBLISHED_SPEED = 1.94  # of training, at most
-RACKS = ((2, 8), (4, 8), (8, 8))  # of so many ranks
+MOST_FOR_SPREAD = 64  # with more ranks, the matrices of a schedule with a slow rank take long
+PUBLISHED_SPEED = 1.94  # published: largest speed-up of training
+RACKS = ((2, 8), (4, 8), (8, 8))  # (racks, ranks in each)
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """What goes wrong."""
+    """A disturbance of ranks or links."""
 
     name: str
-    jitter: float = 0.0  # standard deviation of a rank's computation, of its mean
-    stall_chance: float = 0.0  # of a rank, in a round
+    jitter: float = 0.0  # standard deviation of a rank's computation, over its mean
+    stall_chance: float = 0.0  # per rank and round
     stall_s: float = 0.0
-    slowdown: float = 1.0  # of one rank's link
-    joins_every: int = 1  # so many rounds that rank takes part in one, and is alone in the others
+    slowdown: float = 1.0  # factor by which one rank's link is slower
+    joins_every: int = 1  # the slow rank takes part in one of so many rounds, and is alone in the others
 
     @property
     def is_random(self) -> bool:
         return self.jitter > 0 or self.stall_chance > 0
 
     def computed_s(self, draw: np.random.Generator, shape: tuple[int, int]) -> NDArray[np.float64]:
-        """What each rank computes in a round."""
+        """Draws each rank's seconds of computation in a round, float64 of `shape` (worlds, ranks)."""
         seconds = np.full(shape, COMPUTE_S)
         if self.jitter:
             seconds += draw.normal(0.0, self.jitter * COMPUTE_S, shape)
@@ -76,7 +78,7 @@ SELDOM = Scenario("4x slower, in every 4th round", slowdown=4.0, joins_every=4)
 SCENARIOS = (UNIFORM, JITTER, STALLS, SLOW_LINK, SELDOM)
 
 SCHEDULES = {"BSP ring": together(64), "8x8": grid((8, 8)), "4^3": grid((4, 4, 4)), "2^6": grid((2,) * 6)}
-STATED_MS = {  # of our notes, in the order of SCHEDULES
+STATED_MS = {  # from our design notes, in the order of SCHEDULES
     UNIFORM: (261, 240, 220, 180),
     JITTER: (285, 258, 235, 190),
     STALLS: (500, 415, 362, 276),
@@ -87,7 +89,7 @@ STATED_MS = {  # of our notes, in the order of SCHEDULES
 
 @dataclass(frozen=True)
 class Wait:
-    """A round, as arrays: who waits for whom, and for how long then."""
+    """One round as arrays: which ranks wait for each other, and how long their ring then takes."""
 
     order: NDArray[np.intp]  # (n,) ranks, group by group
     starts: NDArray[np.intp]  # (groups,) where in that order a group begins
@@ -107,14 +109,14 @@ class Wait:
         return cls(order, np.cumsum(sizes) - sizes, group_of, np.array(ring_s))
 
     def ends(self, ready_s: NDArray[np.float64]) -> NDArray[np.float64]:
-        """(worlds, n): when ranks go on that were ready then."""
+        """Returns when ranks go on, (worlds, n) seconds, given when they were ready, (worlds, n)."""
         begins_s = np.maximum.reduceat(ready_s[:, self.order], self.starts, axis=1)
         return (begins_s + self.ring_s)[:, self.group_of]
 
 
 @cache
 def ring_seconds(members: int, slowest_bytes_per_s: float) -> float:
-    """What a group takes by the scheme's own transfer: all of a ring goes at the rate of its slowest link."""
+    """Returns the seconds of a group's ring all-reduce; the slowest link limits the whole ring."""
     return CostModel(HOP_S, slowest_bytes_per_s).seconds(ring_of(members)) if members > 1 else 0.0
 
 
@@ -124,7 +126,9 @@ def ring_of(members: int) -> Transfer:
 
 
 def iteration_s(schedule: GroupSchedule, scenario: Scenario) -> float:
-    """In the long run, as a mean over ranks, rounds and, where there is chance, worlds."""
+    """Returns the seconds of an iteration in the long run: the mean over ranks, rounds and, where there is chance,
+    worlds.
+    """
     waits = [Wait.of(each, scenario) for each in attended(schedule, scenario).rounds]
     worlds = max(RANKS_DRAWN // schedule.size, 1) if scenario.is_random else 1
     settling, rounds = (len(waits) * -(-least // len(waits)) for least in (SETTLING, ROUNDS))
@@ -137,13 +141,15 @@ def iteration_s(schedule: GroupSchedule, scenario: Scenario) -> float:
 
 
 def attended(schedule: GroupSchedule, scenario: Scenario) -> GroupSchedule:
-    """Without the slow rank in the rounds that it sits out."""
+    """Returns the schedule without the slow rank in the rounds that it skips."""
     every = scenario.joins_every
     return schedule if every == 1 else sitting_out(schedule, (SLOW,), every)
 
 
 def grids(size: int) -> Iterator[tuple[int, ...]]:
-    """Radices of a power of two of ranks: for each number of rounds from two on those most alike, the largest first."""
+    """Yields radices for a power of two of ranks: for each number of rounds from two on the most equal ones, largest
+    first.
+    """
     exponent = size.bit_length() - 1
     for rounds in range(2, exponent + 1):
         share, more = divmod(exponent, rounds)
@@ -151,9 +157,9 @@ def grids(size: int) -> Iterator[tuple[int, ...]]:
 
 
 def grid_spread(radices: Sequence[int]) -> float:
-    """`grid(radices).spread()` without matrices, for any size.
+    """Returns `grid(radices).spread()` without matrices, for any size.
 
-    Noise that is k rounds older than the last is the same within parts of as many ranks as k radices make together.
+    Noise that is k rounds older than the last is the same on as many ranks as k radices multiply to.
     """
     size, cyclic = math.prod(radices), (*radices, *radices)
     ages = [(first, age) for first in range(len(radices)) for age in range(1, len(radices))]
@@ -161,8 +167,9 @@ def grid_spread(radices: Sequence[int]) -> float:
 
 
 def ds_sync_tables() -> list[Table]:
-    """What an iteration takes and how far ranks drift apart, among 64 and by the number of ranks; loads of uplinks; and
-    what the planner chooses."""
+    """Returns tables of iterations and of the ranks' spread, at 64 and other numbers of ranks, uplink loads, and the
+    planner's choices.
+    """
     return [iterations_table(), spreads_table(), *map(sizes_table, SCENARIOS), loads_table(), chosen_table()]
 
 
@@ -184,7 +191,7 @@ def iterations_table() -> Table:
     )
 
 
-STATED_SPREADS = {  # by momentum, and whether that is averaged: of grids, in the order of SCHEDULES
+STATED_SPREADS = {  # (momentum, whether it is averaged) -> spread of each grid, in the order of SCHEDULES
     (0.0, False): (7.0, 18.0, 57.0),
     (0.9, False): (36.8, 123.0, 678.0),
     (0.9, True): (7.0, 25.8, 189.0),
@@ -192,7 +199,7 @@ STATED_SPREADS = {  # by momentum, and whether that is averaged: of grids, in th
 
 
 def spreads_table() -> Table:
-    """What the milliseconds cost."""
+    """Returns the price of faster iterations: how far ranks' parameters drift apart."""
     rows = Rows("spread", "variances")
     for (momentum, averaged), stated in STATED_SPREADS.items():
         values = (each.spread(momentum, averaged=averaged) for each in SCHEDULES.values())
@@ -213,7 +220,9 @@ def spreads_table() -> Table:
 
 
 def sizes_table(scenario: Scenario) -> Table:
-    """BSP beside the fastest grid, and beside that of two rounds, which are the fewest."""
+    """Returns BSP, the fastest grid, and the fastest grid of two rounds, which is the least number, by number of
+    ranks.
+    """
     rows = Rows(f"sizes, {scenario.name}", "ms")
     for size in SIZES:
         found_s = {radices: iteration_s(grid(radices), scenario) for radices in grids(size)}
@@ -235,7 +244,7 @@ def sizes_table(scenario: Scenario) -> Table:
 
 
 def _spread(radices: Sequence[int], scenario: Scenario) -> float | None:
-    """Without momentum; None where it would take too long."""
+    """Returns the spread without momentum; None where it would take too long."""
     if scenario.joins_every == 1:
         return grid_spread(radices)
     if math.prod(radices) > MOST_FOR_SPREAD:
@@ -266,7 +275,10 @@ def loads_table() -> Table:
 
 
 def uplink_load(name: str, racks: int, per_rack: int) -> float:
-    """What the busiest rack sends or receives in a round, of the bucket's bytes. Racks are the nodes of a placement."""
+    """Returns the bytes that the busiest rack sends or receives in a round, over the bucket's bytes.
+
+    Racks are the nodes of a placement.
+    """
     placement = Placement.regular(racks, per_rack)
     columns, rows = grid((racks, per_rack)).rounds
     match name:
@@ -288,19 +300,19 @@ def uplink_load(name: str, racks: int, per_rack: int) -> float:
 
 
 def _uplink_bytes(steps: Sequence[Step], placement: Placement) -> float:
-    """The most that leaves one rack, or reaches one."""
+    """Returns the most bytes that leave one rack, or reach one."""
     racks = placement.nodes
     hops = ((racks[source], racks[to], nbytes) for each in transfers(steps) for source, to, nbytes in each.hops())
     return busiest(hop for hop in hops if hop[0] != hop[1])
 
 
 def _rings(each: Round) -> tuple[Step, ...]:
-    """An all-reduce in each group, at once."""
+    """Returns an all-reduce in each group, all at the same time."""
     return (Transfer.at_once("all_reduce", each.size, each.groups, [ring_of(len(group)) for group in each.groups]),)
 
 
 def chosen_table() -> Table:
-    """What the planner chooses on networks with a bottleneck, and what that saves."""
+    """Returns the planner's choices on networks with a bottleneck, and their speed-up."""
     link = Link(LINK_BYTES_PER_S, HOP_S)
     slow, narrow = Link(LINK_BYTES_PER_S / SLOW_LINK.slowdown, HOP_S), Link(LINK_BYTES_PER_S / 2, HOP_S)
     clusters = {

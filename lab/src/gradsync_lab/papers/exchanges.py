@@ -1,7 +1,7 @@
-"""What exchanging a bucket takes in the cluster that ByteComp was judged on: nodes of 8 GPUs on NVLink or PCIe.
+"""Costs of exchanging a bucket in the cluster of ByteComp's evaluation: nodes of 8 GPUs on NVLink or PCIe.
 
-Kernels by the constants of the authors' released planner and their measurements of the host, transfers by a
-`CostModel`; one rate is fitted for each network, see `bytecomp`.
+Kernels take the constants of the authors' released planner and their measurements of the host, transfers are those of a
+`CostModel`. One rate is fitted for each network, see `bytecomp`.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from gradsync.planner.problem import Curve, Demand, Option, Resource
 from ..rivals.rivals import SeCoPa
 
 NODES, RANKS_PER_NODE = 8, 8
-KNEE_ELEMENTS = 1 << 20  # of a shard: up to it a kernel takes the same, beyond in proportion (released planner)
+KNEE_ELEMENTS = 1 << 20  # a kernel's time is constant up to a shard of this size, then in proportion (released planner)
 COLLECTIVE_S = 150e-6  # (released planner)
 
-HOST_BYTES = (0.0, *(4.0 * (1 << exponent) for exponent in (10, 16, 20, 26)))  # at which the host was measured
+HOST_BYTES = (0.0, *(4.0 * (1 << exponent) for exponent in (10, 16, 20, 26)))  # sizes at which the host was measured
 
 
 @dataclass(frozen=True)
 class Coding:
-    """A compressor by the authors' constants, in microseconds."""
+    """A compressor with the authors' constants, in microseconds."""
 
     name: str
     wire_ratio: float  # payload over dense bytes; indices double a sparse one
-    between: tuple[float, float]  # to encode and decode a shard between nodes; all payloads of an exchange
-    inside: tuple[float, float]  # more for the same inside nodes, before (two-level without one-level)
-    host_encode: tuple[float, ...]  # at HOST_BYTES from the second on
+    between: tuple[float, float]  # encoding and decoding a shard between nodes, all payloads of an exchange
+    inside: tuple[float, float]  # additionally for coding inside nodes before (two-level minus one-level)
+    host_encode: tuple[float, ...]  # for HOST_BYTES from the second on
     host_decode: tuple[float, ...]
 
 
@@ -40,25 +40,25 @@ RANDOM_K = Coding("Random-k", 0.02, (54, 34), (846, 66), (16, 110, 1236, 92372),
 DGC = Coding("DGC", 0.02, (356, 34), (944, 66), (13, 150, 2312, 134170), (4, 14, 211, 38245))
 EF_SIGN_SGD = Coding("EFSignSGD", 1 / 32, (130, 140), (260, 280), (16, 81, 1094, 71289), (5, 27, 359, 24972))
 ONE_BIT = Coding("OneBit", 1 / 32, (450, 170), (1030, 350), (19, 91, 1099, 73655), (4, 32, 375, 26167))
-HALF_US = (4.0, 22.0)  # to make and unmake 16 bits, of a shard
+HALF_US = (4.0, 22.0)  # conversion of a shard to 16 bits and back
 
 
 @dataclass(frozen=True)
 class Interconnect:
-    """Links inside nodes by the released planner's constant, between nodes at the fitted rate."""
+    """The links inside nodes at the released planner's rate, and between nodes at the fitted rate."""
 
     name: str
     intra_bytes_per_s: float
     inter_bytes_per_s: float
 
 
-# The rates between nodes make the three FP32 bars of each network come out best (least squares of the logarithms):
-# tests/simulator/test_bytecomp.py.
+# The rates between nodes are fitted to the three FP32 bars of each network (least squares of the logarithms), see
+# lab/tests/papers/test_bytecomp.py.
 NVLINK = Interconnect("NVLink, 100 Gb/s", 1e9 / 0.02, 2.3e9)
 PCIE = Interconnect("PCIe, 25 Gb/s", 1e9 / 0.4, 1.95e9)
 
-# Options by place. The paper's tree has 174 leaves on one device; those through a root are left out, as one rank's link
-# carries what all could, and flat ones among 64 ranks. `GATHERED`: payloads to all, `TWO_WAY`: to owners and back.
+# Numbers of the options. The paper's tree has 174 leaves on one device. Leaves through a root are left out, as they use
+# one rank's link only, and so are flat ones among 64 ranks. `GATHERED`: payloads to all, `TWO_WAY`: to owners and back.
 FP32, HALF, GATHERED, TWO_WAY, INSIDE_GATHERED, INSIDE_TWO_WAY, HOST_GATHERED, HOST_TWO_WAY = range(8)
 ON_DEVICE = (FP32, GATHERED, TWO_WAY, INSIDE_GATHERED, INSIDE_TWO_WAY)
 OFFLOADED = {GATHERED: HOST_GATHERED, TWO_WAY: HOST_TWO_WAY}
@@ -66,7 +66,7 @@ OFFLOADED = {GATHERED: HOST_GATHERED, TWO_WAY: HOST_TWO_WAY}
 
 @dataclass(frozen=True)
 class Costs:
-    """The options of a bucket in a cluster of so many nodes, from the steps of their collectives."""
+    """The options of a bucket in a cluster of `nodes` nodes, from the steps of their collectives."""
 
     network: Interconnect
     coding: Coding
@@ -82,14 +82,16 @@ class Costs:
         return CostModel(0.0, self.network.inter_bytes_per_s, intra=inside, stage_s=COLLECTIVE_S)
 
     def options(self) -> tuple[Option, ...]:
-        """By FP32, HALF, ..: what is compressed between nodes only travels inside them in 16 bits."""
+        """Returns the options in the order FP32, HALF, ..; tensors compressed only between nodes travel inside them in
+        16 bits.
+        """
         shard, payload = 1 / RANKS_PER_NODE, self.coding.wire_ratio / RANKS_PER_NODE
         (encode, decode), (encode_inside, decode_inside) = self.coding.between, self.coding.inside
         half = [self._inside(Pattern.ALL_TO_ALL, shard / 2)], [self._inside(Pattern.ALL_GATHER, shard / 2)]
         gather = self._between(Pattern.ALL_GATHER, payload)
         push = self._between(Pattern.ALL_TO_ALL, payload / self.nodes)
         pull = self._between(Pattern.ALL_GATHER, payload / self.nodes)
-        recode = _on_device((decode, 1.0), (encode, 1 / self.nodes))  # what owners do: decode parts, encode their sum
+        recode = _on_device((decode, 1.0), (encode, 1 / self.nodes))  # owners decode parts and encode their sum
         inside = [
             _on_device((encode_inside, 1.0)),
             self._inside(Pattern.ALL_TO_ALL, payload),
@@ -125,7 +127,7 @@ class Costs:
         return tuple(Option(name, tuple(chain)) for name, chain in chains.items())
 
     def secopa(self) -> SeCoPa:
-        """HiPress' rule, of a node's sum."""
+        """Returns HiPress' rule for a node's sum."""
         knee = 4.0 * KNEE_ELEMENTS
         encode, decode = (Curve.knee(1e-6 * us, 1e-6 * us / knee, knee) for us in self.coding.between)
         send = Curve.linear(COLLECTIVE_S, 1 / self.network.inter_bytes_per_s)
@@ -144,12 +146,14 @@ class Costs:
         return Demand(Resource.INTRA, self._curve(pattern, share, groups))
 
     def _between(self, pattern: Pattern, share: float) -> list[Demand]:
-        """None among the ranks of one node."""
+        """Returns the demand on links between nodes; none in a cluster of one node."""
         groups = tuple(self._placement.across(rank) for rank in range(RANKS_PER_NODE))
         return [Demand(Resource.INTER, self._curve(pattern, share, groups))] if self.nodes > 1 else []
 
     def _curve(self, pattern: Pattern, share: float, groups: tuple[tuple[int, ...], ...]) -> Curve:
-        """Of a bucket's bytes, of which `share` are a member's part. Latency is the collective's, so it is a line."""
+        """Returns seconds over a bucket's bytes, of which each member's part is `share`; a line, as latency is per
+        collective.
+        """
 
         def seconds(nbytes: float) -> float:
             size = self._placement.size
@@ -160,7 +164,9 @@ class Costs:
 
 
 def _on_device(*kernels: tuple[float, float]) -> Demand:
-    """Kernels one after another, each (microseconds up to the knee, share of a shard that it works on)."""
+    """Returns the demand of kernels in sequence, each (microseconds up to the knee, share of a shard that it works
+    on).
+    """
     return Demand(Resource.COMPUTE, _sum(map(_knee, kernels)))
 
 
@@ -171,7 +177,9 @@ def _knee(kernel: tuple[float, float]) -> Curve:
 
 
 def _on_host(*kernels: tuple[tuple[float, ...], float, float]) -> Demand:
-    """Each (microseconds at HOST_BYTES, share of the bucket that it works on, so many times), for a node's ranks."""
+    """Returns the demand on the host of a node's ranks, kernels as (microseconds at HOST_BYTES, share of the bucket,
+    times).
+    """
     return Demand(
         Resource.OFFLOAD,
         _sum(

@@ -1,8 +1,8 @@
-"""GradientFlow's evaluation (arXiv 1902.06855) on the planner's machine: nodes of 8 GPUs on a network of 56 Gbit/s.
+"""GradientFlow's evaluation (arXiv 1902.06855), simulated: nodes of 8 GPUs on a network of 56 Gbit/s.
 
-Modelled, from the figures that are known: an iteration is forward, and backward beside what the schemes' own steps say
-of exchanging its gradients. Fitted: nothing. The paper's tables are not known to us; published are the speed-up of
-410.2 on 512 GPUs, 95 epochs of AlexNet in 1.5 minutes, and that systems of its time came to 2.5 on 64.
+Modelled from known figures: an iteration is forward, and backward overlapped with the gradient exchange as the schemes'
+steps describe it. Fitted: nothing. The paper's tables are not known to us; published are the speed-up of 410.2 on 512
+GPUs, 95 epochs of AlexNet in 1.5 minutes, and the 2.5 of older systems on 64.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from .tables import Rows, Table
 
 GPUS = (8, 16, 32, 64, 128, 256, 512)
 GPUS_PER_NODE = 8
-HOP_S = 5e-6  # of a message between nodes: assumed
+HOP_S = 5e-6  # latency of a message between nodes: assumed
 LINK_BYTES_PER_S = 7e9  # 56 Gbit/s
 INSIDE = Link(50e9, 2e-6)  # NVLink, as ByteComp's planner has it; the latency is assumed
-MEMORY_BYTES_PER_S = 790e9  # that a V100 copies at, of 900: assumed
+MEMORY_BYTES_PER_S = 790e9  # copy rate of a V100 (peak 900e9): assumed
 
 IMAGES, EPOCHS, BATCH = 1_281_167, 95, 65_536
-SPEED_UP, MINUTES, OLDER_SPEED_UP = 410.2, 1.5, 2.5  # published: on 512 GPUs, on 512, on 64
+SPEED_UP, MINUTES, OLDER_SPEED_UP = 410.2, 1.5, 2.5  # published, on 512, 512 and 64 GPUs
 RATIO = 0.1
-CHOOSING = frozenset({"take_chunks", "put_chunks"})  # kernels
-TIMED_BYTES = (1 << 28, 1 << 30)  # of a bucket, between which times are a straight line: beyond all that is not a ring
+CHOOSING = frozenset({"take_chunks", "put_chunks"})  # kernels that choose, pack and unpack chunks
+TIMED_BYTES = (1 << 28, 1 << 30)  # bucket sizes whose times are joined by a line: so large that all-reduce is a ring
 
 
 @dataclass(frozen=True)
 class GradientFlowJob:
-    """What one GPU computes in an iteration; forward takes half as long as backward."""
+    """The computation of one GPU in an iteration; forward takes half as long as backward."""
 
     model: str
     backward_s: float
-    images: int  # of a GPU
+    images: int  # per GPU
 
     @property
     def compute_s(self) -> float:
@@ -72,14 +72,14 @@ TECHNIQUES = ("32 bits, per tensor", "+ 16 bits", "+ lazy", "+ by nodes", "+ chu
 
 @dataclass(frozen=True)
 class Attribution:
-    """Where an iteration's time goes, in seconds."""
+    """The parts of an iteration's time, in seconds."""
 
     forward_s: float
     backward_s: float
-    bytes_s: float  # that transfers without latency stand behind backward, or kernels hold it up
-    latency_s: float  # more with latencies
-    kernels_s: float  # more with sums, scaling and rounding
-    choosing_s: float  # more with choosing, packing and unpacking chunks
+    bytes_s: float  # exposed transfers without latency
+    latency_s: float  # additional exposed time with latencies
+    kernels_s: float  # additional time with sums, scaling and rounding
+    choosing_s: float  # additional time with choosing, packing and unpacking chunks
 
     @property
     def seconds(self) -> float:
@@ -87,7 +87,7 @@ class Attribution:
 
 
 def scheme_of(technique: str, gpus: int) -> Scheme[Any]:
-    """How the gradients travel. Inside a node in 32 bits, where links are fast."""
+    """Returns the scheme of a technique's gradients; inside a node they travel in 32 bits, as links are fast there."""
     inside = min(gpus, GPUS_PER_NODE)
     match technique:
         case "32 bits, per tensor":
@@ -102,17 +102,17 @@ def scheme_of(technique: str, gpus: int) -> Scheme[Any]:
 
 
 class Counted(IntEnum):
-    """What takes time beyond bytes: each with those before it."""
+    """Costs besides bytes, cumulative: each level includes those before it."""
 
     NOTHING = 0
     LATENCY = 1
-    KERNELS = 2  # but for choosing
+    KERNELS = 2  # except those in CHOOSING
     CHOOSING = 3
 
 
 @cache
 def problem_of(job: GradientFlowJob, gpus: int, *techniques: str, counted: Counted = Counted.CHOOSING) -> Problem:
-    """The model's gradients, with these as options. What is not counted takes no time."""
+    """Returns the model's gradients, with the techniques as options; costs that are not counted take no time."""
     chains = {n: tuple(_chain(scheme_of(n, gpus), gpus, counted)) for n in techniques}
     options = tuple(Option(name, chain) for name, chain in chains.items())
     return Problem(job.gaps_s, paper_model(job.model).nbytes, options)
@@ -142,7 +142,7 @@ def _bucket(nbytes: int) -> TensorSpec:
 
 @cache
 def parts_of(job: GradientFlowJob, gpus: int, technique: str) -> tuple[Part, ...]:
-    """The buckets that a technique makes of the gradients."""
+    """Returns the buckets that a technique makes of the gradients."""
     problem = problem_of(job, gpus, *_options_of(technique))
     if technique == "ours":
         return search(problem).parts
@@ -154,7 +154,7 @@ def _options_of(technique: str) -> tuple[str, ...]:
 
 
 def synced_s(job: GradientFlowJob, gpus: int, technique: str, counted: Counted = Counted.CHOOSING) -> float:
-    """From backward's begin to the last gradient."""
+    """Returns the seconds from the begin of backward to the last synchronised gradient."""
     problem = problem_of(job, gpus, *_options_of(technique), counted=counted)
     return step_s(problem, parts_of(job, gpus, technique))
 
@@ -164,12 +164,12 @@ def iteration_s(job: GradientFlowJob, gpus: int, technique: str) -> float:
 
 
 def speed_up(job: GradientFlowJob, gpus: int, technique: str) -> float:
-    """What so many GPUs process in the time in which one processes as much as each of them."""
+    """Returns the throughput of `gpus` GPUs over that of one."""
     return gpus * job.compute_s / iteration_s(job, gpus, technique)
 
 
 def attributed(job: GradientFlowJob, gpus: int, technique: str) -> Attribution:
-    """By the same buckets, with one more counted each time."""
+    """Returns the parts of an iteration, found by counting one more kind of cost at a time with the same buckets."""
     bare_s, waiting_s, rounded_s, all_s = (synced_s(job, gpus, technique, counted) for counted in Counted)
     return Attribution(
         forward_s=job.compute_s - job.backward_s,
@@ -182,12 +182,12 @@ def attributed(job: GradientFlowJob, gpus: int, technique: str) -> Attribution:
 
 
 def epochs_minutes(job: GradientFlowJob, gpus: int, technique: str) -> float:
-    """Of 95 epochs of ImageNet in batches of 65,536, or of as many images as the GPUs have together."""
+    """Returns the minutes of 95 epochs of ImageNet, in batches of `job.images` per GPU."""
     return EPOCHS * IMAGES / (gpus * job.images) * iteration_s(job, gpus, technique) / 60
 
 
 def gradientflow_tables() -> list[Table]:
-    """What each technique is worth, what is left of the time, and the arithmetic behind."""
+    """Returns the speed-up of each technique, where the remaining time goes, and the arithmetic behind."""
     return [
         *(speed_ups_table(job) for job in JOBS),
         attribution_table(),
@@ -272,7 +272,7 @@ def epochs_table() -> Table:
     )
 
 
-THRESHOLDS = {  # MB of 16 bits: stated in our notes
+THRESHOLDS = {  # MB of 16-bit values, from our design notes
     (ALEXNET, "+ lazy", "one ring"): 47.0,
     (ALEXNET, "+ by nodes", "by nodes"): 16.0,
     (RESNET50, "+ by nodes", "by nodes"): 11.0,
@@ -280,7 +280,7 @@ THRESHOLDS = {  # MB of 16 bits: stated in our notes
 
 
 def threshold_table() -> Table:
-    """The lazy threshold, and how good it is among others."""
+    """Returns the lazy threshold, and how good it is compared with others."""
     rows = Rows("threshold", "MB")
     for (job, technique, way), stated in THRESHOLDS.items():
         problem = problem_of(job, 512, technique)
@@ -312,14 +312,14 @@ QUANTITIES = (
     *("million parameters", "tensors", "MB, 32 bits", "MB, 16 bits", "ms, 32 bits", "ms, 16 bits"),
     *("chunks of 32 Ki", "ms, 10 % of them in 16 bits", "ms, 15 %"),
 )
-SIZES = {  # of our notes
+SIZES = {  # from our design notes, in the order of QUANTITIES
     ALEXNET: (61.0, 26, 244.0, 122.0, 69.8, 34.9, 1865, 3.5, 5.2),
     RESNET50: (25.56, 161, 102.0, 51.0, 29.2, 14.6, 780, 1.5, 2.2),
 }
 
 
 def sizes_table() -> Table:
-    """The arithmetic of moving gradients, without latency."""
+    """Returns the arithmetic of moving gradients, without latency."""
     rows = Rows("sizes", "number")
     for job, stated in SIZES.items():
         model = paper_model(job.model)
@@ -343,7 +343,7 @@ def sizes_table() -> Table:
 
 
 def _sent_bytes(scheme: Scheme[Any], bucket: TensorSpec) -> float:
-    """That a rank sends in a ring of very many."""
+    """Returns the bytes that a rank sends in a ring of very many ranks."""
     (transfer,) = transfers(scheme.steps((bucket,), (), Placement.one_per_node(2)))
     return 2 * transfer.part_bytes[0]
 

@@ -1,11 +1,11 @@
-"""MergeComp's evaluation (arXiv 2103.15195) on the planner's machine: one server of 8 GPUs, on PCIe or NVLink.
+"""MergeComp's evaluation (arXiv 2103.15195), simulated: one server of 8 GPUs, on PCIe or NVLink.
 
 Modelled: backward as in `models`, scaled; forward half as long; payloads gathered, FP16 by all-reduce; kernels by the
-constants of ByteComp's authors, on the same GPUs. Fitted, all together: two models' seconds of one iteration, what a
-collective takes, latency of a message on each link, the rate of PCIe; by the bars of FP32 and of layer-wise
-compression (least squares of the logarithms). What merging makes of that is as it comes out. The bars were read off
-figures, to one point. Left out: Top-k, SignSGD and SIGNUM, for which there are no constants, and Mask R-CNN, of which
-there is no backward.
+constants of ByteComp's authors, on the same GPUs. Fitted together, by the bars of FP32 and of layer-wise compression
+(least squares of the logarithms): two models' seconds of one iteration, the cost of a collective, the latency of a
+message on each link, the rate of PCIe. The effect of merging is a prediction. The bars were read off figures, to one
+point. Left out: Top-k, SignSGD and SIGNUM, for which there are no constants, and Mask R-CNN, whose backward is not
+known.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from .reference import curves_table, cuts_table, released_table, ways_table
 from .tables import Rows, Table
 
 RANKS = (2, 4, 8)
-FORWARD = 1 / 3  # of an iteration of one rank: assumed
-PAYLOAD_US = 34.0  # to decode one payload of up to KNEE_ELEMENTS (ByteComp's planner; "> 30 us" on V100, MergeComp)
+FORWARD = 1 / 3  # share of an iteration of one rank: assumed
+PAYLOAD_US = 34.0  # decoding a payload of up to KNEE_ELEMENTS (ByteComp's planner; "> 30 us" on V100, MergeComp)
 
 ITERATION_S = {"resnet50": 0.0253, "resnet101": 0.114}  # fitted
 COLLECTIVE_S = 107e-6  # fitted
@@ -38,7 +38,7 @@ SIZES = tuple(float(1 << exponent) for exponent in range(10, 31, 2))  # bytes, b
 
 @dataclass(frozen=True)
 class Server:
-    """How its GPUs are joined."""
+    """The links between the server's GPUs."""
 
     name: str
     message_s: float  # fitted
@@ -54,7 +54,9 @@ NVLINK = Server("NVLink", 2.42e-6, 50e9)  # the rate is that of ByteComp's plann
 
 @dataclass(frozen=True)
 class Kind:
-    """How gradients travel: microseconds up to the knee, for one tensor and one payload; share of dense bytes."""
+    """A way to send gradients: microseconds up to the knee, for one tensor and one payload, and payload over dense
+    bytes.
+    """
 
     name: str
     encode_us: float
@@ -67,7 +69,7 @@ FP32 = Kind("FP32", 0.0, 0.0, 1.0, gathered=False)
 FP16 = Kind("FP16", *HALF_US, 0.5, gathered=False)
 SPARSE = [Kind(coding.name, coding.between[0], PAYLOAD_US, coding.wire_ratio) for coding in (DGC, RANDOM_K)]
 SIGNS = [Kind(coding.name, coding.between[0], PAYLOAD_US, coding.wire_ratio) for coding in (EF_SIGN_SGD, ONE_BIT)]
-QSGD = Kind("QSGD", EF_SIGN_SGD.between[0], PAYLOAD_US, 0.25)  # its kernels are assumed to take what those of signs do
+QSGD = Kind("QSGD", EF_SIGN_SGD.between[0], PAYLOAD_US, 0.25)  # assumed: kernels as fast as those of signs
 
 BASELINE = {  # scaling factors of FP32, by 2, 4, 8 ranks
     ("resnet50", PCIE): (48, 38, 24),
@@ -96,7 +98,7 @@ HIGHEST = 99  # published, %: the text says at 8 ranks, the figure at 2 and 4
 
 
 def problem_of(model: str, server: Server, ranks: int, *kinds: Kind) -> Problem:
-    """The model's gradients, with these kinds as options."""
+    """Returns the model's gradients, with these kinds as options."""
     found = paper_model(model)
     scale = (1 - FORWARD) * ITERATION_S[model] / found.backward_s
     options = (Option(kind.name, tuple(_chain(server, ranks, kind))) for kind in kinds)
@@ -114,13 +116,13 @@ def _chain(server: Server, ranks: int, kind: Kind) -> Iterator[Demand]:
 
 
 def _knee(us: float) -> Curve:
-    """Constant up to the knee, then in proportion."""
+    """Returns a curve that is constant up to the knee and then grows in proportion."""
     knee = 4.0 * KNEE_ELEMENTS
     return Curve.knee(1e-6 * us, 1e-6 * us / knee, knee)
 
 
 def scaling_factor(model: str, synced_s: float) -> float:
-    """In per cent, of backward and synchronisation."""
+    """Returns the scaling factor in per cent, given the seconds of backward and synchronisation."""
     return 100 * ITERATION_S[model] / (FORWARD * ITERATION_S[model] + synced_s)
 
 
@@ -130,7 +132,7 @@ def layerwise_factor(model: str, server: Server, ranks: int, kind: Kind) -> floa
 
 
 def released_factor(model: str, server: Server, ranks: int, kind: Kind) -> float:
-    """Two buckets, by the released search on exact times."""
+    """Returns the scaling factor of two buckets, cut by the released search on exact times."""
     problem = problem_of(model, server, ranks, kind)
 
     def seconds(cut: int) -> float:
@@ -140,17 +142,22 @@ def released_factor(model: str, server: Server, ranks: int, kind: Kind) -> float
 
 
 def cut_factor(model: str, server: Server, ranks: int, kind: Kind) -> float:
-    """Any number of buckets, by our search: exact cuts are of MergeComp's model, which is not the machine."""
+    """Returns the scaling factor of any number of buckets, cut by gradsync's search.
+
+    `best_cuts` is not used, as it is exact for MergeComp's model only, which is not the machine.
+    """
     return scaling_factor(model, search(problem_of(model, server, ranks, kind)).seconds)
 
 
 def joint_factor(model: str, server: Server, ranks: int, *kinds: Kind) -> float:
-    """Cuts, and whether each bucket travels so, or in 32 or 16 bits."""
+    """Returns the scaling factor when both cuts and each bucket's kind are searched; FP32 and FP16 are always
+    allowed.
+    """
     return scaling_factor(model, search(problem_of(model, server, ranks, FP32, FP16, *kinds)).seconds)
 
 
 def misfit() -> float:
-    """By how much the bars that were fitted to are missed: the root mean square of logarithms."""
+    """Returns how far the bars of the fit are missed, as root mean square of the ratios' logarithms."""
     logs = [
         math.log(layerwise_factor(model, server, ranks, kind) / bar)
         for model, server, kind, bars in _fitted()
@@ -168,7 +175,7 @@ def _fitted() -> Iterator[tuple[str, Server, Kind, tuple[int, ...]]]:
 
 
 def mergecomp_tables() -> list[Table]:
-    """Our reference tables, curves and searches, and the paper's scaling factors."""
+    """Returns the reference tables, curves and searches, and the paper's scaling factors."""
     return [
         cuts_table(),
         ways_table(),
@@ -211,7 +218,7 @@ def factors_table() -> Table:
 
 
 def best_case_table() -> Table:
-    """What merging and choosing gain at 8 ranks."""
+    """Returns the speed-up by merging, and by choosing kinds, at 8 ranks."""
     rows = Rows("best case", "ratio")
     for (model, server, kind), (before, after) in BARS.items():
         layer_wise = layerwise_factor(model, server, RANKS[-1], kind)
@@ -234,7 +241,7 @@ def best_case_table() -> Table:
 
 
 def highest_table() -> Table:
-    """The scaling factor at 8 ranks over NVLink."""
+    """Returns the scaling factor at 8 ranks over NVLink."""
     rows = Rows("NVLink", "%")
     for model in ITERATION_S:
         merged = BARS[model, NVLINK, FP16][1][-1]

@@ -1,7 +1,7 @@
-"""Small problems of which every search's result is known: the reference tables of our notes on ByteComp and MergeComp.
+"""Small problems for which every search's result is known: the reference tables of our notes on ByteComp and MergeComp.
 
-The stated figures are our own, worked out with other code than this library's before it existed; the papers print no
-such tables. Of ResNet101 they are of the authors' trace, which is not here: its gaps are modelled (`models`).
+The stated figures are our own, computed by other code before this library existed; the papers print no such tables.
+ResNet101's are for the authors' trace, which is not included: here its gaps are modelled (`models`).
 """
 
 from __future__ import annotations
@@ -81,7 +81,10 @@ STATED_WAYS = {  # ms, in cases A, B, C, by way
 
 
 def bytecomp_problem(model: str, case: str) -> Problem:
-    """Over 8 nodes 16-bit all-reduce, or a thirty-second encoded on device or host; no decoding, one channel."""
+    """Returns a model's gradients on 8 nodes: 16-bit all-reduce, or a thirty-second encoded on device or host.
+
+    There is no decoding, and one channel.
+    """
     beta, encode_ms = CASES[case]
     dense = Curve.linear(0.3e-3, 2 * (7 / 8) * beta / 2 * MS_PER_KB)
     compressed = Demand(Resource.INTER, Curve.linear(0.3e-3, 2 * (7 / 8) * beta / 32 * MS_PER_KB))
@@ -96,7 +99,10 @@ def bytecomp_problem(model: str, case: str) -> Problem:
 
 
 def mergecomp_problem(model: str) -> Problem:
-    """1-bit payloads gathered over 8 nodes at 10 Gb/s, decoded after the last transfer; costs are linear."""
+    """Returns a model's gradients as 1-bit payloads gathered over 8 nodes at 10 Gb/s, decoded after the last transfer.
+
+    Costs are linear.
+    """
     chain = (
         Demand(Resource.COMPUTE, Curve.linear(130e-6, 4e-6 * MS_PER_KB)),
         Demand(Resource.INTER, Curve.linear(300e-6, 0.175e-3 * MS_PER_KB)),
@@ -111,7 +117,7 @@ def _problem(model: str, *options: Option) -> Problem:
 
 
 def only(problem: Problem, *options: int) -> Problem:
-    """The problem with no other options."""
+    """Returns the problem limited to these options."""
     return replace(problem, allowed=(frozenset(options),) * problem.size)
 
 
@@ -120,7 +126,7 @@ _TRACE = "ResNet101 is stated for the authors' trace, here its gaps are modelled
 
 
 def searches_table(models: Sequence[str] = MODELS) -> Table:
-    """What each search makes of the same problems, tensors uncut and unmerged; and with cuts, with what it can miss."""
+    """Returns each search's result on the same problems, with tensors uncut and unmerged, and with cuts and a bound."""
     rows = Rows("searches", "ms")
     for model in models:
         for case in CASES:
@@ -147,7 +153,7 @@ def searches_table(models: Sequence[str] = MODELS) -> Table:
 
 
 def cuts_table(models: Sequence[str] = MODELS) -> Table:
-    """Everything compressed, in buckets: MergeComp's question."""
+    """Returns steps by how compressed gradients are cut into buckets: MergeComp's question."""
     rows = Rows("cuts", "ms")
     for model in models:
         problem = mergecomp_problem(model)
@@ -166,7 +172,7 @@ def cuts_table(models: Sequence[str] = MODELS) -> Table:
 
 
 def ways_table(models: Sequence[str] = MODELS) -> Table:
-    """Cuts and options together."""
+    """Returns steps where cuts and options are searched together."""
     rows = Rows("cuts and options", "ms")
     for model in models:
         for case, stated in zip(CASES, STATED_WAYS[model], strict=True):
@@ -193,7 +199,7 @@ COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16, 24, 32)  # numbers of buckets that a 
 
 
 def curves_table(models: Sequence[str] = MODELS) -> Table:
-    """F(y): the best cuts into y buckets, and layer-wise."""
+    """Returns F(y), the step of the best cuts into y buckets, and of layer-wise compression."""
     rows = Rows("F(y)", "ms")
     for model in models:
         problem = mergecomp_problem(model)
@@ -208,7 +214,7 @@ def curves_table(models: Sequence[str] = MODELS) -> Table:
 
 
 def released_table(models: Sequence[str] = MODELS) -> Table:
-    """The binary search that MergeComp released against exact cuts."""
+    """Returns the binary search that MergeComp released, compared with exact cuts."""
     rows = Rows("released search", "ms")
     for model in models:
         problem = mergecomp_problem(model)

@@ -1,4 +1,4 @@
-"""Tables of figures that stand beside those of a paper."""
+"""Tables of simulated figures with the published ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Figure:
-    """One number of a table, and what the paper says it is; `published` is None where it says nothing."""
+    """One number of a table; `published` is the paper's number, None where there is none."""
 
     table: str
     row: str
@@ -40,7 +40,7 @@ class Rows:
         self.figures: list[Figure] = []
 
     def add(self, row: str, values: Iterable[tuple[str, float, float | None]], unit: str | None = None) -> None:
-        """(column, value, published) of a row."""
+        """Adds figures to a row, each as (column, value, published)."""
         for column, value, published in values:
             self.figures.append(Figure(self._table, row, column, value, unit or self._unit, published))
 

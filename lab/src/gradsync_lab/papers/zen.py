@@ -1,10 +1,11 @@
-"""The communication that Zen measured (Wang et al., OSDI 2025), from the `steps` of its schemes and ours.
+"""The communication that Zen measured (Wang et al., OSDI 2025), from the `steps` of its schemes and gradsync's.
 
-16 nodes of 8 ranks. Inside a node a dense reduce-scatter comes first, so that each rank has an eighth of the tensor at
-the density of its node's sum; language models are cut over the node's ranks instead. What is simulated are bytes on a
-node's link, at line rate, and latency; neither hashing nor sums nor the node's inside. The paper prints curves, not
-tables: published values are those its text quotes, and densities that it does not state are assumed here. Of SparCML
-partial sums of 16-bit values count as float32, as ours travel, which costs it 29 % more bytes than pairs of its own.
+The cluster has 16 nodes of 8 ranks. Inside a node a dense reduce-scatter comes first, so that each rank has an eighth
+of the tensor at the density of its node's sum; language models are cut over the node's ranks instead. Simulated are
+bytes on a node's link, at line rate, and latency; hashing, sums and links inside nodes are not. The paper prints
+curves, not tables: published values are those that its text quotes, and densities that it does not state are assumed
+here. SparCML's partial sums of 16-bit values count as float32, as gradsync sends them, which costs SparCML 29 % more
+bytes than its own pairs.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from ..rivals.zen_hash import ZenHash
 
 NODES, RANKS_PER_NODE = 16, 8
 RATES_BYTES_PER_S = {"25 Gbps": 25e9 / 8, "100 Gbps": 100e9 / 8}
-PUBLISHED_RATE = "25 Gbps"  # at which the paper quotes communication alone
-ALPHA_S = 20e-6  # of a message between nodes: assumed
+PUBLISHED_RATE = "25 Gbps"  # the rate for which the paper quotes communication alone
+ALPHA_S = 20e-6  # latency of a message between nodes: assumed
 FIRST_OF_EIGHT = 0.6  # share of the non-zeros in the first of 8 partitions, "more than 60 %" in all of its models
 PARTITIONS = 128
 BLOCK = 256
@@ -51,13 +52,13 @@ class Model:
     """A gradient of the paper's evaluation."""
 
     name: str
-    numel: int  # elements of the tensors that are sparse
+    numel: int  # elements of the sparse tensors
     dtype: torch.dtype
-    density: float  # of what goes between the nodes: a node's sum, or one rank's part of a language model
-    final_density: float  # of the sum over all nodes
-    row_length: int | None  # of an embedding, whose rows are zero or not; None: any element may be
-    block_density: float | None  # of blocks of 256 elements; None: as of rows strewn evenly
-    assumed: str  # what the paper does not say
+    density: float  # of data sent between nodes: a node's sum, or one rank's part of a language model
+    final_density: float  # density of the sum over all nodes
+    row_length: int | None  # of an embedding, whose rows are zero as a whole; None: elements are zero independently
+    block_density: float | None  # share of non-zero blocks of 256 elements; None: as for evenly distributed rows
+    assumed: str  # assumptions where the paper gives no figure
     published: dict[str, str] = field(default_factory=dict)  # at 25 Gbps, over dense; by scheme
 
 
@@ -133,7 +134,7 @@ class Communication:
 
 
 def zen_table() -> list[Communication]:
-    """Every model, rate and scheme of the paper, and gradsync's own; the dense all-reduce first."""
+    """Returns every model, rate and scheme of the paper, and gradsync's own; the dense all-reduce first."""
     return [row for model in MODELS for row in _rows(model)]
 
 
@@ -152,7 +153,7 @@ def _rows(model: Model) -> Iterator[Communication]:
 
 
 def _schemes(model: Model) -> dict[str, tuple[Scheme[Any], TensorSpec, DensityProfile]]:
-    """By the paper's names, with what each sees of the tensor."""
+    """Returns each scheme by the paper's name, with the tensor's shape and the density profile that the scheme sees."""
     numel = model.numel // RANKS_PER_NODE
     flat, elements = TensorSpec((numel,), model.dtype), _profile(model, numel, BLOCK)
     rivals: dict[str, Scheme[Any]] = {
@@ -176,7 +177,9 @@ def _with(point: ElementPoint, formats: dict[str, str]) -> ElementPoint:
 
 
 def _profile(model: Model, rows: int, block: int | None = None) -> DensityProfile:
-    """`rows` of the model's density, skewed as the paper says; and seen in blocks."""
+    """Returns the profile of `rows` with the model's density, skewed as the paper says; also for blocks of `block`
+    elements.
+    """
     growth = model.final_density / model.density
     densification = {1 << j: growth ** (j / 4) for j in range(1, 5)}
     shares, union_shares = _shares(model.density), _shares(model.final_density)
@@ -185,7 +188,7 @@ def _profile(model: Model, rows: int, block: int | None = None) -> DensityProfil
 
 
 def _in_blocks(model: Model, numel: int, block: int) -> DensityProfile:
-    """The elements in blocks: of an embedding a block holds whole rows, or lies within one."""
+    """Returns the profile of blocks; a block of an embedding holds whole rows or lies within one."""
     growth, ranks = model.final_density / model.density, [1, 2, 4, 8, 16]
     if model.block_density is not None:
         touched = {k: min(model.block_density * growth ** (math.log2(k) / 4), 1.0) for k in ranks}
@@ -198,9 +201,10 @@ def _in_blocks(model: Model, numel: int, block: int) -> DensityProfile:
 
 
 def _shares(density: float) -> tuple[float, ...]:
-    """Of even partitions in what has this density: the first share x of the rows has x^e of the non-zeros.
+    """Returns each partition's share of the non-zeros: the first share x of the rows has x^e of the non-zeros.
 
-    e makes the first eighth hold 60 %. No partition can be more than full: what does not fit goes on to the next.
+    The exponent e makes the first eighth hold 60 %. A partition cannot be more than full: non-zeros that do not fit
+    move to the next one.
     """
     exponent = math.log(FIRST_OF_EIGHT) / math.log(1 / 8)
     most, carried, shares = 1 / (PARTITIONS * density), 0.0, []

@@ -1,1 +1,1 @@
-"""From records to what people read: tables, plots, a page, a trace."""
+"""Reports: turns records into tables, plots, an HTML page and a Chrome trace."""

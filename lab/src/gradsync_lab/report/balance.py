@@ -1,4 +1,6 @@
-"""Owner maps beside each other: one row for a gradient and a number of ranks."""
+"""The table of `gradsync bench balance`: how evenly owner maps spread gradients, one row for a gradient and number of
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,17 @@ if TYPE_CHECKING:
 
 
 def balance_columns(records: Sequence[Record]) -> list[str]:
-    """The headings of `balance_rows`: the baseline, then the maps in the order of the records."""
+    """Returns the headings of `balance_rows`: the baseline, then the owner maps in the order of the records."""
     baselines = list(dict.fromkeys(record.baseline for record in records))
     return ["gradient", "ranks", "density, %", *baselines, *dict.fromkeys(record.subject for record in records)]
 
 
 def balance_rows(records: Sequence[Record], *, compact: bool = False) -> list[list[str]]:
-    """`push / pull` of each map, and in brackets by how much its push exceeds the baseline's; `compact`: push only."""
+    """Returns one row of cells for each gradient and number of ranks, with the imbalance of every owner map.
+
+    A cell is `push / pull` and in brackets by how much the map's push imbalance exceeds the baseline's, with its
+    standard error. With `compact` a cell has the push imbalance only.
+    """
     columns = balance_columns(records)[3:]
     rows: dict[tuple[str, int], dict[str, str]] = {}
     for record in records:
@@ -43,7 +49,7 @@ def _in_words(imbalance: Imbalance, *, compact: bool) -> str:
 
 
 def balance_table(records: Sequence[Record], *, compact: bool = False) -> Table:
-    """The rows for a terminal; narrow ones get push only."""
+    """Returns the rows of `balance_rows` as a rich table; `compact` suits narrow terminals."""
     from rich.table import Table
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""Compressors beside each other: what they take by size, and what they cost and lose."""
+"""The tables of `gradsync bench compress` and `bench converge`: times, costs, errors and losses of compressors."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _LAWS = {"unbiased": "omega", "contraction": "delta", "absolute": "tau"}
 
 
 def time_rows(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
-    """Headings, and a row for each compressor, number of threads, size and number of tensors.
+    """Returns headings, and a row for each compressor, number of threads, size and number of tensors.
 
-    Of each operation milliseconds, and in brackets GB/s of what it must read and write, and how much of a copy's rate
-    that is.
+    The cell of an operation has milliseconds, and in brackets GB/s of the bytes that the operation must read and write,
+    and their rate as a percentage of a copy's.
     """
     timed = [record for record in records if record.metric == "kernel_s"]
     operations = list(dict.fromkeys(record.params["operation"] for record in timed))
@@ -38,7 +38,10 @@ def time_rows(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
 
 
 def error_rows(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
-    """Headings, and a row for each compressor: fitted costs, and errors on each workload beside the declared law."""
+    """Returns headings, and a row for each compressor: its fitted costs, and its error on each workload.
+
+    An error stands beside the law (see `gradsync.compressors.law`) that the compressor declares.
+    """
     rows: dict[str, dict[str, str]] = {}
     for record in records:
         row = rows.setdefault(record.subject, {})
@@ -59,7 +62,7 @@ def error_rows(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
 
 
 def compress_tables(records: Sequence[Record], *, compact: bool = False) -> Group:
-    """Both for a terminal; narrow ones get the largest size only."""
+    """Returns the tables of times and of errors for a terminal; `compact` keeps the times of the largest size only."""
     from rich.console import Group
 
     headings, rows = time_rows(records)
@@ -73,9 +76,10 @@ def compress_tables(records: Sequence[Record], *, compact: bool = False) -> Grou
 
 
 def loss_rows(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
-    """Headings, and a row for each method: held-out loss on each workload, mean over seeds, and over the baseline's.
+    """Returns headings, and a row for each method: held-out loss on each workload.
 
-    Where the workload has accuracies, by how many points they are above the baseline's, seed by seed.
+    A loss is the mean over seeds; in brackets is its ratio to the baseline's, seed by seed. Where the workload measures
+    accuracy, the cell also says by how many points it is above the baseline's, seed by seed.
     """
     workloads = list(dict.fromkeys(record.params["workload"] for record in records))
     rows: dict[str, dict[str, str]] = {}
@@ -95,13 +99,13 @@ def loss_rows(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
 
 
 def loss_table(records: Sequence[Record], *, compact: bool = False) -> Table:
-    """For a terminal, however narrow."""
+    """Returns the rows of `loss_rows` as a rich table; `compact` changes nothing."""
     note = "held-out loss, mean over seeds (over that of the baseline, seed by seed); points of accuracy above it"
     return _table("Losses after as many steps", note, *loss_rows(records))
 
 
 def size_in_words(nbytes: int) -> str:
-    """`64 KB`; of 1024."""
+    """Returns a number of bytes in the largest fitting unit of 1024, as `64 KB`."""
     for unit, size in (("MB", 1 << 20), ("KB", 1 << 10)):
         if nbytes >= size:
             return f"{nbytes / size:g} {unit}"
@@ -109,10 +113,10 @@ def size_in_words(nbytes: int) -> str:
 
 
 def size_of(text: str) -> int:
-    """`64KB` in bytes.
+    """Parses a size such as `64KB` (units of 1024) and returns bytes.
 
     Raises:
-        ValueError: for text of another form.
+        ValueError: `text` has another form.
     """
     match = re.fullmatch(r"\s*(\d+)\s*([KMG]?)B\s*", text, re.IGNORECASE)
     if match is None:

@@ -1,4 +1,4 @@
-"""One self-contained page about a training run: opens anywhere, loads nothing from anywhere."""
+"""The HTML page about a training run: one self-contained file that loads nothing from the network."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 TEMPLATE = Path(__file__).parent / "page.html"
 SUBJECT = "gradsync"
-LOOPBACK = "loopback"  # how `TrainingRun.link` begins when nothing was shaped
+LOOPBACK = "loopback"  # how `TrainingRun.link` begins when no link's rate was limited
 
 
 def verdict(run: TrainingRun) -> str:
-    """The run in sentences, from its figures; says so when gradsync is slower or any method failed."""
+    """Describes the run's result in sentences, and says so when gradsync is slower or any method failed."""
     sentences = [_standing(run)]
     records = against_baseline(run)
     if SUBJECT in records:
@@ -30,7 +30,7 @@ def verdict(run: TrainingRun) -> str:
 
 
 def _standing(run: TrainingRun) -> str:
-    """gradsync beside the baseline."""
+    """Returns the sentence that compares gradsync with the baseline."""
     subject = next((method for method in run.methods if method.name == SUBJECT), None)
     if subject is None:
         return f"This run did not include {SUBJECT}."
@@ -47,14 +47,16 @@ def _standing(run: TrainingRun) -> str:
 
 
 def _pace(ratio: Spread, aa: Spread | None) -> str:
-    """What the ratio means in view of its own spread and of the baseline's against itself."""
+    """Returns "faster than", "slower than", or "within noise", given the ratio's spread and the baseline's A/A
+    ratio.
+    """
     if ratio.p5 <= 1 <= ratio.p95 or (aa and aa.p5 <= ratio.median <= aa.p95):
         return "within this run's noise of"
     return "faster than" if ratio.median < 1 else "slower than"
 
 
 def _others(records: dict[str, Record]) -> list[str]:
-    """The best method beside gradsync and the baseline."""
+    """Returns a sentence about the fastest method other than gradsync and the baseline; an empty list without one."""
     medians = {name: record.ratio.median for name, record in records.items() if record.ratio}
     mine = medians.pop(SUBJECT)
     if not medians:
@@ -66,7 +68,7 @@ def _others(records: dict[str, Record]) -> list[str]:
 
 
 def figures(run: TrainingRun) -> list[tuple[str, str, go.Figure]]:
-    """(title, what to look for, figure) in the order of the page; only what there is data for."""
+    """Returns (title, what to look for, figure) in the page's order, only for what the run has data of."""
     result: list[tuple[str, str, go.Figure]] = []
     if plots.shown(run):
         result = [
@@ -91,10 +93,10 @@ def figures(run: TrainingRun) -> list[tuple[str, str, go.Figure]]:
 
 
 def write_page(run: TrainingRun, path: str | Path) -> None:
-    """Writes the page.
+    """Writes the page to `path`.
 
     Raises:
-        ImportError: without plotly or Jinja2, naming what to install.
+        ImportError: plotly or Jinja2 is missing; the message says what to install.
     """
     try:
         from jinja2 import Environment, StrictUndefined

@@ -1,4 +1,4 @@
-"""The table of `gradsync bench plan`."""
+"""The table of `gradsync bench plan`: how long planners take, and the steps that their plans predict."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ COLUMNS = ("problem", "items", "plan, ms", "bytecomp, ms", "step, ms", "by bytec
 
 
 def planning_table(records: Sequence[Record], *, compact: bool = False) -> Table:
-    """A row a problem: how long planning takes, and the step by the plan. `compact`: the same."""
+    """Returns one row for each planning problem: the time to plan, and the step time of the plan. `compact` changes
+    nothing.
+    """
     from rich.table import Table
 
     table = Table(title="Planning", caption="times: median [p5-p95]; steps are of the machine that plans are made for")
@@ -27,12 +29,12 @@ def planning_table(records: Sequence[Record], *, compact: bool = False) -> Table
 
 
 def planning_rows(records: Sequence[Record]) -> list[list[str]]:
-    """The table's cells."""
+    """Returns the cells of `planning_table`."""
     rows = []
     for record in records:
         params, found = record.params, record.planning
         name = " ".join(str(params[key]) for key in ("model", "case") if key in params)
-        if found is None:  # of all small problems: gaps to the best plan, no times
+        if found is None:  # one record for all small problems: gaps to the best plan, no times
             gaps = f"mean {params['mean_gap']:.4%}, worst {params['worst_gap']:.2%}, of the best"
             rows.append([f"{params['problems']} {name}", str(params["items"]), *[NOTHING] * 4, gaps])
             continue

@@ -1,4 +1,7 @@
-"""The plots of a training run, as plotly figures. Names from the run are escaped: plotly reads labels as HTML."""
+"""The plots of a training run, as plotly figures.
+
+Names from the run are escaped, as plotly reads labels as HTML.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +27,18 @@ MOST_SHOWN_BUCKETS = 40
 
 
 def colour_of(run: TrainingRun, name: str) -> str:
-    """One colour a method, the same in every plot."""
+    """Returns the method's colour, which is the same in every plot."""
     names = [method.name for method in run.methods]
     return COLOURS[names.index(name) % len(COLOURS)]
 
 
 def shown(run: TrainingRun) -> list[MethodRun]:
-    """The methods that have step times."""
+    """Returns the methods that have step times."""
     return [method for method in run.methods if not failure(method)]
 
 
 def loss_over_time(run: TrainingRun) -> go.Figure:
-    """Training loss of the counted steps over the seconds spent in them: what the user waits for."""
+    """Plots the training loss of the counted steps over the seconds spent in them: how long a user waits for a loss."""
     plot = figure("time in counted steps, s", "training loss, mean over the ranks")
     for method in shown(run):
         losses, elapsed_s = method.losses[-len(method.step_s) :], list(accumulate(method.step_s))
@@ -45,7 +48,7 @@ def loss_over_time(run: TrainingRun) -> go.Figure:
 
 
 def loss_over_steps(run: TrainingRun) -> go.Figure:
-    """Training loss step by step, warm-up included: exact methods lie on one line."""
+    """Plots the training loss step by step, warm-up included; exact methods lie on one line."""
     plot = figure("step, warm-up included", "training loss, mean over the ranks")
     for number, method in enumerate(shown(run)):
         # Lines that coincide stay visible: the first is the widest, the later ones are dashed.
@@ -55,7 +58,9 @@ def loss_over_steps(run: TrainingRun) -> go.Figure:
 
 
 def step_breakdown(run: TrainingRun) -> go.Figure:
-    """Where a step's time goes: backward alone, communication that backward does not hide, everything else."""
+    """Plots the parts of each method's median step: backward alone, communication that backward does not hide, and the
+    rest.
+    """
     methods = shown(run)
     names = [escape(method.name) for method in methods]
     steps_ms = [median(method.step_s) * 1e3 for method in methods]
@@ -75,7 +80,7 @@ def step_breakdown(run: TrainingRun) -> go.Figure:
 
 
 def step_distribution(run: TrainingRun) -> go.Figure:
-    """How step times scatter."""
+    """Plots each method's step times as a box with all points."""
     methods = shown(run)
     plot = figure("step, ms", "", height=110 + 55 * len(methods), showlegend=False)
     for method in methods:
@@ -88,7 +93,10 @@ def step_distribution(run: TrainingRun) -> go.Figure:
 
 
 def bytes_by_bucket(run: TrainingRun, method: MethodRun) -> go.Figure:
-    """What each bucket of a method handed to the transport, recorded beside predicted; the largest buckets only."""
+    """Plots the bytes that each bucket of a method handed to the transport, recorded and predicted.
+
+    Only the `MOST_SHOWN_BUCKETS` largest buckets are shown.
+    """
     rows = sorted(method.buckets, key=lambda row: -row.sent_bytes)[:MOST_SHOWN_BUCKETS]
     # Numbered, as two buckets may have the same label.
     labels = [
@@ -118,7 +126,7 @@ def bytes_by_bucket(run: TrainingRun, method: MethodRun) -> go.Figure:
 
 
 def step_timeline(method: MethodRun) -> go.Figure:
-    """One step: what ran when on which stream, and below it what was predicted."""
+    """Plots one step as a timeline: each stream's tasks as recorded, and below them as predicted."""
     known = list(STREAM_COLOURS)
     rows = []
     for what, tasks in (("", method.timeline), (", predicted", method.predicted_timeline)):
@@ -148,7 +156,7 @@ def step_timeline(method: MethodRun) -> go.Figure:
 
 
 def bucket_name(names: list[str]) -> str:
-    """A bucket by its parameters, short."""
+    """Returns a short name for a bucket with these parameters."""
     if not names:
         return "no parameter"
     return names[0] if len(names) == 1 else f"{names[0]} + {len(names) - 1} more"
@@ -161,6 +169,6 @@ def _task_in_words(task: TimelineTask) -> str:
 
 
 def _rows_from_the_top(plot: go.Figure, labels: list[str]) -> go.Figure:
-    """Categories in the order given, the first on top, also those without a value."""
+    """Orders the plot's categories as `labels`, the first on top; categories without a value are kept."""
     order = {"categoryorder": "array", "categoryarray": labels}
     return plot.update_yaxes(type="category", range=[len(labels) - 0.5, -0.5], ticksuffix=" ", **order)

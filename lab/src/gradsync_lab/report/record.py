@@ -1,4 +1,4 @@
-"""What a measurement leaves behind: the record schema of `benchmarks/results/`, and the result of a training run.
+"""Results of measurements: the record schema of `benchmarks/results/`, and the result of a training run.
 
 Figures of a subject and its baseline always come from one run, in which the two took turns.
 """
@@ -30,7 +30,11 @@ class Spread(BaseModel):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Raises ValueError for no values."""
+        """Returns the spread of `values`.
+
+        Raises:
+            ValueError: `values` is empty.
+        """
         import numpy as np
 
         if not values:
@@ -40,7 +44,7 @@ class Spread(BaseModel):
 
 
 class WireBytes(BaseModel):
-    """Bytes a step at the busiest node's network interface, protocol overhead included."""
+    """Bytes per step at the busiest node's network interface, protocol overhead included."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -49,52 +53,55 @@ class WireBytes(BaseModel):
 
 
 class Imbalance(BaseModel):
-    """How much more than an even share the most loaded owner has, mean over draws (Zen, OSDI 2025, section 2); ideal 1.
+    """The load of the most loaded owner over an even share, as mean over draws (Zen, OSDI 2025, section 2); ideal is 1.
 
-    In differences of two of them, by how much.
+    Where it holds the difference of two owner maps, the figures are differences and the ideal is not defined.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    push: Estimate  # of the rank whose elements are shared out worst
-    pull: Estimate  # of the sums
+    push: Estimate  # of the rank whose own elements are spread worst over the owners
+    pull: Estimate  # of the sums that owners send back that owners send back
 
 
 class Balance(BaseModel):
-    """Two owner maps on the same draws."""
+    """The imbalance of two owner maps on the same draws."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     subject: Imbalance
     baseline: Imbalance
-    excess: Imbalance  # subject less baseline, draw by draw
+    excess: Imbalance  # subject minus baseline, draw by draw
 
 
 class FittedCost(BaseModel):
-    """What an operation takes: `call_s + byte_s * bytes`, the bytes it must read and write; as `costs.KernelCost`."""
+    """A cost fitted to timings: an operation takes `call_s + byte_s * bytes`, as `costs.KernelCost` does.
+
+    `bytes` counts what the operation must read and write.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kernel: str  # as steps of schemes name it
+    kernel: str  # the name that `Scheme.steps` uses
     call_s: float
     byte_s: float
 
     @property
     def knee_bytes(self) -> float:
-        """From here on bytes cost more than the call."""
+        """Returns the size in bytes above which the bytes cost more than the call."""
         return self.call_s / self.byte_s
 
 
 class CompressionError(BaseModel):
-    """What a compressor left out of a gradient, beside what it promises. Norms are Euclidean, |C(x) - x| / |x|."""
+    """A compressor's error |C(x) - x| / |x| on a gradient, and the law that it declares. Norms are Euclidean."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     relative: float  # root mean square over the draws
     law: str  # exact, unbiased, contraction, absolute or biased
     declared: float | None = None  # omega, delta or tau
-    measured: float | None = None  # the same of this gradient
-    holds: bool | None = None  # whether the measured one is within the declared one; None where nothing is promised
+    measured: float | None = None  # the law's constant as measured on this gradient
+    holds: bool | None = None  # whether `measured` is within `declared`; None where the law declares nothing
 
 
 class Losses(BaseModel):
@@ -107,19 +114,22 @@ class Losses(BaseModel):
 
 
 class PlanningRun(BaseModel):
-    """A plan that a search found, and what it is held against; steps are of the machine that plans are made for."""
+    """The predicted step of a searched plan, the baseline plan's, and a lower bound of all plans' steps.
+
+    Steps are predicted for the machine that the plans are made for.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    step_s: float
+    step_s: float  # by the subject's plan
     baseline_step_s: float
     bound_s: float  # no plan's step is shorter
-    certificate_s: float  # what it took to know that
+    certificate_s: float  # time spent on computing the bound
     buckets: int
 
 
 class PlanRan(BaseModel):
-    """The plan that a method ran by."""
+    """The plan that a method ran."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -128,17 +138,24 @@ class PlanRan(BaseModel):
 
 
 class Record(BaseModel):
-    """One comparison. `ratio` = subject / baseline of pairs measured side by side: below 1, the subject is faster.
+    """One comparison of a subject with a baseline; below 1, `ratio` = subject / baseline means that the subject is
+    faster.
 
-    `bound_s` is what the network allows for the subject's transfers. `predicted_s` is the cost model's word for the
-    whole subject, with costs fitted in the same run; None where nothing predicts it, as for training steps of which no
-    automatic plan has measured the job; of whole runs to a loss it is steps times seconds of a step. `cpu_s` is the
-    processor time of all ranks together: where they share a machine, the subject cannot take less than that over
-    `environment["cores"]`, whatever the network allows. Of the metric `imbalance`, which takes no time, `ratio` and
-    `aa` are those of push imbalance, draw by draw; of `loss`, `ratio` is that of the held-out losses, seed by seed, and
-    `aa` that of the baseline's with one seed and the next; of `gap` that of the step by the subject's plan over the
-    step by the best of all plans, problem by problem. `alone_s` is a step of one rank that exchanges nothing, of the
-    subject's model; known where computation is emulated.
+    The ratio is of pairs that were measured side by side.
+
+    - `bound_s`: the least time that the network allows for the subject's transfers.
+    - `predicted_s`: the cost model's prediction for the whole subject, with costs fitted in the same run. None where
+      nothing predicts the subject, as for training steps whose job no automatic plan has measured. For whole runs to a
+      loss, steps times seconds a step.
+    - `cpu_s`: processor time of all ranks together. Where ranks share a machine, the subject cannot take less than
+      `cpu_s / environment["cores"]`, whatever the network allows.
+    - `alone_s`: a step of the subject's model on one rank that exchanges nothing; known where computation is emulated.
+
+    What `ratio` and `aa` are for metrics that are not times:
+
+    - `imbalance`: push imbalance, draw by draw.
+    - `loss`: held-out losses, seed by seed; `aa` compares the baseline's with one seed and the next.
+    - `gap`: the step by the subject's plan over the step by the best of all plans, problem by problem.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -160,18 +177,18 @@ class Record(BaseModel):
     cpu_s: float | None = None
     loss: dict[str, float] | None = None  # the subject's measures on held-out samples after the run: loss, auc, ...
     baseline_loss: dict[str, float] | None = None
-    loss_steps: int | None = None  # of the subject and of the baseline before; None where they are not equal
+    loss_steps: int | None = None  # training steps before both measures; None where subject and baseline differ
     plan: PlanRan | None = None  # the subject's, at the end of the run; None where there is none
     baseline_plan: PlanRan | None = None
     seeds: list[int] = []
     wire_bytes: WireBytes | None = None
-    payload_bytes: WireBytes | None = None  # what the schemes handed to the transport
-    balance: Balance | None = None  # of the metric `imbalance`
-    cost: FittedCost | None = None  # of the metric `cost`
-    error: CompressionError | None = None  # of the metric `error`
-    losses: Losses | None = None  # of the metric `loss`
-    accuracies: Losses | None = None  # with it, where the workload has some
-    planning: PlanningRun | None = None  # of the metric `plan_s`
+    payload_bytes: WireBytes | None = None  # bytes that the schemes handed to the transport
+    balance: Balance | None = None  # for the metric `imbalance`
+    cost: FittedCost | None = None  # for the metric `cost`
+    error: CompressionError | None = None  # for the metric `error`
+    losses: Losses | None = None  # for the metric `loss`
+    accuracies: Losses | None = None  # for the metric `loss`, where the workload measures accuracy
+    planning: PlanningRun | None = None  # for the metric `plan_s`
     versions: dict[str, str] = {}
     environment: dict[str, Any] = {}
     commit: str | None = None
@@ -179,20 +196,22 @@ class Record(BaseModel):
 
     @property
     def scaling(self) -> float | None:
-        """What n ranks process over n times what one does, each its batch; 1 where exchanges cost nothing."""
+        """Returns the samples that n ranks process over n times those of one rank, at equal batches; 1 where exchanges
+        are free.
+        """
         if self.alone_s is None or self.subject_s is None:
             return None
         return self.alone_s / self.subject_s.median
 
     def within(self, bound: float) -> bool:
-        """Whether "ratio <= bound" holds by the noise rule: the lower end of the ratio's interval is compared with the
-        bound times the upper end of what the baseline shows against itself.
+        """Whether "ratio <= bound" holds by the noise rule: the ratio's 5th percentile <= bound * the A/A ratio's
+        95th.
         """
         return self.ratio is not None and self.aa is not None and self.ratio.p5 <= bound * self.aa.p95
 
 
 class TimelineTask(BaseModel):
-    """`gradsync.costs.timeline.Task` as data: seconds since the step began."""
+    """A `gradsync.costs.timeline.Task` as data; times are seconds since the step's backward began."""
 
     name: str
     stream: str
@@ -202,7 +221,7 @@ class TimelineTask(BaseModel):
 
 
 class BucketRow(BaseModel):
-    """One bucket of a method's plan: who is in it, how it travels, what it cost a step."""
+    """One bucket of a method's plan: its parameters, its scheme, and its bytes and times per step."""
 
     names: list[str]
     scheme: str
@@ -223,22 +242,22 @@ class MethodRun(BaseModel):
     samples_per_step: int = 0
     interface_bytes_per_step: float | None = None  # busiest node, sent
     final: dict[str, float] = {}  # held-out loss, auc, perplexity, ...
-    backward_s: float | None = None  # medians of one step's parts, where the method can tell
+    backward_s: float | None = None  # medians of one step's parts; None where the method does not measure them
     exposed_s: float | None = None
     plan: list[str] = []  # in words
     plan_digest: str | None = None
     buckets: list[BucketRow] = []
     timeline: list[TimelineTask] = []
-    predicted_timeline: list[TimelineTask] = []  # of the same step
+    predicted_timeline: list[TimelineTask] = []  # the same step as predicted
 
     @property
     def ran(self) -> PlanRan | None:
-        """The plan that ran; None of a method that has none, such as DDP."""
+        """Returns the plan that ran; None for a method without a plan, such as DDP."""
         return PlanRan(digest=self.plan_digest, words=self.plan) if self.plan else None
 
 
 class TrainingRun(BaseModel):
-    """All methods of one run, with what it ran on."""
+    """All methods of one run, with the workload, network and machine."""
 
     workload: str
     options: dict[str, Any] = {}  # of the workload, defaults included
@@ -251,16 +270,16 @@ class TrainingRun(BaseModel):
     environment: dict[str, Any] = {}
     versions: dict[str, str] = {}
     commit: str | None = None
-    command: str = ""  # makes a run like this one
+    command: str = ""  # command line that repeats the run
     notes: list[str] = []
 
 
 def save_records(records: Sequence[Record], path: str | Path) -> None:
-    """Writes records as a JSON list."""
+    """Writes records to `path` as a JSON list."""
     data = [record.model_dump(mode="json") for record in records]
     Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
 def load_records(path: str | Path) -> list[Record]:
-    """Reads what `save_records` wrote."""
+    """Reads records that `save_records` wrote."""
     return TypeAdapter(list[Record]).validate_json(Path(path).read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Tables for the terminal; the page shows the same cells."""
+"""Tables of training runs and records for the terminal; the HTML page shows the same cells."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TRAINING_COLUMNS = (
     "sent MB a step and node",
     "payload MB",
     "test loss",
-    "measure",  # of what the workload learns, if it has one: named by `training_columns`
+    "measure",  # AUC, accuracy, ..: `training_columns` puts the workload's measure here
     "ratio",
 )
 RECORD_COLUMNS = (
@@ -35,14 +35,14 @@ RECORD_COLUMNS = (
     "scaling",
     "held-out",
 )
-# Measures of held-out samples after the run, by the names that `Workload.evaluate` gives them: in words, and digits.
-# Perplexity is that of the softmax over the whole vocabulary, whatever the training samples.
+# Measures of held-out samples after the run: name in `Workload.evaluate` -> (name in tables, decimals).
+# Perplexity is of the softmax over the whole vocabulary, even where training samples the softmax.
 MEASURES = {"auc": ("AUC", 4), "perplexity": ("perplexity", 1), "accuracy": ("accuracy", 4)}
 NOTHING = "-"
 
 
 def milliseconds(spread: Spread | None) -> str:
-    """`median [p5-p95]`."""
+    """Returns a spread of seconds in milliseconds, as `median [p5-p95]`."""
     if spread is None:
         return NOTHING
     digits = _digits(spread.median)
@@ -50,12 +50,12 @@ def milliseconds(spread: Spread | None) -> str:
 
 
 def _digits(seconds: float) -> int:
-    """Of milliseconds, after the point: kernels take microseconds."""
+    """Returns how many decimals milliseconds are shown with; kernels take microseconds and need more."""
     return 1 if seconds >= 1e-3 or seconds == 0 else 4
 
 
 def factor(spread: Spread | None) -> str:
-    """A ratio with its spread."""
+    """Returns a ratio with its spread, as `median [p5-p95]`."""
     return NOTHING if spread is None else f"{spread.median:.3f} [{spread.p5:.3f}-{spread.p95:.3f}]"
 
 
@@ -64,21 +64,21 @@ def megabytes(nbytes: float | None) -> str:
 
 
 def payload_bytes(method: MethodRun) -> float | None:
-    """Bytes a step that rank 0 handed to the transport; None for methods that cannot tell."""
+    """Returns the bytes per step that rank 0 handed to the transport; None for methods that do not count them."""
     return sum(row.sent_bytes for row in method.buckets) if method.buckets else None
 
 
 def failure(method: MethodRun) -> str | None:
-    """Why a method has no figures; None for one that has."""
+    """Returns why a method has no figures; None for a method that has some."""
     if method.failed:
         return f"failed: {method.failed}"
     return None if method.step_s else "failed: no step was counted"
 
 
 def against_baseline(run: TrainingRun) -> dict[str, Record]:
-    """Method -> its record against the run's first baseline, where that was measured.
+    """Returns each method's record against the run's first baseline; methods without a ratio are left out.
 
-    Records of a phase of their own, which the baseline was picked from, are of other blocks.
+    Records with a `phase` are left out, too: they come from other blocks, in which the baseline was chosen.
     """
     first = run.records[0].baseline if run.records else None
     judged = (r for r in run.records if r.baseline == first and "phase" not in r.params)
@@ -86,7 +86,9 @@ def against_baseline(run: TrainingRun) -> dict[str, Record]:
 
 
 def measure_of(final: Mapping[str, float] | None) -> tuple[str, str] | None:
-    """What was learned, in words, and how well; None where nothing was measured, or the loss only."""
+    """Returns the name and the figure of the best-known measure in `final`; None where there is only a loss, or
+    nothing.
+    """
     for name, (words, digits) in MEASURES.items():
         if final and name in final:
             return words, f"{final[name]:.{digits}f}"
@@ -94,13 +96,15 @@ def measure_of(final: Mapping[str, float] | None) -> tuple[str, str] | None:
 
 
 def training_columns(run: TrainingRun) -> tuple[str, ...]:
-    """The headings of `training_rows`."""
+    """Returns the headings of `training_rows`."""
     found = next((measure for method in run.methods if (measure := measure_of(method.final))), None)
     return tuple(found[0] if found and heading == "measure" else heading for heading in _TRAINING_COLUMNS)
 
 
 def training_rows(run: TrainingRun) -> list[list[str]]:
-    """The cells of the training table, one row a method; the row of a failed method has two: its name and its error."""
+    """Returns the cells of the training table, one row a method; a failed method's row is only its name and its
+    error.
+    """
     records = against_baseline(run)
     return [
         [method.name, error] if (error := failure(method)) else _figures(method, records, run) for method in run.methods
@@ -128,7 +132,9 @@ COMPACT_COLUMNS = (0, 1, 3, 5, 6, 7)  # what matters most, for narrow terminals
 
 
 def training_table(run: TrainingRun, *, compact: bool = False) -> Table:
-    """Every method of a run: median step time [p5-p95], bytes at the interface, what it learned, ratio."""
+    """Returns a row for each method of a run: median step time [p5-p95], bytes at the interface, held-out measures,
+    ratio.
+    """
     from rich.table import Table
     from rich.text import Text
 
@@ -148,9 +154,10 @@ def training_table(run: TrainingRun, *, compact: bool = False) -> Table:
 
 
 def records_table(records: Sequence[Record], *, compact: bool = False) -> Table:
-    """Records as rows: subject, baseline, both times, their ratio, noise, bytes, prediction, bound; what was learned.
+    """Returns records as rows: subject, baseline, both times, their ratio, noise, bytes, prediction, bound, held-out
+    measures.
 
-    What all records share (nodes, link, ...) is the title, what tells them apart stands beside the case.
+    Parameters that all records share (nodes, link, ...) stand in the title, others in the column `case`.
     """
     from rich.table import Table
     from rich.text import Text
@@ -198,16 +205,20 @@ def _record_row(record: Record, shared: dict[str, Any]) -> list[str]:
 
 
 def _learned(record: Record) -> str:
-    """`AUC 0.7841 / 0.7840`."""
+    """Returns the held-out measure of subject and baseline, as `AUC 0.7841 / 0.7840`."""
     measures = [measure_of(record.loss), measure_of(record.baseline_loss)]
     name = next((measure[0] for measure in measures if measure), None)
     return f"{name} {' / '.join(measure[1] if measure else NOTHING for measure in measures)}" if name else NOTHING
 
 
 def judgements(records: Sequence[Record], bounds: Sequence[tuple[str, float]]) -> list[tuple[bool, str]]:
-    """For each record of each bound's subject: whether it holds by the noise rule, and the rule's figures in words.
+    """Returns, for each record of each bound's subject, whether the bound holds by the noise rule, and the figures in
+    words.
 
-    Whole runs, which are made once, only say whether other records hold.
+    Whole runs are left out: a whole run is made once, and only checks what other records say.
+
+    Args:
+        bounds: pairs of a subject and the largest ratio that it may have to its baseline.
     """
     shared = _shared(records)
     return [
@@ -234,7 +245,7 @@ def _judgement(record: Record, bound: float, shared: dict[str, Any]) -> str:
 
 
 def _shared(records: Sequence[Record]) -> dict[str, Any]:
-    """The parameters that have the same value in every record."""
+    """Returns the parameters that have the same value in every record."""
     if not records:
         return {}
     first, *others = (record.params for record in records)
@@ -243,10 +254,10 @@ def _shared(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def _in_words(params: dict[str, Any]) -> str:
-    """`nodes 4, link 1gbit, size 4096 kB`; what has a column of its own is left out."""
+    """Returns parameters as `nodes 4, link 1gbit, size 4096 kB`, without those that have a column."""
     words = []
     for key, value in params.items():
-        # Figures of a record, not what it is about; `kernel` is the subject.
+        # Results rather than settings; `kernel` is the subject, which has a column.
         if key in {"bound_ratio", "copy_bytes_per_s", "kernel"} or isinstance(value, list | dict):
             continue
         if key == "size_bytes":

@@ -1,4 +1,4 @@
-"""One step of each method as a Chrome trace, which ui.perfetto.dev and chrome://tracing open."""
+"""Exports one step of each method as a Chrome trace, which ui.perfetto.dev and chrome://tracing open."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .record import TimelineTask, TrainingRun
 
 
 def lanes(tasks: Sequence[TimelineTask]) -> list[tuple[str, list[TimelineTask]]]:
-    """(label, tasks) in the order of their streams' first task; no two tasks of a lane overlap.
+    """Returns (label, tasks) in the order of the streams' first tasks; no two tasks of a lane overlap.
 
     Operations in flight share the stream `link`. Viewers take overlapping events of one thread for nested calls and
     draw them wrongly, so a stream gets as many lanes as it has tasks at once: `link`, `link 2`, ...
@@ -32,7 +32,9 @@ def lanes(tasks: Sequence[TimelineTask]) -> list[tuple[str, list[TimelineTask]]]
 
 
 def trace_events(run: TrainingRun) -> list[dict[str, Any]]:
-    """A process a method, a thread a lane of a stream, a complete event ("X", microseconds) a task."""
+    """Returns Chrome trace events: one process per method, one thread per lane, one complete event ("X", microseconds)
+    per task.
+    """
     events: list[dict[str, Any]] = []
     processes = [(m.name, m.timeline) for m in run.methods if m.timeline]
     processes += [(f"{m.name}, predicted", m.predicted_timeline) for m in run.methods if m.predicted_timeline]
@@ -58,6 +60,6 @@ def _event(task: TimelineTask, pid: int, tid: int) -> dict[str, Any]:
 
 
 def write_trace(run: TrainingRun, path: str | Path) -> None:
-    """Writes the trace; methods that cannot tell what they did when are left out."""
+    """Writes the trace to `path`; methods without a timeline are left out."""
     data = {"traceEvents": trace_events(run), "displayTimeUnit": "ms"}
     Path(path).write_text(json.dumps(data) + "\n", encoding="utf-8")

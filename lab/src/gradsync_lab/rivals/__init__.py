@@ -1,1 +1,1 @@
-"""Systems of others that gradsync is measured beside: searches for plans, and schemes."""
+"""Schemes and planners of other systems, re-implemented to compare gradsync with them."""

@@ -1,4 +1,4 @@
-"""Schemes that a bucket may be synchronised by, ours and those of others, for `gradsync.schemes.select`."""
+"""Lists the schemes, gradsync's and other systems', that `gradsync.schemes.select` chooses from for a bucket."""
 
 from __future__ import annotations
 
@@ -36,16 +36,19 @@ from gradsync.tensors.density import DensityProfile
 from .regions import OkTopkLike
 from .zen_hash import ZenHash
 
-MOST_RANKS_FOR_POINTS = 16  # rounds and messages of the unnamed points grow too fast to be worth a look with more
+MOST_RANKS_FOR_POINTS = 16  # with more ranks, rounds and messages of `POINTS` are too many to be worth a try
 
 
 def candidates(
     layout: Layout, profiles: Sequence[DensityProfile], placement: Placement, *, values: str | None = None
 ) -> tuple[Scheme[Any], ...]:
-    """What a bucket of this layout may be synchronised by, among ranks placed so; with room for data of these profiles.
+    """Returns the schemes that can synchronise a bucket of this layout among ranks with this placement.
 
-    Where several nodes have several ranks each, also what sums inside the nodes first. `values`: rounded to "bfloat16"
-    or "float16" on the wire; by default all is exact.
+    Capacities suit data of the given profiles. Where several nodes have several ranks each, hierarchical schemes, which
+    first sum inside the nodes, are included.
+
+    Args:
+        values: "bfloat16" or "float16" rounds values to that type on the wire; None keeps all schemes exact.
     """
     points = POINTS if placement.size <= MOST_RANKS_FOR_POINTS else ()
     schemes: list[Scheme[Any]]
@@ -69,14 +72,14 @@ def candidates(
 
 
 def _in_half(scheme: Scheme[Any], values: str) -> Scheme[Any]:
-    """Rounded where bytes cost most: between the nodes of a hierarchy, else on all ways."""
+    """Wraps a scheme to round values on the wire: in a hierarchy between nodes only, where bytes cost most."""
     if isinstance(scheme, Hierarchical):
         return replace(scheme, inter=HalfPrecision(scheme.inter, values))
     return HalfPrecision(scheme, values)
 
 
 def _hierarchies(layout: Layout, profiles: Sequence[DensityProfile], placement: Placement) -> Iterator[Scheme[Any]]:
-    """Both stages dense or sparse, in any combination that there is."""
+    """Yields every combination of a stage inside nodes and a stage between nodes, each dense or sparse."""
     per_node = placement.ranks_per_node
     if per_node is None or not placement.is_hierarchy:
         return

@@ -1,8 +1,9 @@
-"""The best of all ways to cut the items into buckets for one option (`mergecomp.md` 3.4).
+"""Finds the best of all ways to cut a problem's items (gradients) into buckets, for one option.
 
-Best in MergeComp's model of a step, `machine.deferred_s`: encoding delays backward, channels serve the buckets in
-order, all decoding waits for the last transfer. A `Solution` says what the machine takes. Items that may not take the
-option take the first that they may; buckets never join items of different options, nor those that must be alone.
+The best cuts are those of MergeComp's model of a step, `machine.deferred_s`: encoding delays backward, each channel
+serves the buckets in order, and all decoding waits for the last transfer. A `Solution`'s seconds are those of the full
+machine (`planner.problem`). Items that may not take the option take the first option that they may. A bucket never
+holds items of different options, and never holds an item marked `alone` together with others.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ ROUNDING = 1e-12  # equal sums in another order differ by less
 
 
 def best_cuts(problem: Problem, option: int = 0) -> Solution:
-    """The best of all cuts into any number of buckets, by dynamic programming.
+    """Returns the best of all cuts into any number of buckets, found by dynamic programming.
 
-    Where the option's curves on COMPUTE are linear and it has one channel in O(n^3), of equal ones the fewest; else by
-    labels (`mergecomp.md` 3.4).
+    Where the option's curves on COMPUTE are linear and it has one channel, this takes O(n^3), and of equally good cuts
+    the one with the fewest buckets is returned. Otherwise the search keeps labels: states that no other state beats.
     """
     if not problem.size:
         return Solution((), step_s(problem, ()))
@@ -44,13 +45,15 @@ def best_cuts(problem: Problem, option: int = 0) -> Solution:
 
 
 def curve(problem: Problem, option: int = 0, most: int | None = None) -> list[Solution]:
-    """F(y): the best cuts into each number of buckets up to `most`, from the least that there may be."""
+    """Returns F(y), the best cuts into y buckets, for each possible number of buckets y up to `most`."""
     counts = by_count(problem, option, problem.size if most is None else min(most, problem.size))
     return [Solution(parts, step_s(problem, parts)) for _, parts in counts]
 
 
 def by_count(problem: Problem, option: int, most: int) -> Iterator[tuple[float, tuple[Part, ...]]]:
-    """Seconds of the model and best cuts, for each number of buckets that there may be, rising."""
+    """Yields the model's seconds and the best cuts for each possible number of buckets up to `most`, in rising
+    order.
+    """
     options = item_options(problem, option)
     if not problem.size:
         return iter([(problem.rest_s, ())])
@@ -58,14 +61,14 @@ def by_count(problem: Problem, option: int, most: int) -> Iterator[tuple[float, 
 
 
 def item_options(problem: Problem, option: int) -> list[int]:
-    """The option of each item."""
+    """Returns the option of each item: `option`, or the first that the item may take."""
     if problem.allowed is None:
         return [option] * problem.size
     return [option if option in may else min(may) for may in problem.allowed]
 
 
 def may_join(problem: Problem, options: Sequence[int]) -> list[bool]:
-    """Whether each item may be in a bucket with the one before it."""
+    """Returns, for each item, whether a bucket may hold the item together with the one before it."""
     alone = problem.alone or (False,) * problem.size
     return [
         item > 0 and options[item] == options[item - 1] and not alone[item] and not alone[item - 1]
@@ -74,7 +77,7 @@ def may_join(problem: Problem, options: Sequence[int]) -> list[bool]:
 
 
 def cut_at(problem: Problem, option: int, stops: Sequence[int]) -> tuple[Part, ...]:
-    """Buckets that end at `stops` and wherever they must."""
+    """Returns the buckets that end at `stops`, and wherever neighbouring items may not share a bucket."""
     options = item_options(problem, option)
     joins = may_join(problem, options)
     places = {0, problem.size, *stops, *(item for item in range(problem.size) if not joins[item])}
@@ -82,7 +85,9 @@ def cut_at(problem: Problem, option: int, stops: Sequence[int]) -> tuple[Part, .
 
 
 def _is_linear(problem: Problem, options: Sequence[int]) -> bool:
-    """Whether what precedes and follows the transfers depends only on how many buckets there are and what they hold."""
+    """Whether the work before and after the transfers depends only on how many buckets there are and which items they
+    hold.
+    """
     if len(set(options)) > 1:
         return False
     channels = 0
@@ -95,7 +100,7 @@ def _is_linear(problem: Problem, options: Sequence[int]) -> bool:
 
 
 def _by_count_linear(problem: Problem, options: Sequence[int], most: int) -> Iterator[tuple[float, tuple[Part, ...]]]:
-    """`mergecomp.md` 3.4: C(i, k) is when the link is free after i buckets that hold the first k items."""
+    """Implements `by_count` by the table C(i, k): when the link is free after i buckets that hold the first k items."""
     option = problem.options[options[0]]
     tables = _tables(problem, options[0])
     count = problem.size
@@ -136,8 +141,8 @@ def _back(came_from: Sequence[Ints], options: Sequence[int]) -> tuple[Part, ...]
 
 
 def _possible(problem: Problem, options: Sequence[int]) -> npt.NDArray[np.bool_]:
-    """[start, stop]: whether these items may be one bucket."""
-    begins = np.zeros(problem.size + 1, dtype=np.intp)  # of the longest one with that stop
+    """Returns [start, stop], (n + 1, n + 1): whether the items may form one bucket."""
+    begins = np.zeros(problem.size + 1, dtype=np.intp)  # start of the longest bucket with that stop
     for item, joined in enumerate(may_join(problem, options)):
         begins[item + 1] = begins[item] if joined else item
     start, stop = np.ogrid[: problem.size + 1, : problem.size + 1]
@@ -145,7 +150,9 @@ def _possible(problem: Problem, options: Sequence[int]) -> npt.NDArray[np.bool_]
 
 
 def _tables(problem: Problem, option: int) -> list[Floats]:
-    """[start, stop] for each demand of the option: its seconds for these items, of no items what a call takes."""
+    """Returns for each demand of the option its seconds by [start, stop]; without items, the seconds of an empty
+    call.
+    """
     tables = []
     for demand in problem.options[option].chain:
         amounts = np.concatenate([[0.0], np.cumsum(problem.nbytes if demand.amounts is None else demand.amounts)])
@@ -154,7 +161,7 @@ def _tables(problem: Problem, option: int) -> list[Floats]:
 
 
 def _seconds(curve: Curve, amounts: Floats) -> Floats:
-    """The curve, of many amounts."""
+    """Evaluates the curve at an array of amounts."""
     knots, seconds = np.array(curve.amounts), np.array(curve.seconds)
     place = np.clip(np.searchsorted(knots, amounts, side="right"), 1, len(knots) - 1)
     slopes = np.diff(seconds) / np.diff(knots)
@@ -164,15 +171,18 @@ def _seconds(curve: Curve, amounts: Floats) -> Floats:
 
 @dataclass(frozen=True)
 class _Labels:
-    """States that buckets of the first items may lead to, each with the one it came from."""
+    """States that buckets of the first items lead to, each with the state that it extends."""
 
     rows: Floats  # (n, ROWS)
     starts: Ints  # (n,) where the last bucket begins
-    sources: Ints  # (n,) number of the label there
+    sources: Ints  # (n,) number of the label that ends there
 
 
 class _Fusion:
-    """Labels by how many items they hold; with knees in its curves, one state need not be better than all others."""
+    """Extends labels by one bucket at a time, by the number of items held.
+
+    With knees in an option's curves, no single state need be better than all others.
+    """
 
     def __init__(self, problem: Problem, options: Sequence[int]) -> None:
         self._problem = problem
@@ -183,7 +193,7 @@ class _Fusion:
         self.empty = _Labels(np.zeros((1, ROWS)), np.zeros(1, dtype=np.intp), np.zeros(1, dtype=np.intp))
 
     def extend(self, before: Sequence[_Labels | None], stop: int, limit_s: float = np.inf) -> _Labels | None:
-        """What one more bucket, which ends at `stop`, makes of all labels before, where that may still be in time."""
+        """Adds a bucket that ends at `stop` to all labels before it; drops states that cannot end before `limit_s`."""
         found = [(q, labels.rows) for q, labels in enumerate(before) if labels and q < stop and self._possible[q, stop]]
         if not found:
             return None
@@ -202,7 +212,7 @@ class _Fusion:
             ),
             axis=1,
         )
-        # nothing that comes reaches a queue before backward goes on, so how long it has been free says nothing
+        # no later demand reaches a queue before backward goes on, so earlier free times make no difference
         after[:, 1:END] = np.maximum(after[:, 1:END], after[:, :1])
         rest_s = self._ready[-1] - self._ready[stop] + self._problem.rest_s
         possible = np.flatnonzero(finish(list(after.T), rest_s, Level.DEFERRED, np.maximum) <= limit_s)
@@ -210,9 +220,11 @@ class _Fusion:
         return _Labels(after[kept], origin[kept], source[kept]) if len(kept) else None
 
     def best(self, layers: Sequence[Sequence[_Labels | None]]) -> tuple[float, tuple[Part, ...]]:
-        """The least seconds of the model, and the buckets; `layers[i][k]`: labels of k items whose last bucket is i-th.
+        """Returns the least seconds of the model, and the buckets that take them.
 
-        They may be the same for all i, since each label knows where it came from.
+        Args:
+            layers: `layers[i][k]` has the labels of k items whose last bucket is the i-th. All i may share one layer,
+                as each label knows the label that it extends.
         """
         stop, parts = len(self._options), list[Part]()
         label, least_s = 0, 0.0
@@ -231,7 +243,9 @@ class _Fusion:
 
 
 def _least(rows: Floats) -> Ints:
-    """Numbers of the rows that no other row equals or undercuts in all columns; of equal rows, the first."""
+    """Returns the numbers of the rows that no other row equals or undercuts in all columns; of equal rows, the
+    first.
+    """
     left: Ints = np.lexsort(rows.T[::-1])
     kept = []
     while len(left):

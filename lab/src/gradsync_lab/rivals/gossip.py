@@ -1,7 +1,7 @@
-"""Rivals of groups, re-implemented: each rank averages with neighbours, whoever else these average with.
+"""Gossip: each rank averages its parameters with its neighbours only, in overlapping neighbourhoods instead of groups.
 
-On a ring as in decentralised parallel SGD (Lian et al., 2017), or with one other rank a round at distances that double
-(the one-peer exponential graph, Ying et al., 2021, the default of Bluefog).
+On a ring, it is decentralised parallel SGD (Lian et al., 2017). With one other rank in each round, at distances that
+double, it is the one-peer exponential graph (Ying et al., 2021), the default of Bluefog.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ ROUND = "round"
 @register
 @dataclass(frozen=True)
 class Gossip(Scheme[Tensor]):
-    """The mean of a rank's own values and those of the ranks at these distances before it, others in each round.
+    """Averages a rank's values with those of the ranks at the round's distances before it.
 
-    For parameters. Not exact: not the mean of all.
+    For parameters. Not exact: the result is not the mean of all ranks.
+
     Wire: the bucket once for each distance, sent and received by each rank.
     """
 
@@ -49,7 +50,7 @@ class Gossip(Scheme[Tensor]):
 
     @classmethod
     def ring(cls) -> Gossip:
-        """With both neighbours."""
+        """Returns gossip with both neighbours on a ring."""
         return cls(((1, -1),))
 
     @classmethod
@@ -65,7 +66,7 @@ class Gossip(Scheme[Tensor]):
         return True
 
     def mixing(self, size: int, round: int) -> Matrix:
-        """W, (n, n), of this round among so many ranks."""
+        """Returns the mixing matrix W of the round among `size` ranks, (size, size) float64."""
         places = self._places(size, round)
         w = np.eye(size)
         for distance in places:
@@ -84,7 +85,7 @@ class Gossip(Scheme[Tensor]):
         n, places = group.size, self._places(group.size, counted.step)
         if n == 1:
             return x.mul_(scale), {ROUND: (counted.next(),)}
-        # Swap: to the ranks at these distances the bucket, from those as far on the other side theirs.
+        # Swap: send the bucket to the ranks at these distances, receive the buckets of ranks as far on the other side.
         message = torch.empty(LENGTH_BYTES + x.nbytes, dtype=torch.uint8, device=x.device)
         message[LENGTH_BYTES:] = x.view(torch.uint8)
         to = {(group.rank + distance) % n: message for distance in places}
@@ -111,6 +112,6 @@ class Gossip(Scheme[Tensor]):
         return round % len(self.distances)
 
     def _places(self, size: int, round: int) -> list[int]:
-        """The distances of a round, each once and none of a whole circle."""
+        """Returns the round's distances modulo `size`, each once, without 0."""
         distances: dict[int, Any] = {d % size: None for d in self.distances[round % len(self.distances)] if d % size}
         return list(distances)

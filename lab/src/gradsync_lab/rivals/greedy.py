@@ -1,8 +1,9 @@
-"""ByteComp's search as published (Wang et al., "Espresso", EuroSys 2023): an option for each item, nothing is merged.
+"""ByteComp's search as published (Wang et al., "Espresso", EuroSys 2023): an option for each item, without merging.
 
-Algorithm 1 takes the items by size and gives each the option with the least F, all options of `OFFLOAD` apart;
-Algorithm 2 then moves some of what it compressed there. Their F is the charged level of `machine`, (max,+) linear, so
-that one change is evaluated in O(log n); a `Solution` says what the machine takes. See `bytecomp.md` 3.8, 3.9.
+Algorithm 1 takes the items by size and gives each the option with the least F, the estimated step time, among options
+that use no OFFLOAD. Algorithm 2 then moves some of the compression to OFFLOAD. Their F is the charged level of
+`planner.machine`, (max,+) linear, so that one change is evaluated in O(log n). A `Solution`'s seconds are those of the
+full machine.
 """
 
 from __future__ import annotations
@@ -18,24 +19,29 @@ from gradsync.planner.maxplus import Matrix, Product, Vector, apply, identity, m
 from gradsync.planner.problem import Part, Problem, Resource, Solution
 
 ROUNDING = 1e-12  # products of the same steps in another order differ by less
-MOST_COMBINATIONS = 1 << 22  # of offloaded items in Algorithm 2: some seconds
+MOST_COMBINATIONS = 1 << 22  # that Algorithm 2 tries; takes some seconds
 
 
 def bytecomp(problem: Problem, offloaded: Mapping[int, int], *, dense: int = 0) -> Solution:
-    """Both algorithms. `offloaded[o]` is the option that does on OFFLOAD what option o does on COMPUTE."""
+    """Runs both algorithms.
+
+    Args:
+        offloaded: option o on COMPUTE -> the option that does the same on OFFLOAD.
+        dense: the option without compression.
+    """
     return bytecomp_offload(problem, bytecomp_device(problem, dense=dense).parts, offloaded, dense=dense)
 
 
 def bytecomp_device(problem: Problem, options: Sequence[int] | None = None, *, dense: int = 0) -> Solution:
-    """Algorithm 1: which items to compress, and how.
+    """Runs Algorithm 1: chooses the items to compress, and their options.
 
-    Begins with option `dense` for all items, or the first one that the item may take. Items are taken by size, of
-    equal size the last one first; those before a bubble of all links in use are left as they are, checked anew after
-    every change (a bubble: the link is idle because the next part is not ready). An item changes its option only where
-    F becomes less.
+    All items begin with the option `dense`, or with the first option that the item may take. Items are taken by size,
+    of equal size the last one first. Items before a bubble of all used links keep their option; bubbles are looked for
+    anew after every change (a bubble: the link is idle because the next part is not ready). An item changes its option
+    only where F becomes less.
 
     Args:
-        options: numbers of those to try; None: all that ask nothing of OFFLOAD.
+        options: numbers of the options to try; None: all that use no OFFLOAD.
     """
     if options is None:
         options = [n for n, option in enumerate(problem.options) if not _asks(problem, n, Resource.OFFLOAD)]
@@ -67,14 +73,14 @@ def bytecomp_offload(
     dense: int = 0,
     most_combinations: int = MOST_COMBINATIONS,
 ) -> Solution:
-    """Algorithm 2: which items of a plan without merged ones to offload.
+    """Runs Algorithm 2: chooses which compressed items of a plan without merged items to offload.
 
-    Items that were changed from `dense` are grouped by size and option; of each group the first items in ready order
-    are offloaded, as many as give the least F over all combinations of such numbers; of several that do, the one that
-    offloads the fewest of the first group, then of the second.
+    Items whose option is not `dense` are grouped by size and option. In each group the first items in ready order are
+    offloaded; their numbers are those with the least F over all combinations. Of equally good combinations, the one
+    that offloads the fewest of the first group is taken, then of the second.
 
     Raises:
-        ValueError: where there are more combinations than `most_combinations`: their number is exponential in groups.
+        ValueError: there are more combinations than `most_combinations`; their number is exponential in the groups.
     """
     chosen = [part.option for part in parts]
     if len(chosen) != problem.size:
@@ -100,7 +106,7 @@ def bytecomp_offload(
 def _best_counts(
     problem: Problem, chosen: Sequence[int], groups: Sequence[Sequence[int]], offloaded: Mapping[int, int]
 ) -> list[int]:
-    """How many of each group to offload, of all combinations the first with the least F."""
+    """Returns how many items of each group to offload: the first combination with the least F."""
     place = {item: (number, rank) for number, group in enumerate(groups) for rank, item in enumerate(group)}
     steps = list(_steps(problem, chosen, offloaded, set(place)))
     sizes = tuple(len(group) + 1 for group in groups)
@@ -124,7 +130,7 @@ _AT_ONCE = 1 << 14  # combinations evaluated together: their rows stay in the ca
 
 
 class _Plan:
-    """Options of all items, with the rows before each, and what a change would do."""
+    """The options of all items, the state before each item, and the effect of changing one."""
 
     def __init__(self, problem: Problem, chosen: list[int]) -> None:
         self.chosen = chosen
@@ -155,7 +161,7 @@ class _Plan:
             self._rows[later + 1] = rows
 
     def last_bubble(self) -> int:
-        """The last item at which every link that carries anything has been idle, at it or at a later item."""
+        """Returns the last item such that every used link has been idle at the item or later."""
         links = (Resource.INTRA, Resource.INTER)
         in_use = [link for link in links if any(_asks(self._problem, option, link) for option in set(self.chosen))]
         return min((self._last_bubble_of(link) for link in in_use), default=0)
@@ -172,7 +178,10 @@ class _Plan:
 def _steps(
     problem: Problem, chosen: Sequence[int], offloaded: Mapping[int, int], movable: set[int]
 ) -> Iterator[tuple[Matrix, int | None, tuple[Matrix, Matrix]]]:
-    """What comes before each movable item, as one step, the item, its step as it is and offloaded; the rest at last."""
+    """Yields, for each movable item: the fixed items before it as one step, the item, and its step kept and offloaded.
+
+    The last entry has the fixed items after the last movable one, and None as item.
+    """
     nothing = identity(ROWS)
     fixed = nothing
     for item, option in enumerate(chosen):
@@ -186,7 +195,7 @@ def _steps(
 
 
 def _apply_to_all(step: Matrix, rows: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """`apply` for many states: (ROWS, n)."""
+    """Applies a step to many states at once, (ROWS, n), as `apply` does to one."""
     after = np.full_like(rows, -np.inf)
     for row, line in enumerate(step):
         for column, entry in enumerate(line):

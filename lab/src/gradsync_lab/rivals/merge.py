@@ -1,6 +1,7 @@
-"""Where MergeComp, MG-WFBP, GradientFlow and DDP cut the items into buckets for one option (`mergecomp.md` 3.1, 3.2).
+"""Rules of MergeComp, MG-WFBP, GradientFlow and DDP that cut a problem's items (gradients) into buckets.
 
-As in `cuts`, items that may not take the option take the first that they may, and are in buckets of their own.
+All buckets take one option. As in `cuts`, items that may not take the option take the first that they may, in buckets
+of their own.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ DDP_BYTES = 25 << 20
 
 
 def whole(problem: Problem, option: int = 0) -> tuple[Part, ...]:
-    """One bucket, or as few as there may be."""
+    """Returns one bucket, or as few as the items allow."""
     return cut_at(problem, option, ())
 
 
 def fixed_size(problem: Problem, option: int = 0, nbytes: float = DDP_BYTES) -> tuple[Part, ...]:
-    """Closes a bucket as soon as it holds `nbytes`."""
+    """Returns buckets that close as soon as they hold `nbytes`, as DDP's do."""
     stops, held = [], 0.0
     joins = may_join(problem, item_options(problem, option))
     for item, size in enumerate(problem.nbytes):
@@ -35,11 +36,14 @@ def fixed_size(problem: Problem, option: int = 0, nbytes: float = DDP_BYTES) -> 
 
 
 def lazy(problem: Problem, option: int = 0, nbytes: float | None = None) -> tuple[Part, ...]:
-    """GradientFlow's lazy all-reduce (Sun et al., 2019): gradients wait until so many bytes are ready, and go together.
+    """Returns the buckets of GradientFlow's lazy all-reduce (Sun et al., 2019): ready gradients wait until `nbytes` are
+    ready.
 
-    0: each by itself; infinite: all at once. By default `lazy_bytes`, and the last bucket is parted once more where
-    what backward leaves for its end is shorter so. Where buckets end depends on order and sizes alone, so all ranks
-    send alike whatever is ready when.
+    Where buckets end depends on order and sizes alone, so all ranks send alike, whatever is ready when.
+
+    Args:
+        nbytes: 0: each gradient by itself; infinite: all in one bucket. None: `lazy_bytes`, and the last bucket is cut
+            once more where that shortens the step.
     """
     if nbytes is not None:
         return fixed_size(problem, option, nbytes)
@@ -51,10 +55,11 @@ def lazy(problem: Problem, option: int = 0, nbytes: float | None = None) -> tupl
 
 
 def lazy_bytes(problem: Problem, option: int = 0) -> float:
-    """Of S bytes in buckets of x, S / x latencies and the exchange of the last x bytes stand beside backward or behind.
+    """Returns the bucket size in bytes that minimises latencies plus the exposed exchange of the last bucket.
 
-    They are least together at x = sqrt(S alpha / beta), with latency and time for a byte of the option's transfers
-    (`gradientflow.md` 3.4), both of large ones: small ones may go another way.
+    S bytes in buckets of x cost S / x latencies, and the exchange of the last x bytes is exposed. Their sum is least at
+    x = sqrt(S alpha / beta), with latency alpha and time per byte beta of the option's transfers. Both are those of
+    large transfers, as small ones may use another algorithm.
     """
     transfers = [d for d in problem.options[option].chain if d.resource in (Resource.INTRA, Resource.INTER)]
     amounts = [problem.amount(demand, 0, problem.size) for demand in transfers]
@@ -64,16 +69,16 @@ def lazy_bytes(problem: Problem, option: int = 0) -> float:
 
 
 def equal_counts(problem: Problem, option: int = 0, count: int = 2) -> tuple[Part, ...]:
-    """`count` buckets of as many items each, to within one."""
+    """Returns `count` buckets with equally many items each, to within one."""
     return cut_at(problem, option, [number * problem.size // count for number in range(1, count)])
 
 
 def mg_wfbp(problem: Problem, option: int = 0) -> tuple[Part, ...]:
-    """Merging of MG-WFBP (Shi et al., INFOCOM 2019), for exchanges that take alpha + beta * bytes.
+    """Returns the buckets of MG-WFBP (Shi et al., INFOCOM 2019), for exchanges that take alpha + beta * bytes.
 
-    In ready order: a bucket takes the next item where that is ready before the bucket's transfer, if it began as soon
-    as the link is free, would be through its alpha. Waiting for it then costs less than the alpha of its own that it
-    saves. alpha is what the option's transfers take of nothing.
+    In ready order, a bucket takes the next item if that is ready before the bucket's transfer, had it begun as soon as
+    the link is free, would have spent its alpha. Waiting for the item then costs less than the alpha that merging
+    saves. alpha is the time of the option's transfers for 0 bytes.
     """
     options = item_options(problem, option)
     joins = [*may_join(problem, options), False]
@@ -99,13 +104,13 @@ def mg_wfbp(problem: Problem, option: int = 0) -> tuple[Part, ...]:
 
 
 def two_buckets(problem: Problem, option: int = 0) -> Solution:
-    """MergeComp's two buckets by the rule where its optimum lies: the first cut at which the second bucket waits.
+    """Returns MergeComp's two buckets by the rule for the optimum: the first cut at which the second bucket waits.
 
-    There the transfer of the first ends just when the payload of the second is ready; of that cut and the one before
-    it the better one. With linear costs it is the optimum (`mergecomp.md` 4.1).
+    At the optimum the first bucket's transfer ends just when the second's payload is ready. The better of the found cut
+    and the one before it is returned; with linear costs it is the optimum.
 
     Raises:
-        ValueError: where there are fewer than two items, or they may not be in two buckets.
+        ValueError: there are fewer than two items, or the items may not share a bucket.
     """
     if problem.size < 2 or len(whole(problem, option)) > 1:
         raise ValueError("two_buckets needs two items or more that may share a bucket: use cuts.best_cuts")
@@ -122,7 +127,7 @@ def two_buckets(problem: Problem, option: int = 0) -> Solution:
 
 
 def _second_waits(problem: Problem, parts: Sequence[Part]) -> bool:
-    """Whether the second bucket finds the last resource that it queues for busy with the first."""
+    """Whether the second bucket finds the last resource in its queue busy with the first bucket."""
     first, second = parts
     option = problem.options[first.option]
     queues = [demand.resource for demand, later in zip(option.chain, follows(option), strict=True) if not later]
@@ -141,11 +146,17 @@ def _second_waits(problem: Problem, parts: Sequence[Part]) -> bool:
 
 
 def released_cut(size: int, measure: Callable[[int], float]) -> int:
-    """The binary search that MergeComp released, for two buckets of `size` items: where to cut.
+    """Returns where MergeComp's released binary search cuts `size` items into two buckets.
 
-    `measure(cut)` says how long a step takes with the first `cut` items in one bucket and the rest in the other; it is
-    asked once for each cut (20 iterations each in the release). Right for exact times of a single valley; a plateau, or
-    noise above the difference of two cuts that are two items apart, sends it the wrong way.
+    The search is right for exact times with a single minimum; a plateau, or noise above the difference of two cuts that
+    are two items apart, misleads it.
+
+    Args:
+        measure: seconds of a step with the first `cut` items in one bucket and the rest in the other; called once for
+            each cut (the release averages 20 iterations).
+
+    Raises:
+        ValueError: there are fewer than two items.
     """
     if size < 2:
         raise ValueError(f"two buckets need 2 items or more, got {size}")
@@ -168,10 +179,10 @@ def released_cut(size: int, measure: Callable[[int], float]) -> int:
 
 
 def mergecomp(problem: Problem, option: int = 0, *, most: int = 4, threshold: float = 0.0) -> Solution:
-    """MergeComp as published: the best cuts into 1, 2, .. `most` buckets, until one more does not help.
+    """Returns MergeComp's cuts as published: the best into 1, 2, .. `most` buckets, until another bucket does not help.
 
-    It stops at the first number whose step is not shorter than that of one bucket less by more than the share
-    `threshold`. The published search finds the best cuts of a number by enumeration and bisection; here they are exact.
+    The search stops at the first number of buckets whose step is not shorter than the one before by more than the share
+    `threshold`. The published search finds the best cuts by enumeration and bisection; here the best cuts are exact.
     """
     found = by_count(problem, option, max(most, len(whole(problem, option))))
     best_s, best = next(found)

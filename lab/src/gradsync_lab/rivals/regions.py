@@ -1,6 +1,7 @@
-"""Regions of a flat bucket, as long as the data makes them: equally many non-zeros for every owner.
+"""Owners of consecutive regions of a flat bucket, whose bounds follow the data: each owner gets equally many non-zeros.
 
-What Zen (OSDI 2025) rejects as too costly where it is done by sorting, and Ok-Topk does every so many steps.
+Zen (OSDI 2025) rejects such owners as too costly where the bounds are found by sorting; Ok-Topk renews the bounds every
+so many steps.
 """
 
 from __future__ import annotations
@@ -30,16 +31,20 @@ from gradsync.tensors.sparse import index_dtype
 class OkTopkLike(Scheme[Tensor]):
     """Ok-Topk's sparse all-reduce (Li and Hoefler, PPoPP 2022) without its second selection. Exact.
 
-    Owners sum consecutive regions, whose bounds are set so that each receives equally many non-zeros of all ranks
-    together, however skewed they lie. Ok-Topk keeps the bounds for some steps; here all ranks count their non-zeros in
-    even bins and tell each other in every step, so the bounds are always those of the data, and the counts are the
-    sizes of push. Ok-Topk then drops all but the k largest sums, which bounds its volume by 6k(n-1)/n values, and
-    evens out the owners' results before they travel: here all sums travel, straight from their owners, so nothing is
-    lost that a rank had selected, and the union costs what it costs. Bits decide what is zero.
-    Wire per rank: 4(n-1) bytes a bin; push and pull (n-1)/n * (positions + values), of its own and of the union.
+    Owners sum consecutive regions. The bounds are set so that each owner receives equally many non-zeros of all ranks
+    together, however skewed the non-zeros lie. Ok-Topk keeps the bounds for some steps; here all ranks count their
+    non-zeros in even bins and exchange the counts in every step. So the bounds always fit the data, and the counts give
+    the sizes of push.
+
+    Ok-Topk then drops all but the k largest sums, which bounds its volume by 6k(n-1)/n values, and evens out the
+    owners' results before they travel. Here all sums travel, straight from their owners: nothing that a rank had
+    selected is lost, and pull costs the size of the union. Zero is decided by bits.
+
+    Wire per rank: 4(n-1) bytes a bin; push and pull (n-1)/n * (positions + values), of the rank's own non-zeros and of
+    the union.
     """
 
-    bins: int = 64  # for each owner: a region has about a 64th more or less than its share where bins are alike
+    bins: int = 64  # per owner: a region is within about a 64th of its share where bins are alike
 
     layout = Layout.FLAT
 
@@ -52,14 +57,14 @@ class OkTopkLike(Scheme[Tensor]):
 
     async def synchronize(self, x: Tensor, state: State, group: Group, scale: float) -> tuple[Tensor, State]:
         indices, values = nonzeros(x)
-        # Histogram: where the non-zeros of all ranks lie.
+        # Histogram: count where the non-zeros of all ranks lie.
         edges = _edges(x.numel(), self.bins * group.size, x.device)
         below = torch.searchsorted(indices, (edges[1:] - 1).to(indices.dtype), right=True).to(indices.dtype)
         all_below = torch.stack(await group.all_gather(below)).cpu().double()
         regions = Regions.of(all_below, edges.cpu(), TensorSpec.of(x), group.size)
-        # Push: to each owner its region.
+        # Push: send each owner its region.
         parts = await _push(indices, values, regions, group)
-        # Pull: from each owner its sums.
+        # Pull: receive each owner's sums.
         sums = Sums.of(parts, regions.forms[group.rank], scale)
         return _join(await _pull(sums, regions, group), regions, x), state
 
@@ -70,7 +75,7 @@ class OkTopkLike(Scheme[Tensor]):
         placement: Placement,
         round: int = 0,
     ) -> tuple[Step, ...]:
-        """The profile's rows are the elements of the flat tensor; without a profile none of them counts as zero."""
+        """The profile's rows are the elements of the flat tensor; without a profile no element counts as zero."""
         (flat,) = specs
         n, index_nbytes = placement.size, index_dtype(flat.numel).itemsize
         profile = elements_of(flat, profiles)
@@ -95,19 +100,22 @@ class OkTopkLike(Scheme[Tensor]):
 
 @dataclass(frozen=True)
 class Regions:
-    """Which elements are whose, and how many non-zeros every rank has for every owner."""
+    """Each owner's region of the flat bucket, and how many non-zeros every rank has for every owner."""
 
     bounds: tuple[tuple[int, int], ...]  # [start, stop) of each owner's region
-    forms: tuple[PartFormat, ...]  # of its messages
-    counts: tuple[tuple[float, ...], ...]  # of each rank for each owner; whole numbers, or expected ones
+    forms: tuple[PartFormat, ...]  # message format of each owner's region
+    counts: tuple[tuple[float, ...], ...]  # [rank][owner] non-zeros; whole numbers, or expected ones
 
     @classmethod
     def of(cls, below: Tensor, edges: Tensor, flat: TensorSpec, size: int) -> Regions:
-        """The regions that give all owners equally many, as near as the bins allow; a region may be empty.
+        """Returns the regions that give all owners equally many non-zeros, as nearly as the bins allow; a region may be
+        empty.
 
         Args:
-            below: of each rank (ranks, bins) float64 how many non-zeros it has below the end of each bin.
-            edges: (bins + 1,) where bins begin and end.
+            below: (ranks, bins) float64, each rank's number of non-zeros below the end of each bin.
+            edges: (bins + 1,) int64, where bins begin and end.
+            flat: shape and dtype of the bucket.
+            size: number of owners.
         """
         behind = torch.cat([below.new_zeros(len(below), 1), below], dim=1)
         total = behind.sum(dim=0)
@@ -124,13 +132,17 @@ class Regions:
 
 
 def _edges(numel: int, bins: int, device: torch.device) -> Tensor:
-    """Where even bins begin and end, (bins + 1,) int64; the last ones are empty if there are fewer elements."""
+    """Returns where even bins begin and end, (bins + 1,) int64; with fewer elements than bins, the last ones are
+    empty.
+    """
     width = -(-numel // bins)
     return (torch.arange(bins + 1, device=device) * width).clamp(max=numel)
 
 
 def _expected_below(profile: DensityProfile, edges: Tensor) -> Tensor:
-    """Non-zeros of a rank below the end of each bin, (1, bins); partitions are taken as even within."""
+    """Returns a rank's expected non-zeros below the end of each bin, (1, bins) float64; inside partitions, they lie
+    evenly.
+    """
     shares = torch.tensor([0.0, *(profile.shares or (1.0,))], dtype=torch.float64)
     below, places = shares.cumsum(0), edges[1:] / max(profile.num_rows, 1) * (len(shares) - 1)
     lower = places.floor().long().clamp(max=len(shares) - 2)
@@ -138,7 +150,7 @@ def _expected_below(profile: DensityProfile, edges: Tensor) -> Tensor:
 
 
 async def _push(indices: Tensor, values: Tensor, regions: Regions, group: Group) -> list[PartMessage]:
-    """The parts of all ranks in my region."""
+    """Sends each owner its region's non-zeros, and returns all ranks' parts of this rank's region."""
     counts = [[int(count) for count in row] for row in regions.counts]
     mine, size = counts[group.rank], group.size
     sent = [int(form.nbytes(count)) for form, count in zip(regions.forms, mine, strict=True)]
@@ -156,7 +168,7 @@ async def _push(indices: Tensor, values: Tensor, regions: Regions, group: Group)
 
 
 async def _pull(sums: Sums, regions: Regions, group: Group) -> list[PartMessage]:
-    """The sums of all owners, of which everyone knows bounds."""
+    """Exchanges the sums, and returns all owners' sums; every rank knows bounds on their sizes."""
     sums.write_count()
     summed = [math.ceil(sum(column)) for column in zip(*regions.counts, strict=True)]
     most = [int(f.nbytes(min(count, f.length))) for f, count in zip(regions.forms, summed, strict=True)]
@@ -172,7 +184,7 @@ async def _pull(sums: Sums, regions: Regions, group: Group) -> list[PartMessage]
 
 
 def _join(totals: Sequence[PartMessage], regions: Regions, x: Tensor) -> Tensor:
-    """Overwrites the flat tensor: the owners' sums where they belong, zero everywhere else."""
+    """Overwrites the flat tensor with the owners' sums, and with zero everywhere else."""
     x.zero_()
     for total, (start, stop) in zip(totals, regions.bounds, strict=True):
         indices, values = total.get()

@@ -1,10 +1,13 @@
-"""Plans as others would make them, of a measured job: searches that `AutoPlanner` takes in place of ours.
+"""Planners of other systems: searches that `AutoPlanner` runs on a measured job instead of gradsync's own.
 
-Each makes one plan. Of the constraints' lossy ways they take one: that by whose schemes the predicted step is shortest,
-where there are several. What may not take it travels without loss: tables, and dense gradients that were found to be
-sparse by rows, by the scheme that is the quickest for them alone, other dense gradients in DDP's buckets of 25 MiB, but
-where nothing is merged each by itself. Those that are merged need not follow one another: a gradient that is ready
-between them and travels otherwise does not part them. Turns are in our order: it is no part of what they decide.
+Each returns one plan. Of the lossy ways that the constraints allow, a plan uses one: the one whose scheme has the
+shortest predicted step. Gradients that may not take it travel without loss:
+
+- tables, and dense gradients that were found to be sparse by rows, by the scheme that is fastest for them alone;
+- other dense gradients in DDP's buckets of 25 MiB, but each by itself where the system merges nothing.
+
+Merged gradients need not be neighbours: a gradient in between that travels otherwise does not split a bucket. The order
+of turns is gradsync's, as these systems do not decide it.
 """
 
 from __future__ import annotations
@@ -38,22 +41,22 @@ from .greedy import bytecomp_device, bytecomp_offload
 from .merge import fixed_size, lazy, mergecomp, mg_wfbp, whole
 from .rivals import SeCoPa, byteps_compress
 
-MOST_COUNTED = 12  # buckets that are tried in any case
+MOST_COUNTED = 12  # numbers of buckets up to this one are always tried
 
 Cut = Callable[[Problem, int], Sequence[Part]]
 Bucket = tuple[tuple[int, ...], int]  # items, rising, and the option
 
 
 def layerwise_plans(job: Job, constraints: Constraints) -> list[Plan]:
-    """Layer-wise compression: each gradient that may be compressed is, in a bucket of its own."""
+    """Plans layer-wise compression: each gradient that may be compressed gets a bucket of its own."""
     return _merged_plans(job, constraints, lambda problem, option: cut_at(problem, option, range(problem.size)))
 
 
 def best_cuts_plans(job: Job, constraints: Constraints) -> list[Plan]:
-    """Every gradient that may be compressed is, in buckets cut as is best by MergeComp's model of a step.
+    """Plans the compression of all gradients that may be, in the buckets that are best by MergeComp's model of a step.
 
-    Of the best number of buckets and all up to `MOST_COUNTED` that with the shortest predicted step, which knows of
-    more than the model: latencies that transfers hide from each other.
+    Of the best number of buckets and all numbers up to `MOST_COUNTED`, the one with the shortest predicted step is
+    taken. The prediction knows more than the model: latencies that transfers hide from each other.
     """
     counted = [partial(_about, count) for count in range(1, MOST_COUNTED + 1)]
     return _merged_plans(job, constraints, lambda problem, option: best_cuts(problem, option).parts, *counted)
@@ -61,11 +64,10 @@ def best_cuts_plans(job: Job, constraints: Constraints) -> list[Plan]:
 
 @dataclass(frozen=True)
 class CountedCuts:
-    """The same with exactly `count` buckets of compressed gradients.
+    """A planner as `best_cuts_plans`, with exactly `count` buckets of compressed gradients.
 
     Raises:
-        ValueError: for a count below 1; when asked for plans, where there are fewer gradients to compress, saying how
-            many.
+        ValueError: `count` is below 1; on a call, fewer gradients than buckets may be compressed.
     """
 
     count: int
@@ -79,9 +81,9 @@ class CountedCuts:
 
 
 def mergecomp_plans(job: Job, constraints: Constraints) -> list[Plan]:
-    """MergeComp as published: everything is compressed, in 2 buckets, or as many as help, up to 4.
+    """Plans as MergeComp does: all gradients are compressed, in 2 buckets, or up to 4 where more help.
 
-    Payloads that can be summed go by all-reduce, others by all-gather, as there.
+    Payloads that can be summed go by all-reduce, others by all-gather, as in MergeComp.
     """
     return _merged_plans(
         job, constraints, lambda problem, option: mergecomp(problem, option).parts, carriers=_as_mergecomp
@@ -89,19 +91,19 @@ def mergecomp_plans(job: Job, constraints: Constraints) -> list[Plan]:
 
 
 def mg_wfbp_plans(job: Job, constraints: Constraints) -> list[Plan]:
-    """MG-WFBP: nothing is compressed, dense gradients are merged where that saves more than the wait for the next."""
+    """Plans as MG-WFBP does: nothing is compressed, and gradients are merged where that saves more than it waits."""
     return [_merged_exactly(job, mg_wfbp)]
 
 
 @dataclass(frozen=True)
 class LazyPlans:
-    """GradientFlow's lazy all-reduce of dense gradients, as they are or by a lossy way, see `merge.lazy`.
+    """A planner as GradientFlow's lazy all-reduce of dense gradients, exact or by a lossy way, see `merge.lazy`.
 
     Raises:
-        ValueError: for a negative `nbytes`.
+        ValueError: `nbytes` is negative.
     """
 
-    nbytes: float | None = None  # that gradients wait for; 0: each by itself, infinite: one call, None: the best
+    nbytes: float | None = None  # size of a bucket; 0: each gradient by itself, infinite: one bucket, None: the best
 
     def __post_init__(self) -> None:
         if self.nbytes is not None and not self.nbytes >= 0:
@@ -116,16 +118,17 @@ class LazyPlans:
 
 @dataclass(frozen=True)
 class FreeRatio:
-    """Coarse-grained communication of as many chunks as cost nothing, lazily merged: ours, of GradientFlow's parts.
+    """A planner of coarse-grained communication that sends as many chunks as cost no time, lazily merged.
 
-    Of the ratios from the allowed way's own up to 1, and all-reduce, the largest share whose predicted step is within
-    `slack` of the shortest: what travels beside backward costs no time, and what is not left out no accuracy. Where the
-    link is fast that is all, without loss. As the plan is made of what was measured, and made anew when the job drifts,
-    the share follows the window that backward leaves.
+    Built of GradientFlow's parts, but gradsync's own. The candidates are all ratios from the allowed way's own up to 1,
+    and all-reduce; taken is the largest ratio whose predicted step is within `slack` of the shortest. Communication
+    that overlaps with backward costs no time, and chunks that are sent cost no accuracy. On a fast link everything is
+    sent, without loss. As the plan is made from measurements, and again when the job drifts, the ratio follows the time
+    that backward leaves.
 
     Raises:
-        ValueError: for a slack or ratios out of their range; when asked for plans, unless `CoarseGrained` is what the
-            constraints allow.
+        ValueError: slack or ratios are out of range; on a call, the constraints allow another lossy way than
+            `CoarseGrained`.
     """
 
     slack: float = 0.02
@@ -149,10 +152,10 @@ class FreeRatio:
 
 
 def secopa_plans(job: Job, constraints: Constraints) -> list[Plan]:
-    """HiPress' rule: each gradient alone, compressed where that makes its own exchange shorter.
+    """Plans by HiPress' rule: each gradient alone, compressed where that makes its own exchange shorter.
 
-    Sends cost latency and rate of a link, coding what the compressor's kernels were measured to take. Partitions of a
-    gradient are one for each rank, as all-to-all and all-gather of a `Route` make them, coded on backward's device.
+    Sends cost a link's latency and rate; coding costs what the compressor's kernels were measured to take. A gradient
+    has one partition per rank, as the all-to-all and all-gather of a `Route` make them, coded on backward's device.
     """
     compressor = _compressor(constraints, "HiPress' rule")
     compressed = Route(_two_way(COMPUTE), compressor)
@@ -171,9 +174,10 @@ def secopa_plans(job: Job, constraints: Constraints) -> list[Plan]:
 
 
 def byteps_plans(job: Job, constraints: Constraints) -> list[Plan]:
-    """BytePS-Compress: gradients of 64 KiB or more are compressed on host cores, each alone, by push and pull.
+    """Plans as BytePS-Compress does: gradients of 64 KiB or more are compressed on host cores, each alone, by push and
+    pull.
 
-    A `Route` whose coding is all offloaded; where nodes have several ranks it is between sums inside the nodes.
+    All coding of the `Route` is offloaded; where nodes have several ranks, the route is between sums inside the nodes.
     Gradients are not cut into BytePS' partitions of 4 MiB.
     """
     compressor = _compressor(constraints, "BytePS-Compress")
@@ -190,14 +194,14 @@ def byteps_plans(job: Job, constraints: Constraints) -> list[Plan]:
 
 
 def bytecomp_plans(job: Job, constraints: Constraints) -> list[Plan]:
-    """ByteComp's Algorithms 1 and 2: each gradient alone, by one of the leaves of the decision tree, all on backward's
-    device; then some of them by the same leaf with all coding offloaded.
+    """Plans by ByteComp's Algorithms 1 and 2: each gradient alone, by one leaf of the decision tree.
 
-    The leaves are those of the paper, without all-reduce of payloads; within nodes only where there are several ranks
-    on them.
+    Algorithm 1 codes on backward's device; Algorithm 2 moves all coding of some gradients' leaves to the offload
+    device. The leaves are the paper's, without all-reduce of payloads; leaves inside nodes are used only where nodes
+    have several ranks.
 
     Raises:
-        ValueError: where Algorithm 2 would try too many combinations.
+        ValueError: Algorithm 2 would try too many combinations.
     """
     compressor = _compressor(constraints, "ByteComp")
     found = routes(compressor, _ranks_per_node(job.network.placement), devices=(COMPUTE,))
@@ -222,13 +226,13 @@ def bytecomp_plans(job: Job, constraints: Constraints) -> list[Plan]:
     return [_each(job, formulation, [*on_device, *on_host], choose)]
 
 
-# Below here: how.
+# Implementation.
 
 
 def _merged_plans(
     job: Job, constraints: Constraints, *cuts: Cut, carriers: Callable[[Sequence[Way]], Sequence[Way]] = list
 ) -> list[Plan]:
-    """The plan with the shortest predicted step of those of the lossy ways and cuts."""
+    """Returns the plan with the shortest predicted step among all lossy ways and cuts."""
     exact = exact_ways(job)
     plans = []
     for way in carriers(_lossy_ways(job, constraints)):
@@ -240,15 +244,15 @@ def _merged_plans(
 
 
 def _merged_exactly(job: Job, cut: Cut) -> Plan:
-    """By all-reduce."""
+    """Returns the plan that synchronises dense gradients by all-reduce, in buckets made by `cut`."""
     dense = [p if p.sparse else replace(p, density=None, elements=None) for p in job.profiles]
-    job = replace(job, profiles=tuple(dense))  # it does not look for zeros
+    job = replace(job, profiles=tuple(dense))  # MG-WFBP does not look for zeros
     formulation = formulate(job, exact_ways(job))
     return with_best_turns(_merged(formulation, _numbers(formulation, AllReduce()), cut), job)
 
 
 def _merged(formulation: Formulation, numbers: frozenset[int], cut: Cut) -> Plan:
-    """Items that may take one of these options do, in buckets as `cut`; the others travel as the module says."""
+    """Puts items that may take one of the options into buckets made by `cut`; the others travel as the module says."""
     problem = _narrowed(formulation.problem, numbers)
     assert problem.allowed is not None
     taken = [item for item, may in enumerate(problem.allowed) if may <= numbers]
@@ -262,7 +266,7 @@ def _merged(formulation: Formulation, numbers: frozenset[int], cut: Cut) -> Plan
 
 
 def _about(count: int, problem: Problem, option: int) -> Sequence[Part]:
-    """As many buckets, or as few or many as there may be."""
+    """Cuts into `count` buckets, or into the nearest possible number."""
     return _counted(min(max(count, len(whole(problem, option))), problem.size), problem, option)
 
 
@@ -284,9 +288,9 @@ def _each(
     schemes: Sequence[Route],
     choose: Callable[[Problem, int, Sequence[int]], Sequence[Part]],
 ) -> Plan:
-    """What `choose(problem, dense option, options of the schemes)` makes of items by themselves.
+    """Returns the plan in which `choose(problem, dense option, options of the schemes)` chooses for each item alone.
 
-    Of gradients of several element types, those of the first one can be compressed.
+    Where gradients have several element types, only those of the first can be compressed.
     """
     dense = _numbers(formulation, AllReduce())
     options = [min(_numbers(formulation, scheme)) for scheme in schemes]
@@ -295,7 +299,9 @@ def _each(
 
 
 def _formulated(job: Job, constraints: Constraints, schemes: Sequence[Route]) -> Formulation:
-    """With these for the gradients that the constraints let be compressed, beside the exact ways."""
+    """Formulates the job with these schemes for the gradients that the constraints allow to compress, and exact
+    ways.
+    """
     among = _lossy_ways(job, constraints)[0].among
     return formulate(job, [*exact_ways(job), *(Way(scheme, among=among) for scheme in schemes)])
 
@@ -316,12 +322,14 @@ def _as_mergecomp(ways: Sequence[Way]) -> Sequence[Way]:
 
 
 def _numbers(formulation: Formulation, scheme: object) -> frozenset[int]:
-    """Of the options that are this scheme, one for each element type."""
+    """Returns the options that use this scheme, one for each element type."""
     return frozenset(number for number, other in enumerate(formulation.schemes) if other == scheme)
 
 
 def _narrowed(problem: Problem, choices: frozenset[int]) -> Problem:
-    """Items may take those of the choices that they might, or else what is the quickest for them alone."""
+    """Limits each item to those of the choices that it may take; without any, to the option that is fastest for it
+    alone.
+    """
     assert problem.allowed is not None
 
     def quickest(item: int, may: Iterable[int]) -> int:
@@ -332,7 +340,7 @@ def _narrowed(problem: Problem, choices: frozenset[int]) -> Problem:
 
 
 def _rearranged(problem: Problem, items: Sequence[int]) -> Problem:
-    """These items in this order, each ready with all that come before it."""
+    """Returns the problem of these items in this order, each ready when all items before it are."""
     ready_s = list(accumulate(problem.gaps_s))
     reached_s = list(accumulate((ready_s[item] for item in items), max))
 
@@ -354,7 +362,7 @@ def _rearranged(problem: Problem, items: Sequence[int]) -> Problem:
 
 
 def _plan(formulation: Formulation, buckets: Sequence[Bucket]) -> Plan:
-    """The buckets in the order in which they are ready: the machine's parts are of items that follow one another."""
+    """Returns the plan of the buckets in ready order; items are rearranged, as a `Part` has consecutive ones."""
     in_order = sorted(buckets, key=lambda bucket: bucket[0][-1])
     items = [item for members, _ in in_order for item in members]
     stops = accumulate(len(members) for members, _ in in_order)
@@ -375,7 +383,7 @@ def _compressor(constraints: Constraints, who: str) -> Compressor[Any]:
 
 
 def _two_way(device: str) -> tuple[str, ...]:
-    """Push to owners, who sum and compress their sums, and pull."""
+    """Returns the route's tasks: push to owners, who sum and compress their sums, and pull."""
     encode, decode = f"{COMPRESS}@{device}", f"{DECOMPRESS}@{device}"
     return encode, "all_to_all", decode, encode, "all_gather", decode
 
@@ -385,18 +393,18 @@ def _offloaded(task: RouteTask) -> RouteTask:
 
 
 def _ranks_per_node(placement: Placement) -> int:
-    """1 where nodes are not to be told apart."""
+    """Returns the ranks on each node; 1 where the placement is not hierarchical."""
     return (placement.ranks_per_node or 1) if placement.is_hierarchy else 1
 
 
 def _payload_nbytes(compressor: Compressor[Any], nbytes: int) -> int:
-    """Of so many bytes in float32."""
+    """Returns the compressor's payload for `nbytes` of float32 values."""
     spec, _ = parted((TensorSpec((nbytes // torch.float32.itemsize,), torch.float32),))
     return compressor.nbytes(spec, LATE)
 
 
 def _kernel_curve(what: str, compressor: Compressor[Any], job: Job) -> Curve:
-    """Seconds of dense bytes."""
+    """Returns the kernel's seconds as a curve over dense bytes."""
     works = [
         Compute(compressor.kernel(what), float(nbytes + _payload_nbytes(compressor, nbytes))) for nbytes in KNOTS_BYTES
     ]

@@ -1,7 +1,7 @@
-"""What others decide for each item by itself: HiPress' SeCoPa and BytePS-Compress (`bytecomp.md` 7.1).
+"""Rules of other systems that decide for each item alone: HiPress' SeCoPa and BytePS-Compress.
 
-Both leave overlap with backward and the other items aside, which is what our search is to be compared with. Curves and
-defaults of other clusters are not taken over.
+Both disregard overlap with backward and all other items, which gradsync's search is compared with. Curves and defaults
+of other clusters are not taken over.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from gradsync.planner.problem import Curve, Part, Problem
 
 @dataclass(frozen=True)
 class SeCoPa:
-    """HiPress' rule (Bai et al., SOSP 2021): compress or not, and into how many partitions, by the cost of one item.
+    """HiPress' rule (Bai et al., SOSP 2021): whether to compress, and into how many partitions, by the cost of one
+    item.
 
-    The partitions of an item are handled side by side, sends and kernels of a partition one after another: as a
-    parameter server 2(n-1) sends, min(k+1, n) encodings and min(n-1+k, 2(n-1)) decodings with n nodes and k partitions,
-    as a ring 2(n-1) sends, n encodings and n decodings.
+    Partitions of an item are handled in parallel, sends and kernels of a partition in sequence. With n nodes and k
+    partitions, a parameter server takes 2(n-1) sends, min(k+1, n) encodings and min(n-1+k, 2(n-1)) decodings; a ring
+    takes 2(n-1) sends, n encodings and n decodings.
     """
 
     nodes: int
@@ -44,22 +45,29 @@ class SeCoPa:
         return 2 * others * self.send(self.wire_ratio * one) + encodes * self.encode(one) + decodes * self.decode(one)
 
     def choose(self, nbytes: float) -> tuple[bool, int]:
-        """Whether to compress, and the number of partitions, 1 to n; of equals dense, then the fewest partitions."""
+        """Returns whether to compress, and the number of partitions, 1 to n; of equals dense, then the fewest
+        partitions.
+        """
         ways = [(compress, count) for compress in (False, True) for count in range(1, self.nodes + 1)]
         return min(ways, key=lambda way: (self.compressed_s if way[0] else self.dense_s)(nbytes, way[1]))
 
     def parts(self, problem: Problem, dense: int, compressed: int) -> tuple[Part, ...]:
-        """Each item by itself, by the option `compressed` where the rule says so; how is the option's affair."""
+        """Returns a part for each item, with the option `compressed` where the rule compresses, else `dense`.
+
+        The rule's number of partitions is not used: the option says how items travel.
+        """
         return _each(problem, dense, compressed, [self.choose(nbytes)[0] for nbytes in problem.nbytes])
 
 
 def byteps_compress(problem: Problem, dense: int, offloaded: int, smallest_bytes: float = 65536) -> tuple[Part, ...]:
-    """BytePS-Compress: each item of `smallest_bytes` or more is compressed by the host's cores, whatever that costs."""
+    """Returns a part for each item: items of `smallest_bytes` or more are compressed by the host's cores, whatever that
+    costs.
+    """
     return _each(problem, dense, offloaded, [nbytes >= smallest_bytes for nbytes in problem.nbytes])
 
 
 def _each(problem: Problem, dense: int, compressed: int, compress: list[bool]) -> tuple[Part, ...]:
-    """Items that may not take what was chosen for them take the first option that they may."""
+    """Returns a part for each item; items that may not take the option chosen for them take the first that they may."""
     parts = []
     for item, chosen in enumerate(compress):
         option = compressed if chosen else dense

@@ -1,4 +1,4 @@
-"""How far from the best the search ends: random problems small enough to play every plan of."""
+"""Measures how far gradsync's search is from the best plan, on random problems small enough to try every plan."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ COMPUTE, OFFLOAD, INTRA, INTER = Resource
 
 @dataclass(frozen=True)
 class GapCase:
-    """One problem that is small enough to play every plan of: gaps are shares, 0.01 is one per cent."""
+    """One problem with its gaps, as shares: 0.01 is one per cent."""
 
     seed: int
     items: int
-    gap: float  # of the search's plan to the best one
-    certified_gap: float  # that its certificate admits
-    slack: float  # of the best plan to the bound
+    gap: float  # step of the search's plan over the best plan's, minus 1
+    certified_gap: float  # the largest gap that the search's certificate admits
+    slack: float  # step of the best plan over the certificate's bound, minus 1
 
 
 def gap_cases(seeds: Iterable[int], *, most_items: int = 8) -> Iterator[GapCase]:
-    """Searches, plays all plans and bounds them, for the problem of each seed."""
+    """Yields, for the problem of each seed, the gaps of the found plan, the best plan and the bound."""
     for seed in seeds:
         problem = random_problem(seed, most_items=most_items)
         found, best = search(problem), best_of_all(problem)
@@ -35,9 +35,9 @@ def gap_cases(seeds: Iterable[int], *, most_items: int = 8) -> Iterator[GapCase]
 
 
 def random_problem(seed: int, *, most_items: int = 8, items: int | None = None, options: int | None = None) -> Problem:
-    """A problem whose links, devices and backward matter about as much as each other; up to 4 options of 8.
+    """Returns a random problem whose links, devices and backward matter about equally, with up to 4 of 8 options.
 
-    Gradients are of sizes that differ by 3 orders of magnitude, some ready together. The options: dense, in 16 bits,
+    Gradients' sizes differ by 3 orders of magnitude, and some are ready together. The options: dense, in 16 bits,
     compressed on COMPUTE or on OFFLOAD or on both, hierarchical with and without compression, in two steps.
     """
     draw = random.Random(seed)
@@ -49,7 +49,7 @@ def random_problem(seed: int, *, most_items: int = 8, items: int | None = None, 
     gaps = tuple(0.0 if item and draw.random() < 0.15 else scale(0.05, 2.0) for item in range(size))
     nbytes = tuple(scale(0.001, 3.0) for _ in range(size))
     backward, total = sum(gaps), sum(nbytes)
-    per_byte, per_call = backward / total, backward / size  # what a unit below is, of bandwidth and of latency
+    per_byte, per_call = backward / total, backward / size  # units of bandwidth and latency below
     call, inter, intra = scale(0.005, 0.5) * per_call, scale(0.3, 4.0) * per_byte, scale(0.02, 0.7)
     ratio, knee = scale(0.01, 0.3), scale(0.05, 1.0) * total / size
     launch, encode = scale(0.01, 0.6) * per_call, scale(0.03, 0.6) * per_byte

@@ -1,6 +1,6 @@
-"""Zen as its paper has it (Wang et al., OSDI 2025): hierarchical hashing, push of pairs, hash bitmaps back.
+"""Zen as its paper describes it (Wang et al., OSDI 2025): hierarchical hashing, push of pairs, pull with hash bitmaps.
 
-The rival that `elements.py` is measured against. The authors' released code is neither: it can lose gradients.
+The rival of `gradsync.schemes.elements`. The authors' released code is another algorithm, which can lose gradients.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from gradsync.tensors.index_formats import IndexFormat
 from gradsync.tensors.sparse import index_dtype
 
 REHASHES = 3  # k of the paper
-SLOTS = 2  # of the parallel memory for each non-zero expected: R1 of the paper
-SERIAL_SHARE = 0.1  # of the serial memory in the parallel one: R2 of the paper
-FEWEST_SLOTS = 64  # of an owner: chance moves a handful of elements by more than a share of them
-HEAD_BYTES = LENGTH_BYTES + 16  # of a message: its length, its elements, and those the sender had no place for
+SLOTS = 2  # slots of the parallel memory for each expected non-zero: R1 of the paper
+SERIAL_SHARE = 0.1  # serial memory over parallel memory: R2 of the paper
+FEWEST_SLOTS = 64  # per owner: small numbers of elements vary by more than SLOTS allows for
+HEAD_BYTES = LENGTH_BYTES + 16  # a message's length, its number of elements, and of indices without a place
 
 Pairs = tuple[Tensor, Tensor]  # indices (count,) in any order, values (count, 1)
 
@@ -41,17 +41,20 @@ Pairs = tuple[Tensor, Tensor]  # indices (count,) in any order, values (count, 1
 class ZenHash(Scheme[Tensor]):
     """Zen's Balanced Parallelism by hierarchical hashing, for the non-zero elements of a flat bucket. Exact.
 
-    Owners are those of a Murmur hash. A rank hashes its indices into memory of a fixed size (`hierarchical_hash`), and
-    pushes what lies in each owner's as pairs of index and value, in the order of the slots. Owners sum, and hand to all
-    a bitmap over what they may own, and the sums. Beyond the paper: slots are taken by compare-and-swap; what finds no
-    place, as when the density jumps, is pushed in a second round, so that nothing is lost; sums are in rank order,
-    whatever the slots. Bits decide what is zero: NaN and infinity travel, -0.0 is zero and comes out as 0.0.
+    A Murmur hash decides owners. A rank hashes its indices into memory of a fixed size (`hierarchical_hash`), and
+    pushes the contents of each owner's memory as pairs of index and value, in the order of the slots. Owners sum, and
+    send to all ranks the sums and a bitmap over the elements that they may own.
+
+    Beyond the paper: slots are taken by compare-and-swap; indices that find no place, as when the density jumps, are
+    pushed in a second round, so that nothing is lost; sums are in rank order, whatever the slots. Zero is decided by
+    bits: NaN and infinity travel, -0.0 counts as zero and comes out as 0.0.
+
     Wire per rank: push (n-1)/n * (indices + values); pull (n-1)/n * (an n-th of a bit an element + values of the
-    union). Memory beside that: `memory_nbytes`.
+    union). Memory besides: `memory_nbytes`.
     """
 
-    seed: int = 0  # of all hashes; the same on every rank
-    expected: int = 0  # non-zeros of a rank that its memory is made for; 0: as many as it has in a step
+    seed: int = 0  # for all hashes; the same on every rank
+    expected: int = 0  # non-zeros that a rank's memory has room for; 0: as many as the rank has in a step
 
     layout = Layout.FLAT
 
@@ -66,7 +69,7 @@ class ZenHash(Scheme[Tensor]):
         return replace(self, expected=0)
 
     def planned_for(self, profiles: Sequence[DensityProfile]) -> ZenHash:
-        """With memory for the density that was measured, as the paper has it."""
+        """Returns the scheme with memory for the measured density, as the paper sizes it."""
         return replace(self, expected=math.ceil(profiles[0].rows)) if profiles else self
 
     def stages(self, size: int) -> tuple[str, ...]:
@@ -75,7 +78,7 @@ class ZenHash(Scheme[Tensor]):
     async def synchronize(self, x: Tensor, state: State, group: Group, scale: float) -> tuple[Tensor, State]:
         owned = owned_by_hash(x.numel(), group.size, self.seed, x.device, kept_for=group)
         hashed = self._hash(nonzeros(x)[0], group.size)
-        # Push: to each owner what lies in its memory, and then what lies nowhere.
+        # Push: send each owner the contents of its memory, and then the indices without a place.
         memory, everyone = self._memory(0, group.size), range(group.size)
         most = min(memory.slots + memory.serial, x.numel()) if self.expected else x.numel()
         pairs, left = await _push(hashed.owned, len(hashed.overflow), x, everyone, most, group)
@@ -84,7 +87,7 @@ class ZenHash(Scheme[Tensor]):
             rest = _by_owner(hashed.overflow, group.size, self.seed)
             pushed, _ = await _push(rest, 0, x, late, max(left), group)
             pairs = [_joined(first, second) for first, second in zip(pairs, pushed, strict=True)]
-        # Pull: from each owner a bitmap over what it owns, and the sums.
+        # Pull: receive each owner's sums, and a bitmap over the elements that it owns.
         forms = [PartFormat(len(indices), 1, x.dtype, (IndexFormat.BITMAP,)) for indices in owned]
         message = _sum(pairs, owned[group.rank], forms[group.rank], x.numel(), scale)
         messages = await _swap([message] * group.size, everyone, max(f.most_nbytes for f in forms), group)
@@ -97,7 +100,7 @@ class ZenHash(Scheme[Tensor]):
         placement: Placement,
         round: int = 0,
     ) -> tuple[Step, ...]:
-        """The profile's rows are the elements of the flat tensor; without a profile none of them counts as zero."""
+        """The profile's rows are the elements of the flat tensor; without a profile no element counts as zero."""
         (flat,) = specs
         n = placement.size
         profile = elements_of(flat, profiles)
@@ -120,16 +123,17 @@ class ZenHash(Scheme[Tensor]):
         )
 
     def memory_nbytes(self, flat: TensorSpec, rows: float, size: int) -> int:
-        """What a rank with so many non-zeros needs beside gradient and messages: the memory of all owners, the lists.
+        """Returns bytes that a rank with `rows` non-zeros needs besides gradient and messages: all owners' memory, and
+        the lists.
 
-        The lists are kept from step to step; they count once for all buckets of a length.
+        The lists of owned elements are kept from step to step and shared by all buckets of a length.
         """
         memory = self._memory(rows, size)
         slots = size * (memory.slots + memory.serial)
         return slots * index_dtype(flat.numel).itemsize + 8 * size + lists_nbytes(flat.numel)
 
     def _memory(self, rows: float, size: int) -> HashMemory:
-        """An owner's memory."""
+        """Returns the hash memory of one owner."""
         slots = max(SLOTS * math.ceil(self.expected or rows), FEWEST_SLOTS * size)
         return HashMemory.split(size, slots=slots, serial=math.ceil(SERIAL_SHARE * slots), rehashes=REHASHES)
 
@@ -146,7 +150,7 @@ class ZenHash(Scheme[Tensor]):
 
 
 def expected_overflow(rows: float, memory: HashMemory) -> float:
-    """Of so many indices of an owner those that its memory has no place for, if each rehash is a round of all left."""
+    """Returns how many of an owner's `rows` indices find no place in its memory, if each rehash is one round."""
     left, free = rows, float(memory.slots)
     for _ in range(REHASHES):
         placed = min(free * -math.expm1(-left / memory.slots), left)
@@ -167,9 +171,13 @@ def _pairs_format(flat: TensorSpec) -> PartFormat:
 async def _push(
     parts: Sequence[Tensor], left: int, x: Tensor, senders: Sequence[int], most: int, group: Group
 ) -> tuple[list[Pairs], list[int]]:
-    """My pairs of each of the senders, none of the other ranks; and how many each of them has left.
+    """Sends pairs to the owners, and returns each sender's pairs for this rank and its number of indices without a
+    place.
 
-    `most`: pairs that a message has at most, the same on all ranks.
+    Ranks that are not in `senders` have no pairs.
+
+    Args:
+        most: the most pairs of any message, the same on all ranks.
     """
     form = _pairs_format(TensorSpec.of(x))
     outgoing = []
@@ -189,7 +197,7 @@ async def _push(
 
 
 def _message(count: int, left: int, form: PartFormat, like: Tensor) -> Tensor:
-    """Room for so many elements behind the head, which it writes."""
+    """Returns a message with room for `count` elements, with its head written."""
     message = like.new_empty(HEAD_BYTES + int(form.nbytes(count)), dtype=torch.uint8)
     message[LENGTH_BYTES:HEAD_BYTES].copy_(torch.tensor([count, left]).view(torch.uint8))
     return message
@@ -198,7 +206,9 @@ def _message(count: int, left: int, form: PartFormat, like: Tensor) -> Tensor:
 async def _swap(
     messages: Sequence[Tensor], senders: Sequence[int], most_nbytes: int, group: Group
 ) -> dict[int, tuple[int, int, Tensor]]:
-    """Of each of the senders what its message for me says and has: elements, left ones, and the body."""
+    """Exchanges messages; returns for each sender its numbers of elements and of indices without a place, and the
+    body.
+    """
     mine = messages[group.rank]
     outgoing = dict(enumerate(messages)) if group.rank in senders else {}
     outgoing.pop(group.rank, None)
@@ -214,7 +224,7 @@ def _joined(first: Pairs, second: Pairs) -> Pairs:
 
 
 def _sum(pairs: Sequence[Pairs], owned: Tensor, form: PartFormat, numel: int, scale: float) -> Tensor:
-    """`scale` times the sum of all ranks' pairs, in rank order, as a message."""
+    """Returns `scale` times the sum of all ranks' pairs, in rank order, as a message."""
     union = kernels.unite_rows([indices for indices, _ in pairs], numel)
     message = _message(union.count, 0, form, pairs[0][1])
     total = form.part(message[HEAD_BYTES:], union.count)
@@ -230,7 +240,7 @@ def _sum(pairs: Sequence[Pairs], owned: Tensor, form: PartFormat, numel: int, sc
 def _join(
     messages: dict[int, tuple[int, int, Tensor]], forms: Sequence[PartFormat], owned: Sequence[Tensor], x: Tensor
 ) -> Tensor:
-    """Overwrites the flat tensor: the owners' sums where they belong, zero everywhere else."""
+    """Overwrites the flat tensor with the owners' sums, and with zero everywhere else."""
     x.zero_()
     for owner, (count, _, body) in messages.items():
         total = forms[owner].part(body, count)
@@ -240,7 +250,7 @@ def _join(
 
 
 def _all_to_all(stage: str, size: int, nbytes: float) -> Transfer:
-    """Every rank sends every other one a message with so many bytes behind its head."""
+    """Returns the transfer in which every rank sends every other a message of `nbytes` behind its head."""
     ranks = range(size)
     return Transfer.of_messages(
         stage, size, [(r, other, HEAD_BYTES + nbytes) for r in ranks for other in ranks if other != r]

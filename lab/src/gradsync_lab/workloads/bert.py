@@ -1,8 +1,8 @@
 """Text classification by a small BERT (Devlin et al., 2019): which part of speech does a dictionary entry explain?
 
-Nine tenths of the model are the table of WordPieces, whose gradient has the rows of a batch's pieces; attention and
-the rest are dense. It has no head tied to the table, which would make that gradient dense, and starts untrained. There
-is no dropout: the loss depends on weights and batch alone, so that a step can be repeated.
+Nine tenths of the model are the table of WordPieces, whose gradient has the rows of a batch's pieces; attention and the
+rest are dense. The model has no head tied to the table, which would make that gradient dense, and is not pre-trained.
+Without dropout, the loss depends on weights and batch alone, so that a step can be repeated.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from .transformer import NUM_LAYERS, check_dim, num_parameters_of_layers, transf
 HELD_OUT_RATIO = 0.02
 EVALUATION_BATCH = 64
 INITIAL_STD = 0.1
-DENSE_RATE_RATIO = 0.1  # as in `lstm`: Adagrad's first steps are about as long as the rate
+DENSE_RATE_RATIO = 0.1  # Adagrad's first steps are about as long as the rate, see `lstm.LSTM_RATE_RATIO`
 
 
 class BertClassifier(nn.Module):
-    """Logits of the classes from the state of the class sign in front; with layers normalized before, not after."""
+    """A BERT encoder that classifies a text by the state of its [CLS] piece; layers are normalized before, not
+    after.
+    """
 
     def __init__(self, dim: int, *, sparse: bool) -> None:
         super().__init__()
@@ -46,7 +48,7 @@ class BertClassifier(nn.Module):
             self.pieces.weight[PADDING] = 0
 
     def forward(self, pieces: Tensor) -> Tensor:
-        """Logits (batch, 4) float32 for `pieces` (batch, longest) int64."""
+        """Returns logits (batch, 4) float32 for `pieces` (batch, longest) int64."""
         absent = pieces == PADDING
         states = self.embedded_norm(self.pieces(pieces) + self.positions[: pieces.shape[1]])
         for layer in self.layers:
@@ -58,12 +60,14 @@ class BertClassifier(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class BertWorkload(ClassificationWorkload):
-    """Noun, adjective, verb or adverb? 4.3 million parameters, 90 % of them in the table of WordPieces."""
+    """Classifies entries as noun, adjective, verb or adverb; 4.3 million parameters, 90 % in the table of
+    WordPieces.
+    """
 
     name: ClassVar[str] = "bert"
     real: ClassVar[str] = "gcide"
     held_out_ratio: ClassVar[float] = HELD_OUT_RATIO
-    evaluation_samples: ClassVar[int | None] = None  # all, one entry in fifty
+    evaluation_samples: ClassVar[int | None] = None  # all held-out entries
     evaluation_batch: ClassVar[int] = EVALUATION_BATCH
 
     batch_size: int = 32  # entries a rank and step
@@ -79,7 +83,7 @@ class BertWorkload(ClassificationWorkload):
         return open_entries(self.data, cache)
 
     def batch(self, rows: Array) -> Batch:
-        """Pieces (batch, longest) and labels (batch,), int64."""
+        """Returns pieces (batch, longest) and labels (batch,), int64."""
         entries = self._opened[0][rows].astype(np.int64)
         longest = int((entries[:, 1:] != PADDING).sum(axis=1).max())
         table = torch.from_numpy(entries)
@@ -91,7 +95,7 @@ class BertWorkload(ClassificationWorkload):
             return BertClassifier(self.dim, sparse=sparse)
 
     def optimizer(self, model: nn.Module) -> Optimizer:
-        """Adagrad; the transformer learns at a tenth of the tables' rate."""
+        """Returns Adagrad; the transformer learns at a tenth of the table's rate."""
         return adagrad_of_tables(model, self.learning_rate, dense_ratio=DENSE_RATE_RATIO)
 
     def describe(self) -> str:

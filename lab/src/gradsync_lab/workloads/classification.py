@@ -1,4 +1,4 @@
-"""What workloads share whose model gives the logits of classes."""
+"""The base class of workloads that classify."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .base import Batch, DataWorkload, evaluating
 
 @dataclass(frozen=True, kw_only=True)
 class ClassificationWorkload(DataWorkload):
-    """A workload whose model gives logits (batch, classes) for the first part of a batch; the second are its labels."""
+    """A workload whose batches are (inputs, labels) and whose model returns logits (batch, classes)."""
 
-    evaluation_samples: ClassVar[int | None]  # of the held-out ones, the first; None: all
+    evaluation_samples: ClassVar[int | None]  # how many held-out samples are evaluated, from the first on; None: all
     evaluation_batch: ClassVar[int]
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -24,7 +24,7 @@ class ClassificationWorkload(DataWorkload):
         return functional.cross_entropy(model(inputs), labels)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Loss and accuracy over the first held-out samples."""
+        """Returns loss and accuracy over the first held-out samples."""
         held_out = np.arange(self.num_train, self.num_samples)[: self.evaluation_samples]
         total, right = 0.0, 0
         with evaluating(model) as device:

@@ -1,4 +1,5 @@
-"""Image classification by convolutional networks: residual ones of many small tensors, and one of a single big tensor.
+"""Image classification by convolutional networks: residual networks of many small tensors, and one of a single big
+tensor.
 
 All gradients are dense. There is neither dropout nor augmentation: the loss depends on weights and batch alone, so that
 a step can be repeated. A training forward moves the running statistics of batch normalization, which no loss uses.
@@ -29,9 +30,9 @@ from .images import DIGITS, FASHION, HELD_OUT_RATIO, IMAGE_SETS, NUM_CLASSES, Im
 EVALUATION_IMAGES = 2_000
 EVALUATION_BATCH = 100
 MOMENTUM = 0.9
-TRUST = 0.06  # large, so that what LARS leaves at the plain rate, biases and norms, moves by a small one
+TRUST = 0.06  # large, so that the learning rate is small, which LARS does not adapt for biases and norms
 STAGES = (16, 32, 64)  # channels of He et al.'s stages for small images
-LARGE_SIDE = 16  # images from here on are halved by the first convolution, which makes a step four times as cheap
+LARGE_SIDE = 16  # the first convolution halves images of this side or more: a step costs a quarter
 
 
 def stem_stride(images: ImageSet) -> int:
@@ -39,14 +40,16 @@ def stem_stride(images: ImageSet) -> int:
 
 
 def convolution(inputs: int, outputs: int, *, size: int = 3, stride: int = 1) -> nn.Sequential:
-    """A convolution normalized over the batch; the normalization has the bias."""
+    """Returns a convolution without bias, and batch normalization, which has one."""
     return nn.Sequential(
         nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False), nn.BatchNorm2d(outputs)
     )
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions beside a shortcut, which is one of size 1 where the number of channels changes."""
+    """Two convolutions and a shortcut; where the number of channels changes, the shortcut is a convolution of size
+    1.
+    """
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -56,7 +59,9 @@ class ResidualBlock(nn.Module):
         self.shortcut = nn.Identity() if stride == 1 else convolution(inputs, outputs, size=1, stride=stride)
 
     def forward(self, states: Tensor) -> Tensor:
-        """(batch, outputs, side, side), halved with a stride, for `states` (batch, inputs, side, side) float32."""
+        """Returns (batch, outputs, side, side) float32 for `states` (batch, inputs, side, side); a stride halves the
+        side.
+        """
         return functional.relu(self.second(functional.relu(self.first(states))) + self.shortcut(states))
 
 
@@ -75,14 +80,14 @@ class ResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits (batch, 10) float32 for `images` (batch, 1, side, side) float32."""
+        """Returns logits (batch, 10) float32 for `images` (batch, 1, side, side) float32."""
         states = self.blocks(functional.relu(self.stem(images)))
         logits: Tensor = self.classifier(states.mean(dim=(2, 3)))
         return logits
 
 
 class AlexNet(nn.Module):
-    """After Krizhevsky et al. (2012), small: convolutions, then a wide layer that has 98 % of all parameters."""
+    """A small network after Krizhevsky et al. (2012): convolutions, then a wide layer with 98 % of all parameters."""
 
     def __init__(self, stride: int) -> None:
         super().__init__()
@@ -104,14 +109,14 @@ class AlexNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits (batch, 10) float32 for `images` (batch, 1, side, side) float32."""
+        """Returns logits (batch, 10) float32 for `images` (batch, 1, side, side) float32."""
         logits: Tensor = self.classifier(self.features(images))
         return logits
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageWorkload(ClassificationWorkload):
-    """Which of ten classes is in the image? Trained by SGD with momentum, or LARS."""
+    """Classifies images into ten classes; trained by SGD with momentum, or LARS."""
 
     real: ClassVar[str] = FASHION.name
     stand_in: ClassVar[str] = DIGITS.name
@@ -123,7 +128,7 @@ class ImageWorkload(ClassificationWorkload):
 
     batch_size: int = 64  # images a rank and step
     lars: float = 0.0  # the learning rate of LARS, for large batches; 0: SGD at `learning_rate`
-    trust: float = TRUST  # of LARS, as the next two
+    trust: float = TRUST  # for LARS only, as the next two
     warmup_steps: int = 0
     decay_steps: int = 0  # 0: the rate does not fall
     data: str = FASHION.name
@@ -145,11 +150,11 @@ class ImageWorkload(ClassificationWorkload):
 
     @property
     def images(self) -> ImageSet:
-        """What is trained on."""
+        """Returns the image set in use."""
         return IMAGE_SETS[self.source]
 
     def batch(self, rows: Array) -> Batch:
-        """Images (batch, 1, side, side) float32, of mean 0 and deviation 1, and labels (batch,) int64."""
+        """Returns images (batch, 1, side, side) float32, of mean 0 and deviation 1, and labels (batch,) int64."""
         samples, images = self._opened[0][rows], self.images
         pixels = (samples[:, :-1].astype(np.float32) - images.mean) / images.deviation
         labels = torch.from_numpy(samples[:, -1].astype(np.int64))
@@ -157,16 +162,16 @@ class ImageWorkload(ClassificationWorkload):
 
     @abstractmethod
     def network(self) -> nn.Module:
-        """With weights from the global generator."""
+        """Returns a network whose weights are drawn from torch's global generator."""
 
     def model(self, *, sparse: bool, seed: int = 0) -> nn.Module:
-        """A fresh network for the images that are open; `sparse` changes nothing, there is no embedding."""
+        """Returns a fresh network for the open images; `sparse` changes nothing, as there is no embedding."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return self.network()
 
     def optimizer(self, model: nn.Module) -> Optimizer:
-        """SGD with momentum and weight decay, as in the networks' papers, or LARS with the same."""
+        """Returns SGD with momentum and weight decay, as in the networks' papers, or LARS with the same."""
         if self.lars:
             return LARS(
                 model.parameters(),
@@ -203,7 +208,7 @@ class ResNetWorkload(ImageWorkload):
 
 @dataclass(frozen=True, kw_only=True)
 class ResNet8(ResNetWorkload):
-    """29 tensors, 0.3 MB."""
+    """A ResNet of 29 tensors, 0.3 MB."""
 
     name: ClassVar[str] = "resnet8"
     title: ClassVar[str] = "ResNet-8"
@@ -212,7 +217,7 @@ class ResNet8(ResNetWorkload):
 
 @dataclass(frozen=True, kw_only=True)
 class ResNet20(ResNetWorkload):
-    """65 tensors, 1.1 MB."""
+    """A ResNet of 65 tensors, 1.1 MB."""
 
     name: ClassVar[str] = "resnet20"
     title: ClassVar[str] = "ResNet-20"
@@ -221,7 +226,7 @@ class ResNet20(ResNetWorkload):
 
 @dataclass(frozen=True, kw_only=True)
 class ResNet32(ResNetWorkload):
-    """101 tensors, 1.9 MB."""
+    """A ResNet of 101 tensors, 1.9 MB."""
 
     name: ClassVar[str] = "resnet32"
     title: ClassVar[str] = "ResNet-32"
@@ -230,7 +235,7 @@ class ResNet32(ResNetWorkload):
 
 @dataclass(frozen=True, kw_only=True)
 class AlexNetWorkload(ImageWorkload):
-    """10 tensors, 8.6 MB, 98 % of them in one."""
+    """An AlexNet of 10 tensors, 8.6 MB, 98 % of the bytes in one tensor."""
 
     name: ClassVar[str] = "alexnet"
     title: ClassVar[str] = "AlexNet of three convolutions"

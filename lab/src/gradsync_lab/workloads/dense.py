@@ -1,7 +1,7 @@
-"""Two models without sparse gradients, to measure what an engine costs per step and per tensor.
+"""Two models without sparse gradients, to measure the cost of an engine per step and per tensor.
 
-They measure overhead only, not learning: a stack of residual linear layers fits a fixed random teacher on generated
-samples. `dense20` has few large tensors, `dense160` many tiny ones.
+The models measure overhead only, not learning: a stack of residual linear layers fits a fixed random teacher on
+generated samples. `dense20` has few large tensors, `dense160` many tiny ones.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ TEACHER_SEED = 0
 
 
 class LinearStack(nn.Module):
-    """`depth` linear layers of one width, each added to its input but the last: 2 * depth tensors."""
+    """`depth` linear layers of one width, each added to its input except the last: 2 * depth tensors."""
 
     def __init__(self, depth: int, width: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Outputs (batch, width) for `inputs` (batch, width) float32."""
+        """Returns outputs (batch, width) for `inputs` (batch, width) float32."""
         *hidden, last = self.layers
         for layer in hidden:
             inputs = inputs + functional.relu(layer(inputs)) / len(hidden)  # divided: keeps a deep stack tame
@@ -41,7 +41,7 @@ class LinearStack(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class DenseWorkload(Workload):
-    """Regression of a fixed teacher, tanh of a random linear map, by a `LinearStack`; overhead only."""
+    """Fits a `LinearStack` to a fixed teacher, tanh of a random linear map; it measures overhead only."""
 
     depth: ClassVar[int]
     width: ClassVar[int]
@@ -73,7 +73,7 @@ class DenseWorkload(Workload):
         return inputs[index], targets[index]
 
     def model(self, *, sparse: bool, seed: int = 0) -> LinearStack:
-        """A fresh stack; `sparse` changes nothing, there is no embedding."""
+        """Returns a fresh stack; `sparse` changes nothing, as there is no embedding."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return LinearStack(self.depth, self.width)
@@ -83,11 +83,11 @@ class DenseWorkload(Workload):
         return functional.mse_loss(model(inputs), targets)
 
     def optimizer(self, model: nn.Module) -> Optimizer:
-        """SGD without momentum: the cheapest update, so that little hides what is measured."""
+        """Returns SGD without momentum: the cheapest update, which hides the least of the measured overhead."""
         return SGD(model.parameters(), lr=self.learning_rate)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Loss over the held-out samples."""
+        """Returns the loss over the held-out samples."""
         device = next(model.parameters()).device
         inputs, targets = (part[self.num_train :].to(device) for part in self._samples)
         with torch.no_grad():
@@ -103,7 +103,7 @@ class DenseWorkload(Workload):
 
 @dataclass(frozen=True, kw_only=True)
 class Dense20(DenseWorkload):
-    """20 tensors, 6.4 MB: a step's bytes count."""
+    """A stack of 20 tensors, 6.4 MB, whose step costs depend on bytes."""
 
     name: ClassVar[str] = "dense20"
     depth: ClassVar[int] = 10
@@ -112,7 +112,7 @@ class Dense20(DenseWorkload):
 
 @dataclass(frozen=True, kw_only=True)
 class Dense160(DenseWorkload):
-    """160 tensors, 0.3 MB: a step's number of tensors counts."""
+    """A stack of 160 tensors, 0.3 MB, whose step costs depend on the number of tensors."""
 
     name: ClassVar[str] = "dense160"
     depth: ClassVar[int] = 80

@@ -1,8 +1,9 @@
-"""A workload whose computation is slept through: each gradient appears when it did in a step that was measured alone.
+"""A workload that sleeps instead of computing: each gradient appears at the time measured in a step that ran alone.
 
-Ranks that share the cores of one machine stretch each other's computation, and what schemes compute stretches it more;
-nodes of their own would do neither. Slept through, only exchanges and schemes keep cores busy. Such runs tell how long
-steps take and nothing of learning: gradients are those of a few real batches, over and over, and no weight changes.
+Ranks that share the cores of one machine slow each other's computation down, and the computation of schemes slows them
+further; on nodes of their own they would not. With sleeps, only exchanges and schemes keep cores busy. Such runs
+measure the time of steps and nothing of learning: gradients are those of a few real batches, over and over, and no
+weight changes.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from torch.optim import Optimizer
 
 from .base import Batch, Workload
 
-BATCHES = 4  # real batches whose gradients appear by turns
+BATCHES = 4  # real batches whose gradients appear in turns
 UNCOUNTED_STEPS = 3
 MEASURED_STEPS = 10
 
 
 class ComputeTimes(BaseModel):
-    """Medians over some steps: of the forward, until each gradient is ready since backward began, and so on."""
+    """Median times of a step's parts; `ready_s` counts from the begin of backward."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -41,7 +42,11 @@ class ComputeTimes(BaseModel):
 
 
 def measured_times(workload: Workload, *, sparse: bool, steps: int = MEASURED_STEPS) -> ComputeTimes:
-    """What a step of one rank takes in one thread, with nothing beside it. `sparse`: as for `Workload.model`."""
+    """Measures a step of one rank in one thread, with nothing else running.
+
+    Args:
+        sparse: as for `Workload.model`.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -96,7 +101,9 @@ class _Watch:
 
 @dataclass(frozen=True)
 class Emulated:
-    """What a training run needs of a workload, by the times of a real step. For `sparse` models and others apart."""
+    """A workload for training runs that takes the times of real steps, measured with sparse and with dense
+    gradients.
+    """
 
     workload: Workload
     times: dict[bool, ComputeTimes]
@@ -109,13 +116,15 @@ class Emulated:
         return self.workload.batch_size
 
     def model(self, *, sparse: bool, seed: int = 0) -> nn.Module:
-        """The workload's model with another forward, from which a chain of sleeps leads back to its parameters."""
+        """Returns the workload's model with another forward, whose backward is a chain of sleeps that ends at the
+        parameters.
+        """
         model = self.workload.model(sparse=sparse, seed=seed)
         model.forward = _Asleep(model, self._gradients(sparse, seed), self.times[sparse])
         return model
 
     def _gradients(self, sparse: bool, seed: int) -> list[dict[str, Tensor]]:
-        """This rank's, of a few batches; all models share them."""
+        """Returns this rank's gradients of a few batches; all models share them."""
         if (sparse, seed) in self._known:
             return self._known[sparse, seed]
         model = self.workload.model(sparse=sparse, seed=seed)
@@ -128,24 +137,24 @@ class Emulated:
         return found
 
     def batches(self, rank: int, world_size: int, seed: int, start_step: int = 0) -> Iterator[Batch]:
-        """Numbers of steps."""
+        """Yields numbers of steps."""
         step = start_step
         while True:
             yield (torch.tensor(step),)
             step += 1
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """A zero whose backward makes the gradients appear."""
+        """Returns a zero whose backward makes the gradients appear."""
         loss: Tensor = model(batch[0])
         return loss
 
     def optimizer(self, model: nn.Module) -> Optimizer:
-        """One that only sleeps."""
+        """Returns an optimizer that only sleeps."""
         assert isinstance(model.forward, _Asleep)
         return _SleepingOptimizer(model, model.forward.times.optimizer_s)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Nothing: nothing was learnt."""
+        """Returns no measures, as nothing was learnt."""
         return {}
 
 
@@ -185,7 +194,7 @@ def _node(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
 
 
 class _Clock:
-    """Begins when it is made, or when it is started again."""
+    """A clock that begins when it is made, and again when it is started."""
 
     def __init__(self) -> None:
         self.start()
@@ -200,7 +209,7 @@ class _Clock:
 
 
 class _Begin(torch.autograd.Function):
-    """In backward: starts the clock."""
+    """Starts the clock in backward."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, clock: _Clock) -> Tensor:
@@ -214,7 +223,7 @@ class _Begin(torch.autograd.Function):
 
 
 class _Ready(torch.autograd.Function):
-    """In backward: sleeps until the parameter's gradient is due, hands it over, and goes on with the next one."""
+    """Sleeps in backward until the parameter's gradient is due, returns it, and goes on with the next one."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, token: Tensor, gradient: Tensor, clock: _Clock, at_s: float) -> Tensor:
@@ -229,7 +238,7 @@ class _Ready(torch.autograd.Function):
 
 
 class _Rest(torch.autograd.Function):
-    """In backward: what is left of it after the last gradient."""
+    """Sleeps in backward for the time after the last gradient."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, clock: _Clock, at_s: float) -> Tensor:

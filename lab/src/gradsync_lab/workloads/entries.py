@@ -1,10 +1,11 @@
-"""Which part of speech? 98 thousand entries of a dictionary, each as pieces of words, with their label.
+"""The entries of a dictionary, 98 thousand, each as pieces of words with its part of speech as label.
 
 The entries are GCIDE's (see `gcide`); the label is the abbreviation after the head word: noun, adjective, verb or
-adverb. The text is what follows it, without such abbreviations, or the label would stand in the text.
+adverb. The text is the rest of the entry without such abbreviations, which would give the label away.
 
 Words are cut into WordPieces (Schuster & Nakajima, 2012; Devlin et al., 2019) of a vocabulary of 30,522, BERT's size,
-trained on the text by `tokenizers`. BERT's own would come with 84 MB of weights; this one needs no further download.
+trained on the text by `tokenizers`. BERT's own vocabulary comes with 84 MB of weights; this one needs no further
+download.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ LABELS = ("n", "a", "v", "adv")  # classes 0 to 3; transitive and intransitive v
 LABEL = re.compile(r"[^\n]*?\\[^\\]*\\[^\n]*?, ?(n|a|v|adv)\.(?: ?[ti]\.)?")  # after the head word's pronunciation
 LEFT_OUT_WORDS = {*LABELS, "t", "i"}
 MIN_WORDS = 5
-# What version 0.48.5 gives. Other builds of the text are taken with a warning if they differ by no more than 1 %.
+# Counts of version 0.48.5. Other builds of the text are used with a warning if they differ by at most 1 %.
 COUNTS = {"n": 55_761, "a": 24_505, "v": 15_493, "adv": 2_814}
 TOLERANCE = 0.01
 SHUFFLE_SEED = 0
 VOCABULARY = 30_522  # BERT's
 SIGNS = ("[PAD]", "[UNK]", "[CLS]")
 PADDING, UNKNOWN, CLASS = 0, 1, 2
-MAX_PIECES = 64  # of an entry, the class sign in front included; what follows is cut off
+MAX_PIECES = 64  # per entry, [CLS] in front included; further pieces are cut off
 
 ZIPF_EXPONENT = 1.14  # of the pieces' frequencies, fitted
 ZIPF_ENTRIES = 1 << 14
@@ -44,12 +45,12 @@ ZIPF_MEAN_PIECES = 33
 
 
 def open_entries(data: str, cache: Path) -> tuple[Array, str]:
-    """Entries and the name of their source: the real ones, the generated stand-in `zipf`, or whichever `any` can have.
+    """Returns entries and the name of their source: the real ones or the generated stand-in `zipf`, see `real_or_zipf`.
 
-    Entries are (n, 65) uint16: the label, the class sign, then pieces, filled up with 0.
+    Entries are (n, 65) uint16: the label, the [CLS] piece, then pieces, padded with 0.
 
     Raises:
-        DataUnavailableError: when `data` is `gcide` and the dictionary or `tokenizers` is missing.
+        DataUnavailableError: `data` is `gcide`, and the dictionary or `tokenizers` is missing.
     """
     return real_or_zipf(
         data, "gcide", lambda: load_entries(cache), zipf_entries, what="entries", known=sum(COUNTS.values())
@@ -57,11 +58,11 @@ def open_entries(data: str, cache: Path) -> tuple[Array, str]:
 
 
 def load_entries(cache: Path) -> Array:
-    """The entries, (n, 65) uint16, in a fixed random order.
+    """Returns the entries, (n, 65) uint16, in a fixed random order.
 
     Raises:
-        DataUnavailableError: when they are not cached and the dictionary or `tokenizers` is missing.
-        RuntimeError: when the text is damaged, or so different from the known one that results would not compare.
+        DataUnavailableError: they are not cached, and the dictionary or `tokenizers` is missing.
+        RuntimeError: the text is damaged, or so different from the known one that results would not compare.
     """
     path = cache / "gcide-pieces-1.npy"
     entries = cached_array(path, lambda: _prepare(cache))
@@ -74,7 +75,7 @@ def load_entries(cache: Path) -> Array:
 
 
 def zipf_entries(seed: int = 0) -> Array:
-    """A seeded stand-in for tests without the data: independent pieces by a Zipf law, not real, (16384, 65) uint16.
+    """Returns a seeded stand-in for tests without the data: independent pieces by a Zipf law, (16384, 65) uint16.
 
     The label follows a hidden weight per piece; the classes are as frequent as in the dictionary.
     """
@@ -106,7 +107,7 @@ def _prepare(cache: Path) -> Array:
 
 
 def _samples(path: Path) -> list[tuple[str, list[str]]]:
-    """Label and words of each entry that has a label and enough words."""
+    """Returns label and words of each entry that has a label and enough words."""
     samples = []
     for entry in gcide.read_entries(path):
         if match := LABEL.match(entry):
@@ -118,10 +119,10 @@ def _samples(path: Path) -> list[tuple[str, list[str]]]:
 
 
 def _pieces(texts: list[list[str]]) -> dict[str, list[int]]:
-    """The ids of each word's pieces, by a vocabulary trained on the texts.
+    """Returns the ids of each word's pieces, by a vocabulary trained on the texts.
 
     Raises:
-        DataUnavailableError: when there is no `tokenizers`.
+        DataUnavailableError: `tokenizers` is not installed.
     """
     library = tokenizers()
     tokenizer = library.Tokenizer(library.models.WordPiece(unk_token=SIGNS[UNKNOWN]))

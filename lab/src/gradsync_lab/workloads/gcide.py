@@ -23,7 +23,7 @@ from .data import Array, DebianFile, cached_array, check_counts, fetch_debian, g
 logger = logging.getLogger(__name__)
 
 FILE = DebianFile(package="dict-gcide", path=Path("/usr/share/dictd/gcide.dict.dz"))
-# What version 0.48.5 gives. Other builds of the text are taken with a warning if they differ by no more than 1 %.
+# Counts of version 0.48.5. Other builds of the text are used with a warning if they differ by at most 1 %.
 COUNTS = {"entries": 127_968, "words": 6_294_698, "types": 216_493}
 TOLERANCE = 0.01
 SHUFFLE_SEED = 0
@@ -36,22 +36,22 @@ ZIPF_WORDS = 1 << 19
 
 
 def open_words(data: str, cache: Path) -> tuple[Array, str]:
-    """Words and the name of their source: the dictionary, the generated stand-in `zipf`, or whichever `any` can have.
+    """Returns words and the name of their source: the dictionary or the generated stand-in `zipf`, see `real_or_zipf`.
 
     Words are (n,) int32 ranks in order of frequency, the most frequent 1; 0 is free for words that a vocabulary lacks.
 
     Raises:
-        DataUnavailableError: when `data` is `gcide` and the dictionary is not to be had.
+        DataUnavailableError: `data` is `gcide`, and the dictionary is not available.
     """
     return real_or_zipf(data, "gcide", lambda: load_gcide(cache), zipf_words, what="words", known=COUNTS["words"])
 
 
 def load_gcide(cache: Path) -> Array:
-    """The dictionary's words as ranks, (n,) int32, in the fixed random order of entries.
+    """Returns the dictionary's words as ranks, (n,) int32, in the fixed random order of entries.
 
     Raises:
-        DataUnavailableError: when it is neither cached, nor installed, nor to be had by apt.
-        RuntimeError: when it is damaged, or so different from the known text that results would not compare.
+        DataUnavailableError: the dictionary is neither cached, nor installed, nor available by apt.
+        RuntimeError: the text is damaged, or so different from the known one that results would not compare.
     """
     path = cache / "gcide-1.npy"
     words = cached_array(path, lambda: _prepare(fetch_debian(FILE, cache)))
@@ -63,7 +63,7 @@ def load_gcide(cache: Path) -> Array:
 
 
 def zipf_words(seed: int = 0) -> Array:
-    """A seeded stand-in for tests without the data: independent ranks, (524288,) int32, by a Zipf law, not real."""
+    """Returns a seeded stand-in for tests without the data: independent ranks, (524288,) int32, by a Zipf law."""
     ranks = zipf_ranks(np.random.default_rng(seed), ZIPF_WORDS, COUNTS["types"], ZIPF_EXPONENT)
     return np.asarray(ranks + 1, dtype=np.int32)
 
@@ -84,7 +84,7 @@ def _prepare(path: Path) -> Array:
 
 
 def read_entries(path: Path) -> list[str]:
-    """The entries, each from its head word to the next; without the preface, which dates the build."""
+    """Returns the entries, each from its head word to the next; without the preface, which differs by build date."""
     text = gunzipped(path, FILE, path).decode("utf8", "replace")  # dictzip is gzip with an index in its header
     entries = re.split(r"\n(?=\S)", text)
     first = next((index for index, entry in enumerate(entries) if "\\" in entry), len(entries))  # a pronunciation
@@ -92,7 +92,7 @@ def read_entries(path: Path) -> list[str]:
 
 
 def _ranks(numbers: Array) -> Array:
-    """Numbers of types to ranks 1, 2, ... by frequency; the type that appears first wins a tie."""
+    """Maps numbers of types to ranks 1, 2, ... by frequency; the type that appears first wins a tie."""
     by_frequency = np.argsort(-np.bincount(numbers), kind="stable")
     rank = np.empty(len(by_frequency), dtype=np.int32)
     rank[by_frequency] = np.arange(1, len(by_frequency) + 1)

@@ -1,8 +1,8 @@
-"""Language model by a small GPT-2 (Radford et al., 2019): what is the next token of a dictionary's prose?
+"""Language model by a small GPT-2 (Radford et al., 2019): the next token of a dictionary's prose.
 
 The table of tokens is read, and scores the next token too: a tied head, whose softmax gives every row a gradient. So
-all gradients are dense, and what sparsity there is a compressor makes: the element-sparse case. There is no dropout:
-the loss depends on weights and batch alone, so that a step can be repeated.
+all gradients are dense, and only a compressor makes them sparse: the element-sparse case. Without dropout, the loss
+depends on weights and batch alone, so that a step can be repeated.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ HELD_OUT_RATIO = 0.02
 EVALUATION_WINDOWS = 64
 EVALUATION_BATCH = 16
 INITIAL_STD = 0.02  # GPT-2's: with a tied head, scores must begin near 0
-DENSE_RATE_RATIO = 0.05  # as in `lstm`: Adagrad's first steps are about as long as the rate
+DENSE_RATE_RATIO = 0.05  # Adagrad's first steps are about as long as the rate, see `lstm.LSTM_RATE_RATIO`
 
 
 class GPTLanguageModel(nn.Module):
-    """Loss of the next token; each position sees itself and those before."""
+    """A transformer that returns the loss of the next token; each position sees itself and earlier ones."""
 
     def __init__(self, dim: int, context: int) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class GPTLanguageModel(nn.Module):
         nn.init.normal_(self.positions, std=INITIAL_STD)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean loss of `targets` after `inputs`, both (batch, length) int64: a scalar."""
+        """Returns the mean loss of `targets` after `inputs`, both (batch, length) int64: a scalar."""
         length = inputs.shape[1]
         states = self.tokens(inputs) + self.positions[:length]
         later = torch.ones(length, length, dtype=torch.bool, device=inputs.device).triu(1)
@@ -55,7 +55,7 @@ class GPTLanguageModel(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class GPTWorkload(LanguageWorkload):
-    """What is the next token? 1.5 million parameters, 72 % of them in a table that is read and scores."""
+    """Predicts the next token; 1.5 million parameters, 72 % of them in a table that embeds tokens and scores them."""
 
     name: ClassVar[str] = "gpt"
     real: ClassVar[str] = "gcide"
@@ -83,19 +83,19 @@ class GPTWorkload(LanguageWorkload):
         return (len(self._opened[0]) - 1) // self.context  # 1: the last window's last target
 
     def batch(self, rows: Array) -> Batch:
-        """Tokens read and tokens to come next, both (windows, context) int64, of the windows `rows`."""
+        """Returns tokens read and next tokens, both (windows, context) int64, of the windows `rows`."""
         positions = rows[:, None] * self.context + np.arange(self.context + 1)
         window = torch.from_numpy(self._opened[0][positions].astype(np.int64))
         return window[:, :-1], window[:, 1:]
 
     def model(self, *, sparse: bool, seed: int = 0) -> GPTLanguageModel:
-        """A fresh model; `sparse` changes nothing, a tied head has a dense gradient."""
+        """Returns a fresh model; `sparse` changes nothing, as a tied head has a dense gradient."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return GPTLanguageModel(self.dim, self.context)
 
     def optimizer(self, model: nn.Module) -> Optimizer:
-        """Adagrad; the transformer learns at a part of the table's rate."""
+        """Returns Adagrad; the transformer learns at `DENSE_RATE_RATIO` times the table's rate."""
         return adagrad_of_tables(model, self.learning_rate, dense_ratio=DENSE_RATE_RATIO)
 
     def describe(self) -> str:

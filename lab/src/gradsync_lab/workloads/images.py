@@ -1,7 +1,7 @@
-"""Small grey images of ten classes: Fashion-MNIST, and scikit-learn's digits where it is not to be had.
+"""Small grey images of ten classes: Fashion-MNIST, and scikit-learn's digits where Fashion-MNIST is not available.
 
-Fashion-MNIST (Xiao, Rasul & Vollgraf, 2017; MIT) are 70,000 photographs of clothing as Debian packages them; its own
-10,000 test images are the last ones. The digits are 1,797 handwritten ones that come with scikit-learn (BSD), in a
+Fashion-MNIST (Xiao, Rasul & Vollgraf, 2017; MIT) has 70,000 photographs of clothing, here as Debian packages them; its
+own 10,000 test images are the last ones. The digits are 1,797 handwritten ones that come with scikit-learn (BSD), in a
 fixed random order: a smaller and easier task, but real data too.
 """
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 PACKAGE = DebianFile(
     package="dataset-fashion-mnist", path=Path("/usr/share/datasets/fashion-mnist"), kept_as="fashion-mnist"
 )
-# Training, then test; SHA-256 of what the compressed files hold.
+# Training, then test; SHA-256 of the uncompressed content.
 IMAGES = {
     "train-images-idx3-ubyte.gz": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
     "t10k-images-idx3-ubyte.gz": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
@@ -39,7 +39,7 @@ SHUFFLE_SEED = 0
 
 @dataclass(frozen=True)
 class ImageSet:
-    """Square images; a row of its samples, uint8, is an image and then its label."""
+    """A set of square images; a row of its samples, uint8, is an image and then its label."""
 
     name: str
     title: str
@@ -50,11 +50,11 @@ class ImageSet:
     prepare: Callable[[Path], Array]  # from a cache directory
 
     def load(self, cache: Path) -> Array:
-        """All samples, (num_images, side * side + 1) uint8, in their fixed order.
+        """Returns all samples, (num_images, side * side + 1) uint8, in their fixed order.
 
         Raises:
-            DataUnavailableError: when they are neither cached, nor installed, nor to be had.
-            RuntimeError: when a file is damaged or not the known one.
+            DataUnavailableError: the images are neither cached, nor installed, nor available by apt.
+            RuntimeError: a file is damaged or not the known one.
         """
         path = cache / f"{self.name}-1.npy"
         samples = cached_array(path, lambda: self.prepare(cache))
@@ -67,10 +67,10 @@ class ImageSet:
 
 
 def open_images(data: str, cache: Path) -> tuple[Array, str]:
-    """Samples and the name of their set: Fashion-MNIST, the digits, or whichever `any` can have.
+    """Returns samples and the name of their set: Fashion-MNIST or the digits, see `real_or_stand_in`.
 
     Raises:
-        DataUnavailableError: when `data` is `fashion-mnist` and it is not to be had.
+        DataUnavailableError: `data` is `fashion-mnist`, and Fashion-MNIST is not available.
     """
     return real_or_stand_in(
         data,
@@ -94,7 +94,9 @@ def _prepare_fashion(cache: Path) -> Array:
 
 
 def _read_idx(directory: Path, name: str, sha256: str) -> Array:
-    """The array of a file in MNIST's format: type, number of axes, their lengths (big-endian), then the elements."""
+    """Returns the array of a file in MNIST's format: type, number of axes, their lengths (big-endian), then the
+    elements.
+    """
     content = gunzipped(directory / name, PACKAGE, directory)
     if (got := hashlib.sha256(content).hexdigest()) != sha256:
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""What workloads share whose model gives the loss of tokens: words or pieces of text."""
+"""The base classes of language workloads, whose models return the loss of tokens: words or pieces of text."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .softmax import NEGATIVES, log_uniform, rng_of_negatives
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageWorkload(DataWorkload):
-    """A workload whose model gives the mean loss a token of the batch that it is called with."""
+    """A workload whose model is called with a batch and returns the mean loss per token."""
 
-    evaluation_samples: ClassVar[int]  # of the held-out ones, the first
+    evaluation_samples: ClassVar[int]  # how many held-out samples are evaluated, from the first on
     evaluation_batch: ClassVar[int]
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -28,11 +28,11 @@ class LanguageWorkload(DataWorkload):
         return loss
 
     def num_tokens(self, batch: Batch) -> int:
-        """Tokens of an evaluated batch that have a loss."""
+        """Returns how many tokens of an evaluated batch have a loss."""
         return batch[-1].numel()
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Loss and perplexity a token, over the whole vocabulary, of the first held-out samples."""
+        """Returns loss and perplexity per token, over the whole vocabulary, of the first held-out samples."""
         held_out = np.arange(self.num_train, self.num_samples)[: self.evaluation_samples]
         total, num_tokens = 0.0, 0
         with evaluating(model) as device:
@@ -62,10 +62,10 @@ class SampledSoftmaxWorkload(LanguageWorkload):
     @property
     @abstractmethod
     def scored(self) -> range:
-        """The ids that are drawn from, by descending frequency."""
+        """Returns the ids that negatives are drawn from, by descending frequency."""
 
     def batches(self, rank: int, world_size: int, seed: int, start_step: int = 0) -> Iterator[Batch]:
-        """Samples in the order of `Workload.batches`, each step's with its negatives, (num_negatives,) int64."""
+        """Yields samples in the order of `Workload.batches`, each step's with its negatives, (num_negatives,) int64."""
         batches = super().batches(rank, world_size, seed, start_step)
         return ((*batch, self._draw(seed, step, rank)) for step, batch in enumerate(batches, start_step))
 

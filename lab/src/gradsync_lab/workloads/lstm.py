@@ -1,11 +1,11 @@
 """Word-level language model with sampled softmax (Jozefowicz et al., 2016) on dictionary prose.
 
-Nearly all of the model are two tables with one row a word: one that is read and one that scores the next word. A step
-touches the rows of the words it reads in the first, of its targets and of the sampled negatives in the second: two
-sparse gradients with different rows.
+Nearly all of the model are two tables with one row a word: one embeds the words read, the other scores the next word. A
+step touches the rows of the words it reads in the first table, of its targets and of the sampled negatives in the
+second: two sparse gradients with different rows.
 
 Every window starts from a zero state: the loss depends on weights and batch alone, so that a step can be repeated,
-resumed or taken beside the training (calibration) without disturbing it.
+resumed, or taken in between to measure, without disturbing the training.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LSTM_RATE_RATIO = 0.1
 
 
 class LSTMLanguageModel(nn.Module):
-    """Loss of the next word: table of words read, LSTM with projection (Sak et al., 2014), table of words scored."""
+    """An embedding of words, an LSTM with projection (Sak et al., 2014) and a table that scores; returns the loss."""
 
     def __init__(self, vocabulary: int, dim: int, hidden: int, *, sparse: bool) -> None:
         super().__init__()
@@ -55,9 +55,9 @@ class LSTMLanguageModel(nn.Module):
             self.lstm(torch.zeros(1, 1, dim))
 
     def forward(self, inputs: Tensor, targets: Tensor, negatives: Tensor | None = None) -> Tensor:
-        """Mean loss of `targets` after `inputs`, both (batch, unroll) int64: a scalar.
+        """Returns the mean loss of `targets` after `inputs`, both (batch, unroll) int64: a scalar.
 
-        With `negatives` (n,) int64 by sampled softmax, for training; without, over the whole vocabulary.
+        With `negatives` (n,) int64 the loss is by sampled softmax, for training; without, over the whole vocabulary.
         """
         states = self.lstm(self.words(inputs))[0].flatten(0, 1)
         targets = targets.flatten()
@@ -72,7 +72,7 @@ class LSTMLanguageModel(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class LSTMWorkload(SampledSoftmaxWorkload):
-    """What is the next word? 13 million parameters, 99 % of them in tables of words."""
+    """Predicts the next word; 13 million parameters, 99 % of them in tables of words."""
 
     name: ClassVar[str] = "lstm"
     real: ClassVar[str] = "gcide"
@@ -107,7 +107,7 @@ class LSTMWorkload(SampledSoftmaxWorkload):
         return (len(self._opened[0]) - 1) // self.unroll  # 1: the last window's last target
 
     def batch(self, rows: Array) -> Batch:
-        """Words read and words to come next, both (windows, unroll) int64, of the windows `rows`; no negatives."""
+        """Returns words read and next words, both (windows, unroll) int64, of the windows `rows`; no negatives."""
         positions = rows[:, None] * self.unroll + np.arange(self.unroll + 1)
         words = self._opened[0][positions].astype(np.int64)
         words[words >= self.vocabulary] = 0
@@ -116,7 +116,7 @@ class LSTMWorkload(SampledSoftmaxWorkload):
 
     @property
     def scored(self) -> range:
-        """All words."""
+        """Returns all words."""
         return range(self.vocabulary)
 
     def model(self, *, sparse: bool, seed: int = 0) -> LSTMLanguageModel:
@@ -125,7 +125,7 @@ class LSTMWorkload(SampledSoftmaxWorkload):
             return LSTMLanguageModel(self.vocabulary, self.dim, self.hidden, sparse=sparse)
 
     def optimizer(self, model: nn.Module) -> Optimizer:
-        """Adagrad; the LSTM learns at a tenth of the tables' rate."""
+        """Returns Adagrad; the LSTM learns at a tenth of the tables' rate."""
         return adagrad_of_tables(model, self.learning_rate, dense_ratio=LSTM_RATE_RATIO)
 
     def describe(self) -> str:

@@ -2,7 +2,7 @@
 
 Nearly all of the model are three tables with one row a word: German words read, English words read, English words
 scored. Each has its own rows in a step, so a rank has three sparse gradients of different density; attention and the
-rest are dense. There is no dropout: the loss depends on weights and batch alone, so that a step can be repeated.
+rest are dense. Without dropout, the loss depends on weights and batch alone, so that a step can be repeated.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ EVALUATION_BATCH = 64
 NUM_HEADS = 4
 FEED_FORWARD_RATIO = 4
 INITIAL_STD = 0.1
-DENSE_RATE_RATIO = 0.1  # as in `lstm`: Adagrad's first steps are about as long as the rate
+DENSE_RATE_RATIO = 0.1  # Adagrad's first steps are about as long as the rate, see `lstm.LSTM_RATE_RATIO`
 
 
 class TranslationModel(nn.Module):
-    """Loss of the next English word, given the German sentence and the English words before it; one layer a side."""
+    """A transformer that returns the loss of the next English word, given a German sentence; one layer on each side."""
 
     def __init__(self, german_words: int, english_words: int, dim: int, *, sparse: bool) -> None:
         super().__init__()
@@ -56,19 +56,19 @@ class TranslationModel(nn.Module):
             self.english.weight[PADDING] = 0
 
     def forward(self, german: Tensor, english: Tensor, negatives: Tensor | None = None) -> Tensor:
-        """Mean loss of the words of `english` after the first, a scalar, over all that are not padding.
+        """Returns the mean loss, a scalar, of the words of `english` after the first, padding excluded.
 
-        With `negatives` (n,) int64 by sampled softmax, for training; without, over the whole vocabulary.
+        With `negatives` the loss is by sampled softmax, for training; without, over the whole vocabulary.
 
         Args:
             german: (batch, longest) int64.
             english: (batch, longest + 2) int64, between borders.
-            negatives: ids above `PADDING`, with repetitions.
+            negatives: (n,) int64, ids above `PADDING`, with repetitions.
         """
         coming = english[:, 1:]
         wanted = coming != PADDING
         states, targets = self._decoded(german, english[:, :-1])[wanted], coming[wanted]
-        # Nothing scores padding: counted from the first id above it, ids are in the order of frequency.
+        # Padding is not scored: counted from the first id above padding, ids are in the order of frequency.
         vocabulary, first = self.scores.num_embeddings - 1, PADDING + 1
         if negatives is None:
             logits = torch.addmm(self.bias.weight[first:].squeeze(1), states, self.scores.weight[first:].T)
@@ -79,13 +79,15 @@ class TranslationModel(nn.Module):
         )
 
     def _decoded(self, german: Tensor, english: Tensor) -> Tensor:
-        """States, (batch, longest, dim), that have seen all of `german` and the words of `english` up to their own."""
+        """Returns states, (batch, longest, dim), that depend on all of `german` and on `english` up to their own
+        word.
+        """
         absent = german == PADDING
         read = self.german(german) + self.positions[: german.shape[1]]
         encoded = self.encoded_norm(self.encoder(read, src_key_padding_mask=absent))
         length = english.shape[1]
         later = torch.ones(length, length, dtype=torch.bool, device=english.device).triu(1)
-        # Padding follows the words, so that the order alone keeps it from them.
+        # Padding follows the words, so that the causal mask alone hides it from them.
         said = self.english(english) + self.positions[:length]
         decoded = self.decoder(said, encoded, tgt_mask=later, memory_key_padding_mask=absent)
         states: Tensor = self.decoded_norm(decoded)
@@ -94,7 +96,7 @@ class TranslationModel(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class NMTWorkload(SampledSoftmaxWorkload):
-    """How is this said in English? 3.7 million parameters, 97 % of them in tables of words."""
+    """Translates German to English; 3.7 million parameters, 97 % of them in tables of words."""
 
     name: ClassVar[str] = "nmt"
     real: ClassVar[str] = "ding"
@@ -104,8 +106,8 @@ class NMTWorkload(SampledSoftmaxWorkload):
 
     batch_size: int = 64  # pairs of sentences a rank and step
     learning_rate: float = 0.1  # of the tables
-    german_words: int = 24_000  # rows: the most frequent words and three signs; all other words are one of these
-    english_words: int = 16_000  # alike, read and scored
+    german_words: int = 24_000  # rows: the most frequent words, and PADDING, UNKNOWN (all other words) and BORDER
+    english_words: int = 16_000  # rows of both English tables
     dim: int = 64  # row length of the tables, and width of the transformer
     num_negatives: int = 1024
     data: str = "ding"
@@ -123,7 +125,7 @@ class NMTWorkload(SampledSoftmaxWorkload):
         return open_pairs(self.data, cache)
 
     def batch(self, rows: Array) -> Batch:
-        """German (batch, longest) and English between borders (batch, longest + 2), int64; no negatives."""
+        """Returns German (batch, longest) and English between borders (batch, longest + 2), int64; no negatives."""
         pairs = self._opened[0][rows]
         german, english = _ids(pairs[:, 0], self.german_words), _ids(pairs[:, 1], self.english_words)
         between = np.pad(english, ((0, 0), (1, 1)), constant_values=PADDING)
@@ -133,7 +135,7 @@ class NMTWorkload(SampledSoftmaxWorkload):
 
     @property
     def scored(self) -> range:
-        """All English words; never padding."""
+        """Returns all English words, without padding."""
         return range(PADDING + 1, self.english_words)
 
     def model(self, *, sparse: bool, seed: int = 0) -> TranslationModel:
@@ -142,11 +144,11 @@ class NMTWorkload(SampledSoftmaxWorkload):
             return TranslationModel(self.german_words, self.english_words, self.dim, sparse=sparse)
 
     def optimizer(self, model: nn.Module) -> Optimizer:
-        """Adagrad; the transformer learns at a tenth of the tables' rate."""
+        """Returns Adagrad; the transformer learns at a tenth of the tables' rate."""
         return adagrad_of_tables(model, self.learning_rate, dense_ratio=DENSE_RATE_RATIO)
 
     def num_tokens(self, batch: Batch) -> int:
-        """Words without padding, and the border behind them."""
+        """Returns the number of English words without padding, with the border behind them."""
         return int((batch[1][:, 1:] != PADDING).sum())
 
     def describe(self) -> str:
@@ -166,7 +168,7 @@ class NMTWorkload(SampledSoftmaxWorkload):
 
 
 def _ids(ranks: Array, num_words: int) -> Array:
-    """Ranks (batch, 60), 0 where there is no word, to ids below `num_words`, as wide as the longest: int64."""
+    """Maps ranks (batch, 60), 0 where there is no word, to ids below `num_words`, as wide as the longest row: int64."""
     words = ranks[:, : (ranks != 0).sum(axis=1).max()].astype(np.int64)
     ids = np.where(words == 0, PADDING, words + BORDER)
     return np.where(ids < num_words, ids, UNKNOWN)

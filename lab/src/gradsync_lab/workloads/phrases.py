@@ -1,9 +1,9 @@
-"""German and English, 74 thousand pairs: phrases of a dictionary and paragraphs of a program's help.
+"""German and English text, 74 thousand pairs: phrases of a dictionary and paragraphs of a program's help.
 
-The phrases are those of Ding, the German-English dictionary of F. Richter (TU Chemnitz; GPL-2+), as Debian's
-trans-de-en has them; the paragraphs are LibreOffice's help (MPL-2.0), which has the same file and element ids in both
-languages. Words are lower-case runs of letters and digits, and single punctuation marks; pairs of 4 to 60 words on
-both sides are kept, each once, in a fixed random order.
+The phrases are those of Ding, the German-English dictionary of F. Richter (TU Chemnitz; GPL-2+), as in Debian's
+trans-de-en; the paragraphs are LibreOffice's help (MPL-2.0), which has the same file and element ids in both languages.
+Words are lower-case runs of letters and digits, and single punctuation marks; pairs of 4 to 60 words on both sides are
+kept, each once, in a fixed random order.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ HELP = tuple(
     )
     for language in ("de", "en-US")
 )
-# What trans-de-en 1.9 and LibreOffice 7.4.7 give. Other builds are taken with a warning if they differ by at most 1 %.
+# Counts of trans-de-en 1.9 and LibreOffice 7.4.7. Other builds are used with a warning if they differ by at most 1 %.
 COUNTS = {"phrases": 391_702, "paragraphs": 35_488, "pairs": 74_399, "german": 52_848, "english": 29_658}
 TOLERANCE = 0.01
 SHUFFLE_SEED = 0
-MIN_WORDS, MAX_WORDS = 4, 60  # of a side of a pair
+MIN_WORDS, MAX_WORDS = 4, 60  # on each side of a pair
 
 REMARK = re.compile(r"\{[^}]*\}|\[[^\]]*\]|<[^>]*>|\([^)]*\)")  # grammar, field, usage
 PARAGRAPH = re.compile(r'<(p|h\d)\s[^>]*?id="((?:par|hd|bm)_[^"]+)"[^>]*>(.*?)</\1>', re.DOTALL)
@@ -43,29 +43,29 @@ WORD = re.compile(r"\w+(?:[-'’]\w+)*|[^\w\s]")
 
 ZIPF_EXPONENTS = (1.20, 1.35)  # of the German and the English word frequencies, fitted
 ZIPF_PAIRS = 1 << 14
-ZIPF_MEAN_EXTRA = 7.0  # words of a side beyond the least, as the real ones have
+ZIPF_MEAN_EXTRA = 7.0  # mean number of words of a side beyond MIN_WORDS, as in the real pairs
 
 Pair = tuple[str, str]
 
 
 def open_pairs(data: str, cache: Path) -> tuple[Array, str]:
-    """Pairs and the name of their source: the real ones, the generated stand-in `zipf`, or whichever `any` can have.
+    """Returns pairs and the name of their source: the real ones or the generated stand-in `zipf`, see `real_or_zipf`.
 
     Pairs are (n, 2, 60) uint16: German, then English words as ranks in order of frequency in their language, the most
-    frequent 1, filled up with 0.
+    frequent 1, padded with 0.
 
     Raises:
-        DataUnavailableError: when `data` is `ding` and a package is not to be had.
+        DataUnavailableError: `data` is `ding`, and a package is not available.
     """
     return real_or_zipf(data, "ding", lambda: load_pairs(cache), zipf_pairs, what="pairs", known=COUNTS["pairs"])
 
 
 def load_pairs(cache: Path) -> Array:
-    """The pairs, (n, 2, 60) uint16, in the fixed random order.
+    """Returns the pairs, (n, 2, 60) uint16, in the fixed random order.
 
     Raises:
-        DataUnavailableError: when they are neither cached, nor installed, nor to be had by apt.
-        RuntimeError: when a text is damaged, or so different from the known one that results would not compare.
+        DataUnavailableError: they are neither cached, nor installed, nor available by apt.
+        RuntimeError: a text is damaged, or so different from the known one that results would not compare.
     """
     path = cache / "phrases-1.npy"
     pairs = cached_array(path, lambda: _prepare(*(fetch_debian(file, cache) for file in (DICTIONARY, *HELP))))
@@ -78,7 +78,7 @@ def load_pairs(cache: Path) -> Array:
 
 
 def zipf_pairs(seed: int = 0) -> Array:
-    """A seeded stand-in for tests without the data: independent words by Zipf laws, not real, (16384, 2, 60) uint16."""
+    """Returns a seeded stand-in for tests without the data: independent words by Zipf laws, (16384, 2, 60) uint16."""
     rng = np.random.default_rng(seed)
     extra = rng.geometric(1 / (1 + ZIPF_MEAN_EXTRA), size=(ZIPF_PAIRS, 2, 1)) - 1
     sides = [
@@ -106,7 +106,7 @@ def _prepare(dictionary: Path, german_help: Path, english_help: Path) -> Array:
 
 
 def _phrases(path: Path) -> list[Pair]:
-    """The dictionary's pairs: a line has the senses of a word in both languages; of synonyms the first is taken."""
+    """Returns the dictionary's pairs; a line has all senses of a word, and of synonyms the first is taken."""
 
     def first_synonym(text: str) -> str:
         return " ".join(REMARK.sub(" ", text).split()).split(";")[0].strip()
@@ -122,14 +122,14 @@ def _phrases(path: Path) -> list[Pair]:
 
 
 def _paragraphs(german_help: Path, english_help: Path) -> list[Pair]:
-    """The help's paragraphs that both languages have and that are translated, each once, sorted."""
+    """Returns the help's paragraphs that both languages have and that are translated, each once, sorted."""
     german, english = _by_place(german_help), _by_place(english_help)
     pairs = {(german[place], english[place]) for place in german.keys() & english.keys()}
     return sorted((one, other) for one, other in pairs if one and other and one != other)
 
 
 def _by_place(directory: Path) -> dict[tuple[str, str], str]:
-    """The text of each paragraph by its file and the id of its element."""
+    """Returns the text of each paragraph by its file and the id of its element."""
     texts = {}
     for path in directory.rglob("*.html"):
         for _, place, content in PARAGRAPH.findall(path.read_text(encoding="utf8", errors="replace")):
@@ -139,7 +139,7 @@ def _by_place(directory: Path) -> dict[tuple[str, str], str]:
 
 
 def _ranks(sentences: list[list[str]]) -> Array:
-    """Words to ranks 1, 2, ... by frequency, (n, 60) uint16; the word that appears first wins a tie."""
+    """Maps words to ranks 1, 2, ... by frequency, (n, 60) uint16; the word that appears first wins a tie."""
     counts = Counter(word for sentence in sentences for word in sentence)
     rank = {word: index for index, (word, _) in enumerate(counts.most_common(), 1)}
     table = np.zeros((len(sentences), MAX_WORDS), dtype=np.uint16)

@@ -1,4 +1,4 @@
-"""Words as pieces of a trained vocabulary, by the library `tokenizers`."""
+"""Cuts words into pieces of a trained vocabulary, by the library `tokenizers`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from .data import DataUnavailableError
 
 
 def tokenizers() -> Any:
-    """The library.
+    """Imports and returns the library.
 
     Raises:
-        DataUnavailableError: when it is not installed: a vocabulary cannot be had otherwise.
+        DataUnavailableError: the library is not installed, so that no vocabulary can be trained.
     """
     try:
         import tokenizers as library
@@ -23,7 +23,7 @@ def tokenizers() -> Any:
 
 
 def encoded(tokenizer: Any, texts: list[list[str]]) -> dict[str, list[int]]:
-    """The ids of the pieces of each word of the texts; a word is cut once, however often it stands there."""
+    """Returns the ids of each word's pieces; a word is cut once, however often it occurs."""
     types = sorted({word for words in texts for word in words})
     encodings = tokenizer.encode_batch(types, add_special_tokens=False)
     return {word: encoding.ids for word, encoding in zip(types, encodings, strict=True)}

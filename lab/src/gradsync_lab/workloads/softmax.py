@@ -1,7 +1,7 @@
-"""Sampled softmax (Bengio & Senecal, 2008; Jean et al., 2015): a target scored against a few words drawn by Zipf's law.
+"""Sampled softmax (Bengio & Senecal, 2008; Jean et al., 2015): scores a target against a few words drawn by Zipf's law.
 
-The full softmax touches every row of the table of scores in every step; this touches those of the targets and of the
-draws, so that the table's gradient is row-sparse.
+The full softmax touches every row of the table of scores in every step; sampled softmax touches only the rows of
+targets and drawn words, so that the table's gradient is row-sparse.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ NEGATIVES = ("own", "shared")  # each rank draws its own words, or in a step all
 def sampled_softmax_loss(
     states: Tensor, rows: Tensor, biases: Tensor, targets: Tensor, negatives: Tensor, vocabulary: int
 ) -> Tensor:
-    """Cross entropy of each target among itself and the negatives: a scalar, the mean.
+    """Returns the mean cross entropy, a scalar, of each target among itself and the negatives.
 
-    Each negative's score is lowered by the log of the number of times its word is expected among the draws, so that
-    their sum of exponentials estimates that of all words but the target without bias (Bengio & Senecal, 2008). The
-    target is there exactly once, so its score stays as it is, and draws of the target itself do not count.
+    Each negative's score is lowered by the log of the number of times its word is expected among the draws. So the
+    negatives' sum of exponentials estimates, without bias, the sum over all words except the target (Bengio & Senecal,
+    2008). The target is there exactly once, so its score stays as it is, and draws of the target itself do not count.
 
     Args:
         states: (n, dim).
         rows: (n + k, dim), the table's rows of the targets, then of the negatives.
-        biases: (n + k,), alike.
+        biases: (n + k,), in the same order.
         targets: (n,) int64.
         negatives: (k,) int64, drawn by `log_uniform`, with repetitions.
         vocabulary: words that can be drawn.
@@ -45,17 +45,19 @@ def sampled_softmax_loss(
 
 
 def log_uniform_probability(ids: Tensor, vocabulary: int) -> Tensor:
-    """How likely `log_uniform` is to draw each of `ids` (int64): log((id + 2) / (id + 1)) / log(vocabulary + 1)."""
+    """Returns the probability that `log_uniform` draws each of `ids` (int64): log((id + 2) / (id + 1)) / log(vocabulary
+    + 1).
+    """
     return torch.log1p(1 / (ids + 1)) / math.log(vocabulary + 1)
 
 
 def log_uniform(rng: np.random.Generator, size: int, vocabulary: int) -> Array:
-    """`size` ids below `vocabulary`, int64, repetitions included, about as frequent as words are by Zipf's law."""
+    """Draws `size` ids below `vocabulary`, int64, with repetitions, about as frequent as words are by Zipf's law."""
     ids = np.exp(rng.random(size) * math.log(vocabulary + 1)).astype(np.int64) - 1
     return np.asarray(np.minimum(ids, vocabulary - 1))  # rounding may reach the end of the last word's share
 
 
 def rng_of_negatives(kind: str, *, seed: int, step: int, rank: int) -> np.random.Generator:
-    """The source of a step's draws for `rank`; `kind` is one of `NEGATIVES`."""
+    """Returns the generator of a step's draws for `rank`; `kind` is one of `NEGATIVES`."""
     stream = 1 if kind == "shared" else 2 + rank  # 0 would be the seed of an epoch's order
     return np.random.default_rng([seed, step, stream])

@@ -1,8 +1,8 @@
-"""English prose as tokens: the text of a dictionary by byte-pair encoding (Sennrich et al., 2016), as GPT-2 reads.
+"""English prose as tokens: the text of a dictionary by byte-pair encoding (Sennrich et al., 2016), as for GPT-2.
 
-The text is GCIDE's (see `gcide`): entries in the same random order, without etymologies and pronunciations, upper and
-lower case as they are, one space between words, and a sign between entries. A vocabulary of 8,192 is trained by
-`tokenizers` on one entry in five; every byte has a token, so that nothing of any text is unknown.
+The text is GCIDE's (see `gcide`): entries in the same random order, without etymologies and pronunciations, in original
+case, one space between words, and a separator between entries. `tokenizers` trains a vocabulary of 8,192 on one entry
+in five; every byte has a token, so that no text is unknown.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ logger = logging.getLogger(__name__)
 VOCABULARY = 8_192
 SEPARATOR = 0
 SIGNS = ("<|endoftext|>",)  # GPT-2's name of the separator
-# What version 0.48.5 gives. Other builds of the text are taken with a warning if they differ by no more than 1 %.
+# Counts of version 0.48.5. Other builds of the text are used with a warning if they differ by at most 1 %.
 COUNTS = {"entries": 127_968, "tokens": 8_691_448}
 TOLERANCE = 0.01
-TRAINED_ON = 5  # one entry in so many: the vocabulary hardly differs, and training takes a fifth of the time
-WORD = re.compile(r" ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+")  # no token spans two; the space before belongs to it
+TRAINED_ON = 5  # trained on every 5th entry: the vocabulary hardly differs, and training takes a fifth of the time
+WORD = re.compile(r" ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+")  # with the space before; no token spans two words
 
 ZIPF_EXPONENT = 0.96  # of the tokens' frequencies, fitted
 ZIPF_TOKENS = 1 << 19
 
 
 def open_tokens(data: str, cache: Path) -> tuple[Array, str]:
-    """Tokens and the name of their source: the real ones, the generated stand-in `zipf`, or whichever `any` can have.
+    """Returns tokens and the name of their source: the real ones or the generated stand-in `zipf`, see `real_or_zipf`.
 
     Tokens are (n,) uint16 below 8,192.
 
     Raises:
-        DataUnavailableError: when `data` is `gcide` and the dictionary or `tokenizers` is missing.
+        DataUnavailableError: `data` is `gcide`, and the dictionary or `tokenizers` is missing.
     """
     return real_or_zipf(data, "gcide", lambda: load_tokens(cache), zipf_tokens, what="tokens", known=COUNTS["tokens"])
 
 
 def load_tokens(cache: Path) -> Array:
-    """The dictionary's tokens, (n,) uint16, in the fixed random order of entries.
+    """Returns the dictionary's tokens, (n,) uint16, in the fixed random order of entries.
 
     Raises:
-        DataUnavailableError: when they are not cached and the dictionary or `tokenizers` is missing.
-        RuntimeError: when the text is damaged, or so different from the known one that results would not compare.
+        DataUnavailableError: they are not cached, and the dictionary or `tokenizers` is missing.
+        RuntimeError: the text is damaged, or so different from the known one that results would not compare.
     """
     path = cache / "gcide-tokens-1.npy"
     tokens = cached_array(path, lambda: _prepare(fetch_debian(gcide.FILE, cache)))
@@ -62,7 +62,7 @@ def load_tokens(cache: Path) -> Array:
 
 
 def zipf_tokens(seed: int = 0) -> Array:
-    """A seeded stand-in for tests without the data: independent tokens, (524288,) uint16, by a Zipf law, not real."""
+    """Returns a seeded stand-in for tests without the data: independent tokens, (524288,) uint16, by a Zipf law."""
     ranks = zipf_ranks(np.random.default_rng(seed), ZIPF_TOKENS, VOCABULARY, ZIPF_EXPONENT)
     return np.asarray(ranks, dtype=np.uint16)
 
@@ -84,10 +84,10 @@ def _prepare(path: Path) -> Array:
 
 
 def _tokens(texts: list[list[str]]) -> dict[str, list[int]]:
-    """The ids of each word's tokens, by a vocabulary trained on some of the texts.
+    """Returns the ids of each word's tokens, by a vocabulary trained on some of the texts.
 
     Raises:
-        DataUnavailableError: when there is no `tokenizers`.
+        DataUnavailableError: `tokenizers` is not installed.
     """
     library = tokenizers()
     tokenizer = library.Tokenizer(library.models.BPE())

@@ -1,6 +1,6 @@
 """The layers that `bert` and `gpt` share: self-attention and feed-forward, normalized before, not after.
 
-There is no dropout: the loss depends on weights and batch alone, so that a step can be repeated.
+Without dropout, the loss depends on weights and batch alone, so that a step can be repeated.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ FEED_FORWARD_RATIO = 4
 
 
 def transformer_layers(dim: int) -> nn.ModuleList:
-    """For states of (batch, length, dim)."""
+    """Returns `NUM_LAYERS` encoder layers for states of (batch, length, dim)."""
     return nn.ModuleList(
         nn.TransformerEncoderLayer(
             dim,
@@ -29,11 +29,11 @@ def transformer_layers(dim: int) -> nn.ModuleList:
 
 
 def num_parameters_of_layers(dim: int) -> int:
-    """Attention of 4 squares, feed-forward, biases, norms; of all layers."""
+    """Returns the number of parameters of all layers: 4 attention matrices, feed-forward, biases and norms in each."""
     return NUM_LAYERS * ((4 + 2 * FEED_FORWARD_RATIO) * dim**2 + (9 + FEED_FORWARD_RATIO) * dim)
 
 
 def check_dim(dim: int) -> None:
-    """Refuses widths that are not of whole heads."""
+    """Raises ValueError unless the width is a positive multiple of `HEAD_DIM`."""
     if dim < 1 or dim % HEAD_DIM:
         raise ValueError(f"dim must be a positive multiple of {HEAD_DIM} (a head of attention), got {dim}")

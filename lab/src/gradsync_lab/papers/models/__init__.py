@@ -1,7 +1,7 @@
-"""The models on which the papers were judged, as data: gradients in the order they become ready.
+"""The models of the papers' evaluations, as data: gradients in the order in which they become ready.
 
-Each file beside this one says where its numbers come from: `traced` gaps are the authors' measurements, `modelled`
-ones ours, from the layers' operations.
+Each JSON file of this package names its source: `traced` gaps are the authors' measurements, `modelled` gaps are
+computed from the layers' operations.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PAPER_MODELS = ("alexnet", "vgg16", "resnet50", "resnet101", "ugatit", "bert-bas
 
 @dataclass(frozen=True)
 class Gradient:
-    """A parameter's gradient, and backward's time since the one before it was ready."""
+    """A parameter's gradient, and backward's time since the gradient before it was ready."""
 
     name: str
     elements: int
@@ -33,7 +33,7 @@ class PaperModel:
 
     @property
     def backward_s(self) -> float:
-        """From the first gradient to the last."""
+        """Returns the seconds of backward until the last gradient is ready."""
         return sum(gradient.gap_s for gradient in self.gradients)
 
     @property
@@ -42,14 +42,15 @@ class PaperModel:
 
     @property
     def nbytes(self) -> tuple[float, ...]:
-        """Of each gradient, in float32."""
+        """Returns the float32 bytes of each gradient."""
         return tuple(4.0 * gradient.elements for gradient in self.gradients)
 
 
 def paper_model(name: str) -> PaperModel:
-    """
+    """Returns the model of this name.
+
     Raises:
-        ValueError: where there is none of that name.
+        ValueError: `name` is not in `PAPER_MODELS`.
     """
     if name not in PAPER_MODELS:
         raise ValueError(f"unknown model {name!r}, choose one of {', '.join(PAPER_MODELS)}")
