@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Loads torch where tests run; pytest-xdist's controller, for which its workers wait to be started, runs none.
+    """Loads torch in processes that run tests; the controller of pytest-xdist, for which its workers wait, runs none.
 
     The controller keeps processors awake instead: ranks wait for each other all the time.
     """
@@ -44,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What may take longer than usual comes first: begun last, one worker would be idle until it is done."""
+    """Puts tests with a long `timeout` first: started last, one of them would leave the other workers idle."""
     usual_s = float(config.getini("timeout"))
 
     def allowed_s(item: pytest.Item) -> float:
@@ -56,7 +56,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="module")
 def stale_memory() -> Iterator[None]:
-    """All that `gradsync.tensors.allocator` lends, however small, is full of what other tensors left, NaN among it."""
+    """Fills all memory that `gradsync.tensors.allocator` gives out with bytes of former tensors, NaN among them."""
     from itertools import cycle
     from unittest.mock import patch
 
@@ -76,7 +76,7 @@ def stale_memory() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def world() -> Iterator[Callable[[int], Ranks]]:
-    """`world(n).run(function, *arguments)`: calls a module-level function on n <= 4 ranks that stand ready."""
+    """Yields `world`: `world(n).run(function, *arguments)` calls a module-level function on n <= 4 processes."""
     from tests.world import Ranks, World
 
     standing = World(4)

@@ -1,4 +1,4 @@
-"""Each rank steps by its own gradients; then parameters are averaged within groups that change (after DS-Sync).
+"""Steps each rank by its own gradients, then averages parameters within groups that change (after DS-Sync).
 
 torchrun --nproc-per-node 2 examples/averaging.py
 """

@@ -1,4 +1,4 @@
-"""Matrices travel as 1 % of their elements, with error feedback; the head, norms and biases exactly.
+"""Compresses matrices to 1 % of their elements, with error feedback; the head, norms and biases are sent exactly.
 
 torchrun --nproc-per-node 2 examples/compressed.py
 """

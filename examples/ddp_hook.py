@@ -1,4 +1,4 @@
-"""gradsync behind an existing DistributedDataParallel model, as its communication hook.
+"""Runs gradsync behind an existing DistributedDataParallel model, as its communication hook.
 
 torchrun --nproc-per-node 2 examples/ddp_hook.py
 """

@@ -1,4 +1,4 @@
-"""A plan of one's own: which bucket travels how, kept as JSON and given to `attach`.
+"""Writes a plan by hand, with a scheme for each bucket, keeps it as JSON and gives it to `attach`.
 
 torchrun --nproc-per-node 2 examples/own_plan.py
 """

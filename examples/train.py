@@ -13,7 +13,7 @@ import gradsync
 
 
 class Recommender(nn.Module):
-    """An embedding table with sparse gradients below a dense network: two kinds of gradient, two ways to travel."""
+    """An embedding table with sparse gradients below a dense network: two kinds of gradient, two schemes."""
 
     def __init__(self) -> None:
         super().__init__()

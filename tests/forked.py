@@ -1,7 +1,7 @@
-"""Python programs as forks of a process that has torch loaded: each starts in milliseconds, not after its imports.
+"""Python programs as forks of a process that has torch loaded: each starts in milliseconds.
 
-Of `subprocess.Popen` there is what tests use. A program sees the environment, arguments and output it is given, and as
-its parent the process that started it; it ends as an interpreter does, `atexit` included.
+`Forked` has the members of `subprocess.Popen` that tests use. A program sees the environment, arguments and output that
+it is given, and as its parent the process that started it; it ends as an interpreter does, `atexit` included.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.world import PRELOADED
 
 
 class Forked:
-    """`python -m MODULE ...` or `python FILE ...`; stderr goes to a file that is open."""
+    """A forked process that runs `python -m MODULE ...` or `python FILE ...`; stderr goes to an open file."""
 
     def __init__(
         self, argv: Sequence[str], *, env: Mapping[str, str], stdout: int = subprocess.DEVNULL, stderr: IO[bytes]
@@ -68,7 +68,7 @@ class Forked:
 def _main(
     argv: list[str], env: dict[str, str], parent: int, folder: str, output: Connection | None, errors: str
 ) -> None:
-    """The program's process: as the interpreter would, from its command line on."""
+    """Runs the program from its command line on, as the interpreter would."""
     out = output.fileno() if output else os.open(os.devnull, os.O_WRONLY)
     err = os.open(errors, os.O_WRONLY | os.O_APPEND)
     os.dup2(out, 1)

@@ -1,4 +1,4 @@
-"""Measurements of jobs in no time, for tests in which it does not matter what kernels and links cost."""
+"""Quick measurements of jobs, for tests that do not depend on the costs of kernels and links."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FEWER: tuple[tuple[Any, str, Any], ...] = (
 
 @contextmanager
 def quickly() -> Iterator[None]:
-    """Inside, little of kernels and links is measured, and in few runs."""
+    """Limits, inside, the measurements of kernels and links to few sizes and runs."""
     with ExitStack() as stack:
         for module, name, value in FEWER:
             stack.enter_context(patch.object(module, name, value))
@@ -31,6 +31,6 @@ def quickly() -> Iterator[None]:
 
 
 def hurry() -> None:
-    """The same until this process ends: for programs."""
+    """Applies `quickly` until this process ends, for programs."""
     for module, name, value in FEWER:
         setattr(module, name, value)

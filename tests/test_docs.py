@@ -1,4 +1,4 @@
-"""The Python snippets of README and docs run, and what they name exists."""
+"""The Python snippets of README and docs run, and links and names in them exist."""
 
 from __future__ import annotations
 

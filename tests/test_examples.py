@@ -16,7 +16,7 @@ MOST_LINES = 80
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs_on_two_ranks(path: Path, tmp_path: Path) -> None:
-    """With what torchrun gives its ranks."""
+    """The environment is the one that torchrun gives to ranks."""
     printed = run_on_two_ranks([sys.executable, str(path)], tmp_path, limit_s=110)
     assert "".join(printed).strip(), "an example shows something"
 

@@ -35,7 +35,7 @@ OUTSIDE = {
 
 
 def loaded_at_once(tree: ast.Module) -> ast.Module:
-    """The module without its functions and what is for the type checker only: there, any library may be imported."""
+    """Returns the module without functions and `TYPE_CHECKING` blocks, which may import any library."""
 
     class Loaded(ast.NodeTransformer):
         def visit_FunctionDef(self, node: ast.FunctionDef) -> None:

@@ -1,4 +1,4 @@
-"""What plans name is held to its types: a float is no whole number, nor is a bool, whatever the class is."""
+"""Settings in plans are checked by type: a float is no whole number, nor is a bool, in any class."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_stages_of_a_warm_up_begin_at_whole_steps(starts: Any) -> None:
 
 
 def test_settings_are_held_to_types_that_are_no_texts_too() -> None:
-    """As in a module without `from __future__ import annotations`."""
+    """Annotations are types where a module has no `from __future__ import annotations`."""
     mine = make_dataclass("Mine", [("levels", int)], bases=(Nameable,), frozen=True)
     mine.kind = "test"
     assert mine(levels=2).levels == 2

@@ -1,4 +1,4 @@
-"""Tests of the tests' own ranks: they answer, fail and hang visibly."""
+"""Tests of `World`: its ranks return results, errors and hangs."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 GRACE_S = 15.0  # for the other ranks, once one has failed
 COLLECTIVE_TIMEOUT_S = 20.0  # of the default process group
-# Of the one server that forks. Optimisers import dynamo when they are made, measurements scipy.
+# Modules that the forking server loads. Optimisers import dynamo when they are made, measurements scipy.
 PRELOADED = [
     *("torch", "torch.distributed", "torch.testing", "torch._dynamo"),
     *("scipy.optimize", "scipy.special", "gradsync"),
@@ -40,7 +40,7 @@ ORACLE_BACKEND = "gloo_with_one_thread"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a function on one rank: it returned, it raised, or its process is gone or hung."""
+    """The outcome of a function on one rank: it returned, raised, hung, or its process is gone."""
 
     value: Any = None
     error: str | None = None
@@ -48,7 +48,7 @@ class Outcome:
 
 
 class World:
-    """`size` processes; `start` and `outcomes` are `run` in two halves, for ranks that are meant to fail.
+    """`size` processes that run functions; `run` is `start` and `outcomes`, for ranks that are meant to fail.
 
     `store_on_rank_0`: the ranks meet at rank 0's store, as without torchrun, else at one in this process.
     """
@@ -66,7 +66,7 @@ class World:
         self._busy = 0
 
     def run(self, function: Callable[..., Any], *arguments: Any, size: int | None = None, limit_s: float = 60.0) -> Any:
-        """Calls `function(*arguments)` on `size` ranks within a process group of just them; the results by rank."""
+        """Calls `function(*arguments)` on `size` ranks, in a process group of these ranks; returns results by rank."""
         self.start(function, *arguments, size=size)
         outcomes = self.outcomes(limit_s)
         if failed := [f"--- rank {r}: {o.error}" for r, o in enumerate(outcomes) if o.error is not None]:
@@ -88,7 +88,7 @@ class World:
         self._initialised, self._busy = size, size
 
     def outcomes(self, limit_s: float, *, lost: Collection[int] = ()) -> list[Outcome]:
-        """Waits for all ranks but those `lost`; who has not answered is killed, and the processes are made anew."""
+        """Waits for all ranks but `lost`; kills ranks that do not answer, and makes the processes anew."""
         size, self._busy = self._busy, 0
         found: dict[int, Outcome] = {}
         deadline = time.monotonic() + limit_s
@@ -165,7 +165,7 @@ class World:
 
 
 def _rank_main(rank: int, connection: Connection, port: int, trace: str, folder: str) -> None:
-    """A rank's process: waits for functions, calls them, sends what came of them."""
+    """Runs a rank's process: waits for functions, calls them and sends their outcomes."""
     sys.path.insert(0, folder)
     warnings.simplefilter("error")
     with Path(trace).open("w") as trace_file:
@@ -196,7 +196,7 @@ def _join_group(store: dist.Store, prefix: str, rank: int, size: int) -> None:
 
 
 def new_oracle_group() -> dist.ProcessGroup:
-    """The ranks of the default group, on a gloo with one thread instead of two; for oracles that sum sparse gradients.
+    """Returns a group of all ranks on a gloo with one thread, for oracles that sum sparse gradients.
 
     Two threads corrupt memory where torch sums sparse tensors (docs/semantics.md), and the ranks outlive a test.
     """
@@ -225,7 +225,7 @@ def _call(module: str, name: str, arguments: tuple[Any, ...]) -> bytes:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The first `size` ranks of a standing world."""
+    """The first `size` ranks of a running world."""
 
     world: World
     size: int

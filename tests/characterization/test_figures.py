@@ -1,4 +1,4 @@
-"""Every figure as Zen defines it, computed by hand; samples within their errors; what is wrong is said."""
+"""Every figure as Zen defines it, computed by hand; estimates from samples within their errors; error messages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.world import Ranks
 
 
 def vector(size: int, indices: Iterable[int]) -> Tensor:
-    """A dense gradient that is not zero at these places."""
+    """Returns a dense gradient, (size,), that is non-zero at `indices` only."""
     dense = torch.zeros(size)
     dense[list(indices)] = 1.0
     return dense
@@ -215,7 +215,7 @@ NUM_ROWS = 40_000
 
 
 def zipf_ranks(seed: int, ranks: int = 6) -> list[dict[str, SparseRows]]:
-    """Tables of which ranks touch skewed, overlapping rows; one in three of the elements is zero."""
+    """Returns a table's gradient for each rank; touched rows are skewed and overlap, one element in three is zero."""
     generator = torch.Generator().manual_seed(seed)
     weights = 1 / torch.arange(1.0, NUM_ROWS + 1)
     found = []
@@ -227,7 +227,7 @@ def zipf_ranks(seed: int, ranks: int = 6) -> list[dict[str, SparseRows]]:
 
 
 def deviations(sampled: Sparsity, exact: Sparsity) -> dict[str, float]:
-    """How far each figure is off, in its own standard errors."""
+    """Returns how far each estimate is from the exact figure, in its own standard errors."""
     pairs = {
         f"{name} {key}": (estimate, getattr(exact, name)[key].value)
         for name in ("union_density", "densification_ratio", "skewness_ratio", "union_skewness_ratio")
@@ -277,7 +277,7 @@ def test_sampled_rows_of_dense_and_sparse_gradients_are_the_same() -> None:
 
 
 def dense_sampled(dense: Tensor, sampling: Sampling) -> Tensor:
-    """Which of the non-zero elements lie in sampled rows."""
+    """Returns the mask of the elements that lie in sampled rows."""
     return torch.isin(dense.flatten().nonzero().flatten() // 3, sampling.places(len(dense)))
 
 

@@ -1,4 +1,4 @@
-"""What a script's gradients leave behind: each rank's own, before they are exchanged, in files without any code."""
+"""Recordings of a script's gradients: each rank's own, before they are exchanged, in files without any code."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class Table(nn.Module):
 
 
 def train_until_ended(ddp: bool) -> tuple[list[list[str]], list[list[list[int]]], int]:
-    """Trains for longer than is recorded; what was recorded, and the steps that were finished."""
+    """Trains for more steps than are recorded; returns the recording and the number of finished steps."""
     torch.manual_seed(0)
     model: nn.Module = Table()
     if ddp:

@@ -1,4 +1,4 @@
-"""The commands are listed without importing what they do; the names of the package are those of its stub."""
+"""Commands are listed without importing their modules; the names of the package are those of its stub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gradsync measure` runs a script until it knows it, leaves a profile, and says why where it cannot."""
+"""`gradsync measure` runs a script until its job is measured and writes a profile, or says why it cannot."""
 
 from __future__ import annotations
 

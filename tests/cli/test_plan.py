@@ -1,4 +1,4 @@
-"""`gradsync plan` makes a plan of a profile, `gradsync explain` says why it is as it is; what cannot be is named."""
+"""`gradsync plan` makes a plan of a profile, `gradsync explain` gives its reasons; impossible options are named."""
 
 from __future__ import annotations
 

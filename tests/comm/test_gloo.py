@@ -109,7 +109,7 @@ def exchanges_on_gloo(lengths: list[int], bound: int, bytes_per_s: float) -> lis
 def test_messages_of_unknown_length_arrive_whole_whichever_way_they_go(
     world: World, size: int, bytes_per_s: float
 ) -> None:
-    """Bounds far above the messages, just above them, and as long as they."""
+    """Bounds are far above the messages, just above them, and as long as they."""
     ranks = world(size)
     cases = [(BODIES, max(BODIES)), ([0], max(BODIES)), ([0, 5], DIRECT_BYTES // 8), ([CHUNK_BYTES], CHUNK_BYTES + 1)]
     for lengths, bound in cases:
@@ -121,7 +121,7 @@ def test_messages_of_unknown_length_arrive_whole_whichever_way_they_go(
 
 
 def swaps(group: Group, lengths: list[int], bound: int) -> list[torch.Tensor]:
-    """In flight together: a turn of a ring, pairs of which the last rank is left out, and rank 0 to all others."""
+    """Runs at once: one hop of a ring, pairs without the last rank, and messages of rank 0 to all others."""
     rank, size = group.rank, group.size
     ways = [
         [(r, (r + 1) % size) for r in range(size)],
@@ -141,7 +141,7 @@ def swaps(group: Group, lengths: list[int], bound: int) -> list[torch.Tensor]:
 
 
 def swaps_on_gloo(lengths: list[int], bound: int, bytes_per_s: float | None) -> list[torch.Tensor]:
-    """Without a rate by torch's own all-to-all, as on other backends."""
+    """Runs `swaps`; without a rate, groups use torch's own all-to-all, as on other backends."""
     group = TorchGroup(timeout_s=20) if bytes_per_s is None else GlooGroup(timeout_s=20, bytes_per_s=bytes_per_s)
     found = swaps(group, lengths, bound)
     group.close()
@@ -161,7 +161,7 @@ def test_messages_between_some_members_arrive_whole(world: World, size: int, byt
 
 
 def receives_larger_than_messages(late: int) -> list[list[int]]:
-    """By both of gloo's ways; rank `late` comes when the others' messages wait already."""
+    """Receives by both of gloo's operations; rank `late` starts when the messages of the others wait already."""
     rank, size = dist.get_rank(), dist.get_world_size()
     mine = torch.full((100 + rank,), rank, dtype=torch.uint8)
     others = [0 if peer == rank else 1 for peer in range(size)]
@@ -178,7 +178,7 @@ def receives_larger_than_messages(late: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_gloo_fills_the_start_of_a_receive_that_is_larger_than_the_message(world: World, late: int) -> None:
-    """What `GlooGroup.exchange` relies on."""
+    """`GlooGroup.exchange` relies on this."""
     for rank, parts in enumerate(world(3).run(receives_larger_than_messages, late)):
         origins = [*(peer for peer in range(3) if peer != rank), (rank - 1) % 3]
         assert parts == [[origin] * (100 + origin) + [255] * (200 - origin) for origin in origins]
@@ -269,7 +269,7 @@ def test_the_rate_is_measured_and_the_same_on_all_ranks(world: World) -> None:
 
 
 def ways_by_size(alpha_s: float, bytes_per_s: float) -> tuple[list[str], list[str]]:
-    """Which way all-gathers of 1/4, 3/4 and 2 MiB sent by a rank take; and which one they are priced by."""
+    """Returns the algorithm of all-gathers of 1/4, 3/4 and 2 MiB sent by a rank, and the one their price assumes."""
     group = GlooGroup(timeout_s=20, bytes_per_s=bytes_per_s)
     group.alpha_s, group.stage_s, ways = alpha_s, 0.0, []
     direct, ring = GlooGroup._all_to_all, TorchGroup.all_gather

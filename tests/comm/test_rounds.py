@@ -33,7 +33,7 @@ class Written:
 
 
 def started(*, together: bool) -> list[tuple[str, int, int]]:
-    """By rank 1 of 4, which swaps messages with rank 0 and sends rank 2 one."""
+    """Returns what rank 1 of 4 starts when it swaps messages with rank 0 and sends one to rank 2."""
     written: Any = Written()
     rounds = Rounds(cast(dist.ProcessGroup, written), 1, 4)
     empty = torch.empty(0, dtype=torch.uint8)

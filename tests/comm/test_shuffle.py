@@ -47,7 +47,7 @@ def played(schedule: GroupSchedule, rounds: int, *, seed: int = 0) -> np.ndarray
 
 
 def noisy_spread(schedule: GroupSchedule, momentum: float, *, averaged: bool, cycles: int, seed: int) -> float:
-    """Of simulated ranks that get noise in each round, as a mean over the later half of the cycles."""
+    """Returns the ranks' squared distance from their mean under noise: the mean over the later half of the cycles."""
     rng = np.random.default_rng(seed)
     x, v = np.zeros((schedule.size, 400)), np.zeros((schedule.size, 400))
     mixings, found = [each.mixing for each in schedule.rounds], []
@@ -226,7 +226,7 @@ def test_ranks_that_all_rest_mix_as_they_did_when_they_meet(schedule: GroupSched
 @pytest.mark.parametrize("schedule", [grid((2, 2)), hypercube(16), resting(grid((2, 2)), 2), resting(together(3), 3)])
 @pytest.mark.parametrize("every", [1, 2, 4])
 def test_a_thinned_schedule_has_its_groups_at_the_same_times(schedule: GroupSchedule, every: int) -> None:
-    """Where nobody met before nobody meets now, and of the meetings one in so many is left, each in its turn."""
+    """Ranks that did not meet before do not meet now; one meeting in `every` is left, at its own time."""
     out = thinned(schedule, every)
     assert len(out.rounds) == every * len(schedule.rounds)
     left = {step: each for step, each in enumerate(out.rounds) if not each.rests}

@@ -55,7 +55,7 @@ def test_processes_get_what_threads_get(world: World, size: int, members: list[i
 
 
 def operations_of_groups_within_groups() -> list[tuple[tuple[int, ...], dict[str, list[list[float]]]]]:
-    """Of ranks 1, 2, 3, and the first and last of these: places are within the group that is asked."""
+    """Runs operations in a group of ranks 1, 2, 3, and in a group of the first and last of these three."""
     group = TorchGroup(timeout_s=10)
     found = []
     for places in ((1, 2, 3), (0, 2)):

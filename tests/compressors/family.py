@@ -116,7 +116,7 @@ def gradient(size: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def data(size: int = 4096) -> dict[str, Tensor]:
-    """What a law must hold on."""
+    """Returns the tensors of `size` elements on which every law must hold."""
     normal = gradient(size, torch.float32)
     spike = torch.zeros(size)
     spike[size // 3] = 5.0
@@ -136,7 +136,7 @@ def data(size: int = 4096) -> dict[str, Tensor]:
 def compressed(
     compressor: Compressor, x: Tensor, state: CompressorState | None = None
 ) -> tuple[Payload, CompressorState]:
-    """As one rank alone does it: what ranks agree on is its own."""
+    """Compresses as one rank alone does: ranks agree on nothing."""
     state = state if state is not None else compressor.init(FlatSpec.of(x))
     return compressor.compress(x, with_agreement(compressor, [x], [state])[0])
 
@@ -144,7 +144,7 @@ def compressed(
 def with_agreement(
     compressor: Compressor, inputs: Sequence[Tensor], states: Sequence[CompressorState]
 ) -> list[CompressorState]:
-    """The states of ranks that have agreed on what they need to."""
+    """Returns the states of ranks that have agreed on what they need to."""
     observed = [compressor.observe(x, state) for x, state in zip(inputs, states, strict=True)]
     if observed[0] is None:
         return list(states)

@@ -1,4 +1,4 @@
-"""What every compressor promises. A member of the family is a row of `MEMBERS`, in family.py."""
+"""The promises of every compressor. A member of the family is a row of `MEMBERS`, in family.py."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_residual_plus_sent_equals_what_came_in(member: Member, dtype: torch.dty
 
 
 def no_feedback(compressor: Compressor, spec: FlatSpec) -> str:
-    """Why error feedback refuses it, if it does."""
+    """Returns why error feedback refuses the compressor, or None."""
     law = compressor.law(spec)
     if not compressor.feeds_back:
         return "CountSketch|count_sketch"
@@ -153,7 +153,7 @@ def no_feedback(compressor: Compressor, spec: FlatSpec) -> str:
 
 @members
 def test_residuals_stay_bounded(member: Member) -> None:
-    """Those of laws that promise it, and of signs by their mean magnitude."""
+    """Residuals of the laws that promise bounds, and of signs with their mean magnitude."""
     spec = spec_of(torch.float32, [600])
     law = member.compressor.law(spec)
     if isinstance(law, Biased) or member.adds_momentum or no_feedback(member.compressor, spec):
@@ -169,7 +169,7 @@ def test_residuals_stay_bounded(member: Member) -> None:
 
 @members
 def test_payloads_add_up(member: Member) -> None:
-    """As an all-gather adds them: in order, in float32, scaled once."""
+    """Payloads are added as an all-gather adds them: in order, in float32, scaled once."""
     compressor, spec = member.compressor, spec_of(torch.float32)
     inputs = [gradient(spec.numel, torch.float32, seed) for seed in range(3)]
     states = with_agreement(compressor, inputs, [compressor.init(spec, stream) for stream in range(3)])
@@ -301,7 +301,7 @@ def test_sums_into_tensors_of_another_size_are_refused(member: Member) -> None:
 
 
 class Stranger(Compressor):
-    """None of the family."""
+    """A class outside of the family."""
 
     def law(self, spec: FlatSpec) -> Exact:
         return Exact()

@@ -31,7 +31,7 @@ from tests.kernels.native import assert_same_bits
 def run(
     compressor: MomentumCorrection | ErrorFeedback, gradients: list[Tensor]
 ) -> tuple[list[Tensor], CompressorState]:
-    """What is sent of each, and the last state."""
+    """Returns what is sent of each gradient, and the last state."""
     state, sent = compressor.init(FlatSpec.of(gradients[0])), []
     for x in gradients:
         payload, state = compressor.compress(x, state)

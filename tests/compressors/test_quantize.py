@@ -33,7 +33,7 @@ def sent(compressor: Compressor, x: Tensor, stream: int = 0) -> Tensor:
 
 
 def squared_errors(compressor: Compressor, x: Tensor) -> Tensor:
-    """Of so many draws."""
+    """Returns the squared errors of `DRAWS` draws, (DRAWS,) float64."""
     return torch.stack([(sent(compressor, x, n).double() - x.double()).square().sum() for n in range(DRAWS)])
 
 

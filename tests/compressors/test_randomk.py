@@ -45,7 +45,7 @@ def test_ranks_of_their_own_draw_other_elements_and_say_which_in_8_bytes() -> No
 
 @pytest.mark.parametrize(("ratio", "omega"), [(1 / 8, 7.0), (0.5, 1.0)])
 def test_the_mean_errors_are_as_computed(ratio: float, omega: float) -> None:
-    """Of a constant tensor every draw has the same: d/k - 1 scaled, and 1 - k/d as it is."""
+    """Every draw of a constant tensor has the same error: d/k - 1 scaled, and 1 - k/d unscaled."""
     x = torch.full((1000,), 3.0, dtype=torch.float64)
     spec = FlatSpec.of(x)
     for compressor, expected in ((RandomK(ratio, scaled=True), omega), (RandomK(ratio), 1 - ratio)):

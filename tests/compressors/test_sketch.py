@@ -49,7 +49,7 @@ def test_a_bucket_that_is_none_is_refused() -> None:
 
 
 def test_counters_find_what_is_large_in_the_sum_of_the_ranks() -> None:
-    """Even what is large on no rank."""
+    """Even an element that is large on no rank."""
     compressor, ranks = CountSketch(0.42, keep=0.0025, rows=7), 4
     inputs = [0.01 * gradient(2000, torch.float32, rank) for rank in range(ranks)]
     hidden = torch.arange(100, 2000, 400)

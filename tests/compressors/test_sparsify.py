@@ -72,7 +72,7 @@ def test_a_share_that_is_none_is_refused(ratio: float) -> None:
 @dtypes
 @pytest.mark.parametrize("compressor", [TopK(0.1), TopK(0.1, values="bfloat16"), Threshold(1.0, 0.5)], ids=str)
 def test_fused_feedback_is_what_its_steps_are(compressor: TopK | Threshold, dtype: torch.dtype) -> None:
-    """Of numbers that no addition rounds: the residual is added, compressed, and what was sent taken off."""
+    """The residual is added, the sum compressed, the payload subtracted; no addition of these numbers rounds."""
     spec = spec_of(dtype)
     x, wide = (gradient(spec.numel, dtype, seed=1) * 16).round(), torch.promote_types(dtype, torch.float32)
     residual = (gradient(spec.numel, wide, seed=2) * 16).round()

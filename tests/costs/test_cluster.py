@@ -1,4 +1,4 @@
-"""The network as numbers: what people write is read right, or refused with what was expected."""
+"""The network as numbers: what users write is parsed, or refused with the expected form."""
 
 from __future__ import annotations
 

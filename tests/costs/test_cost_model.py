@@ -1,4 +1,4 @@
-"""The latency-bandwidth model gives back what made the measurements."""
+"""The latency-bandwidth model returns the parameters from which the measurements were made."""
 
 from __future__ import annotations
 

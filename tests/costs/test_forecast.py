@@ -1,4 +1,4 @@
-"""The forecast of a step: who waits for whom is the engine's order, one thread and one link."""
+"""The forecast of a step keeps the order of the engine: one issuing thread and one link."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COST = CostModel(alpha_s=0.0, bandwidth_bytes_per_s=float(DIRECT_BYTES), memory_
 
 
 def transfer(stage: str, seconds: float) -> Transfer:
-    """An all-gather of two members that keeps the link busy for so long."""
+    """Returns an all-gather of two ranks that occupies the link for `seconds`."""
     return Transfer(stage, Pattern.ALL_GATHER, (seconds * DIRECT_BYTES,) * 2)
 
 
@@ -54,7 +54,7 @@ def test_of_other_transfers_two_share_the_link_and_messages_in_rounds_take_turns
 
 
 def test_latencies_of_one_transfer_leave_the_link_to_others() -> None:
-    """Where half of each one's time is latency they do not disturb each other, else bytes of both fill the link."""
+    """Transfers whose time is half latency overlap without loss; otherwise the bytes of both share the link."""
     for alpha_s, ended_s in ((1.0, 2.0), (0.25, 2.0)):
         cost = replace(COST, alpha_s=alpha_s)
         steps = {bucket: [transfer("gather", 1.0)] for bucket in "ab"}

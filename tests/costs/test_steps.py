@@ -1,4 +1,4 @@
-"""What a scheme does, as data: whatever one member sends another receives."""
+"""Steps of schemes as data: every byte that one rank sends another one receives."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_time_covered_counts_overlapping_tasks_once_and_only_inside_the_window()
 @pytest.mark.parametrize("pattern", list(Pattern))
 @given(parts=part_bytes, others=part_bytes)
 def test_transfers_at_once_are_those_of_each_group(pattern: Pattern, parts: list[float], others: list[float]) -> None:
-    """Members take turns as far as both groups have some; one belongs to none."""
+    """Groups transfer in parallel while both have ranks left; one rank belongs to no group."""
     each = [transfer(pattern, parts), transfer(pattern, others)]
     if pattern is Pattern.MESSAGES:
         each = [

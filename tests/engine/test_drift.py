@@ -1,4 +1,4 @@
-"""A job has changed when its steps take clearly more or less time, and go on doing so."""
+"""Drift is found when steps take clearly more or less time for long enough."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from gradsync.engine.drift import LOOK_STEPS, WINDOW_STEPS, Drift
 
 
 def looks(drift: Drift, seconds: float, steps: int) -> list[bool]:
-    """The verdicts of so many steps' looks."""
+    """Returns the verdicts on steps of these times."""
     verdicts = []
     for _ in range(steps):
         if drift.step_ended(seconds):

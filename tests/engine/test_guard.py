@@ -1,4 +1,4 @@
-"""The guard without ranks: digests of parameters, what is allowed, and what is said. With ranks: tests/engine."""
+"""The guard without ranks: digests of parameters, settings and messages. With ranks: tests/frontends/test_guard.py."""
 
 from __future__ import annotations
 

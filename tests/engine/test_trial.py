@@ -8,7 +8,7 @@ from gradsync.engine.trial import CLOSE, MOST_OF_FIRST, ROUNDS, RUN_OFF_ROUNDS, 
 
 
 def run(trial: Trial[int], step_s: list[float], *, first_s: float = 100.0) -> list[int]:
-    """Runs it with steps of these times, the first of a turn longer; returns the candidate of each step."""
+    """Runs the trial on steps of these times, the first of each turn longer; returns the candidate of each step."""
     now_s, ran = 0.0, []
     while not trial.done:
         first = not ran or len(ran) % TURN_STEPS == 0

@@ -1,4 +1,4 @@
-"""What schemes have left to be sent, of each parameter: what came in is what was sent and what is left."""
+"""The sum of the residuals of all ranks: gradients that came in are either sent or left."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradsync.compressors import copies_at
 
 
 def left_to_send(model: nn.Module, state: dict[str, Any]) -> dict[str, Tensor]:
-    """By parameter, (numel,): all residuals in `state_dict`'s "state", of what several ranks keep alike a share."""
+    """Returns {parameter: (numel,)}: the sum of its residuals; a residual that several ranks hold alike counts once."""
     left = {name: torch.zeros(p.numel()) for name, p in model.named_parameters()}
     for key, values in state.items():
         if key.endswith(".residual"):

@@ -37,7 +37,7 @@ class MixedPrecision(nn.Module):
 
 
 class Branches(nn.Module):
-    """Three branches, of which a forward takes those it is told; the last one is never taken."""
+    """Three branches; a forward takes the ones that it is told to take, and the last one is never taken."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class TiedTable(nn.Module):
 
 
 class HiddenTable(nn.Module):
-    """A table whose sparse gradient no module announces."""
+    """A table with sparse gradients that is no `nn.Embedding`: no module announces them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Convolutions(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Two blocks that forget their activations."""
+    """Two blocks under activation checkpointing."""
 
     def __init__(self, reentrant: bool = False) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ SCHEDULES = {2: resting(together(2), 3), 3: exact(3, 2), 4: sitting_out(grid((2,
 
 
 def plan_of(model: nn.Module, schedule: GroupSchedule, *, buckets: int = 2) -> Plan:
-    """A parameter is cut between two buckets."""
+    """Returns a plan that averages parameters by `schedule`, and cuts one parameter between two buckets."""
     specs = {name: TensorSpec.of(p) for name, p in model.named_parameters()}
     scheme, largest = Shuffled.by(schedule), max(specs, key=lambda name: specs[name].numel)
     if buckets == 1:
@@ -53,7 +53,7 @@ def train(model: nn.Module, optimizer: SGD, seed: int) -> None:
 
 
 def everyones(model: nn.Module, handle: gradsync.Attachment | None = None) -> Tensor:
-    """All parameters of all ranks, (ranks, elements)."""
+    """Returns all parameters of all ranks, (ranks, elements)."""
     if handle is not None:
         handle.wait()
     mine = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
@@ -90,7 +90,7 @@ def test_steps_mix_as_the_schedule_says(world: World, size: int) -> None:
 
 
 def a_group_of_all_is_training_together() -> None:
-    """By a linear optimiser: the mean of steps is the step of the mean."""
+    """Checks a group of all ranks: with a linear optimiser the mean of the steps is the step of the mean gradient."""
     model, optimizer, handle = make(together(2), momentum=0.0)
     oracle = copy.deepcopy(model)
     ddp = DistributedDataParallel(oracle)
@@ -130,7 +130,7 @@ def test_a_consensus_is_the_mean(world: World) -> None:
 
 
 def statistics_are_pooled() -> None:
-    """As if one rank had seen the samples of all, as far as running statistics go."""
+    """Checks that running statistics are those of one rank that saw the samples of all."""
     torch.manual_seed(0)
     model = Convolutions()
     model.norm.momentum = 1.0

@@ -76,7 +76,7 @@ def same_on_all(tensor: Tensor) -> bool:
 
 
 def error_of(attempt: Callable[[], Any]) -> str:
-    """What it raises, or nothing."""
+    """Returns the text of the error that `attempt` raises, or ""."""
     try:
         attempt()
     except (RuntimeError, ValueError) as error:
@@ -84,7 +84,7 @@ def error_of(attempt: Callable[[], Any]) -> str:
     return ""
 
 
-# Values that are what they should be.
+# Values.
 
 
 class Masked(nn.Module):
@@ -161,7 +161,7 @@ def test_one_rank_trains_as_without(world: World, early: bool) -> None:
 
 
 def odd_model(kind: str) -> tuple[nn.Module, Callable[[nn.Module, int], Tensor]]:
-    """A model, and a forward of it."""
+    """Returns a model, and a function that runs its forward."""
     torch.manual_seed(0)
 
     def words(model: nn.Module, seed: int) -> Tensor:
@@ -191,7 +191,7 @@ def odd_model(kind: str) -> tuple[nn.Module, Callable[[nn.Module, int], Tensor]]
 
 
 def odd_models_mix(kind: str, early: bool) -> None:
-    """Beside the same steps, averaged by hand."""
+    """Compares each model with the same steps averaged by hand."""
     model, forward = odd_model(kind)
     of = dict.fromkeys(["branches"], lambda m: AdamW(m.parameters(), lr=0.01))
     optimizer_of = of.get(
@@ -225,7 +225,7 @@ def test_odd_models_mix_like_others(world: World, kind: str, early: bool) -> Non
 
 
 def momenta_of_what_one_rank_uses(early: bool) -> None:
-    """A branch that only rank 0 takes, later rank 1 too."""
+    """Trains a branch that at first only rank 0 takes, later rank 1 too."""
     torch.manual_seed(0)
     model, optimizer, handle = make(Branches(), lambda m: Adam(m.parameters(), lr=0.01), momentum_every=1, early=early)
     for step in range(5):
@@ -246,7 +246,7 @@ def test_momenta_of_parameters_that_some_rank_did_not_use_yet_are_averaged(world
 
 
 class Replacing(nn.Module):
-    """Its buffer is another tensor after each forward."""
+    """A module whose buffer is another tensor after each forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -273,11 +273,11 @@ def test_buffers_that_modules_replace_are_averaged(world: World) -> None:
     world(2).run(replaced_buffers_are_averaged)
 
 
-# Who reads, and when.
+# Reads of parameters in the middle of an exchange.
 
 
 class Functional(nn.Module):
-    """Uses a layer's weight without its forward, if it is told to."""
+    """A module that uses a layer's weight without calling the layer, if it is told to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -335,7 +335,7 @@ def test_hooks_that_prepare_weights_see_averages(world: World) -> None:
 
 
 def saved_at_once(order: tuple[int, ...], early: bool) -> None:
-    """Whatever is saved first, just after a step: what was saved is of after the exchange."""
+    """Saves model, optimiser and handle just after a step, in this order: every state is one after the exchange."""
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
     settings = {"schedule": grid((2, 2)), "momentum_every": 1, "early": early}
@@ -386,7 +386,7 @@ def test_parts_of_the_model_are_saved_as_averaged(world: World) -> None:
 
 
 def rolled_back(early: bool) -> None:
-    """To an earlier state, right after a step, whose exchange goes on."""
+    """Loads an earlier state right after a step, while its exchange goes on."""
     model, optimizer, handle = make(early=early, momentum_every=1)
     for step in range(2):
         train(model, optimizer, step)
@@ -410,7 +410,7 @@ def test_states_may_be_loaded_while_an_exchange_goes_on(world: World, early: boo
     world(2).run(rolled_back, early)
 
 
-# Steps that are not like others.
+# Unusual steps.
 
 
 def local_steps(early: bool) -> Tensor:
@@ -476,7 +476,7 @@ def test_steps_with_closures_are_averaged(world: World) -> None:
 
 
 class Wrapped(SGD):
-    """Its step is that of the class above, and something before it."""
+    """An optimiser whose step does something, then calls the step of its base class."""
 
     def step(self, closure: Any = None) -> Any:
         return super().step(closure)
@@ -498,7 +498,7 @@ def test_a_step_within_a_step_counts_once(world: World) -> None:
 
 
 class WithBlocks(nn.Module):
-    """Normalisation within a block whose forward is repeated in backward."""
+    """Batch normalisation within a checkpointed block, whose forward is repeated in backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -526,7 +526,7 @@ def test_forwards_that_are_repeated_in_an_early_backward_are_left_alone(world: W
     world(2).run(repeated_forwards)
 
 
-# What is refused.
+# Refusals.
 
 
 def what_comes_too_late_for_early_steps() -> list[str]:
@@ -564,7 +564,7 @@ def test_what_comes_too_late_for_early_steps_is_said(world: World) -> None:
 
 
 def a_step_that_fails() -> None:
-    """Leaves the optimiser as it was."""
+    """Checks that a failing step leaves the optimiser unchanged."""
     model, optimizer, handle = make(early=True)
     before = [len(group["params"]) for group in optimizer.param_groups]
 
@@ -684,7 +684,7 @@ def test_parameters_that_nobody_would_average_are_found(world: World) -> None:
 
 
 def written_through_data(early: bool) -> str:
-    """As weight clipping does: between the step and the next forward it is found, behind `wait()` it is kept."""
+    """Writes through `.data` as weight clipping does: found between step and forward, kept after `wait()`."""
     model, optimizer, handle = make(early=early)
     weight = next(model.parameters())
     for step in range(3):
@@ -760,7 +760,7 @@ def save_after_a_consensus(settings: Mapping[str, Any]) -> bytes:
 
 
 def go_on_elsewhere(saved: list[bytes], settings: Mapping[str, Any]) -> list[Tensor]:
-    """Ranks that were not there before take the optimiser of another one."""
+    """Loads the optimiser of another rank on ranks that are new."""
     size, rank = dist.get_world_size(), dist.get_rank()
     schedule = exact(size, 2) if size > 1 else together(1)
     model, optimizer, handle = make(schedule=schedule, **settings)
@@ -833,7 +833,7 @@ def test_one_ranks_checkpoint_is_refused_with_other_numbers_of_ranks(world: Worl
 
 
 def go_on_alone_or_exactly(saved: list[bytes]) -> bytes:
-    """Models of one rank, and of ranks that all average exactly, are not apart."""
+    """Checks that models of one rank, and of ranks that all average exactly, are not apart."""
     size = dist.get_world_size()
     model = Perceptron()
     specs = {n: TensorSpec.of(p) for n, p in model.named_parameters()}
@@ -861,12 +861,12 @@ def test_ranks_whose_models_are_one_go_on_with_others(world: World) -> None:
 
 
 def furthest_of(model: nn.Module) -> float:
-    """From the mean."""
+    """Returns the largest distance of a rank's parameters from their mean."""
     return max(float((p - mean_over_ranks(p)).detach().abs().max()) for p in model.parameters() if p.numel())
 
 
 def rounded_from_common_values() -> None:
-    """Each rank's own model, saved where nothing was rounded."""
+    """Loads unrounded models under a plan that rounds, and trains with a learning rate of zero."""
     model, optimizer, handle = make(schedule=grid((2, 2)))
     for step in range(3):
         train(model, optimizer, step)
@@ -889,7 +889,7 @@ def test_ranks_that_go_on_rounded_come_together(world: World) -> None:
     world(4).run(rounded_from_common_values)
 
 
-# Attached, failed, and left again.
+# Attaching, failing and detaching.
 
 
 def copies_are_free() -> None:
@@ -926,7 +926,7 @@ def nothing_lives_on() -> None:
 
 
 def the_inside_of_a_wrapper_that_is_gone() -> None:
-    """Two rounds of pairs of four ranks; the third step leaves them apart."""
+    """Trains two rounds of pairs of four ranks without the wrapper; the third step leaves the ranks apart."""
     torch.manual_seed(0)
     inside = Perceptron()
     wrapper = nn.Sequential(inside)
@@ -955,7 +955,7 @@ def test_a_model_that_is_dropped_takes_its_averaging_along(world: World) -> None
 
 
 class Table(nn.Module):
-    """With sparse gradients."""
+    """A model whose table has sparse gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1057,7 +1057,7 @@ def test_a_model_without_anything_to_average_trains(world: World) -> None:
 
 
 class TwoWays(nn.Module):
-    """Has a parameter of its own, and a way in that is no forward."""
+    """A module with a parameter of its own and a method beside forward that uses it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1110,7 +1110,7 @@ def test_compiled_models_train_as_others(world: World) -> None:
 
 
 def cut_and_by_two_schedules(what: What) -> Tensor:
-    """A parameter of which two buckets have a half each, that mix with others."""
+    """Averages a parameter whose halves lie in two buckets with different schedules."""
     torch.manual_seed(0)
     model = Perceptron()
     optimizer = momentum_sgd(model)

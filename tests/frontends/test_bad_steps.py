@@ -1,4 +1,4 @@
-"""Chunks under mixed precision and faults: a step that is skipped leaves no trace, a run goes on as it would have."""
+"""Chunks under mixed precision and faults: a skipped step changes nothing, and a resumed run goes on as before."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LOSS_SCALE = 16.0
 
 
 def plan_for(model: nn.Module, scheme: Scheme[Any]) -> Plan:
-    """Two buckets of chunks, between which a parameter is cut, and one for the rest, which keeps nothing."""
+    """Returns a plan of two buckets of chunks that share a parameter, and one stateless bucket for the rest."""
     specs = {name: TensorSpec.of(p) for name, p in model.named_parameters()}
     chunks = ["layers.0.weight", "layers.0.bias", ("layers.2.weight", 0, 21)], [("layers.2.weight", 21, 64)]
     rest = [name for name in specs if not name.startswith(("layers.0", "layers.2.weight"))]
@@ -49,7 +49,7 @@ def plan_for(model: nn.Module, scheme: Scheme[Any]) -> Plan:
 
 @dataclass(frozen=True)
 class Kind:
-    """Of a run: its scheme, the type of the weights and that of autocast, and whether DDP's hook is in front."""
+    """A kind of run: its scheme, the dtypes of weights and autocast, and whether DDP's hook is used."""
 
     scheme: CoarseGrained
     dtype: torch.dtype = torch.float32
@@ -58,7 +58,7 @@ class Kind:
 
 
 class Run:
-    """A model in training with a loss scale; weights of 16 bits have masters in float32."""
+    """A model in training with a loss scale; 16-bit weights have float32 master copies."""
 
     def __init__(self, kind: Kind) -> None:
         torch.manual_seed(0)
@@ -74,7 +74,7 @@ class Run:
         self.scaler = torch.amp.GradScaler("cpu", init_scale=LOSS_SCALE, growth_interval=1000)
 
     def step(self, seed: int, bad: Mapping[tuple[str, int], float] | None = None) -> None:
-        """On data of its own; `bad`: what stands in this rank's gradient, by (parameter, element)."""
+        """Takes a step on this rank's data; `bad` is written at (parameter, element) of this rank's gradient."""
         generator = torch.Generator().manual_seed(10 * seed + dist.get_rank())
         x = torch.randn(5, 6, generator=generator).to(self.kind.dtype)
         self.inner.zero_grad()
@@ -101,7 +101,7 @@ class Run:
         return self.parameters[name].register_hook(put)
 
     def kept(self) -> dict[str, Tensor]:
-        """Copies of the weights and all that goes from step to step with them."""
+        """Returns copies of the weights and of all state that lasts from step to step."""
         kept = {f"weight {number}": weight.detach() for number, weight in enumerate(self.weights)}
         kept |= {f"momentum {n}": s["momentum_buffer"] for n, s in self.optimizer.state_dict()["state"].items()}
         kept |= self.handle.state_dict()["state"]
@@ -123,14 +123,14 @@ class Run:
 
 
 def assert_same(kept: Mapping[str, Tensor], expected: Mapping[str, Tensor], when: str) -> None:
-    """To the bit."""
+    """Asserts that two copies of all state agree bit by bit."""
     assert kept.keys() == expected.keys()
     for name, values in expected.items():
         assert torch.equal(kept[name], values), f"{name} {when}"
 
 
 def steps_that_are_skipped_leave_no_trace(kind: Kind) -> None:
-    """What is not finite is in one bucket of three, on one rank, and where nothing is sent if that can be chosen."""
+    """Puts non-finite values into one bucket of three, on one rank, and among unsent elements where the case allows."""
     steady, spoilt = Run(kind), Run(kind)
     for seed in range(3):
         steady.step(seed)

@@ -1,4 +1,4 @@
-"""What DDP refuses, hangs on or leaves unsynchronised: here the mean of the ranks' own gradients is the oracle."""
+"""Loops that DDP refuses, hangs on or leaves unsynchronised; the mean of the ranks' own gradients is the oracle."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Backward = Callable[[nn.Module, int], None]
 def compare_with_mean(
     make: Callable[[], nn.Module], backward: Backward, *, steps: int = 4, adapt: Callable[..., nn.Module] | None = None
 ) -> None:
-    """Runs `backward(model, number)` on a model attached and on a local copy, whose gradients are averaged by hand."""
+    """Runs `backward(model, number)` on an attached model and on a local copy whose gradients are averaged by hand."""
     torch.manual_seed(0)
     local = make()
     torch.manual_seed(0)
@@ -168,7 +168,7 @@ def whole_model_checkpointed() -> None:
 
 
 def part_of_the_model_called_alone() -> None:
-    """No forward of the model itself tells that a step began."""
+    """Calls a submodule alone: no forward of the model itself marks the beginning of the step."""
     compare_with_mean(Perceptron, lambda model, _: model.layers(rows()).square().mean().backward())
 
 

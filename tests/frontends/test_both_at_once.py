@@ -1,4 +1,4 @@
-"""gradsync beside DistributedDataParallel around the same model, and beside other ranks that it cannot see."""
+"""gradsync beside DistributedDataParallel around the same model: found and refused, or allowed where it is right."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ AROUND = "call gradsync.attach(ddp_model)"
 
 
 class Wrapper(nn.Module):
-    """As frameworks wrap what a user gave them."""
+    """A wrapper around a model, as frameworks add."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def test_ddp_that_is_put_around_later_is_refused_in_the_next_forward(world: Worl
 
 
 def the_right_calls() -> None:
-    """Behind DDP's hook; and in a DDP that averages other parameters only."""
+    """Attaches behind DDP's hook, and in a DDP that averages other parameters only."""
     ddp = DistributedDataParallel(nn.Linear(3, 3, bias=False))
     handle = gradsync.attach(ddp, timeout=10)
     for _ in range(2):
@@ -141,7 +141,7 @@ def the_right_calls() -> None:
 
 
 def what_holds_a_graph_alone_is_no_wrapper() -> None:
-    """A graph holds on to accumulation nodes, as DDP does; another DDP is somewhere."""
+    """Holds a graph elsewhere: it keeps accumulation nodes alive, as DDP does, but is no wrapper."""
     other = DistributedDataParallel(nn.Linear(2, 2))
     model = nn.Linear(3, 1)
     loss = model(torch.ones(1, 3)).sum()
@@ -156,7 +156,7 @@ def test_two_ranks(world: World, case: Callable[[], None]) -> None:
 
 
 def warnings_of_a_lone_rank(kind: str) -> list[str]:
-    """What is logged where the process group has one rank."""
+    """Returns the logged warnings where the process group has one rank."""
     texts: list[str] = []
 
     class Listener(logging.Handler):
@@ -186,7 +186,7 @@ def test_a_rank_that_is_alone_among_others_is_told_so(world: World) -> None:
 
 
 def inside_of_torchft() -> str:
-    """torchft's class is known by the module that its name has."""
+    """Attaches inside torchft's class, which is known by its module's name."""
     made = type("DistributedDataParallel", (DistributedDataParallel,), {"__module__": "torchft.ddp"})
     inner = nn.Linear(3, 3)
     model = made(inner)

@@ -1,4 +1,4 @@
-"""Buffers of every kind, and those that change while training goes on, are rank 0's in each training forward."""
+"""Every training forward takes buffers from rank 0, whatever their kind, even when they change during training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ World = Callable[[int], Ranks]
 
 
 class Critic(nn.Module):
-    """Normalisation over batches, and a mean of its own that gradients depend on."""
+    """A critic with batch normalisation and a running mean on which gradients depend."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def several_forwards_before_one_backward() -> None:
 
 
 def a_buffer_that_training_writes_to_is_still_watched() -> None:
-    """Autograd must go on to refuse what the module itself overwrites between forward and backward."""
+    """Autograd must still refuse a buffer that the module itself overwrites between forward and backward."""
     model = Critic()
     gradsync.attach(model, timeout=10)
     first = model(torch.randn(8, 4))
@@ -54,7 +54,7 @@ def a_buffer_that_training_writes_to_is_still_watched() -> None:
 
 
 class Masked(nn.Module):
-    """Registers a mask when it first needs one; lets go of it, and makes a larger one, as inputs grow."""
+    """A module that registers a mask when it needs one, and replaces it by a larger one as inputs grow."""
 
     def __init__(self, *, normalises: bool = True) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def buffers_that_appear_go_and_grow() -> None:
 
 
 def a_model_without_buffers_at_attach_keeps_later_ones_to_its_ranks() -> None:
-    """As with DDP; a rank may make a mask in an evaluation that the others do not make."""
+    """Checks DDP's rule: a mask that one rank makes in an evaluation is not exchanged."""
 
     def step(twin: Twin, number: int) -> None:
         twin.optimizer.zero_grad()
@@ -260,7 +260,7 @@ def test_three_ranks(world: World, case: Callable[[], None]) -> None:
 
 
 def changed(kind: str) -> str:
-    """What a step says after buffers have changed on one rank, or not alike."""
+    """Returns the error of a step after buffers have changed on one rank, or differently."""
     model = nn.BatchNorm1d(3)
     model.register_buffer("b", torch.zeros(4))
     gradsync.attach(model, timeout=6)

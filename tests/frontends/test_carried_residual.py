@@ -1,6 +1,6 @@
-"""What a plan leaves to be sent and the next one does not keep goes with gradients, once, whatever comes in between.
+"""Residuals that a new plan does not keep are sent once, with the next gradients, whatever comes in between.
 
-On every rank, what came in is what came out and what is left to be sent.
+On every rank the gradients that came in are those that came out plus the residuals that are left.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CHUNKS = CoarseGrained(ratio=0.2, chunk=3)
 
 
 class Branches(nn.Module):
-    """Two layers, either of which a step may leave out."""
+    """Two layers; a step may leave either of them out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Branches(nn.Module):
 
 
 class Books:
-    """An attached model beside one that is not: what came in of every gradient on this rank, and what came out."""
+    """An attached model beside a plain copy: sums of the gradients that came in on this rank and that came out."""
 
     def __init__(self, scheme: Scheme[Any]) -> None:
         torch.manual_seed(0)
@@ -58,11 +58,11 @@ class Books:
         return Plan.make(specs, dist.get_world_size(), [(part, scheme) for part in parts])
 
     def switch(self, scheme: Scheme[Any], *, cut: bool = False) -> None:
-        """By this scheme from the next step on."""
+        """Changes to a plan with this scheme from the next step on."""
         self.handle._engine.propose([self.plan(scheme, cut)])
 
     def reload(self) -> None:
-        """As a checkpoint does."""
+        """Saves and loads the state, as a checkpoint does."""
         self.handle.load_state_dict(self.handle.state_dict())
 
     def backward(self, model: nn.Module, parts: str, factor: float) -> None:
@@ -71,7 +71,7 @@ class Books:
             (factor * model(torch.randn(5, 6, generator=generator), parts)).square().sum().backward()
 
     def step(self, parts: str = "left right", *, local: int = 0, keep: bool = False, factor: float = 1.0) -> None:
-        """Backwards of so many local steps and one that synchronises; one that is not finite counts for nothing."""
+        """Runs `parts` local backwards and one that synchronises; a step that is not finite counts for nothing."""
         for model in (self.model, self.alone):
             for p in model.parameters():
                 p.grad = p.grad if keep and model is self.model else None
@@ -103,7 +103,7 @@ class Books:
         return left_to_send(self.model, self.handle.state_dict()["state"])
 
     def close(self, *, empty: bool) -> None:
-        """Whether the books balance; `empty`: and nothing is left to be sent."""
+        """Whether the sums agree; with `empty` also whether no residual is left."""
         left = self.left
         for name, total in self.came_in.items():
             sent = total - left[name]
@@ -114,7 +114,7 @@ class Books:
 
 
 def begun(scheme: Scheme[Any]) -> Books:
-    """With something left to be sent of every parameter."""
+    """Returns books after some steps, with a residual for every parameter."""
     books = Books(scheme)
     books.step()
     books.step()

@@ -1,4 +1,4 @@
-"""Gradients or parameters: the faster way stays, and nothing is lost on the way there and back."""
+"""Gradients or parameters: the faster kind of plan stays, and switching loses nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STEPS = 60
 
 
 class Clock:
-    """In place of the module `time`: steps by averages of parameters take so many times as long, whatever they took."""
+    """A stand-in for the module `time`, by which steps with averaged parameters take so many times as long."""
 
     def __init__(self, handle: Callable[[], gradsync.Attachment], slower: float) -> None:
         self._handle, self._slower, self._now_s = handle, slower, 0.0
@@ -63,7 +63,7 @@ def attached(
 
 @quickly()
 def chosen(slower: float) -> tuple[str, bool, float]:
-    """What is averaged in the end, whether models are one after a consensus, and how far from training with all."""
+    """Returns the kind that stays, whether ranks agree after a consensus, and the distance from plain training."""
     size, rank = dist.get_world_size(), dist.get_rank()
     averaging = AveragingPlanner(schedule=SCHEDULES[size], momentum_every=1)
     with pytest.MonkeyPatch.context() as patch:
@@ -131,7 +131,7 @@ def lossy_plans(job: Job, constraints: Constraints) -> list[gradsync.Plan]:
 
 @quickly()
 def left_to_be_sent() -> float:
-    """How far the sum of all steps is from what plain SGD makes of constant gradients, when averages begin."""
+    """Returns the distance of all steps' sum from plain SGD with constant gradients, when averaging begins."""
     size, rank = dist.get_world_size(), dist.get_rank()
     planner = AutoPlanner(
         Constraints((ErrorFeedback(TopK(0.1)),), always=True),

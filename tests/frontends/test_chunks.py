@@ -1,4 +1,4 @@
-"""Plans with coarse-grained schemes in the engine: all ranks choose alike, whatever is frozen, skipped or loaded."""
+"""Plans with coarse-grained schemes: all ranks choose the same chunks, whatever is frozen, skipped or loaded."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ every_kind = pytest.mark.parametrize(
 
 
 def by_layers(model: nn.Module, scheme: Scheme[Any]) -> Plan:
-    """A bucket for each layer of a `Perceptron`, the scalar with the last."""
+    """Returns a plan with one bucket for each layer of a `Perceptron`; the scalar is in the last one."""
     specs = {name: TensorSpec.of(p) for name, p in model.named_parameters()}
     layers = [[name for name in specs if name.startswith(f"layers.{number}.")] for number in (4, 2, 0)]
     layers[0] += ["scale", "nothing"]
@@ -61,7 +61,7 @@ def attached(scheme: Scheme[Any]) -> tuple[Perceptron, gradsync.Attachment]:
 
 
 def bad_chunks_leave_no_trace(scheme: Scheme[Any]) -> list[tuple[set[int], set[int]]]:
-    """Beside a run without them, three chunks of one bucket are bad on rank 1, in turns; which, and which were sent."""
+    """Makes three chunks of a bucket non-finite on rank 1, in turns; returns which, and which were sent."""
     model, handle = attached(scheme)
     other, without = attached(scheme)
     weight, seen = model.layers[2].weight, []
@@ -101,7 +101,7 @@ def test_what_is_not_finite_on_one_rank_in_chunks_that_are_not_sent_leaves_no_tr
 
 
 def all_that_comes_in(scheme: CoarseGrained) -> None:
-    """DDP's gradients, of a model that is used as a whole and of one that is used in parts."""
+    """Compares with DDP a plan that sends all chunks; the model is used as a whole and in parts."""
 
     def in_turns(twin: Twin, number: int) -> None:
         twin.optimizer.zero_grad()
@@ -121,7 +121,7 @@ def test_a_model_smaller_than_a_chunk_and_all_chunks_have_ddps_gradients(
 
 
 def places_of_two_layers(scheme: CoarseGrained, every: int) -> list[list[list[int]]]:
-    """Which chunks of each of two layers in a bucket arrive, step by step; from the 7th on the first is used seldom."""
+    """Returns which chunks of two layers in a bucket arrive in each step; from step 7 on the first is rarely used."""
     torch.manual_seed(0)
     model = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(2))
     handle = gradsync.attach(model, plan=plan_for(model, scheme), timeout=10)
@@ -159,7 +159,7 @@ def test_what_is_used_now_and_then_has_its_turn(world: World, scheme: CoarseGrai
 
 
 def loaded_apart(scheme: CoarseGrained) -> list[object]:
-    """What arrives after rank 1, new or from elsewhere, had nothing of what is known of chunks, or something else."""
+    """Returns the chunks that arrive after rank 1 loaded no knowledge of chunks, or another one."""
     torch.manual_seed(0)
     model = Perceptron()
     handle = gradsync.attach(model, plan=plan_for(model, scheme), timeout=10)
@@ -187,7 +187,7 @@ def test_ranks_that_were_given_other_scores_choose_alike(world: World, scheme: C
 
 
 def another_ratio(scheme: CoarseGrained) -> None:
-    """New plans between two steps: what is left to be sent stays, and goes by their ratios, in other buckets too."""
+    """Changes plans between steps: residuals stay, and are sent by the new ratios, in other buckets too."""
     model, handle = attached(scheme)
     came_in = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     came_out = copy.deepcopy(came_in)
@@ -225,7 +225,7 @@ def test_another_ratio_from_one_step_to_the_next_loses_nothing(world: World, sch
 
 
 def resumed(scheme: CoarseGrained, behind_ddp: bool) -> None:
-    """Saved in a dense step of the warm-up, and in one of half the chunks: the rest is the same to the bit."""
+    """Saves in a dense warm-up step and in one of half the chunks; the rest of the run must agree bit by bit."""
     runs: list[dict[str, Any]] = []
     for start in (0, 1, 3):
         torch.manual_seed(start)
@@ -254,7 +254,7 @@ def resumed(scheme: CoarseGrained, behind_ddp: bool) -> None:
 
 
 def assert_equal(one: Any, other: Any) -> None:
-    """To the bit, in each of the values that a state is made of."""
+    """Asserts that two states agree bit by bit."""
     if isinstance(one, Tensor):
         assert torch.equal(one, other)
     elif isinstance(one, dict):

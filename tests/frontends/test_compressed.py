@@ -1,4 +1,4 @@
-"""Plans with compressors in the engine: residuals live with the parameters, through checkpoints and other plans."""
+"""Plans with compressors in the engine: residuals belong to parameters, through checkpoints and other plans."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def plan_for(model: nn.Module, scheme: Scheme[Any], *cuts: list[tuple[str, int, 
 
 
 def train(model: nn.Module, steps: int, seed: int) -> list[Tensor]:
-    """Its weights afterwards."""
+    """Trains the model and returns its weights."""
     generator = torch.Generator().manual_seed(seed + dist.get_rank())
     for _ in range(steps):
         model.zero_grad()
@@ -64,7 +64,7 @@ def train(model: nn.Module, steps: int, seed: int) -> list[Tensor]:
 
 
 def trained(model: nn.Module, scheme: Scheme[Any], steps: int) -> tuple[gradsync.Attachment, dict[str, Any]]:
-    """The model attached and trained, and the state that it has then."""
+    """Attaches and trains the model; returns it with its state."""
     handle = gradsync.attach(model, plan=plan_for(model, scheme), timeout=10)
     train(model, steps, seed=0)
     return handle, handle.state_dict()
@@ -219,7 +219,7 @@ def every_step_sends_the_bytes_that_are_predicted_for_it() -> None:
 
 
 def gradients_of(model: nn.Module, seed: int, factor: float = 1.0) -> dict[str, Tensor]:
-    """Of one backward, as synchronised; no step is taken."""
+    """Returns the synchronised gradients of one backward, without an optimiser step."""
     generator = torch.Generator().manual_seed(seed + dist.get_rank())
     model.zero_grad()
     (factor * model(torch.randn(5, 6, generator=generator)).square().mean()).backward()
@@ -376,7 +376,7 @@ def what_nobody_used_stays_none_and_inf_spoils_the_step() -> None:
 
 
 def a_jump_of_the_learning_rate_loses_nothing() -> None:
-    """The residual is in units of the gradient: what came at one rate is applied at a later one."""
+    """Changes the learning rate: residuals are in units of the gradient, so a later rate applies to them."""
     torch.manual_seed(0)
     model = nn.Linear(6, 3)
     handle = gradsync.attach(model, plan=plan_for(model, GATHERED), timeout=10)
@@ -395,7 +395,7 @@ def a_jump_of_the_learning_rate_loses_nothing() -> None:
 
 
 def left_in_all(handle: gradsync.Attachment) -> Tensor:
-    """What is still to be sent of the weight, on all ranks together, at both ends."""
+    """Returns the sum of all ranks' residuals of the weight at both compress points, (18,)."""
     total = torch.zeros(18)
     for key, values in handle.state_dict()["state"].items():
         form = re.fullmatch(r"weight\[(\d+):(\d+)\]/(sent|sums).residual", key)
@@ -421,7 +421,7 @@ def owners_hand_over_what_they_no_longer_own() -> None:
 
 
 def what_nobody_used_is_not_sent(scheme: Scheme[Any]) -> None:
-    """Its gradient is None: what its residual would have sent would be lost."""
+    """Checks an unused parameter: its gradient is None, so a residual that was sent would be lost."""
     torch.manual_seed(0)
     model = nn.ModuleDict({"often": nn.Linear(6, 3, bias=False), "seldom": nn.Linear(6, 3, bias=False)})
     handle = gradsync.attach(model, plan=plan_for(model, scheme), timeout=10)
@@ -506,7 +506,7 @@ def test_a_jump_of_the_learning_rate_loses_nothing(world: World) -> None:
 
 
 def a_carried_residual_survives_a_checkpoint() -> None:
-    """Saved before it was sent, and loaded under a plan that compresses again: it is left to be sent there."""
+    """Saves a carried residual before it is sent, loads it under a compressing plan, and finds it unsent there."""
     torch.manual_seed(0)
     model = nn.Linear(6, 3)
     handle, saved = trained(model, GATHERED, 2)

@@ -1,4 +1,4 @@
-"""gradsync's DistributedDataParallel is torch's by constructor, values, copies and what others take it for."""
+"""gradsync's DistributedDataParallel has torch's constructor, values and copies, and passes frameworks' checks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def wrapped(module: nn.Module, **options: Any) -> gradsync.DistributedDataParall
 
 
 def twins(make: Callable[[], nn.Module], **options: Any) -> tuple[Twin, Twin]:
-    """(torch's class, gradsync's), with other weights on each rank."""
+    """Returns (torch's class, gradsync's) around copies of one model, with other weights on each rank."""
     made = []
     for wrap in (lambda module: DistributedDataParallel(module, process_group=new_oracle_group(), **options), wrapped):
         torch.manual_seed(dist.get_rank())
@@ -74,7 +74,7 @@ def no_sync_step(twin: Twin, number: int) -> None:
 
 
 def flag_step(twin: Twin, number: int) -> None:
-    """The attribute is set by hand, as nanoGPT does."""
+    """Sets the attribute `require_backward_grad_sync` by hand, as nanoGPT does."""
     twin.optimizer.zero_grad()
     for micro in range(3):
         twin.model.require_backward_grad_sync = micro == 2
@@ -141,7 +141,7 @@ def test_others_take_it_for_torchs(world: World) -> None:
 
 
 def as_frameworks_use_it() -> None:
-    """Lightning's DDPStrategy asks for logging data, also after an error; it and Accelerate set what syncs forwards."""
+    """Compares with torch's class the attributes that frameworks read, and asks for logging data."""
     theirs = DistributedDataParallel(Perceptron(), process_group=new_oracle_group())
     ours = wrapped(Perceptron())
     for name in ("require_forward_param_sync", "require_backward_grad_sync", "static_graph", "find_unused_parameters"):
@@ -186,7 +186,7 @@ def test_copies_train_on(world: World, how: str) -> None:
 
 
 def copy_on_rank_0() -> None:
-    """For an average of weights, say: nothing is exchanged for it."""
+    """Copies the model on rank 0 only, as for an average of weights: nothing is exchanged."""
     model = wrapped(Perceptron())
     step_of(model, 0)
     if dist.get_rank() == 0:
@@ -201,7 +201,7 @@ def test_one_rank_may_copy_alone(world: World) -> None:
 
 
 def frozen_teacher() -> None:
-    """A copy whose parameters are frozen is called with gradients on, here on one rank only: nothing is exchanged."""
+    """Calls a frozen copy on one rank only, with gradients enabled: nothing is exchanged."""
     model = wrapped(Perceptron())
     teacher = copy.deepcopy(model).requires_grad_(False)
     step_of(model, 0)
@@ -262,7 +262,7 @@ def test_buffers_begin_alike_unless_they_are_ignored(world: World, options: dict
 
 
 def buffers_at_the_start_of_averages() -> None:
-    """Under a plan of parameters."""
+    """Checks buffers at the start of a plan that averages parameters."""
     torch.manual_seed(dist.get_rank())
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     module[1].running_mean.fill_(dist.get_rank())
@@ -293,7 +293,7 @@ def test_init_sync_false_leaves_the_model(world: World) -> None:
 
 
 def unused() -> str:
-    """Only rank 1 leaves a branch out."""
+    """Leaves out a branch on rank 1 only; returns the error."""
     model = wrapped(Branches())
     taken = (0, 1, 2) if dist.get_rank() == 0 else (0, 1)
     try:
@@ -333,7 +333,7 @@ class StraightThrough(nn.Module):
 
 
 def undefined() -> None:
-    """Reached by backward, a parameter is used, whatever gradient it gets; a local backward says nothing of others."""
+    """Checks that a parameter that backward reaches with an undefined gradient counts as used."""
     for plain_model in (DistributedDataParallel(StraightThrough()), wrapped(StraightThrough())):
         for number in range(4):
             with plain_model.no_sync() if number == 1 else nullcontext():

@@ -1,4 +1,4 @@
-"""gradsync as DDP's communication hook gives what DDP gives without one."""
+"""gradsync as DDP's communication hook gives the gradients of DDP without a hook."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SMALL_BUCKETS = {"bucket_cap_mb": 0.0001}  # a bucket for nearly every parameter
 
 
 def twins(make: Callable[[], nn.Module], plan: Plan | None = None, **options: Any) -> tuple[Twin, Twin]:
-    """(DDP as it is, DDP with gradsync attached)."""
+    """Returns (DDP alone, DDP with gradsync's hook)."""
     made = []
     for group in (new_oracle_group(), None):
         torch.manual_seed(dist.get_rank())
@@ -137,7 +137,7 @@ def test_the_hook_is_registered_as_any_other(world: World) -> None:
 
 
 def before_the_model() -> None:
-    """As frameworks do that make the DDP model themselves: the state is made first, and without process groups."""
+    """Makes the state before the model and without process groups, as frameworks that wrap models in DDP do."""
     for state in (gradsync.DDPState(timeout_s=15), gradsync.DDPState(plan="auto", timeout_s=15, exclude=["scale"])):
         with pytest.raises(RuntimeError, match="this DDPState has no model yet"):
             _ = state.engine
@@ -223,7 +223,7 @@ def test_a_hooked_model_is_copied_and_pickled(world: World) -> None:
 
 
 def wrap_again() -> None:
-    """The old wrapper of a model may live on, by DDP's own all-reduce."""
+    """Wraps a model again while its old wrapper lives on with DDP's own all-reduce."""
     module = Perceptron()
     models = []
     for number in range(3):
@@ -267,7 +267,7 @@ def test_attaching_again_takes_a_detach(world: World) -> None:
 
 
 def raise_in_backward() -> str:
-    """Late in backward: DDP tells of nothing before its first bucket is ready."""
+    """Raises late in backward: DDP reports nothing before its first bucket is ready."""
     ddp = DistributedDataParallel(Perceptron(), **SMALL_BUCKETS)
     handle = gradsync.attach(ddp, timeout=60)
 

@@ -1,4 +1,4 @@
-"""Habits of real training loops that once led astray: forwards on the side, shared weights, late tables."""
+"""Real training loops that once failed: forwards on the side, shared weights, tables found late."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def long_runs_keep_no_ledger() -> None:
 
 
 class Average(nn.Module):
-    """Replaces its buffer tensor instead of writing into it."""
+    """A module that replaces its buffer tensor instead of writing into it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ def dropped_models_take_their_threads_along() -> None:
 
 
 def buckets_are_ready_with_their_last_gradient() -> None:
-    """Be it one that lives in the bucket from the start, as small ones do, or one that is copied into it."""
+    """A small gradient lies in the bucket from the start, a large one is copied into it: either may be the last."""
     for order in (lambda layers: layers, lambda layers: layers[::-1]):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 300), *order([nn.Linear(300, 300, bias=False), nn.LayerNorm(300)]))

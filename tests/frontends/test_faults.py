@@ -1,4 +1,4 @@
-"""A rank that dies, stops or raises inside of a step: the others raise in time and say where."""
+"""A rank that dies, stops or raises within a step: the others raise in time and say where."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def short_lived(request: pytest.FixtureRequest) -> Iterator[World]:
 
 
 def fall(victim: int, number: int) -> tuple[str, str]:
-    """The victim gets a signal in its second step, before its bucket is ready; what the others raise, then and next."""
+    """Sends the victim a signal in its second step, before its bucket is ready; returns the others' errors."""
     torch.manual_seed(0)
     model = Perceptron()
     gradsync.attach(model, timeout=TIMEOUT_S)
@@ -80,7 +80,7 @@ def test_a_stopped_rank_is_noticed_at_the_timeout(short_lived: World, victim: in
 
 
 def make_fewer_steps() -> str:
-    """Rank 1 has one batch less and goes on to what comes after the loop."""
+    """Gives rank 1 one batch less; rank 1 then continues after its training loop."""
     model = Perceptron()
     gradsync.attach(model, timeout=TIMEOUT_S)
     text = ""
@@ -101,7 +101,7 @@ def test_a_rank_of_fewer_steps_is_named(world: Callable[[int], Ranks]) -> None:
 
 
 def raise_in_backward() -> tuple[str, str]:
-    """Rank 1 raises in its second backward and does not call gradsync again until all have given up."""
+    """Raises in rank 1's second backward; rank 1 calls gradsync again once all others have given up."""
     torch.manual_seed(0)
     model = Perceptron()
     handle = gradsync.attach(model, timeout=60)

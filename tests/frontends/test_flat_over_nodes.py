@@ -28,7 +28,7 @@ LOOK_STEPS = 3
 
 
 class SlowNetwork(MeasuringPlanner):
-    """Plans as if the network had been measured; no trial."""
+    """A planner that takes the network's costs as measured, and tries no plans."""
 
     def __call__(self, profiles: Sequence[ParameterProfile], world_size: int) -> Any:
         return super().__call__(profiles, world_size)[0]
@@ -39,7 +39,7 @@ class SlowNetwork(MeasuringPlanner):
 
 
 def gradients(rank: int, step: int, density: float) -> dict[str, Tensor]:
-    """Small whole numbers, whose mean over four ranks is exact; of `few` the ranks fill other elements."""
+    """Returns small whole numbers, whose mean over four ranks is exact; each rank fills other elements of `few`."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     found = {name: torch.randint(-8, 9, shape, generator=generator).float() for name, shape in SHAPES.items()}
     found["few"] *= torch.rand(SHAPES["few"], generator=generator) < density
@@ -50,7 +50,7 @@ Schemes = dict[str, Scheme[Any]]  # by the names in a bucket
 
 
 def train(group: LocalGroup, densities: Sequence[float]) -> tuple[list[Schemes], list[BucketStatistics]]:
-    """Each step's gradients are held against the mean; the schemes after it, and what was sent and predicted."""
+    """Trains and compares each gradient with the mean; returns the schemes, and the bytes sent and predicted."""
     parameters = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
     running = Engine(parameters, group, SlowNetwork(), timeout_s=20)
     schemes = []

@@ -1,4 +1,4 @@
-"""Sparsity found in dense gradients: nobody announced it, the exchange uses it, the gradients are DDP's to the bit."""
+"""Sparsity found in unannounced dense gradients: the exchange uses it, and gradients are DDP's bit by bit."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Adapter(nn.Module):
 
 
 def schemes(twin: Twin) -> dict[str, str]:
-    """Each parameter's scheme in the plan in force."""
+    """Returns each parameter's scheme in the plan of the moment."""
     assert twin.handle is not None
     return {name: next(iter(b.scheme)) for b in twin.handle.plan.buckets for name in b.names}
 
@@ -86,7 +86,7 @@ def more_and_more_ids(number: int) -> Tensor:
 
 
 def no_ids_here(number: int) -> Tensor:
-    """Now and then this rank looks nothing up."""
+    """Returns ids for a step; in some steps this rank looks up fewer."""
     return torch.randint(ROWS, (8, 5 if (number + dist.get_rank()) % 3 else 1))
 
 
@@ -192,7 +192,7 @@ def test_what_was_found_is_tried_beside_the_plan_that_trusts_the_layout(world: W
 
 
 def odd_gradients() -> tuple[bool, bool]:
-    """(no graph is kept, all ranks have the same bits)."""
+    """Returns (no graph is kept, all ranks have the same bits)."""
     torch.manual_seed(0)
     model = Words()
     handle = gradsync.attach(model, plan=default_plan, timeout=15)

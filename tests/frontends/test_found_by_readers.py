@@ -1,4 +1,4 @@
-"""Kinds of training loops in which a reader of the code found ranks apart, or errors where DDP is right."""
+"""Training loops, found by reading the code, in which ranks diverged or raised errors where DDP is right."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_an_optimiser_that_steps_inside_backward_raises(world: World, name: str)
 
 
 def optimisers_of_their_own() -> None:
-    """A fresh optimiser for each local task: addresses of those that are gone come again, on some ranks only."""
+    """Makes an optimiser for each local task: on some ranks, a new object gets the address of a freed one."""
     torch.manual_seed(0)
     model = Perceptron()
     kept = []
@@ -91,7 +91,7 @@ class TwoHeads(nn.Module):
 
 
 def backwards_of_parts() -> None:
-    """Two losses of one forward, each with its own backward: together they use all parameters."""
+    """Runs backward of two losses of one forward, one after the other: together they use all parameters."""
     torch.manual_seed(0)
     model = gradsync.DistributedDataParallel(TwoHeads(), timeout=10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -109,7 +109,7 @@ def test_parts_of_a_model_may_have_backwards_of_their_own(world: World) -> None:
 
 
 def a_part_in_training() -> None:
-    """`model.eval()` and normalisation in training: buffers are rank 0's in the forward, as with DDP."""
+    """Calls `model.eval()` but keeps normalisation in training: forward takes buffers from rank 0, as DDP does."""
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     handle = gradsync.attach(model, timeout=10)
     model.eval()
@@ -135,7 +135,7 @@ def test_sharpness_aware_minimisation_is_no_drift(world: World, way: str) -> Non
 
 
 def sharpness_aware(way: str) -> None:
-    """SAM, each rank by its own ascent, whose backward is inside `no_sync()`."""
+    """Trains with SAM: each rank perturbs weights by its own gradient, from a backward inside `no_sync()`."""
     torch.manual_seed(0)
     module = nn.Linear(4, 1)
     wrapper = gradsync.DistributedDataParallel(module, timeout=10, verify_every=1) if way == "class" else None
@@ -162,7 +162,7 @@ def sharpness_aware(way: str) -> None:
 
 
 def compiled_step(way: str) -> None:
-    """`torch.compile` of the whole step, backward and optimiser included, sees to our hooks as well."""
+    """Compiles the whole step, with backward and optimiser, by `torch.compile`: gradsync's hooks still run."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
     model = module

@@ -1,4 +1,4 @@
-"""Schemes that send some chunks only: attachments say what arrived, and optimisers leave the rest alone if told to."""
+"""Schemes that send some chunks: attachments report what arrived, and optimisers can leave the rest unchanged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ World = Callable[[int], Ranks]
 
 
 def trained(model: nn.Module, handle: gradsync.Attachment, optimizer: Optimizer, *, steps: int = 4) -> None:
-    """Holds each step to what the attachment says of it."""
+    """Trains; in each step `handle.arrived` must name the elements that moved."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     freezes = any(bucket.make_scheme().freezes for bucket in handle.plan.buckets)
     for _ in range(steps):
@@ -47,7 +47,7 @@ def trained(model: nn.Module, handle: gradsync.Attachment, optimizer: Optimizer,
 
 
 def what_did_not_arrive_stays(freeze: bool, behind_ddp: bool, adam: bool) -> list[int]:
-    """How many elements of the weight arrived in the last step; half of it travels dense."""
+    """Returns how many elements of the weight arrived in the last step; half of the weight is sent densely."""
     torch.manual_seed(0)
     inner = nn.Linear(16, 16)
     model = DistributedDataParallel(inner) if behind_ddp else inner
@@ -67,7 +67,7 @@ def what_did_not_arrive_stays(freeze: bool, behind_ddp: bool, adam: bool) -> lis
 
 
 def others_see_the_parameters_and_closures_are_refused(given: bool) -> list[str]:
-    """What the ranks were told; one of them has a closure."""
+    """Returns the warnings and errors of a loop that steps with and without a closure."""
     torch.manual_seed(0)
     model = nn.Linear(16, 16, bias=False)
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -1,4 +1,4 @@
-"""What training loops do with `p.grad` between, around and inside backwards: values are those of plain DDP."""
+"""Uses of `p.grad` between, around and inside backwards: values are DDP's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ World = Callable[[int], Ranks]
 
 
 def small_and_large() -> nn.Module:
-    """The last but one weight is of 160 KB: it borrows none of autograd's own memory."""
+    """Returns layers of which the last weight but one has 160 KB, and so uses its own memory."""
     return nn.Sequential(
         nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 200), nn.ReLU(), nn.Linear(200, 200), nn.Linear(200, 1)
     )
@@ -63,7 +63,7 @@ def set_elsewhere(twin: Twin, number: int) -> None:
 
 
 def moved_to_cpu(twin: Twin, number: int) -> None:
-    """`Module.cpu()` assigns to the data of parameters and of gradients."""
+    """Calls `Module.cpu()`, which assigns to `.data` of parameters and gradients."""
     forward(twin).backward()
     twin.module.cpu()
     twin.optimizer.step()
@@ -71,7 +71,7 @@ def moved_to_cpu(twin: Twin, number: int) -> None:
 
 
 def in_a_flat_buffer(twin: Twin, number: int) -> None:
-    """Gradients are views of a tensor of the user's, by which he steps."""
+    """Makes gradients views of the user's own flat tensor, by which the loop steps."""
     parameters = list(twin.module.parameters())
     if not hasattr(twin, "flat"):
         twin.flat = torch.zeros(sum(p.numel() for p in parameters))
@@ -85,7 +85,7 @@ def in_a_flat_buffer(twin: Twin, number: int) -> None:
 
 
 def replaced_by_the_user(twin: Twin, number: int) -> None:
-    """Gradients that were set before backward are added to, in their own memory."""
+    """Sets gradients before backward, which accumulates into these tensors."""
     kept = []
     for parameter in twin.module.parameters():
         parameter.grad = torch.full_like(parameter, 0.25)
@@ -129,7 +129,7 @@ def keep(twin: Twin, view: Callable[[Tensor], Tensor]) -> list[Tensor]:
 
 
 def kept_over_zero_grad(view: Callable[[Tensor], Tensor], steps: int) -> None:
-    """As in multi-task learning: gradients of several losses are kept, then combined."""
+    """Keeps gradients of several losses and combines them, as in multi-task learning."""
     twins = make_twins(small_and_large)
     for number in range(steps):
         kept = []
@@ -153,7 +153,7 @@ def test_gradients_kept_over_zero_grad_keep_their_values(world: World, view: Cal
 
 
 def kept_for_ever() -> None:
-    """References taken once, as by loops that never set gradients to None, see every step, also when plans change."""
+    """Keeps references to gradients that are never set to None: all steps show in them, also when plans change."""
     twins = make_twins(small_and_large)
     references: list[list[Tensor]] = [[], []]
     for number in range(8):
@@ -175,7 +175,7 @@ def test_references_to_gradients_that_stay_see_every_step(world: World) -> None:
 
 
 def settled_memory(set_to_none: bool) -> list[int]:
-    """Where a large and a small gradient lie, step by step, once the plan has settled."""
+    """Returns where a large and a small gradient lie, step by step, once the plan is settled."""
     module = small_and_large()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     handle = gradsync.attach(module, timeout=15)
@@ -223,7 +223,7 @@ def before_accumulation(module: nn.Module) -> None:
 
 
 def of_another(module: nn.Module) -> None:
-    """The hook of one parameter replaces the gradient of a later one, which was accumulated before."""
+    """Replaces, in the hook of one parameter, the gradient of a later one, which was accumulated before."""
     parameters = list(module.parameters())
 
     def hook(parameter: nn.Parameter) -> None:
@@ -234,7 +234,7 @@ def of_another(module: nn.Module) -> None:
 
 
 def hooked(make: Callable[[], nn.Module], hook: Callable[[nn.Module], None], early: bool) -> None:
-    """Like DDP, whose all-reduce sees what hooks on parameters made of gradients, registered before or after it."""
+    """Registers tensor hooks before or after attaching: the all-reduce gets the gradients that hooks return."""
 
     def made() -> nn.Module:
         module = make()
@@ -258,7 +258,7 @@ def hooked(make: Callable[[], nn.Module], hook: Callable[[nn.Module], None], ear
 
 
 def rows_in_a_flat_buffer() -> None:
-    """A dense gradient that travels as rows is a view of the user's."""
+    """Sends as rows a dense gradient that is a view of the user's tensor."""
     torch.manual_seed(0)
     table = nn.Embedding(3000, 32)
     plan = Plan.make({"weight": TensorSpec.of(table.weight)}, dist.get_world_size(), [(["weight"], AGSparse())])
@@ -295,7 +295,7 @@ def test_hooks_on_parameters_run_before_the_exchange(
 
 
 def in_another_memory_format() -> None:
-    """DDP is wrong here, on all ranks alike: the oracle is a mean by hand."""
+    """Compares with a mean made by hand: DDP gives the same wrong gradient on all ranks here."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
     oracle = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
@@ -326,7 +326,7 @@ def test_memory_formats_may_change_while_gradients_are_there(world: World) -> No
 
 
 class Partly(torch.autograd.Function):
-    """Brings its weight no gradient, or one of zeros."""
+    """A module whose weight gets no gradient, or a gradient of zeros."""
 
     @staticmethod
     def forward(ctx: object, x: Tensor, weight: Tensor, brings: bool) -> Tensor:
@@ -339,7 +339,7 @@ class Partly(torch.autograd.Function):
 
 
 class Undefined(nn.Module):
-    """`brings[rank]`: whether the weight's gradient is defined there."""
+    """A module whose weight has a defined gradient on the ranks that `brings` lists as True."""
 
     def __init__(self, brings: tuple[bool, bool]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Plans of the averaging planner: what goes on behind a step, what travels beside parameters, and in which form."""
+"""Plans of the averaging planner: exchanges behind a step, state sent beside parameters, and element types."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def train(model: nn.Module, optimizer: Optimizer, seed: int, shape: tuple[int, .
 
 
 def everyones(tensors: list[Tensor]) -> Tensor:
-    """Of all ranks, (ranks, elements)."""
+    """Returns the tensors of all ranks, (ranks, elements)."""
     mine = torch.cat([t.detach().reshape(-1) for t in tensors])
     found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(found, mine)
@@ -63,7 +63,7 @@ def everyones(tensors: list[Tensor]) -> Tensor:
 
 
 def an_exchange_behind_the_step_changes_nothing(early: bool, adaptive: bool) -> None:
-    """Beside a model that waits after each step, to the bit."""
+    """Compares bit by bit with a model that waits for the exchange after each step."""
     optimizer_of = adam if adaptive else momentum_sgd
     model, optimizer, handle = make(AveragingPlanner(schedule=PAIRS, early=early), optimizer_of=optimizer_of)
     waiting, its_optimizer, its_handle = make(AveragingPlanner(schedule=PAIRS), optimizer_of=optimizer_of)
@@ -159,7 +159,7 @@ def test_momenta_are_averaged_in_one_round_of_several(world: World, every: int, 
 
 
 def rounded_values_lose_nothing_of_the_mean() -> None:
-    """What 16 bits take away of a rank's values it keeps, and the next exchange has it again."""
+    """Checks that rounding to 16 bits loses nothing: a rank keeps the rounding error for the next exchange."""
     planner = AveragingPlanner(schedule=PAIRS, compressor=Cast("bfloat16"))
     model, optimizer, handle = make(planner)
     initial = everyones(list(model.parameters()))
@@ -251,7 +251,7 @@ def test_what_early_steps_cannot_do_is_said(world: World) -> None:
 
 
 def accumulated(early: bool) -> Tensor:
-    """Two backwards for a step."""
+    """Runs two backwards for each step."""
     model, optimizer, handle = make(AveragingPlanner(schedule=together(2), early=early))
     for step in range(3):
         optimizer.zero_grad()
@@ -316,7 +316,7 @@ def test_a_schedule_is_kept(world: World) -> None:
 
 
 def models_of_many_kinds_train() -> None:
-    """Buffers beside momenta, and parameters of several types between each other: the digest is of one order."""
+    """Trains with buffers beside momenta and mixed dtypes: the digest depends on one order of all."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 8).double(), nn.Linear(8, 2))
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -1,4 +1,4 @@
-"""The guard: models that drift apart are found at the next comparison, by all ranks; nothing else is."""
+"""The guard: all ranks find models that differ at the next comparison, and nothing else is reported."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WEIGHT = "layers.2.weight"
 
 
 def plan_of(model: nn.Module) -> Plan:
-    """One bucket an element type, settled from the start."""
+    """Returns a plan with one bucket for each dtype, settled from the start."""
     specs = {name: TensorSpec.of(p) for name, p in trainable_parameters(model).items()}
     dtypes = dict.fromkeys(spec.dtype for spec in specs.values())
     groups = [([n for n, spec in specs.items() if spec.dtype is dtype], AllReduce()) for dtype in dtypes]
@@ -60,7 +60,7 @@ def train(model: nn.Module, optimizer: Optimizer, number: int) -> None:
 
 
 def raised_at(model: nn.Module, optimizer: Optimizer, change: Change, *, change_at: int, steps: int) -> tuple[int, str]:
-    """Trains, with `change` on rank 1 before the step `change_at`; the step that raised, and what; -1: none did."""
+    """Trains with `change` on rank 1 before step `change_at`; returns the step that raised (-1: none) and its error."""
     for number in range(steps):
         if number == change_at and dist.get_rank() == 1:
             change(model, optimizer)
@@ -95,7 +95,7 @@ def initialise(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def step_alone(model: nn.Module, optimizer: Optimizer) -> None:
-    """The gradients of the last step once more: no backward of this rank tells of it."""
+    """Steps again by the last gradients: no backward of this rank announces the step."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             p.data -= 0.1 * p.grad
@@ -107,7 +107,7 @@ def learn_faster(model: nn.Module, optimizer: Optimizer) -> None:
 
 @torch.no_grad()
 def write_a_little(model: nn.Module, optimizer: Optimizer) -> None:
-    """A change of 1e-5 of the largest magnitude."""
+    """Changes a weight by 1e-5 of the largest magnitude."""
     weight = inner(model).get_parameter(WEIGHT)
     weight[0, 0] += 1e-5 * float(weight.abs().max())
 
@@ -129,8 +129,7 @@ def found(change: str, every: int, settings: dict[str, Any]) -> tuple[int, str]:
 def test_a_model_that_drifts_apart_is_found_at_the_next_comparison_by_all_ranks(
     world: World, change: str, ddp: bool
 ) -> None:
-    """Compared in steps 1, 5, 9, ...: the change comes before step 5, and is still there behind it; a learning rate
-    changes what comes after."""
+    """Steps 1, 5, 9, ... compare: the change comes before step 5 and lasts. A changed learning rate shows later."""
     outcomes = world(3).run(found, change, 4, {"ddp": ddp})
     assert len(set(outcomes)) == 1, "on all ranks alike"
     step, text = outcomes[0]
@@ -143,7 +142,7 @@ def test_a_model_that_drifts_apart_is_found_at_the_next_comparison_by_all_ranks(
 
 @pytest.mark.parametrize("change", ["write", "initialise"])
 def test_a_comparison_that_never_comes_finds_nothing(world: World, change: str) -> None:
-    """What the tests above find is found by the guard: without it nothing is said."""
+    """No error comes without the guard: it alone finds the differences of the tests above."""
     assert world(2).run(found, change, 0, {}) == [(-1, "")] * 2
 
 
@@ -188,7 +187,7 @@ def test_a_difference_beyond_the_tolerance_is_an_error(world: World) -> None:
 
 
 def levelled() -> list[str]:
-    """Models that an optimiser's step left apart are the same again when a checkpoint is loaded."""
+    """Makes models differ by a learning rate for each rank, then loads a checkpoint: they agree again."""
     with warnings_of_the_guard() as warnings:
         model, optimizer, handle = attached(verify_every=1)
         for number in range(4):
@@ -208,7 +207,7 @@ def test_models_that_were_made_the_same_again_have_not_drifted(world: World) -> 
 
 
 def growing() -> tuple[int, list[str]]:
-    """Rank 1's scale is 1e-6 apart, and farther by half at each step."""
+    """Makes rank 1's scale differ by 1e-6, and by half as much again in each step."""
     with warnings_of_the_guard() as told:
         model, optimizer, handle = attached(verify_every=1)
         for number in range(14):
@@ -225,7 +224,7 @@ def test_a_difference_that_grows_is_told_again_when_it_has_doubled(world: World)
 
 
 def alike_but_for_bits() -> None:
-    """NaNs of other bits, and zeros of the other sign, on rank 1; rank 0's next gradients do not touch them."""
+    """Gives rank 1 NaNs with other bits and zeros of the other sign; rank 0's next gradients leave them unchanged."""
     model, optimizer, handle = attached(verify_every=1)
     for number in range(6):
         if number == 2:
@@ -244,7 +243,7 @@ def test_nans_and_zeros_are_alike_whatever_their_bits(world: World) -> None:
 
 
 def counted(every: int, tried: bool) -> tuple[list[int], list[bool]]:
-    """Operations of the group in each step beside those of buckets, and whether the plan was settled before it."""
+    """Returns for each step the group's operations beside the buckets', and whether the plan was settled before."""
     model, optimizer, handle = attached(verify_every=every, plan=tries if tried else plan_of(Perceptron()))
     group, counts, settled = handle._engine.group, [], []
     for number in range(120 if tried else 9):  # a trial may take 90 steps
@@ -259,7 +258,7 @@ def counted(every: int, tried: bool) -> tuple[list[int], list[bool]]:
 
 
 def tries(profiles: Any, size: int) -> list[Plan]:
-    """A planner that has two plans tried."""
+    """Returns a planner with two plans for a trial."""
     specs = {profile.name: profile.tensor for profile in profiles}
     halves = [list(specs)[:3], list(specs)[3:]]
     return [Plan.make(specs, size, [(names, AllReduce()) for names in groups]) for groups in ([list(specs)], halves)]
@@ -273,7 +272,7 @@ def test_a_comparison_is_one_more_operation_and_none_is_none(world: World) -> No
 
 
 def test_the_first_comparison_follows_when_the_plan_has_settled(world: World) -> None:
-    """While plans are tried an exchange more would be a step's time."""
+    """A comparison during a trial would add to the measured time of a step."""
     counts, settled = world(2).run(counted, 1, True)[0]
     first = settled.index(True)
     assert first > 4
@@ -300,7 +299,7 @@ def test_it_is_on_by_default(world: World) -> None:
 
 
 def last_places() -> list[str]:
-    """The largest weight of bfloat16 is one unit in the last place apart: some half per cent."""
+    """Makes the largest bfloat16 weight differ by one unit in the last place, about half a per cent."""
     with warnings_of_the_guard() as told:
         model, optimizer, handle = attached(MixedPrecision, verify_every=1)
         for number in range(6):
@@ -320,7 +319,7 @@ def test_a_unit_in_the_last_place_of_bfloat16_is_no_error(world: World) -> None:
 
 
 def local_steps(own: bool, averages: bool) -> None:
-    """Local SGD by hand behind DDP: own steps on all ranks, and an average by hand, which may be forgotten."""
+    """Runs local SGD by hand behind DDP: local steps, then an average by hand, which may be left out."""
     model, optimizer, handle = attached(verify_every=2, ddp=True)
     with warnings_of_the_guard() as told:
         for number in range(4):
@@ -365,7 +364,7 @@ def test_ranks_that_step_alone_may_differ_until_the_next_comparison(world: World
 
 
 def closures() -> None:
-    """A closure's backward comes within the step: it is no step alone; nor is one of a wrapped optimiser."""
+    """Steps with a closure, whose backward runs within the step: not a step without a backward."""
 
     class Outer(SGD):
         def step(self, closure: Any = None) -> Any:
@@ -394,7 +393,7 @@ def test_behind_ddp_a_step_alone_is_one_without_a_backward_since_the_last(world:
 
 
 def late(steps: int) -> None:
-    """Rank 1's backward reaches no parameter in a step that compares."""
+    """Lets rank 1's backward reach no parameter in a step that compares."""
     model, optimizer, handle = attached(verify_every=1)
     for number in range(steps):
         optimizer.zero_grad()
@@ -410,7 +409,7 @@ def test_a_rank_that_joins_at_the_step_compares_with_the_others(world: World) ->
 
 
 def consensus(every: int, change: bool) -> tuple[str, bool]:
-    """By a plan of parameters models are apart between consensuses, and must be one at each."""
+    """Checks a plan of parameters: models differ between consensuses and must agree at each."""
     torch.manual_seed(dist.get_rank())
     model = Perceptron()
     optimizer = SGD(model.parameters(), lr=0.1)
@@ -465,7 +464,7 @@ def test_parameters_that_have_other_shapes_by_now_are_no_message_of_another_leng
 
 
 def perturbed(way: str) -> None:
-    """Each rank moves its weights while it makes gradients, as SAM by its own batch does, and back before the step."""
+    """Moves each rank's weights while gradients are made, as SAM by the rank's batch does, and restores them."""
     model, optimizer, handle = attached(verify_every=1, ddp=way == "ddp")
     own = torch.Generator().manual_seed(dist.get_rank())
     for number in range(6):

@@ -1,4 +1,4 @@
-"""The guard's settings: the same on all ranks, and what they leave out."""
+"""The guard's settings agree on all ranks; excluded parameters are not compared."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_ranks_must_compare_alike(world: World, ddp: bool) -> None:
     ids=str,
 )
 def test_what_cannot_be_is_refused_on_every_rank(world: World, bad: dict[str, Any], message: str) -> None:
-    """Given on one rank only, too."""
+    """Also a bad value on one rank only."""
     for texts in (world(2).run(other_settings, [bad, bad], False), world(2).run(other_settings, [bad, {}], False)):
         assert all(message in text for text in texts), texts
 

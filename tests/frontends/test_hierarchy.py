@@ -1,4 +1,4 @@
-"""Plans with a hierarchy, run by the engine on processes that take themselves for two nodes of two ranks."""
+"""Hierarchical plans in the engine, on processes whose environment says that they are two nodes of two ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PER_NODE = 2
 
 @contextmanager
 def node_of(rank: int) -> Iterator[None]:
-    """The environment that torchrun gives the ranks of this rank's node."""
+    """Sets, inside, the environment variable by which torchrun tells this rank its node."""
     os.environ["GROUP_RANK"] = str(rank // PER_NODE)
     try:
         yield
@@ -56,7 +56,7 @@ def loss_of(model: Tables, seed: int) -> Tensor:
 
 
 def train() -> tuple[list[tuple[float, float | None]], bool]:
-    """Two steps, each against the mean of all ranks' gradients; what was sent and predicted; whether threads ended."""
+    """Takes two steps and compares each with the mean; returns bytes sent and predicted, and whether threads ended."""
     rank, before = dist.get_rank(), threading.active_count()
     torch.manual_seed(0)
     model, alone = Tables(), Tables()
@@ -88,7 +88,7 @@ def test_a_hierarchical_plan_gives_the_mean_and_leaves_no_thread(world: Callable
 
 
 def raise_in_backward() -> str:
-    """Rank 3 raises in its backward; the others hear of it, though some of them talk to it in no group."""
+    """Raises in rank 3's backward; all others are told, though some share no group with it."""
     rank = dist.get_rank()
     model = Tables()
     with node_of(rank):
@@ -117,7 +117,7 @@ def test_a_rank_that_fails_is_heard_of_on_all_nodes(world: Callable[[int], Ranks
 
 
 def attach_with_other_nodes() -> str:
-    """The plan is for two ranks a node, but all are on one."""
+    """Attaches a plan for two ranks a node where all ranks are on one node."""
     model = Tables()
     plan = hierarchical_plan(model)
     try:
@@ -152,7 +152,7 @@ def test_groups_of_nodes_are_found_and_measured_alike_on_all_ranks(world: Callab
 
 
 def sum_on_other_backends() -> list[float]:
-    """Groups that measure nothing open those of nodes when a scheme asks for them."""
+    """Sums on a backend whose groups measure nothing: groups of nodes open when a scheme asks for them."""
     with pytest.raises(ValueError, match="the placement is of 6 ranks, the group has 4"):
         TorchGroup(timeout_s=20, placement=Placement.regular(3, 2))
     group = TorchGroup(timeout_s=20, placement=Placement.regular(2, 2))

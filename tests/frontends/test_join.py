@@ -1,4 +1,4 @@
-"""Uneven inputs: with `join`, ranks make different numbers of steps and come to the weights that DDP's join gives."""
+"""Uneven inputs: with `join`, ranks make different numbers of steps and end with the weights of DDP's join."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Normed(nn.Module):
 
 
 def made(way: str, make: Callable[[], nn.Module], **options: Any) -> tuple[nn.Module, Any]:
-    """(what is called and has `no_sync`, what has `join`), with other weights on each rank."""
+    """Returns (the module to call, which has `no_sync`; the object with `join`), with other weights on each rank."""
     torch.manual_seed(dist.get_rank())
     module = make()
     if way == "oracle":
@@ -59,7 +59,7 @@ def example(make: Callable[[], nn.Module], number: int) -> Tensor:
 def train(
     way: str, make: Callable[[], nn.Module], steps: list[int], settings: dict[str, Any], accumulate: bool = False
 ) -> dict[str, Tensor]:
-    """Each rank makes its number of steps inside `join`, and all make two more behind it."""
+    """Makes each rank's number of steps inside `join`, then two more on all ranks."""
     options = {"find_unused_parameters": True} if make is Tables else {}  # DDP's join of sparse gradients needs it
     model, joinable = made(way, make, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -118,7 +118,7 @@ def test_weights_are_those_of_ddps_join(
 
 
 def several() -> None:
-    """Forwards of both models come before the first backward."""
+    """Runs the forwards of both models before the first backward."""
     steps = [4, 1][dist.get_rank()]
     expected = [train("oracle", Perceptron, [4, 1], {}), train("oracle", Normed, [4, 1], {})]
     models = [made("drop-in", make)[0] for make in (Perceptron, Normed)]
@@ -159,7 +159,7 @@ def test_all_ranks_raise_when_the_first_is_through(world: World, way: str) -> No
 
 
 def forward_without_backward() -> str:
-    """In a process group of its own, where a message of `Join` is left over."""
+    """Runs in a process group of its own, in which a message of `Join` is left over."""
     model, joinable = made("attach", Perceptron, process_group=dist.new_group())
     try:
         with joinable.join():
@@ -178,7 +178,7 @@ def test_a_forward_without_a_backward_raises_on_all_ranks(world: World) -> None:
 
 
 def what_a_rank_keeps(way: str, make: Callable[[], nn.Module]) -> list[dict[str, Tensor]]:
-    """Over several epochs: the last one's gradients, zeroed in place or left over, and those kept by reference."""
+    """Keeps gradients over several epochs: left over, zeroed in place, or by reference."""
     model, joinable = made(way, make)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     found = []
@@ -213,7 +213,7 @@ def test_a_rank_that_is_through_keeps_its_own_gradients(world: World, way: str) 
 
 
 def sharded(way: str) -> None:
-    """A sharded optimiser in the same `Join` steps by the others' gradients: as one that is not sharded."""
+    """Compares a sharded optimiser in the same `Join` with one that is not sharded."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own
         from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -237,7 +237,7 @@ def test_a_sharded_optimiser_joins_too(world: World, way: str) -> None:
 
 
 def around_join(way: str) -> None:
-    """A forward that no backward follows, before and behind `join`, also on one rank."""
+    """Runs a forward without a backward before and behind `join`, also on one rank."""
     model, joinable = made(way, Perceptron)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for _ in range(2):
@@ -261,7 +261,7 @@ def test_what_join_asks_for_it_asks_for_inside_only(world: World, way: str) -> N
 
 
 def unused_inside() -> str:
-    """In a process group of its own, where a message of `Join` is left over."""
+    """Runs in a process group of its own, in which a message of `Join` is left over."""
     model = gradsync.DistributedDataParallel(Branches(), process_group=dist.new_group(), timeout=20)
     try:
         with model.join():

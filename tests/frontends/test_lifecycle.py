@@ -1,4 +1,4 @@
-"""Attaching, checkpointing, copying and detaching a model, and what surrounds its gradients."""
+"""Attaching, checkpointing, copying and detaching a model, and the memory of its gradients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ World = Callable[[int], Ranks]
 @register
 @dataclass(frozen=True)
 class Coarse(Scheme[Tensor]):
-    """Rounds to multiples of `unit` and feeds the error back: a scheme with state."""
+    """All-reduce of values rounded to multiples of `unit`, with error feedback: a scheme with state."""
 
     unit: float = 0.5
     layout: ClassVar[Layout] = Layout.FLAT
@@ -61,7 +61,7 @@ def plan_for(model: nn.Module, *cuts: list[tuple[str, int, int]]) -> Plan:
 
 
 def residuals(handle: gradsync.Attachment, model: nn.Module) -> dict[str, Tensor]:
-    """Flat, by parameter, however the plan cuts."""
+    """Returns the residuals by parameter, flat, however the plan slices parameters."""
     flat = {name: torch.full((p.numel(),), float("nan")) for name, p in trainable_parameters(model).items()}
     for key, part in handle.state_dict()["state"].items():
         name, _, span = key.removesuffix("/residual").rpartition("[")
@@ -71,7 +71,7 @@ def residuals(handle: gradsync.Attachment, model: nn.Module) -> dict[str, Tensor
 
 
 def residuals_add_up() -> None:
-    """What was sent and what is kept is what came, over several steps."""
+    """Checks over several steps that gradients are what was sent plus the residual."""
     torch.manual_seed(0)
     model = nn.Linear(6, 3)
     handle = gradsync.attach(model, plan=plan_for(model), timeout=10)
@@ -91,7 +91,7 @@ def residuals_add_up() -> None:
 
 
 def state_survives_bad_steps() -> None:
-    """Not finite on one rank, or given up on: every rank's state stays what it was before the step."""
+    """Makes values non-finite on one rank, or gives up on the step: every rank's state stays as before."""
     torch.manual_seed(0)
     model = Perceptron()
     handle = gradsync.attach(model, plan=plan_for(model), timeout=10)
@@ -120,7 +120,7 @@ def state_survives_bad_steps() -> None:
 @register
 @dataclass(frozen=True)
 class Breaking(Scheme[Tensor]):
-    """An all-reduce that raises on what has become negative, after it has travelled."""
+    """All-reduce that raises on a negative result, after the exchange."""
 
     layout: ClassVar[Layout] = Layout.FLAT
 
@@ -138,7 +138,7 @@ class Breaking(Scheme[Tensor]):
 
 
 def state_survives_a_failed_step() -> None:
-    """The first bucket is through, and has its next state, when the second one fails."""
+    """Fails in the second bucket when the first has its result and next state: the state stays as before the step."""
     torch.manual_seed(0)
     model = nn.ModuleDict({"kept": nn.Linear(6, 3, bias=False), "broken": nn.Linear(6, 3, bias=False)})
     specs = {name: TensorSpec.of(p) for name, p in trainable_parameters(model).items()}
@@ -159,7 +159,7 @@ def state_survives_a_failed_step() -> None:
 
 
 def state_follows_parameters() -> None:
-    """Saved under one plan, loaded under one with other cuts; the next step is the same."""
+    """Saves under one plan and loads under one with other slices; the next step is the same."""
     torch.manual_seed(0)
     model = nn.Linear(6, 3)
     handle = gradsync.attach(model, plan=plan_for(model), timeout=10)
@@ -188,7 +188,7 @@ def state_follows_parameters() -> None:
 
 
 def gradients_of_cut_parameters_stay_where_autograd_made_them() -> None:
-    """No memory is taken for the result of a step; that of parameters that are not cut is in their buckets."""
+    """Checks that the result of a sliced parameter stays in autograd's memory, and an unsliced one's in its bucket."""
     torch.manual_seed(0)
     model, made = nn.Linear(6, 3), {}
     for name, parameter in model.named_parameters():
@@ -215,7 +215,7 @@ def class_and_state_dict_stay() -> None:
 
 
 def copies_are_free() -> None:
-    """A copy of an attached model trains alone, through deepcopy and through pickle of the whole model."""
+    """Checks that copies by deepcopy and pickle train alone."""
     model = Perceptron()
     handle = gradsync.attach(model, timeout=10)
     model(rows()).mean().backward()
@@ -279,7 +279,7 @@ def excluded_parameters_are_left_alone() -> None:
 
 
 def buffers_come_from_rank_0() -> None:
-    """After each training forward the running statistics are what DDP has."""
+    """Compares running statistics with DDP's after each training forward."""
 
     def step(twin: Any, number: int) -> None:
         twin.model(torch.randn(2, 2, 6, 6) * (1 + dist.get_rank())).mean().backward()
@@ -312,7 +312,7 @@ def only_a_part_of_the_ranks() -> None:
 
 
 def alone() -> None:
-    """A world of one rank: the same gradients as without, and nothing is sent."""
+    """Trains in a world of one rank: gradients are the local ones, and nothing is sent."""
     compare_with_ddp(Perceptron, lambda twin, _: twin.model(rows()).mean().backward())
     model = Perceptron()
     handle = gradsync.attach(model, timeout=10)

@@ -15,7 +15,7 @@ from tests.world import World
 
 
 def train(method: str) -> int:
-    """The peak of this process, in bytes."""
+    """Returns the peak memory of this process, in bytes."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(12)))  # 50 MB
     if method == "ddp":

@@ -1,4 +1,4 @@
-"""Models in 16 bits, autocast and halves on the wire: all ranks skip an overflow and lower the loss scale alike."""
+"""16-bit models, autocast and 16-bit messages: all ranks skip an overflow and lower the loss scale together."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BAD_STEPS = (3, 4)
 
 
 class Loop:
-    """A training loop as mixed precision asks for: float32 weights, of which a model in float16 has a copy."""
+    """A mixed-precision training loop: float32 weights, and a model in float16 that copies them."""
 
     def __init__(self, kind: str, plan: Plans, behind_ddp: bool) -> None:
         torch.manual_seed(0)
@@ -59,7 +59,7 @@ class Loop:
 
     @property
     def kept(self) -> dict[str, Tensor]:
-        """All that a step which is skipped must leave as it was."""
+        """Returns everything that a skipped step must leave unchanged."""
         states = [self.optimizer.state[weight] for weight in self.weights]  # none of what has not arrived yet
         momenta = [s.get("momentum_buffer", torch.zeros(())) for s in states]
         numbered = {f"{what} {i}": t for what, ts in (("w", self.weights), ("m", momenta)) for i, t in enumerate(ts)}
@@ -69,7 +69,7 @@ class Loop:
 
 
 def overflows(kind: str, plan: Plans, behind_ddp: bool) -> list[float]:
-    """Rank 1's loss leaves the range in two steps, in float16 by its size alone; the scale after each step."""
+    """Overflows rank 1's loss in two steps, in float16 by its size alone; returns the scale after each step."""
     loop = Loop(kind, plan, behind_ddp)
     generator = torch.Generator().manual_seed(dist.get_rank())
     scales = []

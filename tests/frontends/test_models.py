@@ -1,4 +1,4 @@
-"""Models whose parameters move, are replaced for a call, or are no ordinary ones."""
+"""Models whose parameters move, are replaced for a call, or have unusual classes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def layers() -> nn.Module:
 
 
 def trains_with_a_change(change: Callable[[nn.Module], object], *, at: int = 2) -> None:
-    """Steps after which `change(model)` is made as those before have been."""
+    """Compares with DDP while `change(model)` is called before step `at`."""
 
     def step(twin: Twin, number: int) -> None:
         if number == at:
@@ -58,7 +58,7 @@ class Doubled(nn.Module):
 
 
 def averages_with_a_change(change: Callable[[nn.Module], object]) -> None:
-    """As `trains_with_a_change`, where DDP loses its hook: a parametrisation's `set_` makes a new accumulation node."""
+    """Averages parameters, where DDP loses its hook: a parametrisation's `set_` makes a new accumulation node."""
 
     def backward(model: nn.Module, number: int) -> None:
         if number == 2:
@@ -96,7 +96,7 @@ def a_parameter_that_moves_to_another_module() -> None:
 
 
 def called_functionally() -> None:
-    """With tensors made of the parameters, whose gradients reach them; some calls have other tensors altogether."""
+    """Calls the model with tensors made of its parameters, and in some calls with unrelated tensors."""
 
     def step(twin: Twin, number: int) -> None:
         twin.optimizer.zero_grad()
@@ -109,7 +109,7 @@ def called_functionally() -> None:
 
 
 def other_weights_for_a_call() -> None:
-    """A teacher's parameters, in the student's model: local, and training goes on."""
+    """Calls the model with a teacher's parameters: a local computation; training continues."""
     twins = make_twins(layers)
     torch.manual_seed(5)
     teacher = dict(layers().named_parameters())
@@ -128,7 +128,7 @@ def other_weights_for_a_call() -> None:
 
 
 def transforms_of_functions() -> None:
-    """Gradients by sample, and members of an ensemble with buffers of their own, between two steps."""
+    """Computes gradients by sample and ensembles with their own buffers, between two steps."""
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
     model.register_buffer("scale", torch.full((1,), 1.0 + dist.get_rank()))
@@ -152,7 +152,7 @@ def transforms_of_functions() -> None:
 
 
 def compiled_by(compile_: Callable[[nn.Module], nn.Module]) -> None:
-    """TorchScript, with normalisation: its buffers are rank 0's, too."""
+    """Compiles a model with normalisation to TorchScript: its buffers are rank 0's, too."""
 
     def make() -> nn.Module:
         with warnings.catch_warnings(action="ignore"):  # torch's, that TorchScript is deprecated
@@ -176,7 +176,7 @@ def traced(model: nn.Module) -> nn.Module:
 
 
 def loaded(model: nn.Module) -> nn.Module:
-    """As what comes from a file: its parameters are tensors of no class of their own."""
+    """Returns the model as loaded from a file: parameters of a plain tensor class."""
     import io
 
     file = io.BytesIO()
@@ -283,7 +283,7 @@ def test_parameters_that_others_take_the_place_of_are_refused(world: World, func
 
 
 def without_values(kind: str) -> str:
-    """Of frozen ones, too, as attach gives all of them rank 0's values."""
+    """Attaches a model with a lazy or meta tensor, also a frozen one, as attach broadcasts all; returns the error."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     name = "1.weight"
     if kind == "lazy":

@@ -1,7 +1,7 @@
-"""Sparse gradients as autograd may leave them, through attach() on real process groups: averaged, or refused by all.
+"""Unusual sparse gradients through attach() on real process groups: averaged, or refused by all ranks.
 
-Repeated, unsorted and negative indices, indices beyond the table, rows that are apart in memory, values that are not
-finite, ranks with nothing, and tables of more than 2^31 elements.
+Repeated, unsorted and negative indices, indices beyond the table, rows that are not contiguous in memory, values that
+are not finite, ranks with nothing, and tables of more than 2^31 elements.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ every_plan = pytest.mark.parametrize("plan", PLANS)
 
 
 def gradient_of(kind: str, shape: torch.Size) -> Tensor:
-    """This rank's gradient of a table; `shape` is (rows, 4)."""
+    """Returns this rank's gradient of a table; `shape` is (rows, 4)."""
     rank, last = dist.get_rank(), shape[0] - 1
     indices = torch.tensor([last - rank, 3, 1])
     values = torch.arange(12.0).view(3, DIM) + rank
@@ -94,7 +94,7 @@ def attached(model: Table, plan: str, **settings: int) -> gradsync.Attachment:
 
 
 def of_all_ranks(tensor: Tensor) -> list[Tensor]:
-    """The ranks' tensors of one shape."""
+    """Returns the tensors of all ranks, which have one shape."""
     tensor = tensor.contiguous()
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, tensor)
@@ -102,7 +102,7 @@ def of_all_ranks(tensor: Tensor) -> list[Tensor]:
 
 
 def synchronised(kinds: list[str], plan: str) -> None:
-    """Two steps of each kind; the gradient is the float64 mean of what the ranks brought, the same bits everywhere."""
+    """Takes two steps of each kind; gradients must be the float64 mean of all ranks', with the same bits everywhere."""
     model = Table(torch.zeros(ROWS, DIM))
     handle = attached(model, plan)
     for kind in kinds:
@@ -148,7 +148,7 @@ def test_a_gradient_of_rows_is_averaged_whatever_it_looks_like(world: World, pla
 
 
 def refused(kind: str, plan: str, good_steps: int) -> list[str]:
-    """What a step with bad rows says, after so many with good ones, and the step after it."""
+    """Returns the error of a step with bad rows after `good_steps` good ones, and of the step after it."""
     model = Table(torch.zeros(ROWS, DIM))
     handle = attached(model, plan)
     for _ in range(good_steps):
@@ -198,7 +198,7 @@ def test_rows_outside_of_a_table_that_travels_dense_raise_on_every_rank(world: W
 
 
 def rows_apart_by_torch_itself() -> None:
-    """The output of an embedding is transposed: so are the values of the gradient that torch makes."""
+    """Transposes the output of an embedding: the values of the gradient that torch makes are transposed as well."""
     table = nn.Embedding(ROWS, DIM, sparse=True)
     seen: list[tuple[int, ...]] = []
     table.weight.register_hook(lambda gradient: seen.append(gradient._values().stride()))
@@ -220,7 +220,7 @@ def test_an_embedding_whose_output_is_transposed_is_averaged(world: World) -> No
 
 
 def a_table_of_more_than_2_31_elements(plan: str, folder: str) -> None:
-    """It lies in a file with holes, of which steps read and write a few rows; broadcast and guard would touch all."""
+    """Trains a table in a file with holes: steps touch a few rows; broadcast and guard would touch all."""
     rows = 2**29 + 5
     file = Path(folder) / f"table{dist.get_rank()}"
     model = Table(torch.from_file(str(file), shared=True, size=rows * DIM).view(rows, DIM))

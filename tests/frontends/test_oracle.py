@@ -1,4 +1,4 @@
-"""What DDP's `param.grad` is, ours is: two copies of a model, step by step, to the bit on two ranks.
+"""DDP is the oracle: two copies of a model have the same `param.grad`, bit by bit on two ranks.
 
 Each case is a function that runs on every rank; DDP runs with `find_unused_parameters=True` where it needs that.
 """
@@ -133,7 +133,7 @@ def evaluation_in_between() -> None:
 
 
 def losses_of_several_scales() -> None:
-    """Ranks that wait for each other at different places: one does much more work before backward."""
+    """Makes one rank do much more work before backward, so ranks wait for each other at different places."""
 
     def step(twin: Twin, number: int) -> None:
         twin.optimizer.zero_grad()
@@ -168,7 +168,7 @@ def micro_batches_never_zeroed() -> None:
 
 
 def micro_batches_that_use_other_branches() -> None:
-    """A branch used only by a local micro-batch of one rank still counts in the step that synchronises."""
+    """Uses a branch only in a local micro-batch of one rank: the synchronising backward still counts it as used."""
 
     def taken(micro: int) -> tuple[int, ...]:
         return (0,) if micro == 0 and dist.get_rank() == 0 else (1,)
@@ -216,7 +216,7 @@ def unused_on_some_ranks() -> None:
 
 
 def unused_after_it_was_used() -> None:
-    """A gradient that nobody renewed keeps its value, to the bit."""
+    """Leaves a gradient that no rank renews at its value, bit by bit."""
 
     def step(twin: Twin, number: int) -> None:
         if number == 0:
@@ -258,7 +258,7 @@ def frozen_before_attach() -> None:
 
 
 def frozen_with_gradients_of_local_micro_batches() -> None:
-    """Frozen between a local micro-batch and the synchronising one: DDP averages what was accumulated."""
+    """Freezes a parameter between a local and the synchronising micro-batch: DDP averages what was accumulated."""
 
     def step(twin: Twin, number: int) -> None:
         twin.optimizer.zero_grad()
@@ -307,7 +307,7 @@ def sparse_with_an_empty_batch_on_one_rank() -> None:
 
 
 def sparse_unused_in_turns_never_zeroed() -> None:
-    """Rows that a rank keeps from an earlier step travel again, though its backward brings none."""
+    """Keeps rows from an earlier step: they are sent again, though this rank's backward brings none."""
 
     def step(twin: Twin, number: int) -> None:
         words = number == 0 or dist.get_rank() == number % 2
@@ -327,7 +327,7 @@ def tied_dense() -> None:
 
 
 def sparse_under_each_scheme() -> None:
-    """The last two: room for every row, and for those of some ranks in some steps."""
+    """Compares every scheme for tables; the last two have room for all rows, or for those of some ranks only."""
     planned = [BalancedParallelism(capacity=(rows,), same_rows=(0,)) for rows in (30, 18)]
     for scheme in (AGSparse(), BalancedParallelism(), *planned):
         specs = {name: TensorSpec.of(p) for name, p in trainable_parameters(Tables()).items()}
@@ -338,7 +338,7 @@ def sparse_under_each_scheme() -> None:
 
 
 def dense_but_mostly_zero() -> None:
-    """One bucket's elements travel alone, the other's turn out too dense for it in a stage of the same order."""
+    """Sends one bucket's elements alone, while the other turns out too dense at the same place of the order."""
 
     def make() -> nn.Module:
         return nn.Sequential(nn.EmbeddingBag(500, 4, mode="sum"), nn.Linear(4, 6))
@@ -370,7 +370,7 @@ def dense_but_mostly_zero() -> None:
 
 
 def points_of_the_design_space() -> None:
-    """Tables round a ring, a dense bucket in pairs: the rounds of all take turns."""
+    """Runs points of the design space, tables in a ring and a dense bucket in pairs: their rounds alternate."""
     ring = RowPoint(communication=Communication.RING, aggregation=Aggregation.ONE_SHOT)
     specs = {name: TensorSpec.of(p) for name, p in trainable_parameters(Tables()).items()}
     dense = [name for name in specs if name.startswith("out")]
@@ -425,7 +425,7 @@ def plan_that_cuts_an_unused_parameter() -> None:
 
 
 def several_models_in_one_step() -> None:
-    """As a GAN trains: each loss runs through both models, each model has its own optimiser."""
+    """Trains as a GAN: each loss runs through both models, each model has its own optimiser."""
 
     def make_generator() -> nn.Module:
         return nn.Sequential(nn.Linear(6, 6), nn.Tanh())
@@ -448,7 +448,7 @@ def several_models_in_one_step() -> None:
 
 
 def scaler_skips_a_step() -> None:
-    """An overflow on one rank makes all ranks skip alike, and the scale falls alike."""
+    """Overflows on one rank: all ranks skip the step and lower the scale."""
     twins = make_twins(Perceptron, optimizer=momentum)
     scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2) for _ in twins]
     for number in range(5):

@@ -1,4 +1,4 @@
-"""Ranks that do different things: what is harmless changes nothing, what is not raises on every rank. Never a hang."""
+"""Ranks that do different things: harmless differences change nothing, others raise on every rank; none hangs."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def inputs(number: int) -> Tensor:
 
 
 def expected(number: int) -> Tensor:
-    """The gradient of `Linear(3, 1)`'s mean output, over the inputs of two ranks."""
+    """Returns the gradient of `Linear(3, 1)`'s mean output over the inputs of two ranks."""
     return torch.full((1, 3), number + 1.0)
 
 
 def gradients_of_inputs_are_nobodys_business() -> None:
-    """Saliency: `autograd.grad` and `backward(inputs=...)`, in different steps on the ranks."""
+    """Computes saliency by `autograd.grad` and `backward(inputs=...)`, in different steps on the ranks."""
     model = nn.Linear(3, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handle = gradsync.attach(model, timeout=MILD)
@@ -56,7 +56,7 @@ def gradients_of_inputs_are_nobodys_business() -> None:
 
 
 def a_rank_that_joins_at_the_step(change: Callable[[nn.Module], None]) -> str:
-    """Rank 1's loss ignores the model; between backward and step all ranks run the same `change`."""
+    """Ignores the model in rank 1's loss; between backward and step all ranks run the same `change`."""
     model = nn.Linear(3, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     gradsync.attach(model, timeout=MILD)
@@ -103,7 +103,7 @@ def test_clipping_that_a_late_rank_cannot_have_done_raises_on_every_rank(world: 
 
 
 def a_backward_on_one_rank_only() -> str:
-    """Two backwards a step; the second of rank 1 ignores the model, so its next first one meets rank 0's second."""
+    """Runs two backwards a step; rank 1's second ignores the model, so its next first one meets rank 0's second."""
     model = Perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     gradsync.attach(model, timeout=MILD)
@@ -135,7 +135,7 @@ def only_tables_out_of_step() -> str:
 
 
 def a_local_step_on_one_rank(at: int, skip: bool) -> str:
-    """Rank 1 leaves `no_sync()` out of step, or makes no backward at all, and steps nevertheless."""
+    """Lets rank 1 leave `no_sync()` in another step, or run no backward at all, and step nevertheless."""
     model = Perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handle = gradsync.attach(model, timeout=MILD)
@@ -159,7 +159,7 @@ def test_a_step_without_a_synchronised_backward_on_one_rank_raises_on_all(world:
 
 
 def windows_that_are_not_the_same() -> str:
-    """Of two backwards a step rank 0 synchronises the second, rank 1 the first: it steps by more than the sum."""
+    """Synchronises the second of two backwards on rank 0 and the first on rank 1, whose steps use a larger sum."""
     model = Perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handle = gradsync.attach(model, timeout=MILD)
@@ -181,7 +181,7 @@ def test_windows_of_no_sync_that_differ_raise_on_all(world: World) -> None:
 
 
 def local_sgd_by_hand(optimizers: int) -> None:
-    """All ranks step alone alike, several optimisers or one, and average parameters by hand."""
+    """Steps all ranks locally, by one or several optimisers, and averages parameters by hand."""
     model = Perceptron()
     halves = [list(model.layers[:2].parameters()), [*model.layers[2:].parameters(), model.scale, model.nothing]]
     parts = halves if optimizers == 2 else [halves[0] + halves[1]]
@@ -245,7 +245,7 @@ def a_dropped_model_can_be_rebuilt_around_its_parameters() -> None:
 
 
 def a_sharded_optimizer_steps_on_some_ranks_only() -> None:
-    """One parameter: rank 1's inner optimiser has nothing."""
+    """Shards an optimiser over one parameter: rank 1's inner optimiser has nothing to step."""
     with warnings.catch_warnings(action="ignore"):  # torch's, about its own torch.jit.script
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -262,7 +262,7 @@ def a_sharded_optimizer_steps_on_some_ranks_only() -> None:
 
 
 def a_forward_between_two_optimizers_owes_nothing() -> None:
-    """A metric on rank 0, gradients on, after one optimiser has stepped and before the other."""
+    """Runs a metric on rank 0, gradients enabled, after the first of two optimisers has stepped."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
     first, second = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model)
@@ -280,7 +280,7 @@ def a_forward_between_two_optimizers_owes_nothing() -> None:
 
 
 def a_step_before_the_first_backward_is_no_round() -> None:
-    """As torch takes one when an optimiser's initial state is saved."""
+    """Takes a step before the first backward, as torch does to save an optimiser's initial state."""
     model = nn.Linear(3, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handle = gradsync.attach(model, timeout=MILD)
@@ -295,7 +295,7 @@ def a_step_before_the_first_backward_is_no_round() -> None:
 
 
 def threads() -> int:
-    """Of engines of this rank, whose process other tests have used."""
+    """Returns how many threads of engines this process has; other tests have used the same process."""
     return sum(thread.name == "gradsync" for thread in threading.enumerate())
 
 
@@ -368,7 +368,7 @@ def different_settings() -> str:
 
 
 def read_only_memory_on_one_rank() -> str:
-    """Only writing shows it, and only rank 1 writes."""
+    """Maps memory read-only on rank 1, where only a write shows it."""
     model = nn.Linear(2, 2)
     with torch.inference_mode(dist.get_rank() == 1):
         model.register_buffer("b", torch.zeros(4))
@@ -390,7 +390,7 @@ def replaced_parameter() -> str:
 
 
 def grown(change: Callable[[nn.Sequential], None], *, behind_ddp: bool = False) -> str:
-    """What a step says after the model has changed."""
+    """Returns the error of a step after the model has changed."""
     inner = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
     model = DistributedDataParallel(inner, find_unused_parameters=True) if behind_ddp else inner
     handle = gradsync.attach(model, timeout=MILD, exclude=() if behind_ddp else ["2.b*"])

@@ -1,4 +1,4 @@
-"""Bad input: a message on every rank, the same wherever possible, and never a hang."""
+"""Bad input gives an error on every rank, the same one where possible, and never a hang."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ World = Callable[[int], Ranks]
 
 
 def message(function: Callable[[], Any]) -> str:
-    """What `function` raises; afterwards a good model still attaches, so that nothing was left behind."""
+    """Returns the error of `function`; afterwards a good model must still attach."""
     try:
         function()
     except (ValueError, RuntimeError) as error:
@@ -41,7 +41,7 @@ def specs_of(model: nn.Module) -> dict[str, TensorSpec]:
 
 
 def attach_differing(kind: str) -> str:
-    """Rank 1's model differs in one thing."""
+    """Attaches models of which rank 1's differs in one respect."""
     odd = dist.get_rank() == 1
     model: nn.Module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     if kind == "shape" and odd:
@@ -135,7 +135,7 @@ def test_a_planner_that_fails_on_one_rank_raises_on_all(world: World) -> None:
 
 
 def attach_wrongly(kind: str) -> str:
-    """One kind of wrong call, the same on all ranks."""
+    """Attaches with one kind of wrong arguments, the same on all ranks."""
     model: nn.Module = Perceptron()
     size = dist.get_world_size()
     specs = specs_of(model)
@@ -158,7 +158,7 @@ def attach_wrongly(kind: str) -> str:
     elif kind == "fsdp":
 
         class FullyShardedDataParallel(nn.Module):
-            """Of FSDP, its name is what can be looked at without its import."""
+            """A class with the name of FSDP's: gradsync looks at the name only, to avoid the import."""
 
         model.inner = FullyShardedDataParallel()
     elif kind == "fully_shard":

@@ -1,4 +1,4 @@
-"""Where links have changed, a consensus is followed by other groups: the same on all ranks, and nothing is lost."""
+"""After links change, a consensus is followed by other groups: the same on all ranks, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LONG_WATCHED = FIGURES * len(WITHOUT_3.rounds) * 2
 
 
 class Links:
-    """What is measured of them, and what rounds are said to take on this rank."""
+    """Fake measurements of links and of the times of rounds on this rank."""
 
     def __init__(self) -> None:
         self.slow_node: int | None = None
@@ -61,7 +61,7 @@ class Links:
 
 @contextmanager
 def emulated(per_node: int = 1) -> Iterator[Links]:
-    """So many ranks on each node, as torchrun says it, on links that are none."""
+    """Emulates `per_node` ranks on each node, by torchrun's environment and fake links."""
     links = Links()
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, {"GROUP_RANK": str(dist.get_rank() // per_node)}))
@@ -92,7 +92,7 @@ def train(model: nn.Module, optimizer: SGD, links: Links, steps: int) -> None:
 
 
 def everyones(model: nn.Module, handle: gradsync.Attachment) -> Tensor:
-    """All parameters of all ranks, (ranks, elements)."""
+    """Returns all parameters of all ranks, (ranks, elements)."""
     handle.wait()
     mine = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
@@ -127,7 +127,7 @@ def groups_follow_the_links(planner: AveragingPlanner, tolerance: float) -> list
 def stepped_alone_and_together(
     model: nn.Module, optimizer: SGD, handle: gradsync.Attachment, number: int
 ) -> tuple[Tensor, Tensor]:
-    """All ranks' parameters behind a step of each alone, and behind the same step with others."""
+    """Returns all ranks' parameters after a local step, and after the same step with averaging."""
     handle.wait()
     alone = copy.deepcopy(model)
     twin = SGD(alone.parameters(), lr=0.02, momentum=0.9)
@@ -146,7 +146,7 @@ def follow(
     first: int,
     tolerance: float = 1e-6,
 ) -> None:
-    """A cycle of the new groups, each step held against steps of each rank alone which are then mixed."""
+    """Trains a cycle of the new groups; each step must equal local steps that are then averaged."""
     for number in range(first, first + len(schedule.rounds)):
         own, now = stepped_alone_and_together(model, optimizer, handle, number)
         mixed = torch.from_numpy(schedule.round(number).mixing).float() @ own
@@ -168,7 +168,7 @@ def test_groups_follow_the_links_at_a_consensus(world: World, planner: Averaging
 
 
 def nodes_of_two_average_in_groups() -> None:
-    """Two of three nodes at a time, ranks of a node in every round."""
+    """Averages two of three nodes at a time, with the ranks of a node in every round."""
     nodes = GroupSchedule((Round(((0, 1), (2,))), Round(((0,), (1, 2)))))
     planner = AveragingPlanner(cluster=Cluster(3, Link(1e8), ranks_per_node=2), schedule=nodes, momentum_every=2)
     with emulated(per_node=2):
@@ -206,7 +206,7 @@ def test_groups_come_back_when_contention_is_over(world: World) -> None:
 
 
 def plans_follow_one_another(per_node: int) -> list[int]:
-    """How many communicators are open by each; ranks are in other pairs by every second plan."""
+    """Returns how many communicators each plan has open; every second plan pairs ranks differently."""
     others = grid((2, 2), [0, 3, 1, 2])
     assert set(others.distinct) != set(PAIRS.distinct)
     with emulated(per_node):
@@ -237,7 +237,7 @@ def test_so_are_those_between_nodes_with_several_ranks() -> None:
 
 
 def groups_stay() -> None:
-    """Rounds take longer, and rates say that other groups would be no better; or nobody is to look."""
+    """Makes rounds slower where other groups promise nothing, or where the planner must not regroup."""
     with emulated() as links:
         for planner, measured in (
             (AveragingPlanner(most_local_steps=1), 1),
@@ -319,7 +319,7 @@ def test_checkpoints_of_other_settings_bring_no_groups(world: World) -> None:
 
 @contextmanager
 def asked_for_groups() -> Iterator[list[float]]:
-    """What a planner is told that rounds removed."""
+    """Yields a list that gets what the planner is told of the spread that rounds removed."""
     asked: list[float] = []
     regrouped = AveragingPlanner.regrouped
 
@@ -332,7 +332,7 @@ def asked_for_groups() -> Iterator[list[float]]:
 
 
 def groups_follow_distances(planner: AveragingPlanner, first: GroupSchedule) -> None:
-    """What rounds removed is counted by hand too; rank 0 asks."""
+    """Counts by hand, too, the spread that rounds removed; rank 0 asks."""
     cycle = len(first.rounds)
     with emulated() as links, asked_for_groups() as asked:
         model, optimizer, handle = make(planner)
@@ -390,7 +390,7 @@ def test_distances_are_seen_where_nodes_have_several_ranks(world: World) -> None
 
 
 def rates_are_measured_while_training(early: bool) -> str:
-    """Of links that are there: which groups come of it nobody knows, but that training goes on with all alike."""
+    """Measures real links: the new groups are unknown, but training goes on the same on all ranks."""
     model, optimizer, handle = make(AveragingPlanner(most_local_steps=1, early=early))
     for _ in range(2):
         for number in range(LONG_WATCHED):

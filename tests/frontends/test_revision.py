@@ -1,4 +1,4 @@
-"""While training runs, the plan is revised when gradients look different: on all ranks alike, and nothing is lost."""
+"""Plans are revised during training when densities change: on all ranks alike, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Lookup(nn.Module):
 
 
 class SlowNetwork(MeasuringPlanner):
-    """Plans as if the network had been measured, to be the same on every machine; no trial."""
+    """A planner with fixed network costs, the same on every machine, and without trials."""
 
     def __call__(self, profiles: Sequence[ParameterProfile], world_size: int) -> Any:
         return super().__call__(profiles, world_size)[0]
@@ -57,7 +57,7 @@ def step(twin: Twin, number: int) -> None:
 
 
 def density_jumps() -> tuple[list[str], list[tuple[str, Any]]]:
-    """Where the table went, and with how much room, step by step; gradients are compared with DDP's throughout."""
+    """Returns the table's scheme and capacity step by step; gradients are compared with DDP's throughout."""
     with mock.patch.object(plan_control, "LOOK_STEPS", STEPS_APART):
         return follow_through_the_jump()
 
@@ -93,7 +93,7 @@ def test_a_table_that_becomes_dense_is_planned_anew(world: World) -> None:
 
 
 def revise_differently() -> str:
-    """Rank 1's planner is not deterministic."""
+    """Revises with a planner that on rank 1 is not deterministic."""
 
     class Whim(SlowNetwork):
         def revise(self, plan: Plan, *profiles: Sequence[ParameterProfile]) -> Plan:

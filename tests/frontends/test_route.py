@@ -1,4 +1,4 @@
-"""Routes in the engine: compression on backward's thread or on another core gives the same bits, and ends with it."""
+"""Routes in the engine: compression on backward's thread or on another core gives the same bits."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def on(words: Sequence[str], device: str) -> tuple[str, ...]:
 @register
 @dataclass(frozen=True)
 class Watched(TopK):
-    """Tells where it compresses; stops for the gates that a test has closed, or fails."""
+    """A top-k compressor that notes its thread, can be held at gates by a test, and can fail."""
 
     name = "watched"
 
@@ -79,7 +79,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> type[Watched]:
 
 
 def turns_between(group: LocalGroup, schemes: Sequence[Scheme[Any]]) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-    """By parameter what came in, what was given out and what is left, after plans by these schemes took turns."""
+    """Returns by parameter the gradients in, the gradients out and the residuals, after plans with these schemes."""
     parameters = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
     specs = {name: TensorSpec.of(p) for name, p in parameters.items()}
     cuts: list[list[list[str]]] = [[[name] for name in SHAPES], [list(SHAPES)]]
@@ -129,7 +129,7 @@ def test_nothing_is_lost_while_plans_with_routes_take_turns_with_others(
 
 
 def engine(group: LocalGroup, route: Route) -> Engine:
-    """A bucket for each parameter."""
+    """Returns an engine with a bucket for each parameter."""
     parameters = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
     specs = {name: TensorSpec.of(p) for name, p in parameters.items()}
     return Engine(parameters, group, Plan.make(specs, group.size, [([n], route) for n in SHAPES]), timeout_s=20)
@@ -141,7 +141,7 @@ def gradients(rank: int, step: int) -> dict[str, Tensor]:
 
 
 def train(group: LocalGroup, route: Route, steps: int = 3) -> tuple[list[Tensor], dict[str, Any], list[Task]]:
-    """The gradients of all steps, what is kept after them, and the last step's timeline."""
+    """Returns the gradients of all steps, the state after them, and the last step's timeline."""
     ours, given = engine(group, route), []
     for step in range(steps):
         ours.begin()
@@ -176,7 +176,7 @@ def test_where_it_is_compressed_makes_no_difference_to_the_bits(words: tuple[str
 
 
 def test_another_core_compresses_while_backward_goes_on(watched: type[Watched]) -> None:
-    """Work on the first bucket begins in the middle of backward, and cannot end before all gradients are there."""
+    """Work on the first bucket begins in the middle of backward and cannot end before all gradients are ready."""
     ours = engine(LocalGroup.world(1)[0], Route(on(GATHERED, "offload"), Watched(0.5)))
     ours.begin()
     ours.load("first", torch.ones(40, 5))
@@ -245,7 +245,7 @@ def test_detach_in_the_middle_of_a_step_ends_the_worker(
 
 
 def trained(device: str) -> tuple[list[Tensor], set[str]]:
-    """Weights after some steps of a model behind autograd; the streams of the last one."""
+    """Returns the weights after some steps of a model with autograd hooks, and the last step's streams."""
     torch.manual_seed(0)
     model = Perceptron()
     specs = {name: TensorSpec.of(p) for name, p in trainable_parameters(model).items()}
@@ -289,7 +289,7 @@ GLOO_ROUTES = [
 
 
 def on_gloo() -> None:
-    """Each route on two nodes of two ranks, against the mean, with the bytes predicted."""
+    """Compares each route on two nodes of two ranks with the mean, and its bytes with the prediction."""
     group = torch_group(timeout_s=20, placement=Placement.regular(2, 2))
     segments = tuple(Segment(name, 0, torch.Size(shape).numel()) for name, shape in SHAPES.items())
     bucket = Bucket("0", segments, tuple(TensorSpec(s, torch.float32) for s in SHAPES.values()), Layout.FLAT)

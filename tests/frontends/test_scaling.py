@@ -1,4 +1,4 @@
-"""Loss scaling: what is left to be sent follows the scale, and an overflow anywhere leaves no trace on any rank."""
+"""Loss scaling: residuals follow the scale, and an overflow on one rank changes no state on any rank."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ BAD_STEP, STEPS = 3, 8
 
 
 class Twice(nn.Module):
-    """Two layers; the second one's gradients travel in a bucket of their own."""
+    """Two layers; the second one's gradients have a bucket of their own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def plan_of(model: nn.Module, scheme: Scheme[Any]) -> Plan:
 
 
 class Training:
-    """A model in training, with its loss scaled or not."""
+    """A model in training, with or without a loss scale."""
 
     def __init__(self, scheme: Scheme[Any], *, scaled: bool, behind_ddp: bool = False) -> None:
         torch.manual_seed(0)
@@ -69,7 +69,7 @@ class Training:
         )
 
     def step(self, number: int, *, bad: int | None = None) -> None:
-        """`bad`: in which element of the first weight's gradient rank 1 has an infinity."""
+        """Takes a step; `bad`: the element of the first weight's gradient that is infinite on rank 1."""
         generator = torch.Generator().manual_seed(100 * number + dist.get_rank())
         self.optimizer.zero_grad()
         weight = self.inner.first.weight
@@ -85,7 +85,7 @@ class Training:
 
     @property
     def left(self) -> dict[str, Tensor]:
-        """What is kept of elements, in units of the gradient."""
+        """Returns the residuals by element, in units of the gradient."""
         saved = self.handle.state_dict()
         scale = saved.get("loss_scale", 1.0)
         return {key: values / scale for key, values in saved["state"].items() if "//" not in key}
@@ -100,7 +100,7 @@ def spoilt(gradient: Tensor, bad: int | None) -> Tensor | None:
 
 
 def scaled_training_is_the_same(name: str, bad: int, behind_ddp: bool) -> None:
-    """As training without scale and without the bad step, to the bit; the scale doubles, and is halved once."""
+    """Compares bit by bit with training without scale and bad step; the scale doubles, and is halved once."""
     plain = Training(SCHEMES[name], scaled=False, behind_ddp=behind_ddp)
     for number in range(STEPS):
         plain.step(number)
@@ -133,7 +133,7 @@ def test_scaled_training_is_the_same_to_the_bit(name: str, behind_ddp: bool, wor
 
 
 def training_resumes_at_another_scale(name: str) -> None:
-    """What was left at a scale of 32 goes on at one of 8."""
+    """Saves residuals at a scale of 32 and goes on at one of 8."""
     first = Training(SCHEMES[name], scaled=True)
     for number in range(3):
         first.step(number)
@@ -169,7 +169,7 @@ def test_training_resumes_at_another_scale(name: str, world: World) -> None:
 
 
 def training_resumes_without_a_scale() -> None:
-    """What was left at a scale of 32 goes on in units of the gradient."""
+    """Saves residuals at a scale of 32 and goes on without a scale."""
     ends = []
     for scaled in (False, True):
         first = Training(CHUNKS, scaled=scaled)

@@ -1,4 +1,4 @@
-"""State of all ranks in one checkpoint: by libraries that share it out, that let rank 0 write, and in files."""
+"""State of all ranks in one checkpoint: sharded libraries, libraries in which rank 0 writes, and files."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def train(model: nn.Module, steps: int, seed: int) -> list[Tensor]:
 
 
 def left_in_all(model: nn.Module, handle: gradsync.Attachment) -> list[Tensor]:
-    """Returns what all ranks have left to be sent of each parameter, in float64."""
+    """Returns the sum of all ranks' residuals of each parameter, in float64."""
     totals = [values.double() for values in left_to_send(model, handle.state_dict()["state"]).values()]
     for total in totals:
         dist.all_reduce(total)
@@ -63,7 +63,7 @@ def left_in_all(model: nn.Module, handle: gradsync.Attachment) -> list[Tensor]:
 
 @contextmanager
 def quiet_library() -> Iterator[None]:
-    """Inside, what `torch.distributed.checkpoint` warns of is no error."""
+    """Ignores, inside, the warnings of `torch.distributed.checkpoint`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -128,7 +128,7 @@ def load_elsewhere(folder: str, scheme: Scheme[Any], exact: bool, before: list[T
         handle.detach()
 
 
-# Of more ranks each takes over from one, and there is nothing to add but what it had left of sums.
+# With more ranks each takes over from one, so sums are kept bit by bit, unless residuals of sums are added (TWO_WAY).
 @pytest.mark.parametrize("scheme", [TWO_WAY, GATHERED, LOW_RANK], ids=["two ways", "gathered", "low rank"])
 @pytest.mark.parametrize(("before", "size"), [(3, 2), (2, 3), (1, 3), (3, 1)])
 def test_the_sum_of_what_is_left_is_kept_on_other_numbers_of_ranks(
@@ -158,7 +158,7 @@ def test_without_strict_a_checkpoint_fits_a_plan_that_keeps_less(world: World, t
 
 
 def gradients_arrive(folder: str, before: list[Tensor]) -> None:
-    """The next averaged gradients have all that was left, with the weight that each rank's gradients have."""
+    """Checks that the next mean gradients hold all residuals, weighted as each rank's gradients are."""
     model, handle = attached(AllReduce())
     generator = torch.Generator().manual_seed(dist.get_rank())
     x = torch.randn(5, 6, generator=generator)
@@ -179,7 +179,7 @@ def test_what_was_left_arrives_with_the_next_gradients_of_fewer_ranks(world: Wor
 
 
 def a_mixture_is_refused(folder: str, as_stateful: bool) -> str:
-    """Entries under one key for all ranks are taken for copies of each other: some rank's of each is written."""
+    """Writes entries under one key on all ranks: the library takes them for copies and mixes ranks."""
     model, handle = attached(GATHERED)
     train(model, 3, seed=0)
     with quiet_library():
@@ -216,7 +216,7 @@ def written_by_rank_0(saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def copies_are_parts_as_well() -> None:
-    """Libraries that write in the background copy what they were given, or send it to another process."""
+    """Copies the parts, as libraries that write in the background or send them to another process do."""
     model, handle = attached(GATHERED)
     train(model, 3, seed=0)
     before, parts = handle.state_dict(), handle.checkpoint().state_dict()

@@ -59,7 +59,7 @@ def trained(scheme: Scheme[Any] = GATHERED) -> tuple[nn.Module, gradsync.Attachm
 
 
 def everyones(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """The states of all ranks, as they come out of files."""
+    """Returns the states of all ranks, as loaded from files."""
     stream = io.BytesIO()
     torch.save(state, stream)
     contents: list[Any] = [None] * dist.get_world_size()
@@ -74,7 +74,7 @@ def require_same(handle: gradsync.Attachment, before: dict[str, Any]) -> None:
     assert all(torch.equal(after["state"][key], values) for key, values in before["state"].items())
 
 
-# Whose it is.
+# State of another rank or model.
 
 
 def another_ranks_state_is_refused() -> list[str]:
@@ -106,7 +106,7 @@ def test_another_ranks_state_or_one_ranks_on_several_raises_on_all(world: World)
 
 
 class Other(nn.Module):
-    """Perceptron's elements, in other shapes, or by another name."""
+    """Perceptron's elements in other shapes, or under other names."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ def test_where_ranks_keep_nothing_any_ranks_state_will_do_on_any_number_of_ranks
 
 
 def what_another_rank_carries_over_counts() -> None:
-    """Rank 1 carries what it left unsent, rank 0 has nothing: its state is not everybody's."""
+    """Gives a carried residual to rank 1 only: its state is not valid for other ranks."""
     torch.manual_seed(0)
     model = Perceptron()
     handle = attached(model, AllReduce())
@@ -203,7 +203,7 @@ def test_the_state_of_a_rank_that_carries_nothing_is_not_that_of_one_that_does(w
 
 
 def a_parameter_of_another_size_begins_anew(size: int) -> None:
-    """Its name is the same: of a head for another number of classes."""
+    """Changes the size of a parameter, as of a head for another number of classes: its state starts anew."""
 
     def make(classes: int) -> nn.Module:
         torch.manual_seed(0)
@@ -260,7 +260,7 @@ def test_strict_on_some_ranks_only_raises_on_all(world: World) -> None:
     world(2).run(strict_on_some_ranks_only)
 
 
-# Whether it is one.
+# State with wrong contents.
 
 N = 48
 BAD_VALUES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
@@ -378,7 +378,7 @@ def test_differences_are_taken_from_references_of_this_model_only(world: World) 
     world(2).run(bad_references_raise_on_all)
 
 
-# On all ranks at once.
+# Loads on all ranks at once.
 
 
 def load_while_others(what: str, scheme: Scheme[Any], loader: int) -> str:
@@ -417,7 +417,7 @@ def test_ranks_that_load_while_others_train_raise_and_so_do_these(
 
 
 def load_while_others_average() -> str:
-    """The exchange of parameters goes on behind the step: who waits for it hears of the load."""
+    """Loads while an exchange of parameters goes on behind the step: ranks in the exchange are told."""
     torch.manual_seed(0)
     model = Perceptron()
     specs = {name: TensorSpec.of(p) for name, p in model.named_parameters()}
@@ -541,7 +541,7 @@ def test_a_load_that_fails_midway_on_one_rank_raises_on_all(world: World) -> Non
 
 
 def a_load_that_is_interrupted(where: str) -> str:
-    """As by Ctrl-C, or a signal's handler that raises, after which the script goes on."""
+    """Interrupts a load as Ctrl-C or a signal's handler does, after which the script continues."""
     model, handle, saved = trained()
 
     def interrupt(*_: Any, **__: Any) -> None:
@@ -574,7 +574,7 @@ def test_a_load_that_is_interrupted_on_one_rank_raises_on_all(world: World, wher
 
 
 def load_when_a_note_was_lost() -> None:
-    """The store still owes rank 1 an answer when that comes to the barrier, and takes no other question meanwhile."""
+    """Leaves rank 1's first question to the store unanswered: the store takes no other one before the barrier."""
     _, handle, saved = trained()
     ask, lost = Board._ask, []
 
@@ -624,7 +624,7 @@ def test_ranks_that_load_while_others_gather_raise_and_so_do_these(world: World,
 
 
 class Grown(nn.Module):
-    """A buffer grows between two forwards."""
+    """A module whose buffer grows between two forwards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -657,7 +657,7 @@ def test_ranks_that_load_while_others_compare_buffers_raise_and_so_do_these(worl
 
 
 def loads_between_steps_count_alike() -> None:
-    """Steps, loads and gathers in turns, of ranks that come late: nobody takes one for another one's."""
+    """Runs steps, loads and gathers in turns on ranks that come late: they pair up in order."""
     model, handle, saved = trained(TWO_WAY)
     for number in range(6):
         if number % 3 == dist.get_rank():
@@ -673,13 +673,13 @@ def test_ranks_that_come_late_to_a_load_are_waited_for(world: World) -> None:
     world(3).run(loads_between_steps_count_alike)
 
 
-# Of many parameters, and of such with odd names.
+# Many parameters, and parameters with odd names.
 
 ODD = ("tensor", "bytes", "a/b", "a[0:3]/sent", "a[0:6]", "ü☃", "new\nline", "rank 0", "a:momentum", "x]//y", "'\"\\")
 
 
 class Named(nn.Module):
-    """Parameters of six elements each, by these names."""
+    """A module with parameters of these names, of six elements each."""
 
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`static_graph=True`: gradients that become ready in nested backwards, or more than once, as DDP's static graph."""
+"""`static_graph=True`: gradients that are ready in nested backwards, or more than once, as in DDP's static graph."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ World = Callable[[int], Ranks]
 
 
 class Repeated(nn.Module):
-    """A block that is checkpointed twice and used once more outside, and a parameter that nobody uses."""
+    """A block that is checkpointed twice and used once more, and a parameter that is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Repeated(nn.Module):
 
 
 class Reentrant(Checkpointed):
-    """Re-entrant checkpoints."""
+    """A module with re-entrant checkpoints."""
 
     def __init__(self) -> None:
         super().__init__(reentrant=True)
@@ -72,7 +72,7 @@ def test_reentrant_checkpoints_give_ddps_gradients(world: World, make: Callable[
 
 
 def accumulate() -> None:
-    """DDP fails by an internal assertion where a static graph meets `no_sync`: the oracle has no nested backwards."""
+    """Accumulates without nested backwards: DDP asserts where a static graph meets `no_sync`."""
     twins = make_twins(Reentrant, options={"static_graph": True})
     oracle = twins[0].module
     assert isinstance(oracle, Reentrant)
@@ -86,7 +86,7 @@ def test_local_gradients_accumulate(world: World) -> None:
 
 
 def overlap() -> list[int]:
-    """How many gradients the engine has when backward ends, in the first and in the second step."""
+    """Returns how many gradients the engine has when backward ends, in the first and in the second step."""
     torch.manual_seed(0)
     model = Reentrant()
     handle = gradsync.attach(model, static_graph=True, timeout=20)

@@ -1,4 +1,4 @@
-"""Ranks that die or stop while parameters are averaged: the others go on together, where the planner says so."""
+"""Ranks that die or stop during parameter averaging: the others continue where the planner allows it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def make(**settings: Any) -> tuple[nn.Module, SGD, gradsync.Attachment]:
 
 
 def train(model: nn.Module, optimizer: SGD, seed: int) -> float:
-    """One step: the loss."""
+    """Takes one step and returns the loss."""
     generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
     optimizer.zero_grad()
     loss = model(torch.randn(16, 6, generator=generator)).square().mean()
@@ -65,7 +65,7 @@ def values(model: nn.Module) -> list[float]:
 
 
 def left(outcomes: list[Outcome], lost: set[int]) -> list[Any]:
-    """What those returned that were not to be lost."""
+    """Returns the results of all ranks but `lost`, after checking that exactly these died."""
     for rank, outcome in enumerate(outcomes):
         assert (rank in lost) == outcome.died, f"rank {rank}: {outcome.error}"
         assert rank in lost or outcome.error is None, f"rank {rank}: {outcome.error}"
@@ -75,7 +75,7 @@ def left(outcomes: list[Outcome], lost: set[int]) -> list[Any]:
 def some_die(
     deaths: dict[int, int], early: bool, compressor: Compressor[Any] | None
 ) -> tuple[list[float], list[float], int, list[str]]:
-    """`deaths`: by rank, in which step."""
+    """Kills ranks; `deaths`: the step in which each rank dies."""
     model, optimizer, handle = make(early=early, compressor=compressor)
     losses = []
     for step in range(40):
@@ -149,7 +149,7 @@ def test_ranks_that_chose_averages_go_on_too(short_lived: World) -> None:
 
 
 def stopped_by_a_death(lost: int, settings: dict[str, Any]) -> str:
-    """What this rank raises when that one dies."""
+    """Returns the error on this rank when rank `lost` dies."""
     model, optimizer, _ = make(**settings)
     for step in range(10):
         if dist.get_rank() == lost and step == 2:
@@ -161,14 +161,14 @@ def stopped_by_a_death(lost: int, settings: dict[str, Any]) -> str:
 
 @both_ways
 def test_all_raise_unless_the_planner_says_otherwise(short_lived: World, early: bool) -> None:
-    """Also those that are in other groups in that round."""
+    """Also ranks that are in other groups in that round raise."""
     assert not AveragingPlanner().survives
     short_lived.start(stopped_by_a_death, 3, {"early": early, "survives": False})
     assert all("bucket" in said and "step" in said for said in left(short_lived.outcomes(LIMIT_S), {3}))
 
 
 def one_stops() -> tuple[str, list[float]]:
-    """Rank 3, until the others are done, of which rank 0 wakes it."""
+    """Stops rank 3 until the others are done; rank 0 then wakes it."""
     model, optimizer, handle = make()
     pids = [torch.zeros(1, dtype=torch.int64) for _ in range(4)]
     dist.all_gather(pids, torch.tensor([os.getpid()]))
@@ -196,7 +196,7 @@ def test_a_stopped_rank_is_left_behind_and_raises_when_it_is_back(short_lived: W
 
 
 def one_is_slow() -> tuple[list[float], int]:
-    """Rank 2 computes for longer than the others wait, and for less than they wait where ranks were lost."""
+    """Makes rank 2 slower than the usual timeout, but quicker than the timeout for lost ranks."""
     model, optimizer, handle = make()
     for step in range(8):
         if dist.get_rank() == 2 and step == 3:

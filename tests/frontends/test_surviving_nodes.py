@@ -1,4 +1,4 @@
-"""A node of a torchrun job dies, its agent and all: the ranks on the other nodes go on together."""
+"""A node of a torchrun job dies with its agent: the ranks on the other nodes continue together."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ handle.detach()
 
 @contextmanager
 def agents(program: Path, place: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """One torchrun on each node; the first hosts the store."""
+    """Starts one torchrun on each node; the first hosts the store."""
     port = free_port()
     started = []
     for node in range(NODES):
@@ -71,7 +71,7 @@ def agents(program: Path, place: Path) -> Iterator[list[subprocess.Popen[bytes]]
 
 
 def end_node(agent: subprocess.Popen[bytes]) -> None:
-    """The agent, and its workers, which would outlive it."""
+    """Ends the agent and its workers, which would outlive it."""
     workers = children(agent.pid) if agent.poll() is None else []
     agent.kill()
     agent.wait()

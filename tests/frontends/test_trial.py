@@ -1,4 +1,4 @@
-"""Plans on trial: every step's gradients are the mean whatever plan runs, and all ranks keep the same, fastest one."""
+"""Plans on trial: every step's gradients are the mean under any plan, and all ranks keep the same, fastest plan."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ World = Callable[[int], Ranks]
 
 
 class Clock:
-    """By which trials are timed here: how busy the machine is does not decide them."""
+    """A clock for trials that does not depend on how busy the machine is."""
 
     now_s = 0.0
 
@@ -45,7 +45,7 @@ def timed_step_ended(
 @register
 @dataclass(frozen=True)
 class Tardy(AllReduce):
-    """All-reduce that takes its time."""
+    """All-reduce with a delay."""
 
     async def synchronize(self, x: Tensor, state: State, group: Group, scale: float) -> tuple[Tensor, State]:
         Clock.now_s += 0.05
@@ -53,7 +53,7 @@ class Tardy(AllReduce):
 
 
 def slow_first(profiles: Sequence[ParameterProfile], world_size: int) -> list[gradsync.Plan]:
-    """Of three plans the second one is fast."""
+    """Returns three plans; the second one is the fastest."""
     specs = {p.name: p.tensor for p in profiles}
     names = [p.name for p in profiles]
     return [
@@ -116,13 +116,13 @@ def test_a_planner_without_plans_is_refused(world: World) -> None:
 
 
 def one_fits_not(profiles: Sequence[ParameterProfile], world_size: int) -> list[gradsync.Plan]:
-    """The second of two plans, which would come to its turn later, is for another world."""
+    """Returns two plans, the second for another world size."""
     plans = default_plan(profiles, world_size), default_plan(profiles, world_size + 1)
     return list(plans[: 1 + any(p.position for p in profiles)])
 
 
 def state_has_no_place(profiles: Sequence[ParameterProfile], world_size: int) -> list[gradsync.Plan]:
-    """The second plan has no place for the residual of the first."""
+    """Returns two plans, the second without a place for the residual of the first."""
     specs, names = {p.name: p.tensor for p in profiles}, [p.name for p in profiles]
     return [gradsync.Plan.make(specs, world_size, [(names, scheme)]) for scheme in (Residual(), AllReduce())]
 
@@ -137,7 +137,7 @@ class Residual(AllReduce):
 
 
 def fails_with(planner: Planner) -> tuple[list[str], int]:
-    """What every step from the first that fails says, and how many went well."""
+    """Returns the errors of all steps from the first that fails, and the number of good ones."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     handle = gradsync.attach(model, plan=planner, timeout=15)
     errors, good = [], 0
@@ -165,7 +165,7 @@ def test_plans_that_do_not_fit_stop_every_rank(world: World, planner: Planner, m
 
 
 class Wide(nn.Module):
-    """Five MiB in twenty tensors: enough for buckets of several sizes."""
+    """A model of 5 MiB in twenty tensors: enough for buckets of several sizes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Two copies of one model: one under torch's DDP, the oracle, one with gradsync attached. Used inside ranks."""
+"""Two copies of one model on each rank: one under torch's DDP, the oracle, one with gradsync attached."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Optimizers = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 @dataclass
 class Twin:
-    """One of the two: what a training loop has in hand."""
+    """One of the two copies, with what a training loop needs."""
 
     module: nn.Module  # the user's own model
     model: nn.Module  # what is called: the same, or DDP around it
@@ -47,7 +47,7 @@ def make_twins(
     options: dict[str, Any] | None = None,
     **ddp_options: Any,
 ) -> tuple[Twin, Twin]:
-    """(the oracle, ours), with different initial weights on the ranks, which both must level."""
+    """Returns (the oracle, ours), with initial weights that differ between ranks until wrapping broadcasts them."""
     torch.manual_seed(dist.get_rank())
     module = make()
     ddp = DistributedDataParallel(module, process_group=new_oracle_group(), **ddp_options)
@@ -86,7 +86,7 @@ def detach(twins: tuple[Twin, Twin]) -> None:
 
 
 def assert_same_gradients(theirs: dict[str, Tensor | None], ours: dict[str, Tensor | None], when: str) -> None:
-    """None where the oracle has None, the same layout and values, to `tolerance_for` these models."""
+    """Asserts None where the oracle has None, the same layout, and values to `tolerance_for` these models."""
     tolerance = tolerance_for(theirs)
     assert theirs.keys() == ours.keys()
     for name, expected in theirs.items():
@@ -105,7 +105,7 @@ def assert_same_gradients(theirs: dict[str, Tensor | None], ours: dict[str, Tens
 
 
 def tolerance_for(gradients: dict[str, Tensor | None]) -> dict[str, float]:
-    """None on two ranks, as a + b == b + a; sums of more, or of the rows a sparse gradient repeats, have an order."""
+    """Returns None on two ranks, as a + b == b + a; else tolerances, as sums depend on order."""
     sparse = any(g is not None and g.layout is not torch.strided for g in gradients.values())
     rounded = sparse or dist.get_world_size() > 2
     return {"rtol": 1e-5, "atol": 1e-6} if rounded else {"rtol": 0, "atol": 0}
@@ -122,7 +122,7 @@ def assert_same_weights(theirs: Twin, ours: Twin) -> None:
 
 
 def assert_same_on_all_ranks(tensors: dict[str, Tensor | None]) -> None:
-    """To the bit."""
+    """Asserts that all ranks have the same tensors, bit by bit."""
     for name, tensor in tensors.items():
         present = torch.tensor([float(tensor is not None)])
         dist.all_reduce(present)
@@ -136,7 +136,7 @@ def assert_same_on_all_ranks(tensors: dict[str, Tensor | None]) -> None:
 
 
 def averaged(gradient: Tensor) -> Tensor:
-    """The mean over the ranks, dense: the oracle where DDP has none."""
+    """Returns the dense mean over the ranks: the oracle where DDP has none."""
     total = gradient.detach().to_dense().clone() / dist.get_world_size()
     dist.all_reduce(total)
     return total

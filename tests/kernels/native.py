@@ -23,7 +23,7 @@ native = pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__
 
 
 def special_values(dtype: torch.dtype) -> Tensor:
-    """Zeros of both signs, then NaN, infinities, the smallest subnormal and the largest number."""
+    """Returns zeros of both signs, NaN, infinities, the smallest subnormal and the largest number."""
     tiny = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     return torch.tensor(
         [0.0, -0.0, float("nan"), float("inf"), -float("inf"), tiny, torch.finfo(dtype).max], dtype=dtype
@@ -31,7 +31,7 @@ def special_values(dtype: torch.dtype) -> Tensor:
 
 
 def assert_same_bits(got: Tensor, expected: Tensor) -> None:
-    """Equal in dtype, shape and every bit; of a NaN, only that it is one."""
+    """Asserts the same dtype, shape and bits; a NaN may have any bits."""
     assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
     if got.is_floating_point():
         assert torch.equal(got.isnan(), expected.isnan())
@@ -44,14 +44,14 @@ def assert_same_bits(got: Tensor, expected: Tensor) -> None:
 
 
 class Native:
-    """`gradsync.kernels.cpu`; its kernels also take `module` and `threads`, for what they do and what they return."""
+    """A stand-in for `gradsync.kernels.cpu` whose kernels also take `module` and `threads`."""
 
     def __getattr__(self, name: str) -> Any:
         return partial(run_as, getattr(plain_cpu, name))
 
 
 class ReturnedNative:
-    """An object of two phases, which writes with the module and threads that it was made with."""
+    """A wrapper of a kernel object with two phases, which writes with the module and threads that made it."""
 
     def __init__(self, target: Any, options: dict[str, Any]) -> None:
         self._target, self._options = target, options
@@ -68,7 +68,7 @@ def run_as(
     threads: int | None = None,
     **options: Any,
 ) -> Any:
-    """Calls a function of `gradsync.kernels.cpu` where this native module is loaded and work is worth these threads."""
+    """Calls a function of `gradsync.kernels.cpu` with this native module and number of threads."""
     home = sys.modules[function.__module__]
     forced = {"load": module and (lambda: module), "threads_for": threads and (lambda elements: threads)}
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""The kernels for CUDA for tests that have their tensors on the CPU: interpreted there, or on hardware and back."""
+"""CUDA kernels for tests with tensors on the CPU: interpreted there, or copied to a GPU and back."""
 
 from __future__ import annotations
 
@@ -16,16 +16,14 @@ from torch import Tensor
 
 from gradsync.kernels import PackedPositions, cpu, device, reference
 
-DEVICE = torch.device(
-    "cuda" if torch.cuda.is_available() else "cpu"
-)  # on the CPU, Triton interprets: tests/conftest.py
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # on the CPU, Triton interprets: conftest.py
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed: pip install gradsync[interpret]"
 )
 
 
 class OnDevice:
-    """`gradsync.kernels.triton`, or an object that one of its functions returned, for tensors on the CPU."""
+    """A wrapper of `gradsync.kernels.triton`, or of an object that its functions return, for tensors on the CPU."""
 
     def __init__(self, target: object = None) -> None:
         self._target = target
@@ -44,7 +42,7 @@ def there_and_back(function: Callable[..., Any], *arguments: Any, **options: Any
 
 @contextmanager
 def on_device() -> Iterator[Callable[[Any], Any]]:
-    """Gives what moves arguments to the device; at the end, also after an error, what was written there comes back."""
+    """Yields a function that moves arguments to the device; on exit, also after an error, results are copied back."""
     pairs: list[tuple[Tensor, Tensor]] = []
 
     def moved(value: Any) -> Any:

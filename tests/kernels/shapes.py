@@ -1,4 +1,4 @@
-"""Which elements of a gradient are not zero, as the patterns that an owner map has to bear."""
+"""Patterns of non-zero elements that an owner map must balance."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def random_indices(size: int, density: float, seed: int = 0) -> Tensor:
 
 
 def zipf_rows(size: int, dim: int, hits: int) -> Tensor:
-    """Elements of the rows that `hits` draws from a Zipf law over contiguous ranks touch."""
+    """Returns the indices of all elements in the rows that `hits` draws from a Zipf law touch."""
     rows = size // dim
     weights = 1 / torch.arange(1, rows + 1, dtype=torch.float64)
     drawn = torch.multinomial(weights, hits, replacement=True, generator=torch.Generator().manual_seed(3)).unique()

@@ -1,4 +1,4 @@
-"""Which implementation runs: an explicit request is met or refused, the automatic choice may fall back and says so."""
+"""The choice of an implementation: explicit requests are met or refused, the automatic choice logs its fallback."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PARTS = [(torch.tensor([2, 0, 2]), torch.ones(3, 4))]
 
 @pytest.fixture
 def not_built(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A process in which the native modules cannot be imported."""
+    """Makes the native modules impossible to import."""
 
     def import_module(name: str) -> ModuleType:
         raise ImportError(f"No module named {name!r}")

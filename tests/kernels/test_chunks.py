@@ -1,4 +1,4 @@
-"""Chunks that are sent or kept: the bits of the definition, and what that promises."""
+"""Chunks that are sent or kept: the bits of the definition, and conservation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def numbers(dtype: torch.dtype, seed: int = 1) -> Tensor:
 def taken(
     kernels: Any, x: Tensor, chunk: int, chosen: list[int], sent: torch.dtype, scale: float = 1.0, **options: Any
 ) -> list[Tensor]:
-    """What a kernel writes: x, payload, next residual, norms. What lies behind them stays."""
+    """Returns x, payload, next residual and norms as a kernel writes them; memory behind them must stay unchanged."""
     wide, chunks = accumulation_dtype(x.dtype), -(-len(x) // chunk)
     rooms = [
         torch.full((count + 3,), 77, dtype=dtype)

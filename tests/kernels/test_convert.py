@@ -14,7 +14,7 @@ from tests.kernels.on_device import TRITON, every, needs_triton
 
 
 def numbers(dtype: torch.dtype, size: int) -> Tensor:
-    """Of all magnitudes, and some that are special."""
+    """Returns numbers of all magnitudes, and special values."""
     generator = torch.Generator().manual_seed(size)
     exponents = torch.randint(-45, 38, (size,), generator=generator).double()
     values = (torch.randn(size, generator=generator, dtype=torch.float64) * 10**exponents).to(dtype)
@@ -84,7 +84,7 @@ def test_what_is_not_to_be_narrowed_is_refused(kernels) -> None:
 
 
 def summands(dtype: torch.dtype, count: int, size: int) -> list[Tensor]:
-    """Parts whose magnitudes and special values meet, and which begin inside of vectors."""
+    """Returns tensors whose magnitudes and special values meet in the sum, unaligned to vectors."""
     x = numbers(dtype, size + count)
     return [x.roll(n * n)[n : n + size] for n in range(count)]
 

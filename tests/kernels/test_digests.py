@@ -1,4 +1,4 @@
-"""Digests: the same from every implementation, of the bits and order of all elements, and of nothing else."""
+"""Digests are the same from every implementation and depend on the bits and order of all elements, and nothing else."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def digest(kernels: Any, x: Tensor, **options: Any) -> int:
 
 
 def any_bits(size: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Numbers of all kinds: random bits, NaNs and subnormals among them."""
+    """Returns random bit patterns, with NaNs and subnormals."""
     generator = torch.Generator().manual_seed(seed)
     bits = torch.randint(-(2**63), 2**63 - 1, (size,), generator=generator)
     return bits.to(BITS[dtype.itemsize]).view(dtype)
@@ -74,7 +74,7 @@ def test_long_tensors_are_the_same_in_the_pieces_of_the_definition() -> None:
 
 
 def test_the_definition_stays_what_it_is() -> None:
-    """Ranks of different versions would take their models for different: whoever changes this changes the protocol."""
+    """Ranks of different versions must agree: a change of this definition is a change of the protocol."""
     x = torch.arange(3000.0)
     expected = [-320011902412128129, 1472780929591912687]
     assert [digest(reference, x), digest(reference, x.bfloat16())] == expected
@@ -106,7 +106,7 @@ def test_nothing_is_something_of_its_own(kernels: Any) -> None:
 
 @st.composite
 def changed(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
-    """A tensor and one that differs from it in one bit of an element that is a number."""
+    """Draws a tensor and a copy that differs in one bit of one non-NaN element."""
     dtype = draw(st.sampled_from(DTYPES))
     size = draw(st.integers(1, 5000))
     x = torch.randn(size, generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))).to(dtype)
@@ -129,7 +129,7 @@ def test_any_bit_counts(pair: tuple[Tensor, Tensor]) -> None:
 @settings(deadline=None, max_examples=200)
 @given(st.sampled_from(DTYPES), st.integers(2, 9000), st.data())
 def test_the_order_counts(dtype: torch.dtype, size: int, data: st.DataObject) -> None:
-    """Numbers with few bits set, as are weights set by hand: in float64 most of theirs are zero."""
+    """Weights set by hand have few bits set: in float64 most of these bits are zero."""
     x = torch.ones(size, dtype=dtype)
     first, second = data.draw(st.lists(st.integers(0, size - 1), min_size=2, max_size=2, unique=True))
     x[first], other = 2.0, x.clone()
@@ -144,7 +144,7 @@ def test_blocks_that_change_places_count(dtype: torch.dtype) -> None:
 
 
 def test_differences_that_would_cancel_out_in_a_sum_count() -> None:
-    """Signs flipped two by two, one more beside one less: 4096 tensors, all of them different."""
+    """Signs flipped in pairs, and one unit more beside one less: 4096 tensors must have distinct digests."""
     found = set()
     for number in range(1 << 12):
         x = torch.ones(64)

@@ -1,4 +1,4 @@
-"""Kernels on single elements: found in a dense tensor, as bitmaps, and by owner; native gives the definition's bits."""
+"""Kernels on single elements: found in a dense tensor, as bitmaps, and by owner; native bits equal the definition's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZES = [0, 1, 63, 64, 65, 127, 4096, 20_011]
 
 
 def guarded(count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A buffer of `count` entries, and the whole that must keep its last 16 entries."""
+    """Returns a buffer of `count` entries, and the whole, whose last 16 entries must stay unchanged."""
     whole = torch.full((count + 16,), 77, dtype=dtype)
     return whole[:count], whole
 

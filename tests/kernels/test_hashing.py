@@ -16,7 +16,7 @@ from tests.kernels.shapes import columns_of_2048, random_indices, zipf_rows
 
 
 def murmur_owner(index: int, n: int, key: int) -> int:
-    """The promise of owners_by_hash word for word, in Python's integers."""
+    """Returns owners_by_hash's result as its docstring defines it, in Python's integers."""
     mask = 2**64 - 1
     h = index ^ key
     h = (h ^ h >> 33) * 0xFF51AFD7ED558CCD & mask

@@ -1,4 +1,4 @@
-"""Zen's hierarchical hashing: nothing is lost, whatever collides, and its memory fills as the paper's would."""
+"""Zen's hierarchical hashing loses nothing, whatever collides, and fills its memory as the paper's does."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ IN_ROUNDS = {1: (36.8, 25.5, 19.8, 16.2), 2: (21.3, 9.0, 4.2, 2.0), 3: (15.0, 4.
 
 
 def distinct(count: int, size: int = 1 << 26) -> Tensor:
-    """Random indices, in any order."""
+    """Returns distinct random indices in random order."""
     drawn = torch.randint(size, (count + count // 50 + 10,), generator=torch.Generator().manual_seed(count))
     unique = torch.unique(drawn)
     return unique[torch.randperm(len(unique), generator=torch.Generator().manual_seed(1))[:count]]
 
 
 def assert_nothing_lost(found: HashedIndices, indices: Tensor, n: int, seed: int) -> None:
-    """All indices are there once, each at its owner or in the overflow."""
+    """Asserts that each index is there once, at its owner or in the overflow."""
     everything = torch.cat([*found.owned, found.overflow])
     assert everything.dtype == indices.dtype
     assert torch.equal(everything.sort().values, indices.sort().values)

@@ -22,7 +22,7 @@ SIZES = [0, 1, 255, 256, 257, 511, 20_011, 65_535, 65_536, 65_537, 200_003]
 
 
 def encoded(kernels, indices: Tensor, size: int, bits: int, **options) -> Tensor:
-    """The message; its neighbours in memory must stay, and it need not begin at an even address."""
+    """Returns the message, written at an odd address; its neighbours in memory must stay unchanged."""
     nbytes = offsets_nbytes(len(indices), size, bits)
     whole = torch.full((nbytes + 17,), 77, dtype=torch.uint8)
     kernels.encode_offsets(indices, size, bits, whole[1 : 1 + nbytes], **options)

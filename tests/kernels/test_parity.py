@@ -39,7 +39,7 @@ def make_parts(num_rows: int, dim: int, dtype: torch.dtype, *, sort: bool, seed:
 
 
 def loop_sum(parts: list[RowsPart], scale: float) -> RowsPart:
-    """The promise of sum_rows word for word: one addition after the other, in the order of parts and occurrence."""
+    """Returns sum_rows's result as its docstring defines it: one addition after the other, in order."""
     dtype, dim = parts[0][1].dtype, parts[0][1].shape[1]
     total: dict[int, Tensor] = {}
     for indices, values in parts:
@@ -336,7 +336,7 @@ def test_tables_beyond_the_limits_are_refused_or_summed(module: ModuleType) -> N
 
 
 def few_parts(num_rows: int, dim: int, dtype: torch.dtype, *, sort: bool) -> list[RowsPart]:
-    """61 rows of a table of any size: near its ends, in clusters, several times in and across parts; an empty part."""
+    """Returns parts of 61 rows, near the table's ends, in clusters, repeated within and across parts; one is empty."""
     generator = torch.Generator().manual_seed(0)
     near = torch.tensor([0, 1, 63, 64, num_rows // 2, num_rows - 2, num_rows - 1])
     parts = []

@@ -1,4 +1,4 @@
-"""Messages of elements, made, summed and joined without lists of indices: the definition's bits, safe from damage."""
+"""Messages of elements, made, summed and joined without lists of indices: the definition's bits, safe on bad input."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ DENSITIES = [0.0, 0.0005, 0.01, 0.3, 1.0]  # on both sides of unary counts, and 
 
 
 def room_for(count: int, size: int, bits: int) -> PackedPositions:
-    """Filled with 77, as the padding must stay."""
+    """Returns a buffer filled with 77, to show that padding stays unchanged."""
     return PackedPositions(torch.full((-(-packed_nbytes(count, size, bits) // 8) * 8,), 77).byte(), count, bits)
 
 
 def sparse(size: int, density: float, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Special values at random places, and zeros of both signs."""
+    """Returns a tensor with special values at random places and zeros of both signs."""
     indices = random_indices(size, density)
     x = torch.zeros(size, dtype=dtype)
     x[::3] = -0.0
@@ -37,7 +37,7 @@ def sparse(size: int, density: float, dtype: torch.dtype, seed: int = 0) -> Tens
 def partitioned(
     kernels, x: Tensor, n: int, bits: tuple[int, ...], **options
 ) -> tuple[list[PackedPositions], list[Tensor]]:
-    """Of each owner its positions, in formats by turns, and its values."""
+    """Returns for each owner its packed positions, in alternating formats, and its values."""
     split = kernels.partition_elements(x, n, 3, **options)
     runs = -(-len(x) // n)
     parts = [room_for(count, runs, bits[owner % len(bits)]) for owner, count in enumerate(split.counts)]
@@ -124,7 +124,7 @@ def listed(positions: list[int] | Tensor, bits: int = 32) -> PackedPositions:
 
 
 def crowded(bits: int, size: int, count: int) -> PackedPositions:
-    """A message whose counts put far more positions into its first block than this has."""
+    """Returns a message whose counts give its first block more positions than the block holds."""
     part = room_for(count, size, bits)
     part.packed.zero_()
     if bits == 16:

@@ -1,4 +1,4 @@
-"""Codes of few bits: what they stand for, and that native gives the definition's bits for any number of threads."""
+"""Codes of few bits: their values, and native bits that equal the definition's for any number of threads."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GRIDS = [
 
 
 def encoded(kernels: Any, x: Tensor, sections: Sections, grid: Any, residual: Tensor | None = None, **options: Any):
-    """Codes and scales, what is left, the scales alone, and a sum of three; nothing is written behind the codes."""
+    """Returns codes and scales, the residual, scales alone, and a sum of three; memory behind the codes stays."""
     codes = torch.full((codes_nbytes(sections, grid) + 9,), 77, dtype=torch.uint8)
     scales, left = torch.full((num_scales(sections, grid),), 2.0), torch.zeros_like(reference_sum(x))
     kernels.quantize(x, sections, grid, codes[:-9], scales, residual=residual, next_residual=left, **options)
@@ -72,7 +72,7 @@ def test_native_codes_and_sums_have_the_bits_of_the_definition(grid: Any, module
 def test_codes_of_floats_of_which_nothing_is_kept_have_the_bits_of_the_definition(
     grid: Any, given: float, module: ModuleType
 ) -> None:
-    """Read where they lie: finite, zeros of both signs, NaN and infinity, by scales that are given too."""
+    """Values without a residual are read in place: zeros of both signs, NaN and infinity; also with given scales."""
     x = gradient(sum(SECTIONS.lengths), torch.float64, 4).pow_(3).float()
     x[5000:5700], x[6000:6100:7], x[6001:6100:7] = 0.0, -0.0, 1e-40
     x[7000], x[7040], x[7081] = float("nan"), float("inf"), float("-inf")

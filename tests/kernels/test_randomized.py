@@ -30,7 +30,7 @@ def drawn(
     dtype: torch.dtype = torch.int64,
     **options: Any,
 ) -> Tensor:
-    """Nothing is written behind them."""
+    """Returns what a kernel draws; it must write nothing behind its outputs."""
     k = sum(count * max(1, min(block, n)) for count, n in zip(counts, sections.lengths, strict=True))
     indices = torch.full((k + 9,), 77, dtype=dtype)
     kernels.random_k(sections, counts, indices[:k], block=block, **options)

@@ -175,7 +175,7 @@ def test_rows_that_do_not_fit_the_table_are_refused(kernels) -> None:
 @native
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_rows_are_scattered_beyond_element_2_31(accumulate: bool, module: ModuleType, tmp_path: Path) -> None:
-    """The table lies in a file with holes: nothing but the rows written takes memory."""
+    """Only the written rows of the table, which lies in a file with holes, take memory."""
     num_rows, dim = 2**29 + 5, 4
     dense = torch.from_file(str(tmp_path / "table"), shared=True, size=num_rows * dim).view(num_rows, dim)
     indices = torch.tensor([num_rows - 1, 0, 2**29, num_rows - 1])
@@ -188,7 +188,7 @@ def test_rows_are_scattered_beyond_element_2_31(accumulate: bool, module: Module
 
 
 def sparse_table(rows: int, dim: int, dtype: torch.dtype, every: int) -> Tensor:
-    """Each `every`-th row has one special value, in a different column; other rows are zeros of both signs."""
+    """Returns a table whose every `every`-th row has one special value; other rows are zeros of both signs."""
     table = torch.zeros(rows, dim, dtype=dtype)
     table[:, ::2] = -0.0
     if dim:

@@ -1,4 +1,4 @@
-"""Signs as bits with scales, and back: what they are, in blocks and sections that begin at any bit."""
+"""Signs as bits with scales, and back, in blocks and sections that begin at any bit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LENGTHS = (0, 1, 7, 0, 1024, 2051, 33, 40_000)  # sections begin inside of bytes
 
 
 def numbers(size: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Of all magnitudes, with zeros of both signs."""
+    """Returns numbers of all magnitudes, and zeros of both signs."""
     x = torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) ** 3
     x[::5], x[1::10] = 0.0, -0.0
     return x.to(dtype)
@@ -39,7 +39,7 @@ def packed(
     residual: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Words, scales and what is left; nothing is written behind them."""
+    """Returns words, scales and the residual; nothing is written behind them."""
     sections, nbytes = Sections(tuple(lengths)), -(-len(x) // 8)
     words = torch.full((nbytes + 8,), 77, dtype=torch.uint8)
     scales = torch.full(sign_scales_shape(sections, block=block, scale=scale), 77.0)

@@ -26,7 +26,7 @@ SECTIONS = Sections(LENGTHS, PLACES, SEEDS)
 def sketched(
     kernels: Any, x: Tensor, sections: Sections, columns: tuple[int, ...], rows: int, **options: Any
 ) -> Tensor:
-    """What was there does not matter, and nothing is written behind it."""
+    """Returns the counters, made in memory filled with 77; nothing is written behind them."""
     count = rows * sum(columns)
     counters = torch.full((count + 9,), 77, dtype=accumulation_dtype(x.dtype))
     kernels.count_sketch(x, sections, columns, counters[:count], rows=rows, **options)
@@ -60,7 +60,7 @@ def seeded(number: int, length: int) -> Sections:
 
 @pytest.mark.parametrize(("columns", "lanes"), [(7, 1), (24, 4), (32, 4), (64, 8), (1024, 32)])
 def test_any_two_elements_share_a_counter_as_often_and_with_independent_signs(columns: int, lanes: int) -> None:
-    """Over 4000 seeds: of neighbours, of what is a group or more away, within 5 standard deviations."""
+    """Neighbours, and elements one or more groups apart, collide within 5 standard deviations over 4000 seeds."""
     seeds, length = 4000, 200
     hits, signs = torch.zeros(length), torch.zeros(length)
     spike = torch.zeros(length)

@@ -1,4 +1,4 @@
-"""The elements of the largest magnitude: exactly k of them, ties by index; native gives the definition's bits."""
+"""The k elements of the largest magnitude, exactly k, ties by index; native bits equal the definition's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAMPLED = 40_007  # more elements than are looked at before a threshold is guess
 
 
 def chosen(kernels, x: Tensor, k: int, *, dtype: torch.dtype = torch.int64, **options) -> tuple[Tensor, Tensor]:
-    """Indices and values; nothing is written behind them."""
+    """Returns indices and values; nothing is written behind them."""
     indices, values = torch.full((k + 16,), 77, dtype=dtype), torch.full((k + 16,), 77, dtype=x.dtype)
     kernels.top_k(x, indices[:k], values[:k], **options)
     assert (indices[k:] == 77).all() and (values[k:] == 77).all()
@@ -27,7 +27,7 @@ def chosen(kernels, x: Tensor, k: int, *, dtype: torch.dtype = torch.int64, **op
 
 
 def written_out(x: Tensor, k: int) -> list[int]:
-    """The promise word for word, for numbers without NaN."""
+    """Returns top_k's result as its docstring defines it, for numbers without NaN."""
     by_magnitude = sorted(range(len(x)), key=lambda i: (-abs(float(x[i])), i))
     return sorted(by_magnitude[:k])
 
@@ -60,7 +60,7 @@ def test_native_top_k_equals_the_definition(size: int, dtype: torch.dtype, threa
 
 
 def misleading(pattern: str) -> Tensor:
-    """Tensors in which a sample says little of the whole."""
+    """Returns tensors in which a sample predicts the whole badly."""
     x = torch.zeros(SAMPLED)
     if pattern == "equal":
         x += 3.0
@@ -177,7 +177,7 @@ LENGTHS = (0, 1, 700, 64, 0, SAMPLED, 33, 5000)
 
 
 def bucket(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Sections of other magnitudes, some with ties, and a residual; then what is special."""
+    """Returns sections of different magnitudes, some with ties and special values, and a residual."""
     generator = torch.Generator().manual_seed(3)
     parts = [torch.randn(length, generator=generator) * 10.0 ** (i % 4) for i, length in enumerate(LENGTHS)]
     parts[2].round_()

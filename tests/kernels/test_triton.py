@@ -1,4 +1,4 @@
-"""The kernels for CUDA: the bits of their definitions, in Triton's interpreter or on hardware; they compile for it."""
+"""CUDA kernels have the bits of their definitions, in Triton's interpreter or on a GPU, and compile."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def nonzero_elements(kernels: Any, size: int) -> list[Tensor]:
 
 
 def top_k(kernels: Any, size: int) -> list[Tensor]:
-    """Eleven numbers over and over: the last that is taken has many as large as it."""
+    """Selects from eleven repeated numbers, so that many elements tie with the last one taken."""
     outs = []
     for number, dtype in enumerate(DTYPES):
         for k in {size, size // 3}:
@@ -143,7 +143,7 @@ SIGNED = [("mean", 5), ("two", 0), ("rms", 1024), ("one", 0)]  # and elements a 
 
 
 def pack_signs(kernels: Any, size: int) -> list[Tensor]:
-    """Each dtype with another scale, with and without a residual; sections begin inside of bytes."""
+    """Packs each dtype with another scale, with and without a residual; sections begin inside of bytes."""
     sections, outs = Sections((size // 3, 0, size - size // 3)), []
     for dtype, (scale, block) in zip(DTYPES, SIGNED, strict=True):
         x = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
@@ -212,7 +212,7 @@ def partition_rotated(kernels: Any, size: int) -> list[Tensor]:
 def messages_of_elements(
     kernels: Any, size: int, n: int, dtype: torch.dtype
 ) -> tuple[list[PackedPositions], list[Tensor]]:
-    """Of a tensor's non-zeros for n owners, whose formats take turns; their values."""
+    """Returns a tensor's packed non-zero positions for n owners, in alternating formats, and the values."""
     indices, runs = random_indices(size, 0.4), -(-size // n)
     x = torch.zeros(size, dtype=dtype)
     x[indices] = values_of(indices, dtype)
@@ -268,7 +268,7 @@ def positions_in(kernels: Any, size: int) -> list[Tensor]:
 
 
 def offset_messages(size: int) -> list[tuple[Tensor, int]]:
-    """Some and all of the indices; and blocks of 256 with all, all but one, and all: a mix that must be walked."""
+    """Returns messages of some and of all indices, and of full, nearly full and full blocks, which must be walked."""
     mixed = torch.cat([torch.arange(256), torch.arange(256, 511), torch.arange(512, 768)])
     return [(random_indices(size, density), size) for density in (0.3, 1.0)] + [(mixed, 768)] * (size == 1)
 
@@ -293,7 +293,7 @@ def decode_offsets(kernels: Any, size: int) -> list[Tensor]:
 
 
 def some_rows(size: int, dtype: torch.dtype, dim: int) -> list[tuple[Tensor, Tensor]]:
-    """Parts with duplicates, unsorted; an empty one."""
+    """Returns parts with duplicates, unsorted, one of them empty."""
     generator = torch.Generator().manual_seed(dim)
     lists = [torch.randint(max(size, 1), (count,), generator=generator) for count in (size // 2, 0, size // 3)]
     return [
@@ -356,7 +356,7 @@ def nonzero_rows(kernels: Any, size: int) -> list[Tensor]:
 
 
 def hierarchical_hash(kernels: Any, size: int) -> list[Tensor]:
-    """What is returned in all, and how many there are of each: which has which slot is up to the implementation."""
+    """Returns all indices sorted, and their counts: implementations may place them in other slots."""
     outs = []
     for n, dtype in ((1, torch.int32), (3, torch.int64)):
         indices = torch.arange(size, dtype=dtype)
@@ -379,7 +379,7 @@ GRIDS = (
 
 
 def quantised(size: int) -> Iterator[tuple[Sections, Any, Tensor, Tensor | None]]:
-    """Sections with an empty one and one whose places pass 2^32; blocks of zeros and with what is not finite."""
+    """Quantises an empty section, one whose places pass 2^32, and blocks of zeros and non-finite values."""
     sections = Sections((size, 0, size // 3), (2**32 - size // 2, 0, 7), (2**63 + 5, 1, 2))
     for number, grid in enumerate(GRIDS):
         dtype = DTYPES[number % 4]
@@ -495,7 +495,7 @@ def take_chunks(kernels: Any, size: int) -> list[Tensor]:
 
 
 def some_columns(size: int) -> tuple[int, int, int]:
-    """More than a block of counters for the first section, where it has any; 16 lanes for the last."""
+    """Returns columns: more counters than a block for the first non-empty section, 16 lanes for the last."""
     return size // SKETCHED * 256 + 2, 3, 272
 
 
@@ -563,7 +563,7 @@ def test_more_owners_than_a_byte_can_number_get_what_is_theirs() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("magnitudes", [1, 40, 1 << 40])
 def test_the_largest_of_many_blocks_are_those_of_the_definition(magnitudes: int, dtype: torch.dtype) -> None:
-    """Two histograms of 4096 elements, five blocks of 1024: ties across them all, across some, and hardly any."""
+    """Two histograms of 4096 elements, five blocks of 1024: all, some or hardly any elements tie across blocks."""
     numbers = torch.randint(-magnitudes, magnitudes + 1, (5000,), generator=torch.Generator().manual_seed(0))
     x = (numbers / magnitudes).to(dtype)
     for k in (1, 700, 4999):
@@ -677,7 +677,7 @@ for module, name, types, constants in json.load(sys.stdin):
 
 
 def signature_of(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
-    """What the compiler must know of a launch."""
+    """Returns module, name, argument types and constants of a launch, as the compiler takes them."""
     kinds = [
         f"*{'u' if a.dtype == torch.uint8 else 'fp' if a.is_floating_point() else 'i'}{8 * a.element_size()}"
         if isinstance(a, Tensor)
@@ -692,7 +692,7 @@ def signature_of(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, A
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="there is a GPU, on which the tests above have compiled all kernels")
 def test_every_kernel_compiles_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The interpreter takes what the compiler does not. Machine code for sm_80 can be made without a GPU."""
+    """The interpreter accepts code that the compiler rejects. Machine code for sm_80 needs no GPU."""
     launched: dict[str, tuple[Any, ...]] = {}
 
     def launch(kernel: Any, programs: int, where: torch.device, *arguments: Any, **constants: Any) -> None:
@@ -720,5 +720,5 @@ def test_every_kernel_compiles_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def is_kernel(name: str, value: object, module: Any) -> bool:
-    """Whether a module defines this and it is started as a kernel: by custom, those have an underscore."""
+    """Whether a module defines a kernel by this name: kernels that are launched have a leading underscore."""
     return name.startswith("_") and getattr(getattr(value, "fn", None), "__module__", None) == module.__name__

@@ -1,4 +1,4 @@
-"""Optimisers that step their parameters part by part end where one step of all of them does."""
+"""Optimisers that step their parameters in parts end where one step of all parameters does."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAKERS: list[Callable[..., Optimizer]] = [
 
 
 def three(make: Callable[..., Optimizer] = MAKERS[0]) -> tuple[list[nn.Parameter], Optimizer]:
-    """In two groups."""
+    """Returns three parameters and their optimiser, with two parameter groups."""
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(4, 3)) for _ in range(3)]
     return parameters, make([{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.05}])

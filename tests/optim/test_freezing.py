@@ -1,4 +1,4 @@
-"""Optimisers change nothing where no gradient arrived, and elsewhere what they would."""
+"""Optimisers change nothing where no gradient arrived, and otherwise do as usual."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ in_both_ways = pytest.mark.parametrize("is_watched", [False, True], ids=["what a
 def trained(
     make: Callable[..., Optimizer], steps: list[Sections | None], *, is_watched: bool = False
 ) -> tuple[nn.Parameter, dict[str, Any], list[Tensor]]:
-    """The parameter, the optimiser's state of it and what the parameter was after each step, which brought so much."""
+    """Trains with these sections arriving; returns parameter, optimiser state and the parameter after each step."""
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(3, 4))
     other = nn.Parameter(torch.ones(2))  # not synchronised
@@ -68,7 +68,7 @@ def test_all_optimizers_that_step_what_arrived_are_tried() -> None:
 @in_both_ways
 @every_optimizer
 def test_what_did_not_arrive_stays_as_it_was(make: Callable[..., Optimizer], is_watched: bool) -> None:
-    """Also in the optimiser's state, which goes on from there."""
+    """The optimiser's state stays as well, and goes on from there."""
     _, before, first = trained(make, [None, None])
     weight, state, after = trained(make, [None, None, SECTIONS, SECTIONS], is_watched=is_watched)
     still = ~MOVES.view(3, 4)
@@ -116,7 +116,7 @@ def test_where_nothing_arrived_only_the_count_of_steps_goes_on(
 
 @in_both_ways
 def test_state_that_a_step_makes_is_zero_where_nothing_arrived(is_watched: bool) -> None:
-    """SGD's momentum begins with the gradient and the decay of weights, of which one has not come."""
+    """SGD's momentum begins with the gradient and the weight decay, neither of which applies where nothing arrived."""
     make = partial(SGD, lr=0.1, momentum=0.9, weight_decay=0.1)
     weight, state, _ = trained(make, [SECTIONS], is_watched=is_watched)
     assert (state["momentum_buffer"] != 0).equal(MOVES.view(3, 4))

@@ -1,4 +1,4 @@
-"""LARS: tensors move in proportion to their norms, by what of their gradients arrived."""
+"""LARS: tensors move in proportion to the norms of weights and arrived gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SETTINGS: dict[str, Any] = {"lr": 2.0, "momentum": 0.9, "weight_decay": 0.01, "t
 
 
 def stepped(weights: Tensor, gradients: list[Tensor], **settings: Any) -> Tensor:
-    """The weights after steps with these gradients."""
+    """Returns the weights after steps with these gradients."""
     parameter = nn.Parameter(weights.clone())
     optimizer = LARS([parameter], **{**SETTINGS, **settings})
     for gradient in gradients:
@@ -70,7 +70,7 @@ def test_what_is_all_zero_moves_at_the_plain_rate() -> None:
 
 
 def test_a_gradient_of_zeros_decays_nothing() -> None:
-    """The trust of it has no bounds but those of the decay, which would then be all of the step."""
+    """Only weight decay bounds the trust ratio here, which would make decay the whole step."""
     weights = random(2, 3, seed=0)
     assert torch.equal(stepped(weights, [torch.zeros(2, 3, dtype=torch.float64)]), weights)
     assert torch.equal(stepped(weights, [torch.zeros(2, 3, dtype=torch.float64)], weight_decay=0.0), weights)
@@ -80,7 +80,7 @@ def test_a_gradient_of_zeros_decays_nothing() -> None:
 def test_what_arrived_moves_as_if_it_were_the_layer_and_the_rest_by_momentum_alone(
     sections: list[tuple[int, int]],
 ) -> None:
-    """The first step brings all: momentum, and weights that decay."""
+    """The first step brings all elements: momentum starts, and weights decay."""
     weights, gradients = random(4, 6, seed=0), [random(4, 6, seed=seed) for seed in (1, 2)]
     arrived = torch.zeros(24, dtype=torch.bool)
     for start, stop in sections:
@@ -220,7 +220,7 @@ def test_sparse_gradients_are_refused_before_anything_has_changed() -> None:
 
 
 def test_momentum_is_seen_and_not_taken() -> None:
-    """It sums up steps, each by the norms of its time, and no gradients as SGD's does."""
+    """Momentum sums steps, each by its own norms, rather than gradients as SGD's does."""
     optimizer = LARS([nn.Parameter(torch.ones(2, 2))], lr=0.1, momentum=0.8)
     assert take_momentum(optimizer, optimizer.param_groups[0]["params"]) == 0
     assert momentum_of(optimizer.param_groups[0]) == 0.8

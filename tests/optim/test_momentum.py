@@ -1,4 +1,4 @@
-"""Momentum is applied once: by the compressor or by the optimiser."""
+"""Momentum is applied once, by the compressor or by the optimiser."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ World = Callable[[int], Ranks]
 
 
 def settings_of(optimizer: torch.optim.Optimizer, name: str) -> dict[int, Any]:
-    """By id of the parameter."""
+    """Returns {id(parameter): the setting `name`}."""
     return {id(p): group[name] for group in optimizer.param_groups for p in group["params"]}
 
 
@@ -193,7 +193,7 @@ def test_one_momentum_is_applied_whoever_has_it(
 
 
 def corrected(profiles: Sequence[ParameterProfile], world_size: int) -> Plan:
-    """Matrices under DGC."""
+    """Returns a plan that compresses matrices by DGC."""
     specs = {p.name: p.tensor for p in profiles}
     matrices = [name for name, spec in specs.items() if len(spec.shape) > 1]
     others = [name for name in specs if name not in matrices]
@@ -207,7 +207,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def refused_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """The text of a step that is refused, and leaves the parameters as they were."""
+    """Returns the error of a refused step, after checking that parameters stay unchanged."""
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(ValueError, match="the optimiser would apply") as error:
         step(model, optimizer)

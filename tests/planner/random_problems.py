@@ -15,7 +15,7 @@ def curve(random_: random.Random, most: int = 4) -> Curve:
 
 
 def one_channel(random_: random.Random, *, decode: bool, most_items: int = 7) -> Problem:
-    """Plain, encoded on COMPUTE, encoded on OFFLOAD, over INTER; decoded on COMPUTE."""
+    """Returns a problem with one channel, INTER: plain, encoded on COMPUTE, or on OFFLOAD, and decoded on COMPUTE."""
     last = (Demand(Resource.COMPUTE, curve(random_)),) if decode else ()
     options = (
         Option("plain", (Demand(Resource.INTER, curve(random_, 9)),)),
@@ -26,7 +26,7 @@ def one_channel(random_: random.Random, *, decode: bool, most_items: int = 7) ->
 
 
 def any_chains(random_: random.Random, most_items: int = 7) -> Problem:
-    """Options of any demands in any order."""
+    """Returns a problem whose options have random demands in random order."""
     options = tuple(
         Option(
             str(number),
@@ -55,7 +55,7 @@ def random_parts(random_: random.Random, problem: Problem) -> tuple[Part, ...]:
 
 
 def coded(random_: random.Random, *, knees: bool, most_items: int = 9) -> Problem:
-    """Encode, send, decode of random whole costs; many gradients ready at once, of no size, or one giant."""
+    """Returns a problem of encode, send, decode with random costs; many gradients coincide, are empty or giant."""
 
     def costs() -> Curve:
         call, unit = float(random_.randrange(6)), float(random_.randrange(3))

@@ -1,4 +1,4 @@
-"""What is worth a try of a job: the search's plan before those that need none, and only plans that are allowed."""
+"""Candidates of a job: the plan of the search comes before plans that need none, and only allowed plans are listed."""
 
 from __future__ import annotations
 

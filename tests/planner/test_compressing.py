@@ -1,4 +1,4 @@
-"""One line gives dense gradients to a compressor: what travels how, which scheme carries it, and what is refused."""
+"""CompressingPlanner: its choice of parameters, the schemes that carry payloads, and refused compressors."""
 
 from __future__ import annotations
 

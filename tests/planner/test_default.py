@@ -1,4 +1,4 @@
-"""The plan nobody asked for: complete, deterministic, in the order of readiness, and by the fewest bytes."""
+"""The default plan is complete, deterministic, in the order of readiness, and has the fewest bytes."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_without_measurements_the_first_sparse_scheme_is_taken() -> None:
 
 
 def counted_bytes(scheme: AGSparse | BalancedParallelism, tables: Sequence[Sequence[torch.Tensor]], dim: int) -> float:
-    """What the busiest rank really sends: `tables[rank]` are its row indices, a table each."""
+    """Returns the bytes that the busiest rank sends; `tables[rank]` are the row indices of that rank's tables."""
 
     def rank_main(group: LocalGroup) -> float:
         ledger = Ledger()
@@ -149,7 +149,7 @@ def test_the_scheme_that_is_chosen_is_the_one_that_sends_fewest_bytes(
 
 
 def found(name: str, rows: float, *, num_rows: int = 1000, dim: int = 64) -> ParameterProfile:
-    """A table with dense gradients, of which a rank was seen to fill `rows` rows."""
+    """Returns the profile of a table with dense gradients whose `rows` rows were non-zero on a rank."""
     density = DensityProfile(num_rows, rows, {4: 1.5})
     return ParameterProfile(name, TensorSpec((num_rows, dim), torch.float32), sparse=False, density=density)
 
@@ -171,7 +171,7 @@ def test_a_plan_by_layout_is_tried_where_sparsity_was_found_and_only_there() -> 
 
 
 def scattered(name: str, rows: float, elements: float, *, num_rows: int = 1000, dim: int = 64) -> ParameterProfile:
-    """A dense gradient of which a rank was seen to fill shares `rows` and `elements`, the same ones on all ranks."""
+    """Returns the profile of a dense gradient with these shares of non-zero rows and elements, alike on all ranks."""
     profiles = [DensityProfile(size, share * size, {4: 1.0}) for size, share in ((num_rows, rows), (64_000, elements))]
     spec = TensorSpec((num_rows, dim), torch.float32)
     return ParameterProfile(name, spec, sparse=False, density=profiles[0], elements=profiles[1])
@@ -214,7 +214,7 @@ def test_measured_tables_have_room_for_their_rows_and_half_as_many_again() -> No
 
 
 def test_capacities_follow_the_order_of_the_tables_in_the_bucket_and_are_part_of_the_plan() -> None:
-    """Ready order turns the tables round."""
+    """Buckets are in ready order, the reverse of the model's order."""
     early, middle, late = (
         replace(sparse(name, DensityProfile(1000, rows, {4: 1.0}, pattern)), position=position)
         for name, rows, pattern, position in (("early", 40.0, "x", 0), ("middle", 60.0, "y", 1), ("late", 40.0, "x", 2))

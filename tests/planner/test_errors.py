@@ -1,4 +1,4 @@
-"""Measured errors of lossy ways: what a step would change, whoever carries a compressor's payloads."""
+"""Measured errors of lossy schemes: the relative change of a step, whichever scheme carries the payloads."""
 
 from __future__ import annotations
 

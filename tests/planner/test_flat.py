@@ -1,4 +1,4 @@
-"""Flat buckets on nodes of several ranks: summed inside them first where that is expected to pay, and only there."""
+"""Flat buckets on nodes of several ranks: sums inside nodes come first only where that is predicted to pay."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def dense(name: str, numel: int = NUMEL, dtype: torch.dtype = torch.float32, pos
 
 
 def sampled(name: str, density: float) -> ParameterProfile:
-    """Of whose elements so many were seen not to be zero, some of them the same ones on all ranks."""
+    """Returns a profile with this density, whose ranks have some of their non-zero elements in common."""
     growth = {2: 1.4, 4: 2.0} if density < 0.4 else {2: 1.0, 4: 1.0}
     return replace(dense(name), elements=DensityProfile(NUMEL, density * NUMEL, growth, most_rows=density * NUMEL))
 
@@ -65,7 +65,7 @@ def schemes_of(plan: Plan) -> list[Scheme[Any]]:
 
 
 def test_a_dense_bucket_is_summed_inside_nodes_first_where_links_are_fast_there() -> None:
-    """Three halves of the bucket over each node's link, or one whole."""
+    """Each node's link carries three halves of the bucket, or the whole bucket once."""
     assert schemes_of(default_plan([dense("w")], 4, NETWORK)) == [OVER_NODES]
     assert seconds(OVER_NODES, dense("w"), NETWORK) < 0.75 * seconds(AllReduce(), dense("w"), NETWORK)
 
@@ -105,7 +105,7 @@ def test_elements_are_summed_inside_nodes_first_unless_they_are_very_few() -> No
 
 
 def test_many_elements_are_summed_inside_nodes_densely_where_kernels_cost_more_than_bytes() -> None:
-    """As Zen does it always: the link inside is so fast that nothing is saved by sending less over it."""
+    """Zen always does so: the link inside a node is so fast that sending less over it saves nothing."""
     profile = sampled("w", 0.1)
     assert profile.elements is not None
     network = Network(replace(SLOW_KERNELS.cost, intra=Link(1e11, 1e-6)), NODES)
@@ -115,7 +115,7 @@ def test_many_elements_are_summed_inside_nodes_densely_where_kernels_cost_more_t
 
 
 def test_elements_must_save_half_of_what_the_better_dense_scheme_takes() -> None:
-    """Half of an all-reduce is not enough where sums inside nodes take two thirds of it."""
+    """Half of an all-reduce is not enough where hierarchical sums take two thirds of an all-reduce."""
     for density in (0.2, 0.3, 0.35, 0.4):
         profile = sampled("w", density)
         sparse_s = min(seconds(s, profile, NETWORK) for s in element_schemes(NODES))
@@ -191,7 +191,7 @@ def test_a_dense_bucket_over_nodes_becomes_sparse_only_for_half_of_its_time() ->
 
 @pytest.mark.parametrize("scheme", [*element_schemes(NODES), *dense_schemes(NODES)], ids=lambda scheme: scheme.title)
 def test_without_a_change_a_flat_bucket_on_nodes_keeps_its_scheme(scheme: Scheme[Any]) -> None:
-    """Whatever a trial has left."""
+    """The scheme may be any that a trial has left."""
     known = sampled("w", 0.05)
     plan = planned(known, scheme)
     assert revised(plan, [known], [known], NETWORK) == plan

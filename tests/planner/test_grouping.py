@@ -1,4 +1,4 @@
-"""Groupings keep to what is asked for, are as quick as the specification says, and dodge slow nodes and uplinks."""
+"""Groupings meet their constraints, are as quick as the specification says, and avoid slow nodes and uplinks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ONE_SLOW = Cluster(64, LINK, slow={9: SLOW})
 
 
 def racks(number: int, per_rack: int, share: float = 1.0) -> Cluster:
-    """Whose uplinks have so large a share of a node's bandwidth."""
+    """Returns racks whose uplinks have this share of a node's bandwidth."""
     trunk = Link(share * LINK.bandwidth_bytes_per_s, LINK.latency_s)
     return Cluster(number * per_rack, LINK, rack_size=per_rack, trunk=trunk)
 
@@ -62,7 +62,7 @@ def test_groups_that_cross_share_the_uplink() -> None:
 
 @st.composite
 def topologies(draw: st.DrawFn) -> Cluster:
-    """Racks of any size and rate, the last one perhaps smaller, and up to three nodes with slower or faster links."""
+    """Draws racks of any size and rate, the last one perhaps smaller, and up to three nodes with other links."""
     nodes = draw(st.one_of(st.integers(2, 16), st.sampled_from([17, 19, 23])))
     trunk = Link(draw(st.floats(0.1, 4.0)) * LINK.bandwidth_bytes_per_s, draw(st.sampled_from([0.0, 30e-6, 1e-3])))
     shares = draw(st.dictionaries(st.integers(0, nodes - 1), st.floats(0.05, 2.0), max_size=3))
@@ -106,7 +106,7 @@ def test_whatever_the_racks_all_that_is_returned_keeps_to_what_is_asked_for(
 
 @pytest.mark.parametrize("nodes", [2, 3, 7, 12, 49])
 def test_everybody_together_is_always_possible(nodes: int) -> None:
-    """And so are exact schedules, if nothing may be left, though rounding leaves something of both."""
+    """Exact schedules are possible, too, if no difference may be left, though rounding leaves some of both."""
     names = [each.name for each in groupings(Cluster(nodes, LINK), NBYTES, COMPUTE_S, most_spread=0.0, most_left=0.0)]
     assert names == ["together"]
     assert nodes == 2 or len(groupings(Cluster(nodes, LINK), NBYTES, COMPUTE_S, most_spread=2.0, most_left=0.0)) > 1
@@ -150,7 +150,7 @@ def test_local_steps_are_judged_as_what_they_are(cluster: Cluster) -> None:
 
 
 def test_of_what_is_about_as_quick_the_one_that_keeps_nodes_closer_is_taken() -> None:
-    """Where the exchange is nothing beside a step, nobody makes local steps for it."""
+    """Local steps gain nothing where the exchange is negligible beside a step."""
     cluster = Cluster(4, LINK)
     hardly = AveragingPlanner(compute_s=COMPUTE_S).grouping(cluster, 1e-3 * COMPUTE_S * LINK.bandwidth_bytes_per_s)
     assert hardly.name == "together"
@@ -160,7 +160,7 @@ def test_of_what_is_about_as_quick_the_one_that_keeps_nodes_closer_is_taken() ->
 
 
 def test_nodes_are_seated_where_uplinks_have_less_to_carry() -> None:
-    """Of a hypercube over four racks, two digits must cross; counted against the order of racks they all could."""
+    """Two digits of a hypercube over four racks must cross racks; in the original seating all digits could."""
     cluster = racks(4, 4, share=0.5)
     scattered = hypercube(16).with_ranks([4 * (rank % 4) + rank // 4 for rank in range(16)])
     shuffled = scattered.with_ranks([5, 12, 0, 9, 3, 14, 7, 10, 1, 8, 15, 6, 2, 11, 4, 13])

@@ -1,4 +1,4 @@
-"""The joint search is near the best of all plans, its certificate holds, and both are the same on every rank."""
+"""The joint search is near the best plan, its lower bound holds, and both are the same on every rank."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_the_plan_takes_what_it_says_and_covers_the_items() -> None:
 
 
 def faster(problem: Problem, by: float) -> Problem:
-    """The same with so many times the bandwidth between nodes."""
+    """Returns the problem with `by` times the bandwidth between nodes."""
 
     def curve(demand: Demand) -> Curve:
         if demand.resource is not Resource.INTER:
@@ -156,7 +156,7 @@ def test_more_bandwidth_is_never_worse_where_nothing_is_decoded() -> None:
 
 
 def upto_inter(option: Option) -> tuple[Demand, ...]:
-    """The chain to its first demand between nodes."""
+    """Returns the chain up to its first demand between nodes."""
     first = [demand.resource for demand in option.chain].index(Resource.INTER)
     return option.chain[: first + 1]
 

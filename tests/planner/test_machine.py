@@ -1,4 +1,4 @@
-"""The machine plays plans by its rules, and the recurrences enclose what it says."""
+"""The simulated machine follows its rules, and the recurrences bound its times."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.planner.random_problems import any_chains, one_channel, random_parts
 
 
 def fixed(resource: Resource, *seconds: float) -> Demand:
-    """A demand with the seconds of each item given."""
+    """Returns a demand that takes these seconds, one number an item."""
     return Demand(resource, Curve.linear(0.0, 1.0), seconds)
 
 
@@ -37,7 +37,7 @@ def test_encoding_and_decoding_interrupt_backward() -> None:
 
 
 def test_the_first_demands_of_parts_keep_the_order_of_the_parts() -> None:
-    """Part 0 is encoded on another core; part 1 waits for it at the link though it was ready long before."""
+    """Part 1 is ready first but waits for the link: part 0, still encoded on another core, comes first."""
     host = Option("host", (fixed(Resource.OFFLOAD, 5, 5), fixed(Resource.INTER, 10, 10)))
     device = Option("device", (fixed(Resource.COMPUTE, 0.5, 0.5), fixed(Resource.INTER, 10, 10)))
     problem = Problem((0.0, 1.0), (1.0, 1.0), (host, device))
@@ -45,7 +45,7 @@ def test_the_first_demands_of_parts_keep_the_order_of_the_parts() -> None:
 
 
 def test_the_second_demand_on_a_link_takes_its_turn_by_waiting_time() -> None:
-    """A hierarchical exchange of a small part waits for the large one's first phase, which came first."""
+    """A small part's hierarchical exchange waits for the large part's first phase, which was ready earlier."""
     chain = (fixed(Resource.INTRA, 1, 6), fixed(Resource.INTER, 3, 3), fixed(Resource.INTRA, 1, 1))
     problem = Problem((0.0, 0.0), (1.0, 1.0), (Option("two levels", chain),))
     intra = [(name, begin) for name, stream, begin, _ in drawn(problem, layerwise(problem, 0)) if stream == "intra"]
@@ -74,7 +74,7 @@ def test_without_decoding_the_recurrence_is_the_machine() -> None:
 
 
 def test_options_have_the_matrices_of_the_paper() -> None:
-    """`bytecomp.md` 3.7, with a = 2, h = 3, k = 5, d = 7, on the rows compute, offload and inter."""
+    """The matrices of `bytecomp.md` 3.7 with a = 2, h = 3, k = 5, d = 7; rows: compute, offload, inter."""
     plain, device, host = (
         Option("plain", (fixed(Resource.INTER, 7),)),
         Option("device", (fixed(Resource.COMPUTE, 3), fixed(Resource.INTER, 7))),
@@ -121,7 +121,7 @@ def test_the_screened_level_is_a_bound_for_any_chains() -> None:
 
 
 def test_charging_the_channel_alone_would_be_no_bound() -> None:
-    """Why the charged level charges COMPUTE too: decodings of earlier parts delay the last part's readiness."""
+    """Decoding earlier parts delays the last part's readiness: the charged bound must count COMPUTE, too."""
     chain = (fixed(Resource.INTER, 1, 1, 1), fixed(Resource.COMPUTE, 4, 4, 0))
     problem = Problem((1.0, 5.0, 5.0), (1.0,) * 3, (Option("decoded", chain),))
     parts = layerwise(problem, 0)

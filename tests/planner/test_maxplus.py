@@ -1,4 +1,4 @@
-"""(max,+) matrices do what the loop does, also when a tree keeps their product while they change."""
+"""(max,+) matrices give the times of the loop, also when a tree maintains their product under changes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def host(backward: float, encode: float, transfer: float) -> Matrix:
 
 
 def loop(steps: list[tuple[float, float, float]]) -> tuple[float, float, float]:
-    """The recurrence of `bytecomp.md` 3.7; a tensor that is encoded on the host says how long, others 0."""
+    """Returns gpu, cpu and channel times by `bytecomp.md` 3.7; `encode` is 0 where nothing is encoded on the host."""
     gpu = cpu = channel = 0.0
     for backward, encode, transfer in steps:
         gpu += backward

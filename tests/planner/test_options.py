@@ -1,4 +1,4 @@
-"""A job as a problem: an option demands what its scheme's steps cost, and parts become a plan that fits the model."""
+"""Jobs as problems: an option demands the costs of its scheme's steps, and parts become a plan that fits the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a search's plan is made better by: schemes and merges by which the predicted step is shorter."""
+"""Polishing a search's plan: changes of schemes and merges that shorten the predicted step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.planner.test_reasons import ALLOWED, DENSE, FEEDBACK, SPECS, plan_of
 
 
 def at_once() -> Job:
-    """A job whose gradients are all ready from the start: nothing is hidden."""
+    """Returns a job whose gradients are all ready from the start, so that nothing is hidden behind backward."""
     return replace(job(), ready_s=dict.fromkeys(job().ready_s, 0.0), backward_s=0.0)
 
 

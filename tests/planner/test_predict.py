@@ -1,4 +1,4 @@
-"""A predicted step: the turns of the engine on the costs of the job, backward stretched by what it shares."""
+"""A predicted step: the engine's turns at the job's costs, with backward stretched by the work beside it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def plan() -> Plan:
 
 
 def packed() -> Plan:
-    """Kernels of the second bucket run while the first one is on its way."""
+    """Returns a plan where the second bucket's kernels run while the first bucket is sent."""
     specs = {"last": SPEC, "middle": SPEC, "table": TABLE}
     return Plan.make(specs, 4, [(["last", "middle"], HalfPrecision()), (["table"], AGSparse())])
 
@@ -86,7 +86,7 @@ def test_backward_stretches_what_goes_on_beside_it_until_it_ends() -> None:
     ids=["transfers", "kernels"],
 )
 def test_transfers_and_kernels_beside_each_other_take_longer(slowdown: Slowdown, stretched: str, other: str) -> None:
-    """Half of the time in which the other goes on is lost, and nothing else is."""
+    """Half of the time that kernels and transfers share is lost, and no other time is."""
 
     def times(slowdown: Slowdown, stream: str) -> dict[str, Task]:
         return {task.name: task for task in predict(packed(), job(slowdown)).tasks if task.stream == stream}

@@ -1,4 +1,4 @@
-"""Problems: what cannot be is refused by name, and curves say what amounts take."""
+"""Problems: invalid ones are refused by name, and curves give the seconds of amounts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why a plan is as it is: alternatives by the predicted step, and whether plain DDP would do."""
+"""Reasons of a plan: alternatives compared by the predicted step, and whether plain DDP is as good."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Links that changed are found by what rounds take, noise is not, and groups are left only for clearly better ones."""
+"""Changed links are found by the times of rounds, noise is ignored, and groups change only for clearly better ones."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_young_plan_says_nothing_yet() -> None:
 
 
 def test_figures_are_of_whole_cycles() -> None:
-    """Rounds of a cycle differ, and where in it one looks makes no difference."""
+    """Rounds of a cycle differ, but the figures do not depend on where in the cycle they are read."""
     cycle = [0.4, *[0.1] * 11]
     rounds = watched(cycle * FIGURES, len(cycle))
     assert rounds.young_s == pytest.approx(sum(cycle) / len(cycle))
@@ -84,7 +84,7 @@ def test_changes_that_take_no_time_are_none() -> None:
 @pytest.mark.parametrize("most", [1, 4])
 @pytest.mark.parametrize("seed", range(20))
 def test_noise_leaves_groups_as_they_are(seed: int, most: int) -> None:
-    """Of a tenth on rounds, and on the rates of whoever measures nevertheless."""
+    """Rounds have noise of a tenth, as do the rates of a planner that measures nevertheless."""
     draw = random.Random(seed)
     noisy = watched([0.05 * draw.uniform(0.9, 1.1) for _ in range(4 * WATCHED)])
     assert noisy.young_s is not None and noisy.now_s is not None
@@ -98,7 +98,7 @@ def test_noise_leaves_groups_as_they_are(seed: int, most: int) -> None:
 
 
 def test_a_rate_near_the_bound_does_not_flip_groups_back_and_forth() -> None:
-    """A node that is a little too slow is let sit out, and goes on to where it is a little less slow."""
+    """A node that is slightly too slow is allowed to sit out, and stays so when it becomes slightly less slow."""
     too_slow, not_quite = slow(3, 0.79), slow(3, 0.82)
     sits_out, joins = planned(too_slow), planned(not_quite)
     assert sits_out != joins == PAIRS
@@ -107,7 +107,7 @@ def test_a_rate_near_the_bound_does_not_flip_groups_back_and_forth() -> None:
 
 
 class Job:
-    """Ranks whose rounds take what the links of now make of them, as the simulation has it."""
+    """Ranks whose rounds take the time that the present links give them in the simulation."""
 
     def __init__(self, links: Cluster) -> None:
         self.schedule, self.measured = planned(links), 0
@@ -137,7 +137,7 @@ class Job:
 
 
 def test_contention_that_moves_is_followed_and_forgotten() -> None:
-    """A node becomes slow, then another one, then none; long epochs, a consensus after each."""
+    """First one node becomes slow, then another one, then none; each epoch is long and ends with a consensus."""
     draw, job = random.Random(0), Job(UNIFORM)
     assert job.schedule == PAIRS
     moved = []
@@ -220,7 +220,7 @@ SCHEDULES = [
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_what_rounds_remove_says_how_far_apart_ranks_are(schedule: GroupSchedule) -> None:
-    """Values that get noise of their own in each step, of which only distances to averages are seen."""
+    """Values get independent noise in each step; only distances to averages are observed."""
     draw, n, elements, norm = np.random.default_rng(0), schedule.size, 100, 50.0
     cycles = -(-200 // len(schedule.rounds))
     values = np.zeros((n, elements))
@@ -251,7 +251,7 @@ def test_rounds_that_go_short_of_the_mean_or_beyond_remove_less_than_they_change
 
 
 def test_ranks_of_a_node_count_as_one() -> None:
-    """Of 3 nodes of 2 ranks: each rank's noise is 1, a node's mean has half of it, rounds remove all but the mean's."""
+    """3 nodes of 2 ranks: each rank's noise is 1, a node's mean has half of it, rounds remove all but the mean's."""
     assert spread_for(1.0, 1 - 1 / 6, nodes=3, per_node=2) == pytest.approx(1 / 0.5)
 
 
@@ -264,7 +264,7 @@ def regrouped_spread(planner: AveragingPlanner, present: GroupSchedule, removed:
 
 
 def test_groups_grow_where_ranks_are_apart_and_shrink_where_there_is_room() -> None:
-    """Of 16 nodes; `removed` for which pairs, groups of 4, or none but all together keep ranks near enough."""
+    """16 nodes; `removed` is the spread at which pairs, groups of 4, or only all together keep ranks near enough."""
     planner = AveragingPlanner(most_apart=1.0, most_local_steps=1)
     pairs, fours, all_together = hypercube(16), grid((4, 4)), together(16)
     spreads = [schedule.spread() / 16 for schedule in (pairs, fours)]

@@ -1,4 +1,4 @@
-"""Plans are revised when densities have changed, not before it pays, and nothing but default schemes is replaced."""
+"""Plans are revised when densities have changed and revising pays; only default schemes are replaced."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROWS = 10_000
 
 
 def table(rows: float, overlap: str, most: float = 0.0) -> ParameterProfile:
-    """Ranks with the same rows, or each with rows of its own."""
+    """Returns the profile of a table whose ranks have the same rows, or each its own."""
     growth = {"same rows": {WORLD: 1.0}, "own rows": {WORLD: float(WORLD)}}[overlap]
     density = DensityProfile(ROWS, rows, growth, "a", most or rows)
     return ParameterProfile("t", TensorSpec((ROWS, 16), torch.float32), sparse=True, density=density)

@@ -1,4 +1,4 @@
-"""Of plans that take as long the one that loses least in the fewest buckets, and never one that takes longer."""
+"""Simplifying a plan: the plan that loses least, in the fewest buckets, among those that are predicted as fast."""
 
 from __future__ import annotations
 

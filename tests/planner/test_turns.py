@@ -1,4 +1,4 @@
-"""Turns: what could be computed while something else is on its way is not kept waiting by the order."""
+"""Turns: a computation that can run during a transfer is not delayed by the plan's order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routes among the ways of a job: few, only what was measured; the search takes them where they pay."""
+"""Routes among the schemes for a job: few, and only measured ones; the search takes them where they pay."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_links_that_cost_nothing_are_crossed_exactly(placement: Placement) -> No
 
 
 def synchronised(group: LocalGroup, plan: Plan, here: Job) -> list[torch.Tensor]:
-    """The last of two steps' gradients, of an engine that takes the plan's turns."""
+    """Returns the second step's gradients of an engine that takes the plan's turns."""
     parameters = {p.name: torch.nn.Parameter(torch.zeros(p.tensor.shape)) for p in here.profiles}
     ours = Engine(parameters, group, plan, timeout_s=20)
     generator = torch.Generator().manual_seed(group.rank)
@@ -142,7 +142,7 @@ def test_the_plan_that_is_picked_runs_and_sends_the_bytes_that_are_predicted(wit
 
 
 def test_turns_of_a_route_are_where_its_transfers_begin_and_end() -> None:
-    """Not one bucket after the other: the next one is pushed while this one is on its way across."""
+    """The next bucket is pushed while the previous one crosses between nodes."""
     plan = searched(job(SLOW_BETWEEN), Constraints(lossy=(FEEDBACK,), always=True)).plan
     place = {turn: number for number, turn in enumerate(plan.order)}
     pushed, last = {}, {}
@@ -186,7 +186,7 @@ def test_compressors_made_for_so_many_ranks_take_only_routes_of_as_many(compress
 
 
 def kernels(*schemes: Scheme[Any]) -> dict[str, KernelCost]:
-    """Costs of all their kernels, on one node each."""
+    """Returns costs of the kernels of these schemes, on nodes of one rank."""
     spec = TensorSpec((1 << 12,), torch.float32)
     steps = [step for s in schemes for step in s.steps((spec,), (), Placement.one_per_node(4))]
     return {step.kernel: KernelCost(1e-5, 1e-10) for step in steps if isinstance(step, Compute)}

@@ -1,4 +1,4 @@
-"""Plans on disk: what is written is read, and what does not fit says what, where and what was expected."""
+"""Plans on disk: reading gives what was written, and errors name the misfit, its place and the expectation."""
 
 from __future__ import annotations
 

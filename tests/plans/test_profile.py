@@ -1,4 +1,4 @@
-"""Profiles on disk: what is written is read, what cannot be is refused by name, and planners get what they take."""
+"""Profiles on disk: reading gives what was written, bad values are refused by name, and planners get their inputs."""
 
 from __future__ import annotations
 

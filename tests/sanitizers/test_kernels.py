@@ -21,7 +21,7 @@ DRIVER = ["-O0", "-fno-sanitize=undefined"]  # calls kernels whatever they are b
 
 
 def compiles(folder: Path, *flags: str) -> bool:
-    """Whether the compiler has the libraries that the flags need."""
+    """Whether the compiler has the libraries for the sanitizer flags."""
     source = folder / "empty.cpp"
     source.write_text("int main() { return 0; }\n")
     command = [str(COMPILER), *flags, str(source), "-o", str(folder / "empty")]
@@ -54,13 +54,13 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def kernel_sources() -> list[Path]:
-    """All but the binding to Python, the largest first."""
+    """Returns all sources but the binding to Python, the largest first."""
     files = [path for path in (ROOT / "csrc").glob("*.cpp") if not path.name.startswith("bind")]
     return sorted(files, key=lambda path: -path.stat().st_size)
 
 
 def with_headers(path: Path) -> str:
-    """The text of a source and of all that it includes of ours."""
+    """Returns the text of a source and of all our headers that it includes."""
     text = path.read_text(encoding="utf-8")
     return text + "".join(with_headers(path.with_name(name)) for name in re.findall(r'^#include "(.+)"', text, re.M))
 
@@ -73,7 +73,7 @@ def build(arguments: list[str]) -> None:
 
 
 def run_program(program: Path, *arguments: str, symbols: bool = True) -> subprocess.CompletedProcess[str]:
-    """Without `symbols` what is noticed is said sooner, and not where it was."""
+    """Runs the program; without `symbols` errors are reported sooner, but without source lines."""
     environment = {**os.environ, "ASAN_OPTIONS": f"symbolize={symbols:d}"}
     return subprocess.run([str(program), *arguments], capture_output=True, text=True, check=False, env=environment)
 

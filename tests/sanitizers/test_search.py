@@ -1,4 +1,4 @@
-"""The native search does nothing undefined, under the address and UB sanitizers."""
+"""The native search has no undefined behaviour, checked by the address and UB sanitizers."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ ROW_SCHEMES: tuple[Scheme[Any], ...] = (AGSparse(), BalancedParallelism())
 
 
 def measured(scheme: Scheme[Any]) -> Callable[[Sequence[Tables]], Scheme[Any]]:
-    """What the planner makes of the ranks' tables: every rank's rows fit."""
+    """Returns the scheme that the planner makes for the ranks' tables: every rank's rows fit."""
     return lambda inputs: scheme.planned_for(profiles_of(inputs))
 
 
@@ -337,7 +337,7 @@ def draw(generator: torch.Generator, count: int, num_rows: int) -> Tensor:
 
 
 def embedding_gradient(generator: torch.Generator, dtype: torch.dtype) -> SparseRows:
-    """What autograd leaves in `nn.Embedding(sparse=True)`: COO, not coalesced."""
+    """Returns a gradient as autograd leaves it in `nn.Embedding(sparse=True)`: COO, not coalesced."""
     embedding = nn.Embedding(40, 6, sparse=True, dtype=dtype)
     (embedding(draw(generator, 25, 40)) * torch.randn(25, 6, generator=generator).to(dtype)).sum().backward()
     gradient = embedding.weight.grad
@@ -446,7 +446,7 @@ CASES = {Layout.FLAT: [*FLAT_SIZES, *ELEMENT_CASES], Layout.ROWS: ROW_CASES}
 
 
 def make_inputs(scheme: Scheme[Any], case: str, size: int, dtype: torch.dtype) -> list[Any]:
-    """What each rank brings."""
+    """Returns the gradients of each rank."""
     if scheme.layout is Layout.ROWS:
         return [row_case(case, rank, dtype) for rank in range(size)]
     if case in ELEMENT_CASES:
@@ -457,7 +457,7 @@ def make_inputs(scheme: Scheme[Any], case: str, size: int, dtype: torch.dtype) -
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run left behind, by rank."""
+    """The results of a run, by rank."""
 
     results: list[Any]
     states: list[Any]
@@ -479,13 +479,13 @@ class Counted:
 
 
 def run(member: Member, inputs: Sequence[Any], scale: float, states: Sequence[Any] | None = None) -> Outcome:
-    """What the member's scheme makes of the inputs, one for each rank."""
+    """Returns the outcome of the member's scheme for these inputs, one for each rank."""
     return run_scheme(member.planned(inputs), inputs, scale, states, member.placement(len(inputs)))
 
 
 @cache
 def mean_of(member: Member, case: str, size: int, dtype: torch.dtype) -> Outcome:
-    """What the member makes of a case, run once for all tests that look at it."""
+    """Returns the outcome for a case, run once for all tests that look at it."""
     return run(member, make_inputs(member.scheme, case, size, dtype), 1 / size)
 
 
@@ -527,7 +527,7 @@ def copy_of(x: Any) -> Any:
 
 
 def replayed_bytes(scheme: Any, inputs: Sequence[Any]) -> list[int]:
-    """What each rank sends at a point of the design space: its schedule, played with the rows that there are."""
+    """Returns the bytes that each rank sends at a point of the design space: its schedule is played with these rows."""
     flat, size = scheme.layout is Layout.FLAT, len(inputs)
     plan = scheme.schedule(size)
     tables = [(_blocks_of(x, scheme.block),) if flat else x for x in inputs]
@@ -573,7 +573,7 @@ def _blocks_of(x: Tensor, block: int) -> SparseRows:
 
 
 def to_dense(x: Any, entry: Callable[[Tensor], Tensor] = Tensor.double) -> list[Tensor]:
-    """In float64, a tensor for each tensor of the bucket, of what `entry` makes of the values."""
+    """Returns float64 tensors, one for each tensor of the bucket, of the values that `entry` gives."""
     if isinstance(x, Tensor):
         return [entry(x)]
     return [torch.zeros(t.num_rows, t.dim, dtype=torch.float64).index_add_(0, t.indices, entry(t.values)) for t in x]

@@ -26,7 +26,7 @@ def bucket(dtype: torch.dtype = torch.float64, shapes: Sequence[tuple[int, ...]]
 
 
 def gradient(seed: int, like: Bucket | None = None) -> Tensor:
-    """With flags behind, of which the second is not set for every seed."""
+    """Returns a gradient with flags behind it, the second of which is not set for every seed."""
     like = like or bucket()
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(like.numel + like.num_flags, generator=generator, dtype=torch.float64)
@@ -51,7 +51,7 @@ class Ranks:
         self.states = [scheme.init(like or bucket(), group) for group in LocalGroup.world(size, placement)]
 
     def step(self, inputs: Sequence[Tensor], scale: float | None = None) -> Tensor:
-        """What all of them have afterwards."""
+        """Takes a step and returns the results of all ranks."""
         self.outcome: Outcome = run_scheme(self.scheme, inputs, scale or 1 / self.size, self.states, self.placement)
         self.states = self.outcome.states
         first = self.outcome.results[0]

@@ -60,14 +60,14 @@ def constant(values: Sequence[float], like: Bucket = ONE) -> Tensor:
 
 
 def chunks_of(x: Tensor) -> list[int]:
-    """Which of them something arrived in."""
+    """Returns the chunks in which some element arrived."""
     return x[: ONE.numel].view(-1, 100).any(dim=1).nonzero().flatten().tolist()
 
 
 @pytest.mark.parametrize("scheme", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_nothing_is_lost(scheme: CoarseGrained, dtype: torch.dtype) -> None:
-    """Of each rank to the bit; of the sum but for what adding up in the type of the message loses."""
+    """Nothing is lost on a rank, bit by bit, or in the sum, up to rounding in the message's dtype."""
     ranks = Ranks(scheme, 3, like := bucket(dtype))
     brought, given = torch.zeros(like.numel).double(), torch.zeros(like.numel).double()
     for step in range(6):
@@ -156,7 +156,7 @@ def test_the_late_choice_goes_by_what_the_last_step_left() -> None:
 
 
 def test_the_late_choice_chooses_as_the_exact_one_what_grows_as_it_did() -> None:
-    """What has the largest gradients is sent in every step, the others when they have gathered as much."""
+    """Chunks with the largest gradients are sent in every step, others when their residuals have grown as large."""
     sizes = constant([50.0, 1, 2, 3, 4, 5, 6, 7, 8, 1])
     ranks = Ranks(SMALL, 2, ONE)
     for step in range(12):
@@ -282,7 +282,7 @@ def test_what_is_kept_is_forgotten_as_asked_for() -> None:
 
 
 def test_what_16_bits_cannot_hold_is_kept_and_sent_later() -> None:
-    """Finite numbers never end as infinite ones: what is beyond the range goes with the next steps."""
+    """Finite numbers never become infinite: values beyond the range go with the next steps."""
     scheme = CoarseGrained(HalfPrecision(values="float16"), ratio=1.0, chunk=100)
     ranks = Ranks(scheme, 2, ONE)
     huge, nothing = constant([1e5] * 10), torch.zeros_like(constant([0.0] * 10))
@@ -306,7 +306,7 @@ def test_norms_beyond_16_bits_are_the_largest_that_there_are() -> None:
 @pytest.mark.parametrize("scheme", KINDS + KEEP_MOMENTUM)
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 def test_what_is_not_finite_in_any_chunk_shows_in_the_result(scheme: CoarseGrained, value: float) -> None:
-    """In that of all ranks, be the chunk sent or not."""
+    """All ranks see the non-finite value, whether or not its chunk is sent."""
     ranks = Ranks(scheme, 2)
     inputs = [gradient(rank) for rank in range(2)]
     ranks.step(inputs)

@@ -124,7 +124,7 @@ def test_bytes_are_as_predicted(member: Member, size: int) -> None:
 
 @members
 def test_nothing_is_lost_on_any_way(member: Member) -> None:
-    """What was given out, and all residuals, are all gradients: of what ranks sent, and of owners' sums."""
+    """Gradients in are the result plus all residuals: of what ranks sent, and of owners' sums."""
     compressor, size = member.compressor, 2
     if not isinstance(compressor, ErrorFeedback):
         if (

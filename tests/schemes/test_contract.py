@@ -1,4 +1,4 @@
-"""What every scheme promises, tested on ranks as threads. A new scheme is one row in `family.MEMBERS`."""
+"""The promises of every scheme, tested on ranks as threads. A new scheme is one row in `family.MEMBERS`."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def predicted(member: Member, inputs: list[Any]) -> list[Transfer]:
 
 
 def slack_bytes(member: Member, inputs: list[Any]) -> float:
-    """What recorded and predicted bytes of all ranks may differ by: the padding of sections, and the dealing.
+    """Returns the bytes by which recorded and predicted totals may differ: padding of sections, and dealing.
 
     A rank sends size - 1 messages in a stage, each with as many sections a tensor as the member says. Of elements that
     are dealt to owners 1/size stay where they are, within four standard deviations; the others send value and position.
@@ -121,7 +121,7 @@ def slack_bytes(member: Member, inputs: list[Any]) -> float:
 
 
 def test_every_registered_scheme_is_a_row_of_the_table() -> None:
-    """But for those that lose more than a rounding or average groups, which have contracts of their own."""
+    """Schemes that lose more than a rounding, or average groups, have contracts of their own."""
     others = (Compressed, PowerSGD, CoarseGrained, Gossip, Shuffled)
     builtin = {
         name
@@ -178,7 +178,7 @@ def test_ranks_of_all_nodes_have_as_many_turns_whatever_their_data(member: Membe
 
 @runs(ALL_MEMBERS, dtypes=True)
 def test_recorded_bytes_are_those_of_the_steps(member: Member, case: str, size: int, dtype: torch.dtype) -> None:
-    """To the byte on every rank where the data does not matter; else in total over the ranks, within `slack_bytes`."""
+    """Bytes agree on every rank where the data does not matter; else the totals agree within `slack_bytes`."""
     inputs = make_inputs(member.scheme, case, size, dtype)
     outcome = mean_of(member, case, size, dtype)
     expected = predicted(member, inputs)
@@ -192,7 +192,7 @@ def test_recorded_bytes_are_those_of_the_steps(member: Member, case: str, size: 
 def test_points_send_what_their_schedule_says_of_these_rows(
     member: Member, case: str, size: int, dtype: torch.dtype
 ) -> None:
-    """To the byte, on every rank: no expectation is in it."""
+    """Bytes agree on every rank, without an expectation of the data."""
     scheme = member.scheme
     expected = replayed_bytes(scheme, make_inputs(scheme, case, size, dtype))
     assert [ledger.sent_bytes for ledger in mean_of(member, case, size, dtype).ledgers] == expected
@@ -239,7 +239,7 @@ def test_what_a_step_starts_from_is_left_as_it_was(member: Member, case: str, si
 
 
 def largest_group(member: Member) -> int:
-    """Of two sizes whose halves are sizes too: nodes with several ranks need the larger one."""
+    """Returns the larger of two group sizes whose halves occur, too, if nodes have several ranks."""
     return 8 if member in NESTED_MEMBERS else 4
 
 

@@ -75,7 +75,7 @@ class ReceivingGroup(RecordingGroup):
 
 
 def loads(inputs: list[Tensor]) -> tuple[list[int], list[float]]:
-    """By rank: bytes that came in with push, and bytes that went out with pull."""
+    """Returns for each rank the bytes that came in with push, and the bytes that went out with pull."""
 
     def rank_main(group: LocalGroup) -> tuple[int, float]:
         recording = ReceivingGroup(group, Ledger())
@@ -144,7 +144,7 @@ def test_dense_data_takes_an_all_reduce_and_nothing_more_than_the_sizes(size: in
 
 
 def test_one_dense_rank_among_empty_ones_makes_all_switch() -> None:
-    """That rank would send all it has with positions, and get it all back with positions."""
+    """The dense rank would otherwise send all its elements, and get all of them back, with positions."""
     inputs = [normal(torch.arange(5003 if rank == 2 else 0), 5003) for rank in range(4)]
     outcome = run_scheme(BalancedElements(), inputs, 1.0)
     assert stages_of(outcome) == DENSE_STAGES
@@ -340,7 +340,7 @@ def test_any_density_may_follow_any_other(
     special: list[tuple[int, float]],
     seed: int,
 ) -> None:
-    """Of each rank another one, with values that are not finite, and strides that a bad map sends to one owner."""
+    """Ranks differ in density, have non-finite values, and strides that a bad map sends to one owner."""
     scheme = kind().planned_for([DensityProfile(numel, expected * numel, {len(densities): 1.0})])
     inputs = [normal(random_places(d, numel, seed + r) // stride * stride, numel, r) for r, d in enumerate(densities)]
     for place, value in special:

@@ -1,4 +1,4 @@
-"""What is packed into a message comes out of it, at the size that was said, and column stripes cover every column."""
+"""Messages unpack to what was packed, at the predicted size, and column stripes cover every column."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def test_striped_groups_give_each_column_of_each_table_to_one_owner_or_to_all(si
 
 
 def entropy_nbytes(count: int, length: int) -> float:
-    """Of which `count` of `length` there are, all choices being equally likely."""
+    """Returns the entropy of choosing `count` of `length` places at random, in bytes."""
     return (math.lgamma(length + 1) - math.lgamma(count + 1) - math.lgamma(length - count + 1)) / math.log(2) / 8
 
 

@@ -158,7 +158,7 @@ class Remembering(AllReduce):
 
 
 def over_nodes(scheme: Hierarchical) -> State:
-    """Its state on rank 0 of two nodes with two ranks."""
+    """Returns the scheme's state on rank 0 of two nodes with two ranks."""
     return scheme.init(BUCKET, LocalGroup.world(4, Placement.regular(2, 2))[0])
 
 

@@ -1,5 +1,4 @@
-"""Rows that a scheme should not be surprised by: zeros of both signs, tables of more than 2^31 elements or rows, and
-tensors of another kind, on ranks as threads."""
+"""Unusual rows: zeros of both signs, tables of more than 2^31 elements or rows, and unusual tensors."""
 
 from __future__ import annotations
 

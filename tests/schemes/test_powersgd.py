@@ -111,7 +111,7 @@ def test_what_is_not_compressed_arrives_as_its_mean() -> None:
 
 
 def test_steps_approach_the_best_approximation_of_a_matrix_that_stays() -> None:
-    """Where each step begins is where the last one ended: power iteration, whose end SVD knows."""
+    """Each step begins with the factors of the last one: power iteration, whose limit SVD gives."""
     like = bucket(shapes=((30, 50),))
     generator = torch.Generator().manual_seed(5)
     u, v = (torch.linalg.qr(torch.randn(n, 30, generator=generator, dtype=torch.float64))[0] for n in (30, 50))

@@ -37,7 +37,7 @@ every_type = pytest.mark.parametrize("values", ["bfloat16", "float16"])
 
 
 def brought(scheme: Scheme[Any], values: Tensor) -> Any:
-    """These values as a table's rows, or strewn over a flat tensor."""
+    """Returns these values as a table's rows, or strewn over a flat tensor."""
     if scheme.layout is Layout.FLAT:
         return torch.zeros(50 * len(values)).index_copy_(0, 3 + 50 * torch.arange(len(values)), values)
     return (SparseRows(3 * torch.arange(len(values)), values[:, None], 50 * len(values)),)
@@ -51,7 +51,7 @@ def values_of(scheme: Scheme[Any], result: Any, count: int) -> Tensor:
 @every_type
 @every_sparse
 def test_every_value_is_rounded_at_its_source_and_once_as_a_sum(inner: Scheme[Any], values: str) -> None:
-    """To the bit, in float32 in between; also what an owner keeps for itself."""
+    """Values are compared bit by bit, with float32 sums; an owner rounds its own values, too."""
     dtype, generator = getattr(torch, values), torch.Generator().manual_seed(0)
     drawn = [torch.randn(40, generator=generator) for _ in range(4)]
     inputs = [brought(inner, each) for each in drawn]
@@ -145,7 +145,7 @@ def test_any_data_gives_the_scaled_sum_within_two_roundings(
 
 
 def _rows_of(x: Tensor) -> SparseRows:
-    """In two columns, each row twice."""
+    """Returns rows of two columns, each row twice."""
     indices = x.nonzero().flatten().repeat(2)
     return SparseRows(indices, torch.stack([x[indices], -x[indices]], dim=1), len(x))
 

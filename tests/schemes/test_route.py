@@ -180,7 +180,7 @@ def holds(leaves: Sequence[Leaf], placement: Placement, dtype: torch.dtype = tor
 
 @pytest.mark.parametrize("part", range(3))
 def test_every_leaf_gives_all_ranks_the_same_bits_of_the_mean_with_the_bytes_predicted(part: int) -> None:
-    """Of one device, on 2 nodes of 2 ranks."""
+    """Each leaf runs on one device, on 2 nodes of 2 ranks."""
     holds(LEAVES[part::3], NODES)
 
 
@@ -268,7 +268,7 @@ LOSSY = [leaf for leaf in LEAVES if compressions(leaf)]
 
 
 def residuals(states: Sequence[State]) -> Tensor:
-    """What all ranks still have to send, by element of the bucket; of what several keep alike, one's."""
+    """Returns the ranks' residuals by element of the bucket; a residual that several ranks hold alike counts once."""
     left, at = torch.zeros(NUMEL).double(), {f"tensor {i}": sum(LENGTHS[:i]) for i in range(len(LENGTHS))}
     seen = set()
     for state in states:
@@ -282,7 +282,7 @@ def residuals(states: Sequence[State]) -> Tensor:
 
 @pytest.mark.parametrize("compressor", [TopK(0.3), QSGD(3)], ids=lambda compressor: compressor.title)
 def test_nothing_is_lost_at_any_compression(compressor: Compressor[Any]) -> None:
-    """What was given out and what is left at all points is what came in; all ranks have the same bits."""
+    """Gradients in are gradients out plus all residuals; all ranks have the same bits."""
     for leaf in LOSSY[1::4]:
         route, outcome = Route.of(leaf, ErrorFeedback(compressor) if compressor == TopK(0.3) else compressor, 2), None
         given, brought = torch.zeros(NUMEL).double(), torch.zeros(NUMEL).double()
@@ -316,7 +316,7 @@ def test_every_compression_keeps_its_own_residual() -> None:
     ],
 )
 def test_what_is_left_goes_over_to_another_plan_in_whole(words: tuple[str, ...]) -> None:
-    """Of sums of all ranks that the ranks of both nodes compressed alike, too."""
+    """Also residuals of sums over all ranks, which ranks of both nodes compressed alike."""
     route, flat = Route.of(WITH_SUMS.parse(words), FEEDBACK, 2), Route(GATHERED, FEEDBACK)
     outcome = None
     for step in range(2):

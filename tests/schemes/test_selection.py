@@ -72,7 +72,7 @@ def test_two_ranks_exchange_directly(overlap: float) -> None:
 def test_zen_as_built_wins_in_an_interval_of_overlaps(
     ranks: int, density: float, won: list[float], lost: list[float]
 ) -> None:
-    """Its flat bitmap costs a bit an element, whatever the density: in actual bytes it loses where little travels."""
+    """Zen's flat bitmap costs a bit an element at any density: by actual bytes it loses where little is sent."""
     rivals: list[Scheme[Any]] = [DOUBLING_IN_LISTS, ZEN_AS_BUILT]
     assert [chosen(rivals, density, overlap, ranks) for overlap in won] == [ZEN_AS_BUILT] * len(won)
     assert [chosen(rivals, density, overlap, ranks) for overlap in lost] == [DOUBLING_IN_LISTS] * len(lost)

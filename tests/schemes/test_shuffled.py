@@ -81,7 +81,7 @@ def test_recorded_bytes_are_the_predicted_ones(schedule: GroupSchedule) -> None:
     [(CompressedAllGather(Cast("bfloat16")), 1e-6), (CompressedAllGather(BlockInt(8)), 1e-6), (HalfPrecision(), 2**-8)],
 )
 def test_what_travels_rounded_keeps_the_mean_of_all(schedule: GroupSchedule, inner: Scheme[Any], lost: float) -> None:
-    """A rank keeps what it does not send; lost is only what sums of 16 bits are rounded by on their way."""
+    """A rank keeps the rounding error of its values; only the rounding of 16-bit sums on their way is lost."""
     scheme, like, n = Shuffled.by(schedule, inner), bucket(torch.float32), schedule.size
     states = [scheme.init(like, group) for group in LocalGroup.world(n)]
     values = [gradient(rank, like) for rank in range(n)]

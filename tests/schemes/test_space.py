@@ -181,7 +181,7 @@ def test_sums_may_go_any_way_to_all(communication: Communication, pull_by: Commu
 
 
 def test_named_points_have_the_names_of_records() -> None:
-    """Also where a plan spells one out; any other setting makes it another scheme."""
+    """A spelt-out named point gets its name, too; any other setting makes another scheme."""
     assert {each.title for each in NAMES} == {
         "recursive_doubling",
         "recursive_doubling_split",

@@ -1,4 +1,4 @@
-"""Memory is reused once its last tensor is gone, not before, and goes back to the system when nobody asks."""
+"""Memory is reused once its last tensor is gone, not before, and is returned to the system when it is not used."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_what_nobody_asks_for_any_more_goes_back_and_so_does_all_on_request(monk
 
 
 def test_a_finaliser_may_release_all_in_the_middle_of_lending() -> None:
-    """As one does that closes the engine of a model which was collected."""
+    """A finaliser does so when it closes the engine of a collected model."""
 
     class Interrupted(dict[int, list[mmap]]):
         def __getitem__(self, size: int) -> list[mmap]:

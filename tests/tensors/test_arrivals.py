@@ -1,4 +1,4 @@
-"""Which elements of a parameter a step brought, by what it brought of buckets."""
+"""The elements of a parameter that arrived in a step, from the sections that arrived in its buckets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def bucket(*segments: tuple[str, int, int]) -> Bucket:
 
 
 def test_sections_of_buckets_are_those_of_their_parameters() -> None:
-    """Of two buckets that share a parameter, one brought some elements only."""
+    """Two buckets share a parameter; one received some elements only."""
     first = Arrival(bucket(("a", 0, 10), ("b", 0, 5)), [(2, 4), (8, 12)], frozen=True)
     second = Arrival(bucket(("b", 5, 9), ("c", 0, 3)), None, frozen=False)
     arrivals = Arrivals([first, second])

@@ -1,4 +1,4 @@
-"""Buckets are checked data: what travels together fits together."""
+"""Buckets are checked data: their parameters have one dtype and one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Density in Zen's terms: measured exactly, and what is believed between the measurements."""
+"""Density as Zen defines it: measured exactly, and estimated between measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory of a bucket: what is put in is taken out, where it should live, and who used it."""
+"""The memory of a bucket: gradients go in and come out, lie where they should, and flags say which ranks used them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def row_gradients(parameters: dict[str, Tensor]) -> RowGradients:
 
 
 def rows_of(indices: list[int], value: float, shape: tuple[int, ...]) -> Tensor:
-    """A sparse gradient, not coalesced."""
+    """Returns a sparse gradient, not coalesced."""
     values = torch.full((len(indices), *shape[1:]), value)
     return torch.sparse_coo_tensor(torch.tensor([indices]), values, shape, check_invariants=True)
 

@@ -19,7 +19,7 @@ _SUITE = "tests.torch_ddp.suite"
 
 
 def set_environment(size: int) -> None:
-    """What torch's tests read when they are imported; before the first test runs."""
+    """Sets the environment that torch's tests read when they are imported; called before the first test."""
     os.environ.update(
         BACKEND="gloo", WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""
     )
@@ -27,7 +27,7 @@ def set_environment(size: int) -> None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a test ended: on all ranks well, skipped with a reason, or with the failures of its ranks."""
+    """The outcome of a test: passed on all ranks, skipped with a reason, or the failures of its ranks."""
 
     passed: bool
     skipped: str = ""
@@ -62,7 +62,7 @@ def _rank(way: str, name: str, rank: int, folder: str, pipe: Connection) -> None
 
 
 def _wait(processes: list[Any], folder: str) -> list[int]:
-    """Until all have ended; kills those that do not, and returns which they were."""
+    """Waits until all processes have ended; kills the others, and returns their ranks."""
     deadline, failed = time.monotonic() + LIMIT_S, False
     while any(process.exitcode is None for process in processes) and time.monotonic() < deadline:
         if not failed and any(process.exitcode not in (None, 0) for process in processes):

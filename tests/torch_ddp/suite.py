@@ -1,4 +1,4 @@
-"""One rank of torch's own tests of DDP, those in `distributed_test.py` inside torch, on CPU, with a class to be tested.
+"""One rank of torch's own DDP tests, from torch's `distributed_test.py`, on CPU, with a class to be tested.
 
 Imported in the process that ranks are forked from, with the environment that `ranks.py` sets: torch's module reads it
 when it is imported. Tests that ask for GPUs run on the CPU: devices are replaced where tensors are made and moved, and
@@ -32,7 +32,7 @@ OF_INTERNALS = re.compile(r"comm_hook|buffer_hook|\.reducer\b|\.logger\b|logging
 
 
 def _ignored(*args: Any, **kwargs: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """In place of a decorator with arguments that skips where there are too few GPUs."""
+    """Replaces a decorator that skips tests where there are too few GPUs."""
     return lambda test: test
 
 
@@ -58,7 +58,7 @@ class CPUStream(torch.Stream):
 
 
 class PlainDDP(DistributedDataParallel):
-    """torch's own, on the CPU."""
+    """torch's own DDP, on the CPU."""
 
     def __init__(
         self, module: nn.Module, device_ids: Any = None, output_device: Any = None, *rest: Any, **options: Any
@@ -67,7 +67,7 @@ class PlainDDP(DistributedDataParallel):
 
 
 class HookedDDP(PlainDDP):
-    """torch's own with gradsync as its communication hook."""
+    """torch's own DDP with gradsync as its communication hook."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -87,12 +87,12 @@ WAYS: dict[str, type[DistributedDataParallel]] = {"plain": PlainDDP, "drop-in": 
 
 
 def names() -> list[str]:
-    """Tests of torch's module that have to do with DDP."""
+    """Returns the names of torch's tests that concern DDP."""
     return [name for name in sorted(dir(Suite)) if name.startswith("test_") and OF_DDP.search(name + source(name))]
 
 
 def source(name: str) -> str:
-    """A test's source, and that of the helpers it calls."""
+    """Returns a test's source, with that of the helpers it calls."""
     texts: dict[str, str] = {}
     waiting = [name]
     while waiting:
@@ -128,7 +128,7 @@ def run(way: str, name: str, rank: int, folder: str, pipe: Connection) -> None:
 
 
 def _on_cpu(ddp: type[DistributedDataParallel]) -> None:
-    """The tests' module gets the class to test, and CPUs in place of GPUs."""
+    """Gives torch's test module the class to test, and CPUs in place of GPUs."""
     torch.set_num_threads(1)
     nn.parallel.DistributedDataParallel = ddp
     distributed_test.DistributedDataParallel = ddp
@@ -151,7 +151,7 @@ def _on_cpu(ddp: type[DistributedDataParallel]) -> None:
 
 
 def _cpu_for(value: Any) -> Any:
-    """The CPU in place of a CUDA device; anything else as it is."""
+    """Returns the CPU in place of a CUDA device; any other value unchanged."""
     is_cuda = (isinstance(value, torch.device) and value.type == "cuda") or (
         isinstance(value, str) and value.startswith("cuda")
     )
@@ -160,7 +160,7 @@ def _cpu_for(value: Any) -> Any:
 
 
 class _OnCpu(TorchFunctionMode):
-    """Makes and moves tensors on the CPU, whatever GPU was asked for."""
+    """A mode that makes and moves tensors on the CPU, whatever GPU was asked for."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

@@ -1,4 +1,4 @@
-"""torch's own tests of DDP: of DDP as it is, of gradsync's class in its place, and of DDP with gradsync as its hook."""
+"""torch's own tests of DDP, run on DDP, on gradsync's class in its place, and on DDP with gradsync's hook."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ for needed in ("expecttest", "torch.testing._internal.distributed.distributed_te
 
 
 def listed(file: str) -> dict[str, str]:
-    """The tests that a list names, with what is said of them."""
+    """Returns {test: remark} as a list file has them."""
     lines = (line.partition(": ") for line in (HERE / file).read_text().splitlines() if line)
     return {name: said for name, _, said in lines}
 
@@ -60,7 +60,7 @@ def test_few_fail(way: str) -> None:
 
 
 def test_every_test_of_ddp_is_listed() -> None:
-    """And not applicable are those alone whose source names a part that gradsync's class does not have."""
+    """A test is not applicable only if its source names a part that gradsync's class does not have."""
     code = """
 import json
 from tests.torch_ddp import suite

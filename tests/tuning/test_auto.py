@@ -1,4 +1,4 @@
-"""plan="auto": the job is measured, plans are searched and tried, one stays; gradients are right all the while."""
+"""plan="auto": the job is measured, plans are searched and tried, one stays; gradients stay right throughout."""
 
 from __future__ import annotations
 
@@ -88,13 +88,13 @@ def test_gradients_are_means_until_one_plan_stays_on_all_ranks(world: World, mak
 
 
 def on_slow_links(job: Job, constraints: Constraints) -> list[gradsync.Plan]:
-    """Plans as if a link carried 100 kB/s: what compresses is worth a try."""
+    """Returns plans for links of 100 kB/s, where compressing pays."""
     slow = replace(job.network, cost=replace(job.network.cost, bandwidth_bytes_per_s=1e5))
     return candidate_plans(replace(job, network=slow), constraints)
 
 
 class Convolution(nn.Module):
-    """With parameters that lie channels-last in memory."""
+    """A convolution with channels-last parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ def test_training_goes_on_where_no_plan_is_found(world: World) -> None:
 
 @quickly()
 def must_plan_and_cannot() -> list[str]:
-    """What is raised, on this rank, and that another model can be measured after it."""
+    """Returns the errors on this rank, after checking that another model can still be measured."""
     said = []
     for search in (no_plans, lambda job, constraints: []):
         model = Perceptron()
@@ -237,7 +237,7 @@ def test_a_job_that_must_be_planned_for_and_cannot_raises_on_all_ranks_and_measu
 
 @quickly()
 def runs_what_a_search_finds() -> tuple[list[list[str]], float]:
-    """By a compressor with momentum: names in the buckets, and how far the first step by it is from the means."""
+    """Returns the buckets' names under DGC, and the distance of the first step's gradients from the means."""
     torch.manual_seed(0)
     model = Perceptron()
     alone = copy.deepcopy(model)
@@ -269,7 +269,7 @@ def test_the_plan_of_another_search_runs_with_momentum_too_where_all_that_may_be
 
 
 class DenseTable(nn.Module):
-    """A table whose gradients are of dense layout, and mostly zero."""
+    """A table whose gradients have dense layout and are mostly zero."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -349,7 +349,7 @@ def measured_again_when_steps_take_longer() -> list[bool]:
 
 
 class Impatient:
-    """Sees a change ten steps after a plan stays, once."""
+    """A drift detector that reports one change, ten steps after a plan stays."""
 
     seen = 0
 
@@ -434,7 +434,7 @@ def resumes_bit_by_bit(make: Callable[[], nn.Module]) -> None:
 
 
 def settle(model: nn.Module, *handles: gradsync.Attachment) -> int:
-    """How many steps it took."""
+    """Trains until all handles are settled; returns the number of steps."""
     step = 0
     while not all(handle.settled for handle in handles) and step < LONGEST:
         gradients(model, step, dist.get_rank())
@@ -533,7 +533,7 @@ def test_ranks_whose_states_differ_are_told_so(world: World) -> None:
 
 
 class Both(nn.Module):
-    """Two models that train in turns, as one to hand to `gradients`."""
+    """Two models that train in turns, as one module for `gradients`."""
 
     def __init__(self, *models: nn.Module) -> None:
         super().__init__()

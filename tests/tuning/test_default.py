@@ -1,4 +1,4 @@
-"""The planner that `attach` takes by default measures only what its group measured of links."""
+"""The planner that `attach` uses by default measures nothing beyond its group's measurements of links."""
 
 from __future__ import annotations
 

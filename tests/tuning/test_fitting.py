@@ -1,4 +1,4 @@
-"""Costs come back from synthetic samples: exactly without noise, within their intervals with it, and never negative."""
+"""Costs fitted to synthetic samples are exact without noise, within their intervals with noise, and never negative."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def holds(estimate: Interval, truth: float) -> bool:
 
 
 def kernel_samples(noise: float, seed: int = 0) -> list[tuple[tuple[Compute, ...], float]]:
-    """Of `pack` and `sum` in one part at different sizes, and of `scale` alone."""
+    """Returns timed samples of `pack` with `sum` at different sizes, of `pack` and of `scale` alone."""
     generator = np.random.default_rng(seed)
     parts: list[tuple[Compute, ...]] = []
     for number, nbytes in enumerate(SIZES):
@@ -40,7 +40,7 @@ def kernel_samples(noise: float, seed: int = 0) -> list[tuple[tuple[Compute, ...
 
 
 def link_points(size: int, noise: float, seed: int = 0, burst: float = 0.0) -> dict[Pattern, list[LinkPoint]]:
-    """What transfers among so many members take, with a burst of bytes that pass at once."""
+    """Returns times of transfers among `size` ranks; `burst` bytes pass at once."""
     generator = np.random.default_rng(seed)
     points: dict[Pattern, list[LinkPoint]] = {}
     for pattern, (stage_s, rate) in LINKS.items():
@@ -163,7 +163,7 @@ def test_a_median_is_not_moved_by_a_straggler() -> None:
 
 @pytest.mark.parametrize(("factor", "shared"), [(1.0, 0.5), (1.5, 0.3), (2.0, 1.0), (4.0, 0.8)])
 def test_slowdown_is_told_from_what_was_shared(factor: float, shared: float) -> None:
-    """Of work of 1 s, so much of its time is shared, in which it goes on at 1 / factor."""
+    """Work of 1 s shares a part of its time with other work, during which it runs at 1 / factor."""
     together_s = 1.0 + shared * (1 - 1 / factor)
     assert slowdown(1.0, together_s, shared) == pytest.approx(factor)
 

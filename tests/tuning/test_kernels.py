@@ -1,4 +1,4 @@
-"""Kernels of candidates are rehearsed at growing sizes, by all ranks alike."""
+"""Kernels of candidates are rehearsed at growing sizes, the same ones on all ranks."""
 
 from __future__ import annotations
 

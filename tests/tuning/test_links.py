@@ -1,4 +1,4 @@
-"""Collectives are timed by all members alike: the same sizes and points everywhere, and none that takes too long."""
+"""Collectives are timed by all ranks alike: the same sizes and points, and none that takes too long."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ONCE = patch.object(links, "REPEATS", (1, 1))  # where it takes the same time wh
 
 
 def slow_exchange(stage_s: float, byte_s: float) -> object:
-    """Exchanges that take as long as that says: those of rank 1 half as long."""
+    """Returns an exchange that takes `stage_s` and `byte_s` per byte, and on rank 1 half as long."""
 
     def seconds(exchange: Exchange, group: LocalGroup, timeout_s: float) -> float:
         exchange.issue().wait(timeout_s)

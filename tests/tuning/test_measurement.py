@@ -1,4 +1,4 @@
-"""Measuring a job gives all ranks the same profile, and the training goes on as if it had not been measured."""
+"""Measuring a job gives all ranks the same profile and does not change training."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Model(nn.Module):
 
 
 class Training:
-    """A loop with its own random numbers, the same ones whenever it is begun anew."""
+    """A training loop with its own random numbers, the same in every instance."""
 
     def __init__(self, *, ddp: bool = False) -> None:
         torch.manual_seed(3)
@@ -78,7 +78,7 @@ class Training:
 
 
 def measured_and_not(ddp: bool) -> tuple[str, int, bool, list[str]]:
-    """The profile, how many steps it took, whether the weights are those of a run without, and ready names in order."""
+    """Returns the profile, its steps, whether weights are those of an unmeasured run, and ready names in order."""
     plain, watched = Training(ddp=ddp), Training(ddp=ddp)
     specs = {name: TensorSpec.of(p) for name, p in trainable_parameters(plain.module).items()}
     for training in (plain, watched):
@@ -135,7 +135,7 @@ def test_all_ranks_get_the_same_profile_and_train_on_as_without(ddp: bool, world
 
 
 def planned_by_a_profile() -> tuple[bool, str]:
-    """Whether what was measured once is what the planner goes by, and the plan."""
+    """Returns whether the planner uses the measured costs, and the plan's digest."""
     first, second = Training(), Training()
     first.attach()
     with quickly():
@@ -156,7 +156,7 @@ def test_a_profile_is_used_again_by_the_planner_that_measures(world: Callable[[i
 
 
 def measured_over_nodes() -> str:
-    """Of four ranks on two nodes."""
+    """Measures four ranks on two nodes."""
     os.environ["GROUP_RANK"] = str(dist.get_rank() // 2)
     try:
         training = Training()
@@ -195,7 +195,7 @@ def test_one_rank_has_no_links_to_measure(world: Callable[[int], Ranks]) -> None
 
 
 def trial_goes_on() -> tuple[bool, bool, int]:
-    """Whether plans were on trial before and behind a measurement, and the steps from there to the end of the trial."""
+    """Returns whether a trial was on before and after a measurement, and the steps from there to its end."""
     torch.manual_seed(0)
     layers: list[nn.Module] = [nn.Linear(600, 600) for _ in range(3)]
     model = nn.Sequential(*layers)
@@ -226,7 +226,7 @@ def test_plans_on_trial_wait_for_the_measurement(world: Callable[[int], Ranks]) 
 
 
 def refusals() -> list[str]:
-    """What is said where nothing can be measured."""
+    """Returns the errors where nothing can be measured."""
     training = Training()
     said = []
 
@@ -256,7 +256,7 @@ def test_what_cannot_be_measured_says_why_on_every_rank(world: Callable[[int], R
 
 
 def fails_beside_a_transfer() -> str:
-    """What is raised where the second rank's backward fails while something is in flight beside it."""
+    """Returns the error where the second rank's backward fails during a timed transfer."""
     training = Training()
     training.attach()
     busy_step = WARM_UP + 2

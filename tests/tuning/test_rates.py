@@ -1,4 +1,4 @@
-"""Rates between nodes are measured in rounds in which all are busy; they tell slow links and racks from noise."""
+"""Rates between nodes are measured with all nodes busy, and tell slow links and racks from noise."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def test_each_two_meet_once_and_nobody_meets_two_at_a_time(size: int) -> None:
 
 
 def racks(number: int, per_rack: int, share: float, slow: dict[int, Link] | None = None) -> Cluster:
-    """Whose uplinks carry so large a share of what all nodes of a rack could send."""
+    """Returns racks whose uplinks carry this share of the rate of all nodes in a rack."""
     trunk = Link(share * per_rack * LINK.bandwidth_bytes_per_s)
     return Cluster(number * per_rack, LINK, slow=slow or {}, rack_size=per_rack, trunk=trunk)
 
 
 def rates_on(cluster: Cluster, noise: float = 0.0, seed: int = 0) -> Rates:
-    """What would be measured there: pairs that cross an uplink in the same round share it."""
+    """Returns the rates measured on the cluster: pairs that cross an uplink in the same round share it."""
     rng, rates = np.random.default_rng(seed), np.zeros((cluster.nodes, cluster.nodes))
     rack_of = [node // (cluster.rack_size or cluster.nodes) for node in range(cluster.nodes)]
     for pairs in tournament(cluster.nodes):
@@ -110,7 +110,7 @@ def test_rates_of_fewer_than_two_nodes_are_refused(nodes: int) -> None:
 
 
 def measured_on(placement: Placement) -> list[Rates]:
-    """By each rank."""
+    """Returns the rates that each rank measures."""
     return run_local(placement.size, lambda group: measured_rates(group, 30.0), placement=placement)
 
 

@@ -1,4 +1,4 @@
-"""Rehearsals: what schemes compute between their awaits is timed part by part, as their steps have it."""
+"""Rehearsals time the computations of schemes between their awaits, part by part, as their steps list them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORK_S = 0.02
 
 @dataclass(frozen=True)
 class Busy(Scheme[torch.Tensor]):
-    """Computes before its only transfer, not behind it."""
+    """A scheme that computes before its only transfer, not after it."""
 
     layout = Layout.FLAT
 

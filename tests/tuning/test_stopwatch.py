@@ -1,4 +1,4 @@
-"""The parts of a step make up its time, whatever happens in it."""
+"""The parts of a step add up to its time, whatever happens in it."""
 
 from __future__ import annotations
 
