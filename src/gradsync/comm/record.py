@@ -38,11 +38,6 @@ class Ledger:
     def sent_bytes(self) -> float:
         return sum(entry.sent_bytes for entry in self.entries)
 
-    @property
-    def sent_inside_bytes(self) -> float:
-        """The part of them that was for ranks of one node alone."""
-        return sum(entry.sent_bytes for entry in self.entries if entry.inside)
-
     def take_sent_bytes(self) -> float:
         """The bytes so far; forgets the entries, so that a long run keeps none."""
         total = self.sent_bytes
