@@ -29,7 +29,9 @@ from gradsync.comm.gloo import FAST_BYTES_PER_S, MOST_DIRECT_BYTES
 from gradsync.comm.group import Group
 from gradsync.comm.network_cost import network_cost
 from gradsync.comm.rounds import CHUNK_BYTES
-from gradsync.costs.steps import DIRECT_BYTES, Pattern, Transfer
+from gradsync.comm.transport import GROUP_OF_BACKEND
+from gradsync.costs.steps import Pattern, Transfer
+from gradsync.costs.transport import DIRECT_BYTES
 from tests.world import Ranks
 from tests.world import World as ShortLived
 
@@ -241,6 +243,23 @@ def test_gloo_is_known_however_it_was_asked_for(world: World) -> None:
         assert kinds == ["GlooGroup"] * 3
 
 
+class OwnGroup(TorchGroup):
+    """A transport from elsewhere."""
+
+
+def group_of_a_registered_class() -> list[str]:
+    with patch.dict(GROUP_OF_BACKEND, {"gloo": OwnGroup}):
+        group = torch_group(timeout_s=20)
+    part = group.subgroup((dist.get_rank(),))
+    total = group.all_reduce(torch.ones(3)).wait(20)
+    group.close()
+    return [type(group).__name__, type(part).__name__, str(total.tolist())]
+
+
+def test_a_registered_class_carries_a_backend_and_makes_its_subgroups(world: World) -> None:
+    assert world(2).run(group_of_a_registered_class) == [["OwnGroup", "OwnGroup", "[2.0, 2.0, 2.0]"]] * 2
+
+
 def half_sums(length: int) -> torch.Tensor:
     group = GlooGroup(timeout_s=20, bytes_per_s=FAST)
     total = group.all_reduce(torch.full((length,), 1 / 3 + dist.get_rank(), dtype=torch.bfloat16)).wait(20)
@@ -292,7 +311,7 @@ def ways_by_size(alpha_s: float, bytes_per_s: float) -> tuple[list[str], list[st
     assert cost is not None
     gathers = [Transfer("", Pattern.ALL_GATHER, (float(part),) * group.size) for part in parts]
     group.close()
-    return ways, ["ring" if gather.goes_round(cost.at_once_bytes) else "direct" for gather in gathers]
+    return ways, ["ring" if gather.carried_by(cost.transport).passed_on else "direct" for gather in gathers]
 
 
 @pytest.mark.parametrize(

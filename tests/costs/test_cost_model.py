@@ -11,6 +11,7 @@ import pytest
 from gradsync.costs.cluster import Link, Placement
 from gradsync.costs.cost_model import CostModel, KernelCost
 from gradsync.costs.steps import Compute, Pattern, Transfer
+from gradsync.costs.transport import RingOrDirect
 
 TRUTH = CostModel(alpha_s=40e-6, bandwidth_bytes_per_s=125e6, memory_bytes_per_s=5e9)
 
@@ -102,7 +103,7 @@ def test_an_all_gather_costs_what_its_way_through_the_transport_does(
 ) -> None:
     gather = Transfer("", Pattern.ALL_GATHER, (MB,) * 4)
     crossing_s = messages * 1e-3 + node_bytes / 1e6
-    model = replace(SHARED, at_once_bytes=at_once_bytes)
+    model = replace(SHARED, transport=RingOrDirect(at_once_bytes))
     assert model.seconds(gather, TWO_BY_TWO) == pytest.approx(crossing_s, abs=5e-6)
 
 

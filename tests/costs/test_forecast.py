@@ -8,8 +8,9 @@ import pytest
 
 from gradsync.costs.cost_model import CostModel
 from gradsync.costs.forecast import forecast, turns_as_they_come
-from gradsync.costs.steps import DIRECT_BYTES, FINISH, Compute, Pattern, Transfer
+from gradsync.costs.steps import FINISH, Compute, Pattern, Transfer
 from gradsync.costs.timeline import Task
+from gradsync.costs.transport import DIRECT_BYTES
 
 COST = CostModel(alpha_s=0.0, bandwidth_bytes_per_s=float(DIRECT_BYTES), memory_bytes_per_s=10.0)
 

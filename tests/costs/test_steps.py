@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from gradsync.costs.steps import DIRECT_BYTES, Compute, Pattern, Transfer, transfers
+from gradsync.costs.cluster import Link, Placement
+from gradsync.costs.cost_model import CostModel
+from gradsync.costs.forecast import forecast
+from gradsync.costs.steps import Compute, Pattern, Transfer, transfers
 from gradsync.costs.timeline import Task, covered_s
+from gradsync.costs.transport import DEFAULT_TRANSPORT, DIRECT_BYTES, RingOrDirect, Transport
 
 EQUAL_PARTS = {Pattern.ALL_REDUCE}  # one buffer length for all
 
@@ -18,24 +25,39 @@ def transfer(pattern: Pattern, parts: list[float]) -> Transfer:
     return Transfer("stage", pattern, tuple(parts[:1] * len(parts) if pattern in EQUAL_PARTS else parts))
 
 
+def messages(step: Transfer) -> list[tuple[int, int, float]]:
+    return list(step.carried_by(DEFAULT_TRANSPORT).messages())
+
+
+def total_bytes(step: Transfer) -> float:
+    return sum(step.sent_bytes(member) for member in range(step.size))
+
+
 @pytest.mark.parametrize("pattern", list(Pattern))
 @given(parts=part_bytes)
 def test_sent_and_received_bytes_are_the_same_messages(pattern: Pattern, parts: list[float]) -> None:
     step = transfer(pattern, parts)
-    received = [0.0] * step.size
-    for member in range(step.size):
-        for peer, nbytes in step.peers(member):
-            assert peer != member
-            received[peer] += nbytes
-    assert received == pytest.approx([step.received_bytes(member) for member in range(step.size)])
-    assert step.total_bytes == pytest.approx(sum(received))
-    assert step.busiest_bytes >= max(received)
+    n, parts = step.size, list(step.part_bytes)
+    sent, received = [0.0] * n, [0.0] * n
+    for source, to, nbytes in messages(step):
+        assert source != to
+        sent[source] += nbytes
+        received[to] += nbytes
+    assert sent == pytest.approx([step.sent_bytes(member) for member in range(n)])
+    every = [n * part for part in parts] if pattern is Pattern.ALL_TO_ALL else [sum(parts)] * n
+    if pattern is Pattern.BROADCAST:
+        every = [parts[0] + parts[member] if member else parts[0] for member in range(n)]
+    due = [whole - part for whole, part in zip(every, parts, strict=True)]
+    if pattern is Pattern.ALL_REDUCE and step.carried_by(DEFAULT_TRANSPORT).passed_on:
+        due = [2 * (n - 1) / n * part for part in parts]
+    assert received == pytest.approx([0.0] * n if pattern is Pattern.MESSAGES else due)
+    assert step.busiest_bytes == pytest.approx(max([*sent, *received]))
 
 
 @pytest.mark.parametrize("pattern", list(Pattern))
 def test_a_group_of_one_moves_nothing(pattern: Pattern) -> None:
     step = transfer(pattern, [100.0])
-    assert (step.rounds, step.total_bytes, step.busiest_bytes) == (0, 0, 0)
+    assert (step.rounds, total_bytes(step), step.busiest_bytes) == (0, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +74,7 @@ def test_bytes_and_rounds_of_each_pattern(
     pattern: Pattern, parts: list[float], total: float, busiest: float, rounds: int
 ) -> None:
     step = transfer(pattern, parts)
-    assert (step.total_bytes, step.busiest_bytes, step.rounds) == (total, busiest, rounds)
+    assert (total_bytes(step), step.busiest_bytes, step.rounds) == (total, busiest, rounds)
 
 
 def test_transfers_keeps_the_order_and_leaves_computations_out() -> None:
@@ -86,20 +108,49 @@ def test_transfers_at_once_are_those_of_each_group(pattern: Pattern, parts: list
     for group, alone in zip(groups, each, strict=True):
         for place, member in enumerate(group):
             assert both.sent_bytes(member) == alone.sent_bytes(place)
-            assert both.received_bytes(member) == alone.received_bytes(place)
-            assert list(both.peers(member)) == [(group[peer], nbytes) for peer, nbytes in alone.peers(place)]
-    assert both.sent_bytes(len(places)) == both.received_bytes(len(places)) == 0
+    moved = [
+        (group[source], group[to], nbytes)
+        for group, alone in zip(groups, each, strict=True)
+        for source, to, nbytes in messages(alone)
+    ]
+    assert sorted(messages(both)) == sorted(moved)
+    assert both.sent_bytes(len(places)) == 0
     assert both.busiest_bytes == max(alone.busiest_bytes for alone in each)
     assert pattern is Pattern.MESSAGES or both.rounds == max(alone.rounds for alone in each)
 
 
 def test_what_a_ring_forwards_passes_every_member() -> None:
     large = Transfer("gather", Pattern.ALL_GATHER, (2.0 * DIRECT_BYTES,) * 3)
-    assert list(large.hops()) == [(m, (m + 1) % 3, 4.0 * DIRECT_BYTES) for m in range(3)]
-    assert list(large.hops(4.0 * DIRECT_BYTES)) == [
+    assert messages(large) == [(m, (m + 1) % 3, 4.0 * DIRECT_BYTES) for m in range(3)]
+    assert list(large.carried_by(RingOrDirect(4.0 * DIRECT_BYTES)).messages()) == [
         (m, p, 2.0 * DIRECT_BYTES) for m in range(3) for p in range(3) if p != m
     ]
     uneven = Transfer("gather", Pattern.ALL_GATHER, (2.0 * DIRECT_BYTES, 2.0 * DIRECT_BYTES, 1.0))
-    assert not uneven.goes_round() and len(list(uneven.hops())) == 6
+    assert not uneven.carried_by(DEFAULT_TRANSPORT).passed_on and len(messages(uneven)) == 6
     small = Transfer("gather", Pattern.ALL_GATHER, (1.0, 2.0, 3.0))
-    assert list(small.hops()) == [(m, peer, m + 1.0) for m in range(3) for peer in range(3) if peer != m]
+    assert messages(small) == [(m, peer, m + 1.0) for m in range(3) for peer in range(3) if peer != m]
+
+
+@dataclass(frozen=True)
+class ByMember0(Transport):
+    """A transport of another kind: everything goes to member 0 and back."""
+
+    def passes_on(self, pattern: Pattern, part_bytes: Sequence[float]) -> bool:
+        return True
+
+    def rounds(self, pattern: Pattern, part_bytes: Sequence[float]) -> int:
+        return 2
+
+    def sends(self, pattern: Pattern, part_bytes: Sequence[float], member: int) -> Iterator[tuple[int, float]]:
+        yield from ((peer, part_bytes[0]) for peer in (range(1, len(part_bytes)) if member == 0 else (0,)))
+
+
+def test_another_transport_is_priced_by_the_messages_and_rounds_that_it_says() -> None:
+    reduce = Transfer("reduce", Pattern.ALL_REDUCE, (1e6,) * 4)
+    model = CostModel(1e-3, 1e6, intra=Link(1e9, 1e-6), transport=ByMember0())
+    assert model.seconds(reduce) == pytest.approx(2e-3 + 3.0)
+    assert model.seconds(reduce, Placement.regular(2, 2)) == pytest.approx(2e-3 + 2.0)  # two ranks are elsewhere
+    ready_s = {"first": 0.0, "second": 0.0}
+    order = [(bucket, "reduce") for bucket in ready_s]
+    ends_s = [task.end_s for task in forecast(order, {b: [reduce] for b in ready_s}, ready_s, model)]
+    assert ends_s == pytest.approx([3.002, 6.004])  # it carries one transfer at a time

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
-from gradsync.planner.machine import ROWS, Level, charged_s, deferred_s, finish, matrix, play, screened_s, step_s
+from gradsync.planner.machine import ROWS, Level, deferred_s, finish, matrix, play, recurrence_s, step_s
 from gradsync.planner.maxplus import NEVER, apply
 from gradsync.planner.problem import Curve, Demand, Option, Part, Problem, Resource, layerwise
 from tests.planner.random_problems import any_chains, one_channel, random_parts
@@ -64,13 +65,17 @@ def test_an_empty_problem_takes_what_backward_takes() -> None:
     assert step_s(Problem((), (), (Option("dense", ()),)), ()) == 0.0
 
 
+def charged_s(problem: Problem, parts: Sequence[Part]) -> float:
+    return recurrence_s(problem, parts, Level.CHARGED)
+
+
 def test_without_decoding_the_recurrence_is_the_machine() -> None:
     for seed in range(300):
         random_ = random.Random(seed)
         problem = one_channel(random_, decode=False)
         parts = random_parts(random_, problem)
         reached = step_s(problem, parts)
-        assert screened_s(problem, parts) == charged_s(problem, parts) == deferred_s(problem, parts) == reached, seed
+        assert charged_s(problem, parts) == deferred_s(problem, parts) == reached, seed
 
 
 def test_options_have_the_matrices_of_the_paper() -> None:
@@ -97,27 +102,18 @@ def test_the_product_of_matrices_is_the_recurrence() -> None:
         random_ = random.Random(seed)
         problem = any_chains(random_)
         parts = random_parts(random_, problem)
-        for level, reached_s in ((Level.SCREENED, screened_s), (Level.CHARGED, charged_s)):
-            rows: tuple[float, ...] = (0.0,) * ROWS
-            for part in parts:
-                rows = apply(matrix(problem, part, level), rows)
-            assert finish(rows, problem.rest_s, level) == reached_s(problem, parts), seed
+        rows: tuple[float, ...] = (0.0,) * ROWS
+        for part in parts:
+            rows = apply(matrix(problem, part, Level.CHARGED), rows)
+        assert finish(rows, problem.rest_s, Level.CHARGED) == charged_s(problem, parts), seed
 
 
-def test_the_machine_is_between_the_screened_and_the_charged_level() -> None:
+def test_the_machine_takes_no_longer_than_the_charged_level() -> None:
     for seed in range(300):
         random_ = random.Random(seed)
         problem = one_channel(random_, decode=True)
         parts = random_parts(random_, problem)
-        assert screened_s(problem, parts) <= step_s(problem, parts) <= charged_s(problem, parts), seed
-
-
-def test_the_screened_level_is_a_bound_for_any_chains() -> None:
-    for seed in range(300):
-        random_ = random.Random(seed)
-        problem = any_chains(random_)
-        parts = random_parts(random_, problem)
-        assert screened_s(problem, parts) <= step_s(problem, parts), seed
+        assert step_s(problem, parts) <= charged_s(problem, parts), seed
 
 
 def test_charging_the_channel_alone_would_be_no_bound() -> None:

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 from torch.optim import SGD
 
-from gradsync.comm.shuffle import GroupSchedule, Round, crossing, exact, grid, hypercube, sitting_out, together
+from gradsync.comm.shuffle import GroupSchedule, Round, crossing, exact, grid, sitting_out, together
 from gradsync.costs.cluster import Cluster, Link, Placement
 from gradsync.planner import AveragingPlanner
 from gradsync.planner.averaging import schedule_of
@@ -211,7 +211,7 @@ def test_times_of_a_checkpoint_are_gone_on_with() -> None:
 SCHEDULES = [
     together(16),
     grid((4, 4)),
-    hypercube(16),
+    grid((2,) * 4),
     crossing([range(8), range(8, 16)], 1),
     sitting_out(grid((4, 4)), (5,), 4),
     exact(11, 3),  # with relaxations
@@ -266,7 +266,7 @@ def regrouped_spread(planner: AveragingPlanner, present: GroupSchedule, removed:
 def test_groups_grow_where_ranks_are_apart_and_shrink_where_there_is_room() -> None:
     """16 nodes; `removed` is the spread at which pairs, groups of 4, or only all together keep ranks near enough."""
     planner = AveragingPlanner(most_apart=1.0, most_local_steps=1)
-    pairs, fours, all_together = hypercube(16), grid((4, 4)), together(16)
+    pairs, fours, all_together = grid((2,) * 4), grid((4, 4)), together(16)
     spreads = [schedule.spread() / 16 for schedule in (pairs, fours)]
     calm, restless, wild = (spread_for(1.0, spread, 16, 1) for spread in (2 * spreads[0], 2 * spreads[1], 0.01))
     assert exact(16, 2) == pairs and exact(16, 4) == fours
@@ -282,10 +282,10 @@ def test_groups_grow_where_ranks_are_apart_and_shrink_where_there_is_room() -> N
 
 
 def test_distances_near_the_bound_leave_groups_as_they_are() -> None:
-    planner, spread = AveragingPlanner(most_apart=1.0, most_local_steps=1), hypercube(16).spread() / 16
+    planner, spread = AveragingPlanner(most_apart=1.0, most_local_steps=1), grid((2,) * 4).spread() / 16
     for nearly in (1.05 * spread, 0.95 * spread):
         removed = spread_for(1.0, nearly, 16, 1)
-        assert regrouped_spread(planner, hypercube(16), removed) is None
+        assert regrouped_spread(planner, grid((2,) * 4), removed) is None
         assert regrouped_spread(planner, grid((4, 4)), removed) is None
 
 

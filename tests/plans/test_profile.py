@@ -58,7 +58,7 @@ def test_planners_get_the_gradients_as_they_were_seen() -> None:
 
 def test_planners_get_the_costs_of_links_and_kernels() -> None:
     cost = make_profile().cost_model()
-    assert (cost.alpha_s, cost.stage_s, cost.at_once_bytes) == (3e-4, 2e-3, 262144.0)
+    assert (cost.alpha_s, cost.stage_s, cost.transport.at_once_bytes) == (3e-4, 2e-3, 262144.0)
     assert cost.bandwidth_bytes_per_s == 2 * 1e7  # both ranks of a node send at once
     assert cost.intra == Link(1e9, 1e-5)
     assert cost.kernels == {"sum_rows": KernelCost(1e-4, 1e-9, 4096.0)}

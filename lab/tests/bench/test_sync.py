@@ -10,7 +10,8 @@ import torch
 
 from gradsync.comm import LocalGroup, run_local
 from gradsync.costs.cost_model import CostModel, KernelCost
-from gradsync.costs.steps import DIRECT_BYTES, Pattern, Transfer
+from gradsync.costs.steps import Pattern, Transfer
+from gradsync.costs.transport import DIRECT_BYTES
 from gradsync.tensors.bucket import Layout
 from gradsync_lab.bench.sync import SyncSpec, sync_records
 from gradsync_lab.bench.sync_rank import bound_rounds, gradients_of_step

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from gradsync.costs.timeline import Activity, schedule
-from gradsync.planner.machine import charged_s, play, step_s
+from gradsync.planner.machine import Level, play, recurrence_s, step_s
 from gradsync.planner.problem import Curve, Demand, Option, Part, Problem, Resource, layerwise
 from gradsync_lab.papers.reference import DENSE, DEVICE, HOST, OFFLOADED, bytecomp_problem
 from gradsync_lab.rivals.greedy import bytecomp, bytecomp_device, bytecomp_offload
@@ -75,7 +75,7 @@ def spelled_out(problem: Problem) -> tuple[Part, ...]:
         tried = {}
         for option in (DENSE, DEVICE):
             chosen[item] = option
-            tried[option] = charged_s(problem, parts())
+            tried[option] = recurrence_s(problem, parts(), Level.CHARGED)
         chosen[item] = DENSE if tried[DENSE] <= tried[DEVICE] else DEVICE
         queue = [other for other in queue if other >= before_bubbles()]
     return parts()
@@ -105,7 +105,10 @@ def test_each_algorithm_only_improves_on_what_it_begins_with() -> None:
         problem = one_channel(random.Random(seed), decode=True)
         none, first = layerwise(problem, DENSE), bytecomp_device(problem)
         both = bytecomp(problem, OFFLOADED)
-        assert charged_s(problem, both.parts) <= charged_s(problem, first.parts) <= charged_s(problem, none), seed
+        both_s, first_s, none_s = (
+            recurrence_s(problem, parts, Level.CHARGED) for parts in (both.parts, first.parts, none)
+        )
+        assert both_s <= first_s <= none_s, seed
 
 
 def test_compressing_what_is_sent_before_a_bubble_gains_nothing() -> None:

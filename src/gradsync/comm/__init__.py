@@ -1,7 +1,6 @@
 """The only door to `torch.distributed`: groups of ranks, the ledger of bytes, and the thread that issues everything."""
 
 from .gloo import GlooGroup as GlooGroup
-from .gloo import torch_group as torch_group
 from .group import LENGTH_BYTES as LENGTH_BYTES
 from .group import Group as Group
 from .group import GroupError as GroupError
@@ -16,10 +15,12 @@ from .local import LocalGroup as LocalGroup
 from .local import run_local as run_local
 from .messages import broadcast_tensors as broadcast_tensors
 from .messages import dense_parts as dense_parts
+from .nccl import NcclGroup as NcclGroup
 from .record import Ledger as Ledger
 from .record import RecordingGroup as RecordingGroup
 from .survivors import Survival as Survival
 from .survivors import Survivors as Survivors
 from .threads import JobThread as JobThread
+from .transport import torch_group as torch_group
 from .work import Work as Work
 from .work import WorkGivenUpError as WorkGivenUpError

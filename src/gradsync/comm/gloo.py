@@ -16,7 +16,8 @@ from torch import Tensor
 
 from .. import kernels
 from ..costs.cluster import Placement
-from ..costs.steps import DIRECT_BYTES, Pattern, Transfer
+from ..costs.steps import Transfer
+from ..costs.transport import DIRECT_BYTES, Pattern
 from ..tensors import allocator as memory
 from .group import Pending, TorchGroup, cut_messages, cut_to_lengths, split, swapped, with_lengths
 from .links import Exchange, measured_link
@@ -77,7 +78,7 @@ class GlooGroup(TorchGroup):
 
     def all_reduce(self, buffer: Tensor) -> Pending[Tensor]:
         nbytes = buffer.numel() * buffer.element_size()
-        if Transfer("", Pattern.ALL_REDUCE, (float(nbytes),) * self.size).direct:
+        if not self.transport.passes_on(Pattern.ALL_REDUCE, (float(nbytes),) * self.size):
             return self._gather_and_sum(buffer)
         if nbytes <= DIRECT_BYTES:
             return self._sum_by_owners(buffer)
@@ -199,14 +200,3 @@ def _sum_into(buffer: Tensor, parts: Sequence[Tensor]) -> Tensor:
     for part in parts[2:]:
         total += part
     return buffer.copy_(total)
-
-
-def torch_group(
-    process_group: dist.ProcessGroup | None = None, *, timeout_s: float, placement: Placement | None = None
-) -> TorchGroup:
-    """The group of a process group: a `GlooGroup` where every device has gloo as its backend.
-
-    `placement`: where the members sit, the same on all of them; None: found out by host, and by torchrun's agent.
-    """
-    backends = {entry.rpartition(":")[2] for entry in dist.get_backend_config(process_group).split(",")}
-    return (GlooGroup if backends == {"gloo"} else TorchGroup)(process_group, timeout_s=timeout_s, placement=placement)

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from ..costs.cluster import Placement
-from ..costs.steps import DIRECT_BYTES
+from ..costs.transport import DIRECT_BYTES, RingOrDirect, Transport
 from ..tensors import allocator as memory
 from .board import Board, Came, purpose
 
@@ -84,6 +84,16 @@ class Group(ABC):
     def at_once_bytes(self) -> float:
         """What a member may send in an all-gather for all of its messages to start at once."""
         return float(DIRECT_BYTES)
+
+    @property
+    def transport(self) -> Transport:
+        """How the backend carries this group's collectives; cost models price them by it."""
+        return RingOrDirect(self.at_once_bytes)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of small tensors that ranks exchange for agreements."""
+        return torch.device("cpu")
 
     @property
     def placement(self) -> Placement:
@@ -220,16 +230,13 @@ class TorchGroup(Group):
         everyone = tuple(dist.get_process_group_ranks(process_group)) if parent is None else parent.members
         self.members = everyone if places is None else tuple(everyone[place] for place in places)
         self.rank = self.members.index(dist.get_rank())
-        self.backend = dist.get_backend(process_group)
         self._process_group, self._timeout_s, self._parent = process_group, timeout_s, parent
         self._placement = placement if parent is None or places is None else parent.placement.of(places)
         if placement is not None and placement.size != len(self.members):
             raise ValueError(f"the placement is of {placement.size} ranks, the group has {len(self.members)}")
         self._subgroups: dict[tuple[int, ...], TorchGroup] = {}
         self._asked_for: set[tuple[int, ...]] = set()  # of them, since `renewed` began
-        # gloo's own timeout only says that there was one; ours, which comes first, says who is missing.
-        patience_s = timeout_s if self.backend == "nccl" else 1.5 * timeout_s + 5.0
-        self._patience = timedelta(seconds=patience_s)
+        self._patience = timedelta(seconds=self._patience_s(timeout_s))
         self._in_flight: dict[int, tuple[Any, Tensor | None]] = {}  # works, and inputs that must live until they end
         self._issued = 0
         self._barriers = 0  # that this member has come to
@@ -245,8 +252,7 @@ class TorchGroup(Group):
         """Makes what operations need. Where it fails, `_releases` has what was made until then."""
         self._own = self._communicator(process_group)
         # The store may outlive the job, and group names start anew with the next one: its notices are not ours.
-        device = torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else torch.device("cpu")
-        mine = torch.tensor([secrets.randbits(62), _node_key()], device=device)
+        mine = torch.tensor([secrets.randbits(62), _node_key()], device=self.device)
         everyone = mine.new_empty(2 * self.size)
         _all_gather_single(everyone, mine, self._own).wait()
         nonces, keys = everyone.view(-1, 2).T.tolist()
@@ -274,7 +280,7 @@ class TorchGroup(Group):
             self._subgroups.pop(places).close()
 
     def _make_subgroup(self, places: tuple[int, ...]) -> TorchGroup:
-        return TorchGroup(self._process_group, timeout_s=self._timeout_s, parent=self, places=places)
+        return type(self)(self._process_group, timeout_s=self._timeout_s, parent=self, places=places)
 
     def all_reduce(self, buffer: Tensor) -> Pending[Tensor]:
         return self._pending(dist.all_reduce(buffer, group=self._own, async_op=True), lambda: buffer)
@@ -405,6 +411,10 @@ class TorchGroup(Group):
             # or at exit. So it never runs; the process' end releases what is left.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))
 
+    def _patience_s(self, timeout_s: float) -> float:
+        """Seconds after which the backend itself gives an operation up."""
+        return 1.5 * timeout_s + 5.0  # later than `_wait`, which says who is missing
+
     def _completes(self, work: Any, patience_s: float) -> bool:
         """Waits so long for the work; whether it is done. Raises GroupError when it failed."""
         try:
@@ -426,10 +436,7 @@ class TorchGroup(Group):
         self._in_flight[number] = (work, keep)
 
         def wait(timeout_s: float) -> T:
-            if self.backend == "nccl":  # orders the stream; its own watchdog ends a job that hangs
-                work.wait()
-            else:
-                self._wait(work, number, timeout_s)
+            self._wait(work, number, timeout_s)
             del self._in_flight[number]
             return result()
 
@@ -533,10 +540,8 @@ def _new_communicator(
 
 def gather_bytes(group: Group, content: bytes, timeout_s: float) -> list[bytes]:
     """Every rank's bytes, at least one of each, by rank."""
-    on_cuda = isinstance(group, TorchGroup) and group.backend == "nccl"
-    device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
-    mine = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
-    sizes = group.all_gather(torch.tensor([mine.numel()], device=device)).wait(timeout_s)
+    mine = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(group.device)
+    sizes = group.all_gather(torch.tensor([mine.numel()], device=group.device)).wait(timeout_s)
     parts = group.all_gather(mine, [int(size) for size in sizes]).wait(timeout_s)
     return [part.cpu().numpy().tobytes() for part in parts]
 

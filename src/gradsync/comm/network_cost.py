@@ -17,11 +17,9 @@ def network_cost(group: Group) -> CostModel | None:
         return None
     placement = group.placement
     if not placement.is_hierarchy:
-        return CostModel(group.alpha_s, group.bytes_per_s, stage_s=group.stage_s, at_once_bytes=group.at_once_bytes)
+        return CostModel(group.alpha_s, group.bytes_per_s, stage_s=group.stage_s, transport=group.transport)
     node, across, n = group.within_node(), group.across_nodes(), group.size
     assert node.alpha_s is not None and node.bytes_per_s is not None and across.alpha_s is not None
     node_bytes_per_s = group.bytes_per_s * node.size * (n - node.size) / (n - 1)
     intra = Link(node.bytes_per_s, node.alpha_s)
-    return CostModel(
-        across.alpha_s, node_bytes_per_s, intra=intra, stage_s=across.stage_s, at_once_bytes=group.at_once_bytes
-    )
+    return CostModel(across.alpha_s, node_bytes_per_s, intra=intra, stage_s=across.stage_s, transport=group.transport)

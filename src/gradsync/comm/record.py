@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..costs.steps import Pattern, Transfer
+from ..costs.transport import Pattern, Transport
 from .group import Group, Pending
 
 T = TypeVar("T")
@@ -38,11 +38,6 @@ class Ledger:
     def sent_bytes(self) -> float:
         return sum(entry.sent_bytes for entry in self.entries)
 
-    @property
-    def sent_inside_bytes(self) -> float:
-        """The part of them that was for ranks of one node alone."""
-        return sum(entry.sent_bytes for entry in self.entries if entry.inside)
-
     def take_sent_bytes(self) -> float:
         """The bytes so far; forgets the entries, so that a long run keeps none."""
         total = self.sent_bytes
@@ -67,6 +62,14 @@ class RecordingGroup(Group):
     def at_once_bytes(self) -> float:
         return self.inner.at_once_bytes
 
+    @property
+    def transport(self) -> Transport:
+        return self.inner.transport
+
+    @property
+    def device(self) -> torch.device:
+        return self.inner.device
+
     def subgroup(self, places: tuple[int, ...]) -> Group:
         """Writes into the same ledger."""
         if len(places) == self.size:
@@ -77,7 +80,8 @@ class RecordingGroup(Group):
 
     def all_reduce(self, buffer: Tensor) -> Pending[Tensor]:
         nbytes = buffer.numel() * buffer.element_size()
-        sent_bytes = Transfer("", Pattern.ALL_REDUCE, (nbytes,) * self.size).sent_bytes(self.rank)
+        sends = self.transport.sends(Pattern.ALL_REDUCE, (float(nbytes),) * self.size, self.rank)
+        sent_bytes = sum(part for _, part in sends)
         return self._written(Pattern.ALL_REDUCE, sent_bytes, self.inner.all_reduce(buffer))
 
     def all_gather(self, buffer: Tensor, sizes: Sequence[int] | None = None) -> Pending[list[Tensor]]:

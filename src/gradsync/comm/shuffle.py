@@ -8,7 +8,6 @@ papers show a grid of 2 x 2 ranks; what generates their larger schedules is not 
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, reduce
@@ -124,18 +123,6 @@ class GroupSchedule:
         steps = range(start, start + (len(self.rounds) if rounds is None else rounds))
         return reduce(lambda done, step: self.round(step).mixing @ done, steps, np.eye(self.size))
 
-    def rounds_to_consensus(self, start: int = 0) -> int | None:
-        """The fewest rounds from there on, if no more than two cycles, after which all ranks have the mean; else None.
-
-        Up to rounding: the same bits have only the ranks of a group.
-        """
-        done = np.eye(self.size)
-        for rounds in range(2 * len(self.rounds) + 1):
-            if np.abs(done - 1 / self.size).max() < EXACT:
-                return rounds
-            done = self.round(start + rounds).mixing @ done
-        return None
-
     @property
     def is_exact(self) -> bool:
         """Whether a cycle brings all ranks to the mean."""
@@ -237,44 +224,6 @@ def grid(radices: Sequence[int], ranks: Sequence[int] | None = None) -> GroupSch
     places = np.array(ranks).reshape(radices)
     rounds = [np.moveaxis(places, digit, -1).reshape(-1, radix) for digit, radix in enumerate(radices)]
     return GroupSchedule(tuple(Round(tuple(map(tuple, groups.tolist()))) for groups in rounds))
-
-
-def hypercube(size: int) -> GroupSchedule:
-    """Pairs: log2(size) rounds.
-
-    Raises:
-        ValueError: for a size that is no power of two from 2 on.
-    """
-    if size < 2 or size & (size - 1):
-        raise ValueError(f"a hypercube has a power of two of ranks, at least 2, got {size}")
-    return grid([2] * (size.bit_length() - 1))
-
-
-def random_grid(radices: Sequence[int], seed: int) -> GroupSchedule:
-    """A grid of the ranks in an order that follows from the seed."""
-    ranks = list(range(math.prod(radices)))
-    random.Random(seed).shuffle(ranks)
-    return grid(radices, ranks)
-
-
-def random_groups(sizes: Sequence[int], rounds: int, seed: int) -> GroupSchedule:
-    """So many rounds of groups of these sizes, drawn by the seed: for any number of ranks, but never exact.
-
-    Each round leaves (groups - 1) / (ranks - 1) of what the ranks are apart in expectation, whatever the sizes.
-
-    Raises:
-        ValueError: for sizes below 1, or too few rounds for all ranks to mix.
-    """
-    if not sizes or any(type(size) is not int or size < 1 for size in sizes):
-        raise ValueError(f"sizes must be whole numbers from 1 on, one or more, got {list(sizes)}")
-    draw, ranks, found = random.Random(seed), list(range(sum(sizes))), []
-    for _ in range(rounds):
-        draw.shuffle(ranks)
-        starts = np.cumsum([0, *sizes]).tolist()
-        found.append(
-            Round(tuple(tuple(ranks[start : start + size]) for start, size in zip(starts, sizes, strict=False)))
-        )
-    return GroupSchedule(tuple(found))
 
 
 def crossing(racks: Sequence[Sequence[int]], budget: int, *, keep_apart: bool = False) -> GroupSchedule:

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from .cluster import Link, Placement
-from .steps import DIRECT_BYTES, Compute, Step, Transfer, busiest
+from .steps import Compute, Step, Traffic, Transfer, busiest
+from .transport import DEFAULT_TRANSPORT, RingOrDirect, Transport
 
 MOST_KNOWN = 100_000  # transfers whose price a cost model remembers
 
@@ -45,7 +46,7 @@ class CostModel:
     kernels: Mapping[str, KernelCost] = field(default_factory=dict)
     intra: Link | None = None
     stage_s: float = 0.0
-    at_once_bytes: float = float(DIRECT_BYTES)
+    transport: Transport = DEFAULT_TRANSPORT
 
     def seconds(self, step: Step, placement: Placement | None = None) -> float:
         """`placement`: of all ranks; None: each on a node of its own."""
@@ -62,7 +63,7 @@ class CostModel:
     def latency_s(self, transfer: Transfer, placement: Placement | None = None) -> float:
         """What of a transfer's seconds leaves the links free."""
         if placement is None or placement.num_nodes == placement.size:
-            return self.stage_s + transfer.rounds * self.alpha_s
+            return self.stage_s + transfer.carried_by(self.transport).rounds * self.alpha_s
         self._require_of(transfer, placement)
         return self.stage_s + self._waits_s(transfer, placement)
 
@@ -85,11 +86,12 @@ class CostModel:
     def _bytes_s(self, transfer: Transfer, placement: Placement | None) -> float:
         """Where nodes have several ranks: the slower of what passes between nodes and of what stays within one."""
         if placement is None or placement.num_nodes == placement.size:
-            return transfer.busiest_bytes / self.bandwidth_bytes_per_s
+            return transfer.carried_by(self.transport).busiest_bytes / self.bandwidth_bytes_per_s
         self._require_of(transfer, placement)
         nodes = placement.nodes
-        inside = busiest(hop for hop in transfer.hops(self.at_once_bytes) if nodes[hop[0]] == nodes[hop[1]])
-        between_s = node_link_bytes(transfer, placement, self.at_once_bytes) / self.bandwidth_bytes_per_s
+        traffic = transfer.carried_by(self.transport)
+        inside = busiest(message for message in traffic.messages() if nodes[message[0]] == nodes[message[1]])
+        between_s = node_link_bytes(traffic, placement) / self.bandwidth_bytes_per_s
         return max(between_s, inside / self._within.bandwidth_bytes_per_s)
 
     @staticmethod
@@ -104,18 +106,22 @@ class CostModel:
     def _waits_s(self, transfer: Transfer, placement: Placement) -> float:
         """Of a ring's rounds each waits for the slowest link; other messages follow one another, each on its own."""
         nodes, intra = placement.nodes, self._within
-        messages = [(member, peer) for member in range(transfer.size) for peer, _ in transfer.peers(member)]
-        latencies = [self.alpha_s if nodes[source] != nodes[to] else intra.latency_s for source, to in messages]
-        if transfer.goes_round(self.at_once_bytes):
-            return transfer.rounds * max(latencies)
-        return busiest((source, to, latency_s) for (source, to), latency_s in zip(messages, latencies, strict=True))
+        traffic = transfer.carried_by(self.transport)
+        waits = [
+            (source, to, self.alpha_s if nodes[source] != nodes[to] else intra.latency_s)
+            for source, to, _ in traffic.messages()
+        ]
+        if traffic.passed_on:
+            return traffic.rounds * max(latency_s for _, _, latency_s in waits)
+        return busiest(waits)
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> CostModel:
         """What `dataclasses.asdict` made of a cost model."""
         kernels = {name: KernelCost(**costs) for name, costs in values["kernels"].items()}
         intra = Link(**values["intra"]) if values.get("intra") else None
-        return cls(**{**values, "kernels": kernels, "intra": intra})
+        transport = RingOrDirect(**values["transport"])
+        return cls(**{**values, "kernels": kernels, "intra": intra, "transport": transport})
 
     @classmethod
     def fit(cls, samples: Sequence[tuple[int, float, float]], **known: Any) -> CostModel:
@@ -137,8 +143,8 @@ class CostModel:
         return cls(max(float(solution[0]), 0.0), 1.0 / float(solution[1]), **known)
 
 
-def node_link_bytes(transfer: Transfer, placement: Placement, at_once_bytes: float = DIRECT_BYTES) -> float:
-    """The most bytes that leave one node, or reach one: of all of its ranks together; see `Transfer.hops`."""
+def node_link_bytes(traffic: Traffic, placement: Placement) -> float:
+    """Returns the most bytes that leave one node, or reach one, of all of its ranks together."""
     nodes = placement.nodes
-    hops = ((nodes[source], nodes[to], nbytes) for source, to, nbytes in transfer.hops(at_once_bytes))
-    return busiest(hop for hop in hops if hop[0] != hop[1])
+    crossing = ((nodes[source], nodes[to], nbytes) for source, to, nbytes in traffic.messages())
+    return busiest(message for message in crossing if message[0] != message[1])

@@ -19,6 +19,7 @@ from .cluster import Placement
 from .cost_model import CostModel
 from .steps import COMPUTE, FINISH, Compute, Pattern, Step
 from .timeline import Task
+from .transport import Transport
 
 Lasting = Callable[[str, float, float], float]  # stream, when it begins, seconds it would take alone
 
@@ -89,7 +90,7 @@ class _Player:
         self._lasting = lasting or (lambda stream, began_s, seconds: seconds)
         self._backward_s = max(ready_s.values(), default=0.0) if backward_s is None else backward_s
         self.thread_s = 0.0  # until when the thread is busy
-        self._link = _Link()
+        self._link = _Link(cost.transport)
         self._sent: dict[str, tuple[str, float]] = {}  # bucket -> stage of its transfer in flight, and when it began
         self._devices_s: dict[str, float] = {}  # until when each is busy
         self._prepared: dict[str, deque[str]] = {}  # device -> buckets that begin with its work, which it has not begun
@@ -189,15 +190,13 @@ class _Flow(NamedTuple):
 class _Link:
     """Transfers on the busiest node's link. Latencies of one leave it to the others, bytes are sent in equal shares.
 
-    As gloo does it, which has two threads, and one more for messages in rounds: of these there is one at a time, of
-    other transfers there are two, in the order in which they are issued.
+    Each queue of the transport carries so many transfers at a time, in the order in which they are issued.
     """
 
-    AT_ONCE = (1, 2)  # of messages in rounds, and of others
-
-    def __init__(self) -> None:
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
         self._now_s = 0.0
-        self._queues: tuple[deque[_Flow], ...] = (deque(), deque())
+        self._queues: tuple[deque[_Flow], ...] = tuple(deque() for _ in transport.queues)
         self._ended_s: dict[str, float] = {}
         self._expected_s: dict[str, float] = {}  # when all will have ended, if no other transfer is issued
 
@@ -205,8 +204,7 @@ class _Link:
         """A transfer that lasts so long alone, issued after all others."""
         self._run(self._queues, self._now_s, now_s, self._ended_s)
         self._now_s = now_s
-        in_rounds = pattern in (Pattern.ALL_TO_ALL, Pattern.MESSAGES)
-        self._queues[0 if in_rounds else 1].append(_Flow(bucket, lasts_s, share))
+        self._queues[self._transport.queue_of(pattern)].append(_Flow(bucket, lasts_s, share))
         self._expected_s.clear()
 
     def end_s(self, bucket: str) -> float:
@@ -216,12 +214,11 @@ class _Link:
             self._run(tuple(map(deque, self._queues)), self._now_s, inf, self._expected_s)
         return self._expected_s[bucket]
 
-    @classmethod
-    def _run(cls, queues: tuple[deque[_Flow], ...], now_s: float, until_s: float, ended_s: dict[str, float]) -> None:
+    def _run(self, queues: tuple[deque[_Flow], ...], now_s: float, until_s: float, ended_s: dict[str, float]) -> None:
         """Takes what is sent by then off the queues, and notes when it ended."""
         while True:
-            heads = [list(islice(queue, most)) for queue, most in zip(queues, cls.AT_ONCE, strict=True)]
-            rates = cls._rates([flow.share for flows in heads for flow in flows])
+            heads = [list(islice(queue, most)) for queue, most in zip(queues, self._transport.queues, strict=True)]
+            rates = self._rates([flow.share for flows in heads for flow in flows])
             times_s = [flow.left_s / rate for flow, rate in zip(chain(*heads), rates, strict=True)]
             if not times_s or now_s >= until_s:
                 return

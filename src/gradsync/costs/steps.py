@@ -1,4 +1,4 @@
-"""What a scheme does, as data: the second interpreter beside `Scheme.synchronize`.
+"""The steps of a scheme as data: the second interpreter beside `Scheme.synchronize`.
 
 A scheme lists its `Compute` and `Transfer` steps in order; cost model, planner, simulator, documentation and the byte
 contract read the same list. Bytes are payload bytes handed to the transport, without its headers.
@@ -6,31 +6,24 @@ contract read the same list. Bytes are payload bytes handed to the transport, wi
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+from itertools import chain
+
+from .transport import DEFAULT_TRANSPORT, Transport
+from .transport import Pattern as Pattern  # noqa: PLC0414  schemes describe their steps by this module alone
 
 FINISH = "finish"  # the turn in which a bucket does what is left to do behind its last transfer
 COMPUTE, OFFLOAD = "compute", "offload"  # devices: backward's own thread or device, and another core
-DIRECT_BYTES = 256 << 10  # a collective in which a member sends no more goes straight to every other member
-
-
-class Pattern(StrEnum):
-    """Who sends what to whom in one collective."""
-
-    ALL_REDUCE = "all_reduce"  # small: the buffer to every other member; else a ring, 2(n-1)/n of it to the successor
-    ALL_GATHER = "all_gather"  # member i's part reaches every other member
-    ALL_TO_ALL = "all_to_all"  # every other member sends part j to member j
-    BROADCAST = "broadcast"  # the part of member 0 reaches every other member
-    MESSAGES = "messages"  # whichever there are between any two
 
 
 @dataclass(frozen=True)
 class Compute:
-    """Local work: `nbytes` are the bytes the algorithm must read plus those it must write, in so many `calls`.
+    """Local work: `nbytes` are the bytes the algorithm must read plus the bytes it must write, in so many `calls`.
 
-    `awaited`: as `Work`, which has a turn of its own and is done on its device; else whoever issues does it.
+    `awaited`: the scheme awaits it as `Work`, which has a turn of its own and runs on `device`; else the thread that
+    issues collectives computes it.
     """
 
     kernel: str
@@ -45,12 +38,13 @@ class Transfer:
     """One collective of a stage. `part_bytes` has one entry a member:
 
     - `ALL_REDUCE`: the size of the whole buffer, the same for every member;
-    - `ALL_GATHER`: what each member contributes; `BROADCAST`: entry 0 is the buffer;
-    - `ALL_TO_ALL`: what each member receives from each of the others;
-    - `MESSAGES`: what each member sends in all; `messages` says to whom.
+    - `ALL_GATHER`: the bytes that each member contributes; `BROADCAST`: entry 0 is the buffer;
+    - `ALL_TO_ALL`: the bytes that each member receives from each other member;
+    - `MESSAGES`: the bytes that each member sends in all; `messages` says to whom.
 
     With `groups` it is as many collectives at once, each among the members of one group, as in all nodes of a cluster;
-    members of none have no part in it.
+    members of no group take no part. `rounds`, `sent_bytes` and `busiest_bytes` are those of the default transport;
+    `carried_by` has them for any other.
     """
 
     stage: str
@@ -61,15 +55,15 @@ class Transfer:
 
     @classmethod
     def of_messages(cls, stage: str, size: int, messages: Sequence[tuple[int, int, float]]) -> Transfer:
-        """Single messages that are in flight together among `size` members."""
+        """Returns the transfer of single messages that are in flight together among `size` members."""
         sent = [sum(nbytes for source, _, nbytes in messages if source == member) for member in range(size)]
         return cls(stage, Pattern.MESSAGES, tuple(sent), tuple(messages))
 
     @classmethod
     def at_once(cls, stage: str, size: int, groups: Sequence[tuple[int, ...]], each: Sequence[Transfer]) -> Transfer:
-        """`each` of these, which are of one pattern, in its own group of the `size` members, at the same time.
+        """Merges transfers of one pattern, each within its own group of the `size` members, into one.
 
-        Groups of these are within theirs.
+        Groups of a transfer in `each` are numbered within the group that it belongs to.
         """
         (pattern,) = {transfer.pattern for transfer in each}
         part_bytes = [0.0] * size
@@ -87,116 +81,89 @@ class Transfer:
         """Members of all groups."""
         return len(self.part_bytes)
 
+    def collectives(self) -> Iterator[tuple[tuple[int, ...], tuple[float, ...]]]:
+        """Yields (members, part_bytes) for each of the collectives that run at the same time."""
+        if not self.groups:
+            yield tuple(range(self.size)), self.part_bytes
+        for group in self.groups:
+            yield group, tuple(self.part_bytes[member] for member in group)
+
+    def carried_by(self, transport: Transport) -> Traffic:
+        """Returns the messages and rounds that this transfer has on a transport."""
+        return Traffic(self, transport)
+
     @property
-    def direct(self) -> bool:
-        """Whether it is small enough for messages that all start at once: there latency counts, not the order."""
-        if self.pattern is Pattern.ALL_REDUCE:
-            return not any(map(self._rings, self._groups))
-        return self.busiest_bytes <= DIRECT_BYTES
+    def rounds(self) -> int:
+        """Messages that follow one another on a member's link, see `Traffic.rounds`."""
+        return self.carried_by(DEFAULT_TRANSPORT).rounds
+
+    @property
+    def busiest_bytes(self) -> float:
+        """Bytes on the busiest link direction, see `Traffic.busiest_bytes`."""
+        return self.carried_by(DEFAULT_TRANSPORT).busiest_bytes
+
+    def sent_bytes(self, member: int) -> float:
+        """Bytes that the member sends, see `Traffic.sent_bytes`."""
+        return self.carried_by(DEFAULT_TRANSPORT).sent_bytes(member)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a transfer puts on the links of its members when a transport carries it."""
+
+    transfer: Transfer
+    transport: Transport
 
     @property
     def rounds(self) -> int:
         """Messages that follow one another on a member's link: the factor of the latency."""
-        if self.pattern is Pattern.MESSAGES:
-            ends = [place for message in self.messages for place in (("from", message[0]), ("to", message[1]))]
+        if self.transfer.pattern is Pattern.MESSAGES:
+            ends = [place for message in self.transfer.messages for place in (("from", message[0]), ("to", message[1]))]
             return max(Counter(ends).values(), default=0)
-        return max((2 if self._rings(group) else 1) * (len(group) - 1) for group in self._groups)
-
-    def group_of(self, member: int) -> tuple[int, ...]:
-        """The members that this one talks to, itself among them."""
-        return next((group for group in self._groups if member in group), (member,))
-
-    def peers(self, member: int) -> Iterator[tuple[int, float]]:
-        """(peer, bytes) of every message `member` sends. The forwarding of a ring counts as its successor's."""
-        group = self.group_of(member)
-        n = len(group)
-        if n == 1:
-            return
-        match self.pattern:
-            case Pattern.ALL_REDUCE if self._rings(group):
-                yield group[(group.index(member) + 1) % n], 2 * (n - 1) / n * self.part_bytes[member]
-            case Pattern.ALL_REDUCE | Pattern.ALL_GATHER:
-                yield from ((peer, self.part_bytes[member]) for peer in group if peer != member)
-            case Pattern.ALL_TO_ALL:
-                yield from ((peer, self.part_bytes[peer]) for peer in group if peer != member)
-            case Pattern.BROADCAST:
-                if member == group[0]:
-                    yield from ((peer, self.part_bytes[member]) for peer in group[1:])
-            case Pattern.MESSAGES:
-                yield from ((to, nbytes) for source, to, nbytes in self.messages if source == member)
-
-    def hops(self, at_once_bytes: float = DIRECT_BYTES) -> Iterator[tuple[int, int, float]]:
-        """(source, destination, bytes) of what passes between two members; what a ring forwards counts every time.
-
-        `at_once_bytes`: what a member sends in an all-gather at most for its messages to go straight to the others.
-        """
-        if self.pattern is Pattern.MESSAGES:
-            yield from self.messages
-            return
-        for group in self._groups:
-            if self._gathers_round(group, at_once_bytes):
-                passed_on = (len(group) - 1) * self.part_bytes[group[0]]
-                yield from zip(group, [*group[1:], group[0]], [passed_on] * len(group), strict=True)
-            else:
-                yield from ((member, peer, nbytes) for member in group for peer, nbytes in self.peers(member))
-
-    def goes_round(self, at_once_bytes: float = DIRECT_BYTES) -> bool:
-        """Whether members pass on what they get, in rounds that wait for one another; for the bytes see `hops`."""
-        return any(self._rings(group) or self._gathers_round(group, at_once_bytes) for group in self._groups)
-
-    def sent_bytes(self, member: int) -> float:
-        return sum(nbytes for _, nbytes in self.peers(member))
-
-    def received_bytes(self, member: int) -> float:
-        group = self.group_of(member)
-        n = len(group)
-        match self.pattern:
-            case Pattern.ALL_REDUCE if self._rings(group):
-                return 2 * (n - 1) / n * self.part_bytes[member]
-            case Pattern.ALL_REDUCE | Pattern.ALL_GATHER:
-                return sum(self.part_bytes[peer] for peer in group) - self.part_bytes[member]
-            case Pattern.ALL_TO_ALL:
-                return (n - 1) * self.part_bytes[member]
-            case Pattern.BROADCAST:
-                return 0.0 if member == group[0] else self.part_bytes[group[0]]
-            case Pattern.MESSAGES:
-                return sum(nbytes for _, to, nbytes in self.messages if to == member)
+        return max(self.transport.rounds(self.transfer.pattern, parts) for _, parts in self.transfer.collectives())
 
     @property
-    def total_bytes(self) -> float:
-        """Bytes that all members send together."""
-        return sum(self.sent_bytes(member) for member in range(self.size))
+    def passed_on(self) -> bool:
+        """Whether members pass on what they receive, in rounds that wait for one another."""
+        pattern = self.transfer.pattern
+        if pattern is Pattern.MESSAGES:
+            return False
+        return any(self.transport.passes_on(pattern, parts) for _, parts in self.transfer.collectives())
+
+    def messages(self) -> Iterator[tuple[int, int, float]]:
+        """Yields (source, destination, bytes) between members; bytes that a ring forwards count at every member."""
+        if self.transfer.pattern is Pattern.MESSAGES:
+            yield from self.transfer.messages
+            return
+        for group, parts in self.transfer.collectives():
+            for place, member in enumerate(group):
+                for peer, nbytes in self.transport.sends(self.transfer.pattern, parts, place):
+                    yield member, group[peer], nbytes
+
+    def sent_bytes(self, member: int) -> float:
+        """Bytes that the member sends."""
+        if self.transfer.pattern is Pattern.MESSAGES:
+            return sum(nbytes for source, _, nbytes in self.transfer.messages if source == member)
+        for group, parts in self.transfer.collectives():
+            if member in group:
+                sends = self.transport.sends(self.transfer.pattern, parts, group.index(member))
+                return sum(nbytes for _, nbytes in sends)
+        return 0
 
     @property
     def busiest_bytes(self) -> float:
         """Bytes on the busiest link direction, if every member has a link of its own."""
-        if self.pattern is Pattern.MESSAGES:  # many, perhaps: one look at each
-            return busiest(self.messages)
-        members = range(self.size)
-        return max(max(self.sent_bytes(m), self.received_bytes(m)) for m in members)
-
-    @property
-    def _groups(self) -> tuple[tuple[int, ...], ...]:
-        return self.groups or (tuple(range(self.size)),)
-
-    def _rings(self, group: tuple[int, ...]) -> bool:
-        """Whether this group's all-reduce is large enough for a ring."""
-        large = (len(group) - 1) * self.part_bytes[group[0]] > DIRECT_BYTES
-        return self.pattern is Pattern.ALL_REDUCE and large
-
-    def _gathers_round(self, group: tuple[int, ...], at_once_bytes: float) -> bool:
-        """Whether this group's all-gather goes round a ring: large parts do where they are equal."""
-        parts = {self.part_bytes[member] for member in group}
-        return self.pattern is Pattern.ALL_GATHER and len(parts) == 1 and (len(group) - 1) * max(parts) > at_once_bytes
+        return busiest(self.messages())
 
 
-def busiest(hops: Iterable[tuple[int, int, float]]) -> float:
-    """The most bytes that leave one place, or reach one; `hops` are (source, destination, bytes)."""
-    links: dict[tuple[str, int], float] = {}
-    for source, to, nbytes in hops:
-        links["from", source] = links.get(("from", source), 0.0) + nbytes
-        links["to", to] = links.get(("to", to), 0.0) + nbytes
-    return max(links.values(), default=0.0)
+def busiest(messages: Iterable[tuple[int, int, float]]) -> float:
+    """The most bytes that leave one place, or reach one; `messages` are (source, destination, bytes)."""
+    sent: dict[int, float] = defaultdict(float)
+    received: dict[int, float] = defaultdict(float)
+    for source, to, nbytes in messages:
+        sent[source] += nbytes
+        received[to] += nbytes
+    return max(chain(sent.values(), received.values()), default=0.0)
 
 
 Step = Compute | Transfer

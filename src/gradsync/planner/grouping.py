@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
@@ -172,16 +172,6 @@ def round_s(each: Round, cluster: Cluster, nbytes: float) -> dict[RankGroup, flo
         else 0.0
         for group, links in over.items()
     }
-
-
-def uplink_loads(groups: Iterable[RankGroup], cluster: Cluster) -> list[float]:
-    """What each rack's uplink carries in each direction, in units of what a node averages."""
-    assert cluster.rack_size is not None
-    loads = [0.0] * -(-cluster.nodes // cluster.rack_size)
-    for group in groups:
-        for rack in _racks_of(group, cluster):
-            loads[rack] += _share(len(group))
-    return loads
 
 
 def _share(members: int) -> float:

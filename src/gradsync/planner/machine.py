@@ -4,13 +4,12 @@
 the parts one after another and keeps for each resource when it is free: (max,+) linear, so a matrix for each part.
 It lets demands stand in the queue of their resource as the machine does, but for those that *follow*, which are on
 COMPUTE behind another resource (decoding), or on a resource that the part has used before. Where none follows, the
-recurrence is the machine; else there are three levels:
+recurrence is the machine; else there are two levels:
 
-- `screened_s`, (a): what follows takes its time, but nobody else's. Never more than `step_s`.
-- `charged_s`, (b): what follows is charged to its resource at once, before it can begin, and holds the resource in
+- charged, (b): what follows is charged to its resource at once, before it can begin, and holds the resource in
   whose queue its part stood last until it ends. Never less than `step_s` where options encode, use one channel and
   decode; with several channels it is an estimate.
-- `deferred_s`: what follows waits for the last transfer of all. MergeComp's model (`mergecomp.md` 2.3).
+- deferred, (`deferred_s`): what follows waits for the last transfer of all. MergeComp's model (`mergecomp.md` 2.3).
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ END = len(Resource)  # when the last part is done; deferred: seconds of all that
 class Level(Enum):
     """What a recurrence makes of demands that follow."""
 
-    SCREENED = "screened"
     CHARGED = "charged"
     DEFERRED = "deferred"
 
@@ -87,22 +85,13 @@ def _stream(resource: Resource) -> str:
     return resource.name.lower()
 
 
-def screened_s(problem: Problem, parts: Sequence[Part]) -> float:
-    """Level (a)."""
-    return _recurrence_s(problem, parts, Level.SCREENED)
-
-
-def charged_s(problem: Problem, parts: Sequence[Part]) -> float:
-    """Level (b)."""
-    return _recurrence_s(problem, parts, Level.CHARGED)
-
-
 def deferred_s(problem: Problem, parts: Sequence[Part]) -> float:
     """As MergeComp counts: encoding delays backward, decoding waits for the last transfer."""
-    return _recurrence_s(problem, parts, Level.DEFERRED)
+    return recurrence_s(problem, parts, Level.DEFERRED)
 
 
-def _recurrence_s(problem: Problem, parts: Sequence[Part], level: Level) -> float:
+def recurrence_s(problem: Problem, parts: Sequence[Part], level: Level) -> float:
+    """Returns the seconds of a step by the recurrence of this level."""
     check_parts(problem, parts)
     rows = [0.0] * ROWS
     for part in parts:
@@ -155,10 +144,9 @@ def advance(
             after[END] = after[END] + taken
         else:
             ready = ready + taken
-            if level is Level.CHARGED:
-                if demand.resource is not holder:
-                    after[demand.resource] = after[demand.resource] + taken
-                after[holder] = ready
+            if demand.resource is not holder:
+                after[demand.resource] = after[demand.resource] + taken
+            after[holder] = ready
     if level is not Level.DEFERRED:
         after[END] = larger(after[END], ready)
     return after

@@ -67,11 +67,6 @@ class Product:
             reached = apply(self._nodes[node], reached)
         return reached
 
-    def after_instead(self, rows: Sequence[float], start: int, stop: int, step: Matrix) -> Vector:
-        """The state to which all steps bring `rows` if `step` is made instead of those in [start, stop)."""
-        self._check(start, stop)
-        return self.after(apply(step, self.after(rows, 0, start)), stop)
-
     def replace(self, start: int, stop: int, step: Matrix) -> None:
         """From now on `step` is made instead of those in [start, stop); their places stay, and begin with it."""
         self._check(start, stop)

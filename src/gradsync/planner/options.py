@@ -258,5 +258,5 @@ def resource_of(step: Step, network: Network) -> Resource:
     if isinstance(step, Compute):  # what is not awaited the issuing thread does, on another core
         return Resource.COMPUTE if step.awaited and step.device == COMPUTE else Resource.OFFLOAD
     nodes = network.placement.nodes
-    stays = all(nodes[source] == nodes[to] for source, to, _ in step.hops())
+    stays = all(nodes[source] == nodes[to] for source, to, _ in step.carried_by(network.cost.transport).messages())
     return Resource.INTRA if stays else Resource.INTER

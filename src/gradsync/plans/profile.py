@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from ..costs.cluster import Link, Placement, format_rate
 from ..costs.cost_model import CostModel, KernelCost
-from ..costs.steps import Pattern
+from ..costs.transport import Pattern, RingOrDirect
 from ..tensors.bucket import TensorSpec, model_digest
 from ..tensors.density import DensityProfile, ParameterProfile
 from .document import Document
@@ -314,7 +314,7 @@ class Profile(Document):
             kernels=kernels,
             intra=intra,
             stage_s=of.link.stage_s.value,
-            at_once_bytes=self.link(Span.ALL).at_once_bytes,
+            transport=RingOrDirect(self.link(Span.ALL).at_once_bytes),
         )
 
     def check(self, specs: Mapping[str, TensorSpec], world: int) -> None:

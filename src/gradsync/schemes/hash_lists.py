@@ -19,7 +19,6 @@ from torch import Tensor
 
 from .. import kernels
 from ..comm import Group
-from ..tensors.sparse import index_dtype
 
 _Key = tuple[int, int, int, str]  # length, owners, seed, device
 
@@ -34,11 +33,6 @@ class _Lists:
 _made: WeakValueDictionary[_Key, _Lists] = WeakValueDictionary()
 _kept: WeakKeyDictionary[Group, dict[_Key, _Lists]] = WeakKeyDictionary()
 _asked_by_one = Lock()  # ranks may be threads
-
-
-def lists_nbytes(length: int) -> int:
-    """What the lists of a tensor take on each rank, however many owners there are."""
-    return length * index_dtype(length).itemsize
 
 
 def owned_by_hash(

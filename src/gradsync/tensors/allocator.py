@@ -51,10 +51,6 @@ class Blocks:
         self._asked: dict[int, int] = {}  # for each size, the number of the lending that last asked for it
         self._lendings = 0
 
-    @property
-    def idle_bytes(self) -> int:
-        return sum(size * len(blocks) for size, blocks in list(self._idle.items()))
-
     def lend(self, nbytes: int) -> Tensor:
         """(nbytes,) uint8.
 

@@ -116,10 +116,6 @@ class GradientViews:
         for views in self._by_bucket:
             yield self._lend(views) if views else []
 
-    def is_borrowed(self, name: str) -> bool:
-        """Returns whether the parameter had no gradient when the step began, and got its place."""
-        return name in self._borrowed
-
     def may_move(self, name: str) -> bool:
         """Returns whether the gradient lies in memory of the plan before, to which nobody else refers."""
         return name in self._movable

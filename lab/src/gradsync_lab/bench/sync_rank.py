@@ -18,6 +18,7 @@ from gradsync.comm.links import Exchange, highest_over, latencies
 from gradsync.costs.cluster import Link, Placement
 from gradsync.costs.cost_model import CostModel, node_link_bytes
 from gradsync.costs.steps import Compute, Pattern, Transfer, transfers
+from gradsync.costs.transport import DEFAULT_TRANSPORT, DIRECT_BYTES
 from gradsync.schemes import (
     BLOCKS_OF_256,
     DOUBLING_OF_ELEMENTS,
@@ -137,7 +138,11 @@ def stage_s(group: TorchGroup, spec: SyncSpec, small: tuple[int, float, float]) 
 def link_bytes(transfer: Transfer, group: TorchGroup) -> float:
     """On the busiest link direction: of a node's link where its ranks share one."""
     on_one_node = group.placement.num_nodes == 1
-    return transfer.busiest_bytes if on_one_node else node_link_bytes(transfer, group.placement)
+    return (
+        transfer.busiest_bytes
+        if on_one_node
+        else node_link_bytes(transfer.carried_by(group.transport), group.placement)
+    )
 
 
 def bound_rounds(transfer: Transfer) -> int:
@@ -145,7 +150,8 @@ def bound_rounds(transfer: Transfer) -> int:
 
     In the fit as in the bound: else the rate came out too high, or the bound too easy.
     """
-    return transfer.rounds if transfer.direct else 1
+    traffic = transfer.carried_by(DEFAULT_TRANSPORT)
+    return 1 if traffic.passed_on or traffic.busiest_bytes > DIRECT_BYTES else traffic.rounds
 
 
 def median_s(group: TorchGroup, nbytes: int, spec: SyncSpec) -> float:
@@ -397,7 +403,7 @@ def agreed_cost(fit: Sequence[tuple[int, float, float]], stage: float, memory: f
     if group.placement.is_hierarchy and node.bytes_per_s is not None and node.alpha_s is not None:
         intra = Link(node.bytes_per_s, node.alpha_s)
     kernels = kernel_costs(REHEARSED, highest_over(group, TIMEOUT_S))
-    known = {"kernels": kernels, "intra": intra, "stage_s": stage, "at_once_bytes": group.at_once_bytes}
+    known = {"kernels": kernels, "intra": intra, "stage_s": stage, "transport": group.transport}
     return CostModel.fit(samples, memory_bytes_per_s=-negated, **known)
 
 

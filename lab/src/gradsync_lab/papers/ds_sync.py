@@ -24,6 +24,7 @@ from gradsync.comm.shuffle import GroupSchedule, Round, crossing, grid, sitting_
 from gradsync.costs.cluster import Cluster, Link, Placement
 from gradsync.costs.cost_model import CostModel
 from gradsync.costs.steps import Step, Transfer, busiest, transfers
+from gradsync.costs.transport import DEFAULT_TRANSPORT
 from gradsync.planner.grouping import groupings
 from gradsync.schemes import AllReduce, Hierarchical, ReduceScatter
 from gradsync.tensors.bucket import TensorSpec
@@ -302,8 +303,9 @@ def uplink_load(name: str, racks: int, per_rack: int) -> float:
 def _uplink_bytes(steps: Sequence[Step], placement: Placement) -> float:
     """Returns the most bytes that leave one rack, or reach one."""
     racks = placement.nodes
-    hops = ((racks[source], racks[to], nbytes) for each in transfers(steps) for source, to, nbytes in each.hops())
-    return busiest(hop for hop in hops if hop[0] != hop[1])
+    messages = (message for each in transfers(steps) for message in each.carried_by(DEFAULT_TRANSPORT).messages())
+    between = ((racks[source], racks[to], nbytes) for source, to, nbytes in messages)
+    return busiest(message for message in between if message[0] != message[1])
 
 
 def _rings(each: Round) -> tuple[Step, ...]:

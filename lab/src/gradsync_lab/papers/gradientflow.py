@@ -18,6 +18,7 @@ import torch
 from gradsync.costs.cluster import Link, Placement
 from gradsync.costs.cost_model import CostModel
 from gradsync.costs.steps import Compute, transfers
+from gradsync.costs.transport import DEFAULT_TRANSPORT
 from gradsync.planner.joint import search
 from gradsync.planner.machine import step_s
 from gradsync.planner.problem import Curve, Demand, Option, Part, Problem, Resource, layerwise
@@ -131,7 +132,7 @@ def _chain(scheme: Scheme[Any], gpus: int, counted: Counted) -> Iterator[Demand]
                 yield Demand(Resource.COMPUTE, Curve.linear(0.0, byte_s))
             continue
         nodes = placement.nodes
-        stays = all(nodes[source] == nodes[to] for source, to, _ in one.hops())
+        stays = all(nodes[source] == nodes[to] for source, to, _ in one.carried_by(DEFAULT_TRANSPORT).messages())
         where = Resource.INTRA if stays else Resource.INTER
         yield Demand(where, Curve.linear(call_s if counted >= Counted.LATENCY else 0.0, byte_s))
 

@@ -21,7 +21,7 @@ from gradsync.kernels.hierarchy import HashMemory
 from gradsync.schemes.base import Scheme, State
 from gradsync.schemes.elements import counts_in, elements_of, nonzeros
 from gradsync.schemes.formats import PartFormat
-from gradsync.schemes.hash_lists import lists_nbytes, owned_by_hash
+from gradsync.schemes.hash_lists import owned_by_hash
 from gradsync.tensors.bucket import Layout, TensorSpec
 from gradsync.tensors.density import DensityProfile
 from gradsync.tensors.index_formats import IndexFormat
@@ -50,7 +50,8 @@ class ZenHash(Scheme[Tensor]):
     bits: NaN and infinity travel, -0.0 counts as zero and comes out as 0.0.
 
     Wire per rank: push (n-1)/n * (indices + values); pull (n-1)/n * (an n-th of a bit an element + values of the
-    union). Memory besides: `memory_nbytes`.
+    union). Memory beside that: slots of all owners, and lists of all elements, 4 bytes each (8 beyond 2^31), which are
+    kept from step to step.
     """
 
     seed: int = 0  # for all hashes; the same on every rank
@@ -121,16 +122,6 @@ class ZenHash(Scheme[Tensor]):
             _all_to_all("pull", n, pull),
             Compute("join_hashed", n * pull + profile.union_rows(n) * index_nbytes + flat.nbytes, calls=n),
         )
-
-    def memory_nbytes(self, flat: TensorSpec, rows: float, size: int) -> int:
-        """Returns bytes that a rank with `rows` non-zeros needs besides gradient and messages: all owners' memory, and
-        the lists.
-
-        The lists of owned elements are kept from step to step and shared by all buckets of a length.
-        """
-        memory = self._memory(rows, size)
-        slots = size * (memory.slots + memory.serial)
-        return slots * index_dtype(flat.numel).itemsize + 8 * size + lists_nbytes(flat.numel)
 
     def _memory(self, rows: float, size: int) -> HashMemory:
         """Returns the hash memory of one owner."""

@@ -1,0 +1,23 @@
+"""`NcclGroup`: a process group on NCCL, whose operations make a CUDA stream wait instead of the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .group import TorchGroup
+
+
+class NcclGroup(TorchGroup):
+    """The members of a process group on NCCL. Tensors are on the current CUDA device."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def _patience_s(self, timeout_s: float) -> float:
+        return timeout_s  # NCCL's own watchdog ends a job that hangs
+
+    def _wait(self, work: Any, number: int, timeout_s: float) -> None:
+        work.wait()  # orders the stream

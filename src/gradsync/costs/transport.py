@@ -1,0 +1,96 @@
+"""How a backend carries a collective: the messages, the rounds, and how many collectives are in flight together.
+
+The cost model, the forecast and the ledger ask a `Transport`, which `Group.transport` returns; nothing else in `costs/`
+knows a backend. A new transport is a subclass here or beside its group, and one line in `comm/transport.py`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import ClassVar
+
+DIRECT_BYTES = 256 << 10  # a collective in which a member sends no more goes straight to every other member
+
+
+class Pattern(StrEnum):
+    """Who sends what to whom in one collective."""
+
+    ALL_REDUCE = "all_reduce"  # every member ends with the sum of all buffers, which have one size
+    ALL_GATHER = "all_gather"  # member i's part reaches every other member
+    ALL_TO_ALL = "all_to_all"  # every other member sends part j to member j
+    BROADCAST = "broadcast"  # the part of member 0 reaches every other member
+    MESSAGES = "messages"  # single messages between any two members, as the scheme lists them
+
+
+class Transport(ABC):
+    """How a backend of `torch.distributed` carries collectives among n members, which are numbered from 0.
+
+    `part_bytes` has n entries, as in `Transfer`. Single messages (`Pattern.MESSAGES`) go as they are on every
+    transport, so that a transport is never asked about them but by `queue_of`. Subclasses are frozen dataclasses: cost
+    models are compared and written to JSON.
+    """
+
+    queues: ClassVar[tuple[int, ...]] = (1,)
+    """How many transfers each queue of the backend carries at the same time, in the order in which they are issued."""
+
+    def queue_of(self, pattern: Pattern) -> int:
+        """The place in `queues` of the queue that carries transfers of this pattern."""
+        return 0
+
+    @abstractmethod
+    def passes_on(self, pattern: Pattern, part_bytes: Sequence[float]) -> bool:
+        """Whether members pass on what they receive, in rounds that wait for the slowest link, as in a ring."""
+
+    @abstractmethod
+    def rounds(self, pattern: Pattern, part_bytes: Sequence[float]) -> int:
+        """The number of messages that follow one another on a member's link: the factor of the latency."""
+
+    @abstractmethod
+    def sends(self, pattern: Pattern, part_bytes: Sequence[float], member: int) -> Iterator[tuple[int, float]]:
+        """Yields (peer, bytes) for all that `member` sends; bytes that a ring forwards count at every member."""
+
+
+@dataclass(frozen=True)
+class RingOrDirect(Transport):
+    """Small collectives go straight from each member to every other one, large ones round a ring.
+
+    gloo carries collectives like this (docs/collectives.md). Backends without a transport of their own are priced the
+    same way.
+    """
+
+    at_once_bytes: float = float(DIRECT_BYTES)
+    """The most bytes that a member sends in an all-gather whose messages all start at once."""
+
+    queues: ClassVar[tuple[int, ...]] = (1, 2)  # gradsync's thread for messages in rounds, gloo's two threads
+
+    def queue_of(self, pattern: Pattern) -> int:
+        return 0 if pattern in (Pattern.ALL_TO_ALL, Pattern.MESSAGES) else 1
+
+    def passes_on(self, pattern: Pattern, part_bytes: Sequence[float]) -> bool:
+        others = len(part_bytes) - 1
+        if pattern is Pattern.ALL_REDUCE:
+            return others * part_bytes[0] > DIRECT_BYTES
+        if pattern is Pattern.ALL_GATHER:  # gloo's ring takes equal parts only
+            return len(set(part_bytes)) == 1 and others * part_bytes[0] > self.at_once_bytes
+        return False
+
+    def rounds(self, pattern: Pattern, part_bytes: Sequence[float]) -> int:
+        passes = 2 if pattern is Pattern.ALL_REDUCE and self.passes_on(pattern, part_bytes) else 1
+        return passes * (len(part_bytes) - 1)
+
+    def sends(self, pattern: Pattern, part_bytes: Sequence[float], member: int) -> Iterator[tuple[int, float]]:
+        n, own = len(part_bytes), part_bytes[member]
+        others = (peer for peer in range(n) if peer != member)
+        if self.passes_on(pattern, part_bytes):
+            share = 2 * (n - 1) / n if pattern is Pattern.ALL_REDUCE else n - 1
+            yield (member + 1) % n, share * own
+        elif pattern is Pattern.ALL_TO_ALL:
+            yield from ((peer, part_bytes[peer]) for peer in others)
+        elif pattern is not Pattern.BROADCAST or member == 0:
+            yield from ((peer, own) for peer in others)
+
+
+DEFAULT_TRANSPORT = RingOrDirect()
