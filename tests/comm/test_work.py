@@ -58,14 +58,17 @@ def running(
 
 
 def test_a_prepared_bucket_s_work_is_under_way_while_an_earlier_bucket_is_on_its_way() -> None:
-    begun = threading.Event()
+    begun, issued = threading.Event(), threading.Event()
 
     def compress() -> str:
         begun.set()
+        assert issued.wait(WAIT_S)
+        time.sleep(0.05)  # in which the flight's beginning is noted
         return here()
 
     async def synchronize(bucket: str) -> str:
         if bucket == "0":
+            issued.set()
             await Pending(after(begun, "the work of bucket 1"))
             return ""
         where: str = await Work(compress, "offload", "compress")
