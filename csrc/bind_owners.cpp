@@ -14,7 +14,7 @@
 
 using namespace nanobind::literals;
 
-namespace MODULE_NAME {
+namespace gradsync {
 namespace {
 
 Hash hash_of(uint64_t owners, uint64_t key) {
@@ -272,4 +272,4 @@ void bind_owners(nb::module_ &m) {
           "out"_a.noconvert(), "threads"_a);
 }
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

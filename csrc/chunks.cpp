@@ -10,7 +10,7 @@
 #include "rows.hpp"
 #include "scratch.hpp"
 
-namespace MODULE_NAME {
+namespace gradsync {
 namespace {
 
 template <typename T>
@@ -103,4 +103,4 @@ INSTANTIATE(Bfloat16, Bfloat16)
 INSTANTIATE(Float16, Float16)
 #undef INSTANTIATE
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

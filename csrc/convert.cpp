@@ -6,7 +6,7 @@
 
 #include "rows.hpp"
 
-namespace MODULE_NAME {
+namespace gradsync {
 namespace {
 
 // Calls body(begin, length) for each block of so many values.
@@ -98,4 +98,4 @@ INSTANTIATE(Bfloat16)
 INSTANTIATE(Float16)
 #undef INSTANTIATE
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

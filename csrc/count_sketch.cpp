@@ -5,7 +5,7 @@
 
 #include "draws.hpp"
 
-namespace MODULE_NAME {
+namespace gradsync {
 
 namespace {
 
@@ -243,4 +243,4 @@ template void sketch_estimates(const double *, const std::vector<Sketched> &, ui
 template void sketch_estimates(const float *, const std::vector<Sketched> &, uint32_t, Bfloat16 *, int);
 template void sketch_estimates(const float *, const std::vector<Sketched> &, uint32_t, Float16 *, int);
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

@@ -6,7 +6,7 @@
 
 #include "nonzero.hpp"
 
-namespace MODULE_NAME {
+namespace gradsync {
 
 void encode_bitmap(Indices indices, uint64_t size, uint64_t *words) {
     check_indices(indices, 0, size);
@@ -108,4 +108,4 @@ void rotated_indices(RotatedStripe stripe, uint32_t owner, const int32_t *positi
 template void rotated_indices(RotatedStripe, uint32_t, const int32_t *, size_t, int32_t *, int);
 template void rotated_indices(RotatedStripe, uint32_t, const int32_t *, size_t, int64_t *, int);
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

@@ -10,7 +10,7 @@
 #include "rank_bitmap.hpp"
 #include "rows.hpp"
 
-namespace MODULE_NAME {
+namespace gradsync {
 
 // Sets bit i % 64 of word i / 64 for each index, and clears all other bits. Throws BadIndex before it writes.
 void encode_bitmap(Indices indices, uint64_t size, uint64_t *words);
@@ -98,4 +98,4 @@ template <typename Index>
 void rotated_indices(RotatedStripe stripe, uint32_t owner, const int32_t *positions, size_t count, Index *out,
                      int threads);
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

@@ -10,7 +10,7 @@
 #include "rows.hpp"
 #include "scratch.hpp"
 
-namespace MODULE_NAME {
+namespace gradsync {
 
 namespace {
 
@@ -401,4 +401,4 @@ INSTANTIATE(Bfloat16)
 INSTANTIATE(Float16)
 #undef INSTANTIATE
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

@@ -11,7 +11,7 @@
 #include "nonzero.hpp"
 #include "rank_bitmap.hpp"
 
-namespace MODULE_NAME {
+namespace gradsync {
 namespace {
 
 constexpr size_t kSamples = 16384;     // sections of no more are looked at as a whole
@@ -377,4 +377,4 @@ INSTANTIATE(double)
 INSTANTIATE(Bfloat16)
 INSTANTIATE(Float16)
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

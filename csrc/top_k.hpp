@@ -10,7 +10,7 @@
 
 #include "scalars.hpp"
 
-namespace MODULE_NAME {
+namespace gradsync {
 
 struct Section {
     size_t length, most;  // elements, and how many of them are chosen, or at most
@@ -43,4 +43,4 @@ template <typename T>
 void count_above(const T *x, const std::vector<Section> &sections, const Accumulator<T> *thresholds, int64_t *counts,
                  int threads);
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync
