@@ -94,6 +94,9 @@ private:
     Dealt dealt_;
 };
 
+// All indices of elements at these positions are below it.
+uint64_t rotated_bound(RotatedStripe stripe, const int32_t *positions, size_t count);
+
 template <typename Index>
 void rotated_indices(RotatedStripe stripe, uint32_t owner, const int32_t *positions, size_t count, Index *out,
                      int threads);

@@ -21,10 +21,6 @@ template <typename T> struct Choice {
     const T *x;
     const Accumulator<T> *residual = nullptr;
     Accumulator<T> *left = nullptr;
-
-    Choice from(size_t begin) const {
-        return residual ? Choice{x + begin, residual + begin, left + begin} : Choice{x + begin};
-    }
 };
 
 // Of each section the `most` largest by their bits without the sign: NaN comes before infinity. Of equal ones, those
