@@ -13,13 +13,27 @@ PIP_ARGS ?=
 
 setup: .venv/setup.stamp
 
+PIP := $(BIN)/pip install --disable-pip-version-check --quiet $(PIP_ARGS) -c constraints.txt
+
 # torch is named here too: resolved in the same command as the rest, the pin keeps other builds of torch away.
-.venv/setup.stamp: pyproject.toml CMakeLists.txt constraints.txt $(wildcard csrc/* csrc/*/*)
+.venv/package.stamp: pyproject.toml CMakeLists.txt constraints.txt $(wildcard csrc/* csrc/*/*)
+	@echo 'Installing gradsync into .venv: pip fetches torch and compiles the native kernels, silently for some minutes.'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --disable-pip-version-check --quiet $(PIP_ARGS) -c constraints.txt '$(TORCH)' -e '.[dev]'
+	$(PIP) '$(TORCH)' -e .
 	touch $@
 
-demo: setup
+# Extras of the package that is there: nothing is compiled again.
+.venv/setup.stamp: .venv/package.stamp
+	@echo 'Installing the tools for development.'
+	$(PIP) 'gradsync[dev]'
+	touch $@ .venv/demo.stamp
+
+.venv/demo.stamp: .venv/package.stamp
+	@echo 'Installing what the demo needs.'
+	$(PIP) 'gradsync[demo]'
+	touch $@
+
+demo: .venv/demo.stamp
 	$(BIN)/gradsync demo $(ARGS)
 
 test: lint types tests
