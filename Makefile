@@ -10,13 +10,27 @@ PIP_ARGS ?=
 
 setup: .venv/setup.stamp
 
+PIP := $(BIN)/pip install --disable-pip-version-check --quiet $(PIP_ARGS) -c constraints.txt
+
 # torch is named here too: resolved in the same command as the rest, the pin keeps other builds of torch away.
-.venv/setup.stamp: pyproject.toml lab/pyproject.toml CMakeLists.txt constraints.txt $(wildcard csrc/* csrc/*/*)
+.venv/package.stamp: pyproject.toml CMakeLists.txt constraints.txt $(wildcard csrc/* csrc/*/*)
+	@echo 'Installing gradsync into .venv: pip fetches torch and compiles the native kernels, silently for some minutes.'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --disable-pip-version-check --quiet $(PIP_ARGS) -c constraints.txt '$(TORCH)' -e '.[dev]' -e ./lab
+	$(PIP) '$(TORCH)' -e .
 	touch $@
 
-demo: setup
+# The package is there: nothing is compiled again.
+.venv/setup.stamp: .venv/package.stamp lab/pyproject.toml
+	@echo 'Installing the lab and the tools for development.'
+	$(PIP) 'gradsync[dev]' -e ./lab
+	touch $@ .venv/demo.stamp
+
+.venv/demo.stamp: .venv/package.stamp lab/pyproject.toml
+	@echo 'Installing the lab, which has the demo.'
+	$(PIP) -e ./lab
+	touch $@
+
+demo: .venv/demo.stamp
 	$(BIN)/gradsync demo $(ARGS)
 
 test: lint types tests

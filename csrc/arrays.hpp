@@ -12,7 +12,7 @@
 #include "rows.hpp"
 #include "scalars.hpp"
 
-namespace MODULE_NAME {
+namespace gradsync {
 
 namespace nb = nanobind;
 using Array = nb::ndarray<nb::device::cpu>;
@@ -196,4 +196,4 @@ template <typename Body> void run_sorted(const char *kernel, const char *what, u
     refuse(message);
 }
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

@@ -15,7 +15,7 @@
 
 using namespace nanobind::literals;
 
-namespace MODULE_NAME {
+namespace gradsync {
 namespace {
 
 // A two-phase kernel together with the arrays it points into.
@@ -241,11 +241,8 @@ bool has_avx2() {
 }
 
 }  // namespace
-}  // namespace MODULE_NAME
 
-using namespace MODULE_NAME;
-
-NB_MODULE(MODULE_NAME, m) {
+void bind_kernels(nb::module_ &m) {
     m.doc() = "gradsync's CPU kernels; gradsync.kernels is the interface.";
     m.def("has_avx2", &has_avx2, "Whether this machine runs the AVX2 module.");
     m.attr("MAX_BITS") = kMaxBits;
@@ -281,3 +278,5 @@ NB_MODULE(MODULE_NAME, m) {
     bind_top_k(m);
     bind_quantize(m);
 }
+
+}  // namespace gradsync

@@ -7,7 +7,7 @@
 
 using namespace nanobind::literals;
 
-namespace MODULE_NAME {
+namespace gradsync {
 namespace {
 
 std::vector<size_t> slots_of(const ReadOnlyArray &chosen, size_t chunks) {
@@ -70,4 +70,4 @@ void bind_chunks(nb::module_ &m) {
           "threads"_a);
 }
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

@@ -14,7 +14,7 @@
 
 using namespace nanobind::literals;
 
-namespace MODULE_NAME {
+namespace gradsync {
 namespace {
 
 Hash hash_of(uint64_t owners, uint64_t key) {
@@ -204,9 +204,7 @@ void write_rotated(uint32_t owner, const ReadOnlyArray &positions, uint32_t owne
     Indices items = indices_of(positions);
     run("rotated_index", "positions", uint64_t{1} << 31, [&] { check_indices(items, 0, uint64_t{1} << 31); });
     const auto *from = static_cast<const int32_t *>(positions.data());
-    uint64_t bound = 0;
-    for (size_t i = 0; i < items.count; ++i) bound = std::max(bound, (uint64_t(from[i]) + 1) * owners);
-    with_index_out("out", out, items.count, bound, [&](auto *to) {
+    with_index_out("out", out, items.count, rotated_bound(stripe, from, items.count), [&](auto *to) {
         nb::gil_scoped_release unlocked;
         rotated_indices(stripe, owner, from, items.count, to, threads);
     });
@@ -272,4 +270,4 @@ void bind_owners(nb::module_ &m) {
           "out"_a.noconvert(), "threads"_a);
 }
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

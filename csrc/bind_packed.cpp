@@ -11,7 +11,7 @@
 
 using namespace nanobind::literals;
 
-namespace MODULE_NAME {
+namespace gradsync {
 namespace {
 
 constexpr size_t kPaddingBytes = 8;  // less than so many may follow
@@ -211,4 +211,4 @@ void bind_packed(nb::module_ &m) {
           "out"_a.noconvert(), "threads"_a);
 }
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

@@ -8,7 +8,7 @@
 
 using namespace nanobind::literals;
 
-namespace MODULE_NAME {
+namespace gradsync {
 namespace {
 
 // Sections and a grid, as Python describes them.
@@ -106,4 +106,4 @@ void bind_quantize(nb::module_ &m) {
              "scale"_a, "threads"_a);
 }
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

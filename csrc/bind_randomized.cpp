@@ -12,7 +12,7 @@
 
 using namespace nanobind::literals;
 
-namespace MODULE_NAME {
+namespace gradsync {
 namespace {
 
 using RunTuple = std::tuple<uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint32_t, uint32_t, uint64_t>;
@@ -128,4 +128,4 @@ void bind_randomized(nb::module_ &m) {
           "rows"_a, "out"_a.noconvert(), "threads"_a);
 }
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

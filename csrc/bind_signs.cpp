@@ -11,7 +11,7 @@
 
 using namespace nanobind::literals;
 
-namespace MODULE_NAME {
+namespace gradsync {
 namespace {
 
 SignScale scale_of(const std::string &name) {
@@ -99,4 +99,4 @@ void bind_signs(nb::module_ &m) {
           "block"_a, "scale"_a, "factor"_a, "threads"_a);
 }
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

@@ -11,7 +11,7 @@
 
 using namespace nanobind::literals;
 
-namespace MODULE_NAME {
+namespace gradsync {
 namespace {
 
 using Numbers = std::vector<uint64_t>;
@@ -148,4 +148,4 @@ void bind_top_k(nb::module_ &m) {
     m.def("squared_norms", &norm_blocks, "x"_a.noconvert(), "lengths"_a, "block"_a, "norms"_a.noconvert(), "threads"_a);
 }
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

@@ -1,6 +1,6 @@
 #include "blocks.hpp"
 
-namespace MODULE_NAME {
+namespace gradsync {
 
 Blocks::Blocks(const std::vector<size_t> &lengths, size_t block) {
     sections_.reserve(lengths.size() + 1);
@@ -15,4 +15,4 @@ Blocks::Blocks(const std::vector<size_t> &lengths, size_t block) {
     sections_.push_back({numel_, 0, 1, count_, pieces_});
 }
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

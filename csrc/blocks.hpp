@@ -10,7 +10,7 @@
 
 #include "scalars.hpp"
 
-namespace MODULE_NAME {
+namespace gradsync {
 
 constexpr size_t kLanes = 32;
 constexpr size_t kGroup = kLanes * kLanes;  // addends
@@ -106,4 +106,4 @@ private:
     size_t numel_ = 0, count_ = 0, pieces_ = 0;
 };
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

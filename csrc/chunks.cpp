@@ -10,19 +10,21 @@
 #include "rows.hpp"
 #include "scratch.hpp"
 
-namespace MODULE_NAME {
+namespace gradsync {
 namespace {
 
 template <typename T>
-void correct(Accumulator<T> *__restrict p, const T *__restrict x, const Accumulator<T> *__restrict residual, size_t count) {
-    if constexpr (std::is_same_v<T, double>)
+void correct(Accumulator<T> *__restrict p, const void *of, const Accumulator<T> *__restrict residual, size_t count) {
+    const T *__restrict x = static_cast<const T *>(of);
+    if constexpr (std::is_same_v<T, Accumulator<T>>)
         for (size_t i = 0; i < count; ++i) p[i] = residual[i] + x[i];
     else
         add_row(p, residual, x, count);
 }
 
 // out = scale * p; p becomes what rounding takes away. Up to a group.
-template <typename A, typename Out> void send(A *__restrict p, size_t count, A scale, Out *__restrict out) {
+template <typename A, typename Out> void send(A *__restrict p, size_t count, A scale, void *to) {
+    Out *__restrict out = static_cast<Out *>(to);
     const A inverse = 1 / scale;
     if constexpr (std::is_same_v<A, Out>) {
         for (size_t i = 0; i < count; ++i) {
@@ -44,13 +46,17 @@ template <bool stream, typename A> void keep(A *to, const A *p, size_t count) {
         std::memcpy(to, p, count * sizeof(A));
 }
 
-}  // namespace
+// The tensor and the payload, with the functions that alone know their types.
+template <typename A> struct Tensors {
+    char *x, *payload;
+    size_t x_itemsize, itemsize;
+    void (*correct)(A *p, const void *x, const A *residual, size_t count);
+    void (*send)(A *p, size_t count, A scale, void *out);
+};
 
-template <typename T, typename Out>
-void take_chunks(const Blocks &chunks, size_t chunk, T *x, const Accumulator<T> *residual,
-                 const std::vector<size_t> &slots, double scale, Out *payload, Accumulator<T> *left, double *norms,
-                 int threads) {
-    using A = Accumulator<T>;
+template <typename A>
+void take_each(const Blocks &chunks, size_t chunk, const Tensors<A> &tensors, const A *residual,
+               const std::vector<size_t> &slots, A scale, A *left, double *norms, int threads) {
     const bool stream = chunks.numel() * sizeof(A) >= kStreamedBytes;
     Scratch<double> sums(chunks.pieces());
     const auto each_of = [&](int t, auto body) {
@@ -59,12 +65,14 @@ void take_chunks(const Blocks &chunks, size_t chunk, T *x, const Accumulator<T> 
     const auto take = [&](int t) {
         each_of(t, [&](const Piece &piece) {
             A p[kGroup];
-            correct(p, x + piece.begin, residual + piece.begin, piece.count);
-            std::memset(static_cast<void *>(x + piece.begin), 0, piece.count * sizeof(T));
+            char *const x = tensors.x + piece.begin * tensors.x_itemsize;
+            tensors.correct(p, x, residual + piece.begin, piece.count);
+            std::memset(x, 0, piece.count * tensors.x_itemsize);
             if (slots[piece.block] != kNotChosen) {
-                Out *const room = payload + slots[piece.block] * chunk;
-                send(p, piece.count, static_cast<A>(scale), room + (piece.begin - piece.block_begin));
-                if (piece.last) std::fill(room + piece.block_count, room + chunk, Out{});
+                char *const room = tensors.payload + slots[piece.block] * chunk * tensors.itemsize;
+                tensors.send(p, piece.count, scale, room + (piece.begin - piece.block_begin) * tensors.itemsize);
+                const size_t rest = chunk - piece.block_count;
+                if (piece.last) std::memset(room + piece.block_count * tensors.itemsize, 0, rest * tensors.itemsize);
             }
             sums[piece.index] = sum_of_terms(p, piece.count, [](double value) { return std::fabs(value); });
             if (stream) keep<true>(left + piece.begin, p, piece.count);
@@ -90,6 +98,18 @@ void take_chunks(const Blocks &chunks, size_t chunk, T *x, const Accumulator<T> 
     }
 }
 
+}  // namespace
+
+template <typename T, typename Out>
+void take_chunks(const Blocks &chunks, size_t chunk, T *x, const Accumulator<T> *residual,
+                 const std::vector<size_t> &slots, double scale, Out *payload, Accumulator<T> *left, double *norms,
+                 int threads) {
+    using A = Accumulator<T>;
+    const Tensors<A> tensors{reinterpret_cast<char *>(x), reinterpret_cast<char *>(payload), sizeof(T), sizeof(Out),
+                             correct<T>, send<A, Out>};
+    take_each(chunks, chunk, tensors, residual, slots, static_cast<A>(scale), left, norms, threads);
+}
+
 #define INSTANTIATE(T, Out)                                                                                         \
     template void take_chunks(const Blocks &, size_t, T *, const Accumulator<T> *, const std::vector<size_t> &, double, \
                               Out *, Accumulator<T> *, double *, int);
@@ -103,4 +123,4 @@ INSTANTIATE(Bfloat16, Bfloat16)
 INSTANTIATE(Float16, Float16)
 #undef INSTANTIATE
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

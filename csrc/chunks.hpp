@@ -7,7 +7,7 @@
 #include "blocks.hpp"
 #include "scalars.hpp"
 
-namespace MODULE_NAME {
+namespace gradsync {
 
 constexpr size_t kNotChosen = ~size_t{0};
 
@@ -19,4 +19,4 @@ void take_chunks(const Blocks &chunks, size_t chunk, T *x, const Accumulator<T> 
                  const std::vector<size_t> &slots, double scale, Out *payload, Accumulator<T> *left, double *norms,
                  int threads);
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

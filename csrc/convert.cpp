@@ -6,7 +6,7 @@
 
 #include "rows.hpp"
 
-namespace MODULE_NAME {
+namespace gradsync {
 namespace {
 
 // Calls body(begin, length) for each block of so many values.
@@ -52,15 +52,35 @@ template <bool stream, typename A, typename Out> void write_block(const A *sums,
     }
 }
 
-template <bool stream, typename In, typename Out>
-void sum_block(const std::vector<const In *> &parts, size_t begin, size_t count, double scale, Out *out) {
-    using A = std::conditional_t<sizeof(In) == 8 || sizeof(Out) == 8, double, float>;
-    A sums[kBlock];
-    add_values<true>(sums, parts[0] + begin, count);
-    for (size_t p = 1; p < parts.size(); ++p) add_values<false>(sums, parts[p] + begin, count);
-    if (scale != 1)
-        for (size_t i = 0; i < count; ++i) sums[i] *= static_cast<A>(scale);
-    write_block<stream>(sums, count, out + begin);
+// What a block's sums are made of and where they go to, by functions that alone know the types of the two.
+template <typename A> struct Summands {
+    std::vector<const void *> parts;
+    void *out;
+    bool stream;
+    void (*add)(A *sums, const void *part, bool first, size_t begin, size_t count);
+    void (*write)(const A *sums, const Summands &, size_t begin, size_t count);
+};
+
+template <typename In, typename A> void add_part(A *sums, const void *part, bool first, size_t begin, size_t count) {
+    const In *from = static_cast<const In *>(part) + begin;
+    if (first) add_values<true>(sums, from, count);
+    else add_values<false>(sums, from, count);
+}
+
+template <typename Out, typename A> void write_sums(const A *sums, const Summands<A> &to, size_t begin, size_t count) {
+    Out *const out = static_cast<Out *>(to.out) + begin;
+    if (to.stream) write_block<true>(sums, count, out);
+    else write_block<false>(sums, count, out);
+}
+
+template <typename A> void sum_blocks(const Summands<A> &all, size_t count, double scale, int threads) {
+    each_block(count, threads, [&](size_t begin, size_t length) {
+        A sums[kBlock];
+        for (size_t p = 0; p < all.parts.size(); ++p) all.add(sums, all.parts[p], p == 0, begin, length);
+        if (scale != 1)
+            for (size_t i = 0; i < length; ++i) sums[i] *= static_cast<A>(scale);
+        all.write(sums, all, begin, length);
+    });
 }
 
 }  // namespace
@@ -78,8 +98,9 @@ template <typename In, typename Out>
 void sum_values(const std::vector<const In *> &parts, size_t count, double scale, Out *out, int threads) {
     const bool in_place = std::find(parts.begin(), parts.end(), static_cast<const void *>(out)) != parts.end();
     const bool stream = !in_place && count * sizeof(Out) >= kStreamedBytes;  // else the lines are there already
-    const auto sum_some = stream ? sum_block<true, In, Out> : sum_block<false, In, Out>;
-    each_block(count, threads, [&](size_t begin, size_t length) { sum_some(parts, begin, length, scale, out); });
+    using A = std::conditional_t<sizeof(In) == 8 || sizeof(Out) == 8, double, float>;
+    const Summands<A> all{{parts.begin(), parts.end()}, out, stream, add_part<In, A>, write_sums<Out, A>};
+    sum_blocks(all, count, scale, threads);
 }
 
 template void narrow_values(const float *, size_t, double, Bfloat16 *, int);
@@ -98,4 +119,4 @@ INSTANTIATE(Bfloat16)
 INSTANTIATE(Float16)
 #undef INSTANTIATE
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

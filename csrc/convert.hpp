@@ -6,7 +6,7 @@
 
 #include "scalars.hpp"
 
-namespace MODULE_NAME {
+namespace gradsync {
 
 constexpr size_t kBlock = 1024;  // values that are scaled or summed before they are rounded: they stay in the cache
 
@@ -35,4 +35,4 @@ void narrow_values(const In *x, size_t count, double scale, Out *out, int thread
 template <typename In, typename Out>
 void sum_values(const std::vector<const In *> &parts, size_t count, double scale, Out *out, int threads);
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

@@ -5,7 +5,7 @@
 
 #include "draws.hpp"
 
-namespace MODULE_NAME {
+namespace gradsync {
 
 namespace {
 
@@ -181,12 +181,8 @@ void count_sketch(const In *x, const std::vector<Sketched> &sections, uint32_t r
         }
     };
     const uint32_t parts = std::min(rows, static_cast<uint32_t>(std::max(threads, 1)));
-    if (parts > 1) {
-#pragma omp parallel for schedule(static) num_threads(parts)
-        for (uint32_t part = 0; part < parts; ++part) add_rows(part, parts);
-    } else {
-        add_rows(0, 1);
-    }
+#pragma omp parallel for schedule(static) num_threads(parts) if (parts > 1)
+    for (uint32_t part = 0; part < parts; ++part) add_rows(part, parts);
 }
 
 template <typename Out>
@@ -221,16 +217,11 @@ void sketch_estimates(const Accumulator<Out> *counters, const std::vector<Sketch
         }
     };
     const int64_t count = static_cast<int64_t>(jobs.size());
-    if (threads > 1) {
-#pragma omp parallel num_threads(threads)
-        {
-            std::vector<A> values(rows * kMostElements);
-#pragma omp for schedule(static)
-            for (int64_t j = 0; j < count; ++j) estimate(jobs[j], values.data());
-        }
-    } else {
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
         std::vector<A> values(rows * kMostElements);
-        for (const Job &job : jobs) estimate(job, values.data());
+#pragma omp for schedule(static)
+        for (int64_t j = 0; j < count; ++j) estimate(jobs[j], values.data());
     }
 }
 
@@ -243,4 +234,4 @@ template void sketch_estimates(const double *, const std::vector<Sketched> &, ui
 template void sketch_estimates(const float *, const std::vector<Sketched> &, uint32_t, Bfloat16 *, int);
 template void sketch_estimates(const float *, const std::vector<Sketched> &, uint32_t, Float16 *, int);
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

@@ -9,7 +9,7 @@
 
 #include "scalars.hpp"
 
-namespace MODULE_NAME {
+namespace gradsync {
 
 // A section, and where its counters are.
 struct Sketched {
@@ -33,4 +33,4 @@ template <typename Out>
 void sketch_estimates(const Accumulator<Out> *counters, const std::vector<Sketched> &sections, uint32_t rows, Out *out,
                       int threads);
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

@@ -1,6 +1,6 @@
 #include "deal.hpp"
 
-namespace MODULE_NAME {
+namespace gradsync {
 
 Indices require_sorted(Indices indices, uint64_t size, size_t part) {
     check_indices(indices, part, size);
@@ -12,4 +12,4 @@ Indices require_sorted(Indices indices, uint64_t size, size_t part) {
     return indices;
 }
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

@@ -9,7 +9,7 @@
 
 #include "rows.hpp"
 
-namespace MODULE_NAME {
+namespace gradsync {
 
 constexpr uint32_t kMaxOwners = 1 << 16;
 
@@ -95,4 +95,4 @@ private:
     std::vector<size_t> counts_;
 };
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

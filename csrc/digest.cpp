@@ -7,7 +7,7 @@
 #include "rank_bitmap.hpp"
 #include "scratch.hpp"
 
-namespace MODULE_NAME {
+namespace gradsync {
 namespace {
 
 constexpr uint64_t kKeySeed = 0x6772616473796e63u;  // any; the same everywhere
@@ -138,4 +138,4 @@ template Digested digested(const Bfloat16 *, size_t);
 template Digested digested(const Float16 *, size_t);
 template Digested digested(const int64_t *, size_t);
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

@@ -13,7 +13,7 @@
 
 #include "scalars.hpp"
 
-namespace MODULE_NAME {
+namespace gradsync {
 
 constexpr size_t kDigestWords = 1024;  // of a block: its keys fit the level-1 cache beside it
 
@@ -30,4 +30,4 @@ template <typename T> Digested digested(const T *x, size_t count);
 // Writes one digest a tensor.
 void digest(const std::vector<Digested> &tensors, uint64_t *out, int threads);
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

@@ -5,7 +5,7 @@
 
 #include "scalars.hpp"
 
-namespace MODULE_NAME {
+namespace gradsync {
 
 // A bijection of 32 bits in which each bit of the input changes each of the output half of the time.
 inline uint32_t mix(uint32_t h) {
@@ -57,4 +57,4 @@ private:
     uint32_t key_, added_;
 };
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

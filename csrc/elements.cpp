@@ -6,7 +6,7 @@
 
 #include "nonzero.hpp"
 
-namespace MODULE_NAME {
+namespace gradsync {
 
 void encode_bitmap(Indices indices, uint64_t size, uint64_t *words) {
     check_indices(indices, 0, size);
@@ -98,6 +98,12 @@ void RotatedPartition::write(const void *values, size_t value_bytes, const std::
     dealt_.write(values, value_bytes, positions, outs, [stripe](uint64_t element) { return stripe.local(element); });
 }
 
+uint64_t rotated_bound(RotatedStripe stripe, const int32_t *positions, size_t count) {
+    uint64_t bound = 0;
+    for (size_t i = 0; i < count; ++i) bound = std::max(bound, (uint64_t(positions[i]) + 1) * stripe.owners());
+    return bound;
+}
+
 template <typename Index>
 void rotated_indices(RotatedStripe stripe, uint32_t owner, const int32_t *positions, size_t count, Index *out,
                      int threads) {
@@ -108,4 +114,4 @@ void rotated_indices(RotatedStripe stripe, uint32_t owner, const int32_t *positi
 template void rotated_indices(RotatedStripe, uint32_t, const int32_t *, size_t, int32_t *, int);
 template void rotated_indices(RotatedStripe, uint32_t, const int32_t *, size_t, int64_t *, int);
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

@@ -10,7 +10,7 @@
 #include "rank_bitmap.hpp"
 #include "rows.hpp"
 
-namespace MODULE_NAME {
+namespace gradsync {
 
 // Sets bit i % 64 of word i / 64 for each index, and clears all other bits. Throws BadIndex before it writes.
 void encode_bitmap(Indices indices, uint64_t size, uint64_t *words);
@@ -94,8 +94,11 @@ private:
     Dealt dealt_;
 };
 
+// All indices of elements at these positions are below it.
+uint64_t rotated_bound(RotatedStripe stripe, const int32_t *positions, size_t count);
+
 template <typename Index>
 void rotated_indices(RotatedStripe stripe, uint32_t owner, const int32_t *positions, size_t count, Index *out,
                      int threads);
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

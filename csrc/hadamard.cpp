@@ -7,7 +7,7 @@
 #include "draws.hpp"
 #include "scalars.hpp"
 
-namespace MODULE_NAME {
+namespace gradsync {
 
 namespace {
 
@@ -189,4 +189,4 @@ template void hadamard(const Float16 *, float *, const std::vector<Rotated> &, b
 template void hadamard(const float *, Bfloat16 *, const std::vector<Rotated> &, bool, int);
 template void hadamard(const float *, Float16 *, const std::vector<Rotated> &, bool, int);
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

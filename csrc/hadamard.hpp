@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-namespace MODULE_NAME {
+namespace gradsync {
 
 constexpr uint32_t kMostRotatedBits = 13;  // a chunk has up to 2^13 elements
 
@@ -27,4 +27,4 @@ std::vector<Rotated> rotated_chunks(const std::vector<uint64_t> &lengths, const 
 template <typename In, typename Out>
 void hadamard(const In *x, Out *out, const std::vector<Rotated> &chunks, bool inverse, int threads);
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

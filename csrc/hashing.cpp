@@ -5,7 +5,7 @@
 #include <string>
 #include <utility>
 
-namespace MODULE_NAME {
+namespace gradsync {
 
 template <typename Out> void owners_by_hash(Indices indices, Hash owner_of, Out *out, int threads) {
     check_indices(indices, 0, kMaxIndex);
@@ -118,4 +118,4 @@ template <typename Out> void positions_in(const Indices &owned, const Indices &i
 template void positions_in(const Indices &, const Indices &, int32_t *);
 template void positions_in(const Indices &, const Indices &, int64_t *);
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

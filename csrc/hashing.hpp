@@ -8,7 +8,7 @@
 
 #include "deal.hpp"
 
-namespace MODULE_NAME {
+namespace gradsync {
 
 constexpr uint64_t kMaxIndex = (uint64_t{1} << 63) - 1;
 
@@ -69,4 +69,4 @@ private:
 // NotSorted if they do not ascend; `out` has been written to then.
 template <typename Out> void positions_in(const Indices &owned, const Indices &indices, Out *out);
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <new>
 
-namespace MODULE_NAME {
+namespace gradsync {
 
 template <typename Index>
 Hierarchy<Index>::Hierarchy(Indices indices, Hash owner_of, HierarchyShape shape,
@@ -91,4 +91,4 @@ template <typename Index> void Hierarchy<Index>::write(const std::vector<Index *
 template class Hierarchy<int32_t>;
 template class Hierarchy<int64_t>;
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

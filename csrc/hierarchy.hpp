@@ -11,7 +11,7 @@
 
 #include "hashing.hpp"
 
-namespace MODULE_NAME {
+namespace gradsync {
 
 struct HierarchyShape {
     uint64_t slots, serial;  // of the parallel and the serial memory of one owner
@@ -57,4 +57,4 @@ private:
     size_t num_serial_ = 0;
 };
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

@@ -9,7 +9,7 @@
 #include <immintrin.h>
 #endif
 
-namespace MODULE_NAME {
+namespace gradsync {
 
 template <typename Unsigned> inline bool any_nonzero(const Unsigned *row, size_t dim) {
     constexpr size_t kStep = 64 / sizeof(Unsigned);  // look up after each cache line
@@ -67,4 +67,4 @@ inline uint64_t nonzero_mask(const uint64_t *x) {
 template <typename Unsigned> inline uint64_t nonzero_mask(const Unsigned *x) { return nonzero_mask(x, 64); }
 #endif
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

@@ -3,7 +3,7 @@
 #include "rank_bitmap.hpp"
 #include "scratch.hpp"
 
-namespace MODULE_NAME {
+namespace gradsync {
 
 template <typename T> void squared_norms(const Blocks &blocks, const T *x, double *norms, int threads) {
     Scratch<double> sums(blocks.pieces());
@@ -36,4 +36,4 @@ template void squared_norms(const Blocks &, const double *, double *, int);
 template void squared_norms(const Blocks &, const Bfloat16 *, double *, int);
 template void squared_norms(const Blocks &, const Float16 *, double *, int);
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

@@ -4,9 +4,9 @@
 #include "blocks.hpp"
 #include "scalars.hpp"
 
-namespace MODULE_NAME {
+namespace gradsync {
 
 // Squares are taken and summed in double, in the order of blocks.hpp.
 template <typename T> void squared_norms(const Blocks &blocks, const T *x, double *norms, int threads);
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

@@ -10,7 +10,7 @@
 #include "rank_bitmap.hpp"
 #include "scratch.hpp"
 
-namespace MODULE_NAME {
+namespace gradsync {
 namespace {
 
 constexpr size_t kChunk = 4096;  // items that are seen more than once while in the first-level cache
@@ -458,4 +458,4 @@ template <typename Index> void decode_offsets(Packed message, uint64_t size, Ind
 template void decode_offsets(Packed, uint64_t, int32_t *);
 template void decode_offsets(Packed, uint64_t, int64_t *);
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

@@ -12,7 +12,7 @@
 
 #include "rows.hpp"
 
-namespace MODULE_NAME {
+namespace gradsync {
 
 // How positions travel, by its bits an index.
 enum class Format : int { bitmap = 1, offsets8 = 8, offsets16 = 16, list32 = 32, list64 = 64 };
@@ -90,4 +90,4 @@ void encode_offsets(Indices indices, uint64_t size, Format format, char *message
 // The indices of a message of packed_nbytes() bytes. Throws as PackedReader does; `out` has been written to then.
 template <typename Index> void decode_offsets(Packed message, uint64_t size, Index *out);
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

@@ -10,7 +10,7 @@
 #include "scalars.hpp"
 #include "scratch.hpp"
 
-namespace MODULE_NAME {
+namespace gradsync {
 namespace {
 
 constexpr uint64_t kChunk = 4096;  // positions of a part that are worked on at a time, in the first-level cache
@@ -274,4 +274,4 @@ void join_elements(RotatedStripe stripe, const std::vector<Packed> &parts, const
     else join_as(stripe, parts, values, static_cast<uint64_t *>(out), size, threads);
 }
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

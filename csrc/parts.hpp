@@ -9,7 +9,7 @@
 #include "elements.hpp"
 #include "packed.hpp"
 
-namespace MODULE_NAME {
+namespace gradsync {
 
 // Which elements are not zero, for each owner: a row of bits of its part.
 class ElementPartition {
@@ -58,4 +58,4 @@ private:
 void join_elements(RotatedStripe stripe, const std::vector<Packed> &parts, const std::vector<const void *> &values,
                    void *out, uint64_t size, size_t itemsize, int threads);
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

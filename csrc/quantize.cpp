@@ -10,7 +10,7 @@
 #include "rows.hpp"
 #include "scratch.hpp"
 
-namespace MODULE_NAME {
+namespace gradsync {
 
 namespace {
 
@@ -66,44 +66,53 @@ float stored_scale(double value, float top) {
     return std::isfinite(top / scale) ? scale : 0.0f;
 }
 
-template <typename T> struct Input {
-    using A = Accumulator<T>;
-    const T *x;
+// x, or x + residual. Only one function knows x's type.
+template <typename A> struct Input {
+    const void *x;
     const A *residual;
+    const A *(*elements)(const Input &, size_t begin, size_t count, A *tile);
     // Where they lie, or in `tile`: no more than that has room for.
-    const A *at(size_t begin, size_t count, A *tile) const {
-        if constexpr (std::is_same_v<T, A>)
-            if (!residual) return x + begin;
-        correct(x + begin, residual ? residual + begin : nullptr, count, tile);
-        return tile;
-    }
+    const A *at(size_t begin, size_t count, A *tile) const { return elements(*this, begin, count, tile); }
 };
 
+template <typename T>
+const Accumulator<T> *elements_of(const Input<Accumulator<T>> &input, size_t begin, size_t count, Accumulator<T> *tile) {
+    const T *x = static_cast<const T *>(input.x) + begin;
+    if constexpr (std::is_same_v<T, Accumulator<T>>)
+        if (!input.residual) return x;
+    correct(x, input.residual ? input.residual + begin : nullptr, count, tile);
+    return tile;
+}
+
+template <typename T> Input<Accumulator<T>> input_of(const T *x, const Accumulator<T> *residual) {
+    return {x, residual, elements_of<T>};
+}
+
 // Calls body(tile, its first element, elements) for elements [begin, begin + count).
-template <typename T, typename Body> void each_tile(const Input<T> &input, size_t begin, size_t count, Body body) {
-    Accumulator<T> buffer[kTile];
+template <typename A, typename Body> void each_tile(const Input<A> &input, size_t begin, size_t count, Body body) {
+    A buffer[kTile];
     for (size_t done = 0; done < count; done += kTile) {
         const size_t some = std::min(kTile, count - done);
         body(input.at(begin + done, some, buffer), done, some);
     }
 }
 
-template <typename T> Bits<Accumulator<T>> largest_of(const Input<T> &input, size_t begin, size_t count) {
-    Bits<Accumulator<T>> most = 0;
+template <typename A> Bits<A> largest_of(const Input<A> &input, size_t begin, size_t count) {
+    Bits<A> most = 0;
     each_tile(input, begin, count, [&](const auto *p, size_t, size_t some) { most = largest(p, some, most); });
     return most;
 }
 
 // One sum for each group.
-template <typename T> void squares_of(const Input<T> &input, size_t begin, size_t count, double *sums) {
+template <typename A> void squares_of(const Input<A> &input, size_t begin, size_t count, double *sums) {
     each_tile(input, begin, count, [&](const auto *p, size_t done, size_t some) {
         sums[done / kGroup] = sum_of_squares(p, some);
     });
 }
 
-template <typename T> float scale_of(const Input<T> &input, const Block &block, const Grid &grid) {
+template <typename A> float scale_of(const Input<A> &input, const Block &block, const Grid &grid) {
     if (grid.scale == ScaleOf::max)
-        return stored_scale(value_of<Accumulator<T>>(largest_of(input, block.begin, block.length)), grid.top);
+        return stored_scale(value_of<A>(largest_of(input, block.begin, block.length)), grid.top);
     double sums[kFused / kGroup];
     squares_of(input, block.begin, block.length, sums);
     return stored_scale(std::sqrt(sum_of_groups(sums, (block.length + kGroup - 1) / kGroup)), grid.top);
@@ -124,10 +133,9 @@ void round_as(Rounding rounding, const Numbers<A> &row, Steps<A> steps, float to
 }
 
 // Elements [first, stop) of a block, no more than a tile.
-template <typename T>
-void encode_elements(const Input<T> &input, const Block &block, size_t first, size_t stop, Steps<Accumulator<T>> steps,
-                     const Grid &grid, uint8_t *codes, Accumulator<T> *next) {
-    using A = Accumulator<T>;
+template <typename A>
+[[gnu::noinline]] void encode_elements(const Input<A> &input, const Block &block, size_t first, size_t stop, Steps<A> steps,
+                     const Grid &grid, uint8_t *codes, A *next) {
     A buffer[kTile];
     const A *p = input.at(block.begin + first, stop - first, buffer);
     const bool draws = grid.rounding == Rounding::stochastic || grid.rounding == Rounding::exponent;
@@ -146,11 +154,10 @@ void encode_elements(const Input<T> &input, const Block &block, size_t first, si
 
 // Bytes [first, stop) of a block's codes: byte j has the codes of elements j, j + bytes, j + 2 bytes, ... from its
 // lowest bits on.
-template <typename T>
-void encode_bytes(const Input<T> &input, const Block &block, size_t first, size_t stop, float scale, const Grid &grid,
-                  uint8_t *codes, Accumulator<T> *next) {
-    const Steps<Accumulator<T>> steps =
-        grid.scale == ScaleOf::none ? Steps<Accumulator<T>>() : Steps<Accumulator<T>>(scale, grid.top);
+template <typename A>
+void encode_bytes(const Input<A> &input, const Block &block, size_t first, size_t stop, float scale, const Grid &grid,
+                  uint8_t *codes, A *next) {
+    const Steps<A> steps = grid.scale == ScaleOf::none ? Steps<A>() : Steps<A>(scale, grid.top);
     const size_t per_byte = grid.codes_per_byte(), bytes = (block.length + per_byte - 1) / per_byte;
     const auto zero = static_cast<uint8_t>(grid.top);
     uint8_t levels[kTile];
@@ -195,9 +202,8 @@ struct Stretches {
 };
 
 // Of blocks of any length: all stretches on their own, then what they found together.
-template <typename T>
-void scales_by_stretch(const Input<T> &input, const BlockLayout &layout, const Grid &grid, float *scales, int threads) {
-    using A = Accumulator<T>;
+template <typename A>
+void scales_by_stretch(const Input<A> &input, const BlockLayout &layout, const Grid &grid, float *scales, int threads) {
     constexpr size_t kSums = kStretch / kGroup;
     const Stretches all(layout, [](const Block &block) { return block.length; });
     const size_t count = all.stretches.size();
@@ -266,10 +272,11 @@ template <typename Body> void BlockLayout::each(size_t first, size_t stop, Body 
     }
 }
 
-template <typename T>
-void quantize(const T *x, const BlockLayout &layout, const Grid &grid, uint8_t *codes, float *scales,
-              const Accumulator<T> *residual, Accumulator<T> *next, int threads) {
-    const Input<T> input{x, residual};
+namespace {
+
+template <typename A>
+void quantize_each(const Input<A> &input, const BlockLayout &layout, const Grid &grid, uint8_t *codes, float *scales,
+                   A *next, int threads) {
     const bool finds = grid.scale == ScaleOf::max || grid.scale == ScaleOf::norm;
     const size_t per_byte = grid.codes_per_byte();
     const auto bytes = [&](const Block &block) { return (block.length + per_byte - 1) / per_byte; };
@@ -290,12 +297,24 @@ void quantize(const T *x, const BlockLayout &layout, const Grid &grid, uint8_t *
     }
 }
 
+template <typename A>
+void find_scales(const Input<A> &input, const BlockLayout &layout, const Grid &grid, float *scales, int threads) {
+    if (!are_small(layout, grid)) return scales_by_stretch(input, layout, grid, scales, threads);
+    each_block(layout, threads, [&](const Block &block) { scales[block.scale] = scale_of(input, block, grid); });
+}
+
+}  // namespace
+
+template <typename T>
+void quantize(const T *x, const BlockLayout &layout, const Grid &grid, uint8_t *codes, float *scales,
+              const Accumulator<T> *residual, Accumulator<T> *next, int threads) {
+    quantize_each(input_of(x, residual), layout, grid, codes, scales, next, threads);
+}
+
 template <typename T>
 void block_scales(const T *x, const BlockLayout &layout, const Grid &grid, float *scales,
                   const Accumulator<T> *residual, int threads) {
-    const Input<T> input{x, residual};
-    if (!are_small(layout, grid)) return scales_by_stretch(input, layout, grid, scales, threads);
-    each_block(layout, threads, [&](const Block &block) { scales[block.scale] = scale_of(input, block, grid); });
+    find_scales(input_of(x, residual), layout, grid, scales, threads);
 }
 
 namespace {
@@ -318,7 +337,7 @@ void add_codes(const uint8_t *__restrict codes, size_t count, A step, int shift,
 }
 
 template <typename A>
-void add_codes(const Grid &grid, const uint8_t *codes, size_t count, A step, int shift, bool first, A *sums) {
+[[gnu::noinline]] void add_codes(const Grid &grid, const uint8_t *codes, size_t count, A step, int shift, bool first, A *sums) {
     const int mask = (1 << grid.bits) - 1, zero = static_cast<int>(grid.top);
     const auto as = [&](auto kind) {
         if (first) add_codes<kind(), true>(codes, count, step, shift, mask, zero, sums);
@@ -401,4 +420,4 @@ INSTANTIATE(Bfloat16)
 INSTANTIATE(Float16)
 #undef INSTANTIATE
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

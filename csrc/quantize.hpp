@@ -9,7 +9,7 @@
 #include "rounding.hpp"
 #include "scalars.hpp"
 
-namespace MODULE_NAME {
+namespace gradsync {
 
 enum class ScaleOf : int { max, norm, given, none };
 
@@ -73,4 +73,4 @@ template <typename T>
 void dequantize(const std::vector<Codes> &parts, const BlockLayout &layout, const Grid &grid, T *out, double scale,
                 int threads);
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

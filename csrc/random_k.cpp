@@ -5,7 +5,7 @@
 
 #include "draws.hpp"
 
-namespace MODULE_NAME {
+namespace gradsync {
 
 namespace {
 
@@ -81,4 +81,4 @@ template <typename Index> void random_k(const std::vector<RunDraw> &sections, In
 template void random_k(const std::vector<RunDraw> &, int32_t *, int);
 template void random_k(const std::vector<RunDraw> &, int64_t *, int);
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <vector>
 
-namespace MODULE_NAME {
+namespace gradsync {
 
 // Of the runs of one section, how many are drawn, and by which permutation.
 struct RunDraw {
@@ -23,4 +23,4 @@ struct RunDraw {
 // Writes the elements of the runs drawn, in the order of the draws: of each section count * run.
 template <typename Index> void random_k(const std::vector<RunDraw> &sections, Index *indices, int threads);
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

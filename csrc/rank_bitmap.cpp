@@ -9,7 +9,7 @@
 #include <immintrin.h>
 #endif
 
-namespace MODULE_NAME {
+namespace gradsync {
 namespace {
 
 constexpr size_t kLanes = 8;            // bits that the table decodes at once
@@ -125,4 +125,4 @@ template <typename Index> void RankBitmap::write_indices(Index *out, int threads
 template void RankBitmap::write_indices(int32_t *, int) const;
 template void RankBitmap::write_indices(int64_t *, int) const;
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

@@ -8,8 +8,7 @@
 
 #include "scratch.hpp"
 
-// Both modules live in one process in the tests; each gets its own namespace, or their functions would be merged.
-namespace MODULE_NAME {
+namespace gradsync {
 
 constexpr size_t kWordBits = 64;
 constexpr uint64_t kMaxBits = uint64_t{1} << 34;  // 3 GiB of words and ranks
@@ -85,4 +84,4 @@ private:
 template <typename Index>
 void decode_words(const uint64_t *words, size_t num_words, uint64_t base, Index *out, size_t count);
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

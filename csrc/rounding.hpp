@@ -13,7 +13,7 @@
 #include "draws.hpp"
 #include "scalars.hpp"
 
-namespace MODULE_NAME {
+namespace gradsync {
 
 enum class Rounding : int { nearest, stochastic, e4m3, e5m2, exponent };
 
@@ -269,4 +269,4 @@ void round_each(const Numbers<A> &row, Steps<A> steps, float top, Noise noise, u
         for (uint32_t i = first; i < count; ++i) codes[i] = static_cast<uint8_t>(wide[i]);
 }
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

@@ -5,7 +5,7 @@
 #include "nonzero.hpp"
 #include "scalars.hpp"
 
-namespace MODULE_NAME {
+namespace gradsync {
 namespace {
 
 constexpr size_t kBlockBytes = 8 << 10;  // of rows being put together: stay in the first-level cache
@@ -351,4 +351,4 @@ template void add_rows(const Indices &, Rows<const double>, Rows<double>, size_t
 template void add_rows(const Indices &, Rows<const Bfloat16>, Rows<Bfloat16>, size_t, size_t, int);
 template void add_rows(const Indices &, Rows<const Float16>, Rows<Float16>, size_t, size_t, int);
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

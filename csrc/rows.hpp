@@ -11,7 +11,7 @@
 
 #include "rank_bitmap.hpp"
 
-namespace MODULE_NAME {
+namespace gradsync {
 
 // Row r begins at data + r * stride, in units of T (bytes for void-like char).
 template <typename T> struct Rows {
@@ -126,4 +126,4 @@ void set_rows(const Indices &indices, Rows<const char> values, Rows<char> dense,
 template <typename T>
 void add_rows(const Indices &indices, Rows<const T> values, Rows<T> dense, size_t num_rows, size_t dim, int threads);
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

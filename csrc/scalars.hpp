@@ -10,7 +10,7 @@
 #include <immintrin.h>
 #endif
 
-namespace MODULE_NAME {
+namespace gradsync {
 
 struct Bfloat16 {  // the upper half of a float
     uint16_t bits;
@@ -178,4 +178,4 @@ inline void narrow_row(Float16 *__restrict to, const float *__restrict from, siz
 }
 #endif
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-namespace MODULE_NAME {
+namespace gradsync {
 namespace {
 
 constexpr size_t kMaxKeptBytes = size_t{64} << 20;  // of one array; a larger one is given back to the system
@@ -55,4 +55,4 @@ ScratchBytes::~ScratchBytes() {
     kept().insert(std::lower_bound(kept().begin(), kept().end(), nbytes_, smaller), Kept{std::move(memory_), nbytes_});
 }
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <memory>
 
-namespace MODULE_NAME {
+namespace gradsync {
 
 // An uninitialised array for one call or one object; its memory goes back to the process's pool, to be used again.
 class ScratchBytes {
@@ -35,4 +35,4 @@ private:
     size_t count_ = 0;
 };
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

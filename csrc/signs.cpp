@@ -8,7 +8,7 @@
 #include "rows.hpp"
 #include "scratch.hpp"
 
-namespace MODULE_NAME {
+namespace gradsync {
 namespace {
 
 constexpr size_t kCachedBlock = size_t{1} << 15;  // elements that are still in the cache when the block's scale is known
@@ -87,6 +87,30 @@ template <typename T> void correct(Accumulator<T> *p, const T *x, const Accumula
         add_row(p, residual, x, count);
 }
 
+// What is packed: x, or x + residual with what the signs leave of it in `left`. Only this function knows x's type.
+template <typename A> struct Input {
+    const void *x;
+    const A *residual;
+    A *left;
+    const A *(*corrected)(const Input &, size_t begin, size_t count, A *buffer);
+};
+
+// Elements from `begin` on with the residual: in place, in `left` or in the buffer.
+template <typename T>
+const Accumulator<T> *corrected(const Input<Accumulator<T>> &input, size_t begin, size_t count, Accumulator<T> *buffer) {
+    const T *x = static_cast<const T *>(input.x) + begin;
+    if (input.residual != nullptr) {
+        correct(input.left + begin, x, input.residual + begin, count);
+        return input.left + begin;
+    }
+    if constexpr (std::is_same_v<T, Accumulator<T>>) {
+        return x;
+    } else {
+        widen_row(buffer, x, count);
+        return buffer;
+    }
+}
+
 // What a block's bits decode to.
 template <typename A> struct Levels {
     A of[2];  // by bit
@@ -103,13 +127,20 @@ template <typename A> void subtract_levels(A *p, size_t count, const Levels<A> &
     for (size_t i = 0; i < count; ++i) p[i] -= p[i] < 0 ? negative : positive;
 }
 
-template <SignScale scale, typename T> class Packing {
-    using A = Accumulator<T>;
+// Calls body(constant) with the scale as a constant.
+template <typename Body> void with_scale(SignScale scale, Body body) {
+    using S = SignScale;
+    if (scale == S::mean) body(std::integral_constant<S, S::mean>{});
+    else if (scale == S::rms) body(std::integral_constant<S, S::rms>{});
+    else if (scale == S::two) body(std::integral_constant<S, S::two>{});
+    else body(std::integral_constant<S, S::one>{});
+}
 
+template <typename A> class Packing {
 public:
-    Packing(const Blocks &blocks, const T *x, const A *residual, A *left, uint8_t *words, float *scales, int threads)
-        : blocks_(blocks), x_(x), residual_(residual), left_(left), words_(words), scales_(scales), threads_(threads),
-          sums_(scales_per_block(scale) * blocks.pieces()),
+    Packing(const Blocks &blocks, SignScale scale, Input<A> input, uint8_t *words, float *scales, int threads)
+        : blocks_(blocks), scale_(scale), input_(input), words_(words), scales_(scales),
+          threads_(threads), sums_(scales_per_block(scale) * blocks.pieces()),
           negative_(scale == SignScale::two ? blocks.pieces() : 0), edges_(threads) {}
 
     void run() {
@@ -118,17 +149,17 @@ public:
         for (int t = 0; t < threads_; ++t) pack_share(t);
         for (const Edge &edge : edges_)
             if (edge.bits != 0) *edge.byte |= edge.bits;
-        if (scale == SignScale::one) return;
+        if (scale_ == SignScale::one) return;
 #pragma omp parallel for num_threads(threads_) schedule(static) if (threads_ > 1)
         for (int t = 0; t < threads_; ++t)
             each_of(t, [&](const Piece &piece) {
                 if (piece.last && !done_at_once(piece, t)) write_scales(piece);
             });
-        if (left_ == nullptr) return;
+        if (input_.left == nullptr) return;
 #pragma omp parallel for num_threads(threads_) schedule(static) if (threads_ > 1)
         for (int t = 0; t < threads_; ++t)
             each_of(t, [&](const Piece &piece) {
-                if (!done_at_once(piece, t)) subtract_levels(left_ + piece.begin, piece.count, levels(piece));
+                if (!done_at_once(piece, t)) subtract_levels(input_.left + piece.begin, piece.count, levels(piece));
             });
     }
 
@@ -149,7 +180,7 @@ private:
                piece.first_piece + pieces_of(piece) <= share_at(t + 1);
     }
     Levels<A> levels(const Piece &piece) const {
-        return levels_of<A>(scale, scales_ + piece.block * scales_per_block(scale));
+        return levels_of<A>(scale_, scales_ + piece.block * scales_per_block(scale_));
     }
 
     void pack_share(int t) {
@@ -159,36 +190,21 @@ private:
         size_t begin = 0;
         blocks_.each_piece(first, first + 1, [&](const Piece &piece) { begin = piece.begin; });
         BitWriter writer(words_, begin);
+        A buffer[kGroup];
         each_of(t, [&](const Piece &piece) {
-            pack_piece(piece, writer);
-            if (scale == SignScale::one) {
-                if (left_ != nullptr) subtract_levels(left_ + piece.begin, piece.count, levels(piece));
+            const A *const p = input_.corrected(input_, piece.begin, piece.count, buffer);
+            with_scale(scale_, [&](auto known) { pack_piece<known()>(p, piece, writer); });
+            if (scale_ == SignScale::one) {
+                if (input_.left != nullptr) subtract_levels(input_.left + piece.begin, piece.count, levels(piece));
             } else if (piece.last && done_at_once(piece, t)) {
                 write_scales(piece);
-                if (left_ != nullptr) subtract_levels(left_ + piece.block_begin, piece.block_count, levels(piece));
+                if (input_.left != nullptr) subtract_levels(input_.left + piece.block_begin, piece.block_count, levels(piece));
             }
         });
         if (writer.count > 0) edges_[t] = {writer.to, static_cast<uint8_t>(writer.bits)};
     }
 
-    // The piece's elements with the residual: in place, in `left_` or in the buffer.
-    const A *corrected(const Piece &piece, A *buffer) {
-        const T *x = x_ + piece.begin;
-        if (residual_ != nullptr) {
-            correct(left_ + piece.begin, x, residual_ + piece.begin, piece.count);
-            return left_ + piece.begin;
-        }
-        if constexpr (std::is_same_v<T, A>) {
-            return x;
-        } else {
-            widen_row(buffer, x, piece.count);
-            return buffer;
-        }
-    }
-
-    void pack_piece(const Piece &piece, BitWriter &writer) {
-        A buffer[std::is_same_v<T, A> ? 1 : kGroup];
-        const A *const p = corrected(piece, buffer);
+    template <SignScale scale> void pack_piece(const A *p, const Piece &piece, BitWriter &writer) {
         double lanes[2][kLanes] = {};
         uint32_t negative = 0;
         size_t i = 0;
@@ -196,7 +212,7 @@ private:
             const uint32_t mask = negatives(p + i);
             writer.append(mask);
             negative += popcount(mask);
-            add_to(lanes, p + i);
+            add_to<scale>(lanes, p + i);
         }
         if (i < piece.count) {
             A last[kLanes] = {};
@@ -204,14 +220,14 @@ private:
             const uint32_t mask = negatives(last);
             writer.append(mask, piece.count - i);
             negative += popcount(mask);
-            add_to(lanes, last);
+            add_to<scale>(lanes, last);
         }
         for (size_t s = 0; s < scales_per_block(scale); ++s)
             sums_[s * blocks_.pieces() + piece.index] = sum_of_lanes(lanes[s]);
         if (scale == SignScale::two) negative_[piece.index] = negative;
     }
 
-    static void add_to(double (&lanes)[2][kLanes], const A *p) {
+    template <SignScale scale> static void add_to(double (&lanes)[2][kLanes], const A *p) {
         if constexpr (scale == SignScale::mean)
             for (size_t l = 0; l < kLanes; ++l) lanes[0][l] += std::fabs(static_cast<double>(p[l]));
         if constexpr (scale == SignScale::rms)
@@ -230,9 +246,9 @@ private:
         const size_t pieces = pieces_of(piece);
         double *const sums = sums_.begin() + piece.first_piece;
         const double count = static_cast<double>(piece.block_count), first = sum_of_groups(sums, pieces);
-        if constexpr (scale == SignScale::mean) scales_[piece.block] = static_cast<float>(first / count);
-        if constexpr (scale == SignScale::rms) scales_[piece.block] = static_cast<float>(std::sqrt(first / count));
-        if constexpr (scale == SignScale::two) {
+        if (scale_ == SignScale::mean) scales_[piece.block] = static_cast<float>(first / count);
+        if (scale_ == SignScale::rms) scales_[piece.block] = static_cast<float>(std::sqrt(first / count));
+        if (scale_ == SignScale::two) {
             size_t below = 0;
             for (size_t i = 0; i < pieces; ++i) below += negative_[piece.first_piece + i];
             const double second = sum_of_groups(sums + blocks_.pieces(), pieces);
@@ -243,9 +259,8 @@ private:
     }
 
     const Blocks &blocks_;
-    const T *x_;
-    const A *residual_;
-    A *left_;
+    SignScale scale_;
+    Input<A> input_;
     uint8_t *words_;
     float *scales_;
     int threads_;
@@ -253,15 +268,6 @@ private:
     Scratch<uint32_t> negative_;  // how many elements of each piece are
     std::vector<Edge> edges_;     // by share
 };
-
-// Calls body(constant) with the scale as a constant.
-template <typename Body> void with_scale(SignScale scale, Body body) {
-    using S = SignScale;
-    if (scale == S::mean) body(std::integral_constant<S, S::mean>{});
-    else if (scale == S::rms) body(std::integral_constant<S, S::rms>{});
-    else if (scale == S::two) body(std::integral_constant<S, S::two>{});
-    else body(std::integral_constant<S, S::one>{});
-}
 
 struct LaneBits {
     uint32_t of[kLanes];
@@ -361,13 +367,29 @@ inline void look_up_sums(const std::vector<Signs> &parts, size_t nbytes, size_t 
 }
 #endif
 
-template <typename T> class Unpacking {
-    using A = Accumulator<T>;
+// Where sums go to. Only this function knows the type they are rounded to.
+template <typename A> struct Output {
+    void *out;
+    bool stream;
+    void (*write)(const Output &, size_t begin, const A *sums, size_t count);
+};
 
+template <typename T> void write_sums(const Output<Accumulator<T>> &output, size_t begin, const Accumulator<T> *sums, size_t count) {
+    T *const out = static_cast<T *>(output.out) + begin;
+    if constexpr (!std::is_same_v<T, Accumulator<T>>)
+        output.stream ? narrow_row<true>(out, sums, count) : narrow_row<false>(out, sums, count);
+    else if (output.stream)
+        stream_bytes(reinterpret_cast<char *>(out), reinterpret_cast<const char *>(sums), count * sizeof(T));
+    else
+        std::copy(sums, sums + count, out);
+}
+
+template <typename A> class Unpacking {
 public:
-    Unpacking(const Blocks &blocks, SignScale scale, const std::vector<Signs> &parts, T *out, double factor, int threads)
-        : blocks_(blocks), scale_(scale), parts_(parts), out_(out), factor_(static_cast<A>(factor)), threads_(threads),
-          levels_(parts.size() * threads), stream_(blocks.numel() * sizeof(T) >= kStreamedBytes) {}
+    Unpacking(const Blocks &blocks, SignScale scale, const std::vector<Signs> &parts, Output<A> output, double factor,
+              int threads)
+        : blocks_(blocks), scale_(scale), parts_(parts), output_(output), factor_(static_cast<A>(factor)),
+          threads_(threads), levels_(parts.size() * threads) {}
 
     void run() {
 #pragma omp parallel for num_threads(threads_) schedule(static) if (threads_ > 1)
@@ -409,23 +431,16 @@ private:
     void unpack_piece(const Piece &piece, const Levels<A> *levels, Table &table) {
         A sums[kGroup];
         sum_piece(piece, levels, table, sums);
-        T *const out = out_ + piece.begin;
-        if constexpr (!std::is_same_v<T, A>)
-            stream_ ? narrow_row<true>(out, sums, piece.count) : narrow_row<false>(out, sums, piece.count);
-        else if (stream_)
-            stream_bytes(reinterpret_cast<char *>(out), reinterpret_cast<const char *>(sums), piece.count * sizeof(T));
-        else
-            std::copy(sums, sums + piece.count, out);
+        output_.write(output_, piece.begin, sums, piece.count);
     }
 
     const Blocks &blocks_;
     SignScale scale_;
     const std::vector<Signs> &parts_;
-    T *out_;
+    Output<A> output_;
     A factor_;
     int threads_;
     Scratch<Levels<A>> levels_;  // of the parts, for each thread
-    bool stream_;
 };
 
 }  // namespace
@@ -433,15 +448,16 @@ private:
 template <typename T>
 void pack_signs(const Blocks &blocks, SignScale scale, const T *x, const Accumulator<T> *residual, Accumulator<T> *left,
                 uint8_t *words, float *scales, int threads) {
-    with_scale(scale, [&](auto known) {
-        Packing<known, T>(blocks, x, residual, left, words, scales, threads).run();
-    });
+    using A = Accumulator<T>;
+    Packing<A>(blocks, scale, Input<A>{x, residual, left, corrected<T>}, words, scales, threads).run();
 }
 
 template <typename T>
 void unpack_signs(const Blocks &blocks, SignScale scale, const std::vector<Signs> &parts, T *out, double factor,
                   int threads) {
-    Unpacking<T>(blocks, scale, parts, out, factor, threads).run();
+    using A = Accumulator<T>;
+    const bool stream = blocks.numel() * sizeof(T) >= kStreamedBytes;
+    Unpacking<A>(blocks, scale, parts, Output<A>{out, stream, write_sums<T>}, factor, threads).run();
 }
 
 #define INSTANTIATE(T)                                                                                            \
@@ -454,4 +470,4 @@ INSTANTIATE(Bfloat16)
 INSTANTIATE(Float16)
 #undef INSTANTIATE
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

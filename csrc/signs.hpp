@@ -8,7 +8,7 @@
 #include "blocks.hpp"
 #include "scalars.hpp"
 
-namespace MODULE_NAME {
+namespace gradsync {
 
 // What the signs of a block are of: the mean magnitude, the root of the mean square, the means of the elements that
 // are not negative and of those that are (two scales), or 1 (no scale).
@@ -34,4 +34,4 @@ template <typename T>
 void unpack_signs(const Blocks &blocks, SignScale scale, const std::vector<Signs> &parts, T *out, double factor,
                   int threads);
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

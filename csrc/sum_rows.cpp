@@ -7,7 +7,7 @@
 #include <type_traits>
 #include <utility>
 
-namespace MODULE_NAME {
+namespace gradsync {
 namespace {
 
 constexpr size_t kBlockBytes = 128 << 10;  // sums of a block of rows: stay in the second-level cache for all parts
@@ -405,4 +405,4 @@ template void RowUnion::sum(const std::vector<Rows<const double>> &, size_t, dou
 template void RowUnion::sum(const std::vector<Rows<const Bfloat16>> &, size_t, double, const std::vector<Stripe<Bfloat16>> &, int) const;
 template void RowUnion::sum(const std::vector<Rows<const Float16>> &, size_t, double, const std::vector<Stripe<Float16>> &, int) const;
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

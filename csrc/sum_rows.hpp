@@ -15,7 +15,7 @@
 #include "rows.hpp"
 #include "scalars.hpp"
 
-namespace MODULE_NAME {
+namespace gradsync {
 
 // To clear and rank a bitmap of more words than this, and this many more for each item, takes longer than to sort the
 // items (measured on one thread: from one to two words an item on).
@@ -50,4 +50,4 @@ private:
     bool sorted_ = true;
 };
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <functional>
 #include <limits>
 #include <type_traits>
 #include <utility>
@@ -11,7 +10,7 @@
 #include "nonzero.hpp"
 #include "rank_bitmap.hpp"
 
-namespace MODULE_NAME {
+namespace gradsync {
 namespace {
 
 constexpr size_t kSamples = 16384;     // sections of no more are looked at as a whole
@@ -127,77 +126,105 @@ template <typename P> Key<P> least_above(Accumulator<P> threshold) {
     return static_cast<Key<P>>(magnitude(rounded) + (widen(rounded) > threshold ? 0 : 1));
 }
 
-// Of one section. `summed`: there is a residual.
-template <typename T, bool summed> class Selection {
-public:
-    using P = std::conditional_t<summed, Accumulator<T>, T>;
+// The elements to choose from. Where there is a residual they are sums, made by functions that alone know x's type.
+template <typename P> struct Elements {
+    const P *p;
+    void (*sample)(const Elements &, size_t numel, Key<P> *keys);
+    void (*sum)(const Elements &, size_t begin, size_t end) = nullptr;  // left = residual + x; p is `left`
+    Accumulator<P> *left = nullptr;
+    const Accumulator<P> *residual = nullptr;
+    const char *x = nullptr;
+    size_t itemsize = 0;  // of x
 
-    Selection(Choice<T> choice, size_t numel, int threads)
-        : choice_(choice), numel_(numel), threads_(threads), chosen_(numel, threads) {}
+    Elements from(size_t begin) const {
+        if (!sum) return {p + begin, sample};
+        return {p + begin, sample, sum, left + begin, residual + begin, x + begin * itemsize, itemsize};
+    }
+};
+
+// The keys of one element of each of kSamples equal parts, at a place in it that a multiplicative hash gives.
+template <typename K, typename At> void sample_keys(size_t numel, K *keys, At at) {
+    for (size_t i = 0; i < kSamples; ++i) {
+        const size_t begin = share_begin(numel, i, kSamples), part = share_begin(numel, i + 1, kSamples) - begin;
+        const uint32_t hash = static_cast<uint32_t>(i) * 0x9e3779b9u;
+        keys[i] = magnitude(at(begin + (uint64_t{hash} * part >> 32)));
+    }
+}
+
+template <typename T> Elements<T> plain_elements(const T *x) {
+    const auto sample = [](const Elements<T> &of, size_t numel, Key<T> *keys) {
+        sample_keys(numel, keys, [&](size_t i) { return of.p[i]; });
+    };
+    return {x, sample};
+}
+
+template <typename T> Elements<Accumulator<T>> summed_elements(Choice<T> choice) {
+    using P = Accumulator<T>;
+    const auto sample = [](const Elements<P> &of, size_t numel, Key<P> *keys) {
+        const T *x = reinterpret_cast<const T *>(of.x);
+        sample_keys(numel, keys, [&](size_t i) { return of.residual[i] + widen(x[i]); });
+    };
+    const auto sum = [](const Elements<P> &of, size_t begin, size_t end) {
+        const T *x = reinterpret_cast<const T *>(of.x);
+        if constexpr (std::is_same_v<T, double>)
+            for (size_t i = begin; i < end; ++i) of.left[i] = of.residual[i] + x[i];
+        else
+            add_row(of.left + begin, of.residual + begin, x + begin, end - begin);
+    };
+    return {choice.left, sample, sum, choice.left, choice.residual, reinterpret_cast<const char *>(choice.x), sizeof(T)};
+}
+
+// Of one section.
+template <typename P> class Selection {
+public:
+    Selection(const Elements<P> &elements, size_t numel, int threads)
+        : elements_(elements), numel_(numel), threads_(threads), chosen_(numel, threads) {}
 
     RankBitmap largest(size_t k) && {
         if (k == 0 || k == numel_) {
-            mark<true>(k == 0 ? kNone : Key<P>{0});
+            mark(k == 0 ? kNone : Key<P>{0}, true);
         } else if (numel_ <= kSamples) {
             sum(0, numel_);
             Nth<Key<P>> nth(k);
             nth.find_digit(numel_, key_at());
-            mark<false>(nth.key);
+            mark(nth.key, false);
             if (chosen_.count() > k) choose_from_marked(k);
         } else {
-            mark<true>(suggested_threshold(k));
+            mark(suggested_threshold(k), true);
             if (chosen_.count() < k) choose_from_all(k);
             else cut(k);
         }
         return std::move(chosen_);
     }
 
-    RankBitmap above(Accumulator<T> threshold, size_t most) && {
-        mark<true>(least_above<P>(threshold));
-        if (most == 0) mark<false>(kNone);
+    RankBitmap above(Accumulator<P> threshold, size_t most) && {
+        mark(least_above<P>(threshold), true);
+        if (most == 0) mark(kNone, false);
         else cut(most);
         return std::move(chosen_);
-    }
-
-    const P *elements() const {
-        if constexpr (summed) return choice_.left;
-        else return choice_.x;
     }
 
 private:
     static constexpr Key<P> kNone = kMagnitude<Key<P>> + 1;  // larger than all magnitudes
 
     auto key_at() const {
-        return [p = elements()](size_t i) { return magnitude(p[i]); };
+        return [p = elements_.p](size_t i) { return magnitude(p[i]); };
     }
 
-    void sum([[maybe_unused]] size_t begin, [[maybe_unused]] size_t end) const {
-        if constexpr (std::is_same_v<T, double> && summed)
-            for (size_t i = begin; i < end; ++i) choice_.left[i] = choice_.residual[i] + choice_.x[i];
-        else if constexpr (summed)
-            add_row(choice_.left + begin, choice_.residual + begin, choice_.x + begin, end - begin);
+    void sum(size_t begin, size_t end) const {
+        if (elements_.sum) elements_.sum(elements_, begin, end);
     }
 
-    P sum_at(size_t i) const {
-        if constexpr (summed) return choice_.residual[i] + widen(choice_.x[i]);
-        else return choice_.x[i];
-    }
-
-    // One element of each of as many equal parts, at a place in it that a multiplicative hash gives.
     Key<P> suggested_threshold(size_t k) const {
         const Scratch<Key<P>> sample(kSamples);
-        for (size_t i = 0; i < kSamples; ++i) {
-            const size_t begin = share_begin(numel_, i, kSamples), part = share_begin(numel_, i + 1, kSamples) - begin;
-            const uint32_t hash = static_cast<uint32_t>(i) * 0x9e3779b9u;
-            sample[i] = magnitude(sum_at(begin + (uint64_t{hash} * part >> 32)));
-        }
+        elements_.sample(elements_, numel_, sample.begin());
         const double expected = static_cast<double>(kSamples) * k / numel_;
         const size_t nth = std::min<size_t>(kSamples, expected + kDeviations * (std::sqrt(expected) + 1));
         return nth_largest<Key<P>>(kSamples, nth, [&](size_t i) { return sample[i]; }).key;
     }
 
-    template <bool sums> void mark(Key<P> threshold) {
-        const P *const p = elements();
+    void mark(Key<P> threshold, bool sums) {
+        const P *const p = elements_.p;
         const size_t num_words = chosen_.num_words();
 #pragma omp parallel for num_threads(threads_) schedule(static) if (threads_ > 1)
         for (size_t first = 0; first < num_words; first += kBlockWords) {
@@ -215,7 +242,7 @@ private:
     }
 
     void choose_from_marked(size_t k) {
-        const P *const p = elements();
+        const P *const p = elements_.p;
         const Scratch<Key<P>> keys(chosen_.count());
 #pragma omp parallel for num_threads(threads_) schedule(static) if (threads_ > 1)
         for (size_t w = 0; w < chosen_.num_words(); ++w) {
@@ -236,13 +263,13 @@ private:
 
     void choose_from_all(size_t k) {
         Nth<Key<P>> nth = nth_largest<Key<P>>(numel_, k, key_at());
-        mark<false>(static_cast<Key<P>>(nth.key + 1));
+        mark(static_cast<Key<P>>(nth.key + 1), false);
         for (size_t i = 0; nth.equal > 0; ++i)
             if (key_at()(i) == nth.key) set_bit(chosen_.words(), i), --nth.equal;
         chosen_.rank_bits();
     }
 
-    Choice<T> choice_;
+    Elements<P> elements_;
     size_t numel_;
     int threads_;
     RankBitmap chosen_;
@@ -258,11 +285,30 @@ template <typename V, typename Wide> V rounded(Wide value) {
     }
 }
 
+// Where a section begins: in the whole tensor, and in the outputs.
+struct Place {
+    size_t begin, room;
+};
+
+// Where what is chosen goes to, by functions that alone know the types of the outputs. Of the elements, the type is P.
+template <typename P> struct Outputs {
+    void *indices, *values;
+    void (*write_indices)(const RankBitmap &, Place, void *indices, int threads);
+    void (*take_values)(const RankBitmap &, const P *, Accumulator<P> *left, Place, void *values, int threads);
+};
+
+template <typename Index> void write_indices(const RankBitmap &chosen, Place place, void *indices, int threads) {
+    Index *const to = static_cast<Index *>(indices) + place.room;
+    chosen.write_indices(to, threads);
+    for (size_t i = 0; i < chosen.count(); ++i) to[i] += static_cast<Index>(place.begin);
+}
+
 template <typename P, typename V>
-void take_values(const RankBitmap &chosen, const P *p, Accumulator<P> *left, V *values, int threads) {
+void take_values(const RankBitmap &chosen, const P *p, Accumulator<P> *left, Place place, void *values, int threads) {
+    V *const to = static_cast<V *>(values) + place.room;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
     for (size_t w = 0; w < chosen.num_words(); ++w) {
-        V *value = values + chosen.rank_of_word(w);
+        V *value = to + chosen.rank_of_word(w);
         for (uint64_t bits = chosen.words()[w]; bits != 0; bits &= bits - 1, ++value) {
             const size_t i = w * kWordBits + lowest_bit(bits);
             const Accumulator<P> exact = widen(p[i]);
@@ -272,28 +318,21 @@ void take_values(const RankBitmap &chosen, const P *p, Accumulator<P> *left, V *
     }
 }
 
-// Where a section begins: in the whole tensor, and in the outputs.
-struct Place {
-    size_t begin, room;
-};
-
-template <typename T, bool summed>
-using Write = std::function<void(const RankBitmap &, const typename Selection<T, summed>::P *, Place, int threads)>;
-
-// Without thresholds the largest; each section's are handed to `write`. Returns how many of each were chosen.
-template <typename T, bool summed>
-std::vector<size_t> choose_each(Choice<T> choice, const std::vector<Section> &sections, const Accumulator<T> *thresholds,
-                                int threads, const Write<T, summed> &write) {
+// Without thresholds the largest. Returns how many of each section were chosen.
+template <typename P>
+std::vector<size_t> choose_each(const Elements<P> &all, const std::vector<Section> &sections,
+                                const Accumulator<P> *thresholds, const Outputs<P> &to, int threads) {
     std::vector<Place> places{{0, 0}};
     for (const Section &section : sections)
         places.push_back({places.back().begin + section.length, places.back().room + section.most});
     std::vector<size_t> counts(sections.size());
     const auto choose = [&](size_t s, int threads) {
-        Selection<T, summed> selection(choice.from(places[s].begin), sections[s].length, threads);
-        const auto *elements = selection.elements();
+        const Elements<P> elements = all.from(places[s].begin);
+        Selection<P> selection(elements, sections[s].length, threads);
         const RankBitmap chosen = thresholds ? std::move(selection).above(thresholds[s], sections[s].most)
                                              : std::move(selection).largest(sections[s].most);
-        write(chosen, elements, places[s], threads);
+        to.write_indices(chosen, places[s], to.indices, threads);
+        to.take_values(chosen, elements.p, elements.left, places[s], to.values, threads);
         counts[s] = chosen.count();
     };
     // Small sections side by side, large ones one after the other, each by all threads.
@@ -305,23 +344,28 @@ std::vector<size_t> choose_each(Choice<T> choice, const std::vector<Section> &se
     return counts;
 }
 
-template <typename T, bool summed, typename V, typename Index>
-std::vector<size_t> choose_to(Choice<T> choice, const std::vector<Section> &sections, const Accumulator<T> *thresholds,
-                              Index *indices, V *values, int threads) {
-    const auto write = [=](const RankBitmap &chosen, const auto *elements, Place place, int threads) {
-        Index *const to = indices + place.room;
-        chosen.write_indices(to, threads);
-        for (size_t i = 0; i < chosen.count(); ++i) to[i] += static_cast<Index>(place.begin);
-        take_values(chosen, elements, summed ? choice.left + place.begin : nullptr, values + place.room, threads);
-    };
-    return choose_each<T, summed>(choice, sections, thresholds, threads, write);
-}
-
 template <typename T, typename V, typename Index>
 std::vector<size_t> choose_to(Choice<T> choice, const std::vector<Section> &sections, const Accumulator<T> *thresholds,
                               Index *indices, V *values, int threads) {
-    return choice.residual ? choose_to<T, true>(choice, sections, thresholds, indices, values, threads)
-                           : choose_to<T, false>(choice, sections, thresholds, indices, values, threads);
+    using P = Accumulator<T>;
+    if (choice.residual) {
+        const Outputs<P> to{indices, values, write_indices<Index>, take_values<P, V>};
+        return choose_each(summed_elements(choice), sections, thresholds, to, threads);
+    }
+    const Outputs<T> to{indices, values, write_indices<Index>, take_values<T, V>};
+    return choose_each(plain_elements(choice.x), sections, thresholds, to, threads);
+}
+
+// Moves what was chosen of each section up to that of the section before it; returns how many there are of all.
+size_t close_gaps(const std::vector<Section> &sections, const std::vector<size_t> &counts, void *items, size_t itemsize) {
+    char *const begin = static_cast<char *>(items);
+    size_t room = 0, total = 0;
+    for (size_t s = 0; s < sections.size(); ++s) {
+        if (counts[s] > 0) std::memmove(begin + total * itemsize, begin + room * itemsize, counts[s] * itemsize);
+        room += sections[s].most;
+        total += counts[s];
+    }
+    return total;
 }
 
 }  // namespace
@@ -335,14 +379,8 @@ template <typename T, typename V, typename Index>
 size_t select_above(Choice<T> choice, const std::vector<Section> &sections, const Accumulator<T> *thresholds,
                     Index *indices, V *values, int threads) {
     const std::vector<size_t> counts = choose_to(choice, sections, thresholds, indices, values, threads);
-    size_t room = 0, total = 0;
-    for (size_t s = 0; s < sections.size(); ++s) {
-        std::copy(indices + room, indices + room + counts[s], indices + total);
-        std::copy(values + room, values + room + counts[s], values + total);
-        room += sections[s].most;
-        total += counts[s];
-    }
-    return total;
+    close_gaps(sections, counts, indices, sizeof *indices);
+    return close_gaps(sections, counts, values, sizeof *values);
 }
 
 template <typename T>
@@ -377,4 +415,4 @@ INSTANTIATE(double)
 INSTANTIATE(Bfloat16)
 INSTANTIATE(Float16)
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

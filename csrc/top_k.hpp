@@ -10,7 +10,7 @@
 
 #include "scalars.hpp"
 
-namespace MODULE_NAME {
+namespace gradsync {
 
 struct Section {
     size_t length, most;  // elements, and how many of them are chosen, or at most
@@ -21,10 +21,6 @@ template <typename T> struct Choice {
     const T *x;
     const Accumulator<T> *residual = nullptr;
     Accumulator<T> *left = nullptr;
-
-    Choice from(size_t begin) const {
-        return residual ? Choice{x + begin, residual + begin, left + begin} : Choice{x + begin};
-    }
 };
 
 // Of each section the `most` largest by their bits without the sign: NaN comes before infinity. Of equal ones, those
@@ -43,4 +39,4 @@ template <typename T>
 void count_above(const T *x, const std::vector<Section> &sections, const Accumulator<T> *thresholds, int64_t *counts,
                  int threads);
 
-}  // namespace MODULE_NAME
+}  // namespace gradsync

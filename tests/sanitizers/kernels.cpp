@@ -29,7 +29,7 @@
 #include "sum_rows.hpp"
 #include "top_k.hpp"
 
-using namespace MODULE_NAME;
+using namespace gradsync;
 
 #define CHECK(condition)                                                     \
     do {                                                                     \

@@ -66,7 +66,7 @@ def with_headers(path: Path) -> str:
 
 
 def build(arguments: list[str]) -> None:
-    language = ["-std=c++17", "-g1", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-DMODULE_NAME=sanitized"]
+    language = ["-std=c++17", "-g1", "-Wall", "-Wextra", "-Wno-unknown-pragmas"]
     command = [str(COMPILER), *language, f"-I{ROOT / 'csrc'}", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
