@@ -199,7 +199,7 @@ def test_points_send_what_their_schedule_says_of_these_rows(
 
 
 @pytest.mark.parametrize(
-    "member", [m for m in POINT_MEMBERS if m.skewed and m.scheme.layout is Layout.ROWS], ids=name_of
+    "member", [m for m in POINT_MEMBERS if m.skewed and m.scheme.traits.layout is Layout.ROWS], ids=name_of
 )
 def test_steps_know_who_sends_most_where_rows_lie_together(member: Member) -> None:
     def brought(rank: int) -> Tables:
@@ -228,7 +228,7 @@ def test_recorded_bytes_are_exact_where_nothing_is_padded(member: Member, size: 
 def test_what_a_step_starts_from_is_left_as_it_was(member: Member, case: str, size: int) -> None:
     inputs = make_inputs(member.scheme, case, size, torch.float32)
     segments = tuple(Segment(f"p{i}", 0, spec.numel) for i, spec in enumerate(specs_of(inputs[0])))
-    bucket = Bucket("0", segments, specs_of(inputs[0]), member.scheme.layout)
+    bucket = Bucket("0", segments, specs_of(inputs[0]), member.scheme.traits.layout)
     first = [{"kept": torch.arange(3.0), **member.scheme.init(bucket, group)} for group in LocalGroup.world(size)]
     before = [({k: v.clone() for k, v in state.items()}, copy_of(x)) for state, x in zip(first, inputs, strict=True)]
     run(member, inputs, 1 / size, first)
@@ -248,7 +248,7 @@ def test_a_float16_sum_may_pass_the_range_that_its_mean_is_in(member: Member) ->
     size = largest_group(member)
     value = torch.full((4, 8), torch.finfo(torch.float16).max / 2, dtype=torch.float16)
     assert torch.isinf(size * value).all()
-    flat = member.scheme.layout is Layout.FLAT
+    flat = member.scheme.traits.layout is Layout.FLAT
     inputs = [value.flatten() if flat else (SparseRows(torch.arange(4), value, 4),) for _ in range(size)]
     for result in run(member, inputs, 1 / size).results:
         assert torch.equal((result if flat else result[0].values).flatten(), value.flatten())
@@ -259,7 +259,7 @@ def test_a_float16_sum_may_pass_the_range_that_its_mean_is_in(member: Member) ->
     [(torch.bfloat16, 256.0, {4: 260.0, 8: 264.0}), (torch.float16, 2048.0, {4: 2052.0, 8: 2056.0})],
     ids=["bfloat16", "float16"],
 )
-@pytest.mark.parametrize("member", [m for m in ALL_MEMBERS if m.scheme.layout is Layout.ROWS], ids=name_of)
+@pytest.mark.parametrize("member", [m for m in ALL_MEMBERS if m.scheme.traits.layout is Layout.ROWS], ids=name_of)
 def test_rows_are_summed_in_float32(
     member: Member, dtype: torch.dtype, large: float, rounded: dict[int, float]
 ) -> None:
@@ -277,7 +277,7 @@ def test_rows_are_summed_in_float32(
         assert result.values.tolist() == [[rounded[size]] * 2]
 
 
-@runs([m for m in ALL_MEMBERS if m.scheme.layout is Layout.ROWS], sizes=(3,))
+@runs([m for m in ALL_MEMBERS if m.scheme.traits.layout is Layout.ROWS], sizes=(3,))
 def test_rows_come_back_sorted_and_unique(member: Member, case: str, size: int) -> None:
     inputs = make_inputs(member.scheme, case, size, torch.float32)
     for result in mean_of(member, case, size, torch.float32).results:
@@ -307,12 +307,12 @@ def test_a_table_is_present_if_any_rank_has_it(member: Member, size: int) -> Non
     ],
 )
 def test_values_that_are_not_finite_travel(member: Member, size: int) -> None:
-    inputs = make_inputs(member.scheme, CASES[member.scheme.layout][-1], size, torch.float32)
-    last = inputs[-1] if member.scheme.layout is Layout.FLAT else inputs[-1][0].values.view(-1)
+    inputs = make_inputs(member.scheme, CASES[member.scheme.traits.layout][-1], size, torch.float32)
+    last = inputs[-1] if member.scheme.traits.layout is Layout.FLAT else inputs[-1][0].values.view(-1)
     last[0], last[1] = float("nan"), float("inf")
-    place = 0 if member.scheme.layout is Layout.FLAT else int(inputs[-1][0].indices[0])
+    place = 0 if member.scheme.traits.layout is Layout.FLAT else int(inputs[-1][0].indices[0])
     for result in run(member, inputs, 1 / size).results:
-        if member.scheme.layout is Layout.FLAT:
+        if member.scheme.traits.layout is Layout.FLAT:
             got = result
         else:
             got = result[0].values[result[0].indices.tolist().index(place)]
@@ -381,7 +381,7 @@ def test_any_rows_give_the_scaled_sum(member: Member, inputs: list[Tables], scal
 
 
 @given(
-    member=st.sampled_from([m for m in POINT_MEMBERS if m.scheme.layout is Layout.ROWS]),
+    member=st.sampled_from([m for m in POINT_MEMBERS if m.scheme.traits.layout is Layout.ROWS]),
     formats=st.tuples(*[st.sampled_from([SMALLEST, *SPARSE_FORMATS])] * 2),
     inputs=row_inputs(),
     scale=st.sampled_from([1.0, 1 / 3, -2.0, 0.0]),
@@ -399,7 +399,7 @@ def test_any_rows_give_the_scaled_sum_at_any_point(
         assert torch.equal(table.indices, torch.unique(torch.cat([x[position].indices for x in inputs])))
 
 
-@pytest.mark.parametrize("member", [m for m in MEMBERS if m.scheme.layout is Layout.FLAT], ids=name_of)
+@pytest.mark.parametrize("member", [m for m in MEMBERS if m.scheme.traits.layout is Layout.FLAT], ids=name_of)
 @given(
     size=st.integers(1, 4),
     numel=st.integers(0, 300),
@@ -421,7 +421,7 @@ def test_any_flat_bucket_gives_the_scaled_sum(
 
 
 @given(
-    member=st.sampled_from([m for m in POINT_MEMBERS if m.scheme.layout is Layout.FLAT]),
+    member=st.sampled_from([m for m in POINT_MEMBERS if m.scheme.traits.layout is Layout.FLAT]),
     formats=st.tuples(*[st.sampled_from([SMALLEST, *IndexFormat])] * 2),
     block=st.sampled_from([1, 1, 3, 256]),
     size=st.integers(1, 5),
@@ -455,7 +455,9 @@ def test_any_flat_bucket_gives_the_scaled_sum_at_any_point(
     assert all(bits(result) == bits(outcome.results[0]) for result in outcome.results)
 
 
-@pytest.mark.parametrize("member", [m for m in POINT_MEMBERS if m.scheme.layout is Layout.FLAT], ids=lambda m: m.title)
+@pytest.mark.parametrize(
+    "member", [m for m in POINT_MEMBERS if m.scheme.traits.layout is Layout.FLAT], ids=lambda m: m.title
+)
 def test_zeros_that_travelled_dense_have_the_sign_of_those_that_did_not(member: Member) -> None:
     inputs = [torch.tensor(x) for x in ([0.0, -0.0, -0.0], [0.0, 0.0, 0.0], [-0.0, 1.0, 0.5])]
     outcome = run_scheme(member.scheme, inputs, -2.0)

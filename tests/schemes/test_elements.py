@@ -252,7 +252,7 @@ def test_settings_round_trip_and_unknown_ones_are_refused() -> None:
     scheme = BalancedElements(seed=7, capacity=(40, 90))
     assert to_expression(scheme) == {"balanced_elements": {"owners": "rotated_stripe", "seed": 7, "capacity": [40, 90]}}
     assert from_expression(to_expression(scheme)) == scheme
-    assert scheme.unplanned == BalancedElements(seed=7)
+    assert scheme.planned_for(()) == BalancedElements(seed=7)
     with pytest.raises(ValueError, match="owners must be 'rotated_stripe', got 'column_stripe'"):
         BalancedElements(owners="column_stripe")
     with pytest.raises(ValueError, match=r"seed must be a whole number, got 0\.5"):

@@ -21,6 +21,7 @@ from gradsync.schemes import (
     Scheme,
     Shuffled,
     State,
+    Traits,
     from_expression,
     register,
     registered,
@@ -38,7 +39,7 @@ class EveryOther(Scheme[Tensor]):
 
     inner: Scheme[Tensor]
     period: int = 2
-    layout = Layout.FLAT
+    traits = Traits(Layout.FLAT)
 
     def __post_init__(self) -> None:
         if self.period < 1:

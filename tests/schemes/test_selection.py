@@ -91,7 +91,7 @@ def test_every_candidate_can_be_timed_and_the_fastest_is_taken(layout: Layout) -
     profiles = (rows(1000.0),)
     schemes = candidates(layout, profiles, Placement.one_per_node(8))
     assert len(schemes) > 18
-    assert all(scheme.layout is layout for scheme in schemes)
+    assert all(scheme.traits.layout is layout for scheme in schemes)
     cost = CostModel(1e-4, 1e8)
     selection = fastest(schemes, specs, profiles, Placement.one_per_node(8), cost)
     seconds = [choice.seconds for choice in selection.choices]

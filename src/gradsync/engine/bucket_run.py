@@ -19,6 +19,7 @@ from ..schemes import Scheme, State
 from ..state import (
     NOT_STRICT,
     StateSlice,
+    arrived,
     at_step,
     carried_residual,
     carried_slices,
@@ -139,8 +140,6 @@ class BucketRun:
             return
         unused = {name for name in self.bucket.names if not self.gradients.used(name)}
         if self.next_state:
-            self.next_state = self.scheme.unused(self.next_state, unused)
-        if unused and self.next_state:
             self.next_state = without(self.next_state, self.state, unused)
         self.still_carries = bool(unused) and self.took_over
         if unused and self.carried_residual is not None:  # their result was given to nobody
@@ -153,23 +152,22 @@ class BucketRun:
     @property
     def arrival(self) -> Arrival:
         """What the accepted step brought, until its state is committed."""
-        sections = self.scheme.arrived(self.next_state) if self.next_state else None
-        return Arrival(self.bucket, sections, self.scheme.freezes)
+        return Arrival(self.bucket, arrived(self.next_state or {}, self.bucket), self.scheme.traits.freezes)
 
     def spoil(self) -> None:
         """After a step in which some rank saw NaN or infinity: the state stays, so the result must not be used.
 
         NaN says so, to a GradScaler too; nor does a finite result of a lossy scheme hide what the rank saw.
         """
-        lossy = bool(self.state) and not self.scheme.exact
+        lossy = bool(self.state) and not self.scheme.traits.exact
         if (lossy or self.took_over) and isinstance(self.gradients, FlatGradients):
             self.gradients.spoil()
 
     @property
     def _shows(self) -> bool:
         """Whether NaN and infinity of any rank show in a flat bucket's result: who leaves nothing out sums them too."""
-        exact = self.scheme.exact and not self.state
-        return self.bucket.layout is Layout.FLAT and (exact or self.scheme.shows_infinity)
+        exact = self.scheme.traits.exact and not self.state
+        return self.bucket.layout is Layout.FLAT and (exact or self.scheme.traits.shows_infinity)
 
     @property
     def broken(self) -> bool:
@@ -293,12 +291,12 @@ class BucketRuns:
     @property
     def prepared(self) -> frozenset[str]:
         """Buckets whose schemes have work to do as soon as they are complete."""
-        return frozenset(run.bucket.id for run in self if run.scheme.prepares)
+        return frozenset(run.bucket.id for run in self if run.scheme.traits.prepares)
 
     @property
     def offload(self) -> bool:
         """Whether some scheme has work for another core."""
-        return any(run.scheme.offloads for run in self)
+        return any(run.scheme.traits.offloads for run in self)
 
     @property
     def have_state(self) -> bool:

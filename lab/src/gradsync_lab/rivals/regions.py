@@ -17,7 +17,7 @@ from gradsync.comm import Group
 from gradsync.compressors.expressions import register
 from gradsync.costs.cluster import Placement
 from gradsync.costs.steps import Compute, Pattern, Step, Transfer
-from gradsync.schemes.base import Scheme, State
+from gradsync.schemes.base import Scheme, State, Traits
 from gradsync.schemes.elements import Sums, counts_in, elements_of, nonzeros
 from gradsync.schemes.formats import PartFormat, PartMessage
 from gradsync.tensors.bucket import Layout, TensorSpec
@@ -41,7 +41,7 @@ class OkTopkLike(Scheme[Tensor]):
 
     bins: int = 64  # for each owner: a region has about a 64th more or less than its share where bins are alike
 
-    layout = Layout.FLAT
+    traits = Traits(Layout.FLAT)
 
     def __post_init__(self) -> None:
         if type(self.bins) is not int or self.bins < 1:
