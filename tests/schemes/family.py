@@ -42,8 +42,6 @@ from gradsync.tensors.bucket import Layout, TensorSpec
 from gradsync.tensors.density import DensityProfile, profile_rows, profile_tables
 from gradsync.tensors.index_formats import IndexFormat
 from gradsync.tensors.sparse import SparseRows
-from gradsync_lab.rivals.regions import OkTopkLike
-from gradsync_lab.rivals.zen_hash import ZenHash
 
 Tables = tuple[SparseRows, ...]
 SIZES = (1, 2, 3, 4, 8)
@@ -81,6 +79,11 @@ class Member:
         return Placement.regular(size // self.ranks_per_node(size), self.ranks_per_node(size))
 
     wire: torch.dtype | None = None
+
+    @property
+    def nested(self) -> bool:
+        """Whether nodes have several ranks."""
+        return self.ranks_per_node(8) > 1
 
     @property
     def skewed(self) -> bool:
@@ -145,7 +148,6 @@ ELEMENT_CASES = [
     "every other rank without non-zeros",
     "few non-zeros",
 ]
-RIVAL_CASES = ("no elements", "one element", "even", "zeros of both signs", "hot columns", "few non-zeros")
 ROUTE_CASES = ("no elements", "one element", "prime")
 MEMBERS = [
     Member(AllReduce(), roundings=lambda n: n + 1),  # scaled, then the transport's own sum in the bucket's dtype
@@ -192,17 +194,6 @@ MEMBERS = [
         sections=4,
         dealt=True,
         instead=("push", "all_reduce"),
-        title="without room",
-        sizes=(3,),
-        only=("even", "zeros of both signs", "few non-zeros"),
-    ),
-    Member(OkTopkLike(bins=16), lambda n: 2, sections=4, spread=0.25, sizes=(1, 3), only=RIVAL_CASES),
-    Member(ZenHash(), lambda n: 2, sections=4, dealt=True, sizes=(1, 3), only=RIVAL_CASES),
-    Member(
-        ZenHash(expected=1),  # memory for 64 elements of an owner
-        roundings=lambda n: 2,
-        sections=6,
-        dealt=True,
         title="without room",
         sizes=(3,),
         only=("even", "zeros of both signs", "few non-zeros"),
