@@ -18,6 +18,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch starts; ranks as p
 hypothesis.settings.register_profile("untimed", deadline=None)  # what an example takes says how busy the machine is
 hypothesis.settings.load_profile("untimed")
 
+pytest.register_assert_rewrite("tests.schemes.contract", "tests.schemes.family")
+
 AWAKE = Path(__file__).parent / "lab" / "src" / "gradsync_lab" / "cluster" / "awake.py"
 
 if TYPE_CHECKING:

@@ -44,7 +44,7 @@ def test_shape_dtype_and_size_are_as_announced(member: Member, dtype: torch.dtyp
         payload, state = compressed(compressor, x, compressor.init(spec))
         back = compressor.decompress(payload)
         assert (back.shape, back.dtype) == (x.shape, x.dtype)
-        assert isinstance(payload, compressor.payload)
+        assert isinstance(payload, compressor.traits.payload)
         assert compressor.nbytes(spec) == payload.nbytes
         assert compressed(compressor, x, state)[0].nbytes == compressor.nbytes(spec, 1)
 
@@ -146,7 +146,7 @@ def test_residual_plus_sent_equals_what_came_in(member: Member, dtype: torch.dty
 def no_feedback(compressor: Compressor, spec: FlatSpec) -> str:
     """Returns why error feedback refuses the compressor, or None."""
     law = compressor.law(spec)
-    if not compressor.feeds_back:
+    if not compressor.traits.feeds_back:
         return "CountSketch|count_sketch"
     return "may diverge" if isinstance(law, Unbiased) and law.omega >= 1 else ""
 
@@ -185,7 +185,7 @@ def test_payloads_add_up(member: Member) -> None:
         torch.testing.assert_close(
             out.double(), total / 3, rtol=3 * torch.finfo(dtype).eps, atol=3e-7 * largest + member.tolerance
         )
-    if issubclass(compressor.payload, Summand):
+    if issubclass(compressor.traits.payload, Summand):
         summed = replace(payloads[0], data=sum(payload.data for payload in payloads))
         numbers = summed.data.dtype  # of 16 bits, sums are rounded
         rounding = 4 * torch.finfo(numbers).eps if numbers.is_floating_point else 1e-6

@@ -130,8 +130,8 @@ def test_sums_of_codes_are_codes_of_the_sum(compressor: Compressor) -> None:
 
 
 def test_as_many_can_be_summed_as_the_settings_say() -> None:
-    assert SharedBlockInt(8).most_summands == ErrorFeedback(SharedBlockInt(8)).most_summands == 8
-    assert (SharedTernGrad().most_summands, Cast().most_summands) == (127, None)
+    assert SharedBlockInt(8).traits.most_summands == ErrorFeedback(SharedBlockInt(8)).traits.most_summands == 8
+    assert (SharedTernGrad().traits.most_summands, Cast().traits.most_summands) == (127, None)
     assert SharedBlockInt(127).grid.levels == 1 and SharedBlockInt(1).grid.levels == 127
     for summands in (0, 128):
         with pytest.raises(ValueError, match=r"summands must be in \[1, 127\], got"):

@@ -28,8 +28,8 @@ def payloads_of(compressor: THC, inputs: Sequence[Tensor], step: int = 0) -> lis
 def test_integers_sum_to_the_sum_of_what_each_decodes_to_and_fit_8_bits(summands: int, bits: int, levels: int) -> None:
     compressor = THC(summands=summands, bits=bits)
     assert compressor.levels == levels
-    assert compressor.most_summands >= summands
-    ranks = compressor.most_summands
+    assert compressor.traits.most_summands >= summands
+    ranks = compressor.traits.most_summands
     payloads = payloads_of(compressor, [gradient(1000, torch.float64, rank % 3) for rank in range(ranks)])
     most = max(int(payload.data.abs().max()) for payload in payloads)
     assert payloads[0].data.dtype is torch.int8

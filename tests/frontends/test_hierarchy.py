@@ -157,7 +157,7 @@ def sum_on_other_backends() -> list[float]:
         TorchGroup(timeout_s=20, placement=Placement.regular(3, 2))
     group = TorchGroup(timeout_s=20, placement=Placement.regular(2, 2))
     scheme = Hierarchical(ReduceScatter(), AllReduce(), PER_NODE)
-    bucket = Bucket("0", (Segment("p", 0, 5),), (TensorSpec((5,), torch.float32),), scheme.layout)
+    bucket = Bucket("0", (Segment("p", 0, 5),), (TensorSpec((5,), torch.float32),), scheme.traits.layout)
     state = scheme.init(bucket, group)
     total, _ = drive(scheme.synchronize(torch.full((5,), 1.0 + group.rank), state, group, 0.5), timeout_s=10)
     group.close()

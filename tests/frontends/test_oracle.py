@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -25,10 +26,10 @@ from gradsync.schemes import (
     BalancedParallelism,
     Communication,
     RowPoint,
+    Scheme,
+    SparseReduceScatter,
 )
 from gradsync.tensors.bucket import TensorSpec, trainable_parameters
-from gradsync_lab.rivals.regions import OkTopkLike
-from gradsync_lab.rivals.zen_hash import ZenHash
 from tests.frontends.models import Branches, Checkpointed, Convolutions, MixedPrecision, Perceptron, Tables, TiedTable
 from tests.frontends.twins import (
     Twin,
@@ -337,36 +338,35 @@ def sparse_under_each_scheme() -> None:
         compare_with_ddp(Tables, table_step, options={"plan": plan})
 
 
-def dense_but_mostly_zero() -> None:
-    """Sends one bucket's elements alone, while the other turns out too dense at the same place of the order."""
+def bag_of_words(words: Scheme[Any], dense: Scheme[Any]) -> tuple[dict[str, TensorSpec], list[Twin]]:
+    """Twins after some steps in which one scheme has a gradient that is mostly zero, and another one all else."""
 
     def make() -> nn.Module:
         return nn.Sequential(nn.EmbeddingBag(500, 4, mode="sum"), nn.Linear(4, 6))
-
-    specs = {name: TensorSpec.of(p) for name, p in trainable_parameters(make()).items()}
-    buckets = [(["0.weight"], BalancedElements()), (["1.weight", "1.bias"], BalancedElements(seed=1))]
-    plan = Plan.make(specs, dist.get_world_size(), buckets)
-    twins = make_twins(make, optimizer=momentum, options={"plan": plan})
 
     def step(twin: Twin, number: int) -> None:
         twin.optimizer.zero_grad()
         twin.model(torch.randint(500, (3, 4))).square().mean().backward()
         twin.optimizer.step()
 
+    specs = {name: TensorSpec.of(p) for name, p in trainable_parameters(make()).items()}
+    plan = Plan.make(specs, dist.get_world_size(), [(["0.weight"], words), (["1.weight", "1.bias"], dense)])
+    twins = make_twins(make, optimizer=momentum, options={"plan": plan})
     follow(twins, step, steps=4)
+    return specs, twins
+
+
+def dense_but_mostly_zero() -> None:
+    """One bucket's elements travel alone, the other's turn out too dense for it in a stage of the same order."""
+
+    specs, twins = bag_of_words(BalancedElements(), BalancedElements(seed=1))
     assert twins[1].handle is not None
     table, dense = twins[1].handle.statistics()
     assert 0 < table.sent_bytes < 0.1 * table.steps * specs["0.weight"].nbytes
     assert dense.predicted_bytes == dense.sent_bytes
     detach(twins)
-    for first, second in [
-        (BalancedElements(capacity=(60, 150)), ZenHash()),
-        (BalancedElements(capacity=(3, 5)), OkTopkLike()),  # no room for most steps
-    ]:
-        plan = Plan.make(specs, dist.get_world_size(), [(["0.weight"], first), (["1.weight", "1.bias"], second)])
-        twins = make_twins(make, optimizer=momentum, options={"plan": plan})
-        follow(twins, step, steps=4)
-        detach(twins)
+    for first in (BalancedElements(capacity=(60, 150)), BalancedElements(capacity=(3, 5))):  # no room for most steps
+        detach(bag_of_words(first, SparseReduceScatter())[1])
 
 
 def points_of_the_design_space() -> None:

@@ -98,7 +98,7 @@ def revise_differently() -> str:
     class Whim(SlowNetwork):
         def revise(self, plan: Plan, *profiles: Sequence[ParameterProfile]) -> Plan:
             schemes = {Layout.ROWS: AGSparse(), Layout.FLAT: AllReduce()}
-            buckets = [(bucket.names, schemes[bucket.make_scheme().layout]) for bucket in plan.buckets]
+            buckets = [(bucket.names, schemes[bucket.make_scheme().traits.layout]) for bucket in plan.buckets]
             other = Plan.make({n: TensorSpec.of(p) for n, p in model.named_parameters()}, plan.world, buckets)
             return other if torch.distributed.get_rank() == 1 else plan
 

@@ -133,12 +133,12 @@ def test_any_compressor_is_carried_legally_by_the_fewest_bytes(compressor: Compr
     assert chosen in ways(compressor)
     spec = FlatSpec.of(torch.empty(1 << 20, device="meta"))
     for size in (2, 4, 64):
-        if issubclass(compressor.payload, Summand):
-            assert size > (compressor.most_summands or size) or isinstance(
+        if issubclass(compressor.traits.payload, Summand):
+            assert size > (compressor.traits.most_summands or size) or isinstance(
                 cheapest_way(compressor, spec, size), CompressedAllReduce
             )
             continue
-        twice_sparse = issubclass(compressor.payload, SparseMessage)
+        twice_sparse = issubclass(compressor.traits.payload, SparseMessage)
         legal = [w for w in ways(compressor) if not (twice_sparse and isinstance(w, CompressedTwoWay))]
         moved = busiest_bytes(cheapest_way(compressor, spec, size), spec, size)
         assert moved == min(busiest_bytes(way, spec, size) for way in legal)

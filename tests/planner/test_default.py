@@ -56,7 +56,7 @@ def test_every_parameter_is_covered_once_and_the_plan_repeats(parameters: list[P
     plan = default_plan(parameters, world)
     plan.check({p.name: p.tensor for p in parameters}, world)  # raises for what is left out or covered twice
     assert default_plan(list(parameters), world).digest == plan.digest
-    layouts = {name: bucket.make_scheme().layout for bucket in plan.buckets for name in bucket.names}
+    layouts = {name: bucket.make_scheme().traits.layout for bucket in plan.buckets for name in bucket.names}
     assert layouts == {p.name: Layout.ROWS if p.sparse else Layout.FLAT for p in parameters}
 
 
@@ -157,10 +157,10 @@ def found(name: str, rows: float, *, num_rows: int = 1000, dim: int = 64) -> Par
 @pytest.mark.parametrize(("rows", "layout"), [(20.0, Layout.ROWS), (250.0, Layout.ROWS), (450.0, Layout.FLAT)])
 def test_a_dense_gradient_is_exchanged_by_rows_if_that_saves_half_of_the_bytes(rows: float, layout: Layout) -> None:
     plan = default_plan([found("words", rows), dense("w", 4000)], 4)
-    layouts = {name: bucket.make_scheme().layout for bucket in plan.buckets for name in bucket.names}
+    layouts = {name: bucket.make_scheme().traits.layout for bucket in plan.buckets for name in bucket.names}
     assert layouts == {"words": layout, "w": Layout.FLAT}
     by_layout = default_plan([found("words", rows), dense("w", 4000)], 4, by_layout=True)
-    assert {bucket.make_scheme().layout for bucket in by_layout.buckets} == {Layout.FLAT}
+    assert {bucket.make_scheme().traits.layout for bucket in by_layout.buckets} == {Layout.FLAT}
 
 
 def test_a_plan_by_layout_is_tried_where_sparsity_was_found_and_only_there() -> None:
@@ -193,13 +193,13 @@ def test_zeros_are_used_by_rows_or_by_elements_whichever_moves_fewer_bytes(
     plan = default_plan(profiles, 4)
     plan.check({p.name: p.tensor for p in profiles}, 4)
     chosen = {name: bucket.make_scheme() for bucket in plan.buckets for name in bucket.names}
-    assert chosen["w"] == scheme if scheme is not None else chosen["w"].layout is Layout.ROWS
+    assert chosen["w"] == scheme if scheme is not None else chosen["w"].traits.layout is Layout.ROWS
     assert chosen["b"] == AllReduce()
 
 
 def test_one_rank_searches_for_nothing() -> None:
     (plan,) = default_plans([found("words", 20.0)], 1)
-    assert plan.buckets[0].make_scheme().layout is Layout.FLAT
+    assert plan.buckets[0].make_scheme().traits.layout is Layout.FLAT
 
 
 def test_measured_tables_have_room_for_their_rows_and_half_as_many_again() -> None:

@@ -95,13 +95,13 @@ def test_a_little_saved_is_no_reason_to_leave_the_plain_scheme() -> None:
 
 def test_elements_are_summed_inside_nodes_first_unless_they_are_very_few() -> None:
     (few,) = schemes_of(default_plan([sampled("w", 0.002)], 4, NETWORK))
-    assert few.unplanned == BalancedElements()
+    assert few.planned_for(()) == BalancedElements()
     profile = sampled("w", 0.05)
     (scheme,) = schemes_of(default_plan([profile], 4, NETWORK))
-    assert scheme.unplanned == Hierarchical(SparseReduceScatter(), BalancedElements(), 2)
+    assert scheme.planned_for(()) == Hierarchical(SparseReduceScatter(), BalancedElements(), 2)
     assert scheme.has_room_for([profile.elements] if profile.elements else [])
     rivals = {s: seconds(s, profile, NETWORK) for s in (*element_schemes(NODES), *dense_schemes(NODES))}
-    assert rivals[scheme.unplanned] == min(rivals.values())
+    assert rivals[scheme.planned_for(())] == min(rivals.values())
 
 
 def test_many_elements_are_summed_inside_nodes_densely_where_kernels_cost_more_than_bytes() -> None:
@@ -111,7 +111,7 @@ def test_many_elements_are_summed_inside_nodes_densely_where_kernels_cost_more_t
     network = Network(replace(SLOW_KERNELS.cost, intra=Link(1e11, 1e-6)), NODES)
     flat = TensorSpec((NUMEL,), torch.float32)
     chosen = flat_scheme(element_schemes(NODES), flat, (profile.elements,), network)
-    assert chosen.unplanned == Hierarchical(ReduceScatter(), BalancedElements(), 2)
+    assert chosen.planned_for(()) == Hierarchical(ReduceScatter(), BalancedElements(), 2)
 
 
 def test_elements_must_save_half_of_what_the_better_dense_scheme_takes() -> None:
@@ -201,7 +201,7 @@ def test_elements_that_outgrow_their_room_across_nodes_get_more() -> None:
     before, now = sampled("w", 0.05), sampled("w", 0.1)
     plan = default_plan([before], 4, NETWORK)
     (roomier,) = schemes_of(revised(plan, [before], [now], NETWORK))
-    assert roomier.unplanned == schemes_of(plan)[0].unplanned
+    assert roomier.planned_for(()) == schemes_of(plan)[0].planned_for(())
     assert roomier != schemes_of(plan)[0] and roomier.has_room_for([now.elements] if now.elements else [])
 
 

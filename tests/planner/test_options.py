@@ -128,7 +128,7 @@ def test_items_come_as_they_are_ready_and_tables_of_a_run_are_one() -> None:
     assert stated.problem.rest_s == pytest.approx(0.002)
     assert stated.problem.allowed is not None
     of_tables = stated.problem.allowed[4]
-    assert all(stated.schemes[option].layout == "rows" for option in of_tables)
+    assert all(stated.schemes[option].traits.layout == "rows" for option in of_tables)
     assert {AGSparse().name} <= {stated.schemes[option].name for option in of_tables}
     assert not stated.problem.allowed[2] & stated.problem.allowed[3], "different types share no bucket"
 
@@ -138,13 +138,13 @@ def test_parts_become_a_plan_that_fits_the_model() -> None:
     stated = formulate(here, ways_of(here, Constraints(lossy=(FEEDBACK,), exact=("head.bias",))))
     problem = stated.problem
     assert problem.allowed is not None
-    lossy = [n for n, scheme in enumerate(stated.schemes) if not scheme.exact]
+    lossy = [n for n, scheme in enumerate(stated.schemes) if not scheme.traits.exact]
     parts = [Part(0, 1, lossy[0])]
     parts += [Part(item, item + 1, min(problem.allowed[item])) for item in range(1, problem.size)]
     plan = stated.plan(parts)
     plan.check({p.name: p.tensor for p in PARAMETERS}, 4)
     assert [bucket.names for bucket in plan.buckets][4] == ["users", "items"]
-    assert not plan.buckets[0].make_scheme().exact and plan.buckets[1].make_scheme().exact
+    assert not plan.buckets[0].make_scheme().traits.exact and plan.buckets[1].make_scheme().traits.exact
     assert problem.allowed[1].isdisjoint(lossy), "an exact one loses nothing"
 
 
@@ -245,7 +245,7 @@ def test_large_gradients_in_pieces_make_a_plan_of_their_segments() -> None:
     assert names.count(["head.weight"]) == 4 and names.count(["body"]) == 2, "half a MiB and a quarter of one"
     assert names.count(["users", "items"]) == 1, "tables stay as they are"
     assert sum(cut.problem.nbytes) == sum(whole.problem.nbytes)
-    by_shape = {number for number, scheme in enumerate(cut.schemes) if scheme.depends_on_shapes}
+    by_shape = {number for number, scheme in enumerate(cut.schemes) if scheme.traits.depends_on_shapes}
     for segments, options in zip(cut.items, cut.problem.allowed or (), strict=True):
         if segments[0][0] in ("head.weight", "body"):
             assert options and not options & by_shape

@@ -63,7 +63,7 @@ def fitting(scheme: Scheme[Any], profile: ParameterProfile) -> Scheme[Any]:
 def test_rows_that_ranks_come_to_share_are_summed_by_owners() -> None:
     apart, shared = table(500, "own rows"), table(500, "same rows")
     plan = default_plan([apart], WORLD, SLOW)
-    assert schemes_of(plan, [apart])[0].unplanned != BalancedParallelism()
+    assert schemes_of(plan, [apart])[0].planned_for(()) != BalancedParallelism()
     (scheme,) = schemes_of(revised(plan, [apart], [shared], SLOW), [shared])
     assert scheme == fitting(BalancedParallelism(), shared)
 
@@ -110,7 +110,7 @@ def test_a_bucket_found_sparse_goes_dense_and_back() -> None:
     to_dense = revised(plan, [sparse], [dense], SLOW)
     assert schemes_of(to_dense, [dense]) == [AllReduce()]
     (again,) = schemes_of(revised(to_dense, [dense], [sparse], SLOW), [sparse])
-    assert again.unplanned == BalancedElements().unplanned
+    assert again.planned_for(()) == BalancedElements().planned_for(())
 
 
 def test_what_a_user_has_planned_otherwise_stays() -> None:
@@ -152,7 +152,7 @@ def test_where_nodes_have_several_ranks_their_sums_are_among_the_rivals() -> Non
     grown = table(5000, "same rows")
     made = default_plan([known], WORLD, network)
     (roomier,) = schemes_of(revised(made, [known], [grown], network), [grown])
-    assert roomier == fitting(scheme.unplanned, grown)
+    assert roomier == fitting(scheme.planned_for(()), grown)
 
 
 def test_what_a_trial_left_is_not_taken_up_again_without_a_change() -> None:
@@ -169,8 +169,8 @@ def test_kernels_that_take_long_change_what_is_planned() -> None:
     by_bytes = MeasuringPlanner()([known], WORLD)[0]
     slow_sums = {name: KernelCost(0.5, 0.0) for name in ("stripe_rows", "sum_stripes", "join_stripes")}
     by_time = MeasuringPlanner(with_kernels(slow_sums))([known], WORLD)[0]
-    assert schemes_of(by_bytes, [known])[0].unplanned == BalancedParallelism()
-    assert schemes_of(by_time, [known])[0].unplanned != BalancedParallelism()
+    assert schemes_of(by_bytes, [known])[0].planned_for(()) == BalancedParallelism()
+    assert schemes_of(by_time, [known])[0].planned_for(()) != BalancedParallelism()
 
 
 @pytest.mark.parametrize(("call_s", "tried"), [(0.0, 2), (0.5, 1)])
@@ -178,4 +178,4 @@ def test_the_second_scheme_is_tried_where_it_is_not_far_off(call_s: float, tried
     known = table(500, "same rows")
     slow = {name: KernelCost(call_s, 1e-10) for name in ("sum_rows", "sum_tables")}
     plans = default_plans([known], WORLD, with_kernels(slow))
-    assert len({str(plan.buckets[0].make_scheme().unplanned) for plan in plans}) == tried
+    assert len({str(plan.buckets[0].make_scheme().planned_for(())) for plan in plans}) == tried

@@ -113,7 +113,7 @@ def test_a_slow_link_between_nodes_is_crossed_compressed_after_a_sum_inside_them
 @pytest.mark.parametrize("placement", [NODES, Placement.one_per_node(4)], ids=("nodes", "flat"))
 def test_links_that_cost_nothing_are_crossed_exactly(placement: Placement) -> None:
     plan = searched(job(QUICK, placement), Constraints(lossy=(FEEDBACK,))).plan
-    assert all(bucket.make_scheme().exact for bucket in plan.buckets)
+    assert all(bucket.make_scheme().traits.exact for bucket in plan.buckets)
 
 
 def synchronised(group: LocalGroup, plan: Plan, here: Job) -> list[torch.Tensor]:
@@ -198,7 +198,7 @@ def test_what_nobody_measured_is_left_out_with_a_word(caplog: pytest.LogCaptureF
     here = job(replace(SLOW_BETWEEN, kernels=known))
     with caplog.at_level(logging.WARNING):
         found = [way.scheme for way in ways_of(here, Constraints(lossy=(FEEDBACK, ErrorFeedback(BlockInt(4)))))]
-    lossy = [scheme for scheme in found if not scheme.exact]
+    lossy = [scheme for scheme in found if not scheme.traits.exact]
     assert lossy and all(scheme.compressor == FEEDBACK for scheme in lossy)  # type: ignore[attr-defined]
     assert not any(
         task in scheme.tasks for scheme in lossy if isinstance(scheme, Route) for task in ("reduce_scatter",)

@@ -42,8 +42,6 @@ from gradsync.tensors.bucket import Layout, TensorSpec
 from gradsync.tensors.density import DensityProfile, profile_rows, profile_tables
 from gradsync.tensors.index_formats import IndexFormat
 from gradsync.tensors.sparse import SparseRows
-from gradsync_lab.rivals.regions import OkTopkLike
-from gradsync_lab.rivals.zen_hash import ZenHash
 
 Tables = tuple[SparseRows, ...]
 SIZES = (1, 2, 3, 4, 8)
@@ -83,13 +81,18 @@ class Member:
     wire: torch.dtype | None = None
 
     @property
+    def nested(self) -> bool:
+        """Whether nodes have several ranks."""
+        return self.ranks_per_node(8) > 1
+
+    @property
     def skewed(self) -> bool:
         """Whether owners have consecutive rows."""
         return getattr(self.scheme, "balance", None) is Balance.IMBALANCED
 
     @property
     def cases(self) -> Sequence[str]:
-        return self.only if self.only is not None else CASES[self.scheme.layout]
+        return self.only if self.only is not None else CASES[self.scheme.traits.layout]
 
     @property
     def name(self) -> str:
@@ -145,7 +148,6 @@ ELEMENT_CASES = [
     "every other rank without non-zeros",
     "few non-zeros",
 ]
-RIVAL_CASES = ("no elements", "one element", "even", "zeros of both signs", "hot columns", "few non-zeros")
 ROUTE_CASES = ("no elements", "one element", "prime")
 MEMBERS = [
     Member(AllReduce(), roundings=lambda n: n + 1),  # scaled, then the transport's own sum in the bucket's dtype
@@ -196,17 +198,6 @@ MEMBERS = [
         sizes=(3,),
         only=("even", "zeros of both signs", "few non-zeros"),
     ),
-    Member(OkTopkLike(bins=16), lambda n: 2, sections=4, spread=0.25, sizes=(1, 3), only=RIVAL_CASES),
-    Member(ZenHash(), lambda n: 2, sections=4, dealt=True, sizes=(1, 3), only=RIVAL_CASES),
-    Member(
-        ZenHash(expected=1),  # memory for 64 elements of an owner
-        roundings=lambda n: 2,
-        sections=6,
-        dealt=True,
-        title="without room",
-        sizes=(3,),
-        only=("even", "zeros of both signs", "few non-zeros"),
-    ),
 ]
 POINT_CASES = {
     Layout.ROWS: ("uniform", "repeated and unsorted", "rank 1 absent", "four tables", "table without rows"),
@@ -223,7 +214,7 @@ def point_member(scheme: Any, title: str) -> Member:
         sections=2,
         title=title,
         sizes=(1, 3, 4),
-        only=POINT_CASES[scheme.layout],
+        only=POINT_CASES[scheme.traits.layout],
         spread=0.35 if title == CHAIN else 0.25,  # of a chain it matters which ranks bring nothing
     )
 
@@ -259,7 +250,7 @@ def nested_member(intra: Any, inter: Any, shapes: str, *, planned: bool = False,
         title=f"{intra.name} and {inter.name} on {shapes}{' as measured' if planned else ''}",
         plan=plan if planned else None,
         sizes=tuple(size for size in SHAPES[shapes] if size < 8),
-        only=NESTED_CASES[scheme.layout],
+        only=NESTED_CASES[scheme.traits.layout],
         ranks_per_node=ranks_per_node,
         types=(torch.float32, torch.bfloat16),
         **promises,
@@ -309,7 +300,7 @@ def rounded_member(inner: Scheme[Any], values: str, **settings: Any) -> Member:
         title=f"of {inner.name} {values}",
         plan=measured(scheme),
         sizes=(3,),
-        only=POINT_CASES[inner.layout],
+        only=POINT_CASES[inner.traits.layout],
         wire=getattr(torch, values),
         **settings,
     )
@@ -320,7 +311,7 @@ ROUNDED_MEMBERS = [
     rounded_member(BalancedElements(), "bfloat16", sections=4, dealt=True, instead=("push", "all_reduce")),
 ]
 ALL_MEMBERS = [*MEMBERS, *POINT_MEMBERS, *NESTED_MEMBERS, *ROUNDED_MEMBERS]
-ROW_MEMBERS = [member for member in MEMBERS if member.scheme.layout is Layout.ROWS]
+ROW_MEMBERS = [member for member in MEMBERS if member.scheme.traits.layout is Layout.ROWS]
 FLOAT32_ADDITIONS = 256  # more than any case adds up for one element
 
 
@@ -447,7 +438,7 @@ CASES = {Layout.FLAT: [*FLAT_SIZES, *ELEMENT_CASES], Layout.ROWS: ROW_CASES}
 
 def make_inputs(scheme: Scheme[Any], case: str, size: int, dtype: torch.dtype) -> list[Any]:
     """Returns the gradients of each rank."""
-    if scheme.layout is Layout.ROWS:
+    if scheme.traits.layout is Layout.ROWS:
         return [row_case(case, rank, dtype) for rank in range(size)]
     if case in ELEMENT_CASES:
         return [element_case(case, rank, dtype) for rank in range(size)]
@@ -528,7 +519,7 @@ def copy_of(x: Any) -> Any:
 
 def replayed_bytes(scheme: Any, inputs: Sequence[Any]) -> list[int]:
     """Returns the bytes that each rank sends at a point of the design space: its schedule is played with these rows."""
-    flat, size = scheme.layout is Layout.FLAT, len(inputs)
+    flat, size = scheme.traits.layout is Layout.FLAT, len(inputs)
     plan = scheme.schedule(size)
     tables = [(_blocks_of(x, scheme.block),) if flat else x for x in inputs]
     maps = [scheme.owners_of(table.num_rows, plan.blocks) for table in tables[0]]

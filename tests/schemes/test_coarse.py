@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gradsync.compressors import SENT
 from gradsync.costs.cluster import Placement
 from gradsync.costs.steps import transfers
 from gradsync.schemes import (
@@ -250,18 +251,18 @@ def test_a_loss_that_is_scaled_otherwise_changes_no_choice(scheme: CoarseGrained
         inputs = [gradient(10 * step + rank, like) for rank in range(2)]
         plain.step(inputs)
         scaled.step([torch.cat([x[: like.numel] * factor, x[like.numel :]]) for x in inputs])
-        assert scheme.arrived(scaled.states[0]) == scheme.arrived(plain.states[0]), step
+        assert scaled.states[0][SENT][0].arrived == plain.states[0][SENT][0].arrived, step
 
 
 @pytest.mark.parametrize("scheme", [SMALL, replace(SMALL, choice="exact", scheme=HalfPrecision())], ids=str)
 def test_what_arrived_is_told(scheme: CoarseGrained) -> None:
     ranks, like = Ranks(scheme, 2), bucket()
-    assert scheme.arrived(ranks.states[0]) is None, "before the first step nothing was left out"
+    assert ranks.states[0][SENT][0].arrived is None, "before the first step nothing was left out"
     for step in range(3):
         result = ranks.step([gradient(10 * step + rank) for rank in range(2)])
-        sections = scheme.arrived(ranks.states[0])
+        sections = ranks.states[0][SENT][0].arrived
         assert sections is not None and len(sections) == 6
-        assert sections == scheme.arrived(ranks.states[1])
+        assert sections == ranks.states[1][SENT][0].arrived
         arrived = torch.zeros(like.numel, dtype=torch.bool)
         for start, stop in sections:
             arrived[start:stop] = True
@@ -269,7 +270,7 @@ def test_what_arrived_is_told(scheme: CoarseGrained) -> None:
         assert all(result[start:stop].any() for start, stop in sections)
     ranks = Ranks(replace(SMALL, ratio=1.0), 2)
     ranks.step([gradient(0), gradient(1)])
-    assert SMALL.arrived(ranks.states[0]) is None
+    assert ranks.states[0][SENT][0].arrived is None
 
 
 def test_what_is_kept_is_forgotten_as_asked_for() -> None:

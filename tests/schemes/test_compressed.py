@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -129,7 +130,7 @@ def test_nothing_is_lost_on_any_way(member: Member) -> None:
     if not isinstance(compressor, ErrorFeedback):
         if (
             member.adds_momentum
-            or not compressor.feeds_back
+            or not compressor.traits.feeds_back
             or isinstance(compressor.law(bucket().flat_spec), Unbiased)
         ):
             pytest.skip("no error feedback around it")
@@ -211,13 +212,13 @@ def test_error_feedback_of_sums_alone_is_refused() -> None:
 
 
 class OfThree(TopK):
-    made_for_ranks = 3
+    traits = replace(TopK(0.1).traits, made_for_ranks=3)
 
 
 def test_wrappers_are_made_for_the_ranks_of_what_is_in_them() -> None:
-    assert ErrorFeedback(OfThree(0.1)).made_for_ranks == 3
-    assert Warmup((OfThree(0.5), OfThree(0.1)), (0, 5)).made_for_ranks == 3
-    assert ErrorFeedback(TopK(0.1)).made_for_ranks is None
+    assert ErrorFeedback(OfThree(0.1)).traits.made_for_ranks == 3
+    assert Warmup((OfThree(0.5), OfThree(0.1)), (0, 5)).traits.made_for_ranks == 3
+    assert ErrorFeedback(TopK(0.1)).traits.made_for_ranks is None
 
 
 def test_sums_of_16_bit_gradients_are_made_in_float32() -> None:
@@ -236,7 +237,7 @@ def test_payloads_that_no_all_reduce_can_sum_are_refused() -> None:
         Sparsified(TopK(0.1), HalfPrecision(AllReduce()))
     with pytest.raises(ValueError, match="compressor must be a compressor, got"):
         CompressedAllGather(AllReduce())
-    summands = [m.compressor for m in MEMBERS.values() if issubclass(m.compressor.payload, Summand)]
+    summands = [m.compressor for m in MEMBERS.values() if issubclass(m.compressor.traits.payload, Summand)]
     for compressor in summands:
         with pytest.raises(ValueError, match="leaves no sparse elements"):
             Sparsified(compressor)
@@ -246,7 +247,7 @@ def test_payloads_that_no_all_reduce_can_sum_are_refused() -> None:
 def test_plans_name_compressors(member: Member) -> None:
     for scheme in ways(member.compressor):
         assert from_expression(to_expression(scheme)) == scheme
-    two_way = CompressedTwoWay(member.compressor, sums=TopK(0.5)) if not member.compressor.agrees else None
+    two_way = CompressedTwoWay(member.compressor, sums=TopK(0.5)) if not member.compressor.traits.agrees else None
     if two_way is not None:
         assert from_expression(to_expression(two_way)) == two_way
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,22 +12,21 @@ from hypothesis import given, settings
 
 from gradsync.comm import GroupError, LocalGroup, drive, run_local
 from gradsync.costs.cluster import Placement
-from gradsync.costs.steps import Transfer, transfers
-from gradsync.costs.transport import DEFAULT_TRANSPORT
 from gradsync.schemes import BalancedParallelism, CoarseGrained, PowerSGD, Shuffled, registered
 from gradsync.schemes.compressed import Compressed
 from gradsync.schemes.points import SMALLEST
-from gradsync.tensors.bucket import Bucket, Layout, Segment, TensorSpec
+from gradsync.tensors.bucket import Layout, TensorSpec
 from gradsync.tensors.density import DensityProfile
-from gradsync.tensors.index_formats import ALIGNMENT_BYTES, SPARSE_FORMATS, IndexFormat
+from gradsync.tensors.index_formats import SPARSE_FORMATS, IndexFormat
 from gradsync.tensors.sparse import SparseRows
-from gradsync_lab.rivals.gossip import Gossip
+from tests.schemes.contract import DTYPES, REPEAT, contract, largest_group, name_of, predicted, received_bytes, runs
 from tests.schemes.family import (
     ALL_MEMBERS,
     CASES,
     MEMBERS,
     NESTED_MEMBERS,
     POINT_MEMBERS,
+    ROUNDED_MEMBERS,
     ROW_MEMBERS,
     SIZES,
     Member,
@@ -37,133 +34,34 @@ from tests.schemes.family import (
     Tables,
     assert_is_scaled_sum,
     bits,
-    copy_of,
     make_inputs,
     mean_of,
-    profiles_of,
     replayed_bytes,
     run,
     run_scheme,
-    specs_of,
 )
 
 pytestmark = pytest.mark.usefixtures("stale_memory")
 
-REPEAT = "repeat"  # a round beyond the planned stages, where some rank's rows did not fit
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-
-name_of = lambda member: member.name  # noqa: E731
 BALANCED = [member for member in MEMBERS if member.scheme.name == BalancedParallelism.name]
-every_member = pytest.mark.parametrize("member", ALL_MEMBERS, ids=name_of)
 every_row_member = pytest.mark.parametrize("member", ROW_MEMBERS, ids=name_of)
 every_size = pytest.mark.parametrize("size", SIZES)
-
-
-def runs(members: list[Member], *, sizes: tuple[int, ...] | None = None, dtypes: bool = False) -> Any:
-    """One test a member, which calls the function with (member, case, size), and with `dtypes` dtype, for each case.
-
-    That is a part of all that these members may meet. Each case meets about three ranks in float32 and, with `dtypes`,
-    in one of the other dtypes, and one larger and one smaller group, or one of the two. Which ones goes round with
-    cases and members: every member meets every dtype and size, but a case that few members meet may miss some.
-    """
-
-    def of_member(promise: Callable[..., None]) -> Callable[[Member], None]:
-        @pytest.mark.parametrize("member", members, ids=name_of)
-        def test(member: Member) -> None:
-            for turn, case in enumerate(member.cases, members.index(member)):
-                for size, dtype in _met(member, turn, sizes or member.sizes, dtypes):
-                    try:
-                        promise(member, case, size, *([dtype] if dtypes else []))
-                    except BaseException as error:
-                        error.add_note(f"in the run {case}, {size} ranks, {dtype}")
-                        raise
-
-        test.__name__, test.__doc__ = promise.__name__, promise.__doc__
-        return test
-
-    return of_member
-
-
-def _met(member: Member, turn: int, sizes: tuple[int, ...], dtypes: bool) -> list[tuple[int, torch.dtype]]:
-    first, *wider = member.types
-    usual = min(sizes, key=lambda n: abs(n - 3))
-    smaller, larger = [n for n in sizes if n < usual], [n for n in sizes if n > usual]
-    others = [group[turn // 2 % len(group)] for group in (smaller, larger) if group]
-    if len(sizes) == 3 and len(others) == 2:
-        others = [others[turn % 2]]
-    met = [(usual, first), *([(usual, wider[turn % len(wider)])] if dtypes else [])]
-    return met + [(size, first) for size in others]
-
-
 every_size_and_dtype = pytest.mark.parametrize(
     ("size", "dtype"), [(size, dtype) for size in SIZES for dtype in (DTYPES if size == 3 else DTYPES[:1])]
 )
 
-
-def predicted(member: Member, inputs: list[Any]) -> list[Transfer]:
-    placement = member.placement(len(inputs))
-    return transfers(member.planned(inputs).steps(specs_of(inputs[0]), profiles_of(inputs), placement))
-
-
-def received_bytes(transfer: Transfer, member: int) -> float:
-    return sum(nbytes for _, to, nbytes in transfer.carried_by(DEFAULT_TRANSPORT).messages() if to == member)
-
-
-def slack_bytes(member: Member, inputs: list[Any]) -> float:
-    """Returns the bytes by which recorded and predicted totals may differ: padding of sections, and dealing.
-
-    A rank sends size - 1 messages in a stage, each with as many sections a tensor as the member says. Of elements that
-    are dealt to owners 1/size stay where they are, within four standard deviations; the others send value and position.
-    """
-    size, specs = len(inputs), specs_of(inputs[0])
-    if member.spread > 0:
-        return member.spread * sum(sum(map(t.sent_bytes, range(t.size))) for t in predicted(member, inputs))
-    padding = ALIGNMENT_BYTES * member.sections * len(specs) * size * (size - 1)
-    if not member.dealt:
-        return padding
-    deviation = math.sqrt(sum(int(x.count_nonzero()) for x in inputs) * (size - 1)) / size
-    return padding + 4 * deviation * (specs[0].itemsize + torch.int32.itemsize)
+globals().update(contract(MEMBERS, [*POINT_MEMBERS, *NESTED_MEMBERS, *ROUNDED_MEMBERS]))
 
 
 def test_every_registered_scheme_is_a_row_of_the_table() -> None:
     """Schemes that lose more than a rounding, or average groups, have contracts of their own."""
-    others = (Compressed, PowerSGD, CoarseGrained, Gossip, Shuffled)
+    others = (Compressed, PowerSGD, CoarseGrained, Shuffled)
     builtin = {
         name
         for name, scheme in registered().items()
         if scheme.__module__.startswith("gradsync.") and not issubclass(scheme, others)
     }
     assert {member.scheme.name for member in ALL_MEMBERS} == builtin
-
-
-@runs(ALL_MEMBERS, dtypes=True)
-def test_every_rank_gets_the_same_bits_of_the_scaled_sum(
-    member: Member, case: str, size: int, dtype: torch.dtype
-) -> None:
-    inputs = make_inputs(member.scheme, case, size, dtype)
-    outcome = mean_of(member, case, size, dtype)
-    assert_is_scaled_sum(member, outcome.results, inputs, 1 / size)
-    assert all(bits(result) == bits(outcome.results[0]) for result in outcome.results)
-    assert all(specs_of(result) == specs_of(inputs[0]) for result in outcome.results)
-
-
-@runs([m for m in ALL_MEMBERS if m not in NESTED_MEMBERS], sizes=(3,))
-def test_runs_repeat_to_the_bit(member: Member, case: str, size: int) -> None:
-    again = run(member, make_inputs(member.scheme, case, size, torch.float32), 1 / size)
-    assert [bits(x) for x in again.results] == [bits(x) for x in mean_of(member, case, size, torch.float32).results]
-
-
-@runs([m for m in ALL_MEMBERS if m not in NESTED_MEMBERS])
-def test_scheme_awaits_once_a_stage_and_issues_what_its_steps_say(member: Member, case: str, size: int) -> None:
-    inputs = make_inputs(member.scheme, case, size, torch.float32)
-    outcome = mean_of(member, case, size, torch.float32)
-    expected = predicted(member, inputs)
-    assert outcome.awaits == [len(expected)] * size
-    stages = [transfer.stage for transfer in expected if transfer.stage != REPEAT]
-    assert tuple(stages) in {member.planned(inputs).stages(size), member.instead or None}
-    assert len(stages) == len(expected) or member.title == "without room"
-    for ledger in outcome.ledgers:
-        assert [entry.pattern for entry in ledger.entries] == [transfer.pattern for transfer in expected]
 
 
 @runs(NESTED_MEMBERS)
@@ -181,18 +79,6 @@ def test_ranks_of_all_nodes_have_as_many_turns_whatever_their_data(member: Membe
             assert [entry.inside for entry in ledger.entries] == [t.stage.startswith("node") for t in own]
 
 
-@runs(ALL_MEMBERS, dtypes=True)
-def test_recorded_bytes_are_those_of_the_steps(member: Member, case: str, size: int, dtype: torch.dtype) -> None:
-    """Bytes agree on every rank where the data does not matter; else the totals agree within `slack_bytes`."""
-    inputs = make_inputs(member.scheme, case, size, dtype)
-    outcome = mean_of(member, case, size, dtype)
-    expected = predicted(member, inputs)
-    sent = [ledger.sent_bytes for ledger in outcome.ledgers]
-    if member.sections == 0 or tuple(transfer.stage for transfer in expected) == member.instead:
-        assert sent == [sum(transfer.sent_bytes(rank) for transfer in expected) for rank in range(size)]
-    assert abs(sum(sent) - sum(sum(map(t.sent_bytes, range(t.size))) for t in expected)) <= slack_bytes(member, inputs)
-
-
 @runs([m for m in POINT_MEMBERS if m.scheme.push_format == SMALLEST], dtypes=True)
 def test_points_send_what_their_schedule_says_of_these_rows(
     member: Member, case: str, size: int, dtype: torch.dtype
@@ -204,7 +90,7 @@ def test_points_send_what_their_schedule_says_of_these_rows(
 
 
 @pytest.mark.parametrize(
-    "member", [m for m in POINT_MEMBERS if m.skewed and m.scheme.layout is Layout.ROWS], ids=name_of
+    "member", [m for m in POINT_MEMBERS if m.skewed and m.scheme.traits.layout is Layout.ROWS], ids=name_of
 )
 def test_steps_know_who_sends_most_where_rows_lie_together(member: Member) -> None:
     def brought(rank: int) -> Tables:
@@ -229,42 +115,12 @@ def test_recorded_bytes_are_exact_where_nothing_is_padded(member: Member, size: 
         assert [entry.sent_bytes for entry in ledger.entries] == pytest.approx(expected, rel=1e-12)
 
 
-@runs(ALL_MEMBERS, sizes=(3,))
-def test_what_a_step_starts_from_is_left_as_it_was(member: Member, case: str, size: int) -> None:
-    inputs = make_inputs(member.scheme, case, size, torch.float32)
-    segments = tuple(Segment(f"p{i}", 0, spec.numel) for i, spec in enumerate(specs_of(inputs[0])))
-    bucket = Bucket("0", segments, specs_of(inputs[0]), member.scheme.layout)
-    first = [{"kept": torch.arange(3.0), **member.scheme.init(bucket, group)} for group in LocalGroup.world(size)]
-    before = [({k: v.clone() for k, v in state.items()}, copy_of(x)) for state, x in zip(first, inputs, strict=True)]
-    run(member, inputs, 1 / size, first)
-    for state, x, (state_before, x_before) in zip(first, inputs, before, strict=True):
-        assert state.keys() == state_before.keys()
-        assert all(torch.equal(state[k], state_before[k]) for k in state)
-        assert bits(x) == bits(x_before)
-
-
-def largest_group(member: Member) -> int:
-    """Returns the larger of two group sizes whose halves occur, too, if nodes have several ranks."""
-    return 8 if member in NESTED_MEMBERS else 4
-
-
-@every_member
-def test_a_float16_sum_may_pass_the_range_that_its_mean_is_in(member: Member) -> None:
-    size = largest_group(member)
-    value = torch.full((4, 8), torch.finfo(torch.float16).max / 2, dtype=torch.float16)
-    assert torch.isinf(size * value).all()
-    flat = member.scheme.layout is Layout.FLAT
-    inputs = [value.flatten() if flat else (SparseRows(torch.arange(4), value, 4),) for _ in range(size)]
-    for result in run(member, inputs, 1 / size).results:
-        assert torch.equal((result if flat else result[0].values).flatten(), value.flatten())
-
-
 @pytest.mark.parametrize(
     ("dtype", "large", "rounded"),
     [(torch.bfloat16, 256.0, {4: 260.0, 8: 264.0}), (torch.float16, 2048.0, {4: 2052.0, 8: 2056.0})],
     ids=["bfloat16", "float16"],
 )
-@pytest.mark.parametrize("member", [m for m in ALL_MEMBERS if m.scheme.layout is Layout.ROWS], ids=name_of)
+@pytest.mark.parametrize("member", [m for m in ALL_MEMBERS if m.scheme.traits.layout is Layout.ROWS], ids=name_of)
 def test_rows_are_summed_in_float32(
     member: Member, dtype: torch.dtype, large: float, rounded: dict[int, float]
 ) -> None:
@@ -282,7 +138,7 @@ def test_rows_are_summed_in_float32(
         assert result.values.tolist() == [[rounded[size]] * 2]
 
 
-@runs([m for m in ALL_MEMBERS if m.scheme.layout is Layout.ROWS], sizes=(3,))
+@runs([m for m in ALL_MEMBERS if m.scheme.traits.layout is Layout.ROWS], sizes=(3,))
 def test_rows_come_back_sorted_and_unique(member: Member, case: str, size: int) -> None:
     inputs = make_inputs(member.scheme, case, size, torch.float32)
     for result in mean_of(member, case, size, torch.float32).results:
@@ -301,29 +157,6 @@ def test_a_table_is_present_if_any_rank_has_it(member: Member, size: int) -> Non
     assert present("no rows anywhere") == [[True]] * size
     assert present("rank 1 absent") == [[True]] * size
     assert present("one table absent") == [[False, True]] * size
-
-
-@pytest.mark.parametrize(
-    ("member", "size"),
-    [
-        pytest.param(m, size, id=f"{name_of(m)}-{size}")
-        for number, m in enumerate(ALL_MEMBERS)
-        for size in ((1, 2, 3, 8) if m in MEMBERS else (3 + number % 2,) if m not in NESTED_MEMBERS else (4,))
-    ],
-)
-def test_values_that_are_not_finite_travel(member: Member, size: int) -> None:
-    inputs = make_inputs(member.scheme, CASES[member.scheme.layout][-1], size, torch.float32)
-    last = inputs[-1] if member.scheme.layout is Layout.FLAT else inputs[-1][0].values.view(-1)
-    last[0], last[1] = float("nan"), float("inf")
-    place = 0 if member.scheme.layout is Layout.FLAT else int(inputs[-1][0].indices[0])
-    for result in run(member, inputs, 1 / size).results:
-        if member.scheme.layout is Layout.FLAT:
-            got = result
-        else:
-            got = result[0].values[result[0].indices.tolist().index(place)]
-        assert torch.isnan(got[0])
-        assert torch.isposinf(got[1])
-        assert torch.isfinite(got[2:]).all()
 
 
 @pytest.mark.parametrize("bad", [-1, 8])
@@ -386,7 +219,7 @@ def test_any_rows_give_the_scaled_sum(member: Member, inputs: list[Tables], scal
 
 
 @given(
-    member=st.sampled_from([m for m in POINT_MEMBERS if m.scheme.layout is Layout.ROWS]),
+    member=st.sampled_from([m for m in POINT_MEMBERS if m.scheme.traits.layout is Layout.ROWS]),
     formats=st.tuples(*[st.sampled_from([SMALLEST, *SPARSE_FORMATS])] * 2),
     inputs=row_inputs(),
     scale=st.sampled_from([1.0, 1 / 3, -2.0, 0.0]),
@@ -404,29 +237,8 @@ def test_any_rows_give_the_scaled_sum_at_any_point(
         assert torch.equal(table.indices, torch.unique(torch.cat([x[position].indices for x in inputs])))
 
 
-@pytest.mark.parametrize("member", [m for m in MEMBERS if m.scheme.layout is Layout.FLAT], ids=name_of)
 @given(
-    size=st.integers(1, 4),
-    numel=st.integers(0, 300),
-    density=st.sampled_from([0.0, 0.02, 0.2, 1.0]),
-    dtype=st.sampled_from(DTYPES),
-    scale=st.sampled_from([1.0, 0.25, 1 / 3, -2.0, 0.0]),
-    seed=st.integers(0, 2**32),
-)
-@settings(max_examples=60, deadline=None)
-def test_any_flat_bucket_gives_the_scaled_sum(
-    member: Member, size: int, numel: int, density: float, dtype: torch.dtype, scale: float, seed: int
-) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    dense, chosen = (draw(size, numel, generator=generator) for draw in (torch.randn, torch.rand))
-    inputs = list(dense.to(dtype) * (chosen < density))  # the others are zeros of both signs
-    outcome = run(member, inputs, scale)
-    assert_is_scaled_sum(member, outcome.results, inputs, scale)
-    assert all(bits(result) == bits(outcome.results[0]) for result in outcome.results)
-
-
-@given(
-    member=st.sampled_from([m for m in POINT_MEMBERS if m.scheme.layout is Layout.FLAT]),
+    member=st.sampled_from([m for m in POINT_MEMBERS if m.scheme.traits.layout is Layout.FLAT]),
     formats=st.tuples(*[st.sampled_from([SMALLEST, *IndexFormat])] * 2),
     block=st.sampled_from([1, 1, 3, 256]),
     size=st.integers(1, 5),
@@ -460,7 +272,9 @@ def test_any_flat_bucket_gives_the_scaled_sum_at_any_point(
     assert all(bits(result) == bits(outcome.results[0]) for result in outcome.results)
 
 
-@pytest.mark.parametrize("member", [m for m in POINT_MEMBERS if m.scheme.layout is Layout.FLAT], ids=lambda m: m.title)
+@pytest.mark.parametrize(
+    "member", [m for m in POINT_MEMBERS if m.scheme.traits.layout is Layout.FLAT], ids=lambda m: m.title
+)
 def test_zeros_that_travelled_dense_have_the_sign_of_those_that_did_not(member: Member) -> None:
     inputs = [torch.tensor(x) for x in ([0.0, -0.0, -0.0], [0.0, 0.0, 0.0], [-0.0, 1.0, 0.5])]
     outcome = run_scheme(member.scheme, inputs, -2.0)

@@ -29,7 +29,7 @@ from gradsync.schemes import (
     from_expression,
     to_expression,
 )
-from gradsync.tensors.bucket import Bucket, Segment, TensorSpec
+from gradsync.tensors.bucket import Bucket, Layout, Segment, TensorSpec
 from tests.schemes.family import bits, make_inputs, mine, profiles_of, run_scheme, specs_of
 
 TABLE_STRIPES = BalancedParallelism(owners="table_stripe")
@@ -162,7 +162,7 @@ def over_nodes(scheme: Hierarchical) -> State:
     return scheme.init(BUCKET, LocalGroup.world(4, Placement.regular(2, 2))[0])
 
 
-BUCKET = Bucket("0", (Segment("p", 0, 4),), (TensorSpec((4,), torch.float32),), AllReduce.layout)
+BUCKET = Bucket("0", (Segment("p", 0, 4),), (TensorSpec((4,), torch.float32),), Layout.FLAT)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_the_parts_of_a_flat_bucket_have_room_for_the_fullest_of_them(intra: Any
     assert isinstance(scheme, Hierarchical) and isinstance(scheme.inter, BalancedElements)
     part = int((indices < 5000).sum()) if intra == ReduceScatter() else len(indices) // 2
     assert [part <= room <= 1.5 * part + 32 for room in scheme.inter.capacity] == [True] * 2
-    assert scheme.unplanned == Hierarchical(intra, BalancedElements(), 2)
+    assert scheme.planned_for(()) == Hierarchical(intra, BalancedElements(), 2)
     assert scheme.has_room_for([profile]) and not scheme.has_room_for([replace(profile, rows=2.0 * profile.rows)])
 
 
@@ -260,6 +260,6 @@ def test_plans_name_hierarchies_with_their_parts() -> None:
         "node pull",
     ]
     assert from_expression(to_expression(flat)) == flat
-    assert tables.unplanned == Hierarchical(TABLE_STRIPES, BalancedParallelism(), 2)
+    assert tables.planned_for(()) == Hierarchical(TABLE_STRIPES, BalancedParallelism(), 2)
     with pytest.raises(ValueError, match="planned for 1 tables, the bucket has 2"):
         tables.check((specs["w"], specs["w"]))

@@ -23,7 +23,7 @@ BIG = {  # rows, elements of a row: nothing of such a table is stored but the ro
 
 @pytest.mark.parametrize(
     "member",
-    [*ROW_MEMBERS, *(m for m in ROUNDED_MEMBERS if m.scheme.layout is Layout.ROWS)],
+    [*ROW_MEMBERS, *(m for m in ROUNDED_MEMBERS if m.scheme.traits.layout is Layout.ROWS)],
     ids=lambda member: member.name,
 )
 @pytest.mark.parametrize("shape", BIG)

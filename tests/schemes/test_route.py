@@ -246,7 +246,12 @@ def test_partial_sums_in_half_precision_stay_in_range() -> None:
 def test_a_flat_leaf_is_the_compressed_scheme_that_does_the_same(
     words: tuple[str, ...], scheme: Any, compressor: Compressor[Any]
 ) -> None:
-    if words == SUMMED and not issubclass(compressor.payload, Summand) or words != SUMMED and compressor.agrees:
+    if (
+        words == SUMMED
+        and not issubclass(compressor.traits.payload, Summand)
+        or words != SUMMED
+        and compressor.traits.agrees
+    ):
         with pytest.raises(ValueError, match=r"Route\.(tasks|compressor): "):
             Route(words, compressor)
         return
@@ -390,7 +395,7 @@ def test_stages_are_the_awaits_but_for_a_first_compression() -> None:
         steps = transfers(route.steps(bucket().specs, (), NODES))
         moves = [stage for stage in route.stages(4) if "compress@" not in stage]
         assert moves == [transfer.stage for transfer in steps]
-        assert len(set(route.stages(4))) == len(route.stages(4)) == len(leaf) - route.prepares
+        assert len(set(route.stages(4))) == len(route.stages(4)) == len(leaf) - route.traits.prepares
 
 
 def test_steps_follow_the_compressor_s_warm_up() -> None:

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from gradsync.costs.cluster import Link, Placement
+from gradsync.costs.cluster import Placement
 from gradsync.costs.cost_model import CostModel
-from gradsync.schemes import AGSparse, AllReduce, BalancedParallelism, ElementPoint, Hierarchical, Scheme, select
-from gradsync.tensors.bucket import Layout, TensorSpec
+from gradsync.schemes import AGSparse, AllReduce, BalancedParallelism, ElementPoint, Scheme, select
+from gradsync.tensors.bucket import TensorSpec
 from gradsync.tensors.density import DensityProfile
-from gradsync_lab.rivals.candidates import candidates
 
 fastest = partial(select, tolerance=0.0)
 BYTES_ONLY = CostModel(alpha_s=0.0, bandwidth_bytes_per_s=1e9, memory_bytes_per_s=1e30)
@@ -85,23 +84,6 @@ def rows(count: float) -> DensityProfile:
     return DensityProfile(100_000, count, {2: 1.9, 4: 3.4, 8: 5.6}, most_rows=count)
 
 
-@pytest.mark.parametrize("layout", Layout)
-def test_every_candidate_can_be_timed_and_the_fastest_is_taken(layout: Layout) -> None:
-    specs = TABLE if layout is Layout.ROWS else (TensorSpec((100_000,), torch.float32),)
-    profiles = (rows(1000.0),)
-    schemes = candidates(layout, profiles, Placement.one_per_node(8))
-    assert len(schemes) > 18
-    assert all(scheme.layout is layout for scheme in schemes)
-    cost = CostModel(1e-4, 1e8)
-    selection = fastest(schemes, specs, profiles, Placement.one_per_node(8), cost)
-    seconds = [choice.seconds for choice in selection.choices]
-    assert len(seconds) == len(schemes)
-    assert seconds == sorted(seconds)
-    assert selection.chosen is selection.choices[0]
-    for choice in selection.choices:
-        assert choice.seconds == cost.total_s(choice.scheme.steps(specs, profiles, Placement.one_per_node(8)))
-
-
 def test_latency_decides_where_little_travels() -> None:
     slow_start = CostModel(alpha_s=1e-3, bandwidth_bytes_per_s=1e8)
     rivals = [BalancedParallelism(), AGSparse()]
@@ -109,12 +91,6 @@ def test_latency_decides_where_little_travels() -> None:
     placement = Placement.one_per_node(8)
     assert fastest(rivals, TABLE, few, placement, slow_start).chosen.scheme == AGSparse(), "one stage less"
     assert fastest(rivals, TABLE, many, placement, slow_start).chosen.scheme == BalancedParallelism()
-
-
-def test_dense_gradients_are_all_reduced() -> None:
-    flat, full = (TensorSpec((1 << 20,), torch.float32),), (DensityProfile(1 << 20, float(1 << 20)),)
-    schemes = candidates(Layout.FLAT, full, Placement.one_per_node(8))
-    assert fastest(schemes, flat, full, Placement.one_per_node(8), CostModel(1e-4, 1e8)).chosen.scheme == AllReduce()
 
 
 def test_a_present_scheme_is_left_only_for_a_gain_above_the_margin() -> None:
@@ -139,7 +115,7 @@ def test_the_margin_holds_while_rows_drift() -> None:
 
     def choose(count: float, current: Scheme[Any] | None) -> Scheme[Any]:
         profiles = (rows(count),)
-        rivals = candidates(Layout.ROWS, profiles, placement)[:2]
+        rivals = [scheme.planned_for(profiles) for scheme in (BalancedParallelism(), AGSparse())]
         return fastest(rivals, TABLE, profiles, placement, cost, current=current).chosen.scheme
 
     names, drifting, present = set(), set(), choose(350.0, None)
@@ -156,60 +132,6 @@ def test_a_choice_among_nothing_and_a_margin_that_is_no_share_are_refused() -> N
         fastest([], TABLE, (rows(1.0),), Placement.one_per_node(2), BYTES_ONLY)
     with pytest.raises(ValueError, match=r"in \[0, 1\), got 1"):
         fastest([AGSparse()], TABLE, (rows(1.0),), Placement.one_per_node(2), BYTES_ONLY, margin=1)
-
-
-FAST_INSIDE = CostModel(1e-5, 1e9, memory_bytes_per_s=1e30, intra=Link(100e9, 1e-6))
-SLOW_INSIDE = CostModel(1e-5, 1e9, memory_bytes_per_s=1e30, intra=Link(1e9, 1e-5))
-NODES = Placement.regular(4, 4)
-
-
-def chosen_on_nodes(density: float, cost: CostModel) -> Scheme[Any]:
-    flat, profile = (TensorSpec((ELEMENTS,), torch.float32),), (popular(density, max(density, 0.3), 16),)
-    return fastest(candidates(Layout.FLAT, profile, NODES), flat, profile, NODES, cost).chosen.scheme
-
-
-def test_where_links_inside_nodes_are_fast_sums_are_taken_there_first() -> None:
-    """Dense or sparse in either stage, by density: nodes together are denser than their ranks."""
-    found = {density: chosen_on_nodes(density, FAST_INSIDE) for density in (0.001, 0.1, 1.0)}
-    assert all(isinstance(scheme, Hierarchical) for scheme in found.values())
-    stages = {density: (s.intra.name, s.inter.name) for density, s in found.items() if isinstance(s, Hierarchical)}
-    assert stages[1.0] == ("reduce_scatter", "all_reduce")
-    assert stages[0.1] == ("sparse_reduce_scatter", "balanced_elements")
-    assert stages[0.001][0] == "sparse_reduce_scatter"
-    assert stages[0.001][1] != "all_reduce"
-
-
-def test_where_links_inside_nodes_are_no_faster_a_dense_bucket_goes_round_one_ring() -> None:
-    assert chosen_on_nodes(1.0, SLOW_INSIDE) == AllReduce()
-
-
-def test_tables_are_summed_inside_nodes_first_where_that_saves_bytes_between_them() -> None:
-    profiles = (DensityProfile(100_000, 5000.0, {2: 1.2, 4: 1.5, 8: 1.8, 16: 2.0}, most_rows=5000.0),)
-
-    def chosen_for(cost: CostModel) -> Scheme[Any]:
-        return fastest(candidates(Layout.ROWS, profiles, NODES), TABLE, profiles, NODES, cost).chosen.scheme
-
-    assert isinstance(chosen_for(FAST_INSIDE), Hierarchical)
-    assert not isinstance(chosen_for(SLOW_INSIDE), Hierarchical)
-
-
-@pytest.mark.parametrize("layout", Layout)
-@pytest.mark.parametrize("nodes", [(0, 1, 2, 3), (0, 0, 0, 0), (0, 0, 0, 1)])
-def test_without_several_ranks_on_several_nodes_there_is_no_hierarchy_to_choose(
-    layout: Layout, nodes: tuple[int, ...]
-) -> None:
-    found = candidates(layout, (rows(10.0),), Placement(nodes))
-    assert not any(isinstance(scheme, Hierarchical) for scheme in found)
-
-
-@pytest.mark.parametrize("layout", Layout)
-def test_hierarchies_differ_by_title_and_can_be_timed(layout: Layout) -> None:
-    profiles = (rows(1000.0),)
-    specs = TABLE if layout is Layout.ROWS else (TensorSpec((100_000,), torch.float32),)
-    found = [s for s in candidates(layout, profiles, NODES) if isinstance(s, Hierarchical)]
-    assert len({scheme.title for scheme in found}) == len(found) >= 3
-    assert all("sizes" not in stage for s in found for stage in s.stages(16)), "there is room for what they bring"
-    assert all(FAST_INSIDE.total_s(s.steps(specs, profiles, NODES), NODES) > 0 for s in found)
 
 
 def test_of_schemes_that_are_about_as_fast_the_first_is_taken() -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 import pytest
 
-from gradsync.costs.cluster import Placement
 from gradsync.schemes import (
     POINTS,
     Aggregation,
@@ -20,8 +19,6 @@ from gradsync.schemes import (
 )
 from gradsync.schemes.points import NAMES
 from gradsync.schemes.space import Message, PartialSum, Schedule, schedule
-from gradsync.tensors.bucket import Layout
-from gradsync_lab.rivals.candidates import candidates
 
 every_point = pytest.mark.parametrize("point", POINTS, ids=str)
 SIZES = [1, 2, 3, 4, 5, 7, 8, 16]
@@ -191,8 +188,8 @@ def test_named_points_have_the_names_of_records() -> None:
     spelled = {"element_point": {"aggregation": "one_shot", "balance": "imbalanced", "block": 256}}
     assert from_expression(spelled).title == "blocks256"
     assert from_expression({"element_point": {**spelled["element_point"], "block": 64}}).title.endswith("blocks of 64")
-    for layout in Layout:
-        titles = [scheme.title for scheme in candidates(layout, (), Placement.one_per_node(4))]
+    for kind in (RowPoint, ElementPoint):
+        titles = [kind.at(point).title for point in POINTS]
         assert len(set(titles)) == len(titles)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gradsync.costs.steps import Compute
-from gradsync.schemes import DOUBLING_OF_ROWS, AGSparse, BalancedElements, BalancedParallelism, Scheme
+from gradsync.schemes import DOUBLING_OF_ROWS, AGSparse, BalancedElements, BalancedParallelism, Scheme, Traits
 from gradsync.tensors.bucket import Layout
 from gradsync.tuning.rehearsal import rehearse, segments_s
 
@@ -21,7 +21,7 @@ WORK_S = 0.02
 class Busy(Scheme[torch.Tensor]):
     """A scheme that computes before its only transfer, not after it."""
 
-    layout = Layout.FLAT
+    traits = Traits(Layout.FLAT)
 
     def stages(self, size: int) -> tuple[str, ...]:
         return ("sum",)

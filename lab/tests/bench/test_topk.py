@@ -92,7 +92,7 @@ def test_schemes_for_elements_are_measured_and_one_is_selected() -> None:
     planned, none = schemes_of(*arguments, SyncSpec(), COST)
     assert (list(planned), none) == (["balanced_elements", "all_reduce"], None)
     everything, selected = schemes_of(*arguments, SyncSpec(schemes="all"), COST)
-    assert len(everything) > 18 and all(scheme.layout is Layout.FLAT for scheme in everything.values())
+    assert len(everything) > 18 and all(scheme.traits.layout is Layout.FLAT for scheme in everything.values())
     assert selected in everything and selected != "all_reduce"
 
 

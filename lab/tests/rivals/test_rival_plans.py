@@ -81,7 +81,7 @@ def only(search: Search, lossy: Compressor | Scheme, here: Job, *, always: bool 
 
 def compressed(plan: Plan) -> list[list[str]]:
     """Names in each lossy bucket."""
-    return [bucket.names for bucket in plan.buckets if not bucket.make_scheme().exact]
+    return [bucket.names for bucket in plan.buckets if not bucket.make_scheme().traits.exact]
 
 
 @pytest.mark.parametrize("lossy", [TOP, HalfPrecision(), PowerSGD(2)], ids=str)
@@ -226,7 +226,7 @@ def test_bytecomp_takes_a_leaf_for_each_gradient_alone_where_that_shortens_the_s
         assert bool(compressed(plan)) is compresses
         for bucket in plan.buckets:
             scheme = bucket.make_scheme()
-            if isinstance(scheme, Route) and not scheme.exact:
+            if isinstance(scheme, Route) and not scheme.traits.exact:
                 devices = {word.partition("@")[2] for word in scheme.tasks if "@" in word}
                 assert len(devices) == 1, "a leaf is offloaded as a whole"
 

@@ -210,4 +210,4 @@ def test_settings_that_are_none_are_refused(settings: Any, message: str) -> None
 
 def test_plans_name_it_as_the_records_do() -> None:
     assert to_expression(ZenHash(expected=7)) == {"zen_hash": {"seed": 0, "expected": 7}}
-    assert from_expression({"zen_hash": {"expected": 7}}).unplanned == ZenHash()
+    assert from_expression({"zen_hash": {"expected": 7}}).planned_for(()) == ZenHash()

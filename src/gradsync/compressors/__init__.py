@@ -4,6 +4,7 @@ from .base import SENT as SENT
 from .base import SUMS as SUMS
 from .base import Compressor as Compressor
 from .base import CompressorState as CompressorState
+from .base import CompressorTraits as CompressorTraits
 from .base import Message as Message
 from .base import Payload as Payload
 from .base import SparseMessage as SparseMessage

@@ -1,11 +1,11 @@
-"""The compressor protocol: what a compressor is, what it remembers, and what travels."""
+"""The protocol of compressors, with the state that they keep and the payloads that they make."""
 
 from __future__ import annotations
 
 import hashlib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, ClassVar, Generic, TypeVar
@@ -26,41 +26,59 @@ SENT, SUMS = "sent", "sums"  # where schemes compress: what a rank sends, and an
 
 
 def sums_point(number: int, copies: int = 1) -> str:
-    """Where a scheme compresses sums for the `number`-th time, from 1; so many ranks compress, and keep, the same."""
+    """Returns the name of the compress point of the `number`-th sums, from 1, of which so many ranks keep copies."""
     name = SUMS if number == 1 else f"{SUMS} {number}"
     return name if copies == 1 else f"{name} of {copies}"
 
 
 def copies_at(point: str) -> int:
-    """How many ranks keep the same at a point where sums are compressed; 0 for other points."""
+    """Returns how many ranks keep copies at a point where sums are compressed; 0 for other points."""
     form = re.fullmatch(rf"{SUMS}(?: \d+)?(?: of (?P<copies>\d+))?", point)
     return 0 if form is None else int(form["copies"] or 1)
 
 
 @dataclass(frozen=True)
 class CompressorState:
-    """What a compressor knows and remembers of one flat tensor. Nothing in it is overwritten: a step can be taken back.
+    """A compressor's memory of one flat tensor. Nobody overwrites it, so that a step can be taken back.
 
-    `elements` goes with the elements of the tensor wherever a plan cuts it, `tensors` with each segment as a whole,
-    `together` with all of them: it goes on whichever of them were used.
+    Attributes:
+        spec: names, shapes and dtype of the tensor.
+        stream: tells apart ranks that compress at the same time, so that each draws its own random numbers.
+        step: how often the tensor was compressed before.
+        elements: tensors of (numel,), by name; a plan that cuts the tensor elsewhere cuts them with it.
+        tensors: one tensor for each segment, by name; a plan that cuts a segment drops them.
+        together: tensors that belong to all segments, by name; they change even if ranks use only some of these.
+        agreed: the numbers that the ranks agreed on for this step, see `Compressor.observe`.
     """
 
     spec: FlatSpec
-    stream: int = 0  # tells apart those who compress at the same time: what they draw, each for itself, differs by it
-    step: int = 0  # how often it was compressed before
-    elements: Mapping[str, Tensor] = field(default_factory=dict)  # each (numel,)
-    tensors: Mapping[str, tuple[Tensor, ...]] = field(default_factory=dict)  # each one tensor for every segment
+    stream: int = 0
+    step: int = 0
+    elements: Mapping[str, Tensor] = field(default_factory=dict)
+    tensors: Mapping[str, tuple[Tensor, ...]] = field(default_factory=dict)
     together: Mapping[str, Tensor] = field(default_factory=dict)
-    agreed: Tensor | None = None  # what the ranks agreed on for this step, see `Compressor.observe`
+    agreed: Tensor | None = None
+
+    @property
+    def arrived(self) -> list[tuple[int, int]] | None:
+        """The sections [start, stop) of elements that the last step summed; the result is 0 elsewhere. None: all."""
+        return None
+
+    def unused(self, names: Collection[str]) -> CompressorState:
+        """Returns the state after a step in which no rank used these parameters, whose results nobody gets.
+
+        The caller restores `elements` and `tensors` of these parameters itself.
+        """
+        return self
 
     def next(self, **changes: Any) -> CompressorState:
-        """The state after one more step."""
+        """Returns the state after one more step."""
         return replace(self, step=self.step + 1, agreed=None, **changes)
 
     def sections(self, seed: int, *, shared: bool = False) -> kernels.Sections:
-        """The segments with their seeds of this step, `shared` by all streams or this one's own.
+        """Returns the segments with their seeds of this step, `shared` by all streams or this stream's own.
 
-        They depend on the names of the tensors, not on which other ones lie beside them.
+        A seed depends on its tensor's name, not on the other tensors of the bucket.
         """
         own = -1 if shared else self.stream
         seeds = _mixed(_keys(self.spec, seed, own), self.step, self.spec.salt)
@@ -69,14 +87,14 @@ class CompressorState:
 
 @lru_cache(maxsize=256)
 def _keys(spec: FlatSpec, seed: int, stream: int) -> np.ndarray:
-    """What the seeds of all steps begin with, (segments,) uint64."""
+    """Returns the part of the seeds that is the same in all steps, (segments,) uint64."""
     names = [hashlib.blake2b(segment.name.encode(), digest_size=8).digest() for segment in spec.segments]
     keys = np.array([int.from_bytes(name, "little") for name in names], dtype=np.uint64)
     return _mixed(_mixed(np.zeros_like(keys), keys), seed, stream)
 
 
 def _mixed(mixed: np.ndarray, *numbers: int | np.ndarray) -> np.ndarray:
-    """64 bits that depend on those before and on all the numbers: splitmix64 (Steele et al., 2014) over each."""
+    """Returns 64 bits that depend on `mixed` and all the numbers: splitmix64 (Steele et al., 2014) over each number."""
     for number in numbers:
         wrapped = np.uint64(number & (1 << 64) - 1) if isinstance(number, int) else number
         mixed = mixed + wrapped + np.uint64(0x9E3779B97F4A7C15)
@@ -88,33 +106,34 @@ def _mixed(mixed: np.ndarray, *numbers: int | np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Payload:
-    """What travels of a tensor, with what all ranks know without being told."""
+    """A compressed tensor: its `data` travels, all ranks know the rest without being told."""
 
     maker: Compressor[Any]
-    spec: FlatSpec  # of what was compressed
+    spec: FlatSpec  # of the compressed tensor
     step: int
-    data: Tensor  # what travels
+    data: Tensor
 
     @property
     def nbytes(self) -> int:
+        """The size of `data`."""
         return self.data.numel() * self.data.element_size()
 
 
 @dataclass(frozen=True)
 class Message(Payload):
-    """Bytes, (nbytes,) uint8, which nobody can sum: each receiver decodes what each rank sent."""
+    """A payload of bytes, (nbytes,) uint8, which nobody can sum: each receiver decodes the message of each rank."""
 
 
 @dataclass(frozen=True)
 class SparseMessage(Message):
-    """A message of few elements, which schemes for sparse tensors can sum."""
+    """A message of few elements, whose sum schemes for sparse tensors can make."""
 
 
 @dataclass(frozen=True)
 class Summand(Payload):
-    """Numbers whose sum over ranks decodes to the sum of what each decodes to, or of sketches to an estimate of it.
+    """A payload of numbers that an all-reduce can sum: the sum decodes to the sum of the ranks' decoded tensors.
 
-    An all-reduce takes them.
+    The sum of sketches decodes to an estimate of that.
     """
 
     agreed: Tensor | None = None
@@ -125,58 +144,85 @@ T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 
 
-class Compressor(Nameable, ABC, Generic[P]):
-    """How a flat tensor of one rank becomes a payload, and a payload a tensor again.
+@dataclass(frozen=True)
+class CompressorTraits:
+    """Traits tell schemes and planners what a compressor is like, before it runs.
 
-    A frozen dataclass of settings. State is passed in and the next state comes back: nothing is kept here, and nothing
-    passed in is overwritten. It knows no ranks: a scheme sums what they sent, in the way that its payload allows.
+    A compressor around another one has the other's, or derives its own: `replace(inner.traits, made_for_ranks=4)`.
+
+    Attributes:
+        payload: the class of the payloads, which decides what schemes may carry them.
+        agrees: the ranks agree on some numbers before they compress, see `Compressor.observe`.
+        feeds_back: error feedback makes good what the compressor leaves out. It cannot if the sum of payloads decodes
+            to something else than the sum of the ranks' decoded tensors.
+        most_summands: how many summands can be added before the numbers overflow; None: any number.
+        made_for_ranks: how many ranks compress together, if the settings say so; None: any number.
+    """
+
+    payload: type[Payload] = Message
+    agrees: bool = False
+    feeds_back: bool = True
+    most_summands: int | None = None
+    made_for_ranks: int | None = None
+
+
+USUAL_TRAITS, SPARSE_TRAITS = CompressorTraits(), CompressorTraits(SparseMessage)
+
+
+class Compressor(Nameable, ABC, Generic[P]):
+    """A compressor turns a flat tensor of one rank into a payload, and a payload into a tensor again.
+
+    It is a frozen dataclass of settings. A subclass defines `law`, `compress`, `decompress` and `nbytes`, and its
+    `traits` if they are not the usual ones. State is passed in, and the next state comes back: the compressor keeps
+    nothing, and overwrites nothing that it gets. It knows no ranks: a scheme sums their payloads.
     """
 
     kind: ClassVar[str] = "compressor"
-    payload: ClassVar[type[Payload]] = Message  # decides which schemes may carry it; of some, their settings decide
+
+    @property
+    def traits(self) -> CompressorTraits:
+        """The compressor's traits: an attribute of the class, or a `cached_property` where settings decide."""
+        return USUAL_TRAITS
 
     @property
     def title(self) -> str:
-        """What tells it from other compressors in a table."""
+        """The compressor's name in tables, which tells it from other compressors without all its settings."""
         return self.name
 
     def kernel(self, what: str) -> str:
-        """What cost models call such work of it: other settings are another kernel, with costs of its own."""
+        """Returns the name that cost models give to work `what`; each setting has costs of its own."""
         return f"{what}_{self}"
-
-    @property
-    def agrees(self) -> bool:
-        """Whether the ranks agree on something before they compress: see `observe`."""
-        return False
-
-    def num_agreed(self, spec: FlatSpec) -> int:
-        """How many numbers `observe` gives for a tensor of `spec`."""
-        return 0
-
-    def num_kept(self, spec: FlatSpec, step: int = 0) -> int:
-        """How many elements at most are not zero in what comes back of a tensor of `spec`."""
-        return spec.numel
-
-    def number_dtype(self, spec: FlatSpec) -> torch.dtype:
-        """The type of a `Summand`'s numbers."""
-        return spec.dtype
-
-    @property
-    def most_summands(self) -> int | None:
-        """How many of its `Summand`s can be summed before numbers overflow; None: any number."""
-        return None
-
-    @property
-    def made_for_ranks(self) -> int | None:
-        """How many ranks compress together, if its settings say so; None: any number."""
-        return None
 
     @abstractmethod
     def law(self, spec: FlatSpec) -> Law:
-        """What it promises of its error on any tensor of `spec`."""
+        """Returns the bound that the compressor promises for its error on any tensor of `spec`."""
+
+    @abstractmethod
+    def nbytes(self, spec: FlatSpec, step: int = 0) -> int:
+        """Returns the size of the payload of a tensor of `spec` at that step."""
+
+    def num_kept(self, spec: FlatSpec, step: int = 0) -> int:
+        """Returns how many elements at most are not zero in a decoded tensor of `spec`."""
+        return spec.numel
+
+    def unchanged_since(self, step: int) -> int:
+        """Returns the first step since which `nbytes` and `num_kept` are the same as at this one."""
+        return 0
+
+    def number_dtype(self, spec: FlatSpec) -> torch.dtype:
+        """Returns the dtype of a `Summand`'s numbers."""
+        return spec.dtype
+
+    @property
+    def of_sums(self) -> Compressor[Any]:
+        """The compressor of an owner's sums, unless a scheme names another one.
+
+        It leaves out what each rank did to its own gradient already, as momentum.
+        """
+        return self
 
     def init(self, spec: FlatSpec, stream: int = 0) -> CompressorState:
-        """The state before the first step.
+        """Returns the state before the first step.
 
         Raises:
             TypeError: for tensors that are not floating point.
@@ -184,53 +230,44 @@ class Compressor(Nameable, ABC, Generic[P]):
         check_floating(spec)
         return CompressorState(spec, stream)
 
-    @property
-    def of_sums(self) -> Compressor[Any]:
-        """What an owner compresses the sums of payloads by, where nothing else is said.
-
-        It does not do twice what a rank does to its own gradient, as momentum.
-        """
-        return self
-
-    @property
-    def feeds_back(self) -> bool:
-        """Whether error feedback makes good what it leaves out: a sum of payloads decodes to what each decodes to."""
-        return True
+    def num_agreed(self, spec: FlatSpec) -> int:
+        """Returns how many numbers `observe` gives for a tensor of `spec`."""
+        return 0
 
     def observe(self, x: Tensor, state: CompressorState) -> Tensor | None:
-        """What the ranks agree on before they compress, if `agrees`: their largest, one by one, becomes `agreed`.
+        """Returns this rank's numbers, (num_agreed(spec),) float32, if the ranks agree on some before they compress.
 
-        (num_agreed(spec),) float32.
+        The largest over the ranks, number by number, becomes `state.agreed`.
         """
         return None
 
     @abstractmethod
     def compress(self, x: Tensor, state: CompressorState) -> tuple[P, CompressorState]:
-        """The payload of `x`, (numel,), and the next state.
+        """Returns the payload of `x`, (numel,), and the next state.
 
         Raises:
-            ValueError: for another tensor than the state is of.
+            ValueError: if the state is of another tensor.
         """
 
     @torch.no_grad()
     def compress_with_feedback(
         self, x: Tensor, residual: Tensor, state: CompressorState
     ) -> tuple[P, Tensor, CompressorState]:
-        """The payload of x + residual, what it leaves of that (new, in the residual's type), and the next state."""
+        """Returns the payload of x + residual, a new residual in the dtype of the old one, and the next state."""
         corrected = corrected_by(residual, x)
         payload, next_state = self.compress(narrowed(corrected, x.dtype), state)
         return payload, self.remainder(corrected, payload), next_state
 
     @abstractmethod
     def decompress(self, payload: P) -> Tensor:
-        """A tensor like the one that was compressed, (numel,).
+        """Returns a tensor like the compressed one, (numel,).
 
         Raises:
-            ValueError: for a payload of another compressor, or one that is damaged where that can be told.
+            ValueError: for a payload of another compressor, or a damaged one where the damage shows.
         """
 
     def sum_into(self, out: Tensor, payloads: Sequence[P], scale: float = 1.0) -> None:
-        """Overwrites `out`, (numel,) floating, by `scale` times the sum of what the payloads decode to, in their order.
+        """Overwrites `out`, (numel,) floating, by `scale` times the sum of the decoded payloads, added in their order.
 
         The sum is made in float32 (float64 for float64), and rounded once.
         """
@@ -240,16 +277,8 @@ class Compressor(Nameable, ABC, Generic[P]):
             total += self.decompress(payload)
         out.copy_(total.mul_(scale))
 
-    @abstractmethod
-    def nbytes(self, spec: FlatSpec, step: int = 0) -> int:
-        """The size of what `compress` makes of a tensor of `spec` at that step."""
-
-    def unchanged_since(self, step: int) -> int:
-        """From which step on `nbytes` and `num_kept` are what they are at this one."""
-        return 0
-
     def remainder(self, x: Tensor, payload: P) -> Tensor:
-        """What the payload, as it is summed, leaves of `x`, whose dtype may be a wider one; overwrites `x`."""
+        """Overwrites `x`, perhaps of a wider dtype, by `x` less the decoded payload, and returns it."""
         sent = memory.empty_like(x)
         self.sum_into(sent, [payload])
         return x.sub_(sent)
@@ -258,11 +287,13 @@ class Compressor(Nameable, ABC, Generic[P]):
 class Sparsifier(Compressor[SparseMessage]):
     """A compressor that sends some elements as they are and nothing of the others."""
 
-    payload = SparseMessage
+    @property
+    def traits(self) -> CompressorTraits:
+        return SPARSE_TRAITS
 
     @abstractmethod
     def elements(self, payload: SparseMessage) -> SparseVector:
-        """The elements that travel.
+        """Returns the elements that travel.
 
         Raises:
             ValueError: as `decompress`.
@@ -289,12 +320,12 @@ class Sparsifier(Compressor[SparseMessage]):
 
 
 def corrected_by(residual: Tensor, x: Tensor) -> Tensor:
-    """residual + x, in the residual's type."""
+    """Returns residual + x, in the residual's dtype."""
     return torch.add(residual, x, out=memory.empty_like(residual))
 
 
 def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """In a type as narrow or narrower: what is finite stays finite, so that a residual takes up the rest."""
+    """Returns `x` in a dtype as narrow or narrower; finite numbers stay finite, and a residual takes up the rest."""
     if x.dtype is dtype:
         return x
     out = memory.empty_like(x, dtype)
@@ -306,7 +337,8 @@ def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def check_floating(spec: FlatSpec) -> None:
-    """
+    """Checks that a tensor is floating point.
+
     Raises:
         TypeError: for tensors that are not floating point.
     """
@@ -315,9 +347,10 @@ def check_floating(spec: FlatSpec) -> None:
 
 
 def check_tensor(x: Tensor, state: CompressorState) -> None:
-    """
+    """Checks that the state is of such a tensor.
+
     Raises:
-        ValueError: for another tensor than the state is of.
+        ValueError: if it is of another one.
     """
     if x.dim() != 1 or x.numel() != state.spec.numel or x.dtype is not state.spec.dtype:
         raise ValueError(
@@ -327,10 +360,11 @@ def check_tensor(x: Tensor, state: CompressorState) -> None:
 
 
 def check_payload(maker: Compressor[Any], payload: Payload, out: Tensor | None = None) -> None:
-    """
+    """Checks a payload before it is decoded, perhaps into `out`.
+
     Raises:
-        ValueError: for a payload of another compressor, of another length than its compressor makes, or of another
-            tensor than `out`, which is to be overwritten by it.
+        ValueError: for a payload of another compressor, of another length than its compressor makes, or of a tensor
+            with another number of elements than `out`.
     """
     if payload.maker != maker:
         raise ValueError(f"expected a payload of {maker}, got one of {payload.maker}")
@@ -344,21 +378,22 @@ def check_payload(maker: Compressor[Any], payload: Payload, out: Tensor | None =
 
 
 def check_size(payload: Payload, out: Tensor) -> None:
-    """
+    """Checks that a payload decodes to as many elements as `out` has.
+
     Raises:
-        ValueError: for a payload of another tensor than `out`, which is to be overwritten by it.
+        ValueError: if it does not.
     """
     if out.numel() != payload.spec.numel:
         raise ValueError(f"a payload of {payload.spec.numel} elements cannot be summed into {out.numel()}")
 
 
 def by_spec(method: Callable[[Any, FlatSpec], T]) -> Callable[[Any, FlatSpec], T]:
-    """For methods of settings and a spec alone that are asked several times a step: worked out once for each."""
+    """Caches a method whose result depends on settings and a spec alone, and which a step calls several times."""
     return lru_cache(maxsize=256)(method)
 
 
 def alike(keys: Iterable[K]) -> dict[K, list[int]]:
-    """The places of equal keys: what is done to each of many small tensors is done to equal ones at once."""
+    """Returns the places of equal keys, so that one operation handles all small tensors that are alike."""
     places: dict[K, list[int]] = {}
     for place, key in enumerate(keys):
         places.setdefault(key, []).append(place)
@@ -366,12 +401,12 @@ def alike(keys: Iterable[K]) -> dict[K, list[int]]:
 
 
 def stacked(parts: Sequence[Tensor], places: Sequence[int]) -> Tensor:
-    """Those parts of one length, (places, length)."""
+    """Returns the parts at these places, which have one length, as rows: (places, length)."""
     return torch.stack([parts[place] for place in places]) if len(places) > 1 else parts[places[0]][None]
 
 
 def unstack(rows: Tensor, parts: Sequence[Tensor], places: Sequence[int]) -> None:
-    """Overwrites those parts by rows."""
+    """Overwrites the parts at these places by the rows."""
     torch._foreach_copy_([parts[place] for place in places], list(rows.unbind()))
 
 
@@ -379,7 +414,7 @@ Field = tuple[torch.dtype, int]  # of a message: type and number of elements
 
 
 def fields_nbytes(*layout: Field) -> int:
-    """The size of a message of these fields; all but the last are padded."""
+    """Returns the size of a message of these fields; all but the last are padded."""
     if not layout:
         return 0
     *first, (dtype, count) = layout
@@ -387,7 +422,7 @@ def fields_nbytes(*layout: Field) -> int:
 
 
 def fields(message: Tensor, *layout: Field) -> list[Tensor]:
-    """Views of the fields of a message, (nbytes,) uint8, one after the other."""
+    """Returns views of the fields of a message, (nbytes,) uint8, one after the other."""
     views, offset = [], 0
     for dtype, count in layout:
         nbytes = dtype.itemsize * count

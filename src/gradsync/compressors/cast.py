@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import kernels
 from ..tensors import allocator as memory
 from ..tensors.bucket import FlatSpec
-from .base import Compressor, CompressorState, Summand, check_payload, check_tensor, corrected_by
+from .base import Compressor, CompressorState, CompressorTraits, Summand, check_payload, check_tensor, corrected_by
 from .expressions import register
 from .law import Biased, Contraction, Exact, Law
 
@@ -31,7 +31,7 @@ class Cast(Compressor[Summand]):
 
     dtype: str = "bfloat16"
 
-    payload = Summand
+    traits = CompressorTraits(Summand)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeVar
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from ..kernels import accumulation_dtype
 from ..tensors.bucket import FlatSpec
-from .base import Compressor, CompressorState, Payload, check_tensor, corrected_by, narrowed
+from .base import Compressor, CompressorState, CompressorTraits, Payload, check_tensor, corrected_by, narrowed
 from .expressions import register
 from .law import Law, Unbiased
 
@@ -33,19 +34,18 @@ class Feedback(Compressor[P]):
         if isinstance(self.compressor, Feedback):
             inner = type(self.compressor).__name__
             raise ValueError(f"{name} of {inner}: the inner one leaves nothing to feed back; use one")
-        if not self.compressor.feeds_back:
+        if not self.compressor.traits.feeds_back:
             raise ValueError(
                 f"{name} of {self.compressor.title}: what sums of it decode to is not what each leaves out"
             )
-        object.__setattr__(self, "payload", self.compressor.payload)
 
     @property
     def title(self) -> str:
         return f"{self.compressor.title} with feedback"
 
-    @property
-    def agrees(self) -> bool:
-        return self.compressor.agrees
+    @cached_property
+    def traits(self) -> CompressorTraits:
+        return self.compressor.traits
 
     def num_agreed(self, spec: FlatSpec) -> int:
         return self.compressor.num_agreed(spec)
@@ -55,14 +55,6 @@ class Feedback(Compressor[P]):
 
     def number_dtype(self, spec: FlatSpec) -> torch.dtype:
         return self.compressor.number_dtype(spec)
-
-    @property
-    def most_summands(self) -> int | None:
-        return self.compressor.most_summands
-
-    @property
-    def made_for_ranks(self) -> int | None:
-        return self.compressor.made_for_ranks
 
     def law(self, spec: FlatSpec) -> Law:
         """Of what one step leaves out, which the next ones make good."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeVar
 
 import torch
@@ -12,7 +13,17 @@ from torch import Tensor
 from ..kernels import accumulation_dtype
 from ..tensors import allocator as memory
 from ..tensors.bucket import FlatSpec
-from .base import Compressor, CompressorState, Payload, SparseMessage, Sparsifier, check_tensor, corrected_by, narrowed
+from .base import (
+    Compressor,
+    CompressorState,
+    CompressorTraits,
+    Payload,
+    SparseMessage,
+    Sparsifier,
+    check_tensor,
+    corrected_by,
+    narrowed,
+)
 from .expressions import register
 from .feedback import RESIDUAL, ErrorFeedback, Feedback
 from .sparsify import TopK
@@ -47,7 +58,7 @@ class MomentumCorrection(Feedback[P]):
         super().__post_init__()
         if not 0 <= self.momentum < 1:
             raise ValueError(f"MomentumCorrection.momentum must be in [0, 1), got {self.momentum}")
-        if self.masking and not issubclass(self.payload, SparseMessage):
+        if self.masking and not issubclass(self.traits.payload, SparseMessage):
             raise ValueError(
                 f"MomentumCorrection.masking needs a compressor that sends some elements, got {self.compressor}: use "
                 "masking=False"
@@ -61,9 +72,9 @@ class MomentumCorrection(Feedback[P]):
     def title(self) -> str:
         return f"{self.compressor.title} with momentum"
 
-    @property
-    def made_for_ranks(self) -> int | None:
-        return None if self.clip is None else self.ranks
+    @cached_property
+    def traits(self) -> CompressorTraits:
+        return replace(self.compressor.traits, made_for_ranks=None if self.clip is None else self.ranks)
 
     @property
     def of_sums(self) -> Compressor[P]:

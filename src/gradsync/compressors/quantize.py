@@ -9,6 +9,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -19,7 +20,18 @@ from ..kernels import AnyGrid, FloatGrid, Grid, Sections
 from ..kernels.grids import draws, runs
 from ..tensors import allocator as memory
 from ..tensors.bucket import FlatSpec
-from .base import Compressor, CompressorState, Message, P, Summand, check_payload, check_tensor, fields, fields_nbytes
+from .base import (
+    Compressor,
+    CompressorState,
+    CompressorTraits,
+    Message,
+    P,
+    Summand,
+    check_payload,
+    check_tensor,
+    fields,
+    fields_nbytes,
+)
 from .expressions import register
 from .law import Biased, Contraction, Law, Unbiased
 
@@ -124,22 +136,17 @@ class SharedScaleQuantizer(Quantizer[Summand]):
     over ranks.
     """
 
-    payload = Summand
     summands: int
 
-    @property
-    def agrees(self) -> bool:
-        return True
+    @cached_property
+    def traits(self) -> CompressorTraits:
+        return CompressorTraits(Summand, agrees=True, most_summands=self.summands)
 
     def num_agreed(self, spec: FlatSpec) -> int:
         return kernels.num_scales(spec.sections, self.grid)
 
     def number_dtype(self, spec: FlatSpec) -> torch.dtype:
         return torch.int8
-
-    @property
-    def most_summands(self) -> int:
-        return self.summands
 
     @property
     def found(self) -> Grid:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from ..tensors.bucket import FlatSpec
 from ..tensors.sparse import SparseVector, index_dtype
 from .base import (
     CompressorState,
+    CompressorTraits,
     Payload,
     SparseMessage,
     Sparsifier,
@@ -58,7 +60,10 @@ class RandomK(Sparsifier):
             raise ValueError(f"RandomK.ratio must be in (0, 1], got {self.ratio}")
         if self.block < 1:
             raise ValueError(f"RandomK.block must be at least 1, got {self.block}")
-        object.__setattr__(self, "payload", Summand if self.shared else SparseMessage)
+
+    @cached_property
+    def traits(self) -> CompressorTraits:
+        return CompressorTraits(Summand if self.shared else SparseMessage)
 
     def runs(self, numel: int) -> tuple[int, int]:
         """How many runs are kept of so many elements, and the elements of one."""

@@ -17,6 +17,7 @@ from ..tensors.sparse import SparseVector
 from .base import (
     Compressor,
     CompressorState,
+    CompressorTraits,
     Field,
     SparseMessage,
     Sparsifier,
@@ -154,7 +155,7 @@ class CountSketch(Compressor[Summand]):
     multiple of a power of two, up to 32, that is at most its root; at least one a row.
     """
 
-    payload = Summand
+    traits = CompressorTraits(Summand, feeds_back=False)
 
     ratio: float  # counters for each element, in (0, 1]
     keep: float  # elements that are kept, in (0, 1]
@@ -168,10 +169,6 @@ class CountSketch(Compressor[Summand]):
                 raise ValueError(f"CountSketch.{name} must be in (0, 1], got {share}")
         if self.rows < 1 or self.rows % 2 == 0:
             raise ValueError(f"CountSketch.rows must be odd and positive, got {self.rows}")
-
-    @property
-    def feeds_back(self) -> bool:
-        return False
 
     def columns(self, numel: int) -> int:
         """Counters of a row: a number with a power of two as divisor, by which neighbours move together."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from ..tensors.sparse import SparseVector, index_dtype
 from .base import (
     Compressor,
     CompressorState,
+    CompressorTraits,
     Message,
     Summand,
     alike,
@@ -54,8 +55,6 @@ class THC(Compressor[Summand]):
     Wire: a byte an element, and before it 4 bytes a chunk to agree on T.
     """
 
-    payload = Summand
-
     summands: int = 16  # ranks, at most
     bits: int = 4  # of the levels, however they travel
     clip: float | None = None
@@ -77,13 +76,9 @@ class THC(Compressor[Summand]):
         """Of either sign."""
         return min((1 << self.bits - 1) - 1, _INT8_MOST // self.summands)
 
-    @property
-    def most_summands(self) -> int:
-        return _INT8_MOST // self.levels
-
-    @property
-    def agrees(self) -> bool:
-        return True
+    @cached_property
+    def traits(self) -> CompressorTraits:
+        return CompressorTraits(Summand, agrees=True, most_summands=_INT8_MOST // self.levels)
 
     def num_agreed(self, spec: FlatSpec) -> int:
         return len(kernels.rotation_sizes(spec.lengths, self.chunk))

@@ -5,13 +5,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ..tensors.bucket import FlatSpec
-from .base import Compressor, CompressorState, Payload
+from .base import Compressor, CompressorState, CompressorTraits, Payload
 from .expressions import register
 from .feedback import Feedback
 from .law import Contraction, Law
@@ -46,10 +47,9 @@ class Warmup(Compressor[P]):
             )
         if any(isinstance(compressor, Feedback) for compressor in self.compressors):
             raise ValueError("Warmup of compressors with feedback: put the feedback around the Warmup")
-        kinds = {(compressor.payload.__name__, compressor.agrees) for compressor in self.compressors}
+        kinds = {(each.traits.payload.__name__, each.traits.agrees) for each in self.compressors}
         if len(kinds) > 1:
             raise ValueError(f"Warmup.compressors must make payloads of one kind, and all agree or none, got {kinds}")
-        object.__setattr__(self, "payload", self.compressors[0].payload)
 
     def at(self, step: int) -> Compressor[P]:
         """The compressor of a step."""
@@ -59,9 +59,17 @@ class Warmup(Compressor[P]):
     def title(self) -> str:
         return f"{self.compressors[-1].title} with warm-up"
 
-    @property
-    def agrees(self) -> bool:
-        return self.compressors[0].agrees
+    @cached_property
+    def traits(self) -> CompressorTraits:
+        of_stages = [compressor.traits for compressor in self.compressors]
+        limits = [each.most_summands for each in of_stages if each.most_summands is not None]
+        ranks = [each.made_for_ranks for each in of_stages if each.made_for_ranks is not None]
+        return replace(
+            of_stages[0],
+            feeds_back=all(each.feeds_back for each in of_stages),
+            most_summands=min(limits, default=None),
+            made_for_ranks=ranks[0] if ranks else None,
+        )
 
     def num_agreed(self, spec: FlatSpec) -> int:
         """The same in all stages."""
@@ -73,16 +81,6 @@ class Warmup(Compressor[P]):
     def number_dtype(self, spec: FlatSpec) -> torch.dtype:
         """The same in all stages."""
         return self.compressors[0].number_dtype(spec)
-
-    @property
-    def most_summands(self) -> int | None:
-        limits = [compressor.most_summands for compressor in self.compressors]
-        return min((limit for limit in limits if limit is not None), default=None)
-
-    @property
-    def made_for_ranks(self) -> int | None:
-        numbers = (compressor.made_for_ranks for compressor in self.compressors)
-        return next((number for number in numbers if number is not None), None)
 
     def law(self, spec: FlatSpec) -> Law:
         laws = [compressor.law(spec) for compressor in self.compressors]

@@ -19,6 +19,7 @@ from ..schemes import Scheme, State
 from ..state import (
     NOT_STRICT,
     StateSlice,
+    arrived,
     at_step,
     carried_residual,
     carried_slices,
@@ -139,8 +140,6 @@ class BucketRun:
             return
         unused = {name for name in self.bucket.names if not self.gradients.used(name)}
         if self.next_state:
-            self.next_state = self.scheme.unused(self.next_state, unused)
-        if unused and self.next_state:
             self.next_state = without(self.next_state, self.state, unused)
         self.still_carries = bool(unused) and self.took_over
         if unused and self.carried_residual is not None:  # their result was given to nobody
@@ -153,8 +152,7 @@ class BucketRun:
     @property
     def arrival(self) -> Arrival:
         """The sections of the bucket that the accepted step brought; known until the step's state is committed."""
-        sections = self.scheme.arrived(self.next_state) if self.next_state else None
-        return Arrival(self.bucket, sections, self.scheme.freezes)
+        return Arrival(self.bucket, arrived(self.next_state or {}, self.bucket), self.scheme.traits.freezes)
 
     def spoil(self) -> None:
         """Overwrites the result by NaN after a step in which some rank saw NaN or infinity.
@@ -162,15 +160,15 @@ class BucketRun:
         The state of such a step is dropped, so the result must not be used: NaN tells a GradScaler so, and a finite
         result of a lossy scheme would hide what the rank saw.
         """
-        lossy = bool(self.state) and not self.scheme.exact
+        lossy = bool(self.state) and not self.scheme.traits.exact
         if (lossy or self.took_over) and isinstance(self.gradients, FlatGradients):
             self.gradients.spoil()
 
     @property
     def _shows(self) -> bool:
         """Whether NaN and infinity of any rank show in a flat bucket's result, as in a sum of everything."""
-        exact = self.scheme.exact and not self.state
-        return self.bucket.layout is Layout.FLAT and (exact or self.scheme.shows_infinity)
+        exact = self.scheme.traits.exact and not self.state
+        return self.bucket.layout is Layout.FLAT and (exact or self.scheme.traits.shows_infinity)
 
     @property
     def broken(self) -> bool:
@@ -294,12 +292,12 @@ class BucketRuns:
     @property
     def prepared(self) -> frozenset[str]:
         """Ids of buckets whose schemes begin with `Work`, which starts as soon as the bucket is ready."""
-        return frozenset(run.bucket.id for run in self if run.scheme.prepares)
+        return frozenset(run.bucket.id for run in self if run.scheme.traits.prepares)
 
     @property
     def offload(self) -> bool:
         """Whether some scheme offloads `Work` to another core."""
-        return any(run.scheme.offloads for run in self)
+        return any(run.scheme.traits.offloads for run in self)
 
     @property
     def have_state(self) -> bool:

@@ -135,7 +135,7 @@ class Averaging:
         self._sync = True
         self.steps = 0  # of the optimiser since attach; ranks that count differently are out of step
         self.are_apart = False  # the ranks' models differ
-        is_exact = all(run.scheme.exact for run in engine.bucket_runs)
+        is_exact = all(run.scheme.traits.exact for run in engine.bucket_runs)
         self._go_apart = engine.group.size > 1 and not is_exact  # by steps that are averaged
         self._has_stepped = False  # since the last training forward
         self._parameters = {n: p for n, p in trainable_parameters(model).items() if n in engine.specs}
@@ -531,7 +531,7 @@ class Averaging:
 
         Of parameters that travel rounded, and of means beside variances: their squares are to be small.
         """
-        rounded = {name for run in self._engine.bucket_runs if run.scheme.is_lossy for name in run.bucket.names}
+        rounded = {name for run in self._engine.bucket_runs if run.scheme.traits.lossy for name in run.bucket.names}
         taken = {name: p.detach().clone() for name, p in self._parameters.items() if name in rounded}
         return taken | {name: self._buffer(name).clone() for name in self._means.values()}
 

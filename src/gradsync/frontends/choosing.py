@@ -106,7 +106,9 @@ class GradientsOrParameters:
             logger.info("averaged gradients stay: no groups are expected to be faster")
             return
         plan = engine.plan
-        if any(run.scheme.is_lossy for run in engine.bucket_runs):  # what is left to be sent goes with one exact step
+        if any(
+            run.scheme.traits.lossy for run in engine.bucket_runs
+        ):  # what is left to be sent goes with one exact step
             engine.propose([default_plan(list(engine.profiles.values()), engine.group.size)])
             yield
         parameters.begin()

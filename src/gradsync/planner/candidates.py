@@ -79,7 +79,9 @@ def _better(usual: Searched, other: Searched, job: Job) -> Searched:
 
 def _solved(job: Job, ways: Sequence[Way], formulation: Formulation, hiding: bool = False) -> Searched:
     found = search(formulation.problem)
-    ranks = [0 if scheme.exact else 1 if isinstance(scheme, HalfPrecision) else 2 for scheme in formulation.schemes]
+    ranks = [
+        0 if scheme.traits.exact else 1 if isinstance(scheme, HalfPrecision) else 2 for scheme in formulation.schemes
+    ]
     simple = simplified(formulation.problem, found, ranks)
     plan = with_best_turns(formulation.plan(simple.parts), job)
     return Searched(tuple(ways), formulation, found, with_best_turns(polished(plan, job, ways), job), hiding)

@@ -135,15 +135,15 @@ def cheapest_way(compressor: Compressor[Any], spec: FlatSpec, world_size: int) -
     Raises:
         ValueError: for a compressor whose numbers cannot be summed of so many ranks.
     """
-    if issubclass(compressor.payload, Summand):
-        most = compressor.most_summands
+    if issubclass(compressor.traits.payload, Summand):
+        most = compressor.traits.most_summands
         if most is not None and world_size > most:
             raise ValueError(
                 f"{compressor.title} makes numbers of which {most} can be summed, there are {world_size} ranks: make "
                 "it for as many, or give the planner a function of their number"
             )
         return CompressedAllReduce(compressor)
-    sparse = issubclass(compressor.payload, SparseMessage)
+    sparse = issubclass(compressor.traits.payload, SparseMessage)
     allowed = [way for way in ways(compressor) if not (sparse and isinstance(way, CompressedTwoWay))]
     return min(allowed, key=lambda way: busiest_bytes(way, spec, world_size))
 
@@ -153,7 +153,7 @@ def _needs_feedback(compressor: Compressor[Any], spec: FlatSpec) -> bool:
 
     Signs are meant to lose the magnitudes, a cast loses what is outside of its range, and TernGrad what it clips.
     """
-    if isinstance(compressor, Feedback | Sign | Cast | TernGrad) or not compressor.feeds_back:
+    if isinstance(compressor, Feedback | Sign | Cast | TernGrad) or not compressor.traits.feeds_back:
         return False
     law = compressor.law(spec)
     return law.delta < MOST_LOST if isinstance(law, Contraction) else not isinstance(law, Exact | Unbiased)
@@ -181,7 +181,7 @@ def _check_way(way: object) -> None:
         raise ValueError(
             f"CompressingPlanner.way must be a compressor, a scheme, or a function of the number of ranks, got {way!r}"
         )
-    if isinstance(way, Scheme) and way.layout is not Layout.FLAT:
+    if isinstance(way, Scheme) and way.traits.layout is not Layout.FLAT:
         raise ValueError(f"CompressingPlanner.way is for dense gradients, but {way.name} is a scheme of sparse tables")
 
 

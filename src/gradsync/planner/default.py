@@ -105,7 +105,7 @@ PlannedBucket = tuple[list[ParameterProfile], Scheme[Any]]
 
 
 def _by_rows(scheme: Scheme[Any] | None) -> bool:
-    return scheme is not None and scheme.layout is Layout.ROWS
+    return scheme is not None and scheme.traits.layout is Layout.ROWS
 
 
 def _by_dtype(profiles: Sequence[ParameterProfile]) -> list[tuple[str, list[ParameterProfile]]]:
@@ -141,7 +141,7 @@ def _rows_of(table: ParameterProfile) -> tuple[str, str]:
 
 def _order(plan: Plan, *, dense_between: bool) -> Iterator[tuple[str, str]]:
     """Stage by stage, but tables before the last dense bucket take all their turns at once: the others come later."""
-    layouts = [bucket.make_scheme().layout for bucket in plan.buckets]
+    layouts = [bucket.make_scheme().traits.layout for bucket in plan.buckets]
     tail = max((i for i, layout in enumerate(layouts) if layout is Layout.FLAT), default=-1) + 1
     dense: list[BucketPlan] = []
     for bucket, layout in zip(plan.buckets[:tail], layouts, strict=False):

@@ -70,7 +70,7 @@ def relative_errors(candidates: Sequence[SchemeOrCompressor], name: str, gradien
     found: dict[str, float] = {}
     for candidate in candidates:
         scheme = alone(candidate)
-        if scheme.exact or scheme.layout is not Layout.FLAT or name_of(candidate) in found:
+        if scheme.traits.exact or scheme.traits.layout is not Layout.FLAT or name_of(candidate) in found:
             continue
         (group,) = LocalGroup.world(1)
         bucket = Bucket("", (Segment(name, 0, gradient.numel()),), (TensorSpec.of(gradient),), Layout.FLAT, False)

@@ -55,7 +55,7 @@ class Formulation:
 
     def in_pieces(self, largest_bytes: float) -> Formulation:
         """With gradients of more bytes cut into pieces of equal size; schemes that depend on shapes take no pieces."""
-        by_shape = frozenset(number for number, scheme in enumerate(self.schemes) if scheme.depends_on_shapes)
+        by_shape = frozenset(number for number, scheme in enumerate(self.schemes) if scheme.traits.depends_on_shapes)
         allowed = self.problem.allowed or (frozenset(range(len(self.schemes))),) * self.problem.size
         whole = self.whole.union(item for item, options in enumerate(allowed) if options <= by_shape)
         pieces = split_items(self.problem, largest_bytes, whole)
@@ -184,7 +184,7 @@ def flat_of(profile: ParameterProfile) -> TensorSpec:
 
 def _option_of_members(way: Way, members: Sequence[ParameterProfile], network: Network) -> Option:
     """Its demands do not depend on amounts: the members are always all of them."""
-    if way.scheme.layout is Layout.ROWS:
+    if way.scheme.traits.layout is Layout.ROWS:
         specs, seen = tuple(p.tensor for p in members), tuple(p.density for p in members)
     else:
         (only,) = members
@@ -197,7 +197,7 @@ def _option_of_members(way: Way, members: Sequence[ParameterProfile], network: N
 
 def _option(scheme: Scheme[Any], dtype: torch.dtype, flats: Sequence[TensorSpec | None], network: Network) -> Option:
     """Of a scheme for any dense gradients; None for items that may not take it."""
-    if scheme.depends_on_shapes:
+    if scheme.traits.depends_on_shapes:
         return _option_by_shapes(scheme, flats, network)
     chains = [
         _chain(_steps(scheme, TensorSpec((nbytes // dtype.itemsize,), dtype), network), network)

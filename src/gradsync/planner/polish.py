@@ -63,12 +63,14 @@ def _with_neighbours_merged(plan: Plan, place: int, job: Job, ways: Sequence[Way
     first, second = plan.buckets[place : place + 2]
     schemes = [bucket.make_scheme() for bucket in (first, second)]
     dtypes = {p.tensor.dtype for p in job.profiles if p.name in {*first.names, *second.names}}
-    if len(dtypes) > 1 or any(scheme.layout is not Layout.FLAT for scheme in schemes):
+    if len(dtypes) > 1 or any(scheme.traits.layout is not Layout.FLAT for scheme in schemes):
         return
     pieces = [*first.segments, *second.segments]
     joined = [(name, list(same)) for name, same in groupby(pieces, key=lambda piece: piece[0])]
     segments = tuple((name, same[0][1], same[-1][2]) for name, same in joined)
     for scheme in dict.fromkeys(schemes):
         both = BucketPlan(id=second.id, segments=segments, scheme=to_expression(scheme))
-        if any(way.scheme.unplanned == scheme.unplanned and may_take(both, scheme, way, job) for way in ways):
+        if any(
+            way.scheme.planned_for(()) == scheme.planned_for(()) and may_take(both, scheme, way, job) for way in ways
+        ):
             yield with_buckets(plan, [*plan.buckets[:place], both, *plan.buckets[place + 2 :]])

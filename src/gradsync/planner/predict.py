@@ -183,8 +183,10 @@ def steps_of(bucket: BucketPlan, scheme: Scheme[Any], job: Job) -> list[Step]:
     known = {p.name: p for p in job.profiles}
     segments = tuple(Segment(*segment) for segment in bucket.segments)
     members = [known[name] for name in bucket.names]
-    seen = Bucket(bucket.id, segments, tuple(p.tensor for p in members), scheme.layout, scheme.carries_flags)
-    of_rows = scheme.layout is Layout.ROWS
+    seen = Bucket(
+        bucket.id, segments, tuple(p.tensor for p in members), scheme.traits.layout, scheme.traits.carries_flags
+    )
+    of_rows = scheme.traits.layout is Layout.ROWS
     densities = [p.density if of_rows else p.elements for p in members]
     found: tuple[DensityProfile, ...] = tuple(density for density in densities if density is not None)
     if len(found) < len(members):

@@ -79,7 +79,7 @@ def explain(plan: Plan, job: Job, ways: Sequence[Way]) -> Explanation:
     for place, bucket in enumerate(plan.buckets):
         scheme = bucket.make_scheme()
         others = sorted(alternatives(plan, place, job, ways, steps), key=lambda other: other.step_s)
-        lossy = next((other for other in others if not other.scheme.exact), None)
+        lossy = next((other for other in others if not other.scheme.traits.exact), None)
         known = {p.name: p.tensor for p in job.profiles}
         reasons.append(
             BucketReasons(
@@ -88,7 +88,7 @@ def explain(plan: Plan, job: Job, ways: Sequence[Way]) -> Explanation:
                 nbytes=sum((stop - start) * known[name].itemsize for name, start, stop in bucket.segments),
                 scheme=scheme,
                 alternatives=tuple(others[:ALTERNATIVES]),
-                why_exact=_why_exact(expected.seconds, lossy) if scheme.exact else None,
+                why_exact=_why_exact(expected.seconds, lossy) if scheme.traits.exact else None,
             )
         )
     return Explanation(expected.seconds, expected.backward_s, job.beside_s, rivals(job), tuple(reasons))
@@ -130,7 +130,7 @@ def alternatives(
     bucket = plan.buckets[place]
     present = bucket.make_scheme()
     for way in ways:
-        if way.scheme.unplanned != present.unplanned and may_take(bucket, present, way, job):
+        if way.scheme.planned_for(()) != present.planned_for(()) and may_take(bucket, present, way, job):
             changed = {**steps, bucket.id: steps_of(bucket, way.scheme, job)}
             yield Alternative(way.scheme, played(with_scheme(plan, [place], way.scheme), job, changed).seconds)
 
@@ -141,7 +141,7 @@ def may_take(bucket: BucketPlan, present: Scheme[Any], way: Way, job: Job) -> bo
         return set(bucket.names) == set(way.members)
     sparse = {p.name for p in job.profiles if p.sparse}
     taken = way.among is None or way.among.issuperset(bucket.names)
-    return present.layout is Layout.FLAT and taken and sparse.isdisjoint(bucket.names)
+    return present.traits.layout is Layout.FLAT and taken and sparse.isdisjoint(bucket.names)
 
 
 def with_scheme(plan: Plan, places: Sequence[int], scheme: Scheme[Any]) -> Plan:

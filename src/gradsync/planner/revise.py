@@ -39,11 +39,11 @@ def _revised(
 ) -> BucketPlan:
     scheme = bucket.make_scheme()
     of_flat = (*dense_schemes(network.placement), *element_schemes(network.placement))
-    rivals = timed_schemes(network.placement) if scheme.layout is Layout.ROWS else of_flat
-    then, seen = (_densities(bucket.names, known, scheme.layout) for known in (before, now))
+    rivals = timed_schemes(network.placement) if scheme.traits.layout is Layout.ROWS else of_flat
+    then, seen = (_densities(bucket.names, known, scheme.traits.layout) for known in (before, now))
     pieces = [(start, stop) for _, start, stop in bucket.segments]
-    cut = scheme.layout is Layout.FLAT and pieces != [(0, now[bucket.names[0]].tensor.numel)]
-    if cut or not seen or scheme.unplanned not in [rival.unplanned for rival in rivals]:
+    cut = scheme.traits.layout is Layout.FLAT and pieces != [(0, now[bucket.names[0]].tensor.numel)]
+    if cut or not seen or scheme.planned_for(()) not in [rival.planned_for(()) for rival in rivals]:
         return bucket
     specs = bucket.bucket({name: now[name].tensor for name in bucket.names}).specs
     choice = select(
@@ -57,7 +57,7 @@ def _revised(
         handicaps=_handicaps(rivals, scheme, specs, then, seen, network) if then else {},
     )
     chosen = choice.chosen.scheme
-    if chosen.unplanned == scheme.unplanned and scheme.has_room_for(seen):
+    if chosen.planned_for(()) == scheme.planned_for(()) and scheme.has_room_for(seen):
         return bucket
     return bucket.model_copy(update={"scheme": to_expression(chosen)})
 
@@ -71,7 +71,7 @@ def _handicaps(
     network: Network,
 ) -> dict[Scheme[Any], float]:
     """Of each rival as it would be now: how much longer it takes than expected, as the present scheme was chosen."""
-    present_s = price(scheme.unplanned.planned_for(then).steps(specs, then, network.placement), network)
+    present_s = price(scheme.planned_for(then).steps(specs, then, network.placement), network)
     expected_s = {r: price(r.planned_for(then).steps(specs, then, network.placement), network) for r in rivals}
     return {r.planned_for(seen): max(present_s / expected_s[r], 1.0) for r in rivals}
 

@@ -78,7 +78,7 @@ def _possible(compressor: Compressor[Any], network: Network, leaves: LeafConstra
     """Those that compress, with the fewest tasks first."""
     placement = network.placement
     several = placement.is_hierarchy and placement.ranks_per_node is not None
-    most = 1 if issubclass(compressor.payload, SparseMessage) else None
+    most = 1 if issubclass(compressor.traits.payload, SparseMessage) else None
     for route in _all_of(compressor, (placement.ranks_per_node or 1) if several else 1, leaves):
         if most is None or compressions(route.leaf) <= most:
             yield route
@@ -90,7 +90,7 @@ def _all_of(compressor: Compressor[Any], ranks_per_node: int, leaves: LeafConstr
         found = routes(compressor, ranks_per_node, constraints=leaves)
     except ValueError:  # none is left
         return ()
-    return tuple(sorted((route for route in found if not route.exact), key=lambda route: len(route.tasks)))
+    return tuple(sorted((route for route in found if not route.traits.exact), key=lambda route: len(route.tasks)))
 
 
 def _fits(route: Route, network: Network) -> bool:

@@ -76,7 +76,9 @@ class Constraints:
 
     def __post_init__(self) -> None:
         for way in self.lossy:
-            if not isinstance(way, Compressor | Scheme) or (isinstance(way, Scheme) and way.layout is not Layout.FLAT):
+            if not isinstance(way, Compressor | Scheme) or (
+                isinstance(way, Scheme) and way.traits.layout is not Layout.FLAT
+            ):
                 raise ValueError(f"Constraints.lossy must be compressors, or schemes of flat buckets, got {way!r}")
         if isinstance(self.exact, str):
             raise ValueError(f"Constraints.exact must be a tuple of names or patterns, got {self.exact!r}")
@@ -110,7 +112,7 @@ class Constraints:
         if isinstance(way, CoarseGrained) and tensor.numel < way.chunk:
             return False
         error = self.errors.get(profile.name, {}).get(name_of(way), inf)
-        frozen = isinstance(way, Scheme) and way.freezes and self.most_delay_frozen is not None
+        frozen = isinstance(way, Scheme) and way.traits.freezes and self.most_delay_frozen is not None
         most_delay = self.most_delay_frozen if frozen else self.most_delay
         if most_delay is not None and sends_later(way):
             return delay_of(error) <= most_delay
@@ -167,7 +169,7 @@ def _runs_of_tables(profiles: Sequence[ParameterProfile]) -> Iterator[list[Param
 def by_rows(job: Job) -> frozenset[str]:
     """Dense gradients that were found to be sparse by rows: they travel as tables, which keep no residual."""
     found = found_schemes(job.profiles, job.world_size, job.network, job.network.placement)
-    return frozenset(name for name, scheme in found.items() if scheme.layout is Layout.ROWS)
+    return frozenset(name for name, scheme in found.items() if scheme.traits.layout is Layout.ROWS)
 
 
 def _lossy_ways(job: Job, constraints: Constraints, besides: frozenset[str]) -> Iterator[Way]:
@@ -187,10 +189,10 @@ def _schemes_of(
         if _is_measured(lossy, largest, job):
             yield lossy
         return
-    most = lossy.most_summands
+    most = lossy.traits.most_summands
     if most is not None and job.world_size > most:
         raise ValueError(f"{lossy.title} makes numbers of which {most} can be summed, there are {job.world_size} ranks")
-    sparse = issubclass(lossy.payload, SparseMessage)
+    sparse = issubclass(lossy.traits.payload, SparseMessage)
     leaves = constraints.leaves or ONE_LOSSY_STEP
     legal = [way for way in ways(lossy) if not (sparse and isinstance(way, CompressedTwoWay))]
     legal = [way for way in legal if constraints.leaves is None or _admits(leaves, way)]

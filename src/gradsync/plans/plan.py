@@ -61,7 +61,9 @@ class BucketPlan(BaseModel):
         """The bucket over a model's parameters."""
         segments = tuple(Segment(*segment) for segment in self.segments)
         scheme = self.make_scheme()
-        return Bucket(self.id, segments, tuple(specs[s.name] for s in segments), scheme.layout, scheme.carries_flags)
+        return Bucket(
+            self.id, segments, tuple(specs[s.name] for s in segments), scheme.traits.layout, scheme.traits.carries_flags
+        )
 
 
 class Plan(Document):
@@ -131,7 +133,7 @@ class Plan(Document):
                         f"which has {specs[name].numel} elements"
                     )
                 covered[name].append((start, stop))
-            if bucket.make_scheme().mixes and bucket.what is What.GRADIENT:
+            if bucket.make_scheme().traits.mixes and bucket.what is What.GRADIENT:
                 raise ValueError(
                     f"bucket {bucket.id!r}: {bucket.make_scheme().name} is for parameters (what: 'parameter'): ranks "
                     "that average gradients in groups only go apart for ever"
@@ -171,7 +173,7 @@ def describe(plan: Plan, specs: Mapping[str, TensorSpec], densities: Mapping[str
     lines = []
     for bucket in plan.buckets:
         way = ", ".join(_words(bucket.scheme))
-        if bucket.make_scheme().layout is Layout.ROWS:
+        if bucket.make_scheme().traits.layout is Layout.ROWS:
             known = densities or {}
             tables = [f"{n} ({known[n]:.2%} dense)" if n in known else n for n in bucket.names]
             lines.append(f"{', '.join(tables)} -> {way}")

@@ -5,6 +5,7 @@ from ..compressors.expressions import to_expression as to_expression
 from .base import Partitioned as Partitioned
 from .base import Scheme as Scheme
 from .base import State as State
+from .base import Traits as Traits
 from .base import from_expression as from_expression
 from .base import registered as registered
 from .capacity import RowCapacity as RowCapacity

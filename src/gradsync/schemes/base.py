@@ -1,9 +1,10 @@
-"""The scheme protocol, its two halves, and what of it a plan can name."""
+"""The protocol of schemes, and of schemes in two halves, and the schemes that a plan can name."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 from torch import Tensor
@@ -16,80 +17,86 @@ from ..costs.steps import Step
 from ..tensors.bucket import Bucket, Layout, TensorSpec
 from ..tensors.density import DensityProfile
 
-# By compress point: one element for each element of the bucket, or what compressors keep of parts of it.
+# By compress point: a tensor with one element for each of the bucket's, or the compressors' states of its parts.
 State = Mapping[str, Tensor | tuple[CompressorState, ...]]
 
 X = TypeVar("X")  # Tensor for flat buckets, tuple[SparseRows, ...] for tables
 S = TypeVar("S")  # what a rank owns between push and pull
 
 
-class Scheme(Nameable, ABC, Generic[X]):
-    """How one bucket becomes `scale` times its sum over the group, the same bits on every rank.
+@dataclass(frozen=True)
+class Traits:
+    """Traits tell plans, planners and the engine what a scheme is like, before it runs.
 
-    A frozen dataclass of settings. State is passed in and the next state comes back: nothing is kept here, and nothing
-    passed in as state is overwritten, so that a step can be taken back.
+    A scheme around another one derives its own: `replace(inner.traits, lossy=True)`.
+
+    Attributes:
+        layout: the kind of bucket that the scheme synchronises.
+        lossy: less travels than the ranks brought, by more than the rounding of a sum.
+        mixes: each rank gets a result of its own, nearer to the mean; only plans of parameters take such a scheme.
+        carries_flags: the numbers behind a flat bucket's elements arrive, at least as whether their sum is zero. By
+            default those of an exact scheme do.
+        depends_on_shapes: `steps` follow from the shapes of a bucket's tensors, not from its size alone.
+        prepares: `synchronize` first awaits `Work`, which begins when the bucket is complete and has no stage.
+        offloads: some of the scheme's `Work` runs on another core.
+        shows_infinity: a flat result is not finite if a rank's gradients, or its next state, are not. Exact schemes
+            without state need not say it.
+        freezes: optimisers leave alone what `CompressorState.arrived` says did not arrive.
+    """
+
+    layout: Layout
+    lossy: bool = False
+    mixes: bool = False
+    carries_flags: bool = None  # type: ignore[assignment]  # `__post_init__` fills it in
+    depends_on_shapes: bool = False
+    prepares: bool = False
+    offloads: bool = False
+    shows_infinity: bool = False
+    freezes: bool = False
+
+    def __post_init__(self) -> None:
+        if self.carries_flags is None:
+            object.__setattr__(self, "carries_flags", self.exact)
+
+    @property
+    def exact(self) -> bool:
+        """Whether the result is the sum over the group, up to rounding."""
+        return not (self.lossy or self.mixes)
+
+
+class Scheme(Nameable, ABC, Generic[X]):
+    """A scheme turns one bucket into `scale` times its sum over the group, the same bits on every rank.
+
+    It is a frozen dataclass of settings. A subclass says what its `traits` are, and defines `stages`, `synchronize` and
+    `steps`. State is passed in, and the next state comes back: the scheme keeps nothing, and overwrites nothing of the
+    state that it gets, so that a step can be taken back.
     """
 
     kind: ClassVar[str] = "scheme"
-    layout: Layout  # of the class, or of what the scheme is made of
-    exact: bool = True  # the result is the sum up to rounding; as `layout`
-    mixes: ClassVar[bool] = False  # ranks get results of their own, which brings them together: for parameters only
-    depends_on_shapes: bool = False  # steps follow from the shapes of a bucket's tensors, not from its size alone
 
     @property
-    def carries_flags(self) -> bool:
-        """Whether numbers that lie behind a flat bucket's arrive: of their sum at least whether it is zero."""
-        return self.exact
-
-    @property
-    def prepares(self) -> bool:
-        """Whether `synchronize` first awaits `Work`, which begins once the bucket is complete: no stage of its own."""
-        return False
-
-    @property
-    def offloads(self) -> bool:
-        """Whether some of its `Work` is for another core."""
-        return False
+    @abstractmethod
+    def traits(self) -> Traits:
+        """The scheme's traits: an attribute of the class, or a `cached_property` where settings decide."""
 
     @property
     def title(self) -> str:
-        """What tells it from other schemes in a table, without its settings."""
+        """The scheme's name in tables, which tells it from other schemes without all its settings."""
         return self.name
-
-    @property
-    def unplanned(self) -> Scheme[X]:
-        """The scheme without what its settings say of one bucket's data: equal for two plans of the same scheme."""
-        return self
-
-    def planned_for(self, profiles: Sequence[DensityProfile]) -> Scheme[X]:
-        """The scheme with what its settings can say of data like this, as the room that messages need."""
-        return self
-
-    def has_room_for(self, profiles: Sequence[DensityProfile]) -> bool:
-        """Whether what `planned_for` has made room for is enough for the busiest rank of these profiles."""
-        return True
 
     @abstractmethod
     def stages(self, size: int) -> tuple[str, ...]:
-        """One name for each await of `synchronize` by one of `size` ranks: the turns that a plan's order is made of.
+        """Returns one name for each await of `synchronize` by one of `size` ranks; a plan orders these turns.
 
-        But for the first await of a scheme that `prepares`.
+        The first await of a scheme that `prepares` has no name.
         """
-
-    def check(self, specs: tuple[TensorSpec, ...]) -> None:
-        """Holds the settings against a bucket of `specs`.
-
-        Raises:
-            ValueError: when they are for other tensors.
-        """
-
-    def init(self, bucket: Bucket, group: Group) -> State:
-        """The state before the first step, of all ranks or of none; most schemes have none."""
-        return {}
 
     @abstractmethod
     async def synchronize(self, x: X, state: State, group: Group, scale: float) -> tuple[X, State]:
-        """`scale` times the sum of `x` over the group, and the next state. May overwrite `x`."""
+        """Returns `scale` times the sum of `x` over the group, and the next state. It may overwrite `x`.
+
+        `x` is a flat tensor, (numel,) and flags behind it, or a tuple of `SparseRows`, one for each table.
+        """
 
     @abstractmethod
     def steps(
@@ -99,98 +106,93 @@ class Scheme(Nameable, ABC, Generic[X]):
         placement: Placement,
         round: int = 0,
     ) -> tuple[Step, ...]:
-        """What `synchronize` does to a bucket of `specs` whose data looks like `profiles`, in order.
+        """Returns the work and transfers of `synchronize`, in order, for a bucket of `specs` with such `profiles`.
 
         `round` is the number of the training step, on which few schemes depend.
         """
 
-    @property
-    def shows_infinity(self) -> bool:
-        """Whether a flat bucket's result is not finite where any rank's gradients, or its next state, are not."""
-        return False
-
-    @property
-    def is_lossy(self) -> bool:
-        """Whether what travels is less than what ranks brought."""
-        return not self.exact
-
-    def own_part(self, x: Tensor, state: State, scale: float) -> Tensor | None:
-        """Of a flat bucket's elements, what of this rank is in the scaled sum; None: all of it. `x` stays as it is."""
-        return None
-
-    @property
-    def freezes(self) -> bool:
-        """Whether optimisers must leave alone what `arrived` has not."""
-        return False
-
-    def arrived(self, state: State) -> list[tuple[int, int]] | None:
-        """The sections [start, stop) of a flat bucket's elements that the step which led to this state brought.
-
-        The result is 0 elsewhere. None: all of them.
-        """
-        return None
-
-    def unused(self, state: State, names: Collection[str]) -> State:
-        """`state` after a step in which no rank used these parameters: their result is given to nobody.
-
-        What is kept of their elements stays what it was before, whatever this says.
-        """
-        return state
-
     def unchanged_since(self, round: int) -> int:
-        """From which round on `steps` are what they are in this one."""
+        """Returns the first round since which `steps` are the same as in this one."""
         return 0
+
+    def check(self, specs: tuple[TensorSpec, ...]) -> None:
+        """Compares the settings with the bucket that a plan gives the scheme.
+
+        Raises:
+            ValueError: if the settings are for other tensors than `specs`.
+        """
+
+    def init(self, bucket: Bucket, group: Group) -> State:
+        """Returns the state before the first step. All ranks have one, or none has; most schemes have none."""
+        return {}
+
+    def planned_for(self, profiles: Sequence[DensityProfile]) -> Scheme[X]:
+        """Returns the scheme with settings that follow from such data, as the room that messages need.
+
+        Without profiles it returns the scheme without such settings: two plans of one scheme give equal ones.
+        """
+        return self
+
+    def has_room_for(self, profiles: Sequence[DensityProfile]) -> bool:
+        """Returns whether the room that `planned_for` made is enough for the busiest rank of these profiles."""
+        return True
 
 
 class Partitioned(Scheme[X], Generic[X, S]):
-    """A scheme of two halves: after `push` each rank holds the sum of what it owns, `pull` hands the parts to all.
+    """A scheme in two halves: `push` gives each rank the sum of the part that it owns, `pull` gives all parts to all.
 
-    What a rank owns is a bucket as well (`part`), which another scheme may go on with between the halves.
+    A rank's part is a bucket as well (`part`), which another scheme may sum further between the halves.
     """
 
     @property
     def owns_alike(self) -> bool:
-        """Whether who owns what depends on no data, so that groups which know nothing of each other agree on it."""
+        """Whether a rank owns the same part whatever the data, so that groups agree on owners without a word."""
         return True
 
     @abstractmethod
     async def push(self, x: X, state: State, group: Group, scale: float, *, keep_fp32: bool = False) -> tuple[S, State]:
-        """`keep_fp32`: sums of 16-bit floats stay in float32, for others to be added to them."""
+        """Returns `scale` times the sum of this rank's part, and the next state.
+
+        With `keep_fp32` sums of 16-bit floats stay in float32, so that further sums can be added to them.
+        """
 
     @abstractmethod
-    async def pull(self, shard: S, state: State, group: Group) -> X: ...
+    async def pull(self, shard: S, state: State, group: Group) -> X:
+        """Returns the whole bucket, made of the shards of all ranks."""
 
     @abstractmethod
     def part(self, shard: S) -> X:
-        """The sums that a rank owns, as a bucket; may be overwritten."""
+        """Returns the sums that the rank owns, as a bucket, which the caller may overwrite."""
 
     @abstractmethod
     def with_part(self, shard: S, part: X) -> S:
-        """The shard with other sums in place of its own, rounded to the bucket's dtype."""
+        """Returns the shard with other sums in place of its own, rounded to the bucket's dtype."""
 
     @abstractmethod
-    def push_stages(self, size: int) -> tuple[str, ...]: ...
+    def push_stages(self, size: int) -> tuple[str, ...]:
+        """Returns one name for each await of `push`."""
 
     @abstractmethod
-    def pull_stages(self, size: int) -> tuple[str, ...]: ...
+    def pull_stages(self, size: int) -> tuple[str, ...]:
+        """Returns one name for each await of `pull`."""
 
     @abstractmethod
     def push_steps(
         self, specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfile, ...], size: int
     ) -> tuple[Step, ...]:
-        """What `push` does among `size` ranks."""
+        """Returns the work and transfers of `push` among `size` ranks, in order."""
 
     @abstractmethod
     def pull_steps(
         self, specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfile, ...], size: int, summed: int
     ) -> tuple[Step, ...]:
-        """What `pull` does among `size` ranks with sums over `summed` ranks."""
+        """Returns the work and transfers of `pull` among `size` ranks, of sums over `summed` ranks."""
 
     @abstractmethod
     def part_of(
         self, specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfile, ...], size: int, owner: int
     ) -> tuple[tuple[TensorSpec, ...], tuple[DensityProfile, ...]]:
-        """What `part` of a push with `keep_fp32` gives to the `owner` among `size` ranks."""
+        """Returns specs and profiles of the `part` that `push` with `keep_fp32` gives one owner among `size` ranks."""
 
     def stages(self, size: int) -> tuple[str, ...]:
         return (*self.push_stages(size), *self.pull_stages(size))
@@ -211,16 +213,16 @@ class Partitioned(Scheme[X], Generic[X, S]):
 
 
 def registered() -> dict[str, type[Scheme[Any]]]:
-    """All schemes a plan can name."""
+    """Returns all schemes that a plan can name, by name."""
     known: dict[str, type[Scheme[Any]]] = expressions.registered(Scheme)
     return known
 
 
 def from_expression(expression: Any) -> Scheme[Any]:
-    """The scheme that an expression names.
+    """Returns the scheme that an expression names.
 
     Raises:
-        ValueError: naming what is unknown or illegal, and what there is.
+        ValueError: for an unknown name or an illegal setting; the message lists the known ones.
     """
     scheme: Scheme[Any] = expressions.from_expression(expression, Scheme, "scheme")
     return scheme

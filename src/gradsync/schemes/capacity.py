@@ -47,12 +47,8 @@ class RowCapacity:
                     f"{first} for table {table} of {list(self.same_rows)}"
                 )
 
-    @property
-    def unplanned(self) -> Self:
-        return replace(self, capacity=(), same_rows=())
-
     def planned_for(self, profiles: Sequence[DensityProfile]) -> Self:
-        """With room for the rows of tables like these."""
+        """Returns the scheme with room for the rows of tables like these; without profiles it exchanges sizes."""
         capacity = tuple(with_margin(max(d.rows, d.most_rows), d.num_rows) for d in profiles)
         rows = [(d.pattern, d.num_rows) if d.pattern else position for position, d in enumerate(profiles)]
         return replace(self, capacity=capacity, same_rows=tuple(rows.index(known) for known in rows))

@@ -16,7 +16,7 @@ from ..costs.steps import Compute, Pattern, Step
 from ..tensors.bucket import Layout, TensorSpec
 from ..tensors.density import DensityProfile
 from ..tensors.sparse import SparseRows
-from .base import Scheme, State
+from .base import Scheme, State, Traits
 from .capacity import RowCapacity, opened, write_header
 from .formats import RowFormat, head_nbytes
 from .tables import Agreement, Survey, Tables, common_groups, expected_groups, specs_of
@@ -35,7 +35,7 @@ class AGSparse(RowCapacity, Scheme[Tables]):
     gather once more, by the sizes that all know.
     """
 
-    layout = Layout.ROWS
+    traits = Traits(Layout.ROWS)
     name = "agsparse"
 
     def stages(self, size: int) -> tuple[str, ...]:

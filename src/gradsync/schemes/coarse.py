@@ -12,7 +12,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, cast
 
 import torch
@@ -29,7 +29,7 @@ from ..kernels import Sections
 from ..tensors import allocator as memory
 from ..tensors.bucket import Bucket, FlatSpec, Layout, TensorSpec
 from ..tensors.density import DensityProfile
-from .base import Scheme, State
+from .base import Scheme, State, Traits
 from .compressed import parted
 from .dense import AllReduce
 from .precision import HalfPrecision
@@ -92,16 +92,13 @@ class CoarseGrained(Scheme[Tensor]):
     warmup: tuple[float, ...] = ()
     steps_per_ratio: int = 0
 
-    layout = Layout.FLAT
-    exact = False
-
     def __post_init__(self) -> None:
         super().__post_init__()
         name = type(self).__name__
         if not isinstance(self.scheme, Scheme):
             raise ValueError(f"{name}.scheme must be a scheme, got {self.scheme!r}")
         carrier = self._carrier
-        if carrier.layout is not Layout.FLAT or not carrier.exact:
+        if carrier.traits.layout is not Layout.FLAT or not carrier.traits.exact:
             raise ValueError(
                 f"{name}.scheme must be exact and for flat buckets, or HalfPrecision of such a one, got {self.scheme!r}"
             )
@@ -134,17 +131,9 @@ class CoarseGrained(Scheme[Tensor]):
     def title(self) -> str:
         return f"{self.scheme.title} of {self.ratio:g} of chunks"
 
-    @property
-    def carries_flags(self) -> bool:
-        return True
-
-    @property
-    def shows_infinity(self) -> bool:
-        return True
-
-    @property
-    def freezes(self) -> bool:
-        return self.freeze
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(Layout.FLAT, lossy=True, carries_flags=True, shows_infinity=True, freezes=self.freeze)
 
     @property
     def _carrier(self) -> Scheme[Any]:
@@ -178,7 +167,7 @@ class CoarseGrained(Scheme[Tensor]):
         zeros = torch.zeros(spec.numel, dtype=kernels.accumulation_dtype(spec.dtype))
         elements = {RESIDUAL: zeros, **({MOMENTUM: zeros.clone()} if self.momentum else {})}
         numbers = {name: torch.full((chunks,), first) for name, first in self._kept_of_chunks.items()}
-        return {SENT: (CompressorState(spec, group.rank, elements=elements, together=numbers),)}
+        return {SENT: (ChunkState(spec, group.rank, elements=elements, together=numbers, chunk=self.chunk),)}
 
     @property
     def _kept_of_chunks(self) -> dict[str, float]:
@@ -193,7 +182,7 @@ class CoarseGrained(Scheme[Tensor]):
         return kept
 
     async def synchronize(self, x: Tensor, state: State, group: Group, scale: float) -> tuple[Tensor, State]:
-        own = cast(CompressorState, state[SENT][0])
+        own = cast(ChunkState, state[SENT][0])
         numel = own.spec.numel
         values, behind = x[:numel], x[numel:]
         chunks, count = self.num_chunks(numel), self.num_chosen(numel, own.step)
@@ -269,25 +258,6 @@ class CoarseGrained(Scheme[Tensor]):
                 after[SCORES] = (found + share).index_copy(0, chosen, share[chosen])
                 after |= self._levels(after[SCORES], kept, spec)
         return after
-
-    def unused(self, state: State, names: Collection[str]) -> State:
-        """What nobody uses, as it is frozen, would take places with what it has left: the less the longer it lasts."""
-        own = cast(CompressorState, state[SENT][0])
-        if names:
-            idle, start = own.together[IDLE] + 1, 0
-            for segment in own.spec.segments:
-                if segment.numel and segment.name not in names:
-                    idle[start // self.chunk : -(-(start + segment.numel) // self.chunk)] = 0
-                start += segment.numel
-        else:
-            idle = torch.zeros_like(own.together[IDLE])
-        return {SENT: (replace(own, together={**own.together, IDLE: idle}),)}
-
-    def arrived(self, state: State) -> list[tuple[int, int]] | None:
-        own = cast(CompressorState, state[SENT][0])
-        if own.agreed is None or len(own.agreed) == self.num_chunks(own.spec.numel):
-            return None
-        return [(first * self.chunk, min((first + 1) * self.chunk, own.spec.numel)) for first in own.agreed.tolist()]
 
     def steps(
         self,
@@ -379,6 +349,32 @@ class CoarseGrained(Scheme[Tensor]):
         squares = torch.empty(len(sums) // self.chunk, dtype=torch.float64, device=sums.device)
         kernels.squared_norms(sums, Sections((len(sums),)), squares, block=self.chunk)
         return squares.div_(self.chunk).sqrt_().float()
+
+
+@dataclass(frozen=True)
+class ChunkState(CompressorState):
+    """A rank's residuals, and its numbers of each chunk; `agreed` are the chunks that the last step sent."""
+
+    chunk: int = 1  # elements
+
+    @property
+    def arrived(self) -> list[tuple[int, int]] | None:
+        numel = self.spec.numel
+        if self.agreed is None or len(self.agreed) == -(-numel // self.chunk):
+            return None
+        return [(first * self.chunk, min((first + 1) * self.chunk, numel)) for first in self.agreed.tolist()]
+
+    def unused(self, names: Collection[str]) -> ChunkState:
+        """Counts the steps in which nobody used a chunk: what its parameters left would take places for ever."""
+        if names:
+            idle, start = self.together[IDLE] + 1, 0
+            for segment in self.spec.segments:
+                if segment.numel and segment.name not in names:
+                    idle[start // self.chunk : -(-(start + segment.numel) // self.chunk)] = 0
+                start += segment.numel
+        else:
+            idle = torch.zeros_like(self.together[IDLE])
+        return replace(self, together={**self.together, IDLE: idle})
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ choice, and the cost model tells which pay.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import zip_longest
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ from ..costs.cluster import Placement
 from ..costs.steps import Compute, Step, Transfer
 from ..tensors.bucket import Bucket, FlatSpec, Layout, TensorSpec
 from ..tensors.density import DensityProfile
-from .base import Partitioned, Scheme, State
+from .base import Partitioned, Scheme, State, Traits
 from .dense import AllReduce, ReduceScatter
 
 T = TypeVar("T")
@@ -50,12 +51,12 @@ class Hierarchical(Scheme[Any]):
         for setting in ("ranks_per_node", "nodes_per_rack"):
             if type(number := getattr(self, setting)) is not int or number < 1:
                 raise ValueError(f"Hierarchical.{setting} must be at least 1, got {number!r}")
-        if self.inter.layout is not self.intra.layout:
+        if self.inter.traits.layout is not self.intra.traits.layout:
             raise ValueError(
                 f"Hierarchical.intra and inter must be for the same kind of bucket, got {self.intra.name} for "
-                f"{self.intra.layout} and {self.inter.name} for {self.inter.layout}"
+                f"{self.intra.traits.layout} and {self.inter.name} for {self.inter.traits.layout}"
             )
-        if self.together > 1 and self.inter.freezes:
+        if self.together > 1 and self.inter.traits.freezes:
             raise ValueError(
                 "Hierarchical.inter must not freeze, as a rank knows what arrived of its own part only, got "
                 f"{self.inter!r}"
@@ -65,10 +66,17 @@ class Hierarchical(Scheme[Any]):
                 "Hierarchical.intra must give the same parts to the same ranks of all nodes, whatever the data: "
                 f"BalancedParallelism does with owners='table_stripe', got {self.intra!r}"
             )
-        object.__setattr__(self, "layout", self.intra.layout)
-        object.__setattr__(self, "exact", self.intra.exact and self.inter.exact)
-        object.__setattr__(self, "mixes", self.inter.mixes)
-        object.__setattr__(self, "depends_on_shapes", self.inter.depends_on_shapes)
+
+    @cached_property
+    def traits(self) -> Traits:
+        inside, across = self.intra.traits, self.inter.traits
+        return Traits(
+            inside.layout,
+            lossy=inside.lossy or across.lossy,
+            mixes=across.mixes,
+            depends_on_shapes=across.depends_on_shapes,
+            freezes=across.freezes,
+        )
 
     @property
     def together(self) -> int:
@@ -78,11 +86,6 @@ class Hierarchical(Scheme[Any]):
     @property
     def title(self) -> str:
         return f"{self.name} of {self.intra.title} and {self.inter.title}"
-
-    @property
-    def unplanned(self) -> Scheme[Any]:
-        parts: dict[str, Any] = {"intra": self.intra.unplanned, "inter": self.inter.unplanned}
-        return replace(self, **parts)
 
     def planned_for(self, profiles: Sequence[DensityProfile]) -> Scheme[Any]:
         """With room inside the nodes, and across them for what the ranks of a node have together."""
@@ -95,25 +98,13 @@ class Hierarchical(Scheme[Any]):
 
     def _across(self, profiles: Sequence[DensityProfile]) -> Sequence[DensityProfile]:
         """Of the sums of nodes; of a flat bucket those in the fullest of the parts, as one plan is for all of them."""
-        if self.layout is Layout.ROWS or not profiles:
+        if self.traits.layout is Layout.ROWS or not profiles:
             return [profile.of_sums(self.together) for profile in profiles]
         (known,) = profiles
         flat = (TensorSpec((known.num_rows,), torch.float32),)  # of whatever type: it is about numbers of elements
         owners = range(self.together)
         parts = [self.intra.part_of(flat, (known,), self.together, owner)[1] for owner in owners]
         return max(parts, key=lambda part: part[0].rows)
-
-    @property
-    def is_lossy(self) -> bool:
-        return self.intra.is_lossy or self.inter.is_lossy
-
-    @property
-    def freezes(self) -> bool:
-        return self.inter.freezes
-
-    def arrived(self, state: State) -> list[tuple[int, int]] | None:
-        """Of a rank's own part nobody else knows: there it is None."""
-        return self.inter.arrived(state) if self.together == 1 else None
 
     def stages(self, size: int) -> tuple[str, ...]:
         nodes = self._nodes(size)
@@ -147,7 +138,7 @@ class Hierarchical(Scheme[Any]):
             return {}
         # Made here, where all ranks come by between their operations.
         node, across = (group.subgroup(find(group.rank)) for find in (placement.within, placement.across))
-        if self.layout is Layout.ROWS:
+        if bucket.layout is Layout.ROWS:
             part = bucket
         else:
             (spec,), _ = self.intra.part_of(bucket.specs, (), self.together, node.rank)
@@ -159,9 +150,6 @@ class Hierarchical(Scheme[Any]):
             if isinstance(kept, Tensor):
                 raise ValueError(f"{self.inter.name} keeps {point!r} of the whole bucket, between nodes it has a part")
         return state
-
-    def unused(self, state: State, names: Collection[str]) -> State:
-        return self.inter.unused(state, names)
 
     async def synchronize(self, x: Any, state: State, group: Group, scale: float) -> tuple[Any, State]:
         placement = self._placement(group.placement)

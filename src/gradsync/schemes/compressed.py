@@ -26,7 +26,7 @@ from ..tensors import allocator as memory
 from ..tensors.bucket import Bucket, FlatSpec, Layout, Segment, TensorSpec
 from ..tensors.density import DensityProfile
 from ..tensors.index_formats import aligned
-from .base import Scheme, State
+from .base import Scheme, State, Traits
 from .dense import even_ranges
 from .elements import BalancedElements
 
@@ -35,8 +35,7 @@ class Compressed(Scheme[Tensor]):
     """What the schemes of this file have in common."""
 
     compressor: Compressor[Any]
-    layout = Layout.FLAT
-    exact = False
+    traits = Traits(Layout.FLAT, lossy=True, carries_flags=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -46,10 +45,6 @@ class Compressed(Scheme[Tensor]):
     @property
     def title(self) -> str:
         return f"{self.name} of {self.compressor.title}"
-
-    @property
-    def carries_flags(self) -> bool:
-        return True
 
     def check(self, specs: tuple[TensorSpec, ...]) -> None:
         """
@@ -67,15 +62,15 @@ class Compressed(Scheme[Tensor]):
                 it is made for.
         """
         self._check_ranks(group.size)
-        most = self.compressor.most_summands
-        if issubclass(self.compressor.payload, Summand) and most is not None and group.size > most:
+        most = self.compressor.traits.most_summands
+        if issubclass(self.compressor.traits.payload, Summand) and most is not None and group.size > most:
             raise ValueError(
                 f"{self.compressor.title} makes numbers of which {most} can be summed, there are {group.size} ranks"
             )
         return {SENT: (self.compressor.init(bucket.flat_spec, group.rank),)}
 
     def _check_ranks(self, size: int) -> None:
-        expected = self.compressor.made_for_ranks
+        expected = self.compressor.traits.made_for_ranks
         if expected is not None and expected != size:
             raise ValueError(
                 f"{self.compressor.title} is made for {expected} ranks, {size} compress together: set its ranks"
@@ -83,18 +78,18 @@ class Compressed(Scheme[Tensor]):
 
     def agreement(self) -> tuple[str, ...]:
         """The stage in which the ranks agree on what the compressor needs."""
-        return ("agree",) if self.compressor.agrees else ()
+        return ("agree",) if self.compressor.traits.agrees else ()
 
     async def agreed(self, values: Tensor, state: CompressorState, group: Group) -> CompressorState:
         """The state with what the ranks agree on: the largest that one of them observed."""
-        observed = self.compressor.observe(values, state) if self.compressor.agrees else None
+        observed = self.compressor.observe(values, state) if self.compressor.traits.agrees else None
         if observed is None:
             return state
         return replace(state, agreed=torch.stack(await group.all_gather(observed)).amax(dim=0))
 
     def agreement_steps(self, spec: FlatSpec, size: int) -> tuple[Step, ...]:
         """What `agreed` does."""
-        if not self.compressor.agrees:
+        if not self.compressor.traits.agrees:
             return ()
         nbytes = 4.0 * self.compressor.num_agreed(spec)
         return (
@@ -125,7 +120,7 @@ class CompressedAllReduce(Compressed):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not issubclass(self.compressor.payload, Summand):
+        if not issubclass(self.compressor.traits.payload, Summand):
             raise ValueError(
                 f"no all-reduce can sum the payloads of {self.compressor.title}: use compressed_all_gather or "
                 "compressed_two_way"
@@ -193,8 +188,8 @@ class CompressedAllGather(Compressed):
         behind.copy_(any_flags(messages, payload, len(behind)))
         return x, {SENT: (next_state,)}
 
-    def own_part(self, x: Tensor, state: State, scale: float) -> Tensor | None:
-        """Compressed once more, by the same draws."""
+    def own_part(self, x: Tensor, state: State, scale: float) -> Tensor:
+        """Returns this rank's part of the scaled sum: `x`, which stays as it is, compressed by the same draws."""
         (own,) = state[SENT]
         payload, _ = self.compressor.compress(x, own)
         part = torch.empty_like(x)
@@ -237,7 +232,7 @@ class CompressedTwoWay(Compressed):
         if self.sums is not None and not isinstance(self.sums, Compressor):
             raise ValueError(f"CompressedTwoWay.sums must be a compressor, or None, got {self.sums!r}")
         for way in (self.compressor, self._sums):
-            if way.agrees:
+            if way.traits.agrees:
                 raise ValueError(f"{way.title} makes payloads for an all-reduce: owners do not agree on anything")
         if isinstance(self._sums, Feedback) and not isinstance(self.compressor, Feedback):
             raise ValueError(
@@ -326,11 +321,12 @@ class Sparsified(Compressed):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not issubclass(self.compressor.payload, SparseMessage):
+        if not issubclass(self.compressor.traits.payload, SparseMessage):
             raise ValueError(
                 f"{self.compressor.title} leaves no sparse elements: use another of the compressed schemes"
             )
-        if not isinstance(self.inner, Scheme) or self.inner.layout is not Layout.FLAT or not self.inner.exact:
+        inner = self.inner.traits if isinstance(self.inner, Scheme) else None
+        if inner is None or inner.layout is not Layout.FLAT or not inner.exact:
             raise ValueError(f"Sparsified.inner must be an exact scheme of flat buckets, got {self.inner!r}")
 
     @property
@@ -382,11 +378,11 @@ SchemeOrCompressor = Scheme[Any] | Compressor[Any]  # one of a compressor's `way
 def ways(compressor: Compressor[Any]) -> tuple[Scheme[Any], ...]:
     """All schemes that may carry the payloads of a compressor, whatever is the cheapest."""
     found: list[Scheme[Any]] = [CompressedAllGather(compressor)]
-    if issubclass(compressor.payload, Summand):
+    if issubclass(compressor.traits.payload, Summand):
         found.append(CompressedAllReduce(compressor))
-    if not compressor.agrees:
+    if not compressor.traits.agrees:
         found.append(CompressedTwoWay(compressor))
-    if issubclass(compressor.payload, SparseMessage):
+    if issubclass(compressor.traits.payload, SparseMessage):
         found.append(Sparsified(compressor))
     return tuple(found)
 

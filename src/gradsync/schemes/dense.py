@@ -15,7 +15,7 @@ from ..costs.steps import Compute, Pattern, Step, Transfer
 from ..tensors import allocator as memory
 from ..tensors.bucket import Layout, TensorSpec
 from ..tensors.density import DensityProfile
-from .base import Partitioned, Scheme, State
+from .base import Partitioned, Scheme, State, Traits
 
 
 @register
@@ -26,7 +26,7 @@ class AllReduce(Scheme[Tensor]):
     Wire: 2(n-1)/n of the bucket, sent and received by each rank (ring; the transport may choose another way).
     """
 
-    layout = Layout.FLAT
+    traits = Traits(Layout.FLAT)
 
     def stages(self, size: int) -> tuple[str, ...]:
         return ("all_reduce",)
@@ -67,7 +67,7 @@ class ReduceScatter(Partitioned[Tensor, OwnedRange]):
     Wire: (n-1)/n of the bucket in either half, sent and received by each rank.
     """
 
-    layout = Layout.FLAT
+    traits = Traits(Layout.FLAT)
 
     def push_stages(self, size: int) -> tuple[str, ...]:
         return ("push",)

@@ -18,7 +18,7 @@ from ..costs.steps import Compute, Pattern, Step, Transfer
 from ..tensors.bucket import Layout, TensorSpec
 from ..tensors.density import DensityProfile
 from ..tensors.sparse import index_dtype
-from .base import Scheme, State
+from .base import Scheme, State, Traits
 from .capacity import whole_numbers, with_margin
 from .dense import AllReduce
 from .formats import PartFormat, PartMessage
@@ -46,7 +46,7 @@ class BalancedElements(Scheme[Tensor]):
     seed: int = 0  # of the rotations; the same on every rank
     capacity: tuple[int, ...] = ()  # most non-zeros expected of a rank, and of their union; (): sizes are exchanged
 
-    layout = Layout.FLAT
+    traits = Traits(Layout.FLAT)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,14 +59,10 @@ class BalancedElements(Scheme[Tensor]):
                 f"or none, got {list(self.capacity)}"
             )
 
-    @property
-    def unplanned(self) -> BalancedElements:
-        return replace(self, capacity=())
-
     def planned_for(self, profiles: Sequence[DensityProfile]) -> BalancedElements:
-        """With room for the elements of a tensor like this."""
+        """Returns the scheme with room for the elements of such a tensor; without a profile it exchanges sizes."""
         if not profiles:
-            return self
+            return replace(self, capacity=())
         (known,) = profiles
         rows = (max(known.rows, known.most_rows), _union_rows(known))
         return replace(self, capacity=tuple(with_margin(count, known.num_rows) for count in rows))

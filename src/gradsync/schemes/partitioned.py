@@ -15,7 +15,7 @@ from ..costs.steps import Compute, Pattern, Step, Transfer
 from ..tensors.bucket import Layout, TensorSpec
 from ..tensors.density import DensityProfile
 from ..tensors.sparse import SparseRows
-from .base import Partitioned, State
+from .base import Partitioned, State, Traits
 from .capacity import RowCapacity, opened, write_header
 from .formats import RowFormat, Section, head_nbytes
 from .owners import MOST_SHARED, StripedGroups, striped
@@ -67,7 +67,7 @@ class BalancedParallelism(RowCapacity, Partitioned[Tables, OwnedColumns]):
 
     owners: str = "column_stripe"  # who sums what; "table_stripe": each table striped by itself, whatever rows it has
 
-    layout = Layout.ROWS
+    traits = Traits(Layout.ROWS)
 
     def __post_init__(self) -> None:
         if self.owners not in OWNERS:

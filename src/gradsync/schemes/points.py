@@ -25,7 +25,7 @@ from ..tensors.bucket import Layout, TensorSpec
 from ..tensors.density import DensityProfile
 from ..tensors.index_formats import SPARSE_FORMATS, IndexFormat
 from ..tensors.sparse import SparseRows
-from .base import Scheme, State
+from .base import Scheme, State, Traits
 from .elements import elements_of
 from .formats import PartFormat
 from .row_owners import EvenSplit, HashedRows, RotatedStripe, RowOwners
@@ -122,7 +122,7 @@ class RowPoint(DesignPoint, Scheme[Tables]):
     format.
     """
 
-    layout = Layout.ROWS
+    traits = Traits(Layout.ROWS)
     formats = SPARSE_FORMATS  # a dense message would not tell which rows were touched, be they zero
 
     async def synchronize(self, x: Tables, state: State, group: Group, scale: float) -> tuple[Tables, State]:
@@ -151,7 +151,7 @@ class ElementPoint(DesignPoint, Scheme[Tensor]):
 
     block: int = 1
 
-    layout = Layout.FLAT
+    traits = Traits(Layout.FLAT)
     formats = tuple(IndexFormat)
 
     def __post_init__(self) -> None:

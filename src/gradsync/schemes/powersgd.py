@@ -25,7 +25,7 @@ from ..costs.steps import Compute, Pattern, Step, Transfer
 from ..tensors import allocator as memory
 from ..tensors.bucket import Bucket, FlatSpec, Layout, TensorSpec
 from ..tensors.density import DensityProfile
-from .base import Scheme, State
+from .base import Scheme, State, Traits
 from .compressed import parted
 from .dense import even_ranges
 
@@ -70,9 +70,7 @@ class PowerSGD(Scheme[Tensor]):
     seed: int = 0  # of the first Q, which also depends on the tensor's name
 
     name = "powersgd"
-    layout = Layout.FLAT
-    exact = False
-    depends_on_shapes = True
+    traits = Traits(Layout.FLAT, lossy=True, carries_flags=True, depends_on_shapes=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -88,10 +86,6 @@ class PowerSGD(Scheme[Tensor]):
     @property
     def title(self) -> str:
         return f"{self.name} of rank {self.rank}" + (" on whole buckets" if self.matrices == "bucket" else "")
-
-    @property
-    def carries_flags(self) -> bool:
-        return True
 
     def check(self, specs: tuple[TensorSpec, ...]) -> None:
         """

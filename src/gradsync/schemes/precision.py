@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from ..tensors import allocator as memory
 from ..tensors.bucket import Bucket, Layout, TensorSpec
 from ..tensors.density import DensityProfile
 from ..tensors.sparse import SparseRows
-from .base import Scheme, State
+from .base import Scheme, State, Traits
 from .dense import AllReduce
 
 
@@ -40,14 +41,11 @@ class HalfPrecision(Scheme[Any]):
     inner: Scheme[Any] = AllReduce()
     values: str = "bfloat16"  # or "float16": 3 bits more, in a range up to 65504
 
-    exact = False
-
     def __post_init__(self) -> None:
         if not isinstance(self.inner, Scheme):
             raise ValueError(f"HalfPrecision.inner must be a scheme, got {self.inner!r}")
         if self.values not in DTYPES:
             raise ValueError(f"HalfPrecision.values must be one of {', '.join(DTYPES)}, got {self.values!r}")
-        object.__setattr__(self, "layout", self.inner.layout)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -62,32 +60,9 @@ class HalfPrecision(Scheme[Any]):
     def title(self) -> str:
         return f"{self.inner.title} {self.values}"
 
-    @property
-    def carries_flags(self) -> bool:
-        """Rounding makes no flag zero."""
-        return self.inner.carries_flags
-
-    @property
-    def prepares(self) -> bool:
-        return self.inner.prepares
-
-    @property
-    def offloads(self) -> bool:
-        return self.inner.offloads
-
-    @property
-    def freezes(self) -> bool:
-        return self.inner.freezes
-
-    def arrived(self, state: State) -> list[tuple[int, int]] | None:
-        return self.inner.arrived(state)
-
-    def unused(self, state: State, names: Collection[str]) -> State:
-        return self.inner.unused(state, names)
-
-    @property
-    def unplanned(self) -> Scheme[Any]:
-        return HalfPrecision(self.inner.unplanned, self.values)
+    @cached_property
+    def traits(self) -> Traits:
+        return replace(self.inner.traits, lossy=True)  # rounding makes no flag zero, and infinity stays
 
     def planned_for(self, profiles: Sequence[DensityProfile]) -> Scheme[Any]:
         return HalfPrecision(self.inner.planned_for(profiles), self.values)
@@ -128,7 +103,7 @@ class HalfPrecision(Scheme[Any]):
         if not self.rounds(specs[0].dtype):
             return inner
         brought, summed = ([float(spec.numel) for spec in specs] for _ in range(2))
-        if self.layout is Layout.ROWS:
+        if self.traits.layout is Layout.ROWS:
             brought, summed = (
                 [p.union_rows(ranks) * spec.dim for p, spec in zip(profiles, specs, strict=True)]
                 for ranks in (1, placement.size)
@@ -151,7 +126,7 @@ class HalfPrecision(Scheme[Any]):
         return replace(table, indices=indices, values=self._narrowed(values.flatten(), 1.0).view(values.shape))
 
     def own_part(self, x: Tensor, state: State, scale: float) -> Tensor | None:
-        """But for what rounding of sums takes away."""
+        """Returns this rank's part of the scaled sum, but for the rounding of sums; None: all of `x`, which stays."""
         return self._narrowed(x, scale).to(x.dtype) if self.rounds(x.dtype) else None
 
     def _narrowed(self, x: Tensor, scale: float) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from math import inf
 from typing import Any
 
@@ -21,7 +21,7 @@ from ..costs.cluster import Placement
 from ..costs.steps import OFFLOAD, Compute, Pattern, Step, Transfer
 from ..tensors.bucket import Bucket, FlatSpec, Layout, TensorSpec
 from ..tensors.density import DensityProfile
-from .base import Scheme, State
+from .base import Scheme, State, Traits
 from .compressed import parted
 from .legs import Held, Leg, legs_of
 from .parcels import dtype_of, plain, point_name, room_nbytes, spec_of
@@ -58,8 +58,6 @@ class Route(Scheme[Tensor]):
     compressor: Compressor[Any] | None = None
     ranks_per_node: int = 1
 
-    layout = Layout.FLAT
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.tasks, list | tuple) or not all(isinstance(word, str) for word in self.tasks):
@@ -85,7 +83,6 @@ class Route(Scheme[Tensor]):
             assert self.compressor is not None
             if (why := _illegal(leaf, self.compressor)) is not None:
                 raise ValueError(why)
-        object.__setattr__(self, "exact", not compresses)
 
     @classmethod
     def of(cls, leaf: Leaf, compressor: Compressor[Any] | None = None, ranks_per_node: int = 1) -> Route:
@@ -100,22 +97,21 @@ class Route(Scheme[Tensor]):
     def leaf(self) -> Leaf:
         return _leaf_of(self.tasks)
 
-    @property
-    def carries_flags(self) -> bool:
-        return True
+    @cached_property
+    def traits(self) -> Traits:
+        leaf = self.leaf
+        return Traits(
+            Layout.FLAT,
+            lossy=self.compressor is not None,
+            carries_flags=True,
+            prepares=leaf[0].kind is Kind.COMP and not self.compressor_at(0).traits.agrees,
+            offloads=any(task.choice == OFFLOAD for task in leaf),
+        )
 
     @property
     def title(self) -> str:
         of = f" of {self.compressor.title}" if self.compressor is not None else ""
         return f"{self.name}{of}: {', '.join(self.tasks)}"
-
-    @property
-    def prepares(self) -> bool:
-        return self.leaf[0].kind is Kind.COMP and not self.compressor_at(0).agrees
-
-    @property
-    def offloads(self) -> bool:
-        return any(task.choice == OFFLOAD for task in self.leaf)
 
     def compressor_at(self, point: int) -> Compressor[Any]:
         """Of the compression with this number."""
@@ -142,7 +138,7 @@ class Route(Scheme[Tensor]):
                 compressor that is made for other ranks than compress together.
         """
         legs = self.legs(placement.size**2, placement)
-        expected = None if self.compressor is None else self.compressor.made_for_ranks
+        expected = None if self.compressor is None else self.compressor.traits.made_for_ranks
         if expected is None:
             return
         first = next(leg for leg in legs if leg.task.kind is Kind.COMP)
@@ -202,7 +198,7 @@ class Route(Scheme[Tensor]):
         transit = Transit(self, x, numel, whole, state, group, scale)
         for number, leg in enumerate(legs):
             if leg.task.kind is Kind.COMP:
-                if self.compressor_at(leg.point).agrees:
+                if self.compressor_at(leg.point).traits.agrees:
                     await transit.agree(leg, legs[number + 1])
                 await Work(partial(transit.compress, leg), leg.task.choice, leg.task.word)
             elif leg.task.kind is Kind.DECOMP:
@@ -251,9 +247,9 @@ class Route(Scheme[Tensor]):
 
     @property
     def _most_added(self) -> float:
-        if self.compressor is None or not issubclass(self.compressor.payload, Summand):
+        if self.compressor is None or not issubclass(self.compressor.traits.payload, Summand):
             return 0.0
-        most = self.compressor.most_summands
+        most = self.compressor.traits.most_summands
         return inf if most is None else float(most)
 
     def _check_placement(self, placement: Placement) -> None:
@@ -269,9 +265,9 @@ class Route(Scheme[Tensor]):
         seen: dict[str, int] = {}
         for number, leg in enumerate(legs):
             name = _stage(leg)
-            if leg.task.kind is Kind.COMP and self.compressor_at(leg.point).agrees:
+            if leg.task.kind is Kind.COMP and self.compressor_at(leg.point).traits.agrees:
                 yield _agree_stage(legs[number + 1])
-            if leg.idle or (number == 0 and self.prepares):
+            if leg.idle or (number == 0 and self.traits.prepares):
                 continue
             seen[name] = seen.get(name, 0) + 1
             yield name if seen[name] == 1 else f"{name} {seen[name]}"
@@ -295,7 +291,7 @@ class Route(Scheme[Tensor]):
             compressor = self.compressor_at(leg.point)
             dense_nbytes = first.numel * dtype_of(whole, leg.keep_fp32).itemsize
             specs = [spec_of(whole, piece, leg.point, leg.keep_fp32) for piece in after.pieces]
-            if compressor.agrees:
+            if compressor.traits.agrees:
                 yield Compute(compressor.kernel("observe"), float(dense_nbytes), calls=len(specs))
                 if not following.idle:
                     yield self._agreement(leg, following, whole, size)
@@ -420,14 +416,14 @@ def _at_once(stage: str, leg: Leg, each: Sequence[Transfer], size: int, groups: 
 def _illegal(leaf: Leaf, compressor: Compressor[Any]) -> str | None:
     """Why the compressor's payloads cannot take the route along this leaf."""
     sums = [task.word for task in leaf if task.kind is Kind.COMM_L]
-    if sums and not issubclass(compressor.payload, Summand):
+    if sums and not issubclass(compressor.traits.payload, Summand):
         return (
             f"Route.tasks: no {sums[0]} can sum the payloads of {compressor.title}: use all_gather, or all_to_all and "
             "all_gather"
         )
     for place, task in enumerate(leaf):
         kinds = [other.kind for other in leaf[place + 1 : place + 3]]
-        if compressor.agrees and task.kind is Kind.COMP and kinds != [Kind.COMM_L, Kind.DECOMP]:
+        if compressor.traits.agrees and task.kind is Kind.COMP and kinds != [Kind.COMM_L, Kind.DECOMP]:
             return (
                 f"Route.compressor: {compressor.title} makes payloads for an all-reduce: after each compress there "
                 "must come all_reduce and decompress"

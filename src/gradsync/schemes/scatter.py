@@ -17,7 +17,7 @@ from ..costs.steps import Compute, Pattern, Step, Transfer
 from ..tensors.bucket import Layout, TensorSpec
 from ..tensors.density import DensityProfile
 from ..tensors.sparse import index_dtype
-from .base import Partitioned, State
+from .base import Partitioned, State, Traits
 from .dense import OwnedRange
 from .elements import elements_of, join_parts, nonzeros, part_format, write_parts
 from .formats import PartFormat, PartMessage
@@ -38,7 +38,7 @@ class SparseReduceScatter(Partitioned[Tensor, OwnedRange]):
 
     seed: int = 0  # of the rotations; the same on every rank
 
-    layout = Layout.FLAT
+    traits = Traits(Layout.FLAT)
 
     def __post_init__(self) -> None:
         if type(self.seed) is not int:

@@ -71,6 +71,8 @@ def select(
     timed = [TimedScheme(scheme, seconds(scheme)) for scheme in schemes]
     ordered = tuple(sorted(timed, key=lambda choice: choice.seconds))
     best = next(choice for choice in timed if choice.seconds <= (1 + tolerance) * ordered[0].seconds)
-    present = next((choice for choice in timed if current and choice.scheme.unplanned == current.unplanned), None)
+    present = next(
+        (choice for choice in timed if current and choice.scheme.planned_for(()) == current.planned_for(())), None
+    )
     stays = present is not None and best.seconds > (1 - margin) * present.seconds
     return Selection(ordered, present if stays and present is not None else best)

@@ -16,7 +16,7 @@ from ..costs.cluster import Placement
 from ..costs.steps import Compute, Step
 from ..tensors.bucket import Bucket, Layout, TensorSpec
 from ..tensors.density import DensityProfile
-from .base import Scheme, State
+from .base import Scheme, State, Traits
 from .combine import at_once, in_turns
 from .compressed import CompressedAllGather
 from .dense import AllReduce
@@ -48,14 +48,10 @@ class Shuffled(Scheme[Tensor]):
     relaxations: tuple[tuple[float, ...], ...] = ()
     scheme: Scheme[Any] = AllReduce()
 
-    layout = Layout.FLAT
-    exact = False
-    mixes = True
-
     def __post_init__(self) -> None:
         super().__post_init__()
         inner = self.scheme.inner if isinstance(self.scheme, HalfPrecision) else self.scheme
-        is_exact = isinstance(inner, Scheme) and inner.layout is Layout.FLAT and inner.exact
+        is_exact = isinstance(inner, Scheme) and inner.traits.layout is Layout.FLAT and inner.traits.exact
         if not is_exact and not isinstance(self.scheme, CompressedAllGather):
             raise ValueError(
                 f"{type(self).__name__}.scheme must be for flat buckets and exact, HalfPrecision of such a one, or "
@@ -90,13 +86,9 @@ class Shuffled(Scheme[Tensor]):
     def title(self) -> str:
         return f"{self.name} {self.scheme.title}"
 
-    @property
-    def carries_flags(self) -> bool:
-        return True
-
-    @property
-    def is_lossy(self) -> bool:
-        return self.scheme.is_lossy
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(Layout.FLAT, lossy=self.scheme.traits.lossy, mixes=True, carries_flags=True)
 
     def stages(self, size: int) -> tuple[str, ...]:
         """Those of the largest group; smaller ones that need fewer have empty turns. One rank has them too."""
@@ -133,8 +125,10 @@ class Shuffled(Scheme[Tensor]):
         if len(members) > 1:
             within = group.subgroup(members)
             share_of_one = scale * group.size / within.size
-            if (sent := self.scheme.own_part(x[:numel], inner, share_of_one)) is not None:
-                rest = x[:numel].mul(scale * group.size).sub_(sent, alpha=within.size)
+            if isinstance(self.scheme, HalfPrecision | CompressedAllGather):
+                sent = self.scheme.own_part(x[:numel], inner, share_of_one)
+                if sent is not None:
+                    rest = x[:numel].mul(scale * group.size).sub_(sent, alpha=within.size)
             # Exchange: the mean of the group.
             x, _ = await in_turns(self.scheme.synchronize(x, inner, within, share_of_one), turns)
         else:
@@ -160,7 +154,7 @@ class Shuffled(Scheme[Tensor]):
         within = [self.scheme.steps(specs, profiles, placement.of(group), round) for group in groups]
         exchange = tuple(at_once("group", placement.size, groups, within))
         (spec,) = specs
-        if groups and self.is_lossy:
+        if groups and self.traits.lossy:
             exchange = (Compute("keep_rest", 5.0 * spec.nbytes), *exchange, Compute("add_rest", 3.0 * spec.nbytes))
         if any(share != 1 for share in now.relaxations):
             exchange = (Compute("relax", 2.0 * spec.nbytes), *exchange, Compute("relax", 3.0 * spec.nbytes))

@@ -16,6 +16,7 @@ from .saved import without_state as without_state
 from .slices import CARRIED as CARRIED
 from .slices import Kept as Kept
 from .slices import StateSlice as StateSlice
+from .slices import arrived as arrived
 from .slices import at_step as at_step
 from .slices import carried_residual as carried_residual
 from .slices import carried_slices as carried_slices

@@ -141,8 +141,17 @@ def rescaled(state: Mapping[str, Kept], factor: float) -> dict[str, Kept]:
     }
 
 
+def arrived(state: Mapping[str, Kept], bucket: Bucket) -> list[tuple[int, int]] | None:
+    """Returns the sections of the bucket's elements that the step to this state summed; None: all of them.
+
+    A state of a part of the bucket, which other ranks do not know, does not count.
+    """
+    parts = (part for kept in state.values() if not isinstance(kept, Tensor) for part in kept)
+    return next((part.arrived for part in parts if part.spec.numel == bucket.numel), None)
+
+
 def without(state: Mapping[str, Kept], before: Mapping[str, Kept], names: Collection[str]) -> dict[str, Kept]:
-    """The next state, but for these parameters what was kept before: their result was given to nobody."""
+    """Returns the next state if no rank used these parameters: of them it keeps what it kept before."""
     return {point: _without(kept, before[point], names) for point, kept in state.items()}
 
 
@@ -301,7 +310,9 @@ def _without(kept: Kept, before: Kept, names: Collection[str]) -> Kept:
 
 
 def _part_without(state: CompressorState, before: CompressorState, names: Collection[str]) -> CompressorState:
-    offset = 0
+    state, offset = state.unused(names), 0
+    if not names:
+        return state
     elements = {name: values.clone() for name, values in state.elements.items()}
     for segment in state.spec.segments:
         if segment.name in names:

@@ -94,7 +94,7 @@ def flat_schemes(candidates: Sequence[SchemeOrCompressor]) -> list[Scheme[Any]]:
             schemes += [] if candidate.compressor is None else ways(candidate.compressor)
         elif isinstance(candidate, Compressor):
             schemes += ways(candidate)
-        elif isinstance(candidate, Scheme) and candidate.layout is Layout.FLAT:
+        elif isinstance(candidate, Scheme) and candidate.traits.layout is Layout.FLAT:
             schemes.append(candidate)
         else:
             raise ValueError(f"candidates must be compressors, or schemes of flat buckets, got {candidate!r}")
@@ -104,7 +104,11 @@ def flat_schemes(candidates: Sequence[SchemeOrCompressor]) -> list[Scheme[Any]]:
 def _adding(candidates: Sequence[SchemeOrCompressor]) -> list[Route]:
     """Returns one route that adds payloads on their way, if a candidate can; one costs what all such routes do."""
     compressors = [candidate for candidate in candidates if isinstance(candidate, Compressor)]
-    able = [c for c in compressors if issubclass(c.payload, Summand) and not c.agrees and c.most_summands is None]
+    able = [
+        c
+        for c in compressors
+        if issubclass(c.traits.payload, Summand) and not c.traits.agrees and c.traits.most_summands is None
+    ]
     return [Route(("compress@compute", "all_to_all", "all_gather", "decompress@compute"), c) for c in able[:1]]
 
 

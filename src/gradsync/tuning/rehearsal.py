@@ -40,7 +40,7 @@ def rehearse(schemes: Sequence[Scheme[Any]]) -> list[Sample]:
     """Returns the samples of each scheme for sparse data of several sizes: tables, or flat buckets."""
     samples: list[Sample] = []
     for scheme in schemes:
-        for inputs, specs, profile in _buckets() if scheme.layout is Layout.FLAT else _tables():
+        for inputs, specs, profile in _buckets() if scheme.traits.layout is Layout.FLAT else _tables():
             fitting = scheme.planned_for([profile])
             computed = parts(fitting.steps(specs, (profile,), Placement.one_per_node(RANKS)))
             samples += _samples(computed, segments_s(fitting, inputs))
@@ -58,7 +58,7 @@ def rehearse_dense(schemes: Sequence[Scheme[Any]], numel: int) -> list[Sample]:
     samples: list[Sample] = []
     for scheme in schemes:
         bucket = Bucket(
-            "rehearsal", (Segment("matrix", 0, matrix.numel),), (matrix,), Layout.FLAT, scheme.carries_flags
+            "rehearsal", (Segment("matrix", 0, matrix.numel),), (matrix,), Layout.FLAT, scheme.traits.carries_flags
         )
         (flat,) = bucket.specs
         ranks = _ranks(scheme)
@@ -121,7 +121,7 @@ def _ranks(scheme: Scheme[Any]) -> int:
     compressor = scheme.compressor if isinstance(scheme, Compressed | Route) else None
     if compressor is None:
         return RANKS
-    return compressor.made_for_ranks or min(compressor.most_summands or RANKS, RANKS)
+    return compressor.traits.made_for_ranks or min(compressor.traits.most_summands or RANKS, RANKS)
 
 
 def _tables() -> Iterator[tuple[list[Tables], tuple[TensorSpec, ...], DensityProfile]]:

@@ -123,7 +123,7 @@ def run_compress(spec: CompressSpec, on_event: Callable[[dict[str, Any]], None])
 
 def encoded(compressor: Compressor[Any], x: Tensor, state: CompressorState) -> tuple[Any, CompressorState]:
     """As one rank alone does it: what ranks agree on is its own."""
-    agreed = compressor.observe(x, state) if compressor.agrees else None
+    agreed = compressor.observe(x, state) if compressor.traits.agrees else None
     return compressor.compress(x, replace(state, agreed=agreed))
 
 
@@ -179,7 +179,7 @@ def times(
             "data": DATA,
             "moved_bytes": moved,
             "copy_bytes_per_s": 1 / float(np.median(copies)),
-            "payload": bare.payload.__name__,
+            "payload": bare.traits.payload.__name__,
         }
         records.append(
             Record(
@@ -278,7 +278,7 @@ def break_even_ranks(compressor: Compressor[Any], flat: FlatSpec) -> float | Non
 
     None for what is summed by an all-reduce: its bytes do not grow with the ranks.
     """
-    if issubclass(compressor.payload, Summand):
+    if issubclass(compressor.traits.payload, Summand):
         return None
     return 2 * BITS_OF_LINE / (8 * compressor.nbytes(flat) / flat.numel)
 

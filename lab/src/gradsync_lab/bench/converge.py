@@ -29,6 +29,7 @@ from gradsync.planner import default_plan
 from gradsync.planner.named import DENSE_SCHEMES, SCHEMES_IN_WORDS, PlanMaker, fit_optimizer, is_lossy, lossy_planner
 from gradsync.plans.plan import Plan
 from gradsync.schemes import coarse_names as coarse
+from gradsync.state import arrived as arrived_of
 from gradsync.tensors.arrivals import Arrival, Arrivals
 from gradsync.tensors.bucket import Layout, TensorSpec
 from gradsync.tensors.density import ParameterProfile
@@ -288,7 +289,7 @@ class Ranks:
                 ]
             )
             self._states[number] = [state for _, state in done]
-            arrived.append(Arrival(bucket, scheme.arrived(done[0][1]), scheme.freezes))
+            arrived.append(Arrival(bucket, arrived_of(done[0][1], bucket), scheme.traits.freezes))
             parts = done[0][0][: bucket.numel].split([segment.numel for segment in bucket.segments])
             for name, part in zip(bucket.names, parts, strict=True):
                 means[name] = part.view_as(gradients[0][name])

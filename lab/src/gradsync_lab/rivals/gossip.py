@@ -19,7 +19,7 @@ from gradsync.compressors import CompressorState
 from gradsync.compressors.expressions import register
 from gradsync.costs.cluster import Placement
 from gradsync.costs.steps import Compute, Step, Transfer
-from gradsync.schemes.base import Scheme, State
+from gradsync.schemes.base import Scheme, State, Traits
 from gradsync.tensors.bucket import Bucket, Layout, TensorSpec
 from gradsync.tensors.density import DensityProfile
 
@@ -38,9 +38,7 @@ class Gossip(Scheme[Tensor]):
 
     distances: tuple[tuple[int, ...], ...]
 
-    layout = Layout.FLAT
-    exact = False
-    mixes = True
+    traits = Traits(Layout.FLAT, mixes=True, carries_flags=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,14 +54,6 @@ class Gossip(Scheme[Tensor]):
     @classmethod
     def one_peer_exponential(cls, size: int) -> Gossip:
         return cls(tuple((1 << power,) for power in range(max((size - 1).bit_length(), 1))))
-
-    @property
-    def is_lossy(self) -> bool:
-        return False
-
-    @property
-    def carries_flags(self) -> bool:
-        return True
 
     def mixing(self, size: int, round: int) -> Matrix:
         """Returns the mixing matrix W of the round among `size` ranks, (size, size) float64."""

@@ -18,7 +18,7 @@ from gradsync.comm import Group
 from gradsync.compressors.expressions import register
 from gradsync.costs.cluster import Placement
 from gradsync.costs.steps import Compute, Pattern, Step, Transfer
-from gradsync.schemes.base import Scheme, State
+from gradsync.schemes.base import Scheme, State, Traits
 from gradsync.schemes.elements import Sums, counts_in, elements_of, nonzeros
 from gradsync.schemes.formats import PartFormat, PartMessage
 from gradsync.tensors.bucket import Layout, TensorSpec
@@ -46,7 +46,7 @@ class OkTopkLike(Scheme[Tensor]):
 
     bins: int = 64  # per owner: a region is within about a 64th of its share where bins are alike
 
-    layout = Layout.FLAT
+    traits = Traits(Layout.FLAT)
 
     def __post_init__(self) -> None:
         if type(self.bins) is not int or self.bins < 1:

@@ -210,7 +210,7 @@ def bytecomp_plans(job: Job, constraints: Constraints) -> list[Plan]:
         for route in found
         if not any(task.kind is Kind.COMM_L for task in route.leaf) and [t.kind for t in route.leaf] != [Kind.COMM]
     ]
-    compressing = [route for route in on_device if not route.exact]
+    compressing = [route for route in on_device if not route.traits.exact]
     if not compressing:
         raise ValueError(f"ByteComp has no leaf for {compressor.title}, whose payloads an all-reduce must sum")
     on_host = [Route.of(tuple(map(_offloaded, route.leaf)), compressor, route.ranks_per_node) for route in compressing]
@@ -307,7 +307,7 @@ def _formulated(job: Job, constraints: Constraints, schemes: Sequence[Route]) ->
 
 
 def _lossy_ways(job: Job, constraints: Constraints) -> list[Way]:
-    found = [way for way in ways_of(job, constraints) if not way.scheme.exact]
+    found = [way for way in ways_of(job, constraints) if not way.scheme.traits.exact]
     if not found:
         names = ", ".join(map(str, constraints.lossy)) or "nothing"
         raise ValueError(f"no gradient of the job may be compressed; allowed is {names}, within {constraints}")

@@ -18,7 +18,7 @@ from gradsync.compressors.expressions import register
 from gradsync.costs.cluster import Placement
 from gradsync.costs.steps import Compute, Step, Transfer
 from gradsync.kernels.hierarchy import HashMemory
-from gradsync.schemes.base import Scheme, State
+from gradsync.schemes.base import Scheme, State, Traits
 from gradsync.schemes.elements import counts_in, elements_of, nonzeros
 from gradsync.schemes.formats import PartFormat
 from gradsync.schemes.hash_lists import owned_by_hash
@@ -57,7 +57,7 @@ class ZenHash(Scheme[Tensor]):
     seed: int = 0  # for all hashes; the same on every rank
     expected: int = 0  # non-zeros that a rank's memory has room for; 0: as many as the rank has in a step
 
-    layout = Layout.FLAT
+    traits = Traits(Layout.FLAT)
 
     def __post_init__(self) -> None:
         if type(self.seed) is not int:
@@ -65,13 +65,9 @@ class ZenHash(Scheme[Tensor]):
         if type(self.expected) is not int or self.expected < 0:
             raise ValueError(f"ZenHash.expected must be a whole number from 0 on, got {self.expected!r}")
 
-    @property
-    def unplanned(self) -> ZenHash:
-        return replace(self, expected=0)
-
     def planned_for(self, profiles: Sequence[DensityProfile]) -> ZenHash:
-        """Returns the scheme with memory for the measured density, as the paper sizes it."""
-        return replace(self, expected=math.ceil(profiles[0].rows)) if profiles else self
+        """Returns the scheme with memory for the measured density, as the paper has it; without a profile for any."""
+        return replace(self, expected=math.ceil(profiles[0].rows) if profiles else 0)
 
     def stages(self, size: int) -> tuple[str, ...]:
         return ("push", "pull")
