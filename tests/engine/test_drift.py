@@ -8,7 +8,7 @@ from gradsync.engine.drift import LOOK_STEPS, WINDOW_STEPS, Drift
 
 
 def looks(drift: Drift, seconds: float, steps: int) -> list[bool]:
-    """Returns the verdicts on steps of these times."""
+    """Returns the verdicts of all looks at `steps` steps of `seconds` each."""
     verdicts = []
     for _ in range(steps):
         if drift.step_ended(seconds):

@@ -55,7 +55,7 @@ def train(model: nn.Module, optimizer: Optimizer, seed: int, shape: tuple[int, .
 
 
 def everyones(tensors: list[Tensor]) -> Tensor:
-    """Returns the tensors of all ranks, (ranks, elements)."""
+    """Returns the tensors of all ranks, concatenated, (ranks, elements)."""
     mine = torch.cat([t.detach().reshape(-1) for t in tensors])
     found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(found, mine)

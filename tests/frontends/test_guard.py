@@ -207,7 +207,7 @@ def test_models_that_were_made_the_same_again_have_not_drifted(world: World) -> 
 
 
 def growing() -> tuple[int, list[str]]:
-    """Makes rank 1's scale differ by 1e-6, and by half as much again in each step."""
+    """Makes rank 1's scale drift by 1e-6, and by half as much again in each step; returns the warnings."""
     with warnings_of_the_guard() as told:
         model, optimizer, handle = attached(verify_every=1)
         for number in range(14):

@@ -159,7 +159,7 @@ def test_all_ranks_raise_when_the_first_is_through(world: World, way: str) -> No
 
 
 def forward_without_backward() -> str:
-    """Runs in a process group of its own, in which a message of `Join` is left over."""
+    """Runs forwards without backwards inside `join`, in a group of its own (a message stays); returns the error."""
     model, joinable = made("attach", Perceptron, process_group=dist.new_group())
     try:
         with joinable.join():
@@ -261,7 +261,7 @@ def test_what_join_asks_for_it_asks_for_inside_only(world: World, way: str) -> N
 
 
 def unused_inside() -> str:
-    """Runs in a process group of its own, in which a message of `Join` is left over."""
+    """Leaves parameters unused inside `join`, in a group of its own (a message stays); returns the error."""
     model = gradsync.DistributedDataParallel(Branches(), process_group=dist.new_group(), timeout=20)
     try:
         with model.join():
