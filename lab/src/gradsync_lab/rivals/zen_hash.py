@@ -123,10 +123,13 @@ class ZenHash(Scheme[Tensor]):
         )
 
     def memory_nbytes(self, flat: TensorSpec, rows: float, size: int) -> int:
-        """Returns bytes that a rank with `rows` non-zeros needs besides gradient and messages: all owners' memory, and
-        the lists.
+        """Returns bytes of the owners' memory and the lists, which a rank needs besides gradient and messages.
 
         The lists of owned elements are kept from step to step and shared by all buckets of a length.
+
+        Args:
+            rows: the rank's non-zeros.
+            size: number of ranks.
         """
         memory = self._memory(rows, size)
         slots = size * (memory.slots + memory.serial)
