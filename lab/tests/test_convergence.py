@@ -1,4 +1,4 @@
-"""The figures of docs/convergence.md are those of the schedules, and its bounds those of simulated training."""
+"""The figures of docs/convergence.md are those of the schedules, and its bounds hold in simulated training."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ every_schedule = pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCH
 
 
 def table(*columns: str) -> list[tuple[str, ...]]:
-    """The rows of the page's table with these columns, by their text."""
+    """Returns the rows of the page's table with these columns, as text."""
     lines = PAGE.read_text(encoding="utf-8").splitlines()
     rows = lines[lines.index(f"| {' | '.join(columns)} |") + 2 :]
     end = next(number for number, line in enumerate(rows) if not line.startswith("|"))
@@ -47,7 +47,7 @@ def table(*columns: str) -> list[tuple[str, ...]]:
 
 
 def named(cell: str) -> GroupSchedule:
-    """The schedule that the first cell of a row makes."""
+    """Returns the schedule that the first cell of a row names."""
     found = eval(cell.strip("`"), vars(shuffle))
     assert isinstance(found, GroupSchedule)
     return found
@@ -108,7 +108,7 @@ def test_the_pages_spreads_with_momentum_are_those_of_schedules() -> None:
 
 
 def spread_with_momenta(schedule: GroupSchedule, momenta: GroupSchedule, momentum: float = 0.9) -> float:
-    """Of values that the one mixes, while the other mixes momenta: by what rounds make of the covariance of both."""
+    """Returns the spread of values mixed by one schedule with momenta mixed by another, from the rounds' covariance."""
     n, rounds = schedule.size, len(momenta.rounds)
     apart = np.eye(n) - 1 / n
     covariance, found = np.zeros((2 * n, 2 * n)), []
@@ -149,7 +149,7 @@ def trained(
     noise: float = 1.0,
     seed: int = 0,
 ) -> Iterator[Array]:
-    """What the ranks have after each round of SGD: (ranks, copies), from `start` on all of them."""
+    """Returns the ranks' parameters after each round of SGD, (ranks, copies), from `start` on all ranks."""
     rng, mixings = np.random.default_rng(seed), [each.mixing for each in rounds]
     x = np.tile(start, (len(mixings[0]), 1))
     v = np.zeros_like(x)
@@ -162,7 +162,7 @@ def trained(
 
 
 def apart(x: Array) -> float:
-    """The sum over the ranks of the squared distance to their mean, as a mean over copies."""
+    """Returns the sum over the ranks of the squared distance to their mean, as a mean over copies."""
     return float(((x - x.mean(axis=0)) ** 2).sum(axis=0).mean())
 
 
@@ -220,7 +220,7 @@ def clipped(x: Array) -> Array:
 
 @pytest.mark.parametrize(("momentum", "averaged"), [(0.0, False), (0.9, False), (0.9, True)])
 def test_the_mean_makes_the_steps_of_one_group_as_long_as_they_are_linear(momentum: float, averaged: bool) -> None:
-    """Noise comes on top of what is clipped here, so all that differs between the runs is where gradients are taken."""
+    """Noise is added after clipping, so the runs differ only in where gradients are taken."""
 
     def means(schedule: GroupSchedule, gradient: Gradient) -> Array:
         run = trained(schedule.rounds, gradient, 0.2, 60, 0 * CURVATURES + 1, momentum=momentum, averaged=averaged)
@@ -234,7 +234,7 @@ def test_the_mean_makes_the_steps_of_one_group_as_long_as_they_are_linear(moment
 
 
 def depth(schedule: GroupSchedule) -> float:
-    """The page's D."""
+    """Returns the page's constant D."""
     found = []
     for last in range(len(schedule.rounds)):
         product, total, norm = np.eye(schedule.size), 0.0, 1.0

@@ -1,4 +1,4 @@
-"""Simulated workers of a parameter server push gradients of what they pulled, in turns."""
+"""Simulated workers of a parameter server take turns in pushing gradients at the parameters that they pulled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gradsync_lab.workloads import load
 
 
 class Scales(nn.Module):
-    """Three numbers, beside which one normalisation sees the batch."""
+    """A model of three numbers and a normalisation that sees the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,10 @@ class Scales(nn.Module):
 
 
 class Quadratic:
-    """A workload whose gradient is where the model is, plus the worker's number; it notes who takes a batch."""
+    """A workload whose gradient is the model's parameters plus the worker's number.
+
+    The workload records which worker takes a batch.
+    """
 
     def __init__(self, kind: type[Optimizer] = SGD, **settings: Any) -> None:
         self.kind, self.settings = kind, {"lr": 0.5, **settings}
@@ -68,7 +71,7 @@ def test_gradients_are_those_where_their_worker_pulled_last(momentum: float) -> 
 
 
 def test_adagrad_has_the_sums_of_mean_gradients() -> None:
-    """At a rate that is not divided, of gradients that are."""
+    """Adagrad's rate is not divided, but its gradients are."""
     workload, ranks = Quadratic(Adagrad, initial_accumulator_value=0.1), 3
     model = after(workload, 4, ranks=ranks)
     served, sums = Scales().weight.detach(), torch.full((3,), 0.1)

@@ -1,4 +1,4 @@
-"""Names of methods that plan: a lossy way and whose search is behind it, or a clear error."""
+"""Names of planning methods are split into a lossy way and a search, or give a clear error."""
 
 from __future__ import annotations
 
@@ -52,8 +52,11 @@ def test_a_name_is_a_lossy_way_and_a_search(name: str, expected: Parted | None) 
         ("topk0.01_cuts2.5", "a whole number of buckets from 1 on, got '2.5'"),
         ("topk0.01_cuts-1", "a whole number of buckets from 1 on, got '-1'"),
         ("topk7_cuts", r"TopK.ratio must be in \(0, 1\], got 7"),
-        ("signum_secopa", "the optimiser's learning rate is one for votes, which what secopa leaves dense are not"),
-        ("powersgd2_bytecomp", "powersgd2 is a scheme and has no payloads for others to carry; bytecomp needs some"),
+        (
+            "signum_secopa",
+            "signum needs a learning rate for votes, which does not suit the gradients that secopa leaves dense",
+        ),
+        ("powersgd2_bytecomp", "powersgd2 is a scheme without payloads; bytecomp needs a compressor"),
         ("nothing_cuts", r"unknown method 'nothing_cuts'; .* searches: NAME_layerwise, .* NAME_cutsY with exactly Y"),
     ],
 )

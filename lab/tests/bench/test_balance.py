@@ -1,4 +1,4 @@
-"""Imbalance of owner maps: as Zen defines it, measured on what the maps themselves say, and the promises about it."""
+"""The imbalance of owner maps is Zen's, is measured on the maps' own output, and is within the promised bounds."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def table(rows: int, dim: int, *of_ranks: list[int]) -> Gradient:
 
 @pytest.fixture(scope="module")
 def records() -> list[Record]:
-    """Of so many draws that 0.01 is more than three standard errors of what is compared."""
+    """Returns records over enough draws that 0.01 is more than three standard errors of the compared figures."""
     return run_balance(BalanceSpec((), elements=4 * UNIT, ranks=(8,), repeats=40), lambda event: None)
 
 

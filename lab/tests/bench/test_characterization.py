@@ -1,4 +1,4 @@
-"""The cost of a look at gradients is measured beside the step that made them."""
+"""The cost of examining gradients is measured together with the step that made them."""
 
 from __future__ import annotations
 

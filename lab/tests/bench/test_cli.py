@@ -79,7 +79,7 @@ def test_wrong_options_end_with_a_message(arguments: tuple[str, ...], message: s
 
 
 def unboxed(text: str) -> str:
-    """A message out of the box that is drawn around it, which breaks its lines."""
+    """Removes the box around a message, whose lines the box breaks."""
     return " ".join(text.replace("\N{BOX DRAWINGS LIGHT VERTICAL}", " ").split())
 
 

@@ -1,4 +1,4 @@
-"""Simulated ranks learn what real ones would: the mean of their gradients, what compressors leave out fed back."""
+"""Simulated ranks learn as real ones do: from the mean of their gradients, with error feedback."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RANKS, STEPS = 2, 4
 
 @pytest.fixture(scope="module")
 def task() -> Workload:
-    """A table with sparse gradients, and dense layers."""
+    """Returns a workload with a sparse table and dense layers."""
     return load("deepfm", data="zipf", dim=4, batch_size=64)
 
 
@@ -43,7 +43,7 @@ def test_losses_are_those_of_the_method_and_come_out_the_same_again(task: Worklo
 
 
 class Inline:
-    """Runs at once what a process would."""
+    """An executor that runs in this process."""
 
     def __enter__(self) -> Inline:
         return self

@@ -1,4 +1,4 @@
-"""`bench train --grid`: every workload on every link in one command; what is finished stays."""
+"""`bench train --grid` runs every workload on every link in one command, and keeps finished records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels beside their definitions: what the records say, and that they say nothing of results that differ."""
+"""Records of kernels have their times, and none where a kernel's results differ from its definition."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gradsync_lab.report.record import Record
 from tests.kernels.on_device import DEVICE, needs_triton
 
 SMALL = {"size": 3_000, "nnz": 500, "density": 0.05}
-BYTES = {  # what must be read and written at the least: indices, values, both outputs, ...
+BYTES = {  # the least bytes to read and write: indices, values, both outputs, ...
     "join_columns": 2 * 500 * 512 * 4,
     "count_bits": -(-3_000 // 64) * 8,
 }
@@ -29,7 +29,7 @@ BYTES = {  # what must be read and written at the least: indices, values, both o
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every kernel once, with little to do."""
+    """Runs every kernel once, on small inputs."""
     once = dict(CASES)
     cases = tuple((kernel, {k: SMALL.get(k, v) for k, v in params.items()}) for kernel, params in once.items())
     monkeypatch.setattr(kernels, "CASES", cases)
@@ -116,7 +116,7 @@ def test_a_kernel_that_differs_from_its_definition_has_no_times() -> None:
     assert record.subject_s is None and record.ratio is None
 
 
-EVEN = 1 << 16  # what the usual ways divide
+EVEN = 1 << 16  # a size that the usual code can divide evenly
 USUAL = [
     (kernel, params | {"size": EVEN} | ({"sections": 4} if "sections" in params else {}))
     for kernel, params in CASES
@@ -140,7 +140,9 @@ def test_what_torch_is_timed_by_does_what_the_kernel_does(kernel: str, params: d
 
 
 def written(kernel: str, params: dict[str, Any], work: Work, run: Callable[[], object]) -> list[torch.Tensor]:
-    """What a run writes, float64: of choices in any order, of codes as levels, of random rotations the norm."""
+    """Returns a run's results as float64 in a comparable form: choices sorted, codes as levels, random rotations as
+    norms.
+    """
     for out in work.outs:
         out.zero_()
     run()
@@ -153,7 +155,7 @@ def written(kernel: str, params: dict[str, Any], work: Work, run: Callable[[], o
         bits, codes = params["bits"], work.outs[0]
         planes = [codes >> shift & (2**bits - 1) for shift in range(0, 8, bits)]
         return [codes.view(torch.int8).double() if bits == 8 else torch.cat(planes).double(), outs[1]]
-    if kernel == "quantize":  # numbers of 8 bits follow each other as their magnitudes do
+    if kernel == "quantize":  # codes of 8 bits have the order of their magnitudes
         return [(work.outs[0] & 0x7F).double(), (work.outs[0] >> 7).double(), outs[1]]
     return outs
 

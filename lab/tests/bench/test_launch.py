@@ -1,4 +1,4 @@
-"""Ranks of a run: what they write comes back, and a failure is told by its cause, soon."""
+"""Results of a run's ranks come back, and a failure is reported soon and by its cause."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ run_ranks(Loopback(2), 2, "program_of_ranks", sys.argv[1], print)
 
 @pytest.fixture
 def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Runs this code as two ranks on loopback; what they wrote, and the events."""
+    """Returns a function that runs code as two ranks on loopback, and returns their results and events."""
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)
 
@@ -85,7 +85,7 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[Any]]:
-    """The processes of the ranks."""
+    """Records the processes of the ranks."""
     processes: list[subprocess.Popen[Any]] = []
     spawn = Loopback.spawn
 
@@ -194,7 +194,7 @@ def wait_until(condition: Callable[[], bool], patience_s: float = 90.0) -> None:
 
 
 def runs(pid: int) -> bool:
-    """Whether the process is there and no zombie, which nobody may collect here."""
+    """Whether the process exists and is no zombie, as zombies may not be collected here."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
     except OSError:

@@ -1,4 +1,4 @@
-"""The peak of tensors' memory is that of those alive together, without what was there before."""
+"""The peak memory counts tensors that are alive together, without those that existed before."""
 
 from __future__ import annotations
 

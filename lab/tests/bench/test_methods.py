@@ -1,4 +1,4 @@
-"""Every method leaves synchronised gradients, the exact ones DDP's, the lossy ones close to them; or parameters."""
+"""Every method synchronises gradients or parameters: exact ones equal DDP's, lossy ones are close."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ AVERAGING = (
     "one_peer_exponential",
 )  # parameters, not gradients
 
-# Largest difference from DDP's gradients as a share of the largest gradient: half an ulp of 8 and of 11 bits for the
-# rank's value and again for the sum; 8 bits have one scale for all tensors; PowerSGD keeps a rank and feeds the rest
-# back.
+# Largest difference from DDP's gradients over the largest gradient: half an ulp of 8 and of 11 bits for the rank's
+# value and again for the sum; 8 bits have one scale for all tensors; PowerSGD keeps a rank and feeds the rest back.
 LOSSY = {
     "ddp_bf16": 2**-7, "ddp_sparse_bf16": 2**-7, "bf16": 2**-7, "ddp_fp16": 2**-9, "fp16": 2**-9, "ddp_int8": 2**-6,
     **dict.fromkeys(SWEEPS["ddp_16bit"], 2**-7),
@@ -39,7 +38,7 @@ LOSSY = {
 
 
 class Tiny(nn.Module):
-    """A table, a layer and a bias."""
+    """A model of a table, a layer and a bias."""
 
     def __init__(self, *, sparse: bool) -> None:
         super().__init__()
@@ -53,7 +52,7 @@ class Tiny(nn.Module):
 
 
 def gradients(model: nn.Module, inner: nn.Module) -> dict[str, Tensor]:
-    """Dense gradients after the last of a few steps, each rank with rows of its own."""
+    """Returns dense gradients after the last of a few steps; each rank trains on its own rows."""
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
         model.zero_grad()
@@ -63,7 +62,7 @@ def gradients(model: nn.Module, inner: nn.Module) -> dict[str, Tensor]:
 
 @quickly()
 def differences(name: str) -> tuple[float, list[bool], bool]:
-    """Largest relative difference from DDP, which gradients are sparse, whether all ranks have the same."""
+    """Returns the largest relative difference from DDP, which gradients are sparse, and whether all ranks are equal."""
     expected = gradients(DistributedDataParallel(reference := Tiny(sparse=False)), reference)
     inner = Tiny(sparse=method(name).sparse)
     torch_sparse = patch.object(dist, "new_group", return_value=new_oracle_group())
@@ -86,7 +85,7 @@ def differences(name: str) -> tuple[float, list[bool], bool]:
 
 @quickly()
 def averaged(name: str) -> bool:
-    """Whether all ranks have the same parameters after steps by gradients of their own."""
+    """Whether all ranks have the same parameters after steps on different gradients."""
     inner = Tiny(sparse=method(name).sparse)
     optimizer = SGD(inner.parameters(), lr=0.1)
     _, attachment = method(name).wrap(inner, optimizer, timedelta(seconds=20))

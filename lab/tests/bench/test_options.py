@@ -1,4 +1,4 @@
-"""Options on the command line have the type that the workload declares, reach every rank, and stand in the records."""
+"""Command-line options have the type that the workload declares, reach every rank, and are in the records."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SMALL_LSTM = ("data=zipf", "vocabulary=2000", "num_negatives=128", "negatives=sh
 
 @dataclass(frozen=True, kw_only=True)
 class Typed(Dense160):
-    """An option of each type."""
+    """A workload with an option of each type."""
 
     name: ClassVar[str] = "typed"
 

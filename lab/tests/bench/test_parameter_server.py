@@ -1,4 +1,4 @@
-"""Parameter servers add up what workers push, let them go on as they say, and post-local SGD averages when it says."""
+"""Parameter servers add up pushes and keep the staleness bound, and post-local SGD averages in the right steps."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def perceptron() -> nn.Module:
 
 
 def in_two_groups(kind: type[Optimizer], model: nn.Module) -> Optimizer:
-    """Rates differ, and the second group comes first in the model."""
+    """Returns an optimiser of two groups with different rates; the second group comes first in the model."""
     first, *others = model.parameters()
     groups = [{"params": others}, {"params": [first], "lr": 0.5}]
     return kind(groups, lr=0.1, **SETTINGS[kind])  # type: ignore[call-arg]
@@ -64,7 +64,7 @@ def everyones(tensor: Tensor) -> list[Tensor]:
 
 
 def pushes_of_one_worker(kind: type[Optimizer]) -> None:
-    """By stripes that cut tensors and groups; the other workers make no step at all."""
+    """Checks pushes to stripes that cut tensors and groups; the other workers take no step."""
     model, size = perceptron(), dist.get_world_size()
     twin = copy.deepcopy(model)
     handle = ParameterServers(model, optimizer := in_two_groups(kind, model), TIMEOUT)
@@ -94,7 +94,7 @@ def test_servers_step_as_the_optimizer_would_and_nobody_waits_for_workers(
 
 
 def pushes_add_up(staleness: int | None) -> list[Tensor]:
-    """In numbers that are exact, whatever the order."""
+    """Returns parameters after pushes of numbers whose sums are exact in any order."""
     rank, size, steps = dist.get_rank(), dist.get_world_size(), 8
     model = nn.Linear(5, 3)
     nn.init.constant_(model.weight, 8.0)
@@ -145,7 +145,7 @@ def test_after_a_consensus_all_have_one_model(world: Worlds, name: str, size: in
 
 
 def steps_of_one_alone(staleness: int) -> tuple[int, str]:
-    """Until it has to wait."""
+    """Trains one worker alone until it has to wait; returns its steps and the error."""
     model = perceptron()
     optimizer = SGD(model.parameters(), lr=0.1)
     handle = ParameterServers(model, optimizer, timedelta(seconds=2), staleness=staleness)
@@ -173,7 +173,7 @@ def test_a_worker_waits_where_its_lead_would_exceed_the_bound(world: Worlds, sta
 
 
 def leads_of_workers(staleness: int, steps: int) -> int:
-    """The largest lead of this worker after a step; others count themselves before they push."""
+    """Returns this worker's largest lead after a step; other workers count themselves before they push."""
     rank, size = dist.get_rank(), dist.get_world_size()
     store = distributed_c10d._get_default_store()
     model = nn.Linear(3, 2)
@@ -247,7 +247,7 @@ def test_what_servers_cannot_step_is_refused(world: Worlds) -> None:
 
 
 class Sleeping(Optimizer):
-    """As of an emulated workload."""
+    """An optimiser as of an emulated workload."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.0})
@@ -272,7 +272,7 @@ def test_steps_that_are_emulated_move_nothing(world: Worlds) -> None:
 
 
 def local_steps_after_others(every: int) -> list[bool]:
-    """After which steps all ranks have the same parameters."""
+    """Returns, for each step, whether all ranks have the same parameters after it."""
     model = nn.Linear(6, 3)
     optimizer = SGD(model.parameters(), lr=0.1)
     handle = PostLocalSGD(model, optimizer, TIMEOUT, every=every)

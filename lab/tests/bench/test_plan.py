@@ -1,4 +1,6 @@
-"""`bench plan`: searches beside ByteComp's on the papers' models, and beside the best of all plans of small ones."""
+"""`bench plan` compares searches with ByteComp's on the papers' models, and with the best of all plans on small
+problems.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The time to a loss: steps as they are counted, times the seconds of a timed run."""
+"""The time to a loss is counted steps times the seconds of a timed run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPTIONS = {"batch_size": 8, "data": "digits"}
 
 
 def timed(subject: str, median_s: float, workload: str = "resnet8", **changes: Any) -> Record:
-    """A training step beside DDP's of 2 s."""
+    """Returns a record of training steps against DDP's of 2 s."""
     task = load(workload, **OPTIONS)
     return Record(
         case="train",
@@ -66,7 +66,7 @@ def test_who_learns_like_a_method() -> None:
 
 
 def test_steps_are_those_of_training() -> None:
-    """The first evaluation is that of as many steps, and nothing is looked at beyond the most."""
+    """The first evaluation is after `every` steps, and no step is evaluated after `most_steps`."""
     loss = trained(load("resnet8", **OPTIONS), "dense", seed=1, steps=3, ranks=2)["loss"]
     spec = ReachSpec(loss, "ddp", every=3, most_steps=3)
     assert steps_to("resnet8", OPTIONS, Learner("dense"), 1, 2, spec) == 3
@@ -77,7 +77,10 @@ def test_steps_are_those_of_training() -> None:
 
 
 def test_times_are_steps_by_seconds(tmp_path: Path) -> None:
-    """A method that learns as the baseline takes the ratio of their steps; what nothing learns alike is left out."""
+    """A method that learns as the baseline has the ratio of their step times.
+
+    Methods that nothing learns alike are left out.
+    """
     records = [
         timed("ddp_bf16", 1.0),
         timed("bf16", 0.5),
@@ -100,7 +103,7 @@ def test_times_are_steps_by_seconds(tmp_path: Path) -> None:
 
 
 def test_whole_runs_take_the_steps_that_are_counted() -> None:
-    """On loopback, as the timed run was: seconds are real, and replicas are those of the ranks."""
+    """Whole runs are on loopback, as the timed run: seconds are real, and simulated replicas learn as the ranks."""
     pairs = to_expression(Shuffled.by(resting(together(2), 2)))
     records = [timed("local_sgd2", 1.0, "alexnet", link=LOOPBACK, mixes_by=pairs, baseline_method="ddp_1mb")]
     loss = trained(load("alexnet", **OPTIONS), "dense", seed=0, steps=6, ranks=2)["loss"] * 1.001
@@ -129,7 +132,7 @@ def test_what_cannot_be_trained_whole_is_refused() -> None:
 
 
 def test_whole_runs_that_fail_are_said_and_cost_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that do not reach the loss, too; bounds are held against products alone."""
+    """Runs that do not reach the loss are reported too; bounds apply to products only."""
     records = [timed("local_sgd2", 1.0, baseline_method="ddp_1mb", scenario="racks", nodes=4)]
     spec = ReachSpec(1e3, "ddp", seeds=1, every=1, most_steps=1, whole=("ddp", "local_sgd2"))
 
@@ -156,7 +159,7 @@ def test_whole_runs_that_fail_are_said_and_cost_nothing_else(monkeypatch: pytest
 
 
 def test_a_part_of_a_whole_run_takes_as_long_as_on_the_slowest_rank() -> None:
-    """To where the line between the last two evaluations is at the loss; who failed first says why."""
+    """The last part counts up to the interpolated crossing; the rank that failed first gives the reason."""
     both = [
         {"failed": None, "parts_s": parts, "place": 1.5, "every": 10} for parts in ([1.0, 3.0, 4.0], [2.0, 1.0, 2.0])
     ]

@@ -1,4 +1,4 @@
-"""Replicas in one process learn what ranks do that average parameters."""
+"""Replicas in one process learn as ranks that average parameters."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def after_steps(name: str, ranks: int, **given: Any) -> Tensor:
 
 
 def trained_by_ranks(name: str) -> Tensor:
-    """The mean model of ranks that average as the method says."""
+    """Returns the mean model of ranks that average by the method."""
     task, rank, size = load("alexnet", **OPTIONS), dist.get_rank(), dist.get_world_size()
     model = task.model(sparse=False, seed=3)
     optimizer = task.optimizer(model)
     averages = averaging_method(name)
     assert averages is not None
     plan = averages.plan(model, size)
-    if isinstance(plan, AveragingPlanner):  # here ranks share a node, and there they do not
+    if isinstance(plan, AveragingPlanner):  # the test's ranks share a node, replicas do not
         alike = Cluster(size, Link(ALIKE_BYTES_PER_S))
         plan = replace(plan, schedule=plan.schedule or plan.grouping(alike, 1e6).schedule)
     handle = attach(model, optimizer, plan, timeout=30)
@@ -65,7 +65,7 @@ def trained_by_ranks(name: str) -> Tensor:
     "name", ["ds_sync_m0", "ds_sync_m2", "ds_sync_h1_m1", "ds_sync_h1_m2_bf16", "one_peer_exponential"]
 )
 def test_replicas_learn_what_ranks_do(name: str, world: Callable[[int], Ranks]) -> None:
-    """On wires momenta have 16 bits, and in replicas all."""
+    """Momenta travel in 16 bits, while replicas keep all."""
     found = world(4).run(trained_by_ranks, name)
     start, simulated = parameters(load("alexnet", **OPTIONS).model(sparse=False, seed=3)), after_steps(name, ranks=4)
     assert float((found[0] - simulated).norm()) < 2e-3 * float((simulated - start).norm())
@@ -95,7 +95,7 @@ def test_ranks_of_a_node_mix_in_every_round() -> None:
 
 
 def test_momenta_take_turns_as_the_plan_has_them() -> None:
-    """In the replicas they are mixed in the rounds in which the plan's groups are not alone."""
+    """Replicas mix momenta in the rounds in which the plan's groups have several members."""
     task = load("alexnet", **OPTIONS)
     model = task.model(sparse=False, seed=0)
     for schedule, every in product((grid((2, 2)), resting(grid((2, 2)), 2), resting(together(4), 3)), (1, 2, 3, 4)):
@@ -114,7 +114,7 @@ def test_momenta_take_turns_as_the_plan_has_them() -> None:
 
 
 def test_ablations_are_worse_and_only_simulated() -> None:
-    """Groups that never change go apart, and averages of what was there before a step leave the step apart."""
+    """Static groups drift apart, and averages of the parameters before a step leave the step unaveraged."""
 
     def spread(name: str) -> float:
         made = averaging_method(name)

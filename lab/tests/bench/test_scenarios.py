@@ -1,4 +1,4 @@
-"""Scenarios are clusters that a lab can be: each with the one bottleneck that its name says."""
+"""Scenarios are clusters that a lab can build, each with the one bottleneck of its name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def scenario(name: str, nodes: int, link: str) -> Scenario:
 @pytest.mark.parametrize("nodes", NODES)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_lab_can_be_all_of_them(name: str, nodes: int, link: str) -> None:
-    """Whatever is not the scenario's own is as in a lab without."""
+    """Settings outside the scenario's own are the lab's defaults."""
     own: dict[str, set[str]] = {
         "uniform": set(),
         "slow-node": {"slow"},

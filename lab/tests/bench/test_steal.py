@@ -1,4 +1,4 @@
-"""What the host of a virtual machine disturbed is measured again, as long as somebody is patient."""
+"""Measurements that the host of a virtual machine disturbed are repeated, within the limit of patience."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradsync_lab.bench.steal import Patience, Steal
 
 
 class Host:
-    """Writes a stat file: every look at it finds 100 ticks more, of which `shares` are stolen in turn, then none."""
+    """Writes a stat file: each read finds 100 more ticks, of which `shares` are stolen in turn, then none."""
 
     def __init__(self, file: Path, shares: list[float]) -> None:
         self._file, self._shares = file, iter([*shares])
@@ -30,7 +30,7 @@ class Host:
 
 @pytest.fixture
 def slept(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
-    """Seconds that were waited, by a clock that only waiting moves."""
+    """Records the seconds waited, by a clock that only waiting moves."""
     seconds: list[float] = []
     monkeypatch.setattr(steal.time, "sleep", seconds.append)
     monkeypatch.setattr(steal.time, "monotonic", lambda: sum(seconds))
@@ -91,7 +91,7 @@ def test_patience_ends(
 
 
 def test_ranks_decide_alike() -> None:
-    """By what `agreed` says of both figures, whatever this rank saw."""
+    """Ranks use the figures that `agreed` returns, not their own."""
     asked: list[float] = []
 
     def agreed(figure: float) -> float:

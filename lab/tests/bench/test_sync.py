@@ -1,4 +1,4 @@
-"""An exchange run's figures become what the records say they are."""
+"""The figures of an exchange run are in its records."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_the_bound_takes_one_latency_of_what_can_hide_the_others_behind_its_byte
 
 
 def selecting(times: dict[str, list[float]], selected: str) -> Any:
-    """The selection's record of one rank's times."""
+    """Returns the record of a selection from one rank's times."""
     names = list(times)
     case = {
         "params": {"workload": "w"},
@@ -112,7 +112,7 @@ def selecting(times: dict[str, list[float]], selected: str) -> Any:
 
 
 def test_the_selected_scheme_is_judged_by_other_repeats_than_its_rival_is_picked_by() -> None:
-    """Repeats 0, 1, 4 and 5 pick, 2, 3, 6 and 7 judge; a rival that is fast only where it is picked does not count."""
+    """Repeats 0, 1, 4 and 5 choose the rival, the others compare; being fast in the former does not help."""
     base = [9.0] * 8
     lucky, steady = [1.0, 1.0, 8.0, 8.0, 1.0, 1.0, 8.0, 8.0], [4.0] * 8
     record = selecting({"ddp_sparse": base, "lucky": lucky, "steady": steady}, "steady")
@@ -123,7 +123,7 @@ def test_the_selected_scheme_is_judged_by_other_repeats_than_its_rival_is_picked
 
 
 def test_the_order_of_turns_favours_neither_the_pick_nor_the_judgement() -> None:
-    """A scheme that is slow in every second repeat, as one that follows a slow one is, is so in both halves."""
+    """A scheme that is slow in every second repeat, as after a slow scheme, is slow in both halves."""
     behind = [1.0, 5.0] * 4
     record = selecting({"ddp_sparse": [9.0] * 8, "behind": behind, "other": [4.0] * 8}, "other")
     assert record.baseline == "behind"

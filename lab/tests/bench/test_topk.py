@@ -1,4 +1,4 @@
-"""The element-sparse case: the largest elements of a real gradient, their exact profile, and who knows of it."""
+"""`topk` has the largest elements of a real gradient and their exact profile, and only exchanges know the workload."""
 
 from __future__ import annotations
 

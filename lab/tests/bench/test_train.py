@@ -1,4 +1,4 @@
-"""A training run's figures become what the records say they are, and a method that fails stays in the table."""
+"""The figures of a training run are in its records, and a method that fails stays in the table."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.world import Ranks
 
 
 def rank_result(blocks: list[list[float]]) -> dict[str, Any]:
-    """What a rank says of a method."""
+    """Returns a rank's result of one method."""
     steps = sum(map(len, blocks))
     return {
         "failed": None, "blocks": blocks, "block_average": "median", "mixes_by": None, "in_step": True,
@@ -44,7 +44,7 @@ def blocks_of(*medians: float) -> dict[str, Any]:
 
 @pytest.fixture
 def run_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., TrainingRun]:
-    """A run whose ranks, one a node of a lab, measured this."""
+    """Returns a function that makes a run from the measurements of ranks, one per node of a lab."""
     monkeypatch.setattr(Lab, "__enter__", lambda self: self)
     monkeypatch.setattr(Lab, "__exit__", lambda *arguments: None)
 
@@ -97,7 +97,7 @@ PICKED = {"ddp": "ddp_1mb_views"}
 
 def test_ddp_is_the_picked_one_judged_anew_and_the_sweep_stays_in_the_run(run_with: Any) -> None:
     spec = TrainSpec(methods=("ddp", "gradsync"), repeats=2)
-    # Fast where it was picked, slow where it is judged: luck must not make the baseline look better than it is.
+    # Fast in the sweep, slow in the comparison: luck must not make the baseline look better than it is.
     figures = {"ddp": blocks_of(3.0, 3.0), "gradsync": blocks_of(1.5, 1.5), f"ddp:{AGAIN}": blocks_of(3.3, 3.0)}
     run = run_with(spec, [figures] * 2, [SWEEP] * 2, PICKED)
     records = {r.subject: r for r in run.records}
@@ -161,7 +161,7 @@ def test_ddp_that_is_not_first_is_a_subject(run_with: Any) -> None:
     first, *others = run.records
     assert (first.subject, first.baseline, first.ratio.median) == ("ddp", "ddp_default", 0.5)
     assert (first.params["subject_method"], first.params["baseline_method"]) == ("ddp_1mb_views", "ddp_default")
-    # The default was judged: its figures from the pick would stand beside those under the same name.
+    # The default was compared: its figures from the sweep would be a second record under the same name.
     assert [m.name for m in run.methods] == ["ddp_default", "ddp", *SWEEPS["ddp"][1:]]
     assert {r.subject for r in others} == set(SWEEPS["ddp"][1:]) - {"ddp_1mb_views"}
 
@@ -194,7 +194,10 @@ def test_a_failed_baseline_leaves_the_others_their_times_and_its_error(run_with:
 
 
 def pick_of(blocks: dict[str, list[float]], failed: str) -> str:
-    """What this rank picks. The ranks see the same blocks, but rank 1 sees those of `slow` three times as long."""
+    """Returns this rank's choice.
+
+    Both ranks see the same blocks, but rank 1 sees those of `slow` three times as long.
+    """
     spec = TrainSpec(repeats=3)
     sweep = []
     for name, medians in blocks.items():
@@ -216,7 +219,7 @@ def test_all_ranks_pick_the_best_by_the_slowest_rank(world: Callable[[int], Rank
 
 @pytest.mark.parametrize(("loopback", "counted"), [(True, 8000), (False, 4000)], ids=["one interface", "one a node"])
 def test_bytes_of_a_step_are_those_of_one_node(loopback: bool, counted: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two nodes of two ranks, each node sends 4000 bytes in 4 steps."""
+    """Two nodes of two ranks send 4000 bytes each in 4 steps."""
     figures = rank_result([[0.1, 0.1], [0.1, 0.1]]) | {"sent_bytes": counted}
     judged = {name: figures for name in ("ddp_default", f"ddp_default:{AGAIN}")}
     rank = {"picked": {}, "sweep": {}, "judged": judged, "stolen": [0.0]}
@@ -348,7 +351,7 @@ run_rank(train_rank.measure)
 
 @pytest.fixture
 def run_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, TrainSpec], TrainingRun]:
-    """A run whose ranks are this program; methods that only it knows are any to the parent."""
+    """Returns a function that runs a program as ranks; the parent accepts methods that only the program defines."""
 
     def run(program: str, spec: TrainSpec) -> TrainingRun:
         (tmp_path / "program_of_ranks.py").write_text(program, encoding="utf-8")
@@ -409,7 +412,7 @@ def test_a_method_that_fails_on_one_rank_drops_out_on_all_and_the_others_go_on(
     assert [len(m.losses) for m in run.methods[3:]] == [1 + 4 + 2 * (1 + 2)] * 2
 
 
-# A method in which both ranks wait in a backward for what never comes.
+# A method in which both ranks wait in a backward for a message that never comes.
 STUCK = """
 import threading
 from dataclasses import replace

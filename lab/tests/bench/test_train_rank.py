@@ -1,4 +1,4 @@
-"""gradsync settles without learning, blocks are as long as all methods can afford, and disturbed ones made again."""
+"""gradsync settles without learning, all methods can afford a block's length, and disturbed blocks are repeated."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Line:
 
 
 class Restless:
-    """Stands for an attachment that tries plans for some steps."""
+    """An attachment that tries plans for some steps."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -120,7 +120,7 @@ def test_a_block_is_as_long_as_the_slowest_method_on_the_slowest_rank_affords(
 
 
 class Short(Line):
-    """With what a contestant needs."""
+    """A `Line` with the fields that a contestant needs."""
 
     batch_size = 8
 
@@ -133,7 +133,7 @@ class Short(Line):
 
 
 class Disturbed:
-    """Stands for `Patience`: of the times that it is asked, counted from 0, at these something was disturbed."""
+    """A `Patience` that reports a disturbance at given calls, counted from 0."""
 
     def __init__(self, *times: int) -> None:
         self.times, self.asked = times, -1
@@ -156,7 +156,7 @@ def rounds_that_count(*disturbed: int) -> tuple[int, int, int, int]:
 
 
 def test_what_the_host_disturbed_is_made_again_rounds_by_all_methods(world: World) -> None:
-    """First one method settles, then there are rounds."""
+    """One method settles first, then rounds follow."""
     (calm,) = set(world(2).run(rounds_that_count))
     (again,) = set(world(2).run(rounds_that_count, 0, 2, 4))
     assert calm[:2] == again[:2] == (3, 3)
@@ -174,6 +174,6 @@ def steps_trained(*names: str) -> dict[str, tuple[int, int]]:
 
 
 def test_all_methods_train_equal_steps_also_beside_those_with_cycles(world: World) -> None:
-    """Else their losses would not be those of equal training."""
+    """Losses would not be comparable after different numbers of steps."""
     (found, _) = world(2).run(steps_trained, "ddp_default", "local_sgd3", "local_sgd2")
     assert found == {"ddp_default": (21, 1), "local_sgd3": (21, 3), "local_sgd2": (21, 2)}, "three blocks of 1 + 6"

@@ -1,4 +1,4 @@
-"""What the lab's tests need of the machine: asked of the kernel, not of the lab, so that a broken lab is not a skip."""
+"""Checks the lab's requirements by asking the kernel, not the lab, so that a broken lab is no reason to skip."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gradsync_lab.cluster.keeper import CLONE_NEWNET, CLONE_NEWUSER
 
 
 def allows(flags: int) -> bool:
-    """Whether this user may unshare such namespaces."""
+    """Whether this user may unshare the namespaces that `flags` name."""
     code = f"import ctypes, sys; sys.exit(ctypes.CDLL(None).unshare({flags}) != 0)"
     return subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -1,4 +1,4 @@
-"""What ranks run in the lab's tests: small scripts that import torch only where they need it."""
+"""Programs of ranks in the lab's tests: small scripts that import torch only where needed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MAST
 print(*(os.environ[name] for name in names))
 """
 
-# Each line: a collective, what this rank's ledger says it sends, what its link counted, how right the result is.
+# Each line: a collective, the bytes in this rank's ledger, the bytes that its link counted, the result's error.
 COLLECTIVES = """
 import torch, torch.distributed as dist
 from gradsync.comm import Ledger, RecordingGroup, torch_group
@@ -43,7 +43,7 @@ for name, collective in collectives.items():
     dist.barrier()
     sent, said = interface_bytes()[0], ledger.sent_bytes
     parts = collective()
-    dist.barrier()  # what a rank sent may still queue in its shaper when it has all it needs
+    dist.barrier()  # sent bytes may still queue in the shaper when a rank has received all it needs
     sent, said = interface_bytes()[0] - sent, ledger.sent_bytes - said
     expected = [n * (n + 1) / 2] if name == "all_reduce" else [float(r + 1) for r in range(n)]
     right = all(bool((part == value).all()) for part, value in zip(parts, expected, strict=True))

@@ -1,4 +1,4 @@
-"""Averages in groups on shaped links: what crosses between racks is what tables say, and groups follow the links."""
+"""Averages in groups on limited links: bytes between racks are as tabulated, and groups follow the links."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ SCHEDULES = {
     "crossing([[0, 1], [2, 3]], 1)": crossing([[0, 1], [2, 3]], 1),
     "resting(together(4), 2)": resting(together(4), 2),
 }
-HEADERS = 1.08  # of packets, and what else ranks tell each other
+HEADERS = 1.08  # allowance for packet headers and other messages
 
 
 def said(ranks: list[subprocess.Popen[str]]) -> list[str]:
-    """The next line of each."""
+    """Returns the next line of each rank."""
     return [rank.stdout.readline().strip() for rank in ranks if rank.stdout is not None]
 
 
@@ -39,14 +39,14 @@ def let_go_on(ranks: list[subprocess.Popen[str]]) -> None:
 
 
 def ended(ranks: list[subprocess.Popen[str]]) -> list[int]:
-    """How each ended, within the time that is left to them."""
+    """Returns the exit code of each rank, within the remaining time."""
     for rank in ranks:
         rank.communicate(timeout=30)
     return [rank.returncode for rank in ranks]
 
 
 def start(lab: Lab, code: str, env: dict[str, str] | None = None) -> list[subprocess.Popen[str]]:
-    """Ranks that are talked with."""
+    """Starts ranks with pipes for input and output."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     return [lab.spawn(rank, python(code), env, **pipes) for rank in range(lab.scenario.world_size)]
 

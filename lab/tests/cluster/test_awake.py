@@ -1,4 +1,4 @@
-"""What keeps processors awake: where it runs, at what priority, how it ends."""
+"""Processes that keep processors awake: on which machines they run, at what priority, how they end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ with module.awake() as is_awake:
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str, str], None]:
-    """A machine with these flags, control groups, and quota in the group /a of each version."""
+    """Returns a function that fakes a machine with these CPU flags, control groups, and quota in group /a of each
+    version.
+    """
 
     def pretend(flags: str, own_groups: str = "", quota: str = "max") -> None:
         for folder, name in (("a", "cpu.max"), ("cpu,cpuacct/a", "cpu.cfs_quota_us")):
@@ -46,7 +48,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, s
 
 
 def keepers_of(parent: int) -> list[int]:
-    """The processes that keep processors awake for `parent`."""
+    """Returns the processes that keep processors awake for `parent`."""
     found = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:

@@ -1,4 +1,4 @@
-"""`gradsync lab`: options, exit codes, what is written."""
+"""`gradsync lab` has the promised options, exit codes and output."""
 
 from __future__ import annotations
 

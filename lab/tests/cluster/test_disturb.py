@@ -1,4 +1,4 @@
-"""What disturbs a job goes on as long as the lab does, and leaves neither a flow nor a rank that stands still."""
+"""Disturbances last as long as the lab, and leave neither a flow nor a stopped rank behind."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from gradsync_lab.cluster.disturb import disturbances
 
 PATIENCE_S = 30.0
 BRIEF_S = 1e-3
-FOR_EVER_S = 1e4  # it is not waited for
+FOR_EVER_S = 1e4  # the test does not wait so long
 
 
 class Lab:
-    """Remembers what was done to it."""
+    """A lab that records calls."""
 
     def __init__(self, scenario: Scenario, running: Callable[[int], bool] = lambda rank: True) -> None:
         self.scenario = scenario

@@ -1,4 +1,4 @@
-"""The lab does on this machine what it promises; needs network namespaces, as root or as an ordinary user."""
+"""The lab keeps its promises on this machine; needs network namespaces, as root or as an ordinary user."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from lab.tests.cluster.programs import python
 pytestmark = pytest.mark.usefixtures("namespaces")
 
 SLEEPS_WITH_CHILD = ["sh", "-c", "sleep 1000 & sleep 1000; true"]
-PATIENCE_S = 20.0  # for what must happen; a broken promise fails after it
-SHAPER_SLACK = 1.05  # what a token bucket lets through above its rate in a window of a second: its burst
+PATIENCE_S = 20.0  # how long a test waits for an event before it fails
+SHAPER_SLACK = 1.05  # a token bucket exceeds its rate by its burst in a window of a second
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def start(lab: Lab, rank: int, argv: list[str]) -> subprocess.Popen[str]:
 
 
 def printed(lab: Lab, code: str, env: dict[str, str] | None = None) -> list[list[str]]:
-    """The words that each rank printed; all ran at once and ended well."""
+    """Returns the words that each rank printed; all ranks run at once and must end well."""
     ranks = [
         lab.spawn(rank, python(code), env, stdout=subprocess.PIPE, text=True) for rank in range(lab.scenario.world_size)
     ]
@@ -44,7 +44,7 @@ def printed(lab: Lab, code: str, env: dict[str, str] | None = None) -> list[list
 
 
 def await_line(process: subprocess.Popen[str], wanted: str) -> None:
-    """Reads on until the process prints this line; the test's time limit ends a wait in vain."""
+    """Reads until the process prints this line; the test's time limit ends a wait in vain."""
     assert process.stdout is not None
     for line in process.stdout:
         if line.strip() == wanted:
@@ -53,13 +53,13 @@ def await_line(process: subprocess.Popen[str], wanted: str) -> None:
 
 
 def spaces_of(lab: Lab) -> set[str]:
-    """The network namespaces of the nodes and of the keeper."""
+    """Returns the network namespaces of the nodes and of the keeper."""
     assert lab._keeper is not None
     return {keeper.network_namespace(pid) for pid in (*lab._pids, lab._keeper.pid)}
 
 
 def becomes(count: int, spaces: set[str]) -> bool:
-    """Waits until so many processes are in these network namespaces."""
+    """Waits until `count` processes are in these network namespaces; returns whether they came to be."""
     deadline = time.monotonic() + PATIENCE_S
     while len(keeper.processes_inside(spaces)) != count and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -272,14 +272,14 @@ def test_links_and_trunks_carry_no_more_than_configured() -> None:
 
 
 def test_background_traffic_takes_its_share_of_the_link() -> None:
-    """All traffic from node 0 to node 1 passes one shaper: what the background takes, the measured flow has not."""
+    """All traffic from node 0 to node 1 passes one shaper: the measured flow gets the rest of the rate."""
     with Lab(Scenario(nodes=2, link="40mbit", background=((0, 1, "20mbit"),))) as lab:
         listener = start(lab, 1, python(programs.LISTEN))
         await_line(listener, "traffic")
         shared, free = (rate.measured_bytes_per_s for rate in lab.check(2.0))
         listener.kill()
         listener.communicate()
-    assert shared < 0.9 * free  # of each other, not of the link: a busy machine slows both
+    assert shared < 0.9 * free  # relative to each other, as a busy machine slows both
 
 
 def test_changed_rate_holds_in_both_directions(lab: Lab) -> None:
@@ -340,7 +340,7 @@ def test_background_traffic_flows_until_stopped() -> None:
         with pytest.raises(ValueError, match="1->2 runs already"):
             lab.start_background(1, 2, "5mbit")
         lab.stop_background(0, 2)
-        lab.start_background(0, 2, "20mbit")  # beside 1->2, which is the younger flow
+        lab.start_background(0, 2, "20mbit")  # in addition to 1->2, which is the younger flow
         again = start(lab, 2, python(programs.LISTEN))
         await_line(again, "traffic")
         assert all(process.poll() is None for flow in lab._flows.values() for process in flow)

@@ -1,4 +1,4 @@
-"""Shares of processors, and that what is started within one stays there."""
+"""Nodes get equal shares of processors, and processes started within a share stay there."""
 
 from __future__ import annotations
 

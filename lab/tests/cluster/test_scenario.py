@@ -1,4 +1,4 @@
-"""What a scenario accepts, and how it refuses the rest."""
+"""Scenarios accept what the lab can build and refuse all else with a clear message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where there can be no lab, it says what is missing and how to get it; needs no privileges."""
+"""The lab says what is missing, and how to get it, where it cannot be built; needs no privileges."""
 
 from __future__ import annotations
 

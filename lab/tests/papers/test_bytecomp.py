@@ -1,4 +1,4 @@
-"""ByteComp's simulated evaluation rests on the volumes and constants it states, and meets the bars where it says so."""
+"""ByteComp's simulated evaluation uses the stated volumes and constants, and meets the bars where it says so."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ NBYTES = 800e6
         (HALF, 7 / 8, 7 / 8),
         (GATHERED, 7 / 8, 7 * 0.02),
         (TWO_WAY, 7 / 8, 2 * 7 / 8 * 0.02),
-        (INSIDE_GATHERED, 7 / 8 * 0.02 + 7 * 0.02, 7 * 0.02),  # payloads that were not summed go on in bundles
+        (INSIDE_GATHERED, 7 / 8 * 0.02 + 7 * 0.02, 7 * 0.02),  # payloads that were not summed are forwarded together
         (INSIDE_TWO_WAY, 2 * 7 / 8 * 0.02, 2 * 7 / 8 * 0.02),
         (HOST_TWO_WAY, 7 / 8, 2 * 7 / 8 * 0.02),
     ],
 )
 def test_links_carry_what_the_collectives_of_an_option_carry(option: int, inside: float, between: float) -> None:
-    """Of a tensor: on each rank's link inside its node, and on a node's link by all of its ranks."""
+    """Bytes are shares of a tensor: on each rank's link inside its node, and on a node's link by all of its ranks."""
     chain = Costs(PCIE, RANDOM_K).options()[option].chain
     for resource, volume, rate in (
         (Resource.INTRA, inside, PCIE.intra_bytes_per_s),
@@ -142,7 +142,7 @@ def test_every_system_has_a_time_and_none_beats_backward() -> None:
 
 
 def test_compressing_everything_between_nodes_only_costs_more_on_slow_links_inside() -> None:
-    """Dimension 4: with PCIE the paper gains by compressing inside nodes too, with NVLink it loses."""
+    """Dimension 4: with PCIe the paper gains by compressing inside nodes too, with NVLink it loses."""
     job = replace(JOBS[3], coding=EF_SIGN_SGD)
     assert ablated_s(job, "inside too") < ablated_s(job, "between only")
     fast = replace(job, network=NVLINK)

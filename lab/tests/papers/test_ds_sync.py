@@ -1,4 +1,4 @@
-"""The (max,+) model of group schedules: our notes' figures are met, and delays spread as far as groups carry them."""
+"""The (max,+) model of group schedules meets the figures of our notes, and delays spread only through groups."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from gradsync_lab.papers.ds_sync import (
 
 
 def ends_s(schedule: GroupSchedule, step: int, ready_s: np.ndarray, scenario: Scenario) -> list[float]:
-    """When ranks go on, rank by rank, by the formula of our notes."""
+    """Returns when each rank goes on, by the formula of our notes."""
     found = []
     for rank in range(schedule.size):
         group = schedule.group_of(rank, step)
@@ -125,7 +125,9 @@ def test_the_slow_rank_sits_out_where_the_scenario_says_so() -> None:
 
 
 def test_pairs_lose_less_than_a_joined_round_each_time_as_the_next_pair_has_not_heard_of_it() -> None:
-    """In 4^3 a delay reaches the next group that the slow rank joins; by pairs it does not, which is what they gain."""
+    """In 4^3 a delay reaches the next group that the slow rank joins; in pairs the delay does not, which is their
+    gain.
+    """
     for name, absorbed in (("8x8", False), ("4^3", False), ("2^6", True)):
         schedule = SCHEDULES[name]
         apart_s, joined_s = iteration_s(schedule, UNIFORM), iteration_s(schedule, SLOW_LINK)
@@ -174,7 +176,7 @@ def test_the_planner_expects_the_same(schedule: GroupSchedule) -> None:
 
 
 def test_4096_ranks_are_simulated() -> None:
-    """A ring of all of them has 8190 hops; whom a stall reaches by pairs is few of them."""
+    """A ring of all ranks has 8190 hops; in pairs a stall reaches only few ranks."""
     assert iteration_s(together(4096), UNIFORM) == pytest.approx(0.1 + 2 * 4095 / 4096 * 0.08 + 8190 * 30e-6)
     assert iteration_s(grid((64, 64)), UNIFORM) == pytest.approx(iteration_s(together(64), UNIFORM))
     pairs_s = iteration_s(grid((2,) * 12), STALLS)

@@ -1,4 +1,4 @@
-"""GradientFlow's simulated evaluation: what is published is met or beaten, and every millisecond has a name."""
+"""GradientFlow's simulated evaluation meets or beats the published figures, and attributes every millisecond."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_an_iteration_is_the_sum_of_what_it_is_attributed_to(technique: str) -> 
 
 
 def test_a_ring_of_so_many_takes_what_its_hops_and_bytes_take() -> None:
-    """26 calls of 2 x 511 hops are 133 ms of AlexNet's 32-bit exchange."""
+    """26 calls of 2 x 511 hops take 133 ms of AlexNet's 32-bit exchange."""
     (transfer,) = (d for d in problem_of(ALEXNET, 512, TECHNIQUES[0]).options[0].chain if d.resource is Resource.INTER)
     assert transfer.curve(0.0) == pytest.approx(2 * 511 * 5e-6, rel=1e-6)
     assert transfer.curve(244e6) - transfer.curve(0.0) == pytest.approx(2 * 511 / 512 * 244e6 / 7e9, rel=1e-6)

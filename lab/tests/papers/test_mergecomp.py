@@ -1,4 +1,4 @@
-"""MergeComp's simulated evaluation: fitted by what is not merged, it meets what is."""
+"""MergeComp's simulated evaluation is fitted to unmerged compression, and meets the bars of merged compression."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The searches meet the reference tables that were worked out by other code."""
+"""The searches meet the reference tables, which other code computed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gradsync_lab.papers.reference import (
 )
 from gradsync_lab.papers.tables import Figure, Table
 
-TRACED = ("vgg16", "lstm")  # of which the stated figures have the gaps that are here
+TRACED = ("vgg16", "lstm")  # models whose stated figures use the same gaps as here
 
 
 def stated(table: Table, columns: tuple[str, ...]) -> list[Figure]:

@@ -1,4 +1,4 @@
-"""The simulated table of Zen's evaluation meets what can be worked out from the paper's text by hand."""
+"""The simulated table of Zen's evaluation meets figures computed by hand from the paper's text."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def test_zen_as_built_moves_pairs_one_way_and_bits_and_values_the_other(rows: Ro
 def test_ideal_times_are_within_what_the_densities_allow(
     rows: Rows, model: str, least_ms: float, most_ms: float
 ) -> None:
-    """Well below the published ones: Zen's implementation spends more time on other things than bytes."""
+    """Ideal times are well below the published ones: Zen's implementation spends more time on other things than
+    bytes.
+    """
     assert least_ms <= rows[model, "25 Gbps", "zen"].seconds * 1e3 <= most_ms
 
 

@@ -1,4 +1,4 @@
-"""What people read shows what was measured, opens without a network, and says so when gradsync failed or was slower."""
+"""Reports show the measurements, open without a network, and say so when gradsync failed or was slower."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def printed(table: object, width: int = 220) -> str:
 
 
 def open_in_browser(page: Path, profile: Path) -> tuple[str, list[str]]:
-    """(rendered page, console messages)."""
+    """Returns the rendered page and the console messages."""
     assert BROWSER is not None
     command = [BROWSER, *FLAGS, f"--user-data-dir={profile}", page.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
@@ -136,7 +136,7 @@ def test_training_table_has_a_row_for_every_method_failed_ones_too() -> None:
 
 
 def with_final(final: dict[str, float]) -> TrainingRun:
-    """A run whose methods ended with these measures."""
+    """Returns a run whose methods ended with these measures."""
     run = training_run()
     return run.model_copy(update={"methods": [m.model_copy(update={"final": final}) for m in run.methods]})
 
@@ -318,7 +318,7 @@ HOSTILE = "</script><script>throw new Error('in')</script><b onmouseover=\"x\"> 
 
 
 def hostile_run() -> TrainingRun:
-    """A run whose every free text tries to become markup."""
+    """Returns a run in which every free text tries to become markup."""
     run = training_run()
     methods = [m.model_copy(update={"name": f"{m.name} {HOSTILE}", "plan": [HOSTILE]}) for m in run.methods]
     row = methods[-1].buckets[0].model_copy(update={"names": [HOSTILE], "scheme": HOSTILE})
@@ -418,7 +418,7 @@ def test_every_trace_event_belongs_to_a_named_thread() -> None:
 
 
 def forecast_run() -> TrainingRun:
-    """A run whose last method has its measured step, in which two operations were in flight at once, and a forecast."""
+    """Returns a run whose last method has a measured step, with two operations in flight at once, and a forecast."""
     run = training_run()
     ours = run.methods[-1]
     late = TimelineTask(name="1:push", stream="link", start_s=0.02, end_s=0.05, nbytes=9e5)

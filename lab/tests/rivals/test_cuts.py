@@ -1,4 +1,4 @@
-"""The best cuts are those of brute force, for linear costs and for any."""
+"""The best cuts equal those of brute force, for linear costs and for any."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Neighbours on a graph: what a round mixes, that it keeps the mean, and the bytes that it moves."""
+"""Gossip on a graph mixes the round's neighbours, keeps the mean, and moves the promised bytes."""
 
 from __future__ import annotations
 

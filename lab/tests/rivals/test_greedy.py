@@ -1,4 +1,4 @@
-"""ByteComp's algorithms do what is published, find what our reference table says, and no more."""
+"""ByteComp's algorithms follow the publication and find the figures of our reference table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradsync_lab.papers.reference import DENSE, DEVICE, HOST, OFFLOADED, byteco
 from gradsync_lab.rivals.greedy import bytecomp, bytecomp_device, bytecomp_offload
 from tests.planner.random_problems import any_chains, one_channel
 
-TABLE = [  # bytecomp.md 5.7, ms: none, all on device, algorithm 1, algorithms 1 and 2
+TABLE = [  # from our design notes, ms: none, all on device, algorithm 1, algorithms 1 and 2
     ("vgg16", "A", 397.00, 97.56, 89.46, 89.46),
     ("vgg16", "B", 164.56, 113.05, 93.21, 93.21),
     ("vgg16", "C", 85.61, 97.56, 85.61, 85.61),
@@ -53,7 +53,7 @@ def test_lstm_gains_nothing_from_offloading_on_faster_links(case: str, ms: float
 
 
 def spelled_out(problem: Problem) -> tuple[Part, ...]:
-    """Algorithm 1 for one channel, with every F evaluated in full."""
+    """Returns Algorithm 1's parts for one channel, with every F evaluated in full."""
     chosen = [DENSE] * problem.size
 
     def parts() -> tuple[Part, ...]:
@@ -112,7 +112,7 @@ def test_each_algorithm_only_improves_on_what_it_begins_with() -> None:
 
 
 def test_compressing_what_is_sent_before_a_bubble_gains_nothing() -> None:
-    """Property 1: one channel, parts in order, no decoding."""
+    """Checks the paper's property 1: one channel, parts in order, no decoding."""
     moves = 0
     for seed in range(400):
         random_ = random.Random(seed)
@@ -134,7 +134,7 @@ def fixed(resource: Resource, *seconds: float) -> Demand:
 
 
 def test_a_bubble_of_one_of_two_links_leaves_no_item_out() -> None:
-    """Property 1 fails with two links: here the one between nodes is idle only because the one inside is not."""
+    """Property 1 fails with two links: here the link between nodes is idle only because the link inside is not."""
     dense = Option("dense", (fixed(Resource.INTRA, 10, 10), fixed(Resource.INTER, 1, 1)))
     compressed = Option("compressed", (fixed(Resource.INTRA, 1, 1), fixed(Resource.INTER, 1, 1)))
     problem = Problem((0.0, 1.0), (2.0, 1.0), (dense, compressed), allowed=(frozenset({0, 1}), frozenset({0})))
@@ -147,7 +147,7 @@ def test_a_bubble_of_one_of_two_links_leaves_no_item_out() -> None:
 
 @pytest.mark.parametrize(("queue", "first_offloaded"), [("first", 22.0), ("", 21.5)])
 def test_lemma_1_does_not_hold(queue: str, first_offloaded: float) -> None:
-    """Of two alike the one *nearest* to the output layer is better offloaded, in order or served by readiness."""
+    """Offloading the *nearer* to the output layer is better, of two equal items, in order or served by readiness."""
 
     def seconds(offloaded: int) -> float:
         activities: list[Activity] = []
@@ -165,7 +165,7 @@ def test_lemma_1_does_not_hold(queue: str, first_offloaded: float) -> None:
 
 
 def test_lemma_1_costs_algorithm_2_what_its_groups_do_not_offer() -> None:
-    """Offloading the second of two alike, and not the first, is no combination that it tries."""
+    """Algorithm 2 does not try to offload the second of two equal items without the first."""
     device = Option("device", (fixed(Resource.COMPUTE, 2, 2), fixed(Resource.INTER, 10, 10)))
     host = Option("host", (fixed(Resource.OFFLOAD, 4, 4), fixed(Resource.INTER, 10, 10)))
     problem = Problem((0.0, 1.0), (1.0, 1.0), (device, host), rest_s=20.0)

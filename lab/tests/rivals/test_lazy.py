@@ -1,4 +1,6 @@
-"""Lazily merged buckets in the engine: DDP's gradients for any threshold, in an order that no rank's timing changes."""
+"""Lazily merged buckets in the engine give DDP's gradients for any threshold, in an order independent of ranks'
+timing.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,11 @@ from tests.world import Ranks
 
 World = Callable[[int], Ranks]
 
-THRESHOLDS = {0.0: 8, 100.0: 4, inf: 1}  # bytes, and into how many buckets they merge a `Perceptron` of float32
+THRESHOLDS = {0.0: 8, 100.0: 4, inf: 1}  # bytes -> number of buckets of a `Perceptron` in float32
 
 
 def lazily_merged(model: nn.Module, nbytes: float, *lossy: HalfPrecision) -> Plan:
-    """The plan for gradients that become ready one after the other, the last parameter's first."""
+    """Returns the plan for gradients that become ready one after the other, the last parameter's first."""
     parameters = trainable_parameters(model).items()
     profiles = [
         ParameterProfile(name, TensorSpec.of(p), sparse=False, position=len(parameters) - number)
@@ -68,7 +70,7 @@ def test_gradients_are_ddps_for_any_threshold(
 
 
 class Towers(nn.Module):
-    """Layers side by side: of those that are called later gradients are ready earlier."""
+    """Parallel layers; gradients of layers that are called later are ready earlier."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +81,9 @@ class Towers(nn.Module):
 
 
 def other_orders_of_readiness() -> tuple[list[list[str]], list[list[str]], list[str]]:
-    """In which order gradients became ready here and buckets were exchanged, step by step; and the plan's order."""
+    """Returns the orders in which gradients became ready and buckets were exchanged, step by step, and the plan's
+    order.
+    """
     torch.manual_seed(0)
     model, ready = Towers(), []
     for name, parameter in model.named_parameters():

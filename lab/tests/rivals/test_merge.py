@@ -26,13 +26,13 @@ from gradsync_lab.rivals.merge import (
 )
 from tests.planner.random_problems import coded
 
-MODEL_L = [  # mergecomp.md 5.2, ms: 1, 2, 3 buckets, best and its number, layer-wise, 25 MiB and its number, 2 by count
+MODEL_L = [  # our design notes, ms: 1, 2, 3 buckets, best and its number, layer-wise, 25 MiB and its number, 2 equal
     ("vgg16", 187.3, 105.4, 101.5, 101.2, 4, 113.4, 102.4, 5, 123.4),
     ("bert-base", 146.3, 114.9, 104.4, 91.5, 13, 166.2, 92.9, 13, 116.8),
     ("gpt2", 302.4, 255.2, 246.7, 243.4, 5, 282.0, 247.8, 13, 272.9),
     ("lstm", 135.0, 122.7, 119.5, 119.5, 3, 121.9, 120.2, 5, 122.7),
 ]
-HALF_PRECISION = [  # mergecomp.md 5.3, ms in cases A, B, C: 25 MiB buckets at 16 bits; the best cuts
+HALF_PRECISION = [  # our notes, ms in cases A, B, C: 25 MiB buckets at 16 bits; the best cuts
     ("vgg16", (389.46, 157.02, 85.77), (388.37, 155.93, 85.61)),
     ("bert-base", (314.16, 131.21, 73.38), (307.37, 125.63, 72.76)),
     ("gpt2", (369.37, 260.48, 221.97), (356.11, 254.82, 221.75)),
@@ -99,7 +99,7 @@ def is_valley(values: list[float]) -> bool:
 
 
 def test_two_buckets_have_one_valley_and_the_crossing_finds_it() -> None:
-    """Model L (`mergecomp.md` 4.1)."""
+    """Checks the linear model of our design notes."""
     for seed in range(300):
         problem = coded(random.Random(seed), knees=False, most_items=14)
         if problem.size >= 2:
@@ -170,7 +170,7 @@ def test_the_stop_rule_can_miss_the_best() -> None:
 
 
 def test_mg_wfbp_merges_what_is_ready_before_a_start_of_its_own_would_be_through() -> None:
-    """alpha 2: item 1 is ready 1 s after item 0, item 2 another 4 s later, when the first two are under way."""
+    """Item 1 is ready 1 s after item 0, item 2 another 4 s later, with the first two in transfer; alpha is 2."""
     option = Option("all-reduce", (Demand(Resource.INTER, Curve.linear(2.0, 1.0)),))
     problem = Problem((1.0, 1.0, 4.0), (1.0, 1.0, 1.0), (option,))
     assert mg_wfbp(problem) == (Part(0, 2, 0), Part(2, 3, 0))
@@ -180,7 +180,7 @@ def test_mg_wfbp_merges_what_is_ready_before_a_start_of_its_own_would_be_through
 
 
 def test_mg_wfbp_merges_as_much_where_kernels_run_beside_the_exchange() -> None:
-    """60 gradients of 100 kB, 3 ms apart, 2 ms and 60 ns a byte on the link; kernels that take a hundredth of it."""
+    """60 gradients of 100 kB, 3 ms apart, take 2 ms and 60 ns a byte on the link; kernels take a hundredth."""
     link = Demand(Resource.INTER, Curve.linear(2e-3, 6e-8))
     kernel = Demand(Resource.OFFLOAD, Curve.linear(2e-5, 6e-10))
     parts = [
@@ -200,7 +200,7 @@ def test_buckets_of_fixed_size_close_as_soon_as_they_hold_it() -> None:
 
 
 def test_lazy_buckets_are_of_one_gradient_all_of_them_or_as_many_as_cost_least() -> None:
-    """Of 100 gradients of 1 MB, with a latency of 2 ms and 2 ns for a byte, in buckets of 10 MB."""
+    """100 gradients of 1 MB, with 2 ms latency and 2 ns per byte, go in buckets of 10 MB."""
     option = Option("all-reduce", (Demand(Resource.INTER, Curve.linear(1e-3, 1e-9)),) * 2)
     problem = Problem((1e-3,) * 100, (1e6,) * 100, (option,))
     assert lazy(problem, nbytes=0.0) == layerwise(problem, 0)
@@ -215,7 +215,7 @@ def test_lazy_buckets_are_of_one_gradient_all_of_them_or_as_many_as_cost_least()
 
 @pytest.mark.parametrize("latency_s", [1e-4, 1e-3, 5e-3])
 def test_the_lazy_threshold_is_about_the_best_where_the_link_is_what_takes_time(latency_s: float) -> None:
-    """Up to a tenth of the step, as the paper's specification asks for (8.2, 3)."""
+    """The step is within a tenth of the best, as our design notes ask for."""
     option = Option("all-reduce", (Demand(Resource.INTER, Curve.linear(latency_s, 5e-9)),))
     problem = Problem((3e-3,) * 100, (1e6,) * 100, (option,))
     sweep = [step_s(problem, lazy(problem, nbytes=1e5 * 2**power)) for power in range(12)]

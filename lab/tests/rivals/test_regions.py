@@ -1,4 +1,4 @@
-"""Regions as long as the data makes them: equal loads of skewed data, bounds that all agree on, nothing dropped."""
+"""Data-dependent regions give equal loads of skewed data, bounds that all ranks agree on, and drop nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HEAD_BYTES = 16
 
 
 def top_of_skewed(rank: int, power: float = 5.0, kept: int = KEPT) -> Tensor:
-    """What a rank's top-k leaves of a tensor whose large values lie at its beginning."""
+    """Returns a rank's top-k of a tensor whose large values lie at its beginning, as a dense tensor."""
     generator = torch.Generator().manual_seed(rank)
     places = (NUMEL * torch.rand(4 * kept, generator=generator) ** power).long().unique()
     chosen = places[torch.randperm(len(places), generator=generator)[:kept]]
@@ -30,7 +30,7 @@ def top_of_skewed(rank: int, power: float = 5.0, kept: int = KEPT) -> Tensor:
 
 
 def regions_of(inputs: list[Tensor], bins: int) -> Regions:
-    """From the inputs themselves, counted anew."""
+    """Returns the regions computed independently from the inputs."""
     width = -(-NUMEL // (bins * RANKS))
     edges = [min(i * width, NUMEL) for i in range(bins * RANKS + 1)]
     below = [[int(x[:edge].count_nonzero()) for edge in edges[1:]] for x in inputs]
@@ -49,7 +49,7 @@ def test_owners_of_skewed_data_receive_equally_much() -> None:
 
 
 def test_bytes_are_those_of_the_regions_that_the_counts_give() -> None:
-    """To the byte: a histogram, each rank's part of every region, and each region's union to all others."""
+    """Bytes are exact: a histogram, each rank's part of every region, and each region's union to all other ranks."""
     inputs = [top_of_skewed(rank) for rank in range(RANKS)]
     regions = regions_of(inputs, 32)
     ledgers = run_scheme(OkTopkLike(bins=32), inputs, 1.0).ledgers

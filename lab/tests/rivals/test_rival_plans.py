@@ -1,4 +1,4 @@
-"""Plans of rivals for a measured job: they fit the model, compress what they say, and cut as their papers do."""
+"""Rivals' plans for a measured job fit the model, compress the right gradients, and cut as their papers do."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def dense(name: str, position: int, *shape: int) -> ParameterProfile:
 
 
 def job(placement: Placement | None = None, bandwidth_bytes_per_s: float = 25e6, stage_s: float = 1e-3) -> Job:
-    """Weights with a bias before each, the last ones first, and a table in the middle."""
+    """Returns a job of weights with a bias before each, the last ones first, and a table in the middle."""
     profiles = [
         p
         for layer in range(LAYERS)
@@ -80,7 +80,7 @@ def only(search: Search, lossy: Compressor | Scheme, here: Job, *, always: bool 
 
 
 def compressed(plan: Plan) -> list[list[str]]:
-    """Names in each lossy bucket."""
+    """Returns the names in each lossy bucket."""
     return [bucket.names for bucket in plan.buckets if not bucket.make_scheme().traits.exact]
 
 
@@ -161,7 +161,7 @@ def test_lazy_buckets_are_of_one_gradient_or_all_of_them(nbytes: float, buckets:
 
 
 def test_the_share_of_chunks_is_what_travels_for_free() -> None:
-    """All where the link is fast, without loss; the least that is allowed where it is slow."""
+    """All chunks are sent, without loss, where the link is fast, and the least share allowed where the link is slow."""
     chunks = CoarseGrained(ratio=0.1, chunk=64)
     allowed = Constraints((chunks,))
     shares: list[Any] = []
@@ -188,7 +188,7 @@ def test_mg_wfbp_does_not_look_for_zeros() -> None:
 
 
 def test_what_was_found_sparse_by_rows_is_compressed_by_nobody() -> None:
-    """It travels as tables do, which keep no residual."""
+    """Gradients found to be sparse by rows travel as tables, without residuals."""
     rows = DensityProfile(128, 2.0, {4: 3.0}, "rows", 2.0)
     here = job()
     here = replace(here, profiles=tuple(replace(p, density=rows) if p.name == "1.weight" else p for p in here.profiles))

@@ -43,7 +43,7 @@ def test_of_equal_costs_the_simplest_is_chosen() -> None:
 
 
 def test_the_rule_looks_at_sizes_only_and_loses_to_overlap() -> None:
-    """GPT2 at 100 Gb/s hides most of its communication: what one item saves, the step does not."""
+    """GPT2 at 100 Gb/s hides most of its communication: savings of single items do not shorten the step."""
     problem = bytecomp_problem("gpt2", "C")
     rule = SeCoPa(
         nodes=8,

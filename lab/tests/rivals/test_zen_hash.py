@@ -1,4 +1,4 @@
-"""Zen as published: pairs out of hashed memory one way, hash bitmaps the other, nothing lost where memory ends."""
+"""Zen as published pushes pairs out of hashed memory, pulls with hash bitmaps, and loses nothing where memory ends."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NUMEL, RANKS = 40_009, 4
 
 @pytest.fixture(autouse=True)
 def no_lists() -> None:
-    """None of an earlier test's, whose groups may be garbage that was not collected yet."""
+    """Forgets lists of earlier tests, whose groups may be garbage that was not collected yet."""
     hash_lists.forget()
 
 
@@ -54,13 +54,13 @@ def planned(density: float) -> ZenHash:
     [
         ((0.01, 0.01, 0.01, 0.01), 2),
         ((0.0, 0.0, 0.0, 0.0), 2),
-        ((0.0, 0.0, 0.2, 0.0), 3),  # one rank has no place for all it has
+        ((0.0, 0.0, 0.2, 0.0), 3),  # one rank's indices do not all find a place
         ((1.0, 1.0, 1.0, 1.0), 3),
     ],
     ids=str,
 )
 def test_a_density_that_jumps_out_of_the_memory_loses_nothing(densities: tuple[float, ...], collectives: int) -> None:
-    """The bits are those of sums in rank order, whatever lay where."""
+    """The bits equal those of sums in rank order, whatever the slots."""
     inputs = [sparse(density, rank) for rank, density in enumerate(densities)]
     outcome = run_scheme(planned(0.01), inputs, 0.25)
     expected = sum(inputs[1:], inputs[0]) * 0.25 + 0.0
@@ -78,7 +78,7 @@ def test_results_have_the_bits_of_our_own_owners(dtype: torch.dtype) -> None:
 
 
 def test_bytes_are_pairs_of_what_others_own_and_a_bit_for_each_element_they_may_own() -> None:
-    """To the byte: bitmaps in words of 64 bits, everything in multiples of 8 bytes."""
+    """Bytes are exact: bitmaps in words of 64 bits, all lengths in multiples of 8 bytes."""
     inputs = [sparse(0.03, rank, dtype=torch.bfloat16) for rank in range(RANKS)]
     owned = kernels.owned_by_hash(NUMEL, RANKS, 0)
     ledgers = run_scheme(ZenHash(), inputs, 1.0).ledgers
@@ -114,7 +114,7 @@ def test_the_share_that_no_rehash_has_a_slot_for_is_that_of_rounds(slots: int, s
 
 @pytest.mark.parametrize("expected", [0, 5000])
 def test_memory_is_counted_with_the_lists(expected: int) -> None:
-    """Of 1 % density the lists are what costs: the paper's figure has them not."""
+    """Most memory goes to the lists at 1 % density; the paper's figure leaves lists out."""
     scheme, indices = ZenHash(expected=expected), sparse(0.01, 0).nonzero().flatten().int()
     hashed, owned = scheme._hash(indices, RANKS), kernels.owned_by_hash(NUMEL, RANKS, 0)
     lists = sum(each.numel() * each.element_size() for each in owned)

@@ -1,4 +1,4 @@
-"""One opened workload a session: the real flights, or a skip that says why there are none."""
+"""Opens one workload a session: the real flights, or a skip with the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The classifier: measured densities of its table, padding without effect, one update for both gradients."""
+"""The classifier has the measured table densities, ignores padding, and updates alike from both kinds of gradient."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def test_the_entries_are_counted_and_cut_into_known_pieces(gcide: BertWorkload) 
 
 @pytest.mark.parametrize(("world_size", "density"), [(1, 0.0157), (2, 0.0282), (4, 0.0477), (8, 0.0783)])
 def test_row_densities_are_those_of_the_design(gcide: BertWorkload, world_size: int, density: float) -> None:
-    """Within a tenth: the design's figures are those of BERT's own vocabulary, not of one trained on the text."""
+    """Densities are within a tenth, as the design's figures are for BERT's own vocabulary, not one trained on the
+    text.
+    """
     ranks = [gcide.batches(rank, world_size, seed=0) for rank in range(world_size)]
     rows = [torch.cat([next(rank)[0].flatten() for rank in ranks]) for _ in range(12)]
     touched = [pieces[pieces != PADDING].unique().numel() for pieces in rows]

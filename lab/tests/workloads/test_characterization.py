@@ -1,4 +1,4 @@
-"""The real workloads' densities over 2^j ranks, their overlap and skew: those measured for the design."""
+"""The real workloads' densities over 2^j ranks, their overlap and skew are those measured for the design."""
 
 from __future__ import annotations
 

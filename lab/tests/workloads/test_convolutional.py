@@ -1,4 +1,4 @@
-"""The networks for images: as many tensors as promised, steps that can be repeated, learning."""
+"""Networks for images have the promised number of tensors, repeatable steps, and learn."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_weights_are_the_seeds_and_the_callers_random_state_is_left_alone(kind: 
 
 @pytest.mark.parametrize("kind", NETWORKS)
 def test_a_step_can_be_repeated_bit_for_bit(kind: type[ImageWorkload]) -> None:
-    """Running statistics move with each training forward, and must not matter to it."""
+    """Running statistics move with each training forward, which must not change the step."""
     workload = small(kind)
     model = workload.model(sparse=False)
     batch = next(workload.batches(0, 1, seed=0))

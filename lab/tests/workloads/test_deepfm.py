@@ -1,4 +1,4 @@
-"""DeepFM on the flights: counted data, measured densities, one update for sparse and dense gradients, learning."""
+"""DeepFM on the flights has the counted data and measured densities, updates alike from both gradients, and learns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Emulated computation: real gradients, in the order and at the times that were measured, and nothing is learnt."""
+"""Emulated computation gives real gradients in the order and at the times that were measured, and learns nothing."""
 
 from __future__ import annotations
 

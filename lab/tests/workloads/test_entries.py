@@ -1,4 +1,4 @@
-"""The entries: their label found and left out of the text, words cut into pieces; and what is said without tools."""
+"""Entries have their label found and removed from the text, and words cut into pieces; a missing tool is reported."""
 
 from __future__ import annotations
 

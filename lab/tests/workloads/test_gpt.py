@@ -1,4 +1,4 @@
-"""The language model: dense gradients of a tied table, no look ahead, and it learns."""
+"""The language model has dense gradients of a tied table, does not look ahead, and learns."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_tokens_are_counted_and_use_the_whole_vocabulary(gcide: GPTWorkload)
     assert gcide.source == gcide.options["source"] == "gcide"
     assert (len(tokens), counts[SEPARATOR]) == (COUNTS["tokens"], COUNTS["entries"])
     assert len(counts) == VOCABULARY
-    assert (counts > 0).mean() > 0.97  # bytes that the text has not are tokens too
+    assert (counts > 0).mean() > 0.97  # bytes that do not occur in the text are tokens too
     assert gcide.num_train == 133_087
 
 
@@ -79,7 +79,7 @@ def test_evaluation_is_of_the_held_out_windows_and_leaves_the_model_as_it_was() 
 
 
 def test_the_model_learns_more_than_the_frequencies_of_tokens(gcide: GPTWorkload) -> None:
-    """On windows a quarter as long, to be cheap."""
+    """Windows are a quarter as long, to save time."""
     workload = opened(GPTWorkload, context=16)
     assert workload.evaluate(workload.model(sparse=True))["loss"] == pytest.approx(math.log(VOCABULARY), abs=0.1)
     model, losses = train(workload, 60, sparse=True)

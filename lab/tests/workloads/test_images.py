@@ -1,4 +1,4 @@
-"""The images: unpacked from a Debian package, verified byte for byte, their own test images held out; else digits."""
+"""Images come from a Debian package, verified byte for byte, with its test images held out; else they are digits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def idx(array: data.Array) -> bytes:
 
 @pytest.fixture
 def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache without network and package."""
+    """Returns an empty cache directory, without network and package."""
     monkeypatch.setattr(images, "PACKAGE", NOWHERE)
     monkeypatch.setenv("PATH", str(tmp_path))
     return tmp_path
@@ -33,7 +33,9 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def packaged(nowhere: Path) -> data.Array:
-    """Seven images and labels, five of them for training, in the package's four files; as they are to be loaded."""
+    """Returns seven images and labels, five of them for training, as they are to be loaded from the package's four
+    files.
+    """
     samples = np.random.default_rng(0).integers(0, 256, size=(7, 10), dtype=np.uint8)
     directory = nowhere / "fashion-mnist"
     directory.mkdir()

@@ -1,4 +1,4 @@
-"""Every workload keeps the contract, and a wrong name or option is refused by name."""
+"""Every workload fulfils the contract of `Workload`, and a wrong name or option is refused by name."""
 
 from __future__ import annotations
 

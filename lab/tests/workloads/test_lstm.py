@@ -1,4 +1,4 @@
-"""The language model: measured densities of two tables, negatives, learning."""
+"""The language model has the measured densities of two tables, draws negatives, and learns."""
 
 from __future__ import annotations
 

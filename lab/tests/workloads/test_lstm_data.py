@@ -1,4 +1,4 @@
-"""The dictionary: fetched from a Debian package, cut into words, counted; and what is said when there is none."""
+"""The dictionary is fetched from a Debian package, cut into words and counted; a missing package is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Translation: measured densities of three tables, padding that has no effect, no look-ahead, learning."""
+"""Translation has the measured densities of three tables, ignores padding, does not look ahead, and learns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of samples: shuffled, complete, disjoint over ranks, and a function of its arguments alone."""
+"""The order of samples is shuffled, complete, disjoint over ranks, and a function of its arguments alone."""
 
 from __future__ import annotations
 

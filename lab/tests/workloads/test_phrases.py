@@ -1,4 +1,4 @@
-"""The pairs: fetched from Debian packages, aligned, cut into words, counted; and what is said when there are none."""
+"""Pairs are fetched from Debian packages, aligned, cut into words and counted; missing packages are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampled softmax is its formula, its draws follow their law, and it has the optimum of the full softmax."""
+"""Sampled softmax equals its formula, its draws follow their law, and it has the optimum of the full softmax."""
 
 from __future__ import annotations
 

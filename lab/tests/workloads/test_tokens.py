@@ -1,4 +1,4 @@
-"""The dictionary's text as tokens: what they spell, that a preparation repeats, and what is said without tools."""
+"""The dictionary's tokens spell its text, a preparation is repeatable, and a missing tool is reported."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_tokens_spell_the_entries_and_a_preparation_repeats(
     again = tokens._prepare(text_in_cache / "gcide.dict.dz")
     assert np.array_equal(found, again)
     spelt = "".join(spelling[token] for token in found)
-    # Byte-level tokens write a space as one letter, and bytes beyond ASCII as others.
+    # Byte-level tokens write a space as one letter, and bytes beyond ASCII as other letters.
     assert set(spelt.replace("\u0120", " ").replace("\u00c3\u00a9", "\u00e9").split("\n")) == {*SPELT, ""}
 
 

@@ -1,4 +1,4 @@
-"""Opening and training a workload, as the tests of all of them do."""
+"""Helpers that open and train a workload, for the tests of all workloads."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ W = TypeVar("W", bound=Workload)
 
 
 def opened(kind: type[W], **options: Any) -> W:
-    """The workload of this class."""
+    """Returns the open workload of this class."""
     workload = load(kind.name, **options)
     assert isinstance(workload, kind)
     return workload
 
 
 def opened_or_skip(kind: type[W]) -> W:
-    """The same on its real data; without them the test is skipped, with the reason."""
+    """Returns the open workload on its real data; without them the test is skipped, with the reason."""
     try:
         return opened(kind)
     except DataUnavailableError as error:
@@ -30,7 +30,7 @@ def opened_or_skip(kind: type[W]) -> W:
 
 
 def train(workload: Workload, steps: int, *, sparse: bool) -> tuple[Any, list[float]]:
-    """The model after so many steps of one rank, and the losses."""
+    """Returns the model after `steps` steps of one rank, and the losses."""
     model = workload.model(sparse=sparse)
     optimizer = workload.optimizer(model)
     losses = []
@@ -44,7 +44,7 @@ def train(workload: Workload, steps: int, *, sparse: bool) -> tuple[Any, list[fl
 
 
 def assert_trains_alike(workload: Workload, steps: int, *, losses_within: float, weights_within: float) -> None:
-    """With sparse and with dense gradients of its tables."""
+    """Asserts that training with sparse and with dense gradients of tables gives the same losses and weights."""
     (sparse_model, sparse_losses), (dense_model, dense_losses) = (
         train(workload, steps, sparse=sparse) for sparse in (True, False)
     )

@@ -1,1 +1,1 @@
-"""The harness: methods take turns on one cluster in one run, and what they cost becomes records."""
+"""The benchmark harness: methods take turns on one cluster in one run, and their measurements become records."""

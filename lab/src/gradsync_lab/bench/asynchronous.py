@@ -1,7 +1,7 @@
-"""What workers of a parameter server learn: asynchronous training simulated in one process, without times.
+"""Simulates the learning of asynchronous training with a parameter server, in one process, without times.
 
-Each worker computes a gradient at the parameters that it pulled after its own last push; all that others pushed since
-then it has not seen. One optimiser steps once for each push.
+Each worker computes a gradient at the parameters that it pulled after its own last push; it has not seen later pushes
+of other workers. One optimiser steps once for each push.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ ASP = "asp"
 
 
 class Asynchronous:
-    """Workers of one server, one a rank, that are equally fast; a step is a push of each.
+    """Equally fast workers of one parameter server, one worker per rank; in a step each worker pushes once.
 
-    They push in turns, in another random order in each step. So a gradient is 0 to 2 (ranks - 1) pushes old, and ranks
-    - 1 on average, and nobody is more than a step ahead of others: a bound on staleness of a step or more changes
-    nothing, ASP and SSP learn the same.
+    The workers push in another random order in each step. So a gradient is 0 to 2 (ranks - 1) pushes old, and ranks - 1
+    on average, and no worker is more than a step ahead of others: a bound on staleness of a step or more changes
+    nothing, so ASP and SSP learn the same.
     """
 
     def __init__(self, workload: Workload, *, seed: int, ranks: int) -> None:
@@ -36,7 +36,10 @@ class Asynchronous:
         self._order = np.random.default_rng(seed)
 
     def train(self) -> Iterator[nn.Module]:
-        """The server's model after each step, which is overwritten by the next. Float buffers are the workers' mean."""
+        """Yields the server's model after each step; the next step overwrites it.
+
+        Float buffers are the workers' mean.
+        """
         while True:
             for worker in self._order.permutation(len(self._workers)):
                 self._push(int(worker))
@@ -50,7 +53,7 @@ class Asynchronous:
         for served, own in zip(self._served.parameters(), worker.parameters(), strict=True):
             served.grad = None if own.grad is None else own.grad * self._scale
         self._optimizer.step()
-        with torch.no_grad():  # the answer
+        with torch.no_grad():  # the server's answer: its parameters
             for served, own in zip(self._served.parameters(), worker.parameters(), strict=True):
                 own.copy_(served)
 

@@ -1,6 +1,6 @@
-"""Methods that measure the job, each by itself, and then plan: `auto_lossy` and its like, and searches for a lossy way.
+"""Methods that first measure the job and then plan: `auto_lossy` and its like, and other systems' searches.
 
-`NAME_cuts` is any compressor or dense scheme by its name, and behind it by whose search it is planned for.
+`NAME_ENDING` is a compressor or dense scheme by its name, and behind it the search that plans for it, as `NAME_cuts`.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from ..rivals.rival_plans import (
 )
 from .averaging import USUAL_MOMENTUM_EVERY
 
-MOST_ERROR = 0.1  # of a gradient's norm that `auto_lossy` may lose: 16 bits do less
-CHUNKS = coarse.named(0.1)  # of which a tenth holds back 9 steps' gradients at most
+MOST_ERROR = 0.1  # error that `auto_lossy` may make, over the gradient's norm; 16 bits make less
+CHUNKS = coarse.named(0.1)  # sending a tenth of the chunks holds back at most 9 steps' gradients
 CHUNKS_BF16 = replace(CHUNKS, **coarse.VARIANTS["bf16"])
 MOST_DELAY_FROZEN = 10.0
-MOST_DELAY = 1.0  # of steps' gradients that its error feedback may hold back: an error of 0.7 in each step
+MOST_DELAY = 1.0  # steps' gradients that error feedback may hold back: an error of 0.7 in each step
 
 
 @dataclass(frozen=True)
 class Automatic:
-    """What a method plans by: the planner for so many ranks. `lossy`: the name of the one lossy way, if it is one."""
+    """The planner of a method, by number of ranks; `lossy` is the name of the only lossy way, if there is one."""
 
     planner: Callable[[int], AutoPlanner]
     exact: bool = False
@@ -55,12 +55,14 @@ def _planner(
     search: Search = candidate_plans,
     averaging: AveragingPlanner | None = None,
 ) -> AutoPlanner:
-    """A method that cannot be planned for is out: it must not train by the default plan under its name."""
+    """Returns a planner that raises where it cannot plan: a method must not train by the default plan under its
+    name.
+    """
     return AutoPlanner(constraints, search=search, must_plan=True, averaging=averaging)
 
 
 AUTOMATIC: dict[str, Automatic] = {
-    "auto_lossy": Automatic(  # all that loses little, averages of parameters in groups too
+    "auto_lossy": Automatic(  # all ways that lose little, averaging of parameters in groups too
         partial(
             _planner,
             Constraints(
@@ -79,7 +81,7 @@ AUTOMATIC: dict[str, Automatic] = {
             averaging=AveragingPlanner(momentum_every=USUAL_MOMENTUM_EVERY),
         )
     ),
-    "auto_averages": Automatic(  # of gradients exactly, or of parameters in groups
+    "auto_averages": Automatic(  # exact averages of gradients, or averages of parameters in groups
         partial(_planner, Constraints(), averaging=AveragingPlanner(momentum_every=USUAL_MOMENTUM_EVERY))
     ),
     "mg_wfbp": Automatic(partial(_planner, Constraints(), search=mg_wfbp_plans), exact=True),
@@ -92,13 +94,13 @@ AUTOMATIC: dict[str, Automatic] = {
 }
 
 CUTS = "cuts"
-EVERYTHING: dict[str, Search] = {  # what may be compressed is; of `cuts` with a number see `parted`
+EVERYTHING: dict[str, Search] = {  # searches that compress all they may; for `cuts` with a number see `parted`
     "layerwise": layerwise_plans,
     CUTS: candidate_plans,
     "mergecomp": mergecomp_plans,
     "lazy": LazyPlans(),
 }
-CHOSEN: dict[str, Search] = {  # what is compressed the search chooses; by routes, which carry compressors only
+CHOSEN: dict[str, Search] = {  # searches that choose which gradients to compress; routes take compressors only
     "secopa": secopa_plans,
     "byteps": byteps_plans,
     "bytecomp": bytecomp_plans,
@@ -112,7 +114,7 @@ ENDINGS_IN_WORDS = (
 
 @dataclass(frozen=True)
 class Parted:
-    """A name taken apart: the lossy way's, the search's, and the number behind it."""
+    """The parts of a method's name: the lossy way, the search, and the number behind it."""
 
     lossy: str
     ending: str
@@ -123,7 +125,7 @@ class Parted:
         if self.count is not None:
             return CountedCuts(self.count)
         if self.ending == CUTS and _matrices_only(self.lossy):
-            return best_cuts_plans  # ours has only buckets of gradients that are ready one after another
+            return best_cuts_plans  # gradsync's search has only buckets of gradients that are ready one after another
         return {**EVERYTHING, **CHOSEN}[self.ending]
 
     def planner(self, world_size: int, momentum: float) -> AutoPlanner:
@@ -142,11 +144,11 @@ class Parted:
 
 
 def parted(name: str) -> Parted | None:
-    """None for a name that is not of this kind: with no compressor or scheme, or nothing, behind which a search stands.
+    """Splits the name of a method; returns None unless it is a compressor or scheme followed by a search.
 
     Raises:
-        ValueError: for an unknown search behind a known name, a number of buckets that is none, and a search that the
-            lossy way cannot be carried by.
+        ValueError: the search behind a known name is unknown, a number of buckets is below 1, or the search cannot use
+            the lossy way.
     """
     if is_lossy(name):
         return None
@@ -155,11 +157,11 @@ def parted(name: str) -> Parted | None:
         return None
     lossy_of(stem, compressors.USUAL_RANKS)  # raises for a number that its compressor does not take
     if ending in CHOSEN and not compressors.is_known(stem):
-        raise ValueError(f"{name!r}: {stem} is a scheme and has no payloads for others to carry; {ending} needs some")
+        raise ValueError(f"{name!r}: {stem} is a scheme without payloads; {ending} needs a compressor")
     if ending in CHOSEN and stem in VOTES:
         raise ValueError(
-            f"{name!r}: with {stem} the optimiser's learning rate is one for votes, which what {ending} leaves dense "
-            f"are not; use {', '.join(EVERYTHING)}"
+            f"{name!r}: {stem} needs a learning rate for votes, which does not suit the gradients that {ending} leaves "
+            f"dense; use {', '.join(EVERYTHING)}"
         )
     if ending in ENDINGS:
         return Parted(stem, ending)
@@ -172,7 +174,10 @@ def parted(name: str) -> Parted | None:
 
 
 def automatic(name: str, momentum: float = 0.0) -> Automatic | None:
-    """The method of this name, if it is one that plans; `momentum` as of `methods.method`.
+    """Returns the planning method of this name; None for other names.
+
+    Args:
+        momentum: as for `methods.method`.
 
     Raises:
         ValueError: as `parted` does.

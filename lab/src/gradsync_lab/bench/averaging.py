@@ -1,4 +1,4 @@
-"""Methods that average parameters, by name: DS-Sync in its variants, and what it is held against."""
+"""Methods that average parameters, by name: variants of DS-Sync, and methods to compare them with."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ COMPRESSORS: dict[str, Compressor[Any]] = {"bf16": Cast("bfloat16"), "int8": Blo
 NAMES_IN_WORDS = (
     f"{DS_SYNC}, with _gN for groups of up to N nodes, _hK for averages after up to K steps (_h1: after each), _mK for "
     "momenta averaged in one round of K (_m0: never), _early for steps inside backward, "
-    f"{' or '.join(f'_{name}' for name in COMPRESSORS)} for what travels; local_sgdK, all ranks together after K "
+    f"{' or '.join(f'_{name}' for name in COMPRESSORS)} for the payload; local_sgdK, all ranks together after K "
     "steps; gossip_ring; one_peer_exponential"
 )
-ABLATIONS = ("static", "stale")  # groups that never change; averages of what was there before the step
+ABLATIONS = ("static", "stale")  # groups that never change; averages of the parameters before the step
 ABLATIONS_IN_WORDS = "ds_sync_static, with groups that never change, and ds_sync_stale, which averages before the step"
 USUAL_MOMENTUM_EVERY = 4
 
 
 @dataclass(frozen=True)
 class AveragingMethod:
-    """What makes its plan among so many ranks, and in how many rounds momenta are averaged once, if at all.
+    """A method that averages parameters: its plan by model and number of ranks, and how often it averages momenta.
 
-    `ablations`: what is done worse, to see what it is good for; only in simulations of what is learnt.
+    `ablations` name deliberate degradations that show what a part is worth; they work in simulations only.
     """
 
     plan: Callable[[nn.Module, int], Plan | AveragingPlanner]
@@ -46,10 +46,10 @@ class AveragingMethod:
 
 
 def averaging_method(name: str) -> AveragingMethod | None:
-    """None for names of others.
+    """Returns the averaging method of this name; None for other names.
 
     Raises:
-        ValueError: for an ending that is none.
+        ValueError: the name has an unknown ending.
     """
     if name == "gossip_ring":
         return AveragingMethod(partial(_everything_by, lambda size: Gossip.ring()))
@@ -83,7 +83,7 @@ def _with(planner: AveragingPlanner, ending: str, name: str) -> AveragingPlanner
 
 
 def _everything_by(scheme: Callable[[int], Scheme[Any]], model: nn.Module, size: int) -> Plan:
-    """Parameters, and buffers of floats."""
+    """Returns the plan that averages parameters and float buffers by one scheme."""
     specs = {name: TensorSpec.of(p) for name, p in trainable_parameters(model).items()}
     buffers = {n: TensorSpec.of(b) for n, b in model.named_buffers() if b.is_floating_point() and b.numel()}
     specs |= dict(sorted(buffers.items()))

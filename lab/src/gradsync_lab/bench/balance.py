@@ -1,8 +1,9 @@
-"""How evenly owner maps share out the non-zeros of a gradient: Zen's imbalance ratios (OSDI 2025, section 2). No times.
+"""Measures how evenly owner maps spread a gradient's non-zeros: Zen's imbalance ratios (OSDI 2025, section 2).
 
-With n ranks, push imbalance is the most elements that one rank has for one owner over an n-th of all it has; pull
-imbalance the most sums of one owner over an n-th of the union. 1 is ideal. All maps see the same draws, a map with a
-seed another one in each; everything follows from the first seed.
+No times are measured. An owner map assigns each row or element to the rank that sums it. With n ranks, push imbalance
+is the most elements that one rank has for one owner over an n-th of the rank's elements; pull imbalance is the most
+sums of one owner over an n-th of the union. 1 is ideal. All maps see the same draws; a map with a seed gets another one
+in each draw. All figures follow from the first seed.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ from .patterns import PATTERNS, UNIT, Pattern
 from .provenance import commit, machine, versions
 from .topk import TopKWorkload, load
 
-BASELINE = "hash"  # the paper's
-MOST_RANKS_OF_WORKLOADS = 16  # gradients of more take minutes to compute
-STEPS_OF_WORKLOADS = 2  # different gradients, taken in turns; maps with a seed have another one in every draw
+BASELINE = "hash"  # the paper's owner map
+MOST_RANKS_OF_WORKLOADS = 16  # gradients of more ranks take minutes to compute
+STEPS_OF_WORKLOADS = 2  # different gradients, taken in turns; the seed of a map differs in every draw
 
-ALIKE_DRAWS = 32  # of patterns without chance for each draw of others
+ALIKE_DRAWS = 32  # draws of a pattern without randomness for each draw of other patterns
 
-Rows = tuple[Tensor, ...]  # of each table those touched, (count,) int64, ascending
+Rows = tuple[Tensor, ...]  # the touched rows of each table, (count,) int64, ascending
 
 
 @dataclass(frozen=True)
 class BalanceSpec:
-    """How large the drawn gradients are, over how many ranks, how often; and which workloads' gradients beside them."""
+    """The size of random gradients, the numbers of ranks and draws, and workloads whose gradients are used too."""
 
     workloads: tuple[str, ...] = ("deepfm", "lstm", "topk")
     options: dict[str, Any] = field(default_factory=dict)
@@ -63,7 +64,7 @@ class BalanceSpec:
 
     @property
     def cases(self) -> list[tuple[str, int]]:
-        """(gradient, ranks): patterns first, then workloads."""
+        """Returns (gradient, ranks) of each case: patterns first, then workloads."""
         few = [n for n in self.ranks if n <= MOST_RANKS_OF_WORKLOADS]
         return [(name, n) for name in PATTERNS for n in self.ranks] + [
             (name, n) for name in self.workloads for n in few
@@ -72,15 +73,15 @@ class BalanceSpec:
 
 @dataclass(frozen=True)
 class Gradient:
-    """Which rows of some tables the ranks touch; a flat bucket is a table with rows of one element."""
+    """The rows of some tables that each rank touches; a flat bucket is a table with rows of one element."""
 
     specs: tuple[TensorSpec, ...]
-    ranks: tuple[Rows, ...]  # one, if all are alike
+    ranks: tuple[Rows, ...]  # a single one if all ranks are alike
     groups: tuple[RowGroup, ...]  # tables with the same rows on all ranks
 
     @cached_property
     def union(self) -> Rows:
-        """What some rank touches."""
+        """Returns the rows that any rank touches."""
         if len(self.ranks) == 1:
             return self.ranks[0]
         of_tables = zip(self.specs, zip(*self.ranks, strict=True), strict=True)
@@ -96,7 +97,7 @@ class Gradient:
 
     @property
     def density(self) -> float:
-        """Mean over the ranks."""
+        """Returns the density, as mean over the ranks."""
         return statistics.fmean(map(self.elements, self.ranks)) / self.numel
 
     def elements(self, rows: Rows) -> int:
@@ -118,7 +119,9 @@ def even_split(rows: Tensor, num_rows: int, n: int, seed: int) -> Sequence[int]:
 
 
 def hashed(rows: Tensor, num_rows: int, n: int, seed: int) -> Sequence[int]:
-    """Owners as in the paper's hierarchical hashing, whose first hash alone decides them (`hierarchical_hash`)."""
+    """Returns each owner's number of rows by the paper's hierarchical hashing, whose first hash alone decides
+    owners.
+    """
     return kernels.partition_hashed(rows, num_rows, n, seed).counts
 
 
@@ -132,9 +135,9 @@ SUBJECTS = (*(name for name in BY_ROW if name != BASELINE), OF_TABLES)
 
 
 def loads(gradient: Gradient, rows: Rows, owners: str, n: int, seed: int, *, pulled: bool) -> list[int]:
-    """Elements of these rows that each owner is sent or, if `pulled`, hands on.
+    """Returns how many elements of these rows each owner receives or, if `pulled`, sends back.
 
-    Columns that all owners sum are sent to each of them, and handed on by none.
+    Columns that all owners sum are sent to every owner, and sent back by none.
     """
     if owners in BY_ROW:
         tables = zip(rows, gradient.specs, strict=True)
@@ -149,13 +152,13 @@ def loads(gradient: Gradient, rows: Rows, owners: str, n: int, seed: int, *, pul
 
 
 def imbalance(gradient: Gradient, rows: Rows, owners: str, n: int, seed: int, *, pulled: bool) -> float:
-    """The largest load over an even one; 1 where there is nothing to share out."""
+    """Returns the largest load over an even one; 1 for a gradient without non-zeros."""
     total = gradient.elements(rows)
     return n * max(loads(gradient, rows, owners, n, seed, pulled=pulled)) / total if total else 1.0
 
 
 def push_imbalance(gradient: Gradient, owners: str, n: int, seed: int) -> float:
-    """Of the rank whose elements are shared out worst."""
+    """Returns the push imbalance of the rank with the worst one."""
     return max(imbalance(gradient, rows, owners, n, seed, pulled=False) for rows in gradient.ranks)
 
 
@@ -164,7 +167,7 @@ def pull_imbalance(gradient: Gradient, owners: str, n: int, seed: int) -> float:
 
 
 def drawn(pattern: Pattern, elements: int, n: int, seed: int) -> Gradient:
-    """By chance, from the seed."""
+    """Draws the gradients of `n` ranks, of `elements` elements each, from the seed."""
     spec = TensorSpec((elements // pattern.dim, pattern.dim), torch.float32)
     generator = torch.Generator().manual_seed(seed)
     ranks = tuple((pattern.draw(spec.num_rows, generator),) for _ in range(1 if pattern.alike else n))
@@ -172,10 +175,10 @@ def drawn(pattern: Pattern, elements: int, n: int, seed: int) -> Gradient:
 
 
 def computed(workload: Workload, n: int, seed: int) -> Iterator[Gradient]:
-    """Of one step after the other at the initial weights: tables with sparse gradients, or what `topk` leaves.
+    """Yields the gradients of one step after the other at the initial weights: sparse gradients, or those of `topk`.
 
     Raises:
-        ValueError: where there are none.
+        ValueError: the workload has no sparse gradients.
     """
     model = workload.model(sparse=True, seed=seed)
     batches = [workload.batches(rank, n, seed) for rank in range(n)]
@@ -197,7 +200,7 @@ def computed(workload: Workload, n: int, seed: int) -> Iterator[Gradient]:
 
 
 def of_tables(ranks: Sequence[tuple[SparseRows, ...]]) -> Gradient:
-    """The tables of each rank."""
+    """Returns the gradient that has these tables on each rank."""
     surveys = [Survey.of(tables) for tables in ranks]
     specs = tuple(TensorSpec((table.num_rows, table.dim), table.values.dtype) for table in ranks[0])
     rows = tuple(tuple(map(_indices, survey.unions)) for survey in surveys)
@@ -205,10 +208,10 @@ def of_tables(ranks: Sequence[tuple[SparseRows, ...]]) -> Gradient:
 
 
 def run_balance(spec: BalanceSpec, on_event: Callable[[dict[str, Any]], None]) -> list[Record]:
-    """A record for each gradient, number of ranks and map, over the paper's hash.
+    """Returns a record for each gradient, number of ranks and map, compared with the paper's hash.
 
     Raises:
-        ValueError: where a workload's gradients are not sparse.
+        ValueError: a workload's gradients are not sparse.
     """
     tasks = {name: load(name, **spec.options) for name in spec.workloads}  # missing data are reported before the work
     records = []
@@ -223,7 +226,10 @@ def run_balance(spec: BalanceSpec, on_event: Callable[[dict[str, Any]], None]) -
 
 
 def _draws(pattern: Pattern, spec: BalanceSpec, n: int) -> Iterator[Gradient]:
-    """Of patterns that are alike on all ranks one, often: its figures are of one index set each, not of n."""
+    """Yields a pattern's gradients; one that is the same on all ranks is repeated `ALIKE_DRAWS` times as often.
+
+    A figure of such a pattern comes from one set of indices, not from n.
+    """
     if pattern.alike:
         return repeat(drawn(pattern, spec.elements, n, spec.seed), spec.repeats * ALIKE_DRAWS)
     return (drawn(pattern, spec.elements, n, spec.seed + draw) for draw in range(spec.repeats))
@@ -231,7 +237,7 @@ def _draws(pattern: Pattern, spec: BalanceSpec, n: int) -> Iterator[Gradient]:
 
 @dataclass
 class _Figures:
-    """Of one gradient, draw by draw."""
+    """The figures of one gradient, draw by draw."""
 
     of_maps: dict[str, list[tuple[float, float]]] = field(default_factory=dict)  # push and pull
     again: list[float] = field(default_factory=list)  # push of the baseline with other seeds
@@ -241,7 +247,7 @@ class _Figures:
         for owners in BY_ROW if gradient.is_flat else (*BY_ROW, OF_TABLES):  # an element has no columns
             both = (push_imbalance(gradient, owners, n, seed), pull_imbalance(gradient, owners, n, seed))
             self.of_maps.setdefault(owners, []).append(both)
-        self.again.append(push_imbalance(gradient, BASELINE, n, -1 - seed))  # which is no other draw's seed
+        self.again.append(push_imbalance(gradient, BASELINE, n, -1 - seed))  # not the seed of any draw
         self.densities.append(gradient.density)
 
 

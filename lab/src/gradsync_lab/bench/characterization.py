@@ -1,4 +1,4 @@
-"""What it costs to look at the gradients of a step, beside the step itself: one process, no network."""
+"""Measures the cost of examining a step's gradients (`gradsync characterize`), compared with the step: one process."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ SUBJECT = "look"
 
 @dataclass(frozen=True)
 class LookSpec:
-    """Workloads, how many rows are looked at and in which steps, how often a look and a step take turns."""
+    """The workloads, the rows to examine, the share of examined steps, and how often examination and step take
+    turns.
+    """
 
     workloads: tuple[str, ...] = ("deepfm", "lstm")
     options: dict[str, Any] = field(default_factory=dict)
     sample: int | None = DEFAULT_SAMPLE
-    every: int = 16  # a look at one step in so many: its time is spread over these
+    every: int = 16  # one step in so many is examined: the time is divided by this number
     repeats: int = 30
     seed: int = 0
 
 
 def run_looks(spec: LookSpec, on_event: Callable[[dict[str, Any]], None]) -> list[Record]:
-    """A record a workload: looks at all gradients of one rank, time a step, over forward and backward of a step."""
+    """Returns a record for each workload: examining all gradients of one rank, per step, over forward and backward."""
     records = []
     for name in spec.workloads:
         records.append(_record(name, spec))

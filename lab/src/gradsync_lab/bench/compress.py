@@ -1,9 +1,9 @@
-"""What compressors cost and what they lose: encoding and decoding beside a copy, and errors on real gradients.
+"""Measures compressors: the time of encoding and decoding compared with a copy, and errors on real gradients.
 
-One process, no network. Times are on normal data, one tensor of each size, and a bucket of many small ones, as
-networks of many layers have: it shows what a tensor costs beside its bytes. In every turn an array that no cache holds
-is copied beside them, so that a ratio is the time over that of a copy of as many bytes. Errors are those of the dense
-gradients of a workload, all its tensors in one bucket, after some steps of training.
+One process, no network. Times are on normal data, for one tensor of each size, and for a bucket of many small tensors,
+as networks of many layers have, which shows the cost per tensor. In every turn an array larger than any cache is copied
+too; a ratio is the time over the copy's time for as many bytes. Errors are measured on the dense gradients of a
+workload, all in one bucket, after some steps of training.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from .provenance import commit, versions
 SIZES_BYTES = tuple(1 << power for power in (10, 13, 16, 19, 22, 25, 28))
 QUICK_SIZES_BYTES = (1 << 10, 1 << 16, 1 << 22)
 MANY, MANY_BYTES = 128, 1 << 20  # tensors of a bucket, and their size together
-DECODED = 8  # payloads at once, as of so many ranks
-DRAWS = 16  # of what is drawn by chance, for its mean error
-SIGMAS, ROUNDING = 4.0, 1e-6  # how far a mean over draws may be off what is promised of expectations
+DECODED = 8  # payloads decoded at once, as from so many ranks
+DRAWS = 16  # draws of a random compressor, for its mean error
+SIGMAS, ROUNDING = 4.0, 1e-6  # how far a mean over draws may differ from the declared expectation
 BASELINE = "copy"
-DATA = "normal"  # what is timed
-BITS_OF_LINE = 16  # of an element in the all-reduce that is to be beaten
+DATA = "normal"  # distribution of the timed data
+BITS_OF_LINE = 16  # bits per element of the all-reduce to beat
 
 COMPRESS, COMPRESS_FEEDBACK, DECOMPRESS, DECOMPRESS_MANY = (
     "compress",
@@ -47,7 +47,7 @@ COMPRESS, COMPRESS_FEEDBACK, DECOMPRESS, DECOMPRESS_MANY = (
 
 @dataclass(frozen=True)
 class CompressSpec:
-    """Which compressors, on tensors of which sizes, by how many threads; and on which workloads' gradients."""
+    """The compressors, tensor sizes and numbers of threads to time, and the workloads whose gradients show errors."""
 
     names: tuple[str, ...] = field(default_factory=compressors.usual_names)
     sizes_bytes: tuple[int, ...] = SIZES_BYTES
@@ -55,7 +55,7 @@ class CompressSpec:
     threads: tuple[int, ...] = (1, 2)
     workloads: tuple[str, ...] = ("gpt", "lstm", "deepfm")
     options: dict[str, Any] = field(default_factory=dict)
-    training_steps: int = 20  # before the gradient that is looked at
+    training_steps: int = 20  # before the gradient that errors are measured on
     repeats: int = 11
     seed: int = 0
 
@@ -75,18 +75,18 @@ class CompressSpec:
 
     @property
     def turns(self) -> int:
-        """Events of a run."""
+        """Returns the number of events of a run."""
         return len(self.names) * len(self.threads) * len(self.buckets) + len(self.workloads)
 
     @property
     def buckets(self) -> list[tuple[int, int]]:
-        """What is timed: bytes, and how many tensors they are."""
+        """Returns the timed buckets as (bytes, number of tensors)."""
         return [(nbytes, 1) for nbytes in self.sizes_bytes] + ([(MANY_BYTES, self.many)] if self.many else [])
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One thing that a compressor does with a tensor; `payloads` are written or read."""
+    """One operation of a compressor on a tensor; it writes or reads `payloads` payloads."""
 
     name: str
     run: Callable[[], object]
@@ -94,11 +94,11 @@ class Operation:
 
 
 def run_compress(spec: CompressSpec, on_event: Callable[[dict[str, Any]], None]) -> list[Record]:
-    """Records of times by compressor, size, threads and operation, of fitted costs, and of errors by workload.
+    """Returns records of times by compressor, size, threads and operation, of fitted costs, and of errors by workload.
 
     Raises:
-        ValueError: for an unknown workload.
-        ImportError: where the native kernels are not built.
+        ValueError: a workload is unknown.
+        ImportError: the native kernels are not built.
     """
     about = {"versions": versions(), "environment": environment_of(KernelsSpec()), "commit": commit()}
     records = []
@@ -122,20 +122,20 @@ def run_compress(spec: CompressSpec, on_event: Callable[[dict[str, Any]], None])
 
 
 def encoded(compressor: Compressor[Any], x: Tensor, state: CompressorState) -> tuple[Any, CompressorState]:
-    """As one rank alone does it: what ranks agree on is its own."""
+    """Encodes `x` as a single rank does, which agrees with itself; returns the payload and the next state."""
     agreed = compressor.observe(x, state) if compressor.traits.agrees else None
     return compressor.compress(x, replace(state, agreed=agreed))
 
 
 def equal_tensors(numel: int, tensors: int) -> FlatSpec:
-    """So many, of as many elements each as there are for all."""
+    """Returns the layout of `tensors` tensors of equal length, `numel` elements together."""
     each = numel // tensors
     segments = tuple(Segment(f"layer {number}", 0, each) for number in range(tensors))
     return FlatSpec(segments, ((each,),) * tensors, torch.float32)
 
 
 def operations(name: str, x: Tensor, flat: FlatSpec) -> list[Operation]:
-    """What is timed of a compressor, on these tensors."""
+    """Returns the operations of a compressor to time on these tensors."""
     named = compressors.named(name)
     bare = named.bare
     payload, _ = encoded(bare, x, bare.init(flat))
@@ -145,7 +145,7 @@ def operations(name: str, x: Tensor, flat: FlatSpec) -> list[Operation]:
         _, after_one = encoded(fed, x, fed.init(flat))
         made.append(Operation(COMPRESS_FEEDBACK, partial(encoded, fed, x, after_one), 1))
     made.append(Operation(DECOMPRESS, partial(bare.sum_into, out, [payload]), 1))
-    if not isinstance(payload, Summand):  # of those an all-reduce makes one
+    if not isinstance(payload, Summand):  # an all-reduce makes one of several summands
         streams = [encoded(bare, x, bare.init(flat, stream))[0] for stream in range(DECODED)]
         made.append(Operation(DECOMPRESS_MANY, partial(bare.sum_into, out, streams), DECODED))
     return made
@@ -154,7 +154,7 @@ def operations(name: str, x: Tensor, flat: FlatSpec) -> list[Operation]:
 def times(
     name: str, nbytes: int, tensors: int, threads: int, copy: Callable[[], object], spec: CompressSpec
 ) -> list[Record]:
-    """A record an operation; they and the copy take turns."""
+    """Returns a record for each operation; the operations and the copy take turns."""
     flat = equal_tensors(nbytes // 4, tensors)
     x = torch.randn(flat.numel, generator=torch.Generator().manual_seed(spec.seed))
     bare = compressors.named(name).bare
@@ -165,7 +165,7 @@ def times(
     for _ in range(spec.repeats):
         samples = [sample_s(each.run, count, "cpu") for each, count in zip(timed, calls, strict=True)]
         turns.append((samples, sample_s(copy, 1, "cpu")))
-    copies = [copy_s / (2 * COPY_BYTES) for _, copy_s in turns]  # a byte
+    copies = [copy_s / (2 * COPY_BYTES) for _, copy_s in turns]  # seconds per byte
     records = []
     for number, operation in enumerate(timed):
         moved = flat.nbytes + operation.payloads * wire
@@ -202,9 +202,10 @@ def times(
 
 
 def costs(timed: Sequence[Record]) -> list[Record]:
-    """What compressing and decompressing cost a call and a byte, by the times of one compressor on single tensors.
+    """Returns the cost of compressing and decompressing per call and byte, from one compressor's times on single
+    tensors.
 
-    Those of plans: with feedback where the compressor trains so.
+    Plans use these costs; where the compressor trains with error feedback, compressing includes error feedback.
     """
     timed = [record for record in timed if record.params["tensors"] == 1]
     if len({record.params["size_bytes"] for record in timed}) < 2:
@@ -223,7 +224,7 @@ def costs(timed: Sequence[Record]) -> list[Record]:
 
 
 def fitted(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Seconds a call and a byte from (bytes, seconds), by the smallest relative errors; neither is negative."""
+    """Fits seconds per call and per byte to (bytes, seconds), by the smallest relative errors; neither is negative."""
     table = np.asarray(samples, dtype=np.float64)
     nbytes, seconds = table[:, 0], table[:, 1]
     (call_s, byte_s), *_ = np.linalg.lstsq(np.stack([1 / seconds, nbytes / seconds], axis=1), np.ones(len(table)))
@@ -235,7 +236,7 @@ def fitted(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def record_without_times(metric: Any, name: str, params: dict[str, Any], seeds: list[int], **figures: Any) -> Record:
-    """A record of what is no comparison of times."""
+    """Returns a record that does not compare times."""
     return Record(
         case="compress", metric=metric, subject=name, baseline=BASELINE, params=params, repeats=1, subject_s=None,
         baseline_s=None, ratio=None, aa=None, seeds=seeds, **figures,
@@ -243,7 +244,9 @@ def record_without_times(metric: Any, name: str, params: dict[str, Any], seeds: 
 
 
 def real_gradient(workload: Workload, steps: int, seed: int) -> tuple[FlatSpec, Tensor, dict[str, Any]]:
-    """The dense gradients of one rank end to end after so many steps of training, and the workload's options."""
+    """Returns the dense gradients of one rank, concatenated, after `steps` steps of training, and the workload's
+    options.
+    """
     model = workload.model(sparse=True, seed=seed)
     optimizer = workload.optimizer(model)
     for number, batch in enumerate(islice(workload.batches(0, 1, seed), steps + 1)):
@@ -260,7 +263,7 @@ def real_gradient(workload: Workload, steps: int, seed: int) -> tuple[FlatSpec, 
 
 
 def error_record(name: str, workload: str, flat: FlatSpec, x: Tensor, spec: CompressSpec) -> Record:
-    """Of the compressor without feedback."""
+    """Returns the record of the errors of the compressor without error feedback."""
     compressor = compressors.named(name).bare
     wire = compressor.nbytes(flat)
     params = {
@@ -274,9 +277,9 @@ def error_record(name: str, workload: str, flat: FlatSpec, x: Tensor, spec: Comp
 
 
 def break_even_ranks(compressor: Compressor[Any], flat: FlatSpec) -> float | None:
-    """An all-gather of payloads moves fewer bytes than a 16-bit all-reduce among fewer ranks than these.
+    """Returns the number of ranks below which an all-gather of payloads moves fewer bytes than a 16-bit all-reduce.
 
-    None for what is summed by an all-reduce: its bytes do not grow with the ranks.
+    None for payloads that an all-reduce sums: their bytes do not grow with the ranks.
     """
     if issubclass(compressor.traits.payload, Summand):
         return None
@@ -284,9 +287,9 @@ def break_even_ranks(compressor: Compressor[Any], flat: FlatSpec) -> float | Non
 
 
 def error_of(compressor: Compressor[Any], flat: FlatSpec, x: Tensor) -> CompressionError:
-    """Of single steps, with other draws in each where the law is one of expectations."""
+    """Returns the compressor's error on `x` in a single step; the mean over draws for a random compressor."""
     law, norm = compressor.law(flat), float(x.double().square().sum())
-    # What ranks or steps draw differs; a compressor that draws nothing makes the same error each time.
+    # Draws differ by rank and step; a compressor without randomness makes the same error each time.
     states = [replace(compressor.init(flat), step=step) for step in range(DRAWS)]
     wrong = []
     for state in states:

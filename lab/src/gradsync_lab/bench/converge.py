@@ -1,9 +1,10 @@
-"""What lossy methods learn in as many steps as dense gradients: held-out losses over several seeds, no times.
+"""Compares the learning of lossy methods with dense gradients after equally many steps: held-out losses over seeds.
 
-The ranks are simulated in one process. They share one model, as theirs would be equal: each computes the gradients of
-its own batch, the schemes of the method's plan make one of them, rank after rank in one thread, and one optimiser takes
-the step. Tables with sparse gradients are summed exactly. By methods that average parameters each rank has a model and
-an optimiser of its own (`replicas.py`), and what is evaluated is the mean model.
+No times are measured. The ranks are simulated in one process. Ranks that synchronise gradients share one model, as
+their models would be equal: each rank computes the gradients of its own batch, the schemes of the method's plan average
+them, rank after rank in one thread, and one optimiser takes the step. Tables with sparse gradients are summed exactly.
+In methods that average parameters each rank has its own model and optimiser (`replicas.py`), and the mean model is
+evaluated.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ from .averaging import NAMES_IN_WORDS as AVERAGES_IN_WORDS
 from .provenance import commit, machine, versions
 from .replicas import Replicas
 
-Measures = Mapping[tuple[str, str, int], Mapping[str, float]]  # by workload, method, seed
+Measures = Mapping[tuple[str, str, int], Mapping[str, float]]  # (workload, method, seed) -> measures
 
-BASELINE = "dense"  # all-reduce of what the ranks have, in float32
+BASELINE = "dense"  # all-reduce of gradients in float32
 
 
 def usual_methods() -> tuple[str, ...]:
-    """All there are, and without error feedback those that need it."""
+    """Returns all lossy methods, and without error feedback those compressors that need it."""
     names = compressors.usual_names()
     bare = [f"{name}{compressors.WITHOUT}" for name in names if compressors.named(name).family.feedback]
     return tuple(dict.fromkeys((*DENSE_SCHEMES, *coarse.USUAL, *names, *bare)))
@@ -56,7 +57,7 @@ def usual_methods() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ConvergeSpec:
-    """Which methods train what, for how many steps, on how many ranks, from which seeds."""
+    """The workloads and methods to train, for how many steps, on how many ranks, from which seeds."""
 
     workloads: tuple[str, ...] = ("gpt", "lstm")
     methods: tuple[str, ...] = field(default_factory=usual_methods)
@@ -78,26 +79,26 @@ class ConvergeSpec:
             raise ValueError(f"epochs must be positive and finite, got {self.epochs}")
 
     def steps_of(self, task: Workload) -> int:
-        """Of each run on a workload."""
+        """Returns the steps of each run on a workload."""
         return self.steps if self.epochs is None else max(round(self.epochs * task.steps_per_epoch(self.ranks)), 1)
 
     @property
     def cases(self) -> list[tuple[str, str]]:
-        """(workload, method) of every record."""
+        """Returns (workload, method) of every record."""
         return [(workload, name) for workload in self.workloads for name in self.methods if name != BASELINE]
 
     @property
     def runs(self) -> list[tuple[str, str, int]]:
-        """(workload, method, seed), the baseline's first."""
+        """Returns (workload, method, seed) of every run, the baseline's first."""
         names = dict.fromkeys((BASELINE, *self.methods))
         return [(workload, name, seed) for workload in self.workloads for name in names for seed in range(self.seeds)]
 
 
 def planner_of(name: str, momentum: float = 0.0) -> PlanMaker:
-    """What makes the method's plan, see `lossy_planner`.
+    """Returns the function that makes the method's plan, see `lossy_planner`.
 
     Raises:
-        ValueError: for an unknown name, listing what there is.
+        ValueError: the name is unknown, or its method averages parameters; the message lists the names.
     """
     if averaging_method(name) is not None:
         raise ValueError(f"{name} averages parameters, and has no plan of gradients")
@@ -111,11 +112,13 @@ def planner_of(name: str, momentum: float = 0.0) -> PlanMaker:
 
 
 def run_converge(spec: ConvergeSpec, on_event: Callable[[dict[str, Any]], None]) -> tuple[list[Record], list[str]]:
-    """A record for each workload and method beside the dense one, and notes; when interrupted, of what is finished.
+    """Returns a record for each workload and method, compared with dense gradients, and notes.
+
+    When interrupted, it returns the records of finished methods.
 
     Raises:
-        KeyboardInterrupt: where no method is finished.
-        ValueError: for an unknown workload.
+        KeyboardInterrupt: no method is finished.
+        ValueError: a workload is unknown.
     """
     options = {name: opened(name, **spec.options).options for name in spec.workloads}  # data are fetched here
     steps = {name: spec.steps_of(opened(name, **spec.options)) for name in spec.workloads}
@@ -147,13 +150,13 @@ def run_converge(spec: ConvergeSpec, on_event: Callable[[dict[str, Any]], None])
 
 
 def _finished(measures: Measures, spec: ConvergeSpec, workload: str, name: str) -> bool:
-    """Whether those of all seeds are there, the method's and the baseline's."""
+    """Whether the measures of all seeds are there, the method's and the baseline's."""
     return all((workload, method, seed) in measures for method in (BASELINE, name) for seed in range(spec.seeds))
 
 
 @contextmanager
 def processes(jobs: int) -> Iterator[Executor]:
-    """Processes that share nothing with this one, so that threads of torch here do no harm there."""
+    """Starts processes that share nothing with this one, so that torch's threads here do no harm there."""
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as executor:
         try:
             yield executor
@@ -197,24 +200,24 @@ opened = cache(load)
 
 
 def final(workload: str, options: dict[str, Any], name: str, seed: int, steps: int, ranks: int) -> dict[str, float]:
-    """The held-out loss, and what else is measured, after so many steps, in one thread; the same numbers every time."""
+    """Returns held-out measures after `steps` steps in one thread; the same numbers every time."""
     torch.set_num_threads(1)
     task = opened(workload, **options)
     return trained(task, name, seed=seed, steps=steps, ranks=ranks)
 
 
 def trained(task: Workload, name: str, *, seed: int, steps: int, ranks: int) -> dict[str, float]:
-    """What is measured of a fresh model on held-out samples."""
+    """Trains a fresh model and returns its measures on held-out samples."""
     return task.evaluate(next(islice(training(task, name, seed=seed, ranks=ranks), steps - 1, None)))
 
 
 def training(
     task: Workload, name: str, *, seed: int, ranks: int, mixes_by: Mapping[str, Any] | None = None
 ) -> Iterator[nn.Module]:
-    """A fresh model after each of its steps, without end; where replicas differ, their mean.
+    """Yields a fresh model after each of its steps, without end; where replicas differ, their mean.
 
     Args:
-        mixes_by: the scheme by which a method averages parameters; None: as it would on links that are all alike.
+        mixes_by: the scheme by which a method averages parameters; None: the scheme for links that are all alike.
     """
     if name == ASP:
         return Asynchronous(task, seed=seed, ranks=ranks).train()
@@ -224,7 +227,7 @@ def training(
 
 
 def _together(task: Workload, name: str, *, seed: int, ranks: int) -> Iterator[nn.Module]:
-    """Ranks that have one model, as their gradients are averaged."""
+    """Trains one model for all ranks, as their gradients are averaged."""
     model = task.model(sparse=True, seed=seed)
     optimizer = task.optimizer(model)
     planner = planner_of(name, fit_optimizer(name, optimizer))
@@ -261,7 +264,7 @@ class Ranks:
 
     @classmethod
     def of(cls, gradients: Mapping[str, Tensor], planner: PlanMaker, size: int) -> Ranks:
-        """By the plan for parameters with such gradients."""
+        """Returns the ranks with the plan for parameters with such gradients."""
         profiles = [
             ParameterProfile(name, TensorSpec.of(gradient), gradient.layout is torch.sparse_coo)
             for name, gradient in gradients.items()
@@ -270,7 +273,7 @@ class Ranks:
 
     @torch.no_grad()
     def mean(self, gradients: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """What the ranks agree on, of one step's gradients of each."""
+        """Returns the mean that the ranks agree on, given each rank's gradients of one step."""
         means: dict[str, Tensor] = {}
         arrived: list[Arrival] = []
         size = len(self._groups)

@@ -1,9 +1,10 @@
-"""The native CPU kernels, or those for CUDA, beside torch operations on the same device.
+"""Measures the native CPU kernels, or the CUDA kernels, against torch operations on the same device.
 
-One process, no network. Results are those of the definition; torch is timed by the definition too, or where that keeps
-to an order of sums or draws, which costs time, by what one writes instead (`usual`). `bound_s` is the bytes that a
-kernel must read and write at least, each input and output once, over the rate of a copy that no cache holds, in the
-same turns. Times on a GPU are between events there: with what the host takes wherever the GPU waits for it.
+One process, no network. Results must equal those of the kernel's definition in torch. torch is timed by the definition
+too; where the definition keeps to an order of sums or draws, which costs time, torch is timed by the usual code instead
+(`usual`). `bound_s` is the least number of bytes that a kernel must read and write, each input and output once, over
+the rate of a copy larger than any cache, in the same turns. GPU times are between events on the GPU; they include host
+time wherever the GPU waits for the host.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from ..report.record import Record, Spread
 from .provenance import commit, machine, versions
 from .works import CASES, WORK, Work
 
-COPY_BYTES = 256 << 20  # of the array that is copied: more than any cache holds
-TORCH_S = 10.0  # for the torch operations of a case, which may be a hundred times slower
-FEWEST_TURNS = 3  # of these all the same
+COPY_BYTES = 256 << 20  # size of the copied array: larger than any cache
+TORCH_S = 10.0  # time limit of a case's torch operations, which may be a hundred times slower
+FEWEST_TURNS = 3  # turns of torch operations, even beyond TORCH_S
 MIN_SAMPLE_S = 2e-3  # short calls are timed several at once
 
 
 class KernelsSpec(BaseModel):
-    """One run over the kernels; none named: all."""
+    """One run over the kernels; by default over all."""
 
     kernels: tuple[str, ...] = ()
     device: Literal["cpu", "cuda"] = "cpu"
@@ -48,7 +49,11 @@ class KernelsSpec(BaseModel):
 
     @property
     def cases(self) -> list[tuple[str, dict[str, Any]]]:
-        """Raises ValueError for an unknown kernel, or one that the device has no version of."""
+        """Returns the (kernel, parameters) to measure.
+
+        Raises:
+            ValueError: a kernel is unknown, or has no version for the device.
+        """
         known = [kernel for kernel in WORK if self.device == "cpu" or hasattr(self.subject, kernel)]
         unknown = set(self.kernels) - set(known)
         if unknown:
@@ -57,11 +62,11 @@ class KernelsSpec(BaseModel):
 
     @property
     def subject(self) -> ModuleType:
-        """The kernels that are measured.
+        """Returns the module of the measured kernels.
 
         Raises:
             ValueError: there is no CUDA device.
-            ImportError: there is no Triton.
+            ImportError: Triton is not installed.
         """
         if self.device == "cpu":
             return cpu
@@ -71,7 +76,7 @@ class KernelsSpec(BaseModel):
 
 
 class Moved(TorchFunctionMode):
-    """What torch makes is made on the CPU, so that the numbers are the same on all devices, and then moved."""
+    """Makes tensors on the CPU and moves them to a device, so that their numbers are the same on all devices."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -83,11 +88,11 @@ class Moved(TorchFunctionMode):
 
 
 def run_kernels(spec: KernelsSpec, on_event: Callable[[dict[str, Any]], None]) -> list[Record]:
-    """The records of a run.
+    """Returns the records of a run.
 
     Raises:
-        ValueError: for an unknown kernel, or a device that is not there.
-        ImportError: where the native kernels are not built, or for CUDA without Triton.
+        ValueError: a kernel is unknown, or the device is missing.
+        ImportError: the native kernels are not built, or for CUDA Triton is not installed.
     """
     cases, environment, records = spec.cases, environment_of(spec), []
     with torch_threads(spec.threads):
@@ -106,7 +111,7 @@ def run_kernels(spec: KernelsSpec, on_event: Callable[[dict[str, Any]], None]) -
 
 
 def environment_of(spec: KernelsSpec) -> dict[str, Any]:
-    """The machine, and what runs the kernels on it."""
+    """Describes the machine and the implementation of the kernels."""
     if spec.device == "cpu":
         return {**machine(), "native": native.load().__name__.rpartition(".")[2]}
     return {
@@ -133,9 +138,10 @@ def measured(
     environment: dict[str, Any],
     definition: Work | None = None,
 ) -> Record:
-    """The kernel and torch in turns; of different results, no times but the failure.
+    """Times the kernel and torch in turns; if their results differ, the record has the failure and no times.
 
-    `definition` is the same work on the CPU, where sums in torch have an order.
+    Args:
+        definition: the same work on the CPU, where sums in torch have an order.
     """
     params = {"kernel": kernel, **params, "threads": spec.threads}
     record = Record(
@@ -164,7 +170,7 @@ def measured(
 
 
 def agree(work: Work, definition: Work, subject: ModuleType) -> bool:
-    """Whether both implementations write the same."""
+    """Whether the kernel and its definition write the same results."""
     results = []
     for module, done in ((reference, definition), (subject, work)):
         for out in done.outs:
@@ -176,7 +182,7 @@ def agree(work: Work, definition: Work, subject: ModuleType) -> bool:
 
 @dataclass(frozen=True)
 class Turns:
-    """Seconds a call: the kernel and the copy in every turn, torch twice in as many as there is time for."""
+    """Seconds per call: of kernel and copy in every turn, of torch twice in as many turns as there is time for."""
 
     kernel: list[float] = field(default_factory=list)
     copy: list[float] = field(default_factory=list)
@@ -207,7 +213,7 @@ def calls_a_sample(run: Callable[[], object], device: str) -> int:
 
 
 def sample_s(run: Callable[[], object], calls: int, device: str) -> float:
-    """Seconds a call, of so many one after the other; on a GPU, between events there."""
+    """Returns seconds per call over `calls` consecutive calls; on a GPU, between events there."""
     if device == "cuda":
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()

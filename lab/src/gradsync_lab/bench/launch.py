@@ -1,4 +1,4 @@
-"""Starts the ranks of a run: in the lab's namespaces where they can be had, else on loopback, and says which."""
+"""Starts the ranks of a run in the lab's namespaces where possible, else on loopback, and says which."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from ..cluster.awake import awake
 from ..cluster.cluster import end, first_failure, free_port
 from ..cluster.processors import confined, shares_of_nodes
 
-RANK_ENVIRONMENT = {"THP_MEM_ALLOC_ENABLE": "1"}  # huge pages for large tensors: fresh memory is touched 4-5x faster
+RANK_ENVIRONMENT = {"THP_MEM_ALLOC_ENABLE": "1"}  # huge pages for large tensors: first writes are 4-5x faster
 END_GRACE_S = 10.0  # after one rank failed, the others get this long to notice and say why
-CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)  # what ends a process whose memory is corrupted
+CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)  # signals that end a process with corrupted memory
 
 LOOPBACK = "loopback (not shaped)"  # in records, in place of a link's rate
 START_OVER = "start over"  # the event before a run's second attempt
@@ -31,11 +31,11 @@ T = TypeVar("T")
 
 
 class RankCrashedError(RuntimeError):
-    """A rank was ended by one of `CRASHES`."""
+    """Raised where a rank was ended by one of `CRASHES`."""
 
 
 class Cluster(Protocol):
-    """Where ranks can be started."""
+    """The interface for starting ranks."""
 
     def spawn(self, rank: int, argv: Sequence[str], env: Mapping[str, str], **popen: Any) -> subprocess.Popen[Any]: ...
 
@@ -43,7 +43,7 @@ class Cluster(Protocol):
 
 
 class Loopback:
-    """All ranks on this machine's loopback interface, not shaped, as if they were on nodes."""
+    """All ranks on this machine's loopback interface, without limits on rates, as if they were on nodes."""
 
     def __init__(self, world_size: int, ranks_per_node: int = 1, *, is_awake: bool = False) -> None:
         self.world_size = world_size
@@ -78,7 +78,7 @@ class Loopback:
 
 @contextmanager
 def cluster(scenario: Scenario, notes: list[str], *, loopback: bool = False) -> Iterator[Cluster]:
-    """The lab for a scenario, or loopback if asked for or if there can be no lab, which is added to `notes`."""
+    """Yields the lab for a scenario, or loopback if asked for or if there can be no lab, which is added to `notes`."""
     world_size = scenario.nodes * scenario.ranks_per_node
     with ExitStack() as stack:
         if loopback:
@@ -99,13 +99,13 @@ def run_ranks(
     spec: str,
     on_event: Callable[[dict[str, Any]], None],
 ) -> list[dict[str, Any]]:
-    """Runs `python -m module SPEC OUT PARENT` as every rank; returns what each wrote to OUT, by rank.
+    """Runs `python -m module SPEC OUT PARENT` as every rank; returns the content of each rank's OUT, by rank.
 
-    Rank 0 prints events, one JSON object a line. PARENT is this process, which ranks are not to outlive.
+    Rank 0 prints events, one JSON object a line. PARENT is this process; ranks end when it ends.
 
     Raises:
-        RuntimeError: with the last lines of the rank that failed first, and the last line of each that failed after it;
-            a `RankCrashedError` where the first one crashed.
+        RuntimeError: a rank failed; has the last lines of the rank that failed first, and the last line of each later
+            one. A `RankCrashedError` where the first one crashed.
     """
     with tempfile.TemporaryDirectory(prefix="gradsync-run-") as folder:
         place = Path(folder)
@@ -131,10 +131,10 @@ def run_ranks(
 
 
 def once_more_after_crash(run: Callable[[], T], notes: list[str], on_event: Callable[[dict[str, Any]], None]) -> T:
-    """`run()`, and once more where a rank crashed in it, with an event that says so; for runs with torch's sparse sums.
+    """Calls `run`, and once more if a rank crashed, with a note and an event; for runs with torch's sparse all-reduce.
 
-    torch's own sparse all-reduce on gloo corrupts memory, rarely (docs/semantics.md). A run is not lost to that, but it
-    is said: the crash may have had another cause.
+    torch's own sparse all-reduce on gloo corrupts memory, rarely (docs/semantics.md). The note says that the run was
+    repeated, as a crash may have another cause.
     """
     try:
         return run()
@@ -146,9 +146,10 @@ def once_more_after_crash(run: Callable[[], T], notes: list[str], on_event: Call
 
 
 def _follow(ranks: list[subprocess.Popen[Any]], on_event: Callable[[dict[str, Any]], None]) -> int | None:
-    """Passes rank 0's events on until all ranks have ended; the rank that failed first, if one did.
+    """Passes rank 0's events on until all ranks have ended; returns the rank that failed first, if one did.
 
-    Once one has failed, the others are ended after a moment: they may wait for it for as long as their group allows.
+    After a failure the others are ended `END_GRACE_S` later: they may wait for the failed rank as long as their group's
+    timeout.
     """
     failures: list[int | None] = []
 
@@ -169,7 +170,9 @@ def _follow(ranks: list[subprocess.Popen[Any]], on_event: Callable[[dict[str, An
 
 
 def _report(failed: int, ranks: list[subprocess.Popen[Any]], place: Path) -> str:
-    """How the first rank failed, and in a line each what the others said: mostly that they lost it."""
+    """Returns the first failed rank's last lines, and a line for each other: mostly that the rank lost the first
+    one.
+    """
 
     def said(rank: int) -> list[str]:
         text = (place / f"{rank}.err").read_text(encoding="utf-8", errors="replace").strip()

@@ -1,4 +1,4 @@
-"""A profile of a workload, measured while this process trains it as one of its ranks."""
+"""Measures a workload's profile while this process trains the workload as one of its ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from .. import workloads
 def measure_workload(
     name: str, options: dict[str, Any], *, steps: int, warmup: int, candidates: Sequence[SchemeOrCompressor]
 ) -> Profile:
-    """By the default plan, with sparse gradients where there are some; of one rank where torchrun has started none."""
+    """Trains by the default plan, with sparse gradients where the model has some, and returns the job's profile.
+
+    Without torchrun's environment variables, this process is the only rank.
+    """
     task = workloads.load(name, **options)
     if "RANK" in os.environ:
         dist.init_process_group("gloo")

@@ -1,4 +1,4 @@
-"""How much memory an operation takes at its peak, in torch's tensors."""
+"""Measures the peak memory of an operation, in torch's tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class _Storages(TorchDispatchMode):
-    """Watches the storages that operations of this thread make, as long as these live."""
+    """Tracks the live storages that operations of this thread have made."""
 
     def __init__(self, given: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
@@ -43,9 +43,9 @@ class _Storages(TorchDispatchMode):
 
 
 def peak_bytes(run: Callable[[], object], given: Sequence[Tensor]) -> int:
-    """The most memory that tensors made by `run` take at once, without those it is `given`.
+    """Returns the most bytes that tensors made by `run` take at once; storages of `given` tensors do not count.
 
-    Messages and results count, working memory inside native kernels and the transport does not.
+    Messages and results count; working memory inside native kernels and the transport does not.
     """
     storages = _Storages(given)
     with storages:

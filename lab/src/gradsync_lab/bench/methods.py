@@ -1,7 +1,8 @@
-"""The methods a training run compares: gradsync, its schemes by name, and the baselines, each tuned as its users would.
+"""The methods that a training run compares: gradsync, its schemes by name, and baselines, each tuned as its users
+would.
 
-A method wraps a model so that `loss.backward()` leaves synchronised gradients, over a communicator of its own: one that
-broke takes no other method along. Names are those of the records.
+A method wraps a model so that `loss.backward()` leaves synchronised gradients. Each method has its own communicator, so
+that a broken one affects no other method. Names are those of the records.
 """
 
 # No `from __future__ import annotations`: DDP compares the annotations of a hook with the types themselves.
@@ -42,10 +43,11 @@ ONE_BUCKET_MB = 1 << 20  # larger than any model here: DDP then puts everything 
 
 @dataclass(frozen=True)
 class Method:
-    """How a model and its optimiser are wrapped; a rank that waits for the others longer than the timeout raises.
+    """A way to wrap a model and its optimiser; a rank that waits for the others longer than the timeout raises.
 
-    `sparse`: embeddings give sparse gradients. `exact`: equal to the fp32 mean. `lossy`: what gradsync sends dense
-    gradients by, by its name, where that is one thing: optimisers are fitted to it.
+    - `sparse`: embeddings give sparse gradients.
+    - `exact`: gradients equal the fp32 mean.
+    - `lossy`: the name of the one lossy way by which gradsync sends dense gradients; optimisers are fitted to it.
     """
 
     name: str
@@ -53,14 +55,14 @@ class Method:
     exact: bool
     wrap: Callable[[nn.Module, Optimizer, timedelta], tuple[nn.Module, Attachment | Rival | None]]
     lossy: str | None = None
-    averages: bool = False  # parameters, after steps that are each rank's own
-    in_step: bool = True  # as fast as the slowest rank; else each is as fast as it can
+    averages: bool = False  # averages parameters after the optimiser's steps, instead of gradients
+    in_step: bool = True  # synchronous: each step is as slow as the slowest rank's
 
 
 def bf16_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
-    """DDP hook: dense buckets travel as bf16, sparse ones as they are.
+    """DDP hook that sends dense buckets as bf16 and sparse ones as they are.
 
-    torch's own bf16 hook refuses gloo although gloo sums bf16, and its 16-bit hooks refuse sparse gradients.
+    torch's own bf16 hook refuses gloo although gloo sums bf16, and torch's 16-bit hooks refuse sparse gradients.
     """
     buffer = bucket.buffer()
     world_size = dist.get_world_size(process_group)
@@ -82,9 +84,9 @@ def _itself(group: dist.ProcessGroup) -> object:
 
 
 def int8_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
-    """DDP hook: buckets are gathered as 8-bit integers, with one scale each; every rank decodes those of all.
+    """DDP hook that gathers buckets as 8-bit integers with one scale each; every rank decodes all ranks' buckets.
 
-    What torch's `quantization_pertensor_hook` does, which needs CUDA; like there, what rounding takes away is lost.
+    torch's `quantization_pertensor_hook` does the same but needs CUDA. There and here, rounding errors are lost.
     """
     buffer = bucket.buffer()
     world_size = dist.get_world_size(process_group)
@@ -135,7 +137,7 @@ def _averaging(
 
 
 def _hierarchical(nodes_per_rack: int | None, model: nn.Module, optimizer: Optimizer, timeout: timedelta) -> Any:
-    """Sums inside racks first, then between them; None: two racks."""
+    """Wraps a model to sum inside racks first, then between racks; None: two racks."""
     group = torch_group(None, timeout_s=timeout.total_seconds())
     placement = group.placement
     group.close()
@@ -148,7 +150,7 @@ def _hierarchical(nodes_per_rack: int | None, model: nn.Module, optimizer: Optim
 def _automatic(
     planner: Callable[[int], AutoPlanner], model: nn.Module, optimizer: Optimizer, timeout: timedelta
 ) -> Any:
-    """A planner of its own for each model: it keeps what it measures."""
+    """Wraps a model with a planner of its own, as a planner keeps its measurements."""
     made = planner(dist.get_world_size())
     return model, attach(model, None if made.averaging is None else optimizer, made, timeout=timeout)
 
@@ -158,26 +160,29 @@ def planning(name: str, of: Automatic) -> Method:
 
 
 def lossy(name: str, momentum: float = 0.0) -> Method:
-    """gradsync with a plan that sends dense gradients as this name says, and tables as the default plan does.
+    """Returns gradsync with a plan that sends dense gradients by this lossy way, and tables by the default plan.
 
-    `momentum`: what `fit_optimizer` took from the optimiser.
+    Args:
+        momentum: the momentum that `fit_optimizer` took from the optimiser.
 
     Raises:
-        ValueError: for an unknown name, or a number that its compressor does not take.
+        ValueError: the name is unknown, or has a number that its compressor does not take.
     """
     return Method(name, True, False, partial(_gradsync, plan=lossy_planner(name, momentum)), name)
 
 
 def _powersgd(rank: int) -> Callable[..., tuple[nn.Module, None]]:
-    """torch's hook, in one bucket: it waits for exchanges in the callbacks of others, which run on gloo's two threads,
-    so two buckets may wait for each other for ever.
+    """Returns a wrapper with torch's PowerSGD hook, in one bucket.
+
+    The hook waits for collectives in callbacks, which run on gloo's two threads, so two buckets may wait for each other
+    for ever.
     """
     state = partial(powerSGD_hook.PowerSGDState, matrix_approximation_rank=rank, start_powerSGD_iter=2)
     return partial(_ddp, bucket_mb=ONE_BUCKET_MB, hook=powerSGD_hook.powerSGD_hook, state=state)
 
 
 BUCKETS_MB = {"": 25, "_1mb": 1, "_100mb": 100, "_one_bucket": ONE_BUCKET_MB}  # by the ending of a method's name
-# Measured beside the planner's choice, by the names of plans.
+# Schemes measured in addition to the planner's choice, by their names in plans.
 SPARSE_SCHEMES: dict[str, Scheme[Any]] = {s.name: s for s in PLANNED_SCHEMES}
 
 METHODS: dict[str, Method] = {
@@ -211,7 +216,7 @@ METHODS: dict[str, Method] = {
 
 TORCH_SPARSE = frozenset(("ddp_sparse", "ddp_sparse_1mb", "ddp_sparse_bf16"))  # torch sums their sparse gradients
 
-# Names that stand for the best of several settings of DDP, picked before the methods are judged: in 32 and in 16 bits.
+# Names for the best of several settings of DDP, in 32 and in 16 bits; the best is chosen before methods are compared.
 DDP, DDP_16BIT = "ddp", "ddp_16bit"
 SWEEPS: dict[str, tuple[str, ...]] = {
     DDP: ("ddp_default", *(f"ddp{size}_views" for size in BUCKETS_MB)),
@@ -226,7 +231,9 @@ RIVALS_IN_WORDS = (
 
 
 def _rival(name: str) -> Method | None:
-    """None for names of others, and for numbers by which it would be training in step."""
+    """Returns the other system's method of this name; None for other names, and for numbers that mean synchronous
+    training.
+    """
     if name == "asp":
         return Method(name, False, False, partial(parameter_servers, staleness=None), in_step=False)
     if (match := re.fullmatch(r"ssp(\d*)", name)) and (staleness := int(match[1] or USUAL_STALENESS)) > 0:
@@ -237,18 +244,20 @@ def _rival(name: str) -> Method | None:
 
 
 def method(name: str, momentum: float = 0.0) -> Method:
-    """The method of this name: one of `METHODS`, gradsync with a compressor, or with a search for one.
+    """Returns the method of this name: one of `METHODS`, gradsync with a compressor, or with a search for one.
 
-    `momentum`: what `fit_optimizer` took from the optimiser.
+    Args:
+        momentum: the momentum that `fit_optimizer` took from the optimiser.
 
     Raises:
-        ValueError: for an unknown name, listing the names there are, or a number that its compressor does not take.
+        ValueError: the name is unknown, and the message lists the names; or it has a number that its compressor does
+            not take.
     """
     if name in METHODS and not momentum:
         return METHODS[name]
     if (averages := averaging.averaging_method(name)) is not None:
         if averages.ablations:
-            raise ValueError(f"{name} is for `gradsync bench converge` only: it is known to be worse")
+            raise ValueError(f"{name} is for `gradsync bench converge` only: it is deliberately worse")
         return Method(name, False, False, partial(_averaging, of=averages), averages=True)
     if (rival := _rival(name)) is not None:
         return rival

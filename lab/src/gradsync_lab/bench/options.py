@@ -1,4 +1,4 @@
-"""Options of workloads as text: what `NAME=VALUE` of a command line means, by the type that the workload declares."""
+"""Parses workload options `NAME=VALUE` of a command line, by the types that the workload declares."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from ..workloads import Workload
 def parse_options(
     names: Sequence[str], texts: Iterable[str], kind_of: Callable[[str], type[Workload]] = workloads.kind_of
 ) -> dict[str, Any]:
-    """The options that `texts` (`dim=32`) give to each of the workloads `names`; their data are not looked for.
+    """Returns the options that `texts` (`dim=32`) set for each of the workloads `names`, without looking for their
+    data.
 
     Raises:
-        ValueError: for an unknown workload, a text of another form, an option that is given twice or that some workload
-            does not have, a value of another type or out of range; with all options of these workloads.
+        ValueError: a workload is unknown, a text has another form, an option is given twice or is missing in some
+            workload, or a value has another type or is out of range; the message lists all options of these workloads.
     """
     kinds = [kind_of(name) for name in names]
     try:
@@ -31,7 +32,7 @@ def parse_options(
 
 
 def options_in_words(kinds: Iterable[type[Workload]]) -> str:
-    """`Options of lstm: batch_size (int, 32), ...; of deepfm: ...`: types and defaults."""
+    """Returns `Options of lstm: batch_size (int, 32), ...; of deepfm: ...`: types and defaults."""
     listed = []
     for kind in dict.fromkeys(kinds):
         declared = workloads.declared_options(kind).items()

@@ -1,13 +1,12 @@
-"""Parameter servers: asynchronous training as by ASP, and with bounded staleness as by SSP.
+"""Parameter servers: asynchronous training (ASP), and asynchronous training with bounded staleness (SSP).
 
-ASP-like and SSP-like emulations, re-implemented here to be compared with. Every rank is a worker and serves a stripe of
-the parameters. After its backward a worker pushes to each server its stripe of the gradients, and takes up the
-parameters with which the servers answer. A server steps its stripe once for each push, in the order in which pushes
-come.
+These servers emulate other systems and are re-implemented for comparison. Every rank is a worker and serves a stripe of
+the parameters. After its backward a worker pushes to each server its stripe of the gradients, and takes over the
+parameters that the servers answer. A server steps its stripe once for each push, in the order in which pushes arrive.
 
-By ASP nobody waits for another worker. By SSP a worker that is ahead of the slowest one by more steps than a bound gets
-its answers when the slowest has caught up (Ho et al., 2013). Wire: 2 (N-1)/N times the parameters in each direction
-per rank and step, once as gradients and once as parameters, dense, behind backward and not during it.
+In ASP no worker waits for another. In SSP a worker that is ahead of the slowest one by more steps than a bound gets its
+answers when the slowest has caught up (Ho et al., 2013). Wire: 2 (N-1)/N times the parameters in each direction per
+rank and step, once as gradients and once as parameters, dense, after backward and not during it.
 """
 
 from __future__ import annotations
@@ -29,26 +28,26 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from .rivals import Rival, average_, flattened, float_buffers, put
 
 USUAL_STALENESS = 3  # of SSP
-IDLE_S = 30 * 86400.0  # servers wait for pushes as long as others train; whoever ends closes the connection
-END_S = 2.0  # for the threads to end, once the other ranks close their connections, too
+IDLE_S = 30 * 86400.0  # servers wait for pushes as long as others train; a rank that ends closes the connection
+END_S = 2.0  # time for the threads to end once the other ranks close their connections
 KINDS: tuple[type[Optimizer], ...] = (SGD, Adagrad, Adam, AdamW)
 
 
 def divide_steps(kind: type[Optimizer], groups: Sequence[dict[str, Any]], pushes: int) -> float:
-    """Makes so many steps, each by one worker's gradient, move as far as one step by the mean of the gradients.
+    """Makes `pushes` steps, each by one worker's gradient, move as far as one step by the mean of the gradients.
 
-    Rates are divided by their number. With SGD that is the same as to divide gradients and weight decay: plain summed
+    Learning rates are divided by `pushes`. With SGD that equals dividing gradients and weight decay: plain summed
     asynchronous SGD. Adagrad keeps its rate, as its sums of squares grow with each push: there the gradients are
     divided, so that sums and steps are as large as those by mean gradients.
 
     Args:
-        groups: of an optimiser of this kind, with all settings, which are overwritten.
+        groups: parameter groups of an optimiser of this kind, with all settings, which are overwritten.
 
     Returns:
-        What gradients are to be multiplied by.
+        The factor to multiply gradients by.
 
     Raises:
-        ValueError: for optimisers of which it is not known how to.
+        ValueError: the optimiser is none of `KINDS`, for which the rule is known.
     """
     if kind not in KINDS:
         known = ", ".join(each.__name__ for each in KINDS)
@@ -63,7 +62,7 @@ def divide_steps(kind: type[Optimizer], groups: Sequence[dict[str, Any]], pushes
 
 
 class Server:
-    """A rank's stripe and its optimiser: one push at a time. Workers are served by threads of their own."""
+    """A rank's stripe of the parameters and its optimiser, one push at a time; each worker is served by a thread."""
 
     def __init__(self, stripe: Tensor, optimizer: Optimizer | None, workers: int, staleness: int | None) -> None:
         self.clocks = [0] * workers  # pushes of each worker
@@ -78,7 +77,7 @@ class Server:
 
     @torch.no_grad()
     def push(self, worker: int, gradient: Tensor) -> None:
-        """One step by a worker's gradients, (stripe,)."""
+        """Takes one step by a worker's gradients, (stripe,) float32."""
         with self._turn:
             if self._optimizer is not None:
                 self._gradient.copy_(gradient)
@@ -87,10 +86,10 @@ class Server:
             self._turn.notify_all()
 
     def pull(self, worker: int, out: Tensor, timeout_s: float | None = None) -> bool:
-        """Overwrites `out`, (stripe,), with the parameters, once the worker is not too far ahead of others.
+        """Overwrites `out`, (stripe,) float32, with the parameters, once the worker is within the staleness bound.
 
         Returns:
-            False where it is so after `timeout_s`, or when the server closes.
+            False if the worker is still too far ahead after `timeout_s`, or the server closes.
         """
         with self._turn:
             if not self._turn.wait_for(lambda: self._closed or self._may_go_on(worker), timeout_s) or self._closed:
@@ -99,7 +98,7 @@ class Server:
             return True
 
     def read(self, out: Tensor) -> None:
-        """Overwrites `out`, (stripe,), with the parameters as they are."""
+        """Overwrites `out`, (stripe,) float32, with the current parameters."""
         with self._turn:
             out.copy_(self._stripe)
 
@@ -107,20 +106,21 @@ class Server:
         return self._staleness is None or self.clocks[worker] - min(self.clocks) <= self._staleness
 
     def close(self) -> None:
-        """Nobody waits here any more."""
+        """Closes the server, which ends all waiting."""
         with self._turn:
             self._closed = True
             self._turn.notify_all()
 
 
 class ParameterServers(Rival):
-    """ASP-like, or SSP-like with a bound on staleness, in place of the optimiser's steps on one model: emulations.
+    """Emulations of ASP or, with a bound on staleness, SSP, in place of the optimiser's steps on one model.
 
-    Gradients go when the optimiser is to step, and are gone from the parameters then, so that it does nothing itself.
-    Servers begin with no momentum, and with the rates it has at the start. A parameter without a gradient counts as
-    one with a gradient of zeros. Where all rates are 0, as of computation that is emulated, servers step nothing.
+    Gradients are pushed when the optimiser is about to step, and `param.grad` is None then, so that the optimiser does
+    nothing itself. Servers begin without momentum, and with the optimiser's rates at the start. A parameter without a
+    gradient counts as one with a zero gradient. Where all rates are 0, as with emulated computation, servers step
+    nothing.
 
-    Each worker talks to each server on a process group of these two, used by one thread on either side: two threads on
+    Each worker talks to each server on a process group of the two, used by one thread on either side: two threads on
     one communicator of gloo read each other's messages.
     """
 
@@ -151,7 +151,7 @@ class ParameterServers(Rival):
         self._release = weakref.finalize(self, _close, self._server, self._everyone, self._servers, threads)
 
     def _level(self, stripe: Tensor) -> None:
-        """All have rank 0's model, and servers their stripes of it."""
+        """Copies rank 0's model to all ranks, and each server's stripe out of it."""
         for tensors in (self._parameters, float_buffers(self._model)):
             if tensors:
                 flat = flattened(tensors)
@@ -162,7 +162,7 @@ class ParameterServers(Rival):
         stripe[: mine.numel()] = mine
 
     def _connect(self, timeout: timedelta) -> tuple[dict[int, dist.ProcessGroup], list[threading.Thread]]:
-        """This worker's connection to each server, and the threads that serve the other workers."""
+        """Returns this worker's connection to each server, and the threads that serve the other workers."""
         servers: dict[int, dist.ProcessGroup] = {}
         threads = []
         for server in range(self._size):  # all ranks make all groups, in one order
@@ -181,7 +181,7 @@ class ParameterServers(Rival):
 
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Pushes gradients, and takes up the servers' parameters."""
+        """Pushes gradients, and takes over the servers' parameters."""
         parts = self._gradient.view(-1)[: sum(self._numels)].split(self._numels)
         for parameter, part in zip(self._parameters, parts, strict=True):
             if parameter.grad is None:
@@ -209,15 +209,15 @@ class ParameterServers(Rival):
                 f"not come further within {self._timeout_s:g} s"
             )
         for server, work in zip((*self._servers, *self._servers), works, strict=True):
-            # To the end, also after a failure: gloo writes into the answers until then.
+            # Wait to the end, also after a failure: gloo writes into the answers until then.
             if (failure := _failure(work, deadline_s)) is not None:
                 failures.setdefault(server, f"no answer from the server on rank {server}: {failure}")
         if failures:
             raise RuntimeError(f"step {self._step}: {next(iter(failures.values()))}")
 
     def consensus(self) -> None:
-        """All take up the servers' parameters, and the mean of what normalisation saw on each rank."""
-        # A step ends with the answers to its pushes: when all are here, none is on its way.
+        """Sets all ranks to the servers' parameters, and to the mean of their float buffers."""
+        # A step ends with the answers to its pushes: when all ranks are here, no message is on its way.
         dist.barrier(group=self._everyone)
         self._server.read(mine := torch.empty(self._stripe_numel))
         dist.all_gather(list(self._answer.unbind()), mine, group=self._everyone)
@@ -237,16 +237,20 @@ class ParameterServers(Rival):
 def parameter_servers(
     model: nn.Module, optimizer: Optimizer, timeout: timedelta, *, staleness: int | None
 ) -> tuple[nn.Module, ParameterServers]:
-    """The model as it is, and what synchronises it. `staleness`: SSP's bound; None: ASP."""
+    """Returns the model unchanged, and the object that synchronises it.
+
+    Args:
+        staleness: SSP's bound in steps; None: ASP.
+    """
     return model, ParameterServers(model, optimizer, timeout, staleness=staleness)
 
 
 def _of_stripe(
     optimizer: Optimizer, groups: Sequence[dict[str, Any]], stripe: Tensor, start: int, pushes: int
 ) -> tuple[Optimizer | None, float]:
-    """A fresh optimiser like this one for what a stripe has of each group; what gradients are to be multiplied by.
+    """Returns a fresh optimiser of the same kind for the stripe's part of each group, and the factor for gradients.
 
-    None where there is nothing to step. Overwrites the groups' settings.
+    The optimiser is None where there is nothing to step. Overwrites the groups' settings.
     """
     if all(group["lr"] == 0 for group in groups):
         return None, 1.0
@@ -263,7 +267,7 @@ def _of_stripe(
 
 
 def _serve(server: Server, worker: int, group: dist.ProcessGroup, numel: int, timeout_s: float) -> None:
-    """Answers one worker's pushes until it closes the connection."""
+    """Answers one worker's pushes until the worker closes the connection."""
     gradient, answer = torch.empty(numel), torch.empty(numel)
     while _failure(_issue(dist.irecv, gradient, worker, group), time.monotonic() + IDLE_S) is None:
         server.push(worker, gradient)
@@ -275,7 +279,7 @@ def _serve(server: Server, worker: int, group: dist.ProcessGroup, numel: int, ti
 
 
 def _issue(operation: Callable[..., Any], tensor: Tensor, peer: int, group: dist.ProcessGroup) -> Any:
-    """`dist.isend` or `dist.irecv` under way, or the error by which it could not begin: the connection is closed."""
+    """Issues `dist.isend` or `dist.irecv`; returns its work, or the error if the connection is closed."""
     try:
         return operation(tensor, peer, group=group)
     except RuntimeError as error:
@@ -283,7 +287,7 @@ def _issue(operation: Callable[..., Any], tensor: Tensor, peer: int, group: dist
 
 
 def _failure(work: Any, deadline_s: float) -> str | None:
-    """Waits for what was issued to end; what went wrong, if anything did."""
+    """Waits until issued work ends; returns the error message if it failed."""
     try:
         if isinstance(work, RuntimeError):
             raise work
@@ -294,7 +298,7 @@ def _failure(work: Any, deadline_s: float) -> str | None:
 
 
 def _end(group: dist.ProcessGroup) -> None:
-    """Unless all were ended already."""
+    """Destroys the process group, unless all groups were destroyed before."""
     if dist.is_initialized() and group in distributed_c10d._world.pg_map:
         dist.destroy_process_group(group)
 
@@ -305,7 +309,7 @@ def _close(
     servers: dict[int, dist.ProcessGroup],
     threads: Sequence[threading.Thread],
 ) -> None:
-    """Ends this rank's part: the connections as worker, by which the threads of the others' servers end, too."""
+    """Ends this rank's part; closing its connections as a worker also ends the threads of the other ranks' servers."""
     server.close()
     _end(everyone)
     while servers:

@@ -1,7 +1,7 @@
-"""Where the non-zeros of a gradient lie: patterns that an owner map must bear, drawn as Zen (OSDI 2025) describes them.
+"""Patterns of a gradient's non-zeros that challenge owner maps, drawn as Zen (OSDI 2025) describes them.
 
-Its section 2 finds most non-zeros at the start of a table, where ids are sorted by frequency, or in a few tensors of a
-fused bucket, whose scales differ. Columns and strides are what an owner map that is no hash has to fear.
+Section 2 of the paper finds most non-zeros at the start of a table, where ids are sorted by frequency, or in a few
+tensors of a fused bucket, whose scales differ. Columns and strides are the worst cases of owner maps without a hash.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from functools import lru_cache
 import torch
 from torch import Generator, Tensor
 
-DENSITY = 0.01  # of all patterns, about, but for one hot column
-COLUMNS = 2048  # of the matrix whose hot columns are touched
+DENSITY = 0.01  # approximate, of all patterns except one hot column
+COLUMNS = 2048  # of the matrix with hot columns
 HOT_COLUMNS = 20  # a hundredth of them
 STRIDE = 128  # a multiple of all usual numbers of owners
-FUSED_TENSORS = 16  # of a bucket; each is half as dense as the one before
-TABLE_ROWS_A_HIT = 50  # so that about a hundredth of the rows are touched, frequent ones by many hits
-UNIT = STRIDE * COLUMNS  # elements must be a multiple: patterns are then whole
+FUSED_TENSORS = 16  # tensors of a bucket; each is half as dense as the one before
+TABLE_ROWS_A_HIT = 50  # table rows per drawn row: about a hundredth of the rows is touched, frequent ones often
+UNIT = STRIDE * COLUMNS  # the number of elements must be a multiple, so that patterns are complete
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """How the rows that a rank touches are drawn: (rows of the table, generator) -> (nnz,) int64, ascending."""
+    """A function that draws the rows a rank touches: (rows of the table, generator) -> (nnz,) int64, ascending."""
 
     draw: Callable[[int, Generator], Tensor]
     dim: int = 1  # elements of a row; 1: a flat bucket, whose elements are drawn
@@ -33,17 +33,20 @@ class Pattern:
 
 
 def spread(size: int, generator: Generator, density: float = DENSITY) -> Tensor:
-    """Each place with the same chance: the gaps between them are geometric, so that only what is drawn takes time."""
+    """Draws each place below `size` with the same probability, (nnz,) int64, ascending.
+
+    Gaps between places are geometric, so that the time depends on the drawn places only.
+    """
     mean = size * density
     gaps = torch.empty(math.ceil(mean + 8 * math.sqrt(mean)) + 8)
-    gaps.exponential_(-math.log1p(-density), generator=generator)  # whose whole parts are geometric
+    gaps.exponential_(-math.log1p(-density), generator=generator)  # integer parts are geometric
     places = gaps.long().add_(1).cumsum(0) - 1
     inside: Tensor = places[: int(torch.searchsorted(places, size))]
     return inside
 
 
 def frequent_rows(rows: int, generator: Generator) -> Tensor:
-    """Rows by Zipf's law, sorted by frequency."""
+    """Draws rows of a table that is sorted by frequency, by Zipf's law: (nnz,) int64, ascending."""
     chances = _zipf(rows)
     hits = torch.rand(rows // TABLE_ROWS_A_HIT, dtype=torch.float64, generator=generator) * chances[-1]
     touched: Tensor = torch.searchsorted(chances, hits).clamp(max=rows - 1).unique()
@@ -51,7 +54,7 @@ def frequent_rows(rows: int, generator: Generator) -> Tensor:
 
 
 def elements_of_frequent_rows(dim: int) -> Callable[[int, Generator], Tensor]:
-    """The same rows in a flat bucket."""
+    """Returns a function that draws `frequent_rows` as elements of a flat bucket."""
 
     def draw(size: int, generator: Generator) -> Tensor:
         return (frequent_rows(size // dim, generator)[:, None] * dim + torch.arange(dim)).flatten()
@@ -60,7 +63,7 @@ def elements_of_frequent_rows(dim: int) -> Callable[[int, Generator], Tensor]:
 
 
 def fused_bucket(size: int, generator: Generator) -> Tensor:
-    """Tensors of one length end to end, the first of which has half of all non-zeros."""
+    """Draws the non-zeros of equally long tensors in one bucket; the first has half of all."""
     length = size // FUSED_TENSORS
     densest = DENSITY * FUSED_TENSORS / 2
     return torch.cat([spread(length, generator, densest / 2**k) + k * length for k in range(FUSED_TENSORS)])
@@ -72,7 +75,7 @@ def hot_columns(size: int, columns: Tensor) -> Tensor:
 
 @lru_cache(maxsize=2)
 def _zipf(rows: int) -> Tensor:
-    """Of each row the chance of it or one before, not normalised."""
+    """Returns for each row the sum of probabilities up to it, not normalised."""
     return (1 / torch.arange(1, rows + 1, dtype=torch.float64)).cumsum(0)
 
 

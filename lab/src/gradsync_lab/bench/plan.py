@@ -1,8 +1,8 @@
-"""Planning: how long a search takes, how good its plan is, and how far from the best it can be at most.
+"""Measures planning: how long a search takes, how good its plan is, and how far from the best it can be at most.
 
-Problems are those of the papers' models under the costs of the specifications' reference tables, where ByteComp's two
-algorithms are the baseline, and drawn ones of some hundred items. Of drawn problems with few items all plans are
-played: the gap to the best one is no estimate there.
+Problems are those of the papers' models under the costs of the reference tables (`papers.reference`), where ByteComp's
+two algorithms are the baseline, and random ones of some hundred items. For random problems with few items all plans are
+tried, so the gap to the best one is exact there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Search = Callable[[], Solution]
 
 @dataclass(frozen=True)
 class PlanSpec:
-    """Which of the papers' models, problems of how many drawn items, how many small ones, how often each is planned."""
+    """The papers' models, the sizes of random problems, the number of small problems, and how often each is planned."""
 
     models: tuple[str, ...] = tuple(PAPER_MODELS)
     drawn: tuple[int, ...] = DRAWN_ITEMS
@@ -50,12 +50,12 @@ class PlanSpec:
 
     @property
     def turns(self) -> int:
-        """Events of a run."""
+        """Returns the number of events of a run."""
         return len(self.models) * len(CASES) + len(self.drawn) + bool(self.small)
 
 
 def run_planning(spec: PlanSpec, on_event: Callable[[dict[str, Any]], None]) -> list[Record]:
-    """A record for each problem, and one for all small ones."""
+    """Returns a record for each problem, and one for all small problems."""
     records = []
     for params, problem, rival in _problems(spec):
         records.append(_timed(params, problem, rival, spec.repeats))
@@ -80,7 +80,7 @@ def _problems(spec: PlanSpec) -> Iterator[tuple[dict[str, Any], Problem, Search]
 
 
 def _timed(params: dict[str, Any], problem: Problem, rival: Search, repeats: int) -> Record:
-    """The search and its rival in turns."""
+    """Times the search and its rival in turns."""
     mine_s, rival_s, again_s = [], [], []
     for _ in range(repeats):
         found, took_s = _clocked(lambda: search(problem))
@@ -118,7 +118,7 @@ def _clocked(function: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def _of_small(count: int) -> Record:
-    """Steps by the search's plans over those of the best of all plans, problem by problem."""
+    """Returns the record of steps by the search's plans over steps by the best of all plans, problem by problem."""
     seen = list(gap_cases(range(count)))
     gaps = [trial.gap for trial in seen]
     return Record(

@@ -1,4 +1,4 @@
-"""What figures were measured with: the machine, the libraries, the commit."""
+"""The provenance of measurements: the machine, the libraries, the commit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on; no names or paths of the machine."""
+    """Describes the machine: cores, CPU model and kernel; without names or paths."""
     model = "unknown"
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -25,7 +25,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The commit of the checkout this runs from; None outside of one."""
+    """Returns the commit of the checkout that this module is in; None outside of one."""
     try:
         command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -1,4 +1,4 @@
-"""What every rank does around its measurement; started as `python -m MODULE SPEC OUT PARENT` by `launch.run_ranks`."""
+"""The setup of a rank around its measurement; `launch.run_ranks` starts it as `python -m MODULE SPEC OUT PARENT`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import torch.distributed as dist
 
 from ..cluster.keeper import die_with_parent
 
-DISTURBED = "disturbed"  # an event: so many `turns` before it are taken again
-COLLECTIVE_TIMEOUT = timedelta(minutes=3)  # the harness' own: ranks wait for one that evaluates, or that is lost
+DISTURBED = "disturbed"  # the event that says how many `turns` before it are repeated
+COLLECTIVE_TIMEOUT = timedelta(minutes=3)  # of the harness: ranks wait for one that evaluates or has failed
 
 
 def run_rank(measure: Callable[[str], Any]) -> None:
-    """Joins the other ranks, calls `measure` with the specification's text, leaves what it returns as JSON in OUT."""
+    """Joins the other ranks, calls `measure` with the specification's text, and writes its result as JSON to OUT."""
     spec_path, out_path, parent = sys.argv[1:]
     end_with(int(parent))
     dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
@@ -33,7 +33,7 @@ def run_rank(measure: Callable[[str], Any]) -> None:
 
 
 def end_with(parent: int) -> None:
-    """From now on this process dies with the one that started it, however that ends; at once if it is gone already."""
+    """Makes this process end when the process `parent` ends, in whatever way; exits at once if `parent` is gone."""
     if sys.platform == "linux":
         die_with_parent()
     if os.getppid() != parent:
@@ -42,9 +42,9 @@ def end_with(parent: int) -> None:
 
 @contextmanager
 def in_time(what: str, patience_s: float) -> Iterator[None]:
-    """Ends this process, and says what was stuck and where, if the block has not ended by then.
+    """Ends this process, and says what was stuck and where, if the block has not ended after `patience_s` seconds.
 
-    For what waits without a timeout, as callbacks of torch's hooks do.
+    Callbacks of torch's hooks, for example, wait without a timeout.
     """
 
     def give_up() -> None:
@@ -63,7 +63,7 @@ def in_time(what: str, patience_s: float) -> Iterator[None]:
 
 
 def event(**data: Any) -> None:
-    """Tells the parent how far the run is."""
+    """Reports progress to the parent process."""
     if dist.get_rank() == 0:
         sys.stdout.write(json.dumps(data) + "\n")
         sys.stdout.flush()

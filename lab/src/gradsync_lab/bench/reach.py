@@ -1,9 +1,9 @@
-"""How long methods take to a loss: steps, which do not depend on the network, times what a step takes on it.
+"""Estimates the time that methods take to a loss: steps, which do not depend on the network, times seconds per step.
 
-A run of `gradsync bench train` has the times. Steps are counted as `converge` trains, with simulated ranks in one
-process, from several seeds. Held-out losses are noisy: that of a step is the mean of the last few, and between two of
-them it is a straight line. Of methods named in `whole` the product is held against runs in which they train to the loss
-on the emulated cluster.
+A run of `gradsync bench train` has the times. Steps are counted in training as `converge` does, with simulated ranks in
+one process, from several seeds. Held-out losses are noisy: the loss of a step is the mean of the last few evaluations,
+linear between two of them. For methods named in `whole` the product is compared with runs that train to the loss on the
+emulated cluster.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from .scenarios import settings_of
 from .whole import WholeRun, WholeSpec, run_whole
 
 EARLY = "_early"
-SMOOTHED = 3  # evaluations that a loss is the mean of
+SMOOTHED = 3  # number of evaluations in a mean loss
 
-# Methods of torch that lose what schemes of ours do.
+# Methods of torch that learn as methods of `converge` do.
 SAME_AS = {
     "ddp_bf16": "bf16",
     "ddp_sparse_bf16": "bf16",
@@ -42,7 +42,7 @@ SAME_AS = {
 
 @dataclass(frozen=True)
 class ReachSpec:
-    """To which loss, and how it is looked for."""
+    """The loss to reach, the methods to compare, and how the steps are counted."""
 
     loss: float
     baseline: str
@@ -61,51 +61,52 @@ class ReachSpec:
 
     @property
     def trained_whole(self) -> tuple[str, ...]:
-        """`whole`, and the baseline before it."""
+        """Returns `whole` with the baseline before it."""
         return tuple(dict.fromkeys((self.baseline, *self.whole))) if self.whole else ()
 
 
 @dataclass(frozen=True)
 class Learner:
-    """What learns as a method does: its name in `converge`, and by what scheme it averages parameters, if it does."""
+    """A method as `converge` trains it: its name there, and the scheme by which it averages parameters, if it does."""
 
     name: str
     mixes_by: str | None = None  # as JSON
 
     @classmethod
     def of(cls, name: str, mixes_by: dict[str, Any] | None = None) -> Learner:
-        """Of a method of `gradsync bench train`.
+        """Returns the learner of a method of `gradsync bench train`.
 
         Raises:
-            ValueError: for a method of which nothing here learns the same.
+            ValueError: `converge` has no method that learns the same.
         """
         if name in SAME_AS:
             return cls(SAME_AS[name])
         if name == "ddp" or (known := method(name)).exact:
             return cls(BASELINE)
         if known.averages:
-            learnt = name.replace(EARLY, "")  # when a step is made changes nothing of what is learnt
+            learnt = name.replace(EARLY, "")  # steps inside backward learn the same
             return cls(learnt, None if mixes_by is None else json.dumps(mixes_by))
-        if name.startswith(POST_LOCAL_SGD):  # but for its first steps
+        if name.startswith(POST_LOCAL_SGD):  # the same except for its first steps
             return cls(f"local_sgd{name.removeprefix(POST_LOCAL_SGD) or USUAL_PERIOD}")
         if known.lossy is None:
             raise ValueError(
-                f"what {name} loses is torch's alone, or depends on what it measures: none here learns alike"
+                f"no method of `gradsync bench converge` learns as {name} does: its errors are torch's own, or depend "
+                "on its measurements; leave it out"
             )
         return cls(known.lossy)
 
 
-Reached = dict[tuple[Learner, int], list[float | None]]  # steps, by learner and number of ranks, of each seed
+Reached = dict[tuple[Learner, int], list[float | None]]  # (learner, number of ranks) -> steps of each seed
 
 
 @dataclass(frozen=True)
 class TimedRun:
-    """What methods took a step, in one run on one network."""
+    """The step times of methods in one run on one network."""
 
     steps_s: dict[str, Spread]
     about: dict[str, Any]  # the workload, nodes and links
     learners: dict[str, Learner]
-    trains: dict[str, str]  # what trains by a method: the setting of DDP that was the best of its sweep
+    trains: dict[str, str]  # method -> method that trains for it: for `ddp`, the best of DDP's settings
     notes: tuple[str, ...]  # on methods left out
     record: Record
 
@@ -136,10 +137,10 @@ class TimedRun:
 
 
 def timed_runs(records: Sequence[Record]) -> list[TimedRun]:
-    """The runs on one network each that records of `gradsync bench train` are of.
+    """Groups records of `gradsync bench train` into runs, each on one network.
 
     Raises:
-        ValueError: for records of several workloads, or none.
+        ValueError: the records are of several workloads, or of none.
     """
     steps = [record for record in records if record.metric == "step_s" and record.params.get("phase") != "pick"]
     workloads = sorted({str(record.params.get("workload")) for record in steps})
@@ -156,18 +157,18 @@ def timed_runs(records: Sequence[Record]) -> list[TimedRun]:
 
 
 def learners_of(runs: Sequence[TimedRun]) -> list[tuple[Learner, int]]:
-    """Each once, with the number of its ranks."""
+    """Returns each learner once, with the number of its ranks."""
     return list(dict.fromkeys((learner, run.ranks) for run in runs for learner in run.learners.values()))
 
 
 def run_reach(
     runs: Sequence[TimedRun], spec: ReachSpec, on_event: Callable[[dict[str, Any]], None]
 ) -> tuple[list[Record], list[str]]:
-    """A record for each method of each run, beside the baseline, and notes of those left out.
+    """Returns a record for each method of each run, compared with the baseline, and notes on methods left out.
 
     Raises:
-        ValueError: for runs without the baseline, or one that does not reach the loss; for methods that cannot be
-            trained whole.
+        ValueError: a run lacks the baseline, the baseline does not reach the loss, or methods of `whole` cannot be
+            trained on the cluster.
     """
     for run in runs:
         if spec.baseline not in run.steps_s:
@@ -194,9 +195,10 @@ def run_reach(
 
 
 def _whole_spec(run: TimedRun, spec: ReachSpec) -> WholeSpec:
-    """
+    """Returns the specification of training runs to the loss on the emulated cluster.
+
     Raises:
-        ValueError: for methods that cannot be trained whole.
+        ValueError: methods cannot be trained on the cluster.
     """
     if unknown := [name for name in spec.trained_whole if name not in run.steps_s]:
         raise ValueError(f"{', '.join(unknown)} cannot be trained whole: there are {', '.join(run.steps_s)}")
@@ -226,7 +228,9 @@ def _whole_spec(run: TimedRun, spec: ReachSpec) -> WholeSpec:
 def _whole(
     run: TimedRun, whole: WholeSpec, reached: Reached, spec: ReachSpec, on_event: Callable[[dict[str, Any]], None]
 ) -> tuple[list[Record], list[str]]:
-    """Of methods trained on the cluster of a run, and in words how they stand to the product, or why there are none."""
+    """Returns records of methods trained on the run's cluster, and notes: how they compare with the product, or what
+    failed.
+    """
     where = ", ".join(str(run.about[key]) for key in ("link", "scenario") if key in run.about)
     try:
         found, described, notes = run_whole(whole, on_event)
@@ -289,7 +293,7 @@ def _whole_record(
 
 
 def _reached(runs: Sequence[TimedRun], spec: ReachSpec, on_event: Callable[[dict[str, Any]], None]) -> Reached:
-    """Steps to the loss."""
+    """Trains every learner from every seed and returns its steps to the loss."""
     workload, given = str(runs[0].about["workload"]), runs[0].record.options
     options = {name: value for name, value in given.items() if name != "source"}
     if (here := opened(workload, **options).options.get("source")) != given.get("source"):
@@ -311,7 +315,7 @@ def _reached(runs: Sequence[TimedRun], spec: ReachSpec, on_event: Callable[[dict
 def steps_to(
     workload: str, options: dict[str, Any], learner: Learner, seed: int, ranks: int, spec: ReachSpec
 ) -> float | None:
-    """Steps until the loss is reached; None where it is not within `most_steps`."""
+    """Returns the steps until the loss is reached; None if that takes more than `most_steps`."""
     torch.set_num_threads(1)
     task = opened(workload, **options)
     losses: list[float] = []
@@ -325,7 +329,7 @@ def steps_to(
 
 
 def crossing(losses: Sequence[float], target: float) -> float | None:
-    """Where the smoothed losses first are at the target, on a line between two of them; 0: at the first."""
+    """Returns the place, interpolated, at which the smoothed losses first reach the target; 0 is the first loss."""
     smoothed = [
         sum(losses[max(0, place + 1 - SMOOTHED) : place + 1]) / min(place + 1, SMOOTHED) for place in range(len(losses))
     ]

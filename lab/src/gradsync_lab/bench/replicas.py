@@ -1,7 +1,7 @@
-"""What ranks learn that average parameters: replicas in one process, each with an optimiser of its own.
+"""Simulates the learning of ranks that average parameters: replicas in one process, each with its own optimiser.
 
-Who averages with whom is a matrix for each round, so schedules of groups and neighbours on a graph are one thing here.
-A replica's parameters are a row; after each step the rows are mixed.
+A matrix for each round says which ranks average with which, so schedules of groups and neighbours on a graph are the
+same here. A replica's parameters are a row of a matrix; after each step the rows are mixed.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from ..rivals.gossip import Gossip
 from ..workloads import Workload
 from .averaging import AveragingMethod
 
-ALIKE_BYTES_PER_S = 1.25e8  # 1 Gbit/s; of links that are all alike it decides nothing
+ALIKE_BYTES_PER_S = 1.25e8  # 1 Gbit/s; where all links are alike, the rate changes no decision
 
 
 def mixings_of(scheme: Mapping[str, Any] | Scheme[Any], size: int) -> list[Matrix]:
-    """W of each round of a cycle among so many ranks.
+    """Returns the mixing matrix W, (size, size), of each round of the scheme's cycle.
 
     Raises:
-        ValueError: for a scheme by which ranks do not average parameters.
+        ValueError: the scheme does not average parameters.
     """
     made = scheme if isinstance(scheme, Scheme) else from_expression(scheme)
     if isinstance(made, Gossip):
@@ -52,7 +52,7 @@ def mixings_of(scheme: Mapping[str, Any] | Scheme[Any], size: int) -> list[Matri
 
 
 def rests_of(scheme: Scheme[Any]) -> list[bool]:
-    """Of each round of a cycle, whether no rank, or node, meets another one."""
+    """Returns, for each round of the scheme's cycle, whether no rank, or node, averages with another one."""
     if isinstance(scheme, Hierarchical):
         return rests_of(scheme.inter)
     if isinstance(scheme, Shuffled):
@@ -61,7 +61,10 @@ def rests_of(scheme: Scheme[Any]) -> list[bool]:
 
 
 class Replicas:
-    """Of a workload's model, one a rank; `step` is a step of all of them, and a round."""
+    """Replicas of a workload's model, one per rank.
+
+    In a step each replica trains one step, then a round averages parameters.
+    """
 
     def __init__(
         self,
@@ -89,13 +92,15 @@ class Replicas:
         self._optimizers: list[Optimizer] = [workload.optimizer(model) for model in self._models]
         self._batches = [workload.batches(rank, ranks, seed) for rank in range(ranks)]
         self._mean = workload.model(sparse=False, seed=seed)
-        self._reference = self._parameters[0].clone()  # from where differences are counted that travel compressed
+        self._reference = self._parameters[0].clone()  # compressed payloads are differences from this row
 
     @classmethod
     def of(
         cls, method: AveragingMethod, workload: Workload, *, seed: int, ranks: int, scheme: Mapping[str, Any] | None
     ) -> Replicas:
-        """By this scheme, or as the method would on links that are all alike."""
+        """Returns replicas that average by this scheme; None: by the method's own choice on links that are all
+        alike.
+        """
         if scheme is None:
             model = workload.model(sparse=False, seed=seed)
             made = method.plan(model, ranks)
@@ -113,7 +118,7 @@ class Replicas:
         )
 
     def train(self) -> Iterator[nn.Module]:
-        """The mean model after each step, which is overwritten by the next."""
+        """Yields the mean model after each step; the next step overwrites it."""
         for step in count():
             before = self._parameters.clone() if self._is_stale else None
             for model, optimizer, batches in zip(self._models, self._optimizers, self._batches, strict=True):
@@ -127,13 +132,13 @@ class Replicas:
 
     @property
     def spread(self) -> float:
-        """How far replicas are apart now: the mean squared distance to their mean."""
+        """Returns how far apart the replicas are: the mean squared distance to their mean."""
         return float((self._parameters - self._parameters.mean(dim=0)).square().sum(dim=1).mean())
 
     @torch.no_grad()
     def _mix(self, step: int, before: Tensor | None) -> None:
         w = self._mixings[step % len(self._mixings)]
-        if before is not None:  # averages of that, which were under way during the step
+        if before is not None:  # the average of parameters before the step, as if it had overlapped with the step
             self._parameters += w @ before - before
         elif self._compressor is None:
             self._parameters.copy_(w @ self._parameters)
@@ -151,7 +156,7 @@ class Replicas:
                             kept[key].copy_(mean)
 
     def mixes_momenta(self, step: int) -> bool:
-        """Whether it is one of the rounds in which `AveragingPlanner` has momenta averaged."""
+        """Whether the step's round is one in which `AveragingPlanner` averages momenta."""
         every, place = self._momentum_every, step % len(self._meets)
         if not (every and self._meets[place]):
             return False
@@ -171,7 +176,7 @@ class Replicas:
 
 
 def _compressor_of(scheme: Scheme[Any]) -> Compressor[Any] | None:
-    """By what parameters travel within groups; None: as they are."""
+    """Returns the compressor of parameters within groups; None if they travel unchanged."""
     inner: Any = scheme.inter if isinstance(scheme, Hierarchical) else scheme
     inner = inner.scheme if isinstance(inner, Shuffled) else inner
     if isinstance(inner, HalfPrecision):
@@ -180,7 +185,7 @@ def _compressor_of(scheme: Scheme[Any]) -> Compressor[Any] | None:
 
 
 def _sent(compressor: Compressor[Any], row: Tensor, rank: int) -> Tensor:
-    """What of a row the others get."""
+    """Returns the row as other ranks receive it."""
     payload, _ = compressor.compress(row, compressor.init(FlatSpec.of(row), rank))
     arrived = torch.empty_like(row)
     compressor.sum_into(arrived, [payload], 1.0)
@@ -189,7 +194,7 @@ def _sent(compressor: Compressor[Any], row: Tensor, rank: int) -> Tensor:
 
 @torch.no_grad()
 def _rows(tensors: list[list[Tensor]]) -> Tensor:
-    """(ranks, elements): what each rank has, moved there, so that a change of a row changes it."""
+    """Returns (ranks, elements) float32 and makes the tensors views of it, so that a change of a row changes them."""
     rows = torch.stack([torch.cat([t.reshape(-1).float() for t in each] or [torch.zeros(0)]) for each in tensors])
     for row, each in zip(rows, tensors, strict=True):
         for tensor, part in zip(each, row.split([t.numel() for t in each]), strict=True):

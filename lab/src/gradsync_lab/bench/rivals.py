@@ -1,4 +1,6 @@
-"""Methods of others that average no gradients in each step: what the harness asks of them, and post-local SGD."""
+"""Other systems' methods that do not average gradients in each step: their interface in the harness, and post-local
+SGD.
+"""
 
 from __future__ import annotations
 
@@ -25,55 +27,58 @@ from gradsync.tensors.arrivals import Sections
 
 POST_LOCAL_SGD = "post_local_sgd"
 USUAL_PERIOD = 4  # steps of post-local SGD from one average to the next
-GRADIENT_STEPS = 4  # of post-local SGD, before local ones; fewer than a benchmark's own warm-up
+GRADIENT_STEPS = 4  # synchronous steps of post-local SGD before local ones; fewer than a benchmark's warm-up
 
 
 class Rival(ABC):
-    """What a method has in place of gradsync's `Attachment`. Nothing is planned, so nothing is tried or predicted."""
+    """The interface of a method that has no gradsync `Attachment`.
+
+    There are no plans, so no trials and no predictions.
+    """
 
     settled = True
     profile = None
-    mixes_by: dict[str, Any] | None = None  # the scheme by which ranks average parameters, where that is what they do
+    mixes_by: dict[str, Any] | None = None  # the scheme by which ranks average parameters; None if they do not
 
     @abstractmethod
     def detach(self) -> None:
-        """Takes the method off the model on this rank. A second call does nothing."""
+        """Removes the method from the model on this rank. A second call does nothing."""
 
     @abstractmethod
     def consensus(self) -> None:
-        """Makes the ranks' models one. Collective, between two steps."""
+        """Makes all ranks' models equal. Collective, between two steps."""
 
     @abstractmethod
     def explain(self) -> list[str]:
-        """The method in words."""
+        """Describes the method in words."""
 
     def no_sync(self) -> AbstractContextManager[Any]:
-        """Inside, gradients are each rank's own; no optimiser steps there."""
+        """Returns a context manager inside which gradients are not synchronised; no optimiser may step there."""
         return nullcontext()
 
     def arrived(self, parameter: Tensor) -> Sections | None:
-        """None: of every gradient all of it."""
+        """Returns None, as every gradient arrives in full."""
         return None
 
     def statistics(self) -> list[BucketStatistics]:
-        """None: there are no buckets of ours."""
+        """Returns an empty list, as there are no gradsync buckets."""
         return []
 
     def timeline(self) -> list[Task]:
-        """Nothing is recorded."""
+        """Returns an empty list, as nothing is recorded."""
         return []
 
     def predicted_timeline(self) -> list[Task]:
-        """Nothing is predicted."""
+        """Returns an empty list, as nothing is predicted."""
         return []
 
 
 class PostLocalSGD(Rival):
-    """DDP for some steps, then steps of each rank's own, and parameters averaged in one step of so many.
+    """Post-local SGD: DDP for some steps, then local steps, with parameters averaged in one step of so many.
 
-    Made of PyTorch's parts: `post_localSGD_hook` on DDP and `PeriodicModelAverager` after the optimiser's steps. All
-    ranks average together; momenta stay each rank's own. The paper's warm-up is half of the training; here it is as
-    short as what a benchmark does not time.
+    Built from PyTorch's parts: `post_localSGD_hook` on DDP and `PeriodicModelAverager` after the optimiser's steps. All
+    ranks average together; momenta stay each rank's own. The paper's warm-up is half of the training; here it is
+    shorter than the steps that a benchmark does not time.
 
     Reference: Lin, Stich, Patel, Jaggi, "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020.
     """
@@ -95,7 +100,7 @@ class PostLocalSGD(Rival):
         self._averager.average_parameters(optimizer.param_groups)
 
     def no_sync(self) -> AbstractContextManager[Any]:
-        """DDP's."""
+        """Returns DDP's `no_sync`."""
         return self.ddp.no_sync()
 
     def consensus(self) -> None:
@@ -112,19 +117,19 @@ class PostLocalSGD(Rival):
 def post_local_sgd(
     model: nn.Module, optimizer: Optimizer, timeout: timedelta, *, every: int
 ) -> tuple[nn.Module, PostLocalSGD]:
-    """The model in DDP, and what averages its parameters."""
+    """Returns the model in DDP, and the object that averages its parameters."""
     made = PostLocalSGD(model, optimizer, timeout, every=every)
     return made.ddp, made
 
 
 def float_buffers(model: nn.Module) -> list[Tensor]:
-    """What normalisation saw, without counters."""
+    """Returns the model's floating-point buffers, such as running statistics; counters are left out."""
     return [buffer for buffer in model.buffers() if buffer.is_floating_point()]
 
 
 @torch.no_grad()
 def average_(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Overwrites them with their means over the group, by default all ranks, in one message."""
+    """Overwrites the tensors with their means over the group, by default all ranks, in one all-reduce."""
     each = list(tensors)
     if not each:
         return
@@ -134,13 +139,13 @@ def average_(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) 
 
 
 def flattened(tensors: Sequence[Tensor]) -> Tensor:
-    """(elements,), a copy."""
+    """Returns a concatenated copy of the tensors, (elements,)."""
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
 @torch.no_grad()
 def put(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Overwrites the tensors with what `flattened` made one of."""
+    """Overwrites the tensors with their parts of `flat`, (elements,), as made by `flattened`."""
     parts = flat[: sum(t.numel() for t in tensors)].split([t.numel() for t in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
         tensor.copy_(part.view_as(tensor))

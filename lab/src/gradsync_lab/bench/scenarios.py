@@ -1,4 +1,6 @@
-"""Clusters with a bottleneck, by name: what a link's rate makes of the lab's other settings (DS-Sync's occasions)."""
+"""Clusters with a bottleneck, by name, as in DS-Sync's motivation: a link's rate determines the lab's other
+settings.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +19,23 @@ def _uniform(nodes: int, rate: float) -> Settings:
 
 
 def _slow_node(share: float) -> Callable[[int, float], Settings]:
-    """The last node's link."""
+    """Slows the last node's link."""
     return lambda nodes, rate: {"slow": {nodes - 1: format_rate(rate * share)}}
 
 
 def _racks(nodes: int, rate: float) -> Settings:
-    """Two, with uplinks of a quarter of what the nodes of the larger one could send."""
+    """Makes two racks; an uplink has a quarter of the rate that the nodes of the larger rack could send at."""
     rack_size = -(-nodes // 2)
     return {"rack_size": rack_size, "trunk": format_rate(rate * rack_size / 4)}
 
 
 def _contention(nodes: int, rate: float) -> Settings:
-    """Somebody else's flow on one pair of nodes, which moves on every few seconds."""
+    """Adds a foreign flow between two nodes, which moves to another pair every few seconds."""
     return {"moving_background": (format_rate(rate * 0.75), 4.0)}
 
 
 def _stalls(nodes: int, rate: float) -> Settings:
-    """Some rank stops for half a second, every four seconds on average."""
+    """Stops a random rank for half a second, every four seconds on average."""
     return {"stalls": (0.5, 4.0)}
 
 
@@ -48,16 +50,16 @@ SCENARIOS: dict[str, Callable[[int, float], Settings]] = {
 
 
 def settings_of(name: str, nodes: int, link: str) -> Settings:
-    """The lab's settings beside nodes and link.
+    """Returns the scenario's settings other than nodes and link.
 
     Raises:
-        ValueError: for an unknown name, links that are not shaped, or too few nodes for it.
+        ValueError: the name is unknown, the link has no rate, or there are too few nodes.
     """
     if name not in SCENARIOS:
         raise ValueError(f"unknown scenario {name!r}; there are {', '.join(SCENARIOS)}")
     rate = rate_bytes_per_s(link)
     if rate is None:
-        raise ValueError(f"scenarios are of shaped links, got {link}")
+        raise ValueError(f"scenarios need a link with a rate, such as 1gbit, got {link}")
     if nodes < 4:
-        raise ValueError(f"scenarios are of 4 nodes or more, got {nodes}")
+        raise ValueError(f"scenarios need at least 4 nodes, got {nodes}")
     return SCENARIOS[name](nodes, rate)

@@ -1,7 +1,7 @@
-"""Steal: time for which the host of a virtual machine gives its processors to somebody else.
+"""Detects steal: time for which the host of a virtual machine gives its processors to other machines.
 
-While it takes them, ranks that wait for each other take several times as long, and what was measured before is not what
-steps take now. So what was measured then is measured again, as far as somebody is patient.
+Meanwhile ranks that wait for each other take several times as long, and earlier measurements do not fit later ones. So
+measurements with much steal are repeated, within a limit of time.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 STAT = Path("/proc/stat")
-STEAL = 7  # its place among the figures of proc(5)
+STEAL = 7  # position of steal among the figures of proc(5)
 FIGURES = 8  # that add up to all time; guests' time is in them
-MOST_STOLEN = 0.03  # of the processors' time in what counts
-WINDOW_S = 1.0  # of a look whether it is over
+MOST_STOLEN = 0.03  # stolen share of the processors' time in measurements that count
+WINDOW_S = 1.0  # time over which it is checked whether the steal has ended
 
 Agreed = Callable[[float], float]  # rank 0's figure on all ranks; collective
 
 
 class Steal:
-    """What is stolen from when it is made."""
+    """A meter of steal that begins when it is made."""
 
     def __init__(self) -> None:
         self._began_s = time.monotonic()
@@ -28,25 +28,25 @@ class Steal:
 
     @property
     def seconds(self) -> float:
-        """Since then, by the clock."""
+        """Returns the seconds since the begin."""
         return time.monotonic() - self._began_s
 
     @property
     def share(self) -> float:
-        """Of the time of all processors; 0 where there is no such figure."""
+        """Returns the stolen share of all processors' time; 0 where the kernel does not report steal."""
         stolen, total = _ticks()
         return (stolen - self._stolen) / max(total - self._total, 1)
 
 
 class Patience:
-    """Seconds to be spent on waiting for the processors, and on measuring again."""
+    """A limit in seconds on waiting for steal to end and on repeating measurements."""
 
     def __init__(self, seconds: float, agreed: Agreed = float) -> None:
         self._left_s = seconds
         self._agreed = agreed
 
     def is_lost(self, since: Steal) -> bool:
-        """Whether what was measured since is to be measured again. If so, it is over as far as can be waited for."""
+        """Whether a measurement must be repeated; if so, waits until the steal is over or the patience is spent."""
         if not self._spend(since):
             return False
         while self._spend_a_window():
@@ -60,7 +60,7 @@ class Patience:
         return self._spend(window)
 
     def _spend(self, since: Steal) -> bool:
-        """On what went on since, if too much was stolen of it, and there is something left to spend."""
+        """Charges the time since `since` if too much of it was stolen and patience is left; returns whether it did."""
         if self._left_s <= 0 or self._agreed(since.share) <= MOST_STOLEN:
             return False
         self._left_s -= self._agreed(since.seconds)
@@ -68,7 +68,7 @@ class Patience:
 
 
 def _ticks() -> tuple[int, int]:
-    """Stolen, and of all kinds; of all processors together."""
+    """Returns stolen ticks and all ticks, summed over the processors."""
     if not STAT.exists():
         return 0, 0
     _, *figures = STAT.read_text(encoding="utf-8").partition("\n")[0].split()

@@ -1,8 +1,8 @@
-"""The exchange alone: schemes on real gradients and on plain sizes, beside what DDP would issue for the same tensor.
+"""Measures the gradient exchange alone: schemes on real gradients and on plain sizes, compared with DDP's collectives.
 
-Latency and bandwidth are fitted in the same run from plain all-reduces, the memory's rate from a copy.
-`bound_s` is what the network allows for the rounds and bytes of a scheme's `steps`; `predicted_s` adds what the steps
-compute.
+Latency and bandwidth are fitted in the same run from plain all-reduces, the memory's rate from a copy. `bound_s` is the
+least time that the network allows for the rounds and bytes of a scheme's `steps`; `predicted_s` adds the computation in
+the steps.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from .methods import SPARSE_SCHEMES
 from .provenance import commit, machine, versions
 
 DENSE_SIZES_BYTES = (4 << 10, 256 << 10, 4 << 20)
-# ddp: all elements, beside DDP's sparse way; ddp_bf16: in 16 bits, beside that.
+# ddp: dense all-reduce, compared with DDP's sparse one; ddp_bf16: in 16 bits, compared with ddp.
 SUBJECTS = (AllReduce.name, *SPARSE_SCHEMES, BalancedElements.name, "ddp", "ddp_bf16")
 FIT_SIZES_BYTES = (8, 4 << 10, 1 << 20, 4 << 20)
 
 
 class SyncSpec(BaseModel):
-    """One run of exchanges."""
+    """The specification of one run of exchanges."""
 
     workloads: tuple[str, ...] = ("deepfm",)
     options: dict[str, Any] = {}  # of every workload
@@ -51,11 +51,11 @@ class SyncSpec(BaseModel):
 
 
 def run_sync(spec: SyncSpec, on_event: Callable[[dict[str, Any]], None]) -> tuple[list[Record], list[str]]:
-    """The records of a run, and notes on what it ran on.
+    """Returns the records of a run, and notes on the cluster that it ran on.
 
     Raises:
-        ValueError: for an unknown workload or option.
-        RuntimeError: when a rank failed.
+        ValueError: a workload or option is unknown.
+        RuntimeError: a rank failed.
     """
     for name in spec.workloads:
         topk.load(name, **spec.options)  # fetched here: ranks in a lab reach no registry
@@ -74,7 +74,7 @@ def run_sync(spec: SyncSpec, on_event: Callable[[dict[str, Any]], None]) -> tupl
 def sync_records(
     spec: SyncSpec, ranks: list[dict[str, Any]], environment: dict[str, Any], *, on_loopback: bool
 ) -> list[Record]:
-    """Every exchange against its case's baseline, from what the ranks measured."""
+    """Returns a record of every exchange against its case's baseline, from the ranks' measurements."""
     cost = CostModel.of(ranks[0]["cost"])  # all ranks have agreed on it
     environment = {**environment, **ranks[0]["cost"]}
     params = {"nodes": spec.nodes, "link": LOOPBACK if on_loopback else spec.link}
@@ -93,10 +93,11 @@ def sync_records(
 
 
 def _selection_record(case: dict[str, Any], ranks: list[dict[str, Any]], selected: Record) -> Record:
-    """The selected scheme against the fastest of all, DDP's ways too.
+    """Returns a record of the selected scheme against the fastest of all, DDP's collectives included.
 
-    Half of the repeats pick the fastest, the others judge: so that the rival is not the one that was lucky. It may be
-    the selected one itself. Repeats come in pairs of both orders of turns, and each half has whole pairs.
+    Half of the repeats choose the fastest, the other half compare, so that the rival is not the one that was lucky. The
+    rival may be the selected scheme itself. Repeats come in pairs of both orders of turns, and each half has whole
+    pairs.
     """
     times = {name: _slowest(ranks, name) for name in case["times"] if name != "again"}
 
@@ -122,7 +123,7 @@ def _selection_record(case: dict[str, Any], ranks: list[dict[str, Any]], selecte
 
 
 def _slowest(ranks: list[dict[str, Any]], name: str) -> list[float]:
-    """An exchange is over when its slowest rank is done."""
+    """Returns the times of an exchange by repeat: each is the slowest rank's."""
     return [max(times) for times in zip(*(rank["times"][name] for rank in ranks), strict=True)]
 
 
@@ -171,7 +172,7 @@ def _record(
 
 
 def _expected_s(costs: dict[str, Any], cost: CostModel) -> tuple[float | None, float]:
-    """The bound of a scheme's transfers, and what is expected of all its steps, one after the other; seconds."""
+    """Returns the bound of a scheme's transfers, and the predicted time of all its steps in sequence; seconds."""
     if "predicted_s" in costs:
         return None, float(costs["predicted_s"])
     rounds, fewest, nbytes = (sum(column) for column in zip(*costs["transfers"], strict=True))

@@ -1,4 +1,4 @@
-"""One rank of an exchange run; see `sync.py`."""
+"""The program of one rank in an exchange run; see `sync.py`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from .sync import DENSE_SIZES_BYTES, FIT_SIZES_BYTES, SyncSpec
 from .topk import TopKWorkload
 
 TIMEOUT_S = 120.0
-REHEARSED = (  # of which every other scheme's kernels are among the kernels
+REHEARSED = (  # schemes that together use every kernel
     BalancedParallelism(),
     AGSparse(),
     DOUBLING_OF_ROWS,
@@ -68,13 +68,13 @@ REHEARSED = (  # of which every other scheme's kernels are among the kernels
     OkTopkLike(),
 )
 COPY_BYTES = 128 << 20
-HEAD_START_S = 0.03  # for the news of the instant to start to reach everybody
+HEAD_START_S = 0.03  # time for the broadcast of the start to reach all ranks
 ELEMENT_SCHEMES: dict[str, Scheme[Any]] = {s.name: s for s in (BalancedElements(), AllReduce())}
 
 
 @dataclass(frozen=True)
 class Contender:
-    """What is timed, and what each time needs before."""
+    """A timed function, and the preparation before each call."""
 
     run: Callable[[], object]
     prepare: Callable[[], object] = lambda: None
@@ -82,17 +82,17 @@ class Contender:
 
 @dataclass(frozen=True)
 class Timing:
-    """One exchange on this rank."""
+    """The time of one exchange on this rank."""
 
     seconds: float
     cpu_s: float  # of all threads
 
 
 def timed(exchange: Contender) -> Timing:
-    """The time from an instant at which all ranks start to the end here.
+    """Times an exchange from an instant at which all ranks start to its end on this rank.
 
     A barrier alone lets ranks go milliseconds apart, which the first of them would wait for. All ranks are on one
-    machine, whose clock is theirs.
+    machine and share its clock.
     """
     exchange.prepare()
     dist.barrier()
@@ -105,7 +105,7 @@ def timed(exchange: Contender) -> Timing:
 
 
 def take_turns(exchanges: dict[str, Contender], spec: SyncSpec) -> tuple[dict[str, list[Timing]], dict[str, float]]:
-    """Every repeat's times, and interface bytes of one, by name; the order turns round."""
+    """Returns every repeat's times, and the mean interface bytes, by name; the order alternates."""
     names = list(exchanges)
     for name in names:
         for _ in range(spec.warmup):
@@ -122,13 +122,17 @@ def take_turns(exchanges: dict[str, Contender], spec: SyncSpec) -> tuple[dict[st
 
 
 def fit_samples(group: TorchGroup, spec: SyncSpec) -> list[tuple[int, float, float]]:
-    """(rounds, bytes on the busiest link, median seconds) of all-reduces."""
+    """Returns (rounds, bytes on the busiest link, median seconds) of all-reduces."""
     steps = [Transfer("", Pattern.ALL_REDUCE, (float(nbytes),) * spec.world_size) for nbytes in FIT_SIZES_BYTES]
     return [(bound_rounds(s), link_bytes(s, group), median_s(group, int(s.part_bytes[0]), spec)) for s in steps]
 
 
 def stage_s(group: TorchGroup, spec: SyncSpec, small: tuple[int, float, float]) -> float:
-    """What a transfer takes beside its rounds: by one of a single message each way, and `small`, of all to all."""
+    """Returns the fixed cost in seconds of a transfer, rounds excluded.
+
+    The estimate uses the time of a transfer with a single message each way, and `small`: (rounds, bytes, seconds) of a
+    small all-reduce.
+    """
     rounds, _, all_s = small
     message = Exchange.of(group, Pattern.MESSAGES, LENGTH_BYTES, (spec.world_size // 2,))
     swap = Contender(lambda: message.issue().wait(TIMEOUT_S))
@@ -136,7 +140,7 @@ def stage_s(group: TorchGroup, spec: SyncSpec, small: tuple[int, float, float]) 
 
 
 def link_bytes(transfer: Transfer, group: TorchGroup) -> float:
-    """On the busiest link direction: of a node's link where its ranks share one."""
+    """Returns the bytes on the busiest link direction; where a node's ranks share a link, of the node's link."""
     on_one_node = group.placement.num_nodes == 1
     return (
         transfer.busiest_bytes
@@ -146,16 +150,17 @@ def link_bytes(transfer: Transfer, group: TorchGroup) -> float:
 
 
 def bound_rounds(transfer: Transfer) -> int:
-    """Latencies that a transfer cannot do without: a large one may hide all but one of them behind its bytes.
+    """Returns the rounds whose latency a transfer cannot hide: all of a direct one, else 1.
 
-    In the fit as in the bound: else the rate came out too high, or the bound too easy.
+    A large transfer may hide all but one of its latencies behind its bytes. Fit and bound must agree in this: else the
+    rate came out too high, or the bound too easy.
     """
     traffic = transfer.carried_by(DEFAULT_TRANSPORT)
     return 1 if traffic.passed_on or traffic.busiest_bytes > DIRECT_BYTES else traffic.rounds
 
 
 def median_s(group: TorchGroup, nbytes: int, spec: SyncSpec) -> float:
-    """An all-reduce of so many bytes."""
+    """Returns the median seconds of an all-reduce of `nbytes` bytes."""
     buffer = torch.zeros(nbytes // 4)
 
     reduce = Contender(lambda: group.all_reduce(buffer).wait(TIMEOUT_S))
@@ -163,12 +168,12 @@ def median_s(group: TorchGroup, nbytes: int, spec: SyncSpec) -> float:
 
 
 def seconds_of(exchange: Contender, spec: SyncSpec) -> list[float]:
-    """The repeats after the warm-up."""
+    """Returns the seconds of the repeats after the warm-up."""
     return [timed(exchange).seconds for _ in range(spec.warmup + spec.repeats)][spec.warmup :]
 
 
 def memory_bytes_per_s(spec: SyncSpec) -> float:
-    """Bytes read and written by a copy of more than any cache holds, while the other ranks copy too."""
+    """Returns bytes read and written per second by a copy larger than any cache, while the other ranks copy too."""
     source = torch.ones(COPY_BYTES // 4)
     copy = Contender(partial(torch.empty_like(source).copy_, source))
     return 2 * COPY_BYTES / statistics.median(seconds_of(copy, spec))
@@ -177,7 +182,7 @@ def memory_bytes_per_s(spec: SyncSpec) -> float:
 def scheme_exchange(
     scheme: Scheme[Any], group: TorchGroup, x: Callable[[], Any], prepare: Callable[[], object] = lambda: None
 ) -> tuple[Contender, Ledger]:
-    """Runs the scheme on `x()`; the ledger fills at each run."""
+    """Returns an exchange that runs the scheme on `x()`, and a ledger that fills at each run."""
     ledger = Ledger()
     recording = RecordingGroup(group, ledger)
     scale = 1.0 / group.size
@@ -186,7 +191,7 @@ def scheme_exchange(
 
 
 def ddp_sparse_exchange(gradients: Sequence[Tensor]) -> Contender:
-    """As DDP issues them: one after the other, without waiting. On copies, which the sums replace."""
+    """Returns an exchange by DDP's sparse all-reduces: issued one after the other, then waited for; on copies."""
     copies: list[Tensor] = []
 
     def prepare() -> None:
@@ -202,9 +207,10 @@ def ddp_sparse_exchange(gradients: Sequence[Tensor]) -> Contender:
 def step_costs(
     scheme: Scheme[Any], specs: tuple[TensorSpec, ...], profiles: Any, placement: Placement, cost: CostModel
 ) -> dict[str, Any]:
-    """(rounds, rounds of the bound, busiest bytes) of each transfer; (kernel, calls, bytes) of each computation.
+    """Returns (rounds, rounds of the bound, busiest bytes) of each transfer, and (kernel, calls, bytes) of each
+    computation.
 
-    Where ranks share a node's link or have another one inside: the seconds that are predicted, without a bound.
+    Where ranks share a node's link or have another one inside: the predicted seconds, without a bound.
     """
     steps = scheme.steps(specs, profiles, placement)
     if placement.num_nodes < placement.size:
@@ -223,7 +229,11 @@ def measure(
     spec: SyncSpec,
     selected: str | None = None,
 ) -> dict[str, Any]:
-    """One case: its baselines (the first one twice, for A/A) and schemes in turns; `selected` is one of them."""
+    """Measures one case: baselines (the first one twice, for A/A) and schemes take turns.
+
+    Args:
+        selected: name of the scheme that selection chooses; None: there was no selection.
+    """
     first = next(iter(baselines))
     exchanges = {**baselines, **{name: run for name, (run, _) in schemes.items()}, "again": baselines[first]}
     times, wire_bytes = take_turns(exchanges, spec)
@@ -243,7 +253,7 @@ def measure(
 
 
 def dense_case(nbytes: int, group: TorchGroup, spec: SyncSpec, cost: CostModel) -> dict[str, Any]:
-    """A plain tensor of this size: our all-reduce beside torch's."""
+    """Measures gradsync's all-reduce and torch's on a dense tensor of this size."""
     x = torch.zeros(nbytes // 4)
     scheme = AllReduce()
     return measure(
@@ -257,19 +267,19 @@ def dense_case(nbytes: int, group: TorchGroup, spec: SyncSpec, cost: CostModel) 
 
 @dataclass(frozen=True)
 class Gradients:
-    """What one real step leaves on this rank to be exchanged, and how DDP would do it."""
+    """The gradients of one real step on this rank, and DDP's exchanges of them."""
 
     layout: Layout
     x: Callable[[], Any]
     specs: tuple[TensorSpec, ...]
     profiles: tuple[DensityProfile, ...]  # of all ranks, exact
     baselines: dict[str, Contender]
-    given: tuple[Tensor, ...]  # the memory that is there before
+    given: tuple[Tensor, ...]  # tensors that exist before the exchange, which do not count as its memory
     prepare: Callable[[], object] = lambda: None  # before each exchange
 
 
 def workload_case(name: str, group: TorchGroup, spec: SyncSpec, cost: CostModel) -> dict[str, Any]:
-    """The gradients of one real step: the schemes for them beside DDP's ways."""
+    """Measures schemes and DDP's collectives on the gradients of one real step."""
     workload = topk.load(name, **spec.options)
     found = gradients_of_step(workload, workload.model(sparse=True, seed=spec.seed), group, spec.seed)
     planned, selected = schemes_of(found.layout, found.specs, found.profiles, group.placement, spec, cost)
@@ -293,7 +303,7 @@ def workload_case(name: str, group: TorchGroup, spec: SyncSpec, cost: CostModel)
 
 
 def gradients_of_step(workload: Workload, model: nn.Module, group: TorchGroup, seed: int) -> Gradients:
-    """The sparse ones of the first step, by rows; where there are none, all of them end to end, by elements."""
+    """Returns the first step's sparse gradients, by rows; without any, all gradients concatenated, by elements."""
     batches = workload.batches(group.rank, group.size, seed)
     if isinstance(workload, TopKWorkload):
         return elements_of_step(workload.sparsified(model, batches), group)
@@ -305,7 +315,9 @@ def gradients_of_step(workload: Workload, model: nn.Module, group: TorchGroup, s
 
 
 def exchange_bytes(exchange: Contender, given: Sequence[Tensor]) -> int:
-    """What one exchange takes at its peak beside the gradients; lists that would be kept from earlier ones included."""
+    """Returns the peak memory of one exchange without the gradients, but with lists that are otherwise kept between
+    exchanges.
+    """
     exchange.prepare()
     dist.barrier()
     hash_lists.forget()
@@ -313,7 +325,7 @@ def exchange_bytes(exchange: Contender, given: Sequence[Tensor]) -> int:
 
 
 def rows_of_step(gradients: list[Tensor], group: TorchGroup) -> Gradients:
-    """Tables with sparse gradients; DDP has a sparse and a dense way."""
+    """Returns tables with sparse gradients; DDP can sum them sparse or dense."""
     tables = tuple(SparseRows.from_torch(g) for g in gradients)
     dense = [g.to_dense() for g in gradients]
     return Gradients(
@@ -330,7 +342,7 @@ def rows_of_step(gradients: list[Tensor], group: TorchGroup) -> Gradients:
 
 
 def elements_of_step(gradient: Tensor, group: Group) -> Gradients:
-    """The gradients of all parameters as one flat tensor; DDP sums all of it, in 32 or 16 bits."""
+    """Returns the gradients of all parameters as one flat tensor; DDP sums all of it, in 32 or 16 bits."""
     bucket = torch.empty_like(gradient)  # exchanges overwrite it
 
     def bf16() -> None:
@@ -360,7 +372,7 @@ def schemes_of(
     spec: SyncSpec,
     cost: CostModel,
 ) -> tuple[dict[str, Scheme[Any]], str | None]:
-    """The schemes to measure, by name: those of training, or all there are, with the name of the selected one."""
+    """Returns the schemes to measure, by name, and the name of the selected one if all schemes are measured."""
     if spec.schemes == "planned":
         planned = ELEMENT_SCHEMES if layout is Layout.FLAT else SPARSE_SCHEMES
         return {name: s.planned_for(profiles) for name, s in planned.items()}, None
@@ -372,12 +384,12 @@ def schemes_of(
 
 
 def measured_profiles(tables: tuple[SparseRows, ...], group: TorchGroup) -> tuple[DensityProfile, ...]:
-    """The exact profiles of this step, from the indices of all ranks."""
+    """Returns the exact profiles of this step, from the indices of all ranks."""
     return profile_tables([(table.num_rows, from_all_ranks(table.indices, group)) for table in tables])
 
 
 def measured_elements(x: Tensor, group: Group) -> DensityProfile:
-    """The exact profile of a flat tensor by element, and by block."""
+    """Returns the exact profile of a flat tensor by element, and by block."""
     indices = from_all_ranks(x.nonzero().flatten(), group)
     length = BLOCKS_OF_256.block
     blocks = profile_rows([rank // length for rank in indices], -(-x.numel() // length))
@@ -394,7 +406,7 @@ def union_rows(profiles: tuple[DensityProfile, ...], size: int) -> list[float]:
 
 
 def agreed_cost(fit: Sequence[tuple[int, float, float]], stage: float, memory: float, group: TorchGroup) -> CostModel:
-    """The cost model by the slowest rank's measurements, the same on every rank, so that all select alike."""
+    """Returns the cost model by the slowest rank's measurements, the same on every rank, so that all select alike."""
     slowest_s = torch.tensor([*(seconds for _, _, seconds in fit), stage, -memory], dtype=torch.float64)
     dist.all_reduce(slowest_s, op=dist.ReduceOp.MAX)
     *seconds, stage, negated = slowest_s.tolist()
@@ -408,7 +420,7 @@ def agreed_cost(fit: Sequence[tuple[int, float, float]], stage: float, memory: f
 
 
 def exchange(text: str) -> dict[str, Any]:
-    """This rank's figures of every case."""
+    """Returns this rank's figures of every case."""
     spec = SyncSpec.model_validate_json(text)
     group = torch_group(timeout_s=TIMEOUT_S)
     fit = fit_samples(group, spec)

@@ -1,8 +1,8 @@
-"""`topk`: `gpt`, of whose gradients a rank has the largest elements only. The element-sparse case of exchanges.
+"""The workload `topk`: `gpt` with only the largest elements of a rank's gradients.
 
-All gradients of a step end to end, in the order of the model, are one flat tensor; a share `ratio` of it is left, after
-some steps whose residuals it takes up (error feedback). No method trains so yet: this is for exchanges and their
-characterisation, and otherwise unknown as a workload.
+Exchanges use it as their element-sparse case. All gradients of a step, in the order of the model, are one flat tensor;
+a share `ratio` of it is kept, after some steps whose residuals are added (error feedback). No method trains so yet:
+only exchanges and their characterisation know this workload.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ..workloads import Batch, GPTWorkload, Workload
 
 @dataclass(frozen=True, kw_only=True)
 class TopKWorkload(GPTWorkload):
-    """`gpt` with what is left of its gradients."""
+    """The workload `gpt` with sparsified gradients."""
 
     name: ClassVar[str] = "topk"
 
-    ratio: float = 0.01  # of all elements, those that are left
-    feedback_steps: int = 4  # of each rank before, at the same weights; their residuals are added
+    ratio: float = 0.01  # share of the elements that is kept
+    feedback_steps: int = 4  # earlier steps of each rank, at the same weights, whose residuals are added
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -38,7 +38,7 @@ class TopKWorkload(GPTWorkload):
             raise ValueError(f"feedback_steps must not be negative, got {self.feedback_steps}")
 
     def sparsified(self, model: nn.Module, batches: Iterator[Batch]) -> Tensor:
-        """What a rank sends of its next step, (parameters,) float32, mostly zero; after the steps before."""
+        """Returns a rank's next payload as (parameters,) float32, mostly zero, with the residuals of steps before."""
         compressor = ErrorFeedback(TopK(self.ratio))
         numel = sum(parameter.numel() for parameter in model.parameters())
         state = compressor.init(FlatSpec.of(torch.empty(numel, device="meta")))
@@ -47,21 +47,21 @@ class TopKWorkload(GPTWorkload):
         return compressor.decompress(payload)
 
     def gradient(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Of all parameters, end to end."""
+        """Returns the gradients of all parameters, concatenated: (parameters,) float32."""
         gradients = torch.autograd.grad(self.loss(model, batch), list(model.parameters()))
         return torch.cat([gradient.flatten() for gradient in gradients])
 
 
 def names() -> tuple[str, ...]:
-    """What `load` knows: all workloads, and `topk`."""
+    """Returns the names that `load` knows: all workloads, and `topk`."""
     return (*workloads.names(), TopKWorkload.name)
 
 
 def kind_of(name: str) -> type[Workload]:
-    """As `workloads.kind_of`.
+    """Returns the workload's class as `workloads.kind_of` does, for `topk` too.
 
     Raises:
-        ValueError: listing the names there are.
+        ValueError: the name is unknown; the message lists the names.
     """
     if name not in names():
         raise ValueError(f"unknown workload {name!r}; expected one of {', '.join(names())}")
@@ -69,5 +69,5 @@ def kind_of(name: str) -> type[Workload]:
 
 
 def load(name: str, **options: Any) -> Workload:
-    """As `workloads.load`."""
+    """Returns the open workload as `workloads.load` does, for `topk` too."""
     return workloads.open_workload(kind_of(name), **options)

@@ -1,8 +1,8 @@
-"""Training runs: methods train the same model on the same data in turns, block by block.
+"""Measures training: methods train the same model on the same data in turns, block by block.
 
-Turn-taking makes the ratio of two methods hold when the machine's speed drifts. The first method is the baseline and
-runs twice, as two copies: their ratio (A/A) is the noise of the run. `ddp` and `ddp_16bit` are the best of DDP's
-settings, which run in turns before the others do: what they were picked by is not what they are judged by.
+Turns keep the ratio of two methods right when the machine's speed drifts. The first method is the baseline and runs
+twice, as two copies: their ratio (A/A) is the noise of the run. `ddp` and `ddp_16bit` are the best of DDP's settings,
+which run in turns before the others do: the steps that choose the best are not the steps that are compared.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .steal import MOST_STOLEN, Patience, Steal
 BLOCK_AVERAGES: dict[str, Callable[[list[float]], float]] = {"median": statistics.median, "mean": statistics.fmean}
 AGAIN = "again"  # suffix of the baseline's second copy
 
-Figures = dict[str, list[dict[str, Any]]]  # what the ranks measured, by method and rank
+Figures = dict[str, list[dict[str, Any]]]  # the ranks' measurements, by method and rank
 
 
 class TrainSpec(BaseModel):
-    """One training run. The first method is the baseline of the others."""
+    """The specification of one training run. The first method is the baseline of the others."""
 
     workload: str = "deepfm"
     options: dict[str, Any] = {}
@@ -39,16 +39,16 @@ class TrainSpec(BaseModel):
     ranks_per_node: int = 1
     link: str = "1gbit"
     scenario: dict[str, Any] = {}  # further settings of the lab's scenario
-    scenario_name: str | None = None  # steps of a scenario differ by turns: blocks are then judged by their mean step
+    scenario_name: str | None = None  # in a scenario steps vary: blocks are then compared by their mean step
     loopback: bool = False
-    emulate_compute: bool = False  # forward, backward and optimiser are slept through, see `workloads/emulated.py`
-    compute: dict[bool, ComputeTimes] = {}  # what is slept: of models with sparse gradients, and without
-    repeats: int = 5  # pairs of blocks that are judged
+    emulate_compute: bool = False  # sleep instead of computing, see `workloads/emulated.py`
+    compute: dict[bool, ComputeTimes] = {}  # times to sleep, for models with (True) and without sparse gradients
+    repeats: int = 5  # pairs of blocks that are compared
     block_steps: int = 8
     most_block_s: float = 8.0  # a block has fewer steps where the slowest method would take longer for it
     warmup_steps: int = Field(default=6, ge=1)  # pass DDP's re-bucketing, PowerSGD's start
-    patience_s: float = Field(default=0.0, ge=0)  # for measuring again what was disturbed, see `steal.py`
-    method_timeout_s: float = 60.0  # a method in which a rank waits longer for the others is out
+    patience_s: float = Field(default=0.0, ge=0)  # for repeating disturbed measurements, see `steal.py`
+    method_timeout_s: float = 60.0  # a method fails if a rank waits longer for the others
     seed: int = 0
     evaluate: bool = True
 
@@ -63,31 +63,31 @@ class TrainSpec(BaseModel):
 
     @property
     def block_average(self) -> str:
-        """Of the steps of a block, by `BLOCK_AVERAGES`."""
+        """Returns how the steps of a block are averaged, a key of `BLOCK_AVERAGES`."""
         return "median" if self.scenario_name is None else "mean"
 
     @property
     def sweep(self) -> tuple[str, ...]:
-        """The settings of DDP of which the best are asked for."""
+        """Returns DDP's settings, of which methods ask for the best."""
         return tuple(chain.from_iterable(SWEEPS[name] for name in self.methods if name in SWEEPS))
 
     @property
     def sweep_repeats(self) -> int:
-        """Blocks by which the best of a sweep is picked: half as many as it is judged by."""
+        """Returns the number of blocks that choose the best of a sweep: half as many as those that are compared."""
         return max(3, self.repeats // 2)
 
     @property
     def turns(self) -> int:
-        """Events of a run: a warm-up and the blocks of every copy, the baseline's second one included."""
+        """Returns the events of a run: a warm-up and the blocks of every copy, the baseline's second one included."""
         return len(self.sweep) * (1 + self.sweep_repeats) + (len(self.methods) + 1) * (1 + self.repeats)
 
 
 def run_training(spec: TrainSpec, on_event: Callable[[dict[str, Any]], None]) -> TrainingRun:
-    """Runs it and puts the ranks' figures together.
+    """Runs the training and merges the ranks' figures.
 
     Raises:
-        ValueError: for an unknown workload, method or option.
-        RuntimeError: when a rank failed.
+        ValueError: a workload, method or option is unknown.
+        RuntimeError: a rank failed.
     """
     for name in spec.methods:
         if name not in SWEEPS:
@@ -131,7 +131,7 @@ def run_training(spec: TrainSpec, on_event: Callable[[dict[str, Any]], None]) ->
 
 
 def _times(workload: workloads.Workload, sparse: bool, patience: Patience) -> ComputeTimes:
-    """What is slept through, measured while the host leaves the processors alone, as far as patience goes."""
+    """Measures the times for emulated computation, again while the host steals processors, as far as patience goes."""
     while True:
         since = Steal()
         times = measured_times(workload, sparse=sparse)
@@ -140,7 +140,7 @@ def _times(workload: workloads.Workload, sparse: bool, patience: Patience) -> Co
 
 
 def _fill(run: TrainingRun, spec: TrainSpec, ranks: list[dict[str, Any]], sharing: int) -> None:
-    """Methods, records and the pick, from what the ranks returned."""
+    """Sets the run's methods, records and best of sweeps, from the ranks' results."""
     picked: dict[str, str] = ranks[0]["picked"]
     judged: Figures = {name: [rank["judged"][name] for rank in ranks] for name in ranks[0]["judged"]}
     sweep: Figures = {name: [rank["sweep"][name] for rank in ranks] for name in ranks[0]["sweep"]}
@@ -158,7 +158,7 @@ def _fill(run: TrainingRun, spec: TrainSpec, ranks: list[dict[str, Any]], sharin
 def training_records(
     spec: TrainSpec, run: TrainingRun, methods: list[MethodRun], figures: Figures, picked: Mapping[str, str]
 ) -> list[Record]:
-    """Every method against the first one."""
+    """Returns a record of every method against the first one."""
     baseline, *subjects = methods
     aa = _ratio(_blocks(figures[f"{baseline.name}:{AGAIN}"]), _blocks(figures[baseline.name]))
     return [_record(spec, run, subject, baseline, figures, aa, picked) for subject in subjects]
@@ -167,7 +167,7 @@ def training_records(
 def sweep_records(
     spec: TrainSpec, run: TrainingRun, members: list[MethodRun], figures: Figures, name: str, picked: str
 ) -> list[Record]:
-    """The members of a sweep against the best of them, over the blocks it was picked by."""
+    """Returns records of the members of a sweep against the best of them, over the blocks that chose the best."""
     best = next(member for member in members if member.name == picked)
     records = [_record(spec, run, member, best, figures, None, {}) for member in members if member is not best]
     return [r.model_copy(update={"baseline": name, "params": {**r.params, "phase": "pick"}}) for r in records]
@@ -182,7 +182,7 @@ def _pick_in_words(name: str, picked: str, sweep: Figures) -> str:
 
 
 def _ratio(mine: list[float], base: list[float]) -> Spread | None:
-    """Pair by pair; None when one of the two failed."""
+    """Returns the ratios pair by pair; None when one of the two failed."""
     return Spread.of([a / b for a, b in zip(mine, base, strict=True)]) if mine and base else None
 
 
@@ -195,7 +195,7 @@ def _record(
     aa: Spread | None,
     picked: Mapping[str, str],
 ) -> Record:
-    """One record from the block medians of both; what failed has no figures, and the record has its error."""
+    """Returns one record from the block times of both; without figures, but with the error, if one failed."""
     mine, base = _blocks(figures[subject.name]), _blocks(figures[baseline.name])
     lost = f"the baseline {baseline.name} failed: {baseline.failed}" if baseline.failed else None
     params = {"nodes": spec.nodes, "link": run.link, "workload": spec.workload}
@@ -241,20 +241,22 @@ def _record(
 
 
 def _alone_s(spec: TrainSpec, name: str) -> float | None:
-    """Of a step with nothing to exchange, by the method's model."""
+    """Returns the seconds of a step of the method's model with nothing to exchange; None unless computation is
+    emulated.
+    """
     times = spec.compute.get(method(name).sparse)
     return times.step_s if times else None
 
 
 def _blocks(ranks: list[dict[str, Any]]) -> list[float]:
-    """`block_steps_s`; none of a method that failed."""
+    """Returns `block_steps_s`; an empty list for a method that failed."""
     return [] if ranks[0]["failed"] else block_steps_s(ranks)
 
 
 def block_steps_s(ranks: list[dict[str, Any]]) -> list[float]:
-    """The usual step of each counted block: of the slowest rank, which is the one everybody waits for.
+    """Returns the usual step time of each counted block, by the slowest rank, for which all ranks wait.
 
-    Where nobody waits, it is the time in which the ranks make as many steps together as there are ranks.
+    Where ranks do not wait, it is the time in which the ranks together make as many steps as there are ranks.
     """
     usual = BLOCK_AVERAGES[ranks[0]["block_average"]]
     together = max if ranks[0]["in_step"] else statistics.harmonic_mean
@@ -262,12 +264,12 @@ def block_steps_s(ranks: list[dict[str, Any]]) -> list[float]:
 
 
 def steps_of(ranks: list[dict[str, Any]]) -> int:
-    """Counted steps."""
+    """Returns the number of counted steps."""
     return sum(len(block) for block in ranks[0]["blocks"])
 
 
 def _merge(name: str, ranks: list[dict[str, Any]], spec: TrainSpec, sharing: int) -> MethodRun:
-    """One method's figures over the ranks; `sharing` ranks count on the same interface."""
+    """Returns one method's figures over the ranks; `sharing` ranks count on the same interface."""
     if failures := [r for r in ranks if r["failed"]]:
         # The first one is the cause: the other ranks only lost this one.
         return MethodRun(name=name, failed=min(failures, key=lambda r: float(r["failed_s"]))["failed"])

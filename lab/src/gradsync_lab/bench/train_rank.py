@@ -1,4 +1,4 @@
-"""One rank of a training run; see `train.py`."""
+"""The program of one rank in a training run; see `train.py`."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ from .train import AGAIN, BLOCK_AVERAGES, TrainSpec
 
 AnyWorkload = Workload | Emulated
 
-PATIENCE_FOR_STEP = 2.5  # method timeouts; before ranks lose each other in the harness' own collectives
-CALIBRATION_STEPS = 3  # steps without synchronisation, from which the length of backward alone is known
+PATIENCE_FOR_STEP = 2.5  # in method timeouts; ends before the harness' own collectives time out
+CALIBRATION_STEPS = 3  # steps without synchronisation, which measure backward alone
 
 
 @dataclass
 class Contestant:
-    """One method at run time on this rank."""
+    """A method at run time on this rank: its model, optimiser and measurements."""
 
     name: str
     model: nn.Module
@@ -72,12 +72,12 @@ class Contestant:
 
     @property
     def settled(self) -> bool:
-        """Whether it goes on as it does now; the same on all ranks."""
+        """Whether the method's plan stays as it is; the same on all ranks."""
         return self.attachment is None or self.attachment.settled
 
     @property
     def cycle(self) -> int:
-        """Rounds after which who averages what with whom repeats; 1 where all average with all."""
+        """Returns after how many rounds the schedule of averaging repeats; 1 where all ranks average together."""
         scheme, attachment = mixing_scheme(self), self.attachment
         if scheme is None or attachment is None:
             return 1
@@ -85,7 +85,7 @@ class Contestant:
         return lcm(*(len(rests_of(from_expression(each))) for each in schemes))
 
     def forget_block(self) -> None:
-        """The last one; its steps were made, and its losses stay."""
+        """Removes the measurements of the last block; its steps stay made, and its losses are kept."""
         for kept in (self.blocks, self.backward_s, self.sent_bytes):
             if kept:
                 kept.pop()
@@ -93,10 +93,10 @@ class Contestant:
 
 @contextmanager
 def attempt(who: Contestant) -> Iterator[None]:
-    """A method that fails in it, on whichever rank, is out on all ranks after it; the other methods go on.
+    """Runs the block; a method that fails inside, on any rank, has failed on all ranks, and the other methods go on.
 
-    Ranks that wait in a collective of the method wait until its own timeout. The harness' collectives stay whole. What
-    it was measuring it gives up, so that others can be measured.
+    Ranks that wait in a collective of the method wait until its timeout. The harness' collectives are not affected. A
+    failed method is detached, so that others can measure the job.
     """
     try:
         yield
@@ -111,7 +111,7 @@ def attempt(who: Contestant) -> Iterator[None]:
 
 
 def enter(workload: AnyWorkload, name: str, way: Method, spec: TrainSpec) -> Contestant:
-    """A fresh copy of the model under a method."""
+    """Returns a fresh copy of the model under a method."""
     model = workload.model(sparse=way.sparse, seed=spec.seed)
     batches = workload.batches(dist.get_rank(), dist.get_world_size(), spec.seed)
     optimizer = workload.optimizer(model)
@@ -128,7 +128,10 @@ def enter(workload: AnyWorkload, name: str, way: Method, spec: TrainSpec) -> Con
 
 
 def train_step(workload: AnyWorkload, who: Contestant, *, sync: bool = True) -> tuple[float, float, float]:
-    """One optimiser step; (step, backward) seconds and the loss. Without `sync` nothing is communicated or updated."""
+    """Trains one step; returns (step, backward) seconds and the loss.
+
+    Without `sync` nothing is communicated or updated.
+    """
     with in_time(f"a step of {who.name}", who.patience_s):
         return _train_step(workload, who, sync=sync)
 
@@ -149,7 +152,7 @@ def _train_step(workload: AnyWorkload, who: Contestant, *, sync: bool) -> tuple[
 
 
 def run_block(workload: AnyWorkload, who: Contestant, steps: int, *, counted: bool) -> None:
-    """Trains a block of steps. The first, which finds caches as another method left them, is not timed."""
+    """Trains a block of steps; the first is not timed, as it finds caches as another method left them."""
     if who.failed:
         return
     with attempt(who):
@@ -159,7 +162,7 @@ def run_block(workload: AnyWorkload, who: Contestant, steps: int, *, counted: bo
     dist.barrier()
     sent_before = interface_bytes()[0]
     times, backward_s = [], []
-    # Its end is a barrier: a shaped link counts a packet when it leaves, which is after the collective returned.
+    # A barrier ends the block: a limited link counts a packet when it leaves, which is after the collective returned.
     with attempt(who):
         for _ in range(steps):
             step_s, in_backward_s, loss = train_step(workload, who)
@@ -175,7 +178,7 @@ def run_block(workload: AnyWorkload, who: Contestant, steps: int, *, counted: bo
 
 
 def calibrate(workload: AnyWorkload, who: Contestant) -> None:
-    """Measures backward alone, on batches of the run's end, so that training sees the data in order."""
+    """Measures backward alone, on batches of another seed, so that training sees its data in order."""
     if who.failed:
         return
     training, who.batches = who.batches, workload.batches(dist.get_rank(), dist.get_world_size(), seed=1)
@@ -187,7 +190,7 @@ def calibrate(workload: AnyWorkload, who: Contestant) -> None:
 
 
 def settle(workload: AnyWorkload, who: Contestant) -> None:
-    """Lets gradsync try its plans, then puts the model back: all methods train from the same start on the same data."""
+    """Lets gradsync try its plans, then restores the model: all methods train from the same start on the same data."""
     if who.failed or who.settled:
         return
     saved = copy.deepcopy((who.inner.state_dict(), who.optimizer.state_dict()))
@@ -196,7 +199,7 @@ def settle(workload: AnyWorkload, who: Contestant) -> None:
         while not who.settled:
             train_step(workload, who)
         assert who.attachment is not None and not isinstance(who.attachment, Rival)
-        nothing = {"step": 0, "state": {}}  # of the residuals that trials left
+        nothing = {"step": 0, "state": {}}  # without the residuals that trials left
         who.attachment.load_state_dict({**who.attachment.state_dict(), **nothing})
     who.inner.load_state_dict(saved[0])
     who.optimizer.load_state_dict(saved[1])
@@ -205,7 +208,7 @@ def settle(workload: AnyWorkload, who: Contestant) -> None:
 
 
 def ready(workload: AnyWorkload, name: str, way: Method, spec: TrainSpec, patience: Patience) -> Contestant:
-    """A method that has settled; with another start where too much of the processors was stolen meanwhile."""
+    """Returns a method that has settled; starts again where too much processor time was stolen meanwhile."""
     while True:
         since, who = Steal(), enter(workload, name, way, spec)
         if who.settled:
@@ -217,7 +220,7 @@ def ready(workload: AnyWorkload, name: str, way: Method, spec: TrainSpec, patien
 
 
 def affordable_steps(contestants: list[Contestant], spec: TrainSpec) -> int:
-    """Steps of a block, the same for all methods: fewer than asked for where the slowest one would take too long."""
+    """Returns the steps of a block, the same for all methods: fewer than asked for where the slowest takes too long."""
     step_s = torch.tensor([statistics.median(who.step_s) for who in contestants if who.step_s and not who.failed])
     if len(step_s) == 0:
         return spec.block_steps
@@ -226,16 +229,17 @@ def affordable_steps(contestants: list[Contestant], spec: TrainSpec) -> int:
 
 
 def rounded_up(steps: int, cycle: int) -> int:
-    """The steps, and as many more as make whole cycles of them."""
+    """Returns the number of steps, rounded up to whole cycles."""
     return steps + -steps % cycle
 
 
 def compete(
     workload: AnyWorkload, ways: dict[str, Method], spec: TrainSpec, repeats: int, patience: Patience
 ) -> tuple[list[Contestant], list[float]]:
-    """All methods, block by block in turn; the order turns round from block to block.
+    """Runs all methods in turns, block by block, in alternating order.
 
-    And what share of the processors' time was stolen in each round of blocks that counts.
+    Returns:
+        The methods, and the share of the processors' time that was stolen in each counted round of blocks.
     """
     # One by one: automatic plans measure one model at a time.
     contestants = [ready(workload, name, way, spec, patience) for name, way in ways.items()]
@@ -264,14 +268,14 @@ def compete(
 
 
 def agreed(figure: float) -> float:
-    """Rank 0's; collective."""
+    """Returns rank 0's figure on all ranks; collective."""
     figures = torch.tensor([figure], dtype=torch.float64)
     dist.broadcast(figures, src=0)
     return float(figures.item())
 
 
 def pick(sweep: list[Contestant], spec: TrainSpec) -> str:
-    """The best by median block, each as long as on its slowest rank: the same on all ranks."""
+    """Returns the best method by its median block, each block by its slowest rank: the same on all ranks."""
     rows = [
         [inf] * spec.sweep_repeats
         if who.failed
@@ -285,7 +289,7 @@ def pick(sweep: list[Contestant], spec: TrainSpec) -> str:
 
 
 def result_of(workload: AnyWorkload, who: Contestant, spec: TrainSpec) -> dict[str, Any]:
-    """This rank's figures of one method as plain data."""
+    """Returns this rank's figures of one method as plain data."""
     if who.failed:
         return {"failed": who.failed, "failed_s": who.failed_s}
     if who.attachment is not None:
@@ -332,7 +336,10 @@ def result_of(workload: AnyWorkload, who: Contestant, spec: TrainSpec) -> dict[s
 
 
 def mixing_scheme(who: Contestant) -> dict[str, Any] | None:
-    """By what ranks average parameters, if they do: of the plan's first bucket, as all have the same groups."""
+    """Returns the scheme by which ranks average parameters; None if they do not.
+
+    The scheme is the first bucket's, as all buckets have the same groups.
+    """
     if isinstance(who.attachment, Rival):
         return who.attachment.mixes_by
     if who.attachment is None or who.attachment.plan.what is What.GRADIENT:
@@ -341,10 +348,10 @@ def mixing_scheme(who: Contestant) -> dict[str, Any] | None:
 
 
 def predicted_s(who: Contestant, jobs: list[Job]) -> float | None:
-    """A whole step by the contestant's plan, by what was measured of the job in this run.
+    """Predicts a whole step by the contestant's plan, from this run's measurements of the job.
 
-    By its own measurement, or else the first of `jobs` in which all of the plan's kernels were measured: of models
-    whose gradients are as sparse. None of plans of parameters.
+    The measurement is the contestant's own, or else the first of `jobs` in which all of the plan's kernels were
+    measured: of models with the same kind of gradients. None for plans of parameters.
     """
     if who.attachment is None or isinstance(who.attachment, Rival) or who.failed:
         return None
@@ -361,13 +368,13 @@ def predicted_s(who: Contestant, jobs: list[Job]) -> float | None:
 
 
 def measured_jobs(contestants: list[Contestant]) -> list[Job]:
-    """Of the automatic plans among them."""
+    """Returns the jobs that the contestants' automatic plans have measured."""
     profiles = [who.attachment.profile for who in contestants if who.attachment is not None and not who.failed]
     return [Job.of(profile) for profile in profiles if profile is not None]
 
 
 def measure(text: str) -> dict[str, Any]:
-    """This rank's figures: of DDP's sweeps, if methods are the best of them, and of the methods themselves."""
+    """Returns this rank's figures: of DDP's sweeps, if methods are the best of them, and of the methods themselves."""
     spec = TrainSpec.model_validate_json(text)
     real = workloads.load(spec.workload, **spec.options)
     size, rank = dist.get_world_size(), dist.get_rank()

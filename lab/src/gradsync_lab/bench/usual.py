@@ -1,7 +1,8 @@
-"""Kernels as one writes them in torch operations, fast, where the definition keeps to an order of sums.
+"""Fast code in torch operations for kernels whose definition keeps to an order of sums.
 
-Each writes what its kernel would into the same tensors, up to rounding, to which of equal elements are chosen, and to
-what is drawn; no checks, and only what divides evenly: else there is none.
+Each function returns a callable that writes the kernel's results into the same tensors. Results are equal up to
+rounding, to the choice among equal elements, and to random draws. There are no checks; None is returned for sizes that
+do not divide evenly.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def top_k(
     residual: Tensor | None = None,
     next_residual: Tensor | None = None,
 ) -> Run:
-    """By `torch.topk`, unsorted."""
+    """Implements `kernels.top_k` by `torch.topk`, unsorted."""
 
     def run() -> None:
         p, begin = _corrected(x, residual, next_residual), 0
@@ -45,7 +46,7 @@ def top_k(
 
 
 def sum_parts(parts: Sequence[Tensor], out: Tensor, scale: float) -> Run:
-    """In `out`, which is as wide as the sum."""
+    """Implements `kernels.sum_parts`, with the sum's dtype for `out`."""
 
     def run() -> None:
         out.copy_(parts[0])
@@ -65,7 +66,9 @@ def squared_norms(x: Tensor, norms: Tensor, block: int) -> Run | None:
 def take_chunks(
     x: Tensor, residual: Tensor, chosen: Tensor, payload: Tensor, left: Tensor, norms: Tensor, chunk: int
 ) -> Run | None:
-    """By rows, with a pass for each of the sum, the payload, what that takes away, the norms and the zeros."""
+    """Implements `kernels.take_chunks` by rows, with one pass each for the sum, payload, subtraction, norms and
+    zeros.
+    """
     if len(x) % chunk:
         return None
 
@@ -88,7 +91,7 @@ def pack_signs(
     residual: Tensor | None = None,
     next_residual: Tensor | None = None,
 ) -> Run | None:
-    """Bits by a sum of 8 bytes."""
+    """Implements `kernels.pack_signs`; bits are packed by a sum of 8 bytes."""
     if len(x) % (block or len(x)) or len(x) % 8 or scale not in ("mean", "two"):
         return None
     weights = 2 ** torch.arange(8, device=x.device, dtype=torch.uint8)
@@ -121,7 +124,7 @@ def quantize(
     residual: Tensor | None = None,
     next_residual: Tensor | None = None,
 ) -> Run | None:
-    """By rows; small floats by torch's own types, noise by its generator."""
+    """Implements `kernels.quantize` by rows, with torch's own small float types and random generator."""
     block, planes = grid.block or len(x), 8 // grid.bits
     if len(x) % block or block % planes:
         return None
@@ -153,7 +156,7 @@ def quantize(
 
 
 def _powers_of_two(x: Tensor, codes: Tensor) -> None:
-    """The exponent after noise of as many bits as the fraction has."""
+    """Rounds to the exponent, after adding noise of as many bits as the fraction has."""
     bits = x.view(torch.int32)
     exponent = (bits & 0x7FFFFFFF).add_(torch.randint_like(bits, 1 << 23)) >> 23
     exponent.add_(1 - SMALLEST_EXPONENT - 127).clamp_(0, LARGEST_EXPONENT - SMALLEST_EXPONENT + 1)
@@ -161,7 +164,7 @@ def _powers_of_two(x: Tensor, codes: Tensor) -> None:
 
 
 def dequantize(parts: Sequence[tuple[Tensor, Tensor]], out: Tensor, grid: AnyGrid) -> Run | None:
-    """Small floats by torch's own types."""
+    """Implements `kernels.dequantize` for small floats, with torch's own types."""
     if not isinstance(grid, FloatGrid) or grid.format not in _FLOATS or len(parts) > 1 or len(out) % grid.block:
         return None
     ((codes, scales),) = parts
@@ -175,7 +178,7 @@ def dequantize(parts: Sequence[tuple[Tensor, Tensor]], out: Tensor, grid: AnyGri
 
 
 def hadamard(x: Tensor, out: Tensor, chunk: int, inverse: bool) -> Run | None:
-    """As two products with the matrix of the root of `chunk`."""
+    """Implements `kernels.hadamard` as two products with the matrix of size sqrt(chunk)."""
     root = math.isqrt(chunk)
     if root * root != chunk or len(x) % chunk:
         return None

@@ -1,4 +1,4 @@
-"""Whole training runs on an emulated cluster, to a loss: what steps times seconds of a step stand for."""
+"""Trains methods to a loss on an emulated cluster: the whole runs that steps times seconds per step estimate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from .train import TrainSpec
 
 
 class WholeSpec(TrainSpec):
-    """Each method, of those whose ranks make steps together, trains by itself, one after the other, from `seed` on."""
+    """The specification of whole runs: each synchronous method trains by itself, one after the other, from `seed`
+    on.
+    """
 
     loss: float  # held-out, of the mean model, smoothed as `reach.crossing` does
     every: int = Field(ge=1)  # steps between evaluations, which are not timed
@@ -25,9 +27,9 @@ class WholeSpec(TrainSpec):
 
 @dataclass(frozen=True)
 class WholeRun:
-    """What one method took; nothing where it did not reach the loss, or failed."""
+    """The time and steps of one method; None where it did not reach the loss, or failed."""
 
-    seconds: float | None  # of the slowest rank; evaluations, and measuring and trying plans before, are left out
+    seconds: float | None  # of the slowest rank, without evaluations and without measuring and trying plans before
     steps: float | None
     failed: str | None = None
 
@@ -35,11 +37,11 @@ class WholeRun:
 def run_whole(
     spec: WholeSpec, on_event: Callable[[dict[str, Any]], None]
 ) -> tuple[dict[str, WholeRun], dict[str, Any], list[str]]:
-    """Each method's run; what the lab says of itself; notes. One event for each method.
+    """Returns each method's run, the lab's description, and notes. There is one event for each method.
 
     Raises:
-        ValueError: for an unknown workload.
-        RuntimeError: when a rank failed, or there is no lab for links that are shaped.
+        ValueError: a workload is unknown.
+        RuntimeError: a rank failed, or there is no lab, which links with limited rates need.
     """
     workloads.load(spec.workload, **spec.options)  # fetched here: ranks in a lab reach no registry
     scenario = Scenario(nodes=spec.nodes, link=spec.link, ranks_per_node=spec.ranks_per_node, **spec.scenario)
@@ -59,7 +61,7 @@ def run_whole(
 
 
 def _merged(ranks: list[dict[str, Any]]) -> WholeRun:
-    """One method's, of all ranks: each part of the run took as long as on the slowest."""
+    """Merges the ranks' results of one method; each part of the run took as long as on the slowest rank."""
     failures = [rank for rank in ranks if rank["failed"]]
     if failures:
         return WholeRun(None, None, min(failures, key=lambda rank: float(rank["failed_s"]))["failed"])

@@ -1,4 +1,4 @@
-"""One rank of whole training runs; see `whole.py`."""
+"""The program of one rank in whole training runs; see `whole.py`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from .whole import WholeSpec
 
 
 def held_out_loss(workload: Workload, who: Contestant, spec: WholeSpec) -> float:
-    """Of the mean of the ranks' models, which stay as they are. Collective, the same on all ranks."""
+    """Returns the held-out loss of the mean of the ranks' models, which are not changed.
+
+    Collective, the same on all ranks.
+    """
     mean = {name: value.clone() for name, value in who.inner.state_dict().items()}
     average_([value for value in mean.values() if value.is_floating_point()])
     if dist.get_rank() != 0:
@@ -32,7 +35,7 @@ def held_out_loss(workload: Workload, who: Contestant, spec: WholeSpec) -> float
 
 
 def part_s(workload: Workload, who: Contestant, steps: int) -> float:
-    """Seconds of so many steps, to the end of their exchange."""
+    """Trains `steps` steps and returns their seconds, to the end of their exchange."""
     dist.barrier()
     began_s = time.perf_counter()
     for _ in range(steps):
@@ -43,7 +46,7 @@ def part_s(workload: Workload, who: Contestant, steps: int) -> float:
 
 
 def to_loss(workload: Workload, name: str, spec: WholeSpec) -> dict[str, Any]:
-    """One method's run, on this rank."""
+    """Runs one method on this rank, and returns its figures."""
     who = ready(workload, name, method(name), spec, Patience(0.0, agreed))
     losses: list[float] = []
     parts_s: list[float] = []
@@ -67,7 +70,7 @@ def to_loss(workload: Workload, name: str, spec: WholeSpec) -> dict[str, Any]:
 
 
 def measure(text: str) -> dict[str, Any]:
-    """This rank's figures, by method."""
+    """Returns this rank's figures, by method."""
     spec = WholeSpec.model_validate_json(text)
     workload = workloads.load(spec.workload, **spec.options)
     return {name: to_loss(workload, name, spec) for name in spec.methods}

@@ -1,6 +1,6 @@
 """An emulated cluster on one machine: one network namespace per node, joined by links with limited rates.
 
-It serves to try a training script on "8 nodes with 200 Mbit links" before renting them, and to measure. Linux only.
+Use: trying a training script on "8 nodes with 200 Mbit links" before renting them, and measuring. Linux only.
 """
 
 from .cluster import Lab as Lab

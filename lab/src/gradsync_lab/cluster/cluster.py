@@ -195,14 +195,13 @@ class Lab:
         ]
 
     def uplink_bytes(self) -> list[tuple[int, int]]:
-        """Returns the (sent, received) bytes of each rack over the trunk until now; an empty list where there is one
-        rack.
-        """
+        """Returns the (sent, received) bytes of each rack over the trunk until now; empty where there is one rack."""
         return [(sent, received) for sent, received in self._tell({"do": "uplinks"})["uplinks"]]
 
     def describe(self) -> dict[str, Any]:
-        """Returns the links' settings, for a record; congestion control and off-loads as read in node 0 when the lab
-        was built.
+        """Returns the links' settings, for a record.
+
+        Congestion control and off-loads were read in node 0 when the lab was built.
         """
         shapers = {
             rate: tbf(value)
@@ -358,8 +357,9 @@ class Lab:
             return _figure(ping)
 
     def _slowest(self, source: int, target: int) -> float | None:
-        """Returns the least rate on the path in bytes per second, None if unlimited; flows of one direction share a
-        trunk.
+        """Returns the least rate on the path in bytes per second, None if unlimited.
+
+        Flows of one direction share a trunk.
         """
         rates = [self.scenario.rate_of(source), self.scenario.rate_of(target)]
         racks = self.scenario.rack_of(source), self.scenario.rack_of(target)

@@ -74,8 +74,9 @@ def _move_background(lab: Disturbed, ended: threading.Event) -> None:
 
 
 def _stall(lab: Disturbed, ended: threading.Event) -> None:
-    """Stalls one random rank at a time; the pauses between stalls are exponentially distributed with the mean asked
-    for.
+    """Stalls one random rank at a time.
+
+    The pauses between stalls are exponentially distributed with the mean asked for.
     """
     assert lab.scenario.stalls is not None
     stall_s, every_s = lab.scenario.stalls

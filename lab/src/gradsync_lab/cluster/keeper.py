@@ -69,9 +69,7 @@ def join(pid: int, kind: str, flag: int) -> None:
 
 
 def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
-    """Makes the kernel send this process a signal when its parent (the thread that started it) dies, however it
-    dies.
-    """
+    """Makes the kernel send this process a signal when its parent (the thread that started it) dies."""
     parent = os.getppid()
     check(libc.prctl(PR_SET_PDEATHSIG, by), "prctl")
     if os.getppid() != parent:
@@ -79,8 +77,9 @@ def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
 
 
 def packet_bytes(rate_bytes_per_s: float | None) -> int:
-    """Returns the size in bytes of the largest segmentation-offload packet on such a link: small, as a burst must hold
-    it.
+    """Returns the size in bytes of the largest segmentation-offload packet on such a link.
+
+    The packet is small on slow links, as a burst of the token bucket must hold it.
     """
     least, most = PACKET_BYTES
     return most if rate_bytes_per_s is None else min(max(int(rate_bytes_per_s * BURST_S / BURST_PACKETS), least), most)
@@ -143,7 +142,7 @@ def hold_namespace() -> int:
 
 
 class NamespaceNetwork:
-    """The bridges in this process' namespace, and each node's end of its link."""
+    """A lab's network: the bridges in this process' namespace, and each node's end of its link."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
         from pyroute2 import IPRoute
@@ -252,8 +251,9 @@ class NamespaceNetwork:
             self._go_home()
 
     def leave(self, *_signal: Any) -> NoReturn:
-        """Kills all processes in the nodes, whoever started them, and this process; later signals do not interrupt
-        it.
+        """Kills all processes in the nodes, whichever process started them, and this process.
+
+        Later signals are ignored.
         """
         for again in (signal.SIGTERM, signal.SIGINT):
             signal.signal(again, signal.SIG_IGN)

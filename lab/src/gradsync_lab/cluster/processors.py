@@ -19,8 +19,9 @@ def shares_of_nodes(nodes: int) -> Shares | None:
 
 
 def share_out(processors: Collection[int], nodes: int) -> Shares | None:
-    """Returns equally many processors for each node, or one for equally many nodes each; None where neither divides
-    evenly.
+    """Returns equally many processors for each node, or one for equally many nodes each.
+
+    Returns None where neither divides evenly.
     """
     numbers = sorted(processors)
     if len(numbers) % nodes == 0:
@@ -33,8 +34,9 @@ def share_out(processors: Collection[int], nodes: int) -> Shares | None:
 
 @contextmanager
 def confined(shares: Shares | None, node: int) -> Iterator[None]:
-    """Makes processes that this thread starts inside the block run on the node's processors; without shares, does
-    nothing.
+    """Makes processes that this thread starts inside the block run on the node's processors.
+
+    Does nothing without shares.
     """
     if shares is None:
         yield

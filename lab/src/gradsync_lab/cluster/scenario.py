@@ -128,8 +128,10 @@ def parse_slow(texts: Sequence[str]) -> dict[int, str]:
 
 
 def parse_background(texts: Sequence[str]) -> tuple[tuple[int, int, str], ...]:
-    """Parses background traffic: `["0->2=300mbit"]` -> ((0, 2, "300mbit"),). Raises ValueError for text of another
-    form.
+    """Parses background traffic: `["0->2=300mbit"]` -> ((0, 2, "300mbit"),).
+
+    Raises:
+        ValueError: a text has another form.
     """
     flows = []
     for text in texts:

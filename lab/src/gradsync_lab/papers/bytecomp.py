@@ -237,8 +237,9 @@ class Simulated:
 
 
 def bar_of(system: str) -> str | None:
-    """Returns the published bar to compare a system with; both the rule and the release of HiPress have the bar
-    HiPress.
+    """Returns the published bar to compare a system with.
+
+    Both the rule and the release of HiPress have the bar HiPress.
     """
     if system.startswith("HiPress"):
         return "HiPress"
@@ -306,7 +307,7 @@ def ratio_table(simulated: list[Simulated]) -> Table:
 
 
 def unexplained_table(simulated: list[Simulated]) -> Table:
-    """Returns the time in the rivals' published bars that the authors' constants do not explain."""
+    """Tabulates the time in the rivals' published bars that the authors' constants do not explain."""
     rows = Rows("unexplained", "ms")
     for each in simulated:
         model = paper_model(each.job.model)
@@ -344,7 +345,7 @@ DISTANCES = {"bert-base Random-k": 7, "gpt2 EFSignSGD": 3, "ugatit DGC": 5}  # p
 
 
 def distance_table(jobs: Sequence[ByteCompJob] = JOBS) -> Table:
-    """Returns by how much throughput stays below the upper bound, for every compressor on both networks."""
+    """Tabulates by how much throughput stays below the upper bound, for every compressor on both networks."""
     rows = Rows("distance", "%")
     for job in jobs:
         fixed_s = rest_s(job)
@@ -371,7 +372,7 @@ SCALED = ("FP32", "ByteComp", "16-bit, well cut", "ours")
 
 
 def scaling_table() -> Table:
-    """Returns the throughput of n ranks over n times that of one."""
+    """Tabulates the throughput of n ranks over n times that of one."""
     rows = Rows("scaling", "%")
     for job in JOBS:
         alone_s = rest_s(job) + paper_model(job.model).backward_s
@@ -391,7 +392,7 @@ def scaling_table() -> Table:
 
 
 def planning_table(jobs: Sequence[ByteCompJob] = JOBS) -> Table:
-    """Returns how long plans take to find on this machine, and how far from the best they can be."""
+    """Tabulates how long plans take to find on this machine, and how far from the best they can be."""
     rows = Rows("planning", "ms")
     for job in sorted(jobs, key=lambda job: -PLANNING_MS[job.model]):
         problem = problem_of(job)
@@ -441,7 +442,7 @@ _TRIED = {  # options of each variant on the device, and their counterparts on t
 
 
 def ablation_table() -> Table:
-    """Returns VGG16's throughput with one of the four choices taken away."""
+    """Tabulates VGG16's throughput with one of the four choices taken away."""
     rows = Rows("ablation", "1e4 img/s")
     (vgg16,) = (job for job in JOBS if job.model == "vgg16")
     fixed_s = rest_s(vgg16)

@@ -127,8 +127,9 @@ def ring_of(members: int) -> Transfer:
 
 
 def iteration_s(schedule: GroupSchedule, scenario: Scenario) -> float:
-    """Returns the seconds of an iteration in the long run: the mean over ranks, rounds and, where there is chance,
-    worlds.
+    """Returns the seconds of an iteration in the long run.
+
+    The result is the mean over ranks, rounds and, where there is chance, worlds.
     """
     waits = [Wait.of(each, scenario) for each in attended(schedule, scenario).rounds]
     worlds = max(RANKS_DRAWN // schedule.size, 1) if scenario.is_random else 1
@@ -160,7 +161,7 @@ def grids(size: int) -> Iterator[tuple[int, ...]]:
 def grid_spread(radices: Sequence[int]) -> float:
     """Returns `grid(radices).spread()` without matrices, for any size.
 
-    Noise that is k rounds older than the last is the same on as many ranks as k radices multiply to.
+    Noise from k rounds ago is the same on as many ranks as k radices multiply to.
     """
     size, cyclic = math.prod(radices), (*radices, *radices)
     ages = [(first, age) for first in range(len(radices)) for age in range(1, len(radices))]
@@ -168,9 +169,7 @@ def grid_spread(radices: Sequence[int]) -> float:
 
 
 def ds_sync_tables() -> list[Table]:
-    """Returns tables of iterations and of the ranks' spread, at 64 and other numbers of ranks, uplink loads, and the
-    planner's choices.
-    """
+    """Tabulates iterations and the ranks' spread by number of ranks, uplink loads, and the planner's choices."""
     return [iterations_table(), spreads_table(), *map(sizes_table, SCENARIOS), loads_table(), chosen_table()]
 
 
@@ -200,7 +199,7 @@ STATED_SPREADS = {  # (momentum, whether it is averaged) -> spread of each grid,
 
 
 def spreads_table() -> Table:
-    """Returns the price of faster iterations: how far ranks' parameters drift apart."""
+    """Tabulates the price of faster iterations: how far ranks' parameters drift apart."""
     rows = Rows("spread", "variances")
     for (momentum, averaged), stated in STATED_SPREADS.items():
         values = (each.spread(momentum, averaged=averaged) for each in SCHEDULES.values())
@@ -221,9 +220,7 @@ def spreads_table() -> Table:
 
 
 def sizes_table(scenario: Scenario) -> Table:
-    """Returns BSP, the fastest grid, and the fastest grid of two rounds, which is the least number, by number of
-    ranks.
-    """
+    """Tabulates BSP, the fastest grid, and the fastest grid of two rounds (the fewest), by number of ranks."""
     rows = Rows(f"sizes, {scenario.name}", "ms")
     for size in SIZES:
         found_s = {radices: iteration_s(grid(radices), scenario) for radices in grids(size)}
@@ -314,7 +311,7 @@ def _rings(each: Round) -> tuple[Step, ...]:
 
 
 def chosen_table() -> Table:
-    """Returns the planner's choices on networks with a bottleneck, and their speed-up."""
+    """Tabulates the planner's choices on networks with a bottleneck, and their speed-up."""
     link = Link(LINK_BYTES_PER_S, HOP_S)
     slow, narrow = Link(LINK_BYTES_PER_S / SLOW_LINK.slowdown, HOP_S), Link(LINK_BYTES_PER_S / 2, HOP_S)
     clusters = {

@@ -82,8 +82,9 @@ class Costs:
         return CostModel(0.0, self.network.inter_bytes_per_s, intra=inside, stage_s=COLLECTIVE_S)
 
     def options(self) -> tuple[Option, ...]:
-        """Returns the options in the order FP32, HALF, ..; tensors compressed only between nodes travel inside them in
-        16 bits.
+        """Returns the options in the order FP32, HALF, ..
+
+        Tensors that are compressed between nodes only travel inside nodes in 16 bits.
         """
         shard, payload = 1 / RANKS_PER_NODE, self.coding.wire_ratio / RANKS_PER_NODE
         (encode, decode), (encode_inside, decode_inside) = self.coding.between, self.coding.inside
@@ -151,8 +152,9 @@ class Costs:
         return [Demand(Resource.INTER, self._curve(pattern, share, groups))] if self.nodes > 1 else []
 
     def _curve(self, pattern: Pattern, share: float, groups: tuple[tuple[int, ...], ...]) -> Curve:
-        """Returns seconds over a bucket's bytes, of which each member's part is `share`; a line, as latency is per
-        collective.
+        """Returns seconds over a bucket's bytes, of which each member's part is `share`.
+
+        The curve is a line, as latency is per collective.
         """
 
         def seconds(nbytes: float) -> float:

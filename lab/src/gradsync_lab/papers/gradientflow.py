@@ -281,7 +281,7 @@ THRESHOLDS = {  # MB of 16-bit values, from our design notes
 
 
 def threshold_table() -> Table:
-    """Returns the lazy threshold, and how good it is compared with others."""
+    """Tabulates the lazy threshold, and how good it is compared with others."""
     rows = Rows("threshold", "MB")
     for (job, technique, way), stated in THRESHOLDS.items():
         problem = problem_of(job, 512, technique)
@@ -320,7 +320,7 @@ SIZES = {  # from our design notes, in the order of QUANTITIES
 
 
 def sizes_table() -> Table:
-    """Returns the arithmetic of moving gradients, without latency."""
+    """Tabulates the arithmetic of moving gradients, without latency."""
     rows = Rows("sizes", "number")
     for job, stated in SIZES.items():
         model = paper_model(job.model)

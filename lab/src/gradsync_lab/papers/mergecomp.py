@@ -150,8 +150,9 @@ def cut_factor(model: str, server: Server, ranks: int, kind: Kind) -> float:
 
 
 def joint_factor(model: str, server: Server, ranks: int, *kinds: Kind) -> float:
-    """Returns the scaling factor when both cuts and each bucket's kind are searched; FP32 and FP16 are always
-    allowed.
+    """Returns the scaling factor when both cuts and each bucket's kind are searched.
+
+    FP32 and FP16 are always allowed.
     """
     return scaling_factor(model, search(problem_of(model, server, ranks, FP32, FP16, *kinds)).seconds)
 
@@ -218,7 +219,7 @@ def factors_table() -> Table:
 
 
 def best_case_table() -> Table:
-    """Returns the speed-up by merging, and by choosing kinds, at 8 ranks."""
+    """Tabulates the speed-up by merging, and by choosing kinds, at 8 ranks."""
     rows = Rows("best case", "ratio")
     for (model, server, kind), (before, after) in BARS.items():
         layer_wise = layerwise_factor(model, server, RANKS[-1], kind)
@@ -241,7 +242,7 @@ def best_case_table() -> Table:
 
 
 def highest_table() -> Table:
-    """Returns the scaling factor at 8 ranks over NVLink."""
+    """Tabulates the scaling factor at 8 ranks over NVLink."""
     rows = Rows("NVLink", "%")
     for model in ITERATION_S:
         merged = BARS[model, NVLINK, FP16][1][-1]

@@ -126,7 +126,7 @@ _TRACE = "ResNet101 is stated for the authors' trace, here its gaps are modelled
 
 
 def searches_table(models: Sequence[str] = MODELS) -> Table:
-    """Returns each search's result on the same problems, with tensors uncut and unmerged, and with cuts and a bound."""
+    """Tabulates each search's result on the same problems, without cuts or merging, and with cuts and a bound."""
     rows = Rows("searches", "ms")
     for model in models:
         for case in CASES:
@@ -153,7 +153,7 @@ def searches_table(models: Sequence[str] = MODELS) -> Table:
 
 
 def cuts_table(models: Sequence[str] = MODELS) -> Table:
-    """Returns steps by how compressed gradients are cut into buckets: MergeComp's question."""
+    """Tabulates steps by how compressed gradients are cut into buckets: MergeComp's question."""
     rows = Rows("cuts", "ms")
     for model in models:
         problem = mergecomp_problem(model)
@@ -172,7 +172,7 @@ def cuts_table(models: Sequence[str] = MODELS) -> Table:
 
 
 def ways_table(models: Sequence[str] = MODELS) -> Table:
-    """Returns steps where cuts and options are searched together."""
+    """Tabulates steps where cuts and options are searched together."""
     rows = Rows("cuts and options", "ms")
     for model in models:
         for case, stated in zip(CASES, STATED_WAYS[model], strict=True):
@@ -199,7 +199,7 @@ COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16, 24, 32)  # numbers of buckets that a 
 
 
 def curves_table(models: Sequence[str] = MODELS) -> Table:
-    """Returns F(y), the step of the best cuts into y buckets, and of layer-wise compression."""
+    """Tabulates F(y), the step of the best cuts into y buckets, and of layer-wise compression."""
     rows = Rows("F(y)", "ms")
     for model in models:
         problem = mergecomp_problem(model)
@@ -214,7 +214,7 @@ def curves_table(models: Sequence[str] = MODELS) -> Table:
 
 
 def released_table(models: Sequence[str] = MODELS) -> Table:
-    """Returns the binary search that MergeComp released, compared with exact cuts."""
+    """Tabulates the binary search that MergeComp released, compared with exact cuts."""
     rows = Rows("released search", "ms")
     for model in models:
         problem = mergecomp_problem(model)

@@ -177,8 +177,9 @@ def _with(point: ElementPoint, formats: dict[str, str]) -> ElementPoint:
 
 
 def _profile(model: Model, rows: int, block: int | None = None) -> DensityProfile:
-    """Returns the profile of `rows` with the model's density, skewed as the paper says; also for blocks of `block`
-    elements.
+    """Returns the profile of `rows` with the model's density, skewed as the paper says.
+
+    With `block`, the profile also has blocks of so many elements.
     """
     growth = model.final_density / model.density
     densification = {1 << j: growth ** (j / 4) for j in range(1, 5)}

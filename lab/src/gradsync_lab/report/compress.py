@@ -40,7 +40,7 @@ def time_rows(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
 def error_rows(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
     """Returns headings, and a row for each compressor: its fitted costs, and its error on each workload.
 
-    An error stands beside the law (see `gradsync.compressors.law`) that the compressor declares.
+    A cell with an error also has the constant of the law (`gradsync.compressors.law`), measured and declared.
     """
     rows: dict[str, dict[str, str]] = {}
     for record in records:

@@ -15,8 +15,9 @@ COLUMNS = ("problem", "items", "plan, ms", "bytecomp, ms", "step, ms", "by bytec
 
 
 def planning_table(records: Sequence[Record], *, compact: bool = False) -> Table:
-    """Returns one row for each planning problem: the time to plan, and the step time of the plan. `compact` changes
-    nothing.
+    """Returns one row for each planning problem: the time to plan, and the step time of the plan.
+
+    `compact` changes nothing.
     """
     from rich.table import Table
 

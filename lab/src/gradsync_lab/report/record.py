@@ -138,10 +138,9 @@ class PlanRan(BaseModel):
 
 
 class Record(BaseModel):
-    """One comparison of a subject with a baseline; below 1, `ratio` = subject / baseline means that the subject is
-    faster.
+    """One comparison of a subject with a baseline.
 
-    The ratio is of pairs that were measured side by side.
+    `ratio` is subject / baseline of pairs that were measured side by side: below 1, the subject is faster.
 
     - `bound_s`: the least time that the network allows for the subject's transfers.
     - `predicted_s`: the cost model's prediction for the whole subject, with costs fitted in the same run. None where
@@ -196,8 +195,8 @@ class Record(BaseModel):
 
     @property
     def scaling(self) -> float | None:
-        """Returns the samples that n ranks process over n times those of one rank, at equal batches; 1 where exchanges
-        are free.
+        """Returns the throughput of n ranks over n times that of one rank, at equal batches; 1 where exchanges are
+        free.
         """
         if self.alone_s is None or self.subject_s is None:
             return None

@@ -86,9 +86,7 @@ def against_baseline(run: TrainingRun) -> dict[str, Record]:
 
 
 def measure_of(final: Mapping[str, float] | None) -> tuple[str, str] | None:
-    """Returns the name and the figure of the best-known measure in `final`; None where there is only a loss, or
-    nothing.
-    """
+    """Returns the first of `MEASURES` that `final` has, as (name, figure); None without any."""
     for name, (words, digits) in MEASURES.items():
         if final and name in final:
             return words, f"{final[name]:.{digits}f}"
@@ -102,9 +100,7 @@ def training_columns(run: TrainingRun) -> tuple[str, ...]:
 
 
 def training_rows(run: TrainingRun) -> list[list[str]]:
-    """Returns the cells of the training table, one row a method; a failed method's row is only its name and its
-    error.
-    """
+    """Returns the cells of the training table, one row a method; a failed method's row is its name and its error."""
     records = against_baseline(run)
     return [
         [method.name, error] if (error := failure(method)) else _figures(method, records, run) for method in run.methods
@@ -215,7 +211,7 @@ def judgements(records: Sequence[Record], bounds: Sequence[tuple[str, float]]) -
     """Returns, for each record of each bound's subject, whether the bound holds by the noise rule, and the figures in
     words.
 
-    Whole runs are left out: a whole run is made once, and only checks what other records say.
+    Records of whole runs are left out, as a whole run is made only once.
 
     Args:
         bounds: pairs of a subject and the largest ratio that it may have to its baseline.

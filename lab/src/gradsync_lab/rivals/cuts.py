@@ -51,9 +51,7 @@ def curve(problem: Problem, option: int = 0, most: int | None = None) -> list[So
 
 
 def by_count(problem: Problem, option: int, most: int) -> Iterator[tuple[float, tuple[Part, ...]]]:
-    """Yields the model's seconds and the best cuts for each possible number of buckets up to `most`, in rising
-    order.
-    """
+    """Yields the model's seconds and the best cuts for each possible number of buckets up to `most`, rising."""
     options = item_options(problem, option)
     if not problem.size:
         return iter([(problem.rest_s, ())])
@@ -141,7 +139,7 @@ def _back(came_from: Sequence[Ints], options: Sequence[int]) -> tuple[Part, ...]
 
 
 def _possible(problem: Problem, options: Sequence[int]) -> npt.NDArray[np.bool_]:
-    """Returns [start, stop], (n + 1, n + 1): whether the items may form one bucket."""
+    """Returns whether items start..stop-1 may form one bucket, as (n + 1, n + 1) bool by [start, stop]."""
     begins = np.zeros(problem.size + 1, dtype=np.intp)  # start of the longest bucket with that stop
     for item, joined in enumerate(may_join(problem, options)):
         begins[item + 1] = begins[item] if joined else item
@@ -150,9 +148,7 @@ def _possible(problem: Problem, options: Sequence[int]) -> npt.NDArray[np.bool_]
 
 
 def _tables(problem: Problem, option: int) -> list[Floats]:
-    """Returns for each demand of the option its seconds by [start, stop]; without items, the seconds of an empty
-    call.
-    """
+    """Returns for each demand of the option its seconds by [start, stop]; without items, the cost of an empty call."""
     tables = []
     for demand in problem.options[option].chain:
         amounts = np.concatenate([[0.0], np.cumsum(problem.nbytes if demand.amounts is None else demand.amounts)])
@@ -179,7 +175,7 @@ class _Labels:
 
 
 class _Fusion:
-    """Extends labels by one bucket at a time, by the number of items held.
+    """A search that extends labels by one bucket at a time; labels are grouped by how many items they hold.
 
     With knees in an option's curves, no single state need be better than all others.
     """
@@ -243,8 +239,9 @@ class _Fusion:
 
 
 def _least(rows: Floats) -> Ints:
-    """Returns the numbers of the rows that no other row equals or undercuts in all columns; of equal rows, the
-    first.
+    """Returns the numbers of the rows that no other row equals or undercuts in all columns.
+
+    Of equal rows, the first is kept.
     """
     left: Ints = np.lexsort(rows.T[::-1])
     kept = []

@@ -1,9 +1,9 @@
 """ByteComp's search as published (Wang et al., "Espresso", EuroSys 2023): an option for each item, without merging.
 
 Algorithm 1 takes the items by size and gives each the option with the least F, the estimated step time, among options
-that use no OFFLOAD. Algorithm 2 then moves some of the compression to OFFLOAD. Their F is the charged level of
-`planner.machine`, (max,+) linear, so that one change is evaluated in O(log n). A `Solution`'s seconds are those of the
-full machine.
+that use no OFFLOAD. Algorithm 2 then moves some of the compression to OFFLOAD. F is the charged level of
+`planner.machine`, (max,+) linear, so that one change is evaluated in O(log n). The seconds of a `Solution` are the full
+machine's.
 """
 
 from __future__ import annotations

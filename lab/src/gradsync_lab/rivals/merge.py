@@ -57,9 +57,9 @@ def lazy(problem: Problem, option: int = 0, nbytes: float | None = None) -> tupl
 def lazy_bytes(problem: Problem, option: int = 0) -> float:
     """Returns the bucket size in bytes that minimises latencies plus the exposed exchange of the last bucket.
 
-    S bytes in buckets of x cost S / x latencies, and the exchange of the last x bytes is exposed. Their sum is least at
-    x = sqrt(S alpha / beta), with latency alpha and time per byte beta of the option's transfers. Both are those of
-    large transfers, as small ones may use another algorithm.
+    S bytes in buckets of x cost S / x latencies, and the exchange of the last x bytes is exposed. The sum of both costs
+    is least at x = sqrt(S alpha / beta), with latency alpha and time per byte beta of the option's transfers. alpha and
+    beta are taken from large transfers, as small ones may use another algorithm.
     """
     transfers = [d for d in problem.options[option].chain if d.resource in (Resource.INTRA, Resource.INTER)]
     amounts = [problem.amount(demand, 0, problem.size) for demand in transfers]

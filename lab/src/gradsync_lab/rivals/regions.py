@@ -1,7 +1,7 @@
-"""Owners of consecutive regions of a flat bucket, whose bounds follow the data: each owner gets equally many non-zeros.
+"""A scheme whose owners sum consecutive regions of a flat bucket.
 
-Zen (OSDI 2025) rejects such owners as too costly where the bounds are found by sorting; Ok-Topk renews the bounds every
-so many steps.
+The data set the bounds of the regions, so that owners get equally many non-zeros. Zen (OSDI 2025) rejects such regions
+as too costly where the bounds are found by sorting; Ok-Topk renews the bounds every so many steps.
 """
 
 from __future__ import annotations
@@ -108,8 +108,9 @@ class Regions:
 
     @classmethod
     def of(cls, below: Tensor, edges: Tensor, flat: TensorSpec, size: int) -> Regions:
-        """Returns the regions that give all owners equally many non-zeros, as nearly as the bins allow; a region may be
-        empty.
+        """Returns the regions that give all owners equally many non-zeros, as nearly as the bins allow.
+
+        A region may be empty.
 
         Args:
             below: (ranks, bins) float64, each rank's number of non-zeros below the end of each bin.
@@ -132,16 +133,18 @@ class Regions:
 
 
 def _edges(numel: int, bins: int, device: torch.device) -> Tensor:
-    """Returns where even bins begin and end, (bins + 1,) int64; with fewer elements than bins, the last ones are
-    empty.
+    """Returns where even bins begin and end, (bins + 1,) int64.
+
+    With fewer elements than bins, the last ones are empty.
     """
     width = -(-numel // bins)
     return (torch.arange(bins + 1, device=device) * width).clamp(max=numel)
 
 
 def _expected_below(profile: DensityProfile, edges: Tensor) -> Tensor:
-    """Returns a rank's expected non-zeros below the end of each bin, (1, bins) float64; inside partitions, they lie
-    evenly.
+    """Returns a rank's expected non-zeros below the end of each bin, (1, bins) float64.
+
+    Non-zeros are assumed to lie evenly inside each partition of the profile.
     """
     shares = torch.tensor([0.0, *(profile.shares or (1.0,))], dtype=torch.float64)
     below, places = shares.cumsum(0), edges[1:] / max(profile.num_rows, 1) * (len(shares) - 1)

@@ -327,7 +327,7 @@ def _numbers(formulation: Formulation, scheme: object) -> frozenset[int]:
 
 
 def _narrowed(problem: Problem, choices: frozenset[int]) -> Problem:
-    """Limits each item to those of the choices that it may take; without any, to the option that is fastest for it
+    """Limits each item to those choices that the item may take; without any, to the option that is fastest for it
     alone.
     """
     assert problem.allowed is not None

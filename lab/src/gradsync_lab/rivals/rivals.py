@@ -1,7 +1,7 @@
 """Rules of other systems that decide for each item alone: HiPress' SeCoPa and BytePS-Compress.
 
-Both disregard overlap with backward and all other items, which gradsync's search is compared with. Curves and defaults
-of other clusters are not taken over.
+The rules disregard overlap with backward and all other items, unlike gradsync's search. Curves and defaults of other
+clusters are not taken over.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ class SeCoPa:
         return 2 * others * self.send(self.wire_ratio * one) + encodes * self.encode(one) + decodes * self.decode(one)
 
     def choose(self, nbytes: float) -> tuple[bool, int]:
-        """Returns whether to compress, and the number of partitions, 1 to n; of equals dense, then the fewest
-        partitions.
+        """Returns whether to compress, and the number of partitions, 1 to n.
+
+        Of equal costs, dense wins, then the fewest partitions.
         """
         ways = [(compress, count) for compress in (False, True) for count in range(1, self.nodes + 1)]
         return min(ways, key=lambda way: (self.compressed_s if way[0] else self.dense_s)(nbytes, way[1]))

@@ -1,7 +1,7 @@
 """The base classes of workloads: a seeded model, a reproducible order of batches, a loss, an optimizer, an evaluation.
 
-A workload is a frozen dataclass of options. It knows nothing of gradient synchronisation, so that all methods under
-comparison train the same thing: the same weights, the same batches in the same order, the same update rule.
+A workload is a frozen dataclass of options. Workloads know nothing of gradient synchronisation, so that all methods
+under comparison train the same thing: the same weights, the same batches in the same order, the same update rule.
 """
 
 from __future__ import annotations

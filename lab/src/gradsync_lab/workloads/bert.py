@@ -29,8 +29,9 @@ DENSE_RATE_RATIO = 0.1  # Adagrad's first steps are about as long as the rate, s
 
 
 class BertClassifier(nn.Module):
-    """A BERT encoder that classifies a text by the state of its [CLS] piece; layers are normalized before, not
-    after.
+    """A BERT encoder that classifies a text by the state of its [CLS] piece.
+
+    Layers are normalized before, not after.
     """
 
     def __init__(self, dim: int, *, sparse: bool) -> None:
@@ -60,8 +61,9 @@ class BertClassifier(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class BertWorkload(ClassificationWorkload):
-    """Classifies entries as noun, adjective, verb or adverb; 4.3 million parameters, 90 % in the table of
-    WordPieces.
+    """Classifies entries as noun, adjective, verb or adverb.
+
+    The model has 4.3 million parameters, 90 % of them in the table of WordPieces.
     """
 
     name: ClassVar[str] = "bert"

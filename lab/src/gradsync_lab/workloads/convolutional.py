@@ -47,8 +47,9 @@ def convolution(inputs: int, outputs: int, *, size: int = 3, stride: int = 1) ->
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions and a shortcut; where the number of channels changes, the shortcut is a convolution of size
-    1.
+    """Two convolutions and a shortcut.
+
+    Where the number of channels changes, the shortcut is a convolution of size 1.
     """
 
     def __init__(self, inputs: int, outputs: int) -> None:
@@ -59,8 +60,9 @@ class ResidualBlock(nn.Module):
         self.shortcut = nn.Identity() if stride == 1 else convolution(inputs, outputs, size=1, stride=stride)
 
     def forward(self, states: Tensor) -> Tensor:
-        """Returns (batch, outputs, side, side) float32 for `states` (batch, inputs, side, side); a stride halves the
-        side.
+        """Returns (batch, outputs, side, side) float32 for `states` (batch, inputs, side, side).
+
+        A stride halves the side.
         """
         return functional.relu(self.second(functional.relu(self.first(states))) + self.shortcut(states))
 

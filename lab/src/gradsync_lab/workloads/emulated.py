@@ -1,9 +1,9 @@
 """A workload that sleeps instead of computing: each gradient appears at the time measured in a step that ran alone.
 
 Ranks that share the cores of one machine slow each other's computation down, and the computation of schemes slows them
-further; on nodes of their own they would not. With sleeps, only exchanges and schemes keep cores busy. Such runs
-measure the time of steps and nothing of learning: gradients are those of a few real batches, over and over, and no
-weight changes.
+further; on nodes of their own they would not. With sleeps, only exchanges and schemes keep cores busy. Runs with
+emulated computation measure the time of steps and nothing of learning: the gradients of a few real batches are
+repeated, and no weight changes.
 """
 
 from __future__ import annotations

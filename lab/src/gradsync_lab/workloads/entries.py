@@ -61,7 +61,7 @@ def load_entries(cache: Path) -> Array:
     """Returns the entries, (n, 65) uint16, in a fixed random order.
 
     Raises:
-        DataUnavailableError: they are not cached, and the dictionary or `tokenizers` is missing.
+        DataUnavailableError: the entries are not cached, and the dictionary or `tokenizers` is missing.
         RuntimeError: the text is damaged, or so different from the known one that results would not compare.
     """
     path = cache / "gcide-pieces-1.npy"

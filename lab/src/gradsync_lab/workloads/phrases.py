@@ -64,7 +64,7 @@ def load_pairs(cache: Path) -> Array:
     """Returns the pairs, (n, 2, 60) uint16, in the fixed random order.
 
     Raises:
-        DataUnavailableError: they are neither cached, nor installed, nor available by apt.
+        DataUnavailableError: the pairs are neither cached, nor installed, nor available by apt.
         RuntimeError: a text is damaged, or so different from the known one that results would not compare.
     """
     path = cache / "phrases-1.npy"

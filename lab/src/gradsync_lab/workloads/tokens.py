@@ -49,7 +49,7 @@ def load_tokens(cache: Path) -> Array:
     """Returns the dictionary's tokens, (n,) uint16, in the fixed random order of entries.
 
     Raises:
-        DataUnavailableError: they are not cached, and the dictionary or `tokenizers` is missing.
+        DataUnavailableError: the tokens are not cached, and the dictionary or `tokenizers` is missing.
         RuntimeError: the text is damaged, or so different from the known one that results would not compare.
     """
     path = cache / "gcide-tokens-1.npy"
