@@ -1,4 +1,4 @@
-"""`GlooGroup`: better ways through gloo than its own, chosen by size and by what was measured of the links.
+"""`GlooGroup`: faster ways through gloo than its own collectives, chosen by size and by the measured links.
 
 Measured on nodes with links of 200 Mbit to 1 Gbit (docs/collectives.md): gloo's rings pay a hop of latency for every
 member, where messages that all start at once pay one; and its all-to-all, which starts all messages at once, reaches
@@ -32,7 +32,13 @@ SAMPLES = 5
 class GlooGroup(TorchGroup):
     """The members of a process group on gloo.
 
-    `bytes_per_s`: what a member's link carries each way; None: measured now, which takes the time of 5 MiB.
+    Args:
+        process_group: the members; None: all ranks.
+        timeout_s: as in `TorchGroup`.
+        bytes_per_s: the rate of a member's link in each direction; None: measured now, which takes the time of 5 MiB.
+        placement: the node of each member; None: the members find it out together.
+        parent: the group that this one is a subgroup of.
+        places: the members' places in `parent`.
     """
 
     def __init__(
@@ -59,7 +65,10 @@ class GlooGroup(TorchGroup):
             self._open_hierarchy()
 
     def _open_hierarchy(self) -> None:
-        """Makes the groups of nodes and across nodes, and levels what they measured: all ranks are to plan alike."""
+        """Makes the groups within and across nodes, and gives all ranks the slowest rank's measurements of them.
+
+        All ranks must plan alike.
+        """
         kinds = (self.within_node(), self.across_nodes())
         found = [(g.alpha_s, g.stage_s, 1 / g.bytes_per_s) for g in kinds if g.alpha_s is not None and g.bytes_per_s]
         if found:
@@ -142,7 +151,7 @@ class GlooGroup(TorchGroup):
 
     @property
     def at_once_bytes(self) -> float:
-        """Up to which a member's messages cost less at once than in rounds or a ring, which pay more latencies."""
+        """The most bytes of a member for which messages that all start at once cost less than rounds or a ring."""
         limit = float(DIRECT_BYTES)
         if self.alpha_s is not None and self.bytes_per_s is not None:
             latency_s = self.stage_s + (self.size - 1) * self.alpha_s
@@ -150,7 +159,7 @@ class GlooGroup(TorchGroup):
         return min(limit, float(MOST_DIRECT_BYTES))
 
     def _starts_at_once(self, sent_bytes: float) -> bool:
-        """Whether messages of at most so many bytes a member do."""
+        """Whether messages start at once when each member sends at most `sent_bytes`."""
         return sent_bytes <= self.at_once_bytes
 
     def _exchange(self, outgoing: list[Tensor], incoming: list[Tensor], *, together: bool) -> Pending[list[Tensor]]:
@@ -163,12 +172,12 @@ class GlooGroup(TorchGroup):
         return self._pending(work, lambda: incoming)
 
     def _gather_and_sum(self, buffer: Tensor) -> Pending[Tensor]:
-        """An all-reduce in which everybody sums everything, in rank order."""
+        """Sums over the members in rank order: every member receives all buffers and sums them all."""
         gathered = self._all_to_all(buffer.repeat(self.size), *[[buffer.numel()] * self.size] * 2)
         return _then(gathered, lambda parts, _: _sum_into(buffer, parts))
 
     def _sum_by_owners(self, buffer: Tensor) -> Pending[Tensor]:
-        """An all-reduce in which each member sums a part, in rank order, and hands it to all."""
+        """Sums over the members in rank order: each member sums one part and sends it to all."""
         lengths = [len(part) for part in buffer.tensor_split(self.size)]
         mine = lengths[self.rank]
 
@@ -180,7 +189,7 @@ class GlooGroup(TorchGroup):
         return _then(self._all_to_all(buffer, lengths, [mine] * self.size), hand_out)
 
     def _measured(self, timeout_s: float) -> tuple[float, float, float]:
-        """Seconds a further message, seconds an operation, bytes a second: by the slowest member, alike on all."""
+        """Returns seconds a further message, seconds an operation, and bytes a second: the slowest member's, on all."""
         seconds = []
         for nbytes in SAMPLE_BYTES:
             lengths = [nbytes // self.size] * self.size
@@ -196,13 +205,14 @@ class GlooGroup(TorchGroup):
         return alpha_s, max(all_s - (self.size - 1) * alpha_s, 0.0), 1.0 / s_per_byte
 
     def _timed(self, buffer: Tensor, lengths: Sequence[int], timeout_s: float) -> float:
+        """Returns the seconds of an all-to-all with parts of these lengths."""
         self._all_to_all(buffer[: self.size], [1] * self.size, [1] * self.size).wait(timeout_s)  # all are here
         began_s = time.perf_counter()
         self._all_to_all(buffer, lengths, lengths).wait(timeout_s)
         return time.perf_counter() - began_s
 
     def _timed_pass(self, timeout_s: float) -> float:
-        """Of a small message to one other member, and one from another."""
+        """Returns the seconds of one small message to another member while one from a third member comes in."""
         away = self.size // 2
         to, origin = (self.rank + away) % self.size, (self.rank - away) % self.size
         message = torch.zeros(LENGTH_BYTES, dtype=torch.uint8)
@@ -213,12 +223,15 @@ class GlooGroup(TorchGroup):
 
 
 def _then(pending: Pending[list[Tensor]], finish: Callable[[list[Tensor], float], Tensor]) -> Pending[Tensor]:
-    """What `finish(parts, timeout_s)` makes of an operation's result."""
+    """Returns the operation whose result is `finish(parts, timeout_s)`, of the parts that `pending` brings."""
     return Pending(lambda timeout_s: finish(pending.wait(timeout_s), timeout_s))
 
 
 def _sum_into(buffer: Tensor, parts: Sequence[Tensor]) -> Tensor:
-    """The sum in rank order, one addition after the other: the same bits on every processor. 16-bit floats in fp32."""
+    """Overwrites `buffer` with the sum of the parts in rank order, with the same bits on every processor.
+
+    16-bit floats are summed in fp32.
+    """
     if buffer.dtype in (torch.float16, torch.bfloat16):
         kernels.sum_parts(parts, buffer)
         return buffer

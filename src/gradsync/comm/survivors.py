@@ -1,8 +1,9 @@
-"""`Survivors`: who is left, where ranks have died or stopped answering, agreed on through the store.
+"""`Survivors`: agreement, through the store, on the ranks that are left after others died or stopped answering.
 
-Collectives do not tell: a broken connection says nothing of third ranks, and who computes for long answers no sooner
-than who is dead. So each rank has a thread that counts beats in the store of `torch.distributed`. Who finds that a rank
-was lost calls the others there; those that come, before the missing ones were silent for long, are who is left.
+Collectives do not tell: a broken connection says nothing of third ranks, and a rank that computes for long answers as
+late as a dead one. So each rank has a thread that counts beats in the store of `torch.distributed`. A rank that finds
+others lost calls all ranks through the store; the survivors are those that come before the missing ones have been
+silent for long.
 """
 
 from __future__ import annotations
@@ -33,16 +34,22 @@ NO_STORE = (
 
 @dataclass(frozen=True)
 class Survival:
-    """Who is left, by global rank, and the most steps that one of them has made."""
+    """The ranks that are left, as global ranks, and the most steps that one of them has made."""
 
     ranks: tuple[int, ...]
     steps: int
 
 
 class Survivors:
-    """The ranks of a process group as far as they are left. `name`: the same on all of them, and nobody else's, ever.
+    """The ranks of a process group that are left.
 
-    `called`: some rank has found that ranks were lost, and waits in `agree`.
+    Args:
+        name: the same on all ranks, and never used by anything else.
+        process_group: the ranks at first; None: all.
+        timeout_s: seconds that a living rank is waited for.
+
+    Attributes:
+        called: some rank has found that ranks were lost, and waits in `agree`.
     """
 
     def __init__(self, name: str, process_group: dist.ProcessGroup | None, *, timeout_s: float) -> None:
@@ -65,9 +72,10 @@ class Survivors:
         self._end = weakref.finalize(self, _end, self._ended, self._woken, self._thread)
 
     def agree(self, steps: int) -> Survival:
-        """Who is left, the same on all of them; each says how many steps it has made. They all must call it.
+        """Returns the ranks that are left, the same on all of them; all of them must call it.
 
-        A rank that is alive is waited for until the timeout.
+        Args:
+            steps: the steps that this rank has made. A rank that is alive is waited for until the timeout.
 
         Raises:
             GroupError: where the store does not answer, and on a rank that the others have left behind.
@@ -89,7 +97,7 @@ class Survivors:
         return found
 
     def new_group(self) -> dist.ProcessGroup:
-        """A process group of those that `agree` found, in the place of the last one. Collective."""
+        """Returns a process group of the ranks that `agree` found, all of which must call this; the last one ends."""
         self._destroy_group()
         self._group = _new_communicator(
             self._process_group,
@@ -156,7 +164,7 @@ class Survivors:
         return Survival(tuple(found), max(found.values()))
 
     def _alive(self, beats: dict[int, tuple[int, float]], came: Collection[int], now_s: float) -> list[int]:
-        """Who has not come, and beats."""
+        """Returns the ranks that have not come, and beat."""
         return [rank for rank, (_, since_s) in beats.items() if rank not in came and now_s - since_s < self._silent_s]
 
 

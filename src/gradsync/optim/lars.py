@@ -109,13 +109,13 @@ class LARS(Optimizer):
 
 
 def _share(steps: int, warmup_steps: int, decay_steps: int | None) -> float:
-    """Of the learning rate in a step of this number, from 1."""
+    """Returns the share of the learning rate in a step of this number, from 1."""
     left = 1.0 if decay_steps is None else max(1 - (steps - 1) / decay_steps, 0.0)
     return min(1.0, steps / max(warmup_steps, 1)) * left**2
 
 
 def _trust(weights: Tensor, gradient: Tensor, trust: float, decay: float) -> Tensor:
-    """One number, on the weights' device: no step waits for it."""
+    """Returns the factor of the learning rate, (), on the weights' device, so that no step waits for it."""
     wide = accumulation_dtype(weights.dtype)
     weights_norm, gradient_norm = (torch.linalg.vector_norm(x, dtype=wide) for x in (weights, gradient))
     ratio = trust * weights_norm / (gradient_norm + decay * weights_norm)
@@ -131,7 +131,11 @@ def _require_dense(parameter: Tensor) -> None:
 
 
 def _check(settings: Mapping[str, Any]) -> None:
-    """Those of one parameter group."""
+    """Refuses settings of one parameter group that are out of their range.
+
+    Raises:
+        ValueError: naming the setting.
+    """
     for name in ("lr", "trust"):
         if not 0 < settings[name] < math.inf:
             raise ValueError(f"LARS.{name} must be positive and finite, got {settings[name]}")

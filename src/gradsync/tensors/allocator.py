@@ -19,31 +19,31 @@ _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # a fork writes to pages of its 
 
 
 def empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """As `torch.empty`, (numel,), from memory that dead tensors left where there is some. It cannot be resized."""
+    """Returns an uninitialised tensor, (numel,), in reused memory where there is some; it cannot be resized."""
     if device.type != "cpu" or numel * dtype.itemsize < LEAST_BYTES:
         return torch.empty(numel, dtype=dtype, device=device)
     return _blocks.lend(numel * dtype.itemsize).view(dtype)
 
 
 def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """As `torch.empty_like` of a flat tensor, from such memory."""
+    """Returns an uninitialised tensor of as many elements as `x`, (x.numel(),), see `empty`."""
     return empty(x.numel(), dtype or x.dtype, x.device)
 
 
 def zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """As `torch.zeros`, (numel,), from such memory."""
+    """Returns a tensor of zeros, (numel,), see `empty`."""
     return empty(numel, dtype, device).zero_()
 
 
 def release() -> None:
-    """Gives back to the system what no tensor uses."""
+    """Gives memory that no tensor uses back to the system."""
     _blocks.release()
 
 
 class Blocks:
-    """Blocks of memory. Each comes back by itself once the last tensor on it is gone.
+    """Blocks of memory, each of which comes back by itself once the last tensor on it is gone.
 
-    It has no lock: a finaliser that closes an engine, and so releases all, may run in the middle of any of this.
+    There is no lock: a finaliser that closes an engine, and so releases all, may run in the middle of any method.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Blocks:
         self._lendings = 0
 
     def lend(self, nbytes: int) -> Tensor:
-        """(nbytes,) uint8.
+        """Returns a tensor on a block, (nbytes,) uint8, uninitialised.
 
         Raises:
             MemoryError: the system has no such memory.
@@ -94,7 +94,7 @@ class Blocks:
 
 
 def block_size(nbytes: int) -> int:
-    """The size of a block for so many bytes: at most an eighth more, in whole pages."""
+    """Returns the size of a block for so many bytes, in whole pages and at most an eighth larger."""
     step = max(mmap.PAGESIZE, (1 << (nbytes - 1).bit_length()) // (2 * _STEPS))
     return -(-nbytes // step) * step
 
