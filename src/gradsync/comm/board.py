@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch.distributed import distributed_c10d
 
-ANSWER_S = 1.0  # the store's host may be the process that stopped or died: nobody waits longer for an answer
+ANSWER_S = 1.0  # the longest wait for the store: its host may be the process that stopped or died
 
 
 class Came(NamedTuple):
@@ -108,7 +108,7 @@ class Board:
         def ask() -> None:
             with suppress(RuntimeError):
                 if self._own is None:
-                    # A connection of its own, as both may block: the user's is for others.
+                    # Not the user's connection to the store: a call on either may block.
                     store = self._store.clone()  # type: ignore[attr-defined]  # torch does not declare it
                     self._own = distributed_c10d.PrefixStore(self._name, store)
                 answers.append(question(self._own))

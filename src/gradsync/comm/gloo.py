@@ -22,10 +22,10 @@ from ..tensors import allocator as memory
 from .group import LENGTH_BYTES, Pending, TorchGroup, cut_messages, cut_to_lengths, split, swapped, with_lengths
 from .rounds import Rounds
 
-FAST_BYTES_PER_S = 250e6  # from here on the latency of rounds costs more than their order saves
-MOST_DIRECT_BYTES = 1 << 20  # sent at once by a member, however high the latency: what was measured to pay
-DIRECT_EXCESS = 0.4  # messages that all start at once take longer than their bytes by this share
-SAMPLE_BYTES = (4 << 10, 1 << 20)  # of the exchanges that the rate is measured by
+FAST_BYTES_PER_S = 250e6  # on faster links the latency of rounds costs more than their order saves
+MOST_DIRECT_BYTES = 1 << 20  # the upper limit of `at_once_bytes`, however high the latency: docs/collectives.md
+DIRECT_EXCESS = 0.4  # share by which messages that all start at once take longer than their bytes
+SAMPLE_BYTES = (4 << 10, 1 << 20)  # sizes of the exchanges by which links are measured
 SAMPLES = 5
 
 
@@ -56,12 +56,12 @@ class GlooGroup(TorchGroup):
 
     def _open(self, process_group: dist.ProcessGroup | None, timeout_s: float) -> None:
         super()._open(process_group, timeout_s)
-        apart = self._communicator(process_group)  # torch waits for messages one by one: a thread does it there
+        apart = self._communicator(process_group)  # for messages: a thread waits for each of them
         self._rounds = Rounds(apart, self.rank, self.size)
         self._releases.append(lambda hanging: self._rounds.stop(patience_s=0.0 if hanging else 5.0))
         if self.bytes_per_s is None and self.size > 1:
             self.alpha_s, self.stage_s, self.bytes_per_s = self._measured(timeout_s)
-        if self.placement.is_hierarchy:  # now, as plans are made from what is measured of these links
+        if self.placement.is_hierarchy:  # now: plans need the measurements of these links
             self._open_hierarchy()
 
     def _open_hierarchy(self) -> None:
@@ -206,7 +206,9 @@ class GlooGroup(TorchGroup):
 
     def _timed(self, buffer: Tensor, lengths: Sequence[int], timeout_s: float) -> float:
         """Returns the seconds of an all-to-all with parts of these lengths."""
-        self._all_to_all(buffer[: self.size], [1] * self.size, [1] * self.size).wait(timeout_s)  # all are here
+        self._all_to_all(buffer[: self.size], [1] * self.size, [1] * self.size).wait(
+            timeout_s
+        )  # a barrier: all members are here
         began_s = time.perf_counter()
         self._all_to_all(buffer, lengths, lengths).wait(timeout_s)
         return time.perf_counter() - began_s

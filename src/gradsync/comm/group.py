@@ -35,11 +35,14 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-BARRIER_POLL_S = (0.002, 0.2)  # how often who came to a barrier looks for the others: at first, and later
-POLL_S = 1.0  # how often a rank that waits looks at the board
-NOTICE_S = 20.0  # who waits longer notes it on the board, so that the others can tell who is missing
-WARNING_S = 30.0  # who waits longer says for whom, once
-LENGTH_BYTES = 8  # at the start of a message whose length only its sender knows: the length
+BARRIER_POLL_S = (
+    0.002,
+    0.2,
+)  # pauses of a rank at a barrier between two looks for the others: the first and the longest
+POLL_S = 1.0  # seconds between two looks at the board of a rank that waits
+NOTICE_S = 20.0  # a rank that waits longer notes it on the board, so that the others can tell who is missing
+WARNING_S = 30.0  # a rank that waits longer logs, once, for whom
+LENGTH_BYTES = 8  # of the length at the start of a message whose length only its sender knows
 
 
 class GroupError(RuntimeError):
@@ -71,9 +74,9 @@ class Group(ABC):
 
     rank: int
     members: tuple[int, ...]
-    alpha_s: float | None = None  # what each further message of an operation costs, where it was measured
-    stage_s: float = 0.0  # what an operation costs beside its messages and bytes, where it was measured
-    bytes_per_s: float | None = None  # what a member's link carries each way, where it was measured
+    alpha_s: float | None = None  # measured seconds of each further message of an operation
+    stage_s: float = 0.0  # measured seconds of an operation beside its messages and bytes
+    bytes_per_s: float | None = None  # measured rate of a member's link in each direction
     _placement: Placement | None = None
 
     @property
@@ -262,12 +265,14 @@ class TorchGroup(Group):
         if placement is not None and placement.size != len(self.members):
             raise ValueError(f"the placement is of {placement.size} ranks, the group has {len(self.members)}")
         self._subgroups: dict[tuple[int, ...], TorchGroup] = {}
-        self._asked_for: set[tuple[int, ...]] = set()  # of them, since `renewed` began
+        self._asked_for: set[tuple[int, ...]] = set()  # subgroups that were asked for since `renewed` began
         self._patience = timedelta(seconds=self._patience_s(timeout_s))
         self._in_flight: dict[int, tuple[Any, Tensor | None]] = {}  # works, and inputs that must live until they end
         self._issued = 0
-        self._barriers = 0  # that this member has come to
-        self._releases: list[Callable[[bool], None]] = []  # of what was made so far; True: an operation may hang
+        self._barriers = 0  # the number of barriers that this member has come to
+        self._releases: list[
+            Callable[[bool], None]
+        ] = []  # undo what was made so far, called with whether an operation may hang
         try:
             self._open(process_group, timeout_s)
         except BaseException:  # nobody will get the group, to close it
@@ -278,7 +283,7 @@ class TorchGroup(Group):
     def _open(self, process_group: dist.ProcessGroup | None, timeout_s: float) -> None:
         """Makes what operations need; if it fails, `_releases` has what was made until then."""
         self._own = self._communicator(process_group)
-        # The store may outlive the job, and group names start anew with the next one: its notices are not ours.
+        # The store may outlive the job, and the next job has the same group names: a nonce tells their notices apart.
         mine = torch.tensor([secrets.randbits(62), _node_key()], device=self.device)
         everyone = mine.new_empty(2 * self.size)
         _all_gather_single(everyone, mine, self._own).wait()
@@ -332,7 +337,7 @@ class TorchGroup(Group):
         sent = [0 if peer == self.rank else bound for peer, bound in enumerate(bounds)]
         buffer = outgoing[0].new_empty(sum(sent))
         for room, message in zip(split(buffer, sent), outgoing, strict=True):
-            room[: len(message)].copy_(message[: len(room)])  # its own has no room, and is not sent
+            room[: len(message)].copy_(message[: len(room)])  # the own message has no room, and is not sent
         return self._exchange_at_once(buffer, sent, messages[self.rank], bounds[self.rank])
 
     def swap(
@@ -354,7 +359,9 @@ class TorchGroup(Group):
         buffer = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)
 
         def wait(timeout_s: float) -> dict[int, Tensor]:
-            received = [int(length) if len(length) else 0 for length in lengths.wait(timeout_s)]  # the host makes room
+            received = [
+                int(length) if len(length) else 0 for length in lengths.wait(timeout_s)
+            ]  # the host must know the lengths to make room
             arrived = self._all_to_all(buffer, sent, received).wait(timeout_s)
             return {peer: arrived[peer] for peer in origins}
 
@@ -381,7 +388,7 @@ class TorchGroup(Group):
         self._note_arrival(what, detail)
         began_s = answered_s = time.monotonic()
         while missing := sorted(set(self.members) - (here := self._board.arrivals(barrier)).keys()):
-            if self.members[self.rank] in missing:  # a store that owes an answer takes no note
+            if self.members[self.rank] in missing:  # the store did not take the note while it owed an answer
                 self._board.note_arrival(barrier, self.members[self.rank], self._issued, what, detail)
             if failure := self._announced_failure():
                 raise GroupError(failure)
@@ -434,8 +441,8 @@ class TorchGroup(Group):
             return
         dist.destroy_process_group(communicator)
         if hanging:
-            # gloo cannot cancel them: the destructor would wait until they time out, in whatever line collects garbage
-            # or at exit. So it never runs; the process' end releases what is left.
+            # gloo cannot cancel operations: the destructor would wait for their timeouts, in any line that collects
+            # garbage or at exit. So the destructor never runs; the end of the process releases what is left.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))
 
     def _patience_s(self, timeout_s: float) -> float:
@@ -455,7 +462,7 @@ class TorchGroup(Group):
             if not work.is_completed():
                 return False
         try:
-            work.wait()  # completed, perhaps well and just after our patience ended: now it tells
+            work.wait()  # perhaps it succeeded just after our patience ended: this raises only if it failed
             return True
         except RuntimeError as error:
             why = self._announced_failure() or f"a connection broke, as when a rank ends or dies ({_first_line(error)})"
@@ -556,12 +563,14 @@ def _new_communicator(
         whole: dist.ProcessGroup = dist.new_group(members, timeout=timeout, backend=backend)
         return whole
     # new_group(use_local_synchronization=True) names the group by how many groups a rank is in: members of different
-    # numbers of groups would wait for each other. So this is its end, with a name that the members share.
+    # numbers of groups would wait for each other. So this calls what new_group ends with, by a name that members share.
     store = distributed_c10d._get_default_store()
     if name is None:
         parent = (process_group or distributed_c10d._get_default_group()).group_name
         among = hashlib.sha256(str(members).encode()).hexdigest()[:16]
-        number = store.add(f"gradsync {parent} {among} of {members[rank]}", 1)  # groups of these, as each counts them
+        number = store.add(
+            f"gradsync {parent} {among} of {members[rank]}", 1
+        )  # the number of groups of these members so far
         name = f"gradsync {parent} {among} {number}"
     made: dist.ProcessGroup
     made, _ = distributed_c10d._new_process_group_helper(
@@ -615,7 +624,9 @@ def with_lengths(messages: Sequence[Tensor], bounds: Sequence[int], peers: Itera
 
 def length_of(message: Tensor) -> int:
     """Returns the length that `with_lengths` wrote into the message."""
-    return int.from_bytes(message[:LENGTH_BYTES].cpu().numpy().tobytes(), sys.byteorder)  # the host cuts the message
+    return int.from_bytes(
+        message[:LENGTH_BYTES].cpu().numpy().tobytes(), sys.byteorder
+    )  # the host must know the length to cut the message
 
 
 def cut_to_lengths(arrived: Sequence[Tensor], rank: int, own: Tensor) -> list[Tensor]:

@@ -130,21 +130,23 @@ class Synchronization:
         self._prepared = prepared
         self._offload = offload
         self._postponed: list[str] = []  # prepared buckets that are ready, if nothing is early
-        self._works: list[Work[Any]] = []  # handed to somebody in this step
-        self.due: deque[Work[Any]] = deque()  # that waits for the thread of backward
+        self._works: list[Work[Any]] = []  # all work of this step
+        self.due: deque[Work[Any]] = deque()  # work that waits for the thread of backward
         self._on_cuda = thread.device is not None and thread.device.type == "cuda"
         self._buckets = {bucket for bucket, _ in order}
         self.ready_s: dict[str, float] = {}  # when each bucket's data was complete
-        self._position = 0  # in the order
+        self._position = 0  # of the next turn in the order
         self._coroutines: dict[str, Coroutine[Any, Any, Any]] = {}
         self._pending: dict[str, tuple[Pending[Any], str, float]] = {}
         self._events: dict[str, torch.cuda.Event] = {}
-        self._issued: torch.cuda.Event | None = None  # what was issued so far, perhaps on another thread's stream
+        self._issued: torch.cuda.Event | None = (
+            None  # the end of all that was issued, perhaps on another thread's stream
+        )
         self._cancelled = False
         self._ended = False
         self._error: BaseException | None = None
-        self._handed_over = False  # all that is left
-        self._progress = threading.Condition()  # of results, and of the end
+        self._handed_over = False  # by `go_on`: the thread issues the rest
+        self._progress = threading.Condition()  # notified of results and of the end
         self._result_events: dict[str, torch.cuda.Event] = {}
         self.results: dict[str, Any] = {}
         self.began_s = time.perf_counter()
@@ -163,7 +165,7 @@ class Synchronization:
             self._events[bucket] = event
         self.ready_s[bucket] = ready_s
         if len(self.ready_s) == len(self._buckets):
-            return  # all are: `wait` is about to be called
+            return  # all buckets are ready: `wait` is about to be called
         position = self._position
         if self._early and position < len(self._order) and self._order[position][0] in self.ready_s:
             self._thread.submit(self.advance)
@@ -243,10 +245,10 @@ class Synchronization:
             if bucket not in self._coroutines:
                 self._coroutines[bucket] = self._start(bucket)
                 self._resume(bucket, stage)
-            elif bucket in self._pending:  # else it had fewer stages than planned, as in a group of one
+            elif bucket in self._pending:  # a bucket may have fewer stages than planned, as in a group of one
                 self._resume(bucket, stage)
             self._position += 1
-        # Whatever is still in flight, and rounds beyond the planned stages, end in bucket order on every rank.
+        # Operations still in flight, and stages beyond the planned ones, end in bucket order on every rank.
         for bucket in dict.fromkeys(bucket for bucket, _ in self._order):
             while bucket in self._pending:
                 if not joined and self._waits_for_backward(bucket):

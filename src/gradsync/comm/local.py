@@ -24,7 +24,7 @@ class _Meeting:
         self.brought: dict[int, dict[int, Any]] = {}
         self.taken: dict[int, int] = {}
         self.failure: str | None = None
-        self._meetings: dict[tuple[int, ...], _Meeting] = {}  # of subgroups
+        self._meetings: dict[tuple[int, ...], _Meeting] = {}  # of subgroups, by their places
 
     def of(self, places: tuple[int, ...]) -> _Meeting:
         """Returns the meeting of the members at these places."""
@@ -44,7 +44,7 @@ class _Meeting:
         with self.changed:
             brought = self.brought.setdefault(number, {})
             brought[rank] = what
-            if len(brought) == self.size:  # before, whoever woke would go on waiting
+            if len(brought) == self.size:  # a thread woken before would only wait again
                 self.changed.notify_all()
 
     def collect(self, number: int, timeout_s: float) -> list[Any]:
@@ -204,7 +204,7 @@ def run_local(
     def body(group: LocalGroup) -> None:
         try:
             results[group.rank] = rank_main(group)
-        except BaseException as error:  # handed to the caller below
+        except BaseException as error:  # raised in the calling thread below
             errors[group.rank] = error
             group.announce_failure(str(error))
 

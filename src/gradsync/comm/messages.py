@@ -8,7 +8,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from .group import Group
 
-BROADCAST_BYTES = 25 << 20  # a message of initial parameters: large enough for line rate, small beside the model
+BROADCAST_BYTES = 25 << 20  # of a message of initial parameters: large enough for line rate, small beside the model
 
 _COMPRESSED = {
     torch.sparse_csr: ("crow_indices", "col_indices"),
@@ -69,7 +69,7 @@ def _broadcast_piece(group: Group, tensors: list[Tensor], timeout_s: float) -> N
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    # torch computes conjugates and negatives when they are read: their memory has other values.
+    # Memory of conjugate and negative views has other values: torch computes theirs when they are read.
     views = any(tensor.is_neg() or tensor.is_conj() for tensor in tensors)
     with torch.no_grad():
         # Bytes, so that all element types share the message: wide ones first, as each must start at a multiple of its

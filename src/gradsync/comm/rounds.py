@@ -26,7 +26,7 @@ class RoundsWork:
 
     def __init__(self) -> None:
         self._ended = threading.Event()
-        self._error: str | None = None  # its text: the error itself would keep the messages' memory
+        self._error: str | None = None  # the text only: an exception would keep the messages' memory alive
 
     def is_completed(self) -> bool:
         return self._ended.is_set()
@@ -98,7 +98,7 @@ class Rounds:
         """Starts messages that may be in flight together and yields them, to be waited for before the next."""
         distances, start, whole = range(1, self._size), 0, slice(None)
         if together:
-            # gloo tells a sender that there is room for its message behind what it sends that rank: room comes first.
+            # A receiver tells a sender of its room behind its own messages to that rank: so receives start first.
             received = [m for k in distances for m in self._receive(k, incoming, whole, tag)]
             yield [*received, *(m for k in distances for m in self._send(k, outgoing, whole, tag))]
             return

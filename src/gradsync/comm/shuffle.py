@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 Matrix = NDArray[np.float64]
-RankGroup = tuple[int, ...]  # ascending
+RankGroup = tuple[int, ...]  # global ranks, ascending
 
-EXACT = 1e-9  # entries of products that are less apart are the same
-DOUBLINGS = 60  # of the rounds that a spread is summed over: what a cycle leaves may be close to all
+EXACT = 1e-9  # entries of matrix products that differ by less count as equal
+DOUBLINGS = 60  # of the number of cycles that a spread is summed over: a cycle may leave nearly all of a disagreement
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class GroupSchedule:
             raise ValueError(f"momentum must be in [0, 1), got {momentum}")
         n, kinds = self.size, 2 if momentum else 1
         apart = np.eye(n) - 1 / n
-        steps = []  # of values, and momenta if there are some: what a round makes of them, and of the noise
+        steps = []  # a round's matrices of the state (values, then momenta) and of the noise
         for each in self.rounds:
             w, own = each.mixing, each.mixing if averaged else np.eye(n)
             if momentum:
@@ -170,7 +170,7 @@ class GroupSchedule:
         for move, spill in steps:
             cycle, noise = move @ cycle, move @ noise @ move.T + spill @ apart @ spill.T
         cycle = cycle @ np.kron(np.eye(kinds), apart)
-        covariance = noise  # of one cycle, of two, of four, ...
+        covariance = noise  # after one cycle, then two, four, ...
         for _ in range(DOUBLINGS):
             covariance, cycle = covariance + cycle @ covariance @ cycle.T, cycle @ cycle
             if np.abs(cycle).max() < EXACT:
@@ -196,7 +196,7 @@ class GroupSchedule:
 
     def _parts(self) -> list[list[int]]:
         """Returns the ranks in sets that mix with each other, directly or through others."""
-        towards = list(range(self.size))  # another one of the same part, in the end the first one of it
+        towards = list(range(self.size))  # for each rank another one of its part, in the end the first one (union-find)
 
         def first(rank: int) -> int:
             while towards[rank] != rank:
@@ -306,7 +306,7 @@ def exact(size: int, most: int) -> GroupSchedule:
                 rounds[number] |= {tuple(start + rank for rank in group): 1.0 for group in each.groups}
         after = range(start + part, size)
         if after:
-            share = min(most - 1, part // len(after))  # ranks of the part for each one after it
+            share = min(most - 1, part // len(after))  # ranks of the part that each later rank meets
             relaxation = part * (share + 1) / ((size - start) * share)
             for number, rank in enumerate(after):
                 of_part = range(start + number * share, start + (number + 1) * share)

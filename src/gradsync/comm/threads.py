@@ -81,4 +81,4 @@ class JobThread:
             torch.cuda.set_device(self.device)
         while (job := self._jobs.get()) is not None:
             job()
-            del job  # a job that is over keeps nothing alive while the thread waits
+            del job  # else the ended job would keep its tensors alive while the thread waits

@@ -29,11 +29,11 @@ class Work(Pending[T]):
         super().__init__(self._result_of)
         self.device = device
         self.name = name
-        self.start_s = self.end_s = 0.0  # by `time.perf_counter`, once it has ended
+        self.start_s = self.end_s = 0.0  # by `time.perf_counter`, once the work has ended
         self._function: Callable[[], T] | None = function
         self._handed = False
         self._inputs: torch.cuda.Event | None = None
-        self._begun = threading.Lock()  # taken for good by whoever does it
+        self._begun = threading.Lock()  # taken for good by the thread that does the work
         self._ended = threading.Event()
         self._result: T | None = None
         self._error: BaseException | None = None
@@ -66,10 +66,10 @@ class Work(Pending[T]):
                 self._result = function()
                 if self._inputs is not None:
                     torch.cuda.current_stream().synchronize()
-        except BaseException as error:  # handed to whoever waits
+        except BaseException as error:  # raised where the work is waited for
             self._error = error
         self.end_s = time.perf_counter()
-        del function  # what it holds goes now, not when the step is forgotten
+        del function  # frees its tensors now, not when the step is forgotten
         self._ended.set()
 
     def give_up(self) -> None:

@@ -22,7 +22,7 @@ class KernelCost:
 
     call_s: float
     byte_s: float
-    knee_bytes: float = 0.0  # of a call, up to which more of them take no longer
+    knee_bytes: float = 0.0  # of a call: up to so many bytes, more take no longer
 
     def seconds(self, nbytes: float, calls: float) -> float:
         """Returns the seconds of `calls` calls that read and write `nbytes` together."""

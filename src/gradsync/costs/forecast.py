@@ -21,7 +21,7 @@ from .steps import COMPUTE, FINISH, Compute, Pattern, Step
 from .timeline import Task
 from .transport import Transport
 
-Lasting = Callable[[str, float, float], float]  # stream, when it begins, seconds it would take alone
+Lasting = Callable[[str, float, float], float]  # (stream, start, seconds alone) -> seconds
 
 
 def forecast(
@@ -97,11 +97,11 @@ class _Player:
         self._placement = placement
         self._lasting = lasting or (lambda stream, began_s, seconds: seconds)
         self._backward_s = max(ready_s.values(), default=0.0) if backward_s is None else backward_s
-        self.thread_s = 0.0  # until when the thread is busy
+        self.thread_s = 0.0  # when the thread becomes free
         self._link = _Link(cost.transport)
         self._sent: dict[str, tuple[str, float]] = {}  # bucket -> stage of its transfer in flight, and when it began
-        self._devices_s: dict[str, float] = {}  # until when each is busy
-        self._prepared: dict[str, deque[str]] = {}  # device -> buckets that begin with its work, which it has not begun
+        self._devices_s: dict[str, float] = {}  # when each device becomes free
+        self._prepared: dict[str, deque[str]] = {}  # device -> prepared buckets whose work it has not begun
         self._in_flight: dict[str, float] = {}  # bucket -> when its work ends
         self._for_thread: dict[str, tuple[str, Compute]] = {}  # bucket -> stage and work that its next turn does
         self._tasks: list[Task] = []
@@ -125,7 +125,7 @@ class _Player:
         ready_s = self._ready_s[bucket]
         for device, waiting in self._prepared.items():
             self._begin_prepared(device, self.thread_s)
-            if bucket in waiting:  # at the earliest: what is before it is not known yet
+            if bucket in waiting:  # the earliest time: other work may come before
                 work = self._left[bucket][0]
                 assert isinstance(work, Compute)
                 return max(ready_s, self._devices_s.get(device, 0.0)) + self._cost.seconds(work)
@@ -206,7 +206,7 @@ class _Link:
         self._now_s = 0.0
         self._queues: tuple[deque[_Flow], ...] = tuple(deque() for _ in transport.queues)
         self._ended_s: dict[str, float] = {}
-        self._expected_s: dict[str, float] = {}  # when all will have ended, if no other transfer is issued
+        self._expected_s: dict[str, float] = {}  # the ends of all transfers, if no other one is issued
 
     def add(self, bucket: str, now_s: float, lasts_s: float, share: float, pattern: Pattern) -> None:
         """Adds a transfer that lasts `lasts_s` alone, issued after all others."""

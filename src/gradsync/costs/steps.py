@@ -14,8 +14,8 @@ from itertools import chain
 from .transport import DEFAULT_TRANSPORT, Transport
 from .transport import Pattern as Pattern  # noqa: PLC0414  schemes describe their steps by this module alone
 
-FINISH = "finish"  # the turn in which a bucket does what is left to do behind its last transfer
-COMPUTE, OFFLOAD = "compute", "offload"  # devices: backward's own thread or device, and another core
+FINISH = "finish"  # the turn in which a bucket's scheme goes on after its last transfer
+COMPUTE, OFFLOAD = "compute", "offload"  # devices of `Compute`: backward's own thread or device, and another core
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Transfer:
     pattern: Pattern
     part_bytes: tuple[float, ...]
     messages: tuple[tuple[int, int, float], ...] = ()  # (source, destination, bytes)
-    groups: tuple[tuple[int, ...], ...] = ()  # none: all members are one
+    groups: tuple[tuple[int, ...], ...] = ()  # none: all members are one group
 
     @classmethod
     def of_messages(cls, stage: str, size: int, messages: Sequence[tuple[int, int, float]]) -> Transfer:

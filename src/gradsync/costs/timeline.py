@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-MORE_OR_LESS = 1.25  # times as long, or as short, as it was: what takes this time has changed
+MORE_OR_LESS = 1.25  # a factor, up or down, from which a duration counts as changed
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Activity:
     name: str
     stream: str
     duration_s: float
-    after: tuple[int, ...] = ()  # places in the list of those that must have ended, all before its own
-    interrupts: bool = False  # goes first, and what runs on its stream without this mark is pushed right
+    after: tuple[int, ...] = ()  # places in the list of activities that must have ended, all before its own
+    interrupts: bool = False  # goes first: an activity without this mark that runs on its stream is interrupted
     queue: str = ""  # activities of one stream and one queue begin in the order of the list; "": in no queue
     nbytes: float = 0.0
 
@@ -113,7 +113,7 @@ class _Scheduling:
             for earlier in set(activities[place].after):
                 self._successors[earlier].append(place)
             if activities[place].queue:
-                self._queues[activities[place].stream, activities[place].queue].append(place)  # the last one is next
+                self._queues[activities[place].stream, activities[place].queue].append(place)  # the last entry is next
         self._waiting_since: dict[int, float] = {}
         self._left_s = [activity.duration_s for activity in activities]
         self._began_s = [0.0] * len(activities)

@@ -62,9 +62,11 @@ class EarlySteps:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._used: dict[nn.Parameter, Stamp] = {}  # marks of the gradients, since `end`
-        self._settings: list[dict[str, object]] = []  # of the groups, when the first was used
-        self._taken_from: list[tuple[dict[str, Any], list[nn.Parameter]]] = []  # groups, and what they had
+        self._used: dict[nn.Parameter, Stamp] = {}  # marks of gradients that were used since `end`
+        self._settings: list[dict[str, object]] = []  # of the groups, when the first gradient was used
+        self._taken_from: list[
+            tuple[dict[str, Any], list[nn.Parameter]]
+        ] = []  # groups, and the parameters that they had
         self._step = _plain_step(optimizer)
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
@@ -93,7 +95,7 @@ class EarlySteps:
         for p, stamp in self._used.items():
             if p.grad is None or Stamp.of(p.grad) != stamp:
                 return CHANGED.format(what=f"the gradient of {names.get(p, 'a parameter')!r}", such="clipping")
-        for before, now in zip(self._settings, self._settings_now(), strict=False):  # groups may have come since
+        for before, now in zip(self._settings, self._settings_now(), strict=False):  # there may be more groups by now
             for key in before:
                 if self._used and before[key] != now.get(key):
                     return CHANGED.format(what=f"the optimiser's {key!r}", such="warm-up")
@@ -136,10 +138,12 @@ class EarlyExchange:
 
     def __init__(self, steps: EarlySteps, plan: Plan, parameters: Mapping[str, Tensor]) -> None:
         self.steps = steps
-        self.task = -1  # autograd's number of the backward that began it
-        self.is_open = False  # until the optimiser's own step
+        self.task = -1  # autograd's number of the backward that began the round
+        self.is_open = False  # from that backward until the optimiser's own step
         self.unseen: set[str] = set()  # parameters that the forward of this backward did not wait for
-        self._together: list[list[str]] = []  # what is stepped at once: of one bucket, and each in one only
+        self._together: list[
+            list[str]
+        ] = []  # parameters that are stepped together: of one bucket, each parameter in one list only
         known: set[str] = set()
         for bucket in plan.buckets:
             names = [n for n in dict.fromkeys(bucket.names) if n in parameters and n not in known]

@@ -15,7 +15,7 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 
 from ..tensors.arrivals import Arrivals, Sections, gathered, put
 
-# They treat every element by itself, whatever shape a parameter has. Subclasses may do otherwise.
+# These optimisers treat every element by itself, whatever shape a parameter has. Subclasses may do otherwise.
 OF_ELEMENTS = frozenset({ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop})
 
 
@@ -32,8 +32,8 @@ class Freezing:
 
     def __init__(self, parameters: Mapping[str, Tensor], arrivals: Callable[[], Arrivals]) -> None:
         self._names = {id(parameter): name for name, parameter in parameters.items()}
-        self._arrivals = arrivals  # of the last step
-        self._under_way: dict[int, _Step] = {}  # by optimiser
+        self._arrivals = arrivals  # arrivals of the last step
+        self._under_way: dict[int, _Step] = {}  # by id of the optimiser
 
     @torch.no_grad()
     def before(self, optimizer: Optimizer, *, has_closure: bool = False, is_watched: bool = False) -> None:
@@ -46,7 +46,7 @@ class Freezing:
         Raises:
             ValueError: for a step with a closure, which computes gradients when it is too late.
         """
-        if (unfinished := self._under_way.pop(id(optimizer), None)) is not None:  # as it has raised
+        if (unfinished := self._under_way.pop(id(optimizer), None)) is not None:  # its step has raised
             unfinished.give_up()
         arrivals = self._arrivals()
         if not arrivals.freeze:
@@ -91,7 +91,7 @@ class _OfWhatArrived(_Step):
     def __init__(self, optimizer: Optimizer, partial: Iterable[tuple[Tensor, Sections]]) -> None:
         self._optimizer = optimizer
         partial = list(partial)
-        # One number has no parts: it stays out of the step.
+        # A tensor without dimensions has no parts: it stays out of the step.
         self._parts = [_ArrivedPart(optimizer, whole, sections) for whole, sections in partial if whole.dim()]
         self._groups = [(group, group["params"]) for group in optimizer.param_groups]
         instead: dict[int, list[Tensor]] = {id(whole): [] for whole, _ in partial}
@@ -133,7 +133,7 @@ class _ArrivedPart:
             if not _alike(values, self.parameter):
                 state[name] = values
                 continue
-            if not _alike(state.get(name), self.whole):  # made in this step
+            if not _alike(state.get(name), self.whole):  # state that this step made
                 state[name] = torch.zeros_like(self.whole, dtype=values.dtype)
             put(values, self._sections, state[name])
 

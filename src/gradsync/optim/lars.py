@@ -62,7 +62,7 @@ class LARS(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.__dict__.setdefault("arrived", None)  # of a copy, which has groups and state only
+        self.__dict__.setdefault("arrived", None)  # a copy has groups and state only
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         _check({**self.defaults, **param_group})

@@ -18,7 +18,7 @@ from ..compressors import MomentumCorrection, Signum
 from ..plans.plan import Plan
 from ..schemes import CoarseGrained
 
-Keeper = MomentumCorrection[Any] | Signum | CoarseGrained  # of a momentum on each rank
+Keeper = MomentumCorrection[Any] | Signum | CoarseGrained  # compressors and schemes with a momentum on each rank
 
 
 def take_momentum(optimizer: Optimizer, parameters: Iterable[Tensor]) -> float:
@@ -52,7 +52,7 @@ def take_momentum(optimizer: Optimizer, parameters: Iterable[Tensor]) -> float:
     shared: list[dict[str, Any]] = []
     for group in concerned:
         (alone if all(id(p) in wanted for p in group["params"]) else shared).append(group)
-    if any("initial_lr" in group for group in shared):  # which schedulers leave there
+    if any("initial_lr" in group for group in shared):  # schedulers add this key
         raise ValueError(
             f"a scheduler was made for the optimiser's {len(optimizer.param_groups)} parameter groups, and "
             f"{len(shared)} of them would have to be parted: take momentum before the scheduler is made"

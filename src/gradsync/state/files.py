@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ENTRY = "gradsync"  # of the header's metadata
-TENSOR, BYTES, DICT = "tensor", "bytes", "dict"  # alone in a dict of the header: it stands for such a thing
-BETWEEN = "/"  # the names of a path
-DAMAGE = (KeyError, TypeError, ValueError, RecursionError)  # as which it shows in a header that can be read
+ENTRY = "gradsync"  # the key in the header's metadata
+TENSOR, BYTES, DICT = "tensor", "bytes", "dict"  # the only key of a dict in the header that stands for such a value
+BETWEEN = "/"  # the separator of names in a path
+DAMAGE = (KeyError, TypeError, ValueError, RecursionError)  # errors that a damaged header raises
 
 
 def save_file(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:

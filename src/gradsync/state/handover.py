@@ -90,7 +90,7 @@ def _added(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
                     part.name, part.start, part.stop, f"{CARRIED}.{RESIDUAL}", part.values / (copies or 1)
                 )
                 by_point.setdefault((part.name, shared.point), []).append(shared)
-            elif part.whole or copies > 1:  # known alike to those that keep it
+            elif part.whole or copies > 1:  # the same on all ranks that keep it
                 same.setdefault(key, part.values)
             else:
                 by_point.setdefault((part.name, part.point), []).append(part)

@@ -12,9 +12,9 @@ from typing import Any
 from ..tensors.bucket import TensorSpec
 from .slices import StateSlice
 
-VERSION = 3  # of a `state_dict`; in 1 elements were as they lay in memory, in 2 nobody knew whose it was
-MOST_STEPS = 1 << 53  # beyond it a step is no count of anything
-NOT_STRICT = "load_state_dict(..., strict=False)"  # what drops state that has no place
+VERSION = 3  # of a `state_dict`; 1 had elements in memory order, 2 had no origin
+MOST_STEPS = 1 << 53  # a larger step number is refused as damage
+NOT_STRICT = "load_state_dict(..., strict=False)"  # the call that drops state without a place
 
 
 @dataclass(frozen=True)

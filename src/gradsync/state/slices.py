@@ -20,7 +20,7 @@ from ..compressors import RESIDUAL, SENT, CompressorState, copies_at
 from ..kernels import accumulation_dtype
 from ..tensors.bucket import Bucket, Segment
 
-CARRIED = "owed"  # the point of carried residuals, by the name that checkpoints have for it
+CARRIED = "owed"  # the compress point of carried residuals, as checkpoints name it
 # Digits of other scripts, and more of them than any tensor has elements, are no index.
 KEY = r"(?P<name>.*)\[(?P<start>[0-9]{1,18}):(?P<stop>[0-9]{1,18})\]/(?P<whole>/?)(?P<point>[^/]+)"
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -37,7 +37,7 @@ class StateSlice:
     stop: int
     point: str
     values: Tensor  # (stop - start,), or any shape
-    whole: bool = False  # goes with the segment as a whole
+    whole: bool = False  # whether the tensor goes with the segment as a whole
 
     @property
     def key(self) -> str:
@@ -191,8 +191,8 @@ def carried_residual(bucket: Bucket, state: Mapping[str, Kept], saved: Sequence[
     flat: Tensor | None = None
     for part in filter(left_to_send, chain(*_by_parameter(bucket, saved).values())):
         point, _, name = part.point.partition(".")
-        values = part.values / (_copies(point) or 1)  # of what several ranks kept alike each a share
-        # What was left has its place there, see `with_slices`.
+        values = part.values / (_copies(point) or 1)  # each of several ranks with the same state adds a share
+        # Residuals have their place there, see `with_slices`.
         sent = _segments_of(state.get(SENT, ()), RESIDUAL, part.name)
         for segment in (*sent, *_segments_of(state.get(point, ()), name, part.name)):
             if part.overlap(segment):

@@ -12,9 +12,9 @@ import weakref
 import torch
 from torch import Tensor
 
-LEAST_BYTES = 1 << 18  # of a block; smaller tensors are the allocator's, which keeps what they leave
-KEPT_FOR = 1000  # lendings: what is idle of a size that so many have not asked for goes back to the system
-_STEPS = 8  # sizes of blocks between one power of two and the next
+LEAST_BYTES = 1 << 18  # of a block; torch's own allocator reuses the memory of smaller tensors
+KEPT_FOR = 1000  # lendings after which idle blocks of a size that nobody asked for go back to the system
+_STEPS = 8  # sizes of blocks from one power of two to the next
 _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # a fork writes to pages of its own
 
 
@@ -47,7 +47,7 @@ class Blocks:
     """
 
     def __init__(self) -> None:
-        self._idle: dict[int, list[mmap.mmap]] = {}  # by size
+        self._idle: dict[int, list[mmap.mmap]] = {}  # by size in bytes
         self._asked: dict[int, int] = {}  # for each size, the number of the lending that last asked for it
         self._lendings = 0
 
@@ -66,7 +66,7 @@ class Blocks:
             block = self._idle[size].pop()
         except (KeyError, IndexError):
             block = self._new(size)
-        borrowed = memoryview(block)  # which the tensors on it keep alive, and nobody else
+        borrowed = memoryview(block)  # kept alive by the tensors on it alone
         weakref.finalize(borrowed, self._take_back, block).atexit = False
         return torch.frombuffer(borrowed, dtype=torch.uint8, count=nbytes)
 

@@ -19,8 +19,8 @@ class Arrival:
     """The elements of one bucket for which a step brought gradients."""
 
     bucket: Bucket
-    sections: Sections | None  # of its elements; None: all
-    frozen: bool  # whether optimisers must leave the others alone
+    sections: Sections | None  # of the bucket's elements; None: all
+    frozen: bool  # whether optimisers must leave the other elements alone
 
 
 class Arrivals:
@@ -71,7 +71,7 @@ def put(elements: Tensor, sections: Sections, tensor: Tensor) -> None:
     flat = tensor.detach().reshape(-1)
     parts = [flat[start:stop] for start, stop in sections]
     torch._foreach_copy_(parts, list(elements.detach().split([len(part) for part in parts])))
-    if flat.data_ptr() != tensor.data_ptr():  # a copy, of elements that lie otherwise
+    if flat.data_ptr() != tensor.data_ptr():  # reshape made a copy, as the tensor is not contiguous
         tensor.detach().copy_(flat.view(tensor.shape))
 
 

@@ -33,7 +33,9 @@ class TensorSpec:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    flat: FlatSpec | None = field(default=None, compare=False, repr=False)  # of a bucket: what lies in it, before flags
+    flat: FlatSpec | None = field(
+        default=None, compare=False, repr=False
+    )  # of a flat bucket: its segments, without flags
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
@@ -79,15 +81,15 @@ def describe_specs(specs: Mapping[str, TensorSpec]) -> list[str]:
     return [f"{name}: {spec}" for name, spec in specs.items()]
 
 
-PHASES = 3  # steps are told apart modulo this: ranks are out of step by one, hardly ever by three
+PHASES = 3  # ranks compare step numbers modulo this: they differ by one, hardly ever by three
 
 
 @dataclass(frozen=True)
 class StepMarks:
     """Facts of its step that a rank tells the others, beside the gradients."""
 
-    late: bool = False  # takes part at the optimiser's step only: its backward reached no parameter
-    phase: int | None = None  # rounds of its optimiser modulo PHASES; None where none was seen (its step is elsewhere)
+    late: bool = False  # the rank takes part at the optimiser's step only: its backward reached no parameter
+    phase: int | None = None  # rounds of the rank's optimiser modulo PHASES; None where no step of it was seen
 
     def flags(self) -> list[float]:
         """The marks as numbers to be summed over the ranks: a sum above 0 means that some rank has set the mark."""
@@ -95,7 +97,7 @@ class StepMarks:
 
 
 NUM_MARKS = 1 + PHASES
-NO_MARKS = StepMarks()  # a step like any other
+NO_MARKS = StepMarks()  # of a usual step
 
 
 @dataclass(frozen=True)
@@ -116,9 +118,11 @@ class FlatSpec:
     """The segments of tensors that lie end to end in one flat tensor, as a compressor sees them."""
 
     segments: tuple[Segment, ...]
-    shapes: tuple[tuple[int, ...], ...]  # of the tensor where the segment is all of it, else (segment.numel,)
+    shapes: tuple[
+        tuple[int, ...], ...
+    ]  # of each segment: its tensor's where it is the whole tensor, else (segment.numel,)
     dtype: torch.dtype
-    salt: int = 0  # tells apart what is drawn for tensors of the same names
+    salt: int = 0  # makes random draws for tensors of the same names differ
 
     def __post_init__(self) -> None:
         numels = [int(torch.Size(shape).numel()) for shape in self.shapes]
@@ -203,7 +207,7 @@ class Bucket:
     segments: tuple[Segment, ...]
     tensors: tuple[TensorSpec, ...]
     layout: Layout
-    flags_ride: bool = True  # the scheme carries them: they may travel in the flat tensor
+    flags_ride: bool = True  # whether flags travel in the flat tensor, as the scheme sums it
 
     def __post_init__(self) -> None:
         if not self.segments or len(self.segments) != len(self.tensors):

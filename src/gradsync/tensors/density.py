@@ -16,10 +16,10 @@ from torch import Tensor
 from .. import kernels
 from .bucket import TensorSpec
 
-SAMPLES = 8192  # rows and elements looked at in a dense gradient; a density of 1 % is told to within a tenth of it
-FEWEST_SAMPLED = 1 << 16  # elements; what is smaller gains nothing from being sparse
-FEWEST_HITS = 20  # of a sample, from which the overlap of ranks is told
-PARTITIONS = 1024  # into which skew is resolved
+SAMPLES = 8192  # rows and elements sampled in a dense gradient: a density of 1 % is found to within a tenth of it
+FEWEST_SAMPLED = 1 << 16  # elements; a smaller tensor gains nothing from a sparse exchange
+FEWEST_HITS = 20  # from so many hits in a sample on, the overlap of ranks is estimated
+PARTITIONS = 1024  # the resolution of skew
 MOST_FOUND = 0.5  # density up to which a dense gradient may be worth a sparse exchange
 
 
@@ -34,11 +34,13 @@ class DensityProfile:
     num_rows: int
     rows: float  # distinct rows one rank touches, mean over the ranks
     densification: Mapping[int, float] = field(default_factory=dict)
-    pattern: str = ""  # tables of equal pattern have the same rows on every rank; empty: nothing is known
-    most_rows: float = 0.0  # that any rank touches; 0: not known
-    shares: tuple[float, ...] = ()  # of even contiguous partitions in the rows of one rank; none: taken as even
+    pattern: str = ""  # tables of equal pattern have the same rows on every rank; empty: not known
+    most_rows: float = 0.0  # the most rows that any rank touches; 0: not known
+    shares: tuple[float, ...] = ()  # of one rank's rows in even contiguous partitions; none: taken as even
     union_shares: tuple[float, ...] = ()  # the same in the union over all ranks, which has less skew
-    blocks: Mapping[int, DensityProfile] = field(default_factory=dict)  # of a flat tensor seen in blocks of so many
+    blocks: Mapping[int, DensityProfile] = field(
+        default_factory=dict
+    )  # profiles of a flat tensor in blocks, by their length
 
     @property
     def density(self) -> float:
@@ -118,8 +120,8 @@ class ParameterProfile:
     name: str
     tensor: TensorSpec
     sparse: bool  # some rank's gradient has the sparse layout
-    density: DensityProfile | None = None  # of its rows; None before it was measured, and if it is not worth a look
-    position: int = 0  # place in the order in which gradients become ready; equal before it was measured
+    density: DensityProfile | None = None  # of its rows; None before a measurement, and if measuring does not pay
+    position: int = 0  # place in the order in which gradients become ready; equal before a measurement
     elements: DensityProfile | None = None  # of its elements, where a dense gradient was sampled
 
     @property
@@ -140,7 +142,7 @@ def _share(shares: Sequence[float], start: float, stop: float) -> float:
 def partition_shares(rows: Tensor, num_rows: int) -> tuple[float, ...]:
     """Returns the share of the rows, sorted and distinct, in each of up to `PARTITIONS` even contiguous partitions."""
     partitions = min(PARTITIONS, num_rows)
-    rows = rows[(rows >= 0) & (rows < num_rows)]  # a scheme will refuse the others
+    rows = rows[(rows >= 0) & (rows < num_rows)]  # a scheme will refuse indices out of range
     if not len(rows):
         return ()
     counts = torch.bincount(rows * partitions // num_rows, minlength=partitions)
@@ -210,7 +212,7 @@ class ZeroSample:
     def of(cls, gradient: Tensor) -> ZeroSample:
         """Returns the sample of a dense gradient; rows of a mostly non-zero one are taken as full without a look."""
         spec = TensorSpec.of(gradient)
-        if not gradient.is_contiguous():  # as of channels-last convolutions: full, and not worth a copy
+        if not gradient.is_contiguous():  # as in channels-last convolutions: taken as full, which saves a copy
             return cls.full(spec)
         elements = gradient.view(-1)[sample_places(spec.numel, gradient.device)] != 0
         if float(elements.float().mean()) > MOST_FOUND:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .gradients import FlatGradients, Gradients
 
-MOST_LENT_BYTES = 64 << 10  # autograd adding into zeroed memory saves a call; for more, copying passes over less memory
+MOST_LENT_BYTES = 64 << 10  # below, autograd adds into zeroed memory, which saves a call; above, a copy moves less
 
 
 class GradientView:
@@ -25,7 +25,7 @@ class GradientView:
 
     __slots__ = ("_address", "_strides", "memory", "name", "parameter", "tensor")
 
-    tensor: Tensor  # the bucket's own; `parameter.grad` gets aliases, as whoever has a gradient may assign to its data
+    tensor: Tensor  # the bucket's own; `parameter.grad` gets aliases, as users may assign to a gradient's data
     _address: int
     _strides: tuple[int, ...]
 
@@ -69,7 +69,9 @@ class GradientViews:
         self._lendable: set[str] = set()  # parameters whose gradients autograd makes dense and small
         self._borrowed: set[str] = set()  # parameters without a gradient that borrow their place in this step
         self._unrenewed: dict[str, Tensor] = {}  # values of gradients that stay if no rank renews them in this step
-        self._movable: set[str] = set()  # parameters with gradients in memory of the plan before that nobody refers to
+        self._movable: set[str] = (
+            set()
+        )  # parameters with gradients in memory of the plan before that nothing else refers to
         self._unfit: set[str] = set()  # parameters that went over to another memory format than their places have
         self._memory: tuple[list[int], list[tuple[int, ...]]] = [], []  # addresses and strides of all places
 

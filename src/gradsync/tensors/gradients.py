@@ -132,7 +132,7 @@ class FlatGradients:
         if name in self._loaded:
             return True
         positions = [i for i, segment in enumerate(self.bucket.segments) if segment.name == name]
-        return bool(self.flags[positions[0]] > 0)  # read only where this rank did not use it: rare
+        return bool(self.flags[positions[0]] > 0)  # a host read, rare: only where this rank did not use the parameter
 
     @property
     def troubled(self) -> bool:
@@ -164,10 +164,10 @@ class RowGradients:
         self._shapes = {name: templates[name].shape for name in bucket.names}
         self._device = device
         self._brought: dict[str, tuple[Tensor, bool]] = {}
-        self._taken: dict[str, tuple[int, int]] = {}  # dense gradients as they were taken: address and version
+        self._taken: dict[str, tuple[int, int]] = {}  # address and version of dense gradients when they were taken
         self._result: dict[str, SparseRows] = {}
         self._check_finite = False
-        # They ride in no message; a plan without flat buckets sums them apart.
+        # The flags ride in no message; a plan without flat buckets sums them apart.
         self.flags = torch.zeros(NUM_MARKS, device=self._device)
 
     def begin(self) -> None:

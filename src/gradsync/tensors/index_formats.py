@@ -34,7 +34,7 @@ class IndexFormat(StrEnum):
     OFFSETS_16 = "offsets_16"  # 2 bytes a row, 4 for each block of 65536
     OFFSETS_8 = "offsets_8"  # a byte a row, and one for each block of 256, or a bit for each of both
     BITMAP = "bitmap"  # a bit for each row of the part
-    DENSE = "dense"  # nothing tells: all rows travel, of those that are not there zeros
+    DENSE = "dense"  # no positions: all rows travel, absent ones as zeros
 
     def nbytes(self, count: float, length: int) -> float:
         """Returns the aligned bytes of `count` positions in [0, length): for an expected count, the mean."""
@@ -59,9 +59,9 @@ def smallest(count: float, length: int, formats: tuple[IndexFormat, ...] = SPARS
 class Positions:
     """Positions in a message, to be written or read."""
 
-    packed: Tensor  # what travels, uint8
+    packed: Tensor  # the bytes that travel, uint8
     count: int
-    length: int  # all of them are in [0, length)
+    length: int  # positions are in [0, length)
     format: IndexFormat
 
     @property

@@ -19,7 +19,7 @@ class Stamp(NamedTuple):
     version: int
     address: int
     has_values: bool
-    values: int  # the digest; 0 without
+    values: int  # the digest; 0 without one
 
     @classmethod
     def of(cls, tensor: Tensor, has_values: bool = True) -> Stamp:
