@@ -189,7 +189,11 @@ class GlooGroup(TorchGroup):
         return _then(self._all_to_all(buffer, lengths, [mine] * self.size), hand_out)
 
     def _measured(self, timeout_s: float) -> tuple[float, float, float]:
-        """Returns seconds a further message, seconds an operation, and bytes a second: the slowest member's, on all."""
+        """Measures the links, and returns the slowest member's costs on all members.
+
+        Returns:
+            seconds of a further message, seconds of an operation, bytes a second.
+        """
         seconds = []
         for nbytes in SAMPLE_BYTES:
             lengths = [nbytes // self.size] * self.size

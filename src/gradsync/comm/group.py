@@ -108,7 +108,7 @@ class Group(ABC):
         return self.subgroup(self.placement.within(self.rank))
 
     def across_nodes(self) -> Group:
-        """Returns the group of one member a node that have this member's place on their nodes.
+        """Returns the group of the members that have this member's place on their nodes, one member a node.
 
         Raises:
             ValueError: on every member, where nodes have different numbers of members.
@@ -368,7 +368,7 @@ class TorchGroup(Group):
         return Pending(wait)
 
     def _exchange_at_once(self, buffer: Tensor, sent: Sequence[int], own: Tensor, bound: int) -> Pending[list[Tensor]]:
-        """Sends all messages in one all-to-all; `buffer` holds the messages for the others, perhaps padded."""
+        """Sends all messages in one all-to-all; `buffer` holds the other members' messages, perhaps padded."""
         arrived = self._all_to_all(buffer, sent, [0 if peer == self.rank else bound for peer in range(self.size)])
         return Pending(lambda timeout_s: cut_to_lengths(arrived.wait(timeout_s), self.rank, own))
 

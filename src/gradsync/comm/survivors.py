@@ -76,8 +76,10 @@ class Survivors:
     def agree(self, steps: int) -> Survival:
         """Returns the ranks that are left, the same on all of them; all of them must call it.
 
+        A rank that is alive is waited for until the timeout.
+
         Args:
-            steps: the steps that this rank has made. A rank that is alive is waited for until the timeout.
+            steps: the steps that this rank has made.
 
         Raises:
             GroupError: where the store does not answer, and on a rank that the others have left behind.

@@ -19,19 +19,20 @@ class LARS(Optimizer):
 
         rate = lr * trust * |w| / (|g| + weight_decay * |w|);  v = momentum * v + rate * (g + weight_decay * w);  w -= v
 
-    Tensors of one dimension or none, as biases and the scales of normalization, have the plain lr and no weight decay.
-    So has a tensor whose weights are all zero. One whose gradient is all zero is moved by momentum alone.
+    Tensors of one dimension or none, as biases and the scales of normalization, have the plain lr and no weight decay,
+    and so has a tensor whose weights are all zero. A tensor whose gradient is all zero is moved by momentum alone.
 
-    Where only part of a gradient arrived, as by `CoarseGrained`, the rest of it is 0, and its norm is that of a part;
-    so |w| and |g| are those of the elements that arrived, or the rate would grow the less arrives. Weights decay there
-    alone, too: what arrived moves as if it were the whole layer. Everything else is moved by momentum alone, and with
-    `CoarseGrained(freeze=True)` by nothing.
+    Where only part of a gradient arrived, as by `CoarseGrained`, |w| and |g| are norms of the elements that arrived, or
+    the rate would grow the less arrives. Weights decay there alone, too: the elements that arrived move as if they were
+    the whole layer. All other elements are moved by momentum alone, and with `CoarseGrained(freeze=True)` by nothing.
 
     Args:
         lr: the learning rate after warm-up.
         trust: share of its own norm that a tensor moves by at a learning rate of 1.
-        warmup_steps: over which the learning rate rises in equal parts; counted in the state, so that training resumes.
-        decay_steps: at which it has fallen to 0, by the square of the share that is left; None: it does not fall.
+        warmup_steps: steps over which the learning rate rises in equal parts; counted in the state, so that training
+            resumes.
+        decay_steps: steps after which it has fallen to 0, by the square of the share that is left; None: it does not
+            fall.
         arrived: `Attachment.arrived`, or None where gradients arrive whole. It may be set later, and goes neither with
             a copy of the optimiser nor into a checkpoint.
 

@@ -183,9 +183,9 @@ def left_to_send(part: StateSlice) -> bool:
 
 
 def carried_residual(bucket: Bucket, state: Mapping[str, Kept], saved: Sequence[StateSlice]) -> Tensor | None:
-    """Returns the residuals of another plan's schemes for elements that have none in a flat bucket, (numel,).
+    """Returns the residuals that a former plan left for elements without a residual in this flat bucket.
 
-    They are in units of the gradient, in the type that sums are made in; None where there are none.
+    They are (numel,), in units of the gradient, in the type that sums are made in; None where there are none.
     """
     places = bucket.flat_spec.places
     flat: Tensor | None = None

@@ -270,7 +270,7 @@ def profile_sample(hits: Tensor, counts: Tensor, size: int) -> DensityProfile | 
 
 
 def denser(a: DensityProfile | None, b: DensityProfile | None) -> DensityProfile | None:
-    """Returns the denser of two profiles of one tensor: a tensor once found full must be expected to be full again."""
+    """Returns the denser of two profiles of one tensor: what was once full must be expected to be full again."""
     if a is None or b is None:
         return a or b
     return a if a.rows >= b.rows else b

@@ -196,7 +196,7 @@ class RowGradients:
 
     @property
     def troubled(self) -> bool:
-        """Whether the sum is not finite, if that was asked for; every rank has the same bits and so the same answer."""
+        """Whether the sum has non-finite values, if that was asked for: the same answer on every rank."""
         return self._check_finite and not all(bool(r.values.isfinite().all()) for r in self._result.values())
 
     def unload(self, name: str, out: Tensor | None, *, sparse: bool, shape: torch.Size) -> Tensor:
